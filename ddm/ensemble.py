@@ -47,7 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddm.diffusion.path import Experts, LinearPath, Path, expand_time
+from ddm.diffusion.path import Experts, LinearPath, Path
 from ddm.diffusion.solver import SolverName, solver_named
 from ddm.encoders.autoencoder import Identity, Latent
 from ddm.errors import ShapeError
@@ -60,7 +60,7 @@ from ddm.sampling.mixture import Mixture, mix_velocity
 from ddm.sampling.precision import InArithmetic, checked
 from ddm.sampling.provenance import Log
 from ddm.sampling.samples import Samples, check_finite
-from ddm.sampling.start import Start, start
+from ddm.sampling.start import Start, at_times, start
 from ddm.sampling.strategies import (
     Full,
     Lock,
@@ -198,7 +198,7 @@ class Ensemble:
         Returns:
             Shape (B, ...).
         """
-        expand_time(t_B, x_B)
+        x_B, t_B = at_times(x_B, t_B, self.shape)
         mixture = self._mixture(Asked(prior, condition, condition_prior, guidance, guidance_interval), len(x_B))
         return mixture.velocity(x_B, t_B, mixture.weights(x_B, t_B))
 
@@ -233,7 +233,7 @@ class Ensemble:
         Raises:
             MathError: an ensemble without a router, below t = 1.
         """
-        expand_time(t_B, x_B)
+        x_B, t_B = at_times(x_B, t_B, self.shape)
         return self._mixture(Asked(prior, condition, condition_prior), len(x_B)).log_posterior(x_B, t_B)
 
     def sample(
@@ -374,7 +374,7 @@ class Ensemble:
         Raises:
             MathError, ShapeError, NumericalError: see `sample`.
         """
-        given, mask = known_part(images, known, self.latent.encode, corrections)
+        given, mask, images = known_part(images, known, self.latent.encode, corrections)
         drawn = self.sample(len(images), known=given, **({"strategy": "sample"} | how))
         return replace(drawn, images=torch.where(mask, images.to(drawn.images), drawn.images))
 

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ddm.errors import MissingFileError
+from ddm.images.patients import PatientRule
+from ddm.images.table import ColumnName
 from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
@@ -30,20 +32,19 @@ class TextSettings(Settings):
     encoder: str
 
 
-ColumnName = Literal["path", "label", "patient", "split", "caption"]
-
-
 class ImagesSettings(Settings):
     """How this silo's images are found and decoded, where they are more than arrays that a plan takes as they are.
 
     Attributes:
         columns: other names of a table's columns.
-        memory_mib: most address space of each process that decodes.
-        seconds: most that a file may take, and a second more for each of its MB.
-        processes: that decode; one a core by default.
+        outside: whether links, and paths in a table, may lead to files outside of the data folder.
+        memory_mib: limit of the address space of each decoder process.
+        seconds: time limit for each file, plus one second per MB.
+        processes: number of decoder processes; by default one per core.
     """
 
     columns: dict[ColumnName, Annotated[str, Field(min_length=1, max_length=1024)]] = {}
+    outside: bool = False
     memory_mib: Annotated[int, Field(ge=512, le=1 << 20)] = 4096
     seconds: Annotated[float, Field(ge=1, le=86400)] = 60.0
     processes: Annotated[int | None, Field(ge=1, le=256)] = None
@@ -113,6 +114,10 @@ class DataPolicy(Settings):
         classes: how many there are, or their names; none where images have no class.
         captions: whether images have texts.
         min_images: at least so many there are; by default training.min_images.
+        parts: the parts of the data set that are trained on and counted, such as train and validation; all but test by
+            default. Images that belong to no part are always used.
+        patients: what of an identifier tells patients apart: its letters and digits (`spelling`), or its digits without
+            leading zeros (`digits`).
     """
 
     kind: Literal["arrays", "latents", "pictures"] | None = None
@@ -121,6 +126,8 @@ class DataPolicy(Settings):
     classes: Annotated[int, Field(ge=2, le=65536)] | tuple[ShortText, ...] | None = None
     captions: bool = False
     min_images: Annotated[int, Field(gt=0)] | None = None
+    parts: tuple[ShortText, ...] | None = None
+    patients: PatientRule = "spelling"
 
     @property
     def known_classes(self) -> Classes | None:

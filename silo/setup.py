@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
@@ -21,8 +22,10 @@ from ddm.trust.rules import trusted_log_keys
 from silo.config import ImagesSettings, LedgerSettings, Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
 from silo.data.declared import facts_of
-from silo.data.first_look import FirstLook, count_units, look_at, needs_scan
-from silo.images.scan import FOLDER
+from silo.data.first_look import FirstLook, UnitCounts, count_units, look_at, needs_scan
+from silo.images.adoption import adopt_decisions
+from silo.images.decisions import FILE as DECISIONS_FILE
+from silo.images.source import FOLDER, ImageSource, default_folder
 from silo.privacy.holder import join_ledger, prepare_ledger
 
 POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
@@ -50,15 +53,18 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     return invitation
 
 
-def first_look(
-    site: Site, data: Path, images: ImagesSettings, advance: Callable[[int], None] = lambda done: None
-) -> FirstLook:
-    """Look at the data of a site that is to be made; what a scan finds is remembered in its private folder.
+def new_source(site: Site, data: Path, images: ImagesSettings) -> ImageSource:
+    """Return the images of a site that is to be made; what a scan finds is remembered in its private folder."""
+    return ImageSource(data, site.private / FOLDER, images)
+
+
+def first_look(site: Site, source: ImageSource, advance: Callable[[int], None] = lambda num_files: None) -> FirstLook:
+    """Look at the data of a site that is to be made; decisions about its images from before are carried over.
 
     Raises:
         BusyError: the folder already is a site; nothing is overwritten.
-        MissingFileError: there is nothing at `data`.
-        DataError: `data` holds nothing that any plan could take, see `silo.data.first_look.look_at`.
+        MissingFileError: there is nothing at the path.
+        DataError: the data hold nothing that any plan could take, see `silo.data.first_look.look_at`.
     """
     if (site.path / "silo.toml").exists():
         raise BusyError(
@@ -68,10 +74,12 @@ def first_look(
             remedy="Choose another folder; keys are never overwritten.",
         )
     is_new = not site.path.exists()
-    if needs_scan(data):
+    earlier_folder = default_folder(source.data)
+    if needs_scan(source) or (earlier_folder / DECISIONS_FILE).exists():
         site.make_folders()
     try:
-        return look_at(data, site.private / FOLDER, images, advance)
+        num_adopted = adopt_decisions(earlier_folder, source.folder)
+        return replace(look_at(source, advance), num_adopted=num_adopted)
     except SetupError:
         if is_new and site.path.exists():
             shutil.rmtree(site.path)  # made a moment ago, for the scan alone
@@ -108,8 +116,9 @@ def init_site(
         LedgerError: the ledger or its anchor is there and does not fit.
     """
     images = images or ImagesSettings()
+    source = new_source(site, data, images)
     if not looked:
-        first_look(site, data, images)
+        first_look(site, source)
     settings = SiloSettings(
         silo_id=silo_id,
         data=str(data.resolve()),
@@ -130,7 +139,7 @@ def init_site(
     for root in (site.root_path, site.courier / "1.root.json"):  # each half verifies by a copy of its own
         write_atomic(root, invitation.root.encode())
     if not (site.path / "policy.toml").exists():
-        save_settings(Policy(data=facts_of(data)), site.path / "policy.toml", POLICY_HEADING)
+        save_settings(Policy(data=facts_of(source)), site.path / "policy.toml", POLICY_HEADING)
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
     for name in ("policy.toml", "silo.toml"):  # the courier, another user perhaps, reads them
         open_to_group(site.path / name, site.path)
@@ -185,7 +194,8 @@ def make_card(
     *,
     images: int | None = None,
     patients: int | None = None,
-    advance: Callable[[int], None] = lambda done: None,
+    advance: Callable[[int], None] = lambda num_files: None,
+    on_count: Callable[[UnitCounts], None] = lambda counts: None,
 ) -> bytes:
     """Return this silo's public keys, size and what its policy allows, sealed with its signing key; the site keeps it.
 
@@ -195,7 +205,8 @@ def make_card(
         images: the most images that this site may bring to a plan. By default what its last card states, else what its
             data hold, rounded up by `rounded_up`.
         patients: the most patients, where its policy counts them; by default in the same way.
-        advance: called with the number of files that are done, while there is a scan.
+        advance: called with the number of files that are finished, while there is a scan.
+        on_count: called with what was counted, if anything had to be.
 
     Raises:
         SetupError: more patients than images, or fewer than two.
@@ -203,7 +214,7 @@ def make_card(
     """
     privacy = site.policy().privacy
     card = Card(
-        agreed=_agreed(site, images, patients, advance),
+        agreed=_agreed(site, images, patients, advance, on_count),
         max_epsilon=privacy.max_epsilon,
         unit=privacy.unit,
         silo_id=site.settings().silo_id,
@@ -225,17 +236,20 @@ def rounded_up(num: int) -> int:
     return max(LEAST_AGREED, 1 << (num - 1).bit_length())
 
 
-def _agreed(site: Site, images: int | None, patients: int | None, advance: Callable[[int], None]) -> Agreed:
+def _agreed(
+    site: Site,
+    images: int | None,
+    patients: int | None,
+    advance: Callable[[int], None],
+    on_count: Callable[[UnitCounts], None],
+) -> Agreed:
     by_patient = site.policy().privacy.unit == "patient"
     before = site.agreed()
     if before is not None and (not by_patient or before.patients is not None):
         images, patients = images or before.images, patients or before.patients
     if images is None or (by_patient and patients is None):
-        settings, folder = site.settings(), site.private / FOLDER
         try:
-            num_images, num_patients = count_units(
-                Path(settings.data), patients=by_patient, folder=folder, settings=settings.images, advance=advance
-            )
+            counts = count_units(ImageSource.of_site(site), patients=by_patient, advance=advance)
         except DataError as error:
             if by_patient and "patients" in f"{error.subject} {error.expected}":
                 error.remedy = (
@@ -243,9 +257,12 @@ def _agreed(site: Site, images: int | None, patients: int | None, advance: Calla
                     "[privacy] in policy.toml."
                 )
             raise
-        images = images or rounded_up(num_images)
-        patients = patients or (rounded_up(num_patients) if num_patients is not None else None)
-        patients = patients and min(patients, images)
+        on_count(counts)
+        images = images or rounded_up(counts.images)
+        if patients is None and counts.patients is not None:
+            patients = rounded_up(counts.patients)
+        if patients is not None:
+            patients = min(patients, images)
     try:
         return Agreed(images=images, patients=patients)
     except ValidationError as error:

@@ -402,8 +402,8 @@ def walks() -> dict[str, list[Step]]:
     return found
 
 
-def test_code_map_has_a_walk_of_a_plan_of_an_image_and_of_an_expert() -> None:
-    assert [re.match(r"### An? ([a-z]+)", heading)[1] for heading in walks()] == ["plan", "image", "expert"]  # type: ignore[index]
+def test_code_map_has_a_walk_of_a_plan_of_a_picture_of_an_image_and_of_an_expert() -> None:
+    assert [re.match(r"### An? ([a-z]+)", heading)[1] for heading in walks()] == ["plan", "picture", "image", "expert"]  # type: ignore[index]
 
 
 def test_every_file_that_the_code_map_names_exists() -> None:

@@ -13,6 +13,9 @@ from ddm.errors import SetupError
 from ddm.system.console import confirm, human_bytes, human_flops, human_seconds, progress, say, table
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aggregator.planning.carrying import Carrying
     from aggregator.planning.draft import Draft
     from ddm.protocol.plan import Plan
 
@@ -46,7 +49,7 @@ def plan(
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import check_signable, sign_plan
-    from ddm.images.reading import read_transformed
+    from ddm.images.samples import open_image_set
     from ddm.io.settings import load_settings, misfit
     from ddm.publishing.keys import load_key
 
@@ -58,12 +61,16 @@ def plan(
         got = ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
         raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
     check_signable(federation)
-    source = (
-        read_transformed(public, chosen.data, chosen.transform)
-        if public
-        else choose_carried(federation, carry or "", replace or ())
-    )
-    columns = read_columns(public, chosen) if public else None
+    source: Tensor | Carrying
+    columns = None
+    if public is None:
+        source = choose_carried(federation, carry or "", replace or ())
+    else:
+        opened = open_image_set(public, chosen.data, chosen.transform, subject="public images")
+        source = opened.read()
+        columns = read_columns(opened, chosen)
+        for remark in (*opened.remarks, *opened.range_remarks(source)):
+            say(f"Public images: {remark}")
     secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "plans", secret)
     with tempfile.TemporaryDirectory() as scratch:

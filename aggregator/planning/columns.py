@@ -10,11 +10,10 @@ from torch import Tensor
 from aggregator.intake.public_columns import CAPTIONS, CLASSES, SILOS, TEXTS, Columns
 from aggregator.planning.recipe import Recipe
 from ddm.errors import DataError, SetupError
-from ddm.images.array_files import open_arrays
+from ddm.images.columns import class_numbers
+from ddm.images.samples import ImageSet
 from ddm.planning.recipe import TextRecipe
 from ddm.protocol.plan import ClassCondition, Condition, SamplesRouter, TextCondition
-
-_MAX_CELL_BYTES = 16 * 1024
 
 
 def names_needed(recipe: Recipe) -> dict[str, str]:
@@ -32,7 +31,7 @@ def names_needed(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def read_columns(path: Path, recipe: Recipe) -> Columns:
+def read_columns(images: ImageSet, recipe: Recipe) -> Columns:
     """Read the columns that the recipe's router learns from, one value for every public image.
 
     Raises:
@@ -40,11 +39,14 @@ def read_columns(path: Path, recipe: Recipe) -> Columns:
     """
     found: dict[str, NDArray[np.generic]] = {}
     for kind, name in names_needed(recipe).items():
-        source = open_arrays(path)
-        column = found[kind] = source.column(name, _MAX_CELL_BYTES)
+        column = images.column(name)
+        if kind == CLASSES and column.dtype.kind in "US" and isinstance(recipe.condition, ClassCondition):
+            # A table holds classes as text, by number or by name, as a silo's does.
+            column = class_numbers(column, recipe.condition.classes, f"column {name}")
+        found[kind] = column
         wanted = "whole numbers" if kind == CLASSES else "text"
-        if column.shape != (len(source),) or column.dtype.kind not in ("iu" if kind == CLASSES else "U"):
-            expected = f"{wanted}, one for each of {len(source)} public images"
+        if column.shape != (len(images),) or column.dtype.kind not in ("iu" if kind == CLASSES else "U"):
+            expected = f"{wanted}, one for each of {len(images)} public images"
             raise DataError(f"column {name}", expected=expected, got=f"{column.dtype} of shape {column.shape}")
     return found
 

@@ -23,7 +23,7 @@ from ddm.distillation.start import initial_weights
 from ddm.errors import DataError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.plan import Architecture, Autoencoder, Condition, NoCondition, TextCondition
+from ddm.protocol.plan import Architecture, Autoencoder, ClassCondition, Condition, NoCondition, TextCondition
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
 from ddm.system.signals import stop_on_first_signal
@@ -260,21 +260,28 @@ def _own_samples(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[Distil
 
 def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, GivenImages]":
     """Read public images, and their conditions, as training images."""
+    import torch
+
     from ddm.distillation.dataset import DistillationData, by_cluster, read_labels
     from ddm.distillation.student import GivenImages
     from ddm.evaluation.reference import digest_of
-    from ddm.images.reading import files_at, is_prepared, read_transformed
-    from ddm.io.files import require_file
+    from ddm.images.columns import class_numbers
+    from ddm.images.samples import open_image_set
     from ddm.loading.plan import PlanFiles
 
     opened, condition = wanted.opened, wanted.condition
-    transform = opened.plan.transform
-    if transform is None:
-        require_file(data, "an npz of public images")
-    elif is_prepared(data, opened.plan.data):
-        transform = None
-    images, expert_N = read_transformed(data, opened.plan.data, transform), None
-    labels = None if isinstance(condition, NoCondition) else read_labels(data, condition)
+    given = open_image_set(data, opened.plan.data, opened.plan.transform, takes_samples=True, subject="public images")
+    images = given.read()
+    expert_N = None
+    for remark in (*given.remarks, *given.range_remarks(images)):
+        say(remark, error=True)
+    labels = None
+    if isinstance(condition, ClassCondition) and given.arrays is None:
+        labels = torch.from_numpy(class_numbers(given.column("labels"), condition.classes))
+    elif not isinstance(condition, NoCondition):
+        labels = read_labels(data, condition)
+        if len(given.count_P) == len(labels):
+            labels = labels.repeat_interleave(torch.tensor(given.count_P), 0)
     if labels is not None and len(labels) != len(images):
         raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(labels)))
     if wanted.teacher is TeacherName.LABEL:
@@ -285,7 +292,7 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
         encoded = wanted.ensemble.latent.encode(images, tell)
     drop = 0.0 if isinstance(condition, NoCondition) else condition.drop
     return DistillationData(encoded, expert_N, labels, drop), GivenImages(
-        num=len(encoded), digest=digest_of(files_at(data))
+        num=len(encoded), digest=digest_of(given.files)
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 InitOption = Annotated[
     Path | None,
     typer.Option(
-        "--init", metavar="FILE", help="With --t-start: images to begin from, .png or .npz.", rich_help_panel=WHAT
+        "--init", metavar="FILE", help="With --t-start: images to begin from, pictures or .npz.", rich_help_panel=WHAT
     ),
 ]
 TStartOption = Annotated[
@@ -31,7 +31,7 @@ TStartOption = Annotated[
 InpaintOption = Annotated[
     Path | None,
     typer.Option(
-        "--inpaint", metavar="FILE", help="With --mask: images to complete, .png or .npz.", rich_help_panel=WHAT
+        "--inpaint", metavar="FILE", help="With --mask: images to complete, pictures or .npz.", rich_help_panel=WHAT
     ),
 ]
 MaskOption = Annotated[
@@ -91,9 +91,9 @@ class Editing:
         file = self.init or self.inpaint
         if file is None:
             return None
-        from ddm.images.given_images import read_mask, read_pictures
+        from ddm.images.samples import read_given_images, read_mask
 
-        images = read_pictures(file, spec)
+        images = read_given_images(file, spec)
         if len(images) not in (1, num):
             flag = "--init" if self.init else "--inpaint"
             raise SetupError(flag, expected=f"1 image, or one for each of {num} samples", got=f"{len(images)} images")

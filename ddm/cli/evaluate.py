@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -204,6 +205,7 @@ def evaluate(
         with _told(f"comparing {count} samples, {each.name}", as_json) as advance:
             silo_N = each.silo_N(owners, silos)
             found = yardstick.judge(each.images, silo_N=silo_N, silos=silos, prior=due, on_progress=advance)
+            found = replace(found, notes=(*each.notes, *found.notes))
         results.append((each.name, each.images, silo_N, found))
     sampling = None if words is None else _sampling(solving, words, guidance)
     origin = _origin(opened, real, held, network, solving.seed, neighbours, sampling, samples)

@@ -1,4 +1,8 @@
-"""The samples of an evaluation: drawn from a release with one strategy or several, or read from a file."""
+"""The samples of an evaluation: drawn from a release with one strategy or several, or read from a file.
+
+Samples from a file are in the plan's range, as the reference is, or they are refused: clipping values of another range
+would measure something else. Only what sampling itself adds at the ends of the range is clipped, and stated.
+"""
 
 # Shape legend: N samples, E experts.
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.cli.conditions import condition_shares, shares_of_each
 from ddm.cli.drawing import Advance, Computing, Job, ReleaseSource, draw
 from ddm.errors import DataError
 from ddm.images.fit import check_row, fit
-from ddm.images.npz import read_array
+from ddm.images.npz import npz_names, read_array
+from ddm.images.ranges import RangeCounter, ValueKind, range_of_type, range_remarks
 from ddm.io.files import require_file
 from ddm.loading.memory import room_for_experts
 from ddm.loading.release import Release
@@ -24,6 +30,12 @@ from ddm.protocol.footprint import sampling_bytes
 from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Strategy
 from ddm.system.memory import MemoryLimit, available_bytes
+
+# Solvers overshoot the ends of the range a little, at some pixels. Values further out, or more of them, have another
+# range.
+_MAX_OVERSHOOT = 0.25  # of the range's width, beyond either end
+_MAX_CLIPPED_SHARE = 0.05  # of all values
+_TOLERANCE = 1e-5  # rounding, as `ddm.images.fit.fit` forgives it
 
 
 @dataclass(frozen=True)
@@ -34,11 +46,13 @@ class Sampled:
         name: its strategy, or its file.
         images: float32, shape (N, ...), clipped to the data's range, as pictures are.
         expert_N: the expert of each; None where it is not known.
+        notes: what to keep in mind when reading the figures of these samples.
     """
 
     name: str
     images: Tensor
     expert_N: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
     def silo_N(self, owners: Sequence[str], silos: Sequence[str]) -> Tensor | None:
         """Return the index of each sample's silo, by the owner of each expert."""
@@ -108,25 +122,73 @@ class Drawing:
 
 
 def given_samples(opened: Release, path: Path, num: int | None) -> Sampled:
-    """Read samples that were drawn before, clipped to the range, and the expert of each where the file has it."""
+    """Read samples that were drawn before, and the expert of each if the file has it.
+
+    Args:
+        opened: the release that they are compared under.
+        path: an npz with `images`, and maybe `expert`, as `ddm sample` writes it.
+        num: read only the first ones; None for all.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: no such file, images of another shape, or values of another range.
+    """
     spec = opened.plan.data
     require_file(path, "an npz that ddm sample wrote")
-    array = read_array(path, "images", max_bytes=available_bytes())[:num]
-    if array.dtype.kind == "f":
-        array = np.clip(array, *spec.range)
+    array = read_array(path, "images", max_bytes=available_bytes())
+    if array.ndim < 2 or not len(array):
+        raise DataError("samples", expected="at least one image", got=f"an array of shape {array.shape}")
+    array = array[:num]
     check_row(array.dtype, array.shape[1:], spec)
+    notes: list[str] = []
+    if array.dtype.kind == "f":
+        low, high = spec.range
+        array, share = _clipped(array, spec.range)
+        if share:
+            notes.append(f"{share:.2%} of the samples' values were beyond {low:g} to {high:g} and were clipped.")
+    counter = RangeCounter()
+    counter.add_images(array)
+    value_range = range_of_type(array.dtype.name) or spec.range
+    notes += range_remarks(counter.use(), value_range, ValueKind.SAMPLES, subject="The samples' values")
     images = fit(array, range(len(array)), spec=spec)
-    with np.load(path, allow_pickle=False) as archive:
-        if "expert" not in archive.files:
-            return Sampled(path.name, images)
-    expert_N = read_array(path, "expert", max_bytes=1 << 28)[:num]
-    most = len(opened.manifest.experts)
-    if (
-        expert_N.dtype.kind not in "iu"
-        or expert_N.shape != (len(images),)
-        or not ((expert_N >= 0) & (expert_N < most)).all()
-    ):
+    expert_N = _given_experts(path, len(images), num, len(opened.manifest.experts))
+    return Sampled(path.name, images, expert_N, tuple(notes))
+
+
+def _clipped(array: NDArray[Any], value_range: tuple[float, float]) -> tuple[NDArray[Any], float]:
+    """Return samples clipped to the plan's range, and the share of their values that were beyond it.
+
+    Raises:
+        DataError: values of another range, by how far they are beyond the plan's, or by how many are.
+    """
+    low, high = value_range
+    array = array.astype(np.float32, copy=False)
+    # NaN and infinity are left for `fit`, which names their row.
+    finite = array[np.isfinite(array)]
+    is_beyond = (finite < low - _TOLERANCE) | (finite > high + _TOLERANCE)
+    share = float(is_beyond.mean()) if finite.size else 0.0
+    if share == 0.0:
+        return array, share
+    lowest = float(finite.min())
+    highest = float(finite.max())
+    overshoot = max(low - lowest, highest - high) / (high - low)
+    if overshoot > _MAX_OVERSHOOT or share > _MAX_CLIPPED_SHARE:
         raise DataError(
-            "expert", expected=f"{len(images)} numbers below {most}", got=f"{expert_N.dtype}, other numbers"
+            "samples",
+            expected=f"values within [{low:g}, {high:g}], as the plan's images and the reference have",
+            got=f"{lowest:g} to {highest:g}, with {share:.1%} of the values beyond that range",
+            remedy=f"Scale them to {low:g} to {high:g}, or save whole numbers of 8 or 16 bits, which are scaled here.",
         )
-    return Sampled(path.name, images, torch.from_numpy(expert_N.astype(np.int64)))
+    return np.where(np.isfinite(array), array.clip(low, high), array), share
+
+
+def _given_experts(path: Path, num_images: int, num: int | None, num_experts: int) -> Tensor | None:
+    """Read the expert that each sample followed; None if the file does not say it."""
+    if "expert" not in npz_names(path):
+        return None
+    expert_N = read_array(path, "expert", max_bytes=1 << 28)[:num]
+    is_whole = expert_N.dtype.kind in "iu" and expert_N.shape == (num_images,)
+    if not is_whole or not ((expert_N >= 0) & (expert_N < num_experts)).all():
+        expected = f"{num_images} numbers below {num_experts}"
+        raise DataError("expert", expected=expected, got=f"{expert_N.dtype}, other numbers")
+    return torch.from_numpy(expert_N.astype(np.int64))

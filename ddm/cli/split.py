@@ -38,6 +38,8 @@ def split(
     chosen = load_settings(IslandsRecipe, recipe)
     way = by or ("random" if chosen.partition.kind == "random" else "clusters")
     dataset = Dataset.read(data, chosen.data, chosen.transform)
+    for remark in dataset.remarks():
+        say(f"Data: {remark}")
     secret = passphrase(passphrase_file, None, OWN_KEYS, confirm=True)
     num, some = len(dataset.images), min(len(dataset.images), chosen.owner.fit_images)
     say(f"Fitting encoder and clusters on {some} of {num} images, then dividing all of them …")
@@ -49,6 +51,10 @@ def split(
         raise misfit(recipe, error) from error
     rows = [(island.island_id, *([island.value] if done.column else []), island.num_images) for island in done.islands]
     say(table(rows, ("island", *([done.column] if done.column else []), "images")))
+    if done.column:
+        num_joined = dataset.values(done.column).num_joined
+        if num_joined:
+            say(f"Spellings that differ in case or blanks alone are one island: {num_joined} were joined to another.")
     if chosen.not_used:
         say(f"Not used, since one owner has all of the data: [{'], ['.join(chosen.not_used)}] of the recipe.")
     say(f"Plan {done.plan_id} in {out}. Next: ddm train {quote(str(out))}")

@@ -9,7 +9,6 @@ student's unconditional velocity is right although no release states how frequen
 # Shape legend: N images, B batch, C coarse clusters, K experts.
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +36,7 @@ from ddm.protocol.plan import ClassCondition, Condition, NoCondition, TextCondit
 from ddm.sampling.mixture import mix_velocity
 from ddm.sampling.strategies import draw_expert
 from ddm.sampling.trajectories import draw_noise
+from ddm.system.memory import machine_bytes
 
 _PART, _PART_BYTES = 256, 1 << 26  # most own samples that are drawn at once and kept in one file
 
@@ -100,7 +100,7 @@ def read_labels(path: Path, condition: Condition) -> Tensor:
         ShapeError: conditions that these experts do not take.
     """
     require_file(path, "an npz with labels")
-    array = read_array(path, "labels", max_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    array = read_array(path, "labels", max_bytes=machine_bytes())
     kinds, kind = ("iu", np.int64) if isinstance(condition, ClassCondition) else ("f", np.float32)
     fits = array.dtype.kind in kinds and array.size > 0 and array.ndim > 0
     with np.errstate(over="ignore"):  # an overflow becomes infinite and is refused below

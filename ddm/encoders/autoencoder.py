@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ddm.encoders import Progress
 from ddm.encoders.lost import fill_lost
 from ddm.errors import NumericalError, ShapeError
+from ddm.io.array_input import real_tensor
 from ddm.io.tensors import load_tensors, spec_of
 from ddm.protocol.base import File
 from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, DiffusersKlLatent, IdentityLatent
@@ -100,9 +101,11 @@ class AutoencoderKl:
             lost: what the latent of a sample becomes that is not finite throughout; None refuses it.
 
         Raises:
+            DataError: samples that are no real numbers.
             ShapeError: samples of another shape than the plan's.
             NumericalError: latents that are not finite.
         """
+        samples = real_tensor(samples, "images")
         found = torch.empty(len(samples), *self.size.shape(self.shape))
         self.encode_into(samples, found, on_progress, lost=lost)
         return found

@@ -44,7 +44,7 @@ def create_model(name: str, **options: Any) -> nn.Module:
         import timm
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, **options)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except Exception as error:  # timm has no error of its own for options that do not fit
         remedy = "List the names: python -c 'from ddm.encoders.timm import names; print(*names())'."
         raise SetupError(
             "encoder", expected="a network that timm has", got=f"{name!r}: {error}"[:200], remedy=remedy
@@ -157,7 +157,7 @@ class TimmEncoder:
             image_size: height and width of the input, the network's own when omitted.
 
         Raises:
-            SetupError: not a safetensors file, or not this network's weights.
+            SetupError: not a safetensors file, not this network's weights, or a size that it does not take.
         """
         if weights.suffix != ".safetensors":
             remedy = "Convert it once: load it with weights_only=True, write it with safetensors.torch.save_file."
@@ -173,16 +173,22 @@ class TimmEncoder:
             raise SetupError(str(weights), expected=f"the weights of {model}", got=got)
         loaded = load_tensors(weights, found, max_bytes=MAX_FILE_BYTES, max_abs=None)
         net.load_state_dict(dict(net.state_dict()) | {name: loaded[name] for name in wanted})
+        own_size = _own_size(net)
         if image_size and hasattr(net, "set_input_size"):  # of a transformer: resamples its position embeddings
-            net.set_input_size(img_size=tuple(image_size))  # type: ignore[operator]
-        return cls(net, _spec(net, model, "file", image_size, channels), data)
+            try:
+                net.set_input_size(img_size=tuple(image_size))  # type: ignore[operator]
+            except Exception as error:
+                raise _wrong_size(net, model, image_size, own_size, error) from error
+        encoder = cls(net, _spec(net, model, "file", image_size, channels), data)
+        encoder.check_runs(image_size, own_size)
+        return encoder
 
     @classmethod
     def random(cls, model: str, data: DataSpec, seed: int, image_size: tuple[int, int] | None = None) -> "TimmEncoder":
         """Build a network with random weights.
 
         Raises:
-            SetupError: timm has no network of this name.
+            SetupError: timm has no network of this name, or it does not take this size.
             DataError: images with a number of channels other than 1 or 3.
         """
         channels = data.shape[0]
@@ -191,7 +197,39 @@ class TimmEncoder:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             net = _build(model, channels, image_size)
-        return cls(net, _spec(net, model, "random", image_size, channels), data)
+        encoder = cls(net, _spec(net, model, "random", image_size, channels), data)
+        encoder.check_runs(image_size, _own_size(net))
+        return encoder
+
+    @torch.inference_mode()
+    def check_runs(self, image_size: tuple[int, int] | None, own_size: tuple[int, int]) -> None:
+        """Call the network on one blank image, because only that shows whether it takes images of this size.
+
+        Args:
+            image_size: the size that the recipe gives; None for the network's own.
+            own_size: the size that the network was made for.
+
+        Raises:
+            SetupError: the call fails, or gives other than `dim` features; names the field of the recipe.
+        """
+        if len(self.data.shape) != 3:
+            expected = "an encoder of volumes, such as pca, since networks of timm take images (C, H, W)"
+            raise SetupError("recipe, encoder.kind", expected=expected, got=f"timm for data.shape {self.data.shape}")
+        try:
+            blank = torch.full((1, *self.data.shape), self.data.range[0])
+            features = self.net.forward_features(self.prepare(blank))  # type: ignore[operator]
+            features = self.net.forward_head(features, pre_logits=True)  # type: ignore[operator]
+            if tuple(features.shape) != (1, self.dim):
+                raise ValueError(f"features of shape {tuple(features.shape[1:])} in place of {self.dim} values")
+        except Exception as error:  # timm and torch raise all kinds of errors, for each network another one
+            if image_size is not None:
+                raise _wrong_size(self.net, self.spec.model, image_size, own_size, error) from error
+            raise SetupError(
+                "recipe, encoder.model",
+                expected="a network of timm that turns an image into one row of features",
+                got=f"{self.spec.model}, which fails: {_one_line(error)}",
+                remedy="Choose another network, or set encoder.image_size to a size that it takes.",
+            ) from error
 
 
 def timm_specs(spec: TimmSpec) -> dict[str, TensorSpec]:
@@ -225,6 +263,34 @@ def _build(model: str, channels: int, image_size: tuple[int, int] | None) -> nn.
         return create_model(model, img_size=tuple(image_size), **options)
     except SetupError:  # convolutions take any size
         return create_model(model, **options)
+
+
+def _own_size(net: nn.Module) -> tuple[int, int]:
+    """Return height and width that a network was made for, whatever size it was built with."""
+    config: Any = net.pretrained_cfg
+    height, width = config["input_size"][1:]
+    return int(height), int(width)
+
+
+def _wrong_size(
+    net: nn.Module, model: str, image_size: tuple[int, int], own_size: tuple[int, int], error: Exception
+) -> SetupError:
+    """Return the error for an input size that a network does not take."""
+    expected = f"a size of images that {model} takes"
+    remedy = f"Leave the field out for its own size, {list(own_size)}."
+    patches = getattr(getattr(net, "patch_embed", None), "patch_size", None)
+    if isinstance(patches, tuple) and len(patches) == 2:
+        # A transformer divides the image into patches of this size, without a rest.
+        height, width = (max(1, -(-side // patch)) * patch for side, patch in zip(image_size, patches, strict=True))
+        expected += f": multiples of its patch of {patches[0]} x {patches[1]} pixels"
+        if (height, width) != tuple(image_size):
+            remedy = f"Set it to [{height}, {width}], or leave it out for the network's own size, {list(own_size)}."
+    got = f"{list(image_size)}, with which it fails: {_one_line(error)}"
+    return SetupError("recipe, encoder.image_size", expected=expected, got=got, remedy=remedy)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 def _spec(net: nn.Module, model: str, weights: str, image_size: tuple[int, int] | None, channels: int) -> TimmSpec:

@@ -73,6 +73,11 @@ def wilson(count: int, num: int) -> tuple[float, float]:
     Source:
         Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
-    part, z2 = count / num, _Z**2 / num
-    middle, half = part + z2 / 2, _Z * sqrt(part * (1 - part) / num + z2 / (4 * num))
-    return max((middle - half) / (1 + z2), 0.0), min((middle + half) / (1 + z2), 1.0)
+    share = count / num
+    z2 = _Z**2 / num
+    middle = share + z2 / 2
+    half = _Z * sqrt(share * (1 - share) / num + z2 / (4 * num))
+    # Of a share of 0 or 1 one end is that share, which the formula misses by its rounding.
+    low = 0.0 if count == 0 else max((middle - half) / (1 + z2), 0.0)
+    high = 1.0 if count == num else min((middle + half) / (1 + z2), 1.0)
+    return low, high

@@ -7,19 +7,21 @@ A `Yardstick` holds all that depends on the reference alone, so that several set
 # Shape legend: N samples, M reference images, H images held out, D values of one feature.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddm.errors import ShapeError
+from ddm.errors import DataError, MathError, ShapeError
 from ddm.evaluation.copies import Copies, near_copies, pixels
 from ddm.evaluation.features import Features
 from ddm.evaluation.intervals import Estimate, proportion
 from ddm.evaluation.metrics import LEAST, Side, as_json, floor, measure
 from ddm.evaluation.neighbours import Between, nearest, within
-from ddm.evaluation.reference import SILO_COLUMNS, Reference
+from ddm.evaluation.reference import SILO_COLUMNS, Reference, rows_of_numbers
 from ddm.evaluation.shares import ShareError, share_error
+from ddm.io.array_input import real_tensor
 
 Progress = Callable[[int, int], None]
 """Called with the images done and the images in all, each image counting once for every pass over it."""
@@ -173,31 +175,33 @@ class Yardstick:
 
     def judge(
         self,
-        samples: Tensor,
+        samples: Any,
         *,
-        silo_N: Tensor | None = None,
+        silo_N: Any = None,
         silos: Sequence[str] = (),
-        prior: Sequence[float] | None = None,
+        prior: Any = None,
         on_progress: Progress | None = None,
     ) -> Evaluation:
         """Measure samples.
 
         Args:
-            samples: shape (N, ...), as the reference's images.
+            samples: an array or a tensor, shape (N, ...), as the reference's images.
             silo_N: the index of the silo that each sample came from; None where it is not known.
             silos: the silos' names.
-            prior: the share that each silo should have, in any unit.
+            prior: the share that each silo should have, in any unit; only used where `silo_N` is known.
             on_progress: see `Progress`.
 
         Raises:
-            MathError: too few samples.
+            MathError: too few samples, or a prior that is no weights.
+            DataError: samples, silos or a prior that are no numbers.
             ShapeError: samples of another shape, or as many silos as samples are needed.
         """
-        if silo_N is not None and (len(silo_N) != len(samples) or not len(silos) > int(silo_N.max())):
-            got = f"{len(silo_N)} for {len(samples)} samples, of {len(silos)} silos"
-            raise ShapeError("silo_N", expected="one known silo for each sample", got=got)
-        tick = _Count(on_progress, 3 * len(samples))
-        features_ND, pixels_NP = _encoded(Reference.of(samples), self.features, tick)
+        rows = rows_of_numbers(samples, "samples")
+        if silo_N is not None:
+            silo_N = _silo_numbers(silo_N, len(rows), len(silos))
+            prior = None if prior is None else _weights(prior, len(silos))
+        tick = _Count(on_progress, 3 * len(rows))
+        features_ND, pixels_NP = _encoded(Reference.of(rows), self.features, tick)
         if pixels_NP.shape[1] != self.pixels_MP.shape[1]:
             expected = f"{self.pixels_MP.shape[1]} values, as in the reference"
             raise ShapeError("samples", expected=expected, got=str(pixels_NP.shape[1]))
@@ -208,13 +212,13 @@ class Yardstick:
             "features": near_copies(both.nearest_N, both.which_N, self.holdout["features"]),
         }
         known = silo_N is not None and prior is not None
-        halves = floor(self.side, len(samples), seed=self.seed)
+        halves = floor(self.side, len(rows), seed=self.seed)
         return Evaluation(
-            num=len(samples),
+            num=len(rows),
             num_reference=self.reference.num,
             metrics=metrics,
             per_silo={} if silo_N is None else self._per_silo(features_ND, silo_N, silos, prior),
-            share_error=share_error(silo_N, prior, seed=self.seed) if known else None,  # type: ignore[arg-type]
+            share_error=share_error(silo_N, prior, seed=self.seed) if known else None,
             recall_by=self._recall_by(both),
             copies=copies,
             floor=halves,
@@ -281,7 +285,7 @@ def evaluate(
     features: Callable[[Tensor], Tensor] | Features | None = None,
     silo_N: Any = None,
     silos: Sequence[str] = (),
-    prior: Sequence[float] | None = None,
+    prior: Any = None,
     groups: Sequence[object] = (),
     holdout: Any = None,
     k: int = 5,
@@ -291,7 +295,8 @@ def evaluate(
     """Measure samples against a reference.
 
     Args:
-        samples: an array or a tensor, shape (N, ...): images, or features already.
+        samples: an array or a tensor, shape (N, ...): images, or features already; any real numbers that NumPy makes an
+            array of.
         reference: likewise, shape (M, ...); or a `Reference`, which is read in blocks.
         features: from images (B, ...) to features (B, D); without it the values themselves, flattened, are features.
         silo_N: the index of the silo of each sample, such as `Samples.expert_N`.
@@ -307,21 +312,70 @@ def evaluate(
         Figures with 95% intervals; `Evaluation.to_json` for a document.
 
     Raises:
-        MathError: fewer than 8 images, or than k + 1.
+        MathError: fewer than 8 images, or than k + 1; or a prior that is no weights.
+        DataError: an argument that holds no real numbers, such as complex ones.
         ShapeError: samples, reference or silos that do not fit each other.
         NumericalError: values that are not finite.
     """
-    rows = torch.as_tensor(samples)
+    rows = rows_of_numbers(samples, "samples")
     source = reference if isinstance(reference, Reference) else Reference.of(reference, groups)
     held = holdout if isinstance(holdout, Reference) or holdout is None else Reference.of(holdout)
     if not isinstance(features, Features):
+        if features is not None and not callable(features):
+            got = type(features).__name__
+            raise DataError("features", expected="a function from images to features", got=got)
         features = Features("values" if features is None else "given", None, 0, features or _flat)
-    silo = None if silo_N is None else torch.as_tensor(silo_N).long()
-    if silo is not None and not silos:
-        num = max(int(silo.max()) + 1, len(prior or ()))
-        silos = tuple(str(index) for index in range(num))
+    silo = None if silo_N is None else _silo_numbers(silo_N, len(rows), len(silos) or None)
+    if silo is not None and not len(silos):
+        num_weights = 0 if prior is None else real_tensor(prior, "prior").numel()
+        num_silos = max(int(silo.max()) + 1, num_weights)
+        silos = tuple(str(index) for index in range(num_silos))
     yardstick = Yardstick.of(source, features, holdout=held, k=k, seed=seed, on_progress=on_progress)
     return yardstick.judge(rows, silo_N=silo, silos=silos, prior=prior, on_progress=on_progress)
+
+
+def _silo_numbers(silo_N: Any, num_samples: int, num_silos: int | None) -> Tensor:
+    """Return the index of the silo of each sample, int64.
+
+    Args:
+        silo_N: the caller's.
+        num_samples: N.
+        num_silos: how many silos there are; None where their numbers alone say it.
+
+    Raises:
+        DataError: no numbers.
+        ShapeError: not one whole number from 0, of a silo that there is, for each sample.
+    """
+    numbers = real_tensor(silo_N, "silo_N").cpu()
+    whole = numbers.long()
+    fits = tuple(numbers.shape) == (num_samples,) and num_samples > 0
+    # A number that is not whole would become that of another silo, and NaN that of any.
+    if fits and bool((whole == numbers).all()):
+        lowest, highest = int(whole.min()), int(whole.max())
+        if lowest >= 0 and (num_silos is None or highest < num_silos):
+            return whole
+    silos = "a silo" if num_silos is None else f"one of {num_silos} silos"
+    got = f"shape {tuple(numbers.shape)}" if not fits else "other numbers"
+    raise ShapeError("silo_N", expected=f"the number of {silos} for each of {num_samples} samples", got=got)
+
+
+def _weights(prior: Any, num_silos: int) -> list[float]:
+    """Return one weight for each silo, in the caller's unit.
+
+    Raises:
+        DataError: no numbers.
+        ShapeError: another number of weights.
+        MathError: weights below 0, that are not finite, or all 0.
+    """
+    weight_S = real_tensor(prior, "prior").double().cpu()
+    if tuple(weight_S.shape) != (num_silos,):
+        expected = f"{num_silos} weights, one for each silo"
+        raise ShapeError("prior", expected=expected, got=f"shape {tuple(weight_S.shape)}")
+    total = float(weight_S.sum())
+    if not bool((weight_S >= 0).all()) or not 0 < total < inf:
+        raise MathError("prior", expected="finite weights of at least 0, not all 0", got="other weights")
+    weights: list[float] = weight_S.tolist()
+    return weights
 
 
 def _flat(images: Tensor) -> Tensor:
@@ -330,10 +384,17 @@ def _flat(images: Tensor) -> Tensor:
 
 def _encoded(source: Reference, features: Features, tick: _Count) -> tuple[Tensor, Tensor]:
     """Return all features, shape (N, D), and all images as small rows, shape (N, P)."""
-    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    all_features: list[Tensor] = []
+    all_pixels: list[Tensor] = []
     for images in source.blocks():
         for block in torch.split(images, _ENCODED):
-            found[0].append(features.encode(block).float())
-            found[1].append(pixels(block))
+            encoded = real_tensor(features.encode(block), "features")
+            if encoded.ndim != 2 or len(encoded) != len(block):
+                got = f"shape {tuple(encoded.shape)}"
+                raise ShapeError("features", expected=f"shape ({len(block)}, D), a row for each image", got=got)
+            all_features.append(encoded.float().cpu())
+            all_pixels.append(pixels(block))
             tick(len(block))
-    return torch.cat(found[0]), torch.cat(found[1])
+    if not all_features:
+        raise MathError("images", expected=f"at least {LEAST}", got="an empty array")
+    return torch.cat(all_features), torch.cat(all_pixels)

@@ -89,7 +89,8 @@ def measure(
     found["kid"] = resampled(kid, kid_terms, seed=seed)
     found["precision"], found["recall"] = proportion(both.inside_N), proportion(both.recalled_M)
     density_N = both.balls_N.double() / reference.within.k
-    found["density"] = resampled(float(density_N.mean()), [density_N], seed=seed)
+    density = resampled(float(density_N.mean()), [density_N], seed=seed)
+    found["density"] = replace(density, low=max(density.low, 0.0))
     found["coverage"] = proportion(both.covered_M)
     return found, both
 

@@ -15,17 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError, ShapeError
-from ddm.images.array_files import Source, open_arrays
-from ddm.images.fit import check_row, fit
-from ddm.images.labels import class_numbers
-from ddm.images.public import picture_files
-from ddm.images.reading import Transformed, is_prepared
+from ddm.images.columns import class_numbers
+from ddm.images.samples import ImageSet, open_image_set
+from ddm.io.array_input import real_tensor
 from ddm.protocol.base import sha256_file, sha256_hex
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 
 BLOCK_BYTES = 1 << 24  # of float32 images
-_CELL_BYTES, _CAPTION_BYTES = 1024, 16 * 1024
 _LABELS, _CAPTIONS = ("labels", "label"), ("captions", "caption")
 SILO_COLUMNS = ("silos", "silo")
 COLUMNS = (*SILO_COLUMNS, *_LABELS)  # by which recall is told apart, the first that is there
@@ -41,8 +38,7 @@ class Reference:
         digest: sha256 of the file; None for an array.
         groups: a label or silo of each image, as text; empty where nothing tells them apart.
         group_name: what the groups are.
-        source: the arrays with their columns; None for pictures in files of their own, and for an array.
-        count_P: how many images each row of `source` became; None for one each.
+        images: what was opened at a path, with its columns; None for an array, and for a part of a reference.
         num_bytes: held in memory.
     """
 
@@ -51,8 +47,7 @@ class Reference:
     digest: str | None = None
     groups: Sequence[str] = ()
     group_name: str | None = None
-    source: Source | None = None
-    count_P: Sequence[int] | None = None
+    images: ImageSet | None = None
     num_bytes: int = 0
 
     def rows(self, wanted: Iterable[int]) -> dict[int, Tensor]:
@@ -80,36 +75,51 @@ class Reference:
                     yield part
 
         groups = [group for group, keep in zip(self.groups, kept, strict=True) if keep] if self.groups else ()
-        return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups, source=None, count_P=None)
+        return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups, images=None)
 
     def column(self, names: Sequence[str]) -> NDArray[np.generic] | None:
         """Return the first column of these names that there is, one entry for each image; None without one.
 
         Raises:
-            DataError: a column that has not one entry for each row.
+            DataError: a column that has not one entry for each image.
         """
-        name = next((name for name in names if self.source and name in self.source.columns), None)
-        if self.source is None or name is None:
+        if self.images is None:
             return None
-        found = self.source.column(name, _CAPTION_BYTES)
-        if len(found) != len(self.source):
-            expected = f"{len(self.source)} entries, one for each image"
-            raise DataError(name, expected=expected, got=f"shape {found.shape}")
-        return found if self.count_P is None else np.repeat(found, self.count_P, 0)
+        name = next((name for name in names if name in self.images.column_names), None)
+        return None if name is None else self.images.column(name)
 
     @classmethod
     def of(cls, images: Any, groups: Sequence[object] = (), group_name: str = "labels") -> "Reference":
         """Take an array or a tensor, shape (N, ...).
 
+        Args:
+            images: whatever `ddm.io.array_input.real_tensor` takes.
+            groups: a label or a silo of each image.
+            group_name: what the groups are.
+
         Raises:
-            ShapeError: as many groups as images are needed.
+            DataError: no real numbers.
+            ShapeError: no rows, or as many groups as images are needed.
         """
-        rows = torch.as_tensor(images)
+        rows = rows_of_numbers(images, "reference")
         if len(groups) not in (0, len(rows)):
             raise ShapeError("groups", expected=f"{len(rows)}, one for each image", got=str(len(groups)))
         size = max(1, BLOCK_BYTES // (4 * max(1, rows[0].numel()))) if len(rows) else 1
         texts = [_text(each) for each in groups]
         return cls(len(rows), lambda: (part.float() for part in torch.split(rows, size)), None, texts, group_name)
+
+
+def rows_of_numbers(values: Any, subject: str) -> Tensor:
+    """Return an array of images or features as a tensor, shape (N, ...).
+
+    Raises:
+        DataError: no real numbers.
+        ShapeError: fewer than two axes, or an axis of length zero after the first.
+    """
+    rows = real_tensor(values, subject)
+    if rows.ndim < 2 or 0 in rows.shape[1:]:
+        raise ShapeError(subject, expected="shape (N, ...), one row for each image", got=str(tuple(rows.shape)))
+    return rows.cpu()
 
 
 def open_reference(
@@ -118,43 +128,32 @@ def open_reference(
     """Open the images of a file without reading them; pictures that a transform is for are read.
 
     Args:
-        path: see `ddm.images.array_files.open_arrays`; a column may tell images apart. With a transform also
-            whatever `ddm.images.public.pictures` takes; arrays in floating point of the plan's shape are then taken
-            as samples that need none.
+        path: see `ddm.images.samples.open_image_set`; a column may tell images apart. With a transform, arrays in
+            floating point of the plan's shape are taken as samples that need none.
         spec: the plan's shape and range.
         by: the name of that column; by default `silos` or `labels`, where there is one.
         transform: the plan's.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not such a file, images of another shape, or no column of that name; a picture that cannot be used;
-            values that do not fit are noticed when they are read.
+        DataError: not such a file, images of another shape, or no column of that name; pictures that cannot be used,
+            by the names of their files; values that do not fit are noticed when they are read.
     """
-    files = picture_files(path) if transform else None
-    if transform and files:
-        _check_by(by, frozenset(), path)
-        made = Transformed.read(path, spec, transform)
-        return Reference(len(made.kept), made.blocks, digest_of(files), num_bytes=made.num_bytes)
-    source = open_arrays(path)
-    if source.name != "images":
-        raise DataError("reference", expected="images", got="latents")
-    _check_by(by, source.columns, path)
-    column = by or next((name for name in COLUMNS if name in source.columns), None)
-    groups = _groups(source, column) if column else []
-    if transform and not is_prepared(path, spec):
-        made = Transformed.read(path, spec, transform)
-        if groups:
-            groups = [group for group, count in zip(groups, made.count_P, strict=True) for _ in range(count)]
-        digest, num = digest_of(source.files), len(made.kept)
-        return Reference(num, made.blocks, digest, groups, column, source, made.count_P, made.num_bytes)
-    check_row(*source.row, spec)
-    return Reference(len(source), lambda: _blocks(source, spec), digest_of(source.files), groups, column, source)
-
-
-def _check_by(by: str | None, columns: frozenset[str], path: Path) -> None:
-    if by is not None and by not in columns:
-        got = ", ".join(sorted(columns))[:200] or "no columns"
+    images = open_image_set(path, spec, transform, takes_samples=True, subject="reference")
+    names = images.column_names
+    if by is not None and by not in names:
+        got = ", ".join(sorted(names))[:200] or "no columns"
         raise DataError("--by", expected=f"a column of {path.name}", got=f"{by!r}; it has {got}")
+    column = by or next((name for name in COLUMNS if name in names), None)
+    return Reference(
+        num=len(images),
+        blocks=images.blocks,
+        digest=digest_of(images.files),
+        groups=_groups(images, column) if column else [],
+        group_name=column,
+        images=images,
+        num_bytes=images.num_bytes,
+    )
 
 
 def classes_of(reference: Reference, classes: Classes) -> Tensor | None:
@@ -184,10 +183,10 @@ def captions_of(reference: Reference) -> list[str] | None:
     return [_text(each) for each in found.tolist()]
 
 
-def _groups(source: Source, name: str) -> list[str]:
-    values = source.column(name, _CELL_BYTES)
-    if values.ndim != 1 or len(values) != len(source) or values.dtype.kind not in "biuUSO":
-        expected = f"{len(source)} whole numbers or texts, one for each image"
+def _groups(images: ImageSet, name: str) -> list[str]:
+    values = images.column(name)
+    if values.ndim != 1 or values.dtype.kind not in "biuUSO":
+        expected = f"{len(images)} whole numbers or texts, one for each image"
         raise DataError(name, expected=expected, got=f"{values.dtype}, shape {values.shape}")
     return [_text(value) for value in values.tolist()]
 
@@ -196,13 +195,6 @@ def digest_of(files: Sequence[Path]) -> str:
     """Return the digest of a file, or of the digests of several."""
     digests = [sha256_file(path) for path in files]
     return digests[0] if len(digests) == 1 else sha256_hex(" ".join(digests).encode())
-
-
-def _blocks(source: Source, spec: DataSpec) -> Iterator[Tensor]:
-    start = 0
-    for block in source.unpacked():
-        yield fit(block, range(start, start + len(block)), spec=spec)
-        start += len(block)
 
 
 def _text(value: object) -> str:

@@ -1,54 +1,45 @@
 """Where images may come from, npy, npz, idx or Parquet, to be read as images of a plan's shape and range.
 
-What lies in a file in C order, uncompressed, is read in place. Anything else is unpacked once, into an npy of its own
-type in a folder that the caller names, and read there; that file is named by what it was made of.
+A source is an opened file or folder: rows of one type and shape, and columns with one entry for each. An
+uncompressed array in C order is read in place. Anything else is unpacked once, into an npy of its own type in a folder
+that the caller names, and read there; that file is named by what it was made of. `ddm.images.arrays` reads the same
+sources row by row, as pictures.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import DataError, MissingFileError
+from ddm.images.array_source import NEEDS_TRANSFORM, ArraySource, Name, ParquetSource
+from ddm.images.column_names import PartNames, npz_parts, split_of_shard
 from ddm.images.fit import as_floats, check_row, fit
-from ddm.images.idx import IdxImages, is_idx
-from ddm.images.npz import npy_header, npz_array, npz_blocks, npz_header, npz_names, open_npy, read_array
-from ddm.images.parquet import ParquetTable
-from ddm.images.rows import (
-    BLOCK_BYTES,
-    Convert,
-    FileArray,
-    Images,
-    Joined,
-    Stored,
-    StoredImages,
-    blocks,
-    rows_of,
-    write_rows,
-)
+from ddm.images.idx import idx_array, is_idx, labels_beside, split_of_idx
+from ddm.images.npy_folder import npy_folder
+from ddm.images.npz import EncodedArray, npy_array, npz_array, npz_names, open_npy
+from ddm.images.rows import Convert, FileArray, Images, StoredArray, StoredImages, write_rows
 from ddm.images.unpacked import stamps, unpacked_path
 from ddm.io.files import replacing
 from ddm.io.space import require_room
 from ddm.protocol.plan import DataSpec
+from ddm.system.memory import machine_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Name = Literal["images", "latents"]
-_MAX_COLUMN_HEADER_BYTES = 4096
-_OF_A_ROW = {"images": "image", "latents": "latent", "patients": "patient", "labels": "label", "captions": "caption"}
 ARRAYS = (".npz", ".npy", ".parquet")
 """How the names of files of many images end."""
 KINDS = "an npz, an npy, an idx file, a folder with images.npy, or Parquet"
 _PICTURES = "A folder of pictures in files of their own needs a plan with a table [transform]."
 
 
-class Source(Protocol):
+class ImageArrays(Protocol):
     """A place that holds images, or latents in place of them, and maybe columns with one entry for each."""
 
     @property
@@ -63,7 +54,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def in_place(self) -> Stored | None:
+    def in_place(self) -> StoredArray | None:
         """Return the array where it can be read in place."""
         ...
 
@@ -73,7 +64,7 @@ class Source(Protocol):
 
     @property
     def columns(self) -> frozenset[str]:
-        """The names of what it holds."""
+        """The names of what it holds; a column in the singular has both names."""
         ...
 
     def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
@@ -95,7 +86,7 @@ class Source(Protocol):
         ...
 
 
-def open_arrays(path: Path) -> Source:
+def open_arrays(path: Path) -> ImageArrays:
     """Open a file or a folder; headers alone are read.
 
     Args:
@@ -106,24 +97,42 @@ def open_arrays(path: Path) -> Source:
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: none of these, headers that are damaged, or no image.
+        DataError: none of these, headers that are damaged, no image, or several parts such as train and test.
     """
-    source = _open(path)
+    source = _whole(open_parts(path))
     if not len(source):
         raise DataError("images", expected="at least one", got="an empty array")
     return source
 
 
-def latents_at(path: Path) -> Source | None:
-    """Return the latents at a path; None where there is anything else, or nothing."""
-    try:
-        source = _open(path)
-    except (DataError, MissingFileError):
-        return None
-    return source if source.name == "latents" and len(source) else None
+def open_parts(path: Path) -> Mapping[str | None, ImageArrays]:
+    """Open a file or a folder whose images may be in parts, such as train and test; see `open_arrays`.
+
+    Returns:
+        Each part by its name, in the words of the file; None names what belongs to no part in particular.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix == ".parquet":
+        return _open_parquet((path,))
+    if path.suffix == ".npy":
+        name: Name = "latents" if path.stem == "latents" else "images"
+        return {None: ArraySource(name, (npy_array(path),), {}, (path,))}
+    if not path.is_file():
+        raise MissingFileError(str(path), expected=KINDS, got="nothing there")
+    return _open_idx(path) if is_idx(path) else _open_npz(path)
 
 
-def open_images(source: Source, spec: DataSpec, folder: Path | None) -> Images:
+def _whole(parts: Mapping[str | None, ImageArrays]) -> ImageArrays:
+    """Return the only part of a data set: parts such as train and test are never one array."""
+    if len(parts) > 1:
+        got = f"{len(parts)} parts, such as train and test"
+        raise DataError("images", expected="one array", got=got, remedy=NEEDS_TRANSFORM)
+    (source,) = parts.values()
+    return source
+
+
+def open_images(source: ImageArrays, spec: DataSpec, folder: Path | None) -> Images:
     """Return the images of a source in the plan's shape and range; they are looked at when they are read.
 
     Args:
@@ -133,7 +142,7 @@ def open_images(source: Source, spec: DataSpec, folder: Path | None) -> Images:
             None reads all of it into memory.
 
     Raises:
-        DataError: another shape or type than the plan asks for, a damaged file, or more than memory holds.
+        DataError: another shape or type than the plan requires, a damaged file, or more than memory holds.
         DiskError: too little room to unpack.
     """
     dtype, shape = source.row
@@ -141,7 +150,7 @@ def open_images(source: Source, spec: DataSpec, folder: Path | None) -> Images:
     return _opened(source, partial(fit, spec=spec), spec.shape, folder)
 
 
-def open_latents(source: Source, shape: tuple[int, ...], folder: Path | None) -> Images:
+def open_latents(source: ImageArrays, shape: tuple[int, ...], folder: Path | None) -> Images:
     """Return the latents of a source, as they are stored, in float32; see `open_images`.
 
     Args:
@@ -169,27 +178,37 @@ def read_images(path: Path, spec: DataSpec) -> "Tensor":
     return images[:]
 
 
-def _opened(source: Source, convert: Convert, shape: tuple[int, ...], folder: Path | None) -> Images:
-    array = source.in_place()
+def _opened(source: ImageArrays, convert: Convert, shape: tuple[int, ...], folder: Path | None) -> Images:
     if folder is None:
-        import torch
-
-        memory, needed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 4 * len(source) * prod(shape)
-        if needed > memory:
-            raise DataError("images", expected=f"at most {memory} bytes of memory", got=f"{needed} bytes")
-        found = torch.empty(len(source), *shape)
-        parts = _parts(source) if array is None else blocks(StoredImages(array, convert, shape))
-        for start, part in parts:
-            rows = range(start, start + len(part))
-            found[rows.start : rows.stop] = part if isinstance(part, torch.Tensor) else convert(part, rows)
-        return found
-    return StoredImages(unpack(source, folder) if array is None else array, convert, shape)
+        return _read_whole(source, convert, shape)
+    array = source.in_place()
+    if array is None:
+        array = unpack(source, folder)
+    return StoredImages(array, convert, shape)
 
 
-def unpack(source: Source, folder: Path) -> FileArray:
+def _read_whole(source: ImageArrays, convert: Convert, shape: tuple[int, ...]) -> "Tensor":
+    import torch
+
+    memory_bytes = machine_bytes()
+    num_bytes = 4 * len(source) * prod(shape)
+    if num_bytes > memory_bytes:
+        raise DataError("images", expected=f"at most {memory_bytes} bytes of memory", got=f"{num_bytes} bytes")
+    images = torch.empty(len(source), *shape)
+    start = 0
+    for block in source.unpacked():
+        rows = range(start, start + len(block))
+        images[rows.start : rows.stop] = convert(block, rows)
+        start = rows.stop
+    if start != len(source):
+        raise DataError("rows", expected=f"{len(source)}, as announced", got=f"{start}")
+    return images
+
+
+def unpack(source: ImageArrays, folder: Path) -> FileArray:
     """Unpack a source into a file of `folder`, once; one that was unpacked from anything else is removed.
 
-    Whoever unpacks into the same folder meanwhile waits.
+    Other processes that unpack into the same folder wait.
 
     Raises:
         DataError: a damaged file, or fewer rows than it says.
@@ -204,152 +223,61 @@ def unpack(source: Source, folder: Path) -> FileArray:
         return open_npy(path)
 
 
-def _parts(source: Source) -> Iterator[tuple[int, NDArray[np.generic]]]:
-    start = 0
-    for part in source.unpacked():
-        yield start, part
-        start += len(part)
-    if start != len(source):
-        raise DataError("rows", expected=f"{len(source)}, as announced", got=f"{start}")
+def _open_folder(path: Path) -> Mapping[str | None, ImageArrays]:
+    names = os.listdir(path)  # noqa: PTH208 - names alone
+    kinds: tuple[Name, ...] = ("images", "latents")
+    for name in kinds:
+        folder = npy_folder(names, name)
+        if folder is None:
+            continue
+        files = tuple(path / part for part in folder.parts)
+        columns = {column: partial(_open_column_files, path, folder.column_files, column) for column in folder.columns}
+        return {None: ArraySource(name, [npy_array(file) for file in files], columns, files)}
+    tables = sorted(path.glob("*.parquet"))
+    if tables:
+        return _open_parquet(tuple(tables))
+    expected = "images.npy, images-*.npy or *.parquet"
+    raise DataError("data folder", expected=expected, got="no such file", remedy=_PICTURES)
 
 
-class _Npz:
-    """One npz."""
-
-    recipe = ""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        names = npz_names(path)
-        self.name: Name = "latents" if "latents" in names and "images" not in names else "images"
-        self._header = npz_header(path, self.name)
-        _require_rows(self._header.shape)
-        self.row, self.files = (self._header.dtype, self._header.shape[1:]), (path,)
-
-    def __len__(self) -> int:
-        return self._header.shape[0]
-
-    def in_place(self) -> Stored | None:
-        return npz_array(self._path, self.name)
-
-    def unpacked(self) -> Iterator[NDArray[np.generic]]:
-        return npz_blocks(self._path, self.name)
-
-    @property
-    def columns(self) -> frozenset[str]:
-        return npz_names(self._path)
-
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
-        return read_array(self._path, name, max_bytes=_MAX_COLUMN_HEADER_BYTES + len(self) * max_bytes)
-
-    def column_shape(self, name: str) -> tuple[int, ...]:
-        return npz_header(self._path, name).shape
+def _open_column_files(
+    path: Path, column_files: Callable[[str], tuple[str, ...]], column: str
+) -> Sequence[EncodedArray]:
+    return [npy_array(path / file) for file in column_files(column)]
 
 
-class _Npy:
-    """One npy, or the npys of a folder."""
-
-    recipe = ""
-
-    def __init__(self, name: Name, files: tuple[Path, ...], folder: Path | None) -> None:
-        self.name, self.files, self._folder = name, files, folder
-        for path in files:
-            _require_rows(npy_header(path).shape)
-        self._array = Joined(tuple(open_npy(path) for path in files))
-        self.row = self._array.dtype, self._array.shape[1:]
-
-    def __len__(self) -> int:
-        return self._array.shape[0]
-
-    def in_place(self) -> Stored | None:
-        return self._array.parts[0] if len(self._array.parts) == 1 else self._array
-
-    def unpacked(self) -> Iterator[NDArray[np.generic]]:
-        size = rows_of(BLOCK_BYTES, self.row[1])
-        for start in range(0, len(self), size):
-            yield self._array.read(range(start, min(start + size, len(self))))
-
-    @property
-    def columns(self) -> frozenset[str]:
-        return frozenset(path.stem for path in self._folder.glob("*.npy")) if self._folder else frozenset()
-
-    def _column_path(self, name: str) -> Path:
-        path = self._folder / f"{name}.npy" if self._folder else None
-        if path is None or not path.is_file():
-            place = "in the folder of the images" if path else "beside the images, in a folder with images.npy"
-            raise DataError("data", expected=f"{name}.npy {place}", got="no such file")
-        return path
-
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
-        path = self._column_path(name)
-        header = npy_header(path)
-        if header.num_bytes > len(self) * max_bytes:
-            most = f"at most {len(self) * max_bytes} bytes"
-            raise DataError(name, expected=most, got=f"{header.num_bytes}")
-        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
-
-    def column_shape(self, name: str) -> tuple[int, ...]:
-        return npy_header(self._column_path(name)).shape
+def _open_parquet(files: tuple[Path, ...]) -> Mapping[str | None, ImageArrays]:
+    """Open Parquet files, each of which may state its split by its name."""
+    siblings = [path.name for path in files[0].parent.glob("*.parquet")]
+    splits = [split_of_shard(path.name, siblings) for path in files]
+    return {
+        split: ParquetSource(tuple(path for path, name in zip(files, splits, strict=True) if name == split))
+        for split in dict.fromkeys(splits)
+    }
 
 
-class _Parquet:
-    """One Parquet file, or several."""
-
-    recipe = ""
-
-    def __init__(self, files: tuple[Path, ...]) -> None:
-        self._table, self.files = ParquetTable(files), files
-        names = self._table.names
-        self.name: Name = "latents" if "latent" in names and "image" not in names else "images"
-        if _OF_A_ROW[self.name] not in names:
-            got = f"{len(names)} columns with other names"
-            raise DataError("data file", expected="a column called image", got=got)
-        self.row = self._table.row_type(_OF_A_ROW[self.name])
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def in_place(self) -> Stored | None:
-        return None
-
-    def unpacked(self) -> Iterator[NDArray[np.generic]]:
-        return self._table.pictures(_OF_A_ROW[self.name])
-
-    @property
-    def columns(self) -> frozenset[str]:
-        return frozenset(self._table.names)
-
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
-        cell = _OF_A_ROW.get(name, name)
-        if cell not in self._table.names:
-            got = f"{len(self._table.names)} columns with other names"
-            raise DataError("data file", expected=f"a column called {cell}", got=got)
-        return self._table.cells(cell, max_bytes)
-
-    def column_shape(self, name: str) -> tuple[int, ...]:
-        return (len(self),)  # as every column of a table
+def _open_idx(path: Path) -> Mapping[str | None, ImageArrays]:
+    beside = labels_beside(path)
+    columns = {"labels": partial(_open_idx_labels, beside)} if beside != path and beside.is_file() else {}
+    return {split_of_idx(path.name): ArraySource("images", (idx_array(path),), columns, (path,))}
 
 
-def _open(path: Path) -> Source:
-    if path.is_dir():
-        names: tuple[Name, ...] = ("images", "latents")
-        for name in names:
-            files = sorted(path.glob(f"{name}.npy")) or sorted(path.glob(f"{name}-*.npy"))
-            if files:
-                return _Npy(name, tuple(files), path)
-        if tables := sorted(path.glob("*.parquet")):
-            return _Parquet(tuple(tables))
-        expected = "images.npy, images-*.npy or *.parquet"
-        raise DataError("data folder", expected=expected, got="no such file", remedy=_PICTURES)
-    if path.suffix == ".parquet":
-        return _Parquet((path,))
-    if path.suffix == ".npy":
-        return _Npy("latents" if path.stem == "latents" else "images", (path,), None)
-    if not path.is_file():
-        raise MissingFileError(str(path), expected=KINDS, got="nothing there")
-    return IdxImages(path) if is_idx(path) else _Npz(path)
+def _open_idx_labels(path: Path) -> Sequence[EncodedArray]:
+    return (idx_array(path),)
 
 
-def _require_rows(shape: tuple[int, ...]) -> None:
-    if not shape:
-        raise DataError("data file", expected="an array of images", got="a single number")
+def _open_npz(path: Path) -> Mapping[str | None, ImageArrays]:
+    names = npz_names(path)
+    if "latents" in names and "images" not in names:
+        columns = {name: name for name in names}
+        return {None: _npz_source(path, "latents", PartNames(None, "latents", columns))}
+    return {part.split: _npz_source(path, "images", part) for part in npz_parts(names)}
+
+
+def _npz_source(path: Path, name: Name, part: PartNames) -> ImageArrays:
+    columns = {column: partial(_open_npz_column, path, array) for column, array in part.columns.items()}
+    return ArraySource(name, (npz_array(path, part.images),), columns, (path,))
+
+
+def _open_npz_column(path: Path, array: str) -> Sequence[EncodedArray]:
+    return (npz_array(path, array),)

@@ -1,11 +1,9 @@
-"""Arrays of many images, npz, npy, idx or Parquet, as pictures one by one, with the columns beside them.
+"""Arrays of many images as pictures one by one, with what the columns beside them say of each.
 
-An image may be (H, W), (C, H, W) with 1 or 3 channels, (H, W, C) with 1, 3 or 4, or a volume (C, D, H, W). In an npz,
-`train_images`, `train_labels` and the like count as parts of one data set, as MedMNIST names them.
+`ddm.images.array_files` opens the files, and `ddm.images.layout` says which shapes an image may have.
 """
 
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import DataError
-from ddm.images.array_files import Source, open_arrays
+from ddm.images.array_files import ImageArrays, open_parts
+from ddm.images.column_names import FIELDS, MAX_CELL_BYTES, as_text
 from ddm.images.content import FileContent
-from ddm.images.npz import npz_blocks, npz_header, npz_names, read_array
-from ddm.images.picture import DecodedPicture, Limits, Picture, supported
+from ddm.images.layout import channels_first, check_dtype, check_layout, full_range
+from ddm.images.npz import MAX_HEADER_BYTES, parse_header
+from ddm.images.parquet import ParquetTable
+from ddm.images.parquet_pictures import read_encoded
+from ddm.images.picture import DecodedPicture, Limits, Picture
 from ddm.images.reasons import ImageError, Reason
-from ddm.images.rows import BLOCK_BYTES, rows_of
 
 _IMAGES = "images"
-_MAX_CELL_BYTES = {"label": 1024, "patient": 1024, "caption": 4 * 4096}
-_FOUR = 4  # channels of colours with transparency
+_COLOURS = 3
 
 
 def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
     """Yield the images of one file; a row that gives no picture comes as its error, and the next ones follow.
 
     Args:
-        content: the file; of `images-*.npy`, the first.
+        content: the file; of `images-*.npy`, the first. Inside another file, an npy holds a single image.
         kind: npz, npy, idx or Parquet, as its first bytes tell.
         limits: the most that one image may ask for.
 
@@ -37,116 +37,114 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
         ImageError: headers or columns that are damaged or do not belong together.
     """
     path = content.path
+    if path is None and kind == "npy":
+        yield _read_single(content, limits)
+        return
     if path is None:
         raise ImageError(Reason.UNSUPPORTED, "arrays inside another file")
+    num_images = 0
     try:
-        if kind == "npz" and _IMAGES not in (names := npz_names(path)):
-            yield from _parts(path, names, limits)
-        else:
-            yield from _source(open_arrays(path.parent if _is_part(path, kind) else path), kind, limits)
+        for picture in _read_file(path, kind, limits):
+            num_images += 1
+            yield picture
     except ImageError:
         raise
     except DataError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise ImageError(Reason.MEMORY) from error
         raise ImageError(Reason.DAMAGED, f"{error.subject}: {error.got}") from error
 
-
-def _is_part(path: Path, kind: str) -> bool:
-    return kind == "npy" and (path.name == "images.npy" or path.name.startswith("images-"))
-
-
-def _parts(path: Path, names: frozenset[str], limits: Limits) -> Iterator[DecodedPicture | ImageError]:
-    parts = sorted(name for name in names if name.endswith(f"_{_IMAGES}"))
-    if not parts:
-        raise ImageError(Reason.UNKNOWN, "an npz without an array called images")
-    for name in parts:
-        split = name.removesuffix(f"_{_IMAGES}")
-        header = npz_header(path, name)
-        columns = {
-            column: read_array(path, f"{split}_{column}s", max_bytes=4096 + header.shape[0] * 4 * most)
-            for column, most in _MAX_CELL_BYTES.items()
-            if f"{split}_{column}s" in names
-        }
-        yield from _rows(npz_blocks(path, name), header.shape[0], header.dtype, "npz", limits, columns, split=split)
+    if num_images == 0:
+        raise ImageError(Reason.NO_PIXELS, "an array or a table without an image")
 
 
-def _source(source: Source, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def _read_file(path: Path, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+    if kind == "Parquet":
+        table = ParquetTable((path,))
+        column = table.image_column
+        if column is None and table.latent_column is None:
+            raise ImageError(Reason.UNKNOWN, "Parquet without a column called image")
+        if column is not None and table.is_encoded(column):
+            yield from read_encoded(table, column, limits)
+            return
+    is_part = kind == "npy" and (path.name == "images.npy" or path.name.startswith("images-"))
+    for split, source in open_parts(path.parent if is_part else path).items():
+        if kind in ("npy", "npz"):
+            _check_many(source, path)
+        yield from _pictures(source, kind, split, limits)
+
+
+def _read_single(content: FileContent, limits: Limits) -> DecodedPicture:
+    """Return the image of an npy inside another file, such as a tar archive."""
+    with content.open() as stream:
+        header = parse_header(stream.read(MAX_HEADER_BYTES))
+        check_dtype(header.dtype)
+        limits.check(*(header.shape or (0,)))
+        stream.seek(header.offset)
+        data = stream.read(header.num_bytes + 1)
+    if len(data) != header.num_bytes:
+        reason = Reason.TRUNCATED if len(data) < header.num_bytes else Reason.DAMAGED
+        raise ImageError(reason, "fewer or more bytes than the header of the npy says")
+    values = np.frombuffer(data, header.dtype).reshape(header.shape, order="F" if header.by_columns else "C")
+    picture = Picture(channels_first(values, limits), full=full_range(header.dtype))
+    return DecodedPicture.of(picture, kind="npy")
+
+
+def _check_many(source: ImageArrays, path: Path) -> None:
+    """Refuse what may be a single image, whose rows would be taken for images.
+
+    Raises:
+        ImageError: says how one image is saved.
+    """
+    _, shape = source.row
+    if len(shape) != 2:
+        return
+    if 1 in shape or _COLOURS in shape or shape[-1] == _COLOURS + 1:
+        detail = "one image with its channels, or many images with a side of 1, 3 or 4: save one as (1, H, W, C)"
+        raise ImageError(Reason.AMBIGUOUS, detail)
+    if len(source) == _COLOURS and path.suffix == ".npy" and not path.name.startswith(_IMAGES):
+        detail = "(3, H, W): one image of three colours, saved as (1, 3, H, W), or three grey ones, as (3, 1, H, W)"
+        raise ImageError(Reason.AMBIGUOUS, detail)
+
+
+def _pictures(
+    source: ImageArrays, kind: str, split: str | None, limits: Limits
+) -> Iterator[DecodedPicture | ImageError]:
     if source.name != _IMAGES:
         raise ImageError(Reason.NO_PICTURE, "latents")
     dtype, shape = source.row
-    if kind == "idx" and len(shape) < 2:
-        raise ImageError(Reason.SHAPE, f"{len(shape) + 1} axes in place of 3 or 4")
-    limits.check(*(shape or (0,)))
-    columns = {
-        column: source.column(f"{column}s", most)
-        for column, most in _MAX_CELL_BYTES.items()
-        if {column, f"{column}s"} & source.columns
-    }
-    stored = source.in_place()
-    if stored is None:
-        blocks = source.unpacked()
-    else:
-        size = rows_of(BLOCK_BYTES, shape)
-        num = len(source)
-        blocks = (stored.read(range(start, min(start + size, num))) for start in range(0, num, size))
-    yield from _rows(blocks, len(source), dtype, kind, limits, columns)
-
-
-def _rows(
-    blocks: Iterator[NDArray[np.generic]],
-    num: int,
-    dtype: np.dtype[np.generic],
-    kind: str,
-    limits: Limits,
-    columns: Mapping[str, NDArray[np.generic]],
-    split: str | None = None,
-) -> Iterator[DecodedPicture | ImageError]:
-    texts = {name: cells for name, column_N in columns.items() if (cells := _cells(column_N, num)) is not None}
-    bounds = np.iinfo(np.dtype(dtype.str)) if dtype.kind in "iu" and dtype.itemsize < 4 else None
-    full = None if bounds is None else (float(bounds.min), float(bounds.max))
-    row = 0
-    for block in blocks:
-        for values in block:
+    check_dtype(dtype)
+    check_layout(shape)
+    limits.check(*shape)
+    columns = _read_columns(source)
+    full = full_range(dtype)
+    start = 0
+    for block in source.unpacked():
+        stop = start + len(block)
+        cells = {field: column[start:stop].tolist() for field, column in columns.items()}
+        for place, values in enumerate(block):
             try:
-                picture = Picture(_channels_first(values, limits), full=full)
-                told: dict[str, Any] = {name: cells[row] for name, cells in texts.items()}
-                yield DecodedPicture.of(picture, kind=kind, split=split, **told)
+                picture = Picture(channels_first(values, limits), full=full)
             except ImageError as error:
                 yield error
-            row += 1
+                continue
+            fields: dict[str, Any] = {"split": split}
+            for field, entries in cells.items():
+                fields[field] = as_text(entries[place])
+            yield DecodedPicture.of(picture, kind=kind, **fields)
+        start = stop
 
 
-def _channels_first(values: NDArray[np.generic], limits: Limits) -> NDArray[np.generic]:
-    shape = values.shape
-    limits.check(*(shape or (0,)))
-    if len(shape) == 2:
-        return supported(values[None])
-    if len(shape) == 4:
-        return supported(values)
-    if len(shape) == 3 and shape[0] in (1, 3):
-        return supported(values)
-    if len(shape) == 3 and shape[-1] in (1, 3, _FOUR):
-        if shape[-1] == _FOUR:
-            most = np.iinfo(np.dtype(values.dtype.str)).max if values.dtype.kind in "iu" else 1.0
-            laid = values[..., :3].astype(np.float64) * (values[..., 3:].astype(np.float64) / most)
-            values = (np.round(laid) if values.dtype.kind in "iu" else laid).astype(values.dtype)
-        return supported(np.moveaxis(values, -1, 0))
-    raise ImageError(Reason.SHAPE, f"rows of {len(shape)} axes, {prod(shape)} values, without 1 or 3 channels")
-
-
-def _cells(column_N: NDArray[np.generic], num: int) -> list[str] | None:
-    """Return a column as text, one cell a row; a column of several numbers a row says nothing here."""
-    if column_N.ndim == 2 and column_N.shape[1] == 1:
-        column_N = column_N[:, 0]
-    if column_N.ndim != 1:
-        return None
-    if len(column_N) != num:
-        raise ImageError(Reason.DAMAGED, f"{len(column_N)} entries in a column for {num} images")
-    texts = [_text(cell) if isinstance(cell, bytes) else str(cell) for cell in column_N.tolist()]
-    return [text.strip() for text in texts]
-
-
-def _text(cell: bytes) -> str:
-    try:
-        return cell.decode()
-    except ValueError:
-        return cell.decode("latin-1")
+def _read_columns(source: ImageArrays) -> Mapping[str, NDArray[np.generic]]:
+    columns = {}
+    for field, name in FIELDS.items():
+        if name not in source.columns:
+            continue
+        column = source.column(name, MAX_CELL_BYTES[field])
+        if column.shape != (len(source),):
+            detail = f"{name} of shape {column.shape} for {len(source)} images: one entry for each is needed"
+            raise ImageError(Reason.DAMAGED, detail)
+        if column.dtype.kind not in "biufUS":
+            raise ImageError(Reason.UNSUPPORTED, f"{name} that are neither text nor numbers")
+        columns[field] = column
+    return columns

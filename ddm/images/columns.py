@@ -1,25 +1,108 @@
-"""Reads what lies beside private images, one value for each: patients, labels and captions; no message quotes one."""
+"""Columns that belong to images, one entry for each: read once, normalised in one way; no message quotes an entry.
+
+Spellings that differ in case, in blanks or in how Unicode encodes a letter are one value; what says that there is
+nothing (blank, NA, nan, null and the like) is missing, in every column.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import DataError
-from ddm.images.array_files import Source
-from ddm.images.patients import MISSING, canonical
-from ddm.images.record import MOST_CAPTION
+from ddm.images.array_files import ImageArrays
+from ddm.images.column_names import as_text
+from ddm.images.patients import PatientRule, canonical, is_missing, visible_text
+from ddm.images.record import MAX_CAPTION
+from ddm.protocol.classes import Classes
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
-_MAX_CAPTION_BYTES = 4 * MOST_CAPTION
+_MAX_CAPTION_BYTES = 4 * (MAX_CAPTION + 1)  # one character more, so that `captions_of` says what is too long
+_TEXT_KINDS = "USO"
+_NUMBER_KINDS = "biuf"
+_WHOLE_NUMBER = re.compile(r"(-?\d+)\.0+")  # as a table of floating point writes it
 _PATIENTS_REMEDY = "Give every image its patient: one without could belong to a patient who is counted already."
 
 
-def read_column(source: Source, name: str) -> NDArray[np.generic]:
+@dataclass(frozen=True)
+class TextColumn:
+    """A column whose spellings are joined.
+
+    Attributes:
+        values: of each image: the most frequent spelling of its value; None where it is missing.
+        num_joined: how many spellings were joined to another one.
+    """
+
+    values: tuple[str | None, ...] = field(repr=False)
+    num_joined: int = 0
+
+    @property
+    def num_missing(self) -> int:
+        """How many images have no value."""
+        return self.values.count(None)
+
+    def require_complete(self, name: str) -> list[str]:
+        """Return the values.
+
+        Raises:
+            DataError: an image without one.
+        """
+        present = [value for value in self.values if value is not None]
+        if len(present) < len(self.values):
+            got = f"none for {self.num_missing} of {len(self.values)} images"
+            remedy = "Give every image a value, or leave the image out."
+            raise DataError(name, expected="a value for each image", got=got, remedy=remedy)
+        return present
+
+
+def text_column(column_N: NDArray[np.generic], name: str) -> TextColumn:
+    """Return a column of text or numbers with its spellings joined.
+
+    Args:
+        column_N: shape (N,).
+        name: of the column, for errors.
+
+    Raises:
+        DataError: anything but text or numbers.
+    """
+    texts = texts_of(column_N, name)
+    counts: dict[str, Counter[str]] = {}
+    for text in texts:
+        if text is not None:
+            counts.setdefault(folded(text), Counter())[text] += 1
+    spelling = {key: spellings.most_common(1)[0][0] for key, spellings in counts.items()}
+    num_joined = sum(len(spellings) - 1 for spellings in counts.values())
+    values = tuple(None if text is None else spelling[folded(text)] for text in texts)
+    return TextColumn(values, num_joined)
+
+
+def texts_of(column_N: NDArray[np.generic], name: str) -> list[str | None]:
+    """Return the entries of a column as text without blanks around it; None where one is missing.
+
+    Whole numbers in floating point are written without a fraction, truth as 1 and 0.
+
+    Raises:
+        DataError: anything but text or numbers.
+    """
+    if column_N.ndim != 1 or column_N.dtype.kind not in _TEXT_KINDS + _NUMBER_KINDS:
+        raise DataError(name, expected="one text or number an image", got=f"{column_N.dtype}, shape {column_N.shape}")
+    cells = column_N.tolist()
+    if not all(isinstance(cell, str | bytes | int | float | None) for cell in cells):
+        raise DataError(name, expected="one text or number an image", got="objects of another type")
+    return [as_text(cell) for cell in cells]
+
+
+def read_column(source: ImageArrays, name: str) -> NDArray[np.generic]:
     """Read a one-dimensional array with one entry for each image.
 
     Raises:
         DataError: no such array, or one of another length.
     """
-    column = source.column(name, _MAX_CAPTION_BYTES if name == "captions" else _MAX_CELL_BYTES)
+    max_bytes = _MAX_CAPTION_BYTES if name == "captions" else _MAX_CELL_BYTES
+    column = source.column(name, max_bytes)
     check_length(name, column.shape, len(source))
     return column
 
@@ -34,42 +117,46 @@ def check_length(name: str, shape: tuple[int, ...], num: int) -> None:
         raise DataError(name, expected=f"shape ({num},), one for each image", got=f"shape {shape}")
 
 
-def num_patients(patient_N: NDArray[np.generic]) -> int:
-    """Count patients.
+def num_patients(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> int:
+    """Count patients; see `numbered`.
 
     Raises:
         DataError: an image without one.
     """
-    return int(numbered(patient_N).max(initial=-1)) + 1
+    return int(numbered(patient_N, rule).max(initial=-1)) + 1
 
 
-def numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
+def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> NDArray[np.int64]:
     """Number patients by first appearance; ways of spelling one identifier are one, see `canonical`.
+
+    Args:
+        patient_N: numbers or text, shape (N,).
+        rule: which characters of an identifier distinguish patients.
 
     Raises:
         DataError: an image without a patient, or numbers that are none.
     """
-    if patient_N.dtype.kind not in "iufUS":
+    if patient_N.dtype.kind not in "iuf" + _TEXT_KINDS:
         expected = "whole numbers, floating point or text"
         raise DataError("patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY)
-    if patient_N.dtype.kind in "US":
-        texts = [_text(cell) for cell in patient_N.tolist()]
-        missing_N = np.array([text.lower() in MISSING for text in texts])
-        patient_N = np.array([canonical(text) for text in texts])
-    else:
+    if patient_N.dtype.kind in "iuf" and rule == "spelling":
         missing_N = ~np.isfinite(patient_N.astype(np.float64))
-    if missing_N.any():
-        got = f"none for {int(missing_N.sum())} of {len(missing_N)} images"
+        key_N = patient_N
+    else:
+        names = texts_of(patient_N, "patients")
+        missing_N = np.array([name is None for name in names], dtype=bool)
+        key_N = np.array([canonical(name or "", rule) for name in names], dtype=np.object_)
+    num_missing = int(missing_N.sum())
+    if num_missing:
+        got = f"none for {num_missing} of {len(patient_N)} images"
         raise DataError("patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY)
-    _, first_U, unit_N = np.unique(patient_N, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first_U))[unit_N].astype(np.int64)
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in key_N.tolist()], dtype=np.int64)
 
 
-def names_of(patient_N: NDArray[np.generic]) -> list[str]:
-    """Return identifiers as text."""
-    if patient_N.dtype.kind in "US":
-        return [_text(cell) for cell in patient_N.tolist()]
-    return [f"{cell:.0f}" if float(cell).is_integer() else repr(cell) for cell in patient_N.tolist()]
+def names_of(column_N: NDArray[np.generic]) -> list[str]:
+    """Return the entries of a column as text, blank where one is missing."""
+    return [text or "" for text in texts_of(column_N, "column")]
 
 
 def captions_of(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
@@ -78,21 +165,78 @@ def captions_of(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
     Raises:
         DataError: no UTF-8, too long a text, or only blank ones.
     """
-    if caption_N.dtype.kind not in "US":
+    if caption_N.dtype.kind not in _TEXT_KINDS:
         raise DataError("captions", expected="text", got=str(caption_N.dtype))
-    try:
-        texts = [(cell.decode() if isinstance(cell, bytes) else cell) for cell in caption_N.tolist()]
-        longest = max(len(text.encode().decode()) for text in texts)
-    except ValueError:  # its message quotes the text
-        raise DataError("captions", expected="UTF-8", got="a text that is not valid UTF-8") from None
-    if longest > MOST_CAPTION:
-        raise DataError("captions", expected=f"at most {MOST_CAPTION} characters each", got=f"a caption of {longest}")
-    plain = (" ".join(text.split()) for text in texts)
-    captions = tuple("" if text.lower() in MISSING else text for text in plain)
+    texts: list[str] = []
+    for cell in caption_N.tolist():
+        text = _caption(cell)
+        if len(text) > MAX_CAPTION:
+            got = f"a caption of {len(text)}"
+            raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=got)
+        texts.append(" ".join(text.split()))
+    captions = tuple("" if is_missing(visible_text(text)) else text for text in texts)
     if not any(captions):
         raise DataError("captions", expected="a text for at least one image", got="only blank ones")
     return captions
 
 
-def _text(cell: str | bytes) -> str:
-    return (cell.decode("latin-1") if isinstance(cell, bytes) else cell).strip()
+def _caption(cell: object) -> str:
+    if cell is None:
+        return ""
+    try:
+        text = cell.decode() if isinstance(cell, bytes) else cell
+        if isinstance(text, str):
+            text.encode()  # refuses half of a surrogate pair
+            return text
+    except UnicodeError:  # its message quotes the text
+        raise DataError("captions", expected="UTF-8", got="a text that is not valid UTF-8") from None
+    raise DataError("captions", expected="text", got="objects of another type")
+
+
+def folded(text: str) -> str:
+    """Return a text without what does not tell values apart."""
+    plain = " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
+    number = _WHOLE_NUMBER.fullmatch(plain)
+    return number[1] if number else plain
+
+
+def class_numbers(
+    label_N: NDArray[np.generic], classes: Classes, subject: str = "labels", remedy: str | None = None
+) -> NDArray[np.int64]:
+    """Return the class of each label, shape (N,); a message never quotes a label, which may be private.
+
+    Args:
+        label_N: whole numbers, or text as a table holds it.
+        classes: the plan's.
+        subject: what errors call the labels.
+        remedy: what errors advise.
+
+    Raises:
+        DataError: labels of another type or shape, or such as are no classes.
+    """
+    expected = f"classes of the plan, {classes.words()}"
+    if label_N.ndim != 1 or label_N.dtype.kind not in "biuUSO":
+        got = f"{label_N.dtype}, shape {label_N.shape}"
+        raise DataError(subject, expected=f"{expected}, one for each image", got=got, remedy=remedy)
+    if label_N.dtype.kind in "biu":
+        number_N = label_N.astype(np.int64)
+    else:
+        texts = texts_of(label_N, subject)
+        num_missing = texts.count(None)
+        if num_missing:
+            got = f"none for {num_missing} of {len(texts)} images"
+            raise DataError(subject, expected=f"{expected}, one for each image", got=got, remedy=remedy)
+        number_N = _numbers_by_name([text or "" for text in texts], classes)
+    num_outside = int(((number_N < 0) | (number_N >= classes.num)).sum())
+    if num_outside:
+        got = f"others at {num_outside} of {len(label_N)} images"
+        raise DataError(subject, expected=expected, got=got, remedy=remedy)
+    return number_N
+
+
+def _numbers_by_name(texts: list[str], classes: Classes) -> NDArray[np.int64]:
+    """Return the class of each text; -1 for a text that means none."""
+    name_U, place_N = np.unique(texts, return_inverse=True)
+    numbers = [classes.number(str(name)) for name in name_U]
+    number_U = np.array([-1 if number is None else number for number in numbers], dtype=np.int64)
+    return number_U[place_N]

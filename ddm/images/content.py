@@ -8,12 +8,12 @@ from typing import BinaryIO
 
 @dataclass(frozen=True)
 class FileContent:
-    """One file, or one image that lies inside another file, such as a tar archive.
+    """One file, or one image inside another file, such as a tar archive.
 
     Attributes:
         path: where the file is; None for an image inside another file.
         data: the whole content, if it was read already; None to read it from `path`.
-        name: name of the file or of the member of an archive; it tells formats apart that share their first bytes.
+        name: name of the file or of the member of an archive; it distinguishes formats that share their first bytes.
     """
 
     path: Path | None = None

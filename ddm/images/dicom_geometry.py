@@ -1,59 +1,145 @@
-"""Where the frames of a DICOM file lie: as a volume, or as slices of a scan that may be of a head."""
+"""Where the frames of a DICOM file are: as a volume, or as slices of a scan that may be of a head."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddm.images.dicom_tags import group_of, value_of
+from ddm.images.dicom_tags import floats_of, group_of, sequence_of, text_of, value_of
 from ddm.images.heads import names_head
 from ddm.images.picture import Picture, SliceLocation
+from ddm.images.reasons import ImageError, Reason
 
 _DESCRIPTIONS = ("SeriesDescription", "StudyDescription", "ProtocolName", "PerformedProcedureStepDescription")
 _MOST_MM = 1e5  # beyond which a number is no place or length in a scanner
 _SECTIONS = ("CT", "MR", "PT", "NM")  # modalities whose images are sections of the body
+_SPACINGS = ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
+_UNIT_ERROR = 1e-3  # of the length of a direction, of a right angle, and between directions of two frames
+_UNEVEN_STEPS = 0.01  # share of a step
+_ROUNDED_MM = 1e-3  # of positions that are written as decimals
+_SHEAR = 0.1  # pixels that a slice may be beside the line through the first one, along the normal
+_UNEQUAL_RATIOS = 0.01
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Where a frame is in the patient, in mm to the left, to the back and to the head.
+
+    Attributes:
+        position_3: of the first pixel.
+        row_3: direction in which the columns follow each other, of length 1.
+        column_3: direction in which the rows follow each other.
+    """
+
+    position_3: NDArray[np.float64]
+    row_3: NDArray[np.float64]
+    column_3: NDArray[np.float64]
+
+    @property
+    def normal_3(self) -> NDArray[np.float64]:
+        """Direction across the frame, of length 1."""
+        return np.cross(self.row_3, self.column_3)
 
 
 def spacing_of(tags: Any, number: int) -> tuple[float, float] | None:
-    """Return the mm between the rows and the columns of a frame; None where the file does not say."""
+    """Return the mm between the rows and between the columns of a frame; None where the file does not say.
+
+    Where a file states no more than how tall and how wide a pixel is in proportion, and the two differ, the shorter
+    one counts as 1.
+
+    Raises:
+        ImageError: a proportion that contradicts the lengths.
+    """
+    lengths = lengths_of(tags, number)
+    ratio = _aspect_ratio(tags)
+    if ratio is None:
+        return lengths
+    if lengths is None:
+        return (ratio, 1.0) if ratio > 1 else (1.0, 1.0 / ratio)
+    if abs(lengths[0] / lengths[1] / ratio - 1) > _UNEQUAL_RATIOS:
+        raise ImageError(Reason.DAMAGED, "PixelAspectRatio and PixelSpacing contradict each other")
+    return lengths
+
+
+def lengths_of(tags: Any, number: int) -> tuple[float, float] | None:
+    """Return the mm between the rows and between the columns of a frame, from the first tag that states them."""
     group = group_of(tags, number, "PixelMeasuresSequence")
-    for name in ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing"):
-        value = value_of(group, name)
-        if value is not None and len(value) == 2 and all(0 < float(side) < float("inf") for side in value):
-            return float(value[0]), float(value[1])
+    for source in (tags,) if group is tags else (group, tags):
+        for name in _SPACINGS:
+            lengths = floats_of(source, name)
+            if len(lengths) == 2 and min(lengths) > 0:
+                return lengths[0], lengths[1]
     return None
 
 
-def volume_of(tags: Any, num: int) -> tuple[list[int], NDArray[np.float64]] | None:
-    """Return the order of the frames along their normal, and the matrix from (W, H, D) to right, front and top."""
-    if (
-        num < 2
-        or int(value_of(tags, "SamplesPerPixel") or 1) != 1
-        or not value_of(tags, "PerFrameFunctionalGroupsSequence")
-    ):
+def _aspect_ratio(tags: Any) -> float | None:
+    """Return the height of a pixel in widths (PS3.3 C.7.6.3.1.7); None where it is not stated, or 1."""
+    sides = floats_of(tags, "PixelAspectRatio")
+    if len(sides) != 2 or min(sides) <= 0 or sides[0] == sides[1]:
         return None
-    places, ways = [], []
-    for number in range(num):
-        place, way = plane_of(tags, number)
-        if not place:
+    return sides[0] / sides[1]
+
+
+def volume_of(tags: Any, num_frames: int, samples: int) -> tuple[list[int], NDArray[np.float64]] | None:
+    """Return the order of frames that make a volume, and its matrix; None of frames that make none.
+
+    They make one if all face the same way and are as large, and if each is one step along their normal from the one
+    before. The slices of a tilted gantry are shifted against each other: as a volume they would be sheared.
+
+    Returns:
+        The numbers of the frames along their normal, and the matrix from (W, H, D) to mm to the right, front and top.
+    """
+    if num_frames < 2 or samples != 1 or not len(sequence_of(tags, "PerFrameFunctionalGroupsSequence")):
+        return None
+    first_plane = plane_of(tags, 0)
+    spacing = lengths_of(tags, 0)
+    if first_plane is None or spacing is None:
+        return None
+    positions = []
+    for number in range(num_frames):
+        plane = plane_of(tags, number)
+        if plane is None or not _faces_alike(plane, first_plane) or lengths_of(tags, number) != spacing:
             return None
-        places.append(place)
-        ways.append(way)
-    spacing = spacing_of(tags, 0)
-    place_N3, way_N6 = np.array(places), np.array(ways)
-    if spacing is None or not np.allclose(way_N6, way_N6[0], atol=1e-3):
-        return None
-    row, column = way_N6[0, :3], way_N6[0, 3:]
-    along_N = place_N3 @ np.cross(row, column)
+        positions.append(plane.position_3)
+    position_N3 = np.array(positions)
+    normal_3 = first_plane.normal_3
+    along_N = position_N3 @ normal_3
     order = np.argsort(along_N, kind="stable")
     steps = np.diff(along_N[order])
-    if not steps.min() > 0 or steps.max() > 1.01 * steps.min() + 1e-3:
+    if not steps.min() > _ROUNDED_MM or steps.max() > (1 + _UNEVEN_STEPS) * steps.min() + _ROUNDED_MM:
         return None
-    step = (place_N3[order[-1]] - place_N3[order[0]]) / (num - 1)
+    aside_N3 = (position_N3 - position_N3[0]) - np.outer(along_N - along_N[0], normal_3)
+    if np.linalg.norm(aside_N3, axis=1).max() > _SHEAR * min(spacing):
+        return None
     matrix = np.eye(4)
-    matrix[:3, 0], matrix[:3, 1], matrix[:3, 2] = row * spacing[1], column * spacing[0], step
+    matrix[:3, 0] = first_plane.row_3 * spacing[1]
+    matrix[:3, 1] = first_plane.column_3 * spacing[0]
+    matrix[:3, 2] = normal_3 * steps.mean()
     matrix[:2] *= -1  # DICOM counts to the left and to the back
     return [int(number) for number in order], matrix
+
+
+def _faces_alike(plane: Plane, other: Plane) -> bool:
+    return np.allclose(plane.row_3, other.row_3, atol=_UNIT_ERROR) and np.allclose(
+        plane.column_3, other.column_3, atol=_UNIT_ERROR
+    )
+
+
+def plane_of(tags: Any, number: int) -> Plane | None:
+    """Return where a frame is; None where the file does not say, or gives no two directions at a right angle."""
+    try:
+        position = floats_of(group_of(tags, number, "PlanePositionSequence"), "ImagePositionPatient")
+        directions = floats_of(group_of(tags, number, "PlaneOrientationSequence"), "ImageOrientationPatient")
+    except ImageError:  # no numbers
+        return None
+    if len(position) != 3 or len(directions) != 6:
+        return None
+    plane = Plane(np.array(position), np.array(directions[:3]), np.array(directions[3:]))
+    lengths = np.linalg.norm([plane.row_3, plane.column_3], axis=1)
+    if np.abs(lengths - 1).max() > _UNIT_ERROR or abs(float(plane.row_3 @ plane.column_3)) > _UNIT_ERROR:
+        return None
+    return plane
 
 
 def is_of_head(tags: Any) -> bool | None:
@@ -75,31 +161,18 @@ def slice_of(tags: Any, number: int, picture: Picture, head: bool | None) -> Sli
     """
     if head is False:
         return None
-    place, way = plane_of(tags, number)
+    plane = plane_of(tags, number)
     series = str(value_of(tags, "SeriesInstanceUID") or value_of(tags, "StudyInstanceUID") or "").strip()
-    section = str(value_of(tags, "Modality") or "").strip().upper() in _SECTIONS
-    if not (place and series) if head is None else not (place or section):
+    is_section = text_of(tags, "Modality").upper() in _SECTIONS
+    if head is None and not (plane is not None and series):
         return None
-    along = float(np.dot(place, np.cross(way[:3], way[3:]))) if place else float("nan")
-    height, width = np.multiply(picture.values.shape[1:], picture.spacing or (np.nan, np.nan))
+    if head and not (plane is not None or is_section):
+        return None
+    along = float("nan") if plane is None else float(plane.position_3 @ plane.normal_3)
+    height, width = np.multiply(picture.values.shape[1:], lengths_of(tags, number) or (np.nan, np.nan))
     return SliceLocation(
         series,
         along if abs(along) < _MOST_MM else None,
         (float(height), float(width)) if max(height, width) < _MOST_MM else None,
         head,
     )
-
-
-def plane_of(tags: Any, number: int) -> tuple[list[float], list[float]]:
-    """Return where a frame lies and which way its rows and columns go, 3 and 6 numbers; none where it does not say."""
-    found = []
-    for group, name in (
-        ("PlanePositionSequence", "ImagePositionPatient"),
-        ("PlaneOrientationSequence", "ImageOrientationPatient"),
-    ):
-        try:
-            found.append([float(each) for each in value_of(group_of(tags, number, group), name) or ()])
-        except (TypeError, ValueError):  # no list, or no numbers
-            return [], []
-    whole = [len(each) for each in found] == [3, 6] and bool(np.isfinite(found[0] + found[1]).all())
-    return (found[0], found[1]) if whole else ([], [])

@@ -1,59 +1,657 @@
-"""Uncompressed pixels of DICOM, without the copies that pydicom makes of them."""
+"""The image pixel module of DICOM (PS3.3 C.7.6.3): which stored values a frame consists of.
 
+Every tag of the module is used or checked. Uncompressed and run-length encoded pixels are cells of BitsAllocated bits,
+which the tags describe. Of all other compressed pixels the code stream decides: HighBit and PlanarConfiguration mean
+nothing there, and a tag that would change the values is a contradiction.
+"""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddm.images.dicom_tags import tag_of, value_of
+from ddm.images.dicom_codestreams import CodeStream, code_stream_of, decoded
+from ddm.images.dicom_tags import has_tag, sequence_of, tag_of, text_of, texts_of, value_of, word_of
+from ddm.images.picture import Limits
+from ddm.images.reasons import ImageError, Reason
 
+# Transfer syntaxes (PS3.6 A).
+IMPLICIT_LITTLE_ENDIAN = "1.2.840.10008.1.2"
+EXPLICIT_LITTLE_ENDIAN = "1.2.840.10008.1.2.1"
+EXPLICIT_BIG_ENDIAN = "1.2.840.10008.1.2.2"
+_DEFLATED = "1.2.840.10008.1.2.1.99"
+_RLE = "1.2.840.10008.1.2.5"
+_NATIVE = (IMPLICIT_LITTLE_ENDIAN, EXPLICIT_LITTLE_ENDIAN, EXPLICIT_BIG_ENDIAN, _DEFLATED)
+_ENCAPSULATED_CELLS = "1.2.840.10008.1.2.1.98"
+_DEFLATED_CELLS = "1.2.840.10008.1.2.8.1"
+_CODE_STREAMS = "1.2.840.10008.1.2.4."
+_CODE_STREAM_NUMBERS = frozenset(map(str, (*range(50, 71), 80, 81, 90, 91, 92, 93, 201, 202, 203)))
+_LOSSLESS_NUMBERS = frozenset(map(str, (57, 58, 65, 66, 70, 80, 90, 92, 201, 202)))
+_SAMPLES = {
+    "MONOCHROME1": 1,
+    "MONOCHROME2": 1,
+    "PALETTE COLOR": 1,
+    "RGB": 3,
+    "YBR_FULL": 3,
+    "YBR_FULL_422": 3,
+    "YBR_RCT": 3,
+    "YBR_ICT": 3,
+}
+_YBR = ("YBR_FULL", "YBR_FULL_422")
+_FLOATS = {"FloatPixelData": 32, "DoubleFloatPixelData": 64}
 _UNDEFINED = 0xFFFFFFFF  # a length that only the end of the value tells
+_ITEM = b"\xfe\xff\x00\xe0"
+_SEQUENCE_END = b"\xfe\xff\xdd\xe0"
+_STARTS = (b"\xff\xd8\xff", b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  ")  # of a code stream
+_RLE_HEADER_BYTES = 64
+_OVERSHOOT = 1 / 16  # of the range: lossy compression may leave it at sharp edges
 
 
-def stored(tags: Any, name: str) -> bytes | memoryview | None:
-    """Return what the file holds as the value of a tag of bytes; None or nothing where it holds none.
+@dataclass(frozen=True)
+class PixelFormat:
+    """What a file says about its pixels.
+
+    Attributes:
+        syntax: transfer syntax.
+        keyword: the tag that holds the pixels.
+        num_frames: NumberOfFrames.
+        rows: Rows.
+        columns: Columns.
+        samples: SamplesPerPixel.
+        photometric: PhotometricInterpretation.
+        allocated: BitsAllocated; 0 where a code stream decides.
+        stored: BitsStored; 0 of floating point, or where a code stream decides and the file does not say.
+        high_bit: HighBit; of no meaning where a code stream decides.
+        signed: PixelRepresentation.
+        planar: PlanarConfiguration; of no meaning for compressed pixels.
+    """
+
+    syntax: str
+    keyword: str
+    num_frames: int
+    rows: int
+    columns: int
+    samples: int
+    photometric: str
+    allocated: int = 0
+    stored: int = 0
+    high_bit: int = 0
+    signed: bool = False
+    planar: int = 0
+
+    @property
+    def has_code_streams(self) -> bool:
+        """Whether each frame is a code stream of JPEG, JPEG-LS or JPEG 2000."""
+        return self.syntax.startswith(_CODE_STREAMS)
+
+    @property
+    def row_bits(self) -> int:
+        """The bits of one row of cells; of YBR_FULL_422, two pixels share their chrominance."""
+        samples = 2 if self.photometric == "YBR_FULL_422" else self.samples
+        return self.columns * samples * self.allocated
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the pixels are floating point numbers."""
+        return self.keyword in _FLOATS
+
+
+@dataclass(frozen=True)
+class StoredFrame:
+    """The stored values of one frame.
+
+    Attributes:
+        values: (H, W), or red, green and blue (H, W, 3); they may be a read-only part of the file.
+        bounds: lowest and highest number that the stored bits can hold; None of floating point.
+    """
+
+    values: NDArray[Any]
+    bounds: tuple[int, int] | None
+
+
+def contradiction(*keywords: str) -> ImageError:
+    """Return the error about tags that contradict each other, or the code stream."""
+    return ImageError(Reason.DAMAGED, f"{' and '.join(keywords)} contradict each other")
+
+
+def pixel_format_of(tags: Any, syntax: str, limits: Limits) -> PixelFormat:
+    """Return what a file says about its pixels, checked against itself and within the limits.
+
+    Raises:
+        ImageError: no pixels, too many, tags that are missing or contradict each other, or an encoding that nothing
+            here decodes.
+    """
+    rows = word_of(tags, "Rows")
+    columns = word_of(tags, "Columns")
+    if rows is None or columns is None:
+        raise ImageError(Reason.NO_PIXELS)
+    num_frames = _num_frames(tags)
+    photometric = " ".join(text_of(tags, "PhotometricInterpretation").upper().split())
+    samples = word_of(tags, "SamplesPerPixel")
+    limits.check_pictures(num_frames)
+    limits.check(samples or 1, rows, columns)
+    num_groups = len(sequence_of(tags, "PerFrameFunctionalGroupsSequence"))
+    if num_groups not in (0, num_frames):
+        # One item for each frame (PS3.3 C.7.6.16): otherwise some frames would be left without their own rescaling.
+        raise contradiction("NumberOfFrames", "PerFrameFunctionalGroupsSequence")
+    keyword = _pixel_keyword(tags)
+    if samples is None:
+        raise _missing("SamplesPerPixel")
+    if not photometric:
+        raise _missing("PhotometricInterpretation")
+    if photometric not in _SAMPLES:
+        raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation is not supported")
+    if samples != _SAMPLES[photometric]:
+        raise contradiction("SamplesPerPixel", "PhotometricInterpretation")
+    pixel_format = PixelFormat(syntax, keyword, num_frames, rows, columns, samples, photometric)
+    if pixel_format.is_float:
+        return _float_format(tags, pixel_format)
+    pixel_format = replace(
+        pixel_format,
+        allocated=word_of(tags, "BitsAllocated") or 0,
+        stored=word_of(tags, "BitsStored") or 0,
+        signed=_is_signed(tags),
+    )
+    if pixel_format.has_code_streams:
+        return pixel_format
+    return _cell_format(tags, pixel_format)
+
+
+def _num_frames(tags: Any) -> int:
+    texts = texts_of(tags, "NumberOfFrames")
+    try:
+        # Some files of a single image state 0; the length of the pixels is checked in any case.
+        return int(texts[0]) or 1 if texts else 1
+    except ValueError as error:
+        raise ImageError(Reason.DAMAGED, "NumberOfFrames is not a whole number") from error
+
+
+def _missing(keyword: str) -> ImageError:
+    return ImageError(Reason.DAMAGED, f"{keyword} is missing")
+
+
+def _pixel_keyword(tags: Any) -> str:
+    keywords = [name for name in ("PixelData", *_FLOATS) if has_tag(tags, name)]
+    if not keywords:
+        # pydicom returns what came before the end of a file; an image with rows and without pixels was cut off there.
+        raise ImageError(Reason.TRUNCATED, "rows and columns, but no pixels")
+    if len(keywords) > 1:
+        raise contradiction(*keywords)
+    return keywords[0]
+
+
+def _is_signed(tags: Any) -> bool:
+    representation = word_of(tags, "PixelRepresentation")
+    if representation is None:
+        raise _missing("PixelRepresentation")
+    if representation > 1:
+        raise ImageError(Reason.DAMAGED, "PixelRepresentation is neither 0 nor 1")
+    return representation == 1
+
+
+def _float_format(tags: Any, described: PixelFormat) -> PixelFormat:
+    allocated = word_of(tags, "BitsAllocated")
+    if allocated not in (None, _FLOATS[described.keyword]):
+        raise contradiction("BitsAllocated", described.keyword)
+    if described.syntax not in _NATIVE:
+        raise contradiction("TransferSyntaxUID", described.keyword)
+    if described.photometric not in ("MONOCHROME1", "MONOCHROME2"):
+        raise contradiction("PhotometricInterpretation", described.keyword)
+    return replace(described, allocated=_FLOATS[described.keyword])
+
+
+def _cell_format(tags: Any, described: PixelFormat) -> PixelFormat:
+    """Return the format of pixels in cells, of which every bit counts (PS3.5 8.1.1)."""
+    if not described.allocated:
+        raise _missing("BitsAllocated")
+    if described.allocated not in (1, 8, 16, 32, 64):
+        raise ImageError(Reason.UNSUPPORTED, "BitsAllocated is neither 1, 8, 16, 32 nor 64")
+    if not described.stored:
+        raise _missing("BitsStored")
+    if described.stored > described.allocated:
+        raise contradiction("BitsStored", "BitsAllocated")
+    high_bit = word_of(tags, "HighBit")
+    if high_bit is None:
+        high_bit = described.stored - 1
+    if high_bit < described.stored - 1:
+        raise contradiction("HighBit", "BitsStored")
+    if high_bit >= described.allocated:
+        raise contradiction("HighBit", "BitsAllocated")
+    if described.photometric in ("YBR_RCT", "YBR_ICT"):
+        # Only the encoder of JPEG 2000 makes these colours.
+        raise contradiction("PhotometricInterpretation", "TransferSyntaxUID")
+    if described.samples > 1 and described.signed:
+        raise contradiction("PixelRepresentation", "PhotometricInterpretation")
+    is_ybr = described.photometric in _YBR
+    if is_ybr and (described.stored, described.allocated) != (8, 8):
+        raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation YBR of other than 8 bits")
+    if described.allocated == 1 and described.samples > 1:
+        raise contradiction("BitsAllocated", "SamplesPerPixel")
+    planar = 0
+    if described.samples > 1 and described.syntax != _RLE:
+        planar = _planar_configuration(tags)
+    if described.photometric == "YBR_FULL_422":
+        if described.syntax == _RLE:
+            raise contradiction("PhotometricInterpretation", "TransferSyntaxUID")
+        if planar == 1:
+            raise contradiction("PhotometricInterpretation", "PlanarConfiguration")
+        if described.columns % 2:
+            raise contradiction("PhotometricInterpretation", "Columns")
+    return replace(described, high_bit=high_bit, planar=planar)
+
+
+def _planar_configuration(tags: Any) -> int:
+    planar = word_of(tags, "PlanarConfiguration")
+    if planar is None:
+        raise _missing("PlanarConfiguration")
+    if planar > 1:
+        raise ImageError(Reason.DAMAGED, "PlanarConfiguration is neither 0 nor 1")
+    return planar
+
+
+def frames_of(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
+    """Yield the stored values of each frame; colours as RGB.
+
+    Raises:
+        ImageError: pixels that are missing, damaged or other than the tags say.
+    """
+    if pixel_format.syntax in _NATIVE:
+        return _native_frames(tags, pixel_format)
+    if pixel_format.syntax in (_ENCAPSULATED_CELLS, _DEFLATED_CELLS, _RLE):
+        return _packed_frames(tags, pixel_format)
+    if pixel_format.syntax.startswith(_CODE_STREAMS) and _last_number(pixel_format.syntax) in _CODE_STREAM_NUMBERS:
+        return _code_stream_frames(tags, pixel_format)
+    raise ImageError(Reason.UNSUPPORTED, "TransferSyntaxUID is not supported")
+
+
+def _last_number(syntax: str) -> str:
+    return syntax.removeprefix(_CODE_STREAMS)
+
+
+def pixel_bytes(tags: Any, keyword: str) -> bytes | memoryview:
+    """Return what the file holds as the value of a tag of bytes; nothing where it holds nothing.
 
     A value that pydicom left in memory where it was (`defer_size`) is returned as the part of the file that it is,
-    which is shorter than announced where the file ends within it.
+    which is shorter than announced where the file ends within it, and which goes on to the end of the file where only
+    the end of the value tells its length.
     """
-    element, buffer = tags.get_item(tag_of(name), keep_deferred=True), getattr(tags, "buffer", None)
-    if element is None or element.value is not None or element.length == _UNDEFINED or not isinstance(buffer, BytesIO):
-        return value_of(tags, name) or None
-    return memoryview(buffer.getvalue())[element.value_tell : element.value_tell + element.length]
+    element = tags.get_item(tag_of(keyword), keep_deferred=True)
+    if element is None:
+        return b""
+    buffer = getattr(tags, "buffer", None)
+    if element.value is None and isinstance(buffer, BytesIO):
+        end = None if element.length == _UNDEFINED else element.value_tell + element.length
+        return memoryview(buffer.getvalue())[element.value_tell : end]
+    value = value_of(tags, keyword) if element.value is None else element.value
+    return value if isinstance(value, bytes) else b""
 
 
-def greys(tags: Any, num: int, shape: tuple[int, ...], photometric: str) -> NDArray[Any] | None:
-    """Return greys of 8 or 16 bits in place, (N, H, W), of a file in little endian; None of all else.
+def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
+    """Yield frames that follow each other without a gap, even where a frame of single bits ends within a byte."""
+    element = tags.get_item(tag_of(pixel_format.keyword), keep_deferred=True)
+    if getattr(element, "length", 0) == _UNDEFINED or getattr(element, "is_undefined_length", False):
+        raise contradiction("TransferSyntaxUID", pixel_format.keyword)
+    data: Any = pixel_bytes(tags, pixel_format.keyword)
+    row_bits = pixel_format.row_bits
+    frame_bits = row_bits * pixel_format.rows
+    total_bits = frame_bits * pixel_format.num_frames
+    if 8 * len(data) < total_bits:
+        raise ImageError(Reason.TRUNCATED, "fewer pixels than rows, columns and frames")
+    # A byte that makes the length even is padding, and some writers pad to a block with zeros. Anything else means that
+    # there are more pixels than the tags announce.
+    num_padding_bits = 8 * len(data) - total_bits
+    is_block = num_padding_bits < frame_bits and not np.any(np.frombuffer(data, np.uint8, offset=(total_bits + 7) // 8))
+    if num_padding_bits >= max(row_bits, 16) and not is_block:
+        keywords = "NumberOfFrames, Rows, Columns, PhotometricInterpretation"
+        raise contradiction(keywords, f"the length of {pixel_format.keyword}")
+    if pixel_format.syntax == EXPLICIT_BIG_ENDIAN and not pixel_format.is_float:
+        data = _from_big_endian(data, tags, pixel_format)
+    for number in range(pixel_format.num_frames):
+        start = number * frame_bits
+        part = data[start // 8 : (start + frame_bits + 7) // 8]
+        yield _frame_of_cells(tags, _cells(part, pixel_format, start % 8), pixel_format)
 
-    Args:
-        tags: of the file.
-        num: of its frames.
-        shape: of one of them, (C, H, W).
-        photometric: what its values mean.
-    """
-    if photometric not in ("MONOCHROME1", "MONOCHROME2") or shape[0] != 1:
-        return None
-    allocated, bits = value_of(tags, "BitsAllocated"), value_of(tags, "BitsStored")
-    pixels, sign = stored(tags, "PixelData"), value_of(tags, "PixelRepresentation")
-    if (
-        allocated not in (8, 16)
-        or sign not in (0, 1)
-        or not isinstance(bits, int)
-        or not 1 <= bits <= allocated
-        or not isinstance(pixels, bytes | memoryview)
-        or value_of(tags, "SamplesPerPixel") is None
-    ):
-        return None
-    return np.frombuffer(pixels, f"<{'ui'[sign]}{allocated // 8}", num * shape[1] * shape[2]).reshape(num, *shape[1:])
+
+def _from_big_endian(data: Any, tags: Any, pixel_format: PixelFormat) -> Any:
+    """Return bytes as they would be in little endian, where words of 16 bits are what was swapped (PS3.5 7.3, 8.1)."""
+    representation = tags.get_item(tag_of("PixelData"), keep_deferred=True).VR
+    if pixel_format.allocated <= 8 and representation != "OW":
+        return data
+    if pixel_format.allocated > 16 or representation != "OW":
+        raise ImageError(Reason.UNSUPPORTED, "BitsAllocated of this size in big endian")
+    whole = np.frombuffer(data, np.uint8, len(data) // 2 * 2)
+    swapped = whole.reshape(-1, 2)[:, ::-1].reshape(-1)
+    return swapped.tobytes() + bytes(data[len(whole) :])
 
 
-def without_unused_bits(frame: NDArray[Any], bits: int) -> NDArray[Any]:
-    """Return a frame whose values are those of the bits that are stored; the others may hold anything."""
-    sign, unused = frame.dtype.kind == "i", 8 * frame.itemsize - bits
-    high = (1 << bits - sign) - 1
-    if not unused or (int(frame.max()) <= high and (not sign or int(frame.min()) >= -high - 1)):
-        return frame
-    values: NDArray[Any] = np.left_shift(frame, unused)
-    np.right_shift(values, unused, out=values)
+def _cells(data: Any, pixel_format: PixelFormat, bit_offset: int = 0) -> NDArray[Any]:
+    """Return the cells of one frame: (H, W), or (H, W, 3)."""
+    rows, columns = pixel_format.rows, pixel_format.columns
+    if pixel_format.is_float:
+        order = ">" if pixel_format.syntax == EXPLICIT_BIG_ENDIAN else "<"
+        return np.frombuffer(data, f"{order}f{pixel_format.allocated // 8}", rows * columns).reshape(rows, columns)
+    if pixel_format.allocated == 1:
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+        return bits[bit_offset : bit_offset + rows * columns].reshape(rows, columns)
+    kind = f"<{'i' if pixel_format.signed else 'u'}{pixel_format.allocated // 8}"
+    if pixel_format.photometric == "YBR_FULL_422":
+        return _without_subsampling(np.frombuffer(data, np.uint8, rows * columns * 2), rows, columns)
+    cells = np.frombuffer(data, kind, rows * columns * pixel_format.samples)
+    if pixel_format.samples == 1:
+        return cells.reshape(rows, columns)
+    if pixel_format.planar == 1:
+        return np.moveaxis(cells.reshape(pixel_format.samples, rows, columns), 0, -1)
+    return cells.reshape(rows, columns, pixel_format.samples)
+
+
+def _without_subsampling(cells: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.uint8]:
+    """Return (H, W, 3) of two luminances, one CB and one CR for each two columns (PS3.3 C.7.6.3.1.2)."""
+    quadruples = cells.reshape(rows, columns // 2, 4)
+    ybr = np.empty((rows, columns, 3), np.uint8)
+    ybr[..., 0] = quadruples[..., :2].reshape(rows, columns)
+    ybr[..., 1] = quadruples[..., 2].repeat(2, axis=1)
+    ybr[..., 2] = quadruples[..., 3].repeat(2, axis=1)
+    return ybr
+
+
+def _frame_of_cells(tags: Any, cells: NDArray[Any], pixel_format: PixelFormat) -> StoredFrame:
+    if pixel_format.is_float:
+        return StoredFrame(cells, None)
+    values = _stored_values(tags, cells, pixel_format)
+    if pixel_format.photometric in _YBR:
+        values = rgb_of_ybr(values)
+    return StoredFrame(values, _bounds(pixel_format.stored, pixel_format.signed))
+
+
+def _bounds(bits: int, signed: bool) -> tuple[int, int]:
+    if signed:
+        return -(1 << bits - 1), (1 << bits - 1) - 1
+    return 0, (1 << bits) - 1
+
+
+def _stored_values(tags: Any, cells: NDArray[Any], pixel_format: PixelFormat) -> NDArray[Any]:
+    """Return the values of the stored bits, which end at HighBit; other bits of a cell are no part of its value."""
+    num_unused = pixel_format.allocated - pixel_format.stored
+    if not num_unused:
+        return cells
+    num_below = pixel_format.high_bit + 1 - pixel_format.stored
+    num_above = num_unused - num_below
+    lowest, highest = _bounds(pixel_format.stored, pixel_format.signed)
+    if num_below:
+        _check_bits_below(tags, cells, num_below)
+    elif int(cells.max()) <= highest and (not pixel_format.signed or int(cells.min()) >= lowest):
+        return cells
+    _check_padding_cells(tags, cells, pixel_format)
+    # Out go the bits above; the shift back extends the sign of signed cells.
+    values: NDArray[Any] = np.left_shift(cells, num_above)
+    np.right_shift(values, num_unused, out=values)
     return values
+
+
+def _check_bits_below(tags: Any, cells: NDArray[Any], num_below: int) -> None:
+    """Refuse bits below the stored ones that no overlay declares: HighBit is then likely to be wrong."""
+    overlays = 0
+    for group in range(0x6000, 0x6020, 2):
+        if (group, 0x0102) in tags:
+            overlays |= 1 << int(tags[group, 0x0102].value or 0)
+    undeclared = ((1 << num_below) - 1) & ~overlays
+    if undeclared and np.bitwise_and(cells, cells.dtype.type(undeclared)).any():
+        raise contradiction("HighBit", "PixelData")
+
+
+def _check_padding_cells(tags: Any, cells: NDArray[Any], pixel_format: PixelFormat) -> None:
+    """Refuse cells of padding whose value needs more bits than are stored: what is left of them is no padding."""
+    padding = word_of(tags, "PixelPaddingValue")
+    if padding is None or pixel_format.allocated != 16:
+        return
+    lowest, highest = _bounds(pixel_format.stored, pixel_format.signed)
+    cell = int(np.uint16(padding).view(cells.dtype))
+    if not lowest <= cell <= highest and (cells == cells.dtype.type(cell)).any():
+        raise contradiction("PixelPaddingValue", "BitsStored")
+
+
+def rgb_of_ybr(ybr: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return RGB of YBR_FULL, (H, W, 3), by the inverse of the equations of PS3.3 C.7.6.3.1.2."""
+    luminance = ybr[..., 0].astype(np.float32)
+    blueness = ybr[..., 1].astype(np.float32) - 128
+    redness = ybr[..., 2].astype(np.float32) - 128
+    rgb = np.empty((*ybr.shape[:2], 3), np.float32)
+    rgb[..., 0] = luminance + 1.402 * redness
+    rgb[..., 1] = luminance - (0.114 * 1.772 * blueness + 0.299 * 1.402 * redness) / 0.587
+    rgb[..., 2] = luminance + 1.772 * blueness
+    return np.floor(rgb + 0.5).clip(0, 255).astype(np.uint8)
+
+
+def _packed_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
+    """Yield frames of cells that are run-length encoded, deflated or left as they are, each by itself."""
+    if pixel_format.allocated == 1 and pixel_format.syntax == _RLE:
+        raise contradiction("BitsAllocated", "TransferSyntaxUID")
+    num_bytes = (pixel_format.rows * pixel_format.row_bits + 7) // 8
+    for data in _encapsulated_frames(tags, pixel_format):
+        if pixel_format.syntax == _RLE:
+            yield _frame_of_cells(tags, _run_length_cells(data, pixel_format), pixel_format)
+            continue
+        cells = data
+        if pixel_format.syntax == _DEFLATED_CELLS:
+            cells = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, num_bytes + 2)
+        if len(cells) < num_bytes:
+            raise ImageError(Reason.TRUNCATED, "fewer pixels than rows and columns")
+        if len(cells) > num_bytes + 1:
+            raise contradiction("Rows, Columns", "the length of a frame")
+        yield _frame_of_cells(tags, _cells(cells, pixel_format), pixel_format)
+
+
+def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> NDArray[Any]:
+    """Return the cells of a frame whose bytes are run-length encoded, one segment for each byte of a cell (PS3.5 G)."""
+    num_cell_bytes = pixel_format.allocated // 8
+    num_segments = pixel_format.samples * num_cell_bytes
+    header = [int.from_bytes(data[start : start + 4], "little") for start in range(0, _RLE_HEADER_BYTES, 4)]
+    if header[0] != num_segments or num_segments > 15:
+        raise ImageError(Reason.DAMAGED, "BitsAllocated and SamplesPerPixel contradict the number of RLE segments")
+    starts = [*header[1 : 1 + num_segments], len(data)]
+    if starts[0] < _RLE_HEADER_BYTES or starts != sorted(starts):
+        raise ImageError(Reason.DAMAGED, "RLE segments out of order")
+    shape = (pixel_format.rows, pixel_format.columns)
+    if _has_bytes(data[starts[0] : starts[1]], (shape[0] + 1) * shape[1]):
+        raise contradiction("Rows, Columns", "the length of RLE segments")
+    planes = []
+    for sample in range(pixel_format.samples):
+        # The most significant byte comes first.
+        cells = np.zeros(shape, f"<u{num_cell_bytes}")
+        for segment in range(sample * num_cell_bytes, (sample + 1) * num_cell_bytes):
+            part = _unpacked_bits(data[starts[segment] : starts[segment + 1]], shape)
+            if num_cell_bytes == 1:
+                cells = part
+            else:
+                np.left_shift(cells, 8, out=cells)
+                np.bitwise_or(cells, part, out=cells)
+        planes.append(cells.view(f"<i{num_cell_bytes}") if pixel_format.signed else cells)
+    return planes[0] if pixel_format.samples == 1 else np.stack(planes, -1)
+
+
+def _unpacked_bits(segment: bytes, shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """Return the bytes of an RLE segment, which is packed as TIFF's PackBits."""
+    from PIL import Image
+
+    # As one long row, since some writers let a run go on into the next row.
+    size = (shape[0] * shape[1], 1)
+    try:
+        image = Image.frombytes("L", size, segment, "packbits", "L")
+    except ValueError as error:
+        raise ImageError(Reason.TRUNCATED, "an RLE segment of fewer bytes than there are pixels") from error
+    return np.asarray(image).reshape(shape)
+
+
+def _has_bytes(segment: bytes, num_bytes: int) -> bool:
+    """Whether an RLE segment unpacks to so many bytes, or to more."""
+    try:
+        _unpacked_bits(segment, (1, num_bytes))
+    except ImageError:
+        return False
+    return True
+
+
+def _encapsulated_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[bytes]:
+    """Yield the bytes of each frame; those of one may be in several fragments (PS3.5 A.4)."""
+    fragments, table = _fragments(pixel_bytes(tags, pixel_format.keyword))
+    num_frames = pixel_format.num_frames
+    lengths: list[int] = []
+    extended = value_of(tags, "ExtendedOffsetTable")
+    if extended:
+        offsets = np.frombuffer(extended, "<u8", len(extended) // 8).tolist()
+        lengths_value = value_of(tags, "ExtendedOffsetTableLengths") or b""
+        lengths = np.frombuffer(lengths_value, "<u8", len(lengths_value) // 8).tolist()
+        if len(lengths) != len(offsets) or (table and table != offsets):
+            raise contradiction("ExtendedOffsetTable", "ExtendedOffsetTableLengths")
+        table = offsets
+    starts = [offset for offset, _ in fragments]
+    if table:
+        if len(table) != num_frames:
+            raise contradiction("NumberOfFrames", "the table of offsets")
+        if table[0] != 0 or table != sorted(set(table)) or not set(table) <= set(starts):
+            raise ImageError(Reason.DAMAGED, "the table of offsets contradicts the fragments of PixelData")
+        first_fragments = [starts.index(offset) for offset in table]
+    else:
+        first_fragments = _first_fragments(fragments, pixel_format)
+    for number, first in enumerate(first_fragments):
+        end = first_fragments[number + 1] if number + 1 < num_frames else len(fragments)
+        frame = b"".join(content for _, content in fragments[first:end])
+        if lengths:
+            if not 0 <= len(frame) - lengths[number] <= 1:
+                raise contradiction("ExtendedOffsetTableLengths", "PixelData")
+            frame = frame[: lengths[number]]
+        yield frame
+
+
+def _fragments(data: Any) -> tuple[list[tuple[int, bytes]], list[int]]:
+    """Return the fragments, each with its offset, and the basic offset table."""
+    items: list[tuple[int, bytes]] = []
+    position = 0
+    while position + 8 <= len(data):
+        tag = bytes(data[position : position + 4])
+        length = int.from_bytes(data[position + 4 : position + 8], "little")
+        if tag == _SEQUENCE_END:
+            break
+        if tag != _ITEM:
+            raise ImageError(Reason.DAMAGED, "PixelData without fragments, which TransferSyntaxUID requires")
+        content = bytes(data[position + 8 : position + 8 + length])
+        if len(content) < length:
+            raise ImageError(Reason.TRUNCATED, "a fragment that ends too early")
+        items.append((position, content))
+        position += 8 + length
+    if len(items) < 2:
+        raise ImageError(Reason.TRUNCATED, "no pixels")
+    table = items[0][1]
+    origin = items[1][0]
+    fragments = [(offset - origin, content) for offset, content in items[1:]]
+    return fragments, np.frombuffer(table, "<u4", len(table) // 4).tolist()
+
+
+def _first_fragments(fragments: list[tuple[int, bytes]], pixel_format: PixelFormat) -> list[int]:
+    """Return where frames begin if no table says it: at each code stream, or at each fragment."""
+    num_frames = pixel_format.num_frames
+    if pixel_format.has_code_streams:
+        starts = [number for number, (_, content) in enumerate(fragments) if content.startswith(_STARTS)]
+        if len(starts) != num_frames or starts[0] != 0:
+            raise contradiction("NumberOfFrames", "the code streams of PixelData")
+        return starts
+    if num_frames == 1 and pixel_format.syntax != _RLE:
+        return [0]
+    if len(fragments) != num_frames:
+        raise contradiction("NumberOfFrames", "the fragments of PixelData")
+    return list(range(num_frames))
+
+
+def _code_stream_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
+    for data in _encapsulated_frames(tags, pixel_format):
+        code_stream = code_stream_of(data)
+        if code_stream.shape != (pixel_format.rows, pixel_format.columns):
+            raise contradiction("Rows, Columns", "the code stream")
+        if code_stream.components != pixel_format.samples:
+            raise contradiction("SamplesPerPixel", "the code stream")
+        is_ybr = code_stream.components == 3 and _is_ybr(code_stream, pixel_format)
+        if is_ybr and code_stream.bits != 8:
+            raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation YBR of other than 8 bits")
+        if pixel_format.photometric == "PALETTE COLOR" and code_stream.kind == "DCT":
+            raise contradiction("PhotometricInterpretation", "the code stream, which is lossy,")
+        if code_stream.components == 3 and (pixel_format.signed or code_stream.signed):
+            raise contradiction("PixelRepresentation", "PhotometricInterpretation")
+        samples = decoded(code_stream, as_ybr=is_ybr)
+        if is_ybr and code_stream.kind != "DCT":
+            samples = rgb_of_ybr(samples.astype(np.uint8, copy=False))
+        yield _frame_of_samples(samples, code_stream, pixel_format)
+
+
+def _is_ybr(code_stream: CodeStream, pixel_format: PixelFormat) -> bool:
+    """Whether the components that the decoder puts out are luminance and chrominance.
+
+    The code stream decides where it says something. Without that, PhotometricInterpretation does.
+    """
+    says_ybr = pixel_format.photometric in _YBR
+    if code_stream.kind == "DCT":
+        if code_stream.colours != "unknown":
+            return code_stream.colours == "YBR"
+    elif code_stream.transformed:
+        # The decoder returns what the encoder was given, which then must have been RGB.
+        if says_ybr:
+            raise contradiction("PhotometricInterpretation", "the code stream")
+        return False
+    elif code_stream.colours != "unknown" and (code_stream.colours == "YBR") != says_ybr:
+        # A header of these kinds repeats what DICOM says: neither a decoder nor we can know which of the two is right.
+        raise contradiction("PhotometricInterpretation", "the code stream")
+    if pixel_format.photometric in ("YBR_RCT", "YBR_ICT"):
+        raise contradiction("PhotometricInterpretation", "the code stream")
+    return says_ybr
+
+
+def _frame_of_samples(samples: NDArray[np.generic], code_stream: CodeStream, pixel_format: PixelFormat) -> StoredFrame:
+    """Return the stored values of a decoded code stream.
+
+    Its precision may be larger than BitsStored, such as 16 for values of 12 bits, and JPEG and JPEG-LS hold signed
+    values as two's complement without saying so. Whatever would read differently by the tags and by the code stream
+    is refused.
+    """
+    stored = pixel_format.stored or code_stream.bits
+    bits = min(stored, code_stream.bits)
+    lowest, highest = _bounds(bits, pixel_format.signed)
+    values: NDArray[Any] = samples
+    if not pixel_format.signed and not code_stream.signed and code_stream.bits <= stored:
+        return StoredFrame(values, (lowest, highest))
+    if pixel_format.signed and not code_stream.signed and code_stream.kind != "JPEG 2000":
+        values = _with_sign(values, code_stream, stored)
+    elif pixel_format.signed != code_stream.signed:
+        # JPEG 2000 says whether values are signed. As long as none has its highest bit set, both readings agree.
+        half = 1 << (code_stream.bits - 1)
+        if int(values.min()) < 0 or int(values.max()) >= half:
+            raise contradiction("PixelRepresentation", "the code stream")
+    least = int(values.min())
+    most = int(values.max())
+    if least < lowest or most > highest:
+        slack = 0.0
+        if _last_number(pixel_format.syntax) not in _LOSSLESS_NUMBERS:
+            slack = _OVERSHOOT * (highest - lowest)
+        if least < lowest - slack or most > highest + slack:
+            raise contradiction("BitsStored", "the code stream")
+        values = values.clip(lowest, highest)
+    kind = f"{'i' if pixel_format.signed else 'u'}{samples.dtype.itemsize}"
+    return StoredFrame(values.astype(kind, copy=False), (lowest, highest))
+
+
+def _with_sign(values: NDArray[Any], code_stream: CodeStream, stored: int) -> NDArray[Any]:
+    """Return two's complement of so many stored bits as signed numbers."""
+    if stored > code_stream.bits:
+        if int(values.max()) >= 1 << (code_stream.bits - 1):
+            raise contradiction("BitsStored", "the code stream")
+        return values
+    unused = 32 - stored
+    signed: NDArray[Any] = np.right_shift(np.left_shift(values.astype(np.int32), unused), unused)
+    # Bits above the stored ones are zero, or repeat the sign; anything else is no value of so many bits.
+    above = values.astype(np.int32) >> stored
+    all_above = (1 << (code_stream.bits - stored)) - 1
+    if not ((above == 0) | ((above == all_above) & (signed < 0))).all():
+        raise contradiction("BitsStored", "the code stream")
+    return signed

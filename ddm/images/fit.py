@@ -6,13 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import DataError
+from ddm.images.layout import row_shapes
 from ddm.images.rows import Rows
-from ddm.images.shapes import row_shapes
 from ddm.protocol.plan import DataSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_TOLERANCE = 1e-5  # beyond the ends of a range, for rounding by the program that wrote the values
 _CHANNELS_LAST = "Put the channels first: np.moveaxis(images, -1, 1)."
 
 
@@ -30,7 +31,7 @@ def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpe
 
 
 def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> "Tensor":
-    """Convert stored rows into images of the plan's range: of whole numbers the type's whole range is spread over it.
+    """Convert stored rows into images of the plan's range; whole numbers are spread over it by their type's range.
 
     Args:
         array: uint8, uint16 or floating point.
@@ -43,15 +44,17 @@ def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> "Tensor":
     low, high = spec.range
     array = array.reshape(len(array), *spec.shape)
     if array.dtype in (np.uint8, np.uint16):
-        share = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 65535)
+        largest = 255 if array.dtype == np.uint8 else 65535
+        share = array.astype(np.float32) / largest
         return _tensor((low + (high - low) * share).astype(np.float32, copy=False))
     values = _floats(array)
-    if not values.size or (values.min() >= low - 1e-5 and values.max() <= high + 1e-5):  # never of a NaN
+    # A comparison with NaN is false, so that NaN does not pass here.
+    if not values.size or (values.min() >= low - _TOLERANCE and values.max() <= high + _TOLERANCE):
         return _tensor(values)
     _check_finite(values, rows)
     flat = values.reshape(len(values), -1)
-    wrong_B = (flat.min(1) < low - 1e-5) | (flat.max(1) > high + 1e-5)
-    row = _first(np.asarray(wrong_B, dtype=np.bool_), rows)
+    is_outside_B = (flat.min(1) < low - _TOLERANCE) | (flat.max(1) > high + _TOLERANCE)
+    row = _first(np.asarray(is_outside_B, dtype=np.bool_), rows)
     got = f"values outside this range in row {row}"
     raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
 
@@ -68,22 +71,24 @@ def as_floats(array: NDArray[np.generic], rows: Rows) -> "Tensor":
 
 
 def _tensor(values: NDArray[np.float32]) -> "Tensor":
-    import torch  # here, since processes that decode arrays do without it
+    import torch  # processes that decode arrays do without it
 
     return torch.from_numpy(values)
 
 
 def _floats(array: NDArray[np.generic]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+    # Values too large for float32 become infinite, and are refused as such.
+    with np.errstate(over="ignore"):
         return array.astype(np.float32, copy=not array.flags.writeable)
 
 
 def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
-    finite = np.isfinite(values)
-    if not finite.all():
-        row = _first(np.asarray(~finite.reshape(len(values), -1).all(1)), rows)
+    is_finite = np.isfinite(values)
+    if not is_finite.all():
+        is_wrong_B = ~is_finite.reshape(len(values), -1).all(1)
+        row = _first(np.asarray(is_wrong_B), rows)
         raise DataError("image values", expected="finite numbers", got=f"NaN or infinite values in row {row}")
 
 
-def _first(wrong_B: NDArray[np.bool_], rows: Rows) -> int:
-    return int(rows[int(np.flatnonzero(wrong_B)[0])])
+def _first(is_wrong_B: NDArray[np.bool_], rows: Rows) -> int:
+    return int(rows[int(np.flatnonzero(is_wrong_B)[0])])

@@ -5,22 +5,42 @@ memory and time; in this process, `Limits` alone bound what a header may ask for
 """
 
 import gzip
+import re
+import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 from ddm.errors import SetupError
-from ddm.images.check import checked
 from ddm.images.content import FileContent
+from ddm.images.heads import in_a_head
+from ddm.images.idx import is_idx_head
 from ddm.images.picture import DecodedPicture, Limits
-from ddm.images.reasons import ImageError, Reason
+from ddm.images.reasons import Flag, ImageError, Reason
+from ddm.images.text import suspect_text
 
 _HEAD_BYTES = 552  # up to the end of the header of NIfTI-2, the longest that is looked at
+_IMAGE_AXES = 3  # (C, H, W)
+_VOLUME_AXES = 4  # (C, D, H, W)
 _GZIP = b"\x1f\x8b"
 _ARCHIVES = (b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"Rar!", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 _ZIP = _ARCHIVES[:2]
+_NOT_DECODED = {
+    b"GIF87a": "GIF",
+    b"GIF89a": "GIF",
+    b"jP  \r\n\x87\n": "JPEG 2000",
+    b"\xff\x4f\xff\x51": "JPEG 2000",
+    b"JXL \r\n\x87\n": "JPEG XL",
+    b"ftypavif": "AVIF",
+    b"ftypheic": "HEIC",
+    b"ftypmif1": "HEIC",
+    b"ftypheix": "HEIC",
+    b"8BPS": "Photoshop",
+}
+_VOLUMES_NOT_DECODED = {b"NRRD000": "NRRD", b"ObjectType": "MetaImage", b"NDims": "MetaImage"}
+_NETPBM = re.compile(rb"P[1-6]\s+[#\d]|P7\s+WIDTH|P[Ff]\s+\d")
 _FIRST_DICOM_GROUPS = (b"\x08\0", b"\x02\0", b"\0\x08", b"\0\x02")  # little and big endian
 _MAX_FIRST_ELEMENT_BYTES = 1 << 16
 _INSTALL = "Install them: in Archipelago's repository, pip install '.[images]'."
@@ -28,7 +48,7 @@ _INSTALL = "Install them: in Archipelago's repository, pip install '.[images]'."
 
 @dataclass(frozen=True)
 class FileHead:
-    """What tells the format of a file.
+    """The head of a file, which decides its format.
 
     Attributes:
         first_bytes: of the file; of a gzip file, of what it unpacks to.
@@ -76,12 +96,24 @@ def decode(content: FileContent, limits: Limits | None = None) -> Iterator[Decod
         ImageError: no picture, or no more pictures, with the true reason; it never names the file.
         SetupError: the packages that decode this format are not installed.
     """
-    limits = limits or Limits()
+    for picture in decode_unchecked(content, limits or Limits()):
+        yield picture if isinstance(picture, ImageError) else checked(picture)
+
+
+def decode_unchecked(content: FileContent, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+    """Yield the pictures of a file inside another one, before the checks that `decode` makes of each.
+
+    Args:
+        content: the file.
+        limits: the most that it may ask for.
+
+    Raises:
+        ImageError, SetupError: see `decode`.
+    """
     try:
         file_format = format_of(content)
         reader = import_module(f"ddm.images.{file_format.module}")
-        for picture in reader.read(content, file_format.name, limits):
-            yield picture if isinstance(picture, ImageError) else checked(picture)
+        yield from reader.read(content, file_format.name, limits)
     except (ImageError, SetupError):
         raise
     except ImportError as error:
@@ -90,6 +122,22 @@ def decode(content: FileContent, limits: Limits | None = None) -> Iterator[Decod
     except Exception as error:
         # Whatever a library raised: its text may quote the file, so that only its meaning goes further.
         raise _meaning_of(error) from error
+
+
+def checked(picture: DecodedPicture) -> DecodedPicture:
+    """Return a picture with the flags that its values call for, added to those that its decoder set."""
+    if picture.values.ndim == _IMAGE_AXES:
+        # A declared text makes the picture wait in any case, and the search for text takes time.
+        is_suspected = Flag.DECLARED_TEXT not in picture.flags and suspect_text(picture.values)
+        flag = Flag.SUSPECTED_TEXT
+    elif picture.values.ndim == _VOLUME_AXES:
+        is_suspected = Flag.DECLARED_FACE not in picture.flags and in_a_head(picture, picture.head)
+        flag = Flag.FACE
+    else:
+        return picture
+    if not is_suspected:
+        return picture
+    return replace(picture, flags=picture.flags | {flag})
 
 
 def format_of(content: FileContent) -> Format:
@@ -144,23 +192,55 @@ def _is_nifti_2(head: FileHead) -> bool:
     return 540 in sizes and head.first_bytes[4:7] == b"n+2"
 
 
+def _is_bmp(head: FileHead) -> bool:
+    """Whether a file begins with BMP's header: two letters, two fields of zero, and a header of a known size."""
+    return head.starts_with(b"BM") and head.first_bytes[6:10] == bytes(4) and head.first_bytes[15:18] == bytes(3)
+
+
+def _is_not_decoded(head: FileHead) -> bool:
+    """Refuse images of formats that have no decoder here, by name."""
+    for signature, name in _NOT_DECODED.items():
+        if head.starts_with(signature) or (head.first_bytes[4:12] == signature and not head.gzipped):
+            raise ImageError(Reason.UNSUPPORTED, f"{name}: save it as PNG")
+    for signature, name in _VOLUMES_NOT_DECODED.items():
+        if head.first_bytes.startswith(signature):
+            raise ImageError(Reason.UNSUPPORTED, f"{name}: save it as NIfTI, .nii")
+    if not head.gzipped and _NETPBM.match(head.first_bytes):
+        raise ImageError(Reason.UNSUPPORTED, "PBM, PGM or PPM: save it as PNG")
+    if _is_analyze(head):
+        raise ImageError(Reason.UNSUPPORTED, "ANALYZE, which does not say which side is left: save it as NIfTI, .nii")
+    return False
+
+
+def _is_analyze(head: FileHead) -> bool:
+    """Whether a file is a header of ANALYZE 7.5, which begins with its own length."""
+    data = head.first_bytes
+    if head.gzipped or len(data) < 348 or data[344:347] in (b"ni1", b"n+1"):
+        return False
+    sizes = (int.from_bytes(data[:4], "little"), int.from_bytes(data[:4], "big"))
+    return 348 in sizes and head.has_suffix(".hdr")
+
+
 def _is_mgh(head: FileHead) -> bool:
     return head.first_bytes.startswith(b"\0\0\0\1") and head.has_suffix(".mgh", ".mgz", ".mgh.gz")
 
 
 FORMATS = (
     Format("DICOM", "dicom", _is_dicom),
-    Format("idx", "arrays", lambda head: head.first_bytes[:3] == b"\0\0\x08" and head.first_bytes[3] in (1, 2, 3, 4)),
+    Format("idx", "arrays", lambda head: is_idx_head(head.first_bytes)),
     Format("NIfTI", "nifti", _is_nifti),
     Format("NIfTI-2", "nifti", _is_nifti_2),
-    Format("MGH", "nifti", _is_mgh),
-    Format("WEBP", "raster", lambda head: head.starts_with(b"RIFF") and head.first_bytes[8:12] == b"WEBP"),
+    Format("MGH", "mgh", _is_mgh),
+    Format("WEBP", "webp", lambda head: head.starts_with(b"RIFF") and head.first_bytes[8:12] == b"WEBP"),
     Format("Parquet", "arrays", lambda head: head.starts_with(b"PAR1")),
     Format("npy", "arrays", lambda head: head.starts_with(b"\x93NUMPY")),
     Format("npz", "arrays", lambda head: head.starts_with(*_ZIP) and head.has_suffix(".npz")),
-    Format("PNG", "raster", lambda head: head.starts_with(b"\x89PNG\r\n\x1a\n")),
-    Format("JPEG", "raster", lambda head: head.starts_with(b"\xff\xd8\xff")),
-    Format("TIFF", "raster", lambda head: head.starts_with(b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")),
+    Format("PNG", "png", lambda head: head.starts_with(b"\x89PNG\r\n\x1a\n")),
+    Format("JPEG", "jpeg", lambda head: head.starts_with(b"\xff\xd8\xff")),
+    Format("TIFF", "tiff", lambda head: head.starts_with(b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")),
+    Format("BMP", "bmp", _is_bmp),
+    Format("others", "", _is_not_decoded),
+    Format("tar", "webdataset", lambda head: head.first_bytes[257:262] == b"ustar"),
     Format("DICOM", "dicom", _is_dicom_without_preamble),
 )
 """The first that matches counts, so that formats with weak signs come last."""
@@ -178,6 +258,8 @@ def _meaning_of(error: Exception) -> ImageError:
         return ImageError(Reason.MISSING)
     if isinstance(error, RecursionError):
         return ImageError(Reason.DAMAGED, "nested too deeply")
+    if isinstance(error, struct.error) and "requires a buffer" in text:
+        return ImageError(Reason.TRUNCATED)  # fewer bytes than the field has that is read
     if isinstance(error, gzip.BadGzipFile | zlib.error):
-        return ImageError(Reason.DAMAGED, "packed with errors")
+        return ImageError(Reason.DAMAGED, "compressed data with errors")
     return ImageError(Reason.DAMAGED, type(error).__name__)

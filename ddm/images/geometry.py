@@ -24,8 +24,8 @@ def covering_size(extent: Sequence[float], shape: Sides) -> Sides:
         extent: the length of each side, above 0.
         shape: the fewest steps along each.
     """
-    side = min(length / least for length, least in zip(extent, shape, strict=True))
-    return tuple(max(least, round(length / side)) for length, least in zip(extent, shape, strict=True))
+    step = min(length / fewest for length, fewest in zip(extent, shape, strict=True))
+    return tuple(max(fewest, round(length / step)) for length, fewest in zip(extent, shape, strict=True))
 
 
 def fitting_size(extent: Sequence[float], shape: Sides) -> Sides:
@@ -35,8 +35,8 @@ def fitting_size(extent: Sequence[float], shape: Sides) -> Sides:
         extent: the length of each side, above 0.
         shape: the most steps along each.
     """
-    side = max(length / most for length, most in zip(extent, shape, strict=True))
-    return tuple(min(most, max(1, round(length / side))) for length, most in zip(extent, shape, strict=True))
+    step = max(length / most for length, most in zip(extent, shape, strict=True))
+    return tuple(min(most, max(1, round(length / step))) for length, most in zip(extent, shape, strict=True))
 
 
 def resampled_size(spec: TransformSpec, sides: Sides, spacing: tuple[float, ...] | None, shape: Sides) -> Sides:
@@ -53,13 +53,14 @@ def resampled_size(spec: TransformSpec, sides: Sides, spacing: tuple[float, ...]
     """
     if isinstance(spec.fit, SpacingFit) and spacing is None:
         raise DataError("spacing", expected="a file that states it, in mm", got="a file without it")
-    extent = [length * side for length, side in zip(spacing or (1.0,) * len(sides), sides, strict=True)]
+    steps = spacing or (1.0,) * len(sides)
+    extent = [step * side for step, side in zip(steps, sides, strict=True)]
     if not all(0 < length < float("inf") for length in extent):
         raise DataError("axes", expected="finite lengths above 0", got="a length that is zero or not finite")
     try:
         return _resampled_size(spec, extent, sides, shape)
     except ArithmeticError as error:  # lengths so unlike that their proportion is no number
-        raise DataError("axes", expected="lengths that can be compared", got="lengths too unlike") from error
+        raise DataError("axes", expected="lengths that can be compared", got="lengths that differ too much") from error
 
 
 def _resampled_size(spec: TransformSpec, extent: Sequence[float], sides: Sides, shape: Sides) -> Sides:
@@ -85,7 +86,7 @@ def antialiased(values: Floats, size: Sides) -> Floats:
     """Resample linearly; a side that shrinks is smoothed by a triangle as wide as the step between new samples.
 
     The first and the last sample keep their distance of half a step from the edge (half-pixel centres). Weights are
-    positive and sum to 1, at the edges too: a constant stays, and nothing lies beyond the values given.
+    positive and sum to 1, at the edges too: a constant stays, and no result is beyond the given values.
 
     Args:
         values: shape (C, H, W) or (C, D, H, W).
@@ -93,6 +94,7 @@ def antialiased(values: Floats, size: Sides) -> Floats:
     """
     if values.shape[1:] == size:
         return values
+    # torch resamples two axes at a time: first rows and columns of every slice, then the slices of every column.
     x = torch.from_numpy(np.ascontiguousarray(values))
     if len(size) == 2:
         return _plane(x[None], size)[0].numpy()
@@ -110,19 +112,24 @@ def _plane(x: torch.Tensor, size: Sides) -> torch.Tensor:
 
 def middle(values: Floats, shape: Sides) -> Floats:
     """Cut (C, ...) to its middle where a side is longer; an odd remainder loses one more at the end."""
-    starts = [max(0, size - kept) // 2 for size, kept in zip(values.shape[1:], shape, strict=True)]
-    return values[(slice(None), *(slice(start, start + kept) for start, kept in zip(starts, shape, strict=True)))]
+    ranges = []
+    for size, target in zip(values.shape[1:], shape, strict=True):
+        start = max(0, size - target) // 2
+        ranges.append(slice(start, start + target))
+    return values[(slice(None), *ranges)]
 
 
 def padded(values: Floats, shape: Sides, value: float) -> Floats:
     """Put (C, ...) into the middle of `shape`, where no side is longer; an odd remainder adds one more at the end."""
     if values.shape[1:] == shape:
         return values
-    found = np.full((values.shape[0], *shape), value, np.float32)
-    starts = [(side - size) // 2 for size, side in zip(values.shape[1:], shape, strict=True)]
-    places = [slice(start, start + size) for start, size in zip(starts, values.shape[1:], strict=True)]
-    found[(slice(None), *places)] = values
-    return found
+    result = np.full((values.shape[0], *shape), value, np.float32)
+    ranges = []
+    for size, target in zip(values.shape[1:], shape, strict=True):
+        start = (target - size) // 2
+        ranges.append(slice(start, start + size))
+    result[(slice(None), *ranges)] = values
+    return result
 
 
 def content_of(values: Floats, content: Content, target: tuple[float, float]) -> Floats:
@@ -139,15 +146,16 @@ def content_of(values: Floats, content: Content, target: tuple[float, float]) ->
     low, high = target
     bright = (values > np.float32(low + content.threshold * (high - low))).any(0)
     if not bright.any():
-        raise DataError("values", expected="some above transform.content.threshold", got="a picture darker than that")
-    places = []
+        raise DataError("values", expected="some above transform.content.threshold", got="a darker picture")
+    ranges = []
     for axis, side in enumerate(bright.shape):
-        others = tuple(other for other in range(bright.ndim) if other != axis)
-        found = np.flatnonzero(np.any(bright, axis=others))
-        first, last = int(found[0]), int(found[-1]) + 1
-        margin = round(content.margin * (last - first))
-        places.append(slice(max(0, first - margin), min(side, last + margin)))
-    return values[(slice(None), *places)]
+        other_axes = tuple(other for other in range(bright.ndim) if other != axis)
+        bright_places = np.flatnonzero(np.any(bright, axis=other_axes))
+        first = int(bright_places[0])
+        end = int(bright_places[-1]) + 1
+        margin = round(content.margin * (end - first))
+        ranges.append(slice(max(0, first - margin), min(side, end + margin)))
+    return values[(slice(None), *ranges)]
 
 
 def axis_of(slices: Slices) -> int:
@@ -160,11 +168,13 @@ def slices_of(
 ) -> Iterator[tuple[Floats, tuple[float, ...] | None]]:
     """Yield slices of a volume (C, D, H, W) as images upright on a screen, each with the spacing of its sides."""
     axis = axis_of(slices)
-    sides = [side for side in range(3) if side != axis]
-    kept = None if spacing is None else tuple(spacing[side] for side in sides)
+    image_spacing = None
+    if spacing is not None:
+        image_spacing = tuple(spacing[side] for side in range(3) if side != axis)
     for number in slice_numbers(values.shape[1 + axis], slices):
         image = np.take(values, number, 1 + axis)
-        yield image if axis == 0 else image[:, ::-1], kept  # the head is up
+        # Rows of a coronal or sagittal slice ascend from the feet; on a screen the head is up.
+        yield image if axis == 0 else image[:, ::-1], image_spacing
 
 
 def slice_numbers(length: int, slices: Slices) -> list[int]:
@@ -173,6 +183,7 @@ def slice_numbers(length: int, slices: Slices) -> list[int]:
     There are always `count`: where the axis is shorter, slices are taken more than once, since their number may not
     tell how deep a volume is.
     """
-    low, high = (length * end for end in slices.share)
-    step = (high - low) / slices.count
-    return [min(length - 1, int(low + (k + 0.5) * step)) for k in range(slices.count)]
+    start = length * slices.share[0]
+    end = length * slices.share[1]
+    step = (end - start) / slices.count
+    return [min(length - 1, int(start + (number + 0.5) * step)) for number in range(slices.count)]

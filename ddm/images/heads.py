@@ -3,8 +3,6 @@
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
 from ddm.images.picture import Picture
 
 LEAST_SIDE = 24  # voxels along each axis; a coarser grid shows no face
@@ -25,7 +23,7 @@ def names_head(text: str) -> bool:
 
 
 def may_show_face(sides: Sequence[int], extents_mm: Sequence[float] | None, named: bool | None) -> bool:
-    """Whether a face may be seen in a volume; what nothing tells of counts as seen.
+    """Whether a face may be seen in a volume; what the file does not state counts as seen.
 
     Args:
         sides: voxels along the three axes.
@@ -49,5 +47,7 @@ def in_a_head(volume: Picture, named: bool | None) -> bool:
     sides = volume.values.shape[1:]
     if len(sides) != 3:
         return False
-    extents = None if volume.spacing is None else [float(each) for each in np.multiply(sides, volume.spacing)]
-    return may_show_face(sides, extents, named)
+    extents_mm = None
+    if volume.spacing is not None:
+        extents_mm = [side * spacing for side, spacing in zip(sides, volume.spacing, strict=True)]
+    return may_show_face(sides, extents_mm, named)

@@ -1,92 +1,163 @@
-"""NIfTI and MGH through nibabel: volumes turned to the patient's axes, single slices as on a screen; no header leaves.
+"""NIfTI-1 and NIfTI-2 in one file: volumes turned to the patient's axes, single slices as on a screen.
 
-A fourth axis are channels; a fifth too where the fourth has one entry.
+nibabel reads the header; a field that contradicts another is refused here by its name, under which nifti1.h and
+nifti2.h describe it. Of the header nothing leaves but the geometry, the window and the scaling.
 """
 
-import gzip
-import warnings
+# Shape legend: C channels, I J K axes of a file.
 from collections.abc import Iterator
 from typing import Any
 
-import nibabel
 import numpy as np
+from nibabel.nifti1 import Nifti1Header
+from nibabel.nifti2 import Nifti2Header
+from nibabel.spatialimages import HeaderDataError
 from numpy.typing import NDArray
 
 from ddm.images.content import FileContent
-from ddm.images.orientation import flattened, oriented
-from ddm.images.picture import DecodedPicture, Limits, Picture, supported
+from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import ImageError, Reason
+from ddm.images.volume_files import bounds_of, picture_of_volume, read_header, read_volumes
 
-_MM = {"meter": 1000.0, "micron": 0.001}
-_CLASSES = {"NIfTI": nibabel.Nifti1Image, "NIfTI-2": nibabel.Nifti2Image, "MGH": nibabel.MGHImage}
+_HEADERS = {"NIfTI": (Nifti1Header, 352), "NIfTI-2": (Nifti2Header, 544)}  # and the least offset of the voxels
+_MAX_VOX_OFFSET = 1 << 28
+_RGBA32 = 2304
+_SPACE_UNITS_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}  # an unknown unit counts as mm
+_SPACE_UNIT_BITS, _TIME_UNIT_BITS = 0x07, 0x38
+_INTENTS = {
+    **dict.fromkeys((1002, 1003), "intent_code: labels"),
+    **dict.fromkeys((1004, 1005), "intent_code: matrices"),
+    **dict.fromkeys((1006, 2006, 2007, 2008, 2009, 2016, 2017, 2018), "intent_code: displacements"),
+    **dict.fromkeys((1008, 1009, 1010, 2002, 2005), "intent_code: points of a surface"),
+    2001: "intent_code: a series in time",
+    2004: "intent_code: colours with transparency",
+    **dict.fromkeys(range(3000, 3100), "intent_code: CIFTI"),
+}
 
 
 def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
-    """Yield the volume of one file, or its one slice as an image.
+    """Yield the volume of one file, its one slice as an image, or each volume of a series in time.
 
     Args:
         content: the file, which gzip may have packed.
-        kind: NIfTI, NIfTI-2 or MGH, as its first bytes tell.
+        kind: NIfTI or NIfTI-2.
         limits: the most that it may ask for.
 
     Raises:
         ImageError: a header or voxels that give no picture, with the true reason.
     """
-    packed = content.head(2) == b"\x1f\x8b"
-    with content.open() as file, gzip.open(file) if packed else file as stream, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        image: Any = _CLASSES[kind].from_stream(stream)  # type: ignore[attr-defined]
-        shape = tuple(int(side) for side in image.shape)
-        if not 2 <= len(shape) <= 5 or (len(shape) == 5 and shape[3] != 1):
-            raise ImageError(Reason.SHAPE, f"{len(shape)} axes")
-        limits.check(*shape)
+    header_type, least_offset = _HEADERS[kind]
+    size = header_type.template_dtype.itemsize
+    data = read_header(content, size)
+    order = "<" if int.from_bytes(data[:4], "little") == size else ">"
+    header: Any = header_type(data, endianness=order, check=False)
+    shape, num_volumes = _shape(header)
+    stored = _dtype(header)
+    if int(header["intent_code"]) in _INTENTS:
+        raise ImageError(Reason.NO_PICTURE, _INTENTS[int(header["intent_code"])])
+    slope, intercept = _scaling(header, stored)
+    offset = float(header["vox_offset"])
+    if not least_offset <= offset <= _MAX_VOX_OFFSET or offset != int(offset):
+        raise ImageError(Reason.DAMAGED, "vox_offset")
+    matrix = _matrix(header, shape)
+    window = (float(header["cal_min"]), float(header["cal_max"]))
+    has_window = bool(np.isfinite(window).all()) and window[0] < window[1]
+    limits.check_pictures(num_volumes)
+    limits.check(*shape, len(stored.names or "1"))
+    for values in read_volumes(content, int(offset), shape, stored, num_volumes):
+        full = bounds_of(stored, slope, intercept)
+        if stored.names:
+            values = _colours(values)
+            full = (0.0, 255.0)
+        elif (slope, intercept) != (1.0, 0.0):
+            values = values.astype(np.float64) * slope + intercept
+        yield picture_of_volume(values, matrix, kind, window=window if has_window else None, full=full)
+
+
+def _shape(header: Any) -> tuple[tuple[int, int, int, int], int]:
+    """Return the shape (I, J, K, C) of one volume, and how many there are: the fourth axis is time if it has a unit."""
+    num_axes = int(header["dim"][0])
+    if not 1 <= num_axes <= 7:
+        raise ImageError(Reason.DAMAGED, "dim[0]")
+    sides = [int(side) for side in header["dim"][1 : 1 + num_axes]]
+    if min(sides) < 1:
+        raise ImageError(Reason.DAMAGED, "dim: a side of length zero")
+    sides += [1] * (7 - num_axes)
+    if num_axes == 1 or max(sides[5:]) > 1 or (sides[4] > 1 and sides[3] > 1):
+        raise ImageError(Reason.SHAPE, "dim: only one axis, or more axes than a volume and its channels or times have")
+    units = int(header["xyzt_units"])
+    if units & _SPACE_UNIT_BITS not in _SPACE_UNITS_MM or units & ~(_SPACE_UNIT_BITS | _TIME_UNIT_BITS):
+        raise ImageError(Reason.DAMAGED, "xyzt_units")
+    if units & _TIME_UNIT_BITS:
+        return (sides[0], sides[1], sides[2], sides[4]), sides[3]
+    return (sides[0], sides[1], sides[2], sides[3] * sides[4]), 1
+
+
+def _dtype(header: Any) -> np.dtype[Any]:
+    """Return the type of a voxel; that of colours has fields."""
+    try:
+        stored: np.dtype[Any] = np.dtype(header.get_data_dtype())
+    except (KeyError, HeaderDataError) as error:
+        raise ImageError(Reason.UNSUPPORTED, "datatype") from error
+    if not stored.names and (stored.kind not in "iuf" or stored.itemsize > 8):
+        raise ImageError(Reason.UNSUPPORTED, "datatype: neither whole numbers nor floating point of 64 bits at most")
+    if int(header["bitpix"]) != 8 * stored.itemsize:
+        raise ImageError(Reason.DAMAGED, "bitpix: datatype has another size")
+    return stored
+
+
+def _scaling(header: Any, stored: np.dtype[Any]) -> tuple[float, float]:
+    """Return slope and intercept; a slope of 0 means none, and colours are never scaled (nifti1.h, DATA SCALING)."""
+    try:
+        slope, intercept = header.get_slope_inter()
+    except HeaderDataError as error:
+        raise ImageError(Reason.DAMAGED, "scl_inter") from error
+    if slope is None or stored.names:
+        return 1.0, 0.0
+    return slope, intercept
+
+
+def _colours(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return RGB, shape (I, J, K, 3)."""
+    if values.shape[3] != 1:
+        raise ImageError(Reason.SHAPE, "dim: colours with a further axis of channels")
+    if "A" in (values.dtype.names or ()) and (values["A"] != 255).any():
+        raise ImageError(Reason.UNSUPPORTED, "datatype: RGBA32 with transparency")
+    return np.concatenate([values[name] for name in "RGB"], axis=3)
+
+
+def _matrix(header: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return the matrix from voxels to mm: that of sform, else of qform, else of the sides of voxels alone."""
+    pixdim = header["pixdim"]
+    is_thin = np.array(shape[:3]) == 1
+    pixdim[1:4][is_thin & ~(pixdim[1:4] > 0)] = 1
+    if header["sform_code"] > 0:
+        matrix = header.get_sform()
+        _fill_thin_axis(matrix, is_thin)
+    elif not (pixdim[1:4] > 0).all():
+        raise ImageError(Reason.DAMAGED, "pixdim")
+    elif header["qform_code"] > 0:
+        pixdim[0] = -1 if pixdim[0] < 0 else 1  # nifti1.h: any other number than -1 counts as 1
         try:
-            values = np.asanyarray(image.dataobj)
-        except (OSError, ValueError) as error:
-            if isinstance(error, gzip.BadGzipFile):
-                raise ImageError(Reason.DAMAGED, "packed with errors") from error
-            raise ImageError(Reason.TRUNCATED, "fewer voxels than its header says") from error
-    values = _channels_first(values)
-    full = _full(image)
-    turned, spacing = oriented(values, np.asarray(image.affine, np.float64))
-    units = "mm" if kind == "MGH" else image.header.get_xyzt_units()[0]
-    spacing_mm = tuple(side * _MM.get(units, 1.0) for side in spacing)
-    window = _window(image.header, kind)
-    if 1 in turned.shape[1:]:
-        flat, left = flattened(turned, (spacing_mm[0], spacing_mm[1], spacing_mm[2]))
-        picture = Picture(supported(flat), left, window, full)
-        yield DecodedPicture.of(picture, kind=kind)
+            matrix = header.get_qform()
+        except ValueError as error:
+            raise ImageError(Reason.DAMAGED, "quatern: longer than 1") from error
+    else:
+        # Neither says where the patient's axes are. nibabel takes the first axis to go to the left, the second to the
+        # front, the third to the top, as in ANALYZE 7.5 and in FSL.
+        matrix = np.diag([*pixdim[1:4] * (-1, 1, 1), 1])
+    matrix = np.array(matrix, np.float64)
+    matrix[:3] *= _SPACE_UNITS_MM[int(header["xyzt_units"]) & _SPACE_UNIT_BITS]
+    return matrix
+
+
+def _fill_thin_axis(matrix: NDArray[np.float64], is_thin: NDArray[np.bool_]) -> None:
+    """Give an axis of one voxel that sform maps to nothing, as of a flat image, the direction across the others."""
+    is_empty = is_thin & ~matrix[:3, :3].any(axis=0)
+    if is_empty.sum() != 1:
         return
-    volume = Picture(supported(turned), spacing_mm, window, full)
-    yield DecodedPicture.of(volume, kind=kind)
-
-
-def _channels_first(values: NDArray[Any]) -> NDArray[np.generic]:
-    """Return (C, I, J, K)."""
-    if values.dtype.names:  # colours
-        values = np.stack([values[name] for name in values.dtype.names[:3]], -1)
-        values = values.reshape(*values.shape[:-1], 1, 3) if values.ndim == 4 else values
-    values = values[:, :, None] if values.ndim == 2 else values
-    if values.ndim == 5:
-        values = values[:, :, :, 0]
-    return values[None] if values.ndim == 3 else np.moveaxis(values, -1, 0)
-
-
-def _full(image: Any) -> tuple[float, float] | None:
-    kind = np.dtype(image.get_data_dtype())
-    if kind.names:
-        return 0.0, 255.0
-    if kind.kind not in "iu" or kind.itemsize > 2:
-        return None
-    bounds, slope, intercept = np.iinfo(kind), 1.0, 0.0
-    if hasattr(image.dataobj, "slope"):
-        slope, intercept = float(image.dataobj.slope), float(image.dataobj.inter)
-    ends = bounds.min * slope + intercept, bounds.max * slope + intercept
-    return min(ends), max(ends)
-
-
-def _window(header: Any, kind: str) -> tuple[float, float] | None:
-    if kind == "MGH":
-        return None
-    low, high = float(header["cal_min"]), float(header["cal_max"])
-    return (low, high) if np.isfinite([low, high]).all() and low < high else None
+    first, second = matrix[:3, :3].T[~is_empty]
+    normal = np.cross(first, second)
+    length = np.linalg.norm(normal)
+    if length > 0:
+        matrix[:3, :3].T[is_empty] = normal / length

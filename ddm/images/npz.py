@@ -1,7 +1,9 @@
-"""Arrays in files of numpy, npy and npz: their headers are bounded and checked before anything is allocated."""
+"""Arrays in files, such as npy and npz: their headers are bounded and checked before anything is allocated."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -12,13 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import DataError
-from ddm.images.rows import BLOCK_BYTES, FileArray, rows_of
+from ddm.images.reasons import ImageError, Reason
+from ddm.images.rows import BLOCK_BYTES, FileArray, Rows, StoredArray, rows_of
 from ddm.io.files import decoding, require_file
 
-_KIND = "an npz without pickled objects"
+_NPY = "an npy without pickled objects"
+_NPZ = "an npz without pickled objects"
+_ANY = "an npy, npz or idx file"
 MAX_HEADER_BYTES = 1 << 14
+_MAX_WHOLE_BYTES = 1 << 30  # of a compressed array in Fortran order, no row of which is complete before the end
+_FORTRAN_BLOCK_BYTES = 1 << 26
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_LOCAL_HEADER_BYTES, _LOCAL_MAGIC = 30, b"PK\x03\x04"
+_LOCAL_HEADER_BYTES = 30
+_LOCAL_MAGIC = b"PK\x03\x04"
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Header:
         dtype: of its values; never of objects.
         shape: of the array.
         by_columns: whether it is stored in Fortran order.
-        offset: where the values begin, in bytes after the magic.
+        offset: where the values begin, in bytes from the beginning of the npy.
     """
 
     dtype: np.dtype[np.generic]
@@ -47,16 +55,139 @@ def parse_header(head: bytes) -> Header:
     """Parse the header of an npy from its first `MAX_HEADER_BYTES`.
 
     Raises:
-        ValueError: no npy, one of pickled objects, one whose header is too long, or sides that are no sizes.
+        ImageError: pickled objects, or records of several fields.
+        ValueError: no npy, one whose header is too long, or sides that are no sizes.
     """
     handle = BytesIO(head)
     version = np.lib.format.read_magic(handle)
     if version not in _HEADERS:
         raise ValueError("another version")
     shape, by_columns, dtype = _HEADERS[version](handle)
-    if dtype.hasobject or dtype.kind == "V" or any(side < 0 for side in shape):
+    if dtype.hasobject:
+        raise ImageError(Reason.UNSUPPORTED, "an array of pickled Python objects: save it as numbers or text")
+    if dtype.kind == "V":
+        raise ImageError(Reason.UNSUPPORTED, "an array of records: save each field as an array of its own")
+    if dtype.itemsize < 1 or any(side < 0 for side in shape):
         raise ValueError("no array of numbers or text")
-    return Header(np.dtype(dtype), tuple(shape), by_columns and len(shape) > 1, handle.tell())
+    return Header(np.dtype(dtype), tuple(int(side) for side in shape), by_columns and len(shape) > 1, handle.tell())
+
+
+@dataclass(frozen=True)
+class EncodedArray:
+    """An array in an npy, an npz or an idx file, of which the header alone was read.
+
+    Attributes:
+        path: the file.
+        header: of the array.
+        open_values: opens a stream of the values, unpacked.
+        offset: where the values begin in the file; None where they are compressed.
+    """
+
+    path: Path
+    header: Header
+    open_values: Callable[[], AbstractContextManager[IO[bytes]]]
+    offset: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.header.shape
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """Of its values, in this machine's byte order."""
+        return self.header.dtype.newbyteorder("=")
+
+    def in_place(self) -> StoredArray | None:
+        """Return the array to be read by rows; None where it is compressed or in Fortran order."""
+        if self.offset is None or self.header.by_columns:
+            return None
+        stored = FileArray(self.path, self.header.dtype, self.shape, self.offset)
+        return stored if self.header.dtype.isnative else NativeOrder(stored)
+
+    def blocks(self) -> Iterator[NDArray[np.generic]]:
+        """Yield the rows in blocks, in memory that does not grow with their number.
+
+        Raises:
+            DataError: a damaged file.
+            ImageError: compressed and in Fortran order, and too large for memory.
+        """
+        if not self.header.by_columns:
+            blocks = self._in_order()
+        elif self.offset is None:
+            blocks = self._compressed_by_columns()
+        else:
+            blocks = self._stored_by_columns(self.offset)
+        for block in blocks:
+            yield block.astype(self.dtype, copy=False)
+
+    def whole(self) -> NDArray[np.generic]:
+        """Return all of it; the caller has looked at its size."""
+        blocks = list(self.blocks())
+        if not blocks:
+            return np.empty(self.shape, self.dtype)
+        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
+    def _in_order(self) -> Iterator[NDArray[np.generic]]:
+        row_shape = self.shape[1:]
+        row_bytes = prod(row_shape) * self.header.dtype.itemsize
+        # Those of an npz go through the archive also where they are stored: it knows their checksum.
+        with decoding(_ANY), self.open_values() as handle:
+            for rows in self._block_rows(BLOCK_BYTES):
+                data = _read(handle, len(rows) * row_bytes)
+                yield np.frombuffer(data, self.header.dtype).reshape(len(rows), *row_shape)
+            if handle.read(1):
+                raise ValueError("bytes after the last row")
+
+    def _compressed_by_columns(self) -> Iterator[NDArray[np.generic]]:
+        if self.header.num_bytes > _MAX_WHOLE_BYTES:
+            detail = f"compressed in Fortran order, and more than {_MAX_WHOLE_BYTES} bytes: save it in C order"
+            raise ImageError(Reason.TOO_LARGE, detail)
+        with decoding(_ANY), self.open_values() as handle:
+            values = np.frombuffer(_read(handle, self.header.num_bytes), self.header.dtype)
+        whole = values.reshape(self.shape[::-1]).T
+        for rows in self._block_rows(BLOCK_BYTES):
+            yield np.ascontiguousarray(whole[rows.start : rows.stop])
+
+    def _stored_by_columns(self, offset: int) -> Iterator[NDArray[np.generic]]:
+        """Read rows of an array whose first axis changes fastest: the same place of all rows, then the next place."""
+        num_rows = self.shape[0]
+        row_shape = self.shape[1:]
+        num_places = prod(row_shape)
+        values = FileArray(self.path, self.header.dtype, (num_places * num_rows,), offset)
+        # As many rows as possible at once: each place of an image costs a read.
+        for rows in self._block_rows(_FORTRAN_BLOCK_BYTES):
+            block = np.empty((num_places, len(rows)), self.header.dtype)
+            for place in range(num_places):
+                start = place * num_rows + rows.start
+                block[place] = values.read(range(start, start + len(rows)))
+            yield np.ascontiguousarray(block.reshape(*row_shape[::-1], len(rows)).T)
+
+    def _block_rows(self, block_bytes: int) -> Iterator[range]:
+        size = rows_of(block_bytes, self.shape[1:], self.header.dtype.itemsize)
+        for start in range(0, self.shape[0], size):
+            yield range(start, min(start + size, self.shape[0]))
+
+
+@dataclass(frozen=True)
+class NativeOrder:
+    """An array in the other byte order, read in this machine's."""
+
+    stored: StoredArray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """In this machine's byte order."""
+        return self.stored.dtype.newbyteorder("=")
+
+    def read(self, rows: Rows) -> NDArray[np.generic]:
+        """Return rows; see `ddm.images.rows.StoredArray`."""
+        return self.stored.read(rows).astype(self.dtype)
 
 
 def npy_header(path: Path) -> Header:
@@ -67,24 +198,44 @@ def npy_header(path: Path) -> Header:
         DataError: not an npy, or one of pickled objects.
     """
     require_file(path, "an npy")
-    try:
-        with path.open("rb") as handle:
-            return parse_header(handle.read(MAX_HEADER_BYTES))
-    except ValueError as error:  # numpy's own are of this kind
-        raise _no_npy(error) from error
+    with decoding(_NPY), path.open("rb") as handle:
+        return parse_header(handle.read(MAX_HEADER_BYTES))
 
 
-def open_npy(path: Path) -> FileArray:
-    """Open an npy to be read in place.
+def npy_array(path: Path) -> EncodedArray:
+    """Open an npy.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not an npy, one of pickled objects, one in Fortran order, or a file cut short.
+        DataError: not an npy, or one with fewer or more bytes than its header says.
     """
     header = npy_header(path)
-    if header.by_columns:
-        remedy = "Save it in C order: np.save(path, np.ascontiguousarray(array))."
-        raise DataError("data file", expected="an npy in C order", got="one in Fortran order", remedy=remedy)
+    expected = header.offset + header.num_bytes
+    num_bytes = path.stat().st_size
+    if num_bytes < expected:
+        raise ImageError(Reason.TRUNCATED, "fewer bytes than the header of the npy says")
+    if num_bytes > expected:
+        raise ImageError(Reason.DAMAGED, "bytes after the array of an npy, such as a second array")
+    return EncodedArray(path, header, partial(_open_npy_values, path, header.offset), header.offset)
+
+
+@contextmanager
+def _open_npy_values(path: Path, offset: int) -> Iterator[IO[bytes]]:
+    with path.open("rb") as handle:
+        handle.seek(offset)
+        yield handle
+
+
+def open_npy(path: Path) -> FileArray:
+    """Open an npy in C order and this machine's byte order, as this project writes them, to be read in place.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: not such an npy, or a file cut short.
+    """
+    header = npy_header(path)
+    if header.by_columns or not header.dtype.isnative:
+        raise DataError("data file", expected="an npy in C order and native byte order", got="another order")
     return FileArray(path, header.dtype, header.shape, header.offset)
 
 
@@ -96,68 +247,46 @@ def npz_names(path: Path) -> frozenset[str]:
         DataError: not an npz.
     """
     require_file(path, "an npz of images")
-    with decoding(_KIND), ZipFile(path) as archive:
+    with decoding(_NPZ), ZipFile(path) as archive:
         return frozenset(_name(entry) for entry in archive.infolist())
 
 
-def npz_header(path: Path, name: str) -> Header:
-    """Read the header of one array of an npz.
+def npz_array(path: Path, name: str) -> EncodedArray:
+    """Open one array of an npz.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not an npz, no such array, one of pickled objects, or one that says it is longer than it is.
+        DataError: not an npz, no such array, one of pickled objects, or one that is not as long as it says.
     """
     require_file(path, "an npz of images")
-    with decoding(_KIND), ZipFile(path) as archive:
+    with decoding(_NPZ), ZipFile(path) as archive:
         entry = _entry(archive, name)
         with archive.open(entry) as handle:
             header = parse_header(handle.read(MAX_HEADER_BYTES))
-        if header.offset + header.num_bytes > entry.file_size:
-            raise ValueError("an array longer than its entry")
-        return header
+        if header.offset + header.num_bytes != entry.file_size:
+            raise ValueError("an array longer or shorter than its entry")
+        is_stored = entry.compress_type == ZIP_STORED
+        offset = _begin(path, entry) + header.offset if is_stored else None
+    return EncodedArray(path, header, partial(_open_npz_values, path, name, header.offset), offset)
 
 
-def npz_array(path: Path, name: str) -> FileArray | None:
-    """Open one array of an npz to be read in place; None where it is compressed or in Fortran order.
-
-    Raises:
-        MissingFileError: nothing at `path`.
-        DataError: not an npz, no such array, or one of pickled objects.
-    """
-    header = npz_header(path, name)
-    with decoding(_KIND), ZipFile(path) as archive:
-        entry = _entry(archive, name)
-        if entry.compress_type != ZIP_STORED or header.by_columns:
-            return None
-        with path.open("rb") as file:  # the entry's local header, whose length the directory does not tell
-            file.seek(entry.header_offset)
-            local = file.read(_LOCAL_HEADER_BYTES)
-        if len(local) < _LOCAL_HEADER_BYTES or not local.startswith(_LOCAL_MAGIC):
-            raise ValueError("no entry where the directory says")
-        lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-        begin = entry.header_offset + _LOCAL_HEADER_BYTES + lengths
-        return FileArray(path, header.dtype, header.shape, begin + header.offset)
+@contextmanager
+def _open_npz_values(path: Path, name: str, offset: int) -> Iterator[IO[bytes]]:
+    with ZipFile(path) as archive, archive.open(_entry(archive, name)) as handle:
+        _read(handle, offset)
+        yield handle
 
 
-def npz_blocks(path: Path, name: str) -> Iterator[NDArray[np.generic]]:
-    """Yield one array of an npz in blocks of rows, unpacked as they are asked for.
-
-    Raises:
-        MissingFileError: nothing at `path`.
-        DataError: not an npz, no such array, one of pickled objects, or a damaged one.
-    """
-    header = npz_header(path, name)
-    if header.by_columns:
-        yield np.ascontiguousarray(_whole(path, name))
-        return
-    with decoding(_KIND), ZipFile(path) as archive, archive.open(_entry(archive, name)) as handle:
-        head = handle.read(MAX_HEADER_BYTES)
-        num_rows, row_bytes = header.shape[0], prod(header.shape[1:]) * header.dtype.itemsize
-        size, stream = rows_of(BLOCK_BYTES, header.shape[1:]), _After(head[header.offset :], handle)
-        for start in range(0, num_rows, size):
-            num = min(size, num_rows - start)
-            block = np.frombuffer(stream.read(num * row_bytes), header.dtype)
-            yield block.reshape(num, *header.shape[1:])
+def _begin(path: Path, entry: ZipInfo) -> int:
+    """Return where an entry's content begins, which only its local header states."""
+    with path.open("rb") as file:
+        file.seek(entry.header_offset)
+        local = file.read(_LOCAL_HEADER_BYTES)
+    if len(local) < _LOCAL_HEADER_BYTES or not local.startswith(_LOCAL_MAGIC):
+        raise ValueError("no entry where the directory says")
+    name_bytes = int.from_bytes(local[26:28], "little")
+    extra_bytes = int.from_bytes(local[28:30], "little")
+    return entry.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
 
 
 def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
@@ -171,46 +300,33 @@ def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
     Raises:
         DataError: not an npz, no such array, one that is too large, or one of pickled objects.
     """
-    with decoding(_KIND), ZipFile(path) as archive:
-        size = _entry(archive, name).file_size
-        if size > max_bytes:
-            raise DataError(name, expected=f"at most {max_bytes} bytes, unpacked", got=f"{size}")
-    return _whole(path, name)
+    array = npz_array(path, name)
+    num_bytes = array.header.offset + array.header.num_bytes
+    if num_bytes > max_bytes:
+        raise DataError(name, expected=f"at most {max_bytes} bytes, unpacked", got=f"{num_bytes}")
+    if array.shape:
+        return array.whole()
+    with decoding(_NPZ), array.open_values() as handle:
+        data = _read(handle, array.header.num_bytes)
+    return np.frombuffer(data, array.header.dtype).reshape(())
 
 
-def _whole(path: Path, name: str) -> np.ndarray:
-    with decoding(_KIND), path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
-        return np.asarray(archive[name])
-
-
-class _After:
-    """The rest of a stream, after bytes that were read from it already."""
-
-    def __init__(self, head: bytes, handle: IO[bytes]) -> None:
-        self._head, self._handle = head, handle
-
-    def read(self, num: int) -> bytes:
-        """Read exactly so many bytes."""
-        begun, self._head = self._head[:num], self._head[num:]
-        found = begun + self._handle.read(num - len(begun)) if len(begun) < num else begun
-        if len(found) != num:
-            raise ValueError("an entry that ends early")
-        return found
+def _read(handle: IO[bytes], num_bytes: int) -> bytes:
+    data = handle.read(num_bytes)
+    if len(data) != num_bytes:
+        raise ValueError("an entry that ends early")
+    return data
 
 
 def _entry(archive: ZipFile, name: str) -> ZipInfo:
-    found = [entry for entry in archive.infolist() if _name(entry) == name]
-    if not found:
+    entries = [entry for entry in archive.infolist() if _name(entry) == name]
+    if not entries:
         got = f"{len(archive.infolist())} arrays with other names"
         raise DataError("data file", expected=f"an array called {name}", got=got)
-    return found[-1]
+    if len(entries) > 1:
+        raise ImageError(Reason.AMBIGUOUS, "several arrays of one name in an npz")
+    return entries[0]
 
 
 def _name(entry: ZipInfo) -> str:
     return entry.filename.removesuffix(".npy")
-
-
-def _no_npy(error: Exception) -> DataError:
-    return DataError(
-        "data file", expected="an npy without pickled objects", got=f"no such file ({type(error).__name__})"
-    )

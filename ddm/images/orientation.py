@@ -1,12 +1,15 @@
 """Turns a volume so that it ascends from inferior to superior, anterior to posterior, the patient's right to left."""
 
+# Shape legend: C channels, I J K axes of a file, D slices, H height, W width.
 import numpy as np
-from nibabel.orientations import apply_orientation, axcodes2ornt, io_orientation, ornt_transform
+from nibabel.affines import voxel_sizes
+from nibabel.orientations import apply_orientation, axcodes2ornt, inv_ornt_aff, io_orientation, ornt_transform
 from numpy.typing import NDArray
 
 from ddm.images.reasons import ImageError, Reason
 
-AXES = "SPL"  # where D, H and W end
+_LARGEST_COSINE = 1e-3  # between two axes: half a voxel in 500, more than rounding in headers makes
+_TARGET = axcodes2ornt(("S", "P", "L"))  # where D, H and W go to
 
 
 def oriented(
@@ -22,19 +25,19 @@ def oriented(
         The values, shape (C, D, H, W), and the spacing of D, H and W in mm.
 
     Raises:
-        ImageError: a matrix that is not finite or maps an axis to nothing.
+        ImageError: a matrix that is not finite, maps an axis to nothing, or has axes that are not at right angles,
+            so that what is upright in the patient would lean in the array.
     """
-    sides = np.sqrt((matrix[:3, :3] ** 2).sum(0))
-    if not np.isfinite(matrix).all() or not (sides > 0).all():
+    sides = voxel_sizes(matrix)
+    if not np.isfinite(matrix).all() or not np.isfinite(sides).all() or not (sides > 0).all():
         raise ImageError(Reason.DAMAGED, "axes without finite lengths above 0")
-    turn = ornt_transform(io_orientation(matrix), axcodes2ornt(tuple(AXES)))  # type: ignore[no-untyped-call]
-    if not np.isfinite(turn).all():
-        raise ImageError(Reason.DAMAGED, "two axes of one direction")
-    turned = np.moveaxis(apply_orientation(np.moveaxis(values, 0, -1), turn), -1, 0)  # type: ignore[no-untyped-call]
-    spacing = [0.0, 0.0, 0.0]
-    for axis, to in enumerate(turn[:, 0].astype(int)):
-        spacing[to] = float(sides[axis])
-    return turned, (spacing[0], spacing[1], spacing[2])
+    directions = matrix[:3, :3] / sides
+    if np.abs(directions.T @ directions - np.eye(3)).max() > _LARGEST_COSINE:
+        raise ImageError(Reason.SHAPE, "axes that are not at right angles (shear)")
+    transform = ornt_transform(io_orientation(matrix), _TARGET)
+    turned = np.moveaxis(apply_orientation(np.moveaxis(values, 0, -1), transform), -1, 0)
+    depth, height, width = voxel_sizes(matrix @ inv_ornt_aff(transform, values.shape[1:]))
+    return turned, (float(depth), float(height), float(width))
 
 
 def flattened(
@@ -44,4 +47,5 @@ def flattened(
     thin = next(axis for axis in (1, 2, 3) if values.shape[axis] == 1)
     image = values.squeeze(thin)
     left = tuple(side for axis, side in enumerate(spacing, 1) if axis != thin)
+    # Rows of a coronal or sagittal slice ascend to the head; on a screen they descend.
     return (image if thin == 1 else image[:, ::-1]), left

@@ -1,6 +1,10 @@
-"""Columns of Parquet files, streamed: pictures as tensors or lists of numbers, and what belongs to each."""
+"""Columns of Parquet files, streamed within bounds: pictures as tensors or lists of numbers, and text and numbers.
 
-from collections.abc import Iterator, Sequence
+Files of Hugging Face's `datasets` say in their schema which column holds images, and what numbers of classes mean.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,13 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import DataError
+from ddm.images.column_names import as_text
+from ddm.images.parquet_pages import check_pages
+from ddm.images.reasons import ImageError, Reason
 from ddm.images.rows import BLOCK_BYTES, rows_of
 from ddm.io.files import decoding, require_file
+
+MAX_COLUMN_BYTES = 1 << 30
+"""The most that one column may take in memory, where each entry has the room of the longest."""
 
 _KIND = "a Parquet file"
 _MOST_ROWS = 4096  # in one batch of rows
 _BUFFER_BYTES = 1 << 20
 _METADATA = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 22}
+_HUGGING_FACE = b"huggingface"
+_IMAGE_NAMES = frozenset({"image", "images", "img", "pixel_values"})
+_LATENT_NAMES = frozenset({"latent", "latents"})
+# Lists of any length hide how large one row is. Up to so many values a row group may be as it likes; beyond that, real
+# pictures take more than a byte for every 4096 values.
+_MAX_VALUES = 1 << 27
+_MAX_VALUES_PER_BYTE = 4096
 
 
 class ParquetTable:
@@ -30,15 +47,43 @@ class ParquetTable:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.files, self.num_rows = tuple(files), 0
+        self.files = tuple(files)
+        self.num_rows = 0
         names: set[str] | None = None
         for path in self.files:
-            require_file(path, "a Parquet file")
+            require_file(path, _KIND)
             with decoding(_KIND), _opened(path) as file:
                 self.num_rows += int(file.metadata.num_rows)
-                here = set(file.schema_arrow.names)
-                names = here if names is None else names & here
+                columns = file.schema_arrow.names
+                if len(set(columns)) != len(columns):
+                    raise ImageError(Reason.AMBIGUOUS, "two columns of one name")
+                names = set(columns) if names is None else names & set(columns)
         self.names = frozenset(names or ())
+
+    @property
+    def image_column(self) -> str | None:
+        """The column of images, by its name, or else by its type in Hugging Face's schema; None without one.
+
+        Raises:
+            ImageError: several columns that may be it.
+        """
+        named = [name for name in self.names if name.lower() in _IMAGE_NAMES]
+        if not named and not self.latent_column:
+            features = self._features()
+            named = [name for name in self.names if features.get(name, {}).get("_type") == "Image"]
+        return _only(named, "images")
+
+    @property
+    def latent_column(self) -> str | None:
+        """The column of latents; None without one."""
+        return _only([name for name in self.names if name.lower() in _LATENT_NAMES], "latents")
+
+    def is_encoded(self, name: str) -> bool:
+        """Whether a column holds the content of image files: bytes, or bytes with the path that they came from."""
+        import pyarrow as pa
+
+        kind = self._type(name)
+        return _is_binary(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
     def row_type(self, name: str) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
         """Return type and shape of one picture: a tensor's own shape, of lists that of the first row.
@@ -48,14 +93,16 @@ class ParquetTable:
         """
         import pyarrow as pa
 
-        with decoding(_KIND), _opened(self.files[0]) as file:
-            kind = file.schema_arrow.field(name).type
+        with decoding(_KIND):
+            kind = self._type(name)
             if isinstance(kind, pa.FixedShapeTensorType):
-                return _numpy_type(kind.value_type, name), tuple(kind.shape)
-            shape, values = _first_row(file, name), kind
+                return _numpy_type(kind.value_type), tuple(kind.shape)
+            values = kind
             while _is_list(values):
                 values = values.value_type
-            return _numpy_type(values, name), shape
+            dtype = _numpy_type(values)
+            first = next(self._batches([name], 1), None)
+            return dtype, () if first is None else _shape_of_first(first.column(0))
 
     def pictures(self, name: str) -> Iterator[NDArray[np.generic]]:
         """Yield the pictures of one column in blocks, shape (B, ...).
@@ -65,13 +112,18 @@ class ParquetTable:
         """
         dtype, shape = self.row_type(name)
         first = 0
-        for batch in self._batches(name, rows_of(BLOCK_BYTES, shape, dtype.itemsize)):
+        for batch in self._batches([name], rows_of(BLOCK_BYTES, shape, dtype.itemsize)):
             with decoding(_KIND):
-                yield _pictures(batch, dtype, shape, first)
+                yield _pictures(batch.column(0), dtype, shape, first)
             first += len(batch)
 
+    def rows(self, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+        """Yield rows one by one, the cells of some columns as scalars of pyarrow, which have copied nothing yet."""
+        for batch in self._batches(names, 1):
+            yield {name: batch.column(name)[0] for name in names}
+
     def cells(self, name: str, max_bytes: int) -> NDArray[np.generic]:
-        """Return a column of text or numbers, one entry a row.
+        """Return a column of text or numbers, one entry a row; of classes with names in the schema, their names.
 
         Args:
             name: of the column.
@@ -81,50 +133,224 @@ class ParquetTable:
             DataError: a file that is damaged, a cell that is too long or empty, or a column of something else.
         """
         import pyarrow as pa
-        import pyarrow.compute as pc
 
-        found: list[NDArray[np.generic]] = []
+        if self.is_text(name):
+            # Missing, which every reader of a column tells from text, becomes an empty text.
+            return _text_array(name, [text or "" for (text,) in self.texts([name], max_bytes)])
+        kind = _value_type(self._type(name))
+        classes = self.class_names(name)
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+            raise DataError(name, expected="a column of text or numbers", got=str(kind))
+        blocks: list[NDArray[np.generic]] = []
         first = 0
-        for batch in self._batches(name, _MOST_ROWS):
+        for batch in self._batches([name], _MOST_ROWS):
             with decoding(_KIND):
-                kind = batch.type
-                if pa.types.is_dictionary(kind):
-                    batch, kind = batch.dictionary_decode(), kind.value_type
-                text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-                if not (text or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-                    raise DataError(name, expected="a column of text or numbers", got=str(kind))
-                if text:
-                    batch = pc.fill_null(batch, "")  # missing, which every reader of a column tells from text
-                    if (longest := pc.max(pc.binary_length(batch)).as_py() or 0) > max_bytes:
-                        raise DataError(name, expected=f"at most {max_bytes} bytes each", got=f"a cell of {longest}")
-                    found.append(np.array(batch.to_pylist(), dtype=np.str_))
-                else:
-                    if batch.null_count and pa.types.is_integer(kind):
-                        row = first + batch.is_null().index(True).as_py()
-                        raise DataError(name, expected="a number in every row", got=f"none in row {row}")
-                    found.append(np.asarray(batch.to_numpy(zero_copy_only=False)))
+                column = batch.column(0)
+                if pa.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                if pa.types.is_boolean(column.type):
+                    column = column.cast(pa.int64())
+                if classes is not None:
+                    column = column.fill_null(-1)
+                elif column.null_count and pa.types.is_integer(column.type):
+                    row = first + column.is_null().index(True).as_py()
+                    raise DataError(name, expected="a number in every row", got=f"none in row {row}")
+                blocks.append(np.asarray(column.to_numpy(zero_copy_only=False)))
             first += len(batch)
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        numbers = np.concatenate(blocks) if blocks else np.empty(0, np.int64)
+        if classes is None:
+            return numbers
+        return _text_array(name, [class_name(int(number), classes) or "" for number in numbers])
 
-    def _batches(self, name: str, num: int) -> Iterator[Any]:
+    def is_text(self, name: str) -> bool:
+        """Whether a column holds text, as such, in bytes, or as numbers of the entries of a list of texts."""
+        return _is_text(_value_type(self._type(name)))
+
+    def texts(self, names: Sequence[str], max_bytes: int) -> Iterator[tuple[str | None, ...]]:
+        """Yield the rows of some columns as text; None where a cell holds nothing.
+
+        Whole numbers in floating point are written without a fraction, truth as 1 and 0.
+
+        Args:
+            names: of the columns.
+            max_bytes: most that one cell may have.
+
+        Raises:
+            DataError: a file that is damaged, more text than the bounds allow, or a column of something else.
+        """
+        # As a dictionary, so that a text that many rows repeat is in memory once, until its length has been looked at.
+        text_names = [name for name in names if self.is_text(name)]
+        for batch in self._batches(names, _MOST_ROWS, text_names):
+            with decoding(_KIND):
+                columns = [_texts(batch.column(name), name, max_bytes) for name in names]
+            yield from zip(*columns, strict=True)
+
+    def class_names(self, name: str) -> list[str] | None:
+        """Return the names of the classes that a column numbers, as Hugging Face's schema lists them.
+
+        Raises:
+            ImageError: a list that is no list of names, or files that differ.
+        """
+        feature = self._features().get(name, {})
+        if feature.get("_type") != "ClassLabel":
+            return None
+        names = feature.get("names")
+        if names is None:  # older files tell their number alone
+            return None
+        if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
+            raise ImageError(Reason.DAMAGED, "class names in the metadata of Hugging Face that are not text")
+        return names
+
+    def _features(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return what Hugging Face's schema says of each column."""
+        features: dict[str, Mapping[str, Any]] | None = None
         for path in self.files:
             with decoding(_KIND), _opened(path) as file:
-                for batch in file.iter_batches(num, columns=[name], use_threads=False):
-                    yield batch.column(0)
+                metadata = (file.schema_arrow.metadata or {}).get(_HUGGING_FACE)
+            of_file = _parse_features(metadata)
+            if features is not None and features != of_file:
+                raise ImageError(Reason.AMBIGUOUS, "files with different metadata of Hugging Face")
+            features = of_file
+        return features or {}
+
+    def _type(self, name: str) -> Any:
+        """Return the type of a column, which must be the same in all files."""
+        kinds = []
+        for path in self.files:
+            with decoding(_KIND), _opened(path) as file:
+                kinds.append(file.schema_arrow.field(name).type)
+        if any(kind != kinds[0] for kind in kinds):
+            raise ImageError(Reason.AMBIGUOUS, "a column of another type in some of the files")
+        return kinds[0]
+
+    def _batches(self, names: Sequence[str], num: int, dictionaries: Sequence[str] = ()) -> Iterator[Any]:
+        """Yield some rows of some columns at a time; what a row group takes in memory is looked at first."""
+        for path in self.files:
+            with decoding(_KIND), _opened(path, dictionaries) as file:
+                for group in range(file.metadata.num_row_groups):
+                    if file.metadata.row_group(group).num_rows == 0:
+                        continue
+                    _check_row_group(path, file.metadata.row_group(group), names)
+                    yield from file.iter_batches(num, columns=list(names), row_groups=[group], use_threads=False)
 
 
-def _opened(path: Path) -> Any:
+def class_name(number: int, classes: Sequence[str]) -> str | None:
+    """Return the name of a class; None of -1, which stands for none in Hugging Face's files.
+
+    Raises:
+        ImageError: a number that has no name.
+    """
+    if number == -1:
+        return None
+    if not 0 <= number < len(classes):
+        raise ImageError(Reason.DAMAGED, "a label that has no name in the metadata of Hugging Face")
+    return classes[number]
+
+
+def _text_array(name: str, texts: Sequence[str]) -> NDArray[np.generic]:
+    """Return texts as an array, in which each has the room of the longest."""
+    most = max(map(len, texts), default=0)
+    if 4 * most * len(texts) > MAX_COLUMN_BYTES:
+        got = f"{len(texts)} entries of {most} characters each"
+        raise DataError(name, expected=f"at most {MAX_COLUMN_BYTES} bytes", got=got)
+    return np.array(texts, dtype=np.str_)
+
+
+def _texts(column: Any, name: str, max_bytes: int) -> list[str | None]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = _value_type(column.type)
+    if _is_text(kind):
+        if not pa.types.is_dictionary(column.type):
+            column = column.dictionary_encode()
+        longest = pc.max(pc.binary_length(column.dictionary)).as_py() or 0
+        if longest > max_bytes:
+            raise DataError(name, expected=f"at most {max_bytes} bytes a cell", got=f"a cell of {longest}")
+        # The entries that these rows name: a list of them may be much longer than a batch.
+        numbers = pc.unique(column.indices).drop_null()
+        entries = pc.cast(column.dictionary.take(numbers), pa.large_string())  # refuses bytes that are not UTF-8
+        text_of_number = dict(zip(numbers.to_pylist(), entries.to_pylist(), strict=True))
+        return [text_of_number.get(number) for number in column.indices.to_pylist()]
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    if not (is_number or pa.types.is_null(kind)):
+        raise DataError(name, expected="a column of text or numbers", got=str(kind))
+    return [as_text(cell) for cell in column.to_pylist()]
+
+
+def _parse_features(metadata: bytes | None) -> dict[str, Mapping[str, Any]]:
+    if metadata is None:
+        return {}
+    try:
+        document = json.loads(metadata)
+        features = document["info"]["features"]
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ImageError(Reason.DAMAGED, "metadata of Hugging Face that do not parse") from None
+
+
+def _only(names: Sequence[str], meaning: str) -> str | None:
+    if len(names) > 1:
+        raise ImageError(Reason.AMBIGUOUS, f"several columns that may be the {meaning}: keep one")
+    return names[0] if names else None
+
+
+def _opened(path: Path, dictionaries: Sequence[str] = ()) -> Any:
     import pyarrow.parquet as pq
 
     # Buffered, so that of a row group no more is in memory than what is decoded.
-    return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False, memory_map=False, **_METADATA)
+    options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False, "memory_map": False}
+    return pq.ParquetFile(path, read_dictionary=list(dictionaries) or None, **options, **_METADATA)
 
 
-def _numpy_type(kind: Any, name: str) -> np.dtype[np.generic]:
+def _check_row_group(path: Path, group: Any, names: Sequence[str]) -> None:
+    """Refuse a row group whose columns take too much memory for its rows.
+
+    Raises:
+        ImageError: see `check_pages`; or lists that are longer than pictures are.
+    """
+    for index in range(group.num_columns):
+        chunk = group.column(index)
+        name = chunk.path_in_schema
+        if not any(name == column or name.startswith(f"{column}.") for column in names):
+            continue
+        # A cell that is no list is one value, there or missing.
+        is_list = ".list." in name or ".array" in name or ".bag." in name
+        check_pages(path, chunk, None if is_list else group.num_rows)
+        if chunk.num_values > max(_MAX_VALUES, _MAX_VALUES_PER_BYTE * chunk.total_compressed_size):
+            raise ImageError(Reason.TOO_LARGE, "lists of too many values for their compressed size")
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow as pa
+
+    types = pa.types
+    is_of_any_length = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return bool(is_of_any_length or types.is_fixed_size_binary(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    types = pa.types
+    is_string = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return bool(is_string or types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _value_type(kind: Any) -> Any:
+    """Return the type of a column's entries, also where it numbers the entries of a list."""
+    import pyarrow as pa
+
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _numpy_type(kind: Any) -> np.dtype[np.generic]:
     import pyarrow as pa
 
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise DataError(name, expected="tensors or lists of numbers", got=str(kind))
+        raise ImageError(
+            Reason.UNSUPPORTED, "a column of images that are neither image files, tensors nor lists of numbers"
+        )
     found: np.dtype[np.generic] = np.dtype(kind.to_pandas_dtype())
     return found
 
@@ -135,13 +361,12 @@ def _is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _first_row(file: Any, name: str) -> tuple[int, ...]:
+def _shape_of_first(column: Any) -> tuple[int, ...]:
     """Return the shape of the first row of nested lists."""
-    cell = next((batch.column(0) for batch in file.iter_batches(1, columns=[name], use_threads=False)), None)
     shape: list[int] = []
-    while cell is not None and len(cell) and _is_list(cell.type):
-        cell = cell.flatten()
-        shape.append(len(cell) // (prod(shape) or 1))
+    while len(column) and _is_list(column.type):
+        column = column.flatten()
+        shape.append(len(column) // (prod(shape) or 1))
     return tuple(shape)
 
 
@@ -165,7 +390,7 @@ def _pictures(column: Any, dtype: np.dtype[np.generic], shape: tuple[int, ...], 
                 got = f"a list of {int(lengths_B[wrong_B[0]])} in row {row}"
                 raise DataError("images", expected=f"lists of {side}, as in the first row", got=got)
         values = values.flatten()
-    if _numpy_type(values.type, "images") != dtype:
+    if _numpy_type(values.type) != dtype:
         raise DataError("images", expected=f"{dtype}, as in the first row", got=f"{values.type} in row {first}")
     if values.null_count:
         row = first + values.is_null().index(True).as_py() // (prod(shape) or 1)

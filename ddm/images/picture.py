@@ -1,7 +1,7 @@
 """One decoded picture, whatever file it came from: its values and what they mean; and what one file may ask for."""
 
 # Shape legend: C channels, D slices, H height, W width.
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Self
 
@@ -60,6 +60,7 @@ class Picture:
             those on a screen. Dark is low: inverted greys are turned, colours are RGB without transparency, and the
             rescaling that the file states is done.
         spacing: mm between neighbours along each axis but the first; None where the file does not state it.
+        spacing_in_mm: False where the file states the proportion of the sides alone, such as 2 to 1.
         window: lowest and highest value of the display window that the file states, in units of `values`; None
             without one.
         full: lowest and highest value that the file's type can hold, such as (0, 255), or (0, 4095) for twelve bits;
@@ -70,11 +71,12 @@ class Picture:
     spacing: tuple[float, ...] | None = None
     window: tuple[float, float] | None = None
     full: tuple[float, float] | None = None
+    spacing_in_mm: bool = True
 
 
 @dataclass(frozen=True)
 class SliceLocation:
-    """Where one slice lies in its scan. Only slices in files of their own that may show a head have one.
+    """The position of one slice in its scan. Only slices in files of their own that may show a head have one.
 
     Attributes:
         series: the scan, in the words of the file; it may identify a patient.
@@ -102,7 +104,7 @@ class DecodedPicture(Picture):
         label: its class, in the words of the file.
         split: the part of the data set that it belongs to, such as train or test.
         caption: its text.
-        slice: where it lies in its scan, if all slices together may show a face.
+        slice: its position in the scan, if all slices together may show a face.
         head: whether the file names a head; None where it names no part of the body.
     """
 
@@ -118,7 +120,20 @@ class DecodedPicture(Picture):
     @classmethod
     def of(cls, picture: Picture, flags: frozenset[Flag] = frozenset(), kind: str = "", **others: Any) -> Self:
         """Return a picture together with its flags, the format of its file, and other fields by name."""
-        return cls(picture.values, picture.spacing, picture.window, picture.full, flags, kind, **others)
+        return cls(
+            picture.values,
+            picture.spacing,
+            picture.window,
+            picture.full,
+            picture.spacing_in_mm,
+            flags,
+            kind,
+            **others,
+        )
+
+    def with_fields(self, **fields: Any) -> Self:
+        """Return the picture with what its container or a table says of it, which counts before its own file."""
+        return replace(self, **{name: value for name, value in fields.items() if value is not None})
 
 
 def supported(values: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -129,7 +144,8 @@ def supported(values: NDArray[np.generic]) -> NDArray[np.generic]:
     """
     kind = values.dtype.kind
     if kind == "f":
-        values = values.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):  # what overflows is not finite, and refused
+            values = values.astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise ImageError(Reason.NOT_FINITE)
     elif kind == "b":

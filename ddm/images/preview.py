@@ -21,14 +21,18 @@ from ddm.protocol.transform import PadFit, Slices, TransformSpec, WindowRange
 
 MOST = 64  # pictures on one sheet
 CELL = 160  # pixels along a side, fewer for a whole factor, more where the plan's samples are larger
-_SLICES = 3  # of one volume
-_BESIDE = -0.6  # the tone of what a sample that is not square leaves of its cell
-_LINE = 14  # pixels of a line of text
-_LEGEND = "orange edge: as its file shows it; blue edge: as the plan makes it; crossed out: not taken"
+_MAX_SLICES = 3  # of one volume
+_PADDING_TONE = -0.6  # of the part of a cell that a sample which is not square leaves free
+_LINE_PIXELS = 14  # of a line of text
+_NUMBER_PIXELS = 12  # of the number of a picture
+_LEGEND = (
+    "orange edge: as its file shows it, with its number on this sheet; blue edge: as the plan makes it; "
+    "crossed out: not taken"
+)
 
 
 def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path) -> list[str]:
-    """Write a PNG that shows each picture as its file shows it, and beside it what the plan makes of it.
+    """Write a PNG that shows each picture with its number from 1, and beside it what the plan makes of it.
 
     Of a volume the middle axial slice is shown, and of slices the first, the middle and the last. The file shows
     private images: it is for its owner alone, mode 0600.
@@ -39,83 +43,101 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
         path: of the PNG.
 
     Returns:
-        Why each picture was not taken that was not, by its number on the sheet from 1.
+        For each picture that was not taken, its number and the reason.
 
     Raises:
         DataError: no picture.
         OSError: the file cannot be written.
     """
-    largest = max(transform.data.shape[-2:])
-    side = largest * max(1, CELL // largest)
-    after = min(_SLICES, transform.num)
+    longest_side = max(transform.data.shape[-2:])
+    side = longest_side * max(1, CELL // longest_side)
+    num_after = min(_MAX_SLICES, transform.num)
     cells: list[Floats] = []
-    reasons: list[str] = []
+    numbers_by_reason: dict[str, list[str]] = {}
     for number, picture in enumerate(islice(pictures, MOST), 1):
-        cells.append(_before(picture, side))
+        cells.append(_numbered(_before(picture, side), number))
         try:
             samples = transform.apply(picture)
         except DataError as error:
-            reasons.append(f"picture {number}: {error}")
-            cells += [_crossed(side)] * after
+            numbers_by_reason.setdefault(str(error), []).append(str(number))
+            cells += [_crossed_cell(side)] * num_after
             continue
-        chosen = np.linspace(0, len(samples) - 1, min(after, len(samples))).round().astype(int)
-        found = [_shown(samples[index], transform.data, side) for index in chosen]
-        cells += [*found, *[_empty(side)] * (after - len(found))]
+        indices = np.linspace(0, len(samples) - 1, min(num_after, len(samples))).round().astype(int)
+        after = [_after(samples[index], transform.data, side) for index in indices]
+        cells += after
+        cells += [_empty_cell(side)] * (num_after - len(after))
     if not cells:
         raise DataError("preview", expected="at least one picture", got="an empty folder or array")
-    _write(cells, 1 + after, [_LEGEND, *transform.spec.words], path)
+    _write(cells, 1 + num_after, [_LEGEND, *transform.spec.words], path)
+    reasons = []
+    for reason, numbers in numbers_by_reason.items():
+        noun = "picture" if len(numbers) == 1 else "pictures"
+        reasons.append(f"{noun} {', '.join(numbers)}: {reason.removeprefix('picture: ')}")
     return reasons
 
 
-def _write(cells: Sequence[Floats], together: int, lines: Sequence[str], path: Path) -> None:
+def _write(cells: Sequence[Floats], cells_of_picture: int, lines: Sequence[str], path: Path) -> None:
     """Lay the cells out, those of one picture side by side, below lines of text."""
-    strips = ceil(sqrt(len(cells)) / together)
-    owners = [0 if number % together == 0 else 4 for number in range(len(cells))]
-    sheet = grid(torch.from_numpy(np.stack(cells)), owners, strips * together)
-    whole = Image.new("RGB", (max(sheet.width, 8 + 6 * max(map(len, lines))), sheet.height + _LINE * len(lines) + 8))
+    pictures_in_row = ceil(sqrt(len(cells)) / cells_of_picture)
+    owners = [0 if number % cells_of_picture == 0 else 4 for number in range(len(cells))]
+    sheet = grid(torch.from_numpy(np.stack(cells)), owners, pictures_in_row * cells_of_picture)
+    text_width = 8 + 6 * max(len(line) for line in lines)
+    text_height = _LINE_PIXELS * len(lines) + 8
+    whole = Image.new("RGB", (max(sheet.width, text_width), sheet.height + text_height))
     whole.paste(BACKGROUND, (0, 0, *whole.size))
     pen = ImageDraw.Draw(whole)
     for number, line in enumerate(lines):
-        pen.text((6, 4 + _LINE * number), line, fill=(220, 220, 220), font_size=11)
-    whole.paste(sheet, (0, _LINE * len(lines) + 8))
+        pen.text((6, 4 + _LINE_PIXELS * number), line, fill=(220, 220, 220), font_size=11)
+    whole.paste(sheet, (0, text_height))
     encoded = BytesIO()
     whole.save(encoded, format="PNG")
     write_atomic(path, encoded.getvalue(), mode=0o600)
 
 
 def _before(picture: Picture, side: int) -> Floats:
-    """Return a picture as its file asks to be shown, whole, (3, side, side) in [-1, 1]."""
-    channels = picture.values.shape[0]
+    """Return a picture in the window of its file, whole, (3, side, side) in [-1, 1]."""
+    num_channels = picture.values.shape[0]
+    # Without a window, values of more than eight bits use a small part of their type's range: CT would be one grey.
+    has_eight_bits = picture.values.dtype == np.uint8 and picture.full is not None
     spec = TransformSpec(
         channels="pick",
-        pick=(0, 1, 2) if channels == 3 else (0, 0, 0),
-        range=WindowRange(fallback="percentiles" if picture.full is None else "full"),
+        pick=(0, 1, 2) if num_channels == 3 else (0, 0, 0),
+        range=WindowRange(fallback="full" if has_eight_bits else "percentiles"),
         slices=Slices(count=1),
         fit=PadFit(),
     )
     try:
-        (shown,) = Transform(spec, DataSpec(shape=(3, side, side), range=(-1.0, 1.0))).apply(picture)
-    except DataError:  # nothing to be seen in it
-        return _empty(side)
-    return shown
+        (sample,) = Transform(spec, DataSpec(shape=(3, side, side), range=(-1.0, 1.0))).apply(picture)
+    except DataError:  # all of its values are equal
+        return _empty_cell(side)
+    return sample
 
 
-def _shown(sample: Floats, data: DataSpec, side: int) -> Floats:
+def _numbered(cell: Floats, number: int) -> Floats:
+    """Return a cell with a number in its corner: letters without a box, which hide little of the picture."""
+    tones = Image.new("L", cell.shape[1:][::-1], 128)
+    ImageDraw.Draw(tones).text((3, 1), str(number), fill=255, stroke_fill=0, stroke_width=1, font_size=_NUMBER_PIXELS)
+    drawn = np.asarray(tones).astype(np.float32) / 127.5 - 1
+    return np.where(np.asarray(tones) == 128, cell, drawn[None]).astype(np.float32)
+
+
+def _after(sample: Floats, data: DataSpec, side: int) -> Floats:
     """Return a sample enlarged by a whole factor, (3, side, side) in [-1, 1]; of a volume, its middle slice."""
     low, high = data.range
     image = sample[:, sample.shape[1] // 2] if sample.ndim == 4 else sample
-    image = image if len(image) == 3 else np.repeat(image[:1], 3, 0)
-    shown = ((image - low) / (high - low) * 2 - 1).astype(np.float32)
+    if len(image) != 3:
+        image = np.repeat(image[:1], 3, 0)
+    tones = ((image - low) / (high - low) * 2 - 1).astype(np.float32)
     factor = side // max(data.shape[-2:])
-    return padded(shown.repeat(factor, 1).repeat(factor, 2), (side, side), _BESIDE)
+    return padded(tones.repeat(factor, 1).repeat(factor, 2), (side, side), _PADDING_TONE)
 
 
-def _empty(side: int) -> Floats:
+def _empty_cell(side: int) -> Floats:
     return np.full((3, side, side), -1.0, np.float32)
 
 
-def _crossed(side: int) -> Floats:
-    cell = _empty(side)
-    both = np.eye(side, dtype=bool) | np.eye(side, dtype=bool)[::-1]
-    cell[0][both] = 1.0
+def _crossed_cell(side: int) -> Floats:
+    cell = _empty_cell(side)
+    diagonals = np.eye(side, dtype=bool) | np.eye(side, dtype=bool)[::-1]
+    cell[0][diagonals] = 1.0
     return cell

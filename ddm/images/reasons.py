@@ -12,9 +12,12 @@ class Reason(StrEnum):
     """Why a file, or one image of it, cannot be used."""
 
     MISSING = "no such file"
+    TABLE = "table that cannot be used"
     REPEATED = "named twice in the table"
     FOLDER_LINK = "link to a folder"
     SPECIAL = "not a regular file"
+    OUTSIDE = "outside of the data folder"
+    CLUTTER = "other file, skipped"
     FORBIDDEN = "cannot be read"
     EMPTY = "empty file"
     UNKNOWN = "not an image"
@@ -24,12 +27,15 @@ class Reason(StrEnum):
     TRUNCATED = "truncated"
     DAMAGED = "damaged"
     UNSUPPORTED = "unsupported encoding"
+    AMBIGUOUS = "ambiguous"
     SHAPE = "unsupported shape"
     NOT_FINITE = "values not finite"
     TOO_LARGE = "too large"
     MEMORY = "too much memory"
     TIME = "too much time"
     CRASHED = "decoder crashed"
+    CHANGED = "changed during the scan"
+    OTHER_PART = "in a part that is not used"
 
 
 class Flag(StrEnum):

@@ -25,7 +25,7 @@ BLOCK_BYTES = 1 << 23  # of float32 values, in one block of a pass over all imag
 Rows = range | NDArray[np.int64]
 """The numbers of rows: some that follow each other, or any."""
 Convert = Callable[[NDArray[np.generic], Rows], "Tensor"]
-"""Turns stored rows into float32 on the CPU; it is told their numbers for its errors."""
+"""Turns stored rows into float32 on the CPU; their numbers are for error messages."""
 
 
 class Images(Protocol):
@@ -44,7 +44,7 @@ class Images(Protocol):
     def __getitem__(self, rows: "slice | Tensor", /) -> "Tensor": ...
 
 
-class Stored(Protocol):
+class StoredArray(Protocol):
     """An array that is read by rows, in the type that it is stored in."""
 
     @property
@@ -87,32 +87,35 @@ class FileArray:
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         object.__setattr__(self, "_descriptor", descriptor)
         weakref.finalize(self, os.close, descriptor)
-        size, needed = os.fstat(descriptor).st_size, self.offset + prod(self.shape) * self.dtype.itemsize
-        if size < needed:
-            raise DataError("data file", expected=f"{needed} bytes, as its header says", got=f"{size} bytes")
+        size = os.fstat(descriptor).st_size
+        needed_bytes = self.offset + prod(self.shape) * self.dtype.itemsize
+        if size < needed_bytes:
+            raise DataError("data file", expected=f"{needed_bytes} bytes, as its header says", got=f"{size} bytes")
 
     def read(self, rows: Rows) -> NDArray[np.generic]:
-        """Return rows; see `Stored`."""
-        found = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        """Return rows; see `StoredArray`."""
+        values = np.empty((len(rows), *self.shape[1:]), self.dtype)
         if isinstance(rows, range):
-            self._fill(found, rows.start)
+            self._fill(values, rows.start)
         else:
             for place, row in enumerate(rows.tolist()):
-                self._fill(found[place : place + 1], row)
-        return found
+                self._fill(values[place : place + 1], row)
+        return values
 
-    def _fill(self, found: NDArray[np.generic], first: int) -> None:
-        room = found.reshape(-1).view(np.uint8).data
-        begin, done = self.offset + first * prod(self.shape[1:]) * self.dtype.itemsize, 0
-        while done < len(room):  # one call reads 2 GB at most
-            num = os.preadv(self._descriptor, [room[done:]], begin + done)
+    def _fill(self, values: NDArray[np.generic], first_row: int) -> None:
+        buffer = values.reshape(-1).view(np.uint8).data
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        start = self.offset + first_row * row_bytes
+        num_read = 0
+        while num_read < len(buffer):  # one call reads 2 GB at most
+            num = os.preadv(self._descriptor, [buffer[num_read:]], start + num_read)
             if not num:
                 raise DataError("data file", expected="the bytes that its header says", got="a file cut short since")
-            done += num
+            num_read += num
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedArrays:
     """Arrays of one type and one shape of row, one after the other.
 
     Args:
@@ -122,7 +125,7 @@ class Joined:
         DataError: parts that differ.
     """
 
-    parts: tuple[Stored, ...]
+    parts: tuple[StoredArray, ...]
 
     def __post_init__(self) -> None:
         kinds = {(part.dtype.str, part.shape[1:]) for part in self.parts}
@@ -141,18 +144,22 @@ class Joined:
         return self.parts[0].dtype
 
     def read(self, rows: Rows) -> NDArray[np.generic]:
-        """Return rows; see `Stored`."""
-        found, first = np.empty((len(rows), *self.shape[1:]), self.dtype), 0
+        """Return rows; see `StoredArray`."""
+        values = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        first = 0
         for part in self.parts:
-            last = first + part.shape[0]
+            end = first + part.shape[0]
             if isinstance(rows, range):
-                start, stop = max(rows.start, first), min(rows.stop, last)
+                start = max(rows.start, first)
+                stop = min(rows.stop, end)
                 if start < stop:
-                    found[start - rows.start : stop - rows.start] = part.read(range(start - first, stop - first))
-            elif len(here := np.flatnonzero((rows >= first) & (rows < last))):
-                found[here] = part.read(rows[here] - first)
-            first = last
-        return found
+                    values[start - rows.start : stop - rows.start] = part.read(range(start - first, stop - first))
+            else:
+                places = np.flatnonzero((rows >= first) & (rows < end))
+                if len(places):
+                    values[places] = part.read(rows[places] - first)
+            first = end
+        return values
 
 
 class _Lazy:
@@ -174,8 +181,9 @@ class _Lazy:
             raise TypeError(f"expected int64 row numbers (B,), got {rows.dtype} {tuple(rows.shape)}")
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"row numbers outside 0 to {len(self) - 1}")
-        follow = len(numbers) > 1 and bool((np.diff(numbers) == 1).all())
-        return self._rows(range(int(numbers[0]), int(numbers[-1]) + 1) if follow else numbers)
+        if len(numbers) > 1 and bool((np.diff(numbers) == 1).all()):
+            return self._rows(range(int(numbers[0]), int(numbers[-1]) + 1))
+        return self._rows(numbers)
 
     def _rows(self, rows: Rows) -> "Tensor":
         raise NotImplementedError
@@ -190,8 +198,9 @@ class StoredImages(_Lazy):
         shape: of one image, once it is converted.
     """
 
-    def __init__(self, array: Stored, convert: Convert, shape: Sequence[int]) -> None:
-        self.array, self.convert = array, convert
+    def __init__(self, array: StoredArray, convert: Convert, shape: Sequence[int]) -> None:
+        self.array = array
+        self.convert = convert
         self.shape = (array.shape[0], *shape)
 
     def _rows(self, rows: Rows) -> "Tensor":
@@ -208,7 +217,8 @@ class Derived(_Lazy):
     """
 
     def __init__(self, images: Images, convert: "Callable[[Tensor], Tensor]", shape: Sequence[int]) -> None:
-        self.images, self.convert = images, convert
+        self.images = images
+        self.convert = convert
         self.shape = (len(images), *shape)
 
     def _rows(self, rows: Rows) -> "Tensor":
@@ -225,7 +235,9 @@ class Scaled(_Lazy):
     """
 
     def __init__(self, images: Images, shift: float, scale: float) -> None:
-        self.images, self.shift, self.scale = images, shift, scale
+        self.images = images
+        self.shift = shift
+        self.scale = scale
         self.shape = images.shape
 
     def _rows(self, rows: Rows) -> "Tensor":
@@ -241,7 +253,8 @@ class Selected(_Lazy):
     """
 
     def __init__(self, images: Images, chosen_N: "Tensor") -> None:
-        self.images, self.chosen_N = images, chosen_N
+        self.images = images
+        self.chosen_N = chosen_N
         self.shape = (len(chosen_N), *images.shape[1:])
 
     def _rows(self, rows: Rows) -> "Tensor":
@@ -282,7 +295,8 @@ def feed(update: Callable[[memoryview], object], images: Images) -> None:
     """Hand a hash the bytes of all images, or of any other tensor, in C order, block by block."""
     from torch import Tensor
 
-    for block in [images] if isinstance(images, Tensor) else (block for _, block in blocks(images)):
+    all_blocks = [images] if isinstance(images, Tensor) else (block for _, block in blocks(images))
+    for block in all_blocks:
         update(np.ascontiguousarray(block.detach().cpu().numpy()).reshape(-1).view(np.uint8).data)
 
 

@@ -1,9 +1,9 @@
 """The cohort on disk: every picture is decoded and transformed once, into one array that all later stages read.
 
-Two files in the site's private folder, named by what they were made of: an npy of the plan's compact type, and, where
-the plan needs them, a Parquet table with each row's patient, class and caption. A patient is written as a number, by
-first appearance, and with a keyed digest of the identifier, which puts patients into an order that stays when others
-join. The table is in place before the array, so that an array is never without it.
+Two files in the site's private folder, named by what they were made of: an npy of the plan's compact type, and, if the
+plan needs them, a Parquet table with patient, class and caption of each row. A patient is stored as a number, by first
+appearance, and with a keyed digest of the identifier, which puts patients into an order that stays when others join.
+The table is in place before the array, so that an array is never without it.
 """
 
 import io
@@ -18,20 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import DataError
-from ddm.images.array_files import Name, Source, open_arrays
+from ddm.images.array_files import ImageArrays, open_arrays
+from ddm.images.array_source import Name
 from ddm.images.geometry import Floats
 from ddm.images.parquet import ParquetTable
-from ddm.images.patients import MISSING, canonical
-from ddm.images.rows import Stored
+from ddm.images.patients import canonical, is_missing
+from ddm.images.rows import StoredArray
 from ddm.images.transform import Transform
 from ddm.images.unpacked import unpacked_path
 from ddm.io.files import replacing
 from ddm.io.space import require_room
 
 ORDERS = "orders"
-_COLUMN = {"patients": "patient", ORDERS: "order", "labels": "label", "captions": "caption"}
+_COLUMN_NAMES = {"patients": "patient", ORDERS: "order", "labels": "label", "captions": "caption"}
 _ROWS_AT_ONCE = 4096  # of the table
-_ROW_BYTES, _CAPTION_BYTES = 64, 4096  # of the table, at most: two numbers and a digest; a text, most of it ASCII
+_ROW_BYTES = 64  # of the table, at most: two numbers and a digest
+_CAPTION_BYTES = 4096  # of the table, at most: a text, most of it ASCII
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class Item:
     """What one picture became.
 
     Attributes:
-        samples: of the plan's shape, float32, in its range: one, or one a slice.
-        patient: whose picture it is.
-        label: its class.
+        samples: of the plan's shape, float32, in its range: one, or one for each slice.
+        patient: of the picture.
+        label: number of its class.
         caption: its text.
-        order: of its patient, see `ddm.images.patients.order_of`.
+        order: secret rank of its patient, see `ddm.images.patients.order_of`.
     """
 
     samples: Sequence[Floats]
@@ -52,30 +54,37 @@ class Item:
     caption: str | None = None
     order: str | None = None
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What is known of the picture, by the names of the table's columns."""
+        columns = {"patient": self.patient, "order": self.order, "label": self.label, "caption": self.caption}
+        return {name: value for name, value in columns.items() if value is not None}
+
 
 class StoredCohort:
-    """The cohort on disk, as a `ddm.images.array_files.Source`.
+    """The cohort on disk, as `ddm.images.array_files.ImageArrays`.
 
     Args:
-        path: of the array; its table lies beside it, where there is one.
+        path: of the array; its table is beside it, if there is one.
     """
 
     name: Name = "images"
     recipe = ""
 
     def __init__(self, path: Path) -> None:
-        self._rows: Source = open_arrays(path)
-        table = path.with_suffix(".parquet")
-        self._table = ParquetTable((table,)) if table.exists() else None
-        self.row, self.files = self._rows.row, self._rows.files
-        if self._table and self._table.num_rows != len(self):
+        self._rows: ImageArrays = open_arrays(path)
+        self.row = self._rows.row
+        self.files = self._rows.files
+        table_path = path.with_suffix(".parquet")
+        self._table = ParquetTable((table_path,)) if table_path.exists() else None
+        if self._table is not None and self._table.num_rows != len(self):
             got = f"{self._table.num_rows}"
-            raise DataError("table of the cohort", expected=f"{len(self)} rows, one an image", got=got)
+            raise DataError("table of the cohort", expected=f"{len(self)} rows, one for each image", got=got)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def in_place(self) -> Stored | None:
+    def in_place(self) -> StoredArray | None:
         """Return the array."""
         return self._rows.in_place()
 
@@ -86,8 +95,9 @@ class StoredCohort:
     @property
     def columns(self) -> frozenset[str]:
         """The columns that the pictures came with."""
-        names = self._table.names if self._table else ()
-        return frozenset(name for name, cell in _COLUMN.items() if cell in names)
+        if self._table is None:
+            return frozenset()
+        return frozenset(name for name, cell in _COLUMN_NAMES.items() if cell in self._table.names)
 
     def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
         """Return one entry for each row.
@@ -97,7 +107,7 @@ class StoredCohort:
         """
         if self._table is None or name not in self.columns:
             raise DataError(name, expected="an entry for each image", got="images without such a column")
-        return self._table.cells(_COLUMN[name], max_bytes)
+        return self._table.cells(_COLUMN_NAMES[name], max_bytes)
 
     def column_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a column, one entry for each row."""
@@ -105,20 +115,15 @@ class StoredCohort:
 
 
 def find_cohort(folder: Path, inputs: Iterable[object], transform: Transform) -> StoredCohort | None:
-    """Return the cohort that was made of these inputs, None where there is none; one made of anything else is removed.
+    """Return the cohort that was made of these inputs, None if there is none; one made of other inputs is removed.
 
     Args:
         folder: private to the worker.
-        inputs: what tells these inputs from others, as JSON can write it: digests or stamps of the files, and which
-            columns are read.
+        inputs: tell these inputs from others, as JSON can write it: digests of the files, and which columns are read.
         transform: the plan's.
     """
-    with _path(folder, inputs, transform) as path:
+    with _cohort_path(folder, inputs, transform) as path:
         return StoredCohort(path) if path.exists() else None
-
-
-def _path(folder: Path, inputs: Iterable[object], transform: Transform) -> AbstractContextManager[Path]:
-    return unpacked_path(folder, ["cohort", transform.recipe, *inputs])
 
 
 def store_cohort(
@@ -127,7 +132,7 @@ def store_cohort(
     transform: Transform,
     items: Iterable[Item],
     *,
-    most: int,
+    max_images: int,
     captions: bool = True,
 ) -> StoredCohort:
     """Write a cohort once, in bounded memory, or find it again; `items` is then never begun.
@@ -136,91 +141,109 @@ def store_cohort(
         folder: see `find_cohort`.
         inputs: see `find_cohort`.
         transform: the plan's.
-        items: in order. All have a patient or none has, and so with class and caption.
-        most: no less than the number of images that there will be, for which room must be free.
-        captions: whether there may be some, which need room.
+        items: in order. All have a patient or none has; the same holds for class and caption.
+        max_images: no fewer than there will be; the disk must have space for them.
+        captions: whether there may be some, which need space.
 
     Raises:
-        DataError: no image, more than `most`, or an item without what others have.
-        DiskError: too little room.
+        DataError: no image, more than `max_images`, or an item without what others have.
+        DiskError: too little space.
     """
-    with _path(folder, inputs, transform) as path:
+    with _cohort_path(folder, inputs, transform) as path:
         if not path.exists():
-            row_bytes = transform.data.dim * transform.dtype.itemsize + _ROW_BYTES + captions * _CAPTION_BYTES
-            require_room({folder: most * row_bytes}, "the transformed images")
-            table = path.with_suffix(".parquet")
-            table.unlink(missing_ok=True)  # of an earlier run that came to its end between the two
+            row_bytes = transform.data.dim * transform.dtype.itemsize + _ROW_BYTES
+            if captions:
+                row_bytes += _CAPTION_BYTES
+            require_room({folder: max_images * row_bytes}, "the transformed images")
+            table_path = path.with_suffix(".parquet")
+            # An earlier run may have been killed between the table and the array.
+            table_path.unlink(missing_ok=True)
             with replacing(path, mode=0o600) as handle:
-                _write(handle, table, transform, items, most)
+                _write_cohort(handle, table_path, transform, items, max_images)
         return StoredCohort(path)
 
 
-def _write(handle: BinaryIO, table: Path, transform: Transform, items: Iterable[Item], most: int) -> None:
-    """Write the array and, before it gets its name, the table; the header is written again once its rows are known."""
-    num, begin, columns, rows = 0, _write_header(handle, transform, most), None, None
+def _cohort_path(folder: Path, inputs: Iterable[object], transform: Transform) -> AbstractContextManager[Path]:
+    return unpacked_path(folder, ["cohort", transform.recipe, *inputs])
+
+
+def _write_cohort(
+    handle: BinaryIO, table_path: Path, transform: Transform, items: Iterable[Item], max_images: int
+) -> None:
+    """Write the array and, before it gets its name, the table.
+
+    The number of rows is known only at the end: the header, whose length does not depend on it, is written again then.
+    """
+    header_bytes = _write_header(handle, transform, max_images)
+    num_images = 0
+    columns: tuple[str, ...] | None = None
+    rows: _TableRows | None = None
     with ExitStack() as stack:
         for item in items:
-            found = _columns(item)
+            item_columns = item.columns
             if columns is None:
-                columns = tuple(found)
-                rows = stack.enter_context(_table(table, columns)) if columns else None
-            if odd := set(columns) ^ set(found):
-                got = "one for some of them"
-                raise DataError(f"{min(odd)}s", expected="one for each image, or for none", got=got)
+                columns = tuple(item_columns)
+                rows = stack.enter_context(_open_table(table_path, columns)) if columns else None
+            different = set(columns) ^ set(item_columns)
+            if different:
+                expected = "one for each image, or for none"
+                raise DataError(f"{min(different)}s", expected=expected, got="one for some of them")
             for sample in item.samples:
-                if num == most:
-                    raise DataError("images", expected=f"at most {most}, as announced", got=f"{most + 1} or more")
-                handle.write(np.ascontiguousarray(transform.stored(sample)).reshape(-1).view(np.uint8).data)
-                num += 1
-            if rows:
-                rows.add(found, len(item.samples))
-        if not num:
+                if num_images == max_images:
+                    got = f"{max_images + 1} or more"
+                    raise DataError("images", expected=f"at most {max_images}, as announced", got=got)
+                stored = np.ascontiguousarray(transform.stored(sample))
+                handle.write(stored.reshape(-1).view(np.uint8).data)
+                num_images += 1
+            if rows is not None:
+                rows.add(item_columns, len(item.samples))
+        if not num_images:
             raise DataError("images", expected="at least one", got="no picture that the plan takes")
     handle.seek(0)
-    if _write_header(handle, transform, num) != begin:
-        raise DataError("header of the array", expected=f"{begin} bytes", got="another length")
+    if _write_header(handle, transform, num_images) != header_bytes:
+        raise DataError("header of the array", expected=f"{header_bytes} bytes", got="another length")
 
 
-def _write_header(handle: BinaryIO, transform: Transform, num: int) -> int:
-    """Write the header of an npy, which has room for numbers of up to 21 digits, and return its length."""
-    shape, descr = (num, *transform.data.shape), np.lib.format.dtype_to_descr(transform.dtype)
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
-    return handle.write(header.getvalue())
-
-
-def _columns(item: Item) -> dict[str, Any]:
-    given = {"patient": item.patient, "order": item.order, "label": item.label, "caption": item.caption}
-    return {name: value for name, value in given.items() if value is not None}
+def _write_header(handle: BinaryIO, transform: Transform, num_images: int) -> int:
+    """Write the header of an npy, which has space for numbers of up to 21 digits, and return its length."""
+    header = {
+        "descr": np.lib.format.dtype_to_descr(transform.dtype),
+        "fortran_order": False,
+        "shape": (num_images, *transform.data.shape),
+    }
+    encoded = io.BytesIO()
+    np.lib.format.write_array_header_1_0(encoded, header)
+    return handle.write(encoded.getvalue())
 
 
 @contextmanager
-def _table(path: Path, columns: Sequence[str]) -> Iterator["_Rows"]:
-    """Yield what collects the rows of a table, which gets its name when the block ends without an error."""
+def _open_table(path: Path, columns: Sequence[str]) -> Iterator["_TableRows"]:
+    """Yield what collects the rows of a table; the table gets its name when the block ends without an error."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = {"patient": pa.int64(), "order": pa.string(), "label": pa.int64(), "caption": pa.string()}
-    schema = pa.schema([(name, kinds[name]) for name in columns])
+    types = {"patient": pa.int64(), "order": pa.string(), "label": pa.int64(), "caption": pa.string()}
+    schema = pa.schema([(name, types[name]) for name in columns])
     with replacing(path, mode=0o600) as handle, pq.ParquetWriter(handle, schema) as writer:
-        rows = _Rows(writer.write_batch, schema)
+        rows = _TableRows(writer.write_batch, schema)
         yield rows
         rows.flush()
 
 
-class _Rows:
+class _TableRows:
     """Collects rows and writes them, some at a time; a patient becomes a number, by first appearance."""
 
     def __init__(self, write: Callable[[Any], None], schema: Any) -> None:
-        self._write, self._schema = write, schema
+        self._write = write
+        self._schema = schema
         self._rows: list[dict[str, Any]] = []
-        self._number: dict[bytes, int] = {}
+        self._patient_numbers: dict[bytes, int] = {}
 
-    def add(self, columns: dict[str, Any], num: int) -> None:
-        """Add one row, so many times."""
+    def add(self, columns: dict[str, Any], num_rows: int) -> None:
+        """Add the same row, this many times."""
         if "patient" in columns:
-            columns = columns | {"patient": self._numbered(columns["patient"])}
-        self._rows += [columns] * num
+            columns = columns | {"patient": self._patient_number(columns["patient"])}
+        self._rows += [columns] * num_rows
         if len(self._rows) >= _ROWS_AT_ONCE:
             self.flush()
 
@@ -232,10 +255,11 @@ class _Rows:
             self._write(pa.RecordBatch.from_pylist(self._rows, schema=self._schema))
             self._rows = []
 
-    def _numbered(self, patient: str | int | float) -> int:
+    def _patient_number(self, patient: str | int | float) -> int:
         text = str(patient).strip()
-        if text.lower() in MISSING:
+        if is_missing(text):
             remedy = "Give every image its patient: one without could belong to a patient who is counted already."
             raise DataError("patients", expected="a patient for each image", got="a blank one", remedy=remedy)
-        key = blake2b(canonical(text).encode(), digest_size=16).digest()  # not the name itself, and of one size
-        return self._number.setdefault(key, len(self._number))
+        # A digest instead of the name: memory then does not hold names, and all keys have one size.
+        digest = blake2b(canonical(text).encode(), digest_size=16).digest()
+        return self._patient_numbers.setdefault(digest, len(self._patient_numbers))

@@ -1,34 +1,49 @@
-"""Tables of images: a column of paths, and columns of labels, patients, splits and captions; CSV or Parquet."""
+"""Tables of images: a column of paths, and columns of labels, patients, splits and captions; CSV or Parquet.
 
-import csv
-from collections.abc import Iterator, Mapping
+A table has one reading, or it is refused: no two columns may mean the same, and what is missing is missing in every
+column. Rows are streamed, with bounds on what they produce.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from ddm.errors import DataError
+from ddm.images.csv_text import CsvFormat, csv_format, read_records
+from ddm.images.names import TABLE_SUFFIXES
+from ddm.images.parquet import ParquetTable
+from ddm.images.patients import is_missing, visible_text
+from ddm.images.reasons import ImageError
 
 ColumnName = Literal["path", "label", "patient", "split", "caption"]
 
 Columns = Mapping[ColumnName, str]
 """Other names of a table's columns, such as ``{"label": "finding"}``."""
-_NAMES: dict[ColumnName, tuple[str, ...]] = {  # the first is the name that this project writes
-    "path": ("path", "file", "filename", "image"),
-    "label": ("label", "class"),
-    "patient": ("patient", "patient_id"),
-    "split": ("split",),
-    "caption": ("caption", "text"),
+
+# Without case, blanks and punctuation: `Patient ID`, `patient_id` and `PatientID` are one.
+_NAMES: dict[ColumnName, tuple[str, ...]] = {
+    "path": ("path", "file", "filename", "filepath", "image", "imagepath", "imagefile", "imagename", "imageindex"),
+    "label": ("label", "labels", "class"),
+    "patient": ("patient", "patients", "patientid", "subject", "subjectid"),
+    "split": ("split", "splits", "subset", "partition"),
+    "caption": ("caption", "captions", "text"),
 }
 COLUMNS = tuple(_NAMES)
-_ENDINGS = (".csv", ".tsv")
-_MAX_CELL = 4096  # characters
-_MAX_CELL_BYTES = 4 * _MAX_CELL
-_HEAD = 1 << 16
+
+MAX_ROWS = 10_000_000
+MAX_COLUMNS = 16_384  # as many as Excel has
+MAX_CELL = 4096  # characters
+_MAX_CELL_BYTES = 4 * MAX_CELL
+_CORRECT = "Correct that line, or export the table again."
+_ROUNDED = re.compile(r"\d([.,]\d+)?[eE]\+?\d+")
+_PUNCTUATION = re.compile(r"[\W_]+")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a table; blanks around cells are gone, and what was blank is None."""
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One row of a table; blanks around cells are gone, and what is missing is None."""
 
     path: str = field(repr=False)
     label: str | None = field(default=None, repr=False)
@@ -36,113 +51,212 @@ class Row:
     split: str | None = field(default=None, repr=False)
     caption: str | None = field(default=None, repr=False)
 
-
-def is_table(data: Path, columns: Columns) -> bool:
-    """Whether a file is a table of paths: a CSV, or a Parquet file without images of its own."""
-    if data.suffix.lower() in _ENDINGS:
-        return True
-    if data.suffix.lower() != ".parquet":
-        return False
-    from ddm.images.parquet import ParquetTable
-
-    names = ParquetTable([data]).names
-    return _column("path", sorted(names), columns) is not None and not _holds_images(data, names)
+    @property
+    def num_characters(self) -> int:
+        """Of all cells."""
+        cells = (self.path, self.label, self.patient, self.split, self.caption)
+        return sum(len(cell) for cell in cells if cell is not None)
 
 
-def read_table(data: Path, columns: Columns) -> Iterator[Row]:
-    """Yield the rows of a table.
+class Table:
+    """A table of paths.
 
     Args:
-        data: a CSV, separated by commas, semicolons or tabs, in UTF-8; or a Parquet file.
+        path: of a CSV, separated by commas, semicolons, tabs or bars; or of a Parquet file.
         columns: other names of its columns.
 
-    Raises:
-        DataError: a file that does not parse, no column of paths, a row without one, or a column that is not there.
+    Attributes:
+        path: of the table.
     """
-    rows = _csv_rows(data, columns) if data.suffix.lower() in _ENDINGS else _parquet_rows(data, columns)
-    for number, cells in enumerate(rows, 1):
-        path = cells.pop("path", None)
-        if not path:
-            raise DataError("table", expected="a path in every row", got=f"an empty one in row {number}")
-        yield Row(path, **cells)
 
+    def __init__(self, path: Path, columns: Columns | None = None) -> None:
+        self.path = path
+        self._columns: Columns = columns or {}
+        self._num_empty_rows = 0
+        self._num_rounded_patients = 0
+        self._assumed_encoding = ""
+        self._format: tuple[tuple[int, int, int], CsvFormat] | None = None
 
-def _holds_images(data: Path, names: frozenset[str]) -> bool:
-    if "image" not in names:
-        return False
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    def names_paths(self) -> bool:
+        """Whether there is a column of paths by its name; of a file that does not parse, no."""
+        try:
+            return self._has_paths(self._header())
+        except DataError:
+            return False
 
-    kind = pq.read_schema(data).field("image").type
-    return not (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    def _header(self) -> list[str]:
+        if not _is_csv(self.path):
+            return sorted(ParquetTable((self.path,)).names)
+        how = self._csv_format()
+        for _, record in read_records(self.path, how):
+            if not _is_empty(record):
+                return record
+        return []
 
+    def rows(self) -> Iterator[TableRow]:
+        """Yield its rows.
 
-def _column(meaning: ColumnName, header: list[str], columns: Columns) -> str | None:
-    """Return the name of a column in the table; one that was asked for must be there."""
-    if meaning in columns:
-        if columns[meaning] not in header:
-            expected, got = f"a column of the table for {meaning}", "a name that it does not have"
-            remedy = "Name it as the first line of the table does, such as --column label=finding."
-            raise DataError("--column", expected=expected, got=got, remedy=remedy)
-        return columns[meaning]
-    lowered = {name.strip().lower(): name for name in header}
-    return next((lowered[name] for name in _NAMES[meaning] if name in lowered), None)
+        Raises:
+            DataError: a file that does not parse, no column of paths, two columns that mean the same, a row without a
+                path, a column that is not there, or more than the bounds allow.
+        """
+        self._num_empty_rows = 0
+        self._num_rounded_patients = 0
+        records = self._csv_records() if _is_csv(self.path) else self._parquet_records()
+        for count, (place, texts) in enumerate(records):
+            if count >= MAX_ROWS:
+                raise DataError("table", expected=f"at most {MAX_ROWS} rows", got="more")
+            path = _cell(texts.pop("path"), place)
+            if path is None:
+                got = f"an empty one in {place}"
+                raise DataError("table", expected="a path in every row", got=got, remedy=_CORRECT)
+            cells = {meaning: _cell(text, place) for meaning, text in texts.items()}
+            row = TableRow(path, **{meaning: _visible(cell) for meaning, cell in cells.items()})
+            if row.patient is not None and _ROUNDED.fullmatch(row.patient):
+                self._num_rounded_patients += 1
+            yield row
 
+    def remarks(self) -> list[str]:
+        """Return what a person should know of how it was read, after `rows` came to its end."""
+        remarks = []
+        if self._assumed_encoding:
+            remarks.append(
+                f"The table is not in UTF-8: it was read as {self._assumed_encoding}. Check its accented letters."
+            )
+        if self._num_empty_rows:
+            remarks.append(f"{self._num_empty_rows} empty rows of the table were skipped.")
+        if self._num_rounded_patients:
+            remarks.append(
+                f"{self._num_rounded_patients} patients are numbers as Excel rounds them, such as 1.23E+12: several "
+                "patients may now have the same identifier. Export the identifiers as text."
+            )
+        return remarks
 
-def _chosen(header: list[str], columns: Columns) -> dict[str, str]:
-    found = {meaning: _column(meaning, header, columns) for meaning in _NAMES}
-    if found["path"] is None:
-        got = f"{len(header)} columns with other names"
-        remedy = "Name the column that holds the paths, such as --column path=NAME."
-        raise DataError("table", expected="a column called path", got=got, remedy=remedy)
-    return {meaning: name for meaning, name in found.items() if name is not None}
+    def _has_paths(self, header: Sequence[str]) -> bool:
+        if "path" in self._columns:
+            return self._columns["path"] in header
+        return bool(_matching("path", header))
 
+    def _csv_format(self) -> CsvFormat:
+        """Return how the CSV is read, which takes a pass over all of it: once, unless it changed."""
+        status = self.path.stat()
+        state = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._format is None or self._format[0] != state:
+            self._format = (state, csv_format(self.path, self._has_paths))
+        return self._format[1]
 
-def _csv_rows(data: Path, columns: Columns) -> Iterator[dict[str, str | None]]:
-    try:
-        with data.open(encoding="utf-8-sig", newline="") as handle:
-            reader = csv.reader(handle, delimiter=_delimiter(handle), strict=True)
-            header = next(reader, [])
-            if len(set(header)) != len(header):
-                raise DataError("table", expected="columns of different names", got="two columns of one name")
-            places = {meaning: header.index(name) for meaning, name in _chosen(header, columns).items()}
-            for number, row in enumerate(reader, 1):
-                if not row:
+    def _csv_records(self) -> Iterator[tuple[str, dict[ColumnName, str | None]]]:
+        how = self._csv_format()
+        self._assumed_encoding = "Windows-1252" if how.is_assumed else ""
+        places: dict[ColumnName, int] = {}
+        num_columns = 0
+        for line, record in read_records(self.path, how):
+            if not places:
+                if _is_empty(record):
                     continue
-                if len(row) != len(header):
-                    got = f"{len(row)} in row {number}"
-                    raise DataError("table", expected=f"{len(header)} cells in each row", got=got)
-                yield {meaning: _cell(row[place], number) for meaning, place in places.items()}
-    except (csv.Error, UnicodeDecodeError) as error:  # their texts may quote a cell
-        got = "a file that does not parse" if isinstance(error, csv.Error) else "a file in another encoding"
-        raise DataError("table", expected="a CSV in UTF-8", got=got) from None
+                if len(record) > MAX_COLUMNS:
+                    raise DataError("table", expected=f"at most {MAX_COLUMNS} columns", got=f"{len(record)}")
+                num_columns = len(record)
+                places = self._choose_columns(record)
+                continue
+            if _is_empty(record):
+                self._num_empty_rows += 1
+                continue
+            if len(record) != num_columns:
+                got = f"{len(record)} in line {line}"
+                raise DataError("table", expected=f"{num_columns} cells in each row", got=got, remedy=_CORRECT)
+            yield f"line {line}", {meaning: record[place] for meaning, place in places.items()}
+        if not places:
+            raise DataError("table", expected="a column called path", got="an empty file")
+
+    def _parquet_records(self) -> Iterator[tuple[str, dict[ColumnName, str | None]]]:
+        table = ParquetTable((self.path,))
+        header = sorted(table.names)
+        places = self._choose_columns(header)
+        names = [header[place] for place in places.values()]
+        meanings = tuple(places)
+        for number, texts in enumerate(table.texts(names, _MAX_CELL_BYTES), 1):
+            if not any(texts):
+                self._num_empty_rows += 1
+                continue
+            yield f"row {number}", dict(zip(meanings, texts, strict=True))
+
+    def _choose_columns(self, header: Sequence[str]) -> dict[ColumnName, int]:
+        """Return the place of the column of each meaning; of those that were named, all must be there."""
+        places: dict[ColumnName, int] = {}
+        for meaning in COLUMNS:
+            place = self._choose_column(meaning, header)
+            if place is not None:
+                places[meaning] = place
+        if "path" not in places:
+            got = f"{len(header)} columns with other names"
+            remedy = "Its first line must name the columns. Name the column of paths with --column path=NAME."
+            raise DataError("table", expected="a column called path", got=got, remedy=remedy)
+        return places
+
+    def _choose_column(self, meaning: ColumnName, header: Sequence[str]) -> int | None:
+        name = self._columns.get(meaning)
+        if name is None:
+            matches = _matching(meaning, header)
+        else:
+            matches = [place for place, column in enumerate(header) if column.strip() == name.strip()]
+            if not matches:
+                remedy = "Use a name from the first line of the table, such as --column label=finding."
+                expected = f"a column of the table for {meaning}"
+                raise DataError("--column", expected=expected, got="a name that is not in the table", remedy=remedy)
+        if len(matches) > 1:
+            got = " and ".join(header[place].strip()[:64] for place in matches)
+            remedy = f"Choose one of them with --column {meaning}=NAME, or rename or remove the others."
+            raise DataError("table", expected=f"one column that means {meaning}", got=got, remedy=remedy)
+        return matches[0] if matches else None
 
 
-def _delimiter(handle: IO[str]) -> str:
-    """Return what separates the names of the first line."""
-    first = handle.readline(_HEAD)
-    handle.seek(0)
-    return max(",;\t", key=first.count)
+def is_table(path: Path, columns: Columns) -> bool:
+    """Whether a file is a table of paths: a CSV, or a Parquet file without images of its own."""
+    if _is_csv(path):
+        return True
+    if path.suffix.lower() != ".parquet":
+        return False
+    table = ParquetTable((path,))
+    if "path" in columns and columns["path"] not in table.names:
+        return False
+    if "path" not in columns and not _matching("path", sorted(table.names)):
+        return False
+    return not _holds_images(table)
 
 
-def _parquet_rows(data: Path, columns: Columns) -> Iterator[dict[str, str | None]]:
-    from ddm.images.parquet import ParquetTable
-
-    table = ParquetTable([data])
-    chosen = _chosen(sorted(table.names), columns)
-    cells = {meaning: table.cells(name, _MAX_CELL_BYTES).tolist() for meaning, name in chosen.items()}
-    for number in range(table.num_rows):
-        yield {meaning: _cell(_written(column[number]), number + 1) for meaning, column in cells.items()}
+def _is_csv(path: Path) -> bool:
+    return path.suffix.lower() in TABLE_SUFFIXES
 
 
-def _written(value: object) -> str:
-    """Return a cell as text; a whole number in floating point as a whole number, and none where there is none."""
-    if isinstance(value, float):
-        return "" if value != value else str(int(value)) if value.is_integer() else str(value)
-    return str(value)
+def _holds_images(table: ParquetTable) -> bool:
+    """Whether a column holds images, as numbers or as the content of files; text in it is paths."""
+    try:
+        column = table.image_column
+    except ImageError:  # several that may be it
+        return True
+    return column is not None and not (table.is_text(column) and not table.is_encoded(column))
 
 
-def _cell(text: str, number: int) -> str | None:
-    if len(text) > _MAX_CELL:
-        raise DataError("table", expected=f"at most {_MAX_CELL} characters a cell", got=f"more in row {number}")
-    return text.strip() or None
+def _matching(meaning: ColumnName, header: Sequence[str]) -> list[int]:
+    """Return the places of the columns that have a meaning by their names."""
+    return [place for place, name in enumerate(header) if _PUNCTUATION.sub("", name).casefold() in _NAMES[meaning]]
+
+
+def _is_empty(record: Sequence[str]) -> bool:
+    return not any(cell and not cell.isspace() for cell in record)
+
+
+def _cell(text: str | None, place: str) -> str | None:
+    """Return what a cell says; None where it is empty or one of the words for what is missing."""
+    if text is None:
+        return None
+    if len(text) > MAX_CELL:
+        raise DataError("table", expected=f"at most {MAX_CELL} characters a cell", got=f"more in {place}")
+    plain = text.strip()
+    return None if is_missing(visible_text(plain)) else plain
+
+
+def _visible(cell: str | None) -> str | None:
+    """Return a cell with single blanks and without invisible characters, which names of files alone may need."""
+    return None if cell is None else " ".join(visible_text(cell).split())

@@ -1,108 +1,364 @@
-"""Suspects burned-in text: rows of small, sharp shapes of one height and one brightness, as letters are drawn.
+"""Suspects burned-in text: bands of rows in which many edges stand close together, with quiet rows above and below.
 
-No letter is read. Text is found from about 7 pixels of height on, in images of 48 pixels and more; a suspicion is a
-reason to look, and none is no proof that there is no text. Measured shares: docs/how-to/scan-images.md.
+No letter is read, and nothing is cut into shapes, so that letters which touch each other, as small ones do, count like
+others. A line of letters is crossed by the edges of strokes, two or more at each letter, and ends above and below at
+once. Anatomy, tubes and noise have edges too, but not in a band with a straight top and bottom.
+
+A suspicion is a reason to look, and none is no proof that there is no text. How much is found, and how many images
+without text are suspected: docs/results/burned-in-text.md.
 """
 
-from math import ceil, log2
+# Shape legend: H height, W width of an image at one scale.
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST_SIDE = 48
-_EVERY = 3  # rows: a letter has at least two of these
-_STEP = 0.25  # of the range between neighbours: an edge of a drawn letter
-_EDGES = 8  # along one row: four strokes
-_STROKE = 13  # pixels; what is thinner is a stroke
-_CONTRAST = 0.3  # of the range, of a stroke above what surrounds it
-_HEIGHTS = (6, 80)
-_LETTERS = 4
-_CROWD = 100  # shapes; each time they double, one more must stand in a row
-_MOST_SHAPES = 4000
+from ddm.images.text_reader import reads_letters
+
+_LEAST_SIDE = 48  # pixels of an image that is searched
+_SCALES = 5  # each half of the one before: letters of up to 160 pixels
+_LEAST_SCALED_SIDE = 20  # pixels; an image is not shrunk further
+_LETTER_HEIGHTS = (5, 6, 7, 8, 10)  # pixels, at one scale
+_LINE_LENGTH = 2.5  # letter heights: three or four letters
+_CELLS = 3  # equal parts of such a piece of a line
+_EDGE_STEPS = (0.05, 0.09, 0.16, 0.3)  # of the range of values, between neighbours; ascending
+_TURNED_EDGE_STEPS = _EDGE_STEPS[1:]  # for lines that are turned: fewer images have to be searched twice
+# Edges in each row of a line, on a stretch as long as letters are high, beyond those around the line.
+_SUSPICIOUS_EDGES = 2.05
+_SUSPICIOUS_TURNED_EDGES = 2.65  # of a line that is turned by a quarter, where tesseract reads nothing in it
+_LEAST_LINE_EDGES = 2.0  # fewer are no line at all
+_CELL_SHARE = 1.6  # the emptiest cell has at least one part in this of an equal share of the edges
+_BORDER_EDGES = 0.4  # that a line has to have more where it touches the border of the image
+_SPARSE = 0.08  # edges a pixel; where there are more, a line has more of them beyond those around it, too
+_QUIET_ROWS = 2  # above a line, and as many below it
+
+_SAMPLED_ROWS = 3  # one row in three is looked at first: every line has at least one of them
+_SAMPLED_COLUMNS = 6  # one column in six, for lines that are turned: every line of 7 pixels has at least one
+_LEAST_SAMPLED_EDGES = 4  # in such a row; fewer than in a mean row of the shortest line
+_WINDOW_BYTES = 4  # of eight packed columns: they hold the shortest line, wherever it begins
+_LEAST_EDGES = 24  # of a line of any height, in such a window of as many rows as the lowest letters have
+
+
+@dataclass(frozen=True)
+class Line:
+    """What may be a line of text, in pixels of the whole image.
+
+    Attributes:
+        edges: in each row of it, on a stretch as long as it is high, beyond those above or below it.
+        top: its first row.
+        left: its first column.
+        height: of its letters.
+        length: of the piece of it that was looked for; the line may go on at both ends.
+    """
+
+    edges: float
+    top: int
+    left: int
+    height: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """Of which values edges are shares.
+
+    Attributes:
+        low: the lowest value, but for a few rows.
+        high: the highest value, but for a few rows.
+        fits_int16: whether differences of values do.
+    """
+
+    low: float
+    high: float
+    fits_int16: bool
+
+    @property
+    def span(self) -> float:
+        """From the lowest to the highest value."""
+        return self.high - self.low
+
+    @classmethod
+    def of(cls, rows_HW: NDArray[np.generic]) -> "ValueRange":
+        """Return the range of an image by some of its rows, but for the extremes of a few: of hot pixels."""
+        lowest_H = np.sort(rows_HW.min(1))
+        highest_H = np.sort(rows_HW.max(1))
+        num_ignored = 1 + len(rows_HW) // 100
+        low, high = float(lowest_H[num_ignored]), float(highest_H[-1 - num_ignored])
+        lowest = float(lowest_H[0])
+        highest = float(highest_H[-1])
+        if not high > low:  # a line may be all that there is in an image
+            low, high = lowest, highest
+        fits = rows_HW.dtype.itemsize <= 2 and max(highest - lowest, highest, -lowest) < 1 << 15
+        return cls(low, high, fits)
 
 
 def suspect_text(values: NDArray[np.generic]) -> bool:
-    """Whether an image, shape (C, H, W), may hold text; of a colour, its brightest and its darkest channel count."""
+    """Return whether an image, shape (C, H, W), may hold text, upright or turned by a quarter.
+
+    Ribs lie above each other like the letters of a line that is turned, so that such a line is suspected only where it
+    has more edges than ribs have, or where tesseract, if it is installed, reads a word in it.
+    """
     if min(values.shape[1:]) < _LEAST_SIDE:
         return False
-    if len(values) == 1:
-        return _has_lines(values[0])
-    return _has_lines(values.max(0)) or _has_lines(values.min(0))
+    for grey_HW in _grey_views(values):
+        value_range = ValueRange.of(grey_HW[::_SAMPLED_ROWS])
+        if not value_range.span > 0:
+            continue
+        line = strongest_line(grey_HW, value_range)
+        if line is not None and line.edges >= _SUSPICIOUS_EDGES:
+            return True
+        if _may_hold_turned_line(grey_HW, value_range) and _suspect_turned_line(grey_HW, value_range):
+            return True
+    return False
 
 
-def _has_lines(grey_HW: NDArray[np.generic]) -> bool:
-    """First a look at every third row, which most images do not pass; then shapes, bright and dark."""
-    rows = grey_HW[::_EVERY]
-    low, high = float(rows.min()), float(rows.max())
-    narrow = rows.dtype.itemsize <= 2 and max(high - low, high, -low) < 1 << 15  # no difference wraps around
-    if not high > low:
+def _suspect_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange) -> bool:
+    # In the transposed image, a line that is turned runs along the rows, mirrored in one of two ways.
+    transposed_HW = np.ascontiguousarray(grey_HW.T)
+    line = strongest_line(transposed_HW, value_range, _SUSPICIOUS_TURNED_EDGES, _TURNED_EDGE_STEPS)
+    if line is None or line.edges < _SUSPICIOUS_EDGES:
         return False
-    signed: NDArray[Any] = rows.astype(np.int16 if narrow else np.float32, copy=False)
-    steps: NDArray[Any] = signed[:, 1:] - signed[:, :-1]
-    if max(float(steps.max()), -float(steps.min())) <= _STEP * (high - low):  # most images: two looks instead of three
-        return False
-    sharp = np.abs(steps, out=steps) > _STEP * (high - low)
-    if np.count_nonzero(sharp) < 2 * _EDGES:  # of most images: counting by rows takes ten times as long
-        return False
-    busy = np.flatnonzero(np.count_nonzero(sharp, axis=1) >= _EDGES)
-    if len(busy) < 2:
-        return False
-    start, stop = max(0, _EVERY * int(busy[0]) - _HEIGHTS[1]), _EVERY * int(busy[-1]) + _HEIGHTS[1]
-    part: NDArray[Any] = (grey_HW[start:stop].astype(np.float32) - low) / (high - low)
-    return _has_letters(part) or _has_letters(1 - part)
-
-
-def _has_letters(part: NDArray[Any]) -> bool:
-    from scipy import ndimage
-
-    raised = part - ndimage.grey_opening(part, size=(_STROKE, _STROKE))
-    found, num = ndimage.label(raised > _CONTRAST, structure=np.ones((3, 3)))
-    if not num >= _LETTERS:
-        return False
-    boxes = [
-        (rows.start, rows.stop, columns.start, columns.stop, number)
-        for number, (rows, columns) in enumerate(ndimage.find_objects(found), 1)
-        if _HEIGHTS[0] <= rows.stop - rows.start <= _HEIGHTS[1]
-        and columns.stop - columns.start <= 1.6 * (rows.stop - rows.start)
-    ]
-    if not _LETTERS <= len(boxes) <= _MOST_SHAPES:
-        return False
-    box_N5 = np.array(boxes)
-    brightness_N = np.asarray(ndimage.maximum(part, found, box_N5[:, 4]))
-    filled_N = np.asarray(ndimage.sum_labels(np.ones_like(part), found, box_N5[:, 4]))
-    top_N, bottom_N, left_N, right_N, _ = box_N5.T
-    height_N, width_N = bottom_N - top_N, right_N - left_N
-    share_N = filled_N / (height_N * width_N)
-    kept_N = (share_N > 0.15) & ((share_N < 0.85) | (width_N <= 0.4 * height_N))
-    if np.count_nonzero(kept_N) < _LETTERS:
-        return False
-    return _in_a_row(*(each[kept_N] for each in (top_N, bottom_N, left_N, right_N, brightness_N)))
-
-
-def _in_a_row(
-    top_N: NDArray[np.int64],
-    bottom_N: NDArray[np.int64],
-    left_N: NDArray[np.int64],
-    right_N: NDArray[np.int64],
-    brightness_N: NDArray[np.float32],
-) -> bool:
-    """Whether enough shapes stand on one line beside each other, alike in height and in brightness."""
-    height_N = bottom_N - top_N
-    higher_NN = np.maximum(height_N[:, None], height_N)
-    lower_NN = np.minimum(height_N[:, None], height_N)
-    gap_NN = left_N[None, :] - right_N[:, None]
-    next_NN = (
-        (higher_NN <= 1.7 * lower_NN)
-        & (np.abs(bottom_N[:, None] - bottom_N) <= 1 + 0.15 * higher_NN)
-        & (gap_NN >= -1)
-        & (gap_NN <= 1 + 0.8 * higher_NN)
-        & (np.abs(brightness_N[:, None] - brightness_N) <= 0.06)
+    if line.edges >= _SUSPICIOUS_TURNED_EDGES:
+        return True
+    height, width = transposed_HW.shape
+    mirrored_top = max(0, height - line.top - line.height)
+    mirrored_left = max(0, width - line.left - line.length)
+    return reads_letters(transposed_HW[::-1], mirrored_top, line.left, line.height, line.length) or reads_letters(
+        transposed_HW[:, ::-1], line.top, mirrored_left, line.height, line.length
     )
-    longest_N = np.ones(len(height_N), np.int64)
-    for number in np.argsort(left_N, kind="stable"):
-        before = np.flatnonzero(next_NN[:, number])
-        if len(before):
-            longest_N[number] = 1 + longest_N[before].max()
-    by_chance = max(0, ceil(log2(len(height_N) / _CROWD)))  # among many shapes of noise, some stand in a row
-    return bool(longest_N.max() >= _LETTERS + by_chance)
+
+
+def _grey_views(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
+    """Yield the grey images, shape (H, W), in which text of an image, shape (C, H, W), is visible.
+
+    Of a colour image these are the brightest and the darkest channel of each pixel: letters of any colour differ in one
+    of them from grey.
+    """
+    if len(values) == 1:
+        yield values[0]
+    else:
+        yield values.max(0)
+        yield values.min(0)
+
+
+def strongest_line(
+    grey_HW: NDArray[np.generic],
+    value_range: ValueRange,
+    enough_edges: float = _SUSPICIOUS_EDGES,
+    edge_steps: Sequence[float] = _EDGE_STEPS,
+) -> Line | None:
+    """Return what most looks like a line of text, or the first that has enough edges; None where nothing does.
+
+    Args:
+        grey_HW: the image.
+        value_range: its range.
+        enough_edges: of a line after which no other is looked for.
+        edge_steps: least heights of edges, shares of the range, ascending; lines are looked for by each.
+    """
+    busy_rows = _busy_rows(grey_HW[::_SAMPLED_ROWS], edge_steps[0] * value_range.span, value_range)
+    if not len(busy_rows):
+        return None
+
+    # What is searched reaches beyond these rows by the height of the tallest letters.
+    margin = _LETTER_HEIGHTS[-1] << (_SCALES - 1)
+    start = max(0, _SAMPLED_ROWS * int(busy_rows[0]) - margin)
+    stop = _SAMPLED_ROWS * int(busy_rows[-1]) + margin
+    part_HW: NDArray[Any] = grey_HW[start:stop].astype(np.float32)
+    part_HW -= value_range.low
+    part_HW /= value_range.span
+    strongest = None
+    for scale, scaled_HW in enumerate(_scales(part_HW)):
+        for line in _lines_at_scale(scaled_HW, edge_steps):
+            if strongest is None or line.edges > strongest.edges:
+                top = start + (line.top << scale)
+                left = line.left << scale
+                strongest = Line(line.edges, top, left, line.height << scale, line.length << scale)
+            if strongest.edges >= enough_edges:
+                return strongest
+    return strongest
+
+
+def _may_hold_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange) -> bool:
+    """Return whether there are about as many edges in a column as a line has that is turned by a quarter."""
+    # A copy of one column in six: working along the columns of the image itself takes several times as long.
+    sampled_HW = np.ascontiguousarray(grey_HW[:, ::_SAMPLED_COLUMNS])
+    least_step = _TURNED_EDGE_STEPS[0] * value_range.span
+    sharp_HW = _sharp_steps(sampled_HW, least_step, value_range, axis=0)
+    if np.count_nonzero(sharp_HW) < _LEAST_SAMPLED_EDGES:
+        return False
+    return int(np.count_nonzero(sharp_HW, axis=0).max()) >= _LEAST_SAMPLED_EDGES
+
+
+def _sharp_steps(
+    grey_HW: NDArray[np.generic], least_step: float, value_range: ValueRange, axis: int
+) -> NDArray[np.bool_]:
+    """Return where neighbours along an axis differ by more than a step."""
+    # The difference of two values must not wrap around.
+    dtype = np.int16 if value_range.fits_int16 else np.float32
+    signed_HW: NDArray[Any] = grey_HW.astype(dtype, copy=False)
+    steps_HW = signed_HW[1:] - signed_HW[:-1] if axis == 0 else signed_HW[:, 1:] - signed_HW[:, :-1]
+    np.abs(steps_HW, out=steps_HW)
+    sharp_HW: NDArray[np.bool_] = steps_HW > least_step
+    return sharp_HW
+
+
+def _busy_rows(rows_HW: NDArray[np.generic], least_step: float, value_range: ValueRange) -> NDArray[np.intp]:
+    """Return the rows with about as many edges as a line of text has; most images have none, and end here."""
+    sharp_HW = _sharp_steps(rows_HW, least_step, value_range, axis=1)
+    if np.count_nonzero(sharp_HW) < _LEAST_SAMPLED_EDGES:
+        return np.empty(0, np.intp)
+    # Counting the bits of packed rows takes a tenth of the time of counting rows of booleans.
+    counts_H = np.bitwise_count(np.packbits(sharp_HW, axis=1)).sum(1, dtype=np.int32)
+    return np.flatnonzero(counts_H >= _LEAST_SAMPLED_EDGES)
+
+
+def _scales(image_HW: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+    """Yield an image, and the same at half of its size, at a quarter and so on."""
+    for _ in range(_SCALES):
+        if min(image_HW.shape) < _LEAST_SCALED_SIDE:
+            return
+        yield image_HW
+        height = image_HW.shape[0] // 2 * 2
+        width = image_HW.shape[1] // 2 * 2
+        pairs_of_rows = image_HW[0:height:2, :width] + image_HW[1:height:2, :width]
+        image_HW = (pairs_of_rows[:, 0::2] + pairs_of_rows[:, 1::2]) * np.float32(0.25)
+
+
+def _lines_at_scale(image_HW: NDArray[np.float32], edge_steps: Sequence[float]) -> Iterator[Line]:
+    """Yield what may be lines of text, in pixels of this scale: the strongest of each part, step and height."""
+    steps_HW = image_HW[:, 1:] - image_HW[:, :-1]
+    for rows, columns in _crowded_parts(np.abs(steps_HW) > edge_steps[0]):
+        edges_HW = _edges(steps_HW[rows, columns])
+        for edge_step in edge_steps:
+            sharp_HW = edges_HW > edge_step
+            parts = list(_crowded_parts(sharp_HW))
+            if not parts:
+                break  # a higher step leaves fewer edges
+            # Where edges are everywhere, as in noise, some bands have many and their surroundings few by chance.
+            by_chance = max(0.0, float(sharp_HW.mean()) - _SPARSE)
+            for inner_rows, inner_columns in parts:
+                for line in _lines(sharp_HW[inner_rows, inner_columns], by_chance):
+                    top = rows.start + inner_rows.start + line.top
+                    left = columns.start + inner_columns.start + line.left
+                    yield replace(line, top=top, left=left)
+
+
+def _line_length(letter_height: int) -> int:
+    """Return the pixels of the piece of a line that is looked for, a multiple of its cells."""
+    return _CELLS * int(_LINE_LENGTH * letter_height / _CELLS)
+
+
+def _crowded_parts(sharp_HW: NDArray[np.bool_]) -> Iterator[tuple[slice, slice]]:
+    """Yield the parts of an image in which edges stand as close together as in a line of text, or closer.
+
+    Edges are counted in windows of 32 columns, eight columns apart, and as many rows as the lowest line has. A longer
+    line than such a window has fewer edges in it.
+    """
+    counts_HB = np.bitwise_count(np.packbits(sharp_HW, axis=1))
+    num_rows = len(counts_HB) - _LETTER_HEIGHTS[0] + 1
+    num_windows = max(1, counts_HB.shape[1] - _WINDOW_BYTES + 1)
+    in_rows_HB = counts_HB[:, :num_windows].copy()
+    for offset in range(1, min(_WINDOW_BYTES, counts_HB.shape[1])):
+        in_rows_HB += counts_HB[:, offset : offset + num_windows]
+    in_window_HB = in_rows_HB[:num_rows].copy()
+    for offset in range(1, _LETTER_HEIGHTS[0]):
+        in_window_HB += in_rows_HB[offset : offset + num_rows]
+    is_crowded_HB = in_window_HB >= _LEAST_EDGES
+    crowded_rows = np.flatnonzero(is_crowded_HB.any(1))
+    if not len(crowded_rows):
+        return
+
+    # A line reaches beyond such a window by no more than its height and its length.
+    margin = _LETTER_HEIGHTS[-1] + _QUIET_ROWS
+    side_margin = _line_length(_LETTER_HEIGHTS[-1])
+    breaks = np.flatnonzero(np.diff(crowded_rows) > 2 * margin)
+    first_rows = crowded_rows[np.concatenate(([0], breaks + 1))]
+    last_rows = crowded_rows[np.concatenate((breaks, [len(crowded_rows) - 1]))]
+    for first_row, last_row in zip(first_rows, last_rows, strict=True):
+        crowded_columns = 8 * np.flatnonzero(is_crowded_HB[first_row : last_row + 1].any(0))
+        rows = slice(max(0, int(first_row) - margin), int(last_row) + _LETTER_HEIGHTS[0] + margin)
+        first_column = max(0, int(crowded_columns[0]) - side_margin)
+        yield rows, slice(first_column, int(crowded_columns[-1]) + 8 * _WINDOW_BYTES + side_margin)
+
+
+def _edges(steps_HW: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the height of each edge at the steepest place of its slope, and zero elsewhere.
+
+    A blurred edge is a slope of several steps: it counts once, so that soft anatomy does not look like many strokes.
+    """
+    padded_HW = np.pad(steps_HW, ((0, 0), (1, 1)))
+    before_HW = padded_HW[:, :-2]
+    after_HW = padded_HW[:, 2:]
+    rises_HW = (steps_HW > 0) & (steps_HW >= before_HW) & (steps_HW > after_HW)
+    falls_HW = (steps_HW < 0) & (steps_HW <= before_HW) & (steps_HW < after_HW)
+    return np.abs(steps_HW) * (rises_HW | falls_HW)
+
+
+def _lines(sharp_HW: NDArray[np.bool_], by_chance: float) -> Iterator[Line]:
+    """Yield what may be a line of text, the strongest of each height.
+
+    All counts of edges come from one integral image: those of any rectangle from four of its values.
+
+    Args:
+        sharp_HW: where edges are.
+        by_chance: edges a pixel that a line has beyond those around it where there is none.
+    """
+    height, width = sharp_HW.shape
+    # Beyond the image there are no edges: a line may touch its border.
+    integral_HW = np.zeros((height + 1 + 2 * _QUIET_ROWS, width + 1), np.int32)
+    np.cumsum(sharp_HW, axis=0, out=integral_HW[1 + _QUIET_ROWS : 1 + _QUIET_ROWS + height, 1:])
+    integral_HW[1 + _QUIET_ROWS + height :] = integral_HW[_QUIET_ROWS + height]
+    np.cumsum(integral_HW, axis=1, out=integral_HW)
+    for letter_height in _LETTER_HEIGHTS:
+        if height >= letter_height and width >= _line_length(letter_height):
+            line = _line_of_height(integral_HW, letter_height, by_chance)
+            if line is not None:
+                yield line
+
+
+def _line_of_height(integral_HW: NDArray[np.int32], height: int, by_chance: float) -> Line | None:
+    """Return the strongest line of this height, where there is one that is worth a look.
+
+    In a rectangle as high as letters are, the edges of each row on a stretch as long as that are its edges over its
+    length: rows and height cancel out.
+    """
+    length = _line_length(height)
+    least_edges = _LEAST_LINE_EDGES + by_chance * height
+    in_rows_HW = integral_HW[_QUIET_ROWS + height : -_QUIET_ROWS] - integral_HW[_QUIET_ROWS : -_QUIET_ROWS - height]
+    in_line_HW = in_rows_HW[:, length:] - in_rows_HW[:, :-length]
+    top_N, left_N = np.nonzero(in_line_HW >= least_edges * length)
+    if not len(top_N):
+        return None
+
+    # Letters stand all along the line: one crowded place does not make one.
+    cell_length = length // _CELLS
+    borders_NC = in_rows_HW[top_N[:, None], left_N[:, None] + cell_length * np.arange(_CELLS + 1)]
+    emptiest_cell_N = np.diff(borders_NC, axis=1).min(1)
+    within_N = np.minimum(in_line_HW[top_N, left_N] / length, _CELL_SHARE * emptiest_cell_N / cell_length)
+
+    # Row r of the image is row r + _QUIET_ROWS of the integral image.
+    above_N = _edges_in_strips(integral_HW, top_N, left_N, length)
+    below_N = _edges_in_strips(integral_HW, top_N + _QUIET_ROWS + height, left_N, length)
+    around_N = np.maximum(above_N, below_N) * (height / (_QUIET_ROWS * length))
+    beyond_N = within_N - around_N - by_chance * height
+    # The area beyond the border may have edges: tubes and ribs are cut there.
+    reaches_border_N = (top_N < _QUIET_ROWS) | (top_N >= len(in_rows_HW) - _QUIET_ROWS)
+    beyond_N -= _BORDER_EDGES * reaches_border_N
+    strongest = int(beyond_N.argmax())
+    if beyond_N[strongest] < _LEAST_LINE_EDGES:
+        return None
+    return Line(float(beyond_N[strongest]), int(top_N[strongest]), int(left_N[strongest]), height, length)
+
+
+def _edges_in_strips(
+    integral_HW: NDArray[np.int32], top_N: NDArray[np.intp], left_N: NDArray[np.intp], length: int
+) -> NDArray[np.int32]:
+    """Return how many edges lie in strips of quiet rows, by the upper left corners of these in the integral image."""
+    bottom_N = top_N + _QUIET_ROWS
+    right_N = left_N + length
+    lower_N = integral_HW[bottom_N, right_N] - integral_HW[bottom_N, left_N]
+    upper_N = integral_HW[top_N, right_N] - integral_HW[top_N, left_N]
+    return lower_N - upper_N

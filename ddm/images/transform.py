@@ -1,24 +1,25 @@
 """Carries out a plan's transform: one picture in, samples of the plan's shape and range out.
 
-The same code serves silos and the aggregator's public images. A plan's transform depends on nothing but the picture:
-no chance, no other picture, no name of a file. A picture that it does not take is an error where pictures are public;
-at a silo it becomes a blank sample, so that no plan finds out by a number or a stop which pictures there are. The
-steps, in this order, each as `ddm.protocol.transform` describes it:
+The same code serves silos and the aggregator's public images. A transform depends on nothing but the picture: no
+chance, no other picture, no name of a file. A picture that it does not take is an error where pictures are public; at
+a silo it becomes a blank sample, so that no plan finds out by a number or a stop which pictures there are.
+
+The steps, in this order, each as `ddm.protocol.transform` describes it:
 
 1. channels;
-2. range: two values become the ends of the plan's range, linearly, and values beyond are clipped;
+2. range: two values become the ends of the plan's range, linearly, and values beyond them are clipped;
 3. content: the picture is cut to the box of what is bright;
-4. slices: a volume becomes images, as many whatever its depth, and an image as many copies;
+4. slices: a volume becomes images, the same number whatever its depth, and an image is repeated as often;
 5. fit: resampled, cut to the middle, padded.
 
 All is computed in float32, the range in double precision, so that two processors differ by its rounding alone.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
+from math import isfinite, prod
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,16 +37,23 @@ from ddm.images.geometry import (
     slices_of,
 )
 from ddm.images.picture import Picture
-from ddm.images.storage import to_stored
-from ddm.images.values import bounds, mapped, with_channels
 from ddm.protocol.data import DataSpec
-from ddm.protocol.transform import TransformSpec
+from ddm.protocol.transform import FullRange, PercentilesRange, SpacingFit, TransformSpec, ValuesRange, WindowRange
+from ddm.system.memory import machine_bytes
 
 VERSION = 2  # of the steps: whatever was made by others is made again
 _TYPES = ("uint8", "uint16", "int16", "int32", "float32")
-_COPIES = 4  # of a picture in float32: its channels, what percentiles sort, the mapped values, the content
-_LARGER = 16  # times the values of a picture, or of a sample, that it may be resampled to before its middle is kept
-_SMALL = 1 << 22  # values that it may always be resampled to
+# Copies of a picture in float32 at one time: its channels, what percentiles sort, the mapped values, the content.
+_NUM_COPIES = 4
+# A picture may be resampled to this many times its own values, or a sample's, before its middle is cut out.
+_MAX_ENLARGEMENT = 16
+_ALWAYS_ALLOWED_VALUES = 1 << 22
+# Weights of red, green and blue in the luminance: ITU-R BT.601, as in JPEG and DICOM's YBR_FULL.
+_RED_WEIGHT = 0.299
+_GREEN_WEIGHT = 0.587
+_BLUE_WEIGHT = 0.114
+_VALUES_AT_ONCE = 1 << 18  # mapped in double precision at one time
+_LARGEST = {"uint8": 255, "uint16": 65535}
 
 
 class Transform:
@@ -61,10 +69,12 @@ class Transform:
     """
 
     def __init__(self, spec: TransformSpec, data: DataSpec, *, max_bytes: int | None = None) -> None:
-        if misfit := spec.misfit(data):
+        misfit = spec.misfit(data)
+        if misfit:
             raise DataError("transform", expected=misfit, got=f"shape {data.shape}, range {data.range}")
-        self.spec, self.data = spec, data
-        self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.spec = spec
+        self.data = data
+        self._max_bytes = max_bytes or machine_bytes()
 
     @property
     def recipe(self) -> str:
@@ -81,8 +91,13 @@ class Transform:
         """How many samples every picture becomes."""
         return self.spec.slices.count if self.spec.slices else 1
 
+    @property
+    def blank(self) -> list[Floats]:
+        """The samples of a picture that cannot be used: the lowest value of the plan's range everywhere."""
+        return [np.full(self.data.shape, self.data.range[0], np.float32)] * self.num
+
     def apply(self, picture: Picture) -> list[Floats]:
-        """Return the samples of a picture: one, or one a slice.
+        """Return the samples of a picture: one, or one for each slice.
 
         Args:
             picture: as decoded.
@@ -94,7 +109,7 @@ class Transform:
             DataError: a picture that the plan does not take, or that would take too much memory; never its name.
         """
         samples, problem = self._samples(picture)
-        if problem:
+        if problem is not None:
             raise problem
         return samples
 
@@ -102,81 +117,240 @@ class Transform:
         """Return the samples of a private picture, and why they are `blank`, if they are.
 
         A plan chooses what it does not take. So that it learns from no number, stop or text which pictures that were,
-        nothing that a picture holds, and nothing in its header, makes it raise or changes the number of samples.
+        nothing that a picture holds, and nothing in its header, makes this raise or changes the number of samples.
 
         Args:
             picture: as decoded.
         """
         try:
             samples, problem = self._samples(picture)
-        except Exception as error:  # whatever one picture lets happen: an error of any kind would be an answer
+        except Exception as error:  # of any kind: what one picture makes happen would be an answer
             return self.blank, str(error) or type(error).__name__
-        return (self.blank, str(problem)) if problem else (samples, None)
+        if problem is not None:
+            return self.blank, str(problem)
+        return samples, None
 
-    @property
-    def blank(self) -> list[Floats]:
-        """What stands for a picture that cannot be used: the lowest value of the plan's range everywhere."""
-        return [np.full(self.data.shape, self.data.range[0], np.float32)] * self.num
+    def resampled_sides(self, picture: Picture) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the sides of a picture that the plan takes, of a volume's slices, and the sides that they get.
 
-    def _samples(self, picture: Picture) -> tuple[list[Floats], DataError | None]:
-        """Return samples, and why the picture's values are not taken.
+        It follows from the header alone: a picture whose content is cut out is enlarged more than that.
 
         Raises:
-            DataError: its header is not.
+            DataError: a header that the plan does not take.
         """
-        self._check(picture)
-        values, problem = with_channels(picture.values, self.spec, self.data.shape[0]), None
-        try:
-            floats = mapped(values, *bounds(values, picture, self.spec), self.data.range)
-            if self.spec.content:
-                floats = content_of(floats, self.spec.content, self.data.range)
-        except DataError as error:  # the rest is done all the same: to leave it out would take less time
-            floats, problem = np.full(values.shape, self.data.range[0], np.float32), error
-        if self.spec.slices and floats.ndim == 4:
-            images = slices_of(floats, self.spec.slices, picture.spacing)
-            most = values[0].size // values.shape[1 + axis_of(self.spec.slices)]
-            return [self._fit(image, spacing, most) for image, spacing in images], problem
-        return [self._fit(floats, picture.spacing, values[0].size)] * self.num, problem
+        self._check_header(picture)
+        sides = picture.values.shape[1:]
+        spacing = picture.spacing
+        if self.spec.slices is not None and len(sides) == 3:
+            axis = axis_of(self.spec.slices)
+            sides = (*sides[:axis], *sides[axis + 1 :])
+            spacing = None if spacing is None else (*spacing[:axis], *spacing[axis + 1 :])
+        return sides, resampled_size(self.spec, sides, spacing, self.data.shape[1:])
 
     def stored(self, sample: Floats) -> NDArray[np.generic]:
-        """Return a sample in its compact type; see `ddm.images.storage`."""
+        """Return a sample in its compact type; see `to_stored`."""
         return to_stored(sample, self.spec.storage, self.data.range)
 
-    def _check(self, picture: Picture) -> None:
+    def _samples(self, picture: Picture) -> tuple[list[Floats], DataError | None]:
+        """Return samples, and why the values of the picture are not taken.
+
+        Raises:
+            DataError: its header is not taken.
+        """
+        self._check_header(picture)
+        values = with_channels(picture.values, self.spec, self.data.shape[0])
+        problem: DataError | None = None
+        try:
+            low, high = bounds(values, picture, self.spec)
+            floats = mapped(values, low, high, self.data.range)
+            if self.spec.content:
+                floats = content_of(floats, self.spec.content, self.data.range)
+        except DataError as error:
+            # The other steps are done all the same: leaving them out would take less time, which a plan could measure.
+            floats = np.full(values.shape, self.data.range[0], np.float32)
+            problem = error
+        num_values = values[0].size
+        if self.spec.slices is None or floats.ndim != 4:
+            return [self._fit(floats, picture.spacing, num_values)] * self.num, problem
+        num_slices = values.shape[1 + axis_of(self.spec.slices)]
+        samples = [
+            self._fit(image, spacing, num_values // num_slices)
+            for image, spacing in slices_of(floats, self.spec.slices, picture.spacing)
+        ]
+        return samples, problem
+
+    def _check_header(self, picture: Picture) -> None:
         """Refuse what does not fit, by shape and type alone."""
-        values, dims = picture.values, len(self.data.shape)
+        values = picture.values
         if values.dtype.name not in _TYPES:
             raise DataError("values", expected=" or ".join(_TYPES), got=values.dtype.name)
-        wanted = (3, 4) if self.spec.slices else (dims,)
-        if values.ndim not in wanted or 0 in values.shape:
-            got = f"one of {values.ndim - 1} axes, {' x '.join(map(str, values.shape))}"
-            remedy = "A plan makes images of volumes with a table [transform.slices]." if values.ndim > dims else None
-            expected = " or ".join({3: "an image (C, H, W)", 4: "a volume (C, D, H, W)"}[each] for each in wanted)
-            raise DataError("picture", expected=expected, got=got, remedy=remedy)
+        num_plan_axes = len(self.data.shape)
+        allowed_axes = (3, 4) if self.spec.slices else (num_plan_axes,)
+        if values.ndim not in allowed_axes or 0 in values.shape:
+            names = {3: "an image (C, H, W)", 4: "a volume (C, D, H, W)"}
+            remedy = None
+            if values.ndim > num_plan_axes:
+                remedy = "To make images of volumes, a plan needs a table [transform.slices]."
+            raise DataError(
+                "picture",
+                expected=" or ".join(names[num_axes] for num_axes in allowed_axes),
+                got=f"one of {values.ndim - 1} axes, {' x '.join(map(str, values.shape))}",
+                remedy=remedy,
+            )
         if picture.spacing is not None and len(picture.spacing) != values.ndim - 1:
             raise DataError("spacing", expected=f"{values.ndim - 1} lengths", got=f"{len(picture.spacing)}")
-        needed = 4 * _COPIES * max(self.data.shape[0], values.shape[0]) * values[0].size
-        if needed > self._max_bytes:
-            raise DataError("picture", expected=f"at most {self._max_bytes} bytes of memory", got=f"{needed}")
+        if isinstance(self.spec.fit, SpacingFit) and not picture.spacing_in_mm:
+            raise DataError("spacing", expected="a file that states it, in mm", got="only a ratio of the sides")
+        num_channels = max(self.data.shape[0], values.shape[0])
+        needed_bytes = 4 * _NUM_COPIES * num_channels * values[0].size
+        if needed_bytes > self._max_bytes:
+            raise DataError("picture", expected=f"at most {self._max_bytes} bytes of memory", got=f"{needed_bytes}")
 
-    def _fit(self, values: Floats, spacing: tuple[float, ...] | None, whole: int) -> Floats:
-        """Bring a picture to the plan's shape; `whole` is its size before its content was cut out."""
-        shape, (low, high) = self.data.shape[1:], self.data.range
+    def _fit(self, values: Floats, spacing: tuple[float, ...] | None, num_values_before: int) -> Floats:
+        """Bring a picture to the plan's shape; `num_values_before` is its size before its content was cut out."""
+        shape = self.data.shape[1:]
+        low, high = self.data.range
         size = resampled_size(self.spec, values.shape[1:], spacing, shape)
-        needed = resampling_bytes(values.shape[0], values.shape[1:], size)
+        needed_bytes = resampling_bytes(values.shape[0], values.shape[1:], size)
         # No plan makes one picture take long among others: the bound follows from headers, not from values.
-        most = min(self._max_bytes, 4 * values.shape[0] * max(_LARGER * max(whole, prod(shape)), _SMALL))
-        if needed > most:
-            got = f"{needed} after resampling: one side is much too short, or the spacing too fine"
-            raise DataError("picture", expected=f"at most {most} bytes of memory", got=got)
-        kept = middle(antialiased(values, size), shape).clip(low, high)
+        max_values = max(_MAX_ENLARGEMENT * max(num_values_before, prod(shape)), _ALWAYS_ALLOWED_VALUES)
+        max_bytes = min(self._max_bytes, 4 * values.shape[0] * max_values)
+        if needed_bytes > max_bytes:
+            got = f"{needed_bytes} after resampling: one side is much too short, or the spacing too fine"
+            raise DataError("picture", expected=f"at most {max_bytes} bytes of memory", got=got)
+        resampled = antialiased(values, size)
+        fitted = middle(resampled, shape).clip(low, high)
         padding = low if self.spec.padding is None else self.spec.padding
-        return np.ascontiguousarray(padded(kept, shape, padding))
+        return np.ascontiguousarray(padded(fitted, shape, padding))
+
+
+def with_channels(values: NDArray[np.generic], spec: TransformSpec, num_channels: int) -> NDArray[np.generic]:
+    """Return the channels that the plan requires.
+
+    Args:
+        values: shape (C, ...).
+        spec: the plan's.
+        num_channels: of the plan's samples.
+
+    Raises:
+        DataError: the picture has a number of channels that the plan does not take.
+    """
+    num_found = values.shape[0]
+    if spec.channels == "pick":
+        if num_found <= max(spec.pick):
+            raise DataError("channels", expected=f"more than {max(spec.pick)}, to pick from", got=f"{num_found}")
+        return values[list(spec.pick)]
+    if spec.channels == "grey" and num_found == 3:
+        red, green, blue = (values[channel].astype(np.float32) for channel in range(3))
+        grey: NDArray[np.generic] = _RED_WEIGHT * red + _GREEN_WEIGHT * green + _BLUE_WEIGHT * blue
+        return grey[None]
+    if spec.channels == "rgb" and num_found == 1:
+        return np.broadcast_to(values, (3, *values.shape[1:]))
+    if num_found == num_channels:
+        return values
+    expected = f"{num_channels}, as the plan requires"
+    if spec.channels in ("grey", "rgb"):
+        expected = "1 or 3"
+    raise DataError("channels", expected=expected, got=f"{num_found}", remedy=_remedy(num_found, num_channels))
+
+
+def _remedy(num_found: int, num_channels: int) -> str | None:
+    conversion = {(3, 1): "grey", (1, 3): "rgb"}.get((num_found, num_channels))
+    return f'A plan takes such pictures with transform.channels = "{conversion}".' if conversion else None
+
+
+def bounds(values: NDArray[np.generic], picture: Picture, spec: TransformSpec) -> tuple[float, float]:
+    """Return the two values that become the ends of the plan's range.
+
+    Args:
+        values: the picture's, in the channels of the plan.
+        picture: knows window and full range of its file.
+        spec: the plan's.
+
+    Raises:
+        DataError: a picture without a window or bounds where the plan requires them, with values that are not finite,
+            or with the same value nearly everywhere.
+    """
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise DataError("values", expected="finite numbers", got="NaN or infinite values")
+    low, high = map(float, _range_bounds(values, picture, spec.range))
+    if not high > low:
+        raise DataError("values", expected="values that differ", got="the same value nearly everywhere")
+    if not isfinite(high - low):
+        raise DataError("values", expected="a finite range", got="numbers too large for one")
+    return low, high
+
+
+def _range_bounds(
+    values: NDArray[np.generic], picture: Picture, spec: WindowRange | ValuesRange | PercentilesRange | FullRange
+) -> tuple[float, float]:
+    match spec:
+        case ValuesRange(low=low, high=high):
+            return low, high
+        case PercentilesRange(low=low, high=high):
+            numbers: NDArray[Any] = values
+            lower_bound, upper_bound = np.percentile(numbers, (low, high))
+            return lower_bound, upper_bound
+        case FullRange():
+            if picture.full is None:
+                got = "floating point or 32 bits, which have no bounds of their own"
+                raise DataError("values", expected="a type with a full range, such as 8 bits", got=got)
+            return picture.full
+        case WindowRange(fallback=fallback):
+            if picture.window is not None:
+                return picture.window
+            if fallback == "refuse":
+                raise DataError("window", expected="a window that the file states", got="a file without a window")
+            return _range_bounds(values, picture, FullRange() if fallback == "full" else PercentilesRange())
+
+
+def mapped(values: NDArray[np.generic], low: float, high: float, target: tuple[float, float]) -> NDArray[np.float32]:
+    """Map `low` and `high` to the ends of `target`, linearly, and clip values beyond; in double precision.
+
+    Returns:
+        The same shape, float32, in memory of its own.
+    """
+    target_low, target_high = target
+    result = np.empty(values.shape, np.float32)
+    flat_result = result.reshape(-1)
+    flat_values = np.ascontiguousarray(values).reshape(-1)
+    for start in range(0, flat_values.size, _VALUES_AT_ONCE):
+        block = flat_values[start : start + _VALUES_AT_ONCE].astype(np.float64)
+        share = ((block - low) / (high - low)).clip(0, 1)
+        flat_result[start : start + _VALUES_AT_ONCE] = target_low + (target_high - target_low) * share
+    return result
+
+
+def to_stored(
+    values: NDArray[np.float32], storage: Literal["uint8", "uint16", "float16"], target: tuple[float, float]
+) -> NDArray[np.generic]:
+    """Return values of the plan's range in their compact type, in double precision until they are rounded.
+
+    For `uint8` and `uint16`, whose largest number is m, the stored number n means ``low + (high - low) n / m``. A value
+    v becomes ``n = round((v - low) / (high - low) m)``, halves to even, so that it changes by at most
+    ``(high - low) / 2m``: a 510th of the range, or a 131,070th. For `float16` the stored number is the nearest one
+    within the range. `ddm.images.fit.fit` reads it back, as it reads every array of whole numbers.
+
+    Args:
+        values: any shape, within `target`.
+        storage: the type.
+        target: the plan's range.
+    """
+    low, high = target
+    exact = values.astype(np.float64).clip(low, high)
+    if storage != "float16":
+        return np.rint((exact - low) / (high - low) * _LARGEST[storage]).astype(storage)
+    nearest = exact.astype(np.float16)
+    above = nearest.astype(np.float64) > high
+    below = nearest.astype(np.float64) < low
+    nearest[above] = np.nextafter(nearest[above], np.float16(-np.inf))
+    nearest[below] = np.nextafter(nearest[below], np.float16(np.inf))
+    return nearest
 
 
 @contextmanager
 def about(subject: str) -> Iterator[None]:
-    """Let errors about a picture say which one it was: by its number, never by its name.
+    """Let errors about a picture say which one it was.
 
     Raises:
         DataError: in place of any error of ours.
@@ -184,5 +358,6 @@ def about(subject: str) -> Iterator[None]:
     try:
         yield
     except ArchipelagoError as error:
-        got, expected, remedy = error.got, error.expected, error.remedy
-        raise DataError(f"{subject}: {error.subject}", expected=expected, got=got, remedy=remedy) from error
+        raise DataError(
+            f"{subject}: {error.subject}", expected=error.expected, got=error.got, remedy=error.remedy
+        ) from error

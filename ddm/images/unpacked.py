@@ -1,7 +1,7 @@
-"""The one copy of a cohort's images that a folder keeps, for what cannot be read where it lies.
+"""The one copy of a cohort's images that a folder holds, for images that cannot be read in place.
 
-It is named by what it was made of, so that the same is found again and anything else is made anew; files that belong to
-it have the same stem.
+It is named by what it was made of, so that the same inputs find it again and other inputs make another one; files that
+belong to it have the same stem.
 """
 
 import json
@@ -18,16 +18,16 @@ _LOCK = ".unpacking.lock"
 
 
 @contextmanager
-def unpacked_path(folder: Path, made_of: Iterable[object]) -> Iterator[Path]:
-    """Yield the npy of what was made of exactly this, there or to be written; what was made of anything else goes.
+def unpacked_path(folder: Path, inputs: Iterable[object]) -> Iterator[Path]:
+    """Yield the path of the npy that was, or is to be, made of these inputs; what was made of others is removed.
 
-    Until the block ends the folder is this caller's: whoever else would write there, or remove, waits.
+    Until the block ends the folder is this caller's: others who would write or remove files there wait.
 
     Args:
         folder: private to the worker.
-        made_of: all that the copy depends on, as JSON can write it.
+        inputs: all that the copy depends on, as JSON can write it.
     """
-    path = folder / f"{PREFIX}{sha256_hex(json.dumps([_FORMAT, *made_of]).encode())[:32]}.npy"
+    path = folder / f"{PREFIX}{sha256_hex(json.dumps([_FORMAT, *inputs]).encode())[:32]}.npy"
     folder.mkdir(parents=True, exist_ok=True)
     with lock_file(folder / _LOCK):
         for other in (*folder.glob(f"{PREFIX}*"), *folder.glob(f".{PREFIX}*.part")):
@@ -37,5 +37,9 @@ def unpacked_path(folder: Path, made_of: Iterable[object]) -> Iterator[Path]:
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return what tells whether files changed: path, bytes and time of each."""
-    return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    """Return path, length and time of each file, which change when the file does."""
+    entries = []
+    for path in files:
+        status = path.stat()
+        entries.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
+    return entries

@@ -1,6 +1,6 @@
-"""The program that decodes: it reads requests, one JSON a line, and answers with what it saw; it can write no file.
+"""The program that decodes: it reads requests, one JSON a line, and answers with what it found; it can write no file.
 
-Its memory is bounded by the kernel before it opens anything. What libraries print goes nowhere: it may quote tags.
+The kernel bounds its memory before it opens anything. What libraries print is discarded: it may quote tags.
 """
 
 import json
@@ -9,105 +9,126 @@ import resource
 import struct
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from ddm.errors import SetupError
 from ddm.images.content import FileContent
-from ddm.images.fingerprint import fingerprint
 from ddm.images.formats import decode
-from ddm.images.patients import order_of
+from ddm.images.patients import PatientRule, order_of
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import ImageError, Reason
-from ddm.images.record import PictureRecord, look
+from ddm.images.record import PictureRecord, fingerprint, record_of
 from ddm.system.reaper import end_with_parent
 
-HEADER = struct.Struct(">IQ")  # bytes of an answer's JSON, and of the values that follow it
+HEADER = struct.Struct(">IQ")  # length in bytes of an answer's JSON, and of the values after it
 READY = b'{"ready": true}'
 _BLOCK_BYTES = 1 << 20
-_MOST_AT_ONCE = 1 << 26  # bytes
-_UNNEEDED = ("requests", "tqdm")  # pydicom imports them to download test files, which takes a third of its start
-_EXHAUSTED = (Reason.MEMORY,)
+_MAX_CONTENT_BYTES = 1 << 26  # of a file that is read at once, for its digest and its decoder
+# pydicom imports these to download its test files, which takes a third of its start.
+_UNNEEDED_MODULES = ("requests", "tqdm")
 
 
-def bound(limits: Limits) -> None:
-    """Bound this process: its address space, no file written, no image of its memory left behind."""
+@dataclass(frozen=True)
+class _Secrets:
+    """How patients' identifiers become digests: the keys, and which characters distinguish patients."""
+
+    key: bytes
+    order_key: bytes
+    patient_rule: PatientRule
+
+
+def set_bounds(limits: Limits) -> None:
+    """Bound this process: its address space; no file written; no core dump, which would hold pixels."""
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer requests until there are none, or until memory ran out once: a fresh process then takes over."""
+    """Answer requests until there are no more, or until memory ran out once: a fresh process then takes over."""
     settings = json.loads(requests.readline())
-    limits, key, order = Limits(**settings["limits"]), bytes.fromhex(settings["key"]), bytes.fromhex(settings["order"])
+    limits = Limits(**settings["limits"])
+    secrets = _Secrets(bytes.fromhex(settings["key"]), bytes.fromhex(settings["order"]), settings["patient_rule"])
     end_with_parent(settings["parent"])
-    bound(limits)
-    _write(answers, READY)  # only now does the time of files count
+    set_bounds(limits)
+    _write(answers, READY)  # from here on, time counts against the files
     answers.flush()
     for line in requests:
-        request = json.loads(line)
-        end: dict[str, Any] = {}
-        digest = ""
-        try:
-            content = _content(request["files"])
-            digest = fingerprint(b"content", _parts(request["files"]) if content is None else (content,), key)
-            if digest == request["digest"]:
-                end = {"end": digest, "same": True}
-            else:
-                for found in decode(FileContent.of(Path(request["path"]), content), limits):
-                    _answer(answers, _seen(found, key), found if request["values"] else None, order)
-                end = {"end": digest}
-        except ImageError as error:
-            end = {"end": digest, "reason": error.reason, "detail": error.detail}
-        except SetupError as error:
-            end = {"end": "", "setup": error.got, "remedy": error.remedy}
-        except OSError as error:
-            reason = Reason.MISSING if isinstance(error, FileNotFoundError) else Reason.FORBIDDEN
-            end = {"end": "", "reason": reason, "detail": os.strerror(error.errno or 0)}
-        except MemoryError:
-            end = {"end": "", "reason": Reason.MEMORY}
+        end = _answer_request(json.loads(line), limits, secrets, answers)
         _write(answers, json.dumps(end).encode())
-        answers.flush()  # once a file: whoever listens wakes up for it
-        if end.get("reason") in _EXHAUSTED:
+        answers.flush()  # once a file, since each flush wakes up the reader
+        if end.get("reason") == Reason.MEMORY:
             return
 
 
-def _seen(found: DecodedPicture | ImageError, key: bytes) -> PictureRecord:
-    if isinstance(found, ImageError):
-        return PictureRecord(reason=found.reason.value, detail=found.detail)
-    return look(found, key)
+def _answer_request(
+    request: Mapping[str, Any], limits: Limits, secrets: _Secrets, answers: IO[bytes]
+) -> dict[str, Any]:
+    """Answer with each picture of a file; return the answer about its end."""
+    digest = ""
+    try:
+        data = _read_at_once(request["files"])
+        parts = _read_in_parts(request["files"]) if data is None else (data,)
+        digest = fingerprint(b"content", parts, secrets.key)
+        if digest == request["digest"]:
+            return {"end": digest, "same": True}
+        for picture in decode(FileContent.of(Path(request["path"]), data), limits):
+            _answer_picture(answers, picture, secrets, with_values=request["values"])
+        return {"end": digest}
+    except ImageError as error:
+        return {"end": digest, "reason": error.reason, "detail": error.detail}
+    except SetupError as error:
+        return {"end": "", "setup": error.got, "remedy": error.remedy}
+    except OSError as error:
+        reason = Reason.MISSING if isinstance(error, FileNotFoundError) else Reason.FORBIDDEN
+        return {"end": "", "reason": reason, "detail": os.strerror(error.errno or 0)}
+    except MemoryError:
+        return {"end": "", "reason": Reason.MEMORY}
 
 
-def _answer(answers: IO[bytes], seen: PictureRecord, found: DecodedPicture | ImageError | None, order: bytes) -> None:
-    if isinstance(found, DecodedPicture):
-        picture = found
-        about = {"spacing": picture.spacing, "window": picture.window, "full": picture.full}
-        told = {"order": order_of(found.patient, order)} if order else {}
-        data = json.dumps({"picture": about, "seen": seen.model_dump_json(), **told}).encode()
-        _write(answers, data, picture.values.reshape(-1).view("u1").data)
+def _answer_picture(
+    answers: IO[bytes], picture: DecodedPicture | ImageError, secrets: _Secrets, *, with_values: bool
+) -> None:
+    if isinstance(picture, ImageError):
+        record = PictureRecord(reason=picture.reason.value, detail=picture.detail)
     else:
-        _write(answers, seen.model_dump_json().encode())
+        record = record_of(picture, secrets.key, secrets.patient_rule)
+    if not with_values or isinstance(picture, ImageError):
+        _write(answers, record.model_dump_json().encode())
+        return
+    answer: dict[str, Any] = {
+        "picture": {"spacing": picture.spacing, "window": picture.window, "full": picture.full},
+        "spacing_in_mm": picture.spacing_in_mm,
+        "record": record.model_dump_json(),
+    }
+    if secrets.order_key:
+        answer["order"] = order_of(picture.patient, secrets.order_key, secrets.patient_rule)
+    _write(answers, json.dumps(answer).encode(), picture.values.reshape(-1).view("u1").data)
 
 
 def _write(answers: IO[bytes], data: bytes, values: memoryview | None = None) -> None:
-    answers.write(HEADER.pack(len(data), values.nbytes if values is not None else 0) + data)
+    num_value_bytes = 0 if values is None else values.nbytes
+    answers.write(HEADER.pack(len(data), num_value_bytes) + data)
     if values is not None:
         answers.write(values)
 
 
-def _content(files: list[str]) -> bytes | None:
-    """Return what a file holds, read once for digest and decoder; None of a large one, or of several."""
+def _read_at_once(files: list[str]) -> bytes | None:
+    """Return the content of a file, for its digest and its decoder; None if it is large, or if there are several."""
     if len(files) > 1:
         return None
     with open(os.fsencode(files[0]), "rb", buffering=0) as handle:  # noqa: PTH123 - names of any bytes
         size = os.fstat(handle.fileno()).st_size
-        return handle.read(size + 1) if size <= _MOST_AT_ONCE else None
+        if size > _MAX_CONTENT_BYTES:
+            return None
+        return handle.read(size + 1)
 
 
-def _parts(files: list[str]) -> Iterator[bytes]:
-    """Yield what files hold, one after the other, each after its length where there are several."""
+def _read_in_parts(files: list[str]) -> Iterator[bytes]:
+    """Yield the content of files, one after the other, each after its length if there are several."""
     for file in files:
         with open(os.fsencode(file), "rb", buffering=0) as handle:  # noqa: PTH123 - names of any bytes
             if len(files) > 1:
@@ -117,11 +138,12 @@ def _parts(files: list[str]) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Serve standard input and output, which nothing else in this process then reaches."""
+    """Serve standard input and output, which nothing else in this process can reach then."""
     warnings.simplefilter("ignore")
-    for name in _UNNEEDED:
+    for name in _UNNEEDED_MODULES:
         sys.modules[name] = None  # type: ignore[assignment] # as if it were not installed
-    answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    answers = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     with os.fdopen(0, "rb", closefd=False) as requests, os.fdopen(answers, "wb", buffering=1 << 16) as out:

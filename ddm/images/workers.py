@@ -1,8 +1,13 @@
-"""Starts decoders, hands each its files, and starts another where a file kills one; that file's reason is then known.
+"""Decodes files in processes of their own, and yields what they find in the order of the files.
 
-A file has `Limits.seconds`, and a second more for each of its MB. Only time in which this process listens counts, and a
-decoder that waits for a processor or the disk, as on a busy machine, may take `_BUSY` times as long.
-Pictures with their values can be had in the order of their files: then what is decoded ahead waits in bounded buffers.
+Decoders are libraries in C that read what strangers wrote. A process that one of them crashes, hangs or fills with
+memory is replaced; the file that it had in hand then has a reason, and the other files go on.
+
+A file has `Limits.seconds`, and one second more for each of its MB. Only the time counts in which this process listens
+to the decoder. A decoder that waits for a processor or for the disk, as on a busy machine, may take `_BUSY` times as
+long.
+
+Several processes work ahead of the file whose turn it is. What they send meanwhile waits in buffers of bounded size.
 """
 
 import json
@@ -13,17 +18,17 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddm.errors import SetupError
-from ddm.images.jobs import Done, Found, Job
-from ddm.images.patients import DIGEST_CHARACTERS
+from ddm.images.patients import DIGEST_CHARACTERS, PatientRule
 from ddm.images.picture import Limits, Picture
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
@@ -31,179 +36,237 @@ from ddm.images.worker import HEADER, READY
 from ddm.system.processes import used
 from ddm.system.signals import blocked
 
-_AHEAD = 16  # requests that a decoder may have before it
-_AHEAD_BYTES = 1 << 15  # of them, well within a pipe
+_MAX_QUEUED_JOBS = 16  # requests that wait in the pipe of one decoder
+_MAX_QUEUED_BYTES = 1 << 15  # of these requests: less than a pipe holds, so that neither end waits for the other
 _POLL_S = 0.5
-_START_S = 120.0  # that a process has until it is ready for its first file
-_STARTS = 3  # that fail before there is something wrong with this machine
-_END_S = 10.0  # that a process has between the end of its answers and its own
-_MOST_CLOCK_S = 1.0  # between two looks
+_START_S = 120.0  # until a new process must be ready for its first file
+_MAX_FAILED_STARTS = 3  # in a row, before the machine is to blame
+_EXIT_S = 10.0  # between the end of a decoder's answers and its own end
+_MAX_TICK_S = 1.0  # counted between two looks, so that a suspended machine costs no file its time
 _BUSY = 20
 _READ_BYTES = 1 << 20
-_WAITING_BYTES = 1 << 27  # of answers of later files, in all, while pictures come in order
+_MAX_BUFFERED_BYTES = 1 << 27  # answers of later files, over all decoders
 _MAX_JSON_BYTES = 1 << 16
-_SEEN = b'{"shape":'  # how a picture without values begins
+_MAX_VALUE_BYTES = 8  # of one value of a picture
+_MAX_DETAIL_CHARACTERS = 512
+_RECORD_PREFIX = b'{"shape":'  # how the record of a picture without values begins
 
 
 _ENVIRONMENT = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    # Freed memory is kept for the next picture: giving it back and taking it anew costs as much as decoding.
-    **{"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": str(1 << 27), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)},
-    **{"MALLOC_TOP_PAD_": str(1 << 24)},
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    # Freed memory is kept for the next picture: returning it and asking for it again costs as much as decoding.
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 27),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+    "MALLOC_TOP_PAD_": str(1 << 24),
 }
 
 
-def decode_all(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int) -> Iterator[Found | Done]:
-    """Decode files in several processes; what is seen of their pictures comes as it is found, each job's end last.
+@dataclass(frozen=True)
+class DecodeJob:
+    """A file to be decoded.
+
+    Attributes:
+        path: the file.
+        files: the file, and what belongs to it, such as labels in a file beside it.
+        num_bytes: of them all.
+        known_digest: of the content that an earlier scan decoded; the same content is not decoded again.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    num_bytes: int
+    known_digest: str = ""
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """One picture of a job.
+
+    Attributes:
+        job: its file.
+        record: what a scan keeps of it.
+        picture: its values, if the options ask for them.
+        order: secret rank of its patient (see `ddm.images.patients.order_of`), if the options ask for it and the file
+            names a patient.
+    """
+
+    job: DecodeJob
+    record: PictureRecord
+    picture: Picture | None = field(default=None, repr=False)
+    order: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class DecodedFile:
+    """The end of a job, after all of its pictures.
+
+    Attributes:
+        job: the file.
+        digest: of its content; empty if it could not be read.
+        unchanged: the content has the known digest, and was not decoded again.
+        reason: why it gives no picture, or no more pictures.
+        detail: more about the reason.
+    """
+
+    job: DecodeJob
+    digest: str = ""
+    unchanged: bool = False
+    reason: Reason | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class DecoderOptions:
+    """How files are decoded.
+
+    Attributes:
+        limits: for each file.
+        key: secret of the pseudonyms and fingerprints in records.
+        num_processes: that decode.
+        with_values: whether pictures come with their values.
+        order_key: secret of the order of patients; empty if that order is not needed.
+        patient_rule: which characters of an identifier distinguish patients.
+    """
+
+    limits: Limits
+    key: bytes = field(repr=False)
+    num_processes: int = 1
+    with_values: bool = False
+    order_key: bytes = field(default=b"", repr=False)
+    patient_rule: PatientRule = "spelling"
+
+
+def decode_files(
+    jobs: Iterable[DecodeJob], options: DecoderOptions, is_cancelled: Callable[[], bool] = lambda: False
+) -> Iterator[DecodedImage | DecodedFile]:
+    """Decode files in several processes; for each job in turn, yield its pictures and then its end.
 
     Args:
-        jobs: taken as there is room for them.
-        limits: of each file.
-        key: of the pseudonyms of patients.
-        num: how many processes.
+        jobs: taken only when a process has room for another one.
+        options: how they are decoded.
+        is_cancelled: called now and then; True ends the work.
 
     Raises:
         SetupError: a decoder cannot start, or lacks the packages that a file needs.
     """
-    source = iter(jobs)
-    waiting = deque(islice(source, num))
-    with selectors.DefaultSelector() as selector:
-        decoders = [_Decoder(limits, key) for _ in waiting]  # no more than there are files
-        try:
-            for decoder in decoders:
-                selector.register(decoder.output, selectors.EVENT_READ, decoder)
-            looked = time.monotonic()
-            while True:
-                for decoder in decoders:
-                    decoder.fill(waiting, source)
-                if not any(decoder.busy for decoder in decoders):
-                    return
-                ready = selector.select(_POLL_S)
-                now = time.monotonic()
-                elapsed, looked = min(now - looked, _MOST_CLOCK_S), now
-                for selected, _ in ready:
-                    selected.data.listen()
-                    yield from selected.data.answers()
-                for decoder in decoders:
-                    decoder.tick(elapsed)
-                    if decoder.ended:
-                        selector.unregister(decoder.output)
-                        yield from decoder.bury(waiting)
-                        decoder.start()
-                        selector.register(decoder.output, selectors.EVENT_READ, decoder)
-        finally:
-            for decoder in decoders:
-                decoder.stop()
-
-
-def decode_in_order(
-    jobs: Iterable[Job],
-    limits: Limits,
-    key: bytes,
-    *,
-    num: int,
-    ended: Callable[[], bool] = lambda: False,
-    order: bytes = b"",
-) -> Iterator[Found | Done]:
-    """Decode files in several processes; pictures come with their values, in the order of the jobs, whoever is faster.
-
-    Each process may be ahead of the file whose turn it is by what a buffer of bounded size holds; then it waits.
-
-    Args:
-        jobs: taken as there is room for them. Their digests say nothing here: all are decoded.
-        limits: of each file.
-        key: of the pseudonyms of patients.
-        num: how many processes.
-        ended: asked now and then whether nobody waits for the rest any more.
-        order: the key of the order of patients, where it is asked for.
-
-    Raises:
-        SetupError: a decoder cannot start, or lacks the packages that a file needs.
-    """
-    source = iter(jobs)
-    first = list(islice(source, num))  # no more processes than there are files
-    decoders = [_Decoder(limits, key, values=True, order=order) for _ in first]
+    remaining = iter(jobs)
+    first_jobs = list(islice(remaining, options.num_processes))
+    processes = [_DecoderProcess(options) for _ in first_jobs]  # no more processes than files
     try:
-        yield from _in_order(decoders, chain(first, source), ended)
+        yield from _decode_in_turn(processes, chain(first_jobs, remaining), is_cancelled)
     finally:
-        for decoder in decoders:
-            decoder.stop()
+        for process in processes:
+            process.stop()
 
 
-def _in_order(decoders: "list[_Decoder]", source: Iterator[Job], ended: Callable[[], bool]) -> Iterator[Found | Done]:
-    if not decoders:
+def _decode_in_turn(
+    processes: "Sequence[_DecoderProcess]", jobs: Iterator[DecodeJob], is_cancelled: Callable[[], bool]
+) -> Iterator[DecodedImage | DecodedFile]:
+    if not processes:
         return
-    turns = deque[_Decoder]()  # whose turn it is, once for each job
-    most_bytes = _WAITING_BYTES // len(decoders)
-    while not ended():
-        while (idlest := min(decoders, key=lambda decoder: decoder.load)).has_room:
-            if (job := next(source, None)) is None:
-                break
-            if idlest.ended:  # while it had nothing to do
-                idlest.restart()
-            if not idlest.take(job):
-                source = chain((job,), source)
-                break
-            turns.append(idlest)
+    turns = deque[_DecoderProcess]()  # the process that has each unfinished job, in the order of the jobs
+    max_buffered_bytes = _MAX_BUFFERED_BYTES // len(processes)
+    while not is_cancelled():
+        jobs = _hand_out(jobs, processes, turns)
         if not turns:
             return
-        decoder = turns[0]
-        answer = decoder.answer()
-        if answer is None and decoder.ended:
-            again = deque[Job]()
-            answer = next(iter(decoder.bury(again)), None)
-            decoder.start()
-            for job in again:
-                decoder.take(job)
-        if isinstance(answer, Done):
+        current = turns[0]
+        answer = current.next_answer()
+        if answer is None and current.has_ended:
+            answer = current.replace()
+        if isinstance(answer, DecodedFile):
             turns.popleft()
         if answer is not None:
             yield answer
-        elif not decoder.ended:
-            _listen(decoder, [each for each in decoders if each is decoder or each.waiting_bytes < most_bytes])
+        elif not current.has_ended:
+            others = [
+                process
+                for process in processes
+                if process is not current and process.buffered_bytes < max_buffered_bytes
+            ]
+            _listen(current, others)
 
 
-def _listen(first: "_Decoder", decoders: "list[_Decoder]") -> None:
-    """Read what comes, for a moment at most; the time of the file whose turn it is counts alone, answer or not."""
+def _hand_out(
+    jobs: Iterator[DecodeJob], processes: "Sequence[_DecoderProcess]", turns: "deque[_DecoderProcess]"
+) -> Iterator[DecodeJob]:
+    """Give jobs to the processes with the fewest, while there is room; return the jobs that are left."""
+    while True:
+        idlest = min(processes, key=lambda process: process.num_jobs)
+        if not idlest.has_room:
+            return jobs
+        job = next(jobs, None)
+        if job is None:
+            return jobs
+        if idlest.has_ended and not idlest.num_jobs:
+            idlest.restart()
+        if not idlest.accept(job):
+            return chain((job,), jobs)
+        turns.append(idlest)
+
+
+def _listen(current: "_DecoderProcess", others: "Sequence[_DecoderProcess]") -> None:
+    """Wait for answers, for a moment at most, and count that time for the files in hand."""
+    alive = [process for process in (current, *others) if not process.has_ended]
     with selectors.DefaultSelector() as selector:
-        for decoder in decoders:
-            if not decoder.ended:
-                selector.register(decoder.output, selectors.EVENT_READ, decoder)
-        began = time.monotonic()
+        for process in alive:
+            selector.register(process.output, selectors.EVENT_READ, process)
+        start = time.monotonic()
         for selected, _ in selector.select(_POLL_S):
-            selected.data.listen()
-    first.tick(min(time.monotonic() - began, _MOST_CLOCK_S))
+            selected.data.receive()
+    elapsed_s = min(time.monotonic() - start, _MAX_TICK_S)
+    for process in alive:
+        # Of a process with answers in its buffer it is not known here which file it has in hand.
+        if process is current or not process.buffered_bytes:
+            process.tick(elapsed_s)
 
 
-class _Decoder:
-    """One process, and the jobs that it has not answered yet."""
+class _DecoderProcess:
+    """One process that decodes, and the jobs that it has not finished."""
 
-    def __init__(self, limits: Limits, key: bytes, *, values: bool = False, order: bytes = b"") -> None:
-        self._limits, self._key, self._values, self._order = limits, key, values, order
-        self._deaths = self._starts = 0
-        self.start()
+    def __init__(self, options: DecoderOptions) -> None:
+        self._options = options
+        self._deaths = 0  # in a row, each before the process answered anything about its first file
+        self._failed_starts = 0  # in a row
+        self._start()
 
-    def start(self) -> None:
-        """Start the process; it bounds itself before it opens a file."""
-        environment = {**os.environ, **_ENVIRONMENT}
+    def _start(self) -> None:
+        """Start the process; it sets its own bounds before it opens a file."""
         command = [sys.executable, "-P", "-m", "ddm.images.worker"]
-        with blocked():  # a Ctrl-C at the terminal is for this process: no file is to blame for a decoder that it ends
+        # A Ctrl-C at the terminal is for this process. If it ended a decoder, the file in hand would seem to blame.
+        with blocked():
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **_ENVIRONMENT},
             )
-        keys = {"key": self._key.hex(), "order": self._order.hex()}
-        settings = {"limits": asdict(self._limits), "parent": os.getpid(), **keys}
-        self._jobs, self._buffer = deque[Job](), bytearray()
-        self._line_bytes, self._pending_bytes = deque[int](), 0
-        self._clock_s, self._spent_s, self._late, self._answered = 0.0, 0.0, False, False
-        self._ready, self._retired = False, False
-        self.ended = False
+        self._jobs = deque[DecodeJob]()
+        self._request_bytes = deque[int]()  # of each job
+        self._buffer = bytearray()
+        self._clock_s = 0.0  # of the file in hand
+        self._processor_s = 0.0  # that the process had used when the file in hand began to be slow
+        self._is_late = False
+        self._has_answered = False
+        self._is_ready = False
+        self._is_exhausted = False
+        self.has_ended = False
+        settings = {
+            "limits": asdict(self._options.limits),
+            "parent": os.getpid(),
+            "key": self._options.key.hex(),
+            "order": self._options.order_key.hex(),
+            "patient_rule": self._options.patient_rule,
+        }
         self._send(json.dumps(settings).encode() + b"\n")
 
     def restart(self) -> None:
-        """End the process, and start another."""
+        """End the process, and start another one."""
         self.stop()
-        self.start()
+        self._start()
 
     @property
     def output(self) -> int:
@@ -212,149 +275,183 @@ class _Decoder:
         return self._process.stdout.fileno()
 
     @property
-    def busy(self) -> bool:
-        """Whether an answer is due."""
-        return bool(self._jobs)
-
-    @property
-    def load(self) -> int:
-        """How many answers are due."""
+    def num_jobs(self) -> int:
+        """How many jobs are unfinished."""
         return len(self._jobs)
 
     @property
     def has_room(self) -> bool:
-        """Whether another request is few enough that neither end of a pipe waits for the other."""
-        return not self._jobs or (len(self._jobs) < _AHEAD and self._pending_bytes < _AHEAD_BYTES)
+        """Whether the pipe has room for another request."""
+        if not self._jobs:
+            return True
+        return len(self._jobs) < _MAX_QUEUED_JOBS and sum(self._request_bytes) < _MAX_QUEUED_BYTES
 
     @property
-    def waiting_bytes(self) -> int:
-        """What was read of its answers and not yet taken."""
+    def buffered_bytes(self) -> int:
+        """Bytes that were received and not yet taken."""
         return len(self._buffer)
 
-    def fill(self, waiting: deque[Job], source: Iterator[Job]) -> None:
-        """Hand over as many jobs as it has room for."""
-        while self.has_room:
-            job = waiting.popleft() if waiting else next(source, None)
-            if job is None:
-                return
-            if not self.take(job):
-                waiting.appendleft(job)
-                return
-
-    def take(self, job: Job) -> bool:
-        """Hand over one job, unless its names are so long that both ends of the pipe could wait for each other."""
-        request = {"path": job.path, "files": job.files, "digest": job.digest, "values": self._values}
+    def accept(self, job: DecodeJob) -> bool:
+        """Hand over a job; False if its names are so long that both ends of the pipe could wait for each other."""
+        request = {
+            "path": job.path,
+            "files": job.files,
+            "digest": job.known_digest,
+            "values": self._options.with_values,
+        }
         line = json.dumps(request).encode() + b"\n"
-        if self._jobs and self._pending_bytes + len(line) > _AHEAD_BYTES:
+        if self._jobs and sum(self._request_bytes) + len(line) > _MAX_QUEUED_BYTES:
             return False
         self._jobs.append(job)
-        self._line_bytes.append(len(line))
-        self._pending_bytes += len(line)
+        self._request_bytes.append(len(line))
         self._send(line)
         return True
 
     def _send(self, data: bytes) -> None:
-        with suppress(BrokenPipeError):  # then its end is read next
+        with suppress(BrokenPipeError):  # the end of its output is read next, and says what happened
             assert self._process.stdin is not None  # noqa: S101 - for the type alone
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def listen(self) -> None:
-        """Read some of what came; nothing is the end of the process."""
+    def receive(self) -> None:
+        """Read some of its output; an end of output is the end of the process."""
         data = os.read(self.output, _READ_BYTES)
-        self.ended = not data
+        if not data:
+            self.has_ended = True
         self._buffer += data
 
-    def answers(self) -> Iterator[Found | Done]:
-        """Yield the answers that are complete."""
-        while (answer := self.answer()) is not None:
-            yield answer
-
-    def answer(self) -> Found | Done | None:
+    def next_answer(self) -> DecodedImage | DecodedFile | None:
         """Return the next answer; None before it is complete."""
         try:
-            while (message := self._message()) is not None:
-                if message[0] != READY:
-                    self._answered = True
-                    return self._parsed(*message)
-                self._ready, self._clock_s, self._starts = True, 0.0, 0
-        except (ValueError, KeyError, IndexError, TypeError):  # no answer of a decoder of ours: a file took it over
+            while True:
+                message = self._next_message()
+                if message is None:
+                    return None
+                text, values = message
+                if text != READY:
+                    self._has_answered = True
+                    return self._parse(text, values)
+                self._is_ready = True
+                self._clock_s = 0.0
+                self._failed_starts = 0
+        except (ValueError, KeyError, IndexError, TypeError):
+            # Our decoder does not answer like that: a file took the process over.
             self._process.kill()
             self._buffer.clear()
-            self.ended = True
-        return None
+            self.has_ended = True
+            return None
 
-    def _message(self) -> tuple[bytes, bytearray] | None:
+    def _next_message(self) -> tuple[bytes, bytearray] | None:
         if len(self._buffer) < HEADER.size:
             return None
-        size, extra = HEADER.unpack_from(self._buffer)
-        if size > _MAX_JSON_BYTES or extra > (8 * self._limits.values if self._values else 0):
+        json_bytes, value_bytes = HEADER.unpack_from(self._buffer)
+        max_value_bytes = _MAX_VALUE_BYTES * self._options.limits.values if self._options.with_values else 0
+        if json_bytes > _MAX_JSON_BYTES or value_bytes > max_value_bytes:
             raise ValueError("an answer that is too long")
-        begin, stop = HEADER.size + size, HEADER.size + size + extra
-        if len(self._buffer) < stop:
+        values_start = HEADER.size + json_bytes
+        end = values_start + value_bytes
+        if len(self._buffer) < end:
             return None
-        found = bytes(self._buffer[HEADER.size : begin]), self._buffer[begin:stop]
-        del self._buffer[:stop]
-        return found
+        text = bytes(self._buffer[HEADER.size : values_start])
+        values = self._buffer[values_start:end]
+        del self._buffer[:end]
+        return text, values
 
-    def _parsed(self, text: bytes, values: bytearray) -> Found | Done:
+    def _parse(self, text: bytes, values: bytearray) -> DecodedImage | DecodedFile:
         job = self._jobs[0]
-        if text.startswith(_SEEN):  # most answers: they are parsed once
-            return Found(job, PictureRecord.model_validate_json(text))
+        if text.startswith(_RECORD_PREFIX):
+            # Most answers are of this kind, which is parsed without a detour through a dictionary.
+            return DecodedImage(job, PictureRecord.model_validate_json(text))
         answer = json.loads(text)
         if "setup" in answer:
-            expected, got = "the decoders of its images installed", str(answer["setup"])[:200]
-            raise SetupError("data", expected=expected, got=got, remedy=str(answer["remedy"])[:200])
+            raise SetupError(
+                "data",
+                expected="the decoders of its images installed",
+                got=str(answer["setup"])[:200],
+                remedy=str(answer["remedy"])[:200],
+            )
         if "end" not in answer:
-            seen = PictureRecord.model_validate_json(answer["seen"])
+            record = PictureRecord.model_validate_json(answer["record"])
             order = bytes.fromhex(answer.get("order") or "").hex()[:DIGEST_CHARACTERS]
-            return Found(job, seen, _picture(answer["picture"], seen, values), order or None)
+            picture = _picture(answer["picture"], record, values)
+            if answer["spacing_in_mm"] is not True:
+                picture = replace(picture, spacing_in_mm=False)
+            return DecodedImage(job, record, picture, order or None)
+        return self._finish(job, answer)
+
+    def _finish(self, job: DecodeJob, answer: Mapping[str, Any]) -> DecodedFile:
         reason = Reason(answer["reason"]) if "reason" in answer else None
-        detail = str(answer.get("detail", ""))[:512]
-        done = Done(job, str(answer["end"])[:64], answer.get("same") is True, reason, detail)
-        self._retired = reason is Reason.MEMORY
+        # A process whose memory ran out once ends by itself: a fresh one takes over.
+        self._is_exhausted = reason is Reason.MEMORY
         self._jobs.popleft()
-        self._pending_bytes -= self._line_bytes.popleft()
+        self._request_bytes.popleft()
         self._clock_s = 0.0
-        return done
+        return DecodedFile(
+            job,
+            digest=str(answer["end"])[:64],
+            unchanged=answer.get("same") is True,
+            reason=reason,
+            detail=str(answer.get("detail", ""))[:_MAX_DETAIL_CHARACTERS],
+        )
 
     def tick(self, elapsed_s: float) -> None:
-        """Count the time of the file in hand, and kill the process when it is over."""
-        if self._jobs and not self.ended:
-            before, self._clock_s = self._clock_s, self._clock_s + elapsed_s
-            if before <= _MOST_CLOCK_S < self._clock_s:
-                self._spent_s = used(self._process.pid)[1]
-            limit_s = self._limits.seconds + self._jobs[0].num_bytes / 1e6 if self._ready else _START_S
-            if self._clock_s > _BUSY * limit_s or (self._clock_s > limit_s and not self._starved(limit_s)):
-                self._process.kill()
-                self._late = self.ended = True
+        """Count time for the file in hand, and kill the process if the file has had its time."""
+        if not self._jobs or self.has_ended:
+            return
+        before_s = self._clock_s
+        self._clock_s += elapsed_s
+        if before_s <= _MAX_TICK_S < self._clock_s:
+            self._processor_s = used(self._process.pid)[1]
+        limit_s = _START_S
+        if self._is_ready:
+            limit_s = self._options.limits.seconds + self._jobs[0].num_bytes / 1e6
+        if self._clock_s <= limit_s:
+            return
+        if self._clock_s > _BUSY * limit_s or not self._is_starved(limit_s):
+            self._process.kill()
+            self._is_late = True
+            self.has_ended = True
 
-    def _starved(self, limit_s: float) -> bool:
-        """Whether the process would go on if it got a processor or its data, and has not had its time yet."""
-        waits, spent_s = used(self._process.pid)
-        return waits and spent_s - self._spent_s <= limit_s
+    def _is_starved(self, limit_s: float) -> bool:
+        """Whether the process waits for a processor or for data, and has not used its time yet."""
+        waits, processor_s = used(self._process.pid)
+        return waits and processor_s - self._processor_s <= limit_s
 
-    def bury(self, waiting: deque[Job]) -> Iterator[Done]:
-        """After the process's end: say what became of the file in hand, and give back the others.
+    def replace(self) -> DecodedFile | None:
+        """After the end of the process: start another one for its other jobs; return what became of the file in hand.
 
         Raises:
             SetupError: processes end before they answer anything.
         """
-        code = self.stop()
-        self._starts += not self._ready
-        if self._starts >= _STARTS:
-            raise SetupError("decoder", expected="a process that starts", got=f"one that ends with code {code}")
-        if not self._ready or self._retired or not self._jobs:  # no file is to blame: it opened none, or said why
-            waiting.extend(self._jobs)
-            return
-        self._deaths = 0 if self._answered or self._late else self._deaths + 1
-        if self._deaths > len(self._jobs) + _AHEAD:
-            raise SetupError("decoder", expected="a process that answers", got=f"one that ends with code {code}")
-        job = self._jobs.popleft()
-        waiting.extend(self._jobs)
-        # Whoever kills by SIGKILL, if not this process, is the kernel that ran out of memory.
-        reason = Reason.TIME if self._late else Reason.MEMORY if code == -signal.SIGKILL else Reason.CRASHED
-        yield Done(job, reason=reason)
+        jobs = deque(self._jobs)
+        exit_code = self.stop()
+        file_answer = self._blame(jobs, exit_code)
+        self._start()
+        for job in jobs:
+            self.accept(job)
+        return file_answer
+
+    def _blame(self, jobs: deque[DecodeJob], exit_code: int) -> DecodedFile | None:
+        """Take the file that ended the process from the jobs, and return its end; None if no file is to blame."""
+        if not self._is_ready:
+            self._failed_starts += 1
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            raise SetupError("decoder", expected="a process that starts", got=f"one that ends with code {exit_code}")
+        if not self._is_ready or self._is_exhausted or not jobs:
+            return None
+        if self._has_answered or self._is_late:
+            self._deaths = 0
+        else:
+            self._deaths += 1
+        if self._deaths > len(jobs) + _MAX_QUEUED_JOBS:
+            raise SetupError("decoder", expected="a process that answers", got=f"one that ends with code {exit_code}")
+        job = jobs.popleft()
+        if self._is_late:
+            return DecodedFile(job, reason=Reason.TIME)
+        if exit_code == -signal.SIGKILL:
+            # This process kills only late decoders. The other one who sends SIGKILL is a kernel without memory.
+            return DecodedFile(job, reason=Reason.MEMORY)
+        return DecodedFile(job, reason=Reason.CRASHED)
 
     def stop(self) -> int:
         """End the process, and return its exit code."""
@@ -363,13 +460,16 @@ class _Decoder:
                 with suppress(BrokenPipeError):
                     stream.close()
         with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_END_S if self.ended else 0)
+            return self._process.wait(_EXIT_S if self.has_ended else 0)
         self._process.kill()
         return self._process.wait()
 
 
-def _picture(about: Mapping[str, list[float] | None], seen: PictureRecord, values: bytearray) -> Picture:
-    array: NDArray[np.generic] = np.frombuffer(values, np.dtype(seen.dtype)).reshape(seen.shape)
-    spacing, window, full = (tuple(found) if (found := about[name]) else None for name in ("spacing", "window", "full"))
-    pair = (window[0], window[1]) if window else None
-    return Picture(array, spacing, pair, (full[0], full[1]) if full else None)
+def _picture(fields: Mapping[str, list[float] | None], record: PictureRecord, values: bytearray) -> Picture:
+    array: NDArray[np.generic] = np.frombuffer(values, np.dtype(record.dtype)).reshape(record.shape)
+    spacing = fields["spacing"]
+    return Picture(array, tuple(spacing) if spacing else None, _pair(fields["window"]), _pair(fields["full"]))
+
+
+def _pair(numbers: list[float] | None) -> tuple[float, float] | None:
+    return (numbers[0], numbers[1]) if numbers else None

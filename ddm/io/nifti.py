@@ -27,7 +27,7 @@ def encode_volumes(volumes: "Tensor", marks: dict[str, str], *, compress: bool) 
 
     array = volumes.permute(4, 3, 2, 0, 1).contiguous().numpy()
     array = array.squeeze(tuple(axis for axis in (3, 4) if array.shape[axis] == 1))
-    image = nibabel.Nifti1Image(array, _LEFT_POSTERIOR_SUPERIOR)  # type: ignore[no-untyped-call]
+    image = nibabel.Nifti1Image(array, _LEFT_POSTERIOR_SUPERIOR)
     image.header["descrip"] = f"synthetic {marks.get('Release', '')}".strip().encode()
     comment = json.dumps(marks, sort_keys=True).encode()
     image.header.extensions.append(nibabel.nifti1.Nifti1Extension(_COMMENT, comment))

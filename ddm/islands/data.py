@@ -7,13 +7,10 @@ import numpy as np
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.images.array_files import open_arrays, read_images
-from ddm.images.labels import class_numbers
-from ddm.images.reading import read_transformed
+from ddm.images.columns import TextColumn, class_numbers, text_column
+from ddm.images.samples import ImageSet, open_image_set
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
-
-_MAX_CELL_BYTES = 16 * 1024  # of one caption or label, with room for four bytes a character
 
 
 @dataclass(frozen=True)
@@ -21,12 +18,14 @@ class Dataset:
     """One owner's images.
 
     Attributes:
-        path: see `ddm.images.array_files.open_arrays`, with columns of as many rows.
+        path: see `ddm.images.samples.open_image_set`.
         images: shape (N, C, H, W) or (N, C, D, H, W), float32, in the recipe's range.
+        opened: the same images as they were opened, with their columns.
     """
 
     path: Path
     images: Tensor
+    opened: ImageSet
 
     @classmethod
     def read(cls, path: Path, spec: DataSpec, transform: TransformSpec | None = None) -> "Dataset":
@@ -34,9 +33,10 @@ class Dataset:
 
         Raises:
             MissingFileError: nothing at `path`.
-            DataError: no images in it, or of another shape or range.
+            DataError: no images in it, of another shape or range, or such as cannot be used, by their files' names.
         """
-        return cls(path, read_transformed(path, spec, transform) if transform else read_images(path, spec))
+        opened = open_image_set(path, spec, transform, subject="data")
+        return cls(path, opened.read(), opened)
 
     def column(self, name: str) -> np.ndarray:
         """Read a column, one value an image.
@@ -44,10 +44,23 @@ class Dataset:
         Raises:
             MissingFileError, DataError: there is none, or not one value for each image.
         """
-        num, found = len(self.images), open_arrays(self.path).column(name, _MAX_CELL_BYTES)
-        if found.shape != (num,):
-            raise DataError(f"column {name}", expected=f"shape ({num},), one value an image", got=str(found.shape))
-        return found
+        cells = self.opened.column(name)
+        num = len(self.images)
+        if cells.shape != (num,):
+            raise DataError(f"column {name}", expected=f"shape ({num},), one value an image", got=str(cells.shape))
+        return cells
+
+    def remarks(self) -> list[str]:
+        """Return what the owner should know of how the images were read, and of how they use their range."""
+        return [*self.opened.remarks, *self.opened.range_remarks(self.images)]
+
+    def values(self, name: str) -> TextColumn:
+        """Read a column of text or numbers whose spellings are joined.
+
+        Raises:
+            MissingFileError, DataError: see `column`; or a column of something else.
+        """
+        return text_column(self.column(name), f"column {name}")
 
     def classes(self, classes: Classes) -> np.ndarray:
         """Read the column `labels` as classes, int64; by number, or by the names that the recipe gives them.
@@ -64,6 +77,6 @@ class Dataset:
             DataError: see `column`; or captions that are no text.
         """
         found = self.column("captions")
-        if found.dtype.kind != "U":
+        if found.dtype.kind not in "UO":
             raise DataError("column captions", expected="text", got=str(found.dtype))
         return [str(text) for text in found]

@@ -93,14 +93,18 @@ def split(
     Raises:
         BusyError: something exists at `out`.
         SetupError: fewer than two islands, or another number than the column has values.
-        DataError: an island with too few images, or images, labels or captions that do not fit the recipe.
+        DataError: an island with too few images, an image without a value in the column, or images, labels or captions
+            that do not fit the recipe.
         DiskError: too little room.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         remedy = "Choose another folder; one that was split is never overwritten."
         raise BusyError(str(out), expected="a path where nothing exists", got="a folder or a file", remedy=remedy)
     if by not in ("clusters", "random"):
-        values, number_N = np.unique(dataset.column(by), return_inverse=True)
+        present = dataset.values(by).require_complete(f"column {by}")
+        values = sorted(set(present), key=_value_order)
+        place_of = {value: place for place, value in enumerate(values)}
+        number_N = np.array([place_of[value] for value in present])
         _check_number(len(values), num_islands, f"column {by}")
         num_islands = len(values)
     recipe = _with_islands(recipe, num_islands, by)
@@ -117,7 +121,7 @@ def split(
             order_N = torch.randperm(len(dataset.images), generator=generator)
             division = Division(by, order_N % (num_islands or recipe.clustering.num_coarse))
         else:
-            division = Division(by, torch.from_numpy(number_N.astype(np.int64)), tuple(map(str, values)))
+            division = Division(by, torch.from_numpy(number_N.astype(np.int64)), tuple(values))
         size_K = _sizes(division, recipe)
         public = make_keys(islands, passphrase)
         plan = _plan(recipe, fitted, size_K, str(public), islands.bundle)
@@ -131,6 +135,14 @@ def split(
             out.rmdir()
         move_into_place(part, out)
     return record
+
+
+def _value_order(value: str) -> tuple[bool, float, str]:
+    """Return what sorts numbers by their size, before texts."""
+    try:
+        return False, float(value), value
+    except ValueError:
+        return True, 0.0, value
 
 
 def _check_number(found_values: int, wanted: int | None, subject: str) -> None:

@@ -1,6 +1,8 @@
 """Fit what a plan makes public: the encoder, the latents, the clusters and the sketch, all from public images."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from ddm.encoders import Encoder, HogEncoder, PcaEncoder, Progress
 from ddm.encoders.autoencoder import Identity, Latent, open_latent, open_weights, spread
-from ddm.errors import DataError
+from ddm.errors import ArchipelagoError, DataError, MissingFileError, SetupError, ShapeError
 from ddm.io.files import replacing, require_file
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
@@ -86,7 +88,8 @@ def fit_public(recipe: SharedRecipe, public: Tensor, folder: Path, on_progress: 
 
     Raises:
         MissingFileError: a file of weights that the recipe names is not there.
-        SetupError: the folder of the text encoder, or of the autoencoder, that the recipe names holds none.
+        SetupError: the folder of the text encoder, or of the autoencoder, that the recipe names holds none; or a
+            network of the recipe fails on these images, by the field that names it.
         TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
         DataError: too few public images for the recipe.
     """
@@ -137,7 +140,13 @@ def condition_of(recipe: SharedRecipe) -> Condition:
         return condition
     from ddm.encoders.text import pin  # takes seconds, and most recipes do without
 
-    return pin(Path(condition.encoder), max_tokens=condition.max_tokens, drop=condition.drop)
+    try:
+        return pin(Path(condition.encoder), max_tokens=condition.max_tokens, drop=condition.drop)
+    except MissingFileError:
+        raise
+    except SetupError as error:
+        subject = f"recipe, condition.encoder: {error.subject}"
+        raise SetupError(subject, expected=error.expected, got=error.got, remedy=error.remedy) from error
 
 
 def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, EncoderSpec]:
@@ -147,7 +156,8 @@ def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, Encode
         return PcaEncoder.fit(fitted, wanted.dim), PcaSpec(path=ENCODER_PATH, dim=wanted.dim)
     if isinstance(wanted, HogRecipe):
         spec = HogSpec(path=ENCODER_PATH, dim=wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored)
-        return HogEncoder.fit(fitted, wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored), spec
+        with _network_of("encoder.cells", recipe):
+            return HogEncoder.fit(fitted, wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored), spec
     from ddm.encoders.timm import TimmEncoder as Network  # takes seconds, and most recipes do without
 
     if wanted.weights is None:
@@ -176,17 +186,39 @@ def _encode(
         spec, weights = describe(Path(wanted.folder), recipe.data.shape, wanted.tile)
         with replacing(target) as copy, weights.open("rb") as published_file:
             shutil.copyfileobj(published_file, copy)
-        published = open_latent(spec, recipe.data.shape, None, folder)
+        with _network_of("latent", recipe):
+            published = open_latent(spec, recipe.data.shape, None, folder)
+            published.encode(fitted[:1])
         return published, spec, (published.encode(fitted, on_progress), published.encode(holdout, on_progress))
-    opened = open_weights(
-        require_file(Path(wanted.weights), "the weights of the autoencoder"), wanted, recipe.data.shape
-    )
+    autoencoder_path = require_file(Path(wanted.weights), "the weights of the autoencoder")
+    with _network_of("latent", recipe):
+        opened = open_weights(autoencoder_path, wanted, recipe.data.shape)
+        opened.alone().encode(fitted[:1])
     raw_fitted, raw_holdout = opened.encode(fitted, on_progress), opened.encode(holdout, on_progress)
     scale = spread(raw_fitted)
     sizes = {name: getattr(wanted, name) for name in AutoencoderSize.model_fields}
     save_tensors(target, opened.tensors())
     opened.scale = scale  # from here on as the plan has it
     return opened, AutoencoderKlLatent(**sizes, scale=scale), (raw_fitted / scale, raw_holdout / scale)
+
+
+@contextmanager
+def _network_of(field: str, recipe: SharedRecipe) -> Iterator[None]:
+    """Let the failure of a network on a first image name the field of the recipe that chose the network.
+
+    Raises:
+        SetupError: in place of a shape that does not fit, and of whatever a library raises.
+    """
+    shape = recipe.data.shape
+    try:
+        yield
+    except ShapeError as error:
+        raise SetupError(f"recipe, {field}", expected=error.expected, got=f"data.shape {shape}") from error
+    except (ArchipelagoError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit
+        got = " ".join(f"one that fails, {type(error).__name__}: {error}".split())[:200]
+        raise SetupError(f"recipe, {field}", expected=f"a network that takes images {shape}", got=got) from error
 
 
 def write_base(recipe: SharedRecipe, images: PublicImages, condition: Condition, folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddm.errors import MathError, NumericalError, ShapeError
+from ddm.io.array_input import real_tensor
 
 Progress = Callable[[int, int, float], None]
 """Called in training with step, number of steps, and held-out loss, nats."""
@@ -87,8 +88,9 @@ def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
     Raises:
         ShapeError: not one weight per expert.
         MathError: a weight is negative or not finite, or all are 0.
+        DataError: weights that are no real numbers.
     """
-    prior_K = torch.as_tensor(prior, dtype=torch.float64, device="cpu")
+    prior_K = real_tensor(prior, "prior").to("cpu", torch.float64)
     if prior_K.shape != (num_experts,):
         got = f"shape {tuple(prior_K.shape)}"
         raise ShapeError("prior", expected=f"{num_experts} weights, one per expert", got=got)

@@ -23,6 +23,7 @@ Source:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from ddm.diffusion.multistep import Memory, filled
 from ddm.diffusion.path import Path, Velocity, x_0_and_eps, x_t
 from ddm.diffusion.rng import stream
 from ddm.errors import MathError, NumericalError, ShapeError
+from ddm.io.array_input import real_tensor
 from ddm.sampling.trajectories import Trajectories
 
 RHO = 0.5
@@ -165,9 +167,9 @@ def mask_of_latents(known: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def known_part(
-    images: Tensor, known: Tensor, encode: Callable[[Tensor], Tensor], corrections: int
-) -> tuple[Known, Tensor]:
-    """Return the known part in the experts' space, and the mask of the images.
+    images: Any, known: Any, encode: Callable[[Tensor], Tensor], corrections: int
+) -> tuple[Known, Tensor, Tensor]:
+    """Return the known part in the experts' space, the mask of the images, and the images as a tensor.
 
     Args:
         images: shape (N, C, H, W) or (N, C, D, H, W).
@@ -176,9 +178,12 @@ def known_part(
         corrections: see `Known`.
 
     Raises:
+        DataError: images or a mask that hold no real numbers.
         ShapeError: a mask that does not fit the images.
         MathError: see `Known`.
     """
+    images = real_tensor(images, "images")
+    known = real_tensor(known, "known")
     mask, shape = known, tuple(images.shape[1:])
     while mask.dim() < images.dim():
         mask = mask[None]
@@ -186,7 +191,7 @@ def known_part(
         expected = f"bool, true where images are known, shape {shape[1:]}, {shape} or {tuple(images.shape)}"
         raise ShapeError("known", expected=expected, got=f"{known.dtype} {tuple(known.shape)}".removeprefix("torch."))
     mask, latents = mask.expand(-1, *shape), encode(images)
-    return Known(latents, mask_of_latents(mask, tuple(latents.shape[1:])), corrections), mask
+    return Known(latents, mask_of_latents(mask, tuple(latents.shape[1:])), corrections), mask, images
 
 
 def streams(seed: int, samples: Sequence[int]) -> list[np.random.Generator]:

@@ -4,14 +4,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddm.diffusion.multistep import filled
-from ddm.diffusion.path import Path, x_t
+from ddm.diffusion.path import Path, expand_time, x_t
 from ddm.diffusion.solver import check_times, uniform_times
 from ddm.errors import MathError, NumericalError, ShapeError
+from ddm.io.array_input import real_tensor
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,31 @@ class Start:
         return noise * path.sigma(torch.ones(()))
 
 
+def at_times(x_B: Any, t_B: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return samples and their times, arrays or tensors, as tensors that fit each other.
+
+    Args:
+        x_B: samples, shape (B, ...).
+        t_B: times, shape (B,).
+        shape: of one sample.
+
+    Raises:
+        DataError: arrays that hold no real numbers.
+        ShapeError: samples of another shape, or not one time for each.
+    """
+    samples_B = real_tensor(x_B, "x")
+    times_B = real_tensor(t_B, "t")
+    if tuple(samples_B.shape[1:]) != tuple(shape):
+        expected = f"shape (B, {', '.join(map(str, shape))})"
+        raise ShapeError("x", expected=expected, got=str(tuple(samples_B.shape)))
+    expand_time(times_B, samples_B)
+    return samples_B, times_B
+
+
 def start(
     nums: Mapping[str, int | None],
     shape: Sequence[int],
-    given: Mapping[str, Tensor | None],
+    given: Mapping[str, Any],
     t_start: float | None,
     times: Sequence[float] | None,
     steps: int,
@@ -66,7 +89,7 @@ def start(
     Args:
         nums: N, by the argument that tells it; None where one does not.
         shape: of one sample.
-        given: x, x_0 and noise of `Start`, of which x stands alone.
+        given: x, x_0 and noise of `Start`, of which x stands alone; arrays or tensors.
         t_start: the first time; 1 when omitted, unless `times` say otherwise.
         times: in place of `t_start` and `steps`.
         steps: evenly spaced in t.
@@ -74,9 +97,11 @@ def start(
 
     Raises:
         MathError: arguments that do not go together, or times out of range.
+        DataError: arrays that hold no real numbers.
         ShapeError: tensors of another shape, or of another number of samples.
         NumericalError: tensors that are not finite.
     """
+    given = {name: None if values is None else real_tensor(values, name) for name, values in given.items()}
     x, x_0, noise = given["x"], given["x_0"], given["noise"]
     if x is not None and (x_0 is not None or noise is not None):
         raise MathError("x", expected="x alone", got="x together with x_0 or noise, which would not be used")
@@ -103,6 +128,7 @@ def start(
     num = next(iter(found.values()))
     if num < 1:
         raise MathError("sample", expected="num >= 1", got=f"num={num}")
+    numbers = None if numbers is None else [int(number) for number in numbers]
     if numbers is not None and (len(numbers) != num or min(numbers) < 0):
         expected = f"{num} numbers of samples, each at least 0"
         raise MathError("numbers", expected=expected, got=f"{len(numbers)}, from {min(numbers, default=0)}")

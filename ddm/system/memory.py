@@ -51,6 +51,11 @@ def available_bytes() -> int:
     return max(0, min((_machine_bytes(), *_cgroup_bytes(), *_address_space_bytes())))
 
 
+def machine_bytes() -> int:
+    """Return how much memory this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def mebibytes(count: int) -> str:
     """Write a number of bytes as people give it to --memory."""
     return f"{count / 2**20:,.1f} MiB" if count < 2**60 else f"{count / 2**40:.3g} TiB"
@@ -63,7 +68,7 @@ def _machine_bytes() -> int:
                 return 1024 * int(line.split()[1])
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_bytes()
 
 
 def _cgroup_bytes() -> Iterator[int]:

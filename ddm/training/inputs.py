@@ -11,7 +11,17 @@ from torch import Tensor
 from ddm.errors import DataError
 from ddm.images.fit import as_floats, fit
 from ddm.images.npz import npy_header
-from ddm.images.rows import FileArray, Images, Joined, Scaled, Selected, Stored, StoredImages, blocks, write_rows
+from ddm.images.rows import (
+    FileArray,
+    Images,
+    JoinedArrays,
+    Scaled,
+    Selected,
+    StoredArray,
+    StoredImages,
+    blocks,
+    write_rows,
+)
 from ddm.io.files import link_or_copy, replacing
 from ddm.training.job import Copied, Input, JobFolder, Place, Referred
 
@@ -51,7 +61,7 @@ def open_input(given: Input, folder: JobFolder) -> Images:
     if isinstance(given, Copied):
         return _mapped(given.place, folder)
     arrays = tuple(_array(place, folder) for place in given.places)
-    array: Stored = arrays[0] if len(arrays) == 1 else Joined(arrays)
+    array: StoredArray = arrays[0] if len(arrays) == 1 else JoinedArrays(arrays)
     fitted = given.fitted
     convert, shape = (partial(fit, spec=fitted), fitted.shape) if fitted else (as_floats, array.shape[1:])
     images: Images = StoredImages(array, convert, shape)
@@ -70,7 +80,7 @@ def _referred(images: Images, folder: JobFolder, name: str) -> Referred | None:
         return None
     convert, array = stored.convert, stored.array
     fitted = convert.keywords["spec"] if isinstance(convert, partial) and convert.func is fit else None
-    arrays = array.parts if isinstance(array, Joined) else (array,)
+    arrays = array.parts if isinstance(array, JoinedArrays) else (array,)
     if (fitted is None and convert is not as_floats) or not all(isinstance(each, FileArray) for each in arrays):
         return None
     rows = None

@@ -38,7 +38,8 @@ from ddm.protocol.plan import Budget, Plan
 from ddm.training.config import Engine
 from ddm.training.loop import train
 from silo.config import Site
-from silo.data.cohort import load_cohort
+from silo.data.cohort import CohortRequest, load_cohort
+from silo.images.source import FOLDER, ImageSource
 from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import Source, draw
 from silo.setup import init_site, make_card, read_invitation
@@ -147,7 +148,10 @@ def stages(folder: Path) -> None:
     cohort = stage(
         "scan",
         lambda: load_cohort(
-            folder / "data", plan.data, min_images=1, salt=b"s" * 32, unit="image", num_classes=None, folder=private
+            ImageSource(folder / "data", private / FOLDER),
+            CohortRequest(data=plan.data, min_images=1, unit="image"),
+            b"s" * 32,
+            private,
         ),
     )
     stage("assign", lambda: assign(cohort, files, private / "cohort.parquet", lambda done, total: None))

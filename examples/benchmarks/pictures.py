@@ -22,9 +22,9 @@ from support.targets import Target, report_targets
 
 from ddm.protocol.plan import DataSpec, TransformSpec
 from ddm.protocol.transform import FullRange
-from silo.config import ImagesSettings
-from silo.data.cohort import Cohort, load_cohort
+from silo.data.cohort import Cohort, CohortRequest, load_cohort
 from silo.data.first_look import look_at
+from silo.images.source import FOLDER, ImageSource
 
 FILES, BLOCK_BYTES, BATCH, BATCHES = 8, 1 << 24, 64, 200
 TARGET_GIB = 1.5
@@ -52,6 +52,7 @@ def stages(folder: Path, side: int) -> None:
     torch.set_num_threads(1)
     spec = DataSpec(shape=(1, side, side), range=(-1.0, 1.0))
     transform = TransformSpec(range=FullRange(), storage="uint8")
+    source = ImageSource(folder / "data", folder / "private" / FOLDER)
 
     def stage(name: str, work: Callable[[], T]) -> T:
         wall = time.perf_counter()
@@ -60,23 +61,15 @@ def stages(folder: Path, side: int) -> None:
         return found
 
     def load() -> Cohort:
-        return load_cohort(
-            folder / "data",
-            spec,
-            min_images=1,
-            salt=b"s" * 32,
-            unit="image",
-            num_classes=None,
-            folder=folder / "private",
-            transform=transform,
-        )
+        request = CohortRequest(data=spec, min_images=1, unit="image", transform=transform)
+        return load_cohort(source, request, b"s" * 32, folder / "private")
 
     def read() -> None:
         chosen = torch.Generator().manual_seed(0)
         for _ in range(BATCHES):
             cohort.images[torch.randint(len(cohort.images), (BATCH,), generator=chosen)]
 
-    look = stage("scan", lambda: look_at(folder / "data", folder / "private" / "images", ImagesSettings()))
+    look = stage("scan", lambda: look_at(source))
     cohort = stage("cohort", load)
     again = stage("found again", load)
     if not look.summary or look.summary.accepted != len(cohort.images) or again.digest != cohort.digest:

@@ -22,8 +22,9 @@ from PIL import Image
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, RLELossless, generate_uid
 
-from ddm.images.picture import Limits
+from silo.config import ImagesSettings
 from silo.images.scan import scan
+from silo.images.source import ImageSource
 
 
 def make_small(folder: Path, num: int) -> None:
@@ -92,7 +93,7 @@ def alone(folder: Path, processes: int) -> None:
 
 def scanned(data: Path, private: Path, processes: int, num: int) -> None:
     """Scan images, all of which are to be accepted."""
-    found = scan(data, private, Limits(), processes=processes)
+    found = scan(ImageSource(data, private, ImagesSettings(processes=processes)))
     if found.accepted != num:
         raise SystemExit(f"{found.accepted} of {num} accepted: {dict(found.reasons)}")
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddm.errors import ArchipelagoError, SetupError
+from ddm.images.text_reader import reader_path
 from ddm.io.files import read_bounded, require_file
 from ddm.io.space import check_writable, free_bytes
 from ddm.protocol.base import sha256_hex
@@ -71,6 +72,7 @@ class Gathering:
             spent=self._try("ledger", lambda: self._spent(policy)),
             running=self._running(),
             problem=_problem(state),
+            has_text_reader=reader_path() is not None,
             errors=self._attempts.errors,
         )
 

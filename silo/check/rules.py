@@ -54,6 +54,7 @@ class Facts:
         spent: epsilon and delta of the ledger; None where it cannot be read.
         running: whether worker and courier are at work.
         problem: why the work stopped last, from its state.
+        has_text_reader: whether tesseract is installed.
     """
 
     errors: Mapping[str, tuple[ArchipelagoError, ...]] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Facts:
     spent: tuple[float, float] | None = None
     running: bool = False
     problem: str | None = None
+    has_text_reader: bool = True
 
 
 def examine(facts: Facts) -> Findings:
@@ -188,6 +190,12 @@ def _ledger(facts: Facts) -> Iterator[Finding]:
         yield Finding("privacy budget", expected, got, remedy, "warn")
 
 
+def _text_reader(facts: Facts) -> Iterator[Finding]:
+    if not facts.has_text_reader:
+        got = "tesseract is not installed: burned-in text is looked for by shapes alone"
+        yield Finding("burned-in text", "a second opinion", got, "apt-get install tesseract-ocr", "warn")
+
+
 def _work(facts: Facts) -> Iterator[Finding]:
     if facts.problem and not facts.running:
         yield Finding("last run", "no problem", facts.problem, "Mend that, then: silo run SITE.", "warn")
@@ -208,5 +216,6 @@ _RULES: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
     "ledger": _ledger,
     "decisions": _no_more,
     "data": _no_more,
+    "burned-in text": _text_reader,
     "work": _work,
 }

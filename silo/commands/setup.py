@@ -1,5 +1,6 @@
 """Commands that make a site and its keys: `silo init`, `enroll`, `rotate`."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from ddm.io.files import write_atomic
 from ddm.io.modes import open_to_everyone
 from ddm.system.console import passphrase, say
 from silo.commands.options import ColumnOption, PassphraseOption, SiteArgument, open_key, site_passphrase
-from silo.config import ImagesSettings, LedgerSettings, Site
+from silo.config import LedgerSettings, Site
 
 
 def init(
@@ -35,17 +36,27 @@ def init(
     ] = None,
 ) -> None:
     """Make a site: its folders, keys, configuration and pinned root."""
-    from silo.images.command import files_progress, read_columns, show
-    from silo.setup import first_look, init_site, read_invitation
+    from silo.images.command import files_progress, images_settings, show
+    from silo.setup import first_look, init_site, new_source, read_invitation
 
-    invited, images = read_invitation(invitation, root_fingerprint), ImagesSettings(columns=read_columns(column or []))
-    place, silo_id = Site(site), _checked_id(silo_id)
-    with files_progress(data, images) as advance:
-        look = first_look(place, data, images, advance)
+    invited = read_invitation(invitation, root_fingerprint)
+    images = images_settings(column or [])
+    place = Site(site)
+    silo_id = _checked_id(silo_id)
+    source = new_source(place, data, images)
+    with files_progress(source) as advance:
+        look = first_look(place, source, advance)
+    if look.num_adopted:
+        say(f"Copied: decisions about {look.num_adopted} images of these data, made before the site existed.\n")
     if look.summary:
         show(look.summary, place)
         why = "; ".join(str(problem) for problem in look.problems)
-        say("\nOnly plans with a table [transform] take them" + (f": {why}.\n" if why else ", and plans of volumes.\n"))
+        if why:
+            say(f"\nOnly plans with a table [transform] can use these data: {why}.\n")
+        else:
+            say("\nOnly plans with a table [transform] and plans of volumes can use these data.\n")
+    for remark in look.remarks:
+        say(f"- {remark}")
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
     named = LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor))
     key = init_site(place, silo_id, data, invited, secret, passphrase_file, images, ledger=named, looked=True)
@@ -71,13 +82,25 @@ def enroll(
 ) -> None:
     """Write the enrolment card for the aggregator: public keys, and the most data that this site may bring."""
     from silo.images.command import files_progress
+    from silo.images.report import unused_parts_text
+    from silo.images.source import ImageSource
     from silo.setup import make_card, with_rotations
     from silo.worker.rotation import published_rotations
 
     place = Site(site).require()
-    key, settings = open_key(place, passphrase_file), place.settings()
-    with files_progress(Path(settings.data), settings.images) as advance:
-        card = make_card(place, key, images=images, patients=patients, advance=advance)
+    key = open_key(place, passphrase_file)
+    unused_parts = Counter[str]()
+    with files_progress(ImageSource.of_site(place)) as advance:
+        card = make_card(
+            place,
+            key,
+            images=images,
+            patients=patients,
+            advance=advance,
+            on_count=lambda counts: unused_parts.update(counts.unused_parts),
+        )
+    if unused_parts:
+        say(unused_parts_text(unused_parts))
     write_atomic(out, with_rotations(card, published_rotations(place)))
     open_to_everyone(out)
     say(f"Card in {out}, for at most {place.agreed()}; every silo and every reader of a release sees this number.")

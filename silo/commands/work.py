@@ -86,17 +86,21 @@ def review(
     page: Annotated[
         bool | None, typer.Option("--page/--text", help="On a page of this machine, or as text; at a terminal a page.")
     ] = None,
-    images: Annotated[
-        bool, typer.Option("--images", help="Instead: a page on which a person clears flagged images.")
-    ] = False,
+    images: Annotated[bool, typer.Option("--images", help="Review flagged images instead of a submission.")] = False,
     data: Annotated[Path | None, typer.Option(help="With --images: as in `silo scan`; no site needed.")] = None,
     private: Annotated[Path | None, typer.Option(file_okay=False, help="With --images: as in `silo scan`.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="With --images: print what waits, without a page.")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="With --images: print the images that wait, without a page.")
+    ] = False,
     clear: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="With --images: clear a file, or all below a folder.")
     ] = None,
     leave_out: Annotated[
-        list[Path] | None, typer.Option(metavar="PATH", help="With --images: leave a file out, or all below a folder.")
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH|NUMBER",
+            help="With --images: leave out a file, all below a folder, or a picture of the last preview sheet.",
+        ),
     ] = None,
 ) -> None:
     """Show what would leave, byte for byte, and approve it; with --images, what a person must see before training."""

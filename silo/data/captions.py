@@ -59,6 +59,7 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
     """
     path = _path(cohort, plan, folder)
     for other in folder.glob(f"{_PREFIX}*"):
+        # The parts of an interrupted run have the same stem as the file that they become.
         if path is None or other.stem != path.stem:
             other.unlink()
     if path is None or path.exists() or not isinstance(plan.condition, TextCondition):
@@ -66,23 +67,26 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
     from ddm.encoders.text import BLOCK, TextEncoder
 
     encoder = TextEncoder.open(_encoder_folder(plan.condition, settings), plan.condition)
-    captions, part, note = cohort.captions or (), path.with_suffix(".part"), path.with_suffix(".done")
-    begin, done = _begun(part, note, _shape(cohort, plan.condition))
-    with part.open("r+b") as handle:
+    captions = cohort.captions or ()
+    part_path = path.with_suffix(".part")
+    progress_path = path.with_suffix(".done")
+    array_start, num_encoded = _continue_or_begin(part_path, progress_path, _shape(cohort, plan.condition))
+    with part_path.open("r+b") as handle:
         try:
-            for first in range(done, len(captions), BLOCK):
+            for first in range(num_encoded, len(captions), BLOCK):
                 vectors = encoder.encode(captions[first : first + BLOCK], lost=0.0)
-                _write_rows(handle, vectors, begin, first)
-                done = first + len(vectors)
-                if done % _SAVED_TEXTS == 0:
-                    _save(handle, note, done)
-                on_progress(done, len(captions))
+                _write_rows(handle, vectors, array_start, first)
+                num_encoded = first + len(vectors)
+                if num_encoded % _SAVED_TEXTS == 0:
+                    _save_progress(handle, progress_path, num_encoded)
+                on_progress(num_encoded, len(captions))
         finally:
-            _save(handle, note, done)
-    move_into_place(part, path)
-    note.unlink()
-    if cut := encoder.num_cut(captions):
-        _log.warning("Captions cut to %d tokens: %d", plan.condition.max_tokens, cut)
+            _save_progress(handle, progress_path, num_encoded)
+    move_into_place(part_path, path)
+    progress_path.unlink()
+    num_cut = encoder.num_cut(captions)
+    if num_cut:
+        _log.warning("Captions cut to %d tokens: %d", plan.condition.max_tokens, num_cut)
 
 
 def texts_of(cohort: Cohort, plan: Plan, folder: Path) -> Tensor | None:
@@ -96,16 +100,16 @@ def texts_of(cohort: Cohort, plan: Plan, folder: Path) -> Tensor | None:
         return None
     shape = _shape(cohort, plan.condition)
     try:
-        kept = np.load(path, mmap_mode="c", allow_pickle=False)
+        vectors = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
         got = "no file" if isinstance(error, FileNotFoundError) else "a file that is not a readable array"
         raise DataError(
             "vectors of the captions", expected="those encoded for this plan", got=got, remedy=_GIVE_UP
         ) from error
-    if kept.shape != shape or kept.dtype != np.float32:
-        got = f"{kept.dtype} {kept.shape}"
+    if vectors.shape != shape or vectors.dtype != np.float32:
+        got = f"{vectors.dtype} {vectors.shape}"
         raise DataError("vectors of the captions", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP)
-    return torch.from_numpy(kept)
+    return torch.from_numpy(vectors)
 
 
 def some_texts(text_NLD: Tensor, chosen: Tensor, folder: Path) -> Tensor:
@@ -123,33 +127,34 @@ def some_texts(text_NLD: Tensor, chosen: Tensor, folder: Path) -> Tensor:
         return torch.from_numpy(np.memmap(handle, np.float32, mode="c", shape=shape))
 
 
-def _write_rows(handle: BinaryIO, text_BLD: Tensor, begin: int, first: int) -> None:
-    """Write vectors from row `first` of the array that begins at byte `begin`; padding stays a hole in the file.
+def _write_rows(handle: BinaryIO, text_BLD: Tensor, array_start: int, first: int) -> None:
+    """Write vectors from row `first` of the array that starts at byte `array_start`; padding stays a hole in the file.
 
     Written, not mapped: a full disk kills a process that writes into a mapped file with a signal instead of an error.
     """
     for row, vectors in enumerate(text_BLD.numpy(), first):
-        handle.seek(begin + row * vectors.nbytes)
+        handle.seek(array_start + row * vectors.nbytes)
         handle.write(vectors.tobytes().rstrip(b"\0"))
 
 
-def _begun(part: Path, note: Path, shape: tuple[int, int, int]) -> tuple[int, int]:
-    """Return the byte at which the array begins and the rows already encoded; start over if nothing usable exists."""
+def _continue_or_begin(part_path: Path, progress_path: Path, shape: tuple[int, int, int]) -> tuple[int, int]:
+    """Return the byte at which the array starts and the rows already encoded; start over if nothing usable exists."""
     try:
-        done, kept = int(note.read_bytes()), np.lib.format.open_memmap(part, mode="r")
-        if kept.shape == shape and kept.dtype == np.float32 and 0 <= done <= len(kept):
-            return kept.offset, done
+        num_encoded = int(progress_path.read_bytes())
+        vectors = np.lib.format.open_memmap(part_path, mode="r")
+        if vectors.shape == shape and vectors.dtype == np.float32 and 0 <= num_encoded <= len(vectors):
+            return vectors.offset, num_encoded
     except (OSError, ValueError):
-        pass
-    note.unlink(missing_ok=True)
-    return np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape).offset, 0
+        pass  # nothing that can be continued
+    progress_path.unlink(missing_ok=True)
+    return np.lib.format.open_memmap(part_path, mode="w+", dtype=np.float32, shape=shape).offset, 0
 
 
-def _save(handle: BinaryIO, note: Path, done: int) -> None:
+def _save_progress(handle: BinaryIO, progress_path: Path, num_encoded: int) -> None:
     """Record the progress once the rows it counts are on disk."""
     handle.flush()
     os.fsync(handle.fileno())
-    write_atomic(note, str(done).encode())
+    write_atomic(progress_path, str(num_encoded).encode())
 
 
 def _shape(cohort: Cohort, condition: TextCondition) -> tuple[int, int, int]:

@@ -1,5 +1,6 @@
 """Reads private images with their patients, classes and captions; file names and patient identifiers stop here."""
 
+# Shape legend: N images, U units (patients or images).
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -12,20 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.images.array_files import Source, open_arrays, open_images, open_latents
-from ddm.images.columns import captions_of, names_of, numbered, read_column
-from ddm.images.labels import class_numbers
-from ddm.images.patients import order_key, order_of
-from ddm.images.public import picture_files
+from ddm.images.array_files import ImageArrays, open_images, open_latents
+from ddm.images.columns import captions_of, class_numbers, names_of, numbered, read_column
+from ddm.images.find import DataKind
+from ddm.images.patients import PatientRule, order_key, order_of
 from ddm.images.rows import Images, feed
 from ddm.images.store import ORDERS, StoredCohort
-from ddm.images.table import is_table
 from ddm.images.transform import Transform
 from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
-from silo.config import ImagesSettings
-from silo.data.transformed import Advance, Asked, open_transformed
+from silo.data.transformed import Advance, RequiredColumns, open_transformed
+from silo.images.source import ImageSource
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,16 @@ class Cohort:
     """The images this site trains on.
 
     Attributes:
-        images: shape (N, C, H, W), or (N, C, D, H, W) of volumes, float32, in the plan's range; read when they are
-            asked for.
+        images: shape (N, C, H, W), or (N, C, D, H, W) for volumes, float32, in the plan's range; read on access.
         digest: see `dataset_digest`.
-        unit_N: the privacy unit of each image, int64: its patient, numbered by first appearance, or the image itself.
-        num_units: how many units there are.
-        label_N: each image's class, int64; None for a plan without classes.
-        captions: each image's text, blank where it has none; None for a plan without texts. Never shown.
+        unit_N: privacy unit of each image, int64: its patient, numbered by first appearance, or the image itself.
+        num_units: number of units.
+        label_N: class of each image, int64; None for a plan without classes.
+        captions: text of each image, blank if it has none; None for a plan without texts. Never shown.
         text_NLD: the captions as vectors, the experts' text condition; see `silo.data.captions`.
-        latent: whether `images` are latents that the site brings, not over the plan's `scale`.
-        rank_U: a secret random order of the units, float64, which is the same in every cohort of the same units.
-        per_picture: how many images each picture of the site became.
+        latent: whether `images` are latents that the site brings, not yet divided by the plan's `scale`.
+        rank_U: secret random order of the units, float64, the same in every cohort of the same units.
+        per_picture: number of images that each picture of the site became.
     """
 
     images: Images
@@ -59,144 +57,181 @@ class Cohort:
 
     @property
     def num_pictures(self) -> int:
-        """How many pictures there are before the plan's transform, as the site's card and policy count them."""
+        """Number of pictures before the plan's transform, as the site's card and policy count them."""
         return len(self.images) // self.per_picture
 
 
+@dataclass(frozen=True)
+class CohortRequest:
+    """What a plan and the site's policy require of the site's images.
+
+    Attributes:
+        data: shape and range of the plan.
+        min_images: fewest images that plan and policy accept, counted before the plan's transform.
+        unit: privacy unit of the plan.
+        num_classes: of the plan; None if it needs no classes.
+        class_names: names that the plan gives its classes, if it does.
+        known_classes: the classes that the site declares, all of them among the plan's, in the site's own order; a
+            label must be one of these, by name or by its number here.
+        captions: whether the plan needs texts.
+        latent_shape: shape of one latent; None for a plan whose experts learn images.
+        transform: the plan's, if it has one.
+    """
+
+    data: DataSpec
+    min_images: int
+    unit: Unit
+    num_classes: int | None = None
+    class_names: tuple[str, ...] = ()
+    known_classes: Classes | None = None
+    captions: bool = False
+    latent_shape: tuple[int, ...] | None = None
+    transform: TransformSpec | None = None
+
+    @property
+    def plan_classes(self) -> Classes | None:
+        """The classes of the plan, if it needs some."""
+        return None if self.num_classes is None else Classes(self.num_classes, self.class_names)
+
+    @property
+    def site_classes(self) -> Classes | None:
+        """The classes by which the site labels its images, if the plan needs some."""
+        return None if self.plan_classes is None else self.known_classes or self.plan_classes
+
+    @property
+    def required_columns(self) -> RequiredColumns:
+        """What the plan needs to know of each picture."""
+        return RequiredColumns(patients=self.unit == "patient", classes=self.site_classes, captions=self.captions)
+
+
 def load_cohort(
-    path: Path,
-    spec: DataSpec,
-    *,
-    min_images: int,
+    source: ImageSource,
+    request: CohortRequest,
     salt: bytes,
-    unit: Unit,
-    num_classes: int | None,
-    captions: bool = False,
-    latent_shape: tuple[int, ...] | None = None,
     folder: Path | None = None,
-    transform: TransformSpec | None = None,
-    class_names: tuple[str, ...] = (),
-    known_classes: Classes | None = None,
-    settings: ImagesSettings | None = None,
     advance: Advance = lambda done, num: None,
 ) -> Cohort:
-    """Read `path` once, block by block, and check it against the plan.
+    """Read the images of a site once, block by block, and check them against a plan.
+
+    Arrays of the plan's shape are read where they are. With a transform, everything else goes through it once, into a
+    copy in `folder`. A plan of volumes without a transform takes volumes in files of their own by the default one.
 
     Args:
-        path: images or, for a plan with an autoencoder, its latents (see `ddm.images.array_files.open_arrays`), with
-            `patients`, shape (N,), numbers or text, read where the patient is the unit; `labels`, shape (N,), names of
-            classes or whole numbers in [0, num_classes), read where the plan needs classes; `captions`, text, read
-            where it needs texts. With a transform, whatever a scan takes, see
-            `silo.data.transformed.open_transformed`; without one, that goes through the defaults if the plan is one of
-            volumes.
-        spec: the plan's shape and range.
-        min_images: fewest images that the plan and this site accept, counted before the plan's transform.
-        salt: this site's, for the digest.
-        unit: the plan's.
-        num_classes: the plan's, None where it needs no classes.
-        captions: whether the plan needs texts.
-        latent_shape: of a latent, None for a plan whose experts are trained on the images.
-        folder: private to the worker, for what cannot be read where it lies; None reads all of it into memory.
-        transform: the plan's, where it has one: every picture goes through it once, into a copy in `folder`.
-        class_names: what the plan calls its classes, where it names them.
-        known_classes: which ones the site declares, all of them among the plan's, in an order of its own; a label
-            must be one of these, by name or by its number here.
-        settings: the site's, for images that are scanned.
+        source: the site's images.
+        request: what the plan requires.
+        salt: secret of this site, for the digest and for the order of units.
+        folder: private to the worker, for copies of what cannot be read in place; None reads all of it into memory.
         advance: see `silo.data.transformed.open_transformed`.
 
     Raises:
-        MissingFileError: nothing at `path`.
+        MissingFileError: nothing at the path.
         DataError: no images, images of the wrong shape or range, not finite, or too few; or a column of patients,
             labels or captions that is absent, of the wrong length, incomplete, out of range or too long.
     """
-    classes = None if num_classes is None else Classes(num_classes, class_names)
-    known = classes and (known_classes or classes)
-    if transform is None and len(spec.shape) == 4 and _in_files(path, settings):
-        transform = TransformSpec()
-    per_picture = 1
-    if transform:
-        if folder is None:
-            raise TypeError("a plan with a transform needs a folder for the copy that it makes")
-        asked = Asked(unit == "patient", known, captions, order_key(salt))
-        carried_out = Transform(transform, spec)
-        source = open_transformed(path, carried_out, asked, folder, settings, advance)
-        per_picture = 1 if source.name == "latents" else carried_out.num
-    else:
-        source = open_arrays(path)
-    num, latent = len(source), source.name == "latents"
-    if num // per_picture < min_images:
-        got = f"{num // per_picture}"
-        raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=got)
-    if latent and latent_shape is None:
+    arrays, per_picture = _open_arrays(source, request, salt, folder, advance)
+    num_images = len(arrays)
+    num_pictures = num_images // per_picture
+    if num_pictures < request.min_images:
+        expected = f"at least {request.min_images}, as plan and policy require"
+        raise DataError("images", expected=expected, got=f"{num_pictures}")
+    is_latent = arrays.name == "latents"
+    if is_latent and request.latent_shape is None:
         raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
-    patient_N = read_column(source, "patients") if unit == "patient" else None
-    unit_N = np.arange(num) if patient_N is None else numbered(patient_N)
-    label_N = _labels(read_column(source, "labels"), known, classes) if known and classes else None
-    texts = captions_of(read_column(source, "captions")) if captions else None
-    if int(unit_N.max()) < 1:
-        raise DataError(f"{unit}s", expected="at least 2", got="1")
-    images = (
-        open_latents(source, latent_shape, folder) if latent and latent_shape else open_images(source, spec, folder)
-    )
-    columns = {"patients": unit_N if unit == "patient" else None, "labels": label_N}
-    used = {name: value for name, value in columns.items() if value is not None}
+
+    by_patient = request.unit == "patient"
+    patient_N = read_column(arrays, "patients") if by_patient else None
+    unit_N = np.arange(num_images) if patient_N is None else numbered(patient_N, source.patient_rule)
+    num_units = int(unit_N.max()) + 1
+    if num_units < 2:
+        raise DataError(f"{request.unit}s", expected="at least 2", got="1")
+    label_N = None
+    if request.plan_classes is not None and request.site_classes is not None:
+        label_N = _labels(read_column(arrays, "labels"), request.site_classes, request.plan_classes)
+    captions = captions_of(read_column(arrays, "captions")) if request.captions else None
+
+    if is_latent and request.latent_shape is not None:
+        images = open_latents(arrays, request.latent_shape, folder)
+    else:
+        images = open_images(arrays, request.data, folder)
+    digested_columns = {}
+    if by_patient:
+        digested_columns["patients"] = unit_N
+    if label_N is not None:
+        digested_columns["labels"] = label_N
     return Cohort(
         images=images,
-        digest=dataset_digest(images, salt, captions=texts or (), **used),
+        digest=dataset_digest(images, salt, captions=captions or (), **digested_columns),
         unit_N=torch.from_numpy(unit_N),
-        num_units=int(unit_N.max()) + 1,
+        num_units=num_units,
         label_N=None if label_N is None else torch.from_numpy(label_N),
-        captions=texts,
-        latent=latent,
-        rank_U=torch.from_numpy(_ranks(unit_N, patient_N, source, salt)),
+        captions=captions,
+        latent=is_latent,
+        rank_U=torch.from_numpy(_ranks(unit_N, patient_N, arrays, salt, source.patient_rule)),
         per_picture=per_picture,
     )
 
 
-def _labels(label_N: NDArray[np.generic], known: Classes, classes: Classes) -> NDArray[np.int64]:
-    """Return each image's class as the plan numbers it; a number means what the site, which wrote it, calls by it."""
-    number_C = class_numbers(np.array([known.name(number) for number in range(known.num)]), classes, "data.classes")
-    return number_C[class_numbers(label_N, known)]
+def _open_arrays(
+    source: ImageSource, request: CohortRequest, salt: bytes, folder: Path | None, advance: Advance
+) -> tuple[ImageArrays, int]:
+    """Return the images as arrays, transformed if the plan says so, and how many each picture became."""
+    data = source.find()
+    spec = request.transform
+    if spec is None and len(request.data.shape) == 4 and not data.looks_like_arrays:
+        spec = TransformSpec()  # volumes in files of their own have no other way into a plan
+    if spec is None or data.kind is DataKind.LATENTS:
+        return source.arrays(data), 1
+    if folder is None:
+        raise TypeError("a plan with a transform needs a folder for the copy that it makes")
+    transform = Transform(spec, request.data)
+    ordered = source.ordered_by(order_key(salt))
+    return open_transformed(ordered, transform, request.required_columns, folder, advance), transform.num
+
+
+def _labels(label_N: NDArray[np.generic], site: Classes, plan: Classes) -> NDArray[np.int64]:
+    """Return the class of each image as the plan numbers it; the site wrote numbers by its own order of the names."""
+    site_names = np.array([site.name(number) for number in range(site.num)])
+    plan_number_C = class_numbers(site_names, plan, "data.classes")
+    return plan_number_C[class_numbers(label_N, site)]
 
 
 def _ranks(
-    unit_N: NDArray[np.int64], patient_N: NDArray[np.generic] | None, source: Source, salt: bytes
+    unit_N: NDArray[np.int64],
+    patient_N: NDArray[np.generic] | None,
+    arrays: ImageArrays,
+    salt: bytes,
+    patient_rule: PatientRule,
 ) -> NDArray[np.float64]:
-    """Return a random number for each unit: of a patient by the identifier, of an image by its place in the data.
+    """Return a random number for each unit: for a patient by the identifier, for an image by its place in the data.
 
     It is keyed with the site's secret, so that nobody else can tell the order. Units that are added later change
-    nobody's number; where the unit is the image, only those behind the others.
+    nobody's number; if the unit is the image, this holds only for units added behind the others.
     """
     if patient_N is None:
         key = hmac.new(salt, b"order of images", hashlib.sha256).digest()
-        return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], np.uint64))).random(len(unit_N))
+        generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], np.uint64)))
+        return generator.random(len(unit_N))
     _, first_U = np.unique(unit_N, return_index=True)
-    if isinstance(source, StoredCohort):  # which knows patients by number alone
-        orders = [str(each) for each in read_column(source, ORDERS)[first_U].tolist()]
+    if isinstance(arrays, StoredCohort):
+        # The copy knows patients by number alone, and keeps the digests that order them in a column.
+        orders = [str(order) for order in read_column(arrays, ORDERS)[first_U].tolist()]
     else:
         key = order_key(salt)
-        orders = [order_of(name, key) or "" for name in names_of(patient_N[first_U])]
-    return np.array([int(each[:16], 16) / 2**64 for each in orders])
-
-
-def _in_files(path: Path, settings: ImagesSettings | None) -> bool:
-    """Whether data are pictures in files of their own, or a table of them, and no arrays."""
-    if path.is_file() and is_table(path, settings.columns if settings else {}):
-        return True
-    return picture_files(path) is not None
+        orders = [order_of(name, key, patient_rule) or "" for name in names_of(patient_N[first_U])]
+    return np.array([int(order[:16], 16) / 2**64 for order in orders])
 
 
 def dataset_digest(images: Images, salt: bytes, *, captions: Sequence[str] = (), **columns: NDArray[np.int64]) -> str:
-    """Return the HMAC-SHA256 of the images' shape and float32 values and of the columns used; one change changes it.
+    """Return the HMAC-SHA256 of the images' shape and float32 values and of the columns used.
 
-    It is keyed with a secret of this site because ledger entries contain it and their digests leave: without the key,
-    whoever knows all images but one could try candidates for the last against the ledger's chain.
+    It is keyed with a secret of this site because ledger entries contain it and their digests are published: without
+    the key, anybody who knows all images but one could try candidates for the last one.
     """
-    keyed = hmac.new(salt, repr(tuple(images.shape)).encode(), hashlib.sha256)
-    feed(keyed.update, images)
+    digest = hmac.new(salt, repr(tuple(images.shape)).encode(), hashlib.sha256)
+    feed(digest.update, images)
     for name in sorted(columns):
-        keyed.update(name.encode() + columns[name].astype("<i8").tobytes())
+        digest.update(name.encode() + columns[name].astype("<i8").tobytes())
     for caption in captions:
         text = caption.encode()
-        keyed.update(b"caption %d " % len(text) + text)
-    return keyed.hexdigest()
+        digest.update(b"caption %d " % len(text) + text)
+    return digest.hexdigest()

@@ -1,23 +1,26 @@
 """Looks at a site's data before there is a plan: what no plan could take, all at once, and how much there is."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ddm.errors import DataError
-from ddm.images.array_files import ARRAYS, Source, open_arrays
+from ddm.images.array_files import ImageArrays
 from ddm.images.columns import check_length, num_patients, read_column
-from ddm.images.find import require_data
-from ddm.images.table import is_table
-from silo.config import ImagesSettings
+from ddm.images.find import DataSet
+from ddm.images.ranges import DECLARED_AT_FIRST, RangeCounter, ValueKind, range_of_type, range_remarks
+from ddm.images.reasons import Reason
 from silo.data.problems import refuse_all
-from silo.images.pictures import Pictures
-from silo.images.scan import scan_as_set
+from silo.images.report import unused_parts_text
+from silo.images.scan import ScannedImages, scan
+from silo.images.source import ImageSource
 from silo.images.summary import Summary
 
 _COLUMNS = frozenset({"patients", "labels", "captions"})
+_REMEDY = "Correct all of these in the data file, then run the command again."
+_MAX_BYTES_LOOKED_AT = 1 << 28
 Advance = Callable[[int], None]
 
 
@@ -26,132 +29,177 @@ class FirstLook:
     """What a site's data are like.
 
     Attributes:
-        summary: of the scan; None of arrays that plans without a transform take too, which need none.
+        summary: of the scan; None for arrays that plans without a transform take too, which need no scan.
         problems: why plans without a transform do not take them.
+        remarks: what a person should know of arrays that need no scan; a summary has remarks of its own.
+        num_adopted: pictures with a decision that was made before there was a site, and is carried over.
     """
 
     summary: Summary | None = None
     problems: tuple[DataError, ...] = ()
+    remarks: tuple[str, ...] = ()
+    num_adopted: int = 0
 
 
-def look_at(
-    path: Path, folder: Path, settings: ImagesSettings | None = None, advance: Advance = lambda done: None
-) -> FirstLook:
-    """Look at data: of arrays at headers and columns, of anything else, by a scan, at every picture.
+def look_at(source: ImageSource, advance: Advance = lambda num_files: None) -> FirstLook:
+    """Look at data: of arrays at headers, columns and some values; of anything else, by a scan, at every picture.
 
     Args:
-        path: the site's data.
-        folder: private, for what scans remember.
-        settings: the site's, for its images.
-        advance: called with the number of files that are done, while there is a scan.
+        source: the site's images.
+        advance: called with the number of files that are finished, while there is a scan.
 
     Raises:
-        MissingFileError: nothing at `path`.
+        MissingFileError: nothing at the path.
         DataError: nothing that any plan could take: all that is wrong at once.
         SetupError: the decoders of these images are not installed.
     """
-    problems = _problems(path)
+    data = source.find()
+    problems = _problems(data)
     if not problems:
-        return FirstLook()
-    summary = scan_as_set(path, folder, settings or ImagesSettings(), advance)
+        remarks = _range_remarks(source, data)
+        unused = source.unused_parts(data.require_arrays())
+        if unused:
+            remarks.append(unused_parts_text(unused))
+        return FirstLook(remarks=tuple(remarks))
+    summary = scan(source, advance)
     if not summary.accepted:
-        _refuse(path, problems)
+        _refuse_arrays(data, problems)
     summary.require_accepted()
-    return FirstLook(summary, tuple(problems) if _are_arrays(path) else ())
+    return FirstLook(summary, tuple(problems) if data.looks_like_arrays else ())
 
 
-def count_units(
-    path: Path,
-    *,
-    patients: bool,
-    folder: Path,
-    settings: ImagesSettings | None = None,
-    advance: Advance = lambda done: None,
-) -> tuple[int, int | None]:
-    """Count the images at `path`, and their patients if asked for; of what is scanned, those that are accepted.
+def _range_remarks(source: ImageSource, data: DataSet) -> list[str]:
+    """Return what arrays use of the range that they are declared to have, or would be at first.
 
-    Args:
-        path: see `look_at`, as for the rest.
-        patients: whether to count them.
-        folder: of scans.
-        settings: the site's.
-        advance: shows progress.
-
-    Raises:
-        MissingFileError: nothing at `path`.
-        DataError: no image that can be used, or patients that are not known of all images.
+    The first rows are read, up to a bound, since a large array takes minutes; `silo scan` looks at all of them.
     """
-    if problems := _problems(path):
-        with Pictures.opened(path, folder, settings or ImagesSettings(), advance) as pictures:
-            num, num_known = _counted(pictures, patients=patients)
-        if not num:
-            _refuse(path, problems)
-            remedy = "`silo scan` says of each file what is the matter."
-            raise DataError(
-                "images", expected="at least one that can be used", got="files that a scan cannot use", remedy=remedy
-            )
-        return num, num_known
-    source = open_arrays(path)
-    return len(source), num_patients(read_column(source, "patients")) if patients else None
+    arrays = data.arrays
+    if arrays is None or arrays.name != "images":
+        return []
+    counter = RangeCounter()
+    num_bytes = 0
+    for block in arrays.unpacked():
+        counter.add_images(block)
+        num_bytes += block.nbytes
+        if num_bytes > _MAX_BYTES_LOOKED_AT:
+            break
+    dtype = arrays.row[0].name
+    type_range = range_of_type(dtype)
+    subject = f"{dtype} values"
+    if type_range is not None:
+        return range_remarks(counter.use(), type_range, ValueKind.WHOLE, subject=subject)
+    return range_remarks(counter.use(), source.declared_range or DECLARED_AT_FIRST, ValueKind.FLOATS, subject=subject)
 
 
-def _counted(pictures: Pictures, *, patients: bool) -> tuple[int, int | None]:
-    num, nobody, known = 0, 0, set[str]()
-    for found in pictures:
-        if found.reason is None:
-            num += 1
-            patient = pictures.patient(found) if patients else ""
-            nobody += patient is None
-            known.add(patient or "")
-    if nobody:
-        remedy = "Give every image its patient, in a column patient of the images' table; or leave its row out."
-        got = f"none for {nobody} of {num} images"
-        raise DataError("patients", expected="a patient for each image", got=got, remedy=remedy)
-    return num, len(known) if patients else None
-
-
-def _refuse(path: Path, problems: list[DataError]) -> None:
-    """Refuse arrays of which a scan can use nothing, by what is wrong with them as arrays."""
-    if _are_arrays(path):
-        refuse_all(problems, "Mend all of these in the data file, then run the command again.")
-
-
-def needs_scan(path: Path) -> bool:
+def needs_scan(source: ImageSource) -> bool:
     """Whether data are anything but arrays that plans without a transform take.
 
     Raises:
-        MissingFileError: nothing at `path`.
+        MissingFileError: nothing at the path.
     """
-    return bool(_problems(path))
+    return bool(_problems(source.find()))
 
 
-def _problems(path: Path) -> list[DataError]:
-    """Return why data are no arrays that plans without a transform take.
+@dataclass(frozen=True)
+class UnitCounts:
+    """How much there is at a site.
+
+    Attributes:
+        images: that are used.
+        patients: whom they show; None if they were not counted.
+        unused_parts: images of each part of the data set that is not used.
+    """
+
+    images: int
+    patients: int | None = None
+    unused_parts: Counter[str] = field(default_factory=Counter)
+
+
+def count_units(source: ImageSource, *, patients: bool, advance: Advance = lambda num_files: None) -> UnitCounts:
+    """Count the images of a site, and its patients if they are asked for; after a scan, those that it accepts.
+
+    Args:
+        source: the site's images.
+        patients: whether to count patients.
+        advance: called with the number of files that are finished, while there is a scan.
 
     Raises:
-        MissingFileError: nothing at `path`.
+        MissingFileError: nothing at the path.
+        DataError: no image that can be used, or patients that are not known of all images.
     """
-    require_data(path)
+    data = source.find()
+    problems = _problems(data)
+    if not problems:
+        arrays = source.arrays(data)
+        unused = source.unused_parts(data.require_arrays())
+        if not patients:
+            return UnitCounts(len(arrays), unused_parts=unused)
+        num = num_patients(read_column(arrays, "patients"), source.patient_rule)
+        return UnitCounts(len(arrays), num, unused)
+    with ScannedImages.opened(source) as images:
+        images.update(advance, retry=False)
+        counts = _count_accepted(images, patients=patients)
+    if not counts.images:
+        _refuse_arrays(data, problems)
+        raise DataError(
+            "images",
+            expected="at least one that can be used",
+            got="files that a scan cannot use",
+            remedy="`silo scan` says what is wrong with each file.",
+        )
+    return counts
+
+
+def _count_accepted(images: ScannedImages, *, patients: bool) -> UnitCounts:
+    num_images = 0
+    num_unknown = 0
+    patient_ids: set[str] = set()
+    unused = Counter[str]()
+    for image in images:
+        if image.reason == Reason.OTHER_PART and image.part is not None:
+            unused[image.part] += 1
+        if image.reason is not None:
+            continue
+        num_images += 1
+        if not patients:
+            continue
+        patient = images.patient(image)
+        if patient is None:
+            num_unknown += 1
+        else:
+            patient_ids.add(patient)
+    if num_unknown:
+        raise DataError(
+            "patients",
+            expected="a patient for each image",
+            got=f"none for {num_unknown} of {num_images} images",
+            remedy="Give every image its patient, in a column patient of the images' table; or leave its row out.",
+        )
+    return UnitCounts(num_images, len(patient_ids) if patients else None, unused)
+
+
+def _refuse_arrays(data: DataSet, problems: list[DataError]) -> None:
+    """Refuse arrays of which a scan can use nothing, by what is wrong with them as arrays."""
+    if data.looks_like_arrays:
+        refuse_all(problems, _REMEDY)
+
+
+def _problems(data: DataSet) -> list[DataError]:
+    """Return why data are no arrays that plans without a transform take."""
     try:
-        return list(_problems_of_arrays(open_arrays(path)))
+        return list(_array_problems(data.require_arrays()))
     except DataError as error:
         return [error]
 
 
-def _are_arrays(path: Path) -> bool:
-    if path.is_dir():
-        return any(path.glob("images.npy")) or any(path.glob("images-*.npy"))
-    return path.suffix.lower() in ARRAYS and not is_table(path, {})
-
-
-def _problems_of_arrays(source: Source) -> Iterator[DataError]:
-    dtype, shape = source.row
+def _array_problems(arrays: ImageArrays) -> Iterator[DataError]:
+    dtype, shape = arrays.row
     if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
         yield DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
     if not 1 <= len(shape) <= 4 or 0 in shape:
         yield DataError("image shape", expected="(H, W), (C, H, W) or (C, D, H, W)", got=str(shape))
-    for name in sorted(source.columns & _COLUMNS):
+    for name in sorted(arrays.columns & _COLUMNS):
         try:
-            check_length(name, source.column_shape(name), len(source))
+            check_length(name, arrays.column_shape(name), len(arrays))
         except DataError as error:
             yield error

@@ -50,11 +50,12 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
         return
     shape = (len(cohort.images), *plan.expert_shape)
     with replacing(path) as handle:
-        write_rows(handle, shape, np.dtype("<f4"), _encoded(cohort.images, _for(plan, latent), on_progress))
+        blocks_of_latents = _encoded(cohort.images, _for_privacy(plan, latent), on_progress)
+        write_rows(handle, shape, np.dtype("<f4"), blocks_of_latents)
 
 
-def _for(plan: Plan, latent: AutoencoderKl) -> AutoencoderKl:
-    """Where training is private, one patient's images must not move another's place in a block: each goes alone."""
+def _for_privacy(plan: Plan, latent: AutoencoderKl) -> AutoencoderKl:
+    """Return what encodes each image alone if training is private: in a block, images change each other's rounding."""
     return latent.alone() if plan.expert.privacy else latent
 
 
@@ -69,10 +70,13 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
     """Return the images that features are made of: of latents that the site brings, what the autoencoder decodes."""
     if not cohort.latent:
         return cohort.images
-    (low, high), decoder = plan.data.range, _for(plan, latent) if isinstance(latent, AutoencoderKl) else latent
-    return Derived(
-        _scaled(cohort.images, plan), lambda z_B: decoder.decode(z_B, lost=0.0).clamp(low, high), plan.data.shape
-    )
+    low, high = plan.data.range
+    decoder = _for_privacy(plan, latent) if isinstance(latent, AutoencoderKl) else latent
+
+    def decode(z_B: Tensor) -> Tensor:
+        return decoder.decode(z_B, lost=0.0).clamp(low, high)
+
+    return Derived(_scaled(cohort.images, plan), decode, plan.data.shape)
 
 
 def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
@@ -89,14 +93,15 @@ def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
     path = _path(cohort, plan, folder)
     if path is None:
         return cohort
-    shape, kept = (len(cohort.images), *plan.expert_shape), _kept(path)
-    if kept.shape != shape or kept.dtype != np.float32:
-        got = f"{kept.dtype} {kept.shape}"
+    shape = (len(cohort.images), *plan.expert_shape)
+    latents = _open_latents(path)
+    if latents.shape != shape or latents.dtype != np.float32:
+        got = f"{latents.dtype} {latents.shape}"
         raise DataError("latents", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP)
-    return replace(cohort, images=StoredImages(kept, as_floats, shape[1:]))
+    return replace(cohort, images=StoredImages(latents, as_floats, shape[1:]))
 
 
-def _kept(path: Path) -> FileArray:
+def _open_latents(path: Path) -> FileArray:
     try:
         return open_npy(path)
     except (MissingFileError, DataError, OSError) as error:

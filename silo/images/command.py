@@ -1,109 +1,136 @@
 """`silo scan`: from its options to a report on the terminal, or to counts for a script."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from ddm.errors import SetupError
-from ddm.images.find import find_files
-from ddm.images.table import COLUMNS
+from ddm.images.table import COLUMNS, ColumnName
 from ddm.system.console import progress, say
-from silo.config import ColumnName, ImagesSettings, Site
+from silo.config import ImagesSettings, Site
 from silo.images.preview import Sheet
 from silo.images.report import report
-from silo.images.scan import FOLDER, default_folder, limits_of, scan_as_set
+from silo.images.scan import ScannedImage, scan
+from silo.images.source import FOLDER, ImageSource, default_folder
 from silo.images.summary import Summary
 
 
 def scan_images(
-    site: Path | None,
-    data: Path | None,
-    columns: list[str],
-    private: Path | None,
+    source: ImageSource,
     *,
-    processes: int | None,
-    memory: int | None,
-    seconds: float | None,
+    of_site: bool,
     as_json: bool,
+    review_command: str,
     preview: Path | None = None,
     plan: Path | None = None,
-) -> ImagesSettings:
-    """Scan the images of a site, or those at a path; print counts.
+) -> None:
+    """Scan images; print counts.
 
     Args:
-        site: whose configuration names the images, where `data` is None.
-        data: the images.
-        columns: each NAME=COLUMN.
-        private: where results are remembered.
-        processes: that decode; None, as of the next two, for what the site's configuration says, or the default.
-        memory: most address space of each, MiB.
-        seconds: most that a file may take.
+        source: the images.
+        of_site: whether they are those of a site, whose worker reads them as its configuration says.
         as_json: print counts as JSON.
+        review_command: what to type to look at these images; see `review_command_of`.
         preview: PNG of accepted images before and after a transform.
-        plan: the recipe or the plan that has it.
-
-    Returns:
-        How they were decoded: as the site's configuration says, but for what was given.
+        plan: the recipe or the plan that has the transform.
 
     Raises:
-        SetupError: neither a site nor data, a column that is not NAME=COLUMN, or a preview without a transform.
+        SetupError: a preview without a transform.
         MissingFileError, DataError: no images at all, or see `silo.images.scan.scan`.
     """
-    given = {"columns": read_columns(columns), "memory_mib": memory, "seconds": seconds, "processes": processes}
-    of_site = data is None
-    data, folder, settings = images_of(site, data, private, given)
     if (preview is None) != (plan is None):
-        expected, got = "--preview FILE.png and --plan FILE together", "one without the other"
-        raise SetupError("silo scan", expected=expected, got=got)
-    sheet = Sheet(plan, preview, limits_of(settings)) if plan and preview else None
-    quiet = as_json or not sys.stdout.isatty()
-    with files_progress(data, settings) if not quiet else nullcontext(lambda done: None) as advance:
-        summary = scan_as_set(data, folder, settings, advance, also=sheet.take if sheet else lambda found: None)
-    say(json.dumps(summary.as_json()) if as_json else report(summary, folder, of_site=of_site))
-    summary.require_accepted()
-    if sheet:
+        expected = "--preview FILE.png and --plan FILE together"
+        remedy = (
+            "Add the other one: the sheet shows images before and after the table [transform] of a recipe or a plan."
+        )
+        raise SetupError("silo scan", expected=expected, got="one without the other", remedy=remedy)
+    sheet = None
+    if preview is not None and plan is not None:
+        sheet = Sheet(plan, preview, source)
+
+    def observe(image: ScannedImage) -> None:
+        if sheet is not None:
+            sheet.take(image)
+
+    bar: AbstractContextManager[Callable[[int], None]] = files_progress(source)
+    if as_json or not sys.stdout.isatty():
+        bar = nullcontext(lambda num_files: None)
+    with bar as advance:
+        summary = scan(source, advance, observe)
+    if as_json:
+        say(json.dumps(summary.as_json()))
+    else:
+        say(report(summary, source.folder, of_site=of_site, review_command=review_command))
+    summary.require_accepted(is_reported=not as_json)
+    if sheet is not None:
         reasons = sheet.write()
         if not as_json:
-            say("\n".join([f"\nSheet in {preview}, for this site alone.", *reasons]))
-    return settings
+            leave_out = f"To leave out a picture by its number: {review_command} --leave-out NUMBER"
+            say("\n".join([f"\nPreview sheet, only for this site: {preview}", leave_out, *reasons]))
 
 
-def images_of(
-    site: Path | None, data: Path | None, private: Path | None, given: Mapping[str, object] | None = None
-) -> tuple[Path, Path, ImagesSettings]:
-    """Return where images are, where scans of them are remembered, and how they are decoded.
+def image_source(
+    site: Path | None,
+    data: Path | None,
+    private: Path | None,
+    given_settings: Mapping[str, object] | None = None,
+) -> ImageSource:
+    """Return the images of a site, or those at a path.
 
     Args:
         site: whose configuration says what is not given.
         data: the images.
         private: where scans are remembered.
-        given: settings that hold against the site's, where they are not None.
+        given_settings: settings that take precedence over the site's, unless they are None.
 
     Raises:
         SetupError: neither a site nor data.
     """
-    place, given = (Site(site).require() if site is not None else None), dict(given or {})
-    settings = place.settings().images if place else ImagesSettings()
-    if data is None:
-        if place is None:
-            remedy = "Name them with --data PATH, or name the SITE."
-            raise SetupError("images", expected="--data, or a site", got="no images named", remedy=remedy)
-        data, given["columns"] = Path(place.settings().data), given.get("columns") or settings.columns
-    settings = settings.model_copy(update={name: value for name, value in given.items() if value is not None})
-    return data, private or (place.private / FOLDER if place else default_folder(data)), settings
+    if site is not None:
+        source = ImageSource.of_site(Site(site).require())
+    elif data is not None:
+        source = ImageSource(data.absolute(), default_folder(data))
+    else:
+        remedy = "Name them with --data PATH, or name the SITE."
+        raise SetupError("images", expected="--data or a SITE", got="no images named", remedy=remedy)
+    changes = {name: value for name, value in (given_settings or {}).items() if value is not None}
+    if data is not None:
+        # Columns that silo.toml names are those of the site's own table.
+        changes.setdefault("columns", {})
+        # A later command may run in another folder, and finds pictures by the paths that a scan remembers.
+        source = replace(source, data=data.absolute())
+    if private is not None:
+        source = replace(source, folder=private)
+    return replace(source, settings=source.settings.model_copy(update=changes))
+
+
+def review_command_of(site: Path | None, data: Path | None, private: Path | None) -> str:
+    """Return the command that shows the images of the same options as a person types it."""
+    words = ["silo", "review"]
+    if site is not None:
+        words.append(str(site))
+    words.append("--images")
+    if data is not None:
+        words += ["--data", str(data)]
+    if private is not None:
+        words += ["--private", str(private)]
+    return shlex.join(words)
 
 
 @contextmanager
-def files_progress(data: Path, settings: ImagesSettings) -> Iterator[Callable[[int], None]]:
-    """Show a bar of the files that are done, from the first call of what is yielded, called with their number."""
+def files_progress(source: ImageSource) -> Iterator[Callable[[int], None]]:
+    """Show a bar of finished files, from the first call of the function that is yielded, called with their number."""
     total = 0
 
-    def show_files(done: int) -> None:
+    def show_files(num_finished: int) -> None:
         nonlocal total
-        total = total or sum(1 for _ in find_files(data, settings.columns))
-        advance(min(done, total), total)
+        if not total:
+            total = sum(1 for _ in source.find().files())
+        advance(min(num_finished, total), total)
 
     with progress("Reading images") as advance:
         yield show_files
@@ -111,21 +138,28 @@ def files_progress(data: Path, settings: ImagesSettings) -> Iterator[Callable[[i
 
 def show(summary: Summary, site: Site) -> None:
     """Print what a scan of a site found."""
-    say(report(summary, site.private / FOLDER, of_site=True))
+    review_command = review_command_of(site.path, None, None)
+    say(report(summary, site.private / FOLDER, of_site=True, review_command=review_command))
 
 
-def read_columns(given: list[str]) -> dict[ColumnName, str]:
+def read_columns(options: list[str]) -> dict[ColumnName, str]:
     """Read names of columns, each NAME=COLUMN.
 
     Raises:
-        SetupError: one that is not.
+        SetupError: an option that is not of this form.
     """
-    found: dict[ColumnName, str] = {}
-    for each in given:
-        text, equals, column = each.partition("=")
+    columns: dict[ColumnName, str] = {}
+    for option in options:
+        text, equals, column = option.partition("=")
         name = next((known for known in COLUMNS if known == text), None)
-        if name is None or not equals or not column or name in found:
+        if name is None or not equals or not column or name in columns:
             expected = f"NAME=COLUMN, each name once, of {', '.join(COLUMNS)}"
-            raise SetupError("--column", expected=expected, got=repr(each[:40]))
-        found[name] = column
-    return found
+            remedy = "Write the name from this list before the equals sign, such as --column label=finding."
+            raise SetupError("--column", expected=expected, got=repr(option[:40]), remedy=remedy)
+        columns[name] = column
+    return columns
+
+
+def images_settings(columns: list[str]) -> ImagesSettings:
+    """Return the settings of images whose table has other names of columns; see `read_columns`."""
+    return ImagesSettings(columns=read_columns(columns))

@@ -1,8 +1,8 @@
 """Which pictures a person must see first, and what was decided about them, in the private folder of their scans.
 
-A picture is told by the digest of its pixels. Clearing it holds for exactly the flags that the person saw: with a new
+The digest of its pixels identifies a picture. Clearing it holds for exactly the flags that the person saw: with a new
 one it waits again. Leaving it out holds whatever its flags, also for a copy of it that has none. Whether slices in
-files of their own make a head is known after all of them were seen: each scan writes that here too.
+files of their own make a head is known after all of them were record: each scan writes that here too.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from ddm.images.record import PictureRecord
 from ddm.io.modes import private_folder
 
 LEFT_OUT = "left out by a person"
-_FILE = "decisions.sqlite"
+FILE = "decisions.sqlite"
 _SCHEMA = """
 create table if not exists series (pseudonym text primary key, head integer not null) without rowid;
 create table if not exists decisions (
@@ -39,8 +39,9 @@ class Decisions:
     """The decisions about one data set. Use `Decisions.opened`; several processes may have them open."""
 
     def __init__(self, path: Path, database: sqlite3.Connection) -> None:
-        self._path, self._database = path, database
-        self._look()
+        self._path = path
+        self._database = database
+        self._read_whether_any_is_left_out()
 
     @staticmethod
     @contextmanager
@@ -55,7 +56,7 @@ class Decisions:
             OSError: it cannot be read or written; so does each method.
         """
         private_folder(folder)
-        path = folder / _FILE
+        path = folder / FILE
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         database = sqlite3.connect(path)
         try:
@@ -65,34 +66,36 @@ class Decisions:
         finally:
             database.close()
 
-    def verdict(self, seen: PictureRecord) -> str | None:
-        """Return why a picture is not used: its own reason, a flag that waits for a person, or that one left it out.
+    def verdict(self, record: PictureRecord) -> str | None:
+        """Return why a picture is not used: its own reason, a flag, or that a person left it out.
 
         Args:
-            seen: the picture, as its decoder or the scan's memory gives it.
+            record: from the decoder or from the scan's memory.
 
         Returns:
-            None where it may be used.
+            None if it may be used.
         """
-        if seen.reason is not None:
-            return seen.verdict
-        seen = self.flagged(seen)
-        found = self._decided(seen)
-        return LEFT_OUT if found is Decision.LEAVE_OUT else None if found is Decision.CLEAR else seen.verdict
+        if record.reason is not None:
+            return record.verdict
+        record = self.flagged(record)
+        decision = self._decision(record)
+        if decision is Decision.LEAVE_OUT:
+            return LEFT_OUT
+        return None if decision is Decision.CLEAR else record.verdict
 
-    def of(self, seen: PictureRecord) -> Decision | None:
-        """Return what was decided about a picture; None where it waits for a person, or needs none."""
-        return self._decided(self.flagged(seen))
+    def of(self, record: PictureRecord) -> Decision | None:
+        """Return what was decided about a picture; None if it waits for a person, or needs none."""
+        return self._decision(self.flagged(record))
 
-    def _decided(self, seen: PictureRecord) -> Decision | None:
-        if not seen.flags and not self._any_left_out:
+    def _decision(self, record: PictureRecord) -> Decision | None:
+        if not record.flags and not self._any_left_out:
             return None
         query = "select flags, decision from decisions where pixels = ?"
         with _readable(self._path):
-            found = dict(self._database.execute(query, (seen.pixels,)).fetchall())
-        if Decision.LEAVE_OUT in found.values():
+            decision_by_flags = dict(self._database.execute(query, (record.pixels,)).fetchall())
+        if Decision.LEAVE_OUT in decision_by_flags.values():
             return Decision.LEAVE_OUT
-        return Decision.CLEAR if _text(seen.flags) in found else None
+        return Decision.CLEAR if _flags_text(record.flags) in decision_by_flags else None
 
     @property
     def any(self) -> bool:
@@ -100,13 +103,25 @@ class Decisions:
         with _readable(self._path):
             return bool(self._database.execute("select exists (select 1 from decisions)").fetchone()[0])
 
+    def left_out(self) -> set[str]:
+        """Return the fingerprints of the pictures that a person left out."""
+        with _readable(self._path):
+            query = "select distinct pixels from decisions where decision = 'leave out'"
+            return {pixels for (pixels,) in self._database.execute(query)}
+
+    def counts(self) -> dict[str, int]:
+        """Return how many pictures, by their pixels, have each decision."""
+        with _readable(self._path):
+            query = "select decision, count(distinct pixels) from decisions group by decision"
+            return dict(self._database.execute(query).fetchall())
+
     @property
     def digest(self) -> str:
         """Changes with any decision."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for row in self._database.execute("select pixels, flags, decision from decisions order by pixels, flags"):
-            found.update(repr(row).encode())
-        return found.hexdigest()
+            digest.update(repr(row).encode())
+        return digest.hexdigest()
 
     def record(self, pictures: Iterable[PictureRecord], decision: Decision | None) -> None:
         """Keep what was decided about pictures, durably and all of it or nothing.
@@ -115,25 +130,26 @@ class Decisions:
             pictures: each with pixels and flags.
             decision: None takes back what was decided.
         """
-        keys = [(seen.pixels, _text(self.flagged(seen).flags)) for seen in pictures]
+        keys = [(record.pixels, _flags_text(self.flagged(record).flags)) for record in pictures]
         with _readable(self._path), self._database:
             forget = "delete from decisions where pixels = ? and (flags = ? or decision = 'leave out')"
             self._database.executemany(forget, keys)
             if decision is not None:
                 rows = ((*key, decision.value) for key in dict.fromkeys(keys))
                 self._database.executemany("insert into decisions values (?, ?, ?)", rows)
-        self._look()
+        self._read_whether_any_is_left_out()
 
-    def flagged(self, seen: PictureRecord) -> PictureRecord:
+    def flagged(self, record: PictureRecord) -> PictureRecord:
         """Return a picture with the flag of a face where it is a slice of a head; of a scan not yet judged, too."""
-        if seen.slice is None or Flag.FACE.value in seen.flags:
-            return seen
+        if record.slice is None or Flag.FACE.value in record.flags:
+            return record
         with _readable(self._path):
             query = "select head from series where pseudonym = ?"
-            judged = self._database.execute(query, (seen.slice.series,)).fetchone()
-        if judged is not None and not judged[0]:
-            return seen
-        return seen.model_copy(update={"flags": tuple(sorted((*seen.flags, Flag.FACE.value)))})
+            row = self._database.execute(query, (record.slice.series,)).fetchone()
+        # A scan that was not judged yet counts as one of a head.
+        if row is not None and not row[0]:
+            return record
+        return record.model_copy(update={"flags": tuple(sorted((*record.flags, Flag.FACE.value)))})
 
     def judge(self, series: Mapping[str, bool]) -> None:
         """Replace what is known of scans in files of their own.
@@ -145,7 +161,7 @@ class Decisions:
             self._database.execute("delete from series")
             self._database.executemany("insert into series values (?, ?)", series.items())
 
-    def _look(self) -> None:
+    def _read_whether_any_is_left_out(self) -> None:
         with _readable(self._path):
             query = "select exists (select 1 from decisions where decision = 'leave out')"
             self._any_left_out = bool(self._database.execute(query).fetchone()[0])
@@ -159,10 +175,10 @@ def _readable(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         raise OSError(5, f"decisions cannot be read or written ({type(error).__name__})", str(path)) from error
     except sqlite3.DatabaseError as error:
-        remedy = "Restore it from backup, or delete it: whoever decided then decides again."
+        remedy = "Restore it from backup. If you delete it, all decisions must be made again."
         expected, got = "decisions about images", "a damaged file"
         raise SetupError(str(path), expected=expected, got=got, remedy=remedy) from error
 
 
-def _text(flags: Iterable[str]) -> str:
+def _flags_text(flags: Iterable[str]) -> str:
     return "\n".join(sorted(flags))

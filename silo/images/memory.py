@@ -1,21 +1,21 @@
 """What earlier scans found, in a private folder: a file whose content is the same is not decoded again.
 
-A file counts as unchanged by path, size and times; where one of these differs, by the digest of its content. Results of
-other versions of the decoders, or of other limits, are forgotten. What this machine may be to blame for holds until the
-next scan, which tries it again.
+A file counts as unchanged by path, size and times; if one of these differs, by the digest of its content. Results of
+other versions of the decoders, or of other limits, are forgotten.
 """
 
+import json
 import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import SetupError
-from ddm.images.find import Entry
+from ddm.images.find import ImageFile
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from ddm.io.files import read_bounded, write_atomic
@@ -25,30 +25,35 @@ from silo.images.decisions import Decisions
 
 DATABASE = "memory.sqlite"
 KEY_BYTES = 32
-_FORMAT = 2  # changes with the schema, and with `PictureRecord`
-_RACE_NS = 50_000_000  # a change so soon before a look may bear the same time as one after it
+KEY_FILE = "key"
+_FORMAT = 1  # changes with the schema, and with `PictureRecord`
+_ANY_RECIPE = f"{_FORMAT} %"  # of this format; an empty recipe is that of a file which is not finished
+# A change so soon before a look may bear the same time as a change after it.
+_RACE_NS = 50_000_000
 _COMMIT_S = 2.0
-_PASSING = (Reason.FORBIDDEN, Reason.MISSING, Reason.MEMORY, Reason.TIME)  # where no content is known
+_MAX_PENDING_PICTURES = 256  # of one file, before they are written
+# Failures that may be the machine's, as long as the content of the file is not known.
+_MACHINE_FAILURES = (Reason.FORBIDDEN, Reason.MISSING, Reason.MEMORY, Reason.TIME)
 _SCHEMA = """
 create table if not exists files (
     number integer primary key, path blob not null unique, stats text not null, digest text not null,
     recipe text not null, scan integer not null, reason text, detail text not null);
 create table if not exists pictures (
-    file integer not null references files (number) on delete cascade, place integer not null, seen text not null,
+    file integer not null references files (number) on delete cascade, place integer not null, record text not null,
     primary key (file, place)) without rowid;
 """
 
 
 @dataclass(frozen=True)
-class Kept:
+class RememberedFile:
     """What is known of a file.
 
     Attributes:
-        number: under which it is kept.
-        digest: of its content when it was decoded; empty where that is not known.
-        unchanged: by size and times.
-        reason: why it gave no picture, or no more of them.
-        detail: more of that.
+        number: its key in the database.
+        digest: of its content when it was decoded; empty if the content could not be read.
+        unchanged: whether size and times are the same as then.
+        reason: why it gave no picture, or no more pictures.
+        detail: more about the reason.
     """
 
     number: int
@@ -58,157 +63,227 @@ class Kept:
     detail: str
 
     @property
-    def passing(self) -> bool:
-        """Whether the machine may be to blame for the reason, which may be gone though the file is unchanged."""
-        return self.reason in _PASSING and not self.digest
+    def may_pass(self) -> bool:
+        """Whether the failure may have been the machine's, so that it may be gone though the file is unchanged."""
+        return self.reason in _MACHINE_FAILURES and not self.digest
 
 
-class Memory:
-    """The folder of one data set's scans. Use `Memory.opened`.
+class ScanMemory:
+    """The folder of one data set's scans. Use `ScanMemory.opened`.
 
     Attributes:
-        folder: of this user alone.
-        key: of the pseudonyms, made with the folder.
+        folder: readable by this user alone.
+        key: secret of pseudonyms and fingerprints, made with the folder.
     """
 
     def __init__(self, folder: Path, key: bytes, database: sqlite3.Connection, recipe: str) -> None:
-        self.folder, self.key = folder, key
-        self._database, self._recipe = database, recipe
-        self._committed = time.monotonic()
-        self._scan = 1 + int(self._database.execute("select coalesce(max(scan), 0) from files").fetchone()[0])
+        self.folder = folder
+        self.key = key
+        self._database = database
+        self._recipe = recipe
+        self._last_commit_s = time.monotonic()
+        (last_scan,) = self._database.execute("select coalesce(max(scan), 0) from files").fetchone()
+        self._scan = int(last_scan) + 1
 
     @staticmethod
     @contextmanager
-    def opened(folder: Path, recipe: str) -> "Iterator[Memory]":
+    def opened(folder: Path, recipe: str) -> "Iterator[ScanMemory]":
         """Open the folder, or make it; one process at a time.
 
         Args:
-            folder: where.
+            folder: private.
             recipe: names all that results depend on besides the files.
 
         Raises:
-            BusyError: another scan works there.
+            BusyError: another scan is at work there.
             SetupError: its database is damaged; or its key is lost, and decisions about pictures are not.
         """
         private_folder(folder)
         with locked(folder, "scan"):
-            key, path = _key(folder), folder / DATABASE
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            os.close(descriptor)
-            try:
+            key = _key(folder)
+            path = folder / DATABASE
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            with _readable(path):
                 database = sqlite3.connect(path)
                 try:
                     database.execute("pragma foreign_keys = on")
                     database.execute("pragma synchronous = normal")
                     database.executescript(_SCHEMA)
-                    memory = Memory(folder, key, database, f"{_FORMAT} {recipe}")
+                    memory = ScanMemory(folder, key, database, f"{_FORMAT} {recipe}")
                     try:
                         yield memory
                     finally:
                         database.commit()
                 finally:
                     database.close()
-            except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):
-                    raise OSError(5, f"the scan's memory cannot be read or written ({type(error).__name__})") from error
-                remedy = "Delete this file: the next scan reads all images again."
-                raise SetupError(
-                    str(path), expected="the memory of scans", got="a damaged one", remedy=remedy
-                ) from error
 
-    def find(self, entry: Entry) -> Kept | None:
+    def find(self, file: ImageFile) -> RememberedFile | None:
         """Return what is known of a file by its path."""
         query = "select number, digest, stats, reason, detail from files where path = ? and recipe = ?"
-        row = self._database.execute(query, (os.fsencode(entry.path), self._recipe)).fetchone()
+        row = self._database.execute(query, (os.fsencode(file.path), self._recipe)).fetchone()
         if row is None:
             return None
         number, digest, stats, reason, detail = row
-        return Kept(number, digest, stats == repr(entry.stats), Reason(reason) if reason else None, detail)
-
-    def path(self, number: int) -> str:
-        """Return the path of a file that is kept."""
-        (path,) = self._database.execute("select path from files where number = ?", (number,)).fetchone()
-        return os.fsdecode(path)
+        is_unchanged = stats == repr(file.stats)
+        return RememberedFile(number, digest, is_unchanged, Reason(reason) if reason else None, detail)
 
     def pictures(self, number: int) -> Iterator[PictureRecord]:
         """Yield the pictures of a file, in its order."""
-        rows = self._database.execute("select seen from pictures where file = ? order by place", (number,))
+        rows = self._database.execute("select record from pictures where file = ? order by place", (number,))
         for (text,) in rows:
             yield PictureRecord.model_validate_json(text)
 
+    def slices(self) -> Iterator[PictureRecord]:
+        """Yield the pictures that are slices of a scan in files of their own."""
+        query = "select record from pictures where json_extract(record, '$.slice') is not null"
+        for (text,) in self._database.execute(query):
+            yield PictureRecord.model_validate_json(text)
+
     def flagged(self) -> Iterator[tuple[str, int, PictureRecord]]:
-        """Yield each picture that a person must see first or may have to: path and place of it, in the files' order."""
+        """Yield path, place and record of each picture that a person must or may have to see first."""
         query = """
-        select path, place, seen from pictures join files on number = file where recipe like ? and
-        (json_extract(seen, '$.flags[0]') is not null or json_extract(seen, '$.slice') is not null) order by path, place
+        select path, place, record from pictures join files on number = file where recipe like ? and
+        (json_extract(record, '$.flags[0]') is not null or json_extract(record, '$.slice') is not null)
+        order by path, place
         """
-        for path, place, text in self._database.execute(query, (f"{_FORMAT} %",)):
+        for path, place, text in self._database.execute(query, (_ANY_RECIPE,)):
             yield os.fsdecode(path), place, PictureRecord.model_validate_json(text)
 
-    def confirm(self, entry: Entry, kept: Kept) -> None:
-        """Note that a file is still there, with the content that is known."""
-        values = (self._stats(entry), self._scan, kept.number)
+    def paths(self) -> Iterator[str]:
+        """Yield the paths of all files, in their order."""
+        for (path,) in self._database.execute(
+            "select path from files where recipe like ? order by path", (_ANY_RECIPE,)
+        ):
+            yield os.fsdecode(path)
+
+    def pictures_of(self, path: str) -> Iterator[tuple[int, PictureRecord]]:
+        """Yield place and record of each picture of a file."""
+        query = """
+        select place, record from pictures join files on number = file where path = ? and recipe like ? order by place
+        """
+        for place, text in self._database.execute(query, (os.fsencode(path), _ANY_RECIPE)):
+            yield place, PictureRecord.model_validate_json(text)
+
+    def picture(self, path: str, place: int) -> PictureRecord | None:
+        """Return one picture of a file; None where it is not known."""
+        query = "select record from pictures join files on number = file where path = ? and place = ? and recipe like ?"
+        row = self._database.execute(query, (os.fsencode(path), place, _ANY_RECIPE)).fetchone()
+        return None if row is None else PictureRecord.model_validate_json(row[0])
+
+    def with_pixels(self, pixels: Collection[str]) -> Iterator[tuple[str, int, PictureRecord]]:
+        """Yield path, place and record of each picture with one of these fingerprints, in the order of the files."""
+        if not pixels:
+            return
+        query = """
+        select path, place, record from pictures join files on number = file
+        where recipe like ? and json_extract(record, '$.pixels') in (select value from json_each(?))
+        order by path, place
+        """
+        for path, place, text in self._database.execute(query, (_ANY_RECIPE, json.dumps(sorted(pixels)))):
+            yield os.fsdecode(path), place, PictureRecord.model_validate_json(text)
+
+    def confirm(self, file: ImageFile, remembered: RememberedFile) -> None:
+        """Note that a file still has the content that is known."""
+        values = (self._stats(file), self._scan, remembered.number)
         self._database.execute("update files set stats = ?, scan = ? where number = ?", values)
-        self._commit()
+        self._commit_now_and_then()
 
-    def begin(self, entry: Entry) -> int:
-        """Forget what was known of a file, and return the number under which its pictures are to be kept."""
-        return self._insert(entry, "", "", "", None, "")  # of no recipe: nothing counts until the file is done
-
-    def keep(self, entry: Entry, seen: Iterable[PictureRecord], digest: str, reason: Reason | None, detail: str) -> int:
-        """Keep all of a file at once in place of what was known of it; return its number."""
-        number = self._insert(entry, self._stats(entry), digest, self._recipe, reason, detail)
-        self.add(number, 0, seen)
-        self._commit()
-        return number
-
-    def _insert(self, entry: Entry, stats: str, digest: str, recipe: str, reason: Reason | None, detail: str) -> int:
-        path = os.fsencode(entry.path)
+    def begin(self, file: ImageFile) -> int:
+        """Forget what was known of a file; return the number of its new pictures, which count once it is finished."""
+        path = os.fsencode(file.path)
         self._database.execute("delete from files where path = ?", (path,))
-        values = (path, stats, digest, recipe, self._scan, reason, detail)
-        query = "insert into files (path, stats, digest, recipe, scan, reason, detail) values (?, ?, ?, ?, ?, ?, ?)"
-        return int(self._database.execute(query, values).lastrowid or 0)
+        # An empty recipe is that of no scan.
+        query = "insert into files (path, stats, digest, recipe, scan, detail) values (?, '', '', '', ?, '')"
+        return int(self._database.execute(query, (path, self._scan)).lastrowid or 0)
 
-    def add(self, number: int, place: int, seen: Iterable[PictureRecord]) -> None:
-        """Keep pictures of a file, the first of them at this place."""
-        rows = ((number, each, one.model_dump_json()) for each, one in enumerate(seen, place))
+    def add(self, number: int, place: int, records: Iterable[PictureRecord]) -> None:
+        """Write pictures of a file, the first of them at this place."""
+        rows = ((number, place_here, record.model_dump_json()) for place_here, record in enumerate(records, place))
         self._database.executemany("insert into pictures values (?, ?, ?)", rows)
 
-    def finish(self, number: int, entry: Entry, digest: str, reason: Reason | None, detail: str) -> None:
-        """Note that all of a file is kept."""
-        values = (self._stats(entry), digest, self._recipe, reason, detail, number)
+    def finish(self, number: int, file: ImageFile, digest: str, reason: Reason | None, detail: str) -> None:
+        """Note that all pictures of a file are written."""
+        values = (self._stats(file), digest, self._recipe, reason, detail, number)
         query = "update files set stats = ?, digest = ?, recipe = ?, reason = ?, detail = ? where number = ?"
         self._database.execute(query, values)
-        self._commit()
+        self._commit_now_and_then()
 
     def forget_others(self) -> None:
-        """Forget files that this scan did not come across."""
+        """Forget files that this scan did not find."""
         self._database.execute("delete from files where scan != ?", (self._scan,))
         self._database.commit()
 
-    def _stats(self, entry: Entry) -> str:
-        newest = max((max(changed, entered) for _, changed, entered in entry.stats), default=0)
-        return "" if newest > entry.stated_ns - _RACE_NS else repr(entry.stats)
+    def _stats(self, file: ImageFile) -> str:
+        newest_ns = max((max(modified, changed) for _, modified, changed in file.stats), default=0)
+        return "" if newest_ns > file.stated_ns - _RACE_NS else repr(file.stats)
 
-    def _commit(self) -> None:
-        if time.monotonic() - self._committed > _COMMIT_S:
+    def _commit_now_and_then(self) -> None:
+        if time.monotonic() - self._last_commit_s > _COMMIT_S:
             self._database.commit()
-            self._committed = time.monotonic()
+            self._last_commit_s = time.monotonic()
+
+
+class PendingFile:
+    """The new pictures of one file, written in blocks while they come.
+
+    Attributes:
+        num_pictures: so far.
+    """
+
+    def __init__(self, memory: ScanMemory, file: ImageFile) -> None:
+        self.num_pictures = 0
+        self._memory = memory
+        self._file = file
+        self._number: int | None = None
+        self._records: list[PictureRecord] = []
+
+    def add(self, record: PictureRecord) -> None:
+        """Take the next picture."""
+        self._records.append(record)
+        self.num_pictures += 1
+        if len(self._records) >= _MAX_PENDING_PICTURES:
+            self._write()
+
+    def finish(self, digest: str, reason: Reason | None, detail: str) -> None:
+        """Write the rest; from now on they are what is known of the file."""
+        number = self._write()
+        self._memory.finish(number, self._file, digest, reason, detail)
+
+    def _write(self) -> int:
+        if self._number is None:
+            self._number = self._memory.begin(self._file)
+        self._memory.add(self._number, self.num_pictures - len(self._records), self._records)
+        self._records.clear()
+        return self._number
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise OSError(5, f"the scan's memory cannot be read or written ({type(error).__name__})") from error
+    except sqlite3.DatabaseError as error:
+        remedy = "Delete this file: the next scan reads all images again."
+        raise SetupError(str(path), expected="the memory of scans", got="a damaged one", remedy=remedy) from error
 
 
 def _key(folder: Path) -> bytes:
-    """Return the key; where there is none, make it, and forget what was kept under a lost one: its pseudonyms differ.
+    """Return the key; if there is none, make it, and forget what was stored under a lost one: its pseudonyms differ.
 
     Raises:
-        SetupError: a person decided about pictures under the lost one, which a new one could not find again.
+        SetupError: a person decided about pictures under the lost key, which a new one could not find again.
     """
-    path = folder / "key"
+    path = folder / KEY_FILE
     if not path.exists():
         with Decisions.opened(folder) as decisions:
             if decisions.any:
-                expected, got = "the key of decisions.sqlite beside it", "decisions without their key"
-                remedy = "Restore it from backup; or delete decisions.sqlite, scan, and look at the images again."
-                raise SetupError(str(path), expected=expected, got=got, remedy=remedy)
+                raise SetupError(
+                    str(path),
+                    expected="the key of decisions.sqlite beside it",
+                    got="decisions without their key",
+                    remedy="Restore it from backup. Or delete decisions.sqlite, scan, and make the decisions again.",
+                )
         for name in (DATABASE, f"{DATABASE}-journal"):
             (folder / name).unlink(missing_ok=True)
         write_atomic(path, secrets.token_bytes(KEY_BYTES), mode=0o600)

@@ -5,27 +5,30 @@ import json
 import secrets
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError
 
-from ddm.errors import SetupError
-from ddm.images.jobs import Found, Job
+from ddm.errors import DataError, SetupError
 from ddm.images.picture import Limits, Picture
-from ddm.images.workers import decode_in_order
+from ddm.images.ranges import EnlargementCounter
+from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
 from ddm.io.files import read_bounded, require_file, require_folder
 from ddm.io.settings import Settings, misfit
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
 from silo.images.memory import KEY_BYTES
-from silo.images.walk import Scanned
+from silo.images.scan import ScannedImage
+from silo.images.sheet_index import FILE, SheetPicture, write_index
+from silo.images.source import ImageSource
 
 _MOST = 64  # pictures
 _MOST_PLAN_BYTES = 1 << 22
 
 
-class Wanted(Settings):
+class PreviewPlan(Settings):
     """What a sheet needs of a recipe or a plan; the rest is not read."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -34,7 +37,7 @@ class Wanted(Settings):
     transform: TransformSpec
 
 
-def read_wanted(path: Path) -> Wanted:
+def read_preview_plan(path: Path) -> PreviewPlan:
     """Read the tables `data` and `transform` of a recipe (TOML) or of a plan (JSON).
 
     Raises:
@@ -46,90 +49,118 @@ def read_wanted(path: Path) -> Wanted:
     text = read_bounded(path.resolve(), _MOST_PLAN_BYTES, subject=str(path))
     try:
         content: Any = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text.decode("utf-8"))
-        found = Wanted.model_validate_json(json.dumps(content))
+        plan = PreviewPlan.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise misfit(path, error) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise SetupError(str(path), expected="TOML, or JSON in a file named .json", got=str(error)[:200]) from error
-    if wrong := found.transform.misfit(found.data):
-        raise SetupError(f"{path}, field transform", expected=wrong, got="a transform for other samples")
-    return found
+    misfit_with_data = plan.transform.misfit(plan.data)
+    if misfit_with_data:
+        got = "a transform for other samples"
+        raise SetupError(f"{path}, field transform", expected=misfit_with_data, got=got)
+    return plan
 
 
-class Chosen:
-    """Up to 64 accepted pictures that differ, by their digests: the same ones each time, of all parts of the data."""
+class PreviewSelection:
+    """Up to 64 accepted pictures that differ, by their fingerprints: the same each time, of all parts of the data."""
 
     def __init__(self) -> None:
-        self._heap: list[int] = []  # of digests, below zero, so that the largest is on top
-        self._places: dict[int, tuple[str, int]] = {}
+        self._heap: list[int] = []  # of fingerprints as negative numbers, so that the largest fingerprint is on top
+        self._pictures: dict[int, SheetPicture] = {}
 
-    def take(self, found: Scanned) -> None:
+    def take(self, image: ScannedImage) -> None:
         """Look at what a scan found."""
-        if found.reason is not None or found.seen is None or found.place is None:
+        if image.reason is not None or image.record is None or image.place is None:
             return
-        digest, place = -int(found.seen.pixels, 16), (found.path, found.place)
-        if digest in self._places:
-            self._places[digest] = min(self._places[digest], place)
-        elif len(self._heap) < _MOST or digest > self._heap[0]:
-            self._places[digest] = place
-            heapq.heappush(self._heap, digest)
+        rank = -int(image.record.pixels, 16)
+        picture = SheetPicture(image.path, image.place, image.record.pixels)
+        if rank in self._pictures:
+            self._pictures[rank] = min(self._pictures[rank], picture, key=_location)
+        elif len(self._heap) < _MOST or rank > self._heap[0]:
+            self._pictures[rank] = picture
+            heapq.heappush(self._heap, rank)
             if len(self._heap) > _MOST:
-                del self._places[heapq.heappop(self._heap)]
+                del self._pictures[heapq.heappop(self._heap)]
 
-    def places(self) -> list[tuple[str, int]]:
-        """Return file and place of each, in the order of the names."""
-        return sorted(self._places.values())
+    def pictures(self) -> list[SheetPicture]:
+        """Return the pictures, in the order of their files' names."""
+        return sorted(self._pictures.values(), key=_location)
 
-    def pictures(self, limits: Limits) -> Iterator[Picture]:
-        """Decode them again, in the same order."""
-        places: dict[str, set[int]] = {}
-        for path, place in self.places():
-            places.setdefault(path, set()).add(place)
-        jobs = [Job(path, (path,), Path(path).stat().st_size) for path in places]
+    def decoded(self, limits: Limits) -> Iterator[tuple[SheetPicture, Picture]]:
+        """Decode the pictures again, in the same order; those that their files no longer give are left out."""
+        by_path: dict[str, dict[int, SheetPicture]] = {}
+        for picture in self.pictures():
+            by_path.setdefault(picture.path, {})[picture.place] = picture
+        jobs = [DecodeJob(path, (path,), Path(path).stat().st_size) for path in by_path]
+        options = DecoderOptions(limits, secrets.token_bytes(KEY_BYTES), with_values=True)
         place = 0
-        for found in decode_in_order(jobs, limits, secrets.token_bytes(KEY_BYTES), num=1):
-            if isinstance(found, Found):
-                if place in places[found.job.path] and found.picture is not None:
-                    yield found.picture
-                place += 1
-            else:
+        for answer in decode_files(jobs, options):
+            if not isinstance(answer, DecodedImage):
                 place = 0
+                continue
+            selected = by_path[answer.job.path].get(place)
+            place += 1
+            if selected is not None and answer.picture is not None:
+                yield selected, answer.picture
+
+
+def _location(picture: SheetPicture) -> tuple[str, int]:
+    return picture.path, picture.place
 
 
 class Sheet:
-    """The sheet of one scan.
+    """The sheet of one scan, and the index of its numbers.
 
     Args:
         plan: the recipe or the plan that has the transform.
-        out: where to write the PNG, for its owner alone.
-        limits: of each file.
+        out: where to write the PNG, for its owner alone; the index is beside it.
+        source: the images that are scanned.
 
     Raises:
         MissingFileError: no such plan, or no folder for the sheet.
-        SetupError: see `read_wanted`.
+        SetupError: see `read_preview_plan`.
     """
 
-    def __init__(self, plan: Path, out: Path, limits: Limits) -> None:
-        self._wanted, self._out, self._limits = read_wanted(plan), out, limits
-        self._chosen = Chosen()
+    def __init__(self, plan: Path, out: Path, source: ImageSource) -> None:
+        self._plan = read_preview_plan(plan)
+        self._out = out
+        self._source = source
+        self._selection = PreviewSelection()
         require_folder(out.absolute().parent, "a folder for the sheet")
 
-    def take(self, found: Scanned) -> None:
+    @property
+    def index_path(self) -> Path:
+        """Where the numbers on the sheet and the names of files are."""
+        return self._out.with_name(f"{self._out.name}.csv")
+
+    def take(self, image: ScannedImage) -> None:
         """Look at what a scan found."""
-        self._chosen.take(found)
+        self._selection.take(image)
 
     def write(self) -> list[str]:
-        """Write the sheet.
+        """Write the sheet and its index.
 
         Returns:
-            Why each picture was not taken that was not, by its number on the sheet from 1.
+            For each picture that was not taken, its number and the reason; and how many are enlarged.
 
         Raises:
             DataError: no picture.
-            OSError: the file cannot be written.
+            OSError: a file cannot be written.
         """
         from ddm.images.preview import contact_sheet
         from ddm.images.transform import Transform
 
-        transform = Transform(self._wanted.transform, self._wanted.data)
-        return contact_sheet(self._chosen.pictures(self._limits), transform, self._out)
+        shown: list[SheetPicture] = []
+        transform = Transform(self._plan.transform, self._plan.data)
+        enlargements = EnlargementCounter()
+
+        def numbered_pictures() -> Iterator[Picture]:
+            for selected, picture in self._selection.decoded(self._source.limits):
+                shown.append(selected)
+                with suppress(DataError):  # of a picture that the plan does not take, the sheet says so
+                    enlargements.add(*transform.resampled_sides(picture))
+                yield picture
+
+        reasons = contact_sheet(numbered_pictures(), transform, self._out)
+        write_index(shown, self.index_path, self._source.folder / FILE)
+        return [*reasons, *enlargements.remarks("pictures on the sheet")]

@@ -1,92 +1,128 @@
-"""The report of a scan for the site's terminal: counts alone; the names of bad files stand in a private list."""
+"""The report of a scan on the site's terminal: counts alone; the names of bad files are in a private list."""
 
 from collections import Counter
 from pathlib import Path
 
 from ddm.images.reasons import Flag
 from ddm.system.console import table
-from silo.images.alike import MOST_BITS
+from silo.images.alike import MAX_DIFFERENT_BITS
 from silo.images.decisions import LEFT_OUT
 from silo.images.scan import QUARANTINE
 from silo.images.summary import Summary
 
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 
 
-def report(summary: Summary, folder: Path, *, of_site: bool) -> str:
+def report(summary: Summary, folder: Path, *, of_site: bool, review_command: str) -> str:
     """Return the lines of a report.
 
     Args:
         summary: of the scan.
-        folder: its private folder.
+        folder: private, of the scan.
         of_site: whether the images are those of a site, whose worker reads them as its configuration says.
+        review_command: what to type to look at the images that wait for a person.
     """
-    parts = [
-        f"{summary.accepted} images accepted, {summary.quarantined} in quarantine. "
-        f"{summary.decoded} files were decoded now, {summary.read - summary.decoded} others read and found unchanged."
-    ]
+    images = "image" if summary.accepted == 1 else "images"
+    paragraphs = [f"{summary.accepted} {images} accepted, {summary.quarantined} in quarantine. {_work_done(summary)}"]
     if summary.quarantined:
-        rows = [(num, reason, _to_do(reason, of_site)) for reason, num in summary.reasons.most_common()]
-        parts.append(table(rows, ("images", "quarantined because", "what to do")))
-        parts.append(f"Their names, for this site alone: {folder / QUARANTINE}")
+        rows = [(num, reason, _what_to_do(reason, of_site)) for reason, num in summary.reasons.most_common()]
+        paragraphs.append(table(rows, ("images", "quarantined because", "what to do")))
+        lines = [f"Their names, only for this site: {folder / QUARANTINE}"]
+        if not _DECIDED_BY_A_PERSON.isdisjoint(summary.reasons):
+            lines.append(f"To look at images and decide: {review_command}")
+        paragraphs.append("\n".join(lines))
+    if summary.other_parts:
+        paragraphs.append(unused_parts_text(summary.other_parts))
     if summary.accepted:
-        parts += _accepted(summary)
-    return "\n\n".join(parts)
+        paragraphs += _accepted(summary)
+    remarks = summary.remarks()
+    if remarks:
+        paragraphs.append("\n".join(f"- {remark}" for remark in remarks))
+    return "\n\n".join(paragraphs)
+
+
+def _work_done(summary: Summary) -> str:
+    """Return the sentence about how many files this scan opened."""
+    files = "1 file was" if summary.num_decoded == 1 else f"{summary.num_decoded} files were"
+    num_unchanged = summary.num_read - summary.num_decoded
+    if num_unchanged:
+        others = "1 other" if num_unchanged == 1 else f"{num_unchanged} others"
+        return f"{files} decoded now, {others} unchanged."
+    if summary.num_decoded or not summary.accepted:
+        return f"{files} decoded now."
+    return f"{files} decoded now: nothing changed since the last scan."
+
+
+def unused_parts_text(counts: Counter[str]) -> str:
+    """Return the sentence about parts of the data set that are not used, such as its test part."""
+    numbers = ", ".join(f"{num} of part {part}" for part, num in counts.most_common())
+    return (
+        f"Not used: {numbers}. Images of these parts are neither trained on nor counted on the card; "
+        "to change this, set parts under [data] in policy.toml."
+    )
 
 
 def _accepted(summary: Summary) -> list[str]:
-    parts = [_counts(summary.shapes, "size")]
-    rows = [
-        (kind, each.num, f"{each.low:g}", f"{each.high:g}", f"{each.total / each.num:.4g}")
-        for kind, each in sorted(summary.intensities.items())
-    ]
-    parts.append(table(rows, ("values", "images", "lowest", "highest", "mean")))
+    paragraphs = [_counts(summary.shapes, "size")]
+    rows = []
+    for kind, values in sorted(summary.intensities.items()):
+        mean = values.total_of_means / values.num
+        rows.append((kind, values.num, f"{values.low:g}", f"{values.high:g}", f"{mean:.4g}"))
+    paragraphs.append(table(rows, ("values", "images", "lowest", "highest", "mean")))
     if summary.labels:
-        parts.append(_counts(summary.labels, "label"))
-    if summary.splits:
-        parts.append(_counts(summary.splits, "split"))
-    near = summary.near_duplicates()
-    parts.append(
-        f"Patients: {summary.patients}. Duplicates: {summary.duplicates} exact, at least {near} near "
-        f"(difference hash, at most {MOST_BITS} of 256 bits apart; images of 32 x 34 pixels and more)."
+        paragraphs.append(_counts(summary.labels, "label"))
+    if summary.parts:
+        paragraphs.append(_counts(summary.parts, "part"))
+    paragraphs.append(
+        f"Patients: {summary.patients}. "
+        f"Duplicates: {summary.duplicates} exact, at least {summary.near_duplicates()} near (difference hash, at most "
+        f"{MAX_DIFFERENT_BITS} of 256 bits apart; images of 32 x 34 pixels and more)."
     )
-    if remarks := summary.remarks():
-        parts.append("\n".join(f"- {remark}" for remark in remarks))
-    return parts
+    return paragraphs
 
 
 def _counts(counts: Counter[str], name: str) -> str:
-    rows = [(key, num) for key, num in counts.most_common(_MOST_ROWS)]
-    if more := len(counts) - len(rows):
-        rows.append((f"{more} more", sum(counts.values()) - sum(num for _, num in rows)))
+    rows = list(counts.most_common(_MAX_ROWS))
+    num_more = len(counts) - len(rows)
+    if num_more:
+        num_images = counts.total() - sum(num for _, num in rows)
+        rows.append((f"{num_more} more", num_images))
     return table(rows, (name, "images"))
 
 
-def _to_do(reason: str, of_site: bool) -> str:
-    if reason in {flag.value for flag in Flag}:
-        return "a person looks at it: silo review --images"
-    remedies = _REMEDIES | (_OF_A_SITE if of_site else {})
-    return remedies.get(reason, "export it again, or leave it out")
+def _what_to_do(reason: str, of_site: bool) -> str:
+    if reason in _FLAGS:
+        return "look at the images, see below"
+    if of_site and reason in _REMEDIES_OF_A_SITE:
+        return _REMEDIES_OF_A_SITE[reason]
+    return _REMEDIES.get(reason, "export it again, or leave it out")
 
 
+_FLAGS = frozenset(flag.value for flag in Flag)
+_DECIDED_BY_A_PERSON = _FLAGS | {LEFT_OUT}
 _REMEDIES = {
-    LEFT_OUT: "nothing; silo review --images can undo it",
-    "no such file": "mend the table",
+    LEFT_OUT: "nothing; to undo it, see below",
+    "no such file": "correct the table",
     "named twice in the table": "keep one row",
     "link to a folder": "name the folder itself",
     "not a regular file": "leave it out",
-    "cannot be read": "let this user read it, and scan again",
+    "outside of the data folder": "copy it into the folder of the data or of the table",
+    "other file, skipped": "nothing",
+    "cannot be read": "give this user permission to read it, and scan again",
+    "changed during the scan": "scan again",
     "not an image": "leave it out",
     "archive": "unpack it",
     "measurements, not a picture": "leave it out",
     "unsupported encoding": "convert it",
+    "ambiguous": "rename it or save it so that it has one meaning",
     "unsupported shape": "convert it",
-    "too large": "shrink or divide it",
-    "too much memory": "give more with --memory",
-    "too much time": "give more with --seconds",
+    "too large": "reduce or split it",
+    "too much memory": "raise the limit with --memory",
+    "too much time": "raise the limit with --seconds",
     "decoder crashed": "leave it out: it may be hostile",
 }
-_OF_A_SITE = {
+_REMEDIES_OF_A_SITE = {
+    "outside of the data folder": "copy it into the folder, or set outside = true under [images] in silo.toml",
     "too much memory": "raise images.memory_mib in silo.toml",
     "too much time": "raise images.seconds in silo.toml",
 }

@@ -1,4 +1,4 @@
-"""The pictures that a person must see first: which ones wait, what is decided about each, and undoing it."""
+"""The pictures that a person looks at: which ones wait, what is decided about each, and undoing it."""
 
 import os
 from collections import defaultdict
@@ -7,57 +7,144 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from ddm.errors import MissingFileError
 from ddm.images.reasons import Flag
 from ddm.images.record import PictureRecord
 from silo.images.decisions import Decision, Decisions
-from silo.images.memory import Memory
+from silo.images.memory import ScanMemory
+from silo.images.sheet_index import SheetPicture
 
 WAITING = "waiting"
+ACCEPTED = "accepted"  # nothing is the matter with it, but a person may leave it out
 
 
 @dataclass(frozen=True)
-class Flagged:
-    """A picture that a person must see first. For this site alone.
+class ReviewPicture:
+    """A picture that a person looks at. For this site alone.
 
     Attributes:
         path: of its file.
         place: of the picture in its file.
-        seen: what its decoder said of it, with all of its flags.
+        record: what its decoder said of it, with all of its flags.
     """
 
     path: str
     place: int
-    seen: PictureRecord
+    record: PictureRecord
 
     @property
-    def together(self) -> str:
+    def group(self) -> str:
         """Names what it belongs to: its scan, where that has slices in files of their own, else its file."""
-        return self.seen.slice.series if self.seen.slice else self.path
+        return self.record.slice.series if self.record.slice else self.path
 
 
 class Review:
-    """All pictures of a data set that had to be seen, by number, and what was decided about them."""
+    """Pictures of a data set by number, and what was decided about them.
 
-    def __init__(self, decisions: Decisions, pictures: Sequence[Flagged]) -> None:
-        self.pictures = pictures
+    These are all pictures that a person must see first, those that were left out, and those of the last preview sheet.
+    Others are accepted, and are taken in when they are named: see `include`.
+
+    Attributes:
+        pictures: in the order of their numbers.
+    """
+
+    def __init__(self, decisions: Decisions) -> None:
+        self.pictures: list[ReviewPicture] = []
         self._decisions = decisions
-        self._states = [decisions.of(each.seen) for each in pictures]
+        self._states: list[Decision | None] = []
+        self._numbers: dict[tuple[str, int], int] = {}  # by path and place
         self._listed: dict[tuple[str, str], list[int]] = {}
         self._undo: list[dict[int, Decision | None]] = []
 
     @classmethod
-    def of(cls, memory: Memory, decisions: Decisions) -> "Review":
-        """Take the pictures that the last scan remembered."""
-        found = (Flagged(path, place, decisions.flagged(seen)) for path, place, seen in memory.flagged())
-        return cls(decisions, [each for each in found if each.seen.flags])
+    def of(cls, memory: ScanMemory, decisions: Decisions, sheet: Sequence[SheetPicture] = ()) -> "Review":
+        """Take the pictures that the last scan remembered.
+
+        Args:
+            memory: of the last scan.
+            decisions: about its pictures.
+            sheet: the pictures of the last preview sheet.
+        """
+        review = cls(decisions)
+        for path, place, record in memory.flagged():
+            flagged = decisions.flagged(record)
+            if flagged.flags:
+                review._add(ReviewPicture(path, place, flagged))
+        for path, place, record in memory.with_pixels(decisions.left_out()):
+            review._add(ReviewPicture(path, place, record))
+        for picture in sheet:
+            shown_record = memory.picture(picture.path, picture.place)
+            # A picture that changed since the sheet was drawn is not the one that the person saw there.
+            if shown_record is not None and shown_record.pixels == picture.pixels:
+                review._add(ReviewPicture(picture.path, picture.place, decisions.flagged(shown_record)))
+        return review
+
+    def _add(self, picture: ReviewPicture) -> int:
+        """Give a picture a number, unless it has one."""
+        name = (picture.path, picture.place)
+        if name not in self._numbers:
+            self._numbers[name] = len(self.pictures)
+            self.pictures.append(picture)
+            self._states.append(self._decisions.of(picture.record))
+        return self._numbers[name]
+
+    def include(self, memory: ScanMemory, path: Path) -> list[int]:
+        """Take in the accepted pictures of a file, or of all files below a folder, and return the numbers of all there.
+
+        What was computed of the pictures before this is not brought up to date: include everything first.
+        """
+        name = os.path.realpath(path)
+        within = os.path.join(name, "")  # noqa: PTH118 - names of any bytes
+        numbers = self.below(path)
+        for file_path in memory.paths():
+            real_path = os.path.realpath(file_path)
+            if real_path != name and not real_path.startswith(within):
+                continue
+            for place, record in memory.pictures_of(file_path):
+                if record.reason is None:
+                    flagged = self._decisions.flagged(record)
+                    numbers.append(self._add(ReviewPicture(file_path, place, flagged)))
+        return sorted(set(numbers))
+
+    def include_copies(self, memory: ScanMemory, numbers: Iterable[int]) -> None:
+        """Take in the pictures with the same pixels as these, about which a decision is made with them."""
+        pixels = {self.pictures[number].record.pixels for number in numbers}
+        for path, place, record in memory.with_pixels(pixels):
+            if record.reason is None:
+                self._add(ReviewPicture(path, place, self._decisions.flagged(record)))
+
+    def on_sheet(self, sheet: Sequence[SheetPicture], number: int) -> int:
+        """Return the number in this review of a picture by its number on a preview sheet.
+
+        Raises:
+            MissingFileError: there is no such number, or the picture changed since the sheet was drawn.
+        """
+        subject = f"picture {number} of the last preview sheet"
+        if not 1 <= number <= len(sheet):
+            got = "no sheet"
+            remedy = "Draw one: silo scan --preview FILE.png --plan FILE."
+            if sheet:
+                got = f"a sheet of {len(sheet)} pictures"
+                remedy = f"Take a number from 1 to {len(sheet)}."
+            remedy += " If the name of a file is a number, write its whole path."
+            raise MissingFileError(subject, expected="a picture with this number", got=got, remedy=remedy)
+        picture = sheet[number - 1]
+        if (picture.path, picture.place) not in self._numbers:
+            remedy = "Draw the sheet again: silo scan --preview FILE.png --plan FILE."
+            got = "a picture that has changed or no longer exists"
+            raise MissingFileError(subject, expected="the picture that was drawn", got=got, remedy=remedy)
+        return self._numbers[picture.path, picture.place]
 
     def state(self, number: int) -> str:
-        """Return `waiting`, or what was decided."""
-        return self._states[number] or WAITING
+        """Return what was decided; `waiting` or `accepted` where nothing was."""
+        decision = self._states[number]
+        if decision is not None:
+            return decision
+        return WAITING if self.pictures[number].record.flags else ACCEPTED
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many pictures there are in each state."""
+        """How many pictures wait, are cleared and are left out."""
         return {state: len(self.listed(state)) for state in (WAITING, *Decision)}
 
     @property
@@ -70,40 +157,41 @@ class Review:
         if (state, flag) not in self._listed:
             self._listed[state, flag] = [
                 number
-                for number, each in enumerate(self.pictures)
-                if (self._states[number] or WAITING) == state and (not flag or flag in each.seen.flags)
+                for number, picture in enumerate(self.pictures)
+                if self.state(number) == state and (not flag or flag in picture.record.flags)
             ]
         return self._listed[state, flag]
 
     def flags(self, state: str) -> dict[str, int]:
         """Count the pictures of a state by flag; one with two flags counts twice."""
-        found = {flag.value: len(self.listed(state, flag.value)) for flag in Flag}
-        return {flag: num for flag, num in found.items() if num}
+        counts = {flag.value: len(self.listed(state, flag.value)) for flag in Flag}
+        return {flag: num for flag, num in counts.items() if num}
 
     def with_others(self, number: int) -> list[int]:
         """Return a picture and the others of its scan or file that are in the same state."""
-        state, together = self.state(number), self._together[self.pictures[number].together]
-        return [each for each in together if self.state(each) == state]
+        state = self.state(number)
+        group = self._groups[self.pictures[number].group]
+        return [other for other in group if self.state(other) == state]
 
     def below(self, path: Path) -> list[int]:
-        """Return the pictures of a file, or of all files below a folder."""
+        """Return the pictures of a file, or of all files below a folder, as far as they have numbers."""
         name = os.path.realpath(path)
         within = os.path.join(name, "")  # noqa: PTH118 - names of any bytes
-        real = (os.path.realpath(each.path) for each in self.pictures)
-        return [number for number, each in enumerate(real) if each == name or each.startswith(within)]
+        real_paths = (os.path.realpath(picture.path) for picture in self.pictures)
+        return [number for number, real in enumerate(real_paths) if real == name or real.startswith(within)]
 
     def decide(self, numbers: Iterable[int], decision: Decision | None) -> None:
         """Decide about pictures; what has the same pixels may change with them.
 
         Args:
             numbers: of the pictures.
-            decision: None lets them wait again.
+            decision: None takes back what was decided.
         """
         chosen = list(dict.fromkeys(numbers))
-        alike = self._alike(chosen)
-        self._undo.append({number: self._states[number] for number in alike})
+        copies = self._copies_of(chosen)
+        self._undo.append({number: self._states[number] for number in copies})
         self._record(chosen, decision)
-        self._look(alike)
+        self._read_states(copies)
 
     def undo(self) -> None:
         """Take back the last decision that was not taken back."""
@@ -111,32 +199,37 @@ class Review:
             return
         before = self._undo.pop()
         for decision in (None, *Decision):  # leaving out comes last: it holds whatever the flags
-            self._record([number for number, each in before.items() if each is decision], decision)
-        self._look(before)
+            self._record([number for number, state in before.items() if state is decision], decision)
+        self._read_states(before)
 
     def _record(self, numbers: Iterable[int], decision: Decision | None) -> None:
-        self._decisions.record([self.pictures[number].seen for number in numbers], decision)
+        records = [self.pictures[number].record for number in numbers]
+        if decision is Decision.CLEAR:
+            # Without a flag there is nothing to clear: the picture is accepted again.
+            self._decisions.record([record for record in records if not record.flags], None)
+            records = [record for record in records if record.flags]
+        self._decisions.record(records, decision)
 
-    def _alike(self, numbers: Iterable[int]) -> list[int]:
-        found = (each for number in numbers for each in self._same[self.pictures[number].seen.pixels])
-        return list(dict.fromkeys(found))
+    def _copies_of(self, numbers: Iterable[int]) -> list[int]:
+        copies = [copy for number in numbers for copy in self._by_pixels[self.pictures[number].record.pixels]]
+        return list(dict.fromkeys(copies))
 
-    def _look(self, numbers: Iterable[int]) -> None:
+    def _read_states(self, numbers: Iterable[int]) -> None:
         self._listed.clear()
         for number in numbers:
-            self._states[number] = self._decisions.of(self.pictures[number].seen)
+            self._states[number] = self._decisions.of(self.pictures[number].record)
 
     @cached_property
-    def _same(self) -> dict[str, list[int]]:
-        return self._by(each.seen.pixels for each in self.pictures)
+    def _by_pixels(self) -> dict[str, list[int]]:
+        return _numbers_by(picture.record.pixels for picture in self.pictures)
 
     @cached_property
-    def _together(self) -> dict[str, list[int]]:
-        return self._by(each.together for each in self.pictures)
+    def _groups(self) -> dict[str, list[int]]:
+        return _numbers_by(picture.group for picture in self.pictures)
 
-    @staticmethod
-    def _by(names: Iterable[str]) -> dict[str, list[int]]:
-        found = defaultdict(list)
-        for number, name in enumerate(names):
-            found[name].append(number)
-        return found
+
+def _numbers_by(names: Iterable[str]) -> dict[str, list[int]]:
+    numbers = defaultdict(list)
+    for number, name in enumerate(names):
+        numbers[name].append(number)
+    return numbers

@@ -1,18 +1,19 @@
-"""`silo review --images`: a page on which a person clears flagged images, or the same by the names of files."""
+"""`silo review --images`: a page on which a person decides about images, or the same by names of files or numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ddm.errors import MissingFileError
 from ddm.system.console import say, table
-from silo.config import ImagesSettings, Site
+from silo.config import Site
 from silo.decisions import DecisionLog, ImagesDecided
-from silo.images.command import images_of
+from silo.images.command import image_source
 from silo.images.decisions import Decision, Decisions
-from silo.images.memory import DATABASE, Memory
-from silo.images.review import WAITING, Flagged, Review
-from silo.images.scan import limits_of, processes_of
+from silo.images.memory import DATABASE, ScanMemory
+from silo.images.review import ACCEPTED, WAITING, Review, ReviewPicture
+from silo.images.sheet_index import SheetPicture, read_index
+from silo.images.source import ImageSource
 
 _VIEWERS = 2  # processes that decode for the page
 
@@ -32,41 +33,49 @@ def review_images(
         site: whose configuration names the images, where `data` is None.
         data: the images.
         private: where the scan remembers results.
-        clear: files and folders whose waiting images are cleared.
-        leave_out: files and folders whose waiting and cleared images are left out.
+        clear: files and folders whose waiting images are cleared, or numbers on the last preview sheet.
+        leave_out: files and folders whose images are left out, accepted ones too, or numbers on that sheet.
         listed: print what waits.
 
     Raises:
         SetupError: neither a site nor data.
-        MissingFileError: nothing was scanned yet, or nothing waits at a path.
+        MissingFileError: nothing was scanned yet, or there is no image at a path or number; nothing was decided.
         BusyError: a scan is at work.
         DecisionLogError: the site's log of decisions is damaged; nothing was decided.
         KeyboardInterrupt: Ctrl-C while the page is served.
     """
-    _, folder, settings = images_of(site, data, private)
+    source = image_source(site, data, private)
+    folder = source.folder
     if not (folder / DATABASE).is_file():
         remedy = "Scan first: silo scan, with the same SITE, --data and --private."
-        raise MissingFileError(str(folder), expected="what a scan remembers", got="no scan", remedy=remedy)
+        raise MissingFileError(str(folder), expected="the result of a scan", got="no scan", remedy=remedy)
     with Decisions.opened(folder) as decisions:
-        with Memory.opened(folder, "") as memory:
-            review, key = Review.of(memory, decisions), memory.key
+        with ScanMemory.opened(folder, "") as memory:
+            sheet = read_index(folder)
+            review = Review.of(memory, decisions, sheet)
+            key = memory.key
+            # Everything is named before anything is decided: a name that is wrong changes nothing.
+            to_clear = [_named(review, memory, sheet, name, Decision.CLEAR) for name in clear]
+            to_leave_out = [_named(review, memory, sheet, name, Decision.LEAVE_OUT) for name in leave_out]
+            review.include_copies(memory, [number for numbers in to_leave_out for number in numbers])
         log = DecisionLog(Site(site)) if site is not None and data is None and private is None else None
         with _logged(log, review, decisions):
-            for paths, decision in ((clear, Decision.CLEAR), (leave_out, Decision.LEAVE_OUT)):
-                for path in paths:
-                    review.decide(_found_at(review, path, decision), decision)
+            for numbers in to_clear:
+                review.decide(numbers, Decision.CLEAR)
+            for numbers in to_leave_out:
+                review.decide(numbers, Decision.LEAVE_OUT)
             if listed:
                 rows = [_row(review.pictures[number]) for number in review.listed(WAITING)]
                 say(table(rows, ("file", "image", "waits because of")))
             elif not (clear or leave_out) and review.pictures:
-                _serve(review, settings, key)
+                _serve(review, source, key)
         waiting, cleared, left_out = review.counts.values()
-        say(f"{waiting} images wait, {cleared} are cleared, {left_out} left out. The next scan counts them so.")
+        say(f"{waiting} images wait, {cleared} are cleared, {left_out} left out. The next scan uses these decisions.")
 
 
 @contextmanager
 def _logged(log: DecisionLog | None, review: Review, decisions: Decisions) -> Iterator[None]:
-    """Have the site's log of decisions say what was decided, however this ends, and what it was not told before."""
+    """Write decisions into the site's log, also those of an earlier run that are missing there, even after an error."""
 
     def note() -> None:
         if log is not None:
@@ -87,28 +96,58 @@ def _logged(log: DecisionLog | None, review: Review, decisions: Decisions) -> It
         note()
 
 
-def _serve(review: Review, settings: ImagesSettings, key: bytes) -> None:
+def _serve(review: Review, source: ImageSource, key: bytes) -> None:
     from silo.images.server import serve_review
     from silo.images.viewer import Viewer
 
     def announce(url: str) -> None:
         say(f"Open in a browser on this machine: {url}")
-        say("Whoever has this address sees the images. Ctrl-C ends the page; what was decided is kept.")
+        say("Anyone with this address can see the images. Ctrl-C ends the page; decisions are saved.")
 
-    with Viewer(limits_of(settings), min(_VIEWERS, processes_of(settings)), key) as viewer:
+    with Viewer(source.limits, min(_VIEWERS, source.num_processes), key) as viewer:
         serve_review(review, viewer, announce)
 
 
-def _found_at(review: Review, path: Path, decision: Decision) -> list[int]:
-    """Return what a decision by name is about: nobody clears in passing what a person left out."""
-    states = (WAITING, Decision.CLEAR) if decision is Decision.LEAVE_OUT else (WAITING,)
-    found = [number for number in review.below(path) if review.state(number) in states]
-    if not found:
-        expected, got = f"images that are {' or '.join(states)}", "no such image there"
-        remedy = "Name what `silo review --images --list` shows; what was left out is cleared on the page alone."
-        raise MissingFileError(str(path), expected=expected, got=got, remedy=remedy)
-    return found
+def _named(
+    review: Review, memory: ScanMemory, sheet: Sequence[SheetPicture], name: Path, decision: Decision
+) -> list[int]:
+    """Return the pictures that a decision is about, by a name on the command line.
+
+    A picture that a person left out is never cleared in this way.
+
+    Args:
+        review: takes in accepted pictures that are to be left out.
+        memory: of the last scan.
+        sheet: the pictures of the last preview sheet.
+        name: of a file or a folder, or a number on that sheet.
+        decision: to be made.
+
+    Raises:
+        MissingFileError: no picture there that can be decided about so.
+    """
+    if str(name).isascii() and str(name).isdigit():
+        numbers = [review.on_sheet(sheet, int(str(name)))]
+    elif decision is Decision.LEAVE_OUT:
+        numbers = review.include(memory, name)
+    else:
+        numbers = review.below(name)
+    if decision is Decision.LEAVE_OUT:
+        states: tuple[str, ...] = (WAITING, Decision.CLEAR, ACCEPTED)
+        expected = "images of the last scan that are not left out yet"
+    else:
+        states = (WAITING,)
+        expected = "images that wait for a person"
+    numbers = [number for number in numbers if review.state(number) in states]
+    if not numbers:
+        raise MissingFileError(
+            str(name),
+            expected=expected,
+            got="none there",
+            remedy="Name a picture that `silo review --images --list` shows, a file of the last scan, or a number on "
+            "the last preview sheet. To accept pictures that were left out, use the page.",
+        )
+    return numbers
 
 
-def _row(flagged: Flagged) -> tuple[str, str, str]:
-    return flagged.path, str(flagged.place), ", ".join(flagged.seen.flags)
+def _row(picture: ReviewPicture) -> tuple[str, str, str]:
+    return picture.path, str(picture.place), ", ".join(picture.record.flags)

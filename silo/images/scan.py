@@ -1,51 +1,371 @@
-"""Scans a data set: finds its files, takes from memory what is known, decodes the rest, and counts all of it."""
+"""Scans a site's images: finds their files, decodes those that changed since the last scan, and judges every picture.
+
+A scan has two passes. The first one brings the memory up to date: it decodes what is new or changed. The second one
+reads the memory in the order of the files, and says of each picture whether it is accepted. Whether slices in files of
+their own may show a face is known only after the first pass, when all slices of their scan were found.
+"""
 
 import csv
 import hashlib
-import os
-from collections.abc import Callable
-from importlib import metadata
-from io import TextIOWrapper
-from pathlib import Path
-from typing import BinaryIO
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import StringIO, TextIOWrapper
+from typing import BinaryIO, Literal
 
-from ddm.images.find import find_files
-from ddm.images.picture import Limits
-from ddm.images.table import Columns
-from ddm.io.files import replacing
-from silo.config import ImagesSettings
+from ddm.errors import DataError
+from ddm.images.column_names import part_of
+from ddm.images.find import ImageFile
+from ddm.images.patients import order_of, pseudonyms
+from ddm.images.picture import Picture
+from ddm.images.reasons import Reason
+from ddm.images.record import PictureRecord
+from ddm.images.table import TableRow
+from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
+from ddm.io.files import replacing, write_atomic
 from silo.images.decisions import Decisions
-from silo.images.memory import Memory
+from silo.images.memory import PendingFile, RememberedFile, ScanMemory
+from silo.images.series import Stacks
+from silo.images.source import ImageSource
 from silo.images.summary import Summary
-from silo.images.walk import Scanned, Walk
 
 QUARANTINE = "quarantine.csv"
-FOLDER = "images"  # of scans, in a site's private folder
-_DECODERS = (
-    "pydicom",
-    "python-gdcm",
-    "pylibjpeg-openjpeg",
-    "pyjpegls",
-    "nibabel",
-    "pillow",
-    "tifffile",
-    "pypng",
-    "numpy",
-)
-_RECIPE = 6  # changes with what decoders and `look` return
+LOOK_ALIKES = "look-alikes.csv"
+ColumnOfPicture = Literal["patient", "label", "caption"]
+_log = logging.getLogger(__name__)
 
 
-class Quarantine:
-    """The list of what is left out: names of files, for this site alone."""
+@dataclass(frozen=True)
+class ScannedImage:
+    """A picture, or a file that gives none. All of it stays in private memory.
+
+    Attributes:
+        path: its file.
+        row: what a table says of the file.
+        place: number of the picture in its file, from 0; None for a whole file.
+        record: of the picture; None for a whole file.
+        reason: why it is not accepted; None if it is.
+        detail: more about the reason.
+        part: the part of the data set that it belongs to, such as train or test, as `ddm.images.column_names` names it.
+        order: secret rank of the patient whom its file names, if it was decoded with values.
+    """
+
+    path: str
+    row: TableRow | None
+    place: int | None = None
+    record: PictureRecord | None = None
+    reason: str | None = None
+    detail: str = ""
+    part: str | None = None
+    order: str | None = None
+
+    @property
+    def label(self) -> str | None:
+        """Its class: what the table says, else what the file says."""
+        return self._column("label")
+
+    @property
+    def caption(self) -> str | None:
+        """Its text: what the table says, else what the file says."""
+        return self._column("caption")
+
+    def _column(self, name: str) -> str | None:
+        in_table = getattr(self.row, name, None)
+        return in_table or getattr(self.record, name, None) or None
+
+
+class ScannedImages:
+    """The images of a site as scans know them. Use `ScannedImages.opened`.
+
+    Files are looked up one by one, so that memory does not grow with their number.
+    """
+
+    def __init__(self, source: ImageSource, memory: ScanMemory, decisions: Decisions) -> None:
+        self.source = source
+        self.data = source.find()
+        self.num_read = 0  # files whose content was read in the first pass
+        self.num_decoded = 0  # of these, files that were decoded
+        self._memory = memory
+        self._decisions = decisions
+        self._has_accepted = bytearray()  # for each file of the last second pass: whether a picture of it is accepted
+
+    @staticmethod
+    @contextmanager
+    def opened(source: ImageSource) -> "Iterator[ScannedImages]":
+        """Open the memory of scans; one process at a time.
+
+        Raises:
+            BusyError: another scan is at work.
+            SetupError: the memory or the decisions are damaged.
+        """
+        with ScanMemory.opened(source.folder, source.recipe) as memory, Decisions.opened(source.folder) as decisions:
+            yield ScannedImages(source, memory, decisions)
+
+    def update(self, advance: Callable[[int], None] = lambda num_files: None, *, retry: bool) -> None:
+        """Decode what is new or changed.
+
+        Args:
+            advance: called with the number of files that are finished.
+            retry: whether to try files again whose failure may have been the machine's, such as a file that could not
+                be read. The worker does not: a plan's images stay what they are until somebody scans again.
+
+        Raises:
+            MissingFileError, DataError: see `ddm.images.find.find_data`.
+            SetupError: the decoders of these images are not installed.
+        """
+        in_work = deque[ImageFile]()
+        num_found = 0
+
+        def jobs() -> Iterator[DecodeJob]:
+            nonlocal num_found
+            for file in self.data.files():
+                num_found += 1
+                remembered = None if file.reason is not None else self._memory.find(file)
+                if file.reason is not None:
+                    continue
+                if remembered is not None and remembered.unchanged and not (retry and remembered.may_pass):
+                    self._memory.confirm(file, remembered)
+                    continue
+                self.num_read += 1
+                in_work.append(file)
+                known_digest = remembered.digest if remembered is not None else ""
+                yield DecodeJob(file.path, file.files, file.num_bytes, known_digest)
+
+        pending: PendingFile | None = None
+        for answer in decode_files(jobs(), self._decoder_options()):
+            if pending is None:
+                pending = PendingFile(self._memory, in_work[0])
+            if isinstance(answer, DecodedImage):
+                pending.add(answer.record)
+                continue
+            file = in_work.popleft()
+            remembered = self._memory.find(file) if answer.unchanged else None
+            if remembered is not None:
+                self._memory.confirm(file, remembered)
+            else:
+                self.num_decoded += 1
+                reason = answer.reason
+                if reason is None and not pending.num_pictures:
+                    reason = Reason.NO_PIXELS
+                pending.finish(answer.digest, reason, answer.detail)
+            pending = None
+            advance(num_found - len(in_work))
+        advance(num_found)
+        self._memory.forget_others()
+        self._judge_series()
+
+    def _judge_series(self) -> None:
+        """Find out which scans in files of their own may show a face, now that all of their slices are known."""
+        stacks = Stacks()
+        for record in self._memory.slices():
+            stacks.add(record)
+        self._decisions.judge(stacks.judged())
+
+    def __iter__(self) -> Iterator[ScannedImage]:
+        """Yield every picture, and every file that gives none, in the order of the files."""
+        self._has_accepted = bytearray()
+        for file, remembered in self._files():
+            self._has_accepted.append(0)
+            if remembered is None:
+                reason = file.reason or Reason.CHANGED
+                yield ScannedImage(file.path, file.row, reason=reason, detail=file.detail)
+                continue
+            for image in self._images_of(file, remembered):
+                if image.reason is None:
+                    self._has_accepted[-1] = 1
+                yield image
+            if remembered.reason is not None:
+                yield ScannedImage(file.path, file.row, reason=remembered.reason, detail=remembered.detail)
+
+    def digest(self, columns: Collection[ColumnOfPicture]) -> str:
+        """Return a digest of all that the accepted pictures depend on: files, cells of the table, and decisions.
+
+        Args:
+            columns: what is needed of each picture.
+
+        Raises:
+            DataError: files that changed since they were scanned.
+        """
+        inputs = f"{self.source.recipe} {self.source.parts} {self._decisions.digest}"
+        digest = hashlib.sha256(inputs.encode())
+        for file, remembered in self._files():
+            cells = [getattr(file.row, name, None) for name in ("split", *sorted(columns))]
+            if remembered is not None:
+                content = (remembered.digest or file.stats, remembered.reason, cells)
+            elif file.reason is not None:
+                content = (file.reason, None, cells)
+            else:
+                raise changed_files()
+            digest.update(repr(content).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    def patient(self, image: ScannedImage) -> str | None:
+        """Return the pseudonym of a picture's patient; None without one."""
+        both = self.pseudonyms(image)
+        return both[0] if both is not None else None
+
+    def pseudonyms(self, image: ScannedImage) -> tuple[str, str] | None:
+        """Return the pseudonym of a picture's patient, and the one that similar spellings share.
+
+        The table takes precedence over what the file says.
+        """
+        if image.row is not None:
+            named = pseudonyms(image.row.patient, self._memory.key, self.source.patient_rule)
+            if named is not None:
+                return named
+        return image.record.patient if image.record is not None else None
+
+    def order(self, image: ScannedImage) -> str | None:
+        """Return the secret rank of a picture's patient, for a picture that was decoded with values; None without one.
+
+        The rank follows from the identifier: other files, another order of them or new scans do not change it. If a
+        file that names a patient can no longer be read, the rank follows from the pseudonym of this scan.
+        """
+        order_key = self.source.order_key
+        in_table = image.row.patient if image.row is not None else None
+        rank = order_of(in_table, order_key, self.source.patient_rule)
+        return rank or image.order or order_of(self.patient(image), order_key)
+
+    def decoded(self) -> Iterator[tuple[ScannedImage, Picture | None]]:
+        """Decode files again, and yield their accepted pictures with their values, in the order of the files.
+
+        As many pictures come as the last second pass accepted: a picture that the file no longer gives comes without
+        values, with the reason. Files without an accepted picture are not opened.
+
+        Raises:
+            DataError: files that changed since they were scanned.
+        """
+        in_work = deque[tuple[ImageFile, RememberedFile]]()
+
+        def jobs() -> Iterator[DecodeJob]:
+            for number, (file, remembered) in enumerate(self._files()):
+                if number >= len(self._has_accepted):
+                    raise changed_files()
+                if remembered is not None and self._has_accepted[number]:
+                    in_work.append((file, remembered))
+                    yield DecodeJob(file.path, file.files, file.num_bytes)
+
+        images: Iterator[ScannedImage] | None = None  # of the file in hand, as the scan knows them
+        for answer in decode_files(jobs(), self._decoder_options(with_values=True)):
+            if images is None:
+                images = self._images_of(*in_work[0])
+            if isinstance(answer, DecodedImage):
+                image = next(images, None)
+                if image is not None and image.reason is None:
+                    yield replace(image, order=answer.order), answer.picture
+                continue
+            _, remembered = in_work.popleft()
+            if answer.digest and remembered.digest and answer.digest != remembered.digest:
+                raise changed_files()
+            for image in images:
+                if image.reason is None:
+                    yield replace(image, reason=answer.reason or Reason.NO_PIXELS, detail=answer.detail), None
+            images = None
+
+    def _decoder_options(self, *, with_values: bool = False) -> DecoderOptions:
+        return DecoderOptions(
+            self.source.limits,
+            self._memory.key,
+            self.source.num_processes,
+            with_values=with_values,
+            order_key=self.source.order_key if with_values else b"",
+            patient_rule=self.source.patient_rule,
+        )
+
+    def _files(self) -> Iterator[tuple[ImageFile, RememberedFile | None]]:
+        """Yield each file with what is remembered of it: None if it is not read, or came after the first pass."""
+        for file in self.data.files():
+            yield file, self._memory.find(file) if file.reason is None else None
+
+    def _images_of(self, file: ImageFile, remembered: RememberedFile) -> Iterator[ScannedImage]:
+        for place, record in enumerate(self._memory.pictures(remembered.number)):
+            yield self._judged(file, place, record)
+
+    def _judged(self, file: ImageFile, place: int, record: PictureRecord) -> ScannedImage:
+        """Return a picture with the reason why it is not accepted, if there is one."""
+        record = self._decisions.flagged(record)
+        in_table = file.row.split if file.row is not None else None
+        part = part_of(in_table or record.split)
+        image = ScannedImage(file.path, file.row, place, record, part=part)
+        reason = self._decisions.verdict(record)
+        if reason is None:
+            return image if self.source.uses(part) else replace(image, reason=Reason.OTHER_PART)
+        detail = record.detail
+        # A single flag is the reason itself.
+        if not detail and (reason != record.verdict or len(record.flags) > 1):
+            detail = ", ".join(record.flags)
+        return replace(image, reason=reason, detail=detail)
+
+
+def scan(
+    source: ImageSource,
+    advance: Callable[[int], None] = lambda num_files: None,
+    observe: Callable[[ScannedImage], None] = lambda image: None,
+) -> Summary:
+    """Scan images, and write the list of those that are not accepted into the private folder.
+
+    Args:
+        source: the images.
+        advance: called with the number of files that are finished.
+        observe: called with each picture, and with each file that gives none.
+
+    Raises:
+        MissingFileError, DataError: see `ddm.images.find.find_data`.
+        BusyError: another scan is at work.
+        SetupError: the decoders of these images are not installed.
+    """
+    summary = Summary()
+    with ScannedImages.opened(source) as images:
+        images.update(advance, retry=True)
+        with replacing(source.folder / QUARANTINE, mode=0o600) as handle:
+            quarantine = QuarantineFile(handle)
+            for image in images:
+                summary.add(image, images.pseudonyms(image))
+                if image.reason is not None:
+                    quarantine.add(image, image.reason, image.detail)
+                observe(image)
+            quarantine.close()
+        _write_look_alikes(source, summary)
+        summary.table_remarks = images.data.remarks()
+        if source.declared_range is not None:
+            summary.declared_range = source.declared_range
+    summary.num_read = images.num_read
+    summary.num_decoded = images.num_decoded
+    return summary
+
+
+def _write_look_alikes(source: ImageSource, summary: Summary) -> None:
+    """List the patients whose identifiers look alike, each with a file: a person decides whether they are the same."""
+    path = source.folder / LOOK_ALIKES
+    groups = summary.look_alikes()
+    if not groups:
+        path.unlink(missing_ok=True)
+        return
+    text = StringIO(newline="")
+    rows = csv.writer(text)
+    rows.writerow(("group", "patient", "first file"))
+    for number, group in enumerate(groups, 1):
+        for patient, image in group:
+            identifier = image.row.patient if image.row is not None else None
+            # A file's own identifier stays in its decoder: what is listed of it is its pseudonym.
+            rows.writerow((number, identifier or patient, image.path))
+    write_atomic(path, text.getvalue().encode("utf-8", "surrogateescape"), mode=0o600)
+
+
+class QuarantineFile:
+    """A CSV of images that are left out, with the names of their files: for this site alone."""
 
     def __init__(self, handle: BinaryIO) -> None:
         self._text = TextIOWrapper(handle, encoding="utf-8", errors="surrogateescape", newline="")
         self._rows = csv.writer(self._text)
         self._rows.writerow(("path", "image", "reason", "detail"))
 
-    def add(self, found: Scanned, reason: str, detail: str) -> None:
+    def add(self, image: ScannedImage, reason: str, detail: str) -> None:
         """Add a picture, or a file that gives none."""
-        self._rows.writerow((found.path, "" if found.place is None else found.place, reason, detail))
+        place = "" if image.place is None else image.place
+        self._rows.writerow((image.path, place, reason, detail))
 
     def close(self) -> None:
         """Write the rest; the file stays open."""
@@ -53,88 +373,11 @@ class Quarantine:
         self._text.detach()
 
 
-def limits_of(settings: ImagesSettings) -> Limits:
-    """Return the limits that a site sets for each file."""
-    return Limits(seconds=settings.seconds, memory_bytes=settings.memory_mib << 20)
-
-
-def processes_of(settings: ImagesSettings) -> int:
-    """Return how many processes of a site decode."""
-    return settings.processes or len(os.sched_getaffinity(0))
-
-
-def default_folder(data: Path) -> Path:
-    """Return the private folder of a data set's scans outside a site; its name tells nothing."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    name = hashlib.sha256(os.fsencode(data.resolve())).hexdigest()[:16]
-    return Path(state).expanduser() / "archipelago" / "scans" / name
-
-
-def scan_as_set(
-    data: Path,
-    folder: Path,
-    settings: ImagesSettings,
-    advance: Callable[[int], None] = lambda done: None,
-    also: Callable[[Scanned], None] = lambda found: None,
-) -> Summary:
-    """Scan a data set as a site's configuration says; see `scan`."""
-    limits, num = limits_of(settings), processes_of(settings)
-    return scan(data, folder, limits, columns=settings.columns, processes=num, advance=advance, also=also)
-
-
-def recipe(limits: Limits) -> str:
-    """Name all that the result of a file depends on besides its content."""
-    versions = []
-    for name in _DECODERS:
-        try:
-            versions.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"{name} absent")
-    return f"{_RECIPE} {limits} {', '.join(versions)}"
-
-
-def scan(
-    data: Path,
-    folder: Path,
-    limits: Limits,
-    *,
-    columns: Columns | None = None,
-    processes: int = 1,
-    advance: Callable[[int], None] = lambda done: None,
-    also: Callable[[Scanned], None] = lambda found: None,
-) -> Summary:
-    """Scan a data set, and write the list of what is quarantined into its private folder.
-
-    Args:
-        data: see `ddm.images.find.find_files`.
-        folder: private; what it remembers is not decoded again.
-        limits: of each file.
-        columns: other names of a table's columns.
-        processes: that decode.
-        advance: called with the number of files that are done.
-        also: called with each picture, and with each file that gives none.
-
-    Raises:
-        MissingFileError, DataError: see `find_files`.
-        BusyError: another scan works in the folder.
-        SetupError: the decoders of these images are not installed.
-    """
-    summary = Summary()
-    with Memory.opened(folder, recipe(limits)) as memory, Decisions.opened(folder) as decisions:
-        with replacing(folder / QUARANTINE, mode=0o600) as handle:
-            quarantine = Quarantine(handle)
-
-            def take(found: Scanned) -> None:
-                if found.reason is not None:
-                    summary.quarantine(found.reason)
-                    quarantine.add(found, found.reason, found.detail)
-                elif found.seen is not None:
-                    summary.accept(found.seen, found.label, found.split, found.patient(memory.key))
-                also(found)
-
-            walk = Walk(memory, decisions, take)
-            walk.go(find_files(data, columns or {}), limits, processes, advance)
-            quarantine.close()
-        memory.forget_others()
-    summary.read, summary.decoded = walk.read, walk.decoded
-    return summary
+def changed_files() -> DataError:
+    """Return the error for files that changed while they were read."""
+    return DataError(
+        "data",
+        expected="files that do not change while they are read",
+        got="new or changed files",
+        remedy="Wait until no program writes there, then run the command again.",
+    )

@@ -5,40 +5,43 @@ from dataclasses import dataclass, field
 from ddm.images.heads import LEAST_SIDE, as_long_as_a_head, may_show_face
 from ddm.images.record import PictureRecord, SliceRecord
 
-_STEP_MM = 0.1  # slices closer than this lie at one place
+_STEP_MM = 0.1  # slices closer than this are at one place
 
 
 @dataclass
 class _Stack:
-    """What is known of the slices of one scan that a head could fill.
+    """The slices of one scan that a head could fill.
 
     Attributes:
-        places: where they lie, in steps.
-        placeless: how many say no place; each counts as one.
-        head: whether a slice names a head, else None where one names no part of the body.
+        places: where they are, in steps of `_STEP_MM`.
+        num_placeless: slices that state no place; each counts as one.
+        head: whether a slice names a head; None where none names a part of the body.
     """
 
     places: set[int] = field(default_factory=set)
-    placeless: int = 0
+    num_placeless: int = 0
     head: bool | None = None
 
-    def add(self, shape: tuple[int, ...], found: SliceRecord) -> None:
-        self.head = self.head or found.head
-        small = found.head is None and found.sides_mm is not None and not as_long_as_a_head(found.sides_mm)
-        if small or min(shape[1:]) < LEAST_SIDE:
+    def add(self, shape: tuple[int, ...], location: SliceRecord) -> None:
+        self.head = self.head or location.head
+        if location.head is None and location.sides_mm is not None and not as_long_as_a_head(location.sides_mm):
             return
-        if found.place_mm is None:
-            self.placeless += 1
+        if min(shape[1:]) < LEAST_SIDE:
+            return
+        if location.place_mm is None:
+            self.num_placeless += 1
         else:
-            self.places.add(round(found.place_mm / _STEP_MM))
+            self.places.add(round(location.place_mm / _STEP_MM))
 
-    @property
     def shows_face(self) -> bool:
-        num = len(self.places) + self.placeless
-        if num < LEAST_SIDE:
+        num_slices = len(self.places) + self.num_placeless
+        if num_slices < LEAST_SIDE:
             return False
-        depth = None if self.placeless else (max(self.places) - min(self.places)) * _STEP_MM * num / (num - 1)
-        return may_show_face((num,), None if depth is None else (depth,), self.head)
+        if self.num_placeless:
+            return may_show_face((num_slices,), None, self.head)
+        # From the middle of the first slice to that of the last there are num_slices - 1 steps.
+        depth_mm = (max(self.places) - min(self.places)) * _STEP_MM * num_slices / (num_slices - 1)
+        return may_show_face((num_slices,), (depth_mm,), self.head)
 
 
 class Stacks:
@@ -47,11 +50,11 @@ class Stacks:
     def __init__(self) -> None:
         self._stacks: dict[str, _Stack] = {}
 
-    def add(self, seen: PictureRecord) -> None:
-        """Take in a slice; other pictures count for nothing."""
-        if seen.slice is not None:
-            self._stacks.setdefault(seen.slice.series, _Stack()).add(seen.shape, seen.slice)
+    def add(self, record: PictureRecord) -> None:
+        """Take a slice; other pictures count for nothing."""
+        if record.slice is not None:
+            self._stacks.setdefault(record.slice.series, _Stack()).add(record.shape, record.slice)
 
     def judged(self) -> dict[str, bool]:
         """Return for each scan whether its slices together may show a face."""
-        return {series: stack.shows_face for series, stack in self._stacks.items()}
+        return {series: stack.shows_face() for series, stack in self._stacks.items()}

@@ -1,4 +1,4 @@
-"""Serves the page on which a person clears flagged images or leaves them out: to one browser on this machine alone."""
+"""Serves the page on which a person clears images or leaves them out: to one browser on this machine alone."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from ddm.pages.secret import Handler, body_of, json_response, serve_secret, stat
 from ddm.protocol.base import Model
 from ddm.system.escape import escape_control
 from silo.images.decisions import Decision
-from silo.images.review import WAITING, Flagged, Review
+from silo.images.review import ACCEPTED, WAITING, Review, ReviewPicture
 from silo.images.viewer import View, Viewer
 
 SHOWN = 24  # pictures at once
@@ -26,12 +26,12 @@ _FILES = {  # of the page: where they lie, and what they are
 }
 
 
-class Decided(Model):
+class DecisionRequest(Model):
     """What the page sends.
 
     Attributes:
         numbers: of pictures.
-        decision: None lets them wait again.
+        decision: None takes back what was decided.
         together: whether the others of each one's scan or file go with it, where they are in the same state.
     """
 
@@ -51,14 +51,14 @@ def serve_review(review: Review, viewer: Viewer, on_listening: Callable[[str], N
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
     """
-    serve_secret(lambda end: _answers(review, viewer, end), on_listening)
+    serve_secret(lambda end: _routes(review, viewer, end), on_listening)
 
 
-def _answers(review: Review, viewer: Viewer, end: Callable[[], None]) -> tuple[Sequence[Route], Mapping[str, Handler]]:
+def _routes(review: Review, viewer: Viewer, end: Callable[[], None]) -> tuple[Sequence[Route], Mapping[str, Handler]]:
     async def state(request: Request) -> Response:
         query = request.query_params
-        shown = query.get("show", WAITING)
-        return json_response(_state(review, viewer, shown, query.get("flag", ""), _number(query.get("start", "0"))))
+        start = _number(query.get("start", "0"))
+        return json_response(_page_state(review, viewer, query.get("show", WAITING), query.get("flag", ""), start))
 
     async def picture(request: Request) -> Response:
         number = _number(request.path_params["number"])
@@ -70,15 +70,16 @@ def _answers(review: Review, viewer: Viewer, end: Callable[[], None]) -> tuple[S
 
     async def decide(request: Request) -> Response:
         try:
-            asked = Decided.model_validate_json(await body_of(request))
+            decision_request = DecisionRequest.model_validate_json(await body_of(request))
         except ValidationError:
             return PlainTextResponse("not a decision\n", status_code=400)
-        if any(number >= len(review.pictures) for number in asked.numbers):
+        numbers = list(decision_request.numbers)
+        if any(number >= len(review.pictures) for number in numbers):
             return PlainTextResponse("no such picture\n", status_code=400)
-        numbers = [
-            each for number in asked.numbers for each in (review.with_others(number) if asked.together else [number])
-        ]
-        review.decide(numbers, None if asked.decision is None else Decision(asked.decision))
+        if decision_request.together:
+            numbers = [other for number in numbers for other in review.with_others(number)]
+        decision = None if decision_request.decision is None else Decision(decision_request.decision)
+        review.decide(numbers, decision)
         return json_response({})
 
     async def undo(request: Request) -> Response:
@@ -97,14 +98,15 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
-def _state(review: Review, viewer: Viewer, shown: str, flag: str, start: int) -> dict[str, Any]:
+def _page_state(review: Review, viewer: Viewer, shown: str, flag: str, start: int) -> dict[str, Any]:
     """Return what the page shows, and have it drawn, and then what comes after it."""
     listed = review.listed(shown, flag)
     start = min(start, max(0, len(listed) - 1)) // SHOWN * SHOWN
     near = listed[start : start + 2 * SHOWN]
-    viewer.want([review.pictures[number] for number in near])
+    viewer.request([review.pictures[number] for number in near])
     return {
         "counts": review.counts,
+        "accepted": len(review.listed(ACCEPTED)),
         "flags": review.flags(shown),
         "listed": len(listed),
         "start": start,
@@ -115,24 +117,24 @@ def _state(review: Review, viewer: Viewer, shown: str, flag: str, start: int) ->
 
 
 def _described(review: Review, number: int, view: View | None) -> dict[str, Any]:
-    flagged = review.pictures[number]
-    folder, name = os.path.split(flagged.path)
+    picture = review.pictures[number]
+    folder, name = os.path.split(picture.path)
     return {
         "number": number,
         "name": escape_control(name, one_line=True),
         "folder": escape_control(folder, one_line=True),
-        "about": _about(flagged),
-        "flags": list(flagged.seen.flags),
+        "about": _about(picture),
+        "flags": list(picture.record.flags),
         "together": len(review.with_others(number)),
-        "of": "scan" if flagged.seen.slice else "file",
+        "of": "scan" if picture.record.slice else "file",
         "drawn": bool(view and view.window),
         "whole": bool(view and view.whole),
         "problem": view.problem if view else "",
     }
 
 
-def _about(flagged: Flagged) -> str:
-    seen = flagged.seen
-    sides = " x ".join(map(str, seen.shape[1:]))
-    place = f", image {flagged.place + 1} of its file" if flagged.place else ""
-    return f"{seen.kind}, {sides}{place}"
+def _about(picture: ReviewPicture) -> str:
+    record = picture.record
+    sides = " x ".join(str(side) for side in record.shape[1:])
+    place = f", image {picture.place + 1} of its file" if picture.place else ""
+    return f"{record.kind}, {sides}{place}"

@@ -1,15 +1,24 @@
-"""Counts of what a scan found, file by file; names, paths and patients are not among them."""
+"""Counts of what a scan found; names, paths and patients are not among them."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from ddm.errors import DataError
+from ddm.images.names import SPREADSHEET_SUFFIXES, TABLE_SUFFIXES
+from ddm.images.ranges import DECLARED_AT_FIRST, RangeCounter, ValueKind, range_of_type, range_remarks
+from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from silo.images.alike import near_duplicates
 
+if TYPE_CHECKING:
+    from silo.images.scan import ScannedImage
+
 TINY_CLASS = 10  # images: fewer than these teach a model the images themselves
-_MOST_REASONS = 8  # in one message
-_TWELVE_BITS = 4095.0
+_MAX_REASONS = 8  # in one message
+_ARRAY_KINDS = frozenset({"npz", "npy", "idx", "Parquet"})
 
 
 @dataclass
@@ -19,43 +28,53 @@ class Intensities:
     num: int = 0
     low: float = float("inf")
     high: float = float("-inf")
-    total: float = 0.0
-    constant: int = 0
+    total_of_means: float = 0.0
+    num_constant: int = 0
+    range: RangeCounter = field(default_factory=RangeCounter, repr=False)
 
-    def add(self, seen: PictureRecord) -> None:
+    def add(self, record: PictureRecord) -> None:
         """Count one picture."""
         self.num += 1
-        self.low, self.high = min(self.low, seen.low), max(self.high, seen.high)
-        self.total += seen.mean
-        self.constant += seen.low == seen.high
+        self.low = min(self.low, record.low)
+        self.high = max(self.high, record.high)
+        self.total_of_means += record.mean
+        self.range.add(record.low, record.high)
+        if record.low == record.high:
+            self.num_constant += 1
 
 
 @dataclass
 class Summary:
-    """Everything that a report says. Accepted pictures alone count in all but the first three.
+    """Everything that a report says. Only accepted pictures count from `labels` on.
 
     Attributes:
-        accepted: pictures.
+        accepted: pictures that are used.
         quarantined: pictures that wait for a person, files that give none, and rows of a table that lead to none.
-        reasons: of these, one each; their counts add up to `quarantined`.
+        reasons: why they are quarantined, one each; the counts add up to `quarantined`.
+        other_parts: pictures of each part of the data set that is not used.
         labels: pictures of each class.
-        splits: pictures of each part of the data set.
+        parts: pictures of each part of the data set.
         shapes: pictures of each size, HxW or DxHxW.
-        channels: pictures with so many channels.
-        kinds: pictures of each kind of file.
-        duplicates: pictures with the same pixels as another one that is not counted.
+        channels: pictures by number of channels.
+        kinds: pictures of each format.
+        duplicates: pictures with the same pixels as another one, which is not counted.
         intensities: by type.
-        unknown_patients: pictures of nobody.
+        unknown_patients: pictures without a patient.
         unlabelled: pictures without a class.
-        read: files whose content was looked at in this scan.
-        decoded: of these, files that were decoded.
+        table_remarks: how the table was read.
+        declared_range: that policy.toml declares of arrays in floating point, or would at first.
+        num_skipped: other files, such as a README.
+        num_unused_tables: of these, tables and spreadsheets, from which somebody may expect labels and patients.
+        num_read: files whose content was read in this scan.
+        num_decoded: of these, files that were decoded.
     """
 
     accepted: int = 0
     quarantined: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    other_parts: Counter[str] = field(default_factory=Counter)
     labels: Counter[str] = field(default_factory=Counter)
-    splits: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)
     shapes: Counter[str] = field(default_factory=Counter)
     channels: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -63,60 +82,77 @@ class Summary:
     intensities: dict[str, Intensities] = field(default_factory=lambda: defaultdict(Intensities))
     unknown_patients: int = 0
     unlabelled: int = 0
-    read: int = 0
-    decoded: int = 0
+    table_remarks: list[str] = field(default_factory=list)
+    declared_range: tuple[float, float] = DECLARED_AT_FIRST
+    num_skipped: int = 0
+    num_unused_tables: int = 0
+    num_read: int = 0
+    num_decoded: int = 0
     _pixels: set[bytes] = field(default_factory=set, repr=False)
     _hashes: list[str] = field(default_factory=list, repr=False)
-    _patients: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set), repr=False)
+    # For each pseudonym that similar spellings share: the patients, each with the first picture.
+    _patients: "dict[str, dict[str, ScannedImage]]" = field(default_factory=lambda: defaultdict(dict), repr=False)
 
-    def quarantine(self, reason: str) -> None:
-        """Count one that is not accepted."""
-        self.quarantined += 1
-        self.reasons[reason] += 1
-
-    def accept(
-        self, seen: PictureRecord, label: str | None, split: str | None, patient: tuple[str, str] | None
-    ) -> None:
-        """Count an accepted picture.
+    def add(self, image: "ScannedImage", patient: tuple[str, str] | None = None) -> None:
+        """Count a picture, or a file that gives none.
 
         Args:
-            seen: the picture.
-            label: its class.
-            split: its part of the data set.
-            patient: the pseudonyms of the patient whom it belongs to.
+            image: the picture.
+            patient: the pseudonyms of its patient; see `silo.images.scan.ScannedImages.pseudonyms`.
         """
+        if image.reason == Reason.CLUTTER:
+            self.num_skipped += 1
+            if PurePath(image.path).suffix.lower() in (*TABLE_SUFFIXES, *SPREADSHEET_SUFFIXES):
+                self.num_unused_tables += 1
+        elif image.reason == Reason.OTHER_PART:
+            self.other_parts[image.part or ""] += 1
+        elif image.reason is not None:
+            self.quarantined += 1
+            self.reasons[image.reason] += 1
+        elif image.record is not None:
+            self._accept(image, image.record, patient)
+
+    def _accept(self, image: "ScannedImage", record: PictureRecord, patient: tuple[str, str] | None) -> None:
         self.accepted += 1
-        self.kinds[seen.kind] += 1
-        self.channels[seen.shape[0]] += 1
-        self.shapes["x".join(map(str, seen.shape[1:]))] += 1
-        self.intensities[seen.dtype].add(seen)
-        if label:
-            self.labels[label] += 1
+        self.kinds[record.kind] += 1
+        self.channels[record.shape[0]] += 1
+        self.shapes["x".join(map(str, record.shape[1:]))] += 1
+        self.intensities[record.dtype].add(record)
+        if image.label:
+            self.labels[image.label] += 1
         else:
             self.unlabelled += 1
-        if split:
-            self.splits[split] += 1
+        if image.part:
+            self.parts[image.part] += 1
         if patient is None:
             self.unknown_patients += 1
         else:
-            self._patients[patient[1]].add(patient[0])
-        pixels = bytes.fromhex(seen.pixels)
+            exact, similar = patient
+            self._patients[similar].setdefault(exact, image)
+        self._count_duplicate(record)
+
+    def _count_duplicate(self, record: PictureRecord) -> None:
+        pixels = bytes.fromhex(record.pixels)
         if pixels in self._pixels:
             self.duplicates += 1
             return
         self._pixels.add(pixels)
-        if seen.hash is not None:
-            self._hashes.append(seen.hash)
+        if record.hash is not None:
+            self._hashes.append(record.hash)
 
     @property
     def patients(self) -> int:
-        """How many patients there are, each spelling counted."""
+        """How many patients there are; similar spellings count as several."""
         return sum(map(len, self._patients.values()))
 
     @property
-    def alike_patients(self) -> int:
-        """How many patients' identifiers differ from another one's by spelling alone."""
-        return sum(len(spellings) for spellings in self._patients.values() if len(spellings) > 1)
+    def look_alike_patients(self) -> int:
+        """How many patients have an identifier that differs from another one by its spelling alone."""
+        return sum(len(group) for group in self.look_alikes())
+
+    def look_alikes(self) -> "list[list[tuple[str, ScannedImage]]]":
+        """Return groups of patients whose identifiers look alike: the pseudonym and the first picture of each."""
+        return [list(spellings.items()) for spellings in self._patients.values() if len(spellings) > 1]
 
     def near_duplicates(self) -> int:
         """Count near duplicates among pictures that are not equal."""
@@ -127,52 +163,107 @@ class Summary:
         """How many classes have fewer than `TINY_CLASS` images."""
         return sum(num < TINY_CLASS for num in self.labels.values())
 
-    def require_accepted(self) -> None:
+    def require_accepted(self, *, is_reported: bool = False) -> None:
         """Refuse a data set of which nothing can be used.
+
+        Args:
+            is_reported: whether the report of this scan was printed, which says what to do.
 
         Raises:
             DataError: nothing was accepted.
         """
-        if not self.accepted:
-            most = ", ".join(f"{num} {reason}" for reason, num in self.reasons.most_common(_MOST_REASONS))
-            got = f"none accepted, {self.quarantined} in quarantine ({most})" if self.quarantined else "no files at all"
-            remedy = "silo scan --data PATH says what is the matter, and where the private list of files lies."
-            raise DataError("images", expected="at least one that can be used", got=got, remedy=remedy)
+        if self.accepted:
+            return
+        got = "no files at all"
+        remedy = "silo scan --data PATH says what is wrong, and where the private list of files is."
+        if is_reported:
+            remedy = "Do what the report says, then scan again."
+        if self.quarantined:
+            counts = [f"{num} {reason}" for reason, num in self.reasons.most_common(_MAX_REASONS)]
+            got = f"none accepted, {self.quarantined} in quarantine ({', '.join(counts)})"
+        elif self.other_parts:
+            got = f"{self.other_parts.total()} in parts of the data set that are not used"
+        else:
+            remedy = "Name the folder, the table or the file that holds the images."
+            if self.num_skipped:
+                got = f"no images; skipped: {self._skipped_text()}"
+        raise DataError(
+            "images",
+            expected="at least one that can be used",
+            got=got,
+            remedy=remedy,
+        )
+
+    def _skipped_text(self) -> str:
+        files = "1 other file" if self.num_skipped == 1 else f"{self.num_skipped} other files"
+        return f"{files}, such as a README or a thumbnail database"
 
     def as_json(self) -> dict[str, object]:
         """Return what `silo scan --json` prints."""
         return {
             "accepted": self.accepted,
             "quarantined": self.quarantined,
-            "reasons": _ordered(self.reasons),
+            "reasons": _by_count(self.reasons),
+            "other_parts": _by_count(self.other_parts),
             "patients": self.patients,
-            "labels": _ordered(self.labels),
-            "shapes": _ordered(self.shapes),
+            "labels": _by_count(self.labels),
+            "shapes": _by_count(self.shapes),
             "duplicates": self.duplicates,
         }
 
+    def _range_remarks(self) -> list[str]:
+        """Return what uses a small part of its range: whole numbers of all files, and arrays in floating point.
+
+        Floating point of other files has units of its own, such as Hounsfield units, which a plan maps.
+        """
+        remarks: list[str] = []
+        for dtype, intensities in sorted(self.intensities.items()):
+            type_range = range_of_type(dtype)
+            subject = f"{dtype} values"
+            if type_range is not None:
+                remarks += range_remarks(intensities.range.use(), type_range, ValueKind.WHOLE, subject=subject)
+            elif dtype == "float32" and self.kinds.keys() <= _ARRAY_KINDS:
+                use = intensities.range.use()
+                remarks += range_remarks(use, self.declared_range, ValueKind.FLOATS, subject=subject)
+        return remarks
+
     def remarks(self) -> list[str]:
-        """Return what a person should look at before any of this is trained on."""
-        found = []
-        if (sixteen := self.intensities.get("uint16")) and sixteen.high <= _TWELVE_BITS:
-            found.append(f"16-bit images hold at most {sixteen.high:g}: twelve bits or fewer. Map them by a window.")
-        if constant := sum(each.constant for each in self.intensities.values()):
-            found.append(f"{constant} images have one value everywhere.")
+        """Return what a person should look at before training."""
+        remarks = list(self.table_remarks)
+        if self.num_skipped:
+            remarks.append(f"Skipped: {self._skipped_text()}.")
+        if self.num_unused_tables:
+            remarks.append(
+                f"Tables and spreadsheets among the skipped files: {self.num_unused_tables}; they were not used. "
+                "A table beside images is used if it is a CSV at the top of the folder and its paths lead to these "
+                "images. Name any other CSV itself as --data; save a spreadsheet as CSV (UTF-8) first."
+            )
+        remarks += self._range_remarks()
+        num_constant = sum(intensities.num_constant for intensities in self.intensities.values())
+        if num_constant:
+            remarks.append(f"{num_constant} images have one value everywhere.")
         if self.tiny_classes:
-            found.append(f"{self.tiny_classes} classes have fewer than {TINY_CLASS} images.")
-        if self.alike_patients:
-            found.append(
-                f"{self.alike_patients} patients have identifiers that differ in case, blanks or leading zeros alone; "
-                "mend them, or each spelling counts as a patient."
+            remarks.append(f"{self.tiny_classes} classes have fewer than {TINY_CLASS} images.")
+        if self.look_alike_patients:
+            remarks.append(
+                f"{self.look_alike_patients} patients have identifiers that differ in leading zeros or accents "
+                "alone. Each counts as a patient of its own: look-alikes.csv lists them. If they are the same people, "
+                'correct the identifiers, or set patients = "digits" under [data] in policy.toml.'
+            )
+        if self.accepted and not self._patients:
+            remarks.append(
+                "No image has a patient. A site whose policy.toml protects patients, which is the default, needs one "
+                "for each: in a table, the column patient, or the one that --column patient=NAME names."
             )
         if self._patients and self.unknown_patients:
-            found.append(f"{self.unknown_patients} images have no patient, others have one.")
+            remarks.append(f"{self.unknown_patients} images have no patient, others have one.")
         if self.labels and self.unlabelled:
-            found.append(f"{self.unlabelled} images have no label, others have one.")
+            remarks.append(f"{self.unlabelled} images have no label, others have one.")
         if len(self.channels) > 1:
-            found.append(f"Images have different numbers of channels: {', '.join(map(str, sorted(self.channels)))}.")
-        return found
+            numbers = ", ".join(map(str, sorted(self.channels)))
+            remarks.append(f"Images have different numbers of channels: {numbers}.")
+        return remarks
 
 
-def _ordered(counts: Counter[str]) -> dict[str, int]:
+def _by_count(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -2,23 +2,22 @@
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import ArchipelagoError
-from ddm.images.jobs import Done, Found, Job
 from ddm.images.picture import Limits
-from ddm.images.workers import decode_in_order
+from ddm.images.workers import DecodedFile, DecodedImage, DecodeJob, DecoderOptions, decode_files
 from silo.images.drawing import drawn
-from silo.images.review import Flagged
+from silo.images.review import ReviewPicture
 
-_KEPT = 256  # pictures
+_MAX_VIEWS = 256  # pictures
 _CHANGED = "its file changed since the scan: scan again"
-_GONE = "its file does not give it any more: scan again"
+_GONE = "its file no longer contains it: scan again"
 
-_Name = tuple[str, int]
+_Location = tuple[str, int]  # of a picture: path and place
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,17 @@ class Viewer:
 
     Args:
         limits: of each file.
-        processes: that decode.
+        num_processes: that decode.
         key: of the data set's scans.
     """
 
-    def __init__(self, limits: Limits, processes: int, key: bytes) -> None:
-        self._limits, self._processes, self._key = limits, processes, key
-        self._wanted = deque[Flagged]()
-        self._views = OrderedDict[_Name, View]()
+    def __init__(self, limits: Limits, num_processes: int, key: bytes) -> None:
+        self._options = DecoderOptions(limits, key, num_processes, with_values=True)
+        self._requested = deque[ReviewPicture]()
+        self._views = OrderedDict[_Location, View]()  # the oldest first
+        # Guards the two above and `_is_ended`.
         self._change = threading.Condition()
-        self._ended = False
+        self._is_ended = False
         self._thread = threading.Thread(target=self._work, name="viewer", daemon=True)
 
     def __enter__(self) -> "Viewer":
@@ -59,98 +59,104 @@ class Viewer:
 
     def __exit__(self, *raised: object) -> None:
         with self._change:
-            self._ended = True
-            self._wanted.clear()
+            self._is_ended = True
+            self._requested.clear()
             self._change.notify_all()
         self._thread.join()
 
-    def want(self, pictures: Sequence[Flagged]) -> None:
-        """Have these drawn, in this order, instead of what was wanted before."""
+    def request(self, pictures: Sequence[ReviewPicture]) -> None:
+        """Have these pictures drawn, in this order, instead of those that were requested before."""
         with self._change:
-            for each in pictures:
-                if (each.path, each.place) in self._views:
-                    self._views.move_to_end((each.path, each.place))
-            self._wanted = deque(each for each in pictures if (each.path, each.place) not in self._views)
+            self._requested.clear()
+            for picture in pictures:
+                if _location(picture) in self._views:
+                    self._views.move_to_end(_location(picture))
+                else:
+                    self._requested.append(picture)
             self._change.notify_all()
 
-    def view(self, picture: Flagged) -> View | None:
+    def view(self, picture: ReviewPicture) -> View | None:
         """Return a picture; None where it is not drawn yet."""
         with self._change:
-            return self._views.get((picture.path, picture.place))
+            return self._views.get(_location(picture))
 
     def _work(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._ended or self._wanted)
-                if self._ended:
+                self._change.wait_for(lambda: self._is_ended or self._requested)
+                if self._is_ended:
                     return
-            self._draw()
+            self._draw_requested()
 
-    def _draw(self) -> None:
-        """Draw until nothing is wanted; decoders live as long."""
-        asked: dict[str, dict[int, Flagged]] = {}
-        places: dict[str, int] = {}
+    def _draw_requested(self) -> None:
+        """Draw until nothing is requested any more; the decoders live as long."""
+        in_work: dict[str, dict[int, ReviewPicture]] = {}  # by path, then by place in the file
+        next_places: dict[str, int] = {}
         try:
-            for found in decode_in_order(
-                self._jobs(asked), self._limits, self._key, num=self._processes, ended=lambda: self._ended
-            ):
-                path = found.job.path
-                if isinstance(found, Found):
-                    place = places.get(path, 0)
-                    places[path] = place + 1
-                    if (flagged := asked[path].pop(place, None)) is not None:
-                        self._keep(flagged, _view(flagged, found))
-                    continue
-                places.pop(path, None)
-                self._give_up(asked.pop(path).values(), _problem(found))
-        except Exception as error:  # of any kind: whoever waits for these pictures would wait for ever
-            known = isinstance(error, ArchipelagoError | OSError)
+            for answer in decode_files(self._jobs(in_work), self._options, is_cancelled=lambda: self._is_ended):
+                path = answer.job.path
+                if isinstance(answer, DecodedImage):
+                    place = next_places.get(path, 0)
+                    next_places[path] = place + 1
+                    picture = in_work[path].pop(place, None)
+                    if picture is not None:
+                        self._store(picture, _view(picture, answer))
+                else:
+                    next_places.pop(path, None)
+                    for picture in in_work.pop(path).values():
+                        self._store(picture, View(problem=_problem(answer)))
+        except Exception as error:  # of any kind: otherwise a request for these pictures would wait for ever
+            is_known = isinstance(error, ArchipelagoError | OSError)
+            problem = str(error) if is_known else f"it cannot be drawn ({type(error).__name__})"
             with self._change:
-                wanted, self._wanted = list(self._wanted), deque()
-            problem = str(error) if known else f"it cannot be drawn ({type(error).__name__})"
-            self._give_up([*(each for file in asked.values() for each in file.values()), *wanted], problem)
+                unfinished = list(self._requested)
+                self._requested.clear()
+            for pictures_of_file in in_work.values():
+                unfinished += pictures_of_file.values()
+            for picture in unfinished:
+                self._store(picture, View(problem=problem))
 
-    def _jobs(self, asked: dict[str, dict[int, Flagged]]) -> Iterator[Job]:
-        """Take what is wanted, file by file."""
+    def _jobs(self, in_work: dict[str, dict[int, ReviewPicture]]) -> Iterator[DecodeJob]:
+        """Take what is requested, file by file."""
         while True:
             with self._change:
-                first = self._wanted[0].path if self._wanted else None
-                if first is None:
+                if not self._requested:
                     return
-                together = [each for each in self._wanted if each.path == first]
-                self._wanted = deque(each for each in self._wanted if each.path != first)
-            if first in asked:  # it is being decoded for other pictures, and they may be past
-                with self._change:
-                    self._wanted.extend(together)
-                return
-            asked[first] = {each.place: each for each in together}
-            size = 0
+                path = self._requested[0].path
+                if path in in_work:
+                    # It is being decoded for other pictures, and these may be past: it is decoded again afterwards.
+                    return
+                of_file = [picture for picture in self._requested if picture.path == path]
+                self._requested = deque(picture for picture in self._requested if picture.path != path)
+            in_work[path] = {picture.place: picture for picture in of_file}
+            num_bytes = 0
             with suppress(OSError):  # the decoder says what is the matter
-                size = Path(first).stat().st_size
-            yield Job(first, (first,), size)
+                num_bytes = Path(path).stat().st_size
+            yield DecodeJob(path, (path,), num_bytes)
 
-    def _give_up(self, pictures: Iterable[Flagged], problem: str) -> None:
-        for each in list(pictures):
-            self._keep(each, View(problem=problem))
-
-    def _keep(self, flagged: Flagged, view: View) -> None:
+    def _store(self, picture: ReviewPicture, view: View) -> None:
         with self._change:
-            self._views[flagged.path, flagged.place] = view
-            while len(self._views) > _KEPT:
+            self._views[_location(picture)] = view
+            while len(self._views) > _MAX_VIEWS:
                 self._views.popitem(last=False)
 
 
-def _view(flagged: Flagged, found: Found) -> View:
-    if found.seen.reason is not None:
-        return View(problem=found.seen.reason)
-    if found.picture is None or found.seen.pixels != flagged.seen.pixels:
+def _location(picture: ReviewPicture) -> _Location:
+    return picture.path, picture.place
+
+
+def _view(picture: ReviewPicture, answer: DecodedImage) -> View:
+    if answer.record.reason is not None:
+        return View(problem=answer.record.reason)
+    if answer.picture is None or answer.record.pixels != picture.record.pixels:
         return View(problem=_CHANGED)
     try:
-        window, whole = (drawn(found.picture, window=each) for each in (True, False))
+        in_window = drawn(answer.picture, window=True)
+        whole = drawn(answer.picture, window=False)
     except (ValueError, MemoryError) as error:
         return View(problem=f"it cannot be drawn ({type(error).__name__})")
-    return View(window, b"" if whole == window else whole)
+    return View(in_window, b"" if whole == in_window else whole)
 
 
-def _problem(done: Done) -> str:
-    return _GONE if done.reason is None else done.reason.value
+def _problem(answer: DecodedFile) -> str:
+    return _GONE if answer.reason is None else answer.reason.value

@@ -6,7 +6,7 @@ questions about them. `silo.data.declared` holds the data against the same facts
 
 from collections.abc import Iterator
 
-from ddm.images.shapes import row_shapes
+from ddm.images.layout import row_shapes
 from ddm.protocol.classes import Classes
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.plan import ClassCondition, Plan, RandomPartition, TextCondition

@@ -106,7 +106,11 @@ def _rates(per_s: float, left: int, images: int = 1) -> _Rates:
     """
     if not per_s > 0:
         return {}
-    return {"images_per_s": min(per_s * images, _MOST), "seconds_left": min(left / per_s, _MOST)}
+    rates: _Rates = {"images_per_s": min(per_s * images, _MOST)}
+    # While files are scanned, nobody knows yet how many there will be: then the total is 0, and less than what is done.
+    if left >= 0:
+        rates["seconds_left"] = min(left / per_s, _MOST)
+    return rates
 
 
 def note_path(private: Path) -> Path:

@@ -20,9 +20,10 @@ from ddm.privacy.plan_cost import Kind, paid_mechanisms
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Autoencoder, ClassCondition, TextCondition
 from silo.config import Policy, Site
-from silo.data.cohort import Cohort, load_cohort
+from silo.data.cohort import Cohort, CohortRequest, load_cohort
 from silo.data.declared import check_declared
 from silo.data.transformed import Advance
+from silo.images.source import ImageSource
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import Workspace
 from silo.privacy import holder
@@ -54,26 +55,26 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = 
     Raises:
         DataError: the data are not what policy.toml declares; see `silo.data.cohort.load_cohort`.
     """
-    plan, settings, data = accepted.plan, site.settings(), policy.data
-    check_declared(Path(settings.data), policy)
-    # Floating point is held against the declared range, within which the plan's lies: a plan asks nothing of the data.
-    narrow = data.range if data.kind == "arrays" and not plan.transform else None
-    return load_cohort(
-        Path(settings.data),
-        plan.data.model_copy(update={"range": narrow}) if narrow else plan.data,
+    plan = accepted.plan
+    source = ImageSource.of_site(site)
+    check_declared(source, policy)
+    spec = plan.data
+    if policy.data.kind == "arrays" and policy.data.range and not plan.transform:
+        # Floating point is compared with the declared range, within which the plan's is: a plan asks nothing of the
+        # data themselves.
+        spec = spec.model_copy(update={"range": policy.data.range})
+    request = CohortRequest(
+        data=spec,
         min_images=policy.least_images,
-        salt=site.salt(),
         unit=plan.statistics.unit,
         num_classes=num_classes(plan),
+        class_names=plan.condition.names if isinstance(plan.condition, ClassCondition) else (),
+        known_classes=policy.data.known_classes,
         captions=isinstance(plan.condition, TextCondition),
         latent_shape=plan.expert_shape if isinstance(plan.latent, Autoencoder) else None,
-        folder=site.private,
         transform=plan.transform,
-        class_names=plan.condition.names if isinstance(plan.condition, ClassCondition) else (),
-        known_classes=data.known_classes,
-        settings=settings.images,
-        advance=advance,
     )
+    return load_cohort(source, request, site.salt(), site.private, advance)
 
 
 def check_agreed(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:

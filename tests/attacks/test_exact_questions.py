@@ -24,7 +24,6 @@ from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, NumericalError
 from ddm.images.picture import Picture
-from ddm.images.public import pictures
 from ddm.images.transform import Transform
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.partition.nearest import Nearest
@@ -43,7 +42,9 @@ from silo.plan import acceptance
 from silo.worker import stages
 from silo.worker.worker import Worker
 from tests.support.case import case
+from tests.support.cohorts import source_at
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, cohort, images, recipe, write_policy
+from tests.support.pictures import pictures
 from tests.support.recipes import training
 
 SILO = "north"
@@ -345,9 +346,9 @@ def test_bounds_of_a_plan_are_answered_from_the_policy_before_any_image_is_opene
 def test_data_are_held_against_the_declaration_whatever_a_plan_says(tmp_path: Path) -> None:
     tiny = world(tmp_path / "tiny", with_target=False)
     site = tiny.sites[SILO]
-    facts = facts_of(tmp_path / "tiny" / "data.npz")
+    source = source_at(tmp_path / "tiny" / "data.npz", site.private / "images", site.settings().images)
+    facts = facts_of(source)
     assert (facts.kind, facts.shape, facts.range) == ("arrays", (1, 4, 4), (-1.0, 1.0))
-    say = (tmp_path / "tiny" / "data.npz",)
     wrong: dict[str, dict[str, object]] = {
         "kind": {"kind": "pictures", "shape": None},
         "shape": {"shape": [16]},
@@ -360,12 +361,11 @@ def test_data_are_held_against_the_declaration_whatever_a_plan_says(tmp_path: Pa
         with case(match):
             data = {name: value for name, value in (facts.model_dump() | changes).items() if value is not None}
             write_policy(site, POLICY | {"data": data})
-            check = lambda: check_values(*say, site.policy(), site.private / "images", site.settings().images, print)  # noqa: E731
             if match == "classes":
-                assert check() == 40
+                assert check_values(source, site.policy()) == 40
                 continue
             with pytest.raises(DataError, match=match):
-                check()
+                check_values(source, site.policy())
 
 
 def test_row_that_is_not_finite_goes_to_the_first_cell_and_moves_no_other() -> None:

@@ -13,9 +13,10 @@ from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import SigningKey
 from silo.cli import app
 from silo.config import Site
-from silo.data.first_look import count_units
+from silo.data.first_look import UnitCounts, count_units
 from silo.setup import make_card, rounded_up
 from tests.conftest import Planned
+from tests.support.cohorts import source_at
 from tests.support.federation import POLICY, TinyFederation, cohort, write_policy
 from tests.support.submissions import SILO
 
@@ -119,16 +120,16 @@ def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: 
     with zipfile.ZipFile(tmp_path / "a.npz") as whole, zipfile.ZipFile(tmp_path / "cut.npz", "w") as cut:
         cut.writestr("images.npy", whole.read("images.npy")[:130])
     with pytest.raises(DataError, match="does not read as one"):  # by its header and the archive's directory
-        count_units(tmp_path / "cut.npz", patients=False, folder=tmp_path / "scans")
-    assert count_units(tmp_path / "a.npz", patients=False, folder=tmp_path / "scans") == (7, None)
+        count_units(source_at(tmp_path / "cut.npz", tmp_path / "scans"), patients=False)
+    assert count_units(source_at(tmp_path / "a.npz", tmp_path / "scans"), patients=False) == UnitCounts(7, None)
     with pytest.raises(DataError, match="none for 1 of 7 images"):
-        count_units(tmp_path / "a.npz", patients=True, folder=tmp_path / "scans")
+        count_units(source_at(tmp_path / "a.npz", tmp_path / "scans"), patients=True)
     np.savez(tmp_path / "scalar.npz", images=np.float32(3))
     np.savez(tmp_path / "objects.npz", images=np.array([None, {}]))
     np.savez(tmp_path / "other.npz", pixels=np.zeros(3))
     (tmp_path / "text.npz").write_text("hello")
     for name in ("scalar", "objects", "other", "text"):
-        with pytest.raises(DataError, match="an npz without|an array called images|an array of images"):
-            count_units(tmp_path / f"{name}.npz", patients=False, folder=tmp_path / "scans")
+        with pytest.raises(DataError, match="an npz without|an array called images|an array of images|pickled"):
+            count_units(source_at(tmp_path / f"{name}.npz", tmp_path / "scans"), patients=False)
     with pytest.raises(MissingFileError):
-        count_units(tmp_path / "nothing.npz", patients=False, folder=tmp_path / "scans")
+        count_units(source_at(tmp_path / "nothing.npz", tmp_path / "scans"), patients=False)

@@ -1,4 +1,8 @@
-"""DICOM files made for tests, in every transfer syntax that something here can write."""
+"""DICOM files made for tests, in every transfer syntax that something here can write.
+
+What no encoder at hand writes is encoded here in a few lines: cells of any bits, run-length encoding, lossless JPEG of
+every predictor, and JPEG of 8 and 12 bits, all with Huffman codes of one length.
+"""
 
 import io
 import zlib
@@ -19,6 +23,9 @@ from pydicom.uid import (
     JPEGBaseline8Bit,
     generate_uid,
 )
+
+ENCAPSULATED_UNCOMPRESSED = "1.2.840.10008.1.2.1.98"
+DEFLATED_FRAMES = "1.2.840.10008.1.2.8.1"
 
 
 def waves(shape: tuple[int, ...] = (48, 40), high: int = 4095, dtype: Any = np.uint16) -> np.ndarray:
@@ -144,3 +151,203 @@ def inflating(path: Path, num_bytes: int) -> Path:
         body += packer.compress(block)
     path.write_bytes(head[:meta_bytes] + bytes(body) + packer.flush())
     return path
+
+
+def cells_of(values: np.ndarray, allocated: int, stored: int, high_bit: int, other_bits: int = 0) -> np.ndarray:
+    """Return cells that hold values in the bits that end at `high_bit`; the bits above them are `other_bits`."""
+    below = high_bit + 1 - stored
+    wide = (values.astype(np.int64) & ((1 << stored) - 1)) << below
+    above = ((1 << allocated) - 1) & ~((1 << (high_bit + 1)) - 1)
+    return (wide | (other_bits & above)).astype(np.uint64).astype(f"<u{allocated // 8}")
+
+
+def content_of(
+    pixels: bytes | list[bytes], syntax: str, *, tables: bool = True, fragments: int = 1, **others: Any
+) -> bytes:
+    """Return a file of pixels that are encoded already: of one value, or of one for each encapsulated frame."""
+    meta = FileMetaDataset()
+    sop_class = others.pop("SOPClassUID", CTImageStorage)
+    # pydicom knows no deflated frames: their UID is put in afterwards, in the place of one that is as long.
+    known_syntax = ENCAPSULATED_UNCOMPRESSED if syntax == DEFLATED_FRAMES else syntax
+    meta.TransferSyntaxUID = UID(known_syntax)
+    meta.MediaStorageSOPClassUID = sop_class
+    meta.MediaStorageSOPInstanceUID = generate_uid(entropy_srcs=["2"])
+    tags = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
+    tags.SOPClassUID = sop_class
+    tags.SOPInstanceUID = meta.MediaStorageSOPInstanceUID
+    tags.PatientID = "MRN0017"
+    tags.Modality = "CT"
+    representation = others.pop("representation", "OW")
+    for name, value in others.items():
+        if value is not None:
+            setattr(tags, name, value)
+    if isinstance(pixels, list):
+        pixels = encapsulate(pixels, fragments_per_frame=fragments, has_bot=tables)
+        representation = "OB"
+    tags.add_new("PixelData", representation, pixels)
+    tags["PixelData"].is_undefined_length = UID(known_syntax).is_compressed
+    stream = io.BytesIO()
+    pydicom.dcmwrite(stream, tags, enforce_file_format=True)
+    padded_syntax = syntax.encode() + b"\0" * (len(syntax) % 2)
+    return stream.getvalue().replace(
+        known_syntax.encode(), padded_syntax if syntax != known_syntax else syntax.encode(), 1
+    )
+
+
+def packbits(row: bytes) -> bytes:
+    """Return a row of bytes as runs of equal bytes and stretches of others (PS3.5 G.3)."""
+    packed_row = bytearray()
+    position = 0
+    while position < len(row):
+        run = 1
+        while position + run < len(row) and run < 128 and row[position + run] == row[position]:
+            run += 1
+        if run > 1:
+            packed_row += bytes([257 - run, row[position]])
+            position += run
+            continue
+        end = position + 1
+        while end < len(row) and end - position < 128 and (end + 1 == len(row) or row[end] != row[end + 1]):
+            end += 1
+        packed_row += bytes([end - position - 1]) + row[position:end]
+        position = end
+    return bytes(packed_row)
+
+
+def run_length(cells: np.ndarray) -> bytes:
+    """Return a frame of cells, (H, W) or (H, W, 3), in RLE: a segment for each byte, the highest first."""
+    planes = [cells] if cells.ndim == 2 else [cells[..., channel] for channel in range(cells.shape[-1])]
+    segments = []
+    for plane in planes:
+        octets = np.ascontiguousarray(plane).view(np.uint8).reshape(*plane.shape, -1)
+        for number in reversed(range(octets.shape[-1])):
+            segment = b"".join(packbits(row.tobytes()) for row in octets[..., number])
+            segments.append(segment + b"\0" * (len(segment) % 2))
+    offsets = [64]
+    for segment in segments[:-1]:
+        offsets.append(offsets[-1] + len(segment))
+    header = [len(segments), *offsets] + [0] * (15 - len(offsets))
+    return np.array(header, "<u4").tobytes() + b"".join(segments)
+
+
+class _Bits:
+    """Bits of entropy-coded data, with a zero byte after each 0xFF."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+
+    def add(self, number: int, length: int) -> None:
+        if length:
+            self.parts.append(format(number, f"0{length}b"))
+
+    def add_number(self, number: int, code: int, code_length: int, size: int) -> None:
+        """Add a code, and a number of that many bits; negative ones less one (ISO/IEC 10918-1 F.1.2.1)."""
+        self.add(code, code_length)
+        self.add(number if number >= 0 else number + (1 << size) - 1, size)
+
+    def content(self) -> bytes:
+        bits = "".join(self.parts)
+        bits += "1" * (-len(bits) % 8)
+        return int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+
+
+def _segment(marker: int, content: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(content) + 2).to_bytes(2, "big") + content
+
+
+def _huffman(kind: int, symbols: list[int], length: int) -> bytes:
+    counts = [0] * 16
+    counts[length - 1] = len(symbols)
+    return _segment(0xC4, bytes([kind << 4, *counts, *symbols]))
+
+
+def _jpeg(process: int, values: np.ndarray, bits: int, identifiers: bytes, markers: bytes, body: bytes) -> bytes:
+    frame = bytes([bits]) + values.shape[0].to_bytes(2, "big") + values.shape[1].to_bytes(2, "big")
+    frame += bytes([len(identifiers)]) + b"".join(bytes([name, 0x11, 0]) for name in identifiers)
+    return b"\xff\xd8" + markers + _segment(process, frame) + body + b"\xff\xd9"
+
+
+ADOBE_RGB = _segment(0xEE, b"Adobe\0\x64\0\0\0\0\0")
+ADOBE_YBR = _segment(0xEE, b"Adobe\0\x64\0\0\0\0\1")
+JFIF = _segment(0xE0, b"JFIF\0\1\1\0\0\1\0\1\0\0")
+
+
+def lossless_jpeg(
+    values: np.ndarray, bits: int, predictor: int = 1, markers: bytes = b"", identifiers: bytes = b"\1\2\3"
+) -> bytes:
+    """Return greys (H, W) or colours (H, W, 3) in lossless JPEG (ISO/IEC 10918-1 H)."""
+    planes = values.astype(int).reshape(*values.shape[:2], -1)
+    identifiers = identifiers[: planes.shape[-1]]
+    entropy = _Bits()
+    for row in range(planes.shape[0]):
+        for column in range(planes.shape[1]):
+            for channel in range(planes.shape[2]):
+                plane = planes[..., channel]
+                if row == 0:
+                    expected = plane[0, column - 1] if column else 1 << (bits - 1)
+                elif column == 0:
+                    expected = plane[row - 1, 0]
+                else:
+                    left, above, corner = plane[row, column - 1], plane[row - 1, column], plane[row - 1, column - 1]
+                    expected = (
+                        left,
+                        above,
+                        corner,
+                        left + above - corner,
+                        left + ((above - corner) >> 1),
+                        above + ((left - corner) >> 1),
+                        (left + above) >> 1,
+                    )[predictor - 1]
+                difference = int(plane[row, column] - expected) % 65536
+                difference -= 65536 if difference > 32768 else 0
+                size = abs(difference).bit_length()
+                entropy.add_number(difference if size < 16 else 0, size, 5, size if size < 16 else 0)
+    components = b"".join(bytes([name, 0]) for name in identifiers)
+    scan = _segment(0xDA, bytes([len(identifiers)]) + components + bytes([predictor, 0, 0]))
+    body = _huffman(0, list(range(17)), 5) + scan + entropy.content()
+    return _jpeg(0xC3, values, bits, identifiers, markers, body)
+
+
+def dct_jpeg(values: np.ndarray, bits: int, markers: bytes = b"", identifiers: bytes = b"\1\2\3") -> bytes:
+    """Return greys or colours in baseline (8 bits) or extended JPEG (12 bits), all coefficients in steps of 1.
+
+    The transform is orthonormal and each of 64 coefficients is at most 0.5 off, so that no sample is more than 4 off.
+    """
+    planes = values.astype(float).reshape(*values.shape[:2], -1) - (1 << (bits - 1))
+    identifiers = identifiers[: planes.shape[-1]]
+    high, wide = -(-planes.shape[0] // 8) * 8, -(-planes.shape[1] // 8) * 8
+    planes = np.pad(planes, ((0, high - planes.shape[0]), (0, wide - planes.shape[1]), (0, 0)), "edge")
+    angles = (2 * np.arange(8) + 1) * np.arange(8)[:, None] * np.pi / 16
+    basis = np.cos(angles) / 2
+    basis[0] /= np.sqrt(2)
+    order = sorted(range(64), key=lambda at: (at // 8 + at % 8, at // 8 if (at // 8 + at % 8) % 2 else at % 8))
+    largest = 10 if bits == 8 else 14
+    symbols = [0, 0xF0, *(run << 4 | size for run in range(16) for size in range(1, largest + 1))]
+    entropy = _Bits()
+    before = [0] * planes.shape[-1]
+    for top in range(0, high, 8):
+        for left in range(0, wide, 8):
+            for channel in range(planes.shape[-1]):
+                block = planes[top : top + 8, left : left + 8, channel]
+                numbers = np.rint(basis @ block @ basis.T).astype(int).reshape(-1)[order].tolist()
+                difference = numbers[0] - before[channel]
+                before[channel] = numbers[0]
+                size = abs(difference).bit_length()
+                entropy.add_number(difference, size, 5, size)
+                run = 0
+                for number in numbers[1:]:
+                    if number == 0:
+                        run += 1
+                        continue
+                    while run > 15:
+                        entropy.add(symbols.index(0xF0), 8)
+                        run -= 16
+                    size = abs(number).bit_length()
+                    entropy.add_number(number, symbols.index(run << 4 | size), 8, size)
+                    run = 0
+                if run:
+                    entropy.add(symbols.index(0), 8)
+    components = b"".join(bytes([name, 0]) for name in identifiers)
+    scan = _segment(0xDA, bytes([len(identifiers)]) + components + bytes([0, 63, 0]))
+    body = _segment(0xDB, bytes([0, *[1] * 64])) + _huffman(0, list(range(16)), 5) + _huffman(1, symbols, 8)
+    return _jpeg(0xC0 if bits == 8 else 0xC1, values, bits, identifiers, markers, body + scan + entropy.content())

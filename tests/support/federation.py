@@ -265,8 +265,9 @@ def waive(site: Site, plan_digest: str) -> None:
 def declare(site: Site, policy: dict[str, object] = POLICY) -> None:
     """Let a site whose data are others by now declare them, and replace its policy."""
     from silo.data.declared import facts_of
+    from silo.images.source import ImageSource
 
-    facts = facts_of(Path(site.settings().data)).model_dump(exclude_none=True)
+    facts = facts_of(ImageSource.of_site(site)).model_dump(exclude_none=True)
     write_policy(site, policy | {"data": facts})
     write_policy(site, policy)  # with the classes and captions that there are
 

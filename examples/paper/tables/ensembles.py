@@ -9,6 +9,7 @@ from time import monotonic
 import numpy as np
 from torch import Tensor
 
+from ddm.images.samples import open_image_set
 from ddm.io.files import write_atomic
 from ddm.islands.arrays import map_array
 from ddm.islands.assemble import assemble
@@ -131,7 +132,7 @@ def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) 
     known = source.partition in ("clusters", "random")
     by = source.partition if known else _column(source, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    dataset = Dataset(images, shop.world.train.images)
+    dataset = Dataset(images, shop.world.train.images, open_image_set(images, recipe.data, None))
     split(dataset, recipe, num if known else None, by, path, _PASSPHRASE, shop.clock.check)
 
 

@@ -36,7 +36,8 @@ function drawHead() {
   find("after").disabled = last >= state.listed;
   find("undo").disabled = !state.undo;
   find("clear-all").disabled = find("leave-all").disabled = state.pictures.length === 0;
-  find("clear-all").hidden = shown.show === "clear";
+  find("clear-all").hidden = ["clear", "accepted"].includes(shown.show);
+  find("show-accepted").textContent = `accepted, of the last preview sheet (${state.accepted})`;
   find("leave-all").hidden = shown.show === "leave out";
   const options = [["", "any reason"], ...Object.entries(state.flags).map(([flag, num]) => [flag, `${flag} (${num})`])];
   if (shown.flag && !(shown.flag in state.flags)) {
@@ -55,7 +56,7 @@ function drawTiles() {
     tiles[current].focus({ preventScroll: false });
   }
   if (!tiles.length) {
-    say(shown.show === "waiting" && !shown.flag ? "Nothing waits any more. Scan again to see the counts." : "None.");
+    say(shown.show === "waiting" && !shown.flag ? "No pictures are waiting. Scan again to update the counts." : "None.");
   } else if (find("message").textContent === "None." || find("message").textContent.startsWith("Nothing waits")) {
     say("");
   }
@@ -86,7 +87,14 @@ function filled(tile, each) {
   }
   part(".view span").textContent = each.drawn ? "" : each.problem ? `Not drawn: ${each.problem}` : "Drawing";
   for (const button of tile.querySelectorAll("button[data-decision]")) {
-    button.hidden = button.dataset.decision === (shown.show === "waiting" ? "" : shown.show);
+    const undecided = ["waiting", "accepted"].includes(shown.show);
+    button.hidden = button.dataset.decision === (undecided ? "" : shown.show);
+    if (button.dataset.decision === "") {
+      button.textContent = each.flags.length ? "Wait again" : "Accept again";
+    }
+    if (button.dataset.decision === "clear" && !each.flags.length) {
+      button.hidden = true; // there is nothing to clear
+    }
     button.disabled = button.dataset.decision === "clear" && !each.drawn && !("together" in button.dataset);
   }
   part(".together").hidden = each.together < 2;
@@ -107,7 +115,7 @@ function drawLarge() {
   find("large-name").textContent = `${each.name}, ${each.about}`;
   find("large-range").hidden = !each.whole;
   find("large-range").textContent = whole ? "Show its window" : "Show all values";
-  find("large-clear").disabled = !each.drawn;
+  find("large-clear").disabled = !each.drawn || !each.flags.length;
   const address = `picture/${each.number}${whole ? "?whole" : ""}`;
   if (each.drawn && find("large-image").getAttribute("src") !== address) {
     find("large-image").src = address;
@@ -159,7 +167,8 @@ function turn(by) {
 
 function decideCurrent(decision) {
   const each = state.pictures[current];
-  if (each === undefined || decision === shown.show || (decision === "clear" && !each.drawn)) {
+  const isClear = decision === "clear";
+  if (each === undefined || decision === shown.show || (isClear && (!each.drawn || !each.flags.length))) {
     return;
   }
   decide([each.number], decision);

@@ -15,6 +15,7 @@ from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from aggregator.planning.sign import sign_plan
 from ddm.errors import DataError, SetupError
+from ddm.images.samples import open_image_set
 from ddm.planning.fit import divide
 from ddm.protocol.plan import Plan, SamplesRouter
 from ddm.protocol.sizes import token_router_size
@@ -67,7 +68,7 @@ def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(published: Pub
     silos = np.array([*tiny.sites, "", "elsewhere"])[np.arange(240) % (len(tiny.sites) + 2)]
     classes = np.arange(240) % 2
     path = public_file(tmp_path, silos=silos, labels=classes)
-    columns = read_columns(path, chosen)
+    columns = read_columns(open_image_set(path, chosen.data, None), chosen)
     assert names_needed(chosen) == {SILOS: "silos"} and list(columns) == [SILOS]
     public = torch.from_numpy(images(240, 0.1, seed=3))
     draft = draft_plan(tiny.federation, chosen, public, tmp_path / "draft", columns=columns)
@@ -88,7 +89,7 @@ def test_public_images_without_the_labels_that_the_router_needs_are_refused(
 
     def draft(chosen: Recipe, **columns: np.ndarray) -> None:
         (tmp_path / "draft").mkdir(exist_ok=True)
-        read = read_columns(public_file(tmp_path, **columns), chosen)
+        read = read_columns(open_image_set(public_file(tmp_path, **columns), chosen.data, None), chosen)
         draft_plan(tiny.federation, chosen, public, tmp_path / "draft", columns=read)
 
     with pytest.raises(DataError):

@@ -168,6 +168,66 @@ def test_wrong_files_and_flags_are_refused(published_once: Published, folder: Pa
             assert isinstance(error, kind) and said in str(error), error
 
 
+def test_samples_are_held_to_the_range_of_the_reference(published_once: Published, folder: Path) -> None:
+    """Other ways to write the same samples give the same figures; another range is refused, never clipped."""
+    rows = images(60, 0.0, seed=9)
+    rows.flat[:2] = -1.0, 1.0
+    whole = np.round((rows + 1) / 2 * 65535)
+    beyond = np.random.default_rng(0).random(rows.shape) < 0.02  # of all values
+
+    def judged(array: np.ndarray) -> tuple[dict[str, Any], list[str]]:
+        np.savez(folder / "samples.npz", images=array)
+        printed, error = run(published_once, folder, "--samples", folder / "samples.npz", "--json")
+        assert error is None, error
+        found = figures(printed)
+        return found["metrics"], [note for note in found["notes"] if "samples' values" in note]
+
+    expected, notes = judged(rows)
+    assert notes == []
+    for name, array in {
+        "16 bits": whole.astype(np.uint16),
+        "double precision": rows.astype(np.float64),
+        "big endian": rows.astype(">f4"),
+        "column order": np.asfortranarray(rows),
+        "rounding beyond the range": rows * np.float32(1 + 5e-6),
+    }.items():
+        with case(name):
+            found, notes = judged(array)
+            assert notes == []
+            for metric in ("fid", "kid", "precision"):
+                assert found[metric]["value"] == pytest.approx(expected[metric]["value"], abs=1e-3)
+
+    clipped = np.where(beyond, 1.0, rows)
+    found, notes = judged(np.where(beyond, 1.3, rows))
+    assert found["fid"]["value"] == pytest.approx(judged(clipped)[0]["fid"]["value"], abs=1e-6)
+    assert notes == [f"{beyond.mean():.2%} of the samples' values were beyond -1 to 1 and were clipped."]
+
+    _, notes = judged((rows + 1) / 2)
+    assert len(notes) == 1 and "fill 50% of the range -1 to 1: 0 to 1" in notes[0]
+    _, notes = judged(((rows + 1) / 2 * 4095).astype(np.uint16))
+    assert len(notes) == 1 and "fill 6% of the range 0 to 65535" in notes[0]
+
+    for name, array in {
+        "0 to 255": (rows + 1) / 2 * 255,
+        "0 to 255 in half precision": ((rows + 1) / 2 * 255).astype(np.float16),
+        "standardised": (rows - rows.mean()) / rows.std() * 2,
+        "0 to 2": rows + 1,
+        "one value far out": np.where(np.arange(rows.size).reshape(rows.shape) == 7, 9.0, rows),
+        "many values a little out": np.where(np.arange(rows.size).reshape(rows.shape) % 8, rows, 1.2),
+        "NaN": np.where(beyond, np.nan, rows),
+        "infinity": np.where(beyond, np.inf, rows),
+        "complex": rows + 0j,
+        "no images": rows[:0],
+        "a number": np.float32(0),
+        "8 bits with a sign": (rows * 127).astype(np.int8),
+    }.items():
+        with case(name):
+            np.savez(folder / "samples.npz", images=array)
+            _, error = run(published_once, folder, "--samples", folder / "samples.npz")
+            assert isinstance(error, DataError), error
+            assert error.subject in ("samples", "image values", "image shape")
+
+
 def test_other_features_are_opened_by_their_names(published_once: Published, folder: Path) -> None:
     """A small classifier and a network of timm, each with its file's digest beside the figures."""
     from tests.ddm.encoders.test_timm import weights

@@ -121,7 +121,7 @@ def test_network_of_timm_is_named_by_the_folder_or_by_the_file(tmp_path: Path) -
 def test_reference_is_read_in_blocks_and_by_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: object
 ) -> None:
-    monkeypatch.setattr("ddm.images.npz.BLOCK_BYTES", 7 * 4 * 64)
+    monkeypatch.setattr("ddm.images.npz.BLOCK_BYTES", 7 * 64)
     grey = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8)
     save(tmp_path / "r.npz", images=grey, labels=np.arange(40) % 3)
     found = open_reference(tmp_path / "r.npz", SPEC)

@@ -12,7 +12,7 @@ import aggregator.release.publish
 from ddm.distillation.student import Student
 from ddm.errors import DataError, SetupError
 from ddm.evaluation.reference import classes_of, open_reference
-from ddm.images.reading import read_transformed
+from ddm.images.samples import open_image_set
 from ddm.protocol.base import sha256_file
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import DataSpec
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     for number, pixels in enumerate(raw()):
         Image.fromarray(np.moveaxis(pixels, 0, -1)).save(tmp_path / "pictures" / f"{number:03}.png")
     np.savez(tmp_path / "raw.npz", images=raw(), labels=np.arange(NUM) % 2)
-    made = read_transformed(tmp_path / "pictures", DATA, SPEC)
+    made = open_image_set(tmp_path / "pictures", DATA, SPEC).read()
     np.savez(tmp_path / "prepared.npz", images=made.numpy(), labels=np.arange(NUM) % 2)
     return tmp_path
 
@@ -105,14 +105,14 @@ def test_columns_follow_the_slices_of_a_volume(tmp_path: Path) -> None:
 
 
 def test_what_no_reader_could_compare_with_is_refused(published: Published, folder: Path) -> None:
-    (folder / "pictures" / "note.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match="image 21, by name"):
-        open_reference(folder / "pictures", DATA, None, SPEC)
     with pytest.raises(DataError, match="--by"):
         open_reference(folder / "pictures", DATA, "hospital", SPEC)
+    (folder / "pictures" / "note.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match="note.png: not an image"):
+        open_reference(folder / "pictures", DATA, None, SPEC)
     with pytest.raises(DataError, match="folder"):
         open_reference(folder / "pictures", DATA)
     look = (published.release, "--root", published.root)
     done = command("ddm", "evaluate", *look, "--reference", folder / "pictures", "--num", 16)
-    assert done.code == DataError.exit_code and "note.png" not in done.err
+    assert done.code == DataError.exit_code and "note.png" in done.err
     assert command("ddm", "evaluate", *look, "--reference", folder / "raw.npz").code == SetupError.exit_code

@@ -5,7 +5,6 @@ import numpy as np
 import pydicom
 import pytest
 from pydicom.data import get_testdata_file
-from pydicom.datadict import keyword_for_tag
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
 from pydicom.pixels.processing import convert_color_space
@@ -21,7 +20,7 @@ from pydicom.uid import (
 )
 
 from ddm.images.content import FileContent
-from ddm.images.dicom_tags import PLAIN, value_of
+from ddm.images.dicom_tags import floats_of, texts_of, word_of
 from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import Flag, ImageError, Reason
@@ -254,7 +253,10 @@ def test_every_file_that_pydicom_brings_loads_as_pydicom_loads_it_or_is_refused(
             tags = pydicom.dcmread(path, force=True)
             if tags.get("PhotometricInterpretation") not in ("MONOCHROME2", "RGB") or "RescaleSlope" in tags:
                 continue
-            raw = tags.pixel_array
+            try:
+                raw = tags.pixel_array
+            except RuntimeError:  # what pydicom cannot decode
+                continue
         if "PerFrameFunctionalGroupsSequence" in tags or "ModalityLUTSequence" in tags:
             continue
         frames = raw if int(tags.get("NumberOfFrames") or 1) > 1 else raw[None]
@@ -325,13 +327,23 @@ def test_a_file_in_memory_that_ends_within_large_pixels_is_truncated(tmp_path: P
         assert caught.value.reason is Reason.TRUNCATED
 
 
-def test_plain_values_of_tags_are_those_that_pydicom_converts() -> None:
+def test_values_of_tags_are_those_that_pydicom_converts() -> None:
     checked = 0
-    for name in ("CT_small.dcm", "MR_small.dcm", "JPEG2000.dcm", "MR_small_bigendian.dcm", "examples_palette.dcm"):
+    for name in ("CT_small.dcm", "MR_small.dcm", "JPEG2000.dcm", "MR_small_bigendian.dcm", "MR_small_implicit.dcm"):
         path = get_testdata_file(name)
         tags, whole = pydicom.dcmread(path), pydicom.dcmread(path)
-        for tag in filter(keyword_for_tag, list(tags.keys())):
-            if getattr(tags.get_item(tag), "VR", None) in PLAIN:
-                assert value_of(tags, keyword_for_tag(tag)) == whole[tag].value, keyword_for_tag(tag)
-                checked += 1
+        for element in whole:
+            if not element.keyword or element.is_empty:
+                continue
+            if element.VR in ("DS", "IS"):
+                expected = element.value if element.VM > 1 else [element.value]
+                assert floats_of(tags, element.keyword) == [float(number) for number in expected], element.keyword
+            elif element.VR in ("CS", "UI"):
+                expected = element.value if element.VM > 1 else [element.value]
+                assert texts_of(tags, element.keyword) == list(expected), element.keyword
+            elif element.VR in ("US", "SS") and element.VM == 1:
+                assert word_of(tags, element.keyword) == element.value % 65536, element.keyword
+            else:
+                continue
+            checked += 1
     assert checked > 100

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from ddm.images.fingerprint import fingerprint
 from ddm.images.picture import DecodedPicture, Picture
-from ddm.images.record import look
+from ddm.images.record import fingerprint, record_of
 
 KEY = bytes(range(32))
 
@@ -25,9 +24,9 @@ def test_fingerprints_tell_contents_purposes_and_keys_apart_and_not_how_they_wer
 def test_pixels_of_another_shape_or_type_are_other_pixels() -> None:
     values = np.arange(64, dtype=np.uint8)
     shapes = (values.reshape(1, 8, 8), values.reshape(1, 4, 16), values.view(np.uint16).reshape(1, 4, 8))
-    found = [look(DecodedPicture.of(Picture(each)), KEY).pixels for each in shapes]
+    found = [record_of(DecodedPicture.of(Picture(each)), KEY).pixels for each in shapes]
     assert len(set(found)) == 3
     assert (
         found[0]
-        == look(DecodedPicture.of(Picture(values.reshape(1, 8, 8).copy()), patient="x", kind="PNG"), KEY).pixels
+        == record_of(DecodedPicture.of(Picture(values.reshape(1, 8, 8).copy()), patient="x", kind="PNG"), KEY).pixels
     )

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ddm.errors import DataError
-from ddm.images.labels import class_numbers
+from ddm.images.columns import class_numbers
 from ddm.protocol.classes import Classes
 
 CLASSES = Classes(3, ("normal", "Pneumonia", "effusion"))

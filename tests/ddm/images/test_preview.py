@@ -50,6 +50,31 @@ def test_the_sheet_shows_each_picture_before_and_after_side_by_side(tmp_path: Pa
     assert stat.S_IMODE((tmp_path / "a.png").stat().st_mode) == 0o600
 
 
+def test_each_picture_has_its_number_in_the_corner_of_the_cell_that_shows_its_file(tmp_path: Path) -> None:
+    transform = Transform(
+        TransformSpec(range=FullRange(), fit=CentreFit()), DataSpec(shape=(1, 8, 8), range=(0.0, 1.0))
+    )
+    contact_sheet([halves()] * 5, transform, tmp_path / "a.png")
+    first, after_first, second, after_second = cells(tmp_path / "a.png", 160, 4)
+    for cell in (first, second):
+        assert cell[:20, :20].max() > 240 and (cell[20:, :70] < 30).all()
+    assert (first[:20, :20] != second[:20, :20]).any()
+    for cell in (after_first, after_second):
+        assert cell[:20, :20].max() < 30
+
+
+def test_a_picture_without_a_window_whose_values_use_little_of_their_type_is_drawn_with_contrast(
+    tmp_path: Path,
+) -> None:
+    values = np.repeat(np.linspace(-1000, 1000, 80), 80).reshape(1, 80, 80).round().astype(np.int16)
+    transform = Transform(
+        TransformSpec(range=FullRange(), fit=CentreFit()), DataSpec(shape=(1, 8, 8), range=(0.0, 1.0))
+    )
+    contact_sheet([Picture(values, full=(-32768.0, 32767.0))], transform, tmp_path / "a.png")
+    before, _ = cells(tmp_path / "a.png", 160, 2)
+    assert before[20:].min() < 40 and before[20:].max() > 215
+
+
 def test_a_picture_that_is_not_taken_is_crossed_out_and_its_reason_returned(tmp_path: Path) -> None:
     transform = Transform(TransformSpec(), DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0)))
     flat = Picture(np.full((1, 9, 9), 7, np.uint8), full=BYTES)
@@ -57,6 +82,8 @@ def test_a_picture_that_is_not_taken_is_crossed_out_and_its_reason_returned(tmp_
     assert len(reasons) == 1 and reasons[0].startswith("picture 2: ") and "differ" in reasons[0]
     red = (rgb(tmp_path / "a.png") == (255, 0, 0)).all(-1).sum()
     assert red > 200
+    (reason,) = contact_sheet([flat, halves(), flat], transform, tmp_path / "a.png")
+    assert reason.startswith("pictures 1, 3: ") and "differ" in reason
     with pytest.raises(DataError, match="at least one"):
         contact_sheet([], transform, tmp_path / "b.png")
     assert not (tmp_path / "b.png").exists()

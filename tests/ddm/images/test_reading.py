@@ -9,11 +9,11 @@ from PIL import Image
 
 from ddm.errors import DataError, MissingFileError
 from ddm.images.array_files import read_images
-from ddm.images.reading import read_transformed
+from ddm.images.samples import open_image_set
 from ddm.islands.data import Dataset
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import FullRange, Slices, TransformSpec
-from silo.data.cohort import load_cohort
+from tests.support.cohorts import cohort_at
 
 DATA = DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0))
 SPEC = TransformSpec(channels="grey", range=FullRange(), storage="uint8")
@@ -33,10 +33,10 @@ def folder(path: Path) -> Path:
 
 
 def test_a_folder_of_pictures_is_read_as_a_silo_reads_it(tmp_path: Path) -> None:
-    public = read_transformed(folder(tmp_path / "public"), DATA, SPEC)
+    public = open_image_set(folder(tmp_path / "public"), DATA, SPEC).read()
     assert public.shape == (3, 1, 16, 16) and public.dtype == torch.float32
     asked = {"unit": "image", "num_classes": None, "min_images": 1, "salt": b"s"}
-    private = load_cohort(tmp_path / "public", DATA, folder=tmp_path / "private", transform=SPEC, **asked)
+    private = cohort_at(tmp_path / "public", DATA, folder=tmp_path / "private", transform=SPEC, **asked)
     assert torch.equal(private.images[:], public)
     assert torch.equal(Dataset.read(tmp_path / "public", DATA, SPEC).images, public)
     with Image.open(tmp_path / "public" / "b.png") as picture:
@@ -47,42 +47,38 @@ def test_a_folder_of_pictures_is_read_as_a_silo_reads_it(tmp_path: Path) -> None
 
 def test_without_a_transform_arrays_are_read_as_they_were_and_pictures_refused_with_what_to_do(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", images=np.random.default_rng(0).integers(0, 256, (4, 16, 16), np.uint8))
-    assert torch.equal(read_transformed(tmp_path / "a.npz", DATA, None), read_images(tmp_path / "a.npz", DATA))
+    assert torch.equal(open_image_set(tmp_path / "a.npz", DATA, None).read(), read_images(tmp_path / "a.npz", DATA))
     with pytest.raises(DataError) as caught:
-        read_transformed(folder(tmp_path / "public"), DATA, None)
+        open_image_set(folder(tmp_path / "public"), DATA, None).read()
     assert "[transform]" in caught.value.remedy
 
 
 def test_arrays_beside_pictures_are_left_out_where_they_hold_none(tmp_path: Path) -> None:
     public = folder(tmp_path / "public")
-    wanted = read_transformed(public, DATA, SPEC)
+    wanted = open_image_set(public, DATA, SPEC).read()
     np.savez(public / "0-features.npz", vectors=np.zeros((3, 8)))
     np.save(public / "b-labels.npy", np.arange(3))
-    assert torch.equal(read_transformed(public, DATA, SPEC), wanted)
+    assert torch.equal(open_image_set(public, DATA, SPEC).read(), wanted)
     np.savez(public / "z.npz", images=np.zeros((2, 16, 16), np.uint8))
-    assert len(read_transformed(public, DATA, SPEC)) == 5
+    assert len(open_image_set(public, DATA, SPEC).read()) == 5
     (tmp_path / "arrays").mkdir()
     np.save(tmp_path / "arrays/features.npy", np.arange(3))
     with pytest.raises(DataError, match="at least one"):
-        read_transformed(tmp_path / "arrays", DATA, SPEC)
+        open_image_set(tmp_path / "arrays", DATA, SPEC).read()
 
 
-def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its_number(tmp_path: Path) -> None:
+def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", images=np.random.default_rng(0).random((2, 1, 8, 20, 20), np.float32))
-    found = read_transformed(tmp_path / "a.npz", DATA, TransformSpec(slices=Slices(count=3)))
+    found = open_image_set(tmp_path / "a.npz", DATA, TransformSpec(slices=Slices(count=3))).read()
     assert found.shape == (6, 1, 16, 16)
-    with pytest.raises(DataError, match="image 1, by name"):
-        read_transformed(tmp_path / "a.npz", DATA, TransformSpec())
+    with pytest.raises(DataError, match="a.npz: picture: expected an image"):
+        open_image_set(tmp_path / "a.npz", DATA, TransformSpec()).read()
     with pytest.raises(MissingFileError):
-        read_transformed(tmp_path / "nothing.npz", DATA, SPEC)
-    (tmp_path / "table.csv").write_text("path\na.png\n")
-    with pytest.raises(DataError, match="a table") as caught:
-        read_transformed(tmp_path / "table.csv", DATA, SPEC)
-    assert "folder" in caught.value.remedy
+        open_image_set(tmp_path / "nothing.npz", DATA, SPEC).read()
     (tmp_path / "bad").mkdir()
-    with pytest.raises(DataError, match="^pictures: expected at least one"):
-        read_transformed(tmp_path / "bad", DATA, SPEC)
+    with pytest.raises(DataError, match="^images: expected at least one"):
+        open_image_set(tmp_path / "bad", DATA, SPEC).read()
     save(tmp_path / "bad" / "a.png", 0, (16, 16))
     (tmp_path / "bad" / "b.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match="image 2, by name"):
-        read_transformed(tmp_path / "bad", DATA, SPEC)
+    with pytest.raises(DataError, match="b.png: not an image"):
+        open_image_set(tmp_path / "bad", DATA, SPEC).read()

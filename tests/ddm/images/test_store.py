@@ -17,8 +17,9 @@ from ddm.images.store import Item, store_cohort
 from ddm.images.transform import Transform
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import Slices, TransformSpec
-from silo.data.cohort import Cohort, load_cohort
+from silo.data.cohort import Cohort
 from tests.support.case import case
+from tests.support.cohorts import cohort_at
 from tests.support.forked import ended, forked
 
 DATA = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
@@ -42,7 +43,7 @@ def never() -> Iterator[Item]:
 
 
 def test_a_cohort_is_written_once_and_read_back_with_what_belongs_to_each_row(tmp_path: Path) -> None:
-    found = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(5), most=12)
+    found = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(5), max_images=12)
     assert found.row == (np.dtype(np.uint8), (1, 4, 4)) and len(found) == 10
     assert found.column("patients", 8).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert found.column("labels", 8).tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
@@ -53,23 +54,23 @@ def test_a_cohort_is_written_once_and_read_back_with_what_belongs_to_each_row(tm
     assert sorted(path.suffix for path in tmp_path.glob("unpacked-*")) == [".npy", ".parquet"]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
     assert np.array_equal(np.load(next(tmp_path.glob("*.npy"))), TRANSFORM.stored(wanted))
-    again = store_cohort(tmp_path, ["inputs"], TRANSFORM, never(), most=12)
+    again = store_cohort(tmp_path, ["inputs"], TRANSFORM, never(), max_images=12)
     assert np.array_equal(again.in_place().read(range(10)), found.in_place().read(range(10)))
 
 
 def test_no_identifier_of_a_patient_reaches_the_disk(tmp_path: Path) -> None:
     secret = "DOE^JANE 1961-03-14"
-    store_cohort(tmp_path, [], TRANSFORM, (Item((sample(n),), patient=secret) for n in range(3)), most=3)
+    store_cohort(tmp_path, [], TRANSFORM, (Item((sample(n),), patient=secret) for n in range(3)), max_images=3)
     assert not any(b"DOE" in path.read_bytes() for path in tmp_path.iterdir())
 
 
 def test_other_inputs_or_another_transform_make_the_cohort_anew_and_remove_the_old_one(tmp_path: Path) -> None:
-    store_cohort(tmp_path, ["a"], TRANSFORM, items(3), most=6)
+    store_cohort(tmp_path, ["a"], TRANSFORM, items(3), max_images=6)
     before = set(tmp_path.glob("unpacked-*"))
     (tmp_path / "state.json").touch()
     for inputs, transform in ((["b"], TRANSFORM), (["b"], Transform(TransformSpec(), DATA))):
         with case(inputs=inputs), pytest.raises(AssertionError, match="decoded again"):
-            store_cohort(tmp_path, inputs, transform, never(), most=6)
+            store_cohort(tmp_path, inputs, transform, never(), max_images=6)
     assert {path.name for path in tmp_path.iterdir()} == {"state.json", ".unpacking.lock"} and before
 
 
@@ -84,9 +85,9 @@ def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_n
         ([Item(one, patient="a"), Item(one, patient=" NaN ")], 4, "patients"),
     ):
         with case(words=words), pytest.raises(DataError, match=words):
-            store_cohort(tmp_path, [], TRANSFORM, given, most=most)
+            store_cohort(tmp_path, [], TRANSFORM, given, max_images=most)
         assert [path.name for path in tmp_path.iterdir()] == [".unpacking.lock"]
-    found = store_cohort(tmp_path, [], TRANSFORM, [Item(one)], most=1)
+    found = store_cohort(tmp_path, [], TRANSFORM, [Item(one)], max_images=1)
     with pytest.raises(DataError, match="patients"):
         found.column("patients", 8)
 
@@ -94,7 +95,7 @@ def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_n
 def test_room_is_looked_for_before_anything_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddm.io.space.os.statvfs", lambda folder: SimpleNamespace(f_bavail=10, f_frsize=4096))
     with pytest.raises(DiskError, match="transformed images"):
-        store_cohort(tmp_path, [], TRANSFORM, never(), most=100)
+        store_cohort(tmp_path, [], TRANSFORM, never(), max_images=100)
 
 
 def killed_at(number: int) -> Iterator[Item]:
@@ -105,22 +106,22 @@ def killed_at(number: int) -> Iterator[Item]:
 
 
 def test_a_process_killed_in_the_middle_leaves_no_cohort_and_the_next_one_is_whole(tmp_path: Path) -> None:
-    pid = forked(lambda: store_cohort(tmp_path, ["inputs"], TRANSFORM, killed_at(4500), most=10_000))
+    pid = forked(lambda: store_cohort(tmp_path, ["inputs"], TRANSFORM, killed_at(4500), max_images=10_000))
     assert ended(pid) == -signal.SIGKILL
     left = {path.name for path in tmp_path.iterdir()} - {".unpacking.lock"}
     assert left and all(name.startswith(".unpacked-") and name.endswith(".part") for name in left)
-    found = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(50), most=100)
+    found = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(50), max_images=100)
     assert len(found) == 100 and len(list(tmp_path.glob("unpacked-*"))) == 2
     table = next(tmp_path.glob("*.parquet"))
     array = next(tmp_path.glob("*.npy"))
     array.unlink()  # as a crash between the two leaves it: the table alone
-    assert len(store_cohort(tmp_path, ["inputs"], TRANSFORM, items(3), most=100).column("labels", 8)) == 6
+    assert len(store_cohort(tmp_path, ["inputs"], TRANSFORM, items(3), max_images=100).column("labels", 8)) == 6
     assert table.exists()
 
 
 def load(path: Path, folder: Path, spec: TransformSpec, **asked: object) -> Cohort:
     plain = {"unit": "image", "num_classes": None}
-    return load_cohort(path, DATA, min_images=1, salt=b"s", folder=folder, transform=spec, **(plain | asked))
+    return cohort_at(path, DATA, min_images=1, salt=b"s", folder=folder, transform=spec, **(plain | asked))
 
 
 def stamps(folder: Path) -> list[int]:
@@ -170,7 +171,7 @@ transform = Transform(TransformSpec(storage="uint8"), DataSpec(shape=(1, 64, 64)
 image = np.linspace(-1, 1, 4096, dtype=np.float32).reshape(1, 64, 64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 items = (Item((image,), patient=f"P{n // 3}", label=n % 5, caption=f"finding {n}") for n in range(100_000))
-found = store_cohort(Path(sys.argv[1]), [], transform, items, most=100_000)
+found = store_cohort(Path(sys.argv[1]), [], transform, items, max_images=100_000)
 print(len(found), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

@@ -1,5 +1,6 @@
 """A picture through a plan's transform: closed forms, and the same by PIL, MONAI and dense matrices."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,8 +13,7 @@ from ddm.errors import DataError
 from ddm.images.fit import fit
 from ddm.images.geometry import antialiased, covering_size, fitting_size, slice_numbers
 from ddm.images.picture import Picture
-from ddm.images.storage import to_stored
-from ddm.images.transform import Transform
+from ddm.images.transform import Transform, to_stored
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import (
     CentreFit,
@@ -355,3 +355,13 @@ def test_compact_types_are_read_back_within_half_a_step() -> None:
         half = to_stored(values, "float16", (low, high))
         back = fit(half, range(4), spec=DataSpec(shape=(1, 8, 8), range=(low, high))).numpy()
         assert np.abs(back - values).max() <= 2**-10 * max(-low, high) and back.min() >= low and back.max() <= high
+
+
+def test_a_ratio_of_sides_is_no_length() -> None:
+    values = np.arange(64, dtype=np.uint8).reshape(1, 8, 8)
+    spec = TransformSpec(range={"kind": "full"}, fit={"kind": "spacing", "mm": 1.0})
+    transform = Transform(spec, DataSpec(shape=(1, 8, 8), range=(0.0, 1.0)))
+    stated = Picture(values, (1.0, 1.0), full=(0, 255))
+    assert len(transform.apply(stated)) == 1
+    with pytest.raises(DataError, match="only a ratio of the sides"):
+        transform.apply(replace(stated, spacing_in_mm=False))

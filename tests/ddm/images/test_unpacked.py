@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ddm.images.array_files import Source, open_arrays, unpack
+from ddm.images.array_files import ImageArrays, open_arrays, unpack
 from tests.support.case import case
 
 
 class Slow:
     """A source that waits, once its unpacking has begun, until it may go on."""
 
-    def __init__(self, source: Source, begun: Callable[[], object], may_go_on: threading.Event) -> None:
+    def __init__(self, source: ImageArrays, begun: Callable[[], object], may_go_on: threading.Event) -> None:
         self._source, self._begun, self._may_go_on = source, begun, may_go_on
 
     def __getattr__(self, name: str) -> object:
@@ -31,7 +31,7 @@ class Slow:
         yield from self._source.unpacked()
 
 
-def packed(path: Path, value: int) -> Source:
+def packed(path: Path, value: int) -> ImageArrays:
     np.savez_compressed(path, images=np.full((5, 1, 2, 2), value, np.uint8))
     return open_arrays(path)
 

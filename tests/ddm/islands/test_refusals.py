@@ -73,7 +73,7 @@ def test_commands_with_a_wrong_folder_number_or_passphrase_say_what_is_right(spl
     assert split.split("--by", "hospital").code == 6
     column = Owner.make(tmp_path / "other").split("--by", "hospital")
     assert column.code == 7
-    assert "an array called hospital" in column.err
+    assert "a column called hospital" in column.err
 
 
 def test_folder_of_another_version_is_named_as_such(split: Owner, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from PIL import Image
 
 from ddm.ensemble import Ensemble, Samples
 from ddm.errors import DataError, SetupError
-from ddm.images.given_images import read_mask, read_pictures
-from ddm.images.public import pictures
+from ddm.images.samples import read_given_images, read_mask
 from ddm.protocol.plan import DataSpec
 from tests.support.case import case
+from tests.support.pictures import pictures
 
 DIGEST = "ab" * 32
 
@@ -35,7 +35,7 @@ def test_pictures_and_grid_bear_the_mark_and_the_pixels(tmp_path: Path) -> None:
         with Image.open(file) as picture:
             assert (picture.text["Synthetic"], picture.text["Release"]) == ("true", DIGEST)  # type: ignore[attr-defined]
     spec = DataSpec(shape=(1, 6, 5), range=(-1.0, 1.0))
-    found = torch.cat([read_pictures(file, spec) for file in files[1:]])
+    found = torch.cat([read_given_images(file, spec) for file in files[1:]])
     torch.testing.assert_close(found, drawn.images.clamp(-1, 1), atol=1 / 127, rtol=0)
     samples(3, 4, 4, release="").save(tmp_path / "colour")
     with Image.open(tmp_path / "colour" / "00001.png") as picture:
@@ -118,7 +118,7 @@ def test_picture_and_mask_that_a_user_gives_are_read_or_refused(tmp_path: Path) 
     spec = DataSpec(shape=(3, 4, 6), range=(0.0, 1.0))
     pixels = np.arange(72, dtype=np.uint8).reshape(4, 6, 3)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    found = read_pictures(tmp_path / "a.png", spec)
+    found = read_given_images(tmp_path / "a.png", spec)
     np.testing.assert_allclose(found[0], pixels.transpose(2, 0, 1) / 255, atol=1e-6)
     white = np.zeros((4, 6), np.uint8)
     white[:, 3:] = 255
@@ -135,7 +135,7 @@ def test_picture_and_mask_that_a_user_gives_are_read_or_refused(tmp_path: Path) 
             read_mask(tmp_path / name, spec)
     for other in (DataSpec(shape=(3, 6, 4), range=(0.0, 1.0)), DataSpec(shape=(2, 4, 6), range=(0.0, 1.0))):
         with pytest.raises(DataError):
-            read_pictures(tmp_path / "a.png", other)
+            read_given_images(tmp_path / "a.png", other)
 
 
 def test_samples_of_an_ensemble_bear_its_release(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from ddm.errors import ArchipelagoError, DigestError, DocumentError, NumericalError, SetupError, TensorFileError
 from ddm.images.fit import as_floats
 from ddm.images.npz import open_npy
-from ddm.images.rows import FileArray, Images, Joined, Scaled, Selected, StoredImages
+from ddm.images.rows import FileArray, Images, JoinedArrays, Scaled, Selected, StoredImages
 from ddm.io.settings import load_settings
 from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings, filled
@@ -160,7 +160,7 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
     folder = JobFolder(tmp_path / "job")
     folder.path.mkdir()
     one, two = stored(tmp_path / "1.npy", 5, 1), stored(tmp_path / "2.npy", 4, 2)
-    lying: Images = StoredImages(Joined((one, two)), as_floats, (1, 4, 4))
+    lying: Images = StoredImages(JoinedArrays((one, two)), as_floats, (1, 4, 4))
     chosen = torch.tensor([0, 3, 4, 5, 8])
     texts = torch.zeros(5, 3, 2)
     texts[:, 0] = torch.rand(5, 2)

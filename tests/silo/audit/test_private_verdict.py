@@ -14,7 +14,6 @@ from ddm.protocol.submission import Submission, submission_path
 from silo.audit.document import read_report
 from silo.audit.holdout import held_out
 from silo.config import Site
-from silo.data.cohort import load_cohort
 from silo.plan.workspace import open_workspace
 from silo.review.facts import gather
 from silo.review.text import review_text
@@ -22,6 +21,7 @@ from silo.worker import auditing
 from silo.worker.status import look
 from silo.worker.worker import Worker
 from tests.support.case import case
+from tests.support.cohorts import cohort_at
 from tests.support.documents import to_bytes
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 from tests.support.parsers import submission_document
@@ -59,7 +59,7 @@ def with_a_duplicate(tiny: TinyFederation) -> None:
     """Exchange one learned image for a copy of one held out, which then says nothing: too few are left to tell."""
     site = tiny.sites[SILO]
     data, shape = Path(site.settings().data), DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
-    cohort = load_cohort(data, shape, min_images=1, salt=site.salt(), unit="image", num_classes=None)
+    cohort = cohort_at(data, shape, min_images=1, salt=site.salt(), unit="image", num_classes=None)
     held_N = held_out(cohort, site.policy())
     assert int(held_N.sum()) == HELD
     with np.load(data) as stored:

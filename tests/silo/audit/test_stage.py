@@ -16,13 +16,14 @@ from silo.audit.document import AuditReport
 from silo.audit.holdout import held_out, num_held_out
 from silo.audit.worst import read_worst
 from silo.config import Policy
-from silo.data.cohort import Cohort, load_cohort
+from silo.data.cohort import Cohort
 from silo.plan.workspace import open_workspace
 from silo.review.facts import gather as gather_facts
 from silo.review.leaks import findings
 from silo.review.text import review_text
 from silo.worker.auditing import audit_experts, gather
 from silo.worker.worker import Worker
+from tests.support.cohorts import cohort_at
 from tests.support.federation import POLICY, TinyFederation, cohort, recipe, waive, write_policy
 
 SILO = "north"
@@ -155,7 +156,7 @@ def test_statistics_and_number_of_units_count_the_units_held_out(
 
 def cohort_of(tmp_path: Path, num: int, *, patients: bool = False, salt: bytes = b"s" * 32) -> Cohort:
     np.savez(tmp_path / "data.npz", **cohort(num, 0.5, seed=0, patients=patients))  # type: ignore[arg-type]
-    return load_cohort(
+    return cohort_at(
         tmp_path / "data.npz",
         DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0)),
         min_images=1,

@@ -22,6 +22,7 @@ from ddm.system.console import run_app
 from ddm.system.findings import Findings
 from ddm.system.processes import program
 from ddm.training.config import TrainingSettings
+from silo.check import gathering
 from silo.check.gathering import Gathering
 from silo.check.rules import examine
 from silo.cli import app
@@ -148,7 +149,19 @@ def test_healthy_site_is_told_of_one_user_for_both_halves_and_of_nothing_else(si
     found = {check: findings for check, findings in json.loads(done.stdout).items() if findings}
     assert found.pop("ledger")[0]["level"] == "warn"  # one plan of epsilon 8 leaves less than 8 of the site's 10
     assert [each["subject"] for each in found.pop("isolation")] == ["worker and courier"]
+    if shutil.which("tesseract") is None:
+        assert [each["level"] for each in found.pop("burned-in text")] == ["warn"]
     assert not found
+
+
+def test_a_missing_tesseract_is_a_remark_that_says_what_to_install(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (None, "/usr/bin/tesseract"):
+        monkeypatch.setattr(gathering, "reader_path", lambda path=path: path)
+        remarks = found_at(site).get("burned-in text", ())
+        with case(path):
+            assert [remark.level for remark in remarks] == (["warn"] if path is None else [])
+            for remark in remarks:
+                assert "by shapes alone" in remark.got and remark.remedy == "apt-get install tesseract-ocr"
 
 
 def test_what_fails_is_named_with_what_to_do_and_the_exit_code_says_so(

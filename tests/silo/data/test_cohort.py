@@ -10,8 +10,9 @@ from ddm.errors import DataError, MissingFileError
 from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec
-from silo.data.cohort import Cohort, dataset_digest, load_cohort
+from silo.data.cohort import Cohort, dataset_digest
 from tests.support.case import case
+from tests.support.cohorts import cohort_at
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 SALT = b"s" * 32
@@ -24,7 +25,7 @@ def save(path: Path, **arrays: object) -> Path:
 
 
 def load(path: Path, min_images: int = 1, unit: Unit = "image", num_classes: int | None = None) -> Cohort:
-    return load_cohort(path, SPEC, min_images=min_images, salt=SALT, unit=unit, num_classes=num_classes)
+    return cohort_at(path, SPEC, min_images=min_images, salt=SALT, unit=unit, num_classes=num_classes)
 
 
 def by_patient(path: Path, patients: object, **kwargs) -> Cohort:
@@ -133,7 +134,7 @@ def test_patients_become_numbers_in_order_of_first_appearance(tmp_path: Path, pa
         (np.array(["secret", None, "b", "c", "d", "e"], dtype=object), "pickled"),
         (np.array(["2026-01-01"] * 6, dtype="datetime64[D]"), "text"),
         ([True] * 6, "text"),
-        (["secret" * 1000] * 6, "at most 10240 bytes"),
+        (["secret" * 1000] * 6, "at most"),
     ],
     ids=["too few", "2-D", "nan", "missing text", "missing bytes", "objects", "dates", "booleans", "huge"],
 )
@@ -146,7 +147,7 @@ def test_patients_that_cannot_be_counted_are_refused_without_saying_who_they_are
 
 
 def test_plan_by_patient_refuses_a_file_without_patients(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="an array called patients"):
+    with pytest.raises(DataError, match="a column called patients"):
         load(save(tmp_path / "a.npz", images=IMAGES), unit="patient")
 
 
@@ -188,7 +189,7 @@ def test_a_number_among_the_labels_means_what_the_site_calls_by_it_and_not_what_
         with case(labels=labels, own=own):
             path = save(tmp_path / "a.npz", images=IMAGES, labels=labels)
             asked = {"min_images": 1, "salt": SALT, "unit": "image", "known_classes": own}
-            label_N = load_cohort(path, SPEC, **asked, **plan).label_N  # type: ignore[arg-type]
+            label_N = cohort_at(path, SPEC, **asked, **plan).label_N  # type: ignore[arg-type]
             assert label_N is not None and label_N.tolist() == expected
 
 
@@ -215,7 +216,7 @@ def test_cohort_takes_volumes_from_an_npz_where_the_plan_asks_for_them_and_there
     array = np.linspace(-1, 1, 3 * 64, dtype=np.float32).reshape(3, 1, 4, 4, 4)
     path = save(tmp_path / "a.npz", images=array)
     spec = DataSpec(shape=(1, 4, 4, 4), range=(-1.0, 1.0))
-    cohort = load_cohort(path, spec, min_images=1, salt=SALT, unit="image", num_classes=None)
+    cohort = cohort_at(path, spec, min_images=1, salt=SALT, unit="image", num_classes=None)
     assert torch.equal(cohort.images, torch.from_numpy(array))
     with pytest.raises(DataError, match="image shape"):
         load(path)

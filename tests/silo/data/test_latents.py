@@ -17,10 +17,11 @@ from ddm.io.tensors import save_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import AutoencoderKlLatent, DpSgd, Plan
-from silo.data.cohort import Cohort, load_cohort
+from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.worker.stages import assign, read_assignment
 from tests.faults.test_disk_full import small_disk
+from tests.support.cohorts import cohort_at
 from tests.support.federation import TinyFederation, recipe
 
 SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
@@ -43,7 +44,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation
 
 def cohort_of(tiny: TinyFederation, plan: Plan) -> Cohort:
     path = tiny.path / "north.npz"
-    return load_cohort(path, plan.data, min_images=1, salt=b"s" * 32, unit="image", num_classes=None)
+    return cohort_at(path, plan.data, min_images=1, salt=b"s" * 32, unit="image", num_classes=None)
 
 
 def files_of(tiny: TinyFederation, plan: Plan) -> PlanFiles:
@@ -173,7 +174,7 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
     (brought := tmp_path / "brought").mkdir()
     np.save(brought / "latents.npy", (expected * plan.latent.scale).numpy())
     asked = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None, "folder": tmp_path}
-    cohort = load_cohort(brought, plan.data, latent_shape=SEEN, **asked)  # type: ignore[arg-type]
+    cohort = cohort_at(brought, plan.data, latent_shape=SEEN, **asked)  # type: ignore[arg-type]
     assert cohort.latent and cohort.digest != pixels.digest
     keep_latents(cohort, files.latent, plan, tmp_path / "none", lambda done, total: None)
     assert not (tmp_path / "none").exists()
@@ -188,4 +189,4 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
         files.clusters.assign(files.encoder.encode(shown[:])),
     )
     with pytest.raises(DataError, match="no autoencoder"):
-        load_cohort(brought, plan.data, **asked)  # type: ignore[arg-type]
+        cohort_at(brought, plan.data, **asked)  # type: ignore[arg-type]

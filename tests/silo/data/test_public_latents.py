@@ -15,9 +15,9 @@ from ddm.protocol.base import sha256_file
 from ddm.protocol.footprint import encoding_bytes, file_bytes, looking_bytes
 from ddm.protocol.latent import AUTOENCODER_PATH
 from ddm.protocol.plan import DiffusersKlLatent
-from silo.data.cohort import load_cohort
 from silo.data.latents import keep_latents, training_inputs
 from tests.support.autoencoders import SD, write_autoencoder
+from tests.support.cohorts import cohort_at
 from tests.support.federation import TinyFederation, images, recipe
 
 LAYOUT = SD | {"latent_channels": 2}
@@ -55,9 +55,7 @@ def test_silo_trains_on_published_latents_and_the_release_decodes_samples(tmp_pa
     assert listed.bytes <= file_bytes(plan)[AUTOENCODER_PATH]
     assert min(looking_bytes(plan), encoding_bytes(plan)) > listed.bytes // 2
     files = PlanFiles.load(plan, tiny.federation.bundle(plan_id) / "targets" / plan_id)
-    cohort = load_cohort(
-        tiny.path / "north.npz", plan.data, min_images=1, salt=b"s" * 32, unit="image", num_classes=None
-    )
+    cohort = cohort_at(tiny.path / "north.npz", plan.data, min_images=1, salt=b"s" * 32, unit="image", num_classes=None)
     folder = tmp_path / "private"
     folder.mkdir()
     keep_latents(cohort, files.latent, plan, folder, lambda done, total: None)

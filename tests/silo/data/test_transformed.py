@@ -4,7 +4,7 @@ import csv
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +12,23 @@ import pytest
 from PIL import Image
 
 from ddm.errors import DataError
-from ddm.images.jobs import Done
-from ddm.images.reading import read_transformed
 from ddm.images.reasons import Reason
+from ddm.images.samples import open_image_set
 from ddm.images.transform import Transform
-from ddm.images.workers import decode_in_order
+from ddm.images.workers import DecodedFile, DecodeJob, DecoderOptions, decode_files
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 from silo.config import ImagesSettings
 from silo.data import transformed
-from silo.data.cohort import Cohort, load_cohort
-from silo.data.transformed import LEFT_OUT, Asked, open_transformed
-from silo.images import pictures as pictures_module
+from silo.data.cohort import Cohort
+from silo.data.transformed import LEFT_OUT, RequiredColumns, open_transformed
+from silo.images import scan as scan_module
 from silo.images.decisions import Decision, Decisions
-from silo.images.memory import Memory
-from silo.images.pictures import Pictures
+from silo.images.memory import ScanMemory
+from silo.images.scan import ScannedImages
+from silo.images.source import FOLDER, ImageSource
 from tests.support.case import case
+from tests.support.cohorts import cohort_at
 from tests.support.dicom_files import tags_of, waves, write
 from tests.support.forked import ended, forked
 
@@ -52,9 +53,13 @@ def export(folder: Path, levels: list[int]) -> Path:
     return folder
 
 
+def source_of(data: Path, private: Path, settings: ImagesSettings = ONE) -> ImageSource:
+    return ImageSource(data, private / FOLDER, settings)
+
+
 def levels(folder: Path, private: Path, **how: object) -> list[int]:
-    source = open_transformed(folder, TRANSFORM, Asked(), private, ONE, **how)  # type: ignore[arg-type]
-    return [int(row.max()) for block in source.unpacked() for row in block]
+    rows = open_transformed(source_of(folder, private), TRANSFORM, RequiredColumns(), private, **how)  # type: ignore[arg-type]
+    return [int(row.max()) for block in rows.unpacked() for row in block]
 
 
 def left_out(private: Path) -> list[tuple[str, str]]:
@@ -64,7 +69,7 @@ def left_out(private: Path) -> list[tuple[str, str]]:
 
 def load(path: Path, private: Path, **asked: object) -> Cohort:
     plain = {"unit": "image", "num_classes": None, "transform": SPEC, "settings": ONE}
-    return load_cohort(path, DATA, min_images=1, salt=b"s", folder=private, **(plain | asked))  # type: ignore[arg-type]
+    return cohort_at(path, DATA, min_images=1, salt=b"s", folder=private, **(plain | asked))  # type: ignore[arg-type]
 
 
 def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay_in_order(
@@ -89,7 +94,7 @@ def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay
     assert "1 of 5 images are blank to this plan" in caplog.text
     assert "DOE" not in caplog.text and "MRN" not in caplog.text
     assert (private / "images" / LEFT_OUT).stat().st_mode & 0o777 == 0o600
-    assert len(read_transformed(folder / "01-DOE.png", DATA, SPEC)) == 1  # whoever has looked at it may use it
+    assert len(open_image_set(folder / "01-DOE.png", DATA, SPEC).read()) == 1  # whoever has looked at it may use it
 
 
 def test_pictures_keep_the_order_of_their_files_whatever_decodes_them(tmp_path: Path) -> None:
@@ -100,27 +105,29 @@ def test_pictures_keep_the_order_of_their_files_whatever_decodes_them(tmp_path: 
     pages = [Image.fromarray(tone(level)) for level in (71, 72, 73)]
     pages[0].save(folder / "07z.tif", save_all=True, append_images=pages[1:])
     wanted = [*range(0, 80, 10), 71, 72, 73, *range(80, 240, 10)]
-    source = open_transformed(folder, TRANSFORM, Asked(), tmp_path / "private", ImagesSettings(processes=3))
-    assert [int(row.max()) for block in source.unpacked() for row in block] == wanted
+    private = tmp_path / "private"
+    source = source_of(folder, private, ImagesSettings(processes=3))
+    rows = open_transformed(source, TRANSFORM, RequiredColumns(), private)
+    assert [int(row.max()) for block in rows.unpacked() for row in block] == wanted
 
 
 def test_unchanged_cohort_is_found_again_and_a_changed_one_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, private, decoded = export(tmp_path / "export", [10, 20]), tmp_path / "private", []
-    once = Pictures.decoded
+    once = ScannedImages.decoded
 
-    def counted(self: Pictures) -> Iterator:
+    def counted(self: ScannedImages) -> Iterator:
         decoded.append(1)
         return once(self)
 
-    monkeypatch.setattr(Pictures, "decoded", counted)
+    monkeypatch.setattr(ScannedImages, "decoded", counted)
     assert levels(folder, private) == [10, 20] and decoded == [1]
     assert levels(folder, private) == [10, 20] and decoded == [1]
-    monkeypatch.setattr("silo.images.pictures.scan_as_set", None)  # nothing is even scanned
+    monkeypatch.setattr("ddm.images.workers.subprocess.Popen", None)  # no decoder even starts
     assert levels(folder, private) == [10, 20] and decoded == [1]
     monkeypatch.undo()
-    monkeypatch.setattr(Pictures, "decoded", counted)
+    monkeypatch.setattr(ScannedImages, "decoded", counted)
     os.utime(folder / "00.png")  # touched, with the same content
     assert levels(folder, private) == [10, 20] and decoded == [1]
     Image.fromarray(tone(30)).save(folder / "01.png")
@@ -134,12 +141,12 @@ def test_what_a_person_decided_counts(tmp_path: Path) -> None:
     folder, private = export(tmp_path / "export", [10]), tmp_path / "private"
     write(tags_of(waves(high=255, dtype=np.uint8), bits=8, Modality="US"), folder / "us.dcm")
     assert levels(folder, private) == [10]
-    with Memory.opened(private / "images", "") as memory, Decisions.opened(private / "images") as decisions:
-        pictures = Pictures(folder, ONE, memory, decisions)
-        with pytest.raises(DataError, match="files that came or changed"):  # of another recipe
-            next(iter(pictures))
-    with Pictures.opened(folder, private / "images", ONE) as pictures:
-        (waiting,) = (found.seen for found in pictures if found.reason and found.seen)
+    with ScanMemory.opened(private / "images", "") as memory, Decisions.opened(private / "images") as decisions:
+        images = ScannedImages(source_of(folder, private), memory, decisions)
+        with pytest.raises(DataError, match="new or changed files"):  # of another recipe
+            images.digest(())
+    with ScannedImages.opened(source_of(folder, private)) as images:
+        (waiting,) = (image.record for image in images if image.reason and image.record)
     with Decisions.opened(private / "images") as decisions:
         decisions.record([waiting], Decision.CLEAR)
     assert levels(folder, private) == [10, 254]
@@ -195,10 +202,11 @@ def test_what_the_plan_needs_and_pictures_lack_is_told_at_once_before_anything_i
     export(tmp_path / "export", [10, 20, 30])
     rows = "path,patient,label\nexport/00.png,P1,secret\nexport/01.png,,\nexport/02.png,P1,normal\n"
     (tmp_path / "table.csv").write_text(rows)
-    monkeypatch.setattr(Pictures, "decoded", None)
-    asked = Asked(patients=True, classes=Classes(2, ("normal", "pneumonia")), captions=True)
+    monkeypatch.setattr(ScannedImages, "decoded", None)
+    required = RequiredColumns(patients=True, classes=Classes(2, ("normal", "pneumonia")), captions=True)
+    private = tmp_path / "private"
     with pytest.raises(DataError) as caught:
-        open_transformed(tmp_path / "table.csv", TRANSFORM, asked, tmp_path / "private", ONE)
+        open_transformed(source_of(tmp_path / "table.csv", private), TRANSFORM, required, private)
     said = f"{caught.value} {caught.value.remedy}"
     for part in (
         "patients: expected a patient for each image, got none for 1 of 3 images",
@@ -233,21 +241,21 @@ def test_what_a_scan_accepted_and_no_longer_decodes_is_blank_and_counts(
     folder, private = export(tmp_path / "export", [10, 20, 30]), tmp_path / "private"
     pages = [Image.fromarray(tone(level)) for level in (71, 72, 73)]
     pages[0].save(folder / "01z.tif", save_all=True, append_images=pages[1:])
-    whole = decode_in_order
+    whole = decode_files
 
-    def late(*jobs: object, **how: object) -> Iterator:
-        """One file takes too long, after its first picture."""
+    def late(jobs: Iterable[DecodeJob], options: DecoderOptions) -> Iterator:
+        """One file takes too long, after its first picture, when its values are read."""
         num = 0
-        for found in whole(*jobs, **how):  # type: ignore[arg-type]
-            if not found.job.path.endswith("01z.tif"):
+        for found in whole(jobs, options):
+            if not options.with_values or not found.job.path.endswith("01z.tif"):
                 yield found
-            elif isinstance(found, Done):
-                yield Done(found.job, reason=Reason.TIME)
+            elif isinstance(found, DecodedFile):
+                yield DecodedFile(found.job, reason=Reason.TIME)
             elif not num:
                 num += 1
                 yield found
 
-    monkeypatch.setattr(pictures_module, "decode_in_order", late)
+    monkeypatch.setattr(scan_module, "decode_files", late)
     assert levels(folder, private) == [10, 20, 71, 0, 0, 30]
     assert left_out(private) == [("01z.tif", "blank: too much time")] * 2
 
@@ -274,15 +282,15 @@ def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_who
 
 
 def test_files_that_change_between_scan_and_decoding_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, check = export(tmp_path / "export", [10, 20]), transformed._Making.check
+    folder, check = export(tmp_path / "export", [10, 20]), transformed._CohortInTheMaking.check
 
-    def changing(self: transformed._Making) -> int:
+    def changing(self: transformed._CohortInTheMaking) -> int:
         num = check(self)
         Image.fromarray(tone(99)).save(folder / "01.png")
         return num
 
-    monkeypatch.setattr(transformed._Making, "check", changing)
-    with pytest.raises(DataError, match="stay as they are"):
+    monkeypatch.setattr(transformed._CohortInTheMaking, "check", changing)
+    with pytest.raises(DataError, match="do not change while"):
         levels(folder, tmp_path / "private")
     assert not list((tmp_path / "private").glob("unpacked-*"))
 
@@ -339,7 +347,7 @@ def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_
             assert {name: after[name] for name in names[3:]} == {name: before[name] for name in names[3:]}
     other = ranks(tmp_path / "after.csv", "one", more)
     assert other == ranks(tmp_path / "after.csv", "five", more)
-    salted = load_cohort(
+    salted = cohort_at(
         tmp_path / "after.csv", DATA, min_images=1, salt=b"t", folder=tmp_path / "one", unit="patient",
         num_classes=None, transform=SPEC, settings=ONE,
     )  # fmt: skip

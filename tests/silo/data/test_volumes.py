@@ -9,8 +9,6 @@ import pytest
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError
-from ddm.images.picture import Limits
-from ddm.images.public import pictures
 from ddm.images.transform import Transform
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, load_expert
@@ -18,11 +16,12 @@ from ddm.protocol.architecture import Unet
 from ddm.protocol.base import File
 from ddm.protocol.plan import DataSpec, Training, TransformSpec, UniformT
 from ddm.training.loop import train
-from silo.data.cohort import Cohort, load_cohort
+from silo.data.cohort import Cohort
 from silo.data.first_look import count_units, look_at
 from silo.images.decisions import Decision, Decisions
-from silo.images.memory import Memory
-from silo.images.scan import recipe
+from silo.images.memory import ScanMemory
+from tests.support.cohorts import cohort_at, source_at
+from tests.support.pictures import pictures
 
 SPEC = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
 RAS = np.diag([1.0, 1.0, 1.0, 1.0])  # the first axis of a file runs to the right, the second forwards, the third up
@@ -44,7 +43,7 @@ def scan(seed: int, shape: tuple[int, ...] = (8, 8, 8)) -> np.ndarray:
 
 def load(path: Path, spec: DataSpec = SPEC, **asked: Any) -> Cohort:
     given: dict[str, Any] = {"unit": "image", "num_classes": None, "folder": path.parent / "private"} | asked
-    return load_cohort(path, spec, min_images=1, salt=b"s" * 32, **given)
+    return cohort_at(path, spec, min_images=1, salt=b"s" * 32, **given)
 
 
 def into_range(values: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -72,11 +71,12 @@ def test_volumes_that_may_show_a_face_wait_under_every_plan(tmp_path: Path) -> N
     for number in (1, 2):
         save(data / f"{number}.nii", scan(number))
     assert len(load(data, spec).images) == 2
-    summary = look_at(data, tmp_path / "private" / "images").summary
-    assert summary is not None and (summary.accepted, summary.quarantined) == (2, 1)
-    assert count_units(data, patients=False, folder=tmp_path / "private" / "images")[0] == 2
     images = tmp_path / "private" / "images"
-    with Memory.opened(images, recipe(Limits())) as memory, Decisions.opened(images) as decisions:
+    source = source_at(data, images)
+    summary = look_at(source).summary
+    assert summary is not None and (summary.accepted, summary.quarantined) == (2, 1)
+    assert count_units(source, patients=False).images == 2
+    with ScanMemory.opened(images, source.recipe) as memory, Decisions.opened(images) as decisions:
         decisions.record([seen for _, _, seen in memory.flagged()], Decision.CLEAR)
     assert len(load(data, spec).images) == 3
 

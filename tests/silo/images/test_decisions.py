@@ -14,7 +14,7 @@ from ddm.images.picture import Limits
 from ddm.images.reasons import Flag, Reason
 from ddm.images.record import PictureRecord
 from silo.images.decisions import LEFT_OUT, Decision, Decisions
-from silo.images.scan import scan
+from tests.support.cohorts import scan_at
 from tests.support.dicom_files import tags_of, waves, write
 
 CAPTURE, TEXT = Flag.SECONDARY_CAPTURE.value, Flag.SUSPECTED_TEXT.value
@@ -52,12 +52,12 @@ def test_a_scan_takes_what_was_cleared_and_counts_what_was_left_out(tmp_path: Pa
     for number in range(3):
         write(tags_of(waves((48, 40 + number)), Modality="US"), data / f"{number}.dcm")
     limits = Limits(memory_bytes=2 << 30)
-    assert scan(data, private, limits).reasons == {"ultrasound": 3}
+    assert scan_at(data, private, limits).reasons == {"ultrasound": 3}
     with Decisions.opened(private) as decisions:
         waiting = sorted((each for each in known(private) if each.flags), key=lambda each: each.shape)
         decisions.record(waiting[:1], Decision.CLEAR)
         decisions.record(waiting[1:2], Decision.LEAVE_OUT)
-    found = scan(data, private, limits)
+    found = scan_at(data, private, limits)
     assert (found.accepted, found.quarantined) == (1, 2)
     assert found.reasons == {"ultrasound": 1, LEFT_OUT: 1} and found.shapes == {"48x40": 1}
     rows = (private / "quarantine.csv").read_text().splitlines()
@@ -70,7 +70,7 @@ def known(private: Path) -> list[PictureRecord]:
 
     database = sqlite3.connect(private / "memory.sqlite")
     try:
-        return [PictureRecord.model_validate_json(text) for (text,) in database.execute("select seen from pictures")]
+        return [PictureRecord.model_validate_json(text) for (text,) in database.execute("select record from pictures")]
     finally:
         database.close()
 

@@ -11,14 +11,13 @@ import pytest
 
 from ddm.errors import SetupError
 from ddm.images import workers
-from ddm.images.jobs import Done, Job
 from ddm.images.picture import Limits
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from ddm.images.worker import HEADER, READY
-from ddm.images.workers import decode_all, decode_in_order
+from ddm.images.workers import DecodedFile, DecodeJob, DecoderOptions, decode_files
 from silo.images import viewer
-from silo.images.review import Flagged
+from silo.images.review import ReviewPicture
 from silo.images.viewer import Viewer
 from tests.support.processes import children
 from tests.support.waiting import wait_until
@@ -43,28 +42,24 @@ def instead(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "sys", SimpleNamespace(executable=str(program)))
 
 
-def job(name: str) -> Job:
-    return Job(name, (name,), 1)
+def job(name: str) -> DecodeJob:
+    return DecodeJob(name, (name,), 1)
 
 
 def test_decoder_that_never_begins_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instead(SLEEPS, tmp_path, monkeypatch)
     monkeypatch.setattr(workers, "_START_S", 0.2)
-    for decode in (decode_all, decode_in_order):
-        with pytest.raises(SetupError, match="decoder"):
-            list(decode([job("a"), job("b")], Limits(), KEY, num=2))
+    with pytest.raises(SetupError, match="decoder"):
+        list(decode_files([job("a"), job("b")], DecoderOptions(Limits(), KEY, 2)))
 
 
 def test_file_with_which_a_decoder_ends_as_if_all_were_well_is_not_tried_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instead(ENDS, tmp_path, monkeypatch)
-    for decode in (decode_all, decode_in_order):
-        found = list(decode([job("a"), job("b")], Limits(), KEY, num=1))
-        assert [(each.job.path, each.reason) for each in found if isinstance(each, Done)] == [
-            ("a", Reason.CRASHED),
-            ("b", Reason.CRASHED),
-        ]
+    answers = list(decode_files([job("a"), job("b")], DecoderOptions(Limits(), KEY)))
+    ends = [(answer.job.path, answer.reason) for answer in answers if isinstance(answer, DecodedFile)]
+    assert ends == [("a", Reason.CRASHED), ("b", Reason.CRASHED)]
 
 
 def test_names_that_fill_a_pipe_are_not_written_before_somebody_reads(
@@ -73,26 +68,26 @@ def test_names_that_fill_a_pipe_are_not_written_before_somebody_reads(
     instead(SLEEPS, tmp_path, monkeypatch)
     monkeypatch.setattr(workers, "_START_S", 0.2)
     with pytest.raises(SetupError, match="decoder"):
-        list(decode_all([job("a" * 15_000), job("b" * 20_000)], Limits(), KEY, num=1))
+        list(decode_files([job("a" * 15_000), job("b" * 20_000)], DecoderOptions(Limits(), KEY)))
 
 
 def test_viewer_ends_although_a_decoder_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instead(SLEEPS, tmp_path, monkeypatch)
     before = set(children(os.getpid()))
     with Viewer(Limits(), 1, KEY) as shown:
-        shown.want([Flagged("a", 0, PictureRecord())])
+        shown.request([ReviewPicture("a", 0, PictureRecord())])
         wait_until(lambda: bool(set(children(os.getpid())) - before), "a decoder")
         left = time.monotonic()
     assert time.monotonic() - left < 30.0
 
 
 def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*given: object, **named: object) -> Iterator[Done]:
+    def broken(*given: object, **named: object) -> Iterator[DecodedFile]:
         raise RuntimeError("of no kind that anybody thought of")
 
-    monkeypatch.setattr(viewer, "decode_in_order", broken)
-    wanted = Flagged("a", 0, PictureRecord())
+    monkeypatch.setattr(viewer, "decode_files", broken)
+    wanted = ReviewPicture("a", 0, PictureRecord())
     with Viewer(Limits(), 1, KEY) as shown:
-        shown.want([wanted])
+        shown.request([wanted])
         wait_until(lambda: shown.view(wanted) is not None, "an answer")
         assert (view := shown.view(wanted)) and "RuntimeError" in view.problem and "thought" not in view.problem

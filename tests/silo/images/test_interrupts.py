@@ -13,7 +13,8 @@ from PIL import Image
 
 from ddm.images.picture import Limits
 from ddm.system.processes import program
-from silo.images.scan import QUARANTINE, scan
+from silo.images.scan import QUARANTINE
+from tests.support.cohorts import scan_at
 from tests.support.processes import alive, children
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -77,9 +78,9 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(tmp_path: Path,
     assert err.strip() == "Interrupted. Nothing is lost; run the same command to go on."
     assert not any(map(alive, decoders))
     assert not [path for path in private.iterdir() if path.suffix == ".part"] and not (private / QUARANTINE).exists()
-    found = scan(data, private, LIMITS, processes=2)
+    found = scan_at(data, private, LIMITS, processes=2)
     assert (found.accepted, found.quarantined) == (NUM, 0)
-    assert found.decoded < NUM if after_s else found.decoded <= NUM
+    assert found.num_decoded < NUM if after_s else found.num_decoded <= NUM
 
 
 def kill_in_the_middle(data: Path, private: Path) -> None:
@@ -97,7 +98,7 @@ def test_kill_9_loses_at_most_what_was_not_yet_written_and_leaves_no_decoder(tmp
     data, private = images(tmp_path), tmp_path / "private"
     for _ in range(3):
         kill_in_the_middle(data, private)
-    found = scan(data, private, LIMITS, processes=2)
+    found = scan_at(data, private, LIMITS, processes=2)
     assert (found.accepted, found.quarantined) == (NUM, 0)
-    again = scan(data, private, LIMITS)
-    assert again.decoded == 0 and again.accepted == NUM
+    again = scan_at(data, private, LIMITS)
+    assert again.num_decoded == 0 and again.accepted == NUM

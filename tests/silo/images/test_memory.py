@@ -11,15 +11,16 @@ import pytest
 from PIL import Image
 
 from ddm.errors import SetupError
+from ddm.images.picture import Limits
 from silo.config import ImagesSettings
 from silo.images.decisions import Decision, Decisions
-from silo.images.pictures import Pictures
-from silo.images.scan import limits_of, scan
+from silo.images.scan import ScannedImages
 from tests.support.case import case
+from tests.support.cohorts import scan_at, source_at
 from tests.support.dicom_files import tags_of, waves, write
 
 SETTINGS = ImagesSettings(processes=1)
-LIMITS = limits_of(SETTINGS)
+LIMITS = Limits(memory_bytes=SETTINGS.memory_mib << 20)
 FAILS = """
 import errno, os, signal
 from ddm.images import worker
@@ -28,7 +29,7 @@ def content(files):
     if files[0].endswith("stale.png"): raise OSError(errno.ESTALE, "")
     if files[0].endswith("killed.png"): os.kill(os.getpid(), signal.SIGKILL)
     return read(files)
-read, worker._content = worker._content, content
+read, worker._read_at_once = worker._read_at_once, content
 worker.main()
 """
 
@@ -54,13 +55,13 @@ def test_what_the_machine_did_not_read_is_tried_again_by_the_next_scan_and_not_b
             with monkeypatch.context() as failing:
                 failing.setattr(subprocess, "Popen", lambda _, **how: start([sys.executable, "-P", "-c", FAILS], **how))
                 for read in (2, 1):  # the second scan tries the one file again, once
-                    found = scan(data, private, LIMITS)
-                    assert (found.accepted, found.reasons, found.read) == (1, {reason: 1}, read)
-            with Pictures.opened(data, private, SETTINGS) as pictures:
+                    found = scan_at(data, private, LIMITS)
+                    assert (found.accepted, found.reasons, found.num_read) == (1, {reason: 1}, read)
+            with ScannedImages.opened(source_at(data, private, SETTINGS)) as pictures:
                 assert [each.reason for each in pictures] == [None, reason]
             for read in (1, 0):
-                found = scan(data, private, LIMITS)
-                assert (found.accepted, found.quarantined, found.read) == (2, 0, read)
+                found = scan_at(data, private, LIMITS)
+                assert (found.accepted, found.quarantined, found.num_read) == (2, 0, read)
 
 
 def test_patient_is_one_after_the_key_was_lost_and_decisions_are_not_forgotten_with_it(tmp_path: Path) -> None:
@@ -70,15 +71,15 @@ def test_patient_is_one_after_the_key_was_lost_and_decisions_are_not_forgotten_w
         if number == 2:
             (private / "key").unlink()
         write(tags_of(waves(high=255, dtype=np.uint8) // (1 + number), bits=8, PatientID="P1"), data / f"{number}.dcm")
-        found = scan(data, private, LIMITS)
+        found = scan_at(data, private, LIMITS)
         assert (found.accepted, found.patients) == (number + 1, 1)
-    with Pictures.opened(data, private, SETTINGS) as pictures, Decisions.opened(private) as decisions:
-        seen = [each.seen for each in pictures if each.seen]
+    with ScannedImages.opened(source_at(data, private, SETTINGS)) as pictures, Decisions.opened(private) as decisions:
+        seen = [each.record for each in pictures if each.record]
         decisions.record(seen[:1], Decision.LEAVE_OUT)
     kept = (private / "memory.sqlite").read_bytes()
     (private / "key").rename(tmp_path / "key")
     with pytest.raises(SetupError, match="decisions without their key"):
-        scan(data, private, LIMITS)
+        scan_at(data, private, LIMITS)
     assert not (private / "key").exists() and (private / "memory.sqlite").read_bytes() == kept
     (tmp_path / "key").rename(private / "key")
-    assert scan(data, private, LIMITS).accepted == 2
+    assert scan_at(data, private, LIMITS).accepted == 2

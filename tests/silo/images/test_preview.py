@@ -1,5 +1,6 @@
 """`silo scan --preview`: which pictures the sheet shows, and what it says where none can be made."""
 
+import csv
 import stat
 from pathlib import Path
 
@@ -8,8 +9,8 @@ from PIL import Image
 
 from ddm.errors import MissingFileError, SetupError
 from ddm.images.record import PictureRecord
-from silo.images.preview import Chosen
-from silo.images.walk import Scanned
+from silo.images.preview import PreviewSelection
+from silo.images.scan import ScannedImage
 from tests.support.commands import command
 from tests.support.dicom_files import tags_of, waves, write
 from tests.test_architecture import ROOT
@@ -49,6 +50,17 @@ def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(
     pixels = np.asarray(Image.open(sheet).convert("RGB"))
     edges = (pixels == (230, 159, 0)).all(-1)  # around each picture as its file shows it
     assert edges.sum() == 5 * (164**2 - 160**2)
+    index = tmp_path / "sheet.png.csv"
+    rows = list(csv.DictReader(index.read_text().splitlines()))
+    assert [(row["number"], Path(row["path"]).name, row["image"]) for row in rows] == [
+        ("1", "0.png", "0"),
+        ("2", "1.png", "0"),
+        ("3", "2.png", "0"),
+        ("4", "alpha.png", "0"),
+        ("5", "red.png", "0"),
+    ]
+    for path in (index, tmp_path / "private/preview.csv"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_bytes() == index.read_bytes()
     quiet = command(*scan, "--json", "--preview", sheet, "--plan", tmp_path / "recipe.toml")
     assert quiet.out.count("\n") == 1 and quiet.out.startswith("{")
 
@@ -72,16 +84,16 @@ def test_no_sheet_without_a_transform_that_fits_and_a_place_for_it(tmp_path: Pat
 
 def test_the_same_pictures_are_chosen_whatever_their_order_and_bad_ones_never() -> None:
     found = [
-        Scanned(
+        ScannedImage(
             f"{number}.png", None, 0, PictureRecord(shape=(1, 2, 2), pixels=f"{(7919 * number) % 1009:032x}"), reason
         )
         for number in range(300)
         for reason in (None, "damaged")
     ]
-    one, other = Chosen(), Chosen()
+    one, other = PreviewSelection(), PreviewSelection()
     for each in found:
         one.take(each)
     for each in reversed(found):
         other.take(each)
-    one.take(Scanned("gone.png", None, reason="no such file"))
-    assert one.places() == other.places() and len(one.places()) == 64
+    one.take(ScannedImage("gone.png", None, reason="no such file"))
+    assert one.pictures() == other.pictures() and len(one.pictures()) == 64

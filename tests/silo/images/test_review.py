@@ -1,5 +1,6 @@
 """A person's review of flagged images: the page in a real browser, the same by names of files, and who is kept out."""
 
+import csv
 import http.client
 import json
 import os
@@ -18,18 +19,19 @@ from PIL import Image
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from ddm.errors import MissingFileError, SetupError
 from ddm.images.picture import Limits, Picture
 from ddm.system.processes import program
 from silo.images.decisions import Decision, Decisions
 from silo.images.drawing import drawn
-from silo.images.memory import Memory
+from silo.images.memory import ScanMemory
 from silo.images.review import WAITING, Review
-from silo.images.scan import scan
 from silo.images.server import SHOWN
 from tests.support.browser import browser, one_browser, overflow, show_as
+from tests.support.case import case
+from tests.support.cohorts import scan_at
 from tests.support.commands import command
 from tests.support.dicom_files import tags_of, waves, write
 from tests.support.processes import alive, children
@@ -53,7 +55,7 @@ class Case:
         return ("--data", self.data, "--private", self.private)
 
     def scan(self) -> dict[str, int]:
-        return dict(scan(self.data, self.private, LIMITS).reasons)
+        return dict(scan_at(self.data, self.private, LIMITS).reasons)
 
 
 def scanned(folder: Path, num: int = 5) -> Case:
@@ -71,7 +73,7 @@ def scanned(folder: Path, num: int = 5) -> Case:
 @contextmanager
 def reviewed(made: Case) -> Iterator[Review]:
     with Decisions.opened(made.private) as decisions:
-        with Memory.opened(made.private, "") as memory:
+        with ScanMemory.opened(made.private, "") as memory:
             found = Review.of(memory, decisions)
         yield found
 
@@ -100,6 +102,18 @@ def test_decisions_go_with_equal_pixels_and_whole_files_and_are_undone_one_by_on
     assert made.scan() == {"ultrasound": 7}
 
 
+def test_names_on_the_command_line_hold_in_any_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = scanned(tmp_path)
+    review = ("silo", "review", "--images", "--private", made.private)
+    monkeypatch.chdir(made.data.parent)
+    command("silo", "scan", "--private", made.private, "--data", made.data.name)
+    monkeypatch.chdir(made.data)
+    listed = command(*review, "--data", ".", "--list")
+    assert str(made.data / "copy.dcm") in listed.out
+    done = command(*review, "--data", ".", "--clear", "deep", "--leave-out", made.data / "copy.dcm")
+    assert "3 images wait, 3 are cleared, 2 left out" in done.out
+
+
 def test_command_lists_what_waits_and_decides_by_names(tmp_path: Path) -> None:
     made = scanned(tmp_path)
     done = command("silo", "review", "--images", *made.options, "--list")
@@ -111,13 +125,117 @@ def test_command_lists_what_waits_and_decides_by_names(tmp_path: Path) -> None:
     assert "3 images wait, 3 are cleared, 2 left out" in done.out
     assert made.scan() == {"ultrasound": 3, "left out by a person": 2}
     gone = command("silo", "review", "--images", *made.options, "--clear", made.data / "copy.dcm")
-    assert gone.code == MissingFileError.exit_code and "images that are waiting" in gone.err
+    assert gone.code == MissingFileError.exit_code and "images that wait for a person" in gone.err
     again = command("silo", "review", "--images", *made.options, "--leave-out", made.data / "deep")
     assert "3 images wait, 0 are cleared, 5 left out" in again.out
     for words in (["--images"], ["--list"], []):
         assert command("silo", "review", *words).code == SetupError.exit_code
     other = command("silo", "review", "--images", "--data", tmp_path, "--private", tmp_path / "none")
     assert other.code == MissingFileError.exit_code and "silo scan" in other.err and not (tmp_path / "none").exists()
+
+
+PLAN = """
+[data]
+shape = [1, 16, 16]
+range = [-1.0, 1.0]
+[transform]
+channels = "grey"
+"""
+
+
+def with_sheet(folder: Path) -> Case:
+    """Four accepted images, one of them in two copies, one ultrasound image, and a sheet of the accepted ones."""
+    made = Case(folder / "data", folder / "private")
+    (made.data / "deep").mkdir(parents=True)
+    for number in range(3):
+        Image.fromarray(waves((40, 40 + number), high=255, dtype=np.uint8)).save(made.data / f"{number}.png")
+    Image.fromarray(waves((40, 50), high=255, dtype=np.uint8)).save(made.data / "deep/3.png")
+    Image.fromarray(waves((40, 41), high=255, dtype=np.uint8)).save(made.data / "deep/copy.png")
+    write(tags_of(waves((48, 40)), Modality="US"), made.data / "us.dcm")
+    (folder / "plan.toml").write_text(PLAN)
+    sheet = ("--preview", folder / "sheet.png", "--plan", folder / "plan.toml")
+    done = command("silo", "scan", *made.options, *sheet)
+    assert done.code == 0 and "--leave-out NUMBER" in done.out
+    return made
+
+
+def test_accepted_images_are_left_out_by_number_or_name_and_taken_back(tmp_path: Path) -> None:
+    made = with_sheet(tmp_path)
+    numbers = {
+        Path(row["path"]).name: row["number"]
+        for row in csv.DictReader((tmp_path / "sheet.png.csv").read_text().splitlines())
+    }
+    assert sorted(numbers) == ["0.png", "1.png", "2.png", "3.png"]
+    review = ("silo", "review", "--images", *made.options)
+    done = command(*review, "--leave-out", numbers["1.png"])
+    assert done.code == 0 and "1 images wait, 0 are cleared, 2 left out" in done.out  # and its copy
+    assert made.scan() == {"ultrasound": 1, "left out by a person": 2}
+    done = command(*review, "--leave-out", made.data / "deep")
+    assert "1 images wait, 0 are cleared, 3 left out" in done.out
+    assert made.scan() == {"ultrasound": 1, "left out by a person": 3}
+    with reviewed(made) as pictures:
+        left_out = pictures.listed(Decision.LEAVE_OUT)
+        assert [Path(pictures.pictures[number].path).name for number in left_out] == ["1.png", "3.png", "copy.png"]
+        pictures.decide(left_out[:1], None)
+        assert pictures.counts == {WAITING: 1, "clear": 0, "leave out": 1}
+        pictures.decide(left_out[1:2], Decision.CLEAR)  # without a flag: it is accepted again
+        assert pictures.counts == {WAITING: 1, "clear": 0, "leave out": 0}
+        pictures.undo()
+        pictures.undo()
+        assert pictures.counts == {WAITING: 1, "clear": 0, "leave out": 3}
+        pictures.decide(left_out, None)
+    assert made.scan() == {"ultrasound": 1}
+
+
+def test_a_wrong_name_or_number_decides_nothing_and_says_what_to_do(tmp_path: Path) -> None:
+    made = with_sheet(tmp_path)
+    review = ("silo", "review", "--images", *made.options)
+    for name in ("0", "5", "99999999999999999999", tmp_path / "none.png", made.data / "none"):
+        with case(name=name):
+            done = command(*review, "--leave-out", made.data / "0.png", "--leave-out", name)
+            assert done.code == MissingFileError.exit_code and done.err
+    done = command(*review, "--clear", "1")
+    assert done.code == MissingFileError.exit_code  # nothing is the matter with it
+    Image.fromarray(waves((41, 44), high=255, dtype=np.uint8)).save(made.data / "0.png")
+    assert made.scan() == {"ultrasound": 1}
+    done = command(*review, "--leave-out", "1")
+    assert done.code == MissingFileError.exit_code and "has changed or no longer exists" in done.err
+    assert made.scan() == {"ultrasound": 1}
+    (made.private / "preview.csv").write_text("number,path\n1,x\n")
+    assert command(*review, "--leave-out", "1").code == SetupError.exit_code
+    (made.private / "preview.csv").unlink()
+    done = command(*review, "--leave-out", "1")
+    assert done.code == MissingFileError.exit_code and "silo scan --preview" in done.err
+
+
+def test_the_page_leaves_out_pictures_of_the_last_sheet_and_accepts_them_again(tmp_path: Path, browser: Chrome) -> None:
+    made = with_sheet(tmp_path)
+    with served(made) as page:
+        browser.get(page.url)
+        until_left(browser, 1, 1)
+        show = Select(browser.find_element(By.ID, "show"))
+        show.select_by_value("accepted")
+        wait_until(lambda: shown(browser) == ["0.png", "1.png", "2.png", "3.png"], "the pictures of the sheet")
+        option = browser.find_element(By.ID, "show-accepted").text
+        assert option == "accepted, of the last preview sheet (4)"
+        visible = [
+            button.text for button in browser.find_elements(By.CSS_SELECTOR, ".tile .tools button") if button.text
+        ]
+        assert set(visible) == {"Leave out"}
+        browser.find_element(By.CSS_SELECTOR, ".tile .bad").click()
+        wait_until(lambda: shown(browser) == ["1.png", "2.png", "3.png"], "a picture left out")
+        show.select_by_value("leave out")
+        wait_until(lambda: shown(browser) == ["0.png"], "what is left out")
+        visible = [
+            button.text for button in browser.find_elements(By.CSS_SELECTOR, ".tile .tools button") if button.text
+        ]
+        assert visible == ["Accept again"]
+        browser.find_element(By.ID, "undo").click()
+        wait_until(lambda: shown(browser) == [], "undone")
+        show.select_by_value("accepted")
+        wait_until(lambda: len(shown(browser)) == 4, "the pictures of the sheet")
+        browser.get("about:blank")  # the browser is shared: the page asks no server that is gone
+    assert made.scan() == {"ultrasound": 1}
 
 
 @dataclass(frozen=True)
@@ -262,8 +380,8 @@ def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(tmp_path: Path,
         assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
         browser.find_element(By.ID, "done").click()
         assert page.process.wait(timeout=LIMIT_S) == 0
-        assert "left out. The next scan counts them so." in page.process.stdout.read()
-    found = scan(made.data, made.private, LIMITS)
+        assert "left out. The next scan uses these decisions." in page.process.stdout.read()
+    found = scan_at(made.data, made.private, LIMITS)
     assert found.accepted == SHOWN + 1 and found.reasons["left out by a person"] == 4
 
 

@@ -14,15 +14,14 @@ from PIL import Image
 
 from ddm.errors import DataError, SetupError
 from ddm.images import workers
-from ddm.images.find import find_files
-from ddm.images.jobs import Done, Found, Job
+from ddm.images.find import find_data
 from ddm.images.patients import pseudonyms
 from ddm.images.picture import Limits
 from ddm.images.record import difference_hash
-from ddm.images.workers import decode_in_order
+from ddm.images.workers import DecodedFile, DecodedImage, DecodeJob, DecoderOptions, decode_files
 from silo.images import scan as scan_module
 from silo.images.alike import near_duplicates
-from silo.images.scan import scan
+from tests.support.cohorts import scan_at
 from tests.support.commands import command
 from tests.support.dicom_files import inflating, tags_of, waves, write
 
@@ -59,6 +58,7 @@ def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
         "accepted": 3,
         "quarantined": 2,
         "reasons": {"not an image": 1, "ultrasound": 1},
+        "other_parts": {},
         "patients": 0,
         "labels": {},
         "shapes": {"40x40": 3},
@@ -91,17 +91,17 @@ def test_second_scan_decodes_only_what_changed(tmp_path: Path) -> None:
         image(data / f"{number}.png", number)
     (data / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     age(data)
-    first = scan(data, private, LIMITS)
-    assert (first.accepted, first.quarantined, first.read, first.decoded) == (4, 1, 5, 5)
-    second = scan(data, private, LIMITS)
-    assert (second.read, second.decoded) == (0, 0) and second.as_json() == first.as_json()
+    first = scan_at(data, private, LIMITS)
+    assert (first.accepted, first.quarantined, first.num_read, first.num_decoded) == (4, 1, 5, 5)
+    second = scan_at(data, private, LIMITS)
+    assert (second.num_read, second.num_decoded) == (0, 0) and second.as_json() == first.as_json()
     os.utime(data / "0.png")  # touched, with the same content
     image(data / "1.png", 9)  # another content
     (data / "2.png").unlink()
     image(data / "new.png", 10)
-    third = scan(data, private, LIMITS)
-    assert (third.accepted, third.read, third.decoded) == (4, 3, 2)
-    assert scan(data, private, Limits(memory_bytes=2 << 30, values=1000)).reasons["too large"] == 4
+    third = scan_at(data, private, LIMITS)
+    assert (third.accepted, third.num_read, third.num_decoded) == (4, 3, 2)
+    assert scan_at(data, private, Limits(memory_bytes=2 << 30, seconds=30.0)).num_decoded == 5  # by other limits
 
 
 def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
@@ -115,18 +115,18 @@ def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
     ]
     rows += ["images/3.png;cat;Ab 1;val", "images/absent.png;cat;x;val", "images/0.png;dog;x;val"]
     (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
-    found = scan(tmp_path / "table.csv", tmp_path / "private", LIMITS)
-    assert found.as_json()["labels"] == {"cat": 3, "dog": 1} and found.splits == {"train": 2, "val": 2}
-    assert (found.patients, found.alike_patients, found.unknown_patients) == (3, 2, 1)
+    found = scan_at(tmp_path / "table.csv", tmp_path / "private", LIMITS)
+    assert found.as_json()["labels"] == {"cat": 3, "dog": 1} and found.parts == {"train": 2, "validation": 2}
+    assert (found.patients, found.look_alike_patients, found.unknown_patients) == (3, 2, 1)
     assert found.reasons == {"no such file": 1, "named twice in the table": 1}
     table = {"path": ["images/0.png", "images/1.png"], "finding": ["x", "y"], "patient": [12.0, 12.0]}
     pq.write_table(pa.table(table), tmp_path / "table.parquet")
-    found = scan(tmp_path / "table.parquet", tmp_path / "private", LIMITS, columns={"label": "finding"})
+    found = scan_at(tmp_path / "table.parquet", tmp_path / "private", LIMITS, columns={"label": "finding"})
     assert found.labels == {"x": 1, "y": 1} and found.patients == 1
     for text in ("a,b\n1,2\n", "path\n\xff\n", 'path\n"x\n', "path,label\nx\n"):
         (tmp_path / "bad.csv").write_bytes(text.encode("latin-1"))
         with pytest.raises(DataError):
-            scan(tmp_path / "bad.csv", tmp_path / "private", LIMITS)
+            scan_at(tmp_path / "bad.csv", tmp_path / "private", LIMITS)
 
 
 def test_folders_of_any_depth_and_odd_names_are_gone_through(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_folders_of_any_depth_and_odd_names_are_gone_through(tmp_path: Path) -> 
     (data / "link").symlink_to(place.parent)
     (data / "loop.png").symlink_to("loop.png")
     os.mkfifo(data / "pipe")
-    found = scan(data, tmp_path / "private", LIMITS)
+    found = scan_at(data, tmp_path / "private", LIMITS)
     assert found.accepted == 2
     assert found.reasons == {"link to a folder": 1, "cannot be read": 1, "not a regular file": 1}
 
@@ -149,7 +149,7 @@ def test_finding_files_takes_time_in_proportion_to_their_number(tmp_path: Path) 
     for number in range(4000):  # of one folder: looking through all names for each takes minutes where there are 60,000
         (tmp_path / f"{number}.png").touch()
     began = time.process_time()
-    assert sum(1 for _ in find_files(tmp_path, {})) == 4000
+    assert sum(1 for _ in find_data(tmp_path, {}).files()) == 4000
     assert time.process_time() - began < 1.5
 
 
@@ -159,7 +159,7 @@ def test_idx_is_read_with_the_labels_beside_it(tmp_path: Path) -> None:
     for name, array in (("train-images-idx3-ubyte", values), ("train-labels-idx1-ubyte", labels)):
         sides = b"".join(side.to_bytes(4, "big") for side in array.shape)
         (tmp_path / "idx" / name).write_bytes(b"\0\0\x08" + bytes([array.ndim]) + sides + array.tobytes())
-    found = scan(tmp_path / "idx", tmp_path / "private", Limits())
+    found = scan_at(tmp_path / "idx", tmp_path / "private", Limits())
     assert found.as_json()["labels"] == {"2": 2, "0": 1} and not found.quarantined
 
 
@@ -168,7 +168,7 @@ def test_hostile_files_are_bounded_and_the_others_still_read(tmp_path: Path) -> 
     for number in range(6):
         image(data / f"{number}.png", number)
     inflating(data / "bomb.dcm", 1 << 30)
-    found = scan(data, tmp_path / "private", Limits(memory_bytes=1 << 30), processes=2)
+    found = scan_at(data, tmp_path / "private", Limits(memory_bytes=1 << 30), processes=2)
     assert found.accepted == 6
     assert quarantined(tmp_path / "private")[f"{data}/bomb.dcm"] in (
         *("too much memory", "decoder crashed", "too much time"),
@@ -200,20 +200,20 @@ def run_killer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
     jobs = []
     for number, name in enumerate(names):
         path = str(image(tmp_path / f"{name}.png", number).rename(tmp_path / name))
-        jobs.append(Job(path, (path,), 1))
+        jobs.append(DecodeJob(path, (path,), 1))
     start = subprocess.Popen
 
     def popen(arguments: list, **options: object) -> subprocess.Popen:
         return start([sys.executable, "-P", "-c", KILLER, str(tmp_path / "written")], **options)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    results = list(decode_in_order(jobs, limits, KEY, num=2))
+    results = list(decode_files(jobs, DecoderOptions(limits, KEY, 2, with_values=True)))
     for each in results:
-        if isinstance(each, Found):
+        if isinstance(each, DecodedImage):
             assert each.picture is not None
             assert (each.picture.values[0] == np.asarray(Image.open(each.job.path))).all()
-    assert [each.job for each in results if isinstance(each, Done)] == jobs
-    return {Path(each.job.path).name: each.reason for each in results if isinstance(each, Done)}
+    assert [each.job for each in results if isinstance(each, DecodedFile)] == jobs
+    return {Path(each.job.path).name: each.reason for each in results if isinstance(each, DecodedFile)}
 
 
 def test_file_that_kills_its_decoder_is_named_and_the_others_are_read(
@@ -268,3 +268,27 @@ def test_near_duplicates_are_found_after_compression_and_not_among_others() -> N
     close = {max(i, j) for i in range(220) for j in range(i) if (codes[i] ^ codes[j]).bit_count() <= 15}
     assert near_duplicates(hashes[:200]) == 0 and near_duplicates(hashes) == len(close) >= 18
     assert difference_hash(np.zeros((1, 64, 64), np.uint8)) is None
+
+
+def test_report_names_tables_and_patients_that_are_missing_and_the_command_to_review(tmp_path: Path) -> None:
+    data = tmp_path / "export data"
+    image(data / "2024/0.png")
+    (data / "2024/metadata.csv").write_text("file,patient\n0.png,p0\n")
+    (data / "list.xlsx").write_bytes(b"PK")
+    done = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
+    assert done.code == 0 and done.out.startswith("1 image accepted, 0 in quarantine. 1 file was decoded now.")
+    assert "Tables and spreadsheets among the skipped files: 2; they were not used." in done.out
+    assert "No image has a patient." in done.out and "silo review" not in done.out
+    done = command("silo", "review", "--images", "--data", data, "--private", tmp_path / "scans", "--leave-out", data)
+    assert "1 left out" in done.out
+    image(data / "1.png", seed=1)
+    done = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
+    assert f"silo review --images --data '{data}' --private {tmp_path / 'scans'}" in done.out
+
+
+def test_a_folder_without_images_is_refused_with_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/README").write_text("x")
+    refused = command("silo", "scan", "--data", tmp_path / "data", "--private", tmp_path / "scans")
+    assert refused.code == DataError.exit_code
+    assert "no images; skipped: 1 other file" in refused.err and "silo scan" not in refused.err

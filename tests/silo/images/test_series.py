@@ -12,9 +12,9 @@ from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import Flag
 from ddm.images.record import PictureRecord, SliceRecord
 from silo.images.decisions import Decision, Decisions
-from silo.images.scan import scan
+from silo.images.scan import ScannedImage
 from silo.images.series import Stacks
-from silo.images.walk import Scanned
+from tests.support.cohorts import scan_at
 from tests.support.dicom_files import tags_of, waves, write
 
 LIMITS = Limits(memory_bytes=2 << 30)
@@ -77,18 +77,18 @@ def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forget
         place(data, number, "2", BodyPartExamined="CHEST")
         if number < 20:
             place(data, number, "3", BodyPartExamined="BRAIN")
-    found: list[Scanned] = []
-    first = scan(data, private, LIMITS, also=found.append)
+    found: list[ScannedImage] = []
+    first = scan_at(data, private, LIMITS, observe=found.append)
     assert first.reasons == {Flag.FACE.value: 24} and first.accepted == 44
     assert {Path(each.path).name[0] for each in found if each.reason} == {"1"}
     for number in range(20, 24):  # the rest of the third scan arrives
         place(data, number, "3", BodyPartExamined="BRAIN")
     with Decisions.opened(private) as decisions:
-        decisions.record([each.seen for each in found if each.reason and each.seen], Decision.CLEAR)
-    second = scan(data, private, LIMITS)
-    assert second.reasons == {Flag.FACE.value: 24} and second.accepted == 48 and second.decoded == 4
+        decisions.record([each.record for each in found if each.reason and each.record], Decision.CLEAR)
+    second = scan_at(data, private, LIMITS)
+    assert second.reasons == {Flag.FACE.value: 24} and second.accepted == 48 and second.num_decoded == 4
     with Decisions.opened(private) as decisions:
-        chest = next(each.seen for each in found if each.path.endswith("200.dcm"))
+        chest = next(each.record for each in found if each.path.endswith("200.dcm"))
         unknown = chest.model_copy(update={"slice": SliceRecord(series="ff")})
         assert decisions.verdict(chest) is None and decisions.verdict(unknown) == Flag.FACE.value
 

@@ -24,12 +24,12 @@ from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
 from ddm.training.loop import train
 from silo.config import Site
-from silo.data.cohort import load_cohort
 from silo.privacy.statistics import Source, draw
 from silo.worker.stages import assign
 from tests.silo.privacy.test_statistics import PLAN, make_source, open_ledger
 from tests.support.bounded import attempt
 from tests.support.case import case
+from tests.support.cohorts import cohort_at
 from tests.support.federation import TinyFederation
 from tests.support.seeded import Seeded
 
@@ -91,7 +91,7 @@ def test_statistics_are_the_same_to_the_bit_from_files_and_from_memory(tmp_path:
     np.save(tmp_path / "a.npy", in_memory.images[:].numpy())
     spec = DataSpec(shape=(1, 4, 4), range=(-9.0, 9.0))
     asked = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None}
-    from_file = load_cohort(tmp_path / "a.npy", spec, folder=tmp_path, **asked).images  # type: ignore[arg-type]
+    from_file = cohort_at(tmp_path / "a.npy", spec, folder=tmp_path, **asked).images  # type: ignore[arg-type]
     drawn = [
         draw("sketch", make_source(images=images), open_ledger(tmp_path / name), tmp_path / name, noise=Seeded(3))
         for name, images in (("memory", in_memory.images), ("file", from_file))
@@ -110,7 +110,7 @@ def through_all_stages(path: Path, folder: Path) -> None:
     encoder, sketch = PcaEncoder.fit(public, 4), Sketch.fit(public, torch.zeros(64, dtype=torch.int64), 4, 1)
     cell = torch.zeros(2, dtype=torch.int64)
     files = PlanFiles(encoder, Clusters(encoder.encode(public[:2]), cell, cell), sketch)
-    cohort = load_cohort(path, SPEC, min_images=1, salt=b"s", unit="image", num_classes=None, folder=folder)
+    cohort = cohort_at(path, SPEC, min_images=1, salt=b"s", unit="image", num_classes=None, folder=folder)
     assign(cohort, files, folder / "cohort.parquet", lambda done, total: None)
     settings = Training(
         num_steps=4, batch_size=8, learning_rate=1e-3, weight_decay=0.0, ema_decay=0.9, checkpoint_steps=4

@@ -1,0 +1,170 @@
+"""An opened file or folder of many images: rows of one type and shape, and columns with one entry for each.
+
+Both classes are `ddm.images.array_files.ImageArrays`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddm.errors import DataError
+from ddm.images.column_names import find_column, known_columns
+from ddm.images.npz import EncodedArray
+from ddm.images.parquet import MAX_COLUMN_BYTES, ParquetTable
+from ddm.images.rows import JoinedArrays, StoredArray
+
+Name = Literal["images", "latents"]
+NEEDS_TRANSFORM = "They are read one by one, as pictures, by a plan with a table [transform]."
+
+
+class ArraySource:
+    """Arrays one after the other, with columns of which each is one array for all of them, or one for each.
+
+    Args:
+        name: what the arrays hold.
+        arrays: at least one, all of one type and one shape of row.
+        columns: how the arrays of each column are opened: when it is asked for, since others may be anything.
+        files: that hold the rows.
+
+    Raises:
+        DataError: arrays that differ.
+    """
+
+    recipe = ""
+
+    def __init__(
+        self,
+        name: Name,
+        arrays: Sequence[EncodedArray],
+        columns: Mapping[str, Callable[[], Sequence[EncodedArray]]],
+        files: tuple[Path, ...],
+    ) -> None:
+        self.name = name
+        self.files = files
+        self._arrays = arrays
+        self._columns = columns
+        if any(not array.shape for array in arrays):
+            raise DataError("data file", expected="an array of images", got="a single number")
+        kinds = {(array.dtype.str, array.shape[1:]) for array in arrays}
+        if len(kinds) != 1:
+            got = ", ".join(f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:3])
+            raise DataError("data files", expected="rows of one type and one shape in all of them", got=got)
+        self.row = arrays[0].dtype, arrays[0].shape[1:]
+
+    def __len__(self) -> int:
+        return sum(array.shape[0] for array in self._arrays)
+
+    def in_place(self) -> StoredArray | None:
+        """Return the arrays to be read by rows; None where one of them cannot be read in place."""
+        parts = [array.in_place() for array in self._arrays]
+        stored = tuple(part for part in parts if part is not None)
+        if len(stored) != len(parts):
+            return None
+        return stored[0] if len(stored) == 1 else JoinedArrays(stored)
+
+    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+        """Yield all rows in blocks."""
+        for array in self._arrays:
+            yield from array.blocks()
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The names of the columns."""
+        return known_columns(self._columns)
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        """Return one entry for each row; see `ImageArrays`.
+
+        Raises:
+            DataError: no such column, or one that does not belong to the rows.
+        """
+        arrays = self._open_column(name)
+        num_bytes = sum(prod(array.shape) * array.dtype.itemsize for array in arrays)
+        most_bytes = min(len(self) * max_bytes, MAX_COLUMN_BYTES)
+        if num_bytes > most_bytes:
+            raise DataError(name, expected=f"at most {most_bytes} bytes", got=f"{num_bytes}")
+        column = arrays[0].whole() if len(arrays) == 1 else np.concatenate([array.whole() for array in arrays])
+        return column.reshape(self.column_shape(name))
+
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a column; labels of shape (N, 1), as MedMNIST keeps them, count as (N,)."""
+        arrays = self._open_column(name)
+        shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
+        return shape[:1] if shape[1:] == (1,) else shape
+
+    def _open_column(self, name: str) -> Sequence[EncodedArray]:
+        column = find_column(name, self._columns)
+        if column is None:
+            got = f"{len(self._columns)} columns with other names"
+            raise DataError("data", expected=f"a column called {name} beside the images", got=got)
+        arrays = self._columns[column]()
+        if any(not array.shape for array in arrays):
+            raise DataError(name, expected="an entry for each image", got="a single value")
+        if len(arrays) > 1:
+            lengths = [array.shape[0] for array in arrays]
+            if lengths != [array.shape[0] for array in self._arrays]:
+                expected = "as many entries in the column of each part as the part has images"
+                raise DataError(name, expected=expected, got="other numbers")
+            if len({(array.dtype.kind, array.shape[1:]) for array in arrays}) > 1:
+                raise DataError(name, expected="one type and one shape in all parts", got="several")
+        return arrays
+
+
+class ParquetSource:
+    """One Parquet file of tensors or lists of numbers, or several.
+
+    Raises:
+        DataError: no column of images, or one of encoded pictures.
+    """
+
+    recipe = ""
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self._table = ParquetTable(files)
+        self.files = files
+        self.name: Name = "latents" if self._table.image_column is None and self._table.latent_column else "images"
+        column = self._table.latent_column if self.name == "latents" else self._table.image_column
+        if column is None:
+            got = f"{len(self._table.names)} columns with other names"
+            raise DataError("data file", expected="a column called image", got=got)
+        if self._table.is_encoded(column):
+            got = "encoded pictures"
+            raise DataError("images", expected="arrays of one shape", got=got, remedy=NEEDS_TRANSFORM)
+        self._column = column
+        self.row = self._table.row_type(column)
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def in_place(self) -> StoredArray | None:
+        """Return None: pages are packed."""
+        return None
+
+    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+        """Yield all rows in blocks."""
+        return self._table.pictures(self._column)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The names of all columns."""
+        return known_columns(self._table.names)
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        """Return one entry for each row.
+
+        Raises:
+            DataError: no such column, or one of anything but text and numbers.
+        """
+        column = find_column(name, self._table.names)
+        if column is None:
+            got = f"{len(self._table.names)} columns with other names"
+            raise DataError("data file", expected=f"a column called {name}", got=got)
+        return self._table.cells(column, max_bytes)
+
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a column, one entry for each row as in every table."""
+        return (len(self),)

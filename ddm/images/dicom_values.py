@@ -1,0 +1,391 @@
+"""From the stored values of a DICOM frame to a picture: modality, display window, padding, inverted greys, palettes.
+
+The order is that of PS3.3 C.7.6.3 and C.11: padding is recognised by stored values; the modality transform follows;
+inverted greys are turned; at last padding becomes background, the lowest value of all other pixels.
+"""
+
+from dataclasses import dataclass, replace
+from math import inf, nextafter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddm.images.dicom_geometry import lengths_of, spacing_of
+from ddm.images.dicom_pixels import PixelFormat, StoredFrame, contradiction
+from ddm.images.dicom_tags import (
+    float_of,
+    group_of,
+    has_tag,
+    sequence_of,
+    tag_of,
+    text_of,
+    value_of,
+    word_of,
+    words_of,
+)
+from ddm.images.picture import Picture, supported
+from ddm.images.reasons import ImageError, Reason
+
+Bounds = tuple[float, float]
+
+_COLOURS = ("Red", "Green", "Blue")
+_WORD = 1 << 16
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame as a picture, and which of its pixels are padding.
+
+    Attributes:
+        picture: with padding still as it was stored.
+        padding: (H, W); None where no pixel is padding.
+    """
+
+    picture: Picture
+    padding: NDArray[np.bool_] | None = None
+
+    def lowest(self) -> float | None:
+        """Return the lowest value of the pixels that are no padding; None where all are."""
+        if self.padding is None:
+            return float(self.picture.values.min())
+        image = self.picture.values[0][~self.padding]
+        return float(image.min()) if image.size else None
+
+    def with_background(self, background: float) -> Picture:
+        """Return the picture with padding as background."""
+        if self.padding is None:
+            return self.picture
+        values = self.picture.values
+        filled: NDArray[Any] = np.where(self.padding[None], values.dtype.type(background), values)
+        return replace(self.picture, values=filled)
+
+
+def frame_of(tags: Any, number: int, stored: StoredFrame, pixel_format: PixelFormat) -> Frame:
+    """Return one frame in the values that the file means.
+
+    Raises:
+        ImageError: a transform of values that is damaged, or contradicts another one.
+    """
+    spacing = spacing_of(tags, number)
+    full: Bounds | None = None
+    if stored.bounds is not None:
+        full = (float(stored.bounds[0]), float(stored.bounds[1]))
+    if pixel_format.photometric == "PALETTE COLOR":
+        frame = Frame(_through_palette(tags, stored.values, pixel_format, spacing))
+    elif pixel_format.samples == 3:
+        values = supported(np.moveaxis(stored.values, -1, 0))
+        frame = Frame(Picture(_writeable(values, stored.values), spacing, None, full))
+    else:
+        frame = _grey(tags, number, stored, pixel_format, spacing, full)
+    if spacing is not None and lengths_of(tags, number) is None:
+        return replace(frame, picture=replace(frame.picture, spacing_in_mm=False))
+    return frame
+
+
+def _writeable(values: NDArray[np.generic], source: NDArray[Any]) -> NDArray[np.generic]:
+    """Return values in memory of their own, since those of a file may not be written to."""
+    return values.copy() if not values.flags.writeable or np.may_share_memory(values, source) else values
+
+
+def _grey(
+    tags: Any,
+    number: int,
+    stored: StoredFrame,
+    pixel_format: PixelFormat,
+    spacing: Bounds | None,
+    full: Bounds | None,
+) -> Frame:
+    padding = _padding_mask(tags, stored, pixel_format)
+    values, bounds = stored.values, stored.bounds
+    slope, intercept = _rescaling(tags, number)
+    tables = sequence_of(tags, "ModalityLUTSequence")
+    if len(tables):
+        if (slope, intercept) != (1.0, 0.0):
+            raise contradiction("ModalityLUTSequence", "RescaleSlope")
+        table = _table_of(tables[0], "LUTDescriptor", "LUTData", pixel_format.signed)
+        values = table.applied(values)
+        bounds = table.bounds
+        full = (float(bounds[0]), float(bounds[1]))
+    elif full is not None:
+        ends = (full[0] * slope + intercept, full[1] * slope + intercept)
+        full = (min(ends), max(ends))
+    window = _window(tags, number, is_signed=full is not None and full[0] < 0)
+    if _is_inverted(tags, pixel_format):
+        # Turned within the bounds of the type; numbers without bounds change their sign.
+        turn = 0.0 if full is None else full[0] + full[1]
+        slope = -slope
+        intercept = turn - intercept
+        window = None if window is None else _ascending(turn - window[1], turn - window[0])
+    values = _rescaled(values, slope, intercept, bounds)
+    if padding is not None and values.dtype.kind == "f":
+        # A padding that is not a number would make the whole picture unusable.
+        values = np.where(padding & ~np.isfinite(values), values.dtype.type(0), values)
+    picture = Picture(_writeable(supported(values[None]), stored.values), spacing, window, full)
+    return Frame(picture, padding)
+
+
+def _is_inverted(tags: Any, pixel_format: PixelFormat) -> bool:
+    """Whether the lowest value is shown as white."""
+    is_inverted = pixel_format.photometric == "MONOCHROME1"
+    if text_of(tags, "PresentationLUTShape").upper() == "INVERSE" and not is_inverted:
+        raise contradiction("PresentationLUTShape", "PhotometricInterpretation")
+    return is_inverted
+
+
+def _padding_mask(tags: Any, stored: StoredFrame, pixel_format: PixelFormat) -> NDArray[np.bool_] | None:
+    """Return which stored values are padding: one value, or all from it to a limit (PS3.3 C.7.5.1.1.2)."""
+    ends: Bounds | None = (
+        _float_padding(tags, pixel_format) if pixel_format.is_float else _integer_padding(tags, stored)
+    )
+    if ends is None:
+        return None
+    values = stored.values
+    if ends[0] != ends[0]:
+        mask = np.isnan(values)
+    elif ends[0] == ends[1]:
+        mask = values == ends[0]
+    else:
+        mask = (values >= ends[0]) & (values <= ends[1])
+    return mask if mask.any() else None
+
+
+def _float_padding(tags: Any, pixel_format: PixelFormat) -> Bounds | None:
+    prefix = "DoubleFloat" if pixel_format.allocated == 64 else "Float"
+    value = value_of(tags, f"{prefix}PixelPaddingValue")
+    if value is None:
+        return None
+    limit = value_of(tags, f"{prefix}PixelPaddingRangeLimit")
+    ends = (float(value), float(value if limit is None else limit))
+    return min(ends), max(ends)
+
+
+def _integer_padding(tags: Any, stored: StoredFrame) -> tuple[int, int] | None:
+    value = word_of(tags, "PixelPaddingValue")
+    limit = word_of(tags, "PixelPaddingRangeLimit")
+    if value is None:
+        if limit is not None:
+            raise ImageError(Reason.DAMAGED, "PixelPaddingRangeLimit without PixelPaddingValue")
+        return None
+    if stored.bounds is None:
+        return None
+    ends = [_as_stored(word, stored.bounds) for word in (value, value if limit is None else limit)]
+    # Comparison with a number that the type cannot hold is an error in NumPy; such a padding occurs nowhere.
+    lowest = max(min(ends), stored.bounds[0])
+    highest = min(max(ends), stored.bounds[1])
+    return (lowest, highest) if lowest <= highest else None
+
+
+def _as_stored(word: int, bounds: tuple[int, int]) -> int:
+    """Return a word of padding as a stored value, whatever sign the type beside it in the file has."""
+    if bounds[0] == 0:
+        return word
+    num_values = bounds[1] - bounds[0] + 1
+    if bounds[1] < word < num_values:
+        return word - num_values  # the bits of a cell whose sign was not extended
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _rescaling(tags: Any, number: int) -> Bounds:
+    """Return slope and intercept of one frame (PS3.3 C.11.1 and C.7.6.16.2.9)."""
+    group = group_of(tags, number, "PixelValueTransformationSequence")
+    slope = float_of(group, "RescaleSlope")
+    intercept = float_of(group, "RescaleIntercept")
+    if slope == 0:
+        raise ImageError(Reason.DAMAGED, "RescaleSlope is zero")
+    return 1.0 if slope is None else slope, intercept or 0.0
+
+
+def _rescaled(
+    values: NDArray[Any], slope: float, intercept: float, bounds: tuple[int, int] | None
+) -> NDArray[np.generic]:
+    """Return slope * values + intercept: whole numbers in the smallest type that holds them, else float32."""
+    if (slope, intercept) == (1.0, 0.0):
+        return values
+    is_whole = values.dtype.kind in "iu" and slope.is_integer() and intercept.is_integer()
+    if not is_whole or max(abs(slope), abs(intercept)) >= 1 << 31:
+        return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
+    whole_slope = int(slope)
+    whole_intercept = int(intercept)
+    # Most often the bounds of the stored bits tell the type; only else all values are looked at.
+    kind = None if bounds is None else _smallest_type(values.itemsize, bounds, whole_slope, whole_intercept)
+    if kind in (None, np.int32):
+        extremes = (int(values.min()), int(values.max()))
+        kind = _smallest_type(values.itemsize, extremes, whole_slope, whole_intercept)
+    if kind is None:
+        return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
+    limits = np.iinfo(kind)
+    if abs(whole_slope) == 1 and limits.min <= whole_intercept <= limits.max:
+        # Whole numbers wrap around and back, so that they can be added in the type of the result.
+        is_alike = values.dtype.isnative and values.dtype.itemsize == np.dtype(kind).itemsize
+        same: NDArray[Any] = values.view(kind) if is_alike else values.astype(kind)
+        return np.asarray(same + kind(whole_intercept) if whole_slope == 1 else kind(whole_intercept) - same)
+    wide: NDArray[Any] = values.astype(np.int64)
+    return np.asarray(wide * whole_slope + whole_intercept).astype(kind)
+
+
+def _smallest_type(item_bytes: int, extremes: tuple[int, int], slope: int, intercept: int) -> type[Any] | None:
+    ends = (extremes[0] * slope + intercept, extremes[1] * slope + intercept)
+    for kind in (np.uint8, np.uint16, np.int16, np.int32):
+        limits = np.iinfo(kind)
+        if kind is np.uint8 and item_bytes > 1:
+            continue
+        if limits.min <= min(ends) and max(ends) <= limits.max:
+            return kind
+    return None
+
+
+def _window(tags: Any, number: int, *, is_signed: bool) -> Bounds | None:
+    """Return the values that the first window, or the first table, maps to black and to white (PS3.3 C.11.2).
+
+    A window that its function does not allow is none: LINEAR takes widths of 1 and more, the others all above 0.
+    """
+    group = group_of(tags, number, "FrameVOILUTSequence")
+    centre = float_of(group, "WindowCenter")
+    width = float_of(group, "WindowWidth")
+    if centre is not None and width is not None:
+        return _window_ends(centre, width, text_of(group, "VOILUTFunction").upper() or "LINEAR")
+    tables = sequence_of(group, "VOILUTSequence")
+    if not len(tables):
+        return None
+    table = _table_of(tables[0], "LUTDescriptor", "LUTData", is_signed)
+    return _ascending(float(table.first), float(table.first + len(table.entries) - 1))
+
+
+def _window_ends(centre: float, width: float, function: str) -> Bounds | None:
+    if function == "LINEAR" and width >= 1:
+        # C.11.2.1.2.1: black up to c - 0.5 - (w - 1) / 2, white from c - 0.5 + (w - 1) / 2.
+        middle = centre - 0.5
+        return _ascending(middle - (width - 1) / 2, middle + (width - 1) / 2)
+    if function in ("LINEAR_EXACT", "SIGMOID") and width > 0:
+        return _ascending(centre - width / 2, centre + width / 2)
+    return None
+
+
+def _ascending(low: float, high: float) -> Bounds:
+    """Return the ends of a window; a window of no width, which is a threshold, gets the smallest that there is."""
+    return low, high if high > low else nextafter(low, inf)
+
+
+@dataclass(frozen=True)
+class LookupTable:
+    """A lookup table of DICOM.
+
+    Attributes:
+        entries: one number for each stored value.
+        first: the stored value of the first entry; lower ones have it too, and higher ones have the last.
+        bits: of each entry.
+    """
+
+    entries: NDArray[Any]
+    first: int
+    bits: int
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Lowest and highest number that an entry can be."""
+        return 0, (1 << self.bits) - 1
+
+    def applied(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the entries of stored values.
+
+        Raises:
+            ImageError: the values are no whole numbers.
+        """
+        if values.dtype.kind not in "iu":
+            raise contradiction("LUTData", "FloatPixelData")
+        places = (values.astype(np.int64) - self.first).clip(0, len(self.entries) - 1)
+        return np.asarray(self.entries[places])
+
+
+def _table_of(item: Any, descriptor_keyword: str, data_keyword: str, is_signed: bool) -> LookupTable:
+    """Return a table whose descriptor and data agree (PS3.3 C.11.1.1 and C.7.6.3.1.5)."""
+    descriptor = words_of(item, descriptor_keyword)
+    if len(descriptor) != 3:
+        raise ImageError(Reason.DAMAGED, f"{descriptor_keyword} is not three numbers")
+    num_entries, first, bits = descriptor
+    num_entries = num_entries or _WORD
+    if not 1 <= bits <= 16:
+        raise ImageError(Reason.DAMAGED, f"{descriptor_keyword} states a number of bits that is not supported")
+    if is_signed and first >= _WORD // 2:
+        first -= _WORD
+    if data_keyword.startswith("Segmented"):
+        entries = _unsegmented(words_of(item, data_keyword), num_entries, data_keyword)
+    else:
+        entries = _table_entries(item, data_keyword, num_entries, bits)
+    if int(entries.max()) >= 1 << bits:
+        raise contradiction(descriptor_keyword, data_keyword)
+    return LookupTable(entries, first, bits)
+
+
+def _table_entries(item: Any, keyword: str, num_entries: int, bits: int) -> NDArray[Any]:
+    """Return entries in words of 16 bits, or in bytes where the length of the data shows it."""
+    element = item.get_item(tag_of(keyword))
+    value = None if element is None else element.value
+    if isinstance(value, bytes) and bits <= 8 and len(value) == num_entries + num_entries % 2 != 2 * num_entries:
+        data = value
+        if not getattr(element, "is_little_endian", True):
+            data = np.frombuffer(value, ">u2").astype("<u2").tobytes()
+        return np.frombuffer(data, np.uint8, num_entries)
+    words = np.array(words_of(item, keyword), np.uint16)
+    if len(words) != num_entries:
+        raise ImageError(Reason.DAMAGED, f"{keyword} has another number of entries than its descriptor states")
+    return words
+
+
+def _through_palette(tags: Any, values: NDArray[Any], pixel_format: PixelFormat, spacing: Bounds | None) -> Picture:
+    tables = [_palette_table(tags, colour, pixel_format.signed) for colour in _COLOURS]
+    if len({(len(table.entries), table.first, table.bits) for table in tables}) > 1:
+        raise contradiction(*(f"{colour}PaletteColorLookupTableDescriptor" for colour in _COLOURS))
+    bits = tables[0].bits
+    kind = np.uint8 if bits == 8 else np.uint16
+    colours = np.stack([table.applied(values).astype(kind) for table in tables])
+    return Picture(supported(colours), spacing, None, (0.0, float((1 << bits) - 1)))
+
+
+def _palette_table(tags: Any, colour: str, is_signed: bool) -> LookupTable:
+    descriptor = f"{colour}PaletteColorLookupTableDescriptor"
+    if not has_tag(tags, descriptor):
+        raise ImageError(Reason.DAMAGED, f"{descriptor} is missing")
+    data = f"{colour}PaletteColorLookupTableData"
+    if has_tag(tags, f"Segmented{data}"):
+        data = f"Segmented{data}"
+    table = _table_of(tags, descriptor, data, is_signed)
+    if table.bits not in (8, 16):
+        raise ImageError(Reason.DAMAGED, f"{descriptor} states neither 8 nor 16 bits")
+    return table
+
+
+def _unsegmented(words: list[int], num_entries: int, keyword: str) -> NDArray[Any]:
+    """Return the entries of a segmented table of 16-bit words (PS3.3 C.7.9.2).
+
+    A segment is discrete (0: its entries), linear (1: a line from the entry before to the one given) or indirect
+    (2: segments from before once more).
+    """
+    damaged = ImageError(Reason.DAMAGED, f"{keyword} has segments that do not give the stated number of entries")
+    entries: list[int] = []
+    pending = [(0, len(words), inf)]  # where to go on, where to end, and how many segments at most
+    while pending:
+        position, end, num_segments = pending.pop()
+        while position + 2 < end and num_segments > 0:
+            kind, length = words[position], words[position + 1]
+            num_segments -= 1
+            if kind == 0 and position + 2 + length <= len(words):
+                entries += words[position + 2 : position + 2 + length]
+                position += 2 + length
+            elif kind == 1 and entries:
+                line = np.linspace(entries[-1], words[position + 2], length + 1)[1:]
+                entries += [int(value) for value in np.floor(line + 0.5)]
+                position += 3
+            elif kind == 2 and end == len(words) and num_segments == inf and position + 4 <= end:
+                # The offset counts bytes. What it points to is discrete or linear, so that this cannot go on forever.
+                offset = (words[position + 2] | words[position + 3] << 16) // 2
+                pending.append((position + 4, end, inf))
+                position, num_segments = offset, float(length)
+            else:
+                raise damaged
+            if len(entries) > num_entries:
+                raise damaged
+    if len(entries) != num_entries:
+        raise damaged
+    return np.array(entries, np.uint16)

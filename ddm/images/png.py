@@ -1,0 +1,248 @@
+"""PNG (third edition): chunks are checked here, Pillow unpacks the pixels, and every sample keeps all its bits.
+
+Pillow gets a file with nothing but the pixels in it, so that no other chunk can change them or ask for memory.
+"""
+
+# Shape legend: C channels, H height, W width.
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddm.images.content import FileContent
+from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.pillow import opened
+from ddm.images.raster import BYTE_RANGE, WORD_RANGE, Metadata, over_black, picture_of, spacing_of
+from ddm.images.reasons import ImageError, Reason
+
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_GREY, _RGB, _PALETTE, _GREY_ALPHA, _RGB_ALPHA = 0, 2, 3, 4, 6  # colour types: table 11.1
+_DEPTHS = {
+    _GREY: (1, 2, 4, 8, 16),
+    _RGB: (8, 16),
+    _PALETTE: (1, 2, 4, 8),
+    _GREY_ALPHA: (8, 16),
+    _RGB_ALPHA: (8, 16),
+}
+_CHANNELS = {_GREY: 1, _RGB: 3, _PALETTE: 1, _GREY_ALPHA: 2, _RGB_ALPHA: 4}
+_CRITICAL = (b"IHDR", b"PLTE", b"IDAT", b"IEND")
+_ONCE = (b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"pHYs")
+_MAX_TEXT_BYTES = 1 << 16  # of a packed text that is looked at
+_MM_PER_METRE = 1000.0
+
+
+@dataclass(frozen=True)
+class _Header:
+    """IHDR: section 11.2.1."""
+
+    width: int
+    height: int
+    depth: int
+    colour: int
+    interlace: int
+
+    @property
+    def top(self) -> int:
+        """The value of white."""
+        return (1 << self.depth) - 1
+
+
+def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
+    """Yield the image of one file.
+
+    Args:
+        content: the file.
+        kind: PNG.
+        limits: the most that it may ask for.
+
+    Raises:
+        ImageError: pixels that cannot be decoded, with the true reason.
+    """
+    with content.open() as stream:
+        chunks = _chunks(stream.read())
+    header = _header(chunks)
+    limits.check(header.height, header.width, 4 if header.colour == _PALETTE else _CHANNELS[header.colour])
+    samples = _samples(header, chunks)
+    values = _colours(header, samples, chunks)
+    metadata = _metadata(chunks)
+    yield picture_of(
+        values,
+        kind,
+        full=WORD_RANGE if header.depth == 16 else BYTE_RANGE,
+        orientation=metadata.orientation,
+        spacing=_spacing(chunks),
+        flags=metadata.flags(colours=header.colour not in (_GREY, _GREY_ALPHA)),
+    )
+
+
+def _chunks(data: bytes) -> dict[bytes, list[bytes]]:
+    """Return the content of the chunks by their names, up to IEND; what follows is not part of the image."""
+    chunks: dict[bytes, list[bytes]] = {}
+    position = len(_SIGNATURE)
+    while b"IEND" not in chunks:
+        if position + 12 > len(data):
+            raise ImageError(Reason.TRUNCATED, "chunks")
+        length = int.from_bytes(data[position : position + 4])
+        end = position + 8 + length
+        if end + 4 > len(data):
+            raise ImageError(Reason.TRUNCATED, "chunks")
+        name = data[position + 4 : position + 8]
+        if not chunks and name == b"CgBI":
+            raise ImageError(Reason.UNSUPPORTED, "CgBI: Apple's variant of PNG")
+        if not chunks and name != b"IHDR":
+            raise ImageError(Reason.DAMAGED, "IHDR is not the first chunk")
+        # Of every chunk: a flipped bit in a name turns a known chunk into an unknown one.
+        if zlib.crc32(memoryview(data)[position + 4 : end]) != int.from_bytes(data[end : end + 4]):
+            raise ImageError(Reason.DAMAGED, "check sum of a chunk")
+        # The fifth bit of the first letter marks chunks that a decoder must know: section 5.4.
+        if name not in _CRITICAL and not name[0] & 0x20:
+            raise ImageError(Reason.UNSUPPORTED, "an unknown critical chunk")
+        if name in _ONCE and name in chunks:
+            raise ImageError(Reason.DAMAGED, f"{name.decode()} twice")
+        chunks.setdefault(name, []).append(data[position + 8 : end])
+        position = end + 4
+    return chunks
+
+
+def _header(chunks: dict[bytes, list[bytes]]) -> _Header:
+    data = chunks[b"IHDR"][0]
+    if len(data) != 13:
+        raise ImageError(Reason.DAMAGED, "IHDR")
+    width, height, depth, colour, compression, filtering, interlace = struct.unpack(">IIBBBBB", data)
+    if depth not in _DEPTHS.get(colour, ()):
+        raise ImageError(Reason.DAMAGED, "IHDR: bit depth and colour type")
+    if compression or filtering or interlace > 1:
+        raise ImageError(Reason.UNSUPPORTED, "IHDR: an unknown compression, filter or interlace method")
+    if b"acTL" in chunks:
+        raise ImageError(Reason.UNSUPPORTED, "acTL: an animation; save its frames as images")
+    if b"IDAT" not in chunks:
+        raise ImageError(Reason.NO_PIXELS, "IDAT")
+    return _Header(width, height, depth, colour, interlace)
+
+
+def _samples(header: _Header, chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
+    """Return the samples as they are in the file, shape (H, W, C), uint8 or uint16."""
+    packed = b"".join(chunks[b"IDAT"])
+    if header.depth < 16 or header.colour == _GREY:
+        samples = _unpacked(header, packed)
+        if header.depth < 8 and header.colour == _GREY:
+            # Pillow spreads greys of few bits over 0 to 255, which divides evenly by 1, 3 and 15.
+            samples = samples // (255 // header.top)
+        return samples
+    if header.colour == _GREY_ALPHA:
+        # Four bytes a pixel, filtered as four bytes: the same stream read as RGBA of 8 bits keeps every byte.
+        as_bytes = _Header(header.width, header.height, 8, _RGB_ALPHA, header.interlace)
+        return np.ascontiguousarray(_unpacked(as_bytes, packed)).view(">u2").astype(np.uint16)
+    # Pillow has 8 bits for a colour: the upper bytes come from one reading, the lower ones from another.
+    mode = "RGB" if header.colour == _RGB else "RGBA"
+    samples = _unpacked(header, packed, f"{mode};16B").astype(np.uint16)
+    samples <<= 8
+    samples |= _unpacked(header, packed, f"{mode};16L")
+    return samples
+
+
+def _unpacked(header: _Header, packed: bytes, raw_mode: str | None = None) -> NDArray[Any]:
+    """Unpack, unfilter and deinterlace with Pillow, which also reads a raw mode other than the header's."""
+    fields = (header.width, header.height, header.depth, header.colour, 0, 0, header.interlace)
+    file = _SIGNATURE + _chunk(b"IHDR", struct.pack(">IIBBBBB", *fields))
+    if header.colour == _PALETTE:
+        file += _chunk(b"PLTE", bytes(3))  # Pillow wants one; indices are looked up here
+    file += _chunk(b"IDAT", packed) + _chunk(b"IEND", b"")
+    try:
+        with opened(BytesIO(file), "PNG") as image:
+            if raw_mode is not None:
+                image.tile = [image.tile[0]._replace(args=raw_mode)]
+            values: NDArray[Any] = np.array(image)
+    except (OSError, SyntaxError) as error:
+        if "truncated" in str(error):
+            raise ImageError(Reason.TRUNCATED, "IDAT") from error
+        raise ImageError(Reason.DAMAGED, "IDAT") from error
+    if values.dtype == np.bool_:
+        values = values * np.uint8(255)
+    elif values.dtype.itemsize > 1:
+        values = values.astype(np.uint16)
+    return values.reshape(header.height, header.width, -1)
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + name + data + zlib.crc32(data, zlib.crc32(name)).to_bytes(4)
+
+
+def _colours(header: _Header, samples: NDArray[Any], chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
+    """Return greys or RGB, transparency laid over black; 1, 2 and 4 bits are spread over 0 to 255."""
+    transparency = chunks.get(b"tRNS", [None])[0]
+    if header.colour == _PALETTE:
+        return _from_palette(header, samples[..., 0], chunks, transparency)
+    if header.colour in (_GREY_ALPHA, _RGB_ALPHA):
+        if transparency is not None:
+            raise ImageError(Reason.DAMAGED, "tRNS beside an alpha channel")
+        return over_black(samples[..., :-1], samples[..., -1], header.top)
+    if transparency is not None:
+        # One value, or one colour, in two bytes a sample whatever the depth, is transparent: section 11.3.1.1.
+        if len(transparency) != 2 * samples.shape[-1]:
+            raise ImageError(Reason.DAMAGED, "tRNS")
+        clear = np.frombuffer(transparency, ">u2").astype(np.uint16)
+        samples = np.where((samples == clear).all(-1, keepdims=True), samples.dtype.type(0), samples)
+    if header.depth < 8:
+        samples = samples * np.uint8(255 // header.top)
+    return samples
+
+
+def _from_palette(
+    header: _Header, indices: NDArray[Any], chunks: dict[bytes, list[bytes]], transparency: bytes | None
+) -> NDArray[Any]:
+    entries = chunks.get(b"PLTE", [b""])[0]
+    if not entries or len(entries) % 3 or len(entries) > 3 << header.depth:
+        raise ImageError(Reason.DAMAGED, "PLTE")
+    palette = np.frombuffer(entries, np.uint8).reshape(-1, 3)
+    if indices.size and int(indices.max()) >= len(palette):
+        raise ImageError(Reason.DAMAGED, "PLTE: an index beyond its end")
+    if transparency is not None:
+        if len(transparency) > len(palette):
+            raise ImageError(Reason.DAMAGED, "tRNS")
+        alpha = np.full(len(palette), 255, np.uint8)
+        alpha[: len(transparency)] = np.frombuffer(transparency, np.uint8)
+        palette = over_black(palette, alpha, 255)
+    colours: NDArray[Any] = palette[indices]
+    return colours
+
+
+def _metadata(chunks: dict[bytes, list[bytes]]) -> Metadata:
+    metadata = Metadata()
+    for data in chunks.get(b"eXIf", ()):
+        metadata.add_exif(data)
+    for data in chunks.get(b"tEXt", ()):
+        metadata.add_text(data)
+    for name in (b"zTXt", b"iTXt"):
+        for data in chunks.get(name, ()):
+            metadata.add_text(data)
+            metadata.add_text(_inflated(name, data))
+    return metadata
+
+
+def _inflated(name: bytes, data: bytes) -> bytes:
+    """Return the beginning of a packed text; nothing if it is not packed or damaged, since it is only looked at."""
+    _, _, rest = data.partition(b"\0")
+    if name == b"zTXt":
+        packed = rest[1:]
+    elif rest[:1] == b"\1":
+        packed = rest[2:].partition(b"\0")[2].partition(b"\0")[2]
+    else:
+        return b""
+    try:
+        return zlib.decompressobj().decompress(packed, _MAX_TEXT_BYTES)
+    except zlib.error:
+        return b""
+
+
+def _spacing(chunks: dict[bytes, list[bytes]]) -> tuple[float, float] | None:
+    data = chunks.get(b"pHYs", [b""])[0]
+    if len(data) != 9:
+        return None
+    per_column, per_row, unit = struct.unpack(">IIB", data)
+    return spacing_of(per_row, per_column, _MM_PER_METRE if unit == 1 else None)

@@ -1,0 +1,327 @@
+"""Images of a plan's shape and range that are public or the user's own, from pictures or arrays, with their columns.
+
+Pictures, and arrays of anything else than samples, go through the plan's transform, exactly as at a silo. Without a
+transform there are arrays of the plan's shape alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.errors import DataError
+from ddm.images.array_files import ImageArrays, open_images
+from ddm.images.find import DataSet
+from ddm.images.fit import check_row, fit
+from ddm.images.npz import read_array
+from ddm.images.picture import Picture
+from ddm.images.ranges import EnlargementCounter, RangeCounter, ValueKind, range_of_type, range_remarks
+from ddm.images.read import PictureReader, find_readable
+from ddm.images.rows import BLOCK_BYTES, rows_of
+from ddm.images.transform import Transform, mapped, with_channels
+from ddm.io.files import require_file
+from ddm.protocol.data import DataSpec
+from ddm.protocol.transform import TransformSpec
+from ddm.system.memory import machine_bytes
+
+MAX_CELL_BYTES = 16 * 1024  # of one caption or label, with room for four bytes a character
+_LABELS = ("labels", "label")
+_CAPTIONS = ("captions", "caption")
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images of a plan's shape and range.
+
+    Attributes:
+        spec: the plan's shape and range.
+        files: that hold the images, in order.
+        arrays: the arrays with their columns; None for pictures in files of their own.
+        stored: what the transform made, in its compact type; None for arrays that are read as they are.
+        count_P: how many images each picture became; empty where each became one.
+        labels: the class of each picture, as a table or its file says; empty for arrays.
+        captions: the same of texts.
+        remarks: what a person should know of how the images were read.
+    """
+
+    spec: DataSpec
+    files: tuple[Path, ...]
+    arrays: ImageArrays | None = None
+    stored: Sequence[NDArray[np.generic]] | None = None
+    count_P: Sequence[int] = ()
+    labels: Sequence[str | None] = ()
+    captions: Sequence[str | None] = ()
+    remarks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        if self.stored is not None:
+            return len(self.stored)
+        return 0 if self.arrays is None else len(self.arrays)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory the images take already."""
+        return sum(sample.nbytes for sample in self.stored or ())
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield the images in blocks, float32, in the plan's range.
+
+        Raises:
+            DataError: values that do not fit the range.
+        """
+        start = 0
+        for block in self._stored_blocks():
+            yield fit(block, range(start, start + len(block)), spec=self.spec)
+            start += len(block)
+
+    def read(self) -> Tensor:
+        """Return all images, shape (N, C, H, W) or (N, C, D, H, W), float32, in the plan's range.
+
+        Raises:
+            DataError: values that do not fit the range, or more images than memory holds.
+        """
+        if self.arrays is not None and self.stored is None:
+            return open_images(self.arrays, self.spec, None)[:]
+        images = torch.empty(len(self), *self.spec.shape)
+        start = 0
+        for block in self.blocks():
+            images[start : start + len(block)] = block
+            start += len(block)
+        return images
+
+    @property
+    def column_names(self) -> frozenset[str]:
+        """The names of the columns that there are."""
+        if self.arrays is not None:
+            return self.arrays.columns
+        names = set()
+        if any(self.labels):
+            names.add(_LABELS[0])
+        if any(self.captions):
+            names.add(_CAPTIONS[0])
+        return frozenset(names)
+
+    def column(self, name: str) -> NDArray[np.generic]:
+        """Return one entry for each image; of what became several images, each has the same entry.
+
+        Raises:
+            MissingFileError, DataError: no such column, or not one entry for each picture.
+        """
+        if self.arrays is not None:
+            cells = self.arrays.column(name, MAX_CELL_BYTES)
+            if cells.shape[:1] != (len(self.arrays),):
+                expected = f"shape ({len(self.arrays)},), one value an image"
+                raise DataError(f"column {name}", expected=expected, got=f"shape {cells.shape}")
+        else:
+            cells = self._column_of_pictures(name)
+        return np.repeat(cells, self.count_P, 0) if len(self.count_P) else cells
+
+    def range_remarks(self, images: Tensor) -> list[str]:
+        """Return what a person should know of how these images, all or some of `read`, use their range."""
+        counter = RangeCounter()
+        counter.add_images(images.numpy())
+        if self.stored is not None or self.arrays is None:
+            return range_remarks(counter.use(), self.spec.range, ValueKind.TRANSFORMED)
+        type_range = range_of_type(self.arrays.row[0].name)
+        if type_range is None:
+            return range_remarks(counter.use(), self.spec.range, ValueKind.FLOATS)
+        # Whole numbers were spread over the plan's range by their type: say it in the numbers that the file holds.
+        low, high = self.spec.range
+        largest = type_range[1]
+        whole = RangeCounter()
+        whole.add_images(((images.double() - low) / (high - low) * largest).round().numpy())
+        return range_remarks(whole.use(), type_range, ValueKind.WHOLE)
+
+    def _stored_blocks(self) -> Iterator[NDArray[np.generic]]:
+        if self.stored is not None:
+            num_rows = rows_of(BLOCK_BYTES, self.spec.shape)
+            for start in range(0, len(self.stored), num_rows):
+                yield np.stack(self.stored[start : start + num_rows])
+        elif self.arrays is not None:
+            yield from self.arrays.unpacked()
+
+    def _column_of_pictures(self, name: str) -> NDArray[np.generic]:
+        cells: Sequence[str | None] = ()
+        if name in _LABELS:
+            cells = self.labels
+        elif name in _CAPTIONS:
+            cells = self.captions
+        if not any(cells):
+            expected = f"a column {name}: beside arrays, or of labels and captions in a table"
+            raise DataError(f"column {name}", expected=expected, got="pictures without one")
+        num_missing = sum(not cell for cell in cells)
+        if num_missing:
+            got = f"none for {num_missing} of {len(cells)} images"
+            raise DataError(f"column {name}", expected="a value for each image", got=got)
+        return np.array(cells, dtype=np.str_)
+
+
+def open_image_set(
+    path: Path, spec: DataSpec, transform: TransformSpec | None, *, takes_samples: bool = False, subject: str = "images"
+) -> ImageSet:
+    """Open the images at a path; pictures that a transform is for are read, arrays of samples are not read yet.
+
+    Args:
+        path: with a transform, whatever `ddm.images.find.find_data` takes; without one, arrays of the plan's shape.
+        spec: the plan's shape and range.
+        transform: the plan's.
+        takes_samples: take arrays in floating point of the plan's shape as samples, which no transform is for.
+        subject: what messages call the images.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: no image; images that cannot be used, by the names of their files; or more than memory holds.
+    """
+    data = find_readable(path)
+    if transform is None or (takes_samples and _holds_samples(data, spec)):
+        arrays = data.require_arrays()
+        if arrays.name != "images":
+            raise DataError(subject, expected="images", got="latents")
+        check_row(*arrays.row, spec)
+        return ImageSet(spec, arrays.files, arrays, remarks=tuple(data.remarks()))
+    return _transformed(data, Transform(transform, spec), subject)
+
+
+def _holds_samples(data: DataSet, spec: DataSpec) -> bool:
+    if data.arrays is None or data.arrays.name != "images":
+        return False
+    dtype, shape = data.arrays.row
+    return dtype.kind == "f" and shape == spec.shape
+
+
+def _transformed(data: DataSet, transform: Transform, subject: str) -> ImageSet:
+    """Take every picture through the transform; what it makes stays in memory, in its compact type."""
+    reader = PictureReader(data, subject)
+    enlargements = EnlargementCounter()
+    stored: list[NDArray[np.generic]] = []
+    count_P: list[int] = []
+    labels: list[str | None] = []
+    captions: list[str | None] = []
+    memory_bytes = machine_bytes()
+    for named in reader:
+        try:
+            samples = transform.apply(named.picture)
+            enlargements.add(*transform.resampled_sides(named.picture))
+        except DataError as error:
+            reader.refuse(named.name, error)
+            continue
+        stored.extend(transform.stored(sample) for sample in samples)
+        count_P.append(len(samples))
+        labels.append(named.label)
+        captions.append(named.caption)
+        # Beside the compact type, all images are needed in float32 at one time.
+        needed_bytes = len(stored) * transform.data.dim * (4 + transform.dtype.itemsize)
+        if needed_bytes > memory_bytes:
+            raise DataError(subject, expected=f"at most {memory_bytes} bytes of memory", got=f"{needed_bytes} bytes")
+    reader.require_all()
+    if not stored:
+        raise DataError(subject, expected="at least one", got="an empty folder or array")
+    # Parts of a data set, such as train_images, have columns of their own, which the pictures bear.
+    arrays = data.arrays if data.arrays is not None and len(data.arrays) == len(count_P) else None
+    return ImageSet(
+        transform.data,
+        reader.files(),
+        arrays,
+        stored,
+        count_P,
+        labels,
+        captions,
+        (*reader.remarks(), *enlargements.remarks(subject)),
+    )
+
+
+def read_given_images(path: Path, spec: DataSpec) -> Tensor:
+    """Read images to begin from: pictures of the plan's size, or arrays of its shape.
+
+    A picture is not transformed: what its type can hold becomes the plan's range, as `ddm sample` writes pictures.
+
+    Returns:
+        Shape (N, C, H, W) or (N, C, D, H, W), float32, in the plan's range.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: no picture, one of another size, or values that do not fit the range.
+    """
+    data = find_readable(path)
+    if data.looks_like_arrays:
+        return open_image_set(path, spec, None).read()
+    reader = PictureReader(data, "picture")
+    images = []
+    for named in reader:
+        try:
+            images.append(_given_image(named.picture, spec))
+        except DataError as error:
+            reader.refuse(named.name, error)
+    reader.require_all()
+    if not images:
+        raise DataError("picture", expected="at least one", got="an empty folder")
+    return torch.cat(images)
+
+
+def _given_image(picture: Picture, spec: DataSpec) -> Tensor:
+    """Return a picture of the plan's size as one image, shape (1, ...)."""
+    _check_size(picture, spec)
+    channels = {1: "grey", 3: "rgb"}.get(spec.shape[0])
+    values = picture.values
+    if values.shape[0] != spec.shape[0]:
+        if channels is None:
+            got = f"{values.shape[0]} channels"
+            raise DataError("picture", expected=f"{spec.shape[0]} channels", got=got)
+        values = with_channels(values, TransformSpec.model_validate({"channels": channels}), spec.shape[0])
+    low, high = spec.range if picture.full is None else picture.full
+    if picture.full is None and (values.min() < low or values.max() > high):
+        got = f"{values.min():g} to {values.max():g}"
+        raise DataError("picture", expected=f"values within [{low:g}, {high:g}], or whole numbers", got=got)
+    return torch.from_numpy(mapped(values, low, high, spec.range))[None]
+
+
+def read_mask(path: Path, spec: DataSpec) -> Tensor:
+    """Read where an image shall be drawn: white pixels of a picture, or what is not 0 in the array `mask` of an npz.
+
+    Returns:
+        Bool, shape (H, W), or (D, H, W).
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: not a mask, one of another size, or one that leaves nothing to draw.
+    """
+    if path.suffix.lower() == ".npz":
+        mask = read_array(require_file(path, "a mask"), "mask", max_bytes=16 * spec.dim + 4096)
+        if mask.dtype.kind not in "bui" or mask.shape != spec.shape[1:]:
+            got = f"{mask.dtype} {mask.shape}"
+            raise DataError("mask", expected=f"bool or whole numbers, {spec.shape[1:]}", got=got)
+        is_drawn = mask != 0
+    else:
+        is_drawn = _mask_of_picture(path, spec)
+    if not is_drawn.any():
+        raise DataError("mask", expected="pixels that are not black: there the model draws", got="only black pixels")
+    return torch.from_numpy(is_drawn)
+
+
+def _mask_of_picture(path: Path, spec: DataSpec) -> NDArray[np.bool_]:
+    reader = PictureReader(find_readable(path), "mask")
+    pictures = [named.picture for named in reader]
+    reader.require_all()
+    if len(pictures) != 1:
+        raise DataError("mask", expected="one picture", got=str(len(pictures)))
+    picture = pictures[0]
+    _check_size(picture, spec)
+    if picture.full is None:
+        raise DataError("mask", expected="whole numbers", got=str(picture.values.dtype))
+    low, high = picture.full
+    # Grey as three equal channels is what most programs save.
+    is_grey = bool((picture.values == picture.values[:1]).all())
+    first = picture.values[0]
+    if not is_grey or not bool(np.isin(first, (low, high)).all()):
+        raise DataError("mask", expected="only black and white pixels", got="grey or coloured ones")
+    return np.asarray(first == high)
+
+
+def _check_size(picture: Picture, spec: DataSpec) -> None:
+    if picture.values.shape[1:] != spec.shape[1:]:
+        expected = f"{' x '.join(map(str, spec.shape[1:]))} pixels, height by width"
+        raise DataError("picture", expected=expected, got=" x ".join(map(str, picture.values.shape[1:])))

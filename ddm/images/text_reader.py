@@ -1,0 +1,124 @@
+"""Debian's tesseract as a second opinion: whether it reads letters in a part of an image that may hold a line of text.
+
+It runs as a child of the decoder's process, within the bounds of that: it can write no file, its memory and its time
+are bounded, and the part comes to it through a pipe. What it reads is compared with a rule and forgotten.
+"""
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PROGRAM = "tesseract"
+_COMMAND = ("stdin", "stdout", "--psm", "6", "-l", "eng", "--dpi", "150", "tsv")  # 6: one block of text
+_LETTER_HEIGHT = 32  # pixels, of what it is given: it reads smaller letters badly
+_MOST_FACTOR = 6
+_MOST_SIDE = 2000  # pixels, of what it is given
+_SECONDS = 10
+_MEMORY_BYTES = 1 << 30
+_LEAST_CONFIDENCE = 60  # percent; anatomy gives words, too, but of less
+_LEAST_LETTERS = 3  # of one word
+_NUM_COLUMNS = 12  # of its table: the last but one is the confidence, the last the word
+
+
+@lru_cache(maxsize=1)
+def reader_path() -> str | None:
+    """Return where tesseract is installed; None where it is not."""
+    return shutil.which(_PROGRAM)
+
+
+def reads_letters(grey_HW: NDArray[np.generic], top: int, left: int, height: int, length: int) -> bool:
+    """Return whether tesseract reads a word in a part of an image; False where it is not installed.
+
+    Args:
+        grey_HW: the image.
+        top: the first row of what may be a line of text.
+        left: its first column; the line may go on at both ends.
+        height: of its letters, pixels.
+        length: of the line, pixels.
+    """
+    program = reader_path()
+    if program is None:
+        return False
+    rows = slice(max(0, top - height), top + 2 * height)
+    columns = slice(max(0, left - 3 * length), left + 4 * length)
+    return _reads_word(program, _prepared(grey_HW[rows, columns], height))
+
+
+def _prepared(part_HW: NDArray[np.generic], letter_height: int) -> NDArray[np.uint8]:
+    """Return a part of an image with dark letters on light ground, enlarged, with a margin."""
+    part: NDArray[Any] = part_HW.astype(np.float32)
+    low, high = np.percentile(part, (1, 99))
+    part = ((part - low) / max(float(high - low), 1e-30)).clip(0, 1)
+    if np.median(part) < 0.5:
+        part = 1 - part
+    factor = max(1, min(_MOST_FACTOR, round(_LETTER_HEIGHT / letter_height)))
+    while factor > 1 and factor * max(part.shape) > _MOST_SIDE:
+        factor -= 1
+    enlarged = _enlarged(_enlarged(part, factor, axis=0), factor, axis=1)[:_MOST_SIDE, :_MOST_SIDE]
+    tones = (enlarged * 255).astype(np.uint8)
+    return np.pad(tones, 20, constant_values=int(np.median(tones)))
+
+
+def _enlarged(part: NDArray[Any], factor: int, axis: int) -> NDArray[Any]:
+    """Return a part that is enlarged along one axis, linearly between neighbours: hard steps are no letters to it."""
+    num = part.shape[axis]
+    places = ((np.arange(num * factor) + 0.5) / factor - 0.5).clip(0, num - 1)
+    before = np.floor(places).astype(np.intp)
+    after = np.minimum(before + 1, num - 1)
+    share = (places - before).astype(np.float32)
+    share = share[:, None] if axis == 0 else share[None, :]
+    enlarged: NDArray[Any] = part.take(before, axis) * (1 - share) + part.take(after, axis) * share
+    return enlarged
+
+
+def _reads_word(program: str, tones_HW: NDArray[np.uint8]) -> bool:
+    height, width = tones_HW.shape
+    image = b"P5 %d %d 255\n" % (width, height) + tones_HW.tobytes()
+    # One thread: several wait for each other longer than they work on a part as small as this.
+    environment = {"OMP_THREAD_LIMIT": "1", "PATH": os.defpath}
+    try:
+        done = subprocess.run(
+            [program, *_COMMAND],
+            input=image,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            timeout=_SECONDS,
+            preexec_fn=_bound,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):  # the result is then as without tesseract
+        return False
+    table = done.stdout.decode("utf-8", "replace")
+    return any(_is_word(line.split("\t")) for line in table.splitlines())
+
+
+def _bound() -> None:
+    """Bound the child: its memory and its time, no file written, no core dump."""
+    for kind, most in (
+        (resource.RLIMIT_AS, _MEMORY_BYTES),
+        (resource.RLIMIT_CPU, _SECONDS),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, limit = resource.getrlimit(kind)
+        # A decoder whose own limit is lower cannot raise it.
+        bound = most if limit == resource.RLIM_INFINITY else min(most, limit)
+        resource.setrlimit(kind, (bound, bound))
+
+
+def _is_word(cells: list[str]) -> bool:
+    if len(cells) != _NUM_COLUMNS:
+        return False
+    try:
+        confidence = float(cells[-2])
+    except ValueError:  # the first line names the columns
+        return False
+    return confidence >= _LEAST_CONFIDENCE and len(re.findall(r"[^\W_]", cells[-1])) >= _LEAST_LETTERS

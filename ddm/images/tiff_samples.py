@@ -1,0 +1,188 @@
+"""The samples of one page of TIFF: tifffile reads its tags and lays them out, imagecodecs unpacks strips and tiles.
+
+A tag that cannot be obeyed is refused by its name. imagecodecs returns what it could unpack of a broken stream without
+a word (LZW, PackBits), so that each strip or tile is held to the number of its bytes.
+"""
+
+# Shape legend: H height, W width, S samples of a pixel.
+from collections.abc import Iterator
+from math import ceil
+from typing import Any
+
+import imagecodecs
+import numpy as np
+import tifffile
+from numpy.typing import NDArray
+
+from ddm.images import jpeg
+from ddm.images.picture import Limits
+from ddm.images.reasons import ImageError, Reason
+
+NONE, LZW, JPEG, PACK_BITS = 1, 5, 7, 32773
+WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE, CMYK, YCBCR = 0, 1, 2, 3, 5, 6
+NUM_COLOURS = {WHITE_IS_ZERO: 1, BLACK_IS_ZERO: 1, RGB: 3, PALETTE: 1, CMYK: 4, YCBCR: 3}
+_DECODERS = {
+    8: imagecodecs.zlib_decode,
+    32946: imagecodecs.zlib_decode,
+    PACK_BITS: imagecodecs.packbits_decode,
+    50000: imagecodecs.zstd_decode,
+}
+_LONGEST_LZW_BYTES = 1 << 13  # more than 4096 codes of 12 bits: one code stands for 4096 bytes at most
+_NO_PREDICTOR, _HORIZONTAL, _FLOATING_POINT = 1, 2, 3
+UNSIGNED, SIGNED, FLOATING = (1, 4), 2, 3  # SampleFormat; 4 means undefined, which counts as unsigned (section 19)
+_SEGMENT_TAGS = (273, 279, 324, 325)  # StripOffsets, StripByteCounts, TileOffsets, TileByteCounts
+_FULL_RANGES = (  # of ReferenceBlackWhite; the second is its default for RGB, which some writers leave there
+    (0, 255, 128, 255, 128, 255),
+    (0, 255, 0, 255, 0, 255),
+)
+
+
+def check_page(page: tifffile.TiffPage, limits: Limits) -> None:
+    """Refuse a page that is too large, or with a tag that contradicts another or that is not obeyed here.
+
+    Raises:
+        ImageError: with the tag's name.
+    """
+    limits.check(page.imagelength, page.imagewidth, page.samplesperpixel)
+    height, width = _segment(page)
+    # Tiles may be larger than the image.
+    limits.check(ceil(page.imagelength / max(1, height)) * height, ceil(page.imagewidth / max(1, width)) * width)
+    if 262 not in page.tags or page.photometric not in NUM_COLOURS:
+        raise ImageError(
+            Reason.UNSUPPORTED, "PhotometricInterpretation: missing, or not grey, RGB, YCbCr, palette or CMYK"
+        )
+    for name in ("BitsPerSample", "SampleFormat"):
+        tag = page.tags.get(name)
+        # Some writers give one number for all samples.
+        if tag is not None and (tag.count not in (1, page.samplesperpixel) or len(set(np.atleast_1d(tag.value))) > 1):
+            raise ImageError(Reason.UNSUPPORTED, f"{name}: not the same for all samples")
+    if page.sampleformat not in (*UNSIGNED, SIGNED, FLOATING):
+        raise ImageError(Reason.UNSUPPORTED, "SampleFormat: neither whole numbers nor floating point")
+    if page.dtype is None or page.bitspersample not in (*range(1, 17), 32, 64):
+        raise ImageError(Reason.UNSUPPORTED, "BitsPerSample: not supported")
+    if page.planarconfig not in (1, 2):
+        raise ImageError(Reason.DAMAGED, "PlanarConfiguration")
+    _check_coding(page)
+    if page.compression == JPEG:
+        if page.bitspersample != 8 or page.sampleformat not in UNSIGNED:
+            raise ImageError(Reason.UNSUPPORTED, "Compression: JPEG of other than 8 bits")
+        is_known = page.photometric in (WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, YCBCR)
+        if not is_known or page.samplesperpixel != NUM_COLOURS[page.photometric]:
+            raise ImageError(Reason.UNSUPPORTED, "Compression: JPEG of other than grey, RGB and YCbCr")
+    if page.photometric == YCBCR:
+        if page.compression != JPEG or page.planarconfig == 2:
+            raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation: YCbCr without JPEG, or in planes")
+        bounds = page.tags.valueof("ReferenceBlackWhite", ())
+        full_ranges = [tuple(number for bound in full for number in (bound, 1)) for full in _FULL_RANGES]
+        if bounds and bounds not in (*full_ranges, *_FULL_RANGES):
+            raise ImageError(Reason.UNSUPPORTED, "ReferenceBlackWhite: other than the full range")
+
+
+def _check_coding(page: tifffile.TiffPage) -> None:
+    """Refuse compressions, predictors and orders of bits that are not decoded."""
+    if page.compression not in (NONE, LZW, JPEG, *_DECODERS):
+        raise ImageError(Reason.UNSUPPORTED, "Compression: not supported")
+    if page.predictor not in (_NO_PREDICTOR, _HORIZONTAL, _FLOATING_POINT):
+        raise ImageError(Reason.UNSUPPORTED, "Predictor")
+    if page.predictor != _NO_PREDICTOR and page.compression in (NONE, JPEG, PACK_BITS):
+        raise ImageError(Reason.DAMAGED, "Predictor: allowed only with LZW, Deflate and Zstandard")
+    if page.predictor == _HORIZONTAL and page.bitspersample % 8:
+        raise ImageError(Reason.UNSUPPORTED, "Predictor: 2 for samples that are not whole bytes")
+    if page.predictor == _FLOATING_POINT and page.sampleformat != FLOATING:
+        raise ImageError(Reason.UNSUPPORTED, "Predictor: 3 for samples that are not floating point")
+    # TIFF 6.0 wants 2 for one bit a sample alone, uncompressed or in CCITT. Writers differ in what else they reverse.
+    if page.fillorder != 1 and (page.fillorder != 2 or page.bitspersample != 1 or page.compression != NONE):
+        raise ImageError(Reason.UNSUPPORTED, "FillOrder: other than 1, or 2 for uncompressed samples of one bit")
+
+
+def _segment(page: tifffile.TiffPage) -> tuple[int, int]:
+    """Return height and width of a strip or tile."""
+    if page.is_tiled:
+        return page.tilelength, page.tilewidth
+    return page.rowsperstrip, page.imagewidth
+
+
+def samples_of(page: tifffile.TiffPage) -> NDArray[Any]:
+    """Return the samples of a page, shape (H, W, S), in the type of the file and the byte order of the machine.
+
+    Raises:
+        ImageError: damaged or truncated.
+    """
+    is_planar = page.planarconfig == 2 and page.samplesperpixel > 1
+    compression = page.compression
+    segments = _packed_segments(page)
+    if compression != JPEG:
+        # tifffile gets unpacked bytes, since its own way fills gaps without a word.
+        page.compression = NONE
+        page.subsampling = None
+    samples = np.empty((page.imagelength, page.imagewidth, page.samplesperpixel), page.dtype)
+    for number, data in enumerate(segments):
+        _, place, shape = page.decode(None, number)
+        if compression == JPEG:
+            unpacked = _of_jpeg(page, data, shape)
+        else:
+            data = _decompressed(page, compression, data, shape)
+            unpacked = np.asarray(page.decode(data, number)[0])[0]
+        planes = slice(place[0], place[0] + 1) if is_planar else slice(None)
+        part = samples[place[2] : place[2] + shape[1], place[3] : place[3] + shape[2], planes]
+        part[...] = unpacked[: part.shape[0], : part.shape[1]]
+    return samples.view(np.uint8) if samples.dtype == bool else samples
+
+
+def _packed_segments(page: tifffile.TiffPage) -> Iterator[bytes]:
+    """Yield the packed bytes of the strips or tiles."""
+    if not page.dataoffsets:
+        raise ImageError(Reason.NO_PIXELS, "StripOffsets and TileOffsets are missing")
+    height, width = _segment(page)
+    if not height or not width:
+        raise ImageError(Reason.DAMAGED, "RowsPerStrip, TileLength or TileWidth: 0")
+    num = ceil(page.imagelength / height) * ceil(page.imagewidth / width)
+    if page.planarconfig == 2:
+        num *= page.samplesperpixel
+    counts = [page.tags[code].count for code in _SEGMENT_TAGS if code in page.tags]
+    if {*counts, len(page.databytecounts)} != {num}:
+        raise ImageError(Reason.DAMAGED, "Offsets or ByteCounts: not as many as there are strips or tiles")
+    if not all(page.dataoffsets) or not all(page.databytecounts):
+        raise ImageError(Reason.DAMAGED, "Offsets or ByteCounts: a strip or tile without content")
+    handle = page.parent.filehandle
+    if sum(page.databytecounts) > handle.size:
+        # Many segments in the same place would make memory of nothing.
+        raise ImageError(Reason.TRUNCATED, "ByteCounts: more than the file has")
+    for offset, count in zip(page.dataoffsets, page.databytecounts, strict=True):
+        handle.seek(offset)
+        data = handle.read(count)
+        if len(data) != count:
+            raise ImageError(Reason.TRUNCATED, "Offsets: outside of the file")
+        yield data
+
+
+def _decompressed(page: tifffile.TiffPage, compression: int, data: bytes, shape: tuple[int, ...]) -> bytes:
+    """Return the bytes of a strip or tile of this shape (1, H, W, S), which may be packed with more rows."""
+    row_bytes = ceil(shape[2] * shape[3] * page.bitspersample / 8)
+    most = _segment(page)[0] * row_bytes
+    try:
+        if compression == LZW:
+            # A stream ends with a code of its own. Without it, the zeros behind it give more bytes than there may be.
+            data = bytes(imagecodecs.lzw_decode(data + bytes(_LONGEST_LZW_BYTES), out=most + 1))
+        elif compression != NONE:
+            data = bytes(_DECODERS[compression](data, out=most))
+    except (ValueError, RuntimeError) as error:
+        raise ImageError(Reason.DAMAGED, "Compression: a strip or tile that does not unpack") from error
+    size = shape[1] * row_bytes
+    if len(data) < size or (compression == LZW and len(data) not in (size, most)):
+        raise ImageError(Reason.TRUNCATED, "a strip or tile with fewer pixels than its page says")
+    return data[:size]
+
+
+def _of_jpeg(page: tifffile.TiffPage, data: bytes, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return the samples of a strip or tile that is a stream of JPEG: TIFF Technical Note 2."""
+    if page.jpegtables:
+        data = page.jpegtables.removesuffix(b"\xff\xd9") + data.removeprefix(b"\xff\xd8")
+    markers = jpeg.parse(data)
+    if markers.num_channels != shape[3]:
+        raise ImageError(Reason.DAMAGED, "SamplesPerPixel: the stream of JPEG has another number of components")
+    if markers.width != shape[2] or markers.height not in (shape[1], _segment(page)[0]):
+        raise ImageError(Reason.DAMAGED, "the stream of JPEG has another size than its strip or tile")
+    # The colour space is that of PhotometricInterpretation, whatever the stream's own markers say.
+    colour_space = {RGB: "RGB", YCBCR: "YCbCr"}.get(page.photometric) if shape[3] == 3 else None
+    return np.asarray(jpeg.decoded(markers, colour_space)).reshape(markers.height, markers.width, shape[3])
