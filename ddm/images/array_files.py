@@ -158,10 +158,10 @@ def open_latents(source: ImageArrays, shape: tuple[int, ...], folder: Path | Non
         shape: of one.
         folder: as for images.
     """
-    dtype, found = source.row
-    if found != shape or dtype.kind != "f":
+    dtype, row_shape = source.row
+    if row_shape != shape or dtype.kind != "f":
         expected = f"floating point {shape}, as this plan's autoencoder gives them"
-        raise DataError("latents", expected=expected, got=f"{dtype} {found}")
+        raise DataError("latents", expected=expected, got=f"{dtype} {row_shape}")
     return _opened(source, as_floats, shape, folder)
 
 

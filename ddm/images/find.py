@@ -191,16 +191,21 @@ def _find_in_folder(path: Path, columns: Columns, outside: bool) -> DataSet:
         data = _find_arrays(path, outside)
         return replace(data, notes=notes_on_unused_tables(path))
     boundary = _Boundary(path, outside)
-    found = find_folder_table(path, columns, boundary.contains)
-    if found.table is None:
+    folder_table = find_folder_table(path, columns, boundary.contains)
+    if folder_table.table is None:
         if columns:
             expected = "a table as --data, or a table in the folder that lists its files"
-            remedy = " ".join([*found.notes, "Use the names in the first line of the table."])
+            remedy = " ".join([*folder_table.notes, "Use the names in the first line of the table."])
             raise DataError("--column", expected=expected, got="no table that fits", remedy=remedy)
-        return DataSet(path, DataKind.PICTURES, notes=found.notes, outside=outside)
-    table_paths = TablePaths.of(found.table)
+        return DataSet(path, DataKind.PICTURES, notes=folder_table.notes, outside=outside)
+    table_paths = TablePaths.of(folder_table.table)
     return DataSet(
-        path, DataKind.PICTURES, table=found.table, table_paths=table_paths, notes=found.notes, outside=outside
+        path,
+        DataKind.PICTURES,
+        table=folder_table.table,
+        table_paths=table_paths,
+        notes=folder_table.notes,
+        outside=outside,
     )
 
 
@@ -312,8 +317,9 @@ class _TableRows:
             num_characters += len(path) + row.num_characters
             if len(rows) > MAX_ROWS_IN_MEMORY or num_characters > MAX_CHARACTERS_IN_MEMORY:
                 expected = f"at most {MAX_ROWS_IN_MEMORY} rows and {MAX_CHARACTERS_IN_MEMORY} characters beside images"
+                got = f"{len(rows)} rows and {num_characters} characters so far"
                 remedy = "Give the table itself as --data: then it is read row by row."
-                raise DataError("table", expected=expected, got="more", remedy=remedy)
+                raise DataError("table", expected=expected, got=got, remedy=remedy)
         table_path = os.path.normpath(self._table.path)
         for file in _below(str(folder), self._boundary):
             path = os.path.normpath(file.path)

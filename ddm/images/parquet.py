@@ -351,8 +351,8 @@ def _numpy_type(kind: Any) -> np.dtype[np.generic]:
         raise ImageError(
             Reason.UNSUPPORTED, "a column of images that are neither image files, tensors nor lists of numbers"
         )
-    found: np.dtype[np.generic] = np.dtype(kind.to_pandas_dtype())
-    return found
+    dtype: np.dtype[np.generic] = np.dtype(kind.to_pandas_dtype())
+    return dtype
 
 
 def _is_list(kind: Any) -> bool:
@@ -398,7 +398,7 @@ def _pictures(column: Any, dtype: np.dtype[np.generic], shape: tuple[int, ...], 
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype).reshape(num, *shape)
 
 
-def _no_gaps(column: Any, first: int, each: int = 1) -> None:
+def _no_gaps(column: Any, first: int, entries_per_row: int = 1) -> None:
     if column.null_count:
-        row = first + column.is_null().index(True).as_py() // each
+        row = first + column.is_null().index(True).as_py() // entries_per_row
         raise DataError("images", expected="an image in every row", got=f"none in row {row}")

@@ -153,11 +153,11 @@ def _remedy(use: RangeUse, value_range: tuple[float, float], kind: ValueKind) ->
             "they have (data.range)."
         )
     if kind is ValueKind.WHOLE:
-        bits = ""
+        num_bits = ""
         if begin == 0 and 0 < use.high < end:
-            bits = f", which fit in {max(1, int(use.high).bit_length())} bits"
+            num_bits = f"They fit in {max(1, int(use.high).bit_length())} bits. "
         return (
-            f"Scale them to {begin:g} to {end:g}{bits}; or plan with a table [transform] whose range is window, "
+            f"{num_bits}Scale them to {begin:g} to {end:g}, or plan with a table [transform] whose range is window, "
             "percentiles or values."
         )
     if kind is ValueKind.SAMPLES:

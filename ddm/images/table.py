@@ -105,7 +105,7 @@ class Table:
         records = self._csv_records() if _is_csv(self.path) else self._parquet_records()
         for count, (place, texts) in enumerate(records):
             if count >= MAX_ROWS:
-                raise DataError("table", expected=f"at most {MAX_ROWS} rows", got="more")
+                raise DataError("table", expected=f"at most {MAX_ROWS} rows", got=f"row {count + 1}")
             path = _cell(texts.pop("path"), place)
             if path is None:
                 got = f"an empty one in {place}"

@@ -19,7 +19,8 @@ from ddm.images.transform import Transform
 from ddm.io.files import replacing
 from ddm.protocol.classes import Classes
 from silo.data.problems import refuse_all
-from silo.images.scan import ColumnOfPicture, QuarantineFile, ScannedImage, ScannedImages
+from silo.images.scan import ColumnOfPicture, QuarantineFile, ScannedImages
+from silo.images.scanned_image import ScannedImage
 from silo.images.source import ImageSource
 
 LEFT_OUT = "left-out.csv"

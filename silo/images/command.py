@@ -14,7 +14,8 @@ from ddm.system.console import progress, say
 from silo.config import ImagesSettings, Site
 from silo.images.preview import Sheet
 from silo.images.report import report
-from silo.images.scan import ScannedImage, scan
+from silo.images.scan import scan
+from silo.images.scanned_image import ScannedImage
 from silo.images.source import FOLDER, ImageSource, default_folder
 from silo.images.summary import Summary
 

@@ -20,7 +20,7 @@ from ddm.io.settings import Settings, misfit
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
 from silo.images.memory import KEY_BYTES
-from silo.images.scan import ScannedImage
+from silo.images.scanned_image import ScannedImage
 from silo.images.sheet_index import FILE, SheetPicture, write_index
 from silo.images.source import ImageSource
 

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import StringIO, TextIOWrapper
 from typing import BinaryIO, Literal
 
@@ -22,11 +22,11 @@ from ddm.images.patients import order_of, pseudonyms
 from ddm.images.picture import Picture
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
-from ddm.images.table import TableRow
 from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
 from ddm.io.files import replacing, write_atomic
 from silo.images.decisions import Decisions
 from silo.images.memory import PendingFile, RememberedFile, ScanMemory
+from silo.images.scanned_image import ScannedImage
 from silo.images.series import Stacks
 from silo.images.source import ImageSource
 from silo.images.summary import Summary
@@ -35,45 +35,6 @@ QUARANTINE = "quarantine.csv"
 LOOK_ALIKES = "look-alikes.csv"
 ColumnOfPicture = Literal["patient", "label", "caption"]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ScannedImage:
-    """A picture, or a file that gives none. All of it stays in private memory.
-
-    Attributes:
-        path: its file.
-        row: what a table says of the file.
-        place: number of the picture in its file, from 0; None for a whole file.
-        record: of the picture; None for a whole file.
-        reason: why it is not accepted; None if it is.
-        detail: more about the reason.
-        part: the part of the data set that it belongs to, such as train or test, as `ddm.images.column_names` names it.
-        order: secret rank of the patient whom its file names, if it was decoded with values.
-    """
-
-    path: str
-    row: TableRow | None
-    place: int | None = None
-    record: PictureRecord | None = None
-    reason: str | None = None
-    detail: str = ""
-    part: str | None = None
-    order: str | None = None
-
-    @property
-    def label(self) -> str | None:
-        """Its class: what the table says, else what the file says."""
-        return self._column("label")
-
-    @property
-    def caption(self) -> str | None:
-        """Its text: what the table says, else what the file says."""
-        return self._column("caption")
-
-    def _column(self, name: str) -> str | None:
-        in_table = getattr(self.row, name, None)
-        return in_table or getattr(self.record, name, None) or None
 
 
 class ScannedImages:

@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from ddm.errors import DataError
 from ddm.images.names import SPREADSHEET_SUFFIXES, TABLE_SUFFIXES
@@ -12,9 +11,7 @@ from ddm.images.ranges import DECLARED_AT_FIRST, RangeCounter, ValueKind, range_
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from silo.images.alike import near_duplicates
-
-if TYPE_CHECKING:
-    from silo.images.scan import ScannedImage
+from silo.images.scanned_image import ScannedImage
 
 TINY_CLASS = 10  # images: fewer than these teach a model the images themselves
 _MAX_REASONS = 8  # in one message
@@ -91,9 +88,9 @@ class Summary:
     _pixels: set[bytes] = field(default_factory=set, repr=False)
     _hashes: list[str] = field(default_factory=list, repr=False)
     # For each pseudonym that similar spellings share: the patients, each with the first picture.
-    _patients: "dict[str, dict[str, ScannedImage]]" = field(default_factory=lambda: defaultdict(dict), repr=False)
+    _patients: dict[str, dict[str, ScannedImage]] = field(default_factory=lambda: defaultdict(dict), repr=False)
 
-    def add(self, image: "ScannedImage", patient: tuple[str, str] | None = None) -> None:
+    def add(self, image: ScannedImage, patient: tuple[str, str] | None = None) -> None:
         """Count a picture, or a file that gives none.
 
         Args:
@@ -112,7 +109,7 @@ class Summary:
         elif image.record is not None:
             self._accept(image, image.record, patient)
 
-    def _accept(self, image: "ScannedImage", record: PictureRecord, patient: tuple[str, str] | None) -> None:
+    def _accept(self, image: ScannedImage, record: PictureRecord, patient: tuple[str, str] | None) -> None:
         self.accepted += 1
         self.kinds[record.kind] += 1
         self.channels[record.shape[0]] += 1
@@ -150,7 +147,7 @@ class Summary:
         """How many patients have an identifier that differs from another one by its spelling alone."""
         return sum(len(group) for group in self.look_alikes())
 
-    def look_alikes(self) -> "list[list[tuple[str, ScannedImage]]]":
+    def look_alikes(self) -> list[list[tuple[str, ScannedImage]]]:
         """Return groups of patients whose identifiers look alike: the pseudonym and the first picture of each."""
         return [list(spellings.items()) for spellings in self._patients.values() if len(spellings) > 1]
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from silo.config import Site
 from silo.images.report import report
-from silo.images.scan import ScannedImage
+from silo.images.scanned_image import ScannedImage
 from silo.images.summary import Summary
 from tests.conftest import Planned
 from tests.support.commands import command

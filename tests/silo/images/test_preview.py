@@ -10,7 +10,7 @@ from PIL import Image
 from ddm.errors import MissingFileError, SetupError
 from ddm.images.record import PictureRecord
 from silo.images.preview import PreviewSelection
-from silo.images.scan import ScannedImage
+from silo.images.scanned_image import ScannedImage
 from tests.support.commands import command
 from tests.support.dicom_files import tags_of, waves, write
 from tests.test_architecture import ROOT

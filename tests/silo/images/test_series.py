@@ -12,7 +12,7 @@ from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import Flag
 from ddm.images.record import PictureRecord, SliceRecord
 from silo.images.decisions import Decision, Decisions
-from silo.images.scan import ScannedImage
+from silo.images.scanned_image import ScannedImage
 from silo.images.series import Stacks
 from tests.support.cohorts import scan_at
 from tests.support.dicom_files import tags_of, waves, write
