@@ -83,9 +83,9 @@ class ScannedImages:
             nonlocal num_found
             for file in self.data.files():
                 num_found += 1
-                remembered = None if file.reason is not None else self._memory.find(file)
                 if file.reason is not None:
                     continue
+                remembered = self._memory.find(file)
                 if remembered is not None and remembered.unchanged and not (retry and remembered.may_pass):
                     self._memory.confirm(file, remembered)
                     continue
