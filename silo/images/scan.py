@@ -215,6 +215,10 @@ class ScannedImages:
             if isinstance(answer, DecodedImage):
                 image = next(images, None)
                 if image is not None and image.reason is None:
+                    # A person may have looked at these pixels: other ones are not used in their place, even if they
+                    # come from a file beside this one, such as an image that a Parquet table names.
+                    if image.record is None or answer.record.pixels != image.record.pixels:
+                        raise changed_files()
                     yield replace(image, order=answer.order), answer.picture
                 continue
             _, remembered = in_work.popleft()

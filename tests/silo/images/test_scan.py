@@ -21,7 +21,8 @@ from ddm.images.record import difference_hash
 from ddm.images.workers import DecodedFile, DecodedImage, DecodeJob, DecoderOptions, decode_files
 from silo.images import scan as scan_module
 from silo.images.alike import near_duplicates
-from tests.support.cohorts import scan_at
+from silo.images.scan import ScannedImages, scan
+from tests.support.cohorts import scan_at, source_at
 from tests.support.commands import command
 from tests.support.dicom_files import inflating, tags_of, waves, write
 
@@ -292,3 +293,20 @@ def test_a_folder_without_images_is_refused_with_what_is_there(tmp_path: Path) -
     refused = command("silo", "scan", "--data", tmp_path / "data", "--private", tmp_path / "scans")
     assert refused.code == DataError.exit_code
     assert "no images; skipped: 1 other file" in refused.err and "silo scan" not in refused.err
+
+
+def test_pixels_that_nobody_scanned_are_not_used_in_place_of_scanned_ones(tmp_path: Path) -> None:
+    image(tmp_path / "data/a.png", 1)
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    column = pa.array([{"bytes": None, "path": "a.png"}], kind)
+    pq.write_table(pa.table({"image": column}), tmp_path / "data/one.parquet")
+    source = source_at(tmp_path / "data/one.parquet", tmp_path / "private")
+    assert scan(source).accepted == 1
+    with ScannedImages.opened(source) as images:
+        assert [scanned.reason for scanned in images] == [None]
+        assert [picture is not None for _, picture in images.decoded()] == [True]
+    image(tmp_path / "data/a.png", 2)  # the Parquet file itself stays as it is
+    with ScannedImages.opened(source) as images:
+        assert [scanned.reason for scanned in images] == [None]
+        with pytest.raises(DataError, match="do not change"):
+            list(images.decoded())
