@@ -21,7 +21,9 @@ COMMANDS = {
     "Keys": (holder, sign, complete, rotate, log),
 }
 
-app = new_program("Plan a federation of silos, take in their experts, train the router, publish a signed ensemble.")
+app = new_program(
+    "Plan a federation of silos, take in their experts, train the router, publish a signed ensemble."
+)
 for panel, commands in COMMANDS.items():
     for command in commands:
         app.command(command.__name__, rich_help_panel=panel)(command)

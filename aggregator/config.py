@@ -10,7 +10,15 @@ from ddm.errors import DigestError, MissingFileError, SetupError
 from ddm.io.changes import is_unsettled
 from ddm.io.files import read_bounded
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
+from ddm.protocol.base import (
+    MAX_DOCUMENT_BYTES,
+    Digest,
+    Document,
+    PlanId,
+    ShortText,
+    check_json,
+    sha256_hex,
+)
 from ddm.protocol.plan import Plan
 from ddm.publishing.home import MAX_TUF_BYTES, Home
 from ddm.trust.paths import PLANS, split_silo_role
@@ -32,7 +40,9 @@ class WitnessSettings(Settings):
     """
 
     url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s?#]{1,400}$")]
-    key: Annotated[str, StringConstraints(pattern=r"^[^\s+]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/=]{1,100}$")]
+    key: Annotated[
+        str, StringConstraints(pattern=r"^[^\s+]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/=]{1,100}$")
+    ]
 
 
 class FederationSettings(Settings):
@@ -47,7 +57,9 @@ class FederationSettings(Settings):
     passphrase_file: str | None = None
     max_influence: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     quorum: Annotated[int, Field(gt=0, le=10_000)] = 1
-    witnesses: Annotated[tuple[WitnessSettings, ...], Field(max_length=16, exclude_if=lambda named: not named)] = ()
+    witnesses: Annotated[
+        tuple[WitnessSettings, ...], Field(max_length=16, exclude_if=lambda named: not named)
+    ] = ()
     licence: ShortText = "CC-BY-4.0"
     cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
 
@@ -157,7 +169,9 @@ class Federation(Home):
         path = self.path / "plans" / "current.json"
         if not path.is_file():
             remedy = "Sign one: aggregator plan."
-            raise MissingFileError("plan", expected="a signed plan", got="no plans/current.json", remedy=remedy)
+            raise MissingFileError(
+                "plan", expected="a signed plan", got="no plans/current.json", remedy=remedy
+            )
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
         delegated = {self.delegated_plan()} if self.delegations() else set()
         if delegated != {current.plan_id}:
@@ -178,7 +192,9 @@ class Federation(Home):
 
     def delegated_plan(self) -> str:
         """Read the plan whose files the newest `targets` delegates to the role `plans`; empty before the first one."""
-        paths: list[str] = next((role["paths"] for role in self._delegations()["roles"] if role["name"] == PLANS), [])
+        paths: list[str] = next(
+            (role["paths"] for role in self._delegations()["roles"] if role["name"] == PLANS), []
+        )
         return paths[0].split("/")[0] if paths else ""
 
     def delegations(self) -> dict[str, str]:
@@ -192,5 +208,7 @@ class Federation(Home):
 
     def _delegations(self) -> dict[str, Any]:
         data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
-        found: dict[str, Any] = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)["signed"]["delegations"]
+        found: dict[str, Any] = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)[
+            "signed"
+        ]["delegations"]
         return found

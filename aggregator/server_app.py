@@ -39,7 +39,16 @@ _MEMORY_BYTES = 2 * 1024**3
 # Address space for the stacks of one connection's threads, which counts although it is unused.
 _LINE_BYTES = 32 * 1024**2
 # Exceptions that Flower raises when it assembles malformed objects from a silo; its own failures have other types.
-_GARBAGE = (DecodeError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError)
+_GARBAGE = (
+    DecodeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +83,9 @@ class FlowerCarrier:
 
     def send(self, node: Node, request: Envelope[Request], ttl_s: float) -> str | None:
         """Send a request; return its message id, None when the SuperLink did not accept it."""
-        message = Message(encode(request), dst_node_id=node.node_id, message_type="query", ttl=ttl_s)
+        message = Message(
+            encode(request), dst_node_id=node.node_id, message_type="query", ttl=ttl_s
+        )
         (message_id,) = self._grid.push_messages([message]) or (None,)
         return str(message_id) if message_id else None
 
@@ -99,7 +110,9 @@ class FlowerCarrier:
             return decode_reply(messages[0].content, max_bytes=self._max_bytes)
         except MemoryError as error:
             expected = f"a reply with at most {self._max_bytes} bytes of data"
-            raise TransportError("message", expected=expected, got="a reply that does not fit into memory") from error
+            raise TransportError(
+                "message", expected=expected, got="a reply that does not fit into memory"
+            ) from error
 
 
 def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
@@ -138,7 +151,10 @@ def _caps(fed: Path) -> dict[str, int | None]:
         settings = Federation(fed).settings()
     except MissingFileError:
         return {}
-    return {"max_bytes_per_s": settings.max_bytes_per_s, "max_silo_bytes_per_s": settings.max_silo_bytes_per_s}
+    return {
+        "max_bytes_per_s": settings.max_bytes_per_s,
+        "max_silo_bytes_per_s": settings.max_silo_bytes_per_s,
+    }
 
 
 def _stop_requested(flower: Path) -> bool:
@@ -164,7 +180,9 @@ def node_identity(openssh_key: str) -> bytes:
     except (ValueError, UnsupportedAlgorithm) as error:
         remedy = "Restore registry/ from backup: a silo's card there holds its node key."
         got = f"{len(openssh_key)} characters that are no such key"
-        raise SetupError("node key", expected="an OpenSSH public key", got=got, remedy=remedy) from error
+        raise SetupError(
+            "node key", expected="an OpenSSH public key", got=got, remedy=remedy
+        ) from error
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
@@ -177,7 +195,9 @@ def main(grid: Grid, context: Context) -> None:
     """
     fed = Path(os.environ[FEDERATION_VARIABLE])
     _log_to(fed / "flower" / "logs" / "serverapp.log")
-    settings = RunSettings.model_validate_json(read_bounded(fed / "flower" / "run.json", 1024 * 1024))
+    settings = RunSettings.model_validate_json(
+        read_bounded(fed / "flower" / "run.json", 1024 * 1024)
+    )
     # An array that names one chunk a million times is small on the wire; here it only fails its own silo's exchange.
     limit = _MEMORY_BYTES + len(settings.nodes) * _LINE_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

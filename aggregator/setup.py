@@ -18,7 +18,9 @@ from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.log.note import VerifierKey
 
 _READY = ".federation.ready"
-HEADING = "This federation: its name, the address that silos reach, the size of a transfer's shards."
+HEADING = (
+    "This federation: its name, the address that silos reach, the size of a transfer's shards."
+)
 
 
 def init_federation(
@@ -78,9 +80,18 @@ def _move_in(ready: Path) -> None:
 
 
 def _build(
-    federation: Federation, settings: FederationSettings, passphrase: bytes, holders: Mapping[str, Holders | None]
+    federation: Federation,
+    settings: FederationSettings,
+    passphrase: bytes,
+    holders: Mapping[str, Holders | None],
 ) -> list[str]:
-    for folder in (federation.registry, federation.incoming, federation.accepted, federation.receipts, federation.tuf):
+    for folder in (
+        federation.registry,
+        federation.incoming,
+        federation.accepted,
+        federation.receipts,
+        federation.tuf,
+    ):
         folder.mkdir(parents=True)
     federation.keys.mkdir(mode=0o700)
     save_settings(settings, federation.path / "federation.toml", HEADING)
@@ -93,7 +104,9 @@ def _build(
     held = {name: holders[name] or Holders((public[name],)) for name in HOLDER_KEYS}
     now = now_utc()
     # A name that no other federation's log has; it stays, whatever becomes of the key.
-    log = VerifierKey(f"archipelago/{settings.name}/{public['log'].fingerprint[:16]}", public["log"])
+    log = VerifierKey(
+        f"archipelago/{settings.name}/{public['log'].fingerprint[:16]}", public["log"]
+    )
     first_root = draft_root(1, {**held, "snapshot": online, "timestamp": online}, now, str(log))
     first_targets = draft_targets(1, Delegates(public["plans"], public["release"]), now)
     purpose = f"found the federation {settings.name}"

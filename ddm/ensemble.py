@@ -92,7 +92,9 @@ __all__ = [
     "strategy_named",
 ]
 
-_IN_FLIGHT_BYTES = 1 << 26  # of the samples that are integrated at the same time, with their random numbers
+_IN_FLIGHT_BYTES = (
+    1 << 26
+)  # of the samples that are integrated at the same time, with their random numbers
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,7 +143,9 @@ class Ensemble:
         log_prior(self.prior, len(self.experts))
         if self.expert_ids and len(self.expert_ids) != len(self.experts):
             got = f"{len(self.expert_ids)} names"
-            raise ShapeError("expert_ids", expected=f"one name for each of {len(self.experts)} experts", got=got)
+            raise ShapeError(
+                "expert_ids", expected=f"one name for each of {len(self.experts)} experts", got=got
+            )
         if self.router and self.router.num_experts != len(self.experts):
             got = f"a router of {self.router.num_experts} experts"
             raise ShapeError("router", expected=f"a router of {len(self.experts)} experts", got=got)
@@ -149,8 +153,16 @@ class Ensemble:
     def __repr__(self) -> str:
         names = ", ".join([*self.expert_ids[:4], *(["..."] if len(self.expert_ids) > 4 else [])])
         router = getattr(self.router, "router", self.router)  # without the layers around it
-        parts = [f"samples {tuple(self.shape)}", type(self.path).__name__, f"router {type(router).__name__}"]
-        parts += [f"condition {self.condition.kind}", f"{self.device}", f"{self.dtype}".removeprefix("torch.")]
+        parts = [
+            f"samples {tuple(self.shape)}",
+            type(self.path).__name__,
+            f"router {type(router).__name__}",
+        ]
+        parts += [
+            f"condition {self.condition.kind}",
+            f"{self.device}",
+            f"{self.dtype}".removeprefix("torch."),
+        ]
         return f"Ensemble of {len(self.experts)} experts ({names or 'without names'})\n  {', '.join(parts)}"
 
     def to(self, *where: torch.device | str | torch.dtype) -> "Ensemble":
@@ -199,7 +211,9 @@ class Ensemble:
             Shape (B, ...).
         """
         x_B, t_B = at_times(x_B, t_B, self.shape)
-        mixture = self._mixture(Asked(prior, condition, condition_prior, guidance, guidance_interval), len(x_B))
+        mixture = self._mixture(
+            Asked(prior, condition, condition_prior, guidance, guidance_interval), len(x_B)
+        )
         return mixture.velocity(x_B, t_B, mixture.weights(x_B, t_B))
 
     def posterior(
@@ -234,7 +248,9 @@ class Ensemble:
             MathError: an ensemble without a router, below t = 1.
         """
         x_B, t_B = at_times(x_B, t_B, self.shape)
-        return self._mixture(Asked(prior, condition, condition_prior), len(x_B)).log_posterior(x_B, t_B)
+        return self._mixture(Asked(prior, condition, condition_prior), len(x_B)).log_posterior(
+            x_B, t_B
+        )
 
     def sample(
         self,
@@ -313,24 +329,48 @@ class Ensemble:
             ShapeError: tensors of another shape, or of different numbers of samples.
             NumericalError: samples that are not finite.
         """
-        mixture = self._mixture(Asked(prior, condition, condition_prior, guidance, guidance_interval), dtype=dtype)
-        nums = {"num": num, "condition": mixture.num, "known": known.num if known and known.num > 1 else None}
-        begin = start(nums, self.shape, {"x": x, "x_0": x_0, "noise": noise}, t_start, times, steps, numbers)
+        mixture = self._mixture(
+            Asked(prior, condition, condition_prior, guidance, guidance_interval), dtype=dtype
+        )
+        nums = {
+            "num": num,
+            "condition": mixture.num,
+            "known": known.num if known and known.num > 1 else None,
+        }
+        begin = start(
+            nums, self.shape, {"x": x, "x_0": x_0, "noise": noise}, t_start, times, steps, numbers
+        )
         moves = known.num_moves(len(begin.times) - 1) if known else len(begin.times) - 1
-        step, chosen, seed = solver_named(solver, self.path), chosen_strategy(strategy, tau), seed_of(seed, generator)
+        step, chosen, seed = (
+            solver_named(solver, self.path),
+            chosen_strategy(strategy, tau),
+            seed_of(seed, generator),
+        )
         changes = moves if known else len(segments(chosen, begin.times, router_every))
-        log, tick = Log(mixture.active_K, begin.num, changes), ticking(on_progress, begin.num * moves)
-        trajectories = Trajectories(mixture, chosen, begin.times, step, router_every, tick, callback, log)
+        log, tick = (
+            Log(mixture.active_K, begin.num, changes),
+            ticking(on_progress, begin.num * moves),
+        )
+        trajectories = Trajectories(
+            mixture, chosen, begin.times, step, router_every, tick, callback, log
+        )
         at_once = max(self.chunk_size, _IN_FLIGHT_BYTES // (4 * prod(self.shape) + 8 * moves))
         at_once = begin.num if callback else at_once
         with torch.inference_mode():
             parts = [
-                self._integrate(trajectories, range(row, min(row + at_once, begin.num)), seed, begin, known)
+                self._integrate(
+                    trajectories, range(row, min(row + at_once, begin.num)), seed, begin, known
+                )
                 for row in range(0, begin.num, at_once)
             ]
         latents, expert_N = (torch.cat(part) for part in zip(*parts, strict=True))
         check_finite(latents, expert_N, self.expert_ids)
-        told = (log.table(), self.release, names_of(self.condition, condition, begin.num), self.value_range)
+        told = (
+            log.table(),
+            self.release,
+            names_of(self.condition, condition, begin.num),
+            self.value_range,
+        )
         return Samples(self.latent.decode(latents), expert_N, len(self.experts), latents, *told)
 
     def image_to_image(self, images: Tensor, t_start: float, **how: Any) -> Samples:
@@ -353,7 +393,9 @@ class Ensemble:
         """
         return self.sample(x_0=self.latent.encode(images), t_start=t_start, **how)
 
-    def inpaint(self, images: Tensor, known: Tensor, *, corrections: int = 9, **how: Any) -> Samples:
+    def inpaint(
+        self, images: Tensor, known: Tensor, *, corrections: int = 9, **how: Any
+    ) -> Samples:
         """Draw what is not known of images from its distribution given what is known; see `ddm.sampling.inpainting`.
 
         >>> from ddm.ensemble import Ensemble
@@ -383,18 +425,39 @@ class Ensemble:
     ) -> tuple[Tensor, Tensor]:
         """Draw the samples of these rows; return them, and the expert of each, on the CPU."""
         trajectories, numbers, steps = whole.of(rows), begin.numbers(rows), len(whole.times) - 1
-        noise, uniform = draw_noise(numbers, self.shape, seed, known.num_moves(steps) if known else steps)
-        x, uniform = begin.at(rows, noise.to(self.device, whole.dtype), self.path), uniform.to(self.device)
+        noise, uniform = draw_noise(
+            numbers, self.shape, seed, known.num_moves(steps) if known else steps
+        )
+        x, uniform = (
+            begin.at(rows, noise.to(self.device, whole.dtype), self.path),
+            uniform.to(self.device),
+        )
         if known:
-            found = complete(trajectories, self.path, known.of(rows), x, uniform, rows.start, streams(seed, numbers))
+            found = complete(
+                trajectories,
+                self.path,
+                known.of(rows),
+                x,
+                uniform,
+                rows.start,
+                streams(seed, numbers),
+            )
         else:
             found = trajectories.integrate(x, uniform, rows.start)
         return found[0].cpu(), found[1].cpu()
 
-    def _mixture(self, asked: Asked, num: int | None = None, dtype: torch.dtype | None = None) -> Mixture:
+    def _mixture(
+        self, asked: Asked, num: int | None = None, dtype: torch.dtype | None = None
+    ) -> Mixture:
         """Return the mixture that is asked for; `num` is how many conditions there may be, where it is known."""
         experts = InArithmetic(self.experts, dtype or self.dtype, self.device)
-        conditional, null, of_samples = asked.branches(self.condition, self.router, self.prior, self.class_prior)
+        conditional, null, of_samples = asked.branches(
+            self.condition, self.router, self.prior, self.class_prior
+        )
         if num is not None and of_samples and len(of_samples) != num:
-            raise ShapeError("condition", expected=f"one for each of {num} samples", got=str(len(of_samples)))
-        return Mixture(experts, conditional, self.chunk_size, null, asked.guidance, asked.interval, of_samples)
+            raise ShapeError(
+                "condition", expected=f"one for each of {num} samples", got=str(len(of_samples))
+            )
+        return Mixture(
+            experts, conditional, self.chunk_size, null, asked.guidance, asked.interval, of_samples
+        )

@@ -60,10 +60,17 @@ class ArchipelagoError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
-    default_remedy: ClassVar[str] = "This looks like a bug in Archipelago; please report it with the log."
+    default_remedy: ClassVar[str] = (
+        "This looks like a bug in Archipelago; please report it with the log."
+    )
 
     def __init__(
-        self, subject: str, *, expected: str | None = None, got: str | None = None, remedy: str | None = None
+        self,
+        subject: str,
+        *,
+        expected: str | None = None,
+        got: str | None = None,
+        remedy: str | None = None,
     ) -> None:
         self.subject = subject
         self.expected = expected
@@ -116,7 +123,9 @@ class DiskError(SetupError):
     """A folder that cannot be written, or a disk with too little free space for what is to come."""
 
     exit_code = 9
-    default_remedy = "Make the folder writable, free disk space or move it to a larger disk; then run it again."
+    default_remedy = (
+        "Make the folder writable, free disk space or move it to a larger disk; then run it again."
+    )
 
 
 class TrustError(ArchipelagoError):
@@ -183,7 +192,9 @@ class RootError(TrustError):
     """Not the root of trust that was pinned."""
 
     exit_code = 19
-    default_remedy = "Compare the root's fingerprint with the one the operator gave you out of band."
+    default_remedy = (
+        "Compare the root's fingerprint with the one the operator gave you out of band."
+    )
 
 
 class SplitViewError(TrustError):
@@ -216,7 +227,9 @@ class ReplayError(FormatError):
     """Well formed, but for another plan, another silo, or a sequence already seen."""
 
     exit_code = 23
-    default_remedy = "Send the submission that belongs to this plan and silo, with a new sequence number."
+    default_remedy = (
+        "Send the submission that belongs to this plan and silo, with a new sequence number."
+    )
 
 
 class PlanFailedError(FormatError):
@@ -247,7 +260,9 @@ class BudgetError(RefusedError):
     """The site's privacy ledger would go over its budget."""
 
     exit_code = 32
-    default_remedy = "No noise was drawn. Ask for a plan with a smaller epsilon, or raise the budget knowingly."
+    default_remedy = (
+        "No noise was drawn. Ask for a plan with a smaller epsilon, or raise the budget knowingly."
+    )
 
 
 class AuditError(RefusedError):

@@ -45,7 +45,10 @@ class Demo:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if any(child.running() for child in self.background):
             print("Ending the demo's processes …", flush=True)
@@ -68,7 +71,11 @@ class Demo:
     def ask(self, program: str, *arguments: object) -> str:
         """Run a command quietly and return what it printed."""
         done = subprocess.run(
-            self._command(program, arguments), env=self._environment(), capture_output=True, text=True, check=False
+            self._command(program, arguments),
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise DemoError(done.stderr.strip(), done.returncode)
@@ -76,7 +83,9 @@ class Demo:
 
     def waive(self, silos: Sequence[str], reason: str) -> None:
         """Let the experts of these silos leave although the audit of so few images cannot tell, for this plan alone."""
-        digest = json.loads((self.out / "fed" / "plans" / "current.json").read_text())["plan_digest"]
+        digest = json.loads((self.out / "fed" / "plans" / "current.json").read_text())[
+            "plan_digest"
+        ]
         until = (datetime.now(UTC) + timedelta(days=30)).date()
         for silo in silos:
             self.call("silo", "waive", self.out / silo, "--role", "demo operator", "--reason", reason,
@@ -105,7 +114,9 @@ class Demo:
 
     def flower_processes(self, silos: Sequence[str]) -> dict[str, object]:
         """The process ids and run id that the commands left in their folders."""
-        found: dict[str, object] = {"aggregator": json.loads((self.out / "fed" / "flower" / "info.json").read_text())}
+        found: dict[str, object] = {
+            "aggregator": json.loads((self.out / "fed" / "flower" / "info.json").read_text())
+        }
         for silo in silos:
             found[silo] = json.loads((self.out / silo / "private" / "processes.json").read_text())
         return found
@@ -130,7 +141,9 @@ class Demo:
         with child.log_path.open("rb") as log:
             log.seek(self._read.get(child.log_path.stem, 0))
             whole = log.read().rpartition(b"\n")
-        self._read[child.log_path.stem] = self._read.get(child.log_path.stem, 0) + len(whole[0]) + len(whole[1])
+        self._read[child.log_path.stem] = (
+            self._read.get(child.log_path.stem, 0) + len(whole[0]) + len(whole[1])
+        )
         for line in whole[0].decode(errors="replace").splitlines():
             print(f"  {child.log_path.stem:>16} | {line}", flush=True)
 
@@ -140,7 +153,10 @@ class Demo:
 
     def _show(self, command: Sequence[str]) -> None:
         words = [Path(command[0]).name, *(_short(word) for word in command[1:])]
-        print("$ " + " ".join(word if word == "&" else shlex.quote(word) for word in words), flush=True)
+        print(
+            "$ " + " ".join(word if word == "&" else shlex.quote(word) for word in words),
+            flush=True,
+        )
 
     def _environment(self) -> dict[str, str]:
         """One thread a process: several trainings share this machine's cores."""
@@ -171,7 +187,10 @@ def run_demo(out: Path, act: Callable[[Demo], None], again: str) -> int:
         print(f"\nerror: {error}", file=sys.stderr)
         return int(error.code)
     except KeyboardInterrupt as interruption:
-        print(f"\nInterrupted; every process of the demo has ended. Start again with: {again}", file=sys.stderr)
+        print(
+            f"\nInterrupted; every process of the demo has ended. Start again with: {again}",
+            file=sys.stderr,
+        )
         return 128 + int(interruption.args[0] if interruption.args else signal.SIGINT)
     return 0
 
@@ -194,7 +213,9 @@ def timed(stages: dict[str, float], name: str) -> Iterator[None]:
 def _prepare(out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         if not (out / _MARKER).exists():
-            raise DemoError(f"{out} is not empty and not an earlier demo's folder; name another one with --out.")
+            raise DemoError(
+                f"{out} is not empty and not an earlier demo's folder; name another one with --out."
+            )
         shutil.rmtree(out)
     private_folder(out)  # passphrases, keys and images lie in it
     (out / _MARKER).touch()

@@ -6,15 +6,39 @@ from silo.commands.care import check, ledger, log
 from silo.commands.images import scan
 from silo.commands.service import service
 from silo.commands.setup import enroll, init, rotate
-from silo.commands.work import accept, approve, pause, resume, retrain, review, run, status, waive, withdraw
+from silo.commands.work import (
+    accept,
+    approve,
+    pause,
+    resume,
+    retrain,
+    review,
+    run,
+    status,
+    waive,
+    withdraw,
+)
 
 COMMANDS = {
     "Site and images": (init, scan, enroll, rotate),
-    "From plan to receipt": (run, accept, status, pause, resume, review, waive, approve, retrain, withdraw),
+    "From plan to receipt": (
+        run,
+        accept,
+        status,
+        pause,
+        resume,
+        review,
+        waive,
+        approve,
+        retrain,
+        withdraw,
+    ),
     "Looking after it": (check, service),
 }
 
-app = new_program("Train an expert on private images, which never leave; see, limit and refuse everything that does.")
+app = new_program(
+    "Train an expert on private images, which never leave; see, limit and refuse everything that does."
+)
 for panel, commands in COMMANDS.items():
     for command in commands:
         app.command(command.__name__, rich_help_panel=panel)(command)

@@ -20,7 +20,9 @@ from ddm.protocol.enrolment import MAX_CARD_BYTES, Agreed, Card
 from ddm.protocol.submission import Waiver
 from ddm.training.config import TrainingSettings
 
-_CONTAINER = "container"  # in the environment of every container that follows systemd's container interface
+_CONTAINER = (
+    "container"  # in the environment of every container that follows systemd's container interface
+)
 LEDGER = "ledger.jsonl"
 AUDIT_REPORT = "audit.json"
 _INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
@@ -134,7 +136,11 @@ class DataPolicy(Settings):
         """The classes, where there are some."""
         if self.classes is None:
             return None
-        return Classes(self.classes) if isinstance(self.classes, int) else Classes(len(self.classes), self.classes)
+        return (
+            Classes(self.classes)
+            if isinstance(self.classes, int)
+            else Classes(len(self.classes), self.classes)
+        )
 
 
 class TrainingPolicy(Settings):
@@ -318,7 +324,9 @@ class Site:
 
     def hides_courier(self) -> bool:
         """Whether this process, the worker's, is kept from the courier's folder, as it should be."""
-        return self.in_container() or (self.courier.is_dir() and not os.access(self.courier, os.X_OK))
+        return self.in_container() or (
+            self.courier.is_dir() and not os.access(self.courier, os.X_OK)
+        )
 
     def settings(self) -> SiloSettings:
         """Read silo.toml."""

@@ -15,7 +15,16 @@ from pydantic import Field, TypeAdapter
 
 from ddm.errors import DecisionLogError
 from ddm.io import chain
-from ddm.protocol.base import Digest, Model, NaturalInt, PlanId, PositiveInt, ShortText, now_utc, sha256_hex
+from ddm.protocol.base import (
+    Digest,
+    Model,
+    NaturalInt,
+    PlanId,
+    PositiveInt,
+    ShortText,
+    now_utc,
+    sha256_hex,
+)
 from ddm.system.escape import escape_control
 from silo.config import Policy, Site
 
@@ -97,7 +106,15 @@ class KeyRotated(Model):
 
 
 Decision = (
-    PlanAccepted | Approved | Withdrew | Retrained | Paused | Resumed | ImagesDecided | PolicyChanged | KeyRotated
+    PlanAccepted
+    | Approved
+    | Withdrew
+    | Retrained
+    | Paused
+    | Resumed
+    | ImagesDecided
+    | PolicyChanged
+    | KeyRotated
 )
 # Decisions that replace each other: one that repeats the last of its subject is no new one.
 _SUBJECTS = {
@@ -151,7 +168,11 @@ class DecisionLog:
         """
         with self._held() as entries:
             by, last = who(), _last_about(entries, decision.kind)
-            if isinstance(decision, Retrained) or last is None or (last.by, last.decision) != (by, decision):
+            if (
+                isinstance(decision, Retrained)
+                or last is None
+                or (last.by, last.decision) != (by, decision)
+            ):
                 self._append(entries, by, decision)
 
     def notice_policy(self, policy: Policy) -> None:
@@ -164,7 +185,11 @@ class DecisionLog:
         digest = sha256_hex(policy.model_dump_json().encode())
         with self._held() as entries:
             last = _last_about(entries, "policy")
-            known = last.decision.policy_digest if last and isinstance(last.decision, PolicyChanged) else None
+            known = (
+                last.decision.policy_digest
+                if last and isinstance(last.decision, PolicyChanged)
+                else None
+            )
             if known != digest:
                 cut = {name: value[:_MAX_VALUE] for name, value in values.items()}
                 self._append(entries, who(), PolicyChanged(policy_digest=digest, values=cut))
@@ -177,8 +202,14 @@ class DecisionLog:
         """
         with self._held() as entries:
             last = _last_about(entries, decided.kind)
-            known = last.decision.decisions_digest if last and isinstance(last.decision, ImagesDecided) else None
-            if known != decided.decisions_digest and (known or decided.num_cleared or decided.num_left_out):
+            known = (
+                last.decision.decisions_digest
+                if last and isinstance(last.decision, ImagesDecided)
+                else None
+            )
+            if known != decided.decisions_digest and (
+                known or decided.num_cleared or decided.num_left_out
+            ):
                 self._append(entries, who(), decided)
 
     @property
@@ -205,7 +236,11 @@ class DecisionLog:
 
     def _append(self, entries: tuple[Entry, ...], by: str, decision: Decision) -> None:
         previous = self._chain.last(entries)
-        self._chain.append(Decided(number=len(entries) + 1, previous=previous, at=now_utc(), by=by, decision=decision))
+        self._chain.append(
+            Decided(
+                number=len(entries) + 1, previous=previous, at=now_utc(), by=by, decision=decision
+            )
+        )
 
 
 def who() -> str:
@@ -261,7 +296,14 @@ def _changes(before: dict[str, str], now: dict[str, str]) -> str:
 def _last_about(entries: tuple[Entry, ...], kind: str) -> Decided | None:
     subject = _SUBJECTS.get(kind, kind)
     records = (entry.record for entry in reversed(entries))
-    return next((each for each in records if _SUBJECTS.get(each.decision.kind, each.decision.kind) == subject), None)
+    return next(
+        (
+            each
+            for each in records
+            if _SUBJECTS.get(each.decision.kind, each.decision.kind) == subject
+        ),
+        None,
+    )
 
 
 def _flat(policy: Policy) -> dict[str, str]:
@@ -273,7 +315,9 @@ def _flat(policy: Policy) -> dict[str, str]:
             if isinstance(value, dict):
                 walk(f"{prefix}{name}.", value)
             else:
-                found[prefix + name] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+                found[prefix + name] = (
+                    ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+                )
 
     walk("", policy.model_dump(mode="json", exclude_none=True))
     return found

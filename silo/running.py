@@ -39,11 +39,19 @@ class Narrator:
         last, self._last_state, self._last_at = self._last_state, seen, now
         plan = f" plan {state.plan_id}" if state.state == "plan_accepted" else ""
         steps = f" {self._steps(state)}" if in_training else ""
-        first = "; waiting for the next plan" if state.state in ("accepted", "withdrawn") and not last else ""
+        first = (
+            "; waiting for the next plan"
+            if state.state in ("accepted", "withdrawn") and not last
+            else ""
+        )
         told = f": {said(state)}" if state.held or state.state == "superseded" else ""
         _log.info("[%s] %s%s%s%s%s", self._silo_id, state.state, plan, steps, told, first)
         if state.state == "awaiting_approval":
-            _log.info("[%s] what would leave: silo review; digest %s", self._silo_id, state.submission_digest)
+            _log.info(
+                "[%s] what would leave: silo review; digest %s",
+                self._silo_id,
+                state.submission_digest,
+            )
         if state.problem:
             _log.warning("[%s] %s - %s", self._silo_id, state.problem.message, state.problem.remedy)
 

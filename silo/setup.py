@@ -5,7 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+)
 from pydantic import ValidationError
 
 from ddm.errors import BusyError, DataError, PassphraseError, RootError, SetupError
@@ -28,7 +32,9 @@ from silo.images.decisions import FILE as DECISIONS_FILE
 from silo.images.source import FOLDER, ImageSource, default_folder
 from silo.privacy.holder import join_ledger, prepare_ledger
 
-POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
+POLICY_HEADING = (
+    "What this site lets a plan ask for; docs/reference/policy.md explains every field."
+)
 LEAST_AGREED = 16
 SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the federation."
 
@@ -45,7 +51,11 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     invitation = Invitation.parse(read_bounded(path, 1 << 20), subject=path.name)
     found = sha256_hex(invitation.root.encode())
     if found != invitation.root_digest or found != parse_fingerprint(root_fingerprint):
-        raise RootError(path.name, expected=f"a root with fingerprint {root_fingerprint}", got=f"a root with {found}")
+        raise RootError(
+            path.name,
+            expected=f"a root with fingerprint {root_fingerprint}",
+            got=f"a root with {found}",
+        )
     root = invitation.root.encode()
     if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):
         expected, got = "the log key that the root names", "a different one"
@@ -58,7 +68,9 @@ def new_source(site: Site, data: Path, images: ImagesSettings) -> ImageSource:
     return ImageSource(data, site.private / FOLDER, images)
 
 
-def first_look(site: Site, source: ImageSource, advance: Callable[[int], None] = lambda num_files: None) -> FirstLook:
+def first_look(
+    site: Site, source: ImageSource, advance: Callable[[int], None] = lambda num_files: None
+) -> FirstLook:
     """Look at the data of a site that is to be made; decisions about its images from before are carried over.
 
     Raises:
@@ -136,7 +148,10 @@ def init_site(
     node_key = _node_key(site.courier / "node.key")
     write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
     write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())
-    for root in (site.root_path, site.courier / "1.root.json"):  # each half verifies by a copy of its own
+    for root in (
+        site.root_path,
+        site.courier / "1.root.json",
+    ):  # each half verifies by a copy of its own
         write_atomic(root, invitation.root.encode())
     if not (site.path / "policy.toml").exists():
         save_settings(Policy(data=facts_of(source)), site.path / "policy.toml", POLICY_HEADING)
@@ -157,7 +172,9 @@ def set_anchor(site: Site, path: Path) -> None:
         settings = site.settings()
         join_ledger(site, settings, anchor=path)
         named = settings.ledger.model_copy(update={"anchor": str(path)})
-        save_settings(settings.model_copy(update={"ledger": named}), site.path / "silo.toml", SETTINGS_HEADING)
+        save_settings(
+            settings.model_copy(update={"ledger": named}), site.path / "silo.toml", SETTINGS_HEADING
+        )
         open_to_group(site.path / "silo.toml", site.path)
 
 
@@ -183,7 +200,10 @@ def _node_key(path: Path) -> str:
     except ValueError as error:
         remedy = "An earlier `silo init` was cut short here. Remove this file and run it again."
         raise SetupError(
-            str(path), expected="a whole node key", got="a file that cannot be read as one", remedy=remedy
+            str(path),
+            expected="a whole node key",
+            got="a file that cannot be read as one",
+            remedy=remedy,
         ) from error
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 

@@ -19,11 +19,15 @@ from tests.support.threads import THREADS
 
 # What tests start computes with as many threads; two runs of OpenMP on one processor spend most of it waiting.
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
-hypothesis.settings.register_profile("any machine", deadline=None)  # where others run beside it a test takes longer
+hypothesis.settings.register_profile(
+    "any machine", deadline=None
+)  # where others run beside it a test takes longer
 hypothesis.settings.load_profile("any machine")
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; programs would inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # in the background of a script; programs would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -38,7 +42,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-FEDERATIONS = tuple(f"tests/integration/test_{name}.py" for name in ("federation", "growth", "transport"))
+FEDERATIONS = tuple(
+    f"tests/integration/test_{name}.py" for name in ("federation", "growth", "transport")
+)
 
 
 class FileByFile(LoadScopeScheduling):
@@ -75,7 +81,11 @@ def no_waiting_for_disks() -> Iterator[None]:
     """Return at once from `fsync`, here and not in programs: only a power cut, which no test makes, shows its use."""
     with pytest.MonkeyPatch.context() as patch:
         # A descriptor that is not open still raises OSError.
-        patch.setattr(os, "fsync", lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None)
+        patch.setattr(
+            os,
+            "fsync",
+            lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None,
+        )
         yield
 
 

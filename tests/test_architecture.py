@@ -102,7 +102,12 @@ DOORS = {
     "safetensors": {"ddm/io/tensors.py"},
     "dp_accounting": {"ddm/privacy/accounting.py"},
     "monai": {"ddm/system/monai.py"},
-    "nibabel": {"ddm/io/nifti.py", "ddm/images/nifti.py", "ddm/images/mgh.py", "ddm/images/orientation.py"},
+    "nibabel": {
+        "ddm/io/nifti.py",
+        "ddm/images/nifti.py",
+        "ddm/images/mgh.py",
+        "ddm/images/orientation.py",
+    },
     "tifffile": {"ddm/images/tiff.py", "ddm/images/tiff_samples.py"},
     "imagecodecs": {"ddm/images/tiff_samples.py"},
     "pydicom": {"ddm/images/dicom.py", "ddm/images/dicom_tags.py"},
@@ -148,13 +153,15 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("package", "forbidden"), [("ddm", {"silo", "aggregator"}), ("silo", {"aggregator"}), ("aggregator", {"silo"})]
+    ("package", "forbidden"),
+    [("ddm", {"silo", "aggregator"}), ("silo", {"aggregator"}), ("aggregator", {"silo"})],
 )
 def test_packages_import_only_along_the_arrows(package: str, forbidden: set[str]) -> None:
     found = {
         f"{name(path)} imports {module}"
         for path in sorted((ROOT / package).rglob("*.py"))
-        if "flower_app" not in path.parts  # the wrapper's client half names the silo's app by design
+        if "flower_app"
+        not in path.parts  # the wrapper's client half names the silo's app by design
         for module in imports(path)
         if module.split(".")[0] in forbidden
     }
@@ -174,7 +181,9 @@ def arrows(package: str) -> dict[str, set[str]]:
         if room == "__init__" or "flower_app" in path.parts:
             continue
         targets = {room_of(module, package) for module in imported_names(path)}
-        found.setdefault(room, set()).update(target for target in targets if target not in (None, room))  # type: ignore[misc]
+        found.setdefault(room, set()).update(
+            target for target in targets if target not in (None, room)
+        )  # type: ignore[misc]
     return found
 
 
@@ -192,14 +201,21 @@ def test_arrows_between_rooms_are_those_of_the_floor_plan_and_run_downwards(pack
     plan = {room: set(targets.split()) for room, targets in ROOMS[package].items()}
     assert arrows(package) == plan
     order = list(plan)
-    upwards = {(room, target) for room in plan for target in plan[room] if order.index(target) <= order.index(room)}
+    upwards = {
+        (room, target)
+        for room in plan
+        for target in plan[room]
+        if order.index(target) <= order.index(room)
+    }
     assert not upwards
 
 
 def test_every_room_says_in_one_sentence_what_it_is() -> None:
     rooms = [path for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")]
     found = [
-        name(path) for path in rooms if not (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").endswith(".")
+        name(path)
+        for path in rooms
+        if not (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").endswith(".")
     ]
     assert not found
 
@@ -211,7 +227,8 @@ def test_each_framework_has_one_door(framework: str) -> None:
         for path in SOURCES
         if any(module.split(".")[0] == framework for module in imports(path))
         and not any(
-            name(path) == door or (door.endswith("/") and name(path).startswith(door)) for door in DOORS[framework]
+            name(path) == door or (door.endswith("/") and name(path).startswith(door))
+            for door in DOORS[framework]
         )
     }
     assert not found
@@ -271,7 +288,12 @@ def test_protocol_pulls_in_neither_torch_nor_flower() -> None:
 
 def test_nothing_unpickles() -> None:
     forbidden = ("torch.load(", "pickle.load", "allow_pickle=True", "joblib.load")
-    found = {f"{name(path)}: {text}" for path in SOURCES for text in forbidden if text in path.read_text("utf-8")}
+    found = {
+        f"{name(path)}: {text}"
+        for path in SOURCES
+        for text in forbidden
+        if text in path.read_text("utf-8")
+    }
     assert not found
 
 
@@ -294,7 +316,9 @@ def test_errors_have_distinct_codes_a_remedy_and_a_name_that_ends_in_error() -> 
 def test_error_page_lists_every_class_with_its_code_and_remedy() -> None:
     page = (ROOT / "docs" / "reference" / "errors.md").read_text("utf-8")
     remedies = dict(re.findall(r"^\| (\d+ \| `\w+`) \|.*\| ([^|]+) \|$", page, re.MULTILINE))
-    said = {f"{kind.exit_code} | `{kind.__name__}`": kind.default_remedy for kind in error_classes()}
+    said = {
+        f"{kind.exit_code} | `{kind.__name__}`": kind.default_remedy for kind in error_classes()
+    }
     assert {name: remedies.get(name, "").replace("`", "") for name in said} == {
         name: remedy.replace("`", "") for name, remedy in said.items()
     }
@@ -302,12 +326,25 @@ def test_error_page_lists_every_class_with_its_code_and_remedy() -> None:
 
 def test_heading_of_the_errors_draws_the_tree_as_it_is() -> None:
     text = " ".join(str(errors.__doc__).split())
-    missing = [kind.__name__ for kind in error_classes() if f"{kind.__name__} {kind.exit_code}" not in text]
+    missing = [
+        kind.__name__ for kind in error_classes() if f"{kind.__name__} {kind.exit_code}" not in text
+    ]
     assert not missing
 
 
 # Words that say nothing alone: an error names the value, shape, number or state that was found.
-VAGUE = {"another", "others", "other", "none", "both", "neither", "something else", "one", "some", "nothing"}
+VAGUE = {
+    "another",
+    "others",
+    "other",
+    "none",
+    "both",
+    "neither",
+    "something else",
+    "one",
+    "some",
+    "nothing",
+}
 
 
 def texts_of(node: ast.AST | None) -> Iterator[str]:
@@ -332,7 +369,9 @@ def error_texts(path: Path) -> Iterator[tuple[int, str]]:
                 pairs = [(name, value)]
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
                 pairs = [
-                    (one.id, value) for one, value in zip(names, values, strict=False) if isinstance(one, ast.Name)
+                    (one.id, value)
+                    for one, value in zip(names, values, strict=False)
+                    if isinstance(one, ast.Name)
                 ]
         for word, said in pairs:
             if word in ("expected", "got"):
@@ -351,11 +390,16 @@ def test_errors_say_what_was_expected_and_found_not_only_another_or_none() -> No
 
 def test_control_vague_errors_are_found(tmp_path: Path) -> None:
     source = tmp_path / "module.py"
-    source.write_text('got = "none" if x else str(x)\nf(a, expected=x or "Others", got="3 of 4")\n', "utf-8")
+    source.write_text(
+        'got = "none" if x else str(x)\nf(a, expected=x or "Others", got="3 of 4")\n', "utf-8"
+    )
     assert [text for _, text in error_texts(source) if text.lower() in VAGUE] == ["none", "Others"]
 
 
 def test_first_line_of_a_module_is_a_statement_not_a_question() -> None:
-    first_lines = {name(path): (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "") for path in SOURCES}
+    first_lines = {
+        name(path): (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
+        for path in SOURCES
+    }
     found = {path for path, text in first_lines.items() if "?" in text.partition("\n")[0]}
     assert not found

@@ -29,7 +29,14 @@ from ddm.trust.verify import verify_release
 from silo.config import Site
 from tests.conftest import Published
 from tests.support.case import case
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, recipe, write_policy
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    TinyFederation,
+    images,
+    recipe,
+    write_policy,
+)
 from tests.support.processes import alive
 from tests.support.waiting import LIMIT_S
 
@@ -83,8 +90,14 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
     """A federation whose plan has reached silo north; training would take minutes."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("planned"), {"east": 60, "north": 60})
     chosen = recipe()
-    training = chosen.expert.training.model_copy(update={"num_steps": 100_000, "checkpoint_steps": 20})
-    plan_id = tiny.sign(chosen.model_copy(update={"expert": chosen.expert.model_copy(update={"training": training})}))
+    training = chosen.expert.training.model_copy(
+        update={"num_steps": 100_000, "checkpoint_steps": 20}
+    )
+    plan_id = tiny.sign(
+        chosen.model_copy(
+            update={"expert": chosen.expert.model_copy(update={"training": training})}
+        )
+    )
     tiny.deliver_plan("north", plan_id)
     return tiny
 
@@ -123,7 +136,9 @@ def test_key_stays_closed_when_the_passphrase_is_wrong_empty_absent_or_nobody_ca
     assert run(*enroll, "--passphrase-file", secret).code == 0
 
 
-def test_configured_passphrase_file_that_is_gone_is_named(run: Run, planned: TinyFederation, tmp_path: Path) -> None:
+def test_configured_passphrase_file_that_is_gone_is_named(
+    run: Run, planned: TinyFederation, tmp_path: Path
+) -> None:
     site = planned.sites["north"].path
     edit(site / "silo.toml", "threads = 1", f'threads = 1\npassphrase_file = "{tmp_path / "gone"}"')
     done = run("silo", "enroll", site, "--out", tmp_path / "card.json")
@@ -135,9 +150,18 @@ def test_configured_passphrase_file_that_is_gone_is_named(run: Run, planned: Tin
 def init_words(tiny: TinyFederation, site: Path, secret: Path, **changes: object) -> list[object]:
     """The words of `silo init` for a new silo called south."""
     fingerprint = fingerprint_of(tiny)
-    options = {"id": "south", "data": tiny.path / "north.npz", "invitation": tiny.federation.path / "invitation.json"}
+    options = {
+        "id": "south",
+        "data": tiny.path / "north.npz",
+        "invitation": tiny.federation.path / "invitation.json",
+    }
     options |= {"root-fingerprint": fingerprint, "passphrase-file": secret} | changes
-    return ["silo", "init", site, *(word for name, value in options.items() for word in (f"--{name}", value))]
+    return [
+        "silo",
+        "init",
+        site,
+        *(word for name, value in options.items() for word in (f"--{name}", value)),
+    ]
 
 
 def fingerprint_of(tiny: TinyFederation) -> str:
@@ -156,7 +180,9 @@ def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
     assert run(*init_words(planned, site, secret, invitation=secret)).code == 21
     assert run(*init_words(planned, site, secret, data=tmp_path / "absent.npz")).code == 4
     short = tmp_path / "short.npz"
-    np.savez(short, images=np.zeros((4, 1, 4, 4), np.float32), patients=np.arange(3), labels=np.arange(5))
+    np.savez(
+        short, images=np.zeros((4, 1, 4, 4), np.float32), patients=np.arange(3), labels=np.arange(5)
+    )
     refused = run(*init_words(planned, site, secret, data=short))
     assert refused.code == 7 and "patients: " in refused.err and "labels: " in refused.err
     assert run(*init_words(planned, site, secret, id="South")).code == 3
@@ -186,7 +212,17 @@ def test_aggregator_init_twice_overwrites_nothing_and_one_cut_short_leaves_no_ha
     run: Run, secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = tmp_path / "fed"
-    words = ("aggregator", "init", fed, "--name", "tiny", "--address", "127.0.0.1:9092", "--passphrase-file", secret)
+    words = (
+        "aggregator",
+        "init",
+        fed,
+        "--name",
+        "tiny",
+        "--address",
+        "127.0.0.1:9092",
+        "--passphrase-file",
+        secret,
+    )
 
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
@@ -204,11 +240,23 @@ def test_aggregator_init_twice_overwrites_nothing_and_one_cut_short_leaves_no_ha
     assert not (fed / ".part").exists()
 
 
-@pytest.mark.parametrize("address", ["9092", "localhost", "localhost:0", "localhost:99999", "http://a:1", "[::1]:9092"])
+@pytest.mark.parametrize(
+    "address", ["9092", "localhost", "localhost:0", "localhost:99999", "http://a:1", "[::1]:9092"]
+)
 def test_aggregator_init_names_the_address_when_it_is_none(
     run: Run, secret: Path, tmp_path: Path, address: str
 ) -> None:
-    words = ("aggregator", "init", tmp_path / "fed", "--name", "a", "--address", address, "--passphrase-file", secret)
+    words = (
+        "aggregator",
+        "init",
+        tmp_path / "fed",
+        "--name",
+        "a",
+        "--address",
+        address,
+        "--passphrase-file",
+        secret,
+    )
     done = run(*words)
     assert done.code == 3
     assert "--address" in done.err
@@ -263,7 +311,14 @@ def plan_words(tiny: TinyFederation, secret: Path, tmp_path: Path, **replace: st
         text = text.replace(old, new)
     (tmp_path / "plan.toml").write_text(text)
     np.savez(tmp_path / "public.npz", images=images(120, 0.0, seed=1))
-    options = ["--recipe", tmp_path / "plan.toml", "--public", tmp_path / "public.npz", "--passphrase-file", secret]
+    options = [
+        "--recipe",
+        tmp_path / "plan.toml",
+        "--public",
+        tmp_path / "public.npz",
+        "--passphrase-file",
+        secret,
+    ]
     return ["aggregator", "plan", tiny.federation.path, *options]
 
 
@@ -285,7 +340,9 @@ def test_plan_names_what_is_wrong_with_the_recipe(
     assert "plan.toml" in done.err
 
 
-def test_plan_needs_silos_and_a_person_or_yes(run: Run, planned: TinyFederation, secret: Path, tmp_path: Path) -> None:
+def test_plan_needs_silos_and_a_person_or_yes(
+    run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
+) -> None:
     before = planned.federation.current_plan()
     asked = run(*plan_words(planned, secret, tmp_path))
     assert asked.code == 3
@@ -307,7 +364,15 @@ def test_commands_say_what_comes_first_when_given_too_early(
     assert "silo init" in run("silo", "status", tmp_path / "absent").err
     assert "aggregator init" in run("aggregator", "router", tmp_path / "absent").err
     assert "aggregator run" in run("aggregator", "router", fed).err
-    publish = ("aggregator", "publish", fed, "--out", tmp_path / "release", "--passphrase-file", secret)
+    publish = (
+        "aggregator",
+        "publish",
+        fed,
+        "--out",
+        tmp_path / "release",
+        "--passphrase-file",
+        secret,
+    )
     assert "aggregator run" in run(*publish).err
     assert run("silo", "status", site).out.startswith("east: waiting")
     assert run("silo", "review", site).code == 3
@@ -321,11 +386,20 @@ def test_commands_say_what_comes_first_when_given_too_early(
 def test_publish_never_touches_what_is_there(run: Run, published: Published, secret: Path) -> None:
     before = {path: path.read_bytes() for path in published.release.rglob("*") if path.is_file()}
     fed = published.tiny.federation.path
-    assert run("aggregator", "publish", fed, "--out", published.release, "--passphrase-file", secret).code == 6
-    assert {path: path.read_bytes() for path in published.release.rglob("*") if path.is_file()} == before
+    assert (
+        run(
+            "aggregator", "publish", fed, "--out", published.release, "--passphrase-file", secret
+        ).code
+        == 6
+    )
+    assert {
+        path: path.read_bytes() for path in published.release.rglob("*") if path.is_file()
+    } == before
 
 
-def test_aggregator_run_names_a_busy_port_and_starts_nothing(run: Run, planned: TinyFederation, secret: Path) -> None:
+def test_aggregator_run_names_a_busy_port_and_starts_nothing(
+    run: Run, planned: TinyFederation, secret: Path
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -348,7 +422,9 @@ def look(published: Published, tmp_path: Path) -> list[object]:
     return [published.release, "--root", published.root, "--state", tmp_path / "state"]
 
 
-def test_verify_pins_a_silo_key_and_refuses_another(run: Run, published: Published, look: list[object]) -> None:
+def test_verify_pins_a_silo_key_and_refuses_another(
+    run: Run, published: Published, look: list[object]
+) -> None:
     keys = verify_release(published.release, published.root.read_bytes(), state=None).silo_keys
     done = run("ddm", "verify", *look, "--silo-key", f"north={keys['north'].upper()}")
     assert done.code == 0
@@ -367,12 +443,20 @@ def test_verify_refuses_an_older_release_served_to_the_same_state(
 
 
 def test_expired_timestamp_is_refused_and_loud_when_archived(
-    run: Run, published: Published, look: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    published: Published,
+    look: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = tmp_path / "old"
-    monkeypatch.setattr("aggregator.release.publish.now_utc", lambda: now_utc() - timedelta(days=200))
+    monkeypatch.setattr(
+        "aggregator.release.publish.now_utc", lambda: now_utc() - timedelta(days=200)
+    )
     with pytest.raises(ExpiredError):
-        published.tiny.publish(old)  # an aggregator whose clock is off does not publish what nobody would accept
+        published.tiny.publish(
+            old
+        )  # an aggregator whose clock is off does not publish what nobody would accept
     monkeypatch.setattr("ddm.publishing.version._check_that_it_loads", lambda *args: None)
     published.tiny.publish(old)
     assert run("ddm", "verify", old, *look[1:]).code == 14
@@ -385,7 +469,9 @@ def test_verify_names_the_folder_when_its_memory_cannot_be_written(
     run: Run, published: Published, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    done = run("ddm", "verify", published.release, "--root", published.root, "--state", tmp_path / "file")
+    done = run(
+        "ddm", "verify", published.release, "--root", published.root, "--state", tmp_path / "file"
+    )
     assert done.code in (2, 3)
     assert str(tmp_path / "file") in done.err
 
@@ -393,20 +479,36 @@ def test_verify_names_the_folder_when_its_memory_cannot_be_written(
 def test_sample_explains_a_prior_that_is_none(run: Run, look: list[object], tmp_path: Path) -> None:
     for prior in ["", "south=1", "north", "north=-1", "north=nan", "north=0", "north=1,north=2"]:
         with case(prior=prior):
-            done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--prior", prior, "--out", tmp_path / "a.png")
+            done = run(
+                "ddm",
+                "sample",
+                *look,
+                "--num",
+                1,
+                "--steps",
+                1,
+                "--prior",
+                prior,
+                "--out",
+                tmp_path / "a.png",
+            )
             assert done.code == 3
             assert "--prior" in done.err
             assert not (tmp_path / "a.png").exists()
 
 
-def test_sample_refuses_an_odd_name_before_it_works(run: Run, look: list[object], tmp_path: Path) -> None:
+def test_sample_refuses_an_odd_name_before_it_works(
+    run: Run, look: list[object], tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
     for name in ("a.jpg", "file", "folder.png"):
         done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--out", tmp_path / name)
         assert done.code == 3
         assert "sampling" not in done.out
-    done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--out", tmp_path / "file" / "a.png")
+    done = run(
+        "ddm", "sample", *look, "--num", 1, "--steps", 1, "--out", tmp_path / "file" / "a.png"
+    )
     assert done.code == 8
     assert "sampling" not in done.out
 
@@ -416,15 +518,27 @@ def test_same_command_gives_the_same_bytes_and_sample_i_is_the_same_for_any_num_
     run: Run, look: list[object], tmp_path: Path, strategy: str
 ) -> None:
     words = ("ddm", "sample", *look, "--steps", 2, "--strategy", strategy, "--seed", 7)
-    for name, num in (("three.npz", 3), ("again.npz", 3), ("seventy.npz", 70), ("few", 3), ("many", 70)):
+    for name, num in (
+        ("three.npz", 3),
+        ("again.npz", 3),
+        ("seventy.npz", 70),
+        ("few", 3),
+        ("many", 70),
+    ):
         assert run(*words, "--num", num, "--out", tmp_path / name).code == 0
     assert (tmp_path / "three.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
-    three, seventy = np.load(tmp_path / "three.npz")["images"], np.load(tmp_path / "seventy.npz")["images"]
+    three, seventy = (
+        np.load(tmp_path / "three.npz")["images"],
+        np.load(tmp_path / "seventy.npz")["images"],
+    )
     assert three.dtype == np.float32
     assert np.allclose(three, seventy[:3], rtol=0, atol=2e-5)
     assert not np.allclose(three[0], three[1], rtol=0, atol=2e-5)
     for name in ("00000.png", "00002.png"):
-        few, many = (np.asarray(Image.open(tmp_path / folder / name)).astype(int) for folder in ("few", "many"))
+        few, many = (
+            np.asarray(Image.open(tmp_path / folder / name)).astype(int)
+            for folder in ("few", "many")
+        )
         assert abs(few - many).max() <= 1
 
 
@@ -432,7 +546,19 @@ def test_same_command_gives_the_same_bytes_and_sample_i_is_the_same_for_any_num_
 def test_with_batch_1_sample_i_has_the_same_bytes_for_any_num(
     run: Run, look: list[object], tmp_path: Path, strategy: str
 ) -> None:
-    words = ("ddm", "sample", *look, "--steps", 2, "--strategy", strategy, "--seed", 7, "--set", "batch=1")
+    words = (
+        "ddm",
+        "sample",
+        *look,
+        "--steps",
+        2,
+        "--strategy",
+        strategy,
+        "--seed",
+        7,
+        "--set",
+        "batch=1",
+    )
     words = (*words, "--set", "mass=0.9") if strategy == "nucleus" else words
     images = {}
     for num in (1, 3, 20):
@@ -451,13 +577,23 @@ main()
 """
 
 
-def test_full_disk_leaves_the_old_samples_whole(run: Run, look: list[object], tmp_path: Path) -> None:
+def test_full_disk_leaves_the_old_samples_whole(
+    run: Run, look: list[object], tmp_path: Path
+) -> None:
     out = tmp_path / "a.npz"
     words = (*look, "--steps", 1, "--out", out)
     assert run("ddm", "sample", *words, "--num", 2).code == 0
     before = out.read_bytes()
     # In a process of its own: the limit would stop this one's output as well.
-    command = [sys.executable, "-c", FULL_DISK, "sample", *(str(word) for word in words), "--num", "128"]
+    command = [
+        sys.executable,
+        "-c",
+        FULL_DISK,
+        "sample",
+        *(str(word) for word in words),
+        "--num",
+        "128",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 8
     assert "room" in done.stderr
@@ -518,12 +654,16 @@ def test_silo_run_ends_on_a_signal_with_its_courier_and_goes_on_where_it_stopped
     assert steps[1] >= steps[0] > 0
 
 
-def test_ddm_ends_quietly_when_its_reader_leaves_and_when_interrupted(published: Published, tmp_path: Path) -> None:
+def test_ddm_ends_quietly_when_its_reader_leaves_and_when_interrupted(
+    published: Published, tmp_path: Path
+) -> None:
     look = [published.release, "--root", published.root, "--state", tmp_path / "state"]
     info = start("ddm", "info", *look, "--json")
     assert info.stdout
     info.stdout.close()
-    sample = start("ddm", "sample", *look, "--num", 64, "--steps", 10_000, "--out", tmp_path / "a.png")
+    sample = start(
+        "ddm", "sample", *look, "--num", 64, "--steps", 10_000, "--out", tmp_path / "a.png"
+    )
     until(sample, "sampling")
     sample.send_signal(signal.SIGINT)
     said, _ = sample.communicate(timeout=LIMIT_S)
@@ -550,7 +690,9 @@ sys.argv = ["{command}", "--help"]
 def test_interrupt_while_a_command_is_imported_is_answered_in_one_line(command: str) -> None:
     for number, code in ((int(signal.SIGINT), 130), (0, 0)):  # signal 0 is none
         text = INTERRUPTED.format(module="click", number=number, command=command)
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, check=False
+        )
         assert done.returncode == code
         assert ("Interrupted" in done.stderr) == bool(number)
         assert "Traceback" not in done.stderr
@@ -575,7 +717,10 @@ silo()
 
 def test_interrupt_of_a_command_that_has_ended_changes_nothing() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ENDED.format(number=int(signal.SIGINT))], capture_output=True, text=True, check=False
+        [sys.executable, "-c", ENDED.format(number=int(signal.SIGINT))],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
 
@@ -588,7 +733,11 @@ def test_make_explains_an_old_and_a_missing_python(tmp_path: Path) -> None:
         shutil.copyfile(ROOT / name, tmp_path / name)
     for python, says in ((old, "Python 3.8.1"), ("python-that-is-not-there", "not there")):
         done = subprocess.run(
-            ["make", "setup", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True, check=False
+            ["make", "setup", f"PYTHON={python}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 2
         assert "needs Python 3.11 or newer" in done.stdout

@@ -36,7 +36,9 @@ from tools import reference
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (".github", "docs", "examples", "ddm", "silo", "aggregator", "tests")
-PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+)
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 DOCUMENTS = ROOT / "docs" / "reference" / "documents.md"
 LEAVES = ROOT / "docs" / "explanation" / "what-leaves-the-silo.md"
@@ -147,17 +149,37 @@ def test_commands_page_names_exactly_the_flags_of_a_verb() -> None:
     for program, verb in verbs():
         with case(program=program, verb=verb):
             command = commands_of(PROGRAMS[program])[verb]
-            flags = {flag for option in command.params if isinstance(option, click.Option) for flag in option.opts}
+            flags = {
+                flag
+                for option in command.params
+                if isinstance(option, click.Option)
+                for flag in option.opts
+            }
             text = section(COMMANDS, f"### {program} {verb}")
             assert sorted(named_in_tables(text)) == sorted(flags)
-            arguments = [str(each.metavar) for each in command.params if isinstance(each, click.Argument)]
+            arguments = [
+                str(each.metavar) for each in command.params if isinstance(each, click.Argument)
+            ]
             assert f"`{' '.join([program, verb, *arguments])}`" in text
 
 
 def test_commands_page_names_exactly_what_status_prints_for_scripts() -> None:
-    (row,) = (line for line in section(COMMANDS, "### silo status").splitlines() if line.startswith("| `--json`"))
+    (row,) = (
+        line
+        for line in section(COMMANDS, "### silo status").splitlines()
+        if line.startswith("| `--json`")
+    )
     told = Status(
-        "north", "/srv/north", State(), False, False, None, approved=False, note=None, waiting=None, audit=None
+        "north",
+        "/srv/north",
+        State(),
+        False,
+        False,
+        None,
+        approved=False,
+        note=None,
+        waiting=None,
+        audit=None,
     )
     assert re.findall(r"`(\w+)`", row) == list(told.as_json())
 
@@ -171,28 +193,43 @@ def test_commands_page_names_exactly_the_options_of_every_program(program: str) 
 def test_commands_page_names_exactly_what_set_changes() -> None:
     text = section(COMMANDS, "### What --set changes")
     assert named_in_tables(text) == list(SampleSettings.names())
-    for command, settings in (("sample-student", SampleStudentSettings), ("evaluate", DrawingSettings)):
+    for command, settings in (
+        ("sample-student", SampleStudentSettings),
+        ("evaluate", DrawingSettings),
+    ):
         of_command = [line for line in text.splitlines() if f"`ddm {command}`" in line]
         assert named_in_tables("\n".join(of_command)) == list(settings.names())
 
 
 def test_commands_page_names_exactly_the_verbs() -> None:
     headings = re.findall(
-        r"^### (silo|aggregator|ddm) ([\w-]+(?: [\w-]+)?)$", COMMANDS.read_text("utf-8"), flags=re.MULTILINE
+        r"^### (silo|aggregator|ddm) ([\w-]+(?: [\w-]+)?)$",
+        COMMANDS.read_text("utf-8"),
+        flags=re.MULTILINE,
     )
     assert sorted(headings) == sorted(verbs())
 
 
 def test_help_shows_every_word_of_an_option() -> None:
     # The terminal's markup takes a word in brackets for a style, and drops it.
-    shown = [option for app in PROGRAMS.values() for command in commands_of(app).values() for option in command.params]
+    shown = [
+        option
+        for app in PROGRAMS.values()
+        for command in commands_of(app).values()
+        for option in command.params
+    ]
     assert not [option.name for option in shown if "[" in (getattr(option, "help", None) or "")]
 
 
 def test_no_page_names_a_flag_that_no_command_has() -> None:
     commands = [command for app in PROGRAMS.values() for command in commands_of(app).values()]
     programs = [command_group(app) for app in PROGRAMS.values()]
-    known = {flag for command in [*commands, *programs] for option in command.params for flag in option.opts}
+    known = {
+        flag
+        for command in [*commands, *programs]
+        for option in command.params
+        for flag in option.opts
+    }
     known.add("--help")
     pages = [page for page in PAGES if "adr" not in page.parts]
     named = {
@@ -214,7 +251,9 @@ def test_what_leaves_names_exactly_the_fields_of_a_submission() -> None:
 
 def test_documents_page_names_exactly_the_fields_of_a_document() -> None:
     for model in (Plan, Receipt, Manifest, Invitation, Card):
-        assert set(named_in_tables(section(DOCUMENTS, f"## {model.__name__}"))) == set(fields(model)), model.__name__
+        assert set(named_in_tables(section(DOCUMENTS, f"## {model.__name__}"))) == set(
+            fields(model)
+        ), model.__name__
 
 
 SETTINGS = [
@@ -224,7 +263,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("page", "heading", "model"), SETTINGS, ids=lambda each: getattr(each, "__name__", None))
+@pytest.mark.parametrize(
+    ("page", "heading", "model"), SETTINGS, ids=lambda each: getattr(each, "__name__", None)
+)
 def test_a_page_names_exactly_the_fields_of_a_configuration_file(
     page: Path, heading: str, model: type[BaseModel]
 ) -> None:
@@ -235,23 +276,40 @@ def typed_commands() -> list[tuple[str, tuple[str, ...]]]:
     """Every command of ours that a page shows as typed: the page's name, and the command's words."""
     found = []
     for page in GUIDES:
-        for block in re.findall(r"^```console$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+        for block in re.findall(
+            r"^```console$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+        ):
             for line in re.sub(r"\\\n[> ]*", "", block).splitlines():
                 typed = re.match(r"[$#>] +(?:.*(?: -- |\bdo ))?((?:silo|aggregator|ddm) .*)", line)
                 if typed:
                     words = shlex.shlex(typed[1], posix=True, punctuation_chars=True)
-                    found.append((page.name, tuple(takewhile(lambda word: word not in (";", "&", "|"), words))))
+                    found.append(
+                        (
+                            page.name,
+                            tuple(takewhile(lambda word: word not in (";", "&", "|"), words)),
+                        )
+                    )
     return found
 
 
 @pytest.mark.parametrize(("page", "command"), typed_commands())
-def test_a_typed_command_has_the_arguments_and_options_of_its_verb(page: str, command: tuple[str, ...]) -> None:
+def test_a_typed_command_has_the_arguments_and_options_of_its_verb(
+    page: str, command: tuple[str, ...]
+) -> None:
     program, verb, *arguments = command
     known = command_group(PROGRAMS[program]).commands[verb]
-    required = {option.opts[0] for option in known.params if option.required and isinstance(option, click.Option)}
+    required = {
+        option.opts[0]
+        for option in known.params
+        if option.required and isinstance(option, click.Option)
+    }
     assert not required - set(arguments)
     values, _, _ = known.make_parser(click.Context(known)).parse_args(list(arguments))
-    assert all(values.get(each.name) for each in known.params if isinstance(each, click.Argument) and each.required)
+    assert all(
+        values.get(each.name)
+        for each in known.params
+        if isinstance(each, click.Argument) and each.required
+    )
 
 
 def snippets() -> list[tuple[str, ast.Module]]:
@@ -260,7 +318,9 @@ def snippets() -> list[tuple[str, ast.Module]]:
         (page.name, ast.parse(block))
         for page in GUIDES
         if page.name != "api.md"  # signatures, written from the code
-        for block in re.findall(r"^```python$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+        for block in re.findall(
+            r"^```python$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+        )
     ]
 
 
@@ -273,7 +333,9 @@ def test_python_on_a_page_imports_what_is_there() -> None:
         for alias in node.names
     ]
     assert imports
-    assert not [(module, name) for module, name in imports if not hasattr(import_module(module), name)]
+    assert not [
+        (module, name) for module, name in imports if not hasattr(import_module(module), name)
+    ]
 
 
 def words_to_avoid() -> list[str]:
@@ -295,22 +357,28 @@ def test_no_page_uses_a_word_that_the_glossary_avoids() -> None:
 
 
 def test_glossary_has_each_word_once_and_in_order() -> None:
-    words = re.findall(r"^\| ([^|]+) \|", section(GLOSSARY, "# Glossary").split("## ")[0], re.MULTILINE)[2:]
+    words = re.findall(
+        r"^\| ([^|]+) \|", section(GLOSSARY, "# Glossary").split("## ")[0], re.MULTILINE
+    )[2:]
     assert words == sorted(set(words), key=str.lower)
 
 
 def test_index_links_every_page_of_the_documentation() -> None:
     index = ROOT / "docs" / "README.md"
-    linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}
-    missing = {page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md") if page != index} - {
-        path.relative_to(ROOT).as_posix() for path in linked
+    linked = {
+        (index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))
     }
+    missing = {
+        page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md") if page != index
+    } - {path.relative_to(ROOT).as_posix() for path in linked}
     assert not missing
 
 
 @pytest.mark.parametrize("name", sorted(reference.PAGES))
 def test_pages_written_from_the_code_are_current(name: str) -> None:
-    assert (ROOT / "docs" / "reference" / name).read_text("utf-8") == reference.PAGES[name](), "run: make docs"
+    assert (ROOT / "docs" / "reference" / name).read_text("utf-8") == reference.PAGES[name](), (
+        "run: make docs"
+    )
 
 
 def test_python_api_has_every_public_name_of_ddm() -> None:
@@ -330,7 +398,9 @@ def test_a_superseded_decision_and_the_later_one_name_each_other() -> None:
     pairs = {
         (word, page.stem[:4], number)
         for page in ADRS
-        for word, numbers in re.findall(r"(supersedes|superseded by)(.*?\[\d{4}\])", status_of(page))
+        for word, numbers in re.findall(
+            r"(supersedes|superseded by)(.*?\[\d{4}\])", status_of(page)
+        )
         for number in re.findall(r"\[(\d{4})\]", numbers)
     }
     assert {(later, earlier) for word, later, earlier in pairs if word == "supersedes"} == {
@@ -344,7 +414,11 @@ def status_of(page: Path) -> str:
 
 
 def code_map_rooms() -> list[str]:
-    return re.findall(r"^\| `((?:ddm|silo|aggregator)/[\w/]+(?:\.py)?)` \|", CODE_MAP.read_text("utf-8"), re.MULTILINE)
+    return re.findall(
+        r"^\| `((?:ddm|silo|aggregator)/[\w/]+(?:\.py)?)` \|",
+        CODE_MAP.read_text("utf-8"),
+        re.MULTILINE,
+    )
 
 
 def room_path(package: str, room: str) -> str:
@@ -352,7 +426,9 @@ def room_path(package: str, room: str) -> str:
 
 
 def test_code_map_has_exactly_one_line_for_every_room() -> None:
-    assert sorted(code_map_rooms()) == sorted(room_path(package, room) for package in ROOMS for room in ROOMS[package])
+    assert sorted(code_map_rooms()) == sorted(
+        room_path(package, room) for package in ROOMS for room in ROOMS[package]
+    )
 
 
 def places_in_picture() -> dict[str, dict[str, tuple[int, int]]]:
@@ -368,10 +444,14 @@ def places_in_picture() -> dict[str, dict[str, tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_picture_of_the_code_map_has_every_room_above_or_left_of_those_that_it_imports(package: str) -> None:
+def test_picture_of_the_code_map_has_every_room_above_or_left_of_those_that_it_imports(
+    package: str,
+) -> None:
     place = places_in_picture()[package]
     assert not set(ROOMS[package]) - set(place)
-    arrows = {(room, target) for room, targets in ROOMS[package].items() for target in targets.split()}
+    arrows = {
+        (room, target) for room, targets in ROOMS[package].items() for target in targets.split()
+    }
     assert not {(room, target) for room, target in arrows if place[room] >= place[target]}
 
 
@@ -391,7 +471,9 @@ def walks() -> dict[str, list[Step]]:
     """The walks of the code map by their headings; the first step of each is where it enters."""
     found = {}
     for heading in re.findall(r"^### .+$", CODE_MAP.read_text("utf-8"), re.MULTILINE):
-        rows = re.findall(r"^\| (\d+) \| (.*?) ?\| `([^`]+)` \|", section(CODE_MAP, heading), re.MULTILINE)
+        rows = re.findall(
+            r"^\| (\d+) \| (.*?) ?\| `([^`]+)` \|", section(CODE_MAP, heading), re.MULTILINE
+        )
         assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1)), heading
         steps = [Step(rows[0][2], "", None, rows[0][2])]
         for number, reached, file in rows[1:]:
@@ -403,7 +485,12 @@ def walks() -> dict[str, list[Step]]:
 
 
 def test_code_map_has_a_walk_of_a_plan_of_a_picture_of_an_image_and_of_an_expert() -> None:
-    assert [re.match(r"### An? ([a-z]+)", heading)[1] for heading in walks()] == ["plan", "picture", "image", "expert"]  # type: ignore[index]
+    assert [re.match(r"### An? ([a-z]+)", heading)[1] for heading in walks()] == [
+        "plan",
+        "picture",
+        "image",
+        "expert",
+    ]  # type: ignore[index]
 
 
 def test_every_file_that_the_code_map_names_exists() -> None:
@@ -412,7 +499,12 @@ def test_every_file_that_the_code_map_names_exists() -> None:
 
 
 def test_every_step_of_a_walk_follows_an_import_or_a_named_hand_over() -> None:
-    lost = {f"{heading}: {step}" for heading, steps in walks().items() for step in steps[1:] if not follows(step)}
+    lost = {
+        f"{heading}: {step}"
+        for heading, steps in walks().items()
+        for step in steps[1:]
+        if not follows(step)
+    }
     assert not lost
 
 
@@ -424,10 +516,14 @@ def follows(step: Step) -> bool:
         return module_name(step.before) in set(imported_names(ROOT / step.file))
     assert step.handed_over
     if step.kind == "message":
-        return hasattr(messages, step.handed_over) and all(step.handed_over in text for text in (source, earlier))
+        return hasattr(messages, step.handed_over) and all(
+            step.handed_over in text for text in (source, earlier)
+        )
     # A folder that both sides name, under a path of the page on folders.
     folder = [part for part in step.handed_over.split("/") if part and "<" not in part][-1]
-    return step.handed_over in FOLDERS_PAGE.read_text("utf-8") and all(folder in text for text in (source, earlier))
+    return step.handed_over in FOLDERS_PAGE.read_text("utf-8") and all(
+        folder in text for text in (source, earlier)
+    )
 
 
 def imported_names(path: Path) -> Iterator[str]:
@@ -446,8 +542,12 @@ def module_name(file: str) -> str:
 
 def test_a_step_along_no_arrow_is_noticed() -> None:
     assert not follows(Step("silo/privacy/ledger.py", "call", None, "silo/courier/handlers.py"))
-    assert not follows(Step("silo/courier/handlers.py", "message", "Telegram", "aggregator/transfer/delivery.py"))
-    assert not follows(Step("silo/worker/worker.py", "file", "attic/<plan>/", "silo/courier/handlers.py"))
+    assert not follows(
+        Step("silo/courier/handlers.py", "message", "Telegram", "aggregator/transfer/delivery.py")
+    )
+    assert not follows(
+        Step("silo/worker/worker.py", "file", "attic/<plan>/", "silo/courier/handlers.py")
+    )
 
 
 @cache
@@ -458,9 +558,11 @@ def functions_of(path: str) -> frozenset[str]:
 
 
 def test_each_row_of_the_threat_model_names_a_test_that_exists() -> None:
-    rows = [line.strip("| ").split(" | ") for line in THREATS.read_text("utf-8").splitlines() if line.startswith("| ")][
-        2:
-    ]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in THREATS.read_text("utf-8").splitlines()
+        if line.startswith("| ")
+    ][2:]
     assert rows
     for row in rows:
         with case(row[2]):

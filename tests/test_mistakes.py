@@ -39,13 +39,22 @@ from tests.support.mistakes import (
 )
 
 ROOT = Path(__file__).parent.parent
-CODES = set(map(int, re.findall(r"^\| (\d+) \|", (ROOT / "docs/reference/errors.md").read_text("utf-8"), re.MULTILINE)))
+CODES = set(
+    map(
+        int,
+        re.findall(
+            r"^\| (\d+) \|", (ROOT / "docs/reference/errors.md").read_text("utf-8"), re.MULTILINE
+        ),
+    )
+)
 MAX_LINES = 24
 
 
 @pytest.fixture(scope="module")
 def world_once(tmp_path_factory: pytest.TempPathFactory) -> World:
-    tiny = TinyFederation.create(tmp_path_factory.mktemp("mistakes") / "Süd 1", {"north": 40, "south": 30})
+    tiny = TinyFederation.create(
+        tmp_path_factory.mktemp("mistakes") / "Süd 1", {"north": 40, "south": 30}
+    )
     rich: dict[str, Any] = POLICY | {"privacy": {"budget_epsilon": 100.0, "budget_delta": 1e-3}}
     for site in tiny.sites.values():
         write_policy(site, rich)
@@ -67,11 +76,18 @@ def world(world_once: World, tmp_path: Path) -> World:
 
 MISTAKES = {
     # Typing
-    "a command misspelt": Mistake(lambda w: ["silo", "stauts", w.north], 2, "Did you mean 'status'", after=status),
-    "a flag misspelt": Mistake(
-        lambda w: [*status(w), "--jsn"], 2, "Did you mean --json", after=lambda w: [*status(w), "--json"]
+    "a command misspelt": Mistake(
+        lambda w: ["silo", "stauts", w.north], 2, "Did you mean 'status'", after=status
     ),
-    "an option left out": Mistake(lambda w: w.init()[:-2][:3], 2, "Missing option '--id'", after=lambda w: w.init()),
+    "a flag misspelt": Mistake(
+        lambda w: [*status(w), "--jsn"],
+        2,
+        "Did you mean --json",
+        after=lambda w: [*status(w), "--json"],
+    ),
+    "an option left out": Mistake(
+        lambda w: w.init()[:-2][:3], 2, "Missing option '--id'", after=lambda w: w.init()
+    ),
     "arguments swapped": Mistake(
         lambda w: ["aggregator", "enroll", w.path / "north.card.json", w.fed],
         2,
@@ -82,16 +98,23 @@ MISTAKES = {
         lambda w: ["silo", "run", w.north, "--only", "both"], 2, "'worker', 'courier'", after=status
     ),
     # The wrong folder or file
-    "the federation for the site": Mistake(lambda w: ["silo", "status", w.fed], 4, "silo.toml", after=status),
+    "the federation for the site": Mistake(
+        lambda w: ["silo", "status", w.fed], 4, "silo.toml", after=status
+    ),
     "the site for the federation": Mistake(
         lambda w: ["aggregator", "status", w.north],
         4,
         "federation.toml",
         after=lambda w: ["aggregator", "status", w.fed],
     ),
-    "a folder in the site": Mistake(lambda w: ["silo", "status", w.north / "private"], 4, "silo.toml", after=status),
+    "a folder in the site": Mistake(
+        lambda w: ["silo", "status", w.north / "private"], 4, "silo.toml", after=status
+    ),
     "the card for the invitation": Mistake(
-        lambda w: w.init(invitation=w.path / "north.card.json"), 21, "name the right file", after=lambda w: w.init()
+        lambda w: w.init(invitation=w.path / "north.card.json"),
+        21,
+        "name the right file",
+        after=lambda w: w.init(),
     ),
     "the invitation for the card": Mistake(
         lambda w: ["aggregator", "enroll", w.fed, w.fed / "invitation.json"],
@@ -118,13 +141,29 @@ MISTAKES = {
         lambda w: w.init(data=w.path / "pass"),
         7,
         "silo scan --data",
-        after=lambda w: ["silo", "scan", "--data", w.path / "pass", "--private", w.path / "scanned"],
+        after=lambda w: [
+            "silo",
+            "scan",
+            "--data",
+            w.path / "pass",
+            "--private",
+            w.path / "scanned",
+        ],
     ),
     "a site made twice": Mistake(
         lambda w: w.init("north"), 6, "Choose another folder", after=lambda w: w.init("north 2")
     ),
     "a federation made twice": Mistake(
-        lambda w: ["aggregator", "init", w.fed, "--name", "tiny", "--address", "127.0.0.1:9092", *w.secret],
+        lambda w: [
+            "aggregator",
+            "init",
+            w.fed,
+            "--name",
+            "tiny",
+            "--address",
+            "127.0.0.1:9092",
+            *w.secret,
+        ],
         6,
         "Choose another folder",
         after=lambda w: [
@@ -139,10 +178,28 @@ MISTAKES = {
         ],
     ),
     "an address without a port": Mistake(
-        lambda w: ["aggregator", "init", w.path / "f", "--name", "a", "--address", "localhost", *w.secret],
+        lambda w: [
+            "aggregator",
+            "init",
+            w.path / "f",
+            "--name",
+            "a",
+            "--address",
+            "localhost",
+            *w.secret,
+        ],
         3,
         "--address",
-        after=lambda w: ["aggregator", "init", w.path / "f", "--name", "a", "--address", "localhost:9092", *w.secret],
+        after=lambda w: [
+            "aggregator",
+            "init",
+            w.path / "f",
+            "--name",
+            "a",
+            "--address",
+            "localhost:9092",
+            *w.secret,
+        ],
     ),
     "results into a folder": Mistake(
         lambda w: ["silo", "enroll", w.north, "--out", w.south, *w.secret],
@@ -164,7 +221,10 @@ MISTAKES = {
         after=lambda w: w.enroll(*w.secret),
     ),
     "an empty passphrase file": Mistake(
-        lambda w: w.enroll("--passphrase-file", w.path / "empty"), 5, "first line", after=lambda w: w.enroll(*w.secret)
+        lambda w: w.enroll("--passphrase-file", w.path / "empty"),
+        5,
+        "first line",
+        after=lambda w: w.enroll(*w.secret),
     ),
     "a passphrase file that is gone": Mistake(
         lambda w: w.enroll("--passphrase-file", w.path / "gone"),
@@ -193,7 +253,9 @@ MISTAKES = {
     "a quote that is not closed": toml('silo_id = "north"', 'silo_id = "north', "line 2"),
     "a field misspelt": toml("threads = 1", "thread = 1", "field thread"),
     "a decimal comma": toml("poll_s = 0.5", "poll_s = 0,5", "no comma"),
-    "a path with backslashes": toml('federation = "tiny"', 'federation = "C:\\Users\\x"', "single ones"),
+    "a path with backslashes": toml(
+        'federation = "tiny"', 'federation = "C:\\Users\\x"', "single ones"
+    ),
     "a number out of range": toml("threads = 1", "threads = 0", "field threads"),
     "a file saved as UTF-16": Mistake(
         status,
@@ -201,7 +263,9 @@ MISTAKES = {
         "saved as UTF-8",
         both(
             backup("north/silo.toml"),
-            lambda w: (w.north / "silo.toml").write_bytes((w.north / "silo.toml").read_text("utf-8").encode("utf-16")),
+            lambda w: (w.north / "silo.toml").write_bytes(
+                (w.north / "silo.toml").read_text("utf-8").encode("utf-16")
+            ),
         ),
         restore("north/silo.toml"),
     ),
@@ -215,7 +279,10 @@ MISTAKES = {
     ),
     # Too early, too late, twice
     "approving what is not there": Mistake(
-        lambda w: ["silo", "approve", w.south, "--digest", w.digest], 34, "nothing is left to approve", after=status
+        lambda w: ["silo", "approve", w.south, "--digest", w.digest],
+        34,
+        "nothing is left to approve",
+        after=status,
     ),
     "approving another digest": Mistake(
         lambda w: ["silo", "approve", w.north, "--digest", "0" * 64],
@@ -230,7 +297,10 @@ MISTAKES = {
         after=lambda w: ["silo", "review", w.north],
     ),
     "reviewing too late": Mistake(
-        lambda w: ["silo", "review", w.south], 3, "silo status", after=lambda w: ["silo", "status", w.south]
+        lambda w: ["silo", "review", w.south],
+        3,
+        "silo status",
+        after=lambda w: ["silo", "status", w.south],
     ),
     "withdrawing before the first plan": Mistake(
         lambda w: ["silo", "withdraw", w.path / "west", *w.secret],
@@ -240,7 +310,10 @@ MISTAKES = {
         after=lambda w: ["silo", "status", w.path / "west"],
     ),
     "options of the images' page without it": Mistake(
-        lambda w: ["silo", "review", w.north, "--list"], 3, "--images", after=lambda w: ["silo", "review", w.north]
+        lambda w: ["silo", "review", w.north, "--list"],
+        3,
+        "--images",
+        after=lambda w: ["silo", "review", w.north],
     ),
     "a release over another one": Mistake(
         lambda w: ["aggregator", "publish", w.fed, "--out", w.path / "release", *w.secret],
@@ -249,16 +322,26 @@ MISTAKES = {
         after=lambda w: ["ddm", "verify", *w.release()],
     ),
     "a router before the submissions": Mistake(
-        lambda w: ["aggregator", "router", w.fed], 3, "aggregator run", after=lambda w: ["aggregator", "status", w.fed]
+        lambda w: ["aggregator", "router", w.fed],
+        3,
+        "aggregator run",
+        after=lambda w: ["aggregator", "status", w.fed],
     ),
     # Plans
     "a recipe that is not there": Mistake(
-        lambda w: w.plan(recipe=w.path / "p.toml"), 4, "p.toml", after=lambda w: [*w.plan(), "--yes"]
+        lambda w: w.plan(recipe=w.path / "p.toml"),
+        4,
+        "p.toml",
+        after=lambda w: [*w.plan(), "--yes"],
     ),
     "recipe and images swapped": Mistake(
-        lambda w: [*w.plan(recipe=w.path / "public.npz", public=w.path / "plan.toml"), "--yes"], 3, "public.npz"
+        lambda w: [*w.plan(recipe=w.path / "public.npz", public=w.path / "plan.toml"), "--yes"],
+        3,
+        "public.npz",
     ),
-    "nobody to confirm": Mistake(lambda w: w.plan(), 3, "--yes", after=lambda w: [*w.plan(), "--yes"]),
+    "nobody to confirm": Mistake(
+        lambda w: w.plan(), 3, "--yes", after=lambda w: [*w.plan(), "--yes"]
+    ),
     "too few public images": Mistake(
         lambda w: [*w.plan(public=w.path / "few.npz"), "--yes"],
         7,
@@ -312,10 +395,18 @@ MISTAKES = {
         after=lambda w: ["ddm", "verify", *w.release()],
     ),
     "a format that nobody writes": Mistake(
-        lambda w: ["ddm", "sample", *w.release("--num", 1, "--steps", 1, "--out", w.path / "a.jpg")],
+        lambda w: [
+            "ddm",
+            "sample",
+            *w.release("--num", 1, "--steps", 1, "--out", w.path / "a.jpg"),
+        ],
         3,
         ".png",
-        after=lambda w: ["ddm", "sample", *w.release("--num", 1, "--steps", 1, "--out", w.path / "neu" / "ä b.png")],
+        after=lambda w: [
+            "ddm",
+            "sample",
+            *w.release("--num", 1, "--steps", 1, "--out", w.path / "neu" / "ä b.png"),
+        ],
     ),
     "a silo that is not in the release": Mistake(
         lambda w: [
@@ -341,7 +432,16 @@ MISTAKES = {
         ],
         19,
         "fingerprint",
-        lambda w: command("aggregator", "init", w.path / "fed 2", "--name", "b", "--address", "127.0.0.1:1", *w.secret),
+        lambda w: command(
+            "aggregator",
+            "init",
+            w.path / "fed 2",
+            "--name",
+            "b",
+            "--address",
+            "127.0.0.1:1",
+            *w.secret,
+        ),
         after=lambda w: ["ddm", "verify", *w.release()],
     ),
 }
@@ -388,16 +488,22 @@ def test_approving_twice_changes_nothing(world: World) -> None:
     assert done.code == 34 and "It was sent" in done.err
 
 
-def test_second_worker_is_told_of_the_first_and_a_lock_left_by_a_dead_one_holds_nobody(world: World) -> None:
+def test_second_worker_is_told_of_the_first_and_a_lock_left_by_a_dead_one_holds_nobody(
+    world: World,
+) -> None:
     with locked(world.north / "private", "worker"):
         done = typed(["silo", "withdraw", world.north, *world.secret])
     assert done.code == 6 and "to do:" in done.err
-    left = list((world.north / "private").glob("*lock*")) + list((world.north / "private").glob(".*lock*"))
+    left = list((world.north / "private").glob("*lock*")) + list(
+        (world.north / "private").glob(".*lock*")
+    )
     assert left, "the file of the lock stays"
     assert typed(["silo", "withdraw", world.north, *world.secret]).code == 0
 
 
-def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(world: World) -> None:
+def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(
+    world: World,
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -415,14 +521,19 @@ def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(
     edit("fed/invitation.json", "127.0.0.1:9092", "127.0.0.1:9093")(world)
     edit("north/silo.toml", "127.0.0.1:9092", "127.0.0.1:9093")(world)
     assert typed(world.init()).code == 0
-    assert 'address = "127.0.0.1:9093"' in (world.path / "Klinik Süd" / "silo.toml").read_text("utf-8")
+    assert 'address = "127.0.0.1:9093"' in (world.path / "Klinik Süd" / "silo.toml").read_text(
+        "utf-8"
+    )
     assert world.tiny.sites["north"].settings().address == "127.0.0.1:9093"
 
 
 @contextmanager
 def small_files(num_bytes: int) -> Iterator[None]:
     """A disk that takes so much of each file: what a quota does."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
         yield
@@ -431,14 +542,18 @@ def small_files(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_full_disk_and_a_folder_of_somebody_else_say_so_and_leave_nothing_half(world: World) -> None:
+def test_full_disk_and_a_folder_of_somebody_else_say_so_and_leave_nothing_half(
+    world: World,
+) -> None:
     card = ["silo", "enroll", world.north, "--out", world.path / "new" / "card.json", *world.secret]
     with small_files(64):
         done = typed(card)
     assert done.code == 8 and "Make room" in done.err
     assert not list(world.path.glob("new/*"))
     assert typed(card).code == 0
-    done = typed([*card[:4], "/proc/1/card.json", *world.secret])  # root, too, may write nothing there
+    done = typed(
+        [*card[:4], "/proc/1/card.json", *world.secret]
+    )  # root, too, may write nothing there
     assert done.code == 8 and "to do:" in done.err
 
 
@@ -446,7 +561,11 @@ INTERRUPTED = {
     "aggregator plan": lambda w: [*w.plan(), "--yes"],
     "silo init": lambda w: w.init(),
     "ddm verify": lambda w: ["ddm", "verify", *w.release()],
-    "ddm sample": lambda w: ["ddm", "sample", *w.release("--num", 64, "--steps", 40, "--out", w.path / "a.npz")],
+    "ddm sample": lambda w: [
+        "ddm",
+        "sample",
+        *w.release("--num", 64, "--steps", 40, "--out", w.path / "a.npz"),
+    ],
     "silo review": lambda w: ["silo", "review", w.north],
     "silo service": lambda w: ["silo", "service", w.south, "--out", w.path / "units"],
 }
@@ -454,19 +573,28 @@ INTERRUPTED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INTERRUPTED)
-def test_ctrl_c_anywhere_ends_in_one_line_and_the_same_command_ends_well(name: str, world: World) -> None:
+def test_ctrl_c_anywhere_ends_in_one_line_and_the_same_command_ends_well(
+    name: str, world: World
+) -> None:
     settings = world.south / "silo.toml"
-    settings.write_text(f'passphrase_file = "{world.path / "pass"}"\n' + settings.read_text("utf-8"), "utf-8")
+    settings.write_text(
+        f'passphrase_file = "{world.path / "pass"}"\n' + settings.read_text("utf-8"), "utf-8"
+    )
     words = INTERRUPTED[name](world)
     line = [str(program(str(words[0]))), *map(str, words[1:])]
     started = time.monotonic()
     copied = World(world.tiny.copy(world.path.parent / "undisturbed"))
     undisturbed = INTERRUPTED[name](copied)
-    subprocess.run([str(program(str(undisturbed[0]))), *map(str, undisturbed[1:])], check=name != "silo service")
+    subprocess.run(
+        [str(program(str(undisturbed[0]))), *map(str, undisturbed[1:])],
+        check=name != "silo service",
+    )
     lasted = time.monotonic() - started
     for part in range(1, 9):
         with case(part=part):
-            process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
             try:
                 _, err = process.communicate(timeout=lasted * part / 9)
             except subprocess.TimeoutExpired:

@@ -24,7 +24,11 @@ pytestmark = pytest.mark.slow
 def files_of_sdist(sdist: Path) -> dict[str, bytes]:
     """The files of an sdist by their path below its one folder."""
     with tarfile.open(sdist) as archive:
-        members = {member.name.partition("/")[2]: archive.extractfile(member) for member in archive if member.isfile()}
+        members = {
+            member.name.partition("/")[2]: archive.extractfile(member)
+            for member in archive
+            if member.isfile()
+        }
         return {name: stream.read() for name, stream in members.items() if stream}
 
 
@@ -36,9 +40,22 @@ def files_of_wheel(wheel: Path) -> dict[str, bytes]:
 
 def tracked(*folders: str) -> dict[str, bytes]:
     """The files that git knows or would add, without those deleted, by their path."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *folders]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-    return {name: (ROOT / name).read_bytes() for name in listed.split("\0") if (ROOT / name).is_file()}
+    command = [
+        "git",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--",
+        *folders,
+    ]
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    return {
+        name: (ROOT / name).read_bytes() for name in listed.split("\0") if (ROOT / name).is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +85,17 @@ def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> Non
     assert {name.partition("/")[2] for name in metadata} == {
         "METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"
     }  # fmt: skip
-    for needed in ("ddm/py.typed", "aggregator/pages/templates/report.html.jinja", "silo/client_app.py"):
+    for needed in (
+        "ddm/py.typed",
+        "aggregator/pages/templates/report.html.jinja",
+        "silo/client_app.py",
+    ):
         assert needed in found
     assert "aggregator/runtime/flower_app/pyproject.toml" in found
     for templates in ("silo/services", "aggregator/services", "ddm/services"):
-        assert any(name.startswith(f"{templates}/templates/") and name.endswith(".jinja") for name in found), templates
+        assert any(
+            name.startswith(f"{templates}/templates/") and name.endswith(".jinja") for name in found
+        ), templates
 
 
 def test_sdist_holds_every_file_of_the_tree_and_no_other(sdist: Path) -> None:
@@ -81,14 +104,19 @@ def test_sdist_holds_every_file_of_the_tree_and_no_other(sdist: Path) -> None:
     assert found == tracked()
 
 
-def test_wheel_of_the_sdist_is_that_of_the_tree_to_the_byte(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
+def test_wheel_of_the_sdist_is_that_of_the_tree_to_the_byte(
+    wheel: Path, unpacked: Path, tmp_path: Path
+) -> None:
     again = build("wheel", unpacked, tmp_path / "out", EPOCH, umask=0o077)
     assert again.name == wheel.name
     assert again.read_bytes() == wheel.read_bytes()
 
 
 def test_sdist_is_the_same_bytes_again(sdist: Path, tmp_path: Path) -> None:
-    assert build("sdist", ROOT, tmp_path / "out", EPOCH, umask=0o077).read_bytes() == sdist.read_bytes()
+    assert (
+        build("sdist", ROOT, tmp_path / "out", EPOCH, umask=0o077).read_bytes()
+        == sdist.read_bytes()
+    )
 
 
 def test_control_another_time_of_the_source_gives_other_bytes(wheel: Path, tmp_path: Path) -> None:
@@ -108,37 +136,62 @@ def installed(wheel: Path, unpacked: Path, tmp_path_factory: pytest.TempPathFact
 
 def bash(folder: Path, script: str, extra: Mapping[str, str] | None = None) -> str:
     """Run a script in a folder, with nothing of this process's environment that leads back to the tree."""
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8", **(extra or {})}
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": str(folder),
+        "LANG": "C.UTF-8",
+        **(extra or {}),
+    }
     command = ["bash", "-euo", "pipefail", "-c", script]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("program", PACKAGES)
-def test_installed_wheel_has_its_program_and_nothing_of_the_tree(program: str, installed: Path) -> None:
+def test_installed_wheel_has_its_program_and_nothing_of_the_tree(
+    program: str, installed: Path
+) -> None:
     assert f"Usage: {program}" in bash(installed, f".venv/bin/{program} --help")
-    place = bash(installed, f".venv/bin/python -P -c 'import {program}; print({program}.__file__)'").strip()
+    place = bash(
+        installed, f".venv/bin/python -P -c 'import {program}; print({program}.__file__)'"
+    ).strip()
     assert Path(place).is_relative_to(installed / ".venv")
     assert not Path(place).is_relative_to(ROOT)
 
 
 def typed(heading: str) -> str:
     """The commands that a section of the tutorial has the reader type, as one script; those before all for no name."""
-    text = f"\n{TUTORIAL}".partition(f"\n## {heading}" if heading else "\n# ")[2].partition("\n## ")[0]
+    text = f"\n{TUTORIAL}".partition(f"\n## {heading}" if heading else "\n# ")[2].partition(
+        "\n## "
+    )[0]
     assert text, heading
     blocks = re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL)
     return "\n".join(re.sub(r"^[$>] ", "", line) for block in blocks for line in block.split("\n"))
 
 
 @pytest.mark.timeout(1200)
-def test_first_steps_of_the_tutorial_work_as_typed_beside_the_installed_wheel(installed: Path) -> None:
-    script = "\n".join(typed(each) for each in ("", "1. Data", "2. A federation", "3. Three sites", "4. A plan"))
+def test_first_steps_of_the_tutorial_work_as_typed_beside_the_installed_wheel(
+    installed: Path,
+) -> None:
+    script = "\n".join(
+        typed(each) for each in ("", "1. Data", "2. A federation", "3. Three sites", "4. A plan")
+    )
     said = bash(installed, script)
     assert "Signed plan digits-" in said
     fed = installed / "build" / "tutorial" / "fed"
-    assert {card.name.partition(".")[0] for card in (fed / "registry").glob("*.json")} >= {"north", "east", "west"}
+    assert {card.name.partition(".")[0] for card in (fed / "registry").glob("*.json")} >= {
+        "north",
+        "east",
+        "west",
+    }
     opened = bash(installed, f".venv/bin/aggregator status {shlex.quote(str(fed))}")
     assert "not seen yet" in opened

@@ -20,7 +20,10 @@ TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 TARGETS = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, flags=re.MULTILINE)[1].split())  # type: ignore[index]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-LOCKS = {name: (ROOT / f"{name}.lock").read_text("utf-8") for name in ("requirements", "torch", "torch-cpu")}
+LOCKS = {
+    name: (ROOT / f"{name}.lock").read_text("utf-8")
+    for name in ("requirements", "torch", "torch-cpu")
+}
 
 
 def parsed(path: Path) -> Any:
@@ -33,12 +36,16 @@ def pinned(text: str) -> dict[str, str]:
 
 
 def test_help_lists_every_target_of_the_makefile() -> None:
-    shown = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert set(re.findall(r"^  make ([a-z-]+) ", shown, flags=re.MULTILINE)) == TARGETS
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_only_reads_and_runs_pinned_actions_and_targets_of_the_makefile(path: Path) -> None:
+def test_a_workflow_only_reads_and_runs_pinned_actions_and_targets_of_the_makefile(
+    path: Path,
+) -> None:
     workflow = parsed(path)
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
@@ -54,7 +61,9 @@ def test_a_workflow_only_reads_and_runs_pinned_actions_and_targets_of_the_makefi
 def test_workflows_cover_every_python_plain_processors_and_slow_tests() -> None:
     jobs = {name: job for path in WORKFLOWS for name, job in parsed(path)["jobs"].items()}
     assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
-    assert {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}.items() <= jobs["plain-cpu"]["env"].items()
+    assert {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}.items() <= jobs[
+        "plain-cpu"
+    ]["env"].items()
     assert jobs["slow"]["steps"][-1]["run"] == ".ci/run test-slow"
 
 
@@ -106,9 +115,17 @@ def test_locks_hold_the_versions_of_the_constraints() -> None:
 
 
 def test_locks_hold_every_direct_dependency_and_the_build_backend() -> None:
-    backend = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["build-system"]["requires"]
-    named = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]
-    names = {re.match(r"[A-Za-z0-9_-]+", each)[0].lower().replace("_", "-") for each in [*named, *backend]}  # type: ignore[index]
+    backend = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["build-system"][
+        "requires"
+    ]
+    named = [
+        *PROJECT["dependencies"],
+        *(each for extra in PROJECT["optional-dependencies"].values() for each in extra),
+    ]
+    names = {
+        re.match(r"[A-Za-z0-9_-]+", each)[0].lower().replace("_", "-")
+        for each in [*named, *backend]
+    }  # type: ignore[index]
     assert names - pinned(LOCKS["requirements"]).keys() == {"archipelago", "torch", "torchvision"}
 
 
@@ -116,7 +133,9 @@ def test_everything_installed_is_in_a_lock() -> None:
     """What `make setup` built: no distribution came from elsewhere, in another version or without a hash."""
     locked: dict[str, set[str]] = {}
     for lock in LOCKS.values():
-        for name, version in re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", lock, flags=re.MULTILINE):
+        for name, version in re.findall(
+            r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", lock, flags=re.MULTILINE
+        ):
             locked.setdefault(canonicalize_name(name), set()).add(version)
     installed = {canonicalize_name(each.name): each.version for each in distributions()}
     assert {name: v for name, v in installed.items() if v not in locked.get(name, ())} == {
@@ -125,14 +144,21 @@ def test_everything_installed_is_in_a_lock() -> None:
 
 
 def test_setup_installs_by_hash_alone_and_ci_names_packages_by_version() -> None:
-    commands = [line for line in MAKEFILE.splitlines() if "pip install" in line or "_INSTALL)" in line]
+    commands = [
+        line for line in MAKEFILE.splitlines() if "pip install" in line or "_INSTALL)" in line
+    ]
     assert sum("--require-hashes -r $(1)" in line for line in commands) == 1
     assert all(
-        re.search(r"^(PIP|UV)_INSTALL = .*--no-deps$|--require-hashes -r|--no-build-isolation -e \.$", line)
+        re.search(
+            r"^(PIP|UV)_INSTALL = .*--no-deps$|--require-hashes -r|--no-build-isolation -e \.$",
+            line,
+        )
         for line in commands
     )
     lists = (ROOT / ".ci" / name for name in ("packages", "packages.slow"))
-    packages = [line for each in lists for line in each.read_text().splitlines() if not line.startswith("#")]
+    packages = [
+        line for each in lists for line in each.read_text().splitlines() if not line.startswith("#")
+    ]
     assert packages and all(re.fullmatch(r"[a-z0-9-]+=[0-9][^=]*", line) for line in packages)
 
 
@@ -147,9 +173,14 @@ def test_bill_of_materials_lists_what_is_installed(tmp_path: Path) -> None:
         "-o",
         str(bill),
     ]
-    subprocess.run([Path(sys.executable).with_name("cyclonedx-py"), *words], check=True, capture_output=True)
+    subprocess.run(
+        [Path(sys.executable).with_name("cyclonedx-py"), *words], check=True, capture_output=True
+    )
     found = json.loads(bill.read_text("utf-8"))
-    assert found["bomFormat"] == "CycloneDX" and found["metadata"]["component"]["name"] == "archipelago"
+    assert (
+        found["bomFormat"] == "CycloneDX"
+        and found["metadata"]["component"]["name"] == "archipelago"
+    )
     listed = {(canonicalize_name(each["name"]), each["version"]) for each in found["components"]}
     assert {(canonicalize_name(each.name), each.version) for each in distributions()} - listed <= {
         ("archipelago", PROJECT["version"])
@@ -158,13 +189,19 @@ def test_bill_of_materials_lists_what_is_installed(tmp_path: Path) -> None:
 
 
 def test_packages_draw_nothing_with_matplotlib_which_is_an_extra() -> None:
-    sources = [path for package in ("ddm", "silo", "aggregator") for path in (ROOT / package).rglob("*.py")]
+    sources = [
+        path for package in ("ddm", "silo", "aggregator") for path in (ROOT / package).rglob("*.py")
+    ]
     imported = {
         name.split(".")[0]
         for path in sources
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [each.name for each in node.names]
+        )
     }
     assert "matplotlib" not in imported
     assert any(each.startswith("matplotlib") for each in PROJECT["optional-dependencies"]["plots"])

@@ -74,9 +74,20 @@ def chosen_lock(*, cuda: bool) -> str:
 def build_wheel(folder: Path) -> Path:
     """Build Archipelago's own wheel, with the times of the last commit, so that anybody builds the same bytes."""
     command = ["git", "log", "-1", "--format=%ct"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    told = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
     environment = {"SOURCE_DATE_EPOCH": told or "0"} | os.environ
-    hatch = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    hatch = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "wheel",
+        "--directory",
+        str(folder),
+    ]
     subprocess.run(hatch, cwd=ROOT, env=environment, stdout=sys.stderr, check=True)
     (wheel,) = folder.glob("archipelago-*.whl")
     return wheel
@@ -90,9 +101,18 @@ def build(folder: Path, *, cuda: bool) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
         wanted.write(lock)
         wanted.flush()
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         subprocess.run(
-            [*pip, "--require-hashes", "--only-binary", ":all:", "-r", wanted.name, "-d", folder], check=True
+            [*pip, "--require-hashes", "--only-binary", ":all:", "-r", wanted.name, "-d", folder],
+            check=True,
         )
     wheel = build_wheel(folder)
     version = wheel.name.split("-")[1]
@@ -102,9 +122,13 @@ def build(folder: Path, *, cuda: bool) -> None:
 
 def main() -> None:
     """Build a wheelhouse."""
-    parser = argparse.ArgumentParser(description="Build a folder that installs Archipelago without a network.")
+    parser = argparse.ArgumentParser(
+        description="Build a folder that installs Archipelago without a network."
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cuda", action="store_true", help="torch with CUDA, in place of its CPU build")
+    parser.add_argument(
+        "--cuda", action="store_true", help="torch with CUDA, in place of its CPU build"
+    )
     words = parser.parse_args()
     build(words.folder, cuda=words.cuda)
     wheels = list(words.folder.glob("*.whl"))

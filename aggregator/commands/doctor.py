@@ -14,7 +14,10 @@ from ddm.system.findings import tell
 def doctor(
     fed: FederationArgument,
     against: Annotated[
-        str | None, typer.Option(metavar="URL", help="Compare the clock with this web server's; nothing else is sent.")
+        str | None,
+        typer.Option(
+            metavar="URL", help="Compare the clock with this web server's; nothing else is sent."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:

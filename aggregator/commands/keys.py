@@ -5,13 +5,21 @@ from typing import Annotated
 
 import typer
 
-from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase, holders_from
+from aggregator.commands.options import (
+    FederationArgument,
+    PassphraseOption,
+    federation_passphrase,
+    holders_from,
+)
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.system.console import confirm, passphrase, say
 
 HolderPassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the holder's key.")
+    Path | None,
+    typer.Option(
+        "--passphrase-file", metavar="FILE", help="Its first line opens the holder's key."
+    ),
 ]
 
 
@@ -24,17 +32,27 @@ def holder(
 
     key, public = SigningKey.generate(), key_file.with_suffix(".pub")
     if public.exists() or public == key_file:
-        got = "the name of the private key itself" if public == key_file else "a file that is there already"
+        got = (
+            "the name of the private key itself"
+            if public == key_file
+            else "a file that is there already"
+        )
         remedy = "Choose a name for the key that does not end in .pub, and that no key has yet."
-        raise SetupError(str(public), expected="a new file for the public key", got=got, remedy=remedy)
-    key.save(key_file, passphrase(passphrase_file, None, "New passphrase for this key", confirm=True))
+        raise SetupError(
+            str(public), expected="a new file for the public key", got=got, remedy=remedy
+        )
+    key.save(
+        key_file, passphrase(passphrase_file, None, "New passphrase for this key", confirm=True)
+    )
     key.public.save(public)
     say(f"Made {key_file}; it stays here. Give {public} to the federation's operator.")
     say(f"  fingerprint  {key.public.fingerprint}")
 
 
 def sign(
-    document: Annotated[Path, typer.Argument(metavar="DOCUMENT", help="From the federation's ceremony/ folder.")],
+    document: Annotated[
+        Path, typer.Argument(metavar="DOCUMENT", help="From the federation's ceremony/ folder.")
+    ],
     key: Annotated[Path, typer.Option(metavar="KEYFILE", help="This holder's private key.")],
     yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
     passphrase_file: HolderPassphraseOption = None,
@@ -49,7 +67,9 @@ def sign(
         confirm("Sign this?", refused="Not signed.")
     opened = SigningKey.load(key, passphrase(passphrase_file, None, f"Passphrase of {key.name}"))
     answer = sign_document(document, opened)
-    say(f"Signed: {answer}. Put it beside the document in the federation's ceremony/, then: aggregator complete FED")
+    say(
+        f"Signed: {answer}. Put it beside the document in the federation's ceremony/, then: aggregator complete FED"
+    )
 
 
 def complete(
@@ -72,8 +92,12 @@ def complete(
 
 def rotate(
     fed: FederationArgument,
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Which key; docs/how-to/keys.md lists them.")],
-    holder: Annotated[list[Path] | None, typer.Option(metavar="PUB", help="A holder from now on; repeatable.")] = None,
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="Which key; docs/how-to/keys.md lists them.")
+    ],
+    holder: Annotated[
+        list[Path] | None, typer.Option(metavar="PUB", help="A holder from now on; repeatable.")
+    ] = None,
     threshold: Annotated[int, typer.Option(min=1, help="How many of these holders must sign.")] = 1,
     passphrase_file: PassphraseOption = None,
 ) -> None:
@@ -84,7 +108,9 @@ def rotate(
     name = check_name(key)
     federation = Federation(fed).require()
     holders = holders_from(holder, threshold, "--threshold")
-    missing = put_new_key(federation, name, federation_passphrase(federation, passphrase_file), holders)
+    missing = put_new_key(
+        federation, name, federation_passphrase(federation, passphrase_file), holders
+    )
     if missing:
         say_missing(federation, missing)
         return
@@ -121,4 +147,6 @@ def say_founded(federation: Federation) -> None:
     say(f"Federation {federation.settings().name} in {federation.path}.")
     say(f"  root fingerprint  {sha256_file(federation.tuf / '1.root.json')}")
     invitation = federation.path / "invitation.json"
-    say(f"Give every silo {invitation}, and the fingerprint through a second channel (telephone, letter).")
+    say(
+        f"Give every silo {invitation}, and the fingerprint through a second channel (telephone, letter)."
+    )

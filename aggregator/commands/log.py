@@ -17,10 +17,16 @@ if TYPE_CHECKING:
 def log(
     fed: FederationArgument,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Another public copy to bring up to date, for a web server.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Another public copy to bring up to date, for a web server."
+        ),
     ] = None,
     cosigned: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The last checkpoint as witnesses cosigned it; keeps theirs.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The last checkpoint as witnesses cosigned it; keeps theirs."
+        ),
     ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
@@ -34,7 +40,10 @@ def log(
     if cosigned is not None:
         say(f"Added {add_cosignatures(federation, cosigned)} signatures to the checkpoint.")
     else:
-        sign_waiting(federation, load_key(federation, "log", federation_passphrase(federation, passphrase_file)))
+        sign_waiting(
+            federation,
+            load_key(federation, "log", federation_passphrase(federation, passphrase_file)),
+        )
     asked = ask_witnesses(federation, witnesses)
     folder = public_folder(federation)
     if out is not None:
@@ -56,7 +65,9 @@ def witnesses_of(federation: Federation) -> "list[Witness]":
     from ddm.publishing.witnesses import Witness
     from ddm.trust.log.note import VerifierKey
 
-    return [Witness(each.url, VerifierKey.parse(each.key)) for each in federation.settings().witnesses]
+    return [
+        Witness(each.url, VerifierKey.parse(each.key)) for each in federation.settings().witnesses
+    ]
 
 
 def say_witnessed(asked: "Sequence[Asked]") -> None:

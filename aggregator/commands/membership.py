@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aggregator.commands.keys import say_founded, say_missing
-from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase, holders_from
+from aggregator.commands.options import (
+    FederationArgument,
+    PassphraseOption,
+    federation_passphrase,
+    holders_from,
+)
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.system.console import passphrase, remembered, say
@@ -21,13 +26,20 @@ _HOLDERS = "Holders of the offline keys (without any, one key each is made here)
 def init(
     fed: FederationArgument,
     name: Annotated[str, typer.Option(help="The federation's name: a-z, 0-9, hyphens.")],
-    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where silos reach this aggregator.")],
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where silos reach this aggregator.")
+    ],
     root_holder: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PUB", help="Public key of a holder of the root; repeatable.", rich_help_panel=_HOLDERS),
+        typer.Option(
+            metavar="PUB",
+            help="Public key of a holder of the root; repeatable.",
+            rich_help_panel=_HOLDERS,
+        ),
     ] = None,
     root_threshold: Annotated[
-        int, typer.Option(min=1, help="How many of these holders must sign.", rich_help_panel=_HOLDERS)
+        int,
+        typer.Option(min=1, help="How many of these holders must sign.", rich_help_panel=_HOLDERS),
     ] = 1,
     targets_holder: Annotated[
         list[Path] | None,
@@ -38,7 +50,8 @@ def init(
         ),
     ] = None,
     targets_threshold: Annotated[
-        int, typer.Option(min=1, help="How many of these holders must sign.", rich_help_panel=_HOLDERS)
+        int,
+        typer.Option(min=1, help="How many of these holders must sign.", rich_help_panel=_HOLDERS),
     ] = 1,
     passphrase_file: PassphraseOption = None,
 ) -> None:
@@ -48,7 +61,9 @@ def init(
     settings, federation = _settings(name, address, passphrase_file), Federation(fed)
     root = holders_from(root_holder, root_threshold, "--root-threshold")
     targets = holders_from(targets_holder, targets_threshold, "--targets-threshold")
-    secret = passphrase(passphrase_file, None, "New passphrase for the federation's keys", confirm=True)
+    secret = passphrase(
+        passphrase_file, None, "New passphrase for the federation's keys", confirm=True
+    )
     missing = init_federation(federation, settings, secret, root=root, targets=targets)
     if missing:
         say_missing(federation, missing)
@@ -58,12 +73,20 @@ def init(
 
 def enroll(
     fed: FederationArgument,
-    card: Annotated[Path, typer.Argument(metavar="CARD", help="What `silo enroll` or `silo rotate` wrote.")],
+    card: Annotated[
+        Path, typer.Argument(metavar="CARD", help="What `silo enroll` or `silo rotate` wrote.")
+    ],
     images: Annotated[
-        int | None, typer.Option(min=2, help="Most images that you agree to; a card that states more is refused.")
+        int | None,
+        typer.Option(
+            min=2, help="Most images that you agree to; a card that states more is refused."
+        ),
     ] = None,
     patients: Annotated[
-        int | None, typer.Option(min=2, help="Most patients that you agree to; a card that states more is refused.")
+        int | None,
+        typer.Option(
+            min=2, help="Most patients that you agree to; a card that states more is refused."
+        ),
     ] = None,
 ) -> None:
     """Enroll a silo or take in its new key, and agree to its size; compare both through a second channel."""
@@ -76,13 +99,21 @@ def enroll(
     if rotated is not None and rotated[0].silo_id in cards(federation):
         check_agreed(rotated[0], images, patients)
         renewed = take_rotation(federation, rotated[1])
-        say(f"The new key of {renewed.silo_id}, which its old key announced: {signing_key(renewed).fingerprint}")
-        say(f"Agreed size: at most {renewed.agreed}. Both are in force from the next plan on; a plan in progress keeps")
+        say(
+            f"The new key of {renewed.silo_id}, which its old key announced: {signing_key(renewed).fingerprint}"
+        )
+        say(
+            f"Agreed size: at most {renewed.agreed}. Both are in force from the next plan on; a plan in progress keeps"
+        )
         say("the old ones.")
         return
     enrolled = keep_card(federation, card, images=images, patients=patients)
-    say(f"Enrolled {enrolled.silo_id} for at most {enrolled.agreed}, which bounds its prior from the next plan on.")
-    say(f"Compare the number and this fingerprint with the silo: {signing_key(enrolled).fingerprint}")
+    say(
+        f"Enrolled {enrolled.silo_id} for at most {enrolled.agreed}, which bounds its prior from the next plan on."
+    )
+    say(
+        f"Compare the number and this fingerprint with the silo: {signing_key(enrolled).fingerprint}"
+    )
 
 
 def remove(
@@ -95,14 +126,22 @@ def remove(
     from aggregator.keys.removal import remove as take_out
 
     federation = Federation(fed).require()
-    removal = take_out(federation, silo_id, reason, federation_passphrase(federation, passphrase_file))
-    say(f"Removed {silo_id}: its card is in registry/removed/, and nothing it sends is accepted any more.")
+    removal = take_out(
+        federation, silo_id, reason, federation_passphrase(federation, passphrase_file)
+    )
+    say(
+        f"Removed {silo_id}: its card is in registry/removed/, and nothing it sends is accepted any more."
+    )
     if removal.plan_id is None:
         return
     if removal.missing:
         say_missing(federation, removal.missing)
-    say(f"It had a part in plan {removal.plan_id}. Its experts leave with the next published version:")
-    say(f"  aggregator withdraw {fed} {silo_id} --reason ..., then aggregator router and aggregator publish")
+    say(
+        f"It had a part in plan {removal.plan_id}. Its experts leave with the next published version:"
+    )
+    say(
+        f"  aggregator withdraw {fed} {silo_id} --reason ..., then aggregator router and aggregator publish"
+    )
     say("Versions published so far keep its experts: replace them where you serve them.")
 
 
@@ -128,4 +167,6 @@ def _settings(name: str, address: str, passphrase_file: Path | None) -> "Federat
             expected, got = "a letter a-z, then up to 40 of a-z, 0-9 and hyphens", repr(name[:40])
         else:
             expected, got = "HOST:PORT with a port from 1 to 65535", repr(address[:100])
-        raise SetupError(f"--{'name' if field == 'name' else 'address'}", expected=expected, got=got) from error
+        raise SetupError(
+            f"--{'name' if field == 'name' else 'address'}", expected=expected, got=got
+        ) from error

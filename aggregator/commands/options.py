@@ -14,15 +14,22 @@ from ddm.trust.keys import PublicKey
 if TYPE_CHECKING:
     from ddm.trust.drafts import Holders
 
-FederationArgument = Annotated[Path, typer.Argument(metavar="FED", file_okay=False, help="The federation's folder.")]
+FederationArgument = Annotated[
+    Path, typer.Argument(metavar="FED", file_okay=False, help="The federation's folder.")
+]
 PassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the federation's keys.")
+    Path | None,
+    typer.Option(
+        "--passphrase-file", metavar="FILE", help="Its first line opens the federation's keys."
+    ),
 ]
 
 
 def federation_passphrase(federation: Federation, path: Path | None) -> bytes:
     """Read the passphrase of the federation's keys: from `path`, else as federation.toml says, else by asking."""
-    return passphrase(path, federation.settings().passphrase_file, "Passphrase of the federation's keys")
+    return passphrase(
+        path, federation.settings().passphrase_file, "Passphrase of the federation's keys"
+    )
 
 
 def holders_from(paths: Sequence[Path] | None, threshold: int, flag: str) -> "Holders | None":

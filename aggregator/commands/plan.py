@@ -10,7 +10,15 @@ from aggregator.commands.keys import say_missing
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
 from ddm.errors import SetupError
-from ddm.system.console import confirm, human_bytes, human_flops, human_seconds, progress, say, table
+from ddm.system.console import (
+    confirm,
+    human_bytes,
+    human_flops,
+    human_seconds,
+    progress,
+    say,
+    table,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +38,14 @@ def plan(
         ),
     ] = None,
     carry: Annotated[
-        str | None, typer.Option(metavar="PLAN_ID", help="Carry over the accepted experts of the plan in force.")
+        str | None,
+        typer.Option(
+            metavar="PLAN_ID", help="Carry over the accepted experts of the plan in force."
+        ),
     ] = None,
     replace: Annotated[
-        list[str] | None, typer.Option(metavar="SILO", help="With --carry: this silo trains again; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="SILO", help="With --carry: this silo trains again; may be repeated."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
     passphrase_file: PassphraseOption = None,
@@ -58,7 +70,9 @@ def plan(
     given = {"--public": public, "--carry": carry, "--replace": replace}
     if (public is None) != (carry is not None) or (replace and carry is None):
         expected = "--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again"
-        got = ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
+        got = (
+            ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
+        )
         raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
     check_signable(federation)
     source: Tensor | Carrying
@@ -76,7 +90,9 @@ def plan(
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with progress("Encoding public images") as on_progress:
-                draft = draft_plan(federation, chosen, source, Path(scratch), on_progress, columns=columns)
+                draft = draft_plan(
+                    federation, chosen, source, Path(scratch), on_progress, columns=columns
+                )
         except ValidationError as error:
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
             raise misfit(recipe, error) from error
@@ -87,7 +103,9 @@ def plan(
     if missing:
         say_missing(federation, missing)
     else:
-        say(f"Signed plan {draft.plan.plan_id}, digest {draft.plan.digest}. Next: aggregator run {fed}")
+        say(
+            f"Signed plan {draft.plan.plan_id}, digest {draft.plan.digest}. Next: aggregator run {fed}"
+        )
 
 
 def costs(draft: "Draft") -> str:
@@ -107,10 +125,16 @@ def costs(draft: "Draft") -> str:
         *_condition(made),
         ("experts a silo", _experts(draft)),
         ("an expert", f"{made.expert.architecture.kind}, {human_bytes(cost.expert_bytes)}"),
-        ("its steps", f"{training.num_steps} of {training.batch_size} images, {rate}, {training.precision}"),
+        (
+            "its steps",
+            f"{training.num_steps} of {training.batch_size} images, {rate}, {training.precision}",
+        ),
         *_network(draft),
         ("training", f"about {human_seconds(cost.train_s)} a silo ({measured})"),
-        ("total, stated", f"epsilon {statistics.total.epsilon:g}, delta {statistics.total.delta:g} {per_unit}"),
+        (
+            "total, stated",
+            f"epsilon {statistics.total.epsilon:g}, delta {statistics.total.delta:g} {per_unit}",
+        ),
         ("total, composed", f"epsilon {cost.epsilon:.4g} at that delta"),
         *_statistics(draft),
         *_weights(made),
@@ -134,8 +158,14 @@ def _weights(made: "Plan") -> list[tuple[str, str]]:
     step = private_step(made)
     return [
         ("expert weights", f"DP-SGD: {terms}"),
-        ("its noise", f"{noise:.3g} x clip of {private.clip:g} for {most} {made.statistics.unit}s, more for fewer"),
-        ("its sampling", f"{round(rate * most)} of {most} a step, each by chance, with probability {rate:.3g}"),
+        (
+            "its noise",
+            f"{noise:.3g} x clip of {private.clip:g} for {most} {made.statistics.unit}s, more for fewer",
+        ),
+        (
+            "its sampling",
+            f"{round(rate * most)} of {most} a step, each by chance, with probability {rate:.3g}",
+        ),
         (
             "a private step",
             f"about {step.samples:.4g} samples, each {step.slower:g} times as slow as in a plain step: "
@@ -165,7 +195,9 @@ def _network(draft: "Draft") -> list[tuple[str, str]]:
 def _agreed(plan: "Plan") -> str:
     """Return the most units of each silo, and its share of the prior if all bring as many."""
     units = {silo_id: plan.agreed[silo_id].units(plan.statistics.unit) for silo_id in plan.members}
-    return ", ".join(f"{silo_id} {num} ({num / sum(units.values()):.0%})" for silo_id, num in units.items())
+    return ", ".join(
+        f"{silo_id} {num} ({num / sum(units.values()):.0%})" for silo_id, num in units.items()
+    )
 
 
 def _carried(plan: "Plan") -> dict[str, str]:
@@ -198,7 +230,9 @@ def _condition(plan: "Plan") -> list[tuple[str, str]]:
     if condition.kind == "none":
         return []
     if condition.kind == "class":
-        return [("condition", f"one of {condition.num_classes} classes, {condition.classes.words()}")]
+        return [
+            ("condition", f"one of {condition.num_classes} classes, {condition.classes.words()}")
+        ]
     name = condition.encoder.name if condition.encoder else "vectors"
     tokens = f"{condition.max_tokens} tokens of {condition.dim} values"
     return [("condition", f"a text, by {name}: {tokens}; not in the bundle")]
@@ -208,13 +242,17 @@ def _experts(draft: "Draft") -> str:
     kind = draft.plan.partition.kind
     if kind == "silo":
         return "1"
-    one_each = "one a coarse cluster" if kind == "silo_cluster" else "on random shares, as a control"
+    one_each = (
+        "one a coarse cluster" if kind == "silo_cluster" else "on random shares, as a control"
+    )
     return f"at most {draft.cost.num_experts}, {one_each}"
 
 
 def _statistics(draft: "Draft") -> list[tuple[str, str]]:
     wanted = draft.plan.statistics
-    rows = [("  counts", f"epsilon {wanted.counts.epsilon:g}, {wanted.counts.num_groups} public groups")]
+    rows = [
+        ("  counts", f"epsilon {wanted.counts.epsilon:g}, {wanted.counts.num_groups} public groups")
+    ]
     if part := wanted.class_counts:
         rows.append(("  class counts", f"epsilon {part.epsilon:g}, {part.num_classes} classes"))
     if moments := wanted.moments:

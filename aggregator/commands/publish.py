@@ -18,9 +18,14 @@ def publish(
     fed: FederationArgument,
     out: Annotated[Path, typer.Option(help="The release folder to make; it must not exist.")],
     quorum: Annotated[
-        int | None, typer.Option(min=1, help="Fewest silos the release may have; default as in federation.toml.")
+        int | None,
+        typer.Option(
+            min=1, help="Fewest silos the release may have; default as in federation.toml."
+        ),
     ] = None,
-    renew: Annotated[bool, typer.Option("--renew", help="Make a new version even if nothing has changed.")] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Make a new version even if nothing has changed.")
+    ] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Publish the accepted experts and the router as a signed release; if nothing changed, copy the newest version."""
@@ -30,7 +35,9 @@ def publish(
     federation = Federation(fed).require()
     secret, witnesses = federation_passphrase(federation, passphrase_file), witnesses_of(federation)
     with progress("Drawing for the report") as advance:
-        done = publish_release(federation, secret, out, quorum=quorum, renew=renew, on_progress=advance)
+        done = publish_release(
+            federation, secret, out, quorum=quorum, renew=renew, on_progress=advance
+        )
     say(announcement(done, out))
     say_witnessed(ask_witnesses(federation, witnesses))
     say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
@@ -40,7 +47,9 @@ def announcement(done: "Publication", out: Path) -> str:
     """Say what was published, and which silos are missing."""
     manifest = done.manifest
     num_planned = len(manifest.silos) + len(manifest.missing_silos) + len(manifest.withdrawn_silos)
-    lines = [f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}: {out}"]
+    lines = [
+        f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}: {out}"
+    ]
     if not done.fresh:
         lines = [
             f"Version {manifest.version} of {manifest.plan_id} holds all of this already; nothing new was published.",
@@ -73,5 +82,7 @@ def withdraw(
     if record.carried_from is None:
         say(f"The silo learns of it once it and `aggregator run {fed}` run at the same time.")
     else:
-        say("Tell the silo: its expert was carried over into this plan, of which no notice reaches it.")
+        say(
+            "Tell the silo: its expert was carried over into this plan, of which no notice reaches it."
+        )
     say("Versions published so far keep its experts: replace them where you serve them.")

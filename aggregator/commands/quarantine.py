@@ -19,13 +19,15 @@ ReasonOption = Annotated[str, typer.Option(help="Why, for the record; 1 to 200 c
 UnitsOption = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Images or patients that its prior counts, if fewer than stated; published with --reason."
+        min=1,
+        help="Images or patients that its prior counts, if fewer than stated; published with --reason.",
     ),
 ]
 
 
 def quarantine(
-    fed: FederationArgument, as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False
+    fed: FederationArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """List submissions that wait for a decision, with reasons and figures beside those of the accepted experts."""
     from aggregator.intake.examination import Examiner
@@ -34,7 +36,10 @@ def quarantine(
 
     federation = Federation(fed).require()
     plan, _ = federation.current_plan()
-    examiner, waiting = Examiner(federation, plan), _undecided(federation, held(federation, plan.plan_id))
+    examiner, waiting = (
+        Examiner(federation, plan),
+        _undecided(federation, held(federation, plan.plan_id)),
+    )
     accepted = examiner.accepted()
     outliers = examiner.outliers(accepted)
     for silo_id, reason in _overweight(federation, accepted).items():
@@ -55,25 +60,45 @@ def quarantine(
             say(f"  {reason}")
     if not waiting and not outliers:
         say("Nothing waits for a decision.")
-    rows = [(expert, "accepted", *ratios) for silo in figures.values() for expert, ratios in silo.items()]
-    rows += [(expert, "waits", *ratios) for each in waiting for expert, ratios in each.why.figures.items()]
+    rows = [
+        (expert, "accepted", *ratios)
+        for silo in figures.values()
+        for expert, ratios in silo.items()
+    ]
+    rows += [
+        (expert, "waits", *ratios)
+        for each in waiting
+        for expert, ratios in each.why.figures.items()
+    ]
     if rows:
         say("Loss on public images, as a multiple of that of answering 0:")
         say(table(rows, ("expert", "state", *(f"t {low:g}-{high:g}" for low, high in BANDS))))
 
 
-def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption, units: UnitsOption = None) -> None:
+def admit(
+    fed: FederationArgument, silo: SiloArgument, reason: ReasonOption, units: UnitsOption = None
+) -> None:
     """Accept what intake set aside, or lower what an accepted silo counts; `aggregator run` then signs the receipt."""
     federation = Federation(fed).require()
     waiting = _waiting(federation, silo)
     if waiting:
         counted = _counted(federation, silo, waiting.why.num_units, units)
         _record(
-            federation, silo, waiting.why.submission_digest, "admitted", reason, counted, _shown(federation, waiting)
+            federation,
+            silo,
+            waiting.why.submission_digest,
+            "admitted",
+            reason,
+            counted,
+            _shown(federation, waiting),
         )
-        say(f"Admitted {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the receipt.")
+        say(
+            f"Admitted {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the receipt."
+        )
         if counted < waiting.why.num_units:
-            say(f"Its prior counts {counted} of the {waiting.why.num_units} that it states; the reason is published.")
+            say(
+                f"Its prior counts {counted} of the {waiting.why.num_units} that it states; the reason is published."
+            )
         return
     from aggregator.intake.examination import Examiner
     from aggregator.intake.inventory import take_inventory
@@ -90,7 +115,9 @@ def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption, uni
     present = take_inventory(federation).silos[silo].counted.units
     counted = _counted(federation, silo, present, units)
     if not shown and counted == present:
-        raise SetupError("--units", expected=f"fewer than the {present} that {silo} counts as", got=f"{units}")
+        raise SetupError(
+            "--units", expected=f"fewer than the {present} that {silo} counts as", got=f"{units}"
+        )
     _record(federation, silo, accepted[silo].submission_digest, "admitted", reason, counted, shown)
     say(f"Admitted {silo} as it was accepted, counted as {counted}. Next: aggregator router {fed}")
 
@@ -102,7 +129,9 @@ def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) ->
     if not waiting:
         raise _nothing_waits(federation, silo)
     _record(federation, silo, waiting.why.submission_digest, "refused", reason)
-    say(f"Refused {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the refusal.")
+    say(
+        f"Refused {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the refusal."
+    )
 
 
 def _undecided(federation: Federation, waiting: list["Held"]) -> list["Held"]:
@@ -180,7 +209,9 @@ def _record(
             at=now_utc(),
         )
     except ValidationError as error:
-        got = f"{len(reason)} characters" + ("" if reason.isprintable() else ", not all of them printable")
+        got = f"{len(reason)} characters" + (
+            "" if reason.isprintable() else ", not all of them printable"
+        )
         raise SetupError("--reason", expected="1 to 200 printable characters", got=got) from error
     decide(federation, decision)
 

@@ -22,11 +22,19 @@ def router(
     inventory = take_inventory(federation)
     counted = inventory.counted_units
     units = ", ".join(
-        f"{silo_id} {number}" + (f" (counted as {counted[silo_id]})" if counted[silo_id] < number else "")
+        f"{silo_id} {number}"
+        + (f" (counted as {counted[silo_id]})" if counted[silo_id] < number else "")
         for silo_id, number in inventory.num_units.items()
     )
-    say(f"Training on statistics of {units} {inventory.plan.statistics.unit}s, as each silo states …")
+    say(
+        f"Training on statistics of {units} {inventory.plan.statistics.unit}s, as each silo states …"
+    )
     with progress("Training the router") as advance:
-        report = train_router(federation, inventory, seed=seed, on_progress=lambda step, total, _: advance(step, total))
+        report = train_router(
+            federation,
+            inventory,
+            seed=seed,
+            on_progress=lambda step, total, _: advance(step, total),
+        )
     say(describe(report))
     say(f"Next: aggregator publish {fed} --out RELEASE")

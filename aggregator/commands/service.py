@@ -13,9 +13,9 @@ from ddm.system.console import say
 def service(
     fed: FederationArgument,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write the files into.")],
-    user: Annotated[str, typer.Option(metavar="NAME", help="Whom the federation's folder will belong to.")] = (
-        "archipelago"
-    ),
+    user: Annotated[
+        str, typer.Option(metavar="NAME", help="Whom the federation's folder will belong to.")
+    ] = ("archipelago"),
 ) -> None:
     """Write the files by which `aggregator run` is a systemd service of a user of its own; changes nothing else."""
     from aggregator.services.units import as_user

@@ -18,12 +18,15 @@ def status(
     fed: FederationArgument,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Serve a page to watch, until Ctrl-C.", rich_help_panel=_PAGE)
+        bool,
+        typer.Option("--serve", help="Serve a page to watch, until Ctrl-C.", rich_help_panel=_PAGE),
     ] = False,
     address: Annotated[
         str,
         typer.Option(
-            metavar="HOST:PORT", help="Where --serve listens; port 0 for any free one.", rich_help_panel=_PAGE
+            metavar="HOST:PORT",
+            help="Where --serve listens; port 0 for any free one.",
+            rich_help_panel=_PAGE,
         ),
     ] = DEFAULT_ADDRESS,
     expose: Annotated[
@@ -40,7 +43,9 @@ def status(
     if serve:
         if as_json:
             remedy = "Leave one out; the page has the same facts at /status.json."
-            raise SetupError("--json", expected="--json or --serve", got="--json and --serve", remedy=remedy)
+            raise SetupError(
+                "--json", expected="--json or --serve", got="--json and --serve", remedy=remedy
+            )
         _serve(federation, address, expose)
         return
     from aggregator.monitoring.labels import describe

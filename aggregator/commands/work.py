@@ -17,4 +17,6 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
     from aggregator.runtime.running import run_federation
 
     plan = run_federation(federation, secret)
-    say(f"Every silo has its receipt: {', '.join(plan.silos)}. Next: aggregator router, then aggregator publish.")
+    say(
+        f"Every silo has its receipt: {', '.join(plan.silos)}. Next: aggregator router, then aggregator publish."
+    )

@@ -17,7 +17,9 @@ from ddm.errors import ArchipelagoError, RefusedError
 from ddm.io.files import read_bounded, sync_folder, write_atomic
 
 MAX_ATTEMPTS = 3  # at one submission
-MAX_ATTEMPTS_OF_SILO = 6  # at all of a silo's submissions for one plan, each of which may cost a restart
+MAX_ATTEMPTS_OF_SILO = (
+    6  # at all of a silo's submissions for one plan, each of which may cost a restart
+)
 _MAX_BYTES = 20
 
 

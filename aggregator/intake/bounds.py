@@ -44,11 +44,17 @@ def total_noise_bound(epsilon: float, num_cells: int) -> int:
     """
     rate = epsilon / COUNTS_SENSITIVITY
     l_L = rate * (np.arange(_NUM_RATES) + 0.5) / _NUM_RATES
-    log_m_L = 2 * np.log(-np.expm1(-rate)) - np.log(-np.expm1(l_L - rate)) - np.log(-np.expm1(-l_L - rate))
+    log_m_L = (
+        2 * np.log(-np.expm1(-rate))
+        - np.log(-np.expm1(l_L - rate))
+        - np.log(-np.expm1(-l_L - rate))
+    )
     return math.ceil(float(((num_cells * log_m_L + math.log(2 / FAILURE)) / l_L).min()))
 
 
-def sketch_norm_bound(alpha: float, sigma: float, scale_C: float, rank: int, num_rows: int) -> float:
+def sketch_norm_bound(
+    alpha: float, sigma: float, scale_C: float, rank: int, num_rows: int
+) -> float:
     """Return the largest norm of a row ``alpha s_0 + (sigma / C) n`` with s_0 in the unit ball and n standard normal.
 
     ``alpha (1 + sqrt(R) grid) + (sigma / C) q``, where the norm of n exceeds q in none of the rows: its square is chi

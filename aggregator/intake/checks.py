@@ -18,7 +18,14 @@ from torch import Tensor
 from aggregator.intake.limits import submission_entries
 from aggregator.intake.plausibility import check_statistics
 from aggregator.intake.private_experts import check_privacy
-from ddm.errors import AbsentFileError, DigestError, FormatError, PolicyError, ReplayError, UnlistedFileError
+from ddm.errors import (
+    AbsentFileError,
+    DigestError,
+    FormatError,
+    PolicyError,
+    ReplayError,
+    UnlistedFileError,
+)
 from ddm.io.files import read_bounded
 from ddm.io.tensors import check_file
 from ddm.io.untrusted import check_digest, scan
@@ -27,7 +34,13 @@ from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.layout import silo_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
 from ddm.protocol.plan import Plan, RandomPartition, SiloPartition, most_experts
-from ddm.protocol.submission import Submission, SubmittedSketch, expert_path, statistic_terms, submission_path
+from ddm.protocol.submission import (
+    Submission,
+    SubmittedSketch,
+    expert_path,
+    statistic_terms,
+    submission_path,
+)
 from ddm.trust.keys import PublicKey
 from ddm.trust.silo_role import read_silo_metadata
 
@@ -99,21 +112,30 @@ def authenticate(folder: Path, expected: Expectation) -> Signed:
         TrustError: a signature, digest, role or path is wrong, a file is missing or was added.
         FormatError: a file is too large, the role is malformed, or was signed for another plan or number.
     """
-    files = {name: entry.path for name, entry in scan(folder, most=submission_entries(expected.plan)).items()}
+    files = {
+        name: entry.path
+        for name, entry in scan(folder, most=submission_entries(expected.plan)).items()
+    }
     plan_id, silo_id = expected.plan.plan_id, expected.silo_id
     role_name = f"metadata/{plan_id}.{silo_id}.json"
     role = read_bounded(_present(files, role_name), MAX_ROLE_BYTES, subject=role_name)
     # A release can be verified until the first of its signatures expires.
     until = expected.now + LEAST_LIFE
-    version, signed = read_silo_metadata(role, plan_id=plan_id, silo_id=silo_id, key=expected.key, now=until)
+    version, signed = read_silo_metadata(
+        role, plan_id=plan_id, silo_id=silo_id, key=expected.key, now=until
+    )
     if version != expected.sequence:
-        raise ReplayError(role_name, expected=f"version {expected.sequence}, the submission's", got=f"{version}")
+        raise ReplayError(
+            role_name, expected=f"version {expected.sequence}, the submission's", got=f"{version}"
+        )
     signed = {name.removeprefix(f"{plan_id}/"): value for name, value in signed.items()}
     for name, listed in signed.items():
         _check_bytes(folder, files, name, listed)
     document = submission_path(silo_id)
     if document not in signed:
-        raise AbsentFileError(document, expected="a submission that the silo's role lists", got="a role without it")
+        raise AbsentFileError(
+            document, expected="a submission that the silo's role lists", got="a role without it"
+        )
     data = read_bounded(files[document], MAX_DOCUMENT_BYTES, subject=document)
     known = {role_name, *signed}
     # The signed document names the statistics' digests. One that does not parse is the silo's own, and refused later.
@@ -123,7 +145,9 @@ def authenticate(folder: Path, expected: Expectation) -> Signed:
             known.add(file.path)
         if odd := sorted(files.keys() - known):
             subject = ascii(odd[0])[1:81]
-            raise UnlistedFileError(subject, expected="only files that the submission lists", got="an unlisted file")
+            raise UnlistedFileError(
+                subject, expected="only files that the submission lists", got="an unlisted file"
+            )
     experts = {name: value for name, value in signed.items() if name != document}
     return Signed(document=data, listed=experts, files=files)
 
@@ -157,11 +181,15 @@ def _statistics(data: bytes, document: str) -> list[File]:
 
 def _present(files: Mapping[str, Path], name: str) -> Path:
     if name not in files:
-        raise AbsentFileError(ascii(name)[1:81], expected="a file that the silo signed", got="no such file")
+        raise AbsentFileError(
+            ascii(name)[1:81], expected="a file that the silo signed", got="no such file"
+        )
     return files[name]
 
 
-def _check_bytes(folder: Path, files: Mapping[str, Path], name: str, signed: tuple[int, str]) -> None:
+def _check_bytes(
+    folder: Path, files: Mapping[str, Path], name: str, signed: tuple[int, str]
+) -> None:
     _present(files, name)  # a signed name may lead anywhere
     check_digest(folder, name, *signed)
 
@@ -180,32 +208,49 @@ def _check_binding(submission: Submission, expected: Expectation) -> None:
         raise PolicyError("submission", expected="an approval", got="no approval")
 
 
-def _check_experts_listed(submission: Submission, listed: Mapping[str, tuple[int, str]], document: str) -> None:
+def _check_experts_listed(
+    submission: Submission, listed: Mapping[str, tuple[int, str]], document: str
+) -> None:
     """Check that the role lists exactly the experts that the document names."""
-    experts = {expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
+    experts = {
+        expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts
+    }
     if listed != experts:
         odd = sorted({name for name, _ in listed.items() ^ experts.items()})
         got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
-        raise DigestError(f"experts of {document}", expected="exactly those that the silo's role lists", got=got)
+        raise DigestError(
+            f"experts of {document}", expected="exactly those that the silo's role lists", got=got
+        )
 
 
 def _check_terms(submission: Submission, expected: Expectation) -> None:
     """Check the submission against the plan: its statistics and their cost, its number of units, its file sizes."""
     plan, required, spent = expected.plan, expected.plan.statistics, submission.spent
     terms = {**statistic_terms(required), "all together": (plan.spends.epsilon, plan.spends.delta)}
-    reported: dict[str, tuple[float, float]] = {each.kind: (each.epsilon, each.delta) for each in submission.statistics}
+    reported: dict[str, tuple[float, float]] = {
+        each.kind: (each.epsilon, each.delta) for each in submission.statistics
+    }
     reported["all together"] = (spent.epsilon, spent.delta)
     if reported.keys() != terms.keys():
-        raise PolicyError("submission, statistics", expected=", ".join(terms), got=", ".join(reported))
+        raise PolicyError(
+            "submission, statistics", expected=", ".join(terms), got=", ".join(reported)
+        )
     for kind, (epsilon, delta) in terms.items():
         if reported[kind] != (epsilon, delta):
             got = "{:g}, {:g}".format(*reported[kind])
-            raise PolicyError(f"submission, epsilon and delta of {kind}", expected=f"{epsilon:g}, {delta:g}", got=got)
+            raise PolicyError(
+                f"submission, epsilon and delta of {kind}",
+                expected=f"{epsilon:g}, {delta:g}",
+                got=got,
+            )
     if spent.unit != required.unit:
         raise PolicyError("submission, privacy unit", expected=required.unit, got=spent.unit)
     t_release = sketch_noise_level(plan, expected.files.sketch) or 0.0
     for statistic in submission.statistics:
-        if isinstance(statistic, SubmittedSketch) and abs(statistic.t_release - t_release) > T_RELEASE_TOLERANCE:
+        if (
+            isinstance(statistic, SubmittedSketch)
+            and abs(statistic.t_release - t_release) > T_RELEASE_TOLERANCE
+        ):
             got = f"{statistic.t_release:.6f}"
             raise PolicyError("submission, t_release", expected=f"{t_release:.6f}", got=got)
     _check_sizes(submission, plan)
@@ -213,7 +258,11 @@ def _check_terms(submission: Submission, expected: Expectation) -> None:
 
 def _check_sizes(submission: Submission, plan: Plan) -> None:
     numbers = [
-        ("bytes of an expert", max(expert.file.bytes for expert in submission.experts), plan.limits.expert_bytes),
+        (
+            "bytes of an expert",
+            max(expert.file.bytes for expert in submission.experts),
+            plan.limits.expert_bytes,
+        ),
         (
             "bytes of a statistic",
             max(statistic.file.bytes for statistic in submission.statistics),
@@ -223,9 +272,13 @@ def _check_sizes(submission: Submission, plan: Plan) -> None:
     for subject, size, most in numbers:
         if size > most:
             raise PolicyError(f"submission, {subject}", expected=f"at most {most}", got=f"{size}")
-    fewest = plan.partition.min_images * (most_experts(plan) if isinstance(plan.partition, RandomPartition) else 1)
+    fewest = plan.partition.min_images * (
+        most_experts(plan) if isinstance(plan.partition, RandomPartition) else 1
+    )
     if plan.statistics.unit == "image" and submission.num_units < fewest:
-        raise PolicyError("submission, images", expected=f"at least {fewest}", got=f"{submission.num_units}")
+        raise PolicyError(
+            "submission, images", expected=f"at least {fewest}", got=f"{submission.num_units}"
+        )
 
 
 def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tensor) -> None:
@@ -235,16 +288,28 @@ def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tenso
     """
     plan, silo_id = expected.plan, expected.silo_id
     parts = silo_parts(plan.partition, silo_id, expected.files.clusters, noisy_G)
-    required = [(part.expert_id, part.cluster, expert_path(silo_id, part.expert_id)) for part in parts]
-    if [(expert.expert_id, expert.cluster, expert.file.path) for expert in submission.experts] != required:
+    required = [
+        (part.expert_id, part.cluster, expert_path(silo_id, part.expert_id)) for part in parts
+    ]
+    if [
+        (expert.expert_id, expert.cluster, expert.file.path) for expert in submission.experts
+    ] != required:
         names = ", ".join(part.expert_id for part in parts)
         got = ", ".join(expert.expert_id for expert in submission.experts)[:100]
         got = f"{len(submission.experts)} experts, {got}, whose names, clusters, paths or order differ"
-        raise PolicyError("submission, experts", expected=f"{names} in this order, as its noised counts imply", got=got)
+        raise PolicyError(
+            "submission, experts",
+            expected=f"{names} in this order, as its noised counts imply",
+            got=got,
+        )
     by_image = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
     for expert in submission.experts:
         if expert.num_images != (submission.num_units if by_image else None):
-            number = f"the silo's {submission.num_units} units" if by_image else "no number, since it would be exact"
+            number = (
+                f"the silo's {submission.num_units} units"
+                if by_image
+                else "no number, since it would be exact"
+            )
             got = "no number" if expert.num_images is None else f"{expert.num_images}"
             raise PolicyError("submission, images of an expert", expected=number, got=got)
         if expert.steps != plan.expert.training.num_steps:
@@ -257,4 +322,6 @@ def _check_weights(submission: Submission, files: Mapping[str, Path], plan: Plan
     """Open each expert strictly, with bounded values, so that no silo can send arbitrary weights."""
     weights = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
     for expert in submission.experts:
-        check_file(files[expert.file.path], weights, max_bytes=plan.limits.expert_bytes, max_abs=MAX_WEIGHT)
+        check_file(
+            files[expert.file.path], weights, max_bytes=plan.limits.expert_bytes, max_abs=MAX_WEIGHT
+        )

@@ -30,18 +30,26 @@ def agreed_units(plan: Plan, silo_id: str) -> int:
     return plan.agreed[silo_id].units(plan.statistics.unit)
 
 
-def counted_units(federation: Federation, plan: Plan, silo_id: str, digest: str, claimed: int) -> Counted:
+def counted_units(
+    federation: Federation, plan: Plan, silo_id: str, digest: str, claimed: int
+) -> Counted:
     """Return what an accepted submission counts as: what it states, or the lowest number with which it was admitted.
 
     Raises:
         PolicyError: it states more than was agreed, and no person admitted it.
     """
     agreed = agreed_units(plan, silo_id)
-    about = [each for each in decisions(federation) if each.submission_digest == digest and each.verdict == "admitted"]
+    about = [
+        each
+        for each in decisions(federation)
+        if each.submission_digest == digest and each.verdict == "admitted"
+    ]
     if not about:
         if claimed > agreed:
             got = f"{claimed}, admitted by nobody"
-            raise PolicyError(f"{plan.statistics.unit}s of silo {silo_id}", expected=f"at most {agreed}", got=got)
+            raise PolicyError(
+                f"{plan.statistics.unit}s of silo {silo_id}", expected=f"at most {agreed}", got=got
+            )
         return Counted(claimed)
     # The last decision is the lowest: `decide` lets later ones only lower the number.
     units = min(claimed, agreed, *(each.units for each in about if each.units is not None))
@@ -64,7 +72,11 @@ def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int)
     if claimed > agreed:
         words = f"states {claimed} {what}, more than the {agreed} agreed at enrolment, which stand in the plan"
         found["units"] = words
-    others = {each: agreed_units(plan, each) for each in plan.members if each != silo_id and each in present}
+    others = {
+        each: agreed_units(plan, each)
+        for each in plan.members
+        if each != silo_id and each in present
+    }
     share = overweight({**others, silo_id: claimed}, max_influence).get(silo_id)
     if share is not None:
         found["influence"] = (
@@ -82,10 +94,16 @@ def overweight(units: Mapping[str, int], max_influence: float) -> dict[str, floa
     if len(units) * max_influence <= 1.0:
         return {}
     total = sum(units.values())
-    return {silo_id: num / total for silo_id, num in units.items() if num / total > max_influence * (1.0 + 1e-12)}
+    return {
+        silo_id: num / total
+        for silo_id, num in units.items()
+        if num / total > max_influence * (1.0 + 1e-12)
+    }
 
 
-def overweight_words(federation: Federation, units: Mapping[str, int], digests: Mapping[str, str]) -> dict[str, str]:
+def overweight_words(
+    federation: Federation, units: Mapping[str, int], digests: Mapping[str, str]
+) -> dict[str, str]:
     """Describe which accepted silos hold too much of the prior, except those that a person admitted in spite of it.
 
     Args:
@@ -101,7 +119,9 @@ def overweight_words(federation: Federation, units: Mapping[str, int], digests: 
     }
 
 
-def refuse_overweight(federation: Federation, units: Mapping[str, int], digests: Mapping[str, str]) -> None:
+def refuse_overweight(
+    federation: Federation, units: Mapping[str, int], digests: Mapping[str, str]
+) -> None:
     """Compare all accepted silos before the router is trained: others may have brought less than agreed.
 
     Args:

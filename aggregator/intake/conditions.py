@@ -29,7 +29,9 @@ class Told:
     value: Tensor | None = None
 
 
-def chosen_conditions(condition: Condition, rng: np.random.Generator, most: int = MOST_CLASSES) -> list[Told]:
+def chosen_conditions(
+    condition: Condition, rng: np.random.Generator, most: int = MOST_CLASSES
+) -> list[Told]:
     """Return classes or texts in a secret order; none where experts take no condition.
 
     The aggregator holds no captions and need not hold the plan's text encoder, so the tokens of a text are drawn at
@@ -50,8 +52,12 @@ def chosen_conditions(condition: Condition, rng: np.random.Generator, most: int 
             texts = torch.zeros(min(NUM_TEXTS, most), max_tokens, dim)
             for text in texts:
                 length = int(rng.integers(1, max_tokens + 1))
-                text[:length] = torch.from_numpy(rng.standard_normal((length, dim), dtype=np.float32))
-            return [Told(f" for made-up text {number}", text) for number, text in enumerate(texts, 1)]
+                text[:length] = torch.from_numpy(
+                    rng.standard_normal((length, dim), dtype=np.float32)
+                )
+            return [
+                Told(f" for made-up text {number}", text) for number, text in enumerate(texts, 1)
+            ]
 
 
 def by_condition(answer: Answer, x_B: Tensor, t_B: Tensor, told: Sequence[Told]) -> Tensor:

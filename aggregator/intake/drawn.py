@@ -112,7 +112,9 @@ class Gallery:
         whole_M = images.flatten(1).isfinite().all(1)
         near_M = self.seen.nearest(images.flatten(1)[whole_M])
         spaces = [(self.seen, images.flatten(1)[whole_M])]
-        inside = images[whole_M][near_M <= self.seen.widest]  # a decoder need not cope with anything else
+        inside = images[whole_M][
+            near_M <= self.seen.widest
+        ]  # a decoder need not cope with anything else
         num_broken = int((~whole_M).sum())
         if len(inside):
             try:
@@ -120,7 +122,9 @@ class Gallery:
             except NumericalError:
                 num_broken += len(inside)
         described = [_described(public, points) for public, points in spaces if len(points)]
-        far, farthest, alike = zip(*described, strict=True) if described else ((_ENDLESS,), (_ENDLESS,), (0.0,))
+        far, farthest, alike = (
+            zip(*described, strict=True) if described else ((_ENDLESS,), (_ENDLESS,), (0.0,))
+        )
         return DrawnFigures(
             told=told,
             num=len(images),
@@ -167,4 +171,6 @@ def drawn_images(
     times = [start * t for t in (1.0, *inner[::-1].tolist(), 0.0)]
     noise = torch.from_numpy(rng.standard_normal((len(told), *shape), dtype=np.float32))
     x_B = x_t(path, mean.expand_as(noise), noise, torch.full((len(told),), start))
-    return integrate(lambda x_B, t_B: by_condition(velocity, x_B, t_B, told), x_B, times, "exponential", path)
+    return integrate(
+        lambda x_B, t_B: by_condition(velocity, x_B, t_B, told), x_B, times, "exponential", path
+    )

@@ -61,7 +61,11 @@ class Examination:
 
 
 def public_images(
-    federation: Federation, plan_id: str, part: Literal["fitted", "holdout"], *, as_latents: bool = True
+    federation: Federation,
+    plan_id: str,
+    part: Literal["fitted", "holdout"],
+    *,
+    as_latents: bool = True,
 ) -> Tensor:
     """Return the public images that the plan was fitted on, or those held out, shape (N, ...).
 
@@ -73,7 +77,9 @@ def public_images(
     """
     with np.load(federation.plan_folder(plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
         latents = f"{part}_latents"
-        return torch.from_numpy(archive[latents if as_latents and latents in archive.files else part])
+        return torch.from_numpy(
+            archive[latents if as_latents and latents in archive.files else part]
+        )
 
 
 @dataclass(frozen=True)
@@ -122,16 +128,25 @@ class Examiner:
             images=images[: most_public(images[0].numel())].clone(),
             mean=public_images(self.federation, plan_id, "fitted").mean(0),
             gallery=self._gallery,
-            forward_flops=training_flops(plan.expert.architecture, plan.expert_shape, 1, plan.condition) / 3,
+            forward_flops=training_flops(
+                plan.expert.architecture, plan.expert_shape, 1, plan.condition
+            )
+            / 3,
         )
 
     @cached_property
     def _gallery(self) -> Gallery:
         """The public images to hold drawn ones to, held-out ones first."""
-        plan, files = self.plan, PlanFiles.load(self.plan, self.federation.plan_targets(self.plan.plan_id))
+        plan, files = (
+            self.plan,
+            PlanFiles.load(self.plan, self.federation.plan_targets(self.plan.plan_id)),
+        )
 
         def some(as_latents: bool) -> Tensor:
-            parts = [public_images(self.federation, plan.plan_id, part, as_latents=as_latents) for part in PARTS]
+            parts = [
+                public_images(self.federation, plan.plan_id, part, as_latents=as_latents)
+                for part in PARTS
+            ]
             most = most_public(parts[0][0].numel())
             return torch.cat([part[:most] for part in parts])[:most].clone()
 
@@ -150,16 +165,25 @@ class Examiner:
                 plan.file(plan.expert.base).bytes,
             )
         elif isinstance(adaptation, OwnAdaptation) and silo_id in adaptation.submissions:
-            path = self.federation.accepted / adaptation.plan_id / silo_id / expert_path(silo_id, expert_id)
+            path = (
+                self.federation.accepted
+                / adaptation.plan_id
+                / silo_id
+                / expert_path(silo_id, expert_id)
+            )
             if not path.is_file():  # withdrawn since: a person looks at what stands out
                 return {}
             most = path.stat().st_size
         else:
             return {}
-        stored = stored_tensors(plan.expert.architecture, plan.expert_shape, path, most, plan.condition)
+        stored = stored_tensors(
+            plan.expert.architecture, plan.expert_shape, path, most, plan.condition
+        )
         return {name: each.root_mean_square() for name, each in stored.items()}
 
-    def examine(self, silo_id: str, submission: Submission, digest: str, folder: Path) -> Examination:
+    def examine(
+        self, silo_id: str, submission: Submission, digest: str, folder: Path
+    ) -> Examination:
         """Measure the experts of a verified submission, except those that were measured before.
 
         Args:
@@ -168,13 +192,17 @@ class Examiner:
             digest: of the document.
             folder: holds the experts; no other process writes there.
         """
-        figures = tuple(self._examine_expert(silo_id, expert, digest, folder) for expert in submission.experts)
+        figures = tuple(
+            self._examine_expert(silo_id, expert, digest, folder) for expert in submission.experts
+        )
         return Examination(silo_id, digest, figures)
 
     def accepted(self) -> dict[str, Examination]:
         """Measure the experts of every accepted submission, by silo."""
         gone = withdrawn_silos(self.federation, self.plan)
-        remaining = [silo_id for silo_id in members(self.federation, self.plan) if silo_id not in gone]
+        remaining = [
+            silo_id for silo_id in members(self.federation, self.plan) if silo_id not in gone
+        ]
         found = {}
         for silo_id in remaining:
             folder = self.federation.accepted_folder(self.plan, silo_id)
@@ -186,21 +214,30 @@ class Examiner:
 
     def faults(self, new: Examination, accepted: Mapping[str, Examination]) -> list[str]:
         """Describe what is implausible about a submission, alone and beside other silos', and store its flags."""
-        figures = {silo_id: each.experts for silo_id, each in accepted.items() if silo_id != new.silo_id}
+        figures = {
+            silo_id: each.experts for silo_id, each in accepted.items() if silo_id != new.silo_id
+        }
         training, found = self.plan.expert.training, list[Fault]()
         for expert in new.experts:
             probe, rehearsal = self.probe(new.silo_id), self.plan.rehearsal
-            found += absolute_faults(expert, probe, training, rehearsal=rehearsal) + copies(expert, figures, training)
+            found += absolute_faults(expert, probe, training, rehearsal=rehearsal) + copies(
+                expert, figures, training
+            )
         found += self._apart({**accepted, new.silo_id: new}).get(new.silo_id, [])
         if refused_before(self.federation, self.plan.plan_id, new.silo_id):
             words = " comes after a submission of this silo that was flagged and refused: compare the two"
-            found += [Fault(expert_id=each.expert_id, flag="refused_before", words=words) for each in new.experts]
+            found += [
+                Fault(expert_id=each.expert_id, flag="refused_before", words=words)
+                for each in new.experts
+            ]
         return self._kept(new, found)
 
     def outliers(self, accepted: Mapping[str, Examination]) -> dict[str, list[str]]:
         """Describe which accepted silos stand apart now that later ones are there, except those admitted for it."""
         apart = self._apart(accepted)
-        found = {silo_id: self._kept(accepted[silo_id], faults) for silo_id, faults in apart.items()}
+        found = {
+            silo_id: self._kept(accepted[silo_id], faults) for silo_id, faults in apart.items()
+        }
         digests = {silo_id: accepted[silo_id].submission_digest for silo_id in found}
         return {
             silo_id: text
@@ -211,13 +248,18 @@ class Examiner:
     def ratios(self, examination: Examination) -> dict[str, tuple[float, ...]]:
         """Return each expert's loss in each band as a multiple of that of answering 0."""
         silent_Z = self.probe(examination.silo_id).silent_Z
-        return {each.expert_id: _rounded((each.loss_Z / silent_Z).tolist(), 3) for each in examination.experts}
+        return {
+            each.expert_id: _rounded((each.loss_Z / silent_Z).tolist(), 3)
+            for each in examination.experts
+        }
 
     def _apart(self, examined: Mapping[str, Examination]) -> dict[str, list[Fault]]:
         """Compare experts with the same objective; losses of different objectives are in different units."""
         found: dict[str, list[Fault]] = {}
         for objective in {self._objective(silo_id) for silo_id in examined}:
-            found |= relative_faults({s: e.experts for s, e in examined.items() if self._objective(s) == objective})
+            found |= relative_faults(
+                {s: e.experts for s, e in examined.items() if self._objective(s) == objective}
+            )
         return found
 
     def _kept(self, examination: Examination, found: Sequence[Fault]) -> list[str]:
@@ -226,10 +268,14 @@ class Examiner:
             remember_flags(self.federation, self.plan.plan_id, examination.submission_digest, found)
         return [str(fault) for fault in found]
 
-    def _examine_expert(self, silo_id: str, expert: SubmittedExpert, digest: str, folder: Path) -> ExpertFigures:
+    def _examine_expert(
+        self, silo_id: str, expert: SubmittedExpert, digest: str, folder: Path
+    ) -> ExpertFigures:
         kept = self.federation.screening / self.plan.plan_id / digest / f"{expert.expert_id}.json"
         if kept.is_file():
-            return ExpertExamination.parse(read_bounded(kept, MAX_DOCUMENT_BYTES), subject=kept.name).expert
+            return ExpertExamination.parse(
+                read_bounded(kept, MAX_DOCUMENT_BYTES), subject=kept.name
+            ).expert
         self.on_expert()
         figures = self._figures(silo_id, folder, expert, digest)
         examination = ExpertExamination(
@@ -238,13 +284,18 @@ class Examiner:
         write_atomic(kept, examination.encode())
         return figures
 
-    def _figures(self, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str) -> ExpertFigures:
+    def _figures(
+        self, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str
+    ) -> ExpertFigures:
         plan = self.plan
         architecture, shape, condition = plan.expert.architecture, plan.expert_shape, plan.condition
-        stored = stored_tensors(architecture, shape, folder / expert.file.path, expert.file.bytes, condition)
+        stored = stored_tensors(
+            architecture, shape, folder / expert.file.path, expert.file.bytes, condition
+        )
         base = self._base_rms(silo_id, expert.expert_id)
         before = {
-            name: max(fresh_rms(each.shape, architecture.kind), base.get(name, 0.0)) for name, each in stored.items()
+            name: max(fresh_rms(each.shape, architecture.kind), base.get(name, 0.0))
+            for name, each in stored.items()
         }
         excess = {name: each.root_mean_square() - before[name] for name, each in stored.items()}
         largest = max(excess, key=lambda name: excess[name])
@@ -271,7 +322,10 @@ def refuse_outliers(federation: Federation, inventory: Inventory) -> None:
     examiner = Examiner(federation, inventory.plan)
     silos = inventory.silos.items()
     found = examiner.outliers(
-        {name: examiner.examine(name, silo.submission, silo.digest, silo.folder) for name, silo in silos}
+        {
+            name: examiner.examine(name, silo.submission, silo.digest, silo.folder)
+            for name, silo in silos
+        }
     )
     if found:
         raise RefusedError(

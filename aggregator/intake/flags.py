@@ -43,7 +43,9 @@ def flags_of(federation: Federation, plan_id: PlanId, digest: str) -> Flags:
     return Flagged.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name).experts
 
 
-def remember_flags(federation: Federation, plan_id: PlanId, digest: str, faults: Iterable[Fault]) -> None:
+def remember_flags(
+    federation: Federation, plan_id: PlanId, digest: str, faults: Iterable[Fault]
+) -> None:
     """Add flags; earlier ones stay, since a person may have decided on them."""
     before = flags_of(federation, plan_id, digest)
     found = {expert_id: set(flags) for expert_id, flags in before.items()}

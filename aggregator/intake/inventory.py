@@ -90,11 +90,16 @@ class Inventory:
 
     def counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram, shape (G,), int64."""
-        return {silo_id: tensors["counts"] for silo_id, tensors in self._statistics("counts").items()}
+        return {
+            silo_id: tensors["counts"] for silo_id, tensors in self._statistics("counts").items()
+        }
 
     def class_counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram over classes and groups, shape (C, G), int64; empty if the plan has none."""
-        return {silo_id: tensors["counts"] for silo_id, tensors in self._statistics("class_counts").items()}
+        return {
+            silo_id: tensors["counts"]
+            for silo_id, tensors in self._statistics("class_counts").items()
+        }
 
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Each silo's noised `sum`, shape (R,), and `second`, shape (R, R), float32; empty if the plan has none."""
@@ -102,7 +107,9 @@ class Inventory:
 
     def sketches(self) -> Mapping[str, Tensor]:
         """Each silo's noised sketches, shape (n_k, R), float32; empty if the plan has none."""
-        return {silo_id: tensors["sketch"] for silo_id, tensors in self._statistics("sketch").items()}
+        return {
+            silo_id: tensors["sketch"] for silo_id, tensors in self._statistics("sketch").items()
+        }
 
     def t_release(self) -> float | None:
         """The noise level of the sketches, None if the plan has none."""
@@ -112,7 +119,10 @@ class Inventory:
         """Every silo's experts, derived from its noised histogram, in the order of the manifest and of the router."""
         partition, clusters = self.plan.partition, self.files.clusters
         counts = self.counts().items()
-        return Layout.of(partition, [silo_parts(partition, silo_id, clusters, noisy_G) for silo_id, noisy_G in counts])
+        return Layout.of(
+            partition,
+            [silo_parts(partition, silo_id, clusters, noisy_G) for silo_id, noisy_G in counts],
+        )
 
     def _statistics(self, kind: Kind) -> Mapping[str, Mapping[str, Tensor]]:
         if kind not in statistic_terms(self.plan.statistics):
@@ -120,9 +130,13 @@ class Inventory:
         return {silo_id: self._statistic(silo, kind) for silo_id, silo in self.silos.items()}
 
     def _statistic(self, silo: AcceptedSilo, kind: Kind) -> Mapping[str, Tensor]:
-        file = next(statistic.file for statistic in silo.submission.statistics if statistic.kind == kind)
+        file = next(
+            statistic.file for statistic in silo.submission.statistics if statistic.kind == kind
+        )
         specs = statistic_specs(kind, self.plan, silo.submission.num_units)
-        return load_tensors(silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest)
+        return load_tensors(
+            silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest
+        )
 
 
 def take_inventory(federation: Federation) -> Inventory:
@@ -135,7 +149,9 @@ def take_inventory(federation: Federation) -> Inventory:
     plan, digest = federation.current_plan()
     gone = withdrawn_silos(federation, plan)
     remaining = [silo_id for silo_id in members(federation, plan) if silo_id not in gone]
-    present = [silo_id for silo_id in remaining if federation.accepted_folder(plan, silo_id).is_dir()]
+    present = [
+        silo_id for silo_id in remaining if federation.accepted_folder(plan, silo_id).is_dir()
+    ]
     if not present:
         raise SetupError(
             f"plan {plan.plan_id}",
@@ -168,19 +184,27 @@ def _read_silo(federation: Federation, plan: Plan, plan_digest: str, silo_id: st
     found = sha256_hex(document)
     if (len(document), found) != (size, digest):
         expected = f"the document that the silo's role lists, {size} bytes, sha256 {digest}"
-        raise DigestError(f"accepted {name}", expected=expected, got=f"{len(document)} bytes, sha256 {found}")
+        raise DigestError(
+            f"accepted {name}", expected=expected, got=f"{len(document)} bytes, sha256 {found}"
+        )
     if carried is not None and found != carried.submission_digest:
         expected = f"the submission that the plan carries over, sha256 {carried.submission_digest}"
         raise DigestError(f"accepted {name}", expected=expected, got=f"sha256 {found}")
     submission = Submission.parse(document, subject=f"submission of {silo_id}")
-    if (submission.plan_id, submission.plan_digest, submission.silo_id) != (plan_id, plan_digest, silo_id):
+    if (submission.plan_id, submission.plan_digest, submission.silo_id) != (
+        plan_id,
+        plan_digest,
+        silo_id,
+    ):
         expected = f"silo {silo_id} and plan {plan_id} with digest {plan_digest}"
         got = f"silo {submission.silo_id} and plan {submission.plan_id} with digest {submission.plan_digest}"
         raise ReplayError(f"accepted submission of {silo_id}", expected=expected, got=got)
     admitted = is_admitted(federation, digest)
     # A carried submission may have been flagged for its own plan, and for this one beside other experts.
     plans = {plan_id, plan.plan_id} if admitted else set()
-    found_flags = [item for each in sorted(plans) for item in flags_of(federation, each, digest).items()]
+    found_flags = [
+        item for each in sorted(plans) for item in flags_of(federation, each, digest).items()
+    ]
     flags = {
         name: tuple(sorted({flag for other, each in found_flags if other == name for flag in each}))
         for name, _ in found_flags

@@ -10,7 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aggregator.intake.bounds import cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
+from aggregator.intake.bounds import (
+    cell_noise_bound,
+    moments_bounds,
+    sketch_norm_bound,
+    total_noise_bound,
+)
 from ddm.diffusion.path import path_named
 from ddm.errors import TensorFileError
 from ddm.io.tensors import TensorSpec, load_tensors
@@ -36,7 +41,9 @@ def statistic_specs(kind: str, plan: Plan, num_units: int) -> dict[str, TensorSp
     return specs[kind]()
 
 
-def check_statistics(submission: Submission, files: Mapping[str, Path], plan: Plan, sketch: Sketch) -> Tensor:
+def check_statistics(
+    submission: Submission, files: Mapping[str, Path], plan: Plan, sketch: Sketch
+) -> Tensor:
     """Open every statistic and refuse values that honest noise cannot explain.
 
     Args:
@@ -54,7 +61,9 @@ def check_statistics(submission: Submission, files: Mapping[str, Path], plan: Pl
     num_units, found = submission.num_units, {}
     for statistic in submission.statistics:
         name, specs = statistic.file.path, statistic_specs(statistic.kind, plan, num_units)
-        tensors = found[statistic.kind] = load_tensors(files[name], specs, max_bytes=plan.limits.statistic_bytes)
+        tensors = found[statistic.kind] = load_tensors(
+            files[name], specs, max_bytes=plan.limits.statistic_bytes
+        )
         if statistic.kind == "sketch":
             _check_sketches(tensors["sketch"], plan, sketch, name)
         elif statistic.kind == "moments":
@@ -70,7 +79,9 @@ def _check_histogram(counts: Tensor, epsilon: float, num_units: int, name: str) 
     reach = cell_noise_bound(epsilon, len(cells))
     if min(cells) < -reach or max(cells) > num_units + reach:
         got = f"counts from {min(cells)} to {max(cells)}"
-        raise TensorFileError(name, expected=f"counts within [{-reach}, {num_units + reach}]", got=got)
+        raise TensorFileError(
+            name, expected=f"counts within [{-reach}, {num_units + reach}]", got=got
+        )
     reach = total_noise_bound(epsilon, len(cells))
     if abs(sum(cells) - num_units) > reach:
         expected = f"counts with a sum within {reach} of the {num_units} units"
@@ -79,11 +90,17 @@ def _check_histogram(counts: Tensor, epsilon: float, num_units: int, name: str) 
 
 def _check_moments(sum_R: Tensor, second_RR: Tensor, plan: Plan, num_units: int, name: str) -> None:
     if not torch.equal(second_RR, second_RR.T):
-        raise TensorFileError(name, expected="symmetric second moments", got="a matrix that is not symmetric")
+        raise TensorFileError(
+            name, expected="symmetric second moments", got="a matrix that is not symmetric"
+        )
     most = moments_bounds(num_units, moments_noise_std(plan), len(sum_R))
-    for what, tensor, bound in zip(("a sum", "second moments"), (sum_R, second_RR), most, strict=True):
+    for what, tensor, bound in zip(
+        ("a sum", "second moments"), (sum_R, second_RR), most, strict=True
+    ):
         if (norm := float(tensor.double().norm())) > bound:
-            raise TensorFileError(name, expected=f"{what} with a norm of at most {bound:.4g}", got=f"{norm:.4g}")
+            raise TensorFileError(
+                name, expected=f"{what} with a norm of at most {bound:.4g}", got=f"{norm:.4g}"
+            )
 
 
 def _check_sketches(sketch_NR: Tensor, plan: Plan, sketch: Sketch, name: str) -> None:
@@ -92,6 +109,10 @@ def _check_sketches(sketch_NR: Tensor, plan: Plan, sketch: Sketch, name: str) ->
         torch.tensor(sketch_noise_level(plan, sketch), dtype=torch.float64),
     )
     num_rows, rank = sketch_NR.shape
-    most = sketch_norm_bound(float(path.alpha(t_r)), float(path.sigma(t_r)), sketch.scale, rank, num_rows)
+    most = sketch_norm_bound(
+        float(path.alpha(t_r)), float(path.sigma(t_r)), sketch.scale, rank, num_rows
+    )
     if (norm := float(sketch_NR.double().norm(dim=1).max())) > most:
-        raise TensorFileError(name, expected=f"rows with a norm of at most {most:.4g}", got=f"a norm of {norm:.4g}")
+        raise TensorFileError(
+            name, expected=f"rows with a norm of at most {most:.4g}", got=f"a norm of {norm:.4g}"
+        )

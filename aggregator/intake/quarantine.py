@@ -92,9 +92,14 @@ def held(federation: Federation, plan_id: str) -> list[Held]:
     decided = {decision.submission_digest for decision in decisions(federation)}
     paths = (federation.quarantine / plan_id).glob("*/[0-9]*/reason.json")
     found = [
-        Held(path.parent, SetAside.parse(read_bounded(path, MAX_REASON_BYTES), subject="reason.json")) for path in paths
+        Held(
+            path.parent, SetAside.parse(read_bounded(path, MAX_REASON_BYTES), subject="reason.json")
+        )
+        for path in paths
     ]
-    whole = [each for each in found if each.submission.is_dir() or each.why.submission_digest in decided]
+    whole = [
+        each for each in found if each.submission.is_dir() or each.why.submission_digest in decided
+    ]
     return sorted(whole, key=lambda each: (each.why.silo_id, each.why.sequence))
 
 
@@ -103,18 +108,25 @@ def decisions(federation: Federation) -> list[Decision]:
     if not federation.decisions.exists():
         return []
     lines = read_bounded(federation.decisions, MAX_DECISIONS_BYTES).splitlines()
-    return [Decision.parse(line, subject=f"decisions.jsonl, line {n}") for n, line in enumerate(lines, 1)]
+    return [
+        Decision.parse(line, subject=f"decisions.jsonl, line {n}")
+        for n, line in enumerate(lines, 1)
+    ]
 
 
 def decision_on(federation: Federation, submission_digest: str) -> Decision | None:
     """Return the decision about a submission, None if there is none; the first decision stands."""
-    return next((each for each in decisions(federation) if each.submission_digest == submission_digest), None)
+    return next(
+        (each for each in decisions(federation) if each.submission_digest == submission_digest),
+        None,
+    )
 
 
 def refused_before(federation: Federation, plan_id: str, silo_id: str) -> bool:
     """Whether a person refused a submission of this silo for this plan that screening had flagged."""
     return any(
-        (each.plan_id, each.silo_id, each.verdict) == (plan_id, silo_id, "refused") for each in decisions(federation)
+        (each.plan_id, each.silo_id, each.verdict) == (plan_id, silo_id, "refused")
+        for each in decisions(federation)
     )
 
 
@@ -133,24 +145,40 @@ def decide(federation: Federation, decision: Decision) -> None:
         BusyError: another decision is being written.
     """
     with locked(federation.path, "decisions"):
-        about = [each for each in decisions(federation) if each.submission_digest == decision.submission_digest]
+        about = [
+            each
+            for each in decisions(federation)
+            if each.submission_digest == decision.submission_digest
+        ]
         if about and not _goes_on(decision, about):
             earlier = about[0]
             got = f"{earlier.verdict} at {earlier.at.isoformat()}"
-            remedy = "It stands; only --units may be lowered. To take a silo out: aggregator withdraw."
+            remedy = (
+                "It stands; only --units may be lowered. To take a silo out: aggregator withdraw."
+            )
             subject = f"submission of {decision.silo_id}"
             raise SetupError(subject, expected="no decision yet", got=got, remedy=remedy)
-        old = read_bounded(federation.decisions, MAX_DECISIONS_BYTES) if federation.decisions.exists() else b""
+        old = (
+            read_bounded(federation.decisions, MAX_DECISIONS_BYTES)
+            if federation.decisions.exists()
+            else b""
+        )
         line = json.dumps(json.loads(decision.encode()), ensure_ascii=True).encode()
         write_atomic(federation.decisions, old + line + b"\n")
 
 
 def _goes_on(decision: Decision, earlier: Sequence[Decision]) -> bool:
     """Whether a decision lowers the units of a submission admitted before, or admits it in spite of a further rule."""
-    if {decision.verdict, *(each.verdict for each in earlier)} != {"admitted"} or decision.units is None:
+    if {decision.verdict, *(each.verdict for each in earlier)} != {
+        "admitted"
+    } or decision.units is None:
         return False
     if all(each.units is None or decision.units < each.units for each in earlier):
         return True
     covered = {rule for each in earlier for rule in each.shown or ()}
-    further = set(decision.shown or ()) - covered and all(each.shown is not None for each in earlier)
-    return bool(further) and all(each.units is None or decision.units <= each.units for each in earlier)
+    further = set(decision.shown or ()) - covered and all(
+        each.shown is not None for each in earlier
+    )
+    return bool(further) and all(
+        each.units is None or decision.units <= each.units for each in earlier
+    )

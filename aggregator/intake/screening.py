@@ -45,7 +45,13 @@ LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest experts:
 SAME = 0.01  # relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere
 SAME_ANSWERS = 0.005  # times the mean square error: the mean square difference of two experts; honest ones: from 0.026
 DEVIATIONS = 4.0
-SPREAD_Z = (0.3, 0.3, 0.3, 0.15, 0.15)  # lower bound on the spread of honest experts' log losses in each band
+SPREAD_Z = (
+    0.3,
+    0.3,
+    0.3,
+    0.15,
+    0.15,
+)  # lower bound on the spread of honest experts' log losses in each band
 NUM_FEWEST = 3  # experts needed to tell which of them stands apart
 _MAD_TO_STD = 1.4826
 _ENDLESS = 1e30  # replaces a loss that is not finite
@@ -104,7 +110,14 @@ class Probe:
     holds_noise: bool = True
 
     @classmethod
-    def of(cls, images: Tensor, mean: Tensor, path: Path, prediction: Prediction, rng: np.random.Generator) -> "Probe":
+    def of(
+        cls,
+        images: Tensor,
+        mean: Tensor,
+        path: Path,
+        prediction: Prediction,
+        rng: np.random.Generator,
+    ) -> "Probe":
         """Noise held-out images, one time in each of as many equal parts of each band.
 
         Args:
@@ -117,7 +130,12 @@ class Probe:
         """
         num = len(images)
         place_ZN = torch.from_numpy((np.arange(num) + rng.random((len(BANDS), num))) / num).float()
-        t = torch.cat([low + (high - low) * place_N for (low, high), place_N in zip(BANDS, place_ZN, strict=True)])
+        t = torch.cat(
+            [
+                low + (high - low) * place_N
+                for (low, high), place_N in zip(BANDS, place_ZN, strict=True)
+            ]
+        )
         x_0 = images.repeat(len(BANDS), *[1] * (images.dim() - 1))
         eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
         target = target_of(path, prediction, x_0, eps, t)
@@ -162,7 +180,11 @@ def fresh_rms(shape: Sequence[int], kind: str = "dit") -> float:
         shape: the weight's.
         kind: the architecture's; in a `unet` normalisations and class embeddings start at 1.
     """
-    drawn = math.sqrt(2.0 / sum(shape)) * (1.0 + 4.0 / math.sqrt(math.prod(shape))) if len(shape) > 1 else 0.0
+    drawn = (
+        math.sqrt(2.0 / sum(shape)) * (1.0 + 4.0 / math.sqrt(math.prod(shape)))
+        if len(shape) > 1
+        else 0.0
+    )
     return max(drawn, 1.0 + 4.0 / math.sqrt(math.prod(shape))) if kind == "unet" else drawn
 
 
@@ -200,11 +222,17 @@ def absolute_faults(
     if probe.holds_noise and trained and not of_constant <= LEARNT:
         learnt = f"{of_constant:.3g} times that of the best constant, above the limit {LEARNT:g}"
         learnt += f" after {training.num_steps} steps"
-        found.append(Fault(expert_id=name, flag="not_learnt", words=f": {_at(BANDS[-1])} its loss is {learnt}"))
+        found.append(
+            Fault(
+                expert_id=name, flag="not_learnt", words=f": {_at(BANDS[-1])} its loss is {learnt}"
+            )
+        )
     return found
 
 
-def _single_faults(figures: ExpertFigures, most: tuple[float, float], *, trained: bool) -> list[Fault]:
+def _single_faults(
+    figures: ExpertFigures, most: tuple[float, float], *, trained: bool
+) -> list[Fault]:
     """Describe what is implausible at a single time, and in the drawn images, which after few steps are noise."""
     name, worst, found = figures.expert_id, figures.worst, list[Fault]()
     if not worst.times <= 1:
@@ -219,7 +247,8 @@ def _single_faults(figures: ExpertFigures, most: tuple[float, float], *, trained
         elif trained and not (each.far <= most[0] and each.farthest <= most[1]):
             words = f"{images}, half lie {each.far:.3g} times as far from every public image as two of those from each "
             words += (
-                f"other, one {each.farthest:.3g} times as far as the two that differ the most, above {most[0]:g} or "
+                f"other, one {each.farthest:.3g} times as far as the "
+                f"two that differ the most, above {most[0]:g} or "
             )
             words += f"{most[1]:g}"
             found.append(Fault(expert_id=name, flag="far_images", words=words))
@@ -229,13 +258,17 @@ def _single_faults(figures: ExpertFigures, most: tuple[float, float], *, trained
     return found
 
 
-def copies(figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training) -> list[Fault]:
+def copies(
+    figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training
+) -> list[Fault]:
     """Name the experts that this one copies: byte for byte or, after enough training to tell, by its predictions."""
     found = []
     for silo_id, theirs in others.items():
         for other in theirs:
             if other.digest == figures.digest:
-                found.append(f" is identical, byte for byte, to expert {other.expert_id} of {silo_id}")
+                found.append(
+                    f" is identical, byte for byte, to expert {other.expert_id} of {silo_id}"
+                )
             elif travel(training) >= TRAVEL and _same(figures, other):
                 found.append(f" predicts the same as expert {other.expert_id} of {silo_id}")
     return [Fault(expert_id=figures.expert_id, flag="copy", words=words) for words in found]
@@ -262,7 +295,9 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
         for band, apart, times in zip(BANDS, apart_Z, np.exp(log_Z - median_Z), strict=True):
             if apart > DEVIATIONS:
                 loss = f"its loss is {times:.3g} times the median of {len(lined_up)} experts, {apart:.1f} deviations"
-                fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=f": {_at(band)} {loss}")
+                fault = Fault(
+                    expert_id=figures.expert_id, flag="stands_apart", words=f": {_at(band)} {loss}"
+                )
                 found.setdefault(silo_id, []).append(fault)
     return found
 

@@ -36,7 +36,9 @@ def screening_secret(federation: Federation) -> bytes:
     if len(secret) != SECRET_BYTES:
         got = f"{len(secret)} bytes"
         remedy = "Restore it from backup, or remove it: a new one is made, for submissions that come later."
-        raise SetupError(f"keys/{SECRET_NAME}", expected=f"{SECRET_BYTES} bytes", got=got, remedy=remedy)
+        raise SetupError(
+            f"keys/{SECRET_NAME}", expected=f"{SECRET_BYTES} bytes", got=got, remedy=remedy
+        )
     return secret
 
 

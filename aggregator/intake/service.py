@@ -111,10 +111,15 @@ class IntakeService:
         """
         self._let_go()
         for silo_id in set(withdrawn_silos(self.federation, self.plan)) - self._gone:
-            finish_withdrawal(self.federation, self.plan.plan_id, self.plan_digest, silo_id, self.key)
+            finish_withdrawal(
+                self.federation, self.plan.plan_id, self.plan_digest, silo_id, self.key
+            )
             self._gone.add(silo_id)
         answered = sum(self._settle(each) for each in held(self.federation, self.plan.plan_id))
-        waiting = {(each.why.silo_id, each.why.sequence) for each in held(self.federation, self.plan.plan_id)}
+        waiting = {
+            (each.why.silo_id, each.why.sequence)
+            for each in held(self.federation, self.plan.plan_id)
+        }
         for silo_id in self.plan.silos:
             self._conclude(silo_id)
             for path in self._arrived(silo_id):
@@ -139,7 +144,11 @@ class IntakeService:
             except BusyError:
                 continue  # another command signs: the next step tries again
             except ArchipelagoError as error:
-                _log.warning("[%s] word that it gave the plan up is not as the silo signed it: %s", silo_id, error)
+                _log.warning(
+                    "[%s] word that it gave the plan up is not as the silo signed it: %s",
+                    silo_id,
+                    error,
+                )
                 path.unlink()
 
     def _arrived(self, silo_id: str) -> list[Path]:
@@ -173,7 +182,8 @@ class IntakeService:
         last = max(answered)
         sealed = read_bounded(self._receipt(silo_id, last), MAX_RECEIPT_BYTES)
         receipt = Receipt.parse(
-            open_sealed(sealed, RECEIPT_KIND, self.key.public, MAX_RECEIPT_BYTES)[0], subject="receipt"
+            open_sealed(sealed, RECEIPT_KIND, self.key.public, MAX_RECEIPT_BYTES)[0],
+            subject="receipt",
         )
         if isinstance(receipt.verdict, Accepted) or last >= MAX_SUBMISSIONS:
             write_atomic(self._final(silo_id), b"")
@@ -187,7 +197,9 @@ class IntakeService:
             if decision is None:
                 self._tell_held(each)
                 return 0
-            self._sign(silo_id, sequence, each.why.submission_digest, self._carry_out(each, decision))
+            self._sign(
+                silo_id, sequence, each.why.submission_digest, self._carry_out(each, decision)
+            )
         shutil.rmtree(each.folder)
         self._conclude(silo_id)
         return int(not answered)
@@ -201,7 +213,9 @@ class IntakeService:
         try:
             expected = self._expectation(silo_id, sequence)
             with self._attempt(silo_id, sequence):
-                self._keep(silo_id, self._verify(authenticate(verified, expected), expected), verified)
+                self._keep(
+                    silo_id, self._verify(authenticate(verified, expected), expected), verified
+                )
         except ArchipelagoError as error:
             return Refused(code=error.exit_code, reason=self._reason(error, sequence))
         return Accepted()
@@ -243,13 +257,19 @@ class IntakeService:
                 copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
                 return authenticate(part, expected)
         except ArchipelagoError as error:
-            _log.warning("[%s] submission %d is not as the silo signed it: %s", silo_id, sequence, error)
+            _log.warning(
+                "[%s] submission %d is not as the silo signed it: %s", silo_id, sequence, error
+            )
             note_unsigned(self._receipt(silo_id, sequence).parent, sequence)
             _discard(path)
             return None
 
     def _reason(self, error: ArchipelagoError, sequence: int) -> str:
-        last = f"; the last of {MAX_SUBMISSIONS} submissions for a plan" if sequence >= MAX_SUBMISSIONS else ""
+        last = (
+            f"; the last of {MAX_SUBMISSIONS} submissions for a plan"
+            if sequence >= MAX_SUBMISSIONS
+            else ""
+        )
         return str(error)[: 400 - len(last)] + last
 
     def _set_aside(self, verified: Intake, sequence: int, folder: Path) -> bool:
@@ -257,7 +277,10 @@ class IntakeService:
         silo_id, num_units = verified.submission.silo_id, verified.submission.num_units
         with own_files():
             self.examiner.trial(silo_id)
-            accepted, admitted = self.examiner.accepted(), is_admitted(self.federation, verified.digest)
+            accepted, admitted = (
+                self.examiner.accepted(),
+                is_admitted(self.federation, verified.digest),
+            )
             reasons = list(claim_faults(self.federation, self.plan, silo_id, num_units).values())
         examination = self.examiner.examine(silo_id, verified.submission, verified.digest, folder)
         reasons += self.examiner.faults(examination, accepted)
@@ -278,7 +301,9 @@ class IntakeService:
         self.on_set_aside(why)
         return True
 
-    def _sign(self, silo_id: str, sequence: int, digest: str | None, verdict: Accepted | Refused) -> None:
+    def _sign(
+        self, silo_id: str, sequence: int, digest: str | None, verdict: Accepted | Refused
+    ) -> None:
         receipt = Receipt(
             plan_id=self.plan.plan_id,
             plan_digest=self.plan_digest,
@@ -288,7 +313,9 @@ class IntakeService:
             verdict=verdict,
             at=now_utc(),
         )
-        write_atomic(self._receipt(silo_id, sequence), seal(receipt.encode(), RECEIPT_KIND, self.key))
+        write_atomic(
+            self._receipt(silo_id, sequence), seal(receipt.encode(), RECEIPT_KIND, self.key)
+        )
         forget_unsigned(self._receipt(silo_id, sequence).parent, sequence)
         self.on_verdict(receipt)
 
@@ -318,7 +345,9 @@ class IntakeService:
             card = taking_part(self.federation, self.plan).get(silo_id)
         if card is None:
             got = "a silo that was removed, or enrolled anew with another key"
-            raise PolicyError(f"silo {silo_id}", expected="a silo that takes part in the plan", got=got)
+            raise PolicyError(
+                f"silo {silo_id}", expected="a silo that takes part in the plan", got=got
+            )
         return Expectation(
             plan=self.plan,
             plan_digest=self.plan_digest,
@@ -343,7 +372,9 @@ class IntakeService:
             if final.exists():
                 shutil.rmtree(final)
             move_into_place(part, final)
-        remember_ledger(self.federation, silo_id, self.plan.plan_id, verified.submission.ledger.chain)
+        remember_ledger(
+            self.federation, silo_id, self.plan.plan_id, verified.submission.ledger.chain
+        )
 
     def _accepted(self, silo_id: str) -> Path:
         return self.federation.accepted / self.plan.plan_id / silo_id

@@ -93,8 +93,13 @@ class Sweep:
         """
         times = chosen_times(rng, num_rows)
         told = [Told()] * len(times)
-        for each in chosen_conditions(condition, rng, most=num_told):  # t = 1, and a secret time in each third
-            times += [1.0, *((np.arange(ROWS_OF_CONDITION - 1) + rng.random(3)) / (ROWS_OF_CONDITION - 1))]
+        for each in chosen_conditions(
+            condition, rng, most=num_told
+        ):  # t = 1, and a secret time in each third
+            times += [
+                1.0,
+                *((np.arange(ROWS_OF_CONDITION - 1) + rng.random(3)) / (ROWS_OF_CONDITION - 1)),
+            ]
             told += [each] * ROWS_OF_CONDITION
         t = torch.tensor(times, dtype=torch.float32)
         x_0 = images[torch.from_numpy(rng.integers(len(images), size=len(times)))]
@@ -117,8 +122,16 @@ class Sweep:
 
     def multiples(self, answer: Answer) -> Tensor:
         """Return each row's loss as a multiple of its limit, shape (R,); a loss that is not finite is very large."""
-        loss_R = (by_condition(answer, self.x, self.t, self.told) - self.target).double().square().flatten(1).mean(1)
-        return torch.nan_to_num(loss_R / self.limit, nan=_ENDLESS, posinf=_ENDLESS).clamp(max=_ENDLESS)
+        loss_R = (
+            (by_condition(answer, self.x, self.t, self.told) - self.target)
+            .double()
+            .square()
+            .flatten(1)
+            .mean(1)
+        )
+        return torch.nan_to_num(loss_R / self.limit, nan=_ENDLESS, posinf=_ENDLESS).clamp(
+            max=_ENDLESS
+        )
 
 
 _ENDLESS = 1e30
@@ -142,7 +155,9 @@ def chosen_times(rng: np.random.Generator, num_rows: int) -> list[float]:
 
 def all_times() -> int:
     """Return the number of rows that hold every time and every secret time."""
-    others = {t for steps in OTHER_STEPS for t in uniform_times(steps)} - set(uniform_times(DEFAULT_STEPS))
+    others = {t for steps in OTHER_STEPS for t in uniform_times(steps)} - set(
+        uniform_times(DEFAULT_STEPS)
+    )
     return 2 * DEFAULT_STEPS + 1 + len(others) + MOST_SECRET_ROWS
 
 
@@ -164,4 +179,6 @@ def _limits(
     per_x_0_R = target_of(path, prediction, torch.ones_like(t_R), -alpha_R / sigma_R, t_R)
     another_R = farthest_R.square() / x_0[0].numel() * per_x_0_R.square()
     near, below = slack
-    return torch.where(t_R >= NEAR_NOISE, near * torch.maximum(silent_R, another_R), below * silent_R)
+    return torch.where(
+        t_R >= NEAR_NOISE, near * torch.maximum(silent_R, another_R), below * silent_R
+    )

@@ -22,7 +22,14 @@ from aggregator.intake.drawn import (
 )
 from aggregator.intake.screening import FLOPS, ROW, SANE, Probe, num_images
 from aggregator.intake.secret import secret_stream
-from aggregator.intake.sweep import FEWEST_CLASSES, FEWEST_ROWS, ROWS_OF_CONDITION, Excess, Sweep, all_times
+from aggregator.intake.sweep import (
+    FEWEST_CLASSES,
+    FEWEST_ROWS,
+    ROWS_OF_CONDITION,
+    Excess,
+    Sweep,
+    all_times,
+)
 from ddm.diffusion.path import Path, path_named
 from ddm.loading.ensemble import on_path
 from ddm.protocol.learning import ExpertObjective
@@ -112,9 +119,14 @@ class Trial:
         told = [each for group in groups for each in group]
         start = 1.0 if self.objective.prediction == "velocity" else EPS_START
         velocity, shape = self._as_velocity(answer), self.images.shape[1:]
-        images = drawn_images(velocity, told, shape, self.canonical, rng, mean=self.mean, start=start)
+        images = drawn_images(
+            velocity, told, shape, self.canonical, rng, mean=self.mean, start=start
+        )
         parts = torch.split(images, [len(group) for group in groups])
-        return tuple(self.gallery.figures(group[0].words, part) for group, part in zip(groups, parts, strict=True))
+        return tuple(
+            self.gallery.figures(group[0].words, part)
+            for group, part in zip(groups, parts, strict=True)
+        )
 
     def _as_velocity(self, answer: Answer) -> Answer:
         """Return the expert as a researcher follows it, on the ensemble's path."""
@@ -128,8 +140,12 @@ class Trial:
     def _sampled(self, error: Tensor) -> tuple[float, ...]:
         """Return some of the errors, the same places for every expert, to tell copies by."""
         flat = error.flatten()
-        places = self._stream("answers").choice(len(flat), size=min(NUM_ANSWERS, len(flat)), replace=False)
-        found = torch.nan_to_num(flat[torch.from_numpy(places)], nan=_LARGE, posinf=_LARGE, neginf=-_LARGE)
+        places = self._stream("answers").choice(
+            len(flat), size=min(NUM_ANSWERS, len(flat)), replace=False
+        )
+        found = torch.nan_to_num(
+            flat[torch.from_numpy(places)], nan=_LARGE, posinf=_LARGE, neginf=-_LARGE
+        )
         return tuple(float(f"{value:.5g}") for value in found.clamp(-_LARGE, _LARGE).tolist())
 
     @property

@@ -22,7 +22,15 @@ from ddm.io.changes import Change
 from ddm.io.copying import copy_documents
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_file, sha256_hex
+from ddm.protocol.base import (
+    MAX_DOCUMENT_BYTES,
+    Document,
+    PlanId,
+    ShortText,
+    now_utc,
+    sha256_file,
+    sha256_hex,
+)
 from ddm.publishing.journal import Journal, stage
 from ddm.publishing.keys import MODEL_PUBLIC
 from ddm.publishing.logged_keys import key_change, key_changes
@@ -93,7 +101,9 @@ def conduct(
     write_atomic(change.folder / "pending.json", pending.encode())
     for request in requests:
         write_atomic(change.folder / request.name, request.encode())
-        write_atomic((change.folder / request.name).with_suffix(".txt"), f"{in_words(request)}\n".encode())
+        write_atomic(
+            (change.folder / request.name).with_suffix(".txt"), f"{in_words(request)}\n".encode()
+        )
         _sign_here(federation, change, request, passphrase)
     missing = _missing(change, pending)
     if missing:
@@ -142,7 +152,12 @@ def abandon(federation: Federation) -> str:
         if pending.act == "found":
             remedy = "Remove the whole folder and start over with `aggregator init`."
             got = "the founding of the federation, without which nothing remains"
-            raise PolicyError(str(federation.path), expected="a change of a founded federation", got=got, remedy=remedy)
+            raise PolicyError(
+                str(federation.path),
+                expected="a change of a founded federation",
+                got=got,
+                remedy=remedy,
+            )
         change.abandon()
         return pending.purpose
 
@@ -159,7 +174,9 @@ def sign_document(document: Path, key: SigningKey) -> Path:
     # A signature of a discarded document may still lie here; it does not sign this one.
     if path.exists() and path.read_bytes() == answer.encode():
         remedy = "Nothing needs to be done. Another holder signs with a key of their own."
-        raise BusyError(path.name, expected="no signature by this key yet", got="its signature", remedy=remedy)
+        raise BusyError(
+            path.name, expected="no signature by this key yet", got="its signature", remedy=remedy
+        )
     write_atomic(path, answer.encode())
     return path
 
@@ -186,7 +203,11 @@ def check_replaceable(federation: Federation) -> None:
         return  # no plan yet, or a plan that can no longer be published
     accepted = federation.accepted / plan.plan_id
     releases = [path for path in federation.releases.glob("[0-9]*") if path.name.isdigit()]
-    published = {path.name for release in releases for path in release.glob(f"targets/{plan.plan_id}/silos/*")}
+    published = {
+        path.name
+        for release in releases
+        for path in release.glob(f"targets/{plan.plan_id}/silos/*")
+    }
     remaining = taking_part(federation, plan).keys() - withdrawn_silos(federation, plan)
     undecided = {each.why.silo_id for each in held(federation, plan.plan_id)} & remaining
     if undecided:
@@ -212,7 +233,9 @@ def _answer_path(document: Path, key: PublicKey) -> Path:
 
 
 def _pending(change: Change) -> Pending:
-    return Pending.parse(read_bounded(change.folder / "pending.json", MAX_DOCUMENT_BYTES), subject="pending.json")
+    return Pending.parse(
+        read_bounded(change.folder / "pending.json", MAX_DOCUMENT_BYTES), subject="pending.json"
+    )
 
 
 def _sign_here(federation: Federation, change: Change, request: Request, passphrase: bytes) -> None:
@@ -229,7 +252,10 @@ def _sign_here(federation: Federation, change: Change, request: Request, passphr
 
 def _answers(change: Change, name: str) -> list[HolderSignature]:
     paths = sorted(change.folder.glob(f"{name}.*.sig"))
-    return [HolderSignature.parse(read_bounded(path, MAX_SIGNATURE_BYTES), subject=path.name) for path in paths]
+    return [
+        HolderSignature.parse(read_bounded(path, MAX_SIGNATURE_BYTES), subject=path.name)
+        for path in paths
+    ]
 
 
 def _missing(change: Change, pending: Pending) -> list[str]:
@@ -237,7 +263,9 @@ def _missing(change: Change, pending: Pending) -> list[str]:
     for name in pending.documents:
         request = read_request(change.folder / name)
         found += unmet(request, check_answers(request, _answers(change, name)))
-    return list(dict.fromkeys(found))  # a new root that keeps its holders needs the same signatures twice
+    return list(
+        dict.fromkeys(found)
+    )  # a new root that keeps its holders needs the same signatures twice
 
 
 def _apply(federation: Federation, change: Change, pending: Pending, passphrase: bytes) -> None:
@@ -259,9 +287,15 @@ def _apply(federation: Federation, change: Change, pending: Pending, passphrase:
         entries = _opening(federation, change, Repository(metadata), signed["root"])
         _write_down(federation, change, Repository(metadata), key, entries)
     elif pending.act == "plan":
-        _start_plan(federation, change, Repository(metadata), str(pending.plan_id), signed["targets"], key)
+        _start_plan(
+            federation, change, Repository(metadata), str(pending.plan_id), signed["targets"], key
+        )
     else:
-        renewed = {name: key(name) for name in ("plans", "release") if change.put(f"keys/{name}.key").exists()}
+        renewed = {
+            name: key(name)
+            for name in ("plans", "release")
+            if change.put(f"keys/{name}.key").exists()
+        }
         Repository(metadata).renew(
             root=signed.get("root"),
             targets=signed.get("targets"),
@@ -288,7 +322,9 @@ def _write_down(
     return stage(federation, change, log_key, key("log"), entries) if log_key is not None else None
 
 
-def _opening(federation: Federation, change: Change, repository: Repository, root: bytes) -> list[Entry]:
+def _opening(
+    federation: Federation, change: Change, repository: Repository, root: bytes
+) -> list[Entry]:
     """Return the first entries of a log: the federation, and each of its keys."""
     return [
         Opened(federation=federation.settings().name, root_digest=sha256_hex(root)),
@@ -315,7 +351,9 @@ def _found(
         online_key=key("online"),
         now=now_utc(),
     )
-    write_atomic(change.put("invitation.json"), make_invitation(federation, signed["root"]).encode())
+    write_atomic(
+        change.put("invitation.json"), make_invitation(federation, signed["root"]).encode()
+    )
 
 
 def _start_plan(
@@ -329,7 +367,9 @@ def _start_plan(
     """Sign the list of the plan's files, and complete the bundle for the silos."""
     check_replaceable(federation)
     bundle = change.put(f"plans/{plan_id}/bundle")
-    plan = sign_plan_files(federation, change, repository, bundle / "targets" / plan_id, targets, key)
+    plan = sign_plan_files(
+        federation, change, repository, bundle / "targets" / plan_id, targets, key
+    )
     check_still_carried(federation, plan)
     check_cards(federation, plan, repository.delegates().silos)
     repository.export_bundle(bundle)

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from aggregator.config import Federation
 from aggregator.keys.ceremony import conduct
 from aggregator.keys.silo_rotation import forget_rotations
-from aggregator.membership.registry import Removed, card_of, cards, read_card, removed, rotations_of, signing_key
+from aggregator.membership.registry import (
+    Removed,
+    card_of,
+    cards,
+    read_card,
+    removed,
+    rotations_of,
+    signing_key,
+)
 from ddm.errors import SetupError
 from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
@@ -49,13 +57,17 @@ def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes)
         BusyError: another process signs; or another change waits for signatures, in which case the card is removed.
     """
     if not reason.strip() or len(reason) > 400:
-        raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters")
+        raise SetupError(
+            "--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters"
+        )
     with federation.signing_lock():
         repository = Repository(federation.tuf)
         delegates = repository.delegates()
         card = cards(federation).get(silo_id)
         # A silo enrolled anew since an interrupted removal: the removal of its old delegation is finished first.
-        renewed = card is not None and delegates.silos.get(silo_id, signing_key(card)) != signing_key(card)
+        renewed = card is not None and delegates.silos.get(
+            silo_id, signing_key(card)
+        ) != signing_key(card)
         if card is not None and not renewed:
             _remove_card(federation, silo_id, reason)
         elif silo_id not in delegates.silos:
@@ -81,9 +93,14 @@ def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
     known = {record.card for record in removed(federation)}
     if card.decode() not in known:
         rotations = rotations_of(federation).get(silo_id, ())
-        record = Removed(silo_id=silo_id, reason=reason, at=now_utc(), card=card.decode(), rotations=rotations)
+        record = Removed(
+            silo_id=silo_id, reason=reason, at=now_utc(), card=card.decode(), rotations=rotations
+        )
         name = f"{silo_id}.{sha256_hex(card)[:16]}.json"
         write_atomic(federation.registry / "removed" / name, record.encode())
-    append(federation, SiloRemoved(silo_id=silo_id, key_fingerprint=signing_key(read_card(card)).fingerprint))
+    append(
+        federation,
+        SiloRemoved(silo_id=silo_id, key_fingerprint=signing_key(read_card(card)).fingerprint),
+    )
     forget_rotations(federation, silo_id)
     path.unlink()

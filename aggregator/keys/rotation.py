@@ -23,12 +23,16 @@ from ddm.trust.log.entries import KeyChanged
 from ddm.trust.log.note import VerifierKey
 from ddm.trust.repository import Repository
 
-RotatedKey = Literal["root", "targets", "plans", "release", "online", "receipts", "log", "model-signing", "tls"]
+RotatedKey = Literal[
+    "root", "targets", "plans", "release", "online", "receipts", "log", "model-signing", "tls"
+]
 ROTATED_KEYS: tuple[RotatedKey, ...] = get_args(RotatedKey)
 _NEXT = "receipts-next"
 
 
-def rotate(federation: Federation, name: RotatedKey, passphrase: bytes, holders: Holders | None = None) -> list[str]:
+def rotate(
+    federation: Federation, name: RotatedKey, passphrase: bytes, holders: Holders | None = None
+) -> list[str]:
     """Replace one of the federation's keys with a new one.
 
     Args:
@@ -47,7 +51,9 @@ def rotate(federation: Federation, name: RotatedKey, passphrase: bytes, holders:
     """
     if holders is not None and name not in HOLDER_KEYS:
         got = f"{len(holders.keys)} holders; only {' and '.join(HOLDER_KEYS)} have holders"
-        raise SetupError(f"key {name}", expected="no holders for a key in the federation's folder", got=got)
+        raise SetupError(
+            f"key {name}", expected="no holders for a key in the federation's folder", got=got
+        )
     with federation.signing_lock():
         # Opens an existing key first, since a mistyped passphrase would encrypt the new one.
         load_key(federation, "online" if name == "receipts" else "receipts", passphrase)
@@ -61,7 +67,9 @@ def rotate(federation: Federation, name: RotatedKey, passphrase: bytes, holders:
             export_log(federation, public_folder(federation))
             return []
         requests = _requests(federation, change, name, passphrase, holders)
-        return conduct(federation, change, requests, passphrase, act="renew", purpose=f"rotate the key {name}")
+        return conduct(
+            federation, change, requests, passphrase, act="renew", purpose=f"rotate the key {name}"
+        )
 
 
 def check_name(text: str) -> RotatedKey:
@@ -102,7 +110,9 @@ def _replace(federation: Federation, change: Change, name: str, passphrase: byte
         # Kept, since the releases that it signed are verified with it.
         write_atomic(change.put(f"model-signing-{sha256_hex(old)[:16]}.pub.pem"), old)
         make_model_signing_key(change, passphrase)
-        return KeyChanged(key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),))
+        return KeyChanged(
+            key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),)
+        )
     # A plan names its receipts key, so the new key is used from the next plan on.
     has_plan = (federation.path / "plans" / "current.json").exists()
     return key_change("receipts", make_key(change, _NEXT if has_plan else "receipts", passphrase))
@@ -116,13 +126,19 @@ def _requests(
     root, targets = repository.root(), repository.targets()
     if name in ("plans", "release"):
         delegates, public = repository.delegates(), make_key(change, name, passphrase)
-        delegates = replace(delegates, plans=public) if name == "plans" else replace(delegates, release=public)
+        delegates = (
+            replace(delegates, plans=public)
+            if name == "plans"
+            else replace(delegates, release=public)
+        )
         return [Request.to_sign(repository.next_targets(delegates, now), purpose, targets, root)]
     if name == "online":
         online = Holders((make_key(change, name, passphrase),))
         changed = {"snapshot": online, "timestamp": online}
     elif name == "log":
-        new_root = repository.next_root({}, now, _next_log_key(change, log_key_of(root), passphrase))
+        new_root = repository.next_root(
+            {}, now, _next_log_key(change, log_key_of(root), passphrase)
+        )
         return [Request.to_sign(new_root, purpose, root)]
     else:
         changed = {name: holders or Holders((_own(federation, change, name, passphrase),))}
@@ -140,12 +156,16 @@ def _requests(
 
 def _next_log_key(change: Change, present: str | None, passphrase: bytes) -> str:
     """Make the log's next key; the log keeps its name, and goes on."""
-    return str(replace(VerifierKey.parse(present or ""), public=make_key(change, "log", passphrase)))
+    return str(
+        replace(VerifierKey.parse(present or ""), public=make_key(change, "log", passphrase))
+    )
 
 
 def _own(federation: Federation, change: Change, name: str, passphrase: bytes) -> PublicKey:
     if not (federation.keys / f"{name}.key").exists():
         remedy = "Name every new holder with --holder, and the number of required signatures with --threshold."
         got = "no --holder, and the present key is not in this folder"
-        raise SetupError(f"key {name}", expected="the new holders' public keys", got=got, remedy=remedy)
+        raise SetupError(
+            f"key {name}", expected="the new holders' public keys", got=got, remedy=remedy
+        )
     return make_key(change, name, passphrase)

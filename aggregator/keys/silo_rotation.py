@@ -21,7 +21,13 @@ from ddm.errors import BusyError, DocumentError, MissingFileError, PolicyError, 
 from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import sha256_file
-from ddm.protocol.enrolment import MAX_KEY_HISTORY_BYTES, MAX_ROTATIONS, Card, KeyHistory, RotatedCard
+from ddm.protocol.enrolment import (
+    MAX_KEY_HISTORY_BYTES,
+    MAX_ROTATIONS,
+    Card,
+    KeyHistory,
+    RotatedCard,
+)
 from ddm.protocol.plan import Plan
 from ddm.publishing.journal import append
 from ddm.trust.key_rotation import open_chain
@@ -52,14 +58,23 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
         present = card_of(federation, card.silo_id)
         waiting = _read(_waiting_path(federation, card.silo_id))
         _check_leads(federation, present, card, received)
-        if waiting is not None and read_card(waiting.card.encode()).signing_key not in _keys(federation, received):
+        if waiting is not None and read_card(waiting.card.encode()).signing_key not in _keys(
+            federation, received
+        ):
             expected = "every rotation taken in before, and those after them"
-            raise RollbackError(f"rotations of {card.silo_id}", expected=expected, got="fewer rotations")
+            raise RollbackError(
+                f"rotations of {card.silo_id}", expected=expected, got="fewer rotations"
+            )
         check_unused(federation, card)
         if card.signing_key != present.signing_key:
             old, new = signing_key(present).fingerprint, signing_key(card).fingerprint
-            append(federation, SiloRotated(silo_id=card.silo_id, old_fingerprint=old, key_fingerprint=new))
-        write_atomic(_waiting_path(federation, card.silo_id), _joined(federation, present, received).encode())
+            append(
+                federation,
+                SiloRotated(silo_id=card.silo_id, old_fingerprint=old, key_fingerprint=new),
+            )
+        write_atomic(
+            _waiting_path(federation, card.silo_id), _joined(federation, present, received).encode()
+        )
     return card
 
 
@@ -100,7 +115,10 @@ def check_cards(federation: Federation, plan: Plan, keys: Mapping[str, PublicKey
     enrolled = cards(federation)
     following = cards_for_next_plan(federation, (name for name in plan.members if name in enrolled))
     # A carried silo keeps the key that signed its submission: a rotated card waits for a plan in which it signs anew.
-    signing = {**enrolled, **{silo_id: following[silo_id] for silo_id in plan.silos if silo_id in following}}
+    signing = {
+        **enrolled,
+        **{silo_id: following[silo_id] for silo_id in plan.silos if silo_id in following},
+    }
     for silo_id in plan.members:
         card = following.get(silo_id)
         if card is None or signing_key(signing[silo_id]) != keys.get(silo_id):
@@ -143,7 +161,9 @@ def _check_leads(federation: Federation, present: Card, card: Card, received: Ro
     keys, silo_id = _keys(federation, received), card.silo_id
     if keys[-1] != card.signing_key or card.node_key != present.node_key:
         got = "a card with another key, or another node key"
-        raise DocumentError(f"rotated card of {silo_id}", expected="the card of its last rotation", got=got)
+        raise DocumentError(
+            f"rotated card of {silo_id}", expected="the card of its last rotation", got=got
+        )
     if present.signing_key not in keys:
         raise BusyError(
             f"silo {silo_id}",

@@ -45,9 +45,17 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = N
     present = [name for name in _FILES if (folder / name).exists()]
     if present:
         remedy = "Keep these certificates, or remove tls/ to make new ones."
-        raise SetupError(str(folder), expected="a folder without certificates", got=", ".join(present), remedy=remedy)
+        raise SetupError(
+            str(folder),
+            expected="a folder without certificates",
+            got=", ".join(present),
+            remedy=remedy,
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    ca_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca_key, server_key = (
+        ec.generate_private_key(ec.SECP256R1()),
+        ec.generate_private_key(ec.SECP256R1()),
+    )
     ca = _authority(ca_key)
     server = _server(server_key, ca, ca_key, _alternative_names(hosts))
     locked = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
@@ -71,7 +79,11 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
         MissingFileError: the authority's key was moved away.
         PassphraseError: the passphrase does not open it.
     """
-    require_file(folder / "ca.key", "the authority's key", "Bring it back from offline storage for this command.")
+    require_file(
+        folder / "ca.key",
+        "the authority's key",
+        "Bring it back from offline storage for this command.",
+    )
     try:
         ca_key = load_pem_private_key((folder / "ca.key").read_bytes(), passphrase)
     except (ValueError, TypeError) as error:
@@ -82,7 +94,9 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
     names = list(old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
         remedy = "Restore tls/ca.key from the backup of this federation."
-        raise SetupError("ca.key", expected="the key of ca.pem", got="a key that does not fit it", remedy=remedy)
+        raise SetupError(
+            "ca.key", expected="the key of ca.pem", got="a key that does not fit it", remedy=remedy
+        )
     key = ec.generate_private_key(ec.SECP256R1())
     into.mkdir(parents=True)
     _write_key(into / "server.key", key, NoEncryption())
@@ -99,7 +113,9 @@ def _alternative_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
                 names.append(x509.DNSName(host))
             except ValueError as error:
                 got = ascii(host[:100])
-                raise SetupError("host", expected="a host name in ASCII, or an IP address", got=got) from error
+                raise SetupError(
+                    "host", expected="a host name in ASCII, or an IP address", got=got
+                ) from error
     return names
 
 
@@ -140,7 +156,9 @@ def _server(
         .add_extension(_usage(sign_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
+        )
         .sign(ca_key, hashes.SHA256())
     )
 
@@ -159,6 +177,8 @@ def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, encryption: KeySerializationEncryption) -> None:
+def _write_key(
+    path: Path, key: ec.EllipticCurvePrivateKey, encryption: KeySerializationEncryption
+) -> None:
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
     write_atomic(path, data, mode=0o600, overwrite=False)

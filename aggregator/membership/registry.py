@@ -14,7 +14,14 @@ from aggregator.config import Federation
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time, check_json
-from ddm.protocol.enrolment import CARD_KIND, MAX_CARD_BYTES, ROTATED_CARD_FORMAT, Card, RotatedCard, SealedText
+from ddm.protocol.enrolment import (
+    CARD_KIND,
+    MAX_CARD_BYTES,
+    ROTATED_CARD_FORMAT,
+    Card,
+    RotatedCard,
+    SealedText,
+)
 from ddm.protocol.plan import Plan
 from ddm.publishing.journal import append
 from ddm.trust.envelope import open_sealed
@@ -56,12 +63,16 @@ def read_card(data: bytes) -> Card:
     card = Card.parse(payload, subject="enrolment card", limit=MAX_CARD_BYTES)
     if str(signer) != card.signing_key:
         expected = f"a signature by the key that it names, {ascii(card.signing_key[:40])}"
-        raise DocumentError("enrolment card", expected=expected, got=f"a signature by {ascii(str(signer)[:40])}")
+        raise DocumentError(
+            "enrolment card", expected=expected, got=f"a signature by {ascii(str(signer)[:40])}"
+        )
     try:
         node = load_ssh_public_key(card.node_key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
         got = f"{len(card.node_key)} characters that are no such key"
-        raise DocumentError("enrolment card, node_key", expected="an OpenSSH public key", got=got) from error
+        raise DocumentError(
+            "enrolment card, node_key", expected="an OpenSSH public key", got=got
+        ) from error
     # One key has one text: keys are compared as texts.
     if node.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() != card.node_key:
         expected, got = "an OpenSSH public key as OpenSSH writes it", "another spelling of a key"
@@ -77,7 +88,9 @@ def read_rotated(path: Path) -> tuple[Card, RotatedCard] | None:
         DocumentError: malformed.
         SignatureError: the card's signature does not verify.
     """
-    data = read_bounded(require_file(path, "a card made by `silo enroll` or `silo rotate`"), MAX_ROTATED_BYTES)
+    data = read_bounded(
+        require_file(path, "a card made by `silo enroll` or `silo rotate`"), MAX_ROTATED_BYTES
+    )
     value = check_json(data, subject="enrolment card", limit=MAX_ROTATED_BYTES)
     if not isinstance(value, dict) or value.get("format") != ROTATED_CARD_FORMAT:
         return None
@@ -85,7 +98,13 @@ def read_rotated(path: Path) -> tuple[Card, RotatedCard] | None:
     return read_card(rotated.card.encode()), rotated
 
 
-def enroll(federation: Federation, card_path: Path, *, images: int | None = None, patients: int | None = None) -> Card:
+def enroll(
+    federation: Federation,
+    card_path: Path,
+    *,
+    images: int | None = None,
+    patients: int | None = None,
+) -> Card:
     """Keep a silo's card, and with it agree to its size; a new key for an enrolled silo is refused.
 
     The card may come again, with the same size or another one, which then counts from the next plan on.
@@ -111,7 +130,10 @@ def enroll(federation: Federation, card_path: Path, *, images: int | None = None
         _check_new(federation, card)
         _check_not_rotated(federation, card)
         if card.silo_id not in cards(federation):
-            append(federation, SiloEnrolled(silo_id=card.silo_id, key_fingerprint=signing_key(card).fingerprint))
+            append(
+                federation,
+                SiloEnrolled(silo_id=card.silo_id, key_fingerprint=signing_key(card).fingerprint),
+            )
         write_atomic(federation.registry / f"{card.silo_id}.json", data)
     return card
 
@@ -124,7 +146,9 @@ def _check_new(federation: Federation, card: Card) -> None:
             raise BusyError(
                 f"silo {card.silo_id}",
                 expected="a new silo with keys of its own",
-                got="a silo already enrolled with another key" if other_id == card.silo_id else f"a key of {other_id}",
+                got="a silo already enrolled with another key"
+                if other_id == card.silo_id
+                else f"a key of {other_id}",
                 remedy="Check the fingerprint with the silo. It replaces its key with `silo rotate`; if it was lost "
                 "or stolen, `aggregator remove` the silo first.",
             )
@@ -150,7 +174,10 @@ def check_unused(federation: Federation, card: Card) -> None:
     """
     for record in removed(federation):
         old = read_card(record.card.encode())
-        if old.node_key == card.node_key or card.signing_key in {old.signing_key, *_rotated_keys(record.rotations)}:
+        if old.node_key == card.node_key or card.signing_key in {
+            old.signing_key,
+            *_rotated_keys(record.rotations),
+        }:
             raise PolicyError(
                 f"silo {card.silo_id}",
                 expected="keys that never belonged to a removed silo",
@@ -164,7 +191,9 @@ def check_unused(federation: Federation, card: Card) -> None:
         if card.signing_key in held[silo_id] and silo_id != card.silo_id:
             remedy = "Ask the silo to make a key that nobody ever had: `silo rotate`, or `silo init` in a new folder."
             got = f"a key of {silo_id}, present or rotated"
-            raise BusyError(f"silo {card.silo_id}", expected="a key of its own", got=got, remedy=remedy)
+            raise BusyError(
+                f"silo {card.silo_id}", expected="a key of its own", got=got, remedy=remedy
+            )
 
 
 def rotations_of(federation: Federation) -> Mapping[str, tuple[str, ...]]:
@@ -172,7 +201,9 @@ def rotations_of(federation: Federation) -> Mapping[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for folder in ("rotations", "rotated"):
         for path in sorted((federation.registry / folder).glob("*.json")):
-            kept = RotatedCard.parse(read_bounded(path, MAX_REMOVED_BYTES), subject=path.name).rotations
+            kept = RotatedCard.parse(
+                read_bounded(path, MAX_REMOVED_BYTES), subject=path.name
+            ).rotations
             found[path.stem] = tuple(dict.fromkeys((*found.get(path.stem, ()), *kept)))
     return found
 
@@ -208,7 +239,9 @@ def cards(federation: Federation) -> Mapping[str, Card]:
 def removed(federation: Federation) -> list[Removed]:
     """Read the records of all removed silos."""
     paths = sorted((federation.registry / "removed").glob("*.json"))
-    return [Removed.parse(read_bounded(path, MAX_REMOVED_BYTES), subject=path.name) for path in paths]
+    return [
+        Removed.parse(read_bounded(path, MAX_REMOVED_BYTES), subject=path.name) for path in paths
+    ]
 
 
 def card_of(federation: Federation, silo_id: str) -> Card:
@@ -221,7 +254,9 @@ def card_of(federation: Federation, silo_id: str) -> Card:
     if silo_id not in found:
         got = f"a silo that is not enrolled; enrolled: {', '.join(found) or 'none'}"
         remedy = "Check the name, or enrol the silo first: aggregator enroll."
-        raise MissingFileError(f"silo {silo_id}", expected="an enrolled silo", got=got, remedy=remedy)
+        raise MissingFileError(
+            f"silo {silo_id}", expected="an enrolled silo", got=got, remedy=remedy
+        )
     return found[silo_id]
 
 
@@ -230,7 +265,11 @@ def taking_part(federation: Federation, plan: Plan) -> Mapping[str, Card]:
 
     A silo that was removed, or enrolled anew with another key, can take part from the next plan on.
     """
-    return {silo_id: card for silo_id, card in members(federation, plan).items() if silo_id in plan.silos}
+    return {
+        silo_id: card
+        for silo_id, card in members(federation, plan).items()
+        if silo_id in plan.silos
+    }
 
 
 def members(federation: Federation, plan: Plan) -> Mapping[str, Card]:
@@ -240,7 +279,8 @@ def members(federation: Federation, plan: Plan) -> Mapping[str, Card]:
     return {
         silo_id: found[silo_id]
         for silo_id in plan.members
-        if silo_id in found and delegated.get(silo_role(plan.origin(silo_id), silo_id)) == found[silo_id].signing_key
+        if silo_id in found
+        and delegated.get(silo_role(plan.origin(silo_id), silo_id)) == found[silo_id].signing_key
     }
 
 
@@ -255,9 +295,16 @@ def check_ledger(known: KnownLedger, silo_id: str, plan_id: str, chain: tuple[st
     Raises:
         LedgerError: earlier entries are gone or changed, or nothing was debited for this plan.
     """
-    grows = len(chain) > len(known.chain) or (known.plan_id == plan_id and len(chain) == len(known.chain))
+    grows = len(chain) > len(known.chain) or (
+        known.plan_id == plan_id and len(chain) == len(known.chain)
+    )
     if chain[: len(known.chain)] != known.chain or not grows:
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, known.chain, strict=False)))
+        same = sum(
+            1
+            for _ in takewhile(
+                lambda pair: pair[0] == pair[1], zip(chain, known.chain, strict=False)
+            )
+        )
         raise LedgerError(
             f"ledger of silo {silo_id}",
             expected=f"the {len(known.chain)} entries known before, extended by this plan's debits",
@@ -266,9 +313,13 @@ def check_ledger(known: KnownLedger, silo_id: str, plan_id: str, chain: tuple[st
         )
 
 
-def remember_ledger(federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]) -> None:
+def remember_ledger(
+    federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]
+) -> None:
     """Keep the chain of an accepted submission."""
-    write_atomic(_ledger_path(federation, silo_id), KnownLedger(plan_id=plan_id, chain=chain).encode())
+    write_atomic(
+        _ledger_path(federation, silo_id), KnownLedger(plan_id=plan_id, chain=chain).encode()
+    )
 
 
 def _ledger_path(federation: Federation, silo_id: str) -> Path:
@@ -278,4 +329,6 @@ def _ledger_path(federation: Federation, silo_id: str) -> Path:
 def known_ledger(federation: Federation, silo_id: str) -> KnownLedger:
     """Return what is known of a silo's ledger; nothing before its first accepted submission."""
     path = _ledger_path(federation, silo_id)
-    return KnownLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else KnownLedger()
+    return (
+        KnownLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else KnownLedger()
+    )

@@ -15,7 +15,17 @@ from aggregator.config import Federation
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, SiloId, Time, now_utc, sha256_hex
+from ddm.protocol.base import (
+    MAX_DOCUMENT_BYTES,
+    Digest,
+    Document,
+    PlanId,
+    ShortText,
+    SiloId,
+    Time,
+    now_utc,
+    sha256_hex,
+)
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
 from ddm.protocol.submission import submission_path
@@ -43,7 +53,9 @@ class Withdrawal(Document):
     carried_from: Annotated[PlanId | None, Field(exclude_if=lambda origin: origin is None)] = None
 
 
-def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: SigningKey) -> Withdrawal:
+def withdraw(
+    federation: Federation, silo_id: str, reason: str, receipt_key: SigningKey
+) -> Withdrawal:
     """Withdraw a silo from the present plan for good; a second call finishes the first one and keeps its reason.
 
     Args:
@@ -57,7 +69,9 @@ def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: Sig
         BusyError: another process signs or publishes.
     """
     if not reason.strip() or len(reason) > 400:
-        raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters")
+        raise SetupError(
+            "--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters"
+        )
     with federation.signing_lock():
         plan, plan_digest = federation.current_plan()
         if silo_id not in plan.members:
@@ -70,7 +84,9 @@ def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: Sig
         return record
 
 
-def finish_withdrawal(federation: Federation, plan_id: str, plan_digest: str, silo_id: str, key: SigningKey) -> None:
+def finish_withdrawal(
+    federation: Federation, plan_id: str, plan_digest: str, silo_id: str, key: SigningKey
+) -> None:
     """Carry out a recorded withdrawal, or what is left of it; the caller holds the lock of intake."""
     record = read_withdrawal(federation, plan_id, silo_id)
     _notify(federation, record, plan_digest, key)
@@ -82,7 +98,9 @@ def finish_withdrawal(federation: Federation, plan_id: str, plan_digest: str, si
 
 def withdrawn_silos(federation: Federation, plan: Plan) -> tuple[str, ...]:
     """List the silos that were withdrawn from a plan, sorted."""
-    return tuple(silo for silo in plan.members if _record_path(federation, plan.plan_id, silo).is_file())
+    return tuple(
+        silo for silo in plan.members if _record_path(federation, plan.plan_id, silo).is_file()
+    )
 
 
 def check_still_carried(federation: Federation, plan: Plan) -> None:
@@ -98,7 +116,10 @@ def check_still_carried(federation: Federation, plan: Plan) -> None:
     for each in plan.carried:
         document = federation.accepted / each.plan_id / each.silo_id / submission_path(each.silo_id)
         kept = each.silo_id not in gone and document.is_file()
-        if not kept or sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES)) != each.submission_digest:
+        if (
+            not kept
+            or sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES)) != each.submission_digest
+        ):
             raise PolicyError(
                 f"plan {plan.plan_id}, {each.silo_id} carried over",
                 expected=f"its accepted submission to plan {each.plan_id}",
@@ -141,7 +162,9 @@ def _record(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Wi
         at=now_utc(),
         carried_from=None if origin == plan.plan_id else origin,
     )
-    append(federation, SiloWithdrawn(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest))
+    append(
+        federation, SiloWithdrawn(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest)
+    )
     write_atomic(path, record.encode())
     return record
 
@@ -168,4 +191,6 @@ def _notify(federation: Federation, record: Withdrawal, plan_digest: str, key: S
 
 def _answer(path: Path, key: SigningKey) -> Receipt:
     sealed = read_bounded(path, MAX_RECORD_BYTES)
-    return Receipt.parse(open_sealed(sealed, RECEIPT_KIND, key.public, MAX_RECORD_BYTES)[0], subject="receipt")
+    return Receipt.parse(
+        open_sealed(sealed, RECEIPT_KIND, key.public, MAX_RECORD_BYTES)[0], subject="receipt"
+    )

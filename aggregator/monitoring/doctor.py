@@ -116,7 +116,10 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
         if mode & 0o077:
             got = f"mode {mode:03o}"
             yield Finding(
-                path, "readable by its owner alone", got, f"chmod go= {path}; if others had access, rotate the key."
+                path,
+                "readable by its owner alone",
+                got,
+                f"chmod go= {path}; if others had access, rotate the key.",
             )
 
 
@@ -130,9 +133,16 @@ def _nginx(facts: Facts) -> Iterator[Finding]:
     remedy = f"Install nginx {required} or later (Debian: apt install nginx-light)."
     if facts.nginx is None:
         if facts.settings and not is_loopback(facts.settings.host):
-            yield Finding("nginx", "nginx in front of an address that others reach", "no nginx installed", remedy)
+            yield Finding(
+                "nginx",
+                "nginx in front of an address that others reach",
+                "no nginx installed",
+                remedy,
+            )
     elif facts.nginx < NGINX_VERSION:
-        yield Finding("nginx", f"version {required} or later", ".".join(map(str, facts.nginx)), remedy)
+        yield Finding(
+            "nginx", f"version {required} or later", ".".join(map(str, facts.nginx)), remedy
+        )
 
 
 def _port(facts: Facts) -> Iterator[Finding]:
@@ -141,7 +151,9 @@ def _port(facts: Facts) -> Iterator[Finding]:
     address = f"{facts.settings.host}:{facts.settings.port}"
     if facts.processes.running and facts.port != "ours":
         got = "no answer" if facts.port == "free" else "an answer of another program"
-        yield Finding(address, "an answer with the federation's certificate", got, "Read flower/logs/.")
+        yield Finding(
+            address, "an answer with the federation's certificate", got, "Read flower/logs/."
+        )
     elif not facts.processes.running and facts.port != "free":
         got = "a port in use, or an address that is not this machine's"
         yield Finding(address, "a free port for aggregator run", got, BUSY_PORT_REMEDY)
@@ -157,10 +169,20 @@ def _certificate(facts: Facts) -> Iterator[Finding]:
         yield Finding("tls/server.pem", expected, ", ".join(certificate.hosts), restore)
     if not certificate.by_authority:
         got = "a certificate signed by another authority"
-        yield Finding("tls/server.pem", "a certificate signed by the authority in invitation.json", got, restore)
+        yield Finding(
+            "tls/server.pem",
+            "a certificate signed by the authority in invitation.json",
+            got,
+            restore,
+        )
     if certificate.expires - facts.now < NOTICE:
         renew = "Make a new one: aggregator rotate FED tls, then restart aggregator run."
-        yield Finding("tls/server.pem", f"{NOTICE.days} days or more left", _left(facts, certificate.expires), renew)
+        yield Finding(
+            "tls/server.pem",
+            f"{NOTICE.days} days or more left",
+            _left(facts, certificate.expires),
+            renew,
+        )
 
 
 def _metadata(facts: Facts) -> Iterator[Finding]:
@@ -187,7 +209,12 @@ def _left(facts: Facts, expires: datetime) -> str:
 def _root(facts: Facts) -> Iterator[Finding]:
     if facts.root_digest and facts.invited_digest and facts.root_digest != facts.invited_digest:
         remedy = "Restore both from backup: silos and researchers have pinned one of the two."
-        yield Finding("tuf/metadata/1.root.json", f"fingerprint {facts.invited_digest}", facts.root_digest, remedy)
+        yield Finding(
+            "tuf/metadata/1.root.json",
+            f"fingerprint {facts.invited_digest}",
+            facts.root_digest,
+            remedy,
+        )
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
@@ -206,7 +233,9 @@ def _disk(facts: Facts) -> Iterator[Finding]:
     if facts.disk_free_bytes < facts.disk_needed_bytes:
         expected = f"{human_bytes(facts.disk_needed_bytes)} free for the submissions still to come"
         got = f"{human_bytes(facts.disk_free_bytes)} free"
-        yield Finding("disk", expected, got, "Free disk space, or move the federation to a larger disk.")
+        yield Finding(
+            "disk", expected, got, "Free disk space, or move the federation to a larger disk."
+        )
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
@@ -232,30 +261,46 @@ def _processes(facts: Facts) -> Iterator[Finding]:
                 yield Finding(program.name, "a running process", got, remedy)
     for program in facts.orphans:
         got = f"process {program.pid}, still running"
-        yield Finding(program.name, "no process without aggregator run", got, f"End it: kill {program.pid}")
+        yield Finding(
+            program.name, "no process without aggregator run", got, f"End it: kill {program.pid}"
+        )
 
 
 def _silos(facts: Facts) -> Iterator[Finding]:
     for silo_id in facts.not_enrolled:
         remedy = "Restore registry/ from backup, or remove the silo: aggregator remove."
-        yield Finding(f"silo {silo_id}", "an enrolment card for this silo of the plan", "no card in registry/", remedy)
+        yield Finding(
+            f"silo {silo_id}",
+            "an enrolment card for this silo of the plan",
+            "no card in registry/",
+            remedy,
+        )
     for silo_id in facts.other_key:
-        remedy = "Its submissions would be refused. Sign a new plan, or restore its card from backup."
+        remedy = (
+            "Its submissions would be refused. Sign a new plan, or restore its card from backup."
+        )
         expected = "a card with the key that the plan's metadata names"
         yield Finding(f"silo {silo_id}", expected, "a card with another key", remedy)
 
 
 def _ledgers(facts: Facts) -> Iterator[Finding]:
     for silo_id in facts.lost_ledgers:
-        remedy = "Restore registry/ledgers/ from backup: without it a reset ledger would go unnoticed."
+        remedy = (
+            "Restore registry/ledgers/ from backup: without it a reset ledger would go unnoticed."
+        )
         expected = "the ledger's chain from its accepted submission"
-        yield Finding(f"ledger of silo {silo_id}", expected, "no such chain in registry/ledgers/", remedy)
+        yield Finding(
+            f"ledger of silo {silo_id}", expected, "no such chain in registry/ledgers/", remedy
+        )
 
 
 def _leftovers(facts: Facts) -> Iterator[Finding]:
     for path in facts.leftovers:
         yield Finding(
-            path, "no unfinished work", "files of an interrupted command", "Run that command again, or remove them."
+            path,
+            "no unfinished work",
+            "files of an interrupted command",
+            "Run that command again, or remove them.",
         )
 
 

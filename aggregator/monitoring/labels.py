@@ -28,7 +28,12 @@ STANDINGS: Mapping[Standing, tuple[str, Tone]] = {
     "withdrawn": ("withdrawn from this plan", "idle"),
     "removed": ("removed from the federation", "idle"),
 }
-_VERDICT_TONES: Mapping[str, Tone] = {"accepted": "ok", "refused": "bad", "quarantined": "warn", "unreadable": "bad"}
+_VERDICT_TONES: Mapping[str, Tone] = {
+    "accepted": "ok",
+    "refused": "bad",
+    "quarantined": "warn",
+    "unreadable": "bad",
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ def labels_of(silo: SiloStatus, now: datetime) -> SiloLabels:
     if arrival:
         percent = min(100 * arrival.bytes_here // max(arrival.bytes_total, 1), 100)
         arriving = f"{human_bytes(arrival.bytes_here)} of {human_bytes(arrival.bytes_total)}"
-        arriving += f", {human_bytes(arrival.bytes_per_s)}/s" if arrival.bytes_per_s >= 1 else ", stalled"
+        arriving += (
+            f", {human_bytes(arrival.bytes_per_s)}/s" if arrival.bytes_per_s >= 1 else ", stalled"
+        )
         if arrival.bytes_per_s >= 1:
             left = (arrival.bytes_total - arrival.bytes_here) / arrival.bytes_per_s
             arriving += f", about {_span(timedelta(seconds=max(left, 0)))} left"
@@ -77,7 +84,11 @@ def when(at: datetime, now: datetime) -> str:
 def _span(length: timedelta) -> str:
     if length >= timedelta(days=730):
         return f"{length.days // 365} years"
-    return f"{length.days} days" if length >= timedelta(days=2) else human_seconds(length.total_seconds())
+    return (
+        f"{length.days} days"
+        if length >= timedelta(days=2)
+        else human_seconds(length.total_seconds())
+    )
 
 
 def attention(status: FederationStatus) -> Iterator[str]:
@@ -146,7 +157,11 @@ def describe(status: FederationStatus) -> str:
     ]
     if rows:
         lines += ["", table(rows, ("silo", "status", "reports", "last seen", "arriving"))]
-    answers = [f"  {silo.silo_id}: {_answer(submission)}" for silo in status.silos for submission in silo.submissions]
+    answers = [
+        f"  {silo.silo_id}: {_answer(submission)}"
+        for silo in status.silos
+        for submission in silo.submissions
+    ]
     lines += ["", "Submissions", *answers] if answers else []
     lines += ["", *_rest(status)]
     urgent = list(attention(status))
@@ -161,11 +176,18 @@ def _reported(labels: SiloLabels) -> str:
 
 def _rest(status: FederationStatus) -> Iterator[str]:
     router = status.router
-    yield "router     " + (f"{router.family}, trained on {', '.join(router.silos)}" if router else "not trained")
+    yield "router     " + (
+        f"{router.family}, trained on {', '.join(router.silos)}" if router else "not trained"
+    )
     newest = status.releases[0] if status.releases else None
-    yield "release    " + (f"version {newest.version}, {when(newest.published_at, status.at)}" if newest else "none")
+    yield "release    " + (
+        f"version {newest.version}, {when(newest.published_at, status.at)}" if newest else "none"
+    )
     if status.processes.running:
-        programs = [f"{each.name} {each.pid if each.alive else 'ENDED'}" for each in status.processes.programs]
+        programs = [
+            f"{each.name} {each.pid if each.alive else 'ENDED'}"
+            for each in status.processes.programs
+        ]
         yield f"processes  {', '.join(programs)}; {status.processes.num_restarts} restarts"
     yield f"disk       {human_bytes(status.disk_free_bytes)} free"
     for expiry in status.expiries[:1]:

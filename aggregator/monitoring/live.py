@@ -63,7 +63,9 @@ def parse_address(text: str, *, expose: bool) -> tuple[str, int]:
     return str(address), number
 
 
-def serve(federation: Federation, host: str, port: int, on_listening: Callable[[str], None]) -> None:
+def serve(
+    federation: Federation, host: str, port: int, on_listening: Callable[[str], None]
+) -> None:
     """Serve the page until a signal stops it.
 
     Args:
@@ -90,7 +92,9 @@ def make_app(federation: Federation) -> Starlette:
         paused = "paused" in request.query_params
         values: Mapping[str, Any] = page_values(watch.look())
         html = render("live.html.jinja", refresh_s=REFRESH_S, paused=paused, **values)
-        return Response(html, media_type="text/html", headers={} if paused else {"Refresh": f"{REFRESH_S}"})
+        return Response(
+            html, media_type="text/html", headers={} if paused else {"Refresh": f"{REFRESH_S}"}
+        )
 
     def facts(request: Request) -> Response:
         return Response(watch.look().model_dump_json(), media_type="application/json")

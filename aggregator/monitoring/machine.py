@@ -30,15 +30,23 @@ def check_database(path: Path) -> None:
     """
     if not path.exists():
         return
-    query = "PRAGMA quick_check(1)" if path.stat().st_size <= _MAX_DATABASE_BYTES else "PRAGMA schema_version"
+    query = (
+        "PRAGMA quick_check(1)"
+        if path.stat().st_size <= _MAX_DATABASE_BYTES
+        else "PRAGMA schema_version"
+    )
     try:
-        with closing(sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=2)) as opened:
+        with closing(
+            sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=2)
+        ) as opened:
             (answer,) = opened.execute(query).fetchone()
     except sqlite3.Error as error:
         answer = str(error)
     if not isinstance(answer, int) and answer != "ok":
         remedy = "Stop aggregator run, move the file away and run again: Flower makes a new one, and nothing is lost."
-        raise SetupError(str(path), expected="an intact database", got=str(answer)[:200], remedy=remedy)
+        raise SetupError(
+            str(path), expected="an intact database", got=str(answer)[:200], remedy=remedy
+        )
 
 
 def clock_of(url: str) -> datetime:
@@ -54,7 +62,9 @@ def clock_of(url: str) -> datetime:
     parts = urllib.parse.urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     if parts.scheme not in kinds or not parts.hostname:
-        raise SetupError("--against", expected="a URL, for example https://www.example.org", got=repr(url[:100]))
+        raise SetupError(
+            "--against", expected="a URL, for example https://www.example.org", got=repr(url[:100])
+        )
     connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=_TIMEOUT_S)
     try:
         connection.request("HEAD", "/")
@@ -70,7 +80,9 @@ def port_state(federation: Federation, settings: FederationSettings, *, running:
     """Return who holds the federation's port."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     if running:
-        return "ours" if answers(host, settings.port, federation.path / "tls" / "ca.pem") else "taken"
+        return (
+            "ours" if answers(host, settings.port, federation.path / "tls" / "ca.pem") else "taken"
+        )
     return "taken" if port_in_use(settings.host, settings.port) else "free"
 
 
@@ -92,7 +104,9 @@ def nginx_version() -> tuple[int, ...] | None:
     found = re.search(r"nginx/([0-9]+(?:\.[0-9]+)*)", output)
     if not found:
         remedy = "Run `nginx -v`, and reinstall nginx if it fails."
-        raise SetupError(str(nginx), expected="its version", got=output[:100] or "no output", remedy=remedy)
+        raise SetupError(
+            str(nginx), expected="its version", got=output[:100] or "no output", remedy=remedy
+        )
     return _version(found[1])
 
 

@@ -78,7 +78,9 @@ class Gathering:
         invitation = self._try("root", self._invitation)
         certificate = self._try("certificate", lambda: self._certificate(invitation))
         metadata = tuple(examine(federation.tuf))
-        root = self._try("root", lambda: read_bounded(federation.tuf / "1.root.json", _MAX_SMALL_BYTES))
+        root = self._try(
+            "root", lambda: read_bounded(federation.tuf / "1.root.json", _MAX_SMALL_BYTES)
+        )
         self._try("database", lambda: check_database(federation.path / "flower" / "superlink.db"))
         not_enrolled, other_key = self._try("silos", self._silos) or ((), ())
         return Facts(
@@ -116,7 +118,9 @@ class Gathering:
     def _port(self, settings: FederationSettings | None, processes: Processes) -> PortState | None:
         if settings is None:
             return None
-        return self._try("port", lambda: port_state(self._federation, settings, running=processes.running))
+        return self._try(
+            "port", lambda: port_state(self._federation, settings, running=processes.running)
+        )
 
     def _invitation(self) -> Invitation:
         data = read_bounded(self._federation.path / "invitation.json", _MAX_SMALL_BYTES)
@@ -124,14 +128,23 @@ class Gathering:
 
     def _modes(self, settings: FederationSettings | None) -> Iterator[tuple[str, int]]:
         path = self._federation.path
-        private = [path, self._federation.keys, *self._federation.keys.glob("*.key"), *(path / "tls").glob("*.key")]
+        private = [
+            path,
+            self._federation.keys,
+            *self._federation.keys.glob("*.key"),
+            *(path / "tls").glob("*.key"),
+        ]
         private.append(path / "flower" / "superexec.secret")
         if settings and settings.passphrase_file:
             private.append(Path(settings.passphrase_file))
             if not private[-1].is_file():
                 self._attempts.note(
                     "permissions",
-                    SetupError("passphrase_file", expected="the file that federation.toml names", got="no such file"),
+                    SetupError(
+                        "passphrase_file",
+                        expected="the file that federation.toml names",
+                        got="no such file",
+                    ),
                 )
         for each in private:
             with suppress(OSError):
@@ -142,10 +155,18 @@ class Gathering:
             certificate = x509.load_pem_x509_certificate(
                 read_bounded(self._federation.path / "tls" / "server.pem", 65536)
             )
-            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-            authority = x509.load_pem_x509_certificate(invitation.ca_certificate.encode()) if invitation else None
+            names = certificate.extensions.get_extension_for_class(
+                x509.SubjectAlternativeName
+            ).value
+            authority = (
+                x509.load_pem_x509_certificate(invitation.ca_certificate.encode())
+                if invitation
+                else None
+            )
         except (ValueError, x509.ExtensionNotFound) as error:
-            raise FormatError("tls/server.pem", expected="a server certificate", got=str(error)[:200]) from error
+            raise FormatError(
+                "tls/server.pem", expected="a server certificate", got=str(error)[:200]
+            ) from error
         try:
             if authority:
                 certificate.verify_directly_issued_by(authority)
@@ -153,14 +174,20 @@ class Gathering:
         except (ValueError, TypeError, InvalidSignature):
             by_authority = False
         return ServerCertificate(
-            hosts=(*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))),
+            hosts=(
+                *names.get_values_for_type(x509.DNSName),
+                *map(str, names.get_values_for_type(x509.IPAddress)),
+            ),
             signed_at=certificate.not_valid_before_utc + _BACKDATED,
             expires=certificate.not_valid_after_utc,
             by_authority=by_authority,
         )
 
     def _traces(
-        self, plan: Plan | None, certificate: ServerCertificate | None, metadata: tuple[RoleHealth, ...]
+        self,
+        plan: Plan | None,
+        certificate: ServerCertificate | None,
+        metadata: tuple[RoleHealth, ...],
     ) -> Iterator[Trace]:
         if plan:
             yield Trace("the plan", plan.created_at)
@@ -183,10 +210,14 @@ class Gathering:
     def _silos(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         known = cards(self._federation)
         named = {
-            name[1]: key for role, key in self._federation.delegations().items() if (name := split_silo_role(role))
+            name[1]: key
+            for role, key in self._federation.delegations().items()
+            if (name := split_silo_role(role))
         }
         missing = tuple(silo_id for silo_id in named if silo_id not in known)
-        return missing, tuple(name for name, key in named.items() if name in known and known[name].signing_key != key)
+        return missing, tuple(
+            name for name, key in named.items() if name in known and known[name].signing_key != key
+        )
 
     def _lost_ledgers(self, plan: Plan) -> Iterator[str]:
         for silo_id in plan.silos:
@@ -219,4 +250,6 @@ class Gathering:
 
 
 def _read_ledger(path: Path) -> KnownLedger:
-    return KnownLedger.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"registry/ledgers/{path.name}")
+    return KnownLedger.parse(
+        read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"registry/ledgers/{path.name}"
+    )

@@ -148,7 +148,8 @@ def read_silo(
     report = _report(folders.incoming / "status.json")
     state, progress = str(report.get("state", ""))[:_MAX_STATE], report.get("progress")
     last_seen = max(
-        filter(None, (changed_at(folders.incoming / name) for name in ("seen", "status.json"))), default=None
+        filter(None, (changed_at(folders.incoming / name) for name in ("seen", "status.json"))),
+        default=None,
     )
     arrival = _arrival(folders, now, earlier)
     number = report.get("sequence")
@@ -162,7 +163,14 @@ def read_silo(
     return SiloStatus(
         silo_id=silo_id,
         standing=gone
-        or standing(submissions, arrival, state, sequence=sequence, answered=last_seen is not None, silent=silent),
+        or standing(
+            submissions,
+            arrival,
+            state,
+            sequence=sequence,
+            answered=last_seen is not None,
+            silent=silent,
+        ),
         state=state,
         progress=progress if type(progress) is int and 0 <= progress <= 100 else 0,
         last_seen=last_seen,
@@ -216,7 +224,9 @@ def standing(
 def _report(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if there is no readable one."""
     try:
-        report = check_json(read_bounded(path, _MAX_SMALL_BYTES), subject=path.name, limit=_MAX_SMALL_BYTES)
+        report = check_json(
+            read_bounded(path, _MAX_SMALL_BYTES), subject=path.name, limit=_MAX_SMALL_BYTES
+        )
     except ArchipelagoError:
         return {}
     return report if isinstance(report, dict) else {}
@@ -230,7 +240,11 @@ def _names(folder: Path) -> list[str]:
 
 def _numbers(folder: Path, suffix: str = "") -> set[int]:
     stems = (name.removesuffix(suffix) for name in _names(folder) if name.endswith(suffix))
-    return {int(stem) for stem in stems if stem.isascii() and stem.isdigit() and len(stem) <= 7 and int(stem)}
+    return {
+        int(stem)
+        for stem in stems
+        if stem.isascii() and stem.isdigit() and len(stem) <= 7 and int(stem)
+    }
 
 
 def _arrival(folders: SiloFolders, now: datetime, earlier: Earlier | None) -> Arrival | None:
@@ -239,7 +253,9 @@ def _arrival(folders: SiloFolders, now: datetime, earlier: Earlier | None) -> Ar
         part = folders.incoming / f"{sequence}.part"
         try:
             notes = check_json(
-                read_bounded(part / ".progress.json", _MAX_INDEX_BYTES), subject="progress", limit=_MAX_INDEX_BYTES
+                read_bounded(part / ".progress.json", _MAX_INDEX_BYTES),
+                subject="progress",
+                limit=_MAX_INDEX_BYTES,
             )
             total = sum(entry["num_bytes"] for entry in notes["files"])
             here = sum(end - start for ranges in notes["ranges"].values() for start, end in ranges)
@@ -273,7 +289,9 @@ def _submissions(folders: SiloFolders, key: PublicKey) -> Iterator[SubmissionSta
             yield _answered(folders.receipts, sequence, key)
         elif sequence in held:
             yield SubmissionStatus(
-                sequence=sequence, verdict="quarantined", reasons=_reasons(folders.quarantine / f"{sequence}")
+                sequence=sequence,
+                verdict="quarantined",
+                reasons=_reasons(folders.quarantine / f"{sequence}"),
             )
         else:
             yield SubmissionStatus(sequence=sequence, verdict="arrived")
@@ -283,12 +301,18 @@ def _answered(receipts: Path, sequence: int, key: PublicKey) -> SubmissionStatus
     delivered = (receipts / f"{sequence}.delivered").exists()
     try:
         sealed = read_bounded(receipts / f"{sequence}.json", _MAX_SMALL_BYTES)
-        receipt = Receipt.parse(open_sealed(sealed, RECEIPT_KIND, key, _MAX_SMALL_BYTES)[0], subject="receipt")
+        receipt = Receipt.parse(
+            open_sealed(sealed, RECEIPT_KIND, key, _MAX_SMALL_BYTES)[0], subject="receipt"
+        )
     except ArchipelagoError as error:
-        return SubmissionStatus(sequence=sequence, verdict="unreadable", reasons=(str(error)[:400],))
+        return SubmissionStatus(
+            sequence=sequence, verdict="unreadable", reasons=(str(error)[:400],)
+        )
     verdict = receipt.verdict
     if isinstance(verdict, Held):
-        return SubmissionStatus(sequence=sequence, verdict="unreadable", reasons=("a receipt that answers nothing",))
+        return SubmissionStatus(
+            sequence=sequence, verdict="unreadable", reasons=("a receipt that answers nothing",)
+        )
     return SubmissionStatus(
         sequence=sequence,
         verdict=verdict.kind,
@@ -301,4 +325,8 @@ def _answered(receipts: Path, sequence: int, key: PublicKey) -> SubmissionStatus
 
 def _reasons(folder: Path) -> tuple[str, ...]:
     reasons = _report(folder / "reason.json").get("reasons")
-    return tuple(str(reason)[:400] for reason in reasons[:_MAX_REASONS]) if isinstance(reasons, list) else ()
+    return (
+        tuple(str(reason)[:400] for reason in reasons[:_MAX_REASONS])
+        if isinstance(reasons, list)
+        else ()
+    )

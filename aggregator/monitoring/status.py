@@ -102,7 +102,9 @@ class FederationStatus(Document):
         return next((silo for silo in self.silos if silo.silo_id == silo_id), None)
 
 
-def gather(federation: Federation, now: datetime, earlier: FederationStatus | None = None) -> FederationStatus:
+def gather(
+    federation: Federation, now: datetime, earlier: FederationStatus | None = None
+) -> FederationStatus:
     """Read a federation's folders.
 
     Args:
@@ -185,7 +187,9 @@ def _router(federation: Federation, plan: Plan, problems: list[str]) -> RouterSt
     if not path.exists():
         return None
     try:
-        report = RouterReport.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject="router/report.json")
+        report = RouterReport.parse(
+            read_bounded(path, MAX_DOCUMENT_BYTES), subject="router/report.json"
+        )
     except ArchipelagoError as error:
         problems.append(str(error)[:400])
         return None
@@ -221,16 +225,23 @@ def _expiries(federation: Federation, plan: Plan | None, problems: list[str]) ->
     if plan:
         yield Expiry(what="plan", at=plan.expires_at)
     try:
-        certificate = x509.load_pem_x509_certificate(read_bounded(federation.path / "tls" / "server.pem", 65536))
+        certificate = x509.load_pem_x509_certificate(
+            read_bounded(federation.path / "tls" / "server.pem", 65536)
+        )
         yield Expiry(what="certificate", at=certificate.not_valid_after_utc)
     except (ArchipelagoError, ValueError) as error:
         problems.append(f"tls/server.pem: {error}"[:400])
     for path in sorted(federation.tuf.glob("*.json")):
         role = path.name.removesuffix(".json")
-        if role.endswith(".root") and (federation.tuf / f"{int(role.split('.')[0]) + 1}.root.json").exists():
+        if (
+            role.endswith(".root")
+            and (federation.tuf / f"{int(role.split('.')[0]) + 1}.root.json").exists()
+        ):
             continue
         try:
-            signed = check_json(read_bounded(path, MAX_TUF_BYTES), subject=path.name, limit=MAX_TUF_BYTES)["signed"]
+            signed = check_json(
+                read_bounded(path, MAX_TUF_BYTES), subject=path.name, limit=MAX_TUF_BYTES
+            )["signed"]
             yield Expiry(what=f"metadata {role}", at=datetime.fromisoformat(signed["expires"]))
         except (ArchipelagoError, KeyError, TypeError, ValueError) as error:
             problems.append(f"{path.name}: {error}"[:400])

@@ -31,7 +31,9 @@ def limits(manifest: Manifest) -> tuple[str, ...]:
         return _NOT_PRIVATE, *_LIMITS
     if len(manifest.private_experts) == len(manifest.experts):
         return _PRIVATE, *_LIMITS
-    mixed = f"{manifest.weights_in_words}: the others are not private and may memorise single images."
+    mixed = (
+        f"{manifest.weights_in_words}: the others are not private and may memorise single images."
+    )
     return mixed, *_LIMITS
 
 
@@ -139,7 +141,11 @@ class ReportContent:
     def absent(self) -> tuple[tuple[str, str], ...]:
         """The plan's silos that are not in the release, each with the reason."""
         missing = [(silo_id, "missing") for silo_id in self.manifest.missing_silos]
-        return tuple(sorted([*missing, *((silo_id, "withdrawn") for silo_id in self.manifest.withdrawn_silos)]))
+        return tuple(
+            sorted(
+                [*missing, *((silo_id, "withdrawn") for silo_id in self.manifest.withdrawn_silos)]
+            )
+        )
 
 
 _LABELS = {
@@ -157,7 +163,9 @@ def silo_parts(manifest: Manifest, submissions: Mapping[str, Submission]) -> tup
             index=index,
             published=silo,
             submission=submissions[silo.silo_id],
-            prior=sum(expert.prior for expert in manifest.experts if expert.silo_id == silo.silo_id),
+            prior=sum(
+                expert.prior for expert in manifest.experts if expert.silo_id == silo.silo_id
+            ),
             flagged=tuple(
                 (expert.expert_id, "; ".join(FLAG_WORDS[flag] for flag in expert.flags))
                 for expert in manifest.experts

@@ -67,7 +67,10 @@ def pages(content: ReportContent) -> Mapping[str, str]:
     values = {"content": content, "limits": limits(content.manifest), "root_file": "1.root.json"}
     values |= {"members": content.silos, "router": content.router}
     values |= content.pictured.values(content.manifest, content.plan)
-    return {CARD_NAME: render("card.md.jinja", **values), REPORT_NAME: render("report.html.jinja", **values)}
+    return {
+        CARD_NAME: render("card.md.jinja", **values),
+        REPORT_NAME: render("report.html.jinja", **values),
+    }
 
 
 def gather(page: PageInput, drawing: Drawing | None) -> ReportContent:

@@ -93,15 +93,26 @@ def choose_carried(federation: Federation, plan_id: str, replaced: Collection[st
     for silo_id, silo in inventory.silos.items():
         if silo_id not in replaced:
             carried = before.get(silo_id, own)
-            found.append(carried.model_copy(update={"silo_id": silo_id, "submission_digest": silo.digest}))
+            found.append(
+                carried.model_copy(update={"silo_id": silo_id, "submission_digest": silo.digest})
+            )
             check_consent(found[-1], silo.submission)
     if not found:
-        expected, got = f"an accepted silo of {plan.plan_id} to carry over", "none: --replace names all of them"
+        expected, got = (
+            f"an accepted silo of {plan.plan_id} to carry over",
+            "none: --replace names all of them",
+        )
         raise SetupError("--carry", expected=expected, got=got)
     _check_sizes(federation, inventory, found)
     folder = federation.plan_targets(plan.plan_id)
     earlier = {each.plan_id: _earlier(plan, folder, each) for each in found}
-    return Carrying(plan, tuple(found), {each.silo_id: plan.agreed[each.silo_id] for each in found}, earlier, folder)
+    return Carrying(
+        plan,
+        tuple(found),
+        {each.silo_id: plan.agreed[each.silo_id] for each in found},
+        earlier,
+        folder,
+    )
 
 
 def _earlier(plan: Plan, folder: Path, carried: Carried) -> Plan:
@@ -123,7 +134,9 @@ def _check_sizes(federation: Federation, inventory: Inventory, carried: list[Car
             )
 
 
-def reuse_public(federation: Federation, recipe: Recipe, carrying: Carrying, folder: Path) -> Fitted:
+def reuse_public(
+    federation: Federation, recipe: Recipe, carrying: Carrying, folder: Path
+) -> Fitted:
     """Take encoder, centroids, sketch and autoencoder over into `folder`, with the public images; nothing is fitted.
 
     Raises:
@@ -149,7 +162,11 @@ def reuse_public(federation: Federation, recipe: Recipe, carrying: Carrying, fol
             link_or_copy(source, folder / each.plan_path)
     images = _images(federation, plan)
     condition = condition_of(recipe)
-    paths = [*parts, *{each.plan_path for each in carrying.carried}, *write_base(recipe, images, condition, folder)]
+    paths = [
+        *parts,
+        *{each.plan_path for each in carrying.carried},
+        *write_base(recipe, images, condition, folder),
+    ]
     files = PlanFiles.load(plan, carrying.folder)
     return Fitted(
         images=images,
@@ -167,11 +184,15 @@ def reuse_public(federation: Federation, recipe: Recipe, carrying: Carrying, fol
 
 def _images(federation: Federation, plan: Plan) -> PublicImages:
     fitted, holdout = (
-        public_images(federation, plan.plan_id, part, as_latents=False) for part in ("fitted", "holdout")
+        public_images(federation, plan.plan_id, part, as_latents=False)
+        for part in ("fitted", "holdout")
     )
     if not isinstance(plan.latent, Autoencoder):
         return PublicImages(fitted, holdout)
-    latents = (public_images(federation, plan.plan_id, "fitted"), public_images(federation, plan.plan_id, "holdout"))
+    latents = (
+        public_images(federation, plan.plan_id, "fitted"),
+        public_images(federation, plan.plan_id, "holdout"),
+    )
     return PublicImages(fitted, holdout, latents)
 
 
@@ -182,21 +203,39 @@ def _unlike(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(wanted, PcaRecipe | HogRecipe):
         asked.append(("encoder.dim", encoder.dim, wanted.dim))
     if isinstance(wanted, HogRecipe) and isinstance(encoder, HogEncoder):
-        asked += [(f"encoder.{name}", getattr(encoder, name), getattr(wanted, name)) for name in ("cells", "mirrored")]
+        asked += [
+            (f"encoder.{name}", getattr(encoder, name), getattr(wanted, name))
+            for name in ("cells", "mirrored")
+        ]
     if isinstance(wanted, TimmRecipe) and isinstance(encoder, TimmEncoder):
         asked.append(("encoder.model", encoder.model, wanted.model))
-        asked.append(("encoder.image_size", encoder.image_size, wanted.image_size or encoder.image_size))
+        asked.append(
+            ("encoder.image_size", encoder.image_size, wanted.image_size or encoder.image_size)
+        )
     asked.append(("latent.kind", plan.latent.kind, recipe.latent.kind))
     if isinstance(plan.latent, AutoencoderKlLatent) and isinstance(recipe.latent, AutoencoderSize):
         sizes = AutoencoderSize.model_fields
-        asked += [(f"latent.{name}", getattr(plan.latent, name), getattr(recipe.latent, name)) for name in sizes]
-    elif isinstance(plan.latent, DiffusersKlLatent) and isinstance(recipe.latent, DiffusersKlRecipe):
-        from ddm.encoders.public_autoencoder import describe  # takes seconds, and most recipes do without
+        asked += [
+            (f"latent.{name}", getattr(plan.latent, name), getattr(recipe.latent, name))
+            for name in sizes
+        ]
+    elif isinstance(plan.latent, DiffusersKlLatent) and isinstance(
+        recipe.latent, DiffusersKlRecipe
+    ):
+        from ddm.encoders.public_autoencoder import (
+            describe,  # takes seconds, and most recipes do without
+        )
 
         spec, weights = describe(Path(recipe.latent.folder), recipe.data.shape, recipe.latent.tile)
         factors = DiffusersKlLatent.model_fields
-        asked += [(f"latent.{name}", getattr(plan.latent, name), getattr(spec, name)) for name in factors]
-        asked.append(("latent.folder, digest", plan.file(plan.latent.path).digest, sha256_file(weights)))
+        asked += [
+            (f"latent.{name}", getattr(plan.latent, name), getattr(spec, name)) for name in factors
+        ]
+        asked.append(
+            ("latent.folder, digest", plan.file(plan.latent.path).digest, sha256_file(weights))
+        )
     num_fine = recipe.clustering.num_fine
-    asked.append(("clustering.num_fine", plan.clustering.num_fine, num_fine or plan.clustering.num_fine))
+    asked.append(
+        ("clustering.num_fine", plan.clustering.num_fine, num_fine or plan.clustering.num_fine)
+    )
     return ((field, before, now) for field, before, now in asked if before != now)

@@ -22,7 +22,9 @@ def names_needed(recipe: Recipe) -> dict[str, str]:
     if not isinstance(router, SamplesRouter):
         return {}
     found = {SILOS: recipe.public.silo_column} if router.labels == "silo" else {}
-    if router.labels == "class" or (router.conditional and isinstance(recipe.condition, ClassCondition)):
+    if router.labels == "class" or (
+        router.conditional and isinstance(recipe.condition, ClassCondition)
+    ):
         found[CLASSES] = "labels"
     if router.conditional and isinstance(recipe.condition, TextRecipe):
         found[CAPTIONS] = "captions"
@@ -40,14 +42,22 @@ def read_columns(images: ImageSet, recipe: Recipe) -> Columns:
     found: dict[str, NDArray[np.generic]] = {}
     for kind, name in names_needed(recipe).items():
         column = images.column(name)
-        if kind == CLASSES and column.dtype.kind in "US" and isinstance(recipe.condition, ClassCondition):
+        if (
+            kind == CLASSES
+            and column.dtype.kind in "US"
+            and isinstance(recipe.condition, ClassCondition)
+        ):
             # A table holds classes as text, by number or by name, as a silo's does.
             column = class_numbers(column, recipe.condition.classes, f"column {name}")
         found[kind] = column
         wanted = "whole numbers" if kind == CLASSES else "text"
-        if column.shape != (len(images),) or column.dtype.kind not in ("iu" if kind == CLASSES else "U"):
+        if column.shape != (len(images),) or column.dtype.kind not in (
+            "iu" if kind == CLASSES else "U"
+        ):
             expected = f"{wanted}, one for each of {len(images)} public images"
-            raise DataError(f"column {name}", expected=expected, got=f"{column.dtype} of shape {column.shape}")
+            raise DataError(
+                f"column {name}", expected=expected, got=f"{column.dtype} of shape {column.shape}"
+            )
     return found
 
 
@@ -68,14 +78,24 @@ def fitted_columns(
     """
     found = {kind: column[rows.numpy()] for kind, column in columns.items()}
     if (missing := names_needed(recipe).keys() - found.keys()) and len(rows):
-        expected = f"the columns {', '.join(sorted(names_needed(recipe)[kind] for kind in missing))}"
+        expected = (
+            f"the columns {', '.join(sorted(names_needed(recipe)[kind] for kind in missing))}"
+        )
         raise DataError("public images", expected=expected, got="images without them")
     if CLASSES in found:
         counted = recipe.statistics.class_counts
-        num = condition.num_classes if isinstance(condition, ClassCondition) else counted.num_classes if counted else 0
+        num = (
+            condition.num_classes
+            if isinstance(condition, ClassCondition)
+            else counted.num_classes
+            if counted
+            else 0
+        )
         low, high = int(found[CLASSES].min()), int(found[CLASSES].max())
         if low < 0 or high >= num:
-            raise DataError("column labels", expected=f"classes 0 to {num - 1}", got=f"{low} to {high}")
+            raise DataError(
+                "column labels", expected=f"classes 0 to {num - 1}", got=f"{low} to {high}"
+            )
     if SILOS in found:
         named = set(found[SILOS].tolist())
         if without := sorted(set(silos) - named):
@@ -85,12 +105,19 @@ def fitted_columns(
                 got=f"none of {', '.join(without)[:200]}",
                 remedy='Add some, or use router.labels "class", "group" or "experts".',
             )
-    if CAPTIONS in found and isinstance(recipe.condition, TextRecipe) and isinstance(condition, TextCondition):
+    if (
+        CAPTIONS in found
+        and isinstance(recipe.condition, TextRecipe)
+        and isinstance(condition, TextCondition)
+    ):
         from ddm.encoders.text import TextEncoder  # takes seconds, and most recipes do without
 
         texts, number_N = np.unique(found[CAPTIONS], return_inverse=True)
         encoder = TextEncoder.open(Path(recipe.condition.encoder), condition)
-        found |= {CAPTIONS: number_N.astype(np.int64), TEXTS: encoder.encode([str(text) for text in texts]).numpy()}
+        found |= {
+            CAPTIONS: number_N.astype(np.int64),
+            TEXTS: encoder.encode([str(text) for text in texts]).numpy(),
+        }
     return found
 
 

@@ -10,7 +10,9 @@ from ddm.protocol.plan import Expert, OwnAdaptation, Plan
 from ddm.protocol.submission import submission_path
 
 
-def expert_of(federation: Federation, recipe: Recipe, shape: tuple[int, ...], silos: tuple[str, ...]) -> Expert:
+def expert_of(
+    federation: Federation, recipe: Recipe, shape: tuple[int, ...], silos: tuple[str, ...]
+) -> Expert:
     """Return the recipe of the experts, completed where they are trained on from those of an earlier plan.
 
     Args:
@@ -34,7 +36,9 @@ def expert_of(federation: Federation, recipe: Recipe, shape: tuple[int, ...], si
             found[silo_id] = sha256_hex(read_bounded(path, MAX_DOCUMENT_BYTES))
     if not found:
         expected = f"a silo that trains with an accepted submission to {plan_id}"
-        raise SetupError("recipe, expert.adaptation", expected=expected, got=f"none of {', '.join(silos)}")
+        raise SetupError(
+            "recipe, expert.adaptation", expected=expected, got=f"none of {', '.join(silos)}"
+        )
     architecture, grid = expert.architecture, grid_of(old)
     if architecture.kind != "unet" and architecture.position_grid is None and grid is not None:
         same = architecture.patch_grid(shape) == grid
@@ -68,5 +72,7 @@ def earlier_plan(federation: Federation, plan_id: str) -> Plan:
             "a plan that this federation signed",
             "plans/ names them; aggregator status shows the present one.",
         )
-        raise MissingFileError(f"plan {plan_id}", expected=expected, got="no such plan", remedy=remedy)
+        raise MissingFileError(
+            f"plan {plan_id}", expected=expected, got="no such plan", remedy=remedy
+        )
     return Plan.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"plan {plan_id}")

@@ -21,7 +21,9 @@ from ddm.training.loop import train
 
 TIMED_STEPS = 12
 _LOOP = 2.3  # a sample of a private step beside one of a plain step: the slowest loop that ADR 0057 measured
-MOST_TIMED_FLOPS = 10**13  # about two minutes of one thread: a larger expert need not even fit this machine's memory
+MOST_TIMED_FLOPS = (
+    10**13
+)  # about two minutes of one thread: a larger expert need not even fit this machine's memory
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,17 @@ def cost_of(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
         sketch: the plan's sketch.
         seen: public images as experts see them, to time training on.
     """
-    parameters = num_parameters(empty_expert(plan.expert.architecture, plan.expert_shape, plan.condition))
+    parameters = num_parameters(
+        empty_expert(plan.expert.architecture, plan.expert_shape, plan.condition)
+    )
     forward, both = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
     size, num_experts, training = expert_size(plan), most_experts(plan), plan.expert.training
     timed = both * training.batch_size * TIMED_STEPS <= MOST_TIMED_FLOPS
-    one_s = _measure_training(plan, seen) if timed else both * training.batch_size * training.num_steps / _rate()
+    one_s = (
+        _measure_training(plan, seen)
+        if timed
+        else both * training.batch_size * training.num_steps / _rate()
+    )
     return Cost(
         t_release=sketch_noise_level(plan, sketch),
         epsilon=plan_epsilon(plan),
@@ -135,7 +143,9 @@ def _measure_training(plan: Plan, seen: Tensor) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        settings = plan.expert.training.model_copy(update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS})
+        settings = plan.expert.training.model_copy(
+            update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS}
+        )
         condition = plan.condition
         expert = build_expert(plan.expert.architecture, plan.expert_shape, condition=condition)
         labels = None

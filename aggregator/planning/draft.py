@@ -71,7 +71,9 @@ def draft_plan(
     enrolled = cards(federation)
     if not enrolled:
         remedy = "Enroll silos first: aggregator enroll."
-        raise SetupError("plan", expected="at least one enrolled silo", got="no card in registry/", remedy=remedy)
+        raise SetupError(
+            "plan", expected="at least one enrolled silo", got="no card in registry/", remedy=remedy
+        )
     carrying = public if isinstance(public, Carrying) else None
     silos = tuple(sorted(enrolled.keys() - (carrying.agreed.keys() if carrying else set())))
     if not silos:
@@ -93,7 +95,9 @@ def draft_plan(
     if carrying:
         carrying.check(plan)
     check_continued(federation, plan)
-    return Draft(plan, folder, fitted.images, cost_of(plan, fitted.sketch, fitted.images.seen), kept)
+    return Draft(
+        plan, folder, fitted.images, cost_of(plan, fitted.sketch, fitted.images.seen), kept
+    )
 
 
 def _document(
@@ -116,7 +120,9 @@ def _document(
         agreed={**agreed, **(carrying.agreed if carrying else {})},
         receipt_key=str(next_receipts_key(federation)),
         partition=recipe.partition,
-        expert=expert_of(federation, recipe, fitted.latent.shape(recipe.data.shape), silos=tuple(agreed)),
+        expert=expert_of(
+            federation, recipe, fitted.latent.shape(recipe.data.shape), silos=tuple(agreed)
+        ),
         statistics=recipe.statistics,
         audit=recipe.audit,
         limits=recipe.limits,

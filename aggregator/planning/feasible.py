@@ -47,7 +47,11 @@ def broken(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
 def _too_few_steps(recipe: Recipe) -> Iterator[Broken]:
     """Find a training after which an expert still draws noise: one from random weights that can hardly move them."""
     training, reach = recipe.expert.training, travel(recipe.expert.training)
-    if recipe.rehearsal or not isinstance(recipe.expert.adaptation, FullAdaptation) or reach >= TRAVEL:
+    if (
+        recipe.rehearsal
+        or not isinstance(recipe.expert.adaptation, FullAdaptation)
+        or reach >= TRAVEL
+    ):
         return
     yield (
         "expert.training.num_steps",
@@ -79,11 +83,15 @@ def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broke
     most = {silo_id: card.agreed.images for silo_id, card in cards.items()}
     short = {silo_id: num for silo_id, num in most.items() if num < fewest}
     if short:
-        needed = f"{fewest} images of each silo" + (f", {partition.min_images} for each of {parts} parts" * (parts > 1))
+        needed = f"{fewest} images of each silo" + (
+            f", {partition.min_images} for each of {parts} parts" * (parts > 1)
+        )
         yield (
             "partition.min_images",
             f"at most what every silo may bring by its card: {min(short.values())}",
-            f"{needed}; by their cards {', '.join(f'{name} has at most {num}' for name, num in short.items())}"[:400],
+            f"{needed}; by their cards {', '.join(f'{name} has at most {num}' for name, num in short.items())}"[
+                :400
+            ],
             "Lower partition.min_images; or agree on more images with these silos (silo enroll --images, then "
             "aggregator enroll); or take them out (aggregator remove).",
         )
@@ -106,15 +114,23 @@ def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Bro
     """Find silos whose policy lets a plan spend less on router and experts together."""
     router, private = recipe.statistics.total.epsilon, recipe.expert.privacy
     spends = router + (private.epsilon if private else 0.0)
-    stated = {silo_id: card.max_epsilon for silo_id, card in cards.items() if card.max_epsilon is not None}
+    stated = {
+        silo_id: card.max_epsilon for silo_id, card in cards.items() if card.max_epsilon is not None
+    }
     if not (short := {silo_id: most for silo_id, most in stated.items() if most < spends}):
         return
     yield (
         "statistics.total.epsilon" + " and expert.privacy.epsilon" * (private is not None),
         f"at most what every silo lets a plan spend by its card: {min(short.values()):g}",
         f"{spends:g}"
-        + (f", {router:g} for the router and {private.epsilon:g} for the experts" if private else "")
-        + f"; by their cards {', '.join(f'{name} allows {most:g}' for name, most in short.items())}"[:400],
+        + (
+            f", {router:g} for the router and {private.epsilon:g} for the experts"
+            if private
+            else ""
+        )
+        + f"; by their cards {', '.join(f'{name} allows {most:g}' for name, most in short.items())}"[
+            :400
+        ],
         "Spend less; or agree on more with these silos (privacy.max_epsilon in their policy.toml, then silo enroll and "
         "aggregator enroll); or take them out (aggregator remove).",
     )

@@ -35,7 +35,10 @@ class Recipe(SharedRecipe):
     def released_rank(self) -> int:
         """The dimensions of the widest sketch that leaves a silo."""
         statistics = self.statistics
-        return max((part.rank for part in (statistics.sketch, statistics.moments) if part), default=self.sketch.rank)
+        return max(
+            (part.rank for part in (statistics.sketch, statistics.moments) if part),
+            default=self.sketch.rank,
+        )
 
     @model_validator(mode="after")
     def _transform_fits_the_unit(self) -> "Recipe":
@@ -46,12 +49,20 @@ class Recipe(SharedRecipe):
     @model_validator(mode="after")
     def _statistics_are_private(self) -> "Recipe":
         if not self.statistics.private:
-            raise ValueError('statistics.relation must be "replace_one": a silo releases nothing without noise')
+            raise ValueError(
+                'statistics.relation must be "replace_one": a silo releases nothing without noise'
+            )
         return self
 
     @model_validator(mode="after")
     def _router_is_labelled(self) -> "Recipe":
         router = self.router
-        if isinstance(router, SamplesRouter) and router.labels == "class" and self.statistics.class_counts is None:
-            raise ValueError('router.labels "class" needs the statistic class_counts, which says who holds a class')
+        if (
+            isinstance(router, SamplesRouter)
+            and router.labels == "class"
+            and self.statistics.class_counts is None
+        ):
+            raise ValueError(
+                'router.labels "class" needs the statistic class_counts, which says who holds a class'
+            )
         return self

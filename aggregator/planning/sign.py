@@ -37,7 +37,9 @@ def check_signable(federation: Federation) -> None:
     except BusyError as error:
         remedy = "Stop `aggregator run` first (Ctrl-C): the new plan ends the work on the one that it carries out."
         got = "`aggregator run` at work on the plan in force"
-        raise BusyError("plan", expected="a federation that nobody runs", got=got, remedy=remedy) from error
+        raise BusyError(
+            "plan", expected="a federation that nobody runs", got=got, remedy=remedy
+        ) from error
     with federation.signing_lock():
         check_replaceable(federation)
 
@@ -69,7 +71,9 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
             )
         check_still_carried(federation, plan)
         enrolled = cards_for_next_plan(federation, plan.silos)
-        if other := [silo_id for silo_id, card in enrolled.items() if card.agreed != plan.agreed[silo_id]]:
+        if other := [
+            silo_id for silo_id, card in enrolled.items() if card.agreed != plan.agreed[silo_id]
+        ]:
             raise SetupError(
                 f"plan {plan.plan_id}",
                 expected="the agreed sizes of the present cards",
@@ -85,13 +89,25 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
         carried = {each.silo_id: each.plan_id for each in plan.carried}
         in_force = repository.delegates().roles
         silos = {silo_id: signing_key(card) for silo_id, card in enrolled.items()}
-        silos |= {silo_id: in_force[silo_role(origin, silo_id)] for silo_id, origin in carried.items()}
+        silos |= {
+            silo_id: in_force[silo_role(origin, silo_id)] for silo_id, origin in carried.items()
+        }
         use_rotated_cards(federation, change, plan.silos)
-        delegates = replace(repository.delegates(), plan_id=plan.plan_id, silos=silos, carried=carried)
+        delegates = replace(
+            repository.delegates(), plan_id=plan.plan_id, silos=silos, carried=carried
+        )
         targets = repository.next_targets(delegates, now_utc())
         purpose = f"start the plan {plan.plan_id}"
         request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
-        return conduct(federation, change, [request], passphrase, act="plan", purpose=purpose, plan_id=plan.plan_id)
+        return conduct(
+            federation,
+            change,
+            [request],
+            passphrase,
+            act="plan",
+            purpose=purpose,
+            plan_id=plan.plan_id,
+        )
 
 
 def _lay_out(draft: Draft, home: Path) -> None:

@@ -26,7 +26,13 @@ from ddm.protocol.submission import class_counts_path, submission_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.publishing.publish import lay_out_plan, next_version, with_pages
 from ddm.publishing.version import Version, memory_for, sign_version
-from ddm.publishing.versions import is_current, manifest_digest, manifest_path, newest_version, timestamp_expiry
+from ddm.publishing.versions import (
+    is_current,
+    manifest_digest,
+    manifest_path,
+    newest_version,
+    timestamp_expiry,
+)
 from ddm.trust.paths import KEY_HISTORY
 
 OnProgress = Callable[[int, int], None]
@@ -80,7 +86,9 @@ def publish(
         inventory = take_inventory(federation)
         _check_quorum(inventory, quorum or federation.settings().quorum)
         source = _Source(federation, inventory, load_report(federation, inventory))
-        return _next_version(source, change, reserved, passphrase, renew=renew, on_progress=on_progress)
+        return _next_version(
+            source, change, reserved, passphrase, renew=renew, on_progress=on_progress
+        )
 
 
 @dataclass(frozen=True)
@@ -101,14 +109,22 @@ class _Source:
 
 
 def _next_version(
-    source: _Source, change: Change, reserved: Path, passphrase: bytes, *, renew: bool, on_progress: OnProgress | None
+    source: _Source,
+    change: Change,
+    reserved: Path,
+    passphrase: bytes,
+    *,
+    renew: bool,
+    on_progress: OnProgress | None,
 ) -> Publication:
     version = newest_version(source.federation) + 1
     release = change.put(f"releases/{version}")
     targets = release / "targets" / source.plan_id
     _lay_out(source, targets)
     size = sum(path.stat().st_size for path in targets.parent.rglob("*") if path.is_file())
-    require_room({reserved.parent: size + _PAGES_BYTES, source.federation.path: _PAGES_BYTES}, "a release")
+    require_room(
+        {reserved.parent: size + _PAGES_BYTES, source.federation.path: _PAGES_BYTES}, "a release"
+    )
     draft = _manifest(source, targets, version)
     present = None if renew else _published_already(source.federation, draft)
     if present is not None:
@@ -116,7 +132,9 @@ def _next_version(
     _write_pages(source, draft, targets, on_progress)
     manifest = with_pages(draft, PAGE_NAMES, targets)
     roles = {silo_id: silo.role for silo_id, silo in source.inventory.silos.items()}
-    sign_version(Version(source.federation, change, release, manifest, roles), passphrase, now_utc())
+    sign_version(
+        Version(source.federation, change, release, manifest, roles), passphrase, now_utc()
+    )
     return Publication(manifest, fresh=True)
 
 
@@ -145,7 +163,9 @@ def _lay_out(source: _Source, targets: Path) -> None:
     if File.of(ROUTER_NAME, targets / ROUTER_NAME) != source.report.router:
         remedy = "Publish again when `aggregator router` has ended."
         expected = f"the router of its report, sha256 {source.report.router.digest}"
-        raise BusyError("router", expected=expected, got="a file with another digest", remedy=remedy)
+        raise BusyError(
+            "router", expected=expected, got="a file with another digest", remedy=remedy
+        )
 
 
 def _home(plan: Plan, targets: Path, silo_id: str) -> Path:
@@ -162,10 +182,18 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
     """Describe everything but the pages, which are made from the manifest."""
     federation, inventory, report = source.federation, source.inventory, source.report
     settings = federation.settings()
-    experts = [(silo_id, expert) for silo_id, silo in inventory.silos.items() for expert in silo.submission.experts]
+    experts = [
+        (silo_id, expert)
+        for silo_id, silo in inventory.silos.items()
+        for expert in silo.submission.experts
+    ]
     listed = ["plan.json", *(file.path for file in inventory.plan.files)]
     listed += [KEY_HISTORY] if (targets / KEY_HISTORY).exists() else []
-    listed += [class_counts_path(silo_id) for silo_id, silo in inventory.silos.items() if silo.submission.class_counts]
+    listed += [
+        class_counts_path(silo_id)
+        for silo_id, silo in inventory.silos.items()
+        if silo.submission.class_counts
+    ]
     return Manifest(
         plan_id=inventory.plan.plan_id,
         plan_digest=inventory.plan_digest,
@@ -176,7 +204,10 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
         cite=settings.cite,
         missing_silos=inventory.missing,
         withdrawn_silos=inventory.withdrawn,
-        silos=tuple(_published_silo(source, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
+        silos=tuple(
+            _published_silo(source, silo_id, silo, targets)
+            for silo_id, silo in inventory.silos.items()
+        ),
         experts=tuple(
             PublishedExpert(
                 expert_id=expert.expert_id,
@@ -201,7 +232,9 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
     )
 
 
-def _published_silo(source: _Source, silo_id: str, silo: AcceptedSilo, targets: Path) -> PublishedSilo:
+def _published_silo(
+    source: _Source, silo_id: str, silo: AcceptedSilo, targets: Path
+) -> PublishedSilo:
     submission, plan = silo.submission, source.inventory.plan
     name = submission_path(silo_id)
     earlier = read_earlier(plan, lambda file: read_bounded(targets / file.path, MAX_DOCUMENT_BYTES))
@@ -231,10 +264,16 @@ def _published_already(federation: Federation, draft: Manifest) -> Manifest | No
     found = Manifest.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
     kept = {name: getattr(found, name) for name in ("version", "supersedes_digest", "published_at")}
     files = tuple(file for file in found.files if file.path not in PAGE_NAMES)
-    return found if draft.model_copy(update=kept) == found.model_copy(update={"files": files}) else None
+    return (
+        found
+        if draft.model_copy(update=kept) == found.model_copy(update={"files": files})
+        else None
+    )
 
 
-def _write_pages(source: _Source, draft: Manifest, targets: Path, on_progress: OnProgress | None) -> None:
+def _write_pages(
+    source: _Source, draft: Manifest, targets: Path, on_progress: OnProgress | None
+) -> None:
     plan = source.inventory.plan
     content = PageInput(
         plan=plan,

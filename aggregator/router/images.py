@@ -62,7 +62,14 @@ def training_images(
         num, told = settings.images_per_expert, _told(federation, inventory, settings, layout, seed)
         path = path_named(plan.objective.ensemble_path)
         drawn_EN = draw_from_experts(
-            experts(), plan.expert_shape, num, seed, path, on_progress, device=device, condition_EN=told
+            experts(),
+            plan.expert_shape,
+            num,
+            seed,
+            path,
+            on_progress,
+            device=device,
+            condition_EN=told,
         )
         return Labelled.drawn(drawn_EN, told)
     images = public_images(federation, plan.plan_id, "fitted")
@@ -77,7 +84,9 @@ def training_images(
         return Labelled.of_cells(images, group_N, share_EG, condition_N)
     if settings.labels == "class":
         class_N = torch.from_numpy(_column(federation, inventory, CLASSES))
-        return Labelled.of_cells(images, class_N * num_groups + group_N, _class_shares(inventory, layout), condition_N)
+        return Labelled.of_cells(
+            images, class_N * num_groups + group_N, _class_shares(inventory, layout), condition_N
+        )
     silo_N = numbered(_column(federation, inventory, SILOS).tolist(), list(inventory.silos))
     known = silo_N >= 0
     own_N, group_N = silo_N[known], group_N[known]
@@ -90,8 +99,13 @@ def _class_shares(inventory: Inventory, layout: Layout) -> Tensor:
     """Return each expert's shares of classes and groups, (E, C G), as the released class counts tell them."""
     terms = inventory.plan.statistics.class_counts
     if terms is None:
-        raise SetupError("router.labels", expected="a plan with class counts", got="a plan without them")
-    noisy_KCG, units = torch.stack(list(inventory.class_counts().values())), list(inventory.num_units.values())
+        raise SetupError(
+            "router.labels", expected="a plan with class counts", got="a plan without them"
+        )
+    noisy_KCG, units = (
+        torch.stack(list(inventory.class_counts().values())),
+        list(inventory.num_units.values()),
+    )
     count_KCG, _ = expected_class_counts(inventory.files.sketch, noisy_KCG, units, terms.epsilon)
     return class_shares(count_KCG, layout)
 
@@ -128,5 +142,10 @@ def _column(federation: Federation, inventory: Inventory, name: str) -> np.ndarr
     if found is None:
         got = f"a plan without {name.removeprefix('fitted_')}"
         expected = "public images with what the plan's router learns from"
-        raise SetupError("public images", expected=expected, got=got, remedy="Make the plan again: aggregator plan.")
+        raise SetupError(
+            "public images",
+            expected=expected,
+            got=got,
+            remedy="Make the plan again: aggregator plan.",
+        )
     return found.astype(np.int64) if found.dtype.kind in "iu" else np.asarray(found)

@@ -48,11 +48,19 @@ class RouterReport(Document):
     def evaluations(self) -> tuple[Evaluation, ...]:
         """Return the evaluations for a manifest: on public images, and on held-out sketches."""
         versus = f"router_cross_entropy_{self.candidate}_minus_counts"
-        found = [_evaluation(f"router_cross_entropy_{self.published}_minus_prior_public_images", self.minus_prior)]
-        for source, band in [("public_images", band) for band in self.bands] + [("held_out_sketches", self.sketches)]:
+        found = [
+            _evaluation(
+                f"router_cross_entropy_{self.published}_minus_prior_public_images", self.minus_prior
+            )
+        ]
+        for source, band in [("public_images", band) for band in self.bands] + [
+            ("held_out_sketches", self.sketches)
+        ]:
             if band:
                 figure = (band.difference, band.difference_low, band.difference_high)
-                found.append(_evaluation(f"{versus}_{source}_t_{band.low:.2f}_{band.high:.2f}", figure))
+                found.append(
+                    _evaluation(f"{versus}_{source}_t_{band.low:.2f}_{band.high:.2f}", figure)
+                )
         return (*found, *(figure for band in self.calibration for figure in band.evaluations()))
 
 
@@ -71,11 +79,23 @@ def describe(report: RouterReport) -> str:
         )
         for name, band in named
     ]
-    header = ("public held-out images", "prior", "counts", report.candidate, f"{report.candidate} - counts, 95%")
-    heads = ("calibration error, 95%", f"published, at temperature {report.temperature:.3g}", "at temperature 1")
+    header = (
+        "public held-out images",
+        "prior",
+        "counts",
+        report.candidate,
+        f"{report.candidate} - counts, 95%",
+    )
+    heads = (
+        "calibration error, 95%",
+        f"published, at temperature {report.temperature:.3g}",
+        "at temperature 1",
+    )
     errors = table(calibration_rows(report.calibration), heads)
     lines = [table(rows, header)] if rows else []
-    return "\n".join([*lines, errors, f"Published router: {report.published}, because {report.reason}."])
+    return "\n".join(
+        [*lines, errors, f"Published router: {report.published}, because {report.reason}."]
+    )
 
 
 def _evaluation(metric: str, figure: Interval) -> Evaluation:

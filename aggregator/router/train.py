@@ -28,7 +28,13 @@ from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
-from ddm.routers.comparison import BandComparison, Comparison, HeldOut, compare, refuse_worse_than_prior
+from ddm.routers.comparison import (
+    BandComparison,
+    Comparison,
+    HeldOut,
+    compare,
+    refuse_worse_than_prior,
+)
 from ddm.routers.counts import CountsRouter
 from ddm.routers.influence import capped_shares
 from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
@@ -63,7 +69,9 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
     path = router_path(federation, inventory.plan.plan_id).with_name(REPORT_NAME)
     remedy = f"Train it: aggregator router {federation.path}"
     if not path.is_file():
-        raise MissingFileError("router", expected="a trained router", got="no router/report.json", remedy=remedy)
+        raise MissingFileError(
+            "router", expected="a trained router", got="no router/report.json", remedy=remedy
+        )
     report = RouterReport.parse(path.read_bytes(), subject=path.name)
     if report.submissions != _digests(inventory) or report.units != inventory.counted_units:
         trained_on = ", ".join(sorted(report.submissions))
@@ -73,7 +81,9 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
     file = router_path(federation, inventory.plan.plan_id)
     if not file.is_file() or File.of(ROUTER_NAME, file) != report.router:
         got = "a file with another digest" if file.is_file() else "no file"
-        raise MissingFileError("router", expected="the file that its report describes", got=got, remedy=remedy)
+        raise MissingFileError(
+            "router", expected="the file that its report describes", got=got, remedy=remedy
+        )
     return report
 
 
@@ -99,7 +109,11 @@ def train_router(
     num_units, epsilon = list(inventory.num_units.values()), plan.statistics.counts.epsilon
     share_K = capped_shares(counted, federation.settings().max_influence)
     by_silo = CountsRouter.from_counts(
-        inventory.files.sketch, noisy_KG, num_units, epsilon, path_named(plan.objective.ensemble_path)
+        inventory.files.sketch,
+        noisy_KG,
+        num_units,
+        epsilon,
+        path_named(plan.objective.ensemble_path),
     )
     public = PublicData(
         *_public_images(federation, inventory, "holdout"),
@@ -122,7 +136,9 @@ def train_router(
     target.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(target, chosen.router.tensors())
     priors = _expert_priors(by_silo, counted, layout)
-    report = _report(inventory, priors, chosen, comparison, reason, minus_prior, File.of(ROUTER_NAME, target))
+    report = _report(
+        inventory, priors, chosen, comparison, reason, minus_prior, File.of(ROUTER_NAME, target)
+    )
     write_atomic(target.with_name(REPORT_NAME), report.encode())
     return report
 
@@ -159,30 +175,66 @@ def _fit(
     on_progress: Progress | None,
 ) -> tuple[AnyRouter, HeldOut | None]:
     """Fit the plan's family; return it with the held-out sketches."""
-    plan, path, layout = inventory.plan, path_named(inventory.plan.objective.ensemble_path), inventory.layout()
-    num_units, sketches, settings = list(inventory.num_units.values()), inventory.sketches(), plan.router
+    plan, path, layout = (
+        inventory.plan,
+        path_named(inventory.plan.objective.ensemble_path),
+        inventory.layout(),
+    )
+    num_units, sketches, settings = (
+        list(inventory.num_units.values()),
+        inventory.sketches(),
+        plan.router,
+    )
     t_release = inventory.t_release()
     if isinstance(settings, LearnedSettings) and t_release is not None:
         train, sketches = split_sketches(sketches, seed)
-        public = PublicSketches.of(*_public_images(federation, inventory, "fitted"), counts.sketch, path)
+        public = PublicSketches.of(
+            *_public_images(federation, inventory, "fitted"), counts.sketch, path
+        )
         learned = fit_learned(
-            counts, train, num_units, public, settings, seed, on_progress, t_release=t_release, share_K=share_K
+            counts,
+            train,
+            num_units,
+            public,
+            settings,
+            seed,
+            on_progress,
+            t_release=t_release,
+            share_K=share_K,
         )
         router: AnyRouter = learned.split(layout)
     elif isinstance(settings, SamplesSettings):
         device = device_named()
         images = training_images(
-            federation, inventory, settings, counts, lambda: _experts(inventory, device), seed, on_progress, device
+            federation,
+            inventory,
+            settings,
+            counts,
+            lambda: _experts(inventory, device),
+            seed,
+            on_progress,
+            device,
         )
         knows, told = knows_shares(plan, settings), plan.condition
         router = fit_samples(
-            images, settings, path, seed, on_progress, condition=told, knows_shares=knows, device=device
+            images,
+            settings,
+            path,
+            seed,
+            on_progress,
+            condition=told,
+            knows_shares=knows,
+            device=device,
         )
     else:
         released = inventory.moments().values()
-        sum_KR, second_KRR = (torch.stack([sums[name] for sums in released]) for name in ("sum", "second"))
+        sum_KR, second_KRR = (
+            torch.stack([sums[name] for sums in released]) for name in ("sum", "second")
+        )
         std = moments_noise_std(plan)
-        moments = MomentsRouter.from_moments(counts.sketch, sum_KR, second_KRR, num_units, std, path)
+        moments = MomentsRouter.from_moments(
+            counts.sketch, sum_KR, second_KRR, num_units, std, path
+        )
         router = moments.split(layout)
     held_out = list(sketches.values())
     if not held_out or t_release is None:
@@ -193,7 +245,11 @@ def _fit(
 def _fault(counts: _Fitted, candidate: _Fitted, comparison: Comparison) -> str | None:
     """Return why the candidate is not published, None if it may be."""
     learned, baseline = candidate.router, counts.router
-    if isinstance(learned, LearnedRouter) and isinstance(baseline, CountsRouter) and not learned.differs(baseline):
+    if (
+        isinstance(learned, LearnedRouter)
+        and isinstance(baseline, CountsRouter)
+        and not learned.differs(baseline)
+    ):
         return "training moved no weight"
     if not comparison.worse:
         return None
@@ -235,19 +291,31 @@ def _band(band: BandComparison) -> Band:
     return Band(**{name: getattr(band, name) for name in Band.model_fields})
 
 
-def _expert_priors(counts: CountsRouter, weight_K: Sequence[float], layout: Layout) -> tuple[float, ...]:
+def _expert_priors(
+    counts: CountsRouter, weight_K: Sequence[float], layout: Layout
+) -> tuple[float, ...]:
     """Return each expert's prior: its silo's weight times its share of the silo by the counts, normalised."""
     _, share_E = layout.split(counts.log_mass_KG.exp())
     total = sum(weight_K)
-    found = [weight_K[k] / total * float(share) for k, share in zip(layout.silo_E, share_E, strict=True)]
+    found = [
+        weight_K[k] / total * float(share) for k, share in zip(layout.silo_E, share_E, strict=True)
+    ]
     return tuple(share / sum(found) for share in found)
 
 
 def _experts(inventory: Inventory, device: torch.device) -> LazyExperts:
     """Return every accepted expert, in the manifest's order, with one in memory at a time."""
     plan = inventory.plan
-    architecture, shape, path = plan.expert.architecture, plan.expert_shape, path_named(plan.objective.ensemble_path)
-    sent = [(silo_id, each) for silo_id, silo in inventory.silos.items() for each in silo.submission.experts]
+    architecture, shape, path = (
+        plan.expert.architecture,
+        plan.expert_shape,
+        path_named(plan.objective.ensemble_path),
+    )
+    sent = [
+        (silo_id, each)
+        for silo_id, silo in inventory.silos.items()
+        for each in silo.submission.experts
+    ]
 
     def load(number: int) -> Expert:
         silo_id, expert = sent[number]
@@ -269,4 +337,6 @@ def _public_images(
     """Return the public images (or latents) that the plan was fitted on, or held out, and their groups."""
     plan_id, files = inventory.plan.plan_id, inventory.files
     images = public_images(federation, plan_id, part, as_latents=False)
-    return public_images(federation, plan_id, part), files.clusters.groups(files.encoder.encode(images))
+    return public_images(federation, plan_id, part), files.clusters.groups(
+        files.encoder.encode(images)
+    )

@@ -34,7 +34,9 @@ def fault_of(database: Path) -> str | None:
     if not header.startswith(_MAGIC) or len(header) < _HEADER_BYTES:
         return "its first bytes are not those of a database"
     try:
-        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)) as connection:
+        with closing(
+            sqlite3.connect(f"{database.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)
+        ) as connection:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.Error as error:
         return None if any(word in str(error) for word in _BUSY) else f"{error}"
@@ -53,7 +55,12 @@ def move_aside_if_damaged(database: Path) -> Path | None:
     for suffix in ("", *_COMPANIONS):
         with suppress(FileNotFoundError):
             database.with_name(database.name + suffix).replace(aside.with_name(aside.name + suffix))
-    _log.warning("%s is damaged (%s): moved to %s; a new one is made, and silos connect again", database, fault, aside)
+    _log.warning(
+        "%s is damaged (%s): moved to %s; a new one is made, and silos connect again",
+        database,
+        fault,
+        aside,
+    )
     for old in sorted(database.parent.glob(f"{database.name}.damaged-*[0-9]"))[:-_KEPT]:
         for suffix in ("", *_COMPANIONS):
             old.with_name(old.name + suffix).unlink(missing_ok=True)

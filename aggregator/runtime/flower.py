@@ -25,7 +25,15 @@ from ddm.errors import BusyError, TransportError
 from ddm.io.files import require_file, write_atomic
 from ddm.io.locks import is_locked, locked
 from ddm.system.backoff import Backoff
-from ddm.system.processes import Child, file_tail, flower_environment, free_port, port_in_use, script_command, spawn
+from ddm.system.processes import (
+    Child,
+    file_tail,
+    flower_environment,
+    free_port,
+    port_in_use,
+    script_command,
+    spawn,
+)
 from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program, Supervisor
 from ddm.transport.superexec import SERVER_APP, superexec_command
 
@@ -118,10 +126,18 @@ class FlowerRuntime:
     def _programs(self) -> list[Program]:
         ca_path = self._tls("ca.pem")
         superlink = Program(
-            "superlink", self._start_superlink, lambda: answers(*self._superlink, ca_path), silent_s=_SUPERLINK_SILENT_S
+            "superlink",
+            self._start_superlink,
+            lambda: answers(*self._superlink, ca_path),
+            silent_s=_SUPERLINK_SILENT_S,
         )
         nginx = Program("nginx", self._start_nginx, self._nginx_works, silent_s=_NGINX_SILENT_S)
-        superexec = Program("superexec", self._start_superexec, self._server_app_works, silent_s=_SERVER_APP_SILENT_S)
+        superexec = Program(
+            "superexec",
+            self._start_superexec,
+            self._server_app_works,
+            silent_s=_SERVER_APP_SILENT_S,
+        )
         return [superlink, *([nginx] if self._nginx else []), superexec]
 
     def start(self) -> None:
@@ -133,7 +149,9 @@ class FlowerRuntime:
             SetupError: nginx refuses its configuration.
             TransportError: a program does not start.
         """
-        require_file(self._tls("server.pem"), "the server's certificate", remedy="Run `aggregator init`.")
+        require_file(
+            self._tls("server.pem"), "the server's certificate", remedy="Run `aggregator init`."
+        )
         self._flower.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(locked(self._flower, "runtime"))
         if port_in_use(self._host, self._port):
@@ -145,7 +163,9 @@ class FlowerRuntime:
             )
         if self._nginx:
             self._superlink = (_LOOPBACK, free_port(_LOOPBACK))
-            write_config(self._nginx, self._flower, render_config(self._host, self._port, self._superlink[1]))
+            write_config(
+                self._nginx, self._flower, render_config(self._host, self._port, self._superlink[1])
+            )
         self._write_files()
         for program in self._beside:
             self._supervisor.start(program.name)
@@ -172,14 +192,21 @@ class FlowerRuntime:
         return self._fed / "tls" / name
 
     def _environment(self) -> dict[str, str]:
-        return {**flower_environment(self._flower / "home"), **_OWN, "ARCHIPELAGO_FEDERATION": str(self._fed)}
+        return {
+            **flower_environment(self._flower / "home"),
+            **_OWN,
+            "ARCHIPELAGO_FEDERATION": str(self._fed),
+        }
 
     def _spawn(self, name: str, command: list[str]) -> Child:
         log_path = self._flower / "logs" / f"{name}.log"
         return spawn(command, log_path=log_path, env=self._environment(), cwd=self._flower / "home")
 
     def _start_superlink(self) -> Child:
-        if move_aside_if_damaged(self._flower / _DATABASE) or not (self._flower / _DATABASE).exists():
+        if (
+            move_aside_if_damaged(self._flower / _DATABASE)
+            or not (self._flower / _DATABASE).exists()
+        ):
             self._flwr.forget()
         host = _LOOPBACK if self._nginx else self._host
         command = [
@@ -187,7 +214,12 @@ class FlowerRuntime:
             *("--ssl-certfile", str(self._tls("server.pem"))),
             *("--ssl-keyfile", str(self._tls("server.key"))),
             *("--ssl-ca-certfile", str(self._tls("ca.pem"))),
-            *("--isolation", "process", "--superexec-auth-secret-file", str(self._flower / "superexec.secret")),
+            *(
+                "--isolation",
+                "process",
+                "--superexec-auth-secret-file",
+                str(self._flower / "superexec.secret"),
+            ),
             *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
             *("--database", str(self._flower / _DATABASE)),
             *("--host", host, "--port", str(self._superlink[1])),

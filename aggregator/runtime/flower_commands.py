@@ -40,7 +40,9 @@ class FlowerCommands:
         ca_path: the authority that signed its certificate.
     """
 
-    def __init__(self, flower: Path, environment: Mapping[str, str], *, address: str, ca_path: Path) -> None:
+    def __init__(
+        self, flower: Path, environment: Mapping[str, str], *, address: str, ca_path: Path
+    ) -> None:
         self._flower, self._environment = flower, dict(environment)
         connection = {"address": address, "root-certificates": str(ca_path)}
         config = {"superlink": {"default": _CONNECTION, _CONNECTION: connection}}
@@ -67,7 +69,9 @@ class FlowerCommands:
             paths = [self._flower / "keys" / f"{silo_id}.pub" for silo_id in some]
             for path, silo_id in zip(paths, some, strict=True):
                 path.write_text(nodes[silo_id] + "\n")
-            outputs = self._ask([("supernode", "register", str(path), _CONNECTION) for path in paths])
+            outputs = self._ask(
+                [("supernode", "register", str(path), _CONNECTION) for path in paths]
+            )
             for silo_id, output in zip(some, outputs, strict=True):
                 if not _parse(output).get("success") and "already" not in output:
                     raise self._failure(f"registering silo {silo_id}", "a registered node", output)
@@ -132,8 +136,14 @@ class FlowerCommands:
                         process.wait(max(deadline - time.monotonic(), 0.0))
                     return said.decode(errors="replace")
                 if len(said) > _MAX_OUTPUT_BYTES:
-                    raise self._failure("flwr", f"an answer of at most {_MAX_OUTPUT_BYTES} bytes", f"{len(said)} bytes")
-        raise self._failure("flwr", f"an answer within {_TIMEOUT_S:.0f} s", "a command still at work")
+                    raise self._failure(
+                        "flwr",
+                        f"an answer of at most {_MAX_OUTPUT_BYTES} bytes",
+                        f"{len(said)} bytes",
+                    )
+        raise self._failure(
+            "flwr", f"an answer within {_TIMEOUT_S:.0f} s", "a command still at work"
+        )
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -149,7 +159,9 @@ class FlowerCommands:
     def _failure(self, subject: str, expected: str, output: str) -> TransportError:
         said = " ".join(str(_parse(output).get("error-message") or output).split())
         remedy = f"Nothing is lost. Read {self._flower / 'logs'}, then run the command again."
-        return TransportError(subject, expected=expected, got=said[-300:] or "no answer", remedy=remedy)
+        return TransportError(
+            subject, expected=expected, got=said[-300:] or "no answer", remedy=remedy
+        )
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

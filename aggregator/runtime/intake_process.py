@@ -75,7 +75,11 @@ def take_in(
     pulse = Pulse(federation.path / "flower" / HEARTBEAT)
     desk = IntakeService(federation, key, _log_verdict, _log_set_aside, pulse.step)
     if desk.plan.plan_id != plan_id:
-        raise BusyError(f"plan {desk.plan.plan_id}", expected=f"plan {plan_id}", got="a plan that was signed later")
+        raise BusyError(
+            f"plan {desk.plan.plan_id}",
+            expected=f"plan {plan_id}",
+            got="a plan that was signed later",
+        )
     most_bytes = submission_bytes(desk.plan) * len(desk.plan.silos)
     with desk.locked(), suppress(KeyboardInterrupt):
         pulse.limit_s += most_bytes / _BYTES_PER_S
@@ -103,12 +107,19 @@ def _log_verdict(receipt: Receipt) -> None:
         case Accepted():
             _log.info("[%s] submission %d accepted", receipt.silo_id, receipt.sequence)
         case Refused() as refusal:
-            _log.warning("[%s] submission %d REFUSED: %s", receipt.silo_id, receipt.sequence, refusal.reason)
+            _log.warning(
+                "[%s] submission %d REFUSED: %s", receipt.silo_id, receipt.sequence, refusal.reason
+            )
 
 
 def _log_set_aside(why: SetAside) -> None:
     reasons = "; ".join(why.reasons)
-    _log.warning("[%s] submission %d waits for you: %s (aggregator quarantine)", why.silo_id, why.sequence, reasons)
+    _log.warning(
+        "[%s] submission %d waits for you: %s (aggregator quarantine)",
+        why.silo_id,
+        why.sequence,
+        reasons,
+    )
 
 
 if __name__ == "__main__":

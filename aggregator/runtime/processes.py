@@ -53,7 +53,9 @@ def read_processes(federation: Federation) -> Processes:
     started_at = changed_at(folder / "run.json") if running else None
     try:
         info = check_json(
-            read_bounded(folder / "info.json", _MAX_INFO_BYTES), subject="info.json", limit=_MAX_INFO_BYTES
+            read_bounded(folder / "info.json", _MAX_INFO_BYTES),
+            subject="info.json",
+            limit=_MAX_INFO_BYTES,
         )
         return _processes(running, started_at, info)
     except (ArchipelagoError, ValidationError, AttributeError, KeyError, TypeError):
@@ -62,9 +64,16 @@ def read_processes(federation: Federation) -> Processes:
 
 def _processes(running: bool, started_at: datetime | None, info: Any) -> Processes:
     restarts = info.get("restarts", {})
-    pids = {name.removesuffix(_PID): pid for name, pid in info.items() if name.endswith(_PID) and pid}
+    pids = {
+        name.removesuffix(_PID): pid for name, pid in info.items() if name.endswith(_PID) and pid
+    }
     programs = [
-        Process(name=name, pid=pid, alive=bool(pid and is_alive(pid)), num_restarts=restarts.get(name, 0))
+        Process(
+            name=name,
+            pid=pid,
+            alive=bool(pid and is_alive(pid)),
+            num_restarts=restarts.get(name, 0),
+        )
         for name, pid in {"aggregator run": info["pid"], **dict.fromkeys(restarts), **pids}.items()
     ]
     return Processes(

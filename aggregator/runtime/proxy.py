@@ -212,9 +212,13 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SetupError("nginx -t", expected=f"an answer within {_TEST_TIMEOUT_S:.0f} s", got="no answer") from error
+        raise SetupError(
+            "nginx -t", expected=f"an answer within {_TEST_TIMEOUT_S:.0f} s", got="no answer"
+        ) from error
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "[emerg]" in line] or done.stderr.splitlines()
+        said = [
+            line for line in done.stderr.splitlines() if "[emerg]" in line
+        ] or done.stderr.splitlines()
         raise SetupError(
             "nginx -t",
             expected="a configuration that nginx accepts",
@@ -231,7 +235,9 @@ def answers(host: str, port: int, ca_path: Path, *, timeout_s: float = 5.0) -> b
             socket.create_connection((host, port), timeout=timeout_s) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as connection,
         ):
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            connection.sendall(
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            )
             return connection.recv(5) == b"HTTP/"
     except OSError:
         return False

@@ -56,12 +56,21 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
     silos_now = dict(taking_part(federation, plan))
     if not silos_now:
         remedy = "Sign another plan: aggregator plan."
-        raise SetupError(f"plan {plan.plan_id}", expected="a silo in it", got="silos all removed", remedy=remedy)
+        raise SetupError(
+            f"plan {plan.plan_id}", expected="a silo in it", got="silos all removed", remedy=remedy
+        )
     if nginx is None:
-        _log.warning("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
-    silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
+        _log.warning(
+            "nginx is not installed: Flower's own server takes the address, which only this machine reaches."
+        )
+    silos, intake = (
+        SiloNews(federation, plan),
+        IntakeNews(federation.path / "flower" / "logs" / "intake.log"),
+    )
     waiting = ", ".join(plan.silos)
-    _log.info("Plan %s: waiting for %s at %s:%d", plan.plan_id, waiting, settings.host, settings.port)
+    _log.info(
+        "Plan %s: waiting for %s at %s:%d", plan.plan_id, waiting, settings.host, settings.port
+    )
     only_told = _only_told(federation, plan)
     runtime = FlowerRuntime(
         federation.path,
@@ -75,7 +84,11 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         nginx=nginx,
         beside=(intake_program(federation, plan, passphrase),),
     )
-    with runtime, stop_on_signals() as stop, ExitStack() as stack:  # while Flower starts, a signal need not wait for it
+    with (
+        runtime,
+        stop_on_signals() as stop,
+        ExitStack() as stack,
+    ):  # while Flower starts, a signal need not wait for it
         stack.callback(runtime.stop)  # before signals act again: a second Ctrl-C changes nothing
         restarts = RestartNews(runtime)
         while not (runtime.finished or _all_done(federation, plan)):
@@ -83,7 +96,9 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
                 raise KeyboardInterrupt
             runtime.check()
             with suppress(OSError):  # a full disk; the next second tries again
-                write_atomic(federation.path / "flower" / "info.json", json.dumps(runtime.info()).encode())
+                write_atomic(
+                    federation.path / "flower" / "info.json", json.dumps(runtime.info()).encode()
+                )
             for source in (silos, intake, restarts):
                 source.tell()
         intake.tell()
@@ -105,7 +120,13 @@ def _check_disk(federation: Federation, plan: Plan) -> None:
     Raises:
         DiskError: names the folder, and what is missing.
     """
-    written = [federation.path, federation.incoming, federation.accepted, federation.receipts, federation.registry]
+    written = [
+        federation.path,
+        federation.incoming,
+        federation.accepted,
+        federation.receipts,
+        federation.registry,
+    ]
     written.append(federation.path / "flower")
     for folder in written:
         with suppress(OSError):  # the check names the folder that cannot be made
@@ -134,13 +155,18 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
     ]
 
     def start() -> Child:
-        log_path, env = flower / "logs" / "intake.log", {**os.environ, **_intake_logging().environment()}
+        log_path, env = (
+            flower / "logs" / "intake.log",
+            {**os.environ, **_intake_logging().environment()},
+        )
         return spawn(command, log_path=log_path, env=env, input_bytes=passphrase)
 
     # Every silo may use up its own attempts, and who speaks in its name as many: all of them together do not end the
     # others' federation.
     most = MAX_PER_HOUR + 2 * MAX_ATTEMPTS_OF_SILO * len(plan.silos)
-    return Program("intake", start, works=Heartbeat(flower / "intake.alive").beats, max_per_hour=most)
+    return Program(
+        "intake", start, works=Heartbeat(flower / "intake.alive").beats, max_per_hour=most
+    )
 
 
 def _intake_logging() -> LogOptions:
@@ -187,7 +213,9 @@ class RestartNews:
         restarts = self._runtime.num_restarts()
         for name, num in restarts.items():
             if num != self._last[name]:
-                _log.warning("[%s] ended or hung, and was started again (%d times so far)", name, num)
+                _log.warning(
+                    "[%s] ended or hung, and was started again (%d times so far)", name, num
+                )
         self._last = restarts
 
 

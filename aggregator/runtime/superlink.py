@@ -30,7 +30,9 @@ def close_port() -> None:
     """
     if not hasattr(extensions, "get_middleware"):
         remedy = "Install the versions of constraints.txt."
-        raise SetupError("flwr", expected="extensions.get_middleware", got="another version", remedy=remedy)
+        raise SetupError(
+            "flwr", expected="extensions.get_middleware", got="another version", remedy=remedy
+        )
     others = extensions.get_middleware
     extensions.get_middleware = lambda: (Middleware(OwnUserOnly, open_to_all=FLEET), *others())
 

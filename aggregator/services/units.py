@@ -12,7 +12,9 @@ def as_user(federation: Federation, user: str) -> dict[str, str]:
         SetupError: no passphrase file is named, or a path cannot be quoted.
     """
     settings, folder = federation.settings(), federation.path.resolve()
-    secret = require_passphrase_file(settings.passphrase_file, str(federation.path / "federation.toml")).resolve()
+    secret = require_passphrase_file(
+        settings.passphrase_file, str(federation.path / "federation.toml")
+    ).resolve()
     program, roots = installed("aggregator")
     unit = render(
         "aggregator",
@@ -27,6 +29,11 @@ def as_user(federation: Federation, user: str) -> dict[str, str]:
         needs_person=needs_person(),
     )
     script = render(
-        "aggregator", "prepare-user.sh.jinja", user=user, folder=folder, passphrase_file=secret, program=program
+        "aggregator",
+        "prepare-user.sh.jinja",
+        user=user,
+        folder=folder,
+        passphrase_file=secret,
+        program=program,
     )
     return {f"archipelago-{settings.name}-aggregator.service": unit, "prepare.sh": script}

@@ -75,7 +75,9 @@ _log = logging.getLogger(__name__)
 
 def load_bundle(bundle: Path) -> tuple[FileEntry, ...]:
     """Read the index of a plan's bundle, digests included."""
-    return list_folder(bundle, max_files=MAX_BUNDLE_FILES, max_bytes=_MAX_BUNDLE_BYTES, with_digest=True)
+    return list_folder(
+        bundle, max_files=MAX_BUNDLE_FILES, max_bytes=_MAX_BUNDLE_BYTES, with_digest=True
+    )
 
 
 class SiloDelivery:
@@ -119,7 +121,9 @@ class SiloDelivery:
         # What the silo lacks of the bundle: everything, until it says otherwise. One that has reported before has the
         # bundle in all likelihood: it is only asked.
         known = (self._incoming / "status.json").exists()
-        self._lacking = [] if known else [Span(path=e.path, offset=0, num_bytes=e.num_bytes) for e in index]
+        self._lacking = (
+            [] if known else [Span(path=e.path, offset=0, num_bytes=e.num_bytes) for e in index]
+        )
         self._status = Status()
         self._part: tuple[int, PartFolder] | None = None
         self._clock = clock
@@ -152,14 +156,20 @@ class SiloDelivery:
         if self.done:
             # One whose submission was accepted may still give the plan up, while the others are at work.
             return self._ask(in_flight)[: max(room, 0)] if self._takes_part else []
-        busy = {(one.plan_id, one.sequence, one.held) for one in in_flight if isinstance(one, Deliver)}
+        busy = {
+            (one.plan_id, one.sequence, one.held) for one in in_flight if isinstance(one, Deliver)
+        }
         if earlier := self._earlier():
-            return [self._receipt(*each) for each in earlier if (*each, False) not in busy][: max(room, 0)]
+            return [self._receipt(*each) for each in earlier if (*each, False) not in busy][
+                : max(room, 0)
+            ]
         own = [(self.plan_id, sequence, False) for sequence in _undelivered(self._receipts)]
         own += [(self.plan_id, sequence, True) for sequence in _untold(self._receipts)]
         found = [self._receipt(*each) for each in own if each not in busy]
         if not self._bundle_complete and len(found) < room:
-            found += self._offers([one for one in in_flight if isinstance(one, Offer)], room - len(found))
+            found += self._offers(
+                [one for one in in_flight if isinstance(one, Offer)], room - len(found)
+            )
         if self._part is not None:
             found += self._pulls(in_flight, min(pull_bytes or self._shard_bytes, self._shard_bytes))
         elif not found and not self._awaiting_receipt():
@@ -175,7 +185,9 @@ class SiloDelivery:
             known=self._status,
             received=max(self._received(), self._held if self._clock() < self._held_until else 0),
             # What arrived before a restart is on disk: the index alone is enough to go on.
-            max_bytes=0 if any(self._incoming.glob("*.part")) else min(self._shard_bytes, _FIRST_BYTES),
+            max_bytes=0
+            if any(self._incoming.glob("*.part"))
+            else min(self._shard_bytes, _FIRST_BYTES),
             wait_s=self._wait_s,
         )
         return [Envelope(ask)]
@@ -191,7 +203,11 @@ class SiloDelivery:
         (self._incoming / "seen").touch()
         match request, reply:
             case _, _ if reply.code:
-                if isinstance(request, Deliver) and request.plan_id != self.plan_id and reply.code in _UNKNOWN_PLAN:
+                if (
+                    isinstance(request, Deliver)
+                    and request.plan_id != self.plan_id
+                    and reply.code in _UNKNOWN_PLAN
+                ):
                     self._declined.add((request.plan_id, request.sequence))
                 if isinstance(request, Pull):
                     # What was announced may be there no longer: let the silo say anew what it has.
@@ -202,19 +218,29 @@ class SiloDelivery:
                 self._lacking = self._known_ranges(reply.missing)
             case Ask(), Report():
                 self._take_report(reply, answer.pieces())
-            case Pull(), Shards() if reply.spans and reply.spans == first_of(request.spans, len(answer.data)):
+            case Pull(), Shards() if reply.spans and reply.spans == first_of(
+                request.spans, len(answer.data)
+            ):
                 self._take_shards(request, reply.spans, answer.pieces())
             case Deliver(), Delivered():
                 name = f"{request.sequence}{_HELD if request.held else ''}.delivered"
-                write_atomic(self._receipts.parent.parent / request.plan_id / self.silo_id / name, b"")
+                write_atomic(
+                    self._receipts.parent.parent / request.plan_id / self.silo_id / name, b""
+                )
             case _:
-                raise FormatError(f"answer of silo {self.silo_id}", expected=f"one to {request.kind}", got=reply.kind)
+                raise FormatError(
+                    f"answer of silo {self.silo_id}",
+                    expected=f"one to {request.kind}",
+                    got=reply.kind,
+                )
         return 0
 
     def _offers(self, in_flight: list[Offer], room: int) -> list[Envelope[Request]]:
         sent = {span for request in in_flight for span in request.spans}
         most = min(self._shard_bytes, _OFFER_BYTES)
-        batches = self._batches([span for span in self._cut(self._lacking, most) if span not in sent], most)
+        batches = self._batches(
+            [span for span in self._cut(self._lacking, most) if span not in sent], most
+        )
         if not batches and not in_flight:
             # Nothing is left to send, yet the silo has not said that it is complete: let it say what it holds.
             batches = [[]]
@@ -222,17 +248,26 @@ class SiloDelivery:
 
     def _offer(self, spans: Sequence[Span]) -> Envelope[Request]:
         return Envelope(
-            Offer(plan_id=self.plan_id, files=self._index, spans=tuple(spans)), read_spans(self._bundle, spans)
+            Offer(plan_id=self.plan_id, files=self._index, spans=tuple(spans)),
+            read_spans(self._bundle, spans),
         )
 
     def _known_ranges(self, missing: Sequence[Span]) -> list[Span]:
         sizes = {entry.path: entry.num_bytes for entry in self._index}
         if any(span.offset + span.num_bytes > sizes.get(span.path, -1) for span in missing):
-            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="a range beyond")
-        if len(set(missing)) != len(missing) or sum(span.num_bytes for span in missing) > sum(sizes.values()):
+            raise FormatError(
+                f"answer of silo {self.silo_id}",
+                expected="ranges of the bundle",
+                got="a range beyond",
+            )
+        if len(set(missing)) != len(missing) or sum(span.num_bytes for span in missing) > sum(
+            sizes.values()
+        ):
             # Each would be read and sent.
             raise FormatError(
-                f"answer of silo {self.silo_id}", expected="each byte named once", got="overlapping ranges"
+                f"answer of silo {self.silo_id}",
+                expected="each byte named once",
+                got="overlapping ranges",
             )
         return list(missing)
 
@@ -259,7 +294,11 @@ class SiloDelivery:
         if self._part is None:
             return []
         sequence, part = self._part
-        pulls = [request for request in in_flight if isinstance(request, Pull) and request.sequence == sequence]
+        pulls = [
+            request
+            for request in in_flight
+            if isinstance(request, Pull) and request.sequence == sequence
+        ]
         missing = part.missing(most, coming=(span for request in pulls for span in request.spans))
         return [
             Envelope(Pull(plan_id=self.plan_id, sequence=sequence, spans=tuple(batch)))
@@ -268,7 +307,11 @@ class SiloDelivery:
 
     def _take_report(self, report: Report, pieces: Sequence[memoryview]) -> None:
         if report.status != self._status or not (self._incoming / "status.json").exists():
-            status = {"plan_id": self.plan_id, "silo_id": self.silo_id, **report.status.model_dump()}
+            status = {
+                "plan_id": self.plan_id,
+                "silo_id": self.silo_id,
+                **report.status.model_dump(),
+            }
             write_atomic(self._incoming / "status.json", json.dumps(status).encode())
         self._status = report.status
         if report.leave and not (self._incoming / LEAVE_NAME).exists():
@@ -276,7 +319,12 @@ class SiloDelivery:
         if report.sequence <= self._received() or not report.files:
             return
         if why := self._not_to_fetch(report):
-            _log.warning("silo %s announces submission %d: %s; not fetched", self.silo_id, report.sequence, why)
+            _log.warning(
+                "silo %s announces submission %d: %s; not fetched",
+                self.silo_id,
+                report.sequence,
+                why,
+            )
             return
         self._forget_parts(report.sequence)
         part = PartFolder(self._incoming / str(report.sequence), report.files)
@@ -295,7 +343,9 @@ class SiloDelivery:
         hold_s, why, expected = _HOLD_S, None, self._received() + 1
         num_bytes = sum(entry.num_bytes for entry in report.files)
         if report.sequence != expected or expected > MAX_SUBMISSIONS:
-            why = f"expected {expected}" if expected <= MAX_SUBMISSIONS else "expected no further one"
+            why = (
+                f"expected {expected}" if expected <= MAX_SUBMISSIONS else "expected no further one"
+            )
         elif num_bytes > self._max_submission_bytes:
             why = f"expected at most {self._max_submission_bytes} bytes, by the plan's limits, got {num_bytes}"
         elif (hold_s := _unsigned_for_s(self._receipts, report.sequence)) > 0.0:
@@ -304,7 +354,9 @@ class SiloDelivery:
             self._held, self._held_until = report.sequence, self._clock() + hold_s
         return why
 
-    def _take_shards(self, request: Pull, spans: Sequence[Span], pieces: Sequence[memoryview]) -> None:
+    def _take_shards(
+        self, request: Pull, spans: Sequence[Span], pieces: Sequence[memoryview]
+    ) -> None:
         if self._part is None or self._part[0] != request.sequence:
             return
         self._part[1].write(zip(spans, pieces, strict=True))
@@ -326,7 +378,10 @@ class SiloDelivery:
         return not (self._receipts / f"{received}{_HELD}.json").exists()
 
     def _receipt(self, plan_id: str, sequence: int, held: bool = False) -> Envelope[Request]:
-        folder, name = self._fed / "receipts" / plan_id / self.silo_id, f"{sequence}{_HELD if held else ''}.json"
+        folder, name = (
+            self._fed / "receipts" / plan_id / self.silo_id,
+            f"{sequence}{_HELD if held else ''}.json",
+        )
         receipt = read_bounded(folder / name, MAX_RECEIPT_BYTES)
         return Envelope(Deliver(plan_id=plan_id, sequence=sequence, held=held), receipt)
 
@@ -381,7 +436,9 @@ def plan_done(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:
 def earlier_plans(fed: Path, plan_id: str) -> list[Path]:
     """List the folders of receipts for other plans than this one."""
     folder = fed / "receipts"
-    return sorted(each for each in folder.iterdir() if each.name != plan_id) if folder.is_dir() else []
+    return (
+        sorted(each for each in folder.iterdir() if each.name != plan_id) if folder.is_dir() else []
+    )
 
 
 def still_to_hear(fed: Path, plan_id: str, silo_id: str) -> bool:

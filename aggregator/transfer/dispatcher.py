@@ -128,7 +128,9 @@ class Line:
         most = self._pull_bytes()
         for pace in self._paces:
             most = pace.piece_bytes(most)
-        found = self.delivery.next_requests(under_way, self._in_flight - len(under_way), pull_bytes=most)
+        found = self.delivery.next_requests(
+            under_way, self._in_flight - len(under_way), pull_bytes=most
+        )
         # One SuperNode answers one message after the other, so later ones live longer.
         for envelope in found:
             if isinstance(envelope.message, Pull) and not all(pace.open() for pace in self._paces):
@@ -146,7 +148,11 @@ class Line:
         for message_id, sent in list(self._sent.items()):
             reconnected = node is not None and node.session != sent.node.session
             if reconnected or self._clock() > sent.deadline:
-                _log.info("no answer from silo %s to %s; asking again", self.delivery.silo_id, sent.request.kind)
+                _log.info(
+                    "no answer from silo %s to %s; asking again",
+                    self.delivery.silo_id,
+                    sent.request.kind,
+                )
                 del self._sent[message_id]
 
     def _overtaken(self, message_ids: Sequence[str]) -> None:
@@ -171,7 +177,9 @@ class Line:
             _log.warning("silo %s, answer to %s: %s", silo_id, kind, error)
         except OSError as error:  # a full disk; what was asked for is asked for again
             code = ArchipelagoError.exit_code
-            _log.warning("silo %s, answer to %s could not be kept: %s", silo_id, kind, error.strerror)
+            _log.warning(
+                "silo %s, answer to %s could not be kept: %s", silo_id, kind, error.strerror
+            )
         del self._sent[message_id]
         if code:
             self._failures.count()
@@ -224,11 +232,18 @@ class Dispatcher:
             Exception: whatever a line could not cope with; the others are left where they are.
         """
         self._refresh()
-        threads = [threading.Thread(target=self._serve, args=item, daemon=True) for item in self._lines.items()]
+        threads = [
+            threading.Thread(target=self._serve, args=item, daemon=True)
+            for item in self._lines.items()
+        ]
         for thread in threads:
             thread.start()
         try:
-            while not (self._over.is_set() or all(line.done for line in self._lines.values()) or self._stopped()):
+            while not (
+                self._over.is_set()
+                or all(line.done for line in self._lines.values())
+                or self._stopped()
+            ):
                 if self._over.wait(_TICK_S):
                     break
                 self._refresh()

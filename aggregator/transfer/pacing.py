@@ -21,7 +21,9 @@ class Pace:
         clock: seconds that only go forward.
     """
 
-    def __init__(self, bytes_per_s: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, bytes_per_s: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._rate, self._clock = bytes_per_s, clock
         self._free_at = clock()
         self._lock = threading.Lock()
@@ -41,4 +43,8 @@ class Pace:
 
         64 KiB it is at least, since a message costs seconds itself.
         """
-        return most if self._rate is None else min(most, max(int(self._rate * _MESSAGE_S), _LEAST_BYTES))
+        return (
+            most
+            if self._rate is None
+            else min(most, max(int(self._rate * _MESSAGE_S), _LEAST_BYTES))
+        )

@@ -23,7 +23,9 @@ SIMA = (0.05, 0.1, 0.2, 0.4)
 PIA_START, PIA = 0.02, (0.1, 0.25, 0.45)
 SECMI = (0.03, 0.08, 0.16, 0.3)
 GRADIENT, GRADIENT_DRAWS = 0.25, 2
-CALLS = LOSS_DRAWS * len(LOSS) + len(SIMA) + 1 + len(PIA) + 2 * (len(SECMI) - 1) + 3 * GRADIENT_DRAWS
+CALLS = (
+    LOSS_DRAWS * len(LOSS) + len(SIMA) + 1 + len(PIA) + 2 * (len(SECMI) - 1) + 3 * GRADIENT_DRAWS
+)
 """What all attacks on one image cost, in evaluations of the expert; a gradient costs two more."""
 
 
@@ -55,19 +57,27 @@ class Target:
 
     def times(self, shares: tuple[float, ...], num: int) -> Tensor:
         """Return the times of all shares, each for `num` images, shape (S B,)."""
-        return torch.stack([self.time(share) for share in shares]).repeat_interleave(num).to(self.device)
+        return (
+            torch.stack([self.time(share) for share in shares])
+            .repeat_interleave(num)
+            .to(self.device)
+        )
 
     def eps(self, x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...]) -> Tensor:
         """Return the noise that the expert sees in x_B."""
         return self.data_and_eps(x_B, t_B, condition)[1]
 
-    def data_and_eps(self, x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def data_and_eps(
+        self, x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
         """Return the image and the noise that the expert sees in x_B."""
         answer = self.network(x_B, t_B, *condition)
         return x_0_and_eps_of(self.path, self.prediction, x_B, answer.to(x_B), t_B)
 
 
-def scores(target: Target, x_B: Tensor, condition_B: Tensor | None, noise: torch.Generator) -> Tensor:
+def scores(
+    target: Target, x_B: Tensor, condition_B: Tensor | None, noise: torch.Generator
+) -> Tensor:
     """Attack one block of images.
 
     Args:
@@ -81,7 +91,9 @@ def scores(target: Target, x_B: Tensor, condition_B: Tensor | None, noise: torch
     """
     x_B = x_B.to(target.device, torch.float32)
     condition = () if condition_B is None else (condition_B.to(target.device),)
-    drawn = [torch.randn(x_B.shape, generator=noise) for _ in range(max(LOSS_DRAWS, GRADIENT_DRAWS))]
+    drawn = [
+        torch.randn(x_B.shape, generator=noise) for _ in range(max(LOSS_DRAWS, GRADIENT_DRAWS))
+    ]
     eps = [each.to(target.device) for each in drawn]
     with torch.inference_mode():
         columns = [*_loss(target, x_B, condition, eps), *_sima(target, x_B, condition)]
@@ -91,7 +103,9 @@ def scores(target: Target, x_B: Tensor, condition_B: Tensor | None, noise: torch
     return found.nan_to_num(nan=-1e30, posinf=1e30, neginf=-1e30)
 
 
-def _loss(target: Target, x_B: Tensor, condition: tuple[Tensor, ...], eps: list[Tensor]) -> Iterator[Tensor]:
+def _loss(
+    target: Target, x_B: Tensor, condition: tuple[Tensor, ...], eps: list[Tensor]
+) -> Iterator[Tensor]:
     """Yield the expert's error at each share, averaged over draws."""
     for share in LOSS:
         t_B = target.times((share,), len(x_B))
@@ -99,7 +113,9 @@ def _loss(target: Target, x_B: Tensor, condition: tuple[Tensor, ...], eps: list[
         yield torch.stack(found).mean(0)
 
 
-def _error(target: Target, x_B: Tensor, condition: tuple[Tensor, ...], eps: Tensor, t_B: Tensor) -> Tensor:
+def _error(
+    target: Target, x_B: Tensor, condition: tuple[Tensor, ...], eps: Tensor, t_B: Tensor
+) -> Tensor:
     answer: Tensor = target.network(x_t(target.path, x_B, eps, t_B), t_B, *condition)
     wanted = target_of(target.path, target.prediction, x_B, eps, t_B)
     return (answer - wanted).flatten(1).square().mean(1)
@@ -135,7 +151,9 @@ def _secmi(target: Target, x_B: Tensor, condition: tuple[Tensor, ...]) -> Iterat
         x_t_B, t_B = there_B, later_B
 
 
-def _gradient(target: Target, x_B: Tensor, condition: tuple[Tensor, ...], eps: list[Tensor]) -> Tensor:
+def _gradient(
+    target: Target, x_B: Tensor, condition: tuple[Tensor, ...], eps: list[Tensor]
+) -> Tensor:
     """Return the norm of the gradient of the error of each image, image by image, which bounds the memory."""
     weights = [weight for weight in target.network.parameters() if weight.is_floating_point()]
     trained = [weight.requires_grad for weight in weights]

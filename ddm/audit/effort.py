@@ -42,7 +42,11 @@ def effort_of(training: Training, num_units: int, most_samples: int, *, referenc
         most_samples: drawn if there is room.
         reference: whether a reference is trained.
     """
-    steps = min(max(round(_REFERENCE * training.num_steps), _FEWEST_REFERENCE), training.num_steps) if reference else 0
+    steps = (
+        min(max(round(_REFERENCE * training.num_steps), _FEWEST_REFERENCE), training.num_steps)
+        if reference
+        else 0
+    )
     control = min(max(round(_CONTROL * training.num_steps), _FEWEST_CONTROL), _MOST_CONTROL)
     total = SHARE * 3 * training.num_steps * training.batch_size
     left = total - 3 * (steps + control) * training.batch_size

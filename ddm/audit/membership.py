@@ -81,10 +81,18 @@ def membership(scored: Scored, reference: Scored | None = None) -> Membership:
         scored: of the expert.
         reference: of an expert that learned neither the members nor the units held out, with the same noise.
     """
-    pairs = [(name, scored.member_IA[:, a], scored.other_IA[:, a]) for a, name in enumerate(names())]
+    pairs = [
+        (name, scored.member_IA[:, a], scored.other_IA[:, a]) for a, name in enumerate(names())
+    ]
     if reference is not None:
-        member_IA, other_IA = scored.member_IA - reference.member_IA, scored.other_IA - reference.other_IA
-        pairs += [(f"{name}, calibrated", member_IA[:, a], other_IA[:, a]) for a, name in enumerate(names())]
+        member_IA, other_IA = (
+            scored.member_IA - reference.member_IA,
+            scored.other_IA - reference.other_IA,
+        )
+        pairs += [
+            (f"{name}, calibrated", member_IA[:, a], other_IA[:, a])
+            for a, name in enumerate(names())
+        ]
     attacks, suspicion = [], []
     for name, member_I, other_I in pairs:
         member_M, other_N = by_unit(member_I, scored.member_I), by_unit(other_I, scored.other_I)
@@ -92,7 +100,9 @@ def membership(scored: Scored, reference: Scored | None = None) -> Membership:
         spread = float(other_N.std()) if len(other_N) > 1 else 0.0
         suspicion.append((member_M - other_N.mean()) / (spread or 1.0))
     num = len(suspicion[0])
-    return Membership(tuple(attacks), num, int(scored.other_I.max()) + 1, torch.stack(suspicion).amax(0)[:num])
+    return Membership(
+        tuple(attacks), num, int(scored.other_I.max()) + 1, torch.stack(suspicion).amax(0)[:num]
+    )
 
 
 def unseen(scored: Scored) -> bool:

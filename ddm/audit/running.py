@@ -20,7 +20,12 @@ Advance = Callable[[int], None]
 
 
 def score_images(
-    target: Target, images: Images, chosen_N: Tensor, condition_N: Tensor | None, seed: int, advance: Advance
+    target: Target,
+    images: Images,
+    chosen_N: Tensor,
+    condition_N: Tensor | None,
+    seed: int,
+    advance: Advance,
 ) -> Tensor:
     """Attack images, each with noise that depends on seed and its place alone.
 
@@ -38,7 +43,9 @@ def score_images(
     parts = []
     for start in range(0, len(chosen_N), AT_ONCE):
         rows = slice(start, start + AT_ONCE)
-        noise = torch.Generator().manual_seed(int(stream("audit noise", seed, start).integers(2**63)))
+        noise = torch.Generator().manual_seed(
+            int(stream("audit noise", seed, start).integers(2**63))
+        )
         condition_B = None if condition_N is None else condition_N[chosen_N[rows]]
         parts.append(scores(target, images[chosen_N[rows]], condition_B, noise))
         advance(len(parts[-1]))
@@ -70,8 +77,12 @@ def draw_samples(
     for start in range(0, num, AT_ONCE):
         size = min(AT_ONCE, num - start)
         random = stream("audit sample", seed, start)
-        x_1 = torch.from_numpy(random.standard_normal((size, *shape), dtype=np.float32)).to(target.device)
-        condition = () if condition_S is None else (condition_S[start : start + size].to(target.device),)
+        x_1 = torch.from_numpy(random.standard_normal((size, *shape), dtype=np.float32)).to(
+            target.device
+        )
+        condition = (
+            () if condition_S is None else (condition_S[start : start + size].to(target.device),)
+        )
 
         def moving(x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...] = condition) -> Tensor:
             return velocity(x_B, t_B, *condition)

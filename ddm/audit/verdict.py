@@ -40,20 +40,32 @@ def judge(found: Findings, limits: Audit) -> tuple[Verdict, str]:
     if short := too_few(found.num_holdout, limits):
         return "inconclusive", short
     if not found.unseen:
-        return "inconclusive", "an expert that learned neither side tells members from held-out units: they differ"
+        return (
+            "inconclusive",
+            "an expert that learned neither side tells members from held-out units: they differ",
+        )
     figures = _figures(found, limits)
     for what, estimate, most in figures:
         if estimate.value > most:
             return "fail", f"{what} is {_in_words(estimate)}; the plan allows {most:g}"
     seen = found.control.worst.auc
     if seen.value <= limits.max_mia_auc:
-        return "inconclusive", f"no attack sees a copy overfitted to a few images: AUC {_in_words(seen)} at most"
+        return (
+            "inconclusive",
+            f"no attack sees a copy overfitted to a few images: AUC {_in_words(seen)} at most",
+        )
     for space, share in found.control_copies.items():
         if share < _ENOUGH_COPIES:
-            return "inconclusive", f"only {share:.0%} of blurred training images count as copies in {space}"
+            return (
+                "inconclusive",
+                f"only {share:.0%} of blurred training images count as copies in {space}",
+            )
     for what, estimate, most in figures:
         if estimate.high > most:
-            return "inconclusive", f"{what} is {_in_words(estimate)}: too few units or samples for the limit {most:g}"
+            return (
+                "inconclusive",
+                f"{what} is {_in_words(estimate)}: too few units or samples for the limit {most:g}",
+            )
     return "pass", "; ".join(f"{what} {_in_words(estimate)}" for what, estimate, _ in figures)
 
 
@@ -71,7 +83,8 @@ def _figures(found: Findings, limits: Audit) -> list[tuple[str, Estimate, float]
         (f"share found at 1% false positives by {sharpest.name}", sharpest.tpr, limits.max_mia_tpr),
     ]
     return figures + [
-        (f"share of near copies in {space}", share, limits.max_near_copy_rate) for space, share in found.copies.items()
+        (f"share of near copies in {space}", share, limits.max_near_copy_rate)
+        for space, share in found.copies.items()
     ]
 
 

@@ -12,9 +12,14 @@ from ddm.system.console import passphrase, progress, say, table
 
 def assemble(
     folder: IslandsArgument,
-    out: Annotated[Path, typer.Option(metavar="RELEASE", help="The release folder to make; it must not exist.")],
+    out: Annotated[
+        Path, typer.Option(metavar="RELEASE", help="The release folder to make; it must not exist.")
+    ],
     partial: Annotated[
-        bool, typer.Option("--partial", help="Without the islands that are not trained; shares renormalised.")
+        bool,
+        typer.Option(
+            "--partial", help="Without the islands that are not trained; shares renormalised."
+        ),
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the router's training.")] = 0,
     device: DeviceOption = "auto",
@@ -28,7 +33,9 @@ def assemble(
     from ddm.system.devices import device_named
 
     islands = Islands(folder)
-    missing = missing_islands(islands)  # reads split.json, so that a wrong folder is named before a passphrase is asked
+    missing = missing_islands(
+        islands
+    )  # reads split.json, so that a wrong folder is named before a passphrase is asked
     where = device_named(device, setting="--device")
     secret = passphrase(passphrase_file, None, OWN_KEYS)
     with progress("Training the router, drawing for the report") as tell:
@@ -43,10 +50,17 @@ def assemble(
             on_draw=tell,
         )
     manifest, router = done.manifest, done.router
-    say(table([(each.expert_id, f"{each.prior:.3f}") for each in manifest.experts], ("island", "share")))
+    say(
+        table(
+            [(each.expert_id, f"{each.prior:.3f}") for each in manifest.experts],
+            ("island", "share"),
+        )
+    )
     say(f"Router: {router.kind}, because {router.reason}.")
     value, low, high = router.minus_prior
-    say(f"  on images held out {value:+.4f} nats against the shares alone, 95% interval {low:+.4f} to {high:+.4f}")
+    say(
+        f"  on images held out {value:+.4f} nats against the shares alone, 95% interval {low:+.4f} to {high:+.4f}"
+    )
     heads = (
         "calibration error, 95%",
         f"published, at temperature {manifest.router.temperature:.3g}",
@@ -56,4 +70,6 @@ def assemble(
     if missing:
         say(f"PARTIAL: without {', '.join(manifest.missing_silos)}, which are not trained yet.")
     say(f"Published {manifest.plan_id}, version {manifest.version}: {out}")
-    say(f"Next: ddm sample {quote(str(out))} --root {quote(str(islands.root))} --num 64 --out samples.png")
+    say(
+        f"Next: ddm sample {quote(str(out))} --root {quote(str(islands.root))} --num 64 --out samples.png"
+    )

@@ -28,7 +28,11 @@ def audits_as_json(opened: Release) -> list[dict[str, object]]:
             {
                 "silo_id": silo.silo_id,
                 "verdict": silo.audit,
-                "experts": [each.expert_id for each in opened.manifest.experts if each.silo_id == silo.silo_id],
+                "experts": [
+                    each.expert_id
+                    for each in opened.manifest.experts
+                    if each.silo_id == silo.silo_id
+                ],
                 "waiver": waiver.model_dump(mode="json") if waiver else None,
                 "despite_fail": released.model_dump(mode="json") if released else None,
             }
@@ -40,7 +44,9 @@ def _experts(submission: Submission) -> str:
     names = [each.expert_id for each in submission.experts]
     if len(names) == 1:
         return f"expert {names[0]}"
-    return f"experts {', '.join(names)}" if len(names) <= _MOST_NAMED else f"all {len(names)} experts"
+    return (
+        f"experts {', '.join(names)}" if len(names) <= _MOST_NAMED else f"all {len(names)} experts"
+    )
 
 
 def _in_words(submission: Submission) -> str:

@@ -9,7 +9,12 @@ from torch import Tensor
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.protocol.plan import ClassCondition, Condition, TextCondition
-from ddm.sampling.guidance import ConditionValue, condition_and_null, conditional_log_prior, router_shares
+from ddm.sampling.guidance import (
+    ConditionValue,
+    condition_and_null,
+    conditional_log_prior,
+    router_shares,
+)
 from ddm.system.console import say
 
 if TYPE_CHECKING:
@@ -29,15 +34,27 @@ def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
         MissingFileError, DigestError: the folder holds another encoder.
     """
     if not isinstance(condition, TextCondition):
-        got = "experts " + ("with classes" if isinstance(condition, ClassCondition) else "without conditions")
-        raise SetupError("--text", expected="experts with texts as conditions", got=got, remedy="Leave --text out.")
+        got = "experts " + (
+            "with classes" if isinstance(condition, ClassCondition) else "without conditions"
+        )
+        raise SetupError(
+            "--text",
+            expected="experts with texts as conditions",
+            got=got,
+            remedy="Leave --text out.",
+        )
     encoder = encoder_of(folder, condition)
     if encoder.num_cut([text]):
         say(f"The text is longer than {condition.max_tokens} tokens; the rest is cut off.")
     vectors = encoder.encode([text])[0]
     if not vectors.any():  # the null condition
         expected = "a text with at least one word that the encoder knows"
-        raise SetupError("--text", expected=expected, got=f"{len(text)} characters without one", remedy="Reword it.")
+        raise SetupError(
+            "--text",
+            expected=expected,
+            got=f"{len(text)} characters without one",
+            remedy="Reword it.",
+        )
     return vectors
 
 
@@ -48,12 +65,21 @@ def class_number(text: str, condition: Condition) -> int:
         SetupError: these experts take no classes, or have none of this name.
     """
     if not isinstance(condition, ClassCondition):
-        got = "experts " + ("with texts" if isinstance(condition, TextCondition) else "without conditions")
+        got = "experts " + (
+            "with texts" if isinstance(condition, TextCondition) else "without conditions"
+        )
         remedy = "Leave --class out."
-        raise SetupError("--class", expected="experts with classes as conditions", got=got, remedy=remedy)
+        raise SetupError(
+            "--class", expected="experts with classes as conditions", got=got, remedy=remedy
+        )
     if (number := condition.classes.number(text)) is None:
         expected, got = f"a class, {condition.classes.words()}", repr(text[:40])
-        raise SetupError("--class", expected=expected, got=got, remedy="`ddm info` lists the classes of a release.")
+        raise SetupError(
+            "--class",
+            expected=expected,
+            got=got,
+            remedy="`ddm info` lists the classes of a release.",
+        )
     return number
 
 
@@ -87,7 +113,10 @@ def condition_shares(
 
 
 def shares_of_each(
-    ensemble: Ensemble, condition: ConditionValue | None, target_prior: list[float], declared: list[float] | None
+    ensemble: Ensemble,
+    condition: ConditionValue | None,
+    target_prior: list[float],
+    declared: list[float] | None,
 ) -> Tensor:
     """Return the shares that are due under the condition of all samples, (K,), or under each one's class, (N, K)."""
     if not isinstance(condition, Tensor) or condition.dim() != 1:
@@ -98,7 +127,9 @@ def shares_of_each(
     return torch.stack([expert_shares(ensemble, target_prior, shares) for shares in each])[group_N]
 
 
-def expert_shares(ensemble: Ensemble, target_prior: list[float], class_prior: list[float] | None) -> Tensor:
+def expert_shares(
+    ensemble: Ensemble, target_prior: list[float], class_prior: list[float] | None
+) -> Tensor:
     """Return each expert's share of the samples that is due, under the prior and the condition, shape (K,)."""
     if class_prior is None:
         weight_K = torch.tensor(target_prior, dtype=torch.float64)
@@ -117,4 +148,6 @@ def describe_shares(
     prior = expert_shares(ensemble, target_prior, class_prior).tolist()
     word = "prior" if label is None else f"prior given class {label}"
     parts = zip(ensemble.expert_ids, shares, prior, strict=True)
-    return ", ".join(f"{expert_id} {share:.2f} ({word} {due:.2f})" for expert_id, share, due in parts)
+    return ", ".join(
+        f"{expert_id} {share:.2f} ({word} {due:.2f})" for expert_id, share, due in parts
+    )

@@ -23,7 +23,14 @@ from ddm.distillation.start import initial_weights
 from ddm.errors import DataError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.plan import Architecture, Autoencoder, ClassCondition, Condition, NoCondition, TextCondition
+from ddm.protocol.plan import (
+    Architecture,
+    Autoencoder,
+    ClassCondition,
+    Condition,
+    NoCondition,
+    TextCondition,
+)
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
 from ddm.system.signals import stop_on_first_signal
@@ -41,7 +48,11 @@ if TYPE_CHECKING:
 _DEFAULT_NUM = 4096
 _SOLVER_STEPS = 50  # of own samples
 _MOST = 2**53 - 1  # the record cannot hold a larger number
-_STUDENT, _IMAGES, _TRAINING = "The student", "Training images", "Training"  # the panels of the help
+_STUDENT, _IMAGES, _TRAINING = (
+    "The student",
+    "Training images",
+    "Training",
+)  # the panels of the help
 _WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
 
 
@@ -69,7 +80,9 @@ class StudentSettings(Settings):
 Out = Annotated[
     Path,
     typer.Option(
-        metavar="FILE", help="FILE.safetensors; run again to continue where it stopped.", rich_help_panel=_STUDENT
+        metavar="FILE",
+        help="FILE.safetensors; run again to continue where it stopped.",
+        rich_help_panel=_STUDENT,
     ),
 ]
 ArchitectureFile = Annotated[
@@ -83,7 +96,11 @@ ArchitectureFile = Annotated[
 ]
 Unconditional = Annotated[
     bool,
-    typer.Option("--unconditional", help="No condition, although the experts have one.", rich_help_panel=_STUDENT),
+    typer.Option(
+        "--unconditional",
+        help="No condition, although the experts have one.",
+        rich_help_panel=_STUDENT,
+    ),
 ]
 Data = Annotated[
     Path | None,
@@ -96,12 +113,19 @@ Data = Annotated[
 Texts = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="npz of texts to draw own samples for; for experts with texts.", rich_help_panel=_IMAGES
+        metavar="FILE",
+        help="npz of texts to draw own samples for; for experts with texts.",
+        rich_help_panel=_IMAGES,
     ),
 ]
 Num = Annotated[
     int | None,
-    typer.Option(min=1, max=_MOST, help=f"How many own samples; default {_DEFAULT_NUM}.", rich_help_panel=_IMAGES),
+    typer.Option(
+        min=1,
+        max=_MOST,
+        help=f"How many own samples; default {_DEFAULT_NUM}.",
+        rich_help_panel=_IMAGES,
+    ),
 ]
 Teacher = Annotated[
     TeacherName | None,
@@ -110,14 +134,22 @@ Teacher = Annotated[
 Start = Annotated[
     StartName | None,
     typer.Option(
-        help="Weights to start from; default: an expert's, where the student has its form.", rich_help_panel=_TRAINING
+        help="Weights to start from; default: an expert's, where the student has its form.",
+        rich_help_panel=_TRAINING,
     ),
 ]
 Steps = Annotated[
     int | None,
-    typer.Option(min=1, max=_MOST, help="Training steps; default: as an expert.", rich_help_panel=_TRAINING),
+    typer.Option(
+        min=1, max=_MOST, help="Training steps; default: as an expert.", rich_help_panel=_TRAINING
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=_MOST, help="Of weights, samples and steps.", rich_help_panel=_TRAINING)]
+Seed = Annotated[
+    int,
+    typer.Option(
+        min=0, max=_MOST, help="Of weights, samples and steps.", rich_help_panel=_TRAINING
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -169,25 +201,41 @@ def distill(
         raise SetupError(str(flag), expected=expected, got=f"both, with --data {data}")
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
     memory_bytes = read_memory(memory)
-    own_network = load_settings(StudentSettings, architecture).architecture if architecture else None
+    own_network = (
+        load_settings(StudentSettings, architecture).architecture if architecture else None
+    )
     opened = verification.open(release, experts_later=True)
     plan = opened.plan
-    network, condition = own_network or plan.expert.architecture, NoCondition() if unconditional else plan.condition
+    network, condition = (
+        own_network or plan.expert.architecture,
+        NoCondition() if unconditional else plan.condition,
+    )
     if unconditional:
         check_null(plan.condition, "--unconditional", "Leave --unconditional out.")
     if misfit := network.misfit(plan.expert_shape, condition):
-        raise SetupError("--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}")
+        raise SetupError(
+            "--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}"
+        )
     found = None if start is StartName.RANDOM else initial_weights(opened, network, condition)
     if start is StartName.EXPERT and found is None:
         expected = (
-            "a student of an expert's architecture and condition, and an expert of velocities on the ensemble's path"
+            "a student of an expert's architecture and condition, "
+            "and an expert of velocities on the ensemble's path"
         )
         remedy = "Leave the flag out, to start from random weights."
         raise SetupError("--start expert", expected=expected, got="none of them", remedy=remedy)
     if texts and not isinstance(condition, TextCondition):
-        raise SetupError("--texts", expected="a student with texts as its condition", got=f"condition {condition.kind}")
+        raise SetupError(
+            "--texts",
+            expected="a student with texts as its condition",
+            got=f"condition {condition.kind}",
+        )
     # No tokens are masked: the teacher answers about whole images.
-    changes = {"num_steps": steps or plan.expert.training.num_steps, "seed": seed, "mask_ratio": 0.0}
+    changes = {
+        "num_steps": steps or plan.expert.training.num_steps,
+        "seed": seed,
+        "mask_ratio": 0.0,
+    }
     training = plan.expert.training.model_copy(update=changes)
 
     from ddm.loading.ensemble import build_ensemble
@@ -196,15 +244,23 @@ def distill(
     from ddm.system.memory import memory_limit
 
     where = device_named(device, setting="--device")
-    beside = _needed(plan, network, condition, len(opened.manifest.experts), 0 if data else num or _DEFAULT_NUM)
+    beside = _needed(
+        plan, network, condition, len(opened.manifest.experts), 0 if data else num or _DEFAULT_NUM
+    )
     remedy = "Ask for fewer own samples (--num) or a smaller student (--architecture), or raise --memory."
     limit = memory_limit(memory_bytes)
     room = room_for_experts(plan, opened.manifest, limit, beside=beside, remedy=remedy)
     ensemble = build_ensemble(plan, opened.manifest, opened.folder, memory_bytes=room, device=where)
-    wanted = _Wanted(opened, found, ensemble, _source(opened), chosen, condition, network, training, out, device)
+    wanted = _Wanted(
+        opened, found, ensemble, _source(opened), chosen, condition, network, training, out, device
+    )
     wanted.work.mkdir(parents=True, exist_ok=True)
     with locked(wanted.work, "distillation"):
-        dataset, images = _public_images(wanted, data) if data else _own_samples(wanted, num or _DEFAULT_NUM, texts)
+        dataset, images = (
+            _public_images(wanted, data)
+            if data
+            else _own_samples(wanted, num or _DEFAULT_NUM, texts)
+        )
         trained = _trained(wanted, dataset)
         _keep(wanted, trained, images)
     say(
@@ -216,7 +272,9 @@ def distill(
     warn_if_expired(opened)
 
 
-def _needed(plan: "Plan", network: Architecture, condition: Condition, num_experts: int, num: int) -> int:
+def _needed(
+    plan: "Plan", network: Architecture, condition: Condition, num_experts: int, num: int
+) -> int:
     """Return the bytes of training a student on so many own samples, beside its teachers."""
     from ddm.protocol.footprint import labels_bytes, sampling_bytes
     from ddm.protocol.sizes import network_size
@@ -234,10 +292,17 @@ def _source(opened: "Release") -> "Source":
 
     verified, manifest = opened.verified, opened.manifest
     digest = verified.files["manifest.json"].digest
-    return Source(plan_id=manifest.plan_id, version=manifest.version, manifest=digest, root=verified.root_fingerprint)
+    return Source(
+        plan_id=manifest.plan_id,
+        version=manifest.version,
+        manifest=digest,
+        root=verified.root_fingerprint,
+    )
 
 
-def _own_samples(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[DistillationData, OwnSamples]":
+def _own_samples(
+    wanted: _Wanted, num: int, texts: Path | None
+) -> "tuple[DistillationData, OwnSamples]":
     """Draw the training images from the ensemble itself."""
     from ddm.distillation.dataset import own_samples, read_labels
     from ddm.distillation.student import OwnSamples
@@ -270,7 +335,9 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
     from ddm.loading.plan import PlanFiles
 
     opened, condition = wanted.opened, wanted.condition
-    given = open_image_set(data, opened.plan.data, opened.plan.transform, takes_samples=True, subject="public images")
+    given = open_image_set(
+        data, opened.plan.data, opened.plan.transform, takes_samples=True, subject="public images"
+    )
     images = given.read()
     expert_N = None
     for remark in (*given.remarks, *given.range_remarks(images)):
@@ -326,13 +393,17 @@ def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
     except SetupError as error:
         if isinstance(error.__cause__, torch.OutOfMemoryError):
             remedy = "Ask for a smaller student (--architecture), or train without the GPU (--device cpu)."
-            raise SetupError(error.subject, expected=error.expected, got=error.got, remedy=remedy) from error
+            raise SetupError(
+                error.subject, expected=error.expected, got=error.got, remedy=remedy
+            ) from error
         if not error.subject.startswith("checkpoints"):
             raise
         remedy = f"Give the flags of that run, or another --out, or remove {wanted.work.name}."
         expected = "checkpoints of this release, these flags and images"
         got = "checkpoints of a run with a different release, flags or images"
-        raise SetupError(f"checkpoints in {wanted.work.name}", expected=expected, got=got, remedy=remedy) from error
+        raise SetupError(
+            f"checkpoints in {wanted.work.name}", expected=expected, got=got, remedy=remedy
+        ) from error
 
 
 def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages") -> None:
@@ -345,7 +416,9 @@ def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages
     plan, out, autoencoder = wanted.opened.plan, wanted.out, None
     if isinstance(plan.latent, Autoencoder):
         autoencoder = plan.file(plan.latent.path)
-        write_atomic(autoencoder_beside(out), (wanted.opened.folder / autoencoder.path).read_bytes())
+        write_atomic(
+            autoencoder_beside(out), (wanted.opened.folder / autoencoder.path).read_bytes()
+        )
     save_tensors(out, trained.ema)
     record = Student(
         source=wanted.source,

@@ -34,7 +34,9 @@ from ddm.system.together import Kind, do_together
 Advance = Callable[[int, int], None]
 """Called with the steps taken and the steps to take, of all samples."""
 
-SAMPLING = Kind("sampling process", "nothing was written", "a lower --processes, --set batch or --num")
+SAMPLING = Kind(
+    "sampling process", "nothing was written", "a lower --processes, --set batch or --num"
+)
 _REPORT_S = 0.2  # between two words of a process about its progress
 _PIECE_BYTES = 1 << 26  # of images that are sent at once
 
@@ -88,7 +90,11 @@ class Computing:
         """Return the device of one process, and set what torch keeps for the whole process."""
         self.arithmetic.settle()
         device = device_named(self.device, setting="--device")
-        return torch.device("cuda", rank % torch.cuda.device_count()) if device.type == "cuda" else device
+        return (
+            torch.device("cuda", rank % torch.cuda.device_count())
+            if device.type == "cuda"
+            else device
+        )
 
 
 @dataclass(frozen=True)
@@ -122,9 +128,18 @@ class ReleaseSource:
     def ensemble(self, rank: int = 0, *, lazily: bool = False) -> Ensemble:
         """Build the ensemble; lazily, experts are loaded on first use even where all of them fit."""
         where, arithmetic = self.computing.place(rank), self.computing.arithmetic
-        room = sum(expert.file.bytes for expert in self.manifest.experts) if lazily and self.room is None else self.room
+        room = (
+            sum(expert.file.bytes for expert in self.manifest.experts)
+            if lazily and self.room is None
+            else self.room
+        )
         built = build_ensemble(
-            self.plan, self.manifest, self.folder, memory_bytes=room, device=where, arithmetic=arithmetic
+            self.plan,
+            self.manifest,
+            self.folder,
+            memory_bytes=room,
+            device=where,
+            arithmetic=arithmetic,
         )
         return replace(built, chunk_size=self.computing.batch)
 
@@ -190,7 +205,12 @@ class Job:
     def draw(self, ensemble: Ensemble, numbers: Sequence[int], advance: Advance) -> Drawn:
         """Draw the samples of these numbers, in this process."""
         how = {name: _as_tensor(value) for name, value in self.how.items()}
-        how |= {"strategy": self.strategy, "seed": self.seed, "numbers": numbers, "on_progress": advance}
+        how |= {
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "numbers": numbers,
+            "on_progress": advance,
+        }
         told_N = per_sample(ensemble.condition, how["condition"])
         if told_N is not None:
             how["condition"] = told_N[list(numbers)]
@@ -222,7 +242,12 @@ class Job:
 
 
 def draw(
-    job: Job, num: int, num_processes: int, weight_K: Tensor, advance: Advance, ensemble: Ensemble | None = None
+    job: Job,
+    num: int,
+    num_processes: int,
+    weight_K: Tensor,
+    advance: Advance,
+    ensemble: Ensemble | None = None,
 ) -> Drawn:
     """Draw samples 0 to num - 1, here, from the ensemble if it is built already, or as `draw_together` does."""
     if num_processes == 1:
@@ -230,7 +255,9 @@ def draw(
     return draw_together(job, num, num_processes, weight_K, advance)
 
 
-def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, advance: Advance) -> Drawn:
+def draw_together(
+    job: Job, num: int, num_processes: int, weight_K: Tensor, advance: Advance
+) -> Drawn:
     """Draw samples 0 to num - 1 in several processes; the threads of this one are divided among them.
 
     Args:
@@ -248,7 +275,9 @@ def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, adva
     expert_N = np.empty(num, np.int64)
     done = [0] * num_processes
 
-    def hear(told: tuple[int, int] | tuple[list[int], NDArray[np.float32], NDArray[np.int64]]) -> None:
+    def hear(
+        told: tuple[int, int] | tuple[list[int], NDArray[np.float32], NDArray[np.int64]],
+    ) -> None:
         if len(told) == 2:
             done[told[0]] = told[1]
             advance(sum(done), num * job.num_moves)

@@ -19,25 +19,38 @@ if TYPE_CHECKING:
 InitOption = Annotated[
     Path | None,
     typer.Option(
-        "--init", metavar="FILE", help="With --t-start: images to begin from, pictures or .npz.", rich_help_panel=WHAT
+        "--init",
+        metavar="FILE",
+        help="With --t-start: images to begin from, pictures or .npz.",
+        rich_help_panel=WHAT,
     ),
 ]
 TStartOption = Annotated[
     float | None,
     typer.Option(
-        "--t-start", min=0.0, max=1.0, help="With --init: noise them to T; 1 leaves nothing.", rich_help_panel=WHAT
+        "--t-start",
+        min=0.0,
+        max=1.0,
+        help="With --init: noise them to T; 1 leaves nothing.",
+        rich_help_panel=WHAT,
     ),
 ]
 InpaintOption = Annotated[
     Path | None,
     typer.Option(
-        "--inpaint", metavar="FILE", help="With --mask: images to complete, pictures or .npz.", rich_help_panel=WHAT
+        "--inpaint",
+        metavar="FILE",
+        help="With --mask: images to complete, pictures or .npz.",
+        rich_help_panel=WHAT,
     ),
 ]
 MaskOption = Annotated[
     Path | None,
     typer.Option(
-        "--mask", metavar="FILE", help="With --inpaint: white where to draw, black where to keep.", rich_help_panel=WHAT
+        "--mask",
+        metavar="FILE",
+        help="With --inpaint: white where to draw, black where to keep.",
+        rich_help_panel=WHAT,
     ),
 ]
 
@@ -66,19 +79,32 @@ class Editing:
     def __post_init__(self) -> None:
         if self.init and self.inpaint:
             raise SetupError("--init", expected="either --init or --inpaint", got="both of them")
-        pairs = (("--init", self.init, "--t-start", self.t_start), ("--inpaint", self.inpaint, "--mask", self.mask))
+        pairs = (
+            ("--init", self.init, "--t-start", self.t_start),
+            ("--inpaint", self.inpaint, "--mask", self.mask),
+        )
         for one, given, other, also in pairs:
             if (given is None) != (also is None):
                 there, missing = (one, other) if also is None else (other, one)
                 raise SetupError(there, expected=f"{missing} as well", got=f"{there} alone")
         if self.t_start == 0:
-            raise SetupError("--t-start", expected="above 0", got="0, at which the images stay as they are")
+            raise SetupError(
+                "--t-start", expected="above 0", got="0, at which the images stay as they are"
+            )
         if self.corrections is not None and not self.inpaint:
-            raise SetupError("--set corrections", expected="--inpaint as well", got=f"{self.corrections} without it")
+            raise SetupError(
+                "--set corrections",
+                expected="--inpaint as well",
+                got=f"{self.corrections} without it",
+            )
 
     def num_moves(self, steps: int) -> int:
         """Return how often each sample moves."""
-        return steps + ((steps - 1) * (9 if self.corrections is None else self.corrections) if self.inpaint else 0)
+        return steps + (
+            (steps - 1) * (9 if self.corrections is None else self.corrections)
+            if self.inpaint
+            else 0
+        )
 
     def read(self, spec: "DataSpec", num: int) -> "tuple[Tensor, Tensor | None] | None":
         """Read the images, one for each of `num` samples, and the mask of an inpainting, true where images are known.
@@ -96,11 +122,17 @@ class Editing:
         images = read_given_images(file, spec)
         if len(images) not in (1, num):
             flag = "--init" if self.init else "--inpaint"
-            raise SetupError(flag, expected=f"1 image, or one for each of {num} samples", got=f"{len(images)} images")
+            raise SetupError(
+                flag,
+                expected=f"1 image, or one for each of {num} samples",
+                got=f"{len(images)} images",
+            )
         images = images.expand(num, *images.shape[1:])
         return images, None if self.mask is None else ~read_mask(self.mask, spec)
 
-    def draw(self, ensemble: "Ensemble", num: int, read: "tuple[Tensor, Tensor | None] | None", how: Any) -> "Samples":
+    def draw(
+        self, ensemble: "Ensemble", num: int, read: "tuple[Tensor, Tensor | None] | None", how: Any
+    ) -> "Samples":
         """Draw samples, from noise or from what was read."""
         if read is None:
             return ensemble.sample(num, **how)

@@ -44,14 +44,23 @@ if TYPE_CHECKING:
 COMPARE = "What to compare with"
 
 Num = Annotated[
-    int | None, typer.Option("--num", min=8, help="How many samples; with --samples, the first.", rich_help_panel=WHAT)
+    int | None,
+    typer.Option(
+        "--num", min=8, help="How many samples; with --samples, the first.", rich_help_panel=WHAT
+    ),
 ]
 Given = Annotated[
     Path | None,
-    typer.Option("--samples", metavar="FILE", help="npz that ddm sample wrote; draws nothing.", rich_help_panel=WHAT),
+    typer.Option(
+        "--samples",
+        metavar="FILE",
+        help="npz that ddm sample wrote; draws nothing.",
+        rich_help_panel=WHAT,
+    ),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Writes a page with pictures.", rich_help_panel=WHAT)
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Writes a page with pictures.", rich_help_panel=WHAT),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.", rich_help_panel=WHAT)]
 ReferenceFile = Annotated[
@@ -65,30 +74,53 @@ ReferenceFile = Annotated[
 ]
 Holdout = Annotated[
     Path | None,
-    typer.Option("--holdout", metavar="PATH", help="Other real images, the scale for copies.", rich_help_panel=COMPARE),
+    typer.Option(
+        "--holdout",
+        metavar="PATH",
+        help="Other real images, the scale for copies.",
+        rich_help_panel=COMPARE,
+    ),
 ]
 By = Annotated[
     str | None,
-    typer.Option("--by", metavar="NAME", help="Array of the reference that groups it.", rich_help_panel=COMPARE),
+    typer.Option(
+        "--by",
+        metavar="NAME",
+        help="Array of the reference that groups it.",
+        rich_help_panel=COMPARE,
+    ),
 ]
 FeaturesOption = Annotated[
     str,
     typer.Option(
-        "--features", help="encoder, timm:NAME=FILE, clip:FOLDER, or a classifier's FILE.", rich_help_panel=COMPARE
+        "--features",
+        help="encoder, timm:NAME=FILE, clip:FOLDER, or a classifier's FILE.",
+        rich_help_panel=COMPARE,
     ),
 ]
 Neighbours = Annotated[
     int,
-    typer.Option("--neighbours", min=1, max=100, help="k of precision, recall and so on.", rich_help_panel=COMPARE),
+    typer.Option(
+        "--neighbours",
+        min=1,
+        max=100,
+        help="k of precision, recall and so on.",
+        rich_help_panel=COMPARE,
+    ),
 ]
 Strategies = Annotated[
     list[StrategyName] | None,
-    typer.Option("--strategy", help="Which expert each step follows; repeatable.", rich_help_panel=HOW),
+    typer.Option(
+        "--strategy", help="Which expert each step follows; repeatable.", rich_help_panel=HOW
+    ),
 ]
 ClassesOption = Annotated[
     str | None,
     typer.Option(
-        "--class", metavar="WAY", help="data (as the reference), equal, none, or one class.", rich_help_panel=WHAT
+        "--class",
+        metavar="WAY",
+        help="data (as the reference), equal, none, or one class.",
+        rich_help_panel=WHAT,
     ),
 ]
 EncoderOption = Annotated[
@@ -130,12 +162,18 @@ def evaluate(
     """Measure samples against real images: FID, KID, precision, recall, shares, copies; verifies first."""
     rare = read_settings(DrawingSettings, settings)
     if num is None and samples is None:
-        raise SetupError("--num", expected="--num or --samples", got="neither a number of samples nor a file of them")
+        raise SetupError(
+            "--num",
+            expected="--num or --samples",
+            got="neither a number of samples nor a file of them",
+        )
     asked, within = Asked(label, text, text_encoder), interval(rare.guidance_interval)
     names = list(dict.fromkeys(each.value for each in strategy or [StrategyName.LOCK]))
     wanted = following.settings(rare)
     if samples is not None:
-        _check_nothing_is_drawn(samples, {"--strategy": strategy, **{FLAGS[name]: name for name in wanted}})
+        _check_nothing_is_drawn(
+            samples, {"--strategy": strategy, **{FLAGS[name]: name for name in wanted}}
+        )
         _check_nothing_is_drawn(samples, {str(asked.flag): asked.flag, "--guidance": guidance})
     chosen = _strategies(names, wanted)
     if out is not None:
@@ -167,22 +205,34 @@ def evaluate(
     given = None if samples is None else given_samples(opened, samples, num)
     count = num or 0 if given is None else len(given.images)
     beside = real.num_bytes + (held.num_bytes if held else 0)
-    beside += metrics_bytes(count, real.num + (held.num if held else 0), network.dim, min(plan.data.dim, 4096))
+    beside += metrics_bytes(
+        count, real.num + (held.num if held else 0), network.dim, min(plan.data.dim, 4096)
+    )
     if given is None:
-        beside += 2 * labels_bytes(plan.condition, count) + (condition_bytes(plan.condition) if text_encoder else 0)
+        beside += 2 * labels_bytes(plan.condition, count) + (
+            condition_bytes(plan.condition) if text_encoder else 0
+        )
     limit.check(
-        "memory", beside + 4 * count * plan.data.dim, "Evaluate fewer images, or raise the limit with --memory."
+        "memory",
+        beside + 4 * count * plan.data.dim,
+        "Evaluate fewer images, or raise the limit with --memory.",
     )
     if given is not None:
         drawn, due_E, words = [given], weights, None
     else:
-        counted = declared is not None or plan.statistics.class_counts is not None or len(weights) == 1
+        counted = (
+            declared is not None or plan.statistics.class_counts is not None or len(weights) == 1
+        )
         under = conditions_for(asked, plan.condition, real, count, solving.seed, counted=counted)
         _check_told(under.value is not None, rare, guidance)
         if guidance:
             check_null(plan.condition, "--guidance", "Leave --guidance out.")
         words = under.words
-        if under.kept is not None and isinstance(under.value, int) and isinstance(plan.condition, ClassCondition):
+        if (
+            under.kept is not None
+            and isinstance(under.value, int)
+            and isinstance(plan.condition, ClassCondition)
+        ):
             real = real.only(under.kept)
             held = held and held_of_class(under.value, plan.condition, held)
         how = {
@@ -194,17 +244,28 @@ def evaluate(
             "guidance_interval": within,
             "router_every": rare.router_every or 1,
         }
-        drawing = Drawing(opened, computing, min(machine.processes, count), solving.seed, how, declared)
+        drawing = Drawing(
+            opened, computing, min(machine.processes, count), solving.seed, how, declared
+        )
         drawn, due_E = drawing.draw(chosen, count, beside, limit, partial(_told, as_json=as_json))
     with _told(f"comparing {real.num} reference images", as_json) as advance:
-        yardstick = Yardstick.of(real, network, holdout=held, k=neighbours, seed=solving.seed, on_progress=advance)
-    owners, silos = [expert.silo_id for expert in manifest.experts], [silo.silo_id for silo in manifest.silos]
-    due = [sum(w for w, owner in zip(due_E, owners, strict=True) if owner == silo) for silo in silos]
+        yardstick = Yardstick.of(
+            real, network, holdout=held, k=neighbours, seed=solving.seed, on_progress=advance
+        )
+    owners, silos = (
+        [expert.silo_id for expert in manifest.experts],
+        [silo.silo_id for silo in manifest.silos],
+    )
+    due = [
+        sum(w for w, owner in zip(due_E, owners, strict=True) if owner == silo) for silo in silos
+    ]
     results = []
     for each in drawn:
         with _told(f"comparing {count} samples, {each.name}", as_json) as advance:
             silo_N = each.silo_N(owners, silos)
-            found = yardstick.judge(each.images, silo_N=silo_N, silos=silos, prior=due, on_progress=advance)
+            found = yardstick.judge(
+                each.images, silo_N=silo_N, silos=silos, prior=due, on_progress=advance
+            )
             found = replace(found, notes=(*each.notes, *found.notes))
         results.append((each.name, each.images, silo_N, found))
     sampling = None if words is None else _sampling(solving, words, guidance)
@@ -224,18 +285,27 @@ def _check_nothing_is_drawn(samples: Path, given: dict[str, Any]) -> None:
     """Refuse options that say how samples are drawn."""
     for flag, value in given.items():
         if value is not None and value != []:
-            raise SetupError(flag, expected=f"either {flag} or --samples", got=f"both, with --samples {samples}")
+            raise SetupError(
+                flag, expected=f"either {flag} or --samples", got=f"both, with --samples {samples}"
+            )
 
 
 def _check_told(told: bool, rare: DrawingSettings, guidance: float | None) -> None:
     """Refuse what changes nothing where samples are told nothing."""
-    options = {"--guidance": guidance, "--set class-prior": None if rare.class_prior == "data" else rare.class_prior}
+    options = {
+        "--guidance": guidance,
+        "--set class-prior": None if rare.class_prior == "data" else rare.class_prior,
+    }
     for flag, value in options.items():
         if value is not None and not told:
             got = f"{value!r} with samples that are told nothing"
             raise SetupError(flag, expected="samples with a class or a text", got=got)
     if rare.guidance_interval is not None and not guidance:
-        raise SetupError("--set guidance-interval", expected="--guidance as well", got="an interval without guidance")
+        raise SetupError(
+            "--set guidance-interval",
+            expected="--guidance as well",
+            got="an interval without guidance",
+        )
 
 
 def _sampling(solving: Solving, words: str, guidance: float | None) -> dict[str, Any]:
@@ -261,7 +331,10 @@ def _strategies(names: list[str], wanted: dict[str, Any]) -> "dict[str, Strategy
     for setting, value in wanted.items():
         if not any(setting in SETTINGS[name] for name in names):
             chosen_strategy(names[0], {setting: value})  # refuses it
-    return {name: chosen_strategy(name, {s: v for s, v in wanted.items() if s in SETTINGS[name]}) for name in names}
+    return {
+        name: chosen_strategy(name, {s: v for s, v in wanted.items() if s in SETTINGS[name]})
+        for name in names
+    }
 
 
 def _origin(
@@ -302,7 +375,9 @@ def _document(results: "list[tuple[str, Evaluation]]", origin: dict[str, Any]) -
     return {**first, "compared": rest, **origin}
 
 
-def _tables(results: "list[tuple[str, Tensor, Tensor | None, Evaluation]]", network: "Features") -> str:
+def _tables(
+    results: "list[tuple[str, Tensor, Tensor | None, Evaluation]]", network: "Features"
+) -> str:
     """Lay the figures out for a terminal."""
     from ddm.evaluation.tables import tables
 

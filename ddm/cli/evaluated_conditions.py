@@ -42,7 +42,11 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.flag == "--text" and self.label is not None:
-            raise SetupError("--text", expected="either --text or --class", got=f"both, with --class {self.label}")
+            raise SetupError(
+                "--text",
+                expected="either --text or --class",
+                got=f"both, with --class {self.label}",
+            )
         if self.text is not None:
             check_text(self.text, self.text_encoder)
 
@@ -70,7 +74,13 @@ class Conditions:
 
 
 def conditions_for(
-    asked: Asked, condition: Condition, reference: "Reference", num: int, seed: int, *, counted: bool
+    asked: Asked,
+    condition: Condition,
+    reference: "Reference",
+    num: int,
+    seed: int,
+    *,
+    counted: bool,
 ) -> Conditions:
     """Return what each of `num` samples is told.
 
@@ -89,21 +99,33 @@ def conditions_for(
     match condition:
         case ClassCondition():
             if asked.flag in ("--text", "--text-encoder"):
-                raise SetupError(str(asked.flag), expected="experts with texts", got="experts with classes")
+                raise SetupError(
+                    str(asked.flag), expected="experts with texts", got="experts with classes"
+                )
             return _classes(asked.label, condition, reference, num, seed, counted=counted)
         case TextCondition():
             if asked.label not in (None, "none"):
                 got = "experts with texts"
-                raise SetupError("--class", expected="experts with classes, or --class none", got=got)
+                raise SetupError(
+                    "--class", expected="experts with classes, or --class none", got=got
+                )
             return _texts(asked, condition, reference, num, seed)
     if asked.flag and asked.label != "none":
         remedy = f"Leave {asked.flag} out."
-        raise SetupError(asked.flag, expected="experts with conditions", got="experts without", remedy=remedy)
+        raise SetupError(
+            asked.flag, expected="experts with conditions", got="experts without", remedy=remedy
+        )
     return Conditions(None, "without a condition")
 
 
 def _classes(
-    label: str | None, condition: ClassCondition, reference: "Reference", num: int, seed: int, *, counted: bool
+    label: str | None,
+    condition: ClassCondition,
+    reference: "Reference",
+    num: int,
+    seed: int,
+    *,
+    counted: bool,
 ) -> Conditions:
     import torch
 
@@ -117,8 +139,16 @@ def _classes(
             words = "each under the class of a reference image"
             return Conditions(label_M[_in_turn(len(label_M), num, seed)], words)
         if label == "data":
-            expected, got = "labels of the reference, in a column labels", "a reference without them"
-            raise SetupError("--class data", expected=expected, got=got, remedy="Use --class equal or --class none.")
+            expected, got = (
+                "labels of the reference, in a column labels",
+                "a reference without them",
+            )
+            raise SetupError(
+                "--class data",
+                expected=expected,
+                got=got,
+                remedy="Use --class equal or --class none.",
+            )
     if label == "equal" or (label is None and counted and not condition.drop):
         classes = torch.arange(condition.num_classes)
         words = f"all {condition.num_classes} classes equally often"
@@ -148,8 +178,13 @@ def held_of_class(label: int, condition: ClassCondition, holdout: "Reference") -
     from ddm.evaluation.reference import classes_of
 
     if (label_M := classes_of(holdout, condition.classes)) is None:
-        expected, got = "labels of the held-out images, as of the reference", "held-out images without labels"
-        raise SetupError("--holdout", expected=expected, got=got, remedy="Leave --holdout or --class out.")
+        expected, got = (
+            "labels of the held-out images, as of the reference",
+            "held-out images without labels",
+        )
+        raise SetupError(
+            "--holdout", expected=expected, got=got, remedy="Leave --holdout or --class out."
+        )
     return holdout.only(_of_class(label, condition, label_M, "holdout"))
 
 
@@ -161,7 +196,9 @@ def _of_class(label: int, condition: ClassCondition, label_M: "Tensor", what: st
     return kept
 
 
-def _texts(asked: Asked, condition: TextCondition, reference: "Reference", num: int, seed: int) -> Conditions:
+def _texts(
+    asked: Asked, condition: TextCondition, reference: "Reference", num: int, seed: int
+) -> Conditions:
     if asked.text_encoder is None:
         return _nothing("text", condition)
     import numpy as np
@@ -174,12 +211,17 @@ def _texts(asked: Asked, condition: TextCondition, reference: "Reference", num: 
         return Conditions(encoded(asked.text, asked.text_encoder, condition), "one text")
     captions = captions_of(reference)
     if captions is None:
-        expected, got = "--text, or captions of the reference, in a column captions", "an encoder alone"
+        expected, got = (
+            "--text, or captions of the reference, in a column captions",
+            "an encoder alone",
+        )
         raise SetupError("--text-encoder", expected=expected, got=got)
     chosen = [captions[row] for row in _in_turn(len(captions), num, seed).tolist()]
     distinct, place_N = np.unique(np.array(chosen), return_inverse=True)
     vectors = encoder_of(asked.text_encoder, condition).encode([str(text) for text in distinct])
-    return Conditions(vectors[torch.from_numpy(place_N)], "each under the caption of a reference image")
+    return Conditions(
+        vectors[torch.from_numpy(place_N)], "each under the caption of a reference image"
+    )
 
 
 def _nothing(kind: str, condition: Condition) -> Conditions:

@@ -56,7 +56,11 @@ class Sampled:
 
     def silo_N(self, owners: Sequence[str], silos: Sequence[str]) -> Tensor | None:
         """Return the index of each sample's silo, by the owner of each expert."""
-        return None if self.expert_N is None else torch.tensor([silos.index(owner) for owner in owners])[self.expert_N]
+        return (
+            None
+            if self.expert_N is None
+            else torch.tensor([silos.index(owner) for owner in owners])[self.expert_N]
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ class Drawing:
         """
         plan, manifest, processes = self.opened.plan, self.opened.manifest, self.num_processes
         batch, steps = self.computing.batch, self.how["steps"]
-        drawing = sampling_bytes(plan, len(manifest.experts), num=-(-num // processes), batch=batch, steps=steps)
+        drawing = sampling_bytes(
+            plan, len(manifest.experts), num=-(-num // processes), batch=batch, steps=steps
+        )
         kept = 4 * num * prod(plan.data.shape) * len(strategies)
         needed = max(drawing, -(-beside // processes)) + -(-kept // processes)
         room = room_for_experts(plan, manifest, limit.part(processes), beside=needed)
@@ -111,7 +117,9 @@ class Drawing:
         each = per_sample(ensemble.condition, condition)
         shares = self.declared
         if each is None or each.dim() == 3:
-            shares = condition_shares(ensemble, condition if each is None else each[0], self.declared)
+            shares = condition_shares(
+                ensemble, condition if each is None else each[0], self.declared
+            )
         found = []
         for name, strategy in strategies.items():
             with told(f"sampling {num} with {name}") as advance:
@@ -137,7 +145,9 @@ def given_samples(opened: Release, path: Path, num: int | None) -> Sampled:
     require_file(path, "an npz that ddm sample wrote")
     array = read_array(path, "images", max_bytes=available_bytes())
     if array.ndim < 2 or not len(array):
-        raise DataError("samples", expected="at least one image", got=f"an array of shape {array.shape}")
+        raise DataError(
+            "samples", expected="at least one image", got=f"an array of shape {array.shape}"
+        )
     array = array[:num]
     check_row(array.dtype, array.shape[1:], spec)
     notes: list[str] = []
@@ -145,11 +155,15 @@ def given_samples(opened: Release, path: Path, num: int | None) -> Sampled:
         low, high = spec.range
         array, share = _clipped(array, spec.range)
         if share:
-            notes.append(f"{share:.2%} of the samples' values were beyond {low:g} to {high:g} and were clipped.")
+            notes.append(
+                f"{share:.2%} of the samples' values were beyond {low:g} to {high:g} and were clipped."
+            )
     counter = RangeCounter()
     counter.add_images(array)
     value_range = range_of_type(array.dtype.name) or spec.range
-    notes += range_remarks(counter.use(), value_range, ValueKind.SAMPLES, subject="The samples' values")
+    notes += range_remarks(
+        counter.use(), value_range, ValueKind.SAMPLES, subject="The samples' values"
+    )
     images = fit(array, range(len(array)), spec=spec)
     expert_N = _given_experts(path, len(images), num, len(opened.manifest.experts))
     return Sampled(path.name, images, expert_N, tuple(notes))

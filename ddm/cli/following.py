@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from ddm.sampling.strategies import Strategy
 
 # How a strategy's setting is written on the command line.
-FLAGS = {"tau": "--tau", "prefix": "--prefix", "k": "--top-k", "mass": "--set mass", "least": "--set least"}
+FLAGS = {
+    "tau": "--tau",
+    "prefix": "--prefix",
+    "k": "--top-k",
+    "mass": "--set mass",
+    "least": "--set least",
+}
 
 
 class StrategyName(StrEnum):
@@ -39,16 +45,29 @@ class Prefix(StrEnum):
 
 TauOption = Annotated[
     float | None,
-    typer.Option("--tau", min=0.0, max=1.0, help="lock: t_lock; at 1, the default, no router.", rich_help_panel=HOW),
+    typer.Option(
+        "--tau",
+        min=0.0,
+        max=1.0,
+        help="lock: t_lock; at 1, the default, no router.",
+        rich_help_panel=HOW,
+    ),
 ]
 PrefixOption = Annotated[
-    Prefix | None, typer.Option("--prefix", help="lock: what to do before t_lock.", rich_help_panel=HOW)
+    Prefix | None,
+    typer.Option("--prefix", help="lock: what to do before t_lock.", rich_help_panel=HOW),
 ]
 TopKOption = Annotated[
-    int | None, typer.Option("--top-k", min=1, help="top-k: mix this many experts; default 2.", rich_help_panel=HOW)
+    int | None,
+    typer.Option(
+        "--top-k", min=1, help="top-k: mix this many experts; default 2.", rich_help_panel=HOW
+    ),
 ]
 PriorOption = Annotated[
-    str, typer.Option("--prior", help="data, equal, or ID=W,...; 0 leaves a silo out.", rich_help_panel=HOW)
+    str,
+    typer.Option(
+        "--prior", help="data, equal, or ID=W,...; 0 leaves a silo out.", rich_help_panel=HOW
+    ),
 ]
 
 
@@ -64,7 +83,13 @@ class Following:
     def settings(self, rare: DrawingSettings) -> dict[str, Any]:
         """Return the settings that were given, by their names in `ddm.sampling.strategies`."""
         prefix = self.prefix and Prefix(self.prefix).value
-        wanted = {"tau": self.tau, "prefix": prefix, "k": self.top_k, "mass": rare.mass, "least": rare.least}
+        wanted = {
+            "tau": self.tau,
+            "prefix": prefix,
+            "k": self.top_k,
+            "mass": rare.mass,
+            "least": rare.least,
+        }
         return {name: value for name, value in wanted.items() if value is not None}
 
 
@@ -78,19 +103,32 @@ def chosen_strategy(name: str, wanted: dict[str, Any]) -> "Strategy":
             got = f"{value} with --strategy {name}"
             raise SetupError(FLAGS[setting], expected=f"--strategy {owner}", got=got)
     if wanted.get("prefix") and wanted.get("tau", 1.0) == 1.0:
-        got = "--tau 1, where lock draws its experts from the prior at once and nothing comes before"
+        got = (
+            "--tau 1, where lock draws its experts from the prior at once and nothing comes before"
+        )
         raise SetupError("--prefix", expected="--tau below 1", got=got)
     return strategy_named(name, **wanted)
 
 
-def priors(manifest: "Manifest", prior: str, class_prior: str) -> tuple[list[float], list[float] | None]:
+def priors(
+    manifest: "Manifest", prior: str, class_prior: str
+) -> tuple[list[float], list[float] | None]:
     """Return each expert's weight, and its share of the class or text if one was declared."""
-    silo_ids, own = [expert.silo_id for expert in manifest.experts], [expert.prior for expert in manifest.experts]
-    declared = None if class_prior == "data" else expert_weights("--set class-prior", class_prior, silo_ids, own)
+    silo_ids, own = (
+        [expert.silo_id for expert in manifest.experts],
+        [expert.prior for expert in manifest.experts],
+    )
+    declared = (
+        None
+        if class_prior == "data"
+        else expert_weights("--set class-prior", class_prior, silo_ids, own)
+    )
     return expert_weights("--prior", prior, silo_ids, own), declared
 
 
-def expert_weights(flag: str, text: str, silo_ids: list[str], data_prior: list[float]) -> list[float]:
+def expert_weights(
+    flag: str, text: str, silo_ids: list[str], data_prior: list[float]
+) -> list[float]:
     """Return a weight for each expert; a silo's goes to its experts in proportion to their data, if it has any."""
     if text == "data":
         return data_prior

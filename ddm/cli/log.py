@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def log(
-    folder: Annotated[Path, typer.Argument(metavar="LOG", help="A copy of the federation's public log.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="LOG", help="A copy of the federation's public log.")
+    ],
     root: RootOption,
     state: StateOption = None,
     checkpoint: CheckpointOption = None,
@@ -29,11 +31,15 @@ def log(
     from ddm.trust.verify import default_state
 
     witnesses = read_witnesses(witness, quorum)
-    found = read_public_log(require_folder(folder, "a folder"), read_root(root), state or default_state())
+    found = read_public_log(
+        require_folder(folder, "a folder"), read_root(root), state or default_state()
+    )
     for path in checkpoint or []:
         found.compare(read_bounded(path, MAX_PROOF_BYTES), path.name)
     times = witnesses.check([found.signed]) if witnesses else {}
-    say(f"Log {found.signed.checkpoint.origin}: {found.signed.size} entries, root hash {found.signed.root.hex()}")
+    say(
+        f"Log {found.signed.checkpoint.origin}: {found.signed.size} entries, root hash {found.signed.root.hex()}"
+    )
     for path in checkpoint or []:
         say(f"  checkpoint {path} is of the same history")
     for name, when in times.items():
@@ -45,5 +51,8 @@ def log(
 def in_words(entry: "Entry") -> str:
     """Return an entry on one line: its kind, then its fields in full."""
     fields = entry.model_dump(mode="json", exclude={"kind"})
-    words = [f"{name}={','.join(value) if isinstance(value, list) else value}" for name, value in fields.items()]
+    words = [
+        f"{name}={','.join(value) if isinstance(value, list) else value}"
+        for name, value in fields.items()
+    ]
     return " ".join([entry.kind, *words])

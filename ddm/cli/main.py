@@ -29,7 +29,9 @@ from ddm.protocol.calibration import calibration_bands, calibration_rows
 from ddm.protocol.plan import Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
 
-app = new_program("Verify a published ensemble of diffusion experts and sample from it, or make one of your own data.")
+app = new_program(
+    "Verify a published ensemble of diffusion experts and sample from it, or make one of your own data."
+)
 
 
 @app.command()
@@ -50,16 +52,26 @@ def verify(
     total = sum(file.bytes for file in verified.files.values())
     say(f"Verified {release}: ensemble {manifest.plan_id}, version {manifest.version}.")
     say(f"  root       {verified.root_fingerprint}")
-    say(f"  files      {len(verified.files)} signed files, {total} bytes; none missing, none unlisted")
+    say(
+        f"  files      {len(verified.files)} signed files, {total} bytes; none missing, none unlisted"
+    )
     say(f"  timestamp  valid until {verified.expires.isoformat()}")
     log = opened.log.view.signed
-    say(f"  log        entry of {log.checkpoint.origin}, which has {log.size} entries, root hash {log.root.hex()}")
+    say(
+        f"  log        entry of {log.checkpoint.origin}, which has {log.size} entries, root hash {log.root.hex()}"
+    )
     for path in checkpoint or []:
         say(f"  checkpoint {path} is of the same history")
     if witnesses:
-        say(f"  witnesses  {witnesses.needed} of {len(witnesses.distinct)} or more cosigned this checkpoint")
+        say(
+            f"  witnesses  {witnesses.needed} of {len(witnesses.distinct)} or more cosigned this checkpoint"
+        )
     for silo_id, fingerprint in sorted(verified.silo_keys.items()):
-        by = "by the key you pinned" if silo_id in pinned else "by the key that targets enrolled for this silo"
+        by = (
+            "by the key you pinned"
+            if silo_id in pinned
+            else "by the key that targets enrolled for this silo"
+        )
         say(f"  silo {silo_id:<9} signed {by}: {fingerprint}")
     _say_lowered(opened)
     _say_audits(opened)
@@ -83,14 +95,20 @@ def info(
         return
     manifest, plan = opened.manifest, opened.plan
     shape = " x ".join(str(side) for side in plan.data.shape)
-    say(f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}")
-    say(f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}")
+    say(
+        f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}"
+    )
+    say(
+        f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}"
+    )
     if plan.transform:
         say(f"  each picture at a silo: {'; '.join(plan.transform.words)}")
     if isinstance(plan.condition, TextCondition) and plan.condition.encoder:
         say(f"  condition: a text, through your copy of the encoder {plan.condition.encoder.name}")
     if isinstance(plan.condition, ClassCondition):
-        say(f"  condition: one of {plan.condition.num_classes} classes, {plan.condition.classes.words(64)}")
+        say(
+            f"  condition: one of {plan.condition.num_classes} classes, {plan.condition.classes.words(64)}"
+        )
     say(_network(plan))
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
     priors: dict[str, list[float]] = {}
@@ -110,7 +128,21 @@ def info(
         for silo in manifest.silos
     ]
     who = "silo" if plan.statistics.private else "island"
-    say(table(rows, (who, f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
+    say(
+        table(
+            rows,
+            (
+                who,
+                f"{plan.statistics.unit}s",
+                "experts",
+                "prior",
+                "epsilon",
+                "delta",
+                "audit",
+                "isolation",
+            ),
+        )
+    )
     _say_grown(opened)
     _say_lowered(opened)
     _say_audits(opened)
@@ -151,10 +183,15 @@ def _say_grown(opened: Release) -> None:
     """Say what each silo is in a plan that carries experts over, and which silos of the plan are not here."""
     for silo in opened.manifest.silos:
         if silo.standing == "carried":
-            say(f"  silo {silo.silo_id} was carried over from plan {opened.plan.origin(silo.silo_id)}")
+            say(
+                f"  silo {silo.silo_id} was carried over from plan {opened.plan.origin(silo.silo_id)}"
+            )
         elif silo.standing != "new":
             say(f"  silo {silo.silo_id} {_STANDINGS[silo.standing]}")
-    for reason, absent in (("missing", opened.manifest.missing_silos), ("withdrawn", opened.manifest.withdrawn_silos)):
+    for reason, absent in (
+        ("missing", opened.manifest.missing_silos),
+        ("withdrawn", opened.manifest.withdrawn_silos),
+    ):
         if absent:
             say(f"  {reason}: {', '.join(absent)}; the priors are shares among the silos above")
 
@@ -163,7 +200,11 @@ def _say_calibration(opened: Release) -> None:
     """Show how far the router's probabilities are off, by noise level, where the manifest states it."""
     manifest = opened.manifest
     if rows := calibration_rows(calibration_bands(manifest.evaluation)):
-        heads = (f"router {manifest.router.kind}", "expected calibration error, 95%", "at temperature 1")
+        heads = (
+            f"router {manifest.router.kind}",
+            "expected calibration error, 95%",
+            "at temperature 1",
+        )
         say("\n" + table(rows, heads))
 
 
@@ -178,7 +219,9 @@ def _say_lowered(opened: Release) -> None:
     for silo in opened.manifest.silos:
         if silo.units_reason is not None:
             stated = f"{opened.submissions[silo.silo_id].num_units} {opened.plan.statistics.unit}s"
-            say(f"  silo {silo.silo_id} counts as {silo.units} of the {stated} that it states: {silo.units_reason}")
+            say(
+                f"  silo {silo.silo_id} counts as {silo.units} of the {stated} that it states: {silo.units_reason}"
+            )
 
 
 app.command("log")(log)

@@ -33,18 +33,25 @@ WHAT, HOW, TRUST, MACHINE = "What to sample", "How to sample", "Verification", "
 
 ReleaseArgument = Annotated[Path, typer.Argument(metavar="RELEASE", help="The published folder.")]
 RootOption = Annotated[
-    Path, typer.Option("--root", metavar="FILE", help="The pinned 1.root.json.", rich_help_panel=TRUST)
+    Path,
+    typer.Option("--root", metavar="FILE", help="The pinned 1.root.json.", rich_help_panel=TRUST),
 ]
 StateOption = Annotated[
     Path | None,
     typer.Option(
-        "--state", metavar="DIR", help="Keeps versions and keys seen, to notice changes.", rich_help_panel=TRUST
+        "--state",
+        metavar="DIR",
+        help="Keeps versions and keys seen, to notice changes.",
+        rich_help_panel=TRUST,
     ),
 ]
 SiloKeyOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--silo-key", metavar="ID=FPR", help="Pin a silo's key by its fingerprint; repeatable.", rich_help_panel=TRUST
+        "--silo-key",
+        metavar="ID=FPR",
+        help="Pin a silo's key by its fingerprint; repeatable.",
+        rich_help_panel=TRUST,
     ),
 ]
 AcceptKeyOption = Annotated[
@@ -57,7 +64,10 @@ AcceptKeyOption = Annotated[
     ),
 ]
 ArchivedOption = Annotated[
-    bool, typer.Option("--archived", help="Accept an expired timestamp, with a warning.", rich_help_panel=TRUST)
+    bool,
+    typer.Option(
+        "--archived", help="Accept an expired timestamp, with a warning.", rich_help_panel=TRUST
+    ),
 ]
 CheckpointOption = Annotated[
     list[Path] | None,
@@ -69,7 +79,8 @@ CheckpointOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    DeviceName, typer.Option("--device", help="auto: a GPU, if there is one.", rich_help_panel=MACHINE)
+    DeviceName,
+    typer.Option("--device", help="auto: a GPU, if there is one.", rich_help_panel=MACHINE),
 ]
 
 
@@ -83,15 +94,25 @@ class Dtype(StrEnum):
 
 
 DtypeOption = Annotated[
-    Dtype, typer.Option("--dtype", help="Precision of matrix products; tf32, float16: GPU.", rich_help_panel=MACHINE)
+    Dtype,
+    typer.Option(
+        "--dtype", help="Precision of matrix products; tf32, float16: GPU.", rich_help_panel=MACHINE
+    ),
 ]
 CompileOption = Annotated[
-    bool, typer.Option("--compile", help="Compile experts: a slow start, then faster.", rich_help_panel=MACHINE)
+    bool,
+    typer.Option(
+        "--compile", help="Compile experts: a slow start, then faster.", rich_help_panel=MACHINE
+    ),
 ]
 ProcessesOption = Annotated[
     int,
     typer.Option(
-        "--processes", min=1, max=64, help="Processes that share samples and threads.", rich_help_panel=MACHINE
+        "--processes",
+        min=1,
+        max=64,
+        help="Processes that share samples and threads.",
+        rich_help_panel=MACHINE,
     ),
 ]
 MemoryOption = Annotated[
@@ -105,32 +126,56 @@ MemoryOption = Annotated[
 ]
 # One owner's islands: the folder, and the keys in it.
 OWN_KEYS = "Passphrase of the owner's keys"
-IslandsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `ddm split` made.")]
+IslandsArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="The folder that `ddm split` made.")
+]
 PassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the owner's keys.")
+    Path | None,
+    typer.Option(
+        "--passphrase-file", metavar="FILE", help="Its first line opens the owner's keys."
+    ),
 ]
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_CELL, _PICTURE_BYTES = 68, 8  # of a grid: sides of the smallest cell, bytes of a pixel with its copies
+_CELL, _PICTURE_BYTES = (
+    68,
+    8,
+)  # of a grid: sides of the smallest cell, bytes of a pixel with its copies
 
 # How images are sampled, from a release or a student.
-NumOption = Annotated[int, typer.Option("--num", min=1, help="How many images.", rich_help_panel=WHAT)]
+NumOption = Annotated[
+    int, typer.Option("--num", min=1, help="How many images.", rich_help_panel=WHAT)
+]
 ImagesOption = Annotated[
     Path,
-    typer.Option("--out", help="FILE.png (grid), .npz (float32), .nii.gz (volumes) or a folder.", rich_help_panel=WHAT),
+    typer.Option(
+        "--out",
+        help="FILE.png (grid), .npz (float32), .nii.gz (volumes) or a folder.",
+        rich_help_panel=WHAT,
+    ),
 ]
 ClassOption = Annotated[
     str | None,
-    typer.Option("--class", metavar="CLASS", help="The class of all images, by name or number.", rich_help_panel=WHAT),
+    typer.Option(
+        "--class",
+        metavar="CLASS",
+        help="The class of all images, by name or number.",
+        rich_help_panel=WHAT,
+    ),
 ]
 TextOption = Annotated[
     str | None,
-    typer.Option("--text", metavar="PROMPT", help="The text that all images shall fit.", rich_help_panel=WHAT),
+    typer.Option(
+        "--text", metavar="PROMPT", help="The text that all images shall fit.", rich_help_panel=WHAT
+    ),
 ]
 TextEncoderOption = Annotated[
     Path | None,
     typer.Option(
-        "--text-encoder", metavar="FOLDER", help="With --text: the encoder that the plan pins.", rich_help_panel=WHAT
+        "--text-encoder",
+        metavar="FOLDER",
+        help="With --text: the encoder that the plan pins.",
+        rich_help_panel=WHAT,
     ),
 ]
 GuidanceOption = Annotated[
@@ -143,8 +188,12 @@ GuidanceOption = Annotated[
         rich_help_panel=WHAT,
     ),
 ]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="Solver steps.", rich_help_panel=HOW)]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same images.", rich_help_panel=HOW)]
+StepsOption = Annotated[
+    int, typer.Option("--steps", min=1, max=10_000, help="Solver steps.", rich_help_panel=HOW)
+]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, help="Same seed, same images.", rich_help_panel=HOW)
+]
 
 
 class SolverName(StrEnum):
@@ -159,12 +208,18 @@ class SolverName(StrEnum):
     UNIPC = "unipc"
 
 
-SolverOption = Annotated[SolverName, typer.Option("--solver", help="ODE solver.", rich_help_panel=HOW)]
+SolverOption = Annotated[
+    SolverName, typer.Option("--solver", help="ODE solver.", rich_help_panel=HOW)
+]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose groups of options are seen as the options in them, in their place and order."""
-    hints, groups, seen = get_type_hints(command, include_extras=True), dict[str, Any](), list[inspect.Parameter]()
+    hints, groups, seen = (
+        get_type_hints(command, include_extras=True),
+        dict[str, Any](),
+        list[inspect.Parameter](),
+    )
     for each in inspect.signature(command).parameters.values():
         kind: Any = hints[each.name]
         if is_dataclass(hints[each.name]):
@@ -243,7 +298,11 @@ class Told:
             got = f"{self.guidance!r} without a condition"
             raise SetupError("--guidance", expected="--class or --text as well", got=got)
         if self.text is not None and self.label is not None:
-            raise SetupError("--text", expected="either --text or --class", got=f"both, with --class {self.label}")
+            raise SetupError(
+                "--text",
+                expected="either --text or --class",
+                got=f"both, with --class {self.label}",
+            )
         check_text(self.text, self.text_encoder)
 
     @property
@@ -329,7 +388,11 @@ def check_text(text: str | None, folder: Path | None) -> None:
         SetupError: the options do not go together, or the text is blank.
     """
     if text is None and folder is not None:
-        raise SetupError("--text-encoder", expected="--text as well", got=f"the folder {folder.name} without a text")
+        raise SetupError(
+            "--text-encoder",
+            expected="--text as well",
+            got=f"the folder {folder.name} without a text",
+        )
     if text is not None and folder is None:
         expected = "--text-encoder as well, the folder of the encoder that the plan pins"
         raise SetupError("--text", expected=expected, got="a text without an encoder")
@@ -381,7 +444,9 @@ def pins(silo_key: list[str] | None, flag: str = "--silo-key") -> dict[str, str]
     for text in silo_key or []:
         silo_id, equals, fingerprint = text.partition("=")
         if not equals or not silo_id:
-            raise SetupError(flag, expected="ID=FINGERPRINT, 64 hexadecimal digits", got=repr(text[:100]))
+            raise SetupError(
+                flag, expected="ID=FINGERPRINT, 64 hexadecimal digits", got=repr(text[:100])
+            )
         pins[silo_id] = parse_fingerprint(fingerprint)
     return pins
 

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 StrategyOption = Annotated[
     StrategyName | None,
-    typer.Option("--strategy", help="Default lock, which is exact; with --inpaint sample.", rich_help_panel=HOW),
+    typer.Option(
+        "--strategy",
+        help="Default lock, which is exact; with --inpaint sample.",
+        rich_help_panel=HOW,
+    ),
 ]
 Set = Annotated[list[str] | None, set_option(SampleSettings)]
 
@@ -56,7 +60,10 @@ def sample(
     from ddm.io.pictures import prepare
 
     rare = read_settings(SampleSettings, settings)
-    editing, within = Editing(init, t_start, inpaint, mask, rare.corrections), interval(rare.guidance_interval)
+    editing, within = (
+        Editing(init, t_start, inpaint, mask, rare.corrections),
+        interval(rare.guidance_interval),
+    )
     strategy = strategy or (StrategyName.SAMPLE if inpaint else StrategyName.LOCK)
     chosen = chosen_strategy(strategy.value, following.settings(rare))
     _check_together(chosen, rare, told, editing)
@@ -76,8 +83,12 @@ def sample(
     plan, manifest = opened.plan, opened.manifest
     prepare(out, plan.data.shape)
     moves = editing.num_moves(steps)
-    each = sampling_bytes(plan, len(manifest.experts), num=-(-num // processes), batch=rare.batch, steps=moves)
-    beside = picture_bytes(out, num, plan.data.shape) + (condition_bytes(plan.condition) if told.text else 0)
+    each = sampling_bytes(
+        plan, len(manifest.experts), num=-(-num // processes), batch=rare.batch, steps=moves
+    )
+    beside = picture_bytes(out, num, plan.data.shape) + (
+        condition_bytes(plan.condition) if told.text else 0
+    )
     limit = memory_limit(read_memory(machine.memory)).part(processes)
     room = room_for_experts(plan, manifest, limit, beside=each + -(-beside // processes))
     condition = told.value(plan.condition)
@@ -101,19 +112,27 @@ def sample(
         drawn = draw(job, num, processes, weight_K, advance, ensemble)
     classes = names_of(plan.condition, condition, num)
     owners = drawn.expert_N.tolist()
-    written = write_samples(drawn.images, owners, out, opened.manifest_digest, classes, plan.data.range)
+    written = write_samples(
+        drawn.images, owners, out, opened.manifest_digest, classes, plan.data.range
+    )
     name = classes[0] if classes else None
     shares = describe_shares(ensemble, shares_of(drawn, ensemble), weights, class_prior, name)
     say(f"{num} samples in {out} ({written}). Experts: {shares}")
     if told.text is not None and declared is None and not knows_shares(ensemble.router):
-        say("No release states who holds images of this text: the prior is that of all images (or --set class-prior).")
+        say(
+            "No release states who holds images of this text: the prior is that of all images (or --set class-prior)."
+        )
     warn_if_expired(opened)
 
 
 def _check_together(chosen: "Strategy", rare: SampleSettings, told: Told, editing: Editing) -> None:
     """Refuse options that change nothing beside the others."""
     if rare.guidance_interval is not None and not told.guidance:
-        raise SetupError("--set guidance-interval", expected="--guidance as well", got="an interval without guidance")
+        raise SetupError(
+            "--set guidance-interval",
+            expected="--guidance as well",
+            got="an interval without guidance",
+        )
     if rare.router_every is not None and not chosen.needs_router:
         expected = "a strategy that asks the router"
         got = f"{rare.router_every} with --strategy lock --tau 1, which asks no router"

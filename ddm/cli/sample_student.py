@@ -21,7 +21,9 @@ from ddm.system.console import progress, say
 
 @grouped
 def sample_student(
-    student: Annotated[Path, typer.Argument(metavar="FILE", help="FILE.safetensors, as ddm distill wrote it.")],
+    student: Annotated[
+        Path, typer.Argument(metavar="FILE", help="FILE.safetensors, as ddm distill wrote it.")
+    ],
     *,
     num: NumOption,
     out: ImagesOption,
@@ -50,7 +52,9 @@ def sample_student(
     processes, record = min(machine.processes, num), read_record(student)
     prepare(out, record.data.shape)
     needed = record.sampling_bytes(num=-(-num // processes), batch=rare.batch, steps=solving.steps)
-    beside = picture_bytes(out, num, record.data.shape) + (condition_bytes(record.condition) if told.text else 0)
+    beside = picture_bytes(out, num, record.data.shape) + (
+        condition_bytes(record.condition) if told.text else 0
+    )
     limit = memory_limit(read_memory(machine.memory)).part(processes)
     limit.check("memory", needed + -(-beside // processes))
     condition = told.value(record.condition)

@@ -15,7 +15,9 @@ BATCH = "most images that an expert is given at once, 1 or more; default 64"
 class RareSettings(BaseModel):
     """What `--set` of one command may name; a field's description says what its value means."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=lambda name: name.replace("_", "-"))
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", alias_generator=lambda name: name.replace("_", "-")
+    )
 
     @classmethod
     def names(cls) -> dict[str, str]:
@@ -27,14 +29,21 @@ class DrawingSettings(RareSettings):
     """The rare settings of `ddm evaluate`, which `ddm sample` has too."""
 
     mass: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="nucleus: the probability that the mixed experts have together, above 0, at most 1"
+        None,
+        description="nucleus: the probability that the mixed experts have together, above 0, at most 1",
     )
     least: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="threshold: the probability that each mixed expert has at least, 0 to 1"
     )
-    router_every: Positive | None = Field(None, description="ask the router at every N-th step, 1 or more")
-    class_prior: str = Field("data", description="who holds the class or the text: data, equal, or ID=W,...")
-    guidance_interval: str | None = Field(None, description="guide between these times alone: LOW,HIGH within 0 to 1")
+    router_every: Positive | None = Field(
+        None, description="ask the router at every N-th step, 1 or more"
+    )
+    class_prior: str = Field(
+        "data", description="who holds the class or the text: data, equal, or ID=W,..."
+    )
+    guidance_interval: str | None = Field(
+        None, description="guide between these times alone: LOW,HIGH within 0 to 1"
+    )
     batch: Positive = Field(64, description=BATCH)
 
 
@@ -42,7 +51,8 @@ class SampleSettings(DrawingSettings):
     """The rare settings of `ddm sample`."""
 
     corrections: Annotated[int, Field(ge=0, le=1000)] | None = Field(
-        None, description="inpainting: evaluations that fit the unknown part after each step, 0 to 1,000; default 9"
+        None,
+        description="inpainting: evaluations that fit the unknown part after each step, 0 to 1,000; default 9",
     )
 
 
@@ -71,12 +81,20 @@ def read_settings(kind: type[SettingsT], words: list[str] | None) -> SettingsT:
     for word in words or []:
         name, equals, value = word.partition("=")
         if not equals or name not in names:
-            raise SetupError("--set", expected=f"NAME=VALUE, NAME one of {', '.join(names)}", got=repr(word[:60]))
+            raise SetupError(
+                "--set", expected=f"NAME=VALUE, NAME one of {', '.join(names)}", got=repr(word[:60])
+            )
         if name in values:
-            raise SetupError(f"--set {name}", expected="the name once", got=f"{values[name][:40]!r} and {value[:40]!r}")
+            raise SetupError(
+                f"--set {name}",
+                expected="the name once",
+                got=f"{values[name][:40]!r} and {value[:40]!r}",
+            )
         values[name] = value
     try:
         return kind.model_validate_strings(values)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-        raise SetupError(f"--set {name}", expected=names[name], got=repr(values[name][:60])) from error
+        raise SetupError(
+            f"--set {name}", expected=names[name], got=repr(values[name][:60])
+        ) from error

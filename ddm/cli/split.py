@@ -11,12 +11,16 @@ from ddm.system.console import passphrase, progress, say, table
 
 
 def split(
-    data: Annotated[Path, typer.Option(metavar="FILE", help="npz of images, or idx with its labels beside it.")],
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="npz of images, or idx with its labels beside it.")
+    ],
     recipe: Annotated[Path, typer.Option(metavar="FILE", help="TOML, as for `aggregator plan`.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
     islands: Annotated[
         int | None,
-        typer.Option(min=2, max=1024, help="How many; default: clustering.num_coarse, or a column's values."),
+        typer.Option(
+            min=2, max=1024, help="How many; default: clustering.num_coarse, or a column's values."
+        ),
     ] = None,
     by: Annotated[
         str | None,
@@ -49,12 +53,19 @@ def split(
     except ValidationError as error:
         # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
         raise misfit(recipe, error) from error
-    rows = [(island.island_id, *([island.value] if done.column else []), island.num_images) for island in done.islands]
+    rows = [
+        (island.island_id, *([island.value] if done.column else []), island.num_images)
+        for island in done.islands
+    ]
     say(table(rows, ("island", *([done.column] if done.column else []), "images")))
     if done.column:
         num_joined = dataset.values(done.column).num_joined
         if num_joined:
-            say(f"Spellings that differ in case or blanks alone are one island: {num_joined} were joined to another.")
+            say(
+                f"Spellings that differ in case or blanks alone are one island: {num_joined} were joined to another."
+            )
     if chosen.not_used:
-        say(f"Not used, since one owner has all of the data: [{'], ['.join(chosen.not_used)}] of the recipe.")
+        say(
+            f"Not used, since one owner has all of the data: [{'], ['.join(chosen.not_used)}] of the recipe."
+        )
     say(f"Plan {done.plan_id} in {out}. Next: ddm train {quote(str(out))}")

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 def train(
     folder: IslandsArgument,
     island: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Only this one, as in a scheduler's array job.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Only this one, as in a scheduler's array job."),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, max=64, help="How many share an island's work.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, help="How many share an island's work.")
+    ] = 1,
     device: DeviceOption = "auto",
 ) -> None:
     """Train an island's expert, or those of all islands; run again to continue where it stopped."""
@@ -37,7 +40,12 @@ def train(
     elsewhere: list[int] = []
     for place, number in enumerate(wanted):
         try:
-            done = _train(islands, number, settings, f"{place + 1} of {len(wanted)}" if len(wanted) > 1 else None)
+            done = _train(
+                islands,
+                number,
+                settings,
+                f"{place + 1} of {len(wanted)}" if len(wanted) > 1 else None,
+            )
         except BusyError as error:
             if island is not None:
                 raise
@@ -47,8 +55,14 @@ def train(
         if done is not None:
             took = human_seconds(done.training.seconds)
             left = len(wanted) - place - 1
-            more = f" About {human_seconds(left * done.training.seconds)} for the {left} left." if left else ""
-            say(f"Island {number}: {done.steps} steps in {took}, loss {done.training.loss:.4f}.{more}")
+            more = (
+                f" About {human_seconds(left * done.training.seconds)} for the {left} left."
+                if left
+                else ""
+            )
+            say(
+                f"Island {number}: {done.steps} steps in {took}, loss {done.training.loss:.4f}.{more}"
+            )
     if not is_first_process():
         return
     missing = missing_islands(islands)
@@ -59,7 +73,9 @@ def train(
         say(f"{num - len(missing)} of {num} islands are trained; other processes train {others}.")
 
 
-def _train(islands: "Islands", number: int, settings: "TrainingSettings", place: str | None) -> "TrainedIsland | None":
+def _train(
+    islands: "Islands", number: int, settings: "TrainingSettings", place: str | None
+) -> "TrainedIsland | None":
     from ddm.islands.train import train_island
 
     label = f"island {number}" + (f" ({place})" if place else "")

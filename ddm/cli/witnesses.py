@@ -13,12 +13,20 @@ if TYPE_CHECKING:
 WitnessOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--witness", metavar="VKEY", help="A witness that must have cosigned; repeatable.", rich_help_panel=TRUST
+        "--witness",
+        metavar="VKEY",
+        help="A witness that must have cosigned; repeatable.",
+        rich_help_panel=TRUST,
     ),
 ]
 QuorumOption = Annotated[
     int | None,
-    typer.Option("--quorum", min=1, help="How many of the witnesses must have; default: all.", rich_help_panel=TRUST),
+    typer.Option(
+        "--quorum",
+        min=1,
+        help="How many of the witnesses must have; default: all.",
+        rich_help_panel=TRUST,
+    ),
 ]
 
 
@@ -35,7 +43,11 @@ def read_witnesses(keys: list[str] | None, quorum: int | None) -> "Witnesses | N
     parsed = tuple(VerifierKey.parse(text) for text in keys or [])
     most = len({key.public.raw for key in parsed})
     if quorum is not None and not parsed:
-        raise SetupError("--quorum", expected="--witness as well", got=f"--quorum {quorum} without a witness")
+        raise SetupError(
+            "--quorum", expected="--witness as well", got=f"--quorum {quorum} without a witness"
+        )
     if quorum is not None and quorum > most:
-        raise SetupError("--quorum", expected=f"at most {most}, the number of --witness keys", got=str(quorum))
+        raise SetupError(
+            "--quorum", expected=f"at most {most}, the number of --witness keys", got=str(quorum)
+        )
     return Witnesses(parsed, quorum) if parsed else None

@@ -55,7 +55,11 @@ class Memory:
     def joined(cls, parts: "Sequence[Memory]") -> "Memory":
         """Return the memory of groups of samples that took the same steps, one after the other."""
         past = [
-            Past(torch.cat([each.x_B for each in same]), torch.cat([each.x_0_B for each in same]), same[0].t)
+            Past(
+                torch.cat([each.x_B for each in same]),
+                torch.cat([each.x_0_B for each in same]),
+                same[0].t,
+            )
             for same in zip(*(part.past for part in parts), strict=True)
         ]
         return cls(torch.cat([part.known_B for part in parts]), tuple(past))
@@ -88,7 +92,9 @@ def exponential_step(
     Source:
         Lu et al. 2022, DPM-Solver++(2M), arXiv 2211.01095, except for the extrapolation.
     """
-    return _predict(x_B, _denoised(velocity, x_B, t, path), t, t_next, memory, path, clock=lambda t: t)
+    return _predict(
+        x_B, _denoised(velocity, x_B, t, path), t, t_next, memory, path, clock=lambda t: t
+    )
 
 
 def dpm_step(
@@ -101,7 +107,9 @@ def dpm_step(
     Source:
         Lu et al. 2022, DPM-Solver++(2M), arXiv 2211.01095, algorithm 2.
     """
-    return _predict(x_B, _denoised(velocity, x_B, t, path), t, t_next, memory, path, clock=_log_snr(path))
+    return _predict(
+        x_B, _denoised(velocity, x_B, t, path), t, t_next, memory, path, clock=_log_snr(path)
+    )
 
 
 def unipc_step(
@@ -135,7 +143,9 @@ def _predict(
         now, ahead, before = clock(t), clock(t_next), memory.past[0]
         if all(map(isfinite, (now, ahead, clock(before.t)))):
             share = (ahead - now) / (2 * (now - clock(before.t)))
-            held_B = x_0_B + expand_time((memory.known_B > 0).to(x_B) * share, x_B) * (x_0_B - before.x_0_B)
+            held_B = x_0_B + expand_time((memory.known_B > 0).to(x_B) * share, x_B) * (
+                x_0_B - before.x_0_B
+            )
     kept, gained = _linear_part(path, t, t_next)
     return kept * x_B + gained * held_B, memory.after(Past(x_B, x_0_B, t))
 
@@ -149,13 +159,17 @@ def _corrected(x_B: Tensor, x_0_B: Tensor, t: float, memory: Memory, path: Path)
     held_B = before.x_0_B + (x_0_B - before.x_0_B) / 2
     if len(memory.past) == _MOST:
         earlier, (first, second) = memory.past[1], _weights(h)
-        ratio = (clock(earlier.t) - clock(before.t)) / h  # minus infinity where the first step began at t = 1
+        ratio = (
+            clock(earlier.t) - clock(before.t)
+        ) / h  # minus infinity where the first step began at t = 1
         curved = (first - second) / (1 - ratio)
         bend_B = (earlier.x_0_B - before.x_0_B) * (curved / ratio)
         second_B = before.x_0_B + bend_B + (first - curved) * (x_0_B - before.x_0_B)
         held_B = torch.where(expand_time(memory.known_B, x_B) >= _MOST, second_B, held_B)
     kept, gained = _linear_part(path, before.t, t)
-    return torch.where(expand_time(memory.known_B, x_B) > 0, kept * before.x_B + gained * held_B, x_B)
+    return torch.where(
+        expand_time(memory.known_B, x_B) > 0, kept * before.x_B + gained * held_B, x_B
+    )
 
 
 def _weights(h: float) -> tuple[float, float]:

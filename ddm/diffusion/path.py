@@ -199,7 +199,9 @@ def target_of(path: Path, prediction: Prediction, x_0: Tensor, eps: Tensor, t_B:
             assert_never(prediction)
 
 
-def x_0_and_eps_of(path: Path, prediction: Prediction, x: Tensor, answer: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
+def x_0_and_eps_of(
+    path: Path, prediction: Prediction, x: Tensor, answer: Tensor, t_B: Tensor
+) -> tuple[Tensor, Tensor]:
     """Solve x_t and a prediction for data and noise.
 
     Singular for eps at alpha = 0 and for x_0 at sigma = 0, and nowhere for velocity and v:
@@ -257,7 +259,13 @@ def velocity_from_score(path: Path, x: Tensor, score: Tensor, t_B: Tensor) -> Te
 
 
 def as_velocity(
-    expert: Expert, prediction: Prediction, path: Path, canonical: Path, *, t_min: float = 0.01, t_max: float = 0.99
+    expert: Expert,
+    prediction: Prediction,
+    path: Path,
+    canonical: Path,
+    *,
+    t_min: float = 0.01,
+    t_max: float = 0.99,
 ) -> Expert:
     """Convert an expert that was trained on another path, or predicts something else, to the canonical velocity.
 
@@ -292,12 +300,16 @@ def as_velocity(
         alpha_B, sigma_B = canonical.alpha(t_B), canonical.sigma(t_B)
         other_B = path.time_of(alpha_B, sigma_B)
         called_B = other_B.clamp(lowest, highest)
-        scale_B = torch.hypot(path.alpha(called_B), path.sigma(called_B)) / torch.hypot(alpha_B, sigma_B)
+        scale_B = torch.hypot(path.alpha(called_B), path.sigma(called_B)) / torch.hypot(
+            alpha_B, sigma_B
+        )
         x_other = expand_time(scale_B, x_B) * x_B
         answer = expert(x_other, called_B, *condition)
         x_0, eps = x_0_and_eps_of(path, prediction, x_other, answer, called_B)
         alpha, sigma = expand_time(alpha_B, x_B), expand_time(sigma_B, x_B)
-        above, below = (expand_time(beyond_B, x_B) > 0 for beyond_B in (other_B - called_B, called_B - other_B))
+        above, below = (
+            expand_time(beyond_B, x_B) > 0 for beyond_B in (other_B - called_B, called_B - other_B)
+        )
         kept_eps = torch.where(above, (x_B - alpha * x_0) / torch.where(above, sigma, 1.0), eps)
         kept_x_0 = torch.where(below, (x_B - sigma * eps) / torch.where(below, alpha, 1.0), x_0)
         return velocity(canonical, kept_x_0, kept_eps, t_B)

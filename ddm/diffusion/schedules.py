@@ -89,7 +89,9 @@ class DiscretePath(_VariancePreserving):
         """See `ddm.diffusion.path.Path.time_of`; below 0 or above 1 for ratios that no step has."""
         known_S = self._known(alpha)
         ratio = sigma.double().log() - alpha.double().log()
-        index = (torch.searchsorted(known_S, ratio.contiguous(), right=True) - 1).clamp(0, self.num_steps - 2)
+        index = (torch.searchsorted(known_S, ratio.contiguous(), right=True) - 1).clamp(
+            0, self.num_steps - 2
+        )
         place = index + (ratio - known_S[index]) / (known_S[index + 1] - known_S[index])
         return (place / (self.num_steps - 1)).to(alpha)
 
@@ -143,7 +145,9 @@ def _betas(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
         return torch.linspace(first, last, num_steps, dtype=torch.float64)
     if kind == "scaled_linear":
         return torch.linspace(first**0.5, last**0.5, num_steps, dtype=torch.float64).square()
-    place = (torch.arange(num_steps + 1, dtype=torch.float64) / num_steps + _COSINE_OFFSET) / (1 + _COSINE_OFFSET)
+    place = (torch.arange(num_steps + 1, dtype=torch.float64) / num_steps + _COSINE_OFFSET) / (
+        1 + _COSINE_OFFSET
+    )
     bar = torch.cos(pi / 2 * place).square()
     return (1 - bar[1:] / bar[:-1]).clamp(max=_MOST_BETA)
 

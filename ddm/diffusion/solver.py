@@ -50,7 +50,9 @@ def integrate(
         MathError: times that do not descend, or an unknown solver.
     """
     check_times(times)
-    return follow(velocity, x_1, times, solver_named(solver, path or LinearPath()), Memory.none(x_1))[0]
+    return follow(
+        velocity, x_1, times, solver_named(solver, path or LinearPath()), Memory.none(x_1)
+    )[0]
 
 
 def follow(

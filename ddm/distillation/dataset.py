@@ -62,7 +62,11 @@ class DistillationData:
             raise DataError("images", expected="at least 1 image", got="0 images")
         for subject, rows in (("experts", self.expert_N), ("conditions", self.labels)):
             if rows is not None and len(rows) != len(self.images):
-                raise ShapeError(subject, expected=f"{len(self.images)}, one per image", got=str(tuple(rows.shape)))
+                raise ShapeError(
+                    subject,
+                    expected=f"{len(self.images)}, one per image",
+                    got=str(tuple(rows.shape)),
+                )
 
 
 def check_labels(labels: Tensor, condition: Condition) -> None:
@@ -74,7 +78,9 @@ def check_labels(labels: Tensor, condition: Condition) -> None:
     match condition:
         case NoCondition():
             got = f"conditions of shape {tuple(labels.shape)}"
-            raise ShapeError("conditions", expected="no conditions: these experts are unconditional", got=got)
+            raise ShapeError(
+                "conditions", expected="no conditions: these experts are unconditional", got=got
+            )
         case TextCondition():
             check_text(labels, len(labels), condition)
         case ClassCondition(num_classes=num):
@@ -107,7 +113,9 @@ def read_labels(path: Path, condition: Condition) -> Tensor:
         labels = array.astype(kind) if fits else None
     if labels is None or not np.isfinite(labels).all():
         got = f"{array.dtype} {array.shape}" if labels is None else "NaN or infinity"
-        raise DataError("labels", expected="whole numbers for classes, or finite numbers for texts", got=got)
+        raise DataError(
+            "labels", expected="whole numbers for classes, or finite numbers for texts", got=got
+        )
     found = torch.from_numpy(labels)
     check_labels(found, condition)
     return found
@@ -144,11 +152,16 @@ def own_samples(
         ShapeError: texts that the experts do not take.
         SetupError: no texts for experts that are conditioned on texts.
     """
-    texts_digest = None if texts is None else hashlib.sha256(texts.contiguous().numpy().data).hexdigest()
+    texts_digest = (
+        None if texts is None else hashlib.sha256(texts.contiguous().numpy().data).hexdigest()
+    )
     recipe = [source, steps, seed, condition.model_dump(mode="json"), texts_digest]
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     part = max(1, min(_PART, _PART_BYTES // (4 * prod(ensemble.shape))))
-    specs = {"images": TensorSpec("F32", (part, *ensemble.shape)), "expert": TensorSpec("I64", (part,))}
+    specs = {
+        "images": TensorSpec("F32", (part, *ensemble.shape)),
+        "expert": TensorSpec("I64", (part,)),
+    }
     images, expert_N = torch.empty(num, *ensemble.shape), torch.empty(num, dtype=torch.int64)
     uniform_N = torch.empty(num, dtype=torch.float64)
 
@@ -156,15 +169,24 @@ def own_samples(
         on_progress(first * steps + taken * (min(first + part, num) - first), num * steps)
 
     for number, first in enumerate(range(0, num, part)):
-        path, rows = folder / f"{key}-{number:05d}.safetensors", slice(first, min(first + part, num))
+        path, rows = (
+            folder / f"{key}-{number:05d}.safetensors",
+            slice(first, min(first + part, num)),
+        )
         noise, uniform_BS = draw_noise(range(first, first + part), ensemble.shape, seed, 2)
         found = _kept(path, specs)
         if found is None:
             label_B = _draw_labels(condition, texts, uniform_BS[:, 1])
-            found = _drawn(ensemble, noise, uniform_BS[:, 0], label_B, steps, partial(report, first))
+            found = _drawn(
+                ensemble, noise, uniform_BS[:, 0], label_B, steps, partial(report, first)
+            )
             folder.mkdir(parents=True, exist_ok=True)
             save_tensors(path, found)
-        drawn = ((images, found["images"]), (expert_N, found["expert"]), (uniform_N, uniform_BS[:, 1]))
+        drawn = (
+            (images, found["images"]),
+            (expert_N, found["expert"]),
+            (uniform_N, uniform_BS[:, 1]),
+        )
         for whole, some in drawn:
             whole[rows] = some[: rows.stop - first]
         report(first, steps)
@@ -182,12 +204,20 @@ def _draw_labels(condition: Condition, texts: Tensor | None, uniform_B: Tensor) 
             if texts is None:
                 remedy = "Give texts, or images with texts, or distil without."
                 got = "experts conditioned on texts, and no texts"
-                raise SetupError("texts", expected="texts to condition samples on", got=got, remedy=remedy)
+                raise SetupError(
+                    "texts", expected="texts to condition samples on", got=got, remedy=remedy
+                )
             check_labels(texts, condition)
             choices = texts
-    chosen_B = ((uniform_B - drop).clamp(min=0) / (1 - drop) * len(choices)).long().clamp(max=len(choices) - 1)
+    chosen_B = (
+        ((uniform_B - drop).clamp(min=0) / (1 - drop) * len(choices))
+        .long()
+        .clamp(max=len(choices) - 1)
+    )
     null = -1 if choices.dim() == 1 else 0
-    return choices[chosen_B].masked_fill_((uniform_B < drop).view(-1, *[1] * (choices.dim() - 1)), null)
+    return choices[chosen_B].masked_fill_(
+        (uniform_B < drop).view(-1, *[1] * (choices.dim() - 1)), null
+    )
 
 
 def _drawn(
@@ -204,10 +234,15 @@ def _drawn(
     w_BK = one_hot(k_B, prior_BK.shape[1]).to(ensemble.device, torch.float32)
     if label_B is not None:
         label_B = label_B.to(ensemble.device)
-    images, times = noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(())), uniform_times(steps)
+    images, times = (
+        noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(())),
+        uniform_times(steps),
+    )
 
     def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
-        return mix_velocity(ensemble.experts, x_B, t_B, w_BK.to(x_B), label_B, together=ensemble.chunk_size)
+        return mix_velocity(
+            ensemble.experts, x_B, t_B, w_BK.to(x_B), label_B, together=ensemble.chunk_size
+        )
 
     with torch.no_grad():
         for taken, (t, t_next) in enumerate(pairwise(times), start=1):
@@ -245,14 +280,20 @@ def by_cluster(
         SetupError: the experts are not of a partition by clusters.
         DataError: no image lies in a cluster that has an expert.
     """
-    weight_CK = torch.zeros(int(files.clusters.coarse_F.max()) + 1, len(experts), dtype=torch.float64)
+    weight_CK = torch.zeros(
+        int(files.clusters.coarse_F.max()) + 1, len(experts), dtype=torch.float64
+    )
     for k, expert in enumerate(experts):
         if expert.cluster is None:
             remedy = "Choose the teacher drawn or mixture."
             got = f"expert {expert.expert_id}, which has no cluster"
-            raise SetupError("teacher label", expected="one expert per silo and cluster", got=got, remedy=remedy)
+            raise SetupError(
+                "teacher label", expected="one expert per silo and cluster", got=got, remedy=remedy
+            )
         weight_CK[expert.cluster, k] = expert.prior
-    weight_NK = weight_CK[files.clusters.coarse_F[files.clusters.assign(files.encoder.encode(images))]]
+    weight_NK = weight_CK[
+        files.clusters.coarse_F[files.clusters.assign(files.encoder.encode(images))]
+    ]
     known_N = weight_NK.sum(1) > 0
     if not bool(known_N.any()):
         got = f"{len(images)} images, all in clusters without an expert"

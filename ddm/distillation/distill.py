@@ -119,13 +119,18 @@ class Teaching:
 
     def __call__(self, part: Batch) -> Batch:
         """Return the part with the x_0 and eps whose velocity at the same x_t is the teacher's."""
-        ensemble, (x_0, eps, t_B, condition) = self.ensemble, (part.x_0, part.eps, part.t_B, part.condition)
+        ensemble, (x_0, eps, t_B, condition) = (
+            self.ensemble,
+            (part.x_0, part.eps, part.t_B, part.condition),
+        )
         with torch.no_grad():
             x_B = x_t(ensemble.path, x_0, eps, t_B)
             inputs = (x_B, t_B, self.weights(x_B.cpu(), part).to(x_B.dtype))
             there_B, times_B, w_BK = (each.to(ensemble.device) for each in inputs)
             condition_B = None if condition is None else condition.to(ensemble.device)
-            u_B = mix_velocity(self._experts(), there_B, times_B, w_BK, condition_B, together=ensemble.chunk_size)
+            u_B = mix_velocity(
+                self._experts(), there_B, times_B, w_BK, condition_B, together=ensemble.chunk_size
+            )
             x_0, eps = x_0_and_eps(ensemble.path, x_B, u_B.to(x_B), t_B)
         return replace(part, x_0=x_0, eps=eps)
 
@@ -151,7 +156,9 @@ def teaching(
 ) -> Teaching:
     """Return the teacher, after checking that the ensemble and the data have what it needs; see `distill`."""
     if tuple(data.images.shape[1:]) != tuple(ensemble.shape):
-        raise ShapeError("images", expected=str(tuple(ensemble.shape)), got=str(tuple(data.images.shape[1:])))
+        raise ShapeError(
+            "images", expected=str(tuple(ensemble.shape)), got=str(tuple(data.images.shape[1:]))
+        )
     if data.labels is not None:
         check_labels(data.labels, ensemble.condition)
     digest = hashlib.sha256(json.dumps([teacher, source]).encode())
@@ -171,7 +178,9 @@ def _by_label(data: DistillationData, num_experts: int) -> ExpertWeights:
     if expert_N is None:
         remedy = "Choose the teacher drawn or mixture."
         got = "images whose experts are unknown"
-        raise MathError("teacher label", expected="the expert of each image", got=got, remedy=remedy)
+        raise MathError(
+            "teacher label", expected="the expert of each image", got=got, remedy=remedy
+        )
     if not 0 <= int(expert_N.min()) <= int(expert_N.max()) < num_experts:
         got = f"{int(expert_N.min())} to {int(expert_N.max())}"
         raise ShapeError("labels", expected=f"experts 0 to {num_experts - 1}", got=got)
@@ -186,7 +195,9 @@ def _by_posterior(ensemble: Ensemble, data: DistillationData, *, drawn: bool) ->
         raise MathError("teacher's posterior", expected="a router", got=got, remedy=remedy)
 
     def all_of_them(x_B: Tensor, batch: Batch) -> Tensor:
-        return posterior(x_B, batch.t_B.cpu(), None if batch.condition is None else batch.condition.cpu())
+        return posterior(
+            x_B, batch.t_B.cpu(), None if batch.condition is None else batch.condition.cpu()
+        )
 
     def one(x_B: Tensor, batch: Batch) -> Tensor:
         uniform_B = torch.as_tensor(batch.uniform_B).cpu()

@@ -48,7 +48,11 @@ class Posterior:
         classes = torch.unique(labels).tolist() if labels is not None and labels.dim() == 1 else []
         texts = labels if labels is not None and labels.dim() == 3 else None
         of_class = {label: _class_branch(ensemble, label) for label in {_NO_CLASS, *classes}}
-        of_texts = None if texts is None else _branch(ensemble, texts, shares_known=knows_shares(ensemble.router))
+        of_texts = (
+            None
+            if texts is None
+            else _branch(ensemble, texts, shares_known=knows_shares(ensemble.router))
+        )
         return cls(of_class, of_texts, ensemble.chunk_size)
 
     @property
@@ -66,13 +70,19 @@ class Posterior:
             condition_B: classes (B,), -1 for none, or texts (B, L, D), zeros for none; None for unconditional samples.
         """
         if self.of_texts is not None and condition_B is not None:
-            log_w_BK = self.of_texts.log_posterior(x_B, t_B, together=self.together, condition_B=condition_B)
+            log_w_BK = self.of_texts.log_posterior(
+                x_B, t_B, together=self.together, condition_B=condition_B
+            )
             return log_w_BK.double().exp()
         label_B = torch.full((len(x_B),), _NO_CLASS) if condition_B is None else condition_B.cpu()
         labels, w_BK = torch.unique(label_B).tolist(), None
         for label in labels:
             rows = (label_B == label).nonzero()[:, 0]
-            own = self.of_class[label].posterior(x_B[rows], t_B[rows], together=self.together).double()
+            own = (
+                self.of_class[label]
+                .posterior(x_B[rows], t_B[rows], together=self.together)
+                .double()
+            )
             w_BK = own.new_empty(len(x_B), own.shape[1]) if w_BK is None else w_BK
             w_BK[rows] = own
         return torch.empty(0, 0) if w_BK is None else w_BK
@@ -91,5 +101,7 @@ def _class_branch(ensemble: Ensemble, label: int) -> Branch:
 
 def _branch(ensemble: Ensemble, condition: ConditionValue | None, *, shares_known: bool) -> Branch:
     asked = Asked(condition=condition, condition_prior=None if shares_known else ensemble.prior)
-    (branch,), _, _ = asked.branches(ensemble.condition, ensemble.router, ensemble.prior, ensemble.class_prior)
+    (branch,), _, _ = asked.branches(
+        ensemble.condition, ensemble.router, ensemble.prior, ensemble.class_prior
+    )
     return branch

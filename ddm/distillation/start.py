@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from ddm.loading.release import Release
 
 
-def initial_weights(release: "Release", network: Architecture, condition: Condition) -> tuple[Path, File] | None:
+def initial_weights(
+    release: "Release", network: Architecture, condition: Condition
+) -> tuple[Path, File] | None:
     """Return the weights that a student of this form can start from, as their folder and file; None without any.
 
     They are the public expert's, where the plan's experts started from one too, else those of the expert with the

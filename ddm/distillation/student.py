@@ -119,8 +119,14 @@ class Student(Document):
     def sampling_bytes(self, *, num: int, batch: int, steps: int) -> int:
         """Return the bytes of loading the student and drawing samples; see `ddm.protocol.footprint.drawing_bytes`."""
         size = network_size(self.architecture, self.latent.shape(self.data.shape), self.condition)
-        loaded = self.file.bytes + (self.autoencoder.bytes if self.autoencoder else 0) + size.forward_bytes(0)
-        return loaded + drawing_bytes(size, self.latent, self.data.shape, num=num, batch=batch, steps=steps)
+        loaded = (
+            self.file.bytes
+            + (self.autoencoder.bytes if self.autoencoder else 0)
+            + size.forward_bytes(0)
+        )
+        return loaded + drawing_bytes(
+            size, self.latent, self.data.shape, num=num, batch=batch, steps=steps
+        )
 
     @model_validator(mode="after")
     def _latents_are_decoded(self) -> "Student":
@@ -177,7 +183,11 @@ def load_student(
 
 
 def build_student(
-    record: Student, weights: Path, *, device: torch.device | str = "cpu", arithmetic: Arithmetic = Arithmetic()
+    record: Student,
+    weights: Path,
+    *,
+    device: torch.device | str = "cpu",
+    arithmetic: Arithmetic = Arithmetic(),
 ) -> Ensemble:
     """Build the student that a record describes; see `load_student`.
 
@@ -194,12 +204,20 @@ def build_student(
         beside = require_file(autoencoder_beside(weights), "a student's autoencoder")
         latent = latent.model_copy(update={"path": beside.name})
     try:
-        expert = load_expert(record.architecture, shape, weights.parent, file, record.condition).to(device)
+        expert = load_expert(record.architecture, shape, weights.parent, file, record.condition).to(
+            device
+        )
         decoder = open_latent(latent, record.data.shape, record.autoencoder, weights.parent)
-    except DigestError as error:  # these files are not from a publisher, so the error's own remedy would mislead
-        expected = f"the file that {weights.with_suffix(RECORD_SUFFIX).name} names, {error.expected}"
+    except (
+        DigestError
+    ) as error:  # these files are not from a publisher, so the error's own remedy would mislead
+        expected = (
+            f"the file that {weights.with_suffix(RECORD_SUFFIX).name} names, {error.expected}"
+        )
         remedy = "Bring back the files that ddm distill wrote together, or distil again."
-        raise DigestError(error.subject, expected=expected, got=f"a file of {error.got}", remedy=remedy) from error
+        raise DigestError(
+            error.subject, expected=expected, got=f"a file of {error.got}", remedy=remedy
+        ) from error
     return Ensemble(
         [arithmetic.applied(expert)],
         None,

@@ -9,7 +9,15 @@ from ddm.encoders.hog import HogEncoder, hog_specs
 from ddm.encoders.pca import PcaEncoder, pca_specs, principal_directions
 from ddm.images.rows import Images
 
-__all__ = ["Encoder", "HogEncoder", "PcaEncoder", "Progress", "hog_specs", "pca_specs", "principal_directions"]
+__all__ = [
+    "Encoder",
+    "HogEncoder",
+    "PcaEncoder",
+    "Progress",
+    "hog_specs",
+    "pca_specs",
+    "principal_directions",
+]
 
 Progress = Callable[[int, int], None]
 """Called with images done and images in all."""
@@ -23,7 +31,9 @@ class Encoder(Protocol):
         """The number of features."""
         ...
 
-    def encode(self, images: Images, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
+    def encode(
+        self, images: Images, on_progress: Progress | None = None, *, lost: float | None = None
+    ) -> Tensor:
         """Return features, shape (N, dim), float32, of images of shape (N, C, H, W) in the plan's range.
 
         Images are read in blocks of a power of two, at most 1024.

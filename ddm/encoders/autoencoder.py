@@ -23,7 +23,12 @@ from ddm.errors import NumericalError, ShapeError
 from ddm.io.array_input import real_tensor
 from ddm.io.tensors import load_tensors, spec_of
 from ddm.protocol.base import File
-from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, DiffusersKlLatent, IdentityLatent
+from ddm.protocol.latent import (
+    AutoencoderKlLatent,
+    AutoencoderSize,
+    DiffusersKlLatent,
+    IdentityLatent,
+)
 from ddm.protocol.latent import Latent as Spec
 from ddm.system.devices import device_named
 from ddm.system.monai import monai_networks
@@ -40,11 +45,15 @@ _MOST_AT_ONCE = 64
 class Latent(Protocol):
     """Encodes samples into the experts' space, and decodes them."""
 
-    def encode(self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
+    def encode(
+        self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+    ) -> Tensor:
         """Return the latents of samples, shape (N, ...), float32 on the CPU."""
         ...
 
-    def decode(self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
+    def decode(
+        self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+    ) -> Tensor:
         """Return the samples of latents, shape (N, ...), float32 on the CPU."""
         ...
 
@@ -52,11 +61,15 @@ class Latent(Protocol):
 class Identity:
     """Experts work on the samples themselves."""
 
-    def encode(self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
+    def encode(
+        self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+    ) -> Tensor:
         """Return the samples, not a copy of them."""
         return samples
 
-    def decode(self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
+    def decode(
+        self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+    ) -> Tensor:
         """Return the samples, not a copy of them."""
         return latents
 
@@ -84,7 +97,13 @@ class AutoencoderKl:
         self.net = net.eval().requires_grad_(False)
         self.size, self.shape, self.scale = size, shape, scale
         self.device = device_named()
-        self.block = max(1, min(_MOST_AT_ONCE, _BLOCK_BYTES // (4 * size.channels[0] * prod(size.at_once(shape)[1:]))))
+        self.block = max(
+            1,
+            min(
+                _MOST_AT_ONCE,
+                _BLOCK_BYTES // (4 * size.channels[0] * prod(size.at_once(shape)[1:])),
+            ),
+        )
 
     def alone(self) -> "AutoencoderKl":
         """Return it for blocks of one sample, so that no bit of what it returns depends on another sample's place."""
@@ -92,7 +111,9 @@ class AutoencoderKl:
         found.block = 1
         return found
 
-    def encode(self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
+    def encode(
+        self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+    ) -> Tensor:
         """Return latents over `scale`, shape (N, latent channels, ...), float32 on the CPU.
 
         Args:
@@ -111,12 +132,26 @@ class AutoencoderKl:
         return found
 
     def encode_into(
-        self, samples: Tensor, target: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+        self,
+        samples: Tensor,
+        target: Tensor,
+        on_progress: Progress | None = None,
+        *,
+        lost: float | None = None,
     ) -> None:
         """Write latents into the caller's tensor, which may be mapped from a file; see `encode`."""
-        self._blocks(lambda x_B: self.net.encode(x_B)[0] / self.scale, samples, self.shape, target, on_progress, lost)  # type: ignore[operator]
+        self._blocks(
+            lambda x_B: self.net.encode(x_B)[0] / self.scale,  # type: ignore[operator]
+            samples,
+            self.shape,
+            target,
+            on_progress,
+            lost,
+        )
 
-    def decode(self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
+    def decode(
+        self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+    ) -> Tensor:
         """Return samples, shape (N, ...), float32 on the CPU, about in the plan's range but not clipped to it.
 
         Args:
@@ -130,7 +165,14 @@ class AutoencoderKl:
         """
         found = torch.empty(len(latents), *self.shape)
         latent_shape = self.size.shape(self.shape)
-        self._blocks(lambda z_B: self.net.decode(z_B * self.scale), latents, latent_shape, found, on_progress, lost)  # type: ignore[operator]
+        self._blocks(
+            lambda z_B: self.net.decode(z_B * self.scale),  # type: ignore[operator]
+            latents,
+            latent_shape,
+            found,
+            on_progress,
+            lost,
+        )
         return found
 
     def tensors(self) -> dict[str, Tensor]:
@@ -148,12 +190,16 @@ class AutoencoderKl:
         lost: float | None,
     ) -> None:
         if tuple(inputs.shape[1:]) != shape:
-            raise ShapeError("autoencoder's input", expected=str(shape), got=str(tuple(inputs.shape[1:])))
+            raise ShapeError(
+                "autoencoder's input", expected=str(shape), got=str(tuple(inputs.shape[1:]))
+            )
         self.net.to(self.device)
         for start in range(0, len(inputs), self.block):
             x_B = inputs[start : start + self.block].to(self.device, torch.float32)
             missing = self.block - len(x_B)
-            outputs = call(torch.cat([x_B, x_B[-1:].expand(missing, *shape)]) if missing else x_B)[: len(x_B)]
+            outputs = call(torch.cat([x_B, x_B[-1:].expand(missing, *shape)]) if missing else x_B)[
+                : len(x_B)
+            ]
             target[start : start + len(x_B)] = fill_lost(outputs.float().cpu(), lost, _not_finite)
             if on_progress:
                 on_progress(start + len(x_B), len(inputs))
@@ -196,10 +242,14 @@ def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: P
             bounds = (file.bytes, file.digest) if file else (MAX_FILE_BYTES, None)
             return _open(folder / path, spec, shape, scale, *bounds)
         case DiffusersKlLatent(path=path):
-            from ddm.encoders.public_autoencoder import load  # takes seconds, and most plans do without
+            from ddm.encoders.public_autoencoder import (
+                load,  # takes seconds, and most plans do without
+            )
 
             max_bytes, digest = (file.bytes, file.digest) if file else (MAX_FILE_BYTES, None)
-            net = load(folder / path, spec, shape, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest)
+            net = load(
+                folder / path, spec, shape, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest
+            )
             return AutoencoderKl(net, spec, shape)
         case _:
             assert_never(spec)
@@ -223,17 +273,26 @@ def spread(latents: Tensor) -> float:
     found = float(latents.double().std())
     if not found > 0:
         expected = "latents with a standard deviation above 0"
-        raise NumericalError("latents", expected=expected, got=f"{found:g} over {len(latents)} samples")
+        raise NumericalError(
+            "latents", expected=expected, got=f"{found:g} over {len(latents)} samples"
+        )
     return found
 
 
 def _open(
-    path: Path, size: AutoencoderSize, shape: tuple[int, ...], scale: float, max_bytes: int, digest: str | None
+    path: Path,
+    size: AutoencoderSize,
+    shape: tuple[int, ...],
+    scale: float,
+    max_bytes: int,
+    digest: str | None,
 ) -> AutoencoderKl:
     with torch.device("meta"):
         net = _build(size, shape)
     specs = {name: spec_of(tensor) for name, tensor in net.state_dict().items()}
-    tensors: Mapping[str, Tensor] = load_tensors(path, specs, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest)
+    tensors: Mapping[str, Tensor] = load_tensors(
+        path, specs, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest
+    )
     net.load_state_dict(dict(tensors), assign=True)
     return AutoencoderKl(net, size, shape, scale)
 

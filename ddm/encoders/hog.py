@@ -54,7 +54,9 @@ class HogEncoder:
             DataError: the histograms do not span `dim` directions.
             ShapeError: images with fewer pixels than cells along a side, or no images.
         """
-        return cls(cells, mirrored, PcaEncoder.fit(histograms(images, cells, mirrored=mirrored), dim))
+        return cls(
+            cells, mirrored, PcaEncoder.fit(histograms(images, cells, mirrored=mirrored), dim)
+        )
 
     @property
     def dim(self) -> int:
@@ -62,7 +64,11 @@ class HogEncoder:
         return self.components.dim
 
     def encode(
-        self, images: Images, on_progress: Callable[[int, int], None] | None = None, *, lost: float | None = None
+        self,
+        images: Images,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        lost: float | None = None,
     ) -> Tensor:
         """Return features, shape (N, dim), float32, of images of shape (N, C, H, W); `lost` stands for NaN.
 
@@ -71,10 +77,14 @@ class HogEncoder:
         """
         found_NR = torch.empty(len(images), self.dim)
         for rows in _blocks(images.shape):
-            found_NR[rows] = self.components.encode(histograms(images[rows], self.cells, mirrored=self.mirrored))
+            found_NR[rows] = self.components.encode(
+                histograms(images[rows], self.cells, mirrored=self.mirrored)
+            )
             if on_progress:
                 on_progress(min(rows.stop, len(images)), len(images))
-        return found_NR if lost is None else fill_lost(found_NR, lost, lambda: DataError("features"))
+        return (
+            found_NR if lost is None else fill_lost(found_NR, lost, lambda: DataError("features"))
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of this encoder."""
@@ -88,7 +98,10 @@ class HogEncoder:
 
 def hog_specs(spec: HogSpec) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored encoder."""
-    return {"mean": TensorSpec("F32", (spec.values,)), "basis": TensorSpec("F32", (spec.dim, spec.values))}
+    return {
+        "mean": TensorSpec("F32", (spec.values,)),
+        "basis": TensorSpec("F32", (spec.dim, spec.values)),
+    }
 
 
 def histograms(images: Tensor, cells: int, *, mirrored: bool) -> Tensor:
@@ -119,7 +132,9 @@ def histograms(images: Tensor, cells: int, *, mirrored: bool) -> Tensor:
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     """Yield blocks of a power of two of images, at most 1024."""
-    size = max(1, min(_MOST, 1 << max(0, (_BLOCK_VALUES // max(1, prod(shape[1:]))).bit_length() - 1)))
+    size = max(
+        1, min(_MOST, 1 << max(0, (_BLOCK_VALUES // max(1, prod(shape[1:]))).bit_length() - 1))
+    )
     return (slice(start, start + size) for start in range(0, shape[0], size))
 
 
@@ -127,7 +142,10 @@ def _histograms(images: Tensor, cells: int) -> Tensor:
     padded = F.pad(images, (1, 1, 1, 1), mode="replicate")
     right = padded[:, :, 1:-1, 2:] - padded[:, :, 1:-1, :-2]
     down = padded[:, :, 2:, 1:-1] - padded[:, :, :-2, 1:-1]
-    length, place = torch.hypot(right, down), (torch.atan2(down, right) % pi) * (HOG_DIRECTIONS / pi)
+    length, place = (
+        torch.hypot(right, down),
+        (torch.atan2(down, right) % pi) * (HOG_DIRECTIONS / pi),
+    )
     below = place.floor()
     upper = length * (place - below)
     index = below.long() % HOG_DIRECTIONS

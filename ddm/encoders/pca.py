@@ -46,7 +46,10 @@ class PcaEncoder:
         """
         mean_D, basis_RD = principal_directions(images, dim)
         spread_R = ((images.flatten(1).double() - mean_D) @ basis_RD.T).norm(dim=0)
-        return cls(mean_D=mean_D.float(), basis_RD=(basis_RD * (spread_R[0] / spread_R).sqrt()[:, None]).float())
+        return cls(
+            mean_D=mean_D.float(),
+            basis_RD=(basis_RD * (spread_R[0] / spread_R).sqrt()[:, None]).float(),
+        )
 
     @property
     def dim(self) -> int:
@@ -54,7 +57,11 @@ class PcaEncoder:
         return len(self.basis_RD)
 
     def encode(
-        self, images: Images, on_progress: Callable[[int, int], None] | None = None, *, lost: float | None = None
+        self,
+        images: Images,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        lost: float | None = None,
     ) -> Tensor:
         """Return features, shape (N, dim), float32, of images of shape (N, C, H, W); a network refuses what is `lost`.
 
@@ -63,14 +70,20 @@ class PcaEncoder:
         """
         if len(images.shape) < 2 or prod(images.shape[1:]) != len(self.mean_D):
             raise ShapeError(
-                "image size", expected=f"{len(self.mean_D)} values", got=f"shape {tuple(images.shape[1:])}"
+                "image size",
+                expected=f"{len(self.mean_D)} values",
+                got=f"shape {tuple(images.shape[1:])}",
             )
         found_NR, size = torch.empty(len(images), self.dim), _block(len(self.mean_D))
         for start in range(0, len(images), size):
             rows_BD = images[start : start + size].flatten(1).float()
             block_BD = torch.cat([rows_BD, rows_BD[-1:].expand(size - len(rows_BD), -1)])
-            found_NR[start : start + size] = ((block_BD - self.mean_D) @ self.basis_RD.T)[: len(rows_BD)]
-        return found_NR if lost is None else fill_lost(found_NR, lost, lambda: DataError("features"))
+            found_NR[start : start + size] = ((block_BD - self.mean_D) @ self.basis_RD.T)[
+                : len(rows_BD)
+            ]
+        return (
+            found_NR if lost is None else fill_lost(found_NR, lost, lambda: DataError("features"))
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of this encoder."""
@@ -89,7 +102,11 @@ def pca_specs(data: DataSpec, dim: int) -> dict[str, TensorSpec]:
 
 def _block(dim: int) -> int:
     """Return the number of images in a block: a smaller power of two where they are large."""
-    return max(1, min(_BLOCK, 1 << ((_BLOCK_VALUES // dim).bit_length() - 1))) if dim < _BLOCK_VALUES else 1
+    return (
+        max(1, min(_BLOCK, 1 << ((_BLOCK_VALUES // dim).bit_length() - 1)))
+        if dim < _BLOCK_VALUES
+        else 1
+    )
 
 
 def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,10 @@ class PublicAutoencoder(nn.Module):
         self.net, self.shift, self.factor = net, spec.shift_factor, spec.scaling_factor
         if spec.tile:
             tiled.enable_tiling()
-            tiled.tile_sample_min_size, tiled.tile_latent_min_size = spec.tile, spec.tile // spec.downsampling
+            tiled.tile_sample_min_size, tiled.tile_latent_min_size = (
+                spec.tile,
+                spec.tile // spec.downsampling,
+            )
 
     def encode(self, x_B: Tensor) -> tuple[Tensor]:
         """Return the scaled mean of the posterior of images, shape (B, latent channels, H / f, W / f)."""
@@ -118,12 +121,19 @@ def describe(folder: Path, shape: tuple[int, ...], tile: int) -> tuple[Diffusers
     weights = require_file(folder / WEIGHTS, "the weights of the autoencoder")
     config = _config(path)
     if (config.in_channels, config.out_channels) != (shape[0], shape[0]):
-        expected, got = f"images of {config.in_channels} channels in the recipe's data.shape", f"{shape[0]} channels"
+        expected, got = (
+            f"images of {config.in_channels} channels in the recipe's data.shape",
+            f"{shape[0]} channels",
+        )
         raise SetupError(f"autoencoder, {CONFIG}", expected=expected, got=got)
-    dtypes = {spec.dtype for spec in read_header(weights, max_bytes=weights.stat().st_size).values()}
+    dtypes = {
+        spec.dtype for spec in read_header(weights, max_bytes=weights.stat().st_size).values()
+    }
     if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
         expected = f"tensors of one of the types {', '.join(_DTYPES)}"
-        raise SetupError(f"autoencoder, {WEIGHTS}", expected=expected, got=", ".join(sorted(dtypes)))
+        raise SetupError(
+            f"autoencoder, {WEIGHTS}", expected=expected, got=", ".join(sorted(dtypes))
+        )
     try:
         spec = DiffusersKlLatent(
             channels=config.block_out_channels,
@@ -143,7 +153,9 @@ def describe(folder: Path, shape: tuple[int, ...], tile: int) -> tuple[Diffusers
     return spec, weights
 
 
-def load(path: Path, spec: DiffusersKlLatent, shape: tuple[int, ...], **bounds: Any) -> PublicAutoencoder:
+def load(
+    path: Path, spec: DiffusersKlLatent, shape: tuple[int, ...], **bounds: Any
+) -> PublicAutoencoder:
     """Build a plan's autoencoder and load its weights, in float32.
 
     Args:
@@ -162,13 +174,21 @@ def load(path: Path, spec: DiffusersKlLatent, shape: tuple[int, ...], **bounds: 
     with torch.device("meta"):
         net = build(spec, shape[0])
     kind = _NAMES[spec.dtype]
-    specs = {name: TensorSpec(kind, tuple(tensor.shape)) for name, tensor in net.state_dict().items()}
+    specs = {
+        name: TensorSpec(kind, tuple(tensor.shape)) for name, tensor in net.state_dict().items()
+    }
     now = {_old_name(name): name for name in specs}
     # Which of the two names a file uses shows in its header; whichever it is, all of its tensors are known.
-    old = any(name not in specs and name in now for name in read_header(path, max_bytes=bounds["max_bytes"]))
+    old = any(
+        name not in specs and name in now
+        for name in read_header(path, max_bytes=bounds["max_bytes"])
+    )
     expected = {name: specs[new] for name, new in now.items()} if old else specs
     tensors = load_tensors(path, expected, **bounds)
-    net.load_state_dict({now[name] if old else name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+    net.load_state_dict(
+        {now[name] if old else name: tensor.float() for name, tensor in tensors.items()},
+        assign=True,
+    )
     return PublicAutoencoder(net, spec)
 
 
@@ -187,7 +207,10 @@ def build(size: DiffusersKlSize, channels: int) -> nn.Module:
     except ImportError as error:
         remedy = "Install it: in Archipelago's repository, pip install '.[diffusers]'."
         raise SetupError(
-            "latent diffusers_kl", expected="an installed diffusers", got="no module diffusers", remedy=remedy
+            "latent diffusers_kl",
+            expected="an installed diffusers",
+            got="no module diffusers",
+            remedy=remedy,
         ) from error
     net: nn.Module = AutoencoderKL(
         in_channels=channels,
@@ -218,12 +241,18 @@ def _config(path: Path) -> Config:
         SetupError: not of an AutoencoderKL that this toolkit builds.
     """
     try:
-        found = check_json(read_bounded(path, _MAX_CONFIG_BYTES), subject=CONFIG, limit=_MAX_CONFIG_BYTES)
+        found = check_json(
+            read_bounded(path, _MAX_CONFIG_BYTES), subject=CONFIG, limit=_MAX_CONFIG_BYTES
+        )
     except DocumentError as error:
-        raise SetupError(f"autoencoder, {CONFIG}", expected=error.expected, got=error.got) from error
+        raise SetupError(
+            f"autoencoder, {CONFIG}", expected=error.expected, got=error.got
+        ) from error
     if not isinstance(found, dict) or found.get("_class_name") != "AutoencoderKL":
         got = "another kind of network, or none"
-        raise SetupError(f"autoencoder, {CONFIG}", expected='"_class_name": "AutoencoderKL"', got=got)
+        raise SetupError(
+            f"autoencoder, {CONFIG}", expected='"_class_name": "AutoencoderKL"', got=got
+        )
     fields = {name: value for name, value in found.items() if not name.startswith("_")}
     try:
         config = Config.model_validate_json(json.dumps(fields))
@@ -242,5 +271,7 @@ def _odd(error: ValidationError) -> SetupError:
     where = ".".join(str(part) for part in first["loc"])
     expected = "the configuration of an AutoencoderKL within this toolkit's bounds"
     return SetupError(
-        f"autoencoder, {CONFIG}", expected=expected, got=f"{where}: {first['msg']}" if where else first["msg"]
+        f"autoencoder, {CONFIG}",
+        expected=expected,
+        got=f"{where}: {first['msg']}" if where else first["msg"],
     )

@@ -96,7 +96,9 @@ class TextEncoder:
         found = torch.zeros(len(texts), self.max_tokens, self.dim)
         for done, text in enumerate(texts, 1):
             if ids := self._ids(text, lost):
-                found[done - 1, : len(ids)] = fill_lost(self._hidden(ids)[None], lost, _not_finite)[0]
+                found[done - 1, : len(ids)] = fill_lost(self._hidden(ids)[None], lost, _not_finite)[
+                    0
+                ]
             if on_progress and (done % BLOCK == 0 or done == len(texts)):
                 on_progress(done, len(texts))
         return found
@@ -117,7 +119,9 @@ class TextEncoder:
     def _tokens(self, text: str) -> Any:
         try:
             return self.tokenizer.encode(text)
-        except Exception:  # the library's own, left out since its message may quote the private text
+        except (
+            Exception
+        ):  # the library's own, left out since its message may quote the private text
             expected, got = "a text that the tokenizer can encode", "a text that it rejects"
             raise SetupError("text", expected=expected, got=got) from None
 
@@ -125,7 +129,9 @@ class TextEncoder:
     def _hidden(self, ids: Sequence[int]) -> Tensor:
         """Return the embeddings of a text of L tokens, shape (L, D)."""
         ids_1L = torch.tensor([ids], device=self.device)
-        hidden_1LD: Tensor = self.net(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L)).last_hidden_state
+        hidden_1LD: Tensor = self.net(
+            input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L)
+        ).last_hidden_state
         return hidden_1LD[0].float().cpu()
 
 
@@ -142,7 +148,9 @@ def pin(folder: Path, *, max_tokens: int, drop: float) -> TextCondition:
     """
     names = [CONFIG, TOKENIZER, *weight_files(folder)]
     try:
-        pinned = PinnedEncoder(name=folder.resolve().name, files=tuple(_pinned_file(folder, each) for each in names))
+        pinned = PinnedEncoder(
+            name=folder.resolve().name, files=tuple(_pinned_file(folder, each) for each in names)
+        )
     except ValueError as error:
         expected = "a folder whose name has only letters, digits and . _ -"
         got = ascii(folder.resolve().name[:80])
@@ -180,7 +188,9 @@ def check_files(folder: Path, pinned: PinnedEncoder) -> None:
 def _pinned_file(folder: Path, name: str) -> File:
     path = require_file(folder / name, "a file of a text encoder")
     if not path.stat().st_size:
-        raise SetupError(f"text encoder, {name}", expected="a file that was copied whole", got="an empty file")
+        raise SetupError(
+            f"text encoder, {name}", expected="a file that was copied whole", got="an empty file"
+        )
     return File.of(name, path)
 
 
@@ -188,11 +198,19 @@ def weight_files(folder: Path) -> list[str]:
     """Name the weights: one file, or all the shards of one network."""
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
-    shards = sorted(path.name for path in folder.glob("model-*.safetensors") if _SHARD.fullmatch(path.name))
-    wanted = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    shards = sorted(
+        path.name for path in folder.glob("model-*.safetensors") if _SHARD.fullmatch(path.name)
+    )
+    wanted = [
+        f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))
+    ]
     if not shards or shards != wanted:
         expected = "model.safetensors, or model-00001-of-0000N.safetensors to the last"
-        got = f"{len(shards)} shards that are not a complete set" if shards else "no file of these names"
+        got = (
+            f"{len(shards)} shards that are not a complete set"
+            if shards
+            else "no file of these names"
+        )
         remedy = "Pickled weights are not read. Convert them: AutoModel.from_pretrained(...).save_pretrained(folder)."
         raise SetupError(str(folder), expected=expected, got=got, remedy=remedy)
     return shards
@@ -201,7 +219,9 @@ def weight_files(folder: Path) -> list[str]:
 def _required(folder: Path, pinned: PinnedEncoder, file: File) -> Path:
     """Return the path of a pinned file, links resolved, after checking its length."""
     remedy = f"Bring the folder of {pinned.name} with which the plan was made."
-    path = require_file(folder / file.path, f"a file of the text encoder {pinned.name}", remedy).resolve()
+    path = require_file(
+        folder / file.path, f"a file of the text encoder {pinned.name}", remedy
+    ).resolve()
     if (size := path.stat().st_size) != file.bytes:
         raise _differs(pinned, file, f"{size} bytes")
     return path
@@ -231,10 +251,15 @@ def _open(folder: Path, pinned: PinnedEncoder, max_tokens: int) -> TextEncoder:
                 raise _differs(pinned, file, f"sha256 {found[:16]}...")
     if set(small) != {CONFIG, TOKENIZER}:
         got = ", ".join(sorted(small))[:200] or "only weights"
-        raise SetupError(f"text encoder {pinned.name}", expected=f"{CONFIG} and {TOKENIZER} pinned", got=got)
+        raise SetupError(
+            f"text encoder {pinned.name}", expected=f"{CONFIG} and {TOKENIZER} pinned", got=got
+        )
     try:
         with quiet():
-            net, tokenizer = _network(json.loads(small[CONFIG]), weights), _tokenizer(small[TOKENIZER], max_tokens)
+            net, tokenizer = (
+                _network(json.loads(small[CONFIG]), weights),
+                _tokenizer(small[TOKENIZER], max_tokens),
+            )
             return TextEncoder(net, tokenizer, max_tokens)
     except ArchipelagoError:
         raise
@@ -242,7 +267,9 @@ def _open(folder: Path, pinned: PinnedEncoder, max_tokens: int) -> TextEncoder:
         remedy = "Install it: in Archipelago's repository, pip install '.[text]'."
         expected = "an installed transformers with all that this network needs"
         raise SetupError("texts", expected=expected, got=str(error)[:200], remedy=remedy) from error
-    except Exception as error:  # transformers and torch raise all kinds of errors for settings that fit no network
+    except (
+        Exception
+    ) as error:  # transformers and torch raise all kinds of errors for settings that fit no network
         raise SetupError(
             f"text encoder {pinned.name}",
             expected=f"a network of transformers that takes {max_tokens} tokens, and all of its weights",
@@ -254,9 +281,13 @@ def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     """Build the text encoder of a network, from settings and weights only."""
     config, kind = _tower(settings)
     if settings.get("quantization_config") or getattr(config, "quantization_config", None):
-        raise ValueError("its weights are quantized")  # which transformers reads with code that it would download
+        raise ValueError(
+            "its weights are quantized"
+        )  # which transformers reads with code that it would download
     config.use_cache = False
-    dtype = torch.bfloat16 if device_named().type == "cuda" else torch.float32  # T5 overflows in float16
+    dtype = (
+        torch.bfloat16 if device_named().type == "cuda" else torch.float32
+    )  # T5 overflows in float16
     options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     net: nn.Module
     net, found = kind.from_pretrained(None, config=config, state_dict=weights, **options)
@@ -282,7 +313,11 @@ def _tower(settings: dict[str, Any]) -> tuple[Any, Any]:
     encodes = found in MODEL_FOR_TEXT_ENCODING_MAPPING
     kind: Any = (MODEL_FOR_TEXT_ENCODING_MAPPING if encodes else MODEL_MAPPING).get(found, None)
     kind = kind[0] if isinstance(kind, tuple) else kind
-    if kind is None or kind.main_input_name != "input_ids" or AutoConfig in found.sub_configs.values():
+    if (
+        kind is None
+        or kind.main_input_name != "input_ids"
+        or AutoConfig in found.sub_configs.values()
+    ):
         raise ValueError(f"transformers has no {found.model_type} that takes texts only")
     config = found.from_dict(settings)
     if config.is_encoder_decoder and not encodes:
@@ -306,7 +341,9 @@ def _tokenizer(data: bytes, max_tokens: int) -> Any:
     except Exception as error:  # the library's own
         raise ValueError(f"{TOKENIZER} does not parse as a tokenizer") from error
     if (num := tokenizer.num_special_tokens_to_add(is_pair=False)) >= max_tokens:
-        raise ValueError(f"the tokenizer adds {num} special tokens to each text, of at most {max_tokens}")
+        raise ValueError(
+            f"the tokenizer adds {num} special tokens to each text, of at most {max_tokens}"
+        )
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens)
     return tokenizer

@@ -47,7 +47,10 @@ def create_model(name: str, **options: Any) -> nn.Module:
     except Exception as error:  # timm has no error of its own for options that do not fit
         remedy = "List the names: python -c 'from ddm.encoders.timm import names; print(*names())'."
         raise SetupError(
-            "encoder", expected="a network that timm has", got=f"{name!r}: {error}"[:200], remedy=remedy
+            "encoder",
+            expected="a network that timm has",
+            got=f"{name!r}: {error}"[:200],
+            remedy=remedy,
         ) from error
     return model
 
@@ -82,7 +85,11 @@ class TimmEncoder:
 
     @torch.inference_mode()
     def encode(
-        self, images: Images, on_progress: Callable[[int, int], None] | None = None, *, lost: float | None = None
+        self,
+        images: Images,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        lost: float | None = None,
     ) -> Tensor:
         """Return features, shape (N, dim), float32; in half precision on a GPU.
 
@@ -96,7 +103,9 @@ class TimmEncoder:
             DataError: features that are not finite, for example by overflow in half precision.
         """
         if tuple(images.shape[1:]) != self.data.shape:
-            raise ShapeError("image", expected=str(self.data.shape), got=str(tuple(images.shape[1:])))
+            raise ShapeError(
+                "image", expected=str(self.data.shape), got=str(tuple(images.shape[1:]))
+            )
         self.net.to(self.device)
         found = torch.empty(len(images), self.dim)
         for start in range(0, len(images), _BLOCK):
@@ -109,7 +118,11 @@ class TimmEncoder:
             if on_progress:
                 on_progress(min(start + _BLOCK, len(images)), len(images))
         subject = f"features of {self.spec.model}"
-        return fill_lost(found, lost, lambda: DataError(subject, expected="finite numbers", got="NaN or infinity"))
+        return fill_lost(
+            found,
+            lost,
+            lambda: DataError(subject, expected="finite numbers", got="NaN or infinity"),
+        )
 
     def prepare(self, images: Tensor) -> Tensor:
         """Return the network's input: scaled to [0, 1], with its channels and size, then normalised.
@@ -124,12 +137,17 @@ class TimmEncoder:
         scale = max(Fraction(int(side / self.spec.crop), old) for side, old in wanted)
         size = [int(scale * old) for old in x_BCHW.shape[2:]]
         if size != list(x_BCHW.shape[2:]):
-            smooth = {} if self.spec.interpolation == "nearest" else {"antialias": True, "align_corners": False}
+            smooth = (
+                {}
+                if self.spec.interpolation == "nearest"
+                else {"antialias": True, "align_corners": False}
+            )
             x_BCHW = F.interpolate(x_BCHW, size, mode=self.spec.interpolation, **smooth).clamp(0, 1)
         top, left = round((x_BCHW.shape[2] - height) / 2), round((x_BCHW.shape[3] - width) / 2)
         x_BCHW = x_BCHW[:, :, top : top + height, left : left + width]
         mean, std = (
-            torch.tensor(part, device=x_BCHW.device)[:, None, None] for part in (self.spec.mean, self.spec.std)
+            torch.tensor(part, device=x_BCHW.device)[:, None, None]
+            for part in (self.spec.mean, self.spec.std)
         )
         return (x_BCHW - mean) / std
 
@@ -138,7 +156,9 @@ class TimmEncoder:
         return _weights(self.net)
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], spec: TimmSpec, data: DataSpec) -> "TimmEncoder":
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], spec: TimmSpec, data: DataSpec
+    ) -> "TimmEncoder":
         """Rebuild the encoder from tensors loaded against `timm_specs`."""
         net = _build(spec.model, len(spec.mean), spec.image_size)
         net.load_state_dict(dict(net.state_dict()) | dict(tensors))
@@ -161,7 +181,11 @@ class TimmEncoder:
         """
         if weights.suffix != ".safetensors":
             remedy = "Convert it once: load it with weights_only=True, write it with safetensors.torch.save_file."
-            got = f"a file with the ending {weights.suffix}" if weights.suffix else "a name without an ending"
+            got = (
+                f"a file with the ending {weights.suffix}"
+                if weights.suffix
+                else "a name without an ending"
+            )
             raise SetupError(str(weights), expected="a .safetensors file", got=got, remedy=remedy)
         found = read_header(weights, max_bytes=MAX_FILE_BYTES)
         channels = _input_channels(model, found, data)
@@ -174,7 +198,9 @@ class TimmEncoder:
         loaded = load_tensors(weights, found, max_bytes=MAX_FILE_BYTES, max_abs=None)
         net.load_state_dict(dict(net.state_dict()) | {name: loaded[name] for name in wanted})
         own_size = _own_size(net)
-        if image_size and hasattr(net, "set_input_size"):  # of a transformer: resamples its position embeddings
+        if image_size and hasattr(
+            net, "set_input_size"
+        ):  # of a transformer: resamples its position embeddings
             try:
                 net.set_input_size(img_size=tuple(image_size))  # type: ignore[operator]
             except Exception as error:
@@ -184,7 +210,9 @@ class TimmEncoder:
         return encoder
 
     @classmethod
-    def random(cls, model: str, data: DataSpec, seed: int, image_size: tuple[int, int] | None = None) -> "TimmEncoder":
+    def random(
+        cls, model: str, data: DataSpec, seed: int, image_size: tuple[int, int] | None = None
+    ) -> "TimmEncoder":
         """Build a network with random weights.
 
         Raises:
@@ -213,15 +241,25 @@ class TimmEncoder:
             SetupError: the call fails, or gives other than `dim` features; names the field of the recipe.
         """
         if len(self.data.shape) != 3:
-            expected = "an encoder of volumes, such as pca, since networks of timm take images (C, H, W)"
-            raise SetupError("recipe, encoder.kind", expected=expected, got=f"timm for data.shape {self.data.shape}")
+            expected = (
+                "an encoder of volumes, such as pca, since networks of timm take images (C, H, W)"
+            )
+            raise SetupError(
+                "recipe, encoder.kind",
+                expected=expected,
+                got=f"timm for data.shape {self.data.shape}",
+            )
         try:
             blank = torch.full((1, *self.data.shape), self.data.range[0])
             features = self.net.forward_features(self.prepare(blank))  # type: ignore[operator]
             features = self.net.forward_head(features, pre_logits=True)  # type: ignore[operator]
             if tuple(features.shape) != (1, self.dim):
-                raise ValueError(f"features of shape {tuple(features.shape[1:])} in place of {self.dim} values")
-        except Exception as error:  # timm and torch raise all kinds of errors, for each network another one
+                raise ValueError(
+                    f"features of shape {tuple(features.shape[1:])} in place of {self.dim} values"
+                )
+        except (
+            Exception
+        ) as error:  # timm and torch raise all kinds of errors, for each network another one
             if image_size is not None:
                 raise _wrong_size(self.net, self.spec.model, image_size, own_size, error) from error
             raise SetupError(
@@ -273,7 +311,11 @@ def _own_size(net: nn.Module) -> tuple[int, int]:
 
 
 def _wrong_size(
-    net: nn.Module, model: str, image_size: tuple[int, int], own_size: tuple[int, int], error: Exception
+    net: nn.Module,
+    model: str,
+    image_size: tuple[int, int],
+    own_size: tuple[int, int],
+    error: Exception,
 ) -> SetupError:
     """Return the error for an input size that a network does not take."""
     expected = f"a size of images that {model} takes"
@@ -281,7 +323,10 @@ def _wrong_size(
     patches = getattr(getattr(net, "patch_embed", None), "patch_size", None)
     if isinstance(patches, tuple) and len(patches) == 2:
         # A transformer divides the image into patches of this size, without a rest.
-        height, width = (max(1, -(-side // patch)) * patch for side, patch in zip(image_size, patches, strict=True))
+        height, width = (
+            max(1, -(-side // patch)) * patch
+            for side, patch in zip(image_size, patches, strict=True)
+        )
         expected += f": multiples of its patch of {patches[0]} x {patches[1]} pixels"
         if (height, width) != tuple(image_size):
             remedy = f"Set it to [{height}, {width}], or leave it out for the network's own size, {list(own_size)}."
@@ -293,7 +338,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
-def _spec(net: nn.Module, model: str, weights: str, image_size: tuple[int, int] | None, channels: int) -> TimmSpec:
+def _spec(
+    net: nn.Module, model: str, weights: str, image_size: tuple[int, int] | None, channels: int
+) -> TimmSpec:
     """Return timm's data config of this network as a plan states it."""
     from timm.data import resolve_model_data_config
 
@@ -327,12 +374,16 @@ def _input_channels(model: str, found: Mapping[str, TensorSpec], data: DataSpec)
     spec = found.get(f"{first}.weight")
     channels = spec.shape[1] if spec and len(spec.shape) == 4 else 3
     if data.shape[0] not in (1, channels):
-        raise DataError("images", expected=f"1 or {channels} channels, as {model} takes", got=str(data.shape[0]))
+        raise DataError(
+            "images", expected=f"1 or {channels} channels, as {model} takes", got=str(data.shape[0])
+        )
     return channels
 
 
 def _weights(net: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in net.state_dict().items() if not name.endswith(_COUNTERS)}
+    return {
+        name: tensor for name, tensor in net.state_dict().items() if not name.endswith(_COUNTERS)
+    }
 
 
 def import_torchvision() -> None:

@@ -27,7 +27,10 @@ PREPROCESSING = "preprocessor_config.json"
 BLOCK = 64  # all blocks have this size, so that features do not depend on the number of images
 _MAX_SMALL_BYTES = 1 << 20
 _MAX_WEIGHT_BYTES = 64 * 1024**3
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of OpenAI's CLIP
+_MEAN, _STD = (
+    (0.48145466, 0.4578275, 0.40821073),
+    (0.26862954, 0.26130258, 0.27577711),
+)  # of OpenAI's CLIP
 _KINDS = ("clip", "clip_vision_model")
 
 
@@ -43,7 +46,12 @@ class ClipVision:
     """
 
     def __init__(
-        self, net: nn.Module, mean: tuple[float, ...], std: tuple[float, ...], data: DataSpec, digest: str
+        self,
+        net: nn.Module,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        data: DataSpec,
+        digest: str,
     ) -> None:
         self.net = net.eval().requires_grad_(False)
         self.mean, self.std, self.data, self.digest = mean, std, data, digest
@@ -62,7 +70,11 @@ class ClipVision:
         if len(data.shape) != 3 or data.shape[0] not in (1, 3):
             got = " x ".join(str(side) for side in data.shape)
             raise DataError("images", expected="1 or 3 channels, height and width", got=got)
-        small = {CONFIG: read_bounded(require_file(folder / CONFIG, "a CLIP's configuration"), _MAX_SMALL_BYTES)}
+        small = {
+            CONFIG: read_bounded(
+                require_file(folder / CONFIG, "a CLIP's configuration"), _MAX_SMALL_BYTES
+            )
+        }
         if (folder / PREPROCESSING).is_file():
             small[PREPROCESSING] = read_bounded(folder / PREPROCESSING, _MAX_SMALL_BYTES)
         lines = [f"{name} {sha256_hex(content)}" for name, content in small.items()]
@@ -94,7 +106,9 @@ class ClipVision:
         return int(self.net.config.projection_dim)  # type: ignore[union-attr, arg-type]
 
     @torch.inference_mode()
-    def encode(self, images: Tensor, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
+    def encode(
+        self, images: Tensor, on_progress: Callable[[int, int], None] | None = None
+    ) -> Tensor:
         """Return the projected embeddings of images, shape (N, D), float32.
 
         Args:
@@ -124,10 +138,15 @@ class ClipVision:
         height, width = x_BCHW.shape[2:]
         sides = [size * height // min(height, width), size * width // min(height, width)]
         if sides != [height, width]:
-            x_BCHW = F.interpolate(x_BCHW, sides, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+            x_BCHW = F.interpolate(
+                x_BCHW, sides, mode="bicubic", antialias=True, align_corners=False
+            ).clamp(0, 1)
         top, left = (sides[0] - size) // 2, (sides[1] - size) // 2
         x_BCHW = x_BCHW[:, :, top : top + size, left : left + size]
-        mean, std = (torch.tensor(part, device=x_BCHW.device)[:, None, None] for part in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(part, device=x_BCHW.device)[:, None, None]
+            for part in (self.mean, self.std)
+        )
         return (x_BCHW - mean) / std
 
 
@@ -144,16 +163,23 @@ def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     if settings.get("model_type") not in _KINDS:
         raise ValueError(f"its model_type is {str(settings.get('model_type'))[:40]!r}, not clip")
     if settings.get("quantization_config"):
-        raise ValueError("its weights are quantized")  # which transformers reads with code that it would download
+        raise ValueError(
+            "its weights are quantized"
+        )  # which transformers reads with code that it would download
     tower = settings
     if settings["model_type"] == "clip":
-        tower = {"projection_dim": settings.get("projection_dim", 512), **(settings.get("vision_config") or {})}
+        tower = {
+            "projection_dim": settings.get("projection_dim", 512),
+            **(settings.get("vision_config") or {}),
+        }
     config = CLIPVisionConfig.from_dict(tower)
     if settings["model_type"] == "clip":  # the whole network's, whatever its part says
         config.projection_dim = settings.get("projection_dim", 512)
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     net: nn.Module
-    net, found = CLIPVisionModelWithProjection.from_pretrained(None, config=config, state_dict=weights, **options)
+    net, found = CLIPVisionModelWithProjection.from_pretrained(
+        None, config=config, state_dict=weights, **options
+    )
     if lost := [*found["missing_keys"], *found["mismatched_keys"], *found["error_msgs"]]:
         raise ValueError(f"{len(lost)} weights are missing or of another shape")
     return net

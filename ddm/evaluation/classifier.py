@@ -40,7 +40,8 @@ class Network(nn.Module):
         super().__init__()
         widths = (channels, *_WIDTHS)
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(widths[n], widths[n + 1], 3, stride=2 if n < 2 else 1, padding=1) for n in range(3)
+            nn.Conv2d(widths[n], widths[n + 1], 3, stride=2 if n < 2 else 1, padding=1)
+            for n in range(3)
         )
         self.norms = nn.ModuleList(nn.GroupNorm(8, width) for width in _WIDTHS)
         self.features = nn.Linear(4 * _WIDTHS[-1], DIM)
@@ -79,16 +80,22 @@ class Classifier:
         return DIM
 
     @torch.inference_mode()
-    def encode(self, images: Tensor, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
+    def encode(
+        self, images: Tensor, on_progress: Callable[[int, int], None] | None = None
+    ) -> Tensor:
         """Return features, shape (N, 64), of images in the range that the network was trained on."""
-        return torch.cat([self.net.embed(self._scaled(block)) for block in torch.split(images.float(), _BATCH)])
+        return torch.cat(
+            [self.net.embed(self._scaled(block)) for block in torch.split(images.float(), _BATCH)]
+        )
 
     @torch.inference_mode()
     def accuracy(self, images: Tensor, labels: Tensor) -> float:
         """Return the share of images whose class is found."""
         right = [
             (self.net(self._scaled(block)).argmax(1) == label).sum()
-            for block, label in zip(torch.split(images.float(), _BATCH), torch.split(labels, _BATCH), strict=True)
+            for block, label in zip(
+                torch.split(images.float(), _BATCH), torch.split(labels, _BATCH), strict=True
+            )
         ]
         return float(sum(right) / len(images))
 
@@ -114,12 +121,16 @@ class Classifier:
         """
         found = read_header(path, max_bytes=MAX_FILE_BYTES)
         first, last = (
-            found.get(name, TensorSpec("F32", ())).shape for name in ("convolutions.0.weight", "classes.bias")
+            found.get(name, TensorSpec("F32", ())).shape
+            for name in ("convolutions.0.weight", "classes.bias")
         )
         channels = first[1] if len(first) == 4 and first[1] in (1, 3) else 1
         num_classes = last[0] if len(last) == 1 and last[0] <= MAX_CLASSES else 2
         with torch.device("meta"):
-            wanted = {name: spec_of(each) for name, each in Network(channels, num_classes).state_dict().items()}
+            wanted = {
+                name: spec_of(each)
+                for name, each in Network(channels, num_classes).state_dict().items()
+            }
         wanted |= {
             _SHAPE: TensorSpec("I64", (3,)),
             _RANGE: TensorSpec("F64", (2,)),
@@ -132,7 +143,9 @@ class Classifier:
         try:
             data = DataSpec(shape=tuple(shape.tolist()), range=tuple(low_high.tolist()))
         except ValueError as error:
-            raise DataError(path.name, expected="the shape and range of images", got=str(shape.tolist())) from error
+            raise DataError(
+                path.name, expected="the shape and range of images", got=str(shape.tolist())
+            ) from error
         return cls(net.eval().requires_grad_(False), data, bytes(digest.tolist()).hex())
 
 
@@ -163,7 +176,9 @@ def train_classifier(
     """
     if tuple(images.shape[1:]) != data.shape or len(labels) != len(images):
         got = f"images {tuple(images.shape)} and {len(labels)} labels"
-        raise ShapeError("training images", expected=f"shape (N, {data.shape}) and N labels", got=got)
+        raise ShapeError(
+            "training images", expected=f"shape (N, {data.shape}) and N labels", got=got
+        )
     num_classes = int(labels.max()) + 1
     if (
         len(data.shape) != 3
@@ -172,7 +187,11 @@ def train_classifier(
         or not 2 <= num_classes <= MAX_CLASSES
     ):
         got = f"{num_classes} classes, shape {data.shape}"
-        raise DataError("training images", expected=f"1 or 3 channels, 2 to {MAX_CLASSES} classes from 0", got=got)
+        raise DataError(
+            "training images",
+            expected=f"1 or 3 channels, 2 to {MAX_CLASSES} classes from 0",
+            got=got,
+        )
     steps = min(num_steps, _MOST_EPOCHS * max(1, len(images) // _BATCH))
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):

@@ -57,7 +57,10 @@ def open_features(text: str, plan: Plan, folder: Path) -> Features:
     if text == "encoder":
         encoder = PlanFiles.load(plan, folder).encoder
         return Features(
-            f"encoder ({plan.encoder.kind})", plan.file(plan.encoder.path).digest, encoder.dim, encoder.encode
+            f"encoder ({plan.encoder.kind})",
+            plan.file(plan.encoder.path).digest,
+            encoder.dim,
+            encoder.encode,
         )
     if kind == "timm" and rest:
         return _timm(rest, plan.data)
@@ -66,7 +69,9 @@ def open_features(text: str, plan: Plan, folder: Path) -> Features:
 
         where = Path(rest)
         if not where.is_dir():
-            raise MissingFileError(rest, expected="a folder of a CLIP of transformers", got="no folder of that name")
+            raise MissingFileError(
+                rest, expected="a folder of a CLIP of transformers", got="no folder of that name"
+            )
         clip = ClipVision.open(where, plan.data)
         return Features("clip", clip.digest, clip.dim, clip.encode)
     if colon and not Path(text).exists():
@@ -77,7 +82,9 @@ def open_features(text: str, plan: Plan, folder: Path) -> Features:
 def _timm(text: str, data: DataSpec) -> Features:
     if len(data.shape) != 3:
         remedy = "Compare volumes by the plan's encoder: --features encoder."
-        raise DataError("--features", expected="images, for a network of timm", got="volumes", remedy=remedy)
+        raise DataError(
+            "--features", expected="images, for a network of timm", got="volumes", remedy=remedy
+        )
     name, equals, file = text.rpartition("=")
     path = require_file(Path(file), "weights of a network of timm")
     model = name if equals else _architecture(path)

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024  # features that are converted to float64 together
-_REPEATS, _MANY = 4, 512  # random halvings; one where features are so long that each takes many seconds
+_REPEATS, _MANY = (
+    4,
+    512,
+)  # random halvings; one where features are so long that each takes many seconds
 _FLAT = 1e-12  # an eigenvalue below this share of the largest is rounding
 
 
@@ -39,7 +42,13 @@ class Moments:
     def of(cls, features_ND: Tensor) -> "Moments":
         """Compute both, block by block."""
         num = len(features_ND)
-        mean_D = sum((block.double().sum(0) for block in torch.split(features_ND, BLOCK)), torch.zeros(())) / num
+        mean_D = (
+            sum(
+                (block.double().sum(0) for block in torch.split(features_ND, BLOCK)),
+                torch.zeros(()),
+            )
+            / num
+        )
         scatter_DD = torch.zeros(len(mean_D), len(mean_D), dtype=torch.float64)
         for block in torch.split(features_ND, BLOCK):
             centred_BD = block.double() - mean_D
@@ -83,7 +92,9 @@ def transport(a: Moments, b: Moments) -> Transport:
     product_DD = root_DD @ b.covariance_DD @ root_DD
     middle_DD, middle_inverse_DD = _roots(product_DD)
     distance = _distance(a, b, product_DD, middle_DD.trace())
-    return Transport(distance, inverse_DD @ middle_DD @ inverse_DD, root_DD @ middle_inverse_DD @ root_DD)
+    return Transport(
+        distance, inverse_DD @ middle_DD @ inverse_DD, root_DD @ middle_inverse_DD @ root_DD
+    )
 
 
 def frechet_terms(features_ND: Tensor, own: Moments, other: Moments, map_DD: Tensor) -> Tensor:
@@ -100,7 +111,10 @@ def frechet_terms(features_ND: Tensor, own: Moments, other: Moments, map_DD: Ten
     Returns:
         Shape (N,), float64.
     """
-    apart_D, bend_DD = 2 * (own.mean_D - other.mean_D), torch.eye(len(map_DD), dtype=torch.float64) - map_DD
+    apart_D, bend_DD = (
+        2 * (own.mean_D - other.mean_D),
+        torch.eye(len(map_DD), dtype=torch.float64) - map_DD,
+    )
     terms = []
     for block in torch.split(features_ND, BLOCK):
         centred_BD = block.double() - own.mean_D
@@ -108,7 +122,9 @@ def frechet_terms(features_ND: Tensor, own: Moments, other: Moments, map_DD: Ten
     return torch.cat(terms)
 
 
-def extrapolated(distance: float, samples_ND: Tensor, reference_MD: Tensor, *, seed: int) -> float | None:
+def extrapolated(
+    distance: float, samples_ND: Tensor, reference_MD: Tensor, *, seed: int
+) -> float | None:
     """Return FID infinity, from random halves of both sets; None where half a set is too small for its covariance.
 
     Args:
@@ -123,7 +139,9 @@ def extrapolated(distance: float, samples_ND: Tensor, reference_MD: Tensor, *, s
     found = []
     for _ in range(_REPEATS if samples_ND.shape[1] <= _MANY else 1):
         pairs = (_halves(samples_ND, generator), _halves(reference_MD, generator))
-        found += [frechet_distance(Moments.of(a), Moments.of(b)) for a, b in zip(*pairs, strict=True)]
+        found += [
+            frechet_distance(Moments.of(a), Moments.of(b)) for a, b in zip(*pairs, strict=True)
+        ]
     return 2 * distance - sum(found) / len(found)
 
 
@@ -135,7 +153,12 @@ def _halves(features_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Te
 
 def _distance(a: Moments, b: Moments, spectrum: Tensor, root_trace: Tensor | None = None) -> float:
     root = spectrum.clamp(min=0).sqrt().sum() if root_trace is None else root_trace
-    apart = (a.mean_D - b.mean_D).square().sum() + a.covariance_DD.trace() + b.covariance_DD.trace() - 2 * root
+    apart = (
+        (a.mean_D - b.mean_D).square().sum()
+        + a.covariance_DD.trace()
+        + b.covariance_DD.trace()
+        - 2 * root
+    )
     return max(float(apart), 0.0)  # below 0 by rounding only
 
 

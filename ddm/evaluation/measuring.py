@@ -81,19 +81,28 @@ class Evaluation:
         return {
             "metrics": as_json(self.metrics),
             "per_silo": {
-                name: {"num": each.num, "share": each.share, "prior": each.prior, "num_reference": each.num_reference}
+                name: {
+                    "num": each.num,
+                    "share": each.share,
+                    "prior": each.prior,
+                    "num_reference": each.num_reference,
+                }
                 | {"metrics": as_json(each.metrics)}
                 for name, each in self.per_silo.items()
             },
             "share_error": None
             if self.share_error is None
-            else as_json({"it": self.share_error.error})["it"] | {"by_chance": self.share_error.by_chance},
+            else as_json({"it": self.share_error.error})["it"]
+            | {"by_chance": self.share_error.by_chance},
             "num": self.num,
             "num_reference": self.num_reference,
             "recall_by": as_json(self.recall_by),
             "copies": {
                 name: as_json({"near_copies": each.near})
-                | {"least_ratio": float(each.ratio_N.min()), "median_ratio": float(each.ratio_N.median())}
+                | {
+                    "least_ratio": float(each.ratio_N.min()),
+                    "median_ratio": float(each.ratio_N.median()),
+                }
                 | {"threshold": each.threshold, "num_holdout": each.num_holdout}
                 for name, each in self.copies.items()
             },
@@ -170,7 +179,10 @@ class Yardstick:
         own = {"features": side.within.nearest_N, "pixels": within(pixels_MP, 1, tick).nearest_N}
         if holdout is not None:
             rows = _encoded(holdout, features, tick)
-            own = {"features": nearest(rows[0], features_MD)[0], "pixels": nearest(rows[1], pixels_MP)[0]}
+            own = {
+                "features": nearest(rows[0], features_MD)[0],
+                "pixels": nearest(rows[1], pixels_MP)[0],
+            }
         return cls(reference, features, side, pixels_MP, own, k, seed)
 
     def judge(
@@ -226,7 +238,11 @@ class Yardstick:
         )
 
     def _per_silo(
-        self, features_ND: Tensor, silo_N: Tensor, silos: Sequence[str], prior: Sequence[float] | None
+        self,
+        features_ND: Tensor,
+        silo_N: Tensor,
+        silos: Sequence[str],
+        prior: Sequence[float] | None,
     ) -> dict[str, SiloResult]:
         groups = self.reference.groups
         found, total = {}, sum(prior) if prior is not None else 1.0
@@ -238,7 +254,9 @@ class Yardstick:
             enough = len(own_ND) >= max(LEAST, self.k + 1)
             metrics = measure(Side.of(own_ND, self.k), side, seed=self.seed)[0] if enough else {}
             due = None if prior is None else prior[index] / total
-            found[name] = SiloResult(len(own_ND), len(own_ND) / len(silo_N), due, metrics, len(side.features_ND))
+            found[name] = SiloResult(
+                len(own_ND), len(own_ND) / len(silo_N), due, metrics, len(side.features_ND)
+            )
         return found
 
     def _part(self, mask_M: Tensor) -> Side:
@@ -255,22 +273,32 @@ class Yardstick:
             for name in sorted(set(groups), key=lambda text: (len(text), text))
         }
 
-    def _notes(self, own: Side, silo_N: Tensor | None, silos: Sequence[str], has_floor: bool) -> tuple[str, ...]:
+    def _notes(
+        self, own: Side, silo_N: Tensor | None, silos: Sequence[str], has_floor: bool
+    ) -> tuple[str, ...]:
         dim, sizes = own.features_ND.shape[1], (own.moments.num, self.side.moments.num)
-        notes = [f"FID is biased upwards; it compares {sizes[0]} samples with {sizes[1]} reference images."]
+        notes = [
+            f"FID is biased upwards; it compares {sizes[0]} samples with {sizes[1]} reference images."
+        ]
         if own.moments.singular or self.side.moments.singular:
             notes.append(
                 f"The covariance of a set with no more than {dim} images is singular in {dim} features: FID says "
                 "little; read KID, or evaluate more images."
             )
         if 2 * sizes[0] < sizes[1]:
-            notes.append("Coverage and recall grow with the number of samples: draw about as many as reference images.")
+            notes.append(
+                "Coverage and recall grow with the number of samples: draw about as many as reference images."
+            )
         if silo_N is not None:
             counts = torch.bincount(silo_N, minlength=len(silos)).tolist()
             if few := [name for name, count in zip(silos, counts, strict=True) if count <= dim]:
-                notes.append(f"Silos with no more than {dim} samples: {', '.join(few)}. Their FID says little.")
+                notes.append(
+                    f"Silos with no more than {dim} samples: {', '.join(few)}. Their FID says little."
+                )
         if not has_floor:
-            notes.append(f"No floor: it takes more than {dim} samples and more than {2 * dim} reference images.")
+            notes.append(
+                f"No floor: it takes more than {dim} samples and more than {2 * dim} reference images."
+            )
         if float(self.side.within.radius_N.min()) == 0.0:
             notes.append(
                 f"Some reference images have {self.k} equal ones in these features; their balls have no extent."
@@ -330,7 +358,9 @@ def evaluate(
         num_weights = 0 if prior is None else real_tensor(prior, "prior").numel()
         num_silos = max(int(silo.max()) + 1, num_weights)
         silos = tuple(str(index) for index in range(num_silos))
-    yardstick = Yardstick.of(source, features, holdout=held, k=k, seed=seed, on_progress=on_progress)
+    yardstick = Yardstick.of(
+        source, features, holdout=held, k=k, seed=seed, on_progress=on_progress
+    )
     return yardstick.judge(rows, silo_N=silo, silos=silos, prior=prior, on_progress=on_progress)
 
 
@@ -356,7 +386,9 @@ def _silo_numbers(silo_N: Any, num_samples: int, num_silos: int | None) -> Tenso
             return whole
     silos = "a silo" if num_silos is None else f"one of {num_silos} silos"
     got = f"shape {tuple(numbers.shape)}" if not fits else "other numbers"
-    raise ShapeError("silo_N", expected=f"the number of {silos} for each of {num_samples} samples", got=got)
+    raise ShapeError(
+        "silo_N", expected=f"the number of {silos} for each of {num_samples} samples", got=got
+    )
 
 
 def _weights(prior: Any, num_silos: int) -> list[float]:
@@ -373,7 +405,9 @@ def _weights(prior: Any, num_silos: int) -> list[float]:
         raise ShapeError("prior", expected=expected, got=f"shape {tuple(weight_S.shape)}")
     total = float(weight_S.sum())
     if not bool((weight_S >= 0).all()) or not 0 < total < inf:
-        raise MathError("prior", expected="finite weights of at least 0, not all 0", got="other weights")
+        raise MathError(
+            "prior", expected="finite weights of at least 0, not all 0", got="other weights"
+        )
     weights: list[float] = weight_S.tolist()
     return weights
 
@@ -391,7 +425,9 @@ def _encoded(source: Reference, features: Features, tick: _Count) -> tuple[Tenso
             encoded = real_tensor(features.encode(block), "features")
             if encoded.ndim != 2 or len(encoded) != len(block):
                 got = f"shape {tuple(encoded.shape)}"
-                raise ShapeError("features", expected=f"shape ({len(block)}, D), a row for each image", got=got)
+                raise ShapeError(
+                    "features", expected=f"shape ({len(block)}, D), a row for each image", got=got
+                )
             all_features.append(encoded.float().cpu())
             all_pixels.append(pixels(block))
             tick(len(block))

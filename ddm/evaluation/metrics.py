@@ -71,7 +71,9 @@ def measure(
     """
     dims = samples.features_ND.shape[1], reference.features_ND.shape[1]
     if dims[0] != dims[1]:
-        raise ShapeError("features", expected=f"{dims[1]} values, as of the reference", got=str(dims[0]))
+        raise ShapeError(
+            "features", expected=f"{dims[1]} values, as of the reference", got=str(dims[0])
+        )
     a, b = samples.moments, reference.moments
     maps = transport(a, b)
     terms = [
@@ -84,7 +86,9 @@ def measure(
     if limit is not None:  # to first order it moves with an image as the distance does
         moved = limit - around.value
         found["fid_infinity"] = Estimate(limit, around.low + moved, around.high + moved)
-    both = between(samples.features_ND, reference.features_ND, samples.within, reference.within, tick)
+    both = between(
+        samples.features_ND, reference.features_ND, samples.within, reference.within, tick
+    )
     kid, kid_terms = kernel_distance(samples.within, reference.within, both)
     found["kid"] = resampled(kid, kid_terms, seed=seed)
     found["precision"], found["recall"] = proportion(both.inside_N), proportion(both.recalled_M)
@@ -95,7 +99,9 @@ def measure(
     return found, both
 
 
-def floor(reference: Side, num: int, *, seed: int = 0) -> tuple[dict[str, Estimate], int, int] | None:
+def floor(
+    reference: Side, num: int, *, seed: int = 0
+) -> tuple[dict[str, Estimate], int, int] | None:
     """Measure one half of the reference against the other: what perfect samples would score.
 
     Args:
@@ -106,7 +112,9 @@ def floor(reference: Side, num: int, *, seed: int = 0) -> tuple[dict[str, Estima
     Returns:
         The metrics and the number of images of either half; None where a half has no more images than features.
     """
-    order_M = torch.randperm(len(reference.features_ND), generator=torch.Generator().manual_seed(seed))
+    order_M = torch.randperm(
+        len(reference.features_ND), generator=torch.Generator().manual_seed(seed)
+    )
     half = len(order_M) // 2
     first_M, second_M = order_M[:half][:num], order_M[half:]
     k = reference.within.k
@@ -125,10 +133,15 @@ def metrics_bytes(num: int, num_reference: int, dim: int, pixels: int) -> int:
         dim: values of one feature.
         pixels: values of one image as copies are looked for.
     """
-    rows = 3 * (num + num_reference) * (dim + pixels) * _FLOAT_BYTES  # all, the halves, and one silo's
+    rows = (
+        3 * (num + num_reference) * (dim + pixels) * _FLOAT_BYTES
+    )  # all, the halves, and one silo's
     return rows + _MATRICES * _DOUBLE_BYTES * dim**2 + _BLOCKS_BYTES
 
 
 def as_json(metrics: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
     """Return metrics as JSON prints them."""
-    return {name: {"value": each.value, "low": each.low, "high": each.high} for name, each in metrics.items()}
+    return {
+        name: {"value": each.value, "low": each.low, "high": each.high}
+        for name, each in metrics.items()
+    }

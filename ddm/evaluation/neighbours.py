@@ -18,7 +18,9 @@ from torch import Tensor
 Tick = Callable[[int], None]
 """Called with the features that one block had."""
 
-_BLOCK_BYTES = 1 << 26  # of one block of products: so large that its memory goes back once it is freed
+_BLOCK_BYTES = (
+    1 << 26
+)  # of one block of products: so large that its memory goes back once it is freed
 _TILE = 1024
 _SAME = 1e-13  # distances below this share of the features' energy are rounding
 
@@ -88,7 +90,9 @@ def within(features_ND: Tensor, k: int, tick: Tick | None = None) -> Within:
     return Within(radius_N, nearest_N, kernel_N, k)
 
 
-def between(samples_ND: Tensor, reference_MD: Tensor, own: Within, theirs: Within, tick: Tick | None = None) -> Between:
+def between(
+    samples_ND: Tensor, reference_MD: Tensor, own: Within, theirs: Within, tick: Tick | None = None
+) -> Between:
     """Compare samples with a reference.
 
     Args:
@@ -110,19 +114,28 @@ def between(samples_ND: Tensor, reference_MD: Tensor, own: Within, theirs: Withi
         recalled_M |= (apart_BM <= own.radius_N[rows, None]).any(0)
         covered_M |= balls_BM.any(0)
         nearest = apart_BM.min(1)
-        parts.append((balls_BM.any(1), balls_BM.sum(1), nearest.values, nearest.indices, kernel_BM.sum(1)))
+        parts.append(
+            (balls_BM.any(1), balls_BM.sum(1), nearest.values, nearest.indices, kernel_BM.sum(1))
+        )
         if tick:
             tick(len(product_BM))
-    inside_N, balls_N, nearest_N, which_N, kernel_N = (torch.cat(part) for part in zip(*parts, strict=True))
+    inside_N, balls_N, nearest_N, which_N, kernel_N = (
+        torch.cat(part) for part in zip(*parts, strict=True)
+    )
     return Between(inside_N, balls_N, recalled_M, covered_M, nearest_N, which_N, kernel_N, kernel_M)
 
 
-def kernel_distance(own: Within, theirs: Within, both: Between) -> tuple[float, tuple[Tensor, Tensor]]:
+def kernel_distance(
+    own: Within, theirs: Within, both: Between
+) -> tuple[float, tuple[Tensor, Tensor]]:
     """Return KID, the unbiased squared maximum mean discrepancy of ``(x.y / D + 1)^3``, and its first-order terms."""
     num, others = len(own.kernel_N), len(theirs.kernel_N)
     own_N, theirs_M = own.kernel_N / (num - 1), theirs.kernel_N / (others - 1)
     value = own_N.mean() + theirs_M.mean() - 2 * both.kernel_N.mean() / others
-    return float(value), (2 * (own_N - both.kernel_N / others), 2 * (theirs_M - both.kernel_M / num))
+    return float(value), (
+        2 * (own_N - both.kernel_N / others),
+        2 * (theirs_M - both.kernel_M / num),
+    )
 
 
 def nearest(rows_ND: Tensor, others_MD: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +148,9 @@ def nearest(rows_ND: Tensor, others_MD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
 
 
-def nearest_few(rows_ND: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int) -> tuple[Tensor, Tensor]:
+def nearest_few(
+    rows_ND: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int
+) -> tuple[Tensor, Tensor]:
     """Find each row's k nearest among others that come in blocks and are never held together.
 
     Args:
@@ -153,8 +168,13 @@ def nearest_few(rows_ND: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int) -
         energy_B = _energy(others_BD)
         for start, product_RB in _products(rows_ND, others_BD):
             rows = slice(start, start + len(product_RB))
-            found = _squared(product_RB, energy_N[rows], energy_B).topk(min(k, len(others_BD)), dim=1, largest=False)
-            both = torch.cat([apart_NK[rows], found.values], 1), torch.cat([which_NK[rows], found.indices + first], 1)
+            found = _squared(product_RB, energy_N[rows], energy_B).topk(
+                min(k, len(others_BD)), dim=1, largest=False
+            )
+            both = (
+                torch.cat([apart_NK[rows], found.values], 1),
+                torch.cat([which_NK[rows], found.indices + first], 1),
+            )
             kept = both[0].topk(k, dim=1, largest=False)
             apart_NK[rows], which_NK[rows] = kept.values, both[1].gather(1, kept.indices)
     return apart_NK, which_NK

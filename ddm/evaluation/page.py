@@ -101,7 +101,11 @@ def write_page(
     shown = results[0]
     worst = {space: copies.worst[:SHOWN_PAIRS] for space, copies in shown.found.copies.items()}
     evenly = [n * reference.num // SHOWN for n in range(min(SHOWN, reference.num))]
-    needed = {int(shown.found.copies[space].which_N[n]) for space, numbers in worst.items() for n in numbers}
+    needed = {
+        int(shown.found.copies[space].which_N[n])
+        for space, numbers in worst.items()
+        for n in numbers
+    }
     real = reference.rows([*evenly, *needed])
 
     def pictures(images: Sequence[Tensor]) -> tuple[str, ...]:
@@ -109,7 +113,9 @@ def write_page(
 
     sheets = [Sheet("reference", None, pictures([real[n] for n in dict.fromkeys(evenly)]))]
     sheets += _samples(shown, silos, pictures)
-    pairs = {space: _pairs(shown, space, numbers, real, pictures) for space, numbers in worst.items()}
+    pairs = {
+        space: _pairs(shown, space, numbers, real, pictures) for space, numbers in worst.items()
+    }
     page = render(
         "ddm",
         "evaluation.html.jinja",
@@ -134,11 +140,19 @@ def _samples(shown: Shown, silos: Sequence[str], pictures: Any) -> list[Sheet]:
     """Return the first samples of each silo, or of all where silos are not known."""
     if shown.silo_N is None:
         return [Sheet("samples", None, pictures(list(shown.images[:SHOWN])))]
-    numbers = [torch.nonzero(shown.silo_N == index).flatten()[:SHOWN] for index in range(len(silos))]
-    return [Sheet(silos[k], k, pictures(list(shown.images[each]))) for k, each in enumerate(numbers) if len(each)]
+    numbers = [
+        torch.nonzero(shown.silo_N == index).flatten()[:SHOWN] for index in range(len(silos))
+    ]
+    return [
+        Sheet(silos[k], k, pictures(list(shown.images[each])))
+        for k, each in enumerate(numbers)
+        if len(each)
+    ]
 
 
-def _pairs(shown: Shown, space: str, numbers: Sequence[int], real: Mapping[int, Tensor], pictures: Any) -> list[Pair]:
+def _pairs(
+    shown: Shown, space: str, numbers: Sequence[int], real: Mapping[int, Tensor], pictures: Any
+) -> list[Pair]:
     copies = shown.found.copies[space]
     samples = pictures([shown.images[n] for n in numbers])
     nearest = pictures([real[int(copies.which_N[n])] for n in numbers])
@@ -153,6 +167,8 @@ def _scale(results: Sequence[Shown], metric: str) -> Scale:
     """Return the scale of a metric's bars: over all its intervals and floors."""
     found = [each.found.metrics[metric] for each in results if metric in each.found.metrics]
     floors = [
-        each.found.floor[0][metric].value for each in results if each.found.floor and metric in each.found.floor[0]
+        each.found.floor[0][metric].value
+        for each in results
+        if each.found.floor and metric in each.found.floor[0]
     ]
     return Scale.over([value for each in found for value in (each.low, each.high)] + floors)

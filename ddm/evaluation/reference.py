@@ -74,7 +74,11 @@ class Reference:
                 if len(part):
                     yield part
 
-        groups = [group for group, keep in zip(self.groups, kept, strict=True) if keep] if self.groups else ()
+        groups = (
+            [group for group, keep in zip(self.groups, kept, strict=True) if keep]
+            if self.groups
+            else ()
+        )
         return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups, images=None)
 
     def column(self, names: Sequence[str]) -> NDArray[np.generic] | None:
@@ -89,7 +93,9 @@ class Reference:
         return None if name is None else self.images.column(name)
 
     @classmethod
-    def of(cls, images: Any, groups: Sequence[object] = (), group_name: str = "labels") -> "Reference":
+    def of(
+        cls, images: Any, groups: Sequence[object] = (), group_name: str = "labels"
+    ) -> "Reference":
         """Take an array or a tensor, shape (N, ...).
 
         Args:
@@ -103,10 +109,18 @@ class Reference:
         """
         rows = rows_of_numbers(images, "reference")
         if len(groups) not in (0, len(rows)):
-            raise ShapeError("groups", expected=f"{len(rows)}, one for each image", got=str(len(groups)))
+            raise ShapeError(
+                "groups", expected=f"{len(rows)}, one for each image", got=str(len(groups))
+            )
         size = max(1, BLOCK_BYTES // (4 * max(1, rows[0].numel()))) if len(rows) else 1
         texts = [_text(each) for each in groups]
-        return cls(len(rows), lambda: (part.float() for part in torch.split(rows, size)), None, texts, group_name)
+        return cls(
+            len(rows),
+            lambda: (part.float() for part in torch.split(rows, size)),
+            None,
+            texts,
+            group_name,
+        )
 
 
 def rows_of_numbers(values: Any, subject: str) -> Tensor:
@@ -118,7 +132,9 @@ def rows_of_numbers(values: Any, subject: str) -> Tensor:
     """
     rows = real_tensor(values, subject)
     if rows.ndim < 2 or 0 in rows.shape[1:]:
-        raise ShapeError(subject, expected="shape (N, ...), one row for each image", got=str(tuple(rows.shape)))
+        raise ShapeError(
+            subject, expected="shape (N, ...), one row for each image", got=str(tuple(rows.shape))
+        )
     return rows.cpu()
 
 
@@ -165,7 +181,9 @@ def classes_of(reference: Reference, classes: Classes) -> Tensor | None:
     found = reference.column(_LABELS)
     if found is None:
         return None
-    remedy = "Label them as the plan does, or draw classes otherwise: --class equal, or --class none."
+    remedy = (
+        "Label them as the plan does, or draw classes otherwise: --class equal, or --class none."
+    )
     return torch.from_numpy(class_numbers(found, classes, "labels of the reference", remedy))
 
 
@@ -179,7 +197,9 @@ def captions_of(reference: Reference) -> list[str] | None:
     if found is None:
         return None
     if found.ndim != 1 or found.dtype.kind not in "UO":
-        raise DataError("captions of the reference", expected="one text an image", got=f"{found.dtype}")
+        raise DataError(
+            "captions of the reference", expected="one text an image", got=f"{found.dtype}"
+        )
     return [_text(each) for each in found.tolist()]
 
 

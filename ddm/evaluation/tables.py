@@ -31,7 +31,9 @@ def interval(each: Estimate) -> str:
 def tables(results: Sequence[tuple[str, Evaluation]], features: Features, lay: Lay) -> str:
     """Return the tables of one or several sets of samples."""
     first = results[0][1]
-    parts = [f"{first.num} samples against {first.num_reference} reference images, features: {features.name}.\n"]
+    parts = [
+        f"{first.num} samples against {first.num_reference} reference images, features: {features.name}.\n"
+    ]
     names = list(dict.fromkeys(name for _, found in results for name in found.metrics))
     header = ["metric", *(text for name, _ in results for text in (name, "95% interval"))]
     if first.floor:
@@ -58,7 +60,12 @@ def _details(name: str, found: Evaluation, lay: Lay) -> str:
     parts = [f"\n{name}"]
     if found.per_silo:
         rows = [
-            [silo, str(each.num), f"{each.share:.3f}", "-" if each.prior is None else f"{each.prior:.3f}"]
+            [
+                silo,
+                str(each.num),
+                f"{each.share:.3f}",
+                "-" if each.prior is None else f"{each.prior:.3f}",
+            ]
             + [
                 number(each.metrics[key].value) if key in each.metrics else "-"
                 for key in ("fid", "precision", "recall")
@@ -73,7 +80,9 @@ def _details(name: str, found: Evaluation, lay: Lay) -> str:
             f"by chance up to {number(error.by_chance)}"
         )
     if found.recall_by:
-        rows = [[group, number(each.value), interval(each)] for group, each in found.recall_by.items()]
+        rows = [
+            [group, number(each.value), interval(each)] for group, each in found.recall_by.items()
+        ]
         parts.append(lay(rows, ["reference", "recall", "95% interval"]))
     for space, each in found.copies.items():
         parts.append(

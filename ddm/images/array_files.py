@@ -178,7 +178,9 @@ def read_images(path: Path, spec: DataSpec) -> "Tensor":
     return images[:]
 
 
-def _opened(source: ImageArrays, convert: Convert, shape: tuple[int, ...], folder: Path | None) -> Images:
+def _opened(
+    source: ImageArrays, convert: Convert, shape: tuple[int, ...], folder: Path | None
+) -> Images:
     if folder is None:
         return _read_whole(source, convert, shape)
     array = source.in_place()
@@ -193,7 +195,9 @@ def _read_whole(source: ImageArrays, convert: Convert, shape: tuple[int, ...]) -
     memory_bytes = machine_bytes()
     num_bytes = 4 * len(source) * prod(shape)
     if num_bytes > memory_bytes:
-        raise DataError("images", expected=f"at most {memory_bytes} bytes of memory", got=f"{num_bytes} bytes")
+        raise DataError(
+            "images", expected=f"at most {memory_bytes} bytes of memory", got=f"{num_bytes} bytes"
+        )
     images = torch.empty(len(source), *shape)
     start = 0
     for block in source.unpacked():
@@ -215,9 +219,13 @@ def unpack(source: ImageArrays, folder: Path) -> FileArray:
         DiskError: too little room.
     """
     dtype, shape = source.row
-    with unpacked_path(folder, [source.name, dtype.str, shape, source.recipe, stamps(source.files)]) as path:
+    with unpacked_path(
+        folder, [source.name, dtype.str, shape, source.recipe, stamps(source.files)]
+    ) as path:
         if not path.exists():
-            require_room({folder: len(source) * prod(shape) * dtype.itemsize}, "the unpacked images")
+            require_room(
+                {folder: len(source) * prod(shape) * dtype.itemsize}, "the unpacked images"
+            )
             with replacing(path, mode=0o600) as handle:
                 write_rows(handle, (len(source), *shape), dtype, source.unpacked())
         return open_npy(path)
@@ -231,7 +239,10 @@ def _open_folder(path: Path) -> Mapping[str | None, ImageArrays]:
         if folder is None:
             continue
         files = tuple(path / part for part in folder.parts)
-        columns = {column: partial(_open_column_files, path, folder.column_files, column) for column in folder.columns}
+        columns = {
+            column: partial(_open_column_files, path, folder.column_files, column)
+            for column in folder.columns
+        }
         return {None: ArraySource(name, [npy_array(file) for file in files], columns, files)}
     tables = sorted(path.glob("*.parquet"))
     if tables:
@@ -251,14 +262,18 @@ def _open_parquet(files: tuple[Path, ...]) -> Mapping[str | None, ImageArrays]:
     siblings = [path.name for path in files[0].parent.glob("*.parquet")]
     splits = [split_of_shard(path.name, siblings) for path in files]
     return {
-        split: ParquetSource(tuple(path for path, name in zip(files, splits, strict=True) if name == split))
+        split: ParquetSource(
+            tuple(path for path, name in zip(files, splits, strict=True) if name == split)
+        )
         for split in dict.fromkeys(splits)
     }
 
 
 def _open_idx(path: Path) -> Mapping[str | None, ImageArrays]:
     beside = labels_beside(path)
-    columns = {"labels": partial(_open_idx_labels, beside)} if beside != path and beside.is_file() else {}
+    columns = (
+        {"labels": partial(_open_idx_labels, beside)} if beside != path and beside.is_file() else {}
+    )
     return {split_of_idx(path.name): ArraySource("images", (idx_array(path),), columns, (path,))}
 
 
@@ -275,7 +290,9 @@ def _open_npz(path: Path) -> Mapping[str | None, ImageArrays]:
 
 
 def _npz_source(path: Path, name: Name, part: PartNames) -> ImageArrays:
-    columns = {column: partial(_open_npz_column, path, array) for column, array in part.columns.items()}
+    columns = {
+        column: partial(_open_npz_column, path, array) for column, array in part.columns.items()
+    }
     return ArraySource(name, (npz_array(path, part.images),), columns, (path,))
 
 

@@ -52,7 +52,9 @@ class ArraySource:
         kinds = {(array.dtype.str, array.shape[1:]) for array in arrays}
         if len(kinds) != 1:
             got = ", ".join(f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:3])
-            raise DataError("data files", expected="rows of one type and one shape in all of them", got=got)
+            raise DataError(
+                "data files", expected="rows of one type and one shape in all of them", got=got
+            )
         self.row = arrays[0].dtype, arrays[0].shape[1:]
 
     def __len__(self) -> int:
@@ -87,7 +89,11 @@ class ArraySource:
         most_bytes = min(len(self) * max_bytes, MAX_COLUMN_BYTES)
         if num_bytes > most_bytes:
             raise DataError(name, expected=f"at most {most_bytes} bytes", got=f"{num_bytes}")
-        column = arrays[0].whole() if len(arrays) == 1 else np.concatenate([array.whole() for array in arrays])
+        column = (
+            arrays[0].whole()
+            if len(arrays) == 1
+            else np.concatenate([array.whole() for array in arrays])
+        )
         return column.reshape(self.column_shape(name))
 
     def column_shape(self, name: str) -> tuple[int, ...]:
@@ -126,14 +132,20 @@ class ParquetSource:
     def __init__(self, files: tuple[Path, ...]) -> None:
         self._table = ParquetTable(files)
         self.files = files
-        self.name: Name = "latents" if self._table.image_column is None and self._table.latent_column else "images"
+        self.name: Name = (
+            "latents"
+            if self._table.image_column is None and self._table.latent_column
+            else "images"
+        )
         column = self._table.latent_column if self.name == "latents" else self._table.image_column
         if column is None:
             got = f"{len(self._table.names)} columns with other names"
             raise DataError("data file", expected="a column called image", got=got)
         if self._table.is_encoded(column):
             got = "encoded pictures"
-            raise DataError("images", expected="arrays of one shape", got=got, remedy=NEEDS_TRANSFORM)
+            raise DataError(
+                "images", expected="arrays of one shape", got=got, remedy=NEEDS_TRANSFORM
+            )
         self._column = column
         self.row = self._table.row_type(column)
 

@@ -85,7 +85,9 @@ def _read_single(content: FileContent, limits: Limits) -> DecodedPicture:
     if len(data) != header.num_bytes:
         reason = Reason.TRUNCATED if len(data) < header.num_bytes else Reason.DAMAGED
         raise ImageError(reason, "fewer or more bytes than the header of the npy says")
-    values = np.frombuffer(data, header.dtype).reshape(header.shape, order="F" if header.by_columns else "C")
+    values = np.frombuffer(data, header.dtype).reshape(
+        header.shape, order="F" if header.by_columns else "C"
+    )
     picture = Picture(channels_first(values, limits), full=full_range(header.dtype))
     return DecodedPicture.of(picture, kind="npy")
 

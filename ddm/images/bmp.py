@@ -37,7 +37,9 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
     if len(data) < 54:
         raise ImageError(Reason.TRUNCATED, "header of BMP")
     pixels_at, header_size = struct.unpack("<II", data[10:18])
-    width, height, _, bits, compression, _, per_column, per_row, num_colours = struct.unpack("<iiHHIIiiI", data[18:50])
+    width, height, _, bits, compression, _, per_column, per_row, num_colours = struct.unpack(
+        "<iiHHIIiiI", data[18:50]
+    )
     if header_size == _CORE_HEADER:
         width, height, _, bits = struct.unpack("<HHHH", data[18:26])
         compression = per_column = per_row = num_colours = 0
@@ -61,10 +63,16 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
         if image.mode == "P" and np.asarray(image).max() >= (num_colours or 1 << bits):
             raise ImageError(Reason.DAMAGED, "an index beyond the end of the palette")
         if image.mode in _BITS_OF_GREYS and bits != _BITS_OF_GREYS[image.mode]:
-            raise ImageError(Reason.UNSUPPORTED, "biClrUsed: a palette of few greys that Pillow misreads")
+            raise ImageError(
+                Reason.UNSUPPORTED, "biClrUsed: a palette of few greys that Pillow misreads"
+            )
         # What Pillow takes for transparency is a fourth byte that means nothing.
-        values = np.asarray(image.convert("L" if image.mode in _BITS_OF_GREYS else "RGB"))[..., None]
+        values = np.asarray(image.convert("L" if image.mode in _BITS_OF_GREYS else "RGB"))[
+            ..., None
+        ]
     values = values.reshape(*values.shape[:2], -1)
     if bits <= 8 and (values == values[..., :1]).all():
         values = values[..., :1]  # BMP has no other way to store greys
-    yield picture_of(values, kind, full=BYTE_RANGE, spacing=spacing_of(per_row, per_column, _MM_PER_METRE))
+    yield picture_of(
+        values, kind, full=BYTE_RANGE, spacing=spacing_of(per_row, per_column, _MM_PER_METRE)
+    )

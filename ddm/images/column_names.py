@@ -142,17 +142,23 @@ def npz_parts(names: Collection[str]) -> list[PartNames]:
         meaning, split = place
         arrays = parts.setdefault(split, {})
         if meaning in arrays:
-            raise ImageError(Reason.AMBIGUOUS, f"several arrays that may be the {meaning} of one part: keep one")
+            raise ImageError(
+                Reason.AMBIGUOUS, f"several arrays that may be the {meaning} of one part: keep one"
+            )
         arrays[meaning] = name
     if not any(_IMAGES in arrays for arrays in parts.values()):
-        raise ImageError(Reason.UNKNOWN, "an npz without an array called images, or train_images and the like")
+        raise ImageError(
+            Reason.UNKNOWN, "an npz without an array called images, or train_images and the like"
+        )
     if not all(_IMAGES in arrays for arrays in parts.values()):
         raise ImageError(Reason.AMBIGUOUS, "columns of a part that has no images")
     if any(name.lower() in _MEANINGS for name in names):
         detail = "a column for all parts beside train_images or the like: name the part of each, as in train_labels"
         raise ImageError(Reason.AMBIGUOUS, detail)
     return [
-        PartNames(split, arrays[_IMAGES], {key: name for key, name in arrays.items() if key != _IMAGES})
+        PartNames(
+            split, arrays[_IMAGES], {key: name for key, name in arrays.items() if key != _IMAGES}
+        )
         for split, arrays in sorted(parts.items())
     ]
 

@@ -20,11 +20,15 @@ from ddm.images.record import MAX_CAPTION
 from ddm.protocol.classes import Classes
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
-_MAX_CAPTION_BYTES = 4 * (MAX_CAPTION + 1)  # one character more, so that `captions_of` says what is too long
+_MAX_CAPTION_BYTES = 4 * (
+    MAX_CAPTION + 1
+)  # one character more, so that `captions_of` says what is too long
 _TEXT_KINDS = "USO"
 _NUMBER_KINDS = "biuf"
 _WHOLE_NUMBER = re.compile(r"(-?\d+)\.0+")  # as a table of floating point writes it
-_PATIENTS_REMEDY = "Give every image its patient: one without could belong to a patient who is counted already."
+_PATIENTS_REMEDY = (
+    "Give every image its patient: one without could belong to a patient who is counted already."
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,11 @@ def texts_of(column_N: NDArray[np.generic], name: str) -> list[str | None]:
         DataError: anything but text or numbers.
     """
     if column_N.ndim != 1 or column_N.dtype.kind not in _TEXT_KINDS + _NUMBER_KINDS:
-        raise DataError(name, expected="one text or number an image", got=f"{column_N.dtype}, shape {column_N.shape}")
+        raise DataError(
+            name,
+            expected="one text or number an image",
+            got=f"{column_N.dtype}, shape {column_N.shape}",
+        )
     cells = column_N.tolist()
     if not all(isinstance(cell, str | bytes | int | float | None) for cell in cells):
         raise DataError(name, expected="one text or number an image", got="objects of another type")
@@ -138,7 +146,9 @@ def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> 
     """
     if patient_N.dtype.kind not in "iuf" + _TEXT_KINDS:
         expected = "whole numbers, floating point or text"
-        raise DataError("patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY)
+        raise DataError(
+            "patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY
+        )
     if patient_N.dtype.kind in "iuf" and rule == "spelling":
         missing_N = ~np.isfinite(patient_N.astype(np.float64))
         key_N = patient_N
@@ -149,9 +159,13 @@ def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> 
     num_missing = int(missing_N.sum())
     if num_missing:
         got = f"none for {num_missing} of {len(patient_N)} images"
-        raise DataError("patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY)
+        raise DataError(
+            "patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY
+        )
     numbers: dict[object, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in key_N.tolist()], dtype=np.int64)
+    return np.array(
+        [numbers.setdefault(key, len(numbers)) for key in key_N.tolist()], dtype=np.int64
+    )
 
 
 def names_of(column_N: NDArray[np.generic]) -> list[str]:
@@ -189,7 +203,9 @@ def _caption(cell: object) -> str:
             text.encode()  # refuses half of a surrogate pair
             return text
     except UnicodeError:  # its message quotes the text
-        raise DataError("captions", expected="UTF-8", got="a text that is not valid UTF-8") from None
+        raise DataError(
+            "captions", expected="UTF-8", got="a text that is not valid UTF-8"
+        ) from None
     raise DataError("captions", expected="text", got="objects of another type")
 
 
@@ -201,7 +217,10 @@ def folded(text: str) -> str:
 
 
 def class_numbers(
-    label_N: NDArray[np.generic], classes: Classes, subject: str = "labels", remedy: str | None = None
+    label_N: NDArray[np.generic],
+    classes: Classes,
+    subject: str = "labels",
+    remedy: str | None = None,
 ) -> NDArray[np.int64]:
     """Return the class of each label, shape (N,); a message never quotes a label, which may be private.
 
@@ -225,7 +244,9 @@ def class_numbers(
         num_missing = texts.count(None)
         if num_missing:
             got = f"none for {num_missing} of {len(texts)} images"
-            raise DataError(subject, expected=f"{expected}, one for each image", got=got, remedy=remedy)
+            raise DataError(
+                subject, expected=f"{expected}, one for each image", got=got, remedy=remedy
+            )
         number_N = _numbers_by_name([text or "" for text in texts], classes)
     num_outside = int(((number_N < 0) | (number_N >= classes.num)).sum())
     if num_outside:

@@ -127,15 +127,23 @@ class _BoundedLines:
         try:
             line = self._handle.readline(_MAX_RECORD)
         except UnicodeDecodeError:  # its text quotes the file
-            raise DataError("table", expected=_EXPECTED, got="text that is damaged", remedy=_SAVE_AS_UTF8) from None
+            raise DataError(
+                "table", expected=_EXPECTED, got="text that is damaged", remedy=_SAVE_AS_UTF8
+            ) from None
         if not line:
             raise StopIteration
         self.number += 1
         self.num_characters += len(line)
         if self.num_characters >= _MAX_RECORD:
-            raise DataError("table", expected=f"rows of fewer than {_MAX_RECORD} characters", got=f"line {self.number}")
+            raise DataError(
+                "table",
+                expected=f"rows of fewer than {_MAX_RECORD} characters",
+                got=f"line {self.number}",
+            )
         if "\0" in line:
-            raise DataError("table", expected=_EXPECTED, got="bytes that are not text", remedy=_SAVE_AS_UTF8)
+            raise DataError(
+                "table", expected=_EXPECTED, got="bytes that are not text", remedy=_SAVE_AS_UTF8
+            )
         return line
 
 
@@ -181,7 +189,9 @@ def _encoding_of(path: Path) -> tuple[str, bool]:
     # Programs that end lines with CR alone are from the time when the Mac had an encoding of its own; bytes of ones
     # alone are what storage holds where nothing was written.
     if not has_line_feed or not is_windows_1252 or is_filling:
-        raise DataError("table", expected=_EXPECTED, got="text in an unknown encoding", remedy=_SAVE_AS_UTF8)
+        raise DataError(
+            "table", expected=_EXPECTED, got="text in an unknown encoding", remedy=_SAVE_AS_UTF8
+        )
     return "cp1252", True
 
 

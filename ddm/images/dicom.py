@@ -34,7 +34,9 @@ from ddm.images.picture import DecodedPicture, Limits, Picture, supported
 from ddm.images.reasons import Flag, ImageError, Reason
 
 _OVERLAY_GROUPS = range(0x6000, 0x6020, 2)
-_OVERLAYS = frozenset(group << 16 | element for group in _OVERLAY_GROUPS for element in (0x0010, 0x0011, 0x3000))
+_OVERLAYS = frozenset(
+    group << 16 | element for group in _OVERLAY_GROUPS for element in (0x0010, 0x0011, 0x3000)
+)
 _SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
 _CAPTURES = ("SC", "OT", "DOC")  # modalities
 _ULTRASOUND = ("1.2.840.10008.5.1.4.1.1.3", "1.2.840.10008.5.1.4.1.1.6")
@@ -69,11 +71,19 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
         head = is_of_head(tags)
         volume = volume_of(tags, pixel_format.num_frames, pixel_format.samples)
         frames = (
-            frame_of(tags, number, stored, pixel_format) for number, stored in enumerate(frames_of(tags, pixel_format))
+            frame_of(tags, number, stored, pixel_format)
+            for number, stored in enumerate(frames_of(tags, pixel_format))
         )
         if volume is not None:
-            limits.check(pixel_format.num_frames, pixel_format.samples, pixel_format.rows, pixel_format.columns)
-            picture = _volume(list(frames), *volume, is_inverted=pixel_format.photometric == "MONOCHROME1")
+            limits.check(
+                pixel_format.num_frames,
+                pixel_format.samples,
+                pixel_format.rows,
+                pixel_format.columns,
+            )
+            picture = _volume(
+                list(frames), *volume, is_inverted=pixel_format.photometric == "MONOCHROME1"
+            )
             yield DecodedPicture.of(picture, flags, kind, patient=patient, head=head)
             return
         for number, frame in enumerate(frames):
@@ -85,10 +95,14 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
                     continue
                 picture = frame.with_background(background)
             location = slice_of(tags, number, picture, head)
-            yield DecodedPicture.of(picture, flags, kind, patient=patient, slice=location, head=head)
+            yield DecodedPicture.of(
+                picture, flags, kind, patient=patient, slice=location, head=head
+            )
 
 
-def _volume(frames: list[Frame], order: list[int], matrix: NDArray[np.float64], *, is_inverted: bool) -> Picture:
+def _volume(
+    frames: list[Frame], order: list[int], matrix: NDArray[np.float64], *, is_inverted: bool
+) -> Picture:
     """Return the volume that frames make, each at its place.
 
     Frames may have a rescaling and a window of their own, so that bounds and window of the volume hold those of all.
@@ -98,7 +112,10 @@ def _volume(frames: list[Frame], order: list[int], matrix: NDArray[np.float64], 
     pictures = [frame.picture for frame in frames]
     if is_inverted and len({picture.full for picture in pictures}) > 1:
         # Each frame was turned within its own bounds, so that one value would stand for several greys.
-        raise ImageError(Reason.UNSUPPORTED, "MONOCHROME1 whose frames have different values of RescaleSlope or others")
+        raise ImageError(
+            Reason.UNSUPPORTED,
+            "MONOCHROME1 whose frames have different values of RescaleSlope or others",
+        )
     # Frames that are rescaled by themselves may have types of their own; this is one that holds the values of all.
     stack = np.stack([pictures[number].values for number in order], 1)  # (C, D, H, W)
     if any(frame.padding is not None for frame in frames):
@@ -171,7 +188,9 @@ def _flags(tags: Any) -> frozenset[Flag]:
         Flag.OVERLAY: not _OVERLAYS.isdisjoint(tags.keys()),
         Flag.THUMBNAIL: len(sequence_of(tags, "IconImageSequence")) > 0,
         Flag.SCREENSHOT: conversion == "WSD" or "SCREEN" in image_type,
-        Flag.SECONDARY_CAPTURE: is_captured or modality in _CAPTURES or conversion not in ("", "WSD"),
+        Flag.SECONDARY_CAPTURE: is_captured
+        or modality in _CAPTURES
+        or conversion not in ("", "WSD"),
         Flag.ULTRASOUND: modality in ("US", "IVUS") or sop_class.startswith(_ULTRASOUND),
     }
     return frozenset(flag for flag, present in is_present.items() if present)

@@ -21,7 +21,11 @@ _JPEG_2000_START = b"\xff\x4f\xff\x51"
 _JP2_START = b"\0\0\0\x0cjP  \r\n\x87\n"
 _END = b"\xff\xd9"  # of all three kinds of code stream
 _SYCC = 18  # enumerated colour space of JP2: YCbCr
-_DCT = (0xC0, 0xC1, 0xC2)  # start of frame: baseline, extended, progressive (ISO/IEC 10918-1 table B.1)
+_DCT = (
+    0xC0,
+    0xC1,
+    0xC2,
+)  # start of frame: baseline, extended, progressive (ISO/IEC 10918-1 table B.1)
 _LOSSLESS = 0xC3
 _JPEG_LS = 0xF7
 _FRAMES = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0), _JPEG_LS)
@@ -152,7 +156,9 @@ def _jpeg(data: bytes) -> CodeStream:
     if process in _DCT:
         if bits not in (8, 12):
             # Some versions of GDCM state 16, and shift the levels as of 12 or of 16: the two cannot be distinguished.
-            raise ImageError(Reason.UNSUPPORTED, "a code stream of a precision that lossy JPEG does not have")
+            raise ImageError(
+                Reason.UNSUPPORTED, "a code stream of a precision that lossy JPEG does not have"
+            )
         return CodeStream("DCT", data, shape, components, bits, colours=colours)
     if process == _LOSSLESS:
         return CodeStream("lossless JPEG", data, shape, components, bits, colours=colours)
@@ -192,7 +198,9 @@ def _jpeg_2000(data: bytes, is_ycc: bool) -> CodeStream:
     header = data[4 : 4 + size_length]
     if len(header) < 38:
         raise ImageError(Reason.TRUNCATED, "a code stream that ends too early")
-    right, bottom, left, top = (int.from_bytes(header[start : start + 4], "big") for start in (4, 8, 12, 16))
+    right, bottom, left, top = (
+        int.from_bytes(header[start : start + 4], "big") for start in (4, 8, 12, 16)
+    )
     components = int.from_bytes(header[36:38], "big")
     described = [bytes(header[start : start + 3]) for start in range(38, 38 + 3 * components, 3)]
     if any(len(component) < 3 for component in described) or not described:
@@ -270,7 +278,11 @@ def _by_gdcm(code_stream: CodeStream) -> NDArray[np.generic]:
         syntax = gdcm.TransferSyntax.JPEGLosslessProcess14
     image.SetTransferSyntax(gdcm.TransferSyntax(syntax))
     allocated = 8 if code_stream.bits <= 8 else 16
-    image.SetPixelFormat(gdcm.PixelFormat(code_stream.components, allocated, code_stream.bits, code_stream.bits - 1, 0))
+    image.SetPixelFormat(
+        gdcm.PixelFormat(
+            code_stream.components, allocated, code_stream.bits, code_stream.bits - 1, 0
+        )
+    )
     # GDCM returns bytes as a text whose characters stand for them.
     buffer = image.GetBuffer().encode("utf-8", "surrogateescape")
     return _shaped(np.frombuffer(buffer, f"<u{allocated // 8}"), code_stream)
@@ -295,12 +307,16 @@ def _by_openjpeg(code_stream: CodeStream) -> NDArray[np.generic]:
     num_bytes = 1
     while 8 * num_bytes < code_stream.bits:
         num_bytes *= 2
-    return _shaped(np.frombuffer(buffer, f"<{'i' if code_stream.signed else 'u'}{num_bytes}"), code_stream)
+    return _shaped(
+        np.frombuffer(buffer, f"<{'i' if code_stream.signed else 'u'}{num_bytes}"), code_stream
+    )
 
 
 def _shaped(samples: NDArray[np.generic], code_stream: CodeStream) -> NDArray[np.generic]:
     if samples.size != code_stream.components * code_stream.shape[0] * code_stream.shape[1]:
-        raise ImageError(Reason.DAMAGED, "a code stream with another number of samples than its header states")
+        raise ImageError(
+            Reason.DAMAGED, "a code stream with another number of samples than its header states"
+        )
     if code_stream.components == 1:
         return samples.reshape(code_stream.shape)
     return samples.reshape(*code_stream.shape, code_stream.components)

@@ -11,11 +11,18 @@ from ddm.images.heads import names_head
 from ddm.images.picture import Picture, SliceLocation
 from ddm.images.reasons import ImageError, Reason
 
-_DESCRIPTIONS = ("SeriesDescription", "StudyDescription", "ProtocolName", "PerformedProcedureStepDescription")
+_DESCRIPTIONS = (
+    "SeriesDescription",
+    "StudyDescription",
+    "ProtocolName",
+    "PerformedProcedureStepDescription",
+)
 _MOST_MM = 1e5  # beyond which a number is no place or length in a scanner
 _SECTIONS = ("CT", "MR", "PT", "NM")  # modalities whose images are sections of the body
 _SPACINGS = ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
-_UNIT_ERROR = 1e-3  # of the length of a direction, of a right angle, and between directions of two frames
+_UNIT_ERROR = (
+    1e-3  # of the length of a direction, of a right angle, and between directions of two frames
+)
 _UNEVEN_STEPS = 0.01  # share of a step
 _ROUNDED_MM = 1e-3  # of positions that are written as decimals
 _SHEAR = 0.1  # pixels that a slice may be beside the line through the first one, along the normal
@@ -81,7 +88,9 @@ def _aspect_ratio(tags: Any) -> float | None:
     return sides[0] / sides[1]
 
 
-def volume_of(tags: Any, num_frames: int, samples: int) -> tuple[list[int], NDArray[np.float64]] | None:
+def volume_of(
+    tags: Any, num_frames: int, samples: int
+) -> tuple[list[int], NDArray[np.float64]] | None:
     """Return the order of frames that make a volume, and its matrix; None of frames that make none.
 
     They make one if all face the same way and are as large, and if each is one step along their normal from the one
@@ -90,7 +99,11 @@ def volume_of(tags: Any, num_frames: int, samples: int) -> tuple[list[int], NDAr
     Returns:
         The numbers of the frames along their normal, and the matrix from (W, H, D) to mm to the right, front and top.
     """
-    if num_frames < 2 or samples != 1 or not len(sequence_of(tags, "PerFrameFunctionalGroupsSequence")):
+    if (
+        num_frames < 2
+        or samples != 1
+        or not len(sequence_of(tags, "PerFrameFunctionalGroupsSequence"))
+    ):
         return None
     first_plane = plane_of(tags, 0)
     spacing = lengths_of(tags, 0)
@@ -99,7 +112,11 @@ def volume_of(tags: Any, num_frames: int, samples: int) -> tuple[list[int], NDAr
     positions = []
     for number in range(num_frames):
         plane = plane_of(tags, number)
-        if plane is None or not _faces_alike(plane, first_plane) or lengths_of(tags, number) != spacing:
+        if (
+            plane is None
+            or not _faces_alike(plane, first_plane)
+            or lengths_of(tags, number) != spacing
+        ):
             return None
         positions.append(plane.position_3)
     position_N3 = np.array(positions)
@@ -107,7 +124,10 @@ def volume_of(tags: Any, num_frames: int, samples: int) -> tuple[list[int], NDAr
     along_N = position_N3 @ normal_3
     order = np.argsort(along_N, kind="stable")
     steps = np.diff(along_N[order])
-    if not steps.min() > _ROUNDED_MM or steps.max() > (1 + _UNEVEN_STEPS) * steps.min() + _ROUNDED_MM:
+    if (
+        not steps.min() > _ROUNDED_MM
+        or steps.max() > (1 + _UNEVEN_STEPS) * steps.min() + _ROUNDED_MM
+    ):
         return None
     aside_N3 = (position_N3 - position_N3[0]) - np.outer(along_N - along_N[0], normal_3)
     if np.linalg.norm(aside_N3, axis=1).max() > _SHEAR * min(spacing):
@@ -129,15 +149,22 @@ def _faces_alike(plane: Plane, other: Plane) -> bool:
 def plane_of(tags: Any, number: int) -> Plane | None:
     """Return where a frame is; None where the file does not say, or gives no two directions at a right angle."""
     try:
-        position = floats_of(group_of(tags, number, "PlanePositionSequence"), "ImagePositionPatient")
-        directions = floats_of(group_of(tags, number, "PlaneOrientationSequence"), "ImageOrientationPatient")
+        position = floats_of(
+            group_of(tags, number, "PlanePositionSequence"), "ImagePositionPatient"
+        )
+        directions = floats_of(
+            group_of(tags, number, "PlaneOrientationSequence"), "ImageOrientationPatient"
+        )
     except ImageError:  # no numbers
         return None
     if len(position) != 3 or len(directions) != 6:
         return None
     plane = Plane(np.array(position), np.array(directions[:3]), np.array(directions[3:]))
     lengths = np.linalg.norm([plane.row_3, plane.column_3], axis=1)
-    if np.abs(lengths - 1).max() > _UNIT_ERROR or abs(float(plane.row_3 @ plane.column_3)) > _UNIT_ERROR:
+    if (
+        np.abs(lengths - 1).max() > _UNIT_ERROR
+        or abs(float(plane.row_3 @ plane.column_3)) > _UNIT_ERROR
+    ):
         return None
     return plane
 
@@ -162,14 +189,18 @@ def slice_of(tags: Any, number: int, picture: Picture, head: bool | None) -> Sli
     if head is False:
         return None
     plane = plane_of(tags, number)
-    series = str(value_of(tags, "SeriesInstanceUID") or value_of(tags, "StudyInstanceUID") or "").strip()
+    series = str(
+        value_of(tags, "SeriesInstanceUID") or value_of(tags, "StudyInstanceUID") or ""
+    ).strip()
     is_section = text_of(tags, "Modality").upper() in _SECTIONS
     if head is None and not (plane is not None and series):
         return None
     if head and not (plane is not None or is_section):
         return None
     along = float("nan") if plane is None else float(plane.position_3 @ plane.normal_3)
-    height, width = np.multiply(picture.values.shape[1:], lengths_of(tags, number) or (np.nan, np.nan))
+    height, width = np.multiply(
+        picture.values.shape[1:], lengths_of(tags, number) or (np.nan, np.nan)
+    )
     return SliceLocation(
         series,
         along if abs(along) < _MOST_MM else None,

@@ -263,7 +263,10 @@ def frames_of(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
         return _native_frames(tags, pixel_format)
     if pixel_format.syntax in (_ENCAPSULATED_CELLS, _DEFLATED_CELLS, _RLE):
         return _packed_frames(tags, pixel_format)
-    if pixel_format.syntax.startswith(_CODE_STREAMS) and _last_number(pixel_format.syntax) in _CODE_STREAM_NUMBERS:
+    if (
+        pixel_format.syntax.startswith(_CODE_STREAMS)
+        and _last_number(pixel_format.syntax) in _CODE_STREAM_NUMBERS
+    ):
         return _code_stream_frames(tags, pixel_format)
     raise ImageError(Reason.UNSUPPORTED, "TransferSyntaxUID is not supported")
 
@@ -293,7 +296,9 @@ def pixel_bytes(tags: Any, keyword: str) -> bytes | memoryview:
 def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
     """Yield frames that follow each other without a gap, even where a frame of single bits ends within a byte."""
     element = tags.get_item(tag_of(pixel_format.keyword), keep_deferred=True)
-    if getattr(element, "length", 0) == _UNDEFINED or getattr(element, "is_undefined_length", False):
+    if getattr(element, "length", 0) == _UNDEFINED or getattr(
+        element, "is_undefined_length", False
+    ):
         raise contradiction("TransferSyntaxUID", pixel_format.keyword)
     data: Any = pixel_bytes(tags, pixel_format.keyword)
     row_bits = pixel_format.row_bits
@@ -304,7 +309,9 @@ def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame
     # A byte that makes the length even is padding, and some writers pad to a block with zeros. Anything else means that
     # there are more pixels than the tags announce.
     num_padding_bits = 8 * len(data) - total_bits
-    is_block = num_padding_bits < frame_bits and not np.any(np.frombuffer(data, np.uint8, offset=(total_bits + 7) // 8))
+    is_block = num_padding_bits < frame_bits and not np.any(
+        np.frombuffer(data, np.uint8, offset=(total_bits + 7) // 8)
+    )
     if num_padding_bits >= max(row_bits, 16) and not is_block:
         keywords = "NumberOfFrames, Rows, Columns, PhotometricInterpretation"
         raise contradiction(keywords, f"the length of {pixel_format.keyword}")
@@ -333,13 +340,17 @@ def _cells(data: Any, pixel_format: PixelFormat, bit_offset: int = 0) -> NDArray
     rows, columns = pixel_format.rows, pixel_format.columns
     if pixel_format.is_float:
         order = ">" if pixel_format.syntax == EXPLICIT_BIG_ENDIAN else "<"
-        return np.frombuffer(data, f"{order}f{pixel_format.allocated // 8}", rows * columns).reshape(rows, columns)
+        return np.frombuffer(
+            data, f"{order}f{pixel_format.allocated // 8}", rows * columns
+        ).reshape(rows, columns)
     if pixel_format.allocated == 1:
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
         return bits[bit_offset : bit_offset + rows * columns].reshape(rows, columns)
     kind = f"<{'i' if pixel_format.signed else 'u'}{pixel_format.allocated // 8}"
     if pixel_format.photometric == "YBR_FULL_422":
-        return _without_subsampling(np.frombuffer(data, np.uint8, rows * columns * 2), rows, columns)
+        return _without_subsampling(
+            np.frombuffer(data, np.uint8, rows * columns * 2), rows, columns
+        )
     cells = np.frombuffer(data, kind, rows * columns * pixel_format.samples)
     if pixel_format.samples == 1:
         return cells.reshape(rows, columns)
@@ -449,9 +460,15 @@ def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> NDArray[Any]:
     """Return the cells of a frame whose bytes are run-length encoded, one segment for each byte of a cell (PS3.5 G)."""
     num_cell_bytes = pixel_format.allocated // 8
     num_segments = pixel_format.samples * num_cell_bytes
-    header = [int.from_bytes(data[start : start + 4], "little") for start in range(0, _RLE_HEADER_BYTES, 4)]
+    header = [
+        int.from_bytes(data[start : start + 4], "little")
+        for start in range(0, _RLE_HEADER_BYTES, 4)
+    ]
     if header[0] != num_segments or num_segments > 15:
-        raise ImageError(Reason.DAMAGED, "BitsAllocated and SamplesPerPixel contradict the number of RLE segments")
+        raise ImageError(
+            Reason.DAMAGED,
+            "BitsAllocated and SamplesPerPixel contradict the number of RLE segments",
+        )
     starts = [*header[1 : 1 + num_segments], len(data)]
     if starts[0] < _RLE_HEADER_BYTES or starts != sorted(starts):
         raise ImageError(Reason.DAMAGED, "RLE segments out of order")
@@ -482,7 +499,9 @@ def _unpacked_bits(segment: bytes, shape: tuple[int, int]) -> NDArray[np.uint8]:
     try:
         image = Image.frombytes("L", size, segment, "packbits", "L")
     except ValueError as error:
-        raise ImageError(Reason.TRUNCATED, "an RLE segment of fewer bytes than there are pixels") from error
+        raise ImageError(
+            Reason.TRUNCATED, "an RLE segment of fewer bytes than there are pixels"
+        ) from error
     return np.asarray(image).reshape(shape)
 
 
@@ -513,7 +532,9 @@ def _encapsulated_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[bytes
         if len(table) != num_frames:
             raise contradiction("NumberOfFrames", "the table of offsets")
         if table[0] != 0 or table != sorted(set(table)) or not set(table) <= set(starts):
-            raise ImageError(Reason.DAMAGED, "the table of offsets contradicts the fragments of PixelData")
+            raise ImageError(
+                Reason.DAMAGED, "the table of offsets contradicts the fragments of PixelData"
+            )
         first_fragments = [starts.index(offset) for offset in table]
     else:
         first_fragments = _first_fragments(fragments, pixel_format)
@@ -537,7 +558,9 @@ def _fragments(data: Any) -> tuple[list[tuple[int, bytes]], list[int]]:
         if tag == _SEQUENCE_END:
             break
         if tag != _ITEM:
-            raise ImageError(Reason.DAMAGED, "PixelData without fragments, which TransferSyntaxUID requires")
+            raise ImageError(
+                Reason.DAMAGED, "PixelData without fragments, which TransferSyntaxUID requires"
+            )
         content = bytes(data[position + 8 : position + 8 + length])
         if len(content) < length:
             raise ImageError(Reason.TRUNCATED, "a fragment that ends too early")
@@ -555,7 +578,9 @@ def _first_fragments(fragments: list[tuple[int, bytes]], pixel_format: PixelForm
     """Return where frames begin if no table says it: at each code stream, or at each fragment."""
     num_frames = pixel_format.num_frames
     if pixel_format.has_code_streams:
-        starts = [number for number, (_, content) in enumerate(fragments) if content.startswith(_STARTS)]
+        starts = [
+            number for number, (_, content) in enumerate(fragments) if content.startswith(_STARTS)
+        ]
         if len(starts) != num_frames or starts[0] != 0:
             raise contradiction("NumberOfFrames", "the code streams of PixelData")
         return starts
@@ -575,7 +600,9 @@ def _code_stream_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[Stored
             raise contradiction("SamplesPerPixel", "the code stream")
         is_ybr = code_stream.components == 3 and _is_ybr(code_stream, pixel_format)
         if is_ybr and code_stream.bits != 8:
-            raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation YBR of other than 8 bits")
+            raise ImageError(
+                Reason.UNSUPPORTED, "PhotometricInterpretation YBR of other than 8 bits"
+            )
         if pixel_format.photometric == "PALETTE COLOR" and code_stream.kind == "DCT":
             raise contradiction("PhotometricInterpretation", "the code stream, which is lossy,")
         if code_stream.components == 3 and (pixel_format.signed or code_stream.signed):
@@ -608,7 +635,9 @@ def _is_ybr(code_stream: CodeStream, pixel_format: PixelFormat) -> bool:
     return says_ybr
 
 
-def _frame_of_samples(samples: NDArray[np.generic], code_stream: CodeStream, pixel_format: PixelFormat) -> StoredFrame:
+def _frame_of_samples(
+    samples: NDArray[np.generic], code_stream: CodeStream, pixel_format: PixelFormat
+) -> StoredFrame:
     """Return the stored values of a decoded code stream.
 
     Its precision may be larger than BitsStored, such as 16 for values of 12 bits, and JPEG and JPEG-LS hold signed

@@ -99,7 +99,9 @@ def words_of(tags: Any, keyword: str) -> list[int]:
             return [int.from_bytes(value, "little" if is_little_endian else "big")]
         words: list[int] = np.frombuffer(value, "<u2" if is_little_endian else ">u2").tolist()
         return words
-    parts = list(value) if isinstance(value, pydicom.multival.MultiValue | list | tuple) else [value]
+    parts = (
+        list(value) if isinstance(value, pydicom.multival.MultiValue | list | tuple) else [value]
+    )
     if not all(isinstance(part, int) for part in parts):
         raise ImageError(Reason.DAMAGED, f"{keyword} is not a whole number")
     return [part % (1 << 16) for part in parts]
@@ -133,7 +135,10 @@ def sequence_of(tags: Any, keyword: str) -> Any:
 
 def group_of(tags: Any, number: int, keyword: str) -> Any:
     """Return what an enhanced file says of one frame, else of all of them, else the file itself (PS3.3 C.7.6.16)."""
-    for groups, index in (("PerFrameFunctionalGroupsSequence", number), ("SharedFunctionalGroupsSequence", 0)):
+    for groups, index in (
+        ("PerFrameFunctionalGroupsSequence", number),
+        ("SharedFunctionalGroupsSequence", 0),
+    ):
         items = sequence_of(tags, groups)
         if index < len(items):
             macro = sequence_of(items[index], keyword)

@@ -85,7 +85,11 @@ def frame_of(tags: Any, number: int, stored: StoredFrame, pixel_format: PixelFor
 
 def _writeable(values: NDArray[np.generic], source: NDArray[Any]) -> NDArray[np.generic]:
     """Return values in memory of their own, since those of a file may not be written to."""
-    return values.copy() if not values.flags.writeable or np.may_share_memory(values, source) else values
+    return (
+        values.copy()
+        if not values.flags.writeable or np.may_share_memory(values, source)
+        else values
+    )
 
 
 def _grey(
@@ -133,10 +137,14 @@ def _is_inverted(tags: Any, pixel_format: PixelFormat) -> bool:
     return is_inverted
 
 
-def _padding_mask(tags: Any, stored: StoredFrame, pixel_format: PixelFormat) -> NDArray[np.bool_] | None:
+def _padding_mask(
+    tags: Any, stored: StoredFrame, pixel_format: PixelFormat
+) -> NDArray[np.bool_] | None:
     """Return which stored values are padding: one value, or all from it to a limit (PS3.3 C.7.5.1.1.2)."""
     ends: Bounds | None = (
-        _float_padding(tags, pixel_format) if pixel_format.is_float else _integer_padding(tags, stored)
+        _float_padding(tags, pixel_format)
+        if pixel_format.is_float
+        else _integer_padding(tags, stored)
     )
     if ends is None:
         return None
@@ -208,7 +216,11 @@ def _rescaled(
     whole_slope = int(slope)
     whole_intercept = int(intercept)
     # Most often the bounds of the stored bits tell the type; only else all values are looked at.
-    kind = None if bounds is None else _smallest_type(values.itemsize, bounds, whole_slope, whole_intercept)
+    kind = (
+        None
+        if bounds is None
+        else _smallest_type(values.itemsize, bounds, whole_slope, whole_intercept)
+    )
     if kind in (None, np.int32):
         extremes = (int(values.min()), int(values.max()))
         kind = _smallest_type(values.itemsize, extremes, whole_slope, whole_intercept)
@@ -219,12 +231,16 @@ def _rescaled(
         # Whole numbers wrap around and back, so that they can be added in the type of the result.
         is_alike = values.dtype.isnative and values.dtype.itemsize == np.dtype(kind).itemsize
         same: NDArray[Any] = values.view(kind) if is_alike else values.astype(kind)
-        return np.asarray(same + kind(whole_intercept) if whole_slope == 1 else kind(whole_intercept) - same)
+        return np.asarray(
+            same + kind(whole_intercept) if whole_slope == 1 else kind(whole_intercept) - same
+        )
     wide: NDArray[Any] = values.astype(np.int64)
     return np.asarray(wide * whole_slope + whole_intercept).astype(kind)
 
 
-def _smallest_type(item_bytes: int, extremes: tuple[int, int], slope: int, intercept: int) -> type[Any] | None:
+def _smallest_type(
+    item_bytes: int, extremes: tuple[int, int], slope: int, intercept: int
+) -> type[Any] | None:
     ends = (extremes[0] * slope + intercept, extremes[1] * slope + intercept)
     for kind in (np.uint8, np.uint16, np.int16, np.int32):
         limits = np.iinfo(kind)
@@ -298,7 +314,9 @@ class LookupTable:
         return np.asarray(self.entries[places])
 
 
-def _table_of(item: Any, descriptor_keyword: str, data_keyword: str, is_signed: bool) -> LookupTable:
+def _table_of(
+    item: Any, descriptor_keyword: str, data_keyword: str, is_signed: bool
+) -> LookupTable:
     """Return a table whose descriptor and data agree (PS3.3 C.11.1.1 and C.7.6.3.1.5)."""
     descriptor = words_of(item, descriptor_keyword)
     if len(descriptor) != 3:
@@ -306,7 +324,9 @@ def _table_of(item: Any, descriptor_keyword: str, data_keyword: str, is_signed: 
     num_entries, first, bits = descriptor
     num_entries = num_entries or _WORD
     if not 1 <= bits <= 16:
-        raise ImageError(Reason.DAMAGED, f"{descriptor_keyword} states a number of bits that is not supported")
+        raise ImageError(
+            Reason.DAMAGED, f"{descriptor_keyword} states a number of bits that is not supported"
+        )
     if is_signed and first >= _WORD // 2:
         first -= _WORD
     if data_keyword.startswith("Segmented"):
@@ -322,18 +342,26 @@ def _table_entries(item: Any, keyword: str, num_entries: int, bits: int) -> NDAr
     """Return entries in words of 16 bits, or in bytes where the length of the data shows it."""
     element = item.get_item(tag_of(keyword))
     value = None if element is None else element.value
-    if isinstance(value, bytes) and bits <= 8 and len(value) == num_entries + num_entries % 2 != 2 * num_entries:
+    if (
+        isinstance(value, bytes)
+        and bits <= 8
+        and len(value) == num_entries + num_entries % 2 != 2 * num_entries
+    ):
         data = value
         if not getattr(element, "is_little_endian", True):
             data = np.frombuffer(value, ">u2").astype("<u2").tobytes()
         return np.frombuffer(data, np.uint8, num_entries)
     words = np.array(words_of(item, keyword), np.uint16)
     if len(words) != num_entries:
-        raise ImageError(Reason.DAMAGED, f"{keyword} has another number of entries than its descriptor states")
+        raise ImageError(
+            Reason.DAMAGED, f"{keyword} has another number of entries than its descriptor states"
+        )
     return words
 
 
-def _through_palette(tags: Any, values: NDArray[Any], pixel_format: PixelFormat, spacing: Bounds | None) -> Picture:
+def _through_palette(
+    tags: Any, values: NDArray[Any], pixel_format: PixelFormat, spacing: Bounds | None
+) -> Picture:
     tables = [_palette_table(tags, colour, pixel_format.signed) for colour in _COLOURS]
     if len({(len(table.entries), table.first, table.bits) for table in tables}) > 1:
         raise contradiction(*(f"{colour}PaletteColorLookupTableDescriptor" for colour in _COLOURS))
@@ -362,7 +390,9 @@ def _unsegmented(words: list[int], num_entries: int, keyword: str) -> NDArray[An
     A segment is discrete (0: its entries), linear (1: a line from the entry before to the one given) or indirect
     (2: segments from before once more).
     """
-    damaged = ImageError(Reason.DAMAGED, f"{keyword} has segments that do not give the stated number of entries")
+    damaged = ImageError(
+        Reason.DAMAGED, f"{keyword} has segments that do not give the stated number of entries"
+    )
     entries: list[int] = []
     pending = [(0, len(words), inf)]  # where to go on, where to end, and how many segments at most
     while pending:

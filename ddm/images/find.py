@@ -19,15 +19,28 @@ import numpy as np
 from ddm.errors import DataError, MissingFileError
 from ddm.images.array_files import ARRAYS, KINDS, ImageArrays, open_arrays
 from ddm.images.idx import is_idx
-from ddm.images.names import SPREADSHEET_SUFFIXES, FolderNames, is_clutter, is_clutter_folder, is_document
+from ddm.images.names import (
+    SPREADSHEET_SUFFIXES,
+    FolderNames,
+    is_clutter,
+    is_clutter_folder,
+    is_document,
+)
 from ddm.images.reasons import Reason
 from ddm.images.table import Columns, Table, TableRow, is_table
-from ddm.images.table_paths import FOLDER_TABLE, TablePaths, find_folder_table, notes_on_unused_tables
+from ddm.images.table_paths import (
+    FOLDER_TABLE,
+    TablePaths,
+    find_folder_table,
+    notes_on_unused_tables,
+)
 
 MAX_ROWS_IN_MEMORY = 2_000_000
 MAX_CHARACTERS_IN_MEMORY = 1 << 28
 _EXPECTED = "a folder of images, a CSV or Parquet table with a column path, or a file of images"
-_PICTURES_REMEDY = "A folder of pictures in files of their own needs a plan with a table [transform]."
+_PICTURES_REMEDY = (
+    "A folder of pictures in files of their own needs a plan with a table [transform]."
+)
 
 
 class DataKind(StrEnum):
@@ -166,7 +179,9 @@ def find_data(path: Path, columns: Columns | None = None, *, outside: bool = Fal
         raise DataError("data", expected=_EXPECTED, got="a spreadsheet", remedy=remedy)
     if is_table(path, columns):
         table = Table(path, columns)
-        return DataSet(path, DataKind.PICTURES, table=table, table_paths=TablePaths.of(table), outside=outside)
+        return DataSet(
+            path, DataKind.PICTURES, table=table, table_paths=TablePaths.of(table), outside=outside
+        )
     if columns:
         raise DataError("--column", expected="a table as --data", got="a file that is not a table")
     if path.suffix.lower() in ARRAYS or is_idx(path):
@@ -195,7 +210,9 @@ def _find_in_folder(path: Path, columns: Columns, outside: bool) -> DataSet:
     if folder_table.table is None:
         if columns:
             expected = "a table as --data, or a table in the folder that lists its files"
-            remedy = " ".join([*folder_table.notes, "Use the names in the first line of the table."])
+            remedy = " ".join(
+                [*folder_table.notes, "Use the names in the first line of the table."]
+            )
             raise DataError("--column", expected=expected, got="no table that fits", remedy=remedy)
         return DataSet(path, DataKind.PICTURES, notes=folder_table.notes, outside=outside)
     table_paths = TablePaths.of(folder_table.table)
@@ -212,7 +229,10 @@ def _find_in_folder(path: Path, columns: Columns, outside: bool) -> DataSet:
 def _holds_arrays(folder: Path) -> bool:
     """Whether a folder's own files are arrays: npy in one or several parts, or nothing but Parquet."""
     names = os.listdir(folder)  # noqa: PTH208 - names alone
-    if any(name.endswith(".npy") and name.startswith(("images.", "images-", "latents.", "latents-")) for name in names):
+    if any(
+        name.endswith(".npy") and name.startswith(("images.", "images-", "latents.", "latents-"))
+        for name in names
+    ):
         return True
     files = [name for name in names if not (is_clutter(name) or is_document(name))]
     return bool(files) and all(name.lower().endswith(".parquet") for name in files)
@@ -252,7 +272,12 @@ def _kind_of(arrays: ImageArrays) -> DataKind:
 
 def _outside_error() -> DataError:
     remedy = "Copy the files into the folder, or allow it: outside = true in the table [images] of silo.toml."
-    return DataError("data", expected="files inside of the data folder", got="a link that leads outside", remedy=remedy)
+    return DataError(
+        "data",
+        expected="files inside of the data folder",
+        got="a link that leads outside",
+        remedy=remedy,
+    )
 
 
 class _Boundary:
@@ -397,7 +422,9 @@ def _image_file(path: str, names: FolderNames, boundary: _Boundary) -> ImageFile
     name = os.path.split(path)[1]
     companions = [f"{path.removesuffix(name)}{companion}" for companion in names.companions(name)]
     if not all(boundary.contains(companion) for companion in companions):
-        return ImageFile(path, reason=Reason.OUTSIDE, detail="a link to the other file of this image")
+        return ImageFile(
+            path, reason=Reason.OUTSIDE, detail="a link to the other file of this image"
+        )
     files = (path, *companions)
     stats = []
     stated_ns = time.time_ns()

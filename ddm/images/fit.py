@@ -87,7 +87,9 @@ def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
     if not is_finite.all():
         is_wrong_B = ~is_finite.reshape(len(values), -1).all(1)
         row = _first(np.asarray(is_wrong_B), rows)
-        raise DataError("image values", expected="finite numbers", got=f"NaN or infinite values in row {row}")
+        raise DataError(
+            "image values", expected="finite numbers", got=f"NaN or infinite values in row {row}"
+        )
 
 
 def _first(is_wrong_B: NDArray[np.bool_], rows: Rows) -> int:

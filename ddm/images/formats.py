@@ -25,7 +25,15 @@ _HEAD_BYTES = 552  # up to the end of the header of NIfTI-2, the longest that is
 _IMAGE_AXES = 3  # (C, H, W)
 _VOLUME_AXES = 4  # (C, D, H, W)
 _GZIP = b"\x1f\x8b"
-_ARCHIVES = (b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"Rar!", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
+_ARCHIVES = (
+    b"PK\x03\x04",
+    b"PK\x05\x06",
+    b"7z\xbc\xaf\x27\x1c",
+    b"Rar!",
+    b"BZh",
+    b"\xfd7zXZ\0",
+    b"\x28\xb5\x2f\xfd",
+)
 _ZIP = _ARCHIVES[:2]
 _NOT_DECODED = {
     b"GIF87a": "GIF",
@@ -85,7 +93,9 @@ class Format:
     matches: Callable[[FileHead], bool]
 
 
-def decode(content: FileContent, limits: Limits | None = None) -> Iterator[DecodedPicture | ImageError]:
+def decode(
+    content: FileContent, limits: Limits | None = None
+) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of a file, whatever its format; a picture of it that cannot be used comes as its error.
 
     Args:
@@ -118,7 +128,9 @@ def decode_unchecked(content: FileContent, limits: Limits) -> Iterator[DecodedPi
         raise
     except ImportError as error:
         got = f"no module {error.name}"
-        raise SetupError("images", expected="the decoders of images", got=got, remedy=_INSTALL) from error
+        raise SetupError(
+            "images", expected="the decoders of images", got=got, remedy=_INSTALL
+        ) from error
     except Exception as error:
         # Whatever a library raised: its text may quote the file, so that only its meaning goes further.
         raise _meaning_of(error) from error
@@ -180,7 +192,10 @@ def _is_dicom_without_preamble(head: FileHead) -> bool:
 
 
 def _is_nifti(head: FileHead) -> bool:
-    sizes = (int.from_bytes(head.first_bytes[:4], "little"), int.from_bytes(head.first_bytes[:4], "big"))
+    sizes = (
+        int.from_bytes(head.first_bytes[:4], "little"),
+        int.from_bytes(head.first_bytes[:4], "big"),
+    )
     magic = head.first_bytes[344:348]
     if 348 in sizes and magic == b"ni1\0":
         raise ImageError(Reason.UNSUPPORTED, "NIfTI in two files: save it as one, .nii")
@@ -188,19 +203,28 @@ def _is_nifti(head: FileHead) -> bool:
 
 
 def _is_nifti_2(head: FileHead) -> bool:
-    sizes = (int.from_bytes(head.first_bytes[:4], "little"), int.from_bytes(head.first_bytes[:4], "big"))
+    sizes = (
+        int.from_bytes(head.first_bytes[:4], "little"),
+        int.from_bytes(head.first_bytes[:4], "big"),
+    )
     return 540 in sizes and head.first_bytes[4:7] == b"n+2"
 
 
 def _is_bmp(head: FileHead) -> bool:
     """Whether a file begins with BMP's header: two letters, two fields of zero, and a header of a known size."""
-    return head.starts_with(b"BM") and head.first_bytes[6:10] == bytes(4) and head.first_bytes[15:18] == bytes(3)
+    return (
+        head.starts_with(b"BM")
+        and head.first_bytes[6:10] == bytes(4)
+        and head.first_bytes[15:18] == bytes(3)
+    )
 
 
 def _is_not_decoded(head: FileHead) -> bool:
     """Refuse images of formats that have no decoder here, by name."""
     for signature, name in _NOT_DECODED.items():
-        if head.starts_with(signature) or (head.first_bytes[4:12] == signature and not head.gzipped):
+        if head.starts_with(signature) or (
+            head.first_bytes[4:12] == signature and not head.gzipped
+        ):
             raise ImageError(Reason.UNSUPPORTED, f"{name}: save it as PNG")
     for signature, name in _VOLUMES_NOT_DECODED.items():
         if head.first_bytes.startswith(signature):
@@ -208,7 +232,10 @@ def _is_not_decoded(head: FileHead) -> bool:
     if not head.gzipped and _NETPBM.match(head.first_bytes):
         raise ImageError(Reason.UNSUPPORTED, "PBM, PGM or PPM: save it as PNG")
     if _is_analyze(head):
-        raise ImageError(Reason.UNSUPPORTED, "ANALYZE, which does not say which side is left: save it as NIfTI, .nii")
+        raise ImageError(
+            Reason.UNSUPPORTED,
+            "ANALYZE, which does not say which side is left: save it as NIfTI, .nii",
+        )
     return False
 
 
@@ -231,7 +258,9 @@ FORMATS = (
     Format("NIfTI", "nifti", _is_nifti),
     Format("NIfTI-2", "nifti", _is_nifti_2),
     Format("MGH", "mgh", _is_mgh),
-    Format("WEBP", "webp", lambda head: head.starts_with(b"RIFF") and head.first_bytes[8:12] == b"WEBP"),
+    Format(
+        "WEBP", "webp", lambda head: head.starts_with(b"RIFF") and head.first_bytes[8:12] == b"WEBP"
+    ),
     Format("Parquet", "arrays", lambda head: head.starts_with(b"PAR1")),
     Format("npy", "arrays", lambda head: head.starts_with(b"\x93NUMPY")),
     Format("npz", "arrays", lambda head: head.starts_with(*_ZIP) and head.has_suffix(".npz")),
@@ -250,7 +279,12 @@ def _meaning_of(error: Exception) -> ImageError:
     text = str(error).lower()
     if isinstance(error, MemoryError) or "cannot allocate" in text or "out of memory" in text:
         return ImageError(Reason.MEMORY)
-    if isinstance(error, EOFError) or "truncated" in text or "unexpected end" in text or "premature" in text:
+    if (
+        isinstance(error, EOFError)
+        or "truncated" in text
+        or "unexpected end" in text
+        or "premature" in text
+    ):
         return ImageError(Reason.TRUNCATED)
     if isinstance(error, PermissionError):
         return ImageError(Reason.FORBIDDEN)

@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 from torch.nn.functional import interpolate
 
 from ddm.errors import DataError
-from ddm.protocol.transform import Content, CropFit, PadFit, Slices, SpacingFit, StretchFit, TransformSpec
+from ddm.protocol.transform import (
+    Content,
+    CropFit,
+    PadFit,
+    Slices,
+    SpacingFit,
+    StretchFit,
+    TransformSpec,
+)
 
 Floats = NDArray[np.float32]
 Sides = tuple[int, ...]
@@ -25,7 +33,9 @@ def covering_size(extent: Sequence[float], shape: Sides) -> Sides:
         shape: the fewest steps along each.
     """
     step = min(length / fewest for length, fewest in zip(extent, shape, strict=True))
-    return tuple(max(fewest, round(length / step)) for length, fewest in zip(extent, shape, strict=True))
+    return tuple(
+        max(fewest, round(length / step)) for length, fewest in zip(extent, shape, strict=True)
+    )
 
 
 def fitting_size(extent: Sequence[float], shape: Sides) -> Sides:
@@ -36,10 +46,14 @@ def fitting_size(extent: Sequence[float], shape: Sides) -> Sides:
         shape: the most steps along each.
     """
     step = max(length / most for length, most in zip(extent, shape, strict=True))
-    return tuple(min(most, max(1, round(length / step))) for length, most in zip(extent, shape, strict=True))
+    return tuple(
+        min(most, max(1, round(length / step))) for length, most in zip(extent, shape, strict=True)
+    )
 
 
-def resampled_size(spec: TransformSpec, sides: Sides, spacing: tuple[float, ...] | None, shape: Sides) -> Sides:
+def resampled_size(
+    spec: TransformSpec, sides: Sides, spacing: tuple[float, ...] | None, shape: Sides
+) -> Sides:
     """Return the sides to which a picture is resampled before it is cut and padded; arithmetic alone.
 
     Args:
@@ -56,14 +70,20 @@ def resampled_size(spec: TransformSpec, sides: Sides, spacing: tuple[float, ...]
     steps = spacing or (1.0,) * len(sides)
     extent = [step * side for step, side in zip(steps, sides, strict=True)]
     if not all(0 < length < float("inf") for length in extent):
-        raise DataError("axes", expected="finite lengths above 0", got="a length that is zero or not finite")
+        raise DataError(
+            "axes", expected="finite lengths above 0", got="a length that is zero or not finite"
+        )
     try:
         return _resampled_size(spec, extent, sides, shape)
     except ArithmeticError as error:  # lengths so unlike that their proportion is no number
-        raise DataError("axes", expected="lengths that can be compared", got="lengths that differ too much") from error
+        raise DataError(
+            "axes", expected="lengths that can be compared", got="lengths that differ too much"
+        ) from error
 
 
-def _resampled_size(spec: TransformSpec, extent: Sequence[float], sides: Sides, shape: Sides) -> Sides:
+def _resampled_size(
+    spec: TransformSpec, extent: Sequence[float], sides: Sides, shape: Sides
+) -> Sides:
     match spec.fit:
         case CropFit():
             return covering_size(extent, shape)
@@ -146,7 +166,9 @@ def content_of(values: Floats, content: Content, target: tuple[float, float]) ->
     low, high = target
     bright = (values > np.float32(low + content.threshold * (high - low))).any(0)
     if not bright.any():
-        raise DataError("values", expected="some above transform.content.threshold", got="a darker picture")
+        raise DataError(
+            "values", expected="some above transform.content.threshold", got="a darker picture"
+        )
     ranges = []
     for axis, side in enumerate(bright.shape):
         other_axes = tuple(other for other in range(bright.ndim) if other != axis)

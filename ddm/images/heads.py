@@ -10,9 +10,43 @@ _EXTENT_MM = (100.0, 400.0)  # of a volume that could hold a face, along each ax
 # As hospitals write it, in a few languages; a word may go on ("CRANIUM"), but not begin before ("HEART", "SURFACE").
 _WORDS = (
     *(r"(?<!FEMORAL )(?<!HUMERAL )(?<!RADIAL )HEAD", r"EARS?(?![^\W\d_])", r"WHOLE.?BODY"),
-    *("FOREHEAD", "BRAIN", "SKULL", "FACE", "FACIAL", "NECK", "ORBIT", "EYE", "NOSE", "NASAL", "JAW", "MAXILL"),
-    *("MANDIB", "SINUS", "CRANI", "CEREB", "CEPHAL", "CERVEAU", "CABEZA", "TESTA", "T[EÊ]TE", "CR[AÂ]NE", "HOOFD"),
-    *("CERVIC", "C.?SPINE", "HWS", "KOPF", "SCH(?:Ä|AE)DEL", "(?:GE|GROSS|KLEIN)?HIRN", "GESICHT", "HALS"),
+    *(
+        "FOREHEAD",
+        "BRAIN",
+        "SKULL",
+        "FACE",
+        "FACIAL",
+        "NECK",
+        "ORBIT",
+        "EYE",
+        "NOSE",
+        "NASAL",
+        "JAW",
+        "MAXILL",
+    ),
+    *(
+        "MANDIB",
+        "SINUS",
+        "CRANI",
+        "CEREB",
+        "CEPHAL",
+        "CERVEAU",
+        "CABEZA",
+        "TESTA",
+        "T[EÊ]TE",
+        "CR[AÂ]NE",
+        "HOOFD",
+    ),
+    *(
+        "CERVIC",
+        "C.?SPINE",
+        "HWS",
+        "KOPF",
+        "SCH(?:Ä|AE)DEL",
+        "(?:GE|GROSS|KLEIN)?HIRN",
+        "GESICHT",
+        "HALS",
+    ),
 )
 _HEAD = re.compile(rf"(?<![^\W\d_])(?:{'|'.join(_WORDS)})")
 
@@ -22,7 +56,9 @@ def names_head(text: str) -> bool:
     return _HEAD.search(text.upper()) is not None
 
 
-def may_show_face(sides: Sequence[int], extents_mm: Sequence[float] | None, named: bool | None) -> bool:
+def may_show_face(
+    sides: Sequence[int], extents_mm: Sequence[float] | None, named: bool | None
+) -> bool:
     """Whether a face may be seen in a volume; what the file does not state counts as seen.
 
     Args:

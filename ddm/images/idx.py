@@ -28,7 +28,9 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|test|t10k)-images-idx")
 
 def is_idx_head(head: bytes) -> bool:
     """Whether the first bytes of a file, unpacked, are those of an idx array."""
-    return len(head) >= 4 and head[:2] == b"\0\0" and head[2] in _DTYPES and 1 <= head[3] <= _MAX_DIMS
+    return (
+        len(head) >= 4 and head[:2] == b"\0\0" and head[2] in _DTYPES and 1 <= head[3] <= _MAX_DIMS
+    )
 
 
 def is_idx(path: Path) -> bool:
@@ -89,7 +91,9 @@ def read_idx(path: Path) -> NDArray[np.generic]:
     memory_bytes = machine_bytes()
     num_bytes = prod(array.shape) * array.dtype.itemsize
     if num_bytes > memory_bytes:
-        raise DataError("data file", expected=f"at most {memory_bytes} bytes, unpacked", got=f"{num_bytes}")
+        raise DataError(
+            "data file", expected=f"at most {memory_bytes} bytes, unpacked", got=f"{num_bytes}"
+        )
     return array.whole()
 
 

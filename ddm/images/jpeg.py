@@ -197,12 +197,16 @@ def _note_frame(markers: Markers, segment: bytes) -> None:
     if segment[0] != 8:
         raise ImageError(Reason.UNSUPPORTED, "SOF: a precision other than 8 bits")
     if segment[5] not in (1, 3, 4):
-        raise ImageError(Reason.UNSUPPORTED, "SOF: another number of components than one, three or four")
+        raise ImageError(
+            Reason.UNSUPPORTED, "SOF: another number of components than one, three or four"
+        )
     markers.height = int.from_bytes(segment[1:3])
     markers.width = int.from_bytes(segment[3:5])
     for number, factors, _ in zip(segment[6::3], segment[7::3], segment[8::3], strict=True):
         markers.sampling[number] = (factors >> 4, factors & 15)
-    if len(markers.sampling) != segment[5] or not all(all(pair) for pair in markers.sampling.values()):
+    if len(markers.sampling) != segment[5] or not all(
+        all(pair) for pair in markers.sampling.values()
+    ):
         raise ImageError(Reason.DAMAGED, "SOF: components")
 
 
@@ -249,7 +253,9 @@ def _num_coded_units(markers: Markers, scan_header: bytes) -> int:
 def _rgb_of_four(values: NDArray[Any], markers: Markers) -> NDArray[Any]:
     """Return RGB of CMYK or YCCK, which libjpeg turned into CMYK."""
     if not markers.adobe:
-        raise ImageError(Reason.UNSUPPORTED, "four colours without Adobe's marker (APP14): ink or its inverse")
+        raise ImageError(
+            Reason.UNSUPPORTED, "four colours without Adobe's marker (APP14): ink or its inverse"
+        )
     # Pillow has turned Adobe's inverted values into ink.
     return rgb_of_inks(values, 255)
 

@@ -36,7 +36,9 @@ def check_layout(shape: tuple[int, ...]) -> bool:
     is_first = shape[0] in counts
     is_last = shape[-1] in counts
     if is_first and is_last:
-        raise ImageError(Reason.SHAPE, "the first axis and the last may be the channels: save larger images")
+        raise ImageError(
+            Reason.SHAPE, "the first axis and the last may be the channels: save larger images"
+        )
     if not is_first and not is_last:
         raise ImageError(Reason.SHAPE, _without_channels(shape))
     return is_last
@@ -49,7 +51,9 @@ def _without_channels(shape: tuple[int, ...]) -> str:
         return "four channels, of which an array does not say whether the fourth is transparency: save three"
     if 2 in (shape[0], shape[-1]):
         return "two channels: an image has 1 or 3"
-    return "three axes without 1 or 3 channels: a volume needs an axis of channels first, (1, D, H, W)"
+    return (
+        "three axes without 1 or 3 channels: a volume needs an axis of channels first, (1, D, H, W)"
+    )
 
 
 def channels_first(values: NDArray[np.generic], limits: Limits) -> NDArray[np.generic]:

@@ -13,7 +13,13 @@ from nibabel.spatialimages import HeaderDataError
 from ddm.images.content import FileContent
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import ImageError, Reason
-from ddm.images.volume_files import bounds_of, picture_of_volume, read_footer, read_header, read_volumes
+from ddm.images.volume_files import (
+    bounds_of,
+    picture_of_volume,
+    read_footer,
+    read_header,
+    read_volumes,
+)
 
 _HEADER_BYTES = 90
 _VOXELS_AT = 284

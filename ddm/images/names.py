@@ -14,18 +14,36 @@ TABLE_SUFFIXES = (".csv", ".tsv")
 SPREADSHEET_SUFFIXES = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".numbers")
 
 # Files that operating systems, viewers on DICOM discs and people leave beside images.
-_CLUTTER_NAMES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "dicomdir", "autorun.inf"})
+_CLUTTER_NAMES = frozenset(
+    {"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "dicomdir", "autorun.inf"}
+)
 _CLUTTER_STEMS = re.compile(
     r"(readme|licen[cs]es?|copying|notice|changelog|citation|authors|contributing|terms|md5sums?|sha\d*sums?)"
     r"([-_. ].*)?",
     re.DOTALL,
 )
-_CLUTTER_SUFFIXES = frozenset({".md5", ".sha1", ".sha256", ".sha512", *TABLE_SUFFIXES, *SPREADSHEET_SUFFIXES})
+_CLUTTER_SUFFIXES = frozenset(
+    {".md5", ".sha1", ".sha256", ".sha512", *TABLE_SUFFIXES, *SPREADSHEET_SUFFIXES}
+)
 # Endings that no format of images has. Whoever left such a file may have meant something by it, so that a person is
 # shown it among the files that are no images.
 _DOCUMENT_SUFFIXES = frozenset(
     {
-        *(".txt", ".md", ".rst", ".pdf", ".rtf", ".doc", ".docx", ".odt", ".ppt", ".pptx", ".log", ".bib", ".tex"),
+        *(
+            ".txt",
+            ".md",
+            ".rst",
+            ".pdf",
+            ".rtf",
+            ".doc",
+            ".docx",
+            ".odt",
+            ".ppt",
+            ".pptx",
+            ".log",
+            ".bib",
+            ".tex",
+        ),
         *(".html", ".htm", ".css", ".js", ".url", ".lnk", ".webloc"),
         *(".json", ".jsonl", ".xml", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf", ".inf"),
         *(".py", ".pyc", ".ipynb", ".sh", ".bat", ".ps1", ".exe", ".dll", ".jar"),
@@ -35,11 +53,38 @@ _DOCUMENT_SUFFIXES = frozenset(
 # A name of one of these formats is never clutter by its beginning: a picture may be called "version 2.png".
 _IMAGE_SUFFIXES = frozenset(
     {
-        *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".tif", ".tiff", ".webp", ".bmp", ".gif", ".jp2", ".j2k"),
-        *(".dcm", ".dicom", ".ima", ".nii", ".gz", ".mgh", ".mgz", ".npy", ".npz", ".parquet", ".tar"),
+        *(
+            ".png",
+            ".jpg",
+            ".jpeg",
+            ".jpe",
+            ".jfif",
+            ".tif",
+            ".tiff",
+            ".webp",
+            ".bmp",
+            ".gif",
+            ".jp2",
+            ".j2k",
+        ),
+        *(
+            ".dcm",
+            ".dicom",
+            ".ima",
+            ".nii",
+            ".gz",
+            ".mgh",
+            ".mgz",
+            ".npy",
+            ".npz",
+            ".parquet",
+            ".tar",
+        ),
     }
 )
-_CLUTTER_FOLDERS = frozenset({"__macosx", "__pycache__", "$recycle.bin", "system volume information", "@eadir"})
+_CLUTTER_FOLDERS = frozenset(
+    {"__macosx", "__pycache__", "$recycle.bin", "system volume information", "@eadir"}
+)
 
 
 def is_hidden(name: str) -> bool:

@@ -19,7 +19,10 @@ from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.volume_files import bounds_of, picture_of_volume, read_header, read_volumes
 
-_HEADERS = {"NIfTI": (Nifti1Header, 352), "NIfTI-2": (Nifti2Header, 544)}  # and the least offset of the voxels
+_HEADERS = {
+    "NIfTI": (Nifti1Header, 352),
+    "NIfTI-2": (Nifti2Header, 544),
+}  # and the least offset of the voxels
 _MAX_VOX_OFFSET = 1 << 28
 _SPACE_UNITS_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}  # an unknown unit counts as mm
 _SPACE_UNIT_BITS, _TIME_UNIT_BITS = 0x07, 0x38
@@ -70,7 +73,9 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
             full = (0.0, 255.0)
         elif (slope, intercept) != (1.0, 0.0):
             values = values.astype(np.float64) * slope + intercept
-        yield picture_of_volume(values, matrix, kind, window=window if has_window else None, full=full)
+        yield picture_of_volume(
+            values, matrix, kind, window=window if has_window else None, full=full
+        )
 
 
 def _shape(header: Any) -> tuple[tuple[int, int, int, int], int]:
@@ -83,9 +88,14 @@ def _shape(header: Any) -> tuple[tuple[int, int, int, int], int]:
         raise ImageError(Reason.DAMAGED, "dim: a side of length zero")
     sides += [1] * (7 - num_axes)
     if num_axes == 1 or max(sides[5:]) > 1 or (sides[4] > 1 and sides[3] > 1):
-        raise ImageError(Reason.SHAPE, "dim: only one axis, or more axes than a volume and its channels or times have")
+        raise ImageError(
+            Reason.SHAPE,
+            "dim: only one axis, or more axes than a volume and its channels or times have",
+        )
     units = int(header["xyzt_units"])
-    if units & _SPACE_UNIT_BITS not in _SPACE_UNITS_MM or units & ~(_SPACE_UNIT_BITS | _TIME_UNIT_BITS):
+    if units & _SPACE_UNIT_BITS not in _SPACE_UNITS_MM or units & ~(
+        _SPACE_UNIT_BITS | _TIME_UNIT_BITS
+    ):
         raise ImageError(Reason.DAMAGED, "xyzt_units")
     if units & _TIME_UNIT_BITS:
         return (sides[0], sides[1], sides[2], sides[4]), sides[3]
@@ -99,7 +109,10 @@ def _dtype(header: Any) -> np.dtype[Any]:
     except (KeyError, HeaderDataError) as error:
         raise ImageError(Reason.UNSUPPORTED, "datatype") from error
     if not stored.names and (stored.kind not in "iuf" or stored.itemsize > 8):
-        raise ImageError(Reason.UNSUPPORTED, "datatype: neither whole numbers nor floating point of 64 bits at most")
+        raise ImageError(
+            Reason.UNSUPPORTED,
+            "datatype: neither whole numbers nor floating point of 64 bits at most",
+        )
     if int(header["bitpix"]) != 8 * stored.itemsize:
         raise ImageError(Reason.DAMAGED, "bitpix: datatype has another size")
     return stored

@@ -43,9 +43,13 @@ class NpyFolder:
         files = self.columns[column]
         is_whole = files[0] == column + _SUFFIX
         if is_whole and len(files) > 1:
-            raise ImageError(Reason.AMBIGUOUS, "a column for all parts, and the same for one of them: keep one")
+            raise ImageError(
+                Reason.AMBIGUOUS, "a column for all parts, and the same for one of them: keep one"
+            )
         if not is_whole and len(files) != len(self.parts):
-            raise ImageError(Reason.AMBIGUOUS, "a column for some of the parts: every part needs its own")
+            raise ImageError(
+                Reason.AMBIGUOUS, "a column for some of the parts: every part needs its own"
+            )
         if is_whole and not self.is_ordered:
             detail = "a column for all parts, whose names state no order: number them 1, 2, 3 or 01, 02, 03"
             raise ImageError(Reason.AMBIGUOUS, detail)
@@ -66,8 +70,12 @@ def npy_folder(names: Collection[str], images: str = "images") -> NpyFolder | No
     suffixes = [stem.removeprefix(f"{images}-") for stem in stems if stem.startswith(f"{images}-")]
     if images in stems:
         if suffixes:
-            raise ImageError(Reason.AMBIGUOUS, f"{images}.npy beside parts of it: keep one or the other")
-        columns: dict[str, tuple[str, ...]] = {stem: (stem + _SUFFIX,) for stem in sorted(stems) if stem != images}
+            raise ImageError(
+                Reason.AMBIGUOUS, f"{images}.npy beside parts of it: keep one or the other"
+            )
+        columns: dict[str, tuple[str, ...]] = {
+            stem: (stem + _SUFFIX,) for stem in sorted(stems) if stem != images
+        }
         return NpyFolder((images + _SUFFIX,), columns)
     if not suffixes:
         return None
@@ -99,7 +107,9 @@ def numeric_order(suffixes: Sequence[str]) -> list[str] | None:
     return [suffix for _, suffix in sorted(zip(numbers, suffixes, strict=True))]
 
 
-def _columns_of_parts(stems: Collection[str], order: Sequence[str], images: str) -> dict[str, tuple[str, ...]]:
+def _columns_of_parts(
+    stems: Collection[str], order: Sequence[str], images: str
+) -> dict[str, tuple[str, ...]]:
     """Return the files of each column: that of the whole array first, then those of parts, in the order of the parts.
 
     Raises:

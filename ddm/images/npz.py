@@ -22,9 +22,14 @@ _NPY = "an npy without pickled objects"
 _NPZ = "an npz without pickled objects"
 _ANY = "an npy, npz or idx file"
 MAX_HEADER_BYTES = 1 << 14
-_MAX_WHOLE_BYTES = 1 << 30  # of a compressed array in Fortran order, no row of which is complete before the end
+_MAX_WHOLE_BYTES = (
+    1 << 30
+)  # of a compressed array in Fortran order, no row of which is complete before the end
 _FORTRAN_BLOCK_BYTES = 1 << 26
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 _LOCAL_HEADER_BYTES = 30
 _LOCAL_MAGIC = b"PK\x03\x04"
 
@@ -64,12 +69,21 @@ def parse_header(head: bytes) -> Header:
         raise ValueError("another version")
     shape, by_columns, dtype = _HEADERS[version](handle)
     if dtype.hasobject:
-        raise ImageError(Reason.UNSUPPORTED, "an array of pickled Python objects: save it as numbers or text")
+        raise ImageError(
+            Reason.UNSUPPORTED, "an array of pickled Python objects: save it as numbers or text"
+        )
     if dtype.kind == "V":
-        raise ImageError(Reason.UNSUPPORTED, "an array of records: save each field as an array of its own")
+        raise ImageError(
+            Reason.UNSUPPORTED, "an array of records: save each field as an array of its own"
+        )
     if dtype.itemsize < 1 or any(side < 0 for side in shape):
         raise ValueError("no array of numbers or text")
-    return Header(np.dtype(dtype), tuple(int(side) for side in shape), by_columns and len(shape) > 1, handle.tell())
+    return Header(
+        np.dtype(dtype),
+        tuple(int(side) for side in shape),
+        by_columns and len(shape) > 1,
+        handle.tell(),
+    )
 
 
 @dataclass(frozen=True)
@@ -235,7 +249,9 @@ def open_npy(path: Path) -> FileArray:
     """
     header = npy_header(path)
     if header.by_columns or not header.dtype.isnative:
-        raise DataError("data file", expected="an npy in C order and native byte order", got="another order")
+        raise DataError(
+            "data file", expected="an npy in C order and native byte order", got="another order"
+        )
     return FileArray(path, header.dtype, header.shape, header.offset)
 
 

@@ -3,7 +3,13 @@
 # Shape legend: C channels, I J K axes of a file, D slices, H height, W width.
 import numpy as np
 from nibabel.affines import voxel_sizes
-from nibabel.orientations import apply_orientation, axcodes2ornt, inv_ornt_aff, io_orientation, ornt_transform
+from nibabel.orientations import (
+    apply_orientation,
+    axcodes2ornt,
+    inv_ornt_aff,
+    io_orientation,
+    ornt_transform,
+)
 from numpy.typing import NDArray
 
 from ddm.images.reasons import ImageError, Reason

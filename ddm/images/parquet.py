@@ -139,7 +139,9 @@ class ParquetTable:
             return _text_array(name, [text or "" for (text,) in self.texts([name], max_bytes)])
         kind = _value_type(self._type(name))
         classes = self.class_names(name)
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        if not (
+            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+        ):
             raise DataError(name, expected="a column of text or numbers", got=str(kind))
         blocks: list[NDArray[np.generic]] = []
         first = 0
@@ -154,7 +156,9 @@ class ParquetTable:
                     column = column.fill_null(-1)
                 elif column.null_count and pa.types.is_integer(column.type):
                     row = first + column.is_null().index(True).as_py()
-                    raise DataError(name, expected="a number in every row", got=f"none in row {row}")
+                    raise DataError(
+                        name, expected="a number in every row", got=f"none in row {row}"
+                    )
                 blocks.append(np.asarray(column.to_numpy(zero_copy_only=False)))
             first += len(batch)
         numbers = np.concatenate(blocks) if blocks else np.empty(0, np.int64)
@@ -198,7 +202,9 @@ class ParquetTable:
         if names is None:  # older files tell their number alone
             return None
         if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
-            raise ImageError(Reason.DAMAGED, "class names in the metadata of Hugging Face that are not text")
+            raise ImageError(
+                Reason.DAMAGED, "class names in the metadata of Hugging Face that are not text"
+            )
         return names
 
     def _features(self) -> Mapping[str, Mapping[str, Any]]:
@@ -223,7 +229,9 @@ class ParquetTable:
             raise ImageError(Reason.AMBIGUOUS, "a column of another type in some of the files")
         return kinds[0]
 
-    def _batches(self, names: Sequence[str], num: int, dictionaries: Sequence[str] = ()) -> Iterator[Any]:
+    def _batches(
+        self, names: Sequence[str], num: int, dictionaries: Sequence[str] = ()
+    ) -> Iterator[Any]:
         """Yield some rows of some columns at a time; what a row group takes in memory is looked at first."""
         for path in self.files:
             with decoding(_KIND), _opened(path, dictionaries) as file:
@@ -231,7 +239,9 @@ class ParquetTable:
                     if file.metadata.row_group(group).num_rows == 0:
                         continue
                     _check_row_group(path, file.metadata.row_group(group), names)
-                    yield from file.iter_batches(num, columns=list(names), row_groups=[group], use_threads=False)
+                    yield from file.iter_batches(
+                        num, columns=list(names), row_groups=[group], use_threads=False
+                    )
 
 
 def class_name(number: int, classes: Sequence[str]) -> str | None:
@@ -266,10 +276,14 @@ def _texts(column: Any, name: str, max_bytes: int) -> list[str | None]:
             column = column.dictionary_encode()
         longest = pc.max(pc.binary_length(column.dictionary)).as_py() or 0
         if longest > max_bytes:
-            raise DataError(name, expected=f"at most {max_bytes} bytes a cell", got=f"a cell of {longest}")
+            raise DataError(
+                name, expected=f"at most {max_bytes} bytes a cell", got=f"a cell of {longest}"
+            )
         # The entries that these rows name: a list of them may be much longer than a batch.
         numbers = pc.unique(column.indices).drop_null()
-        entries = pc.cast(column.dictionary.take(numbers), pa.large_string())  # refuses bytes that are not UTF-8
+        entries = pc.cast(
+            column.dictionary.take(numbers), pa.large_string()
+        )  # refuses bytes that are not UTF-8
         text_of_number = dict(zip(numbers.to_pylist(), entries.to_pylist(), strict=True))
         return [text_of_number.get(number) for number in column.indices.to_pylist()]
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
@@ -325,7 +339,9 @@ def _is_binary(kind: Any) -> bool:
     import pyarrow as pa
 
     types = pa.types
-    is_of_any_length = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    is_of_any_length = (
+        types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    )
     return bool(is_of_any_length or types.is_fixed_size_binary(kind))
 
 
@@ -349,7 +365,8 @@ def _numpy_type(kind: Any) -> np.dtype[np.generic]:
 
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise ImageError(
-            Reason.UNSUPPORTED, "a column of images that are neither image files, tensors nor lists of numbers"
+            Reason.UNSUPPORTED,
+            "a column of images that are neither image files, tensors nor lists of numbers",
         )
     dtype: np.dtype[np.generic] = np.dtype(kind.to_pandas_dtype())
     return dtype
@@ -358,7 +375,9 @@ def _numpy_type(kind: Any) -> np.dtype[np.generic]:
 def _is_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def _shape_of_first(column: Any) -> tuple[int, ...]:
@@ -370,7 +389,9 @@ def _shape_of_first(column: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _pictures(column: Any, dtype: np.dtype[np.generic], shape: tuple[int, ...], first: int) -> NDArray[np.generic]:
+def _pictures(
+    column: Any, dtype: np.dtype[np.generic], shape: tuple[int, ...], first: int
+) -> NDArray[np.generic]:
     import pyarrow as pa
 
     if isinstance(column.type, pa.FixedShapeTensorType):
@@ -391,7 +412,9 @@ def _pictures(column: Any, dtype: np.dtype[np.generic], shape: tuple[int, ...], 
                 raise DataError("images", expected=f"lists of {side}, as in the first row", got=got)
         values = values.flatten()
     if _numpy_type(values.type) != dtype:
-        raise DataError("images", expected=f"{dtype}, as in the first row", got=f"{values.type} in row {first}")
+        raise DataError(
+            "images", expected=f"{dtype}, as in the first row", got=f"{values.type} in row {first}"
+        )
     if values.null_count:
         row = first + values.is_null().index(True).as_py() // (prod(shape) or 1)
         raise DataError("images", expected="numbers", got=f"a missing value in row {row}")

@@ -54,10 +54,14 @@ def check_pages(path: Path, chunk: Any, num_values: int | None) -> None:
     total = 0
     for page in _pages(path, chunk):
         if page.unpacked_bytes > MAX_PAGE_BYTES:
-            raise ImageError(Reason.TOO_LARGE, f"a page of Parquet of more than {MAX_PAGE_BYTES} bytes")
+            raise ImageError(
+                Reason.TOO_LARGE, f"a page of Parquet of more than {MAX_PAGE_BYTES} bytes"
+            )
         total += page.num_values
     if total != chunk.num_values or (num_values is not None and total != num_values):
-        raise ImageError(Reason.DAMAGED, "a column of Parquet with more or fewer values than its rows need")
+        raise ImageError(
+            Reason.DAMAGED, "a column of Parquet with more or fewer values than its rows need"
+        )
 
 
 def _pages(path: Path, chunk: Any) -> Iterator[PageSize]:

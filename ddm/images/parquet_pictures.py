@@ -16,7 +16,9 @@ from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import ImageError, Reason
 
 
-def read_encoded(table: ParquetTable, column: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def read_encoded(
+    table: ParquetTable, column: str, limits: Limits
+) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of the image files in a column, with what the other columns say of them.
 
     Args:
@@ -43,7 +45,10 @@ def read_encoded(table: ParquetTable, column: str, limits: Limits) -> Iterator[D
             classes[field] = names
     for row in table.rows([column, *columns.values()]):
         try:
-            cells = {field: _text(row[name], field, classes.get(field)) for field, name in columns.items()}
+            cells = {
+                field: _text(row[name], field, classes.get(field))
+                for field, name in columns.items()
+            }
             fields: dict[str, Any] = {"split": split} | cells
             content = _content(row[column], path.parent, limits)
             for picture in decode_unchecked(content, limits):
@@ -98,13 +103,25 @@ def _file_beside(name: str, folder: Path, limits: Limits) -> FileContent:
         ImageError: a URL, or a path that leads elsewhere; or no such file.
     """
     if "://" in name:
-        raise ImageError(Reason.UNSUPPORTED, "an image at a URL, which is never downloaded: keep its bytes in the file")
-    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or "\\" in name or "\0" in name:
-        raise ImageError(Reason.UNSUPPORTED, "a path that is not relative to the Parquet file, with slashes")
+        raise ImageError(
+            Reason.UNSUPPORTED,
+            "an image at a URL, which is never downloaded: keep its bytes in the file",
+        )
+    if (
+        PurePosixPath(name).is_absolute()
+        or PureWindowsPath(name).drive
+        or "\\" in name
+        or "\0" in name
+    ):
+        raise ImageError(
+            Reason.UNSUPPORTED, "a path that is not relative to the Parquet file, with slashes"
+        )
     path = folder / name
     # Links are followed, but not out of the folder.
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise ImageError(Reason.UNSUPPORTED, "a path that leads out of the folder of the Parquet file")
+        raise ImageError(
+            Reason.UNSUPPORTED, "a path that leads out of the folder of the Parquet file"
+        )
     if not path.exists():
         raise ImageError(Reason.MISSING, "the file that a row names")
     if not path.is_file():

@@ -11,7 +11,15 @@ MISSING = frozenset({"", "nan", "-nan", "nat", "none", "null", "na", "n/a", "<na
 _ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
 _FRACTION = re.compile(r"(?<=\d)\.0+$")  # as a table of floating point writes whole numbers
 _TRANSCRIBED = str.maketrans(
-    {"\u00e4": "ae", "\u00f6": "oe", "\u00fc": "ue", "\u00e5": "aa", "\u00f8": "oe", "\u00e6": "ae", "\u0153": "oe"}
+    {
+        "\u00e4": "ae",
+        "\u00f6": "oe",
+        "\u00fc": "ue",
+        "\u00e5": "aa",
+        "\u00f8": "oe",
+        "\u00e6": "ae",
+        "\u0153": "oe",
+    }
 )
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 _UMLAUT = re.compile("(?<=[aou])e")
@@ -64,7 +72,9 @@ def similar(identifier: str, rule: PatientRule = "spelling") -> str:
     return _ZEROS.sub("", _UMLAUT.sub("", letters))
 
 
-def pseudonyms(identifier: str | None, key: bytes, rule: PatientRule = "spelling") -> tuple[str, str] | None:
+def pseudonyms(
+    identifier: str | None, key: bytes, rule: PatientRule = "spelling"
+) -> tuple[str, str] | None:
     """Return the pseudonym of a patient, and one that identifiers of like spelling share; None of nobody.
 
     Spellings that `canonical` makes one are one patient. Those that are `similar` are several, whose second pseudonyms
@@ -78,7 +88,9 @@ def pseudonyms(identifier: str | None, key: bytes, rule: PatientRule = "spelling
     text = (identifier or "").strip()
     if is_missing(text):
         return None
-    return keyed(b"patient ", canonical(text, rule), key), keyed(b"spelling ", similar(text, rule), key)
+    return keyed(b"patient ", canonical(text, rule), key), keyed(
+        b"spelling ", similar(text, rule), key
+    )
 
 
 def order_key(salt: bytes) -> bytes:

@@ -118,7 +118,9 @@ class DecodedPicture(Picture):
     head: bool | None = None
 
     @classmethod
-    def of(cls, picture: Picture, flags: frozenset[Flag] = frozenset(), kind: str = "", **others: Any) -> Self:
+    def of(
+        cls, picture: Picture, flags: frozenset[Flag] = frozenset(), kind: str = "", **others: Any
+    ) -> Self:
         """Return a picture together with its flags, the format of its file, and other fields by name."""
         return cls(
             picture.values,

@@ -66,7 +66,9 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
     with content.open() as stream:
         chunks = _chunks(stream.read())
     header = _header(chunks)
-    limits.check(header.height, header.width, 4 if header.colour == _PALETTE else _CHANNELS[header.colour])
+    limits.check(
+        header.height, header.width, 4 if header.colour == _PALETTE else _CHANNELS[header.colour]
+    )
     samples = _samples(header, chunks)
     values = _colours(header, samples, chunks)
     metadata = _metadata(chunks)
@@ -113,11 +115,15 @@ def _header(chunks: dict[bytes, list[bytes]]) -> _Header:
     data = chunks[b"IHDR"][0]
     if len(data) != 13:
         raise ImageError(Reason.DAMAGED, "IHDR")
-    width, height, depth, colour, compression, filtering, interlace = struct.unpack(">IIBBBBB", data)
+    width, height, depth, colour, compression, filtering, interlace = struct.unpack(
+        ">IIBBBBB", data
+    )
     if depth not in _DEPTHS.get(colour, ()):
         raise ImageError(Reason.DAMAGED, "IHDR: bit depth and colour type")
     if compression or filtering or interlace > 1:
-        raise ImageError(Reason.UNSUPPORTED, "IHDR: an unknown compression, filter or interlace method")
+        raise ImageError(
+            Reason.UNSUPPORTED, "IHDR: an unknown compression, filter or interlace method"
+        )
     if b"acTL" in chunks:
         raise ImageError(Reason.UNSUPPORTED, "acTL: an animation; save its frames as images")
     if b"IDAT" not in chunks:
@@ -173,7 +179,9 @@ def _chunk(name: bytes, data: bytes) -> bytes:
     return len(data).to_bytes(4) + name + data + zlib.crc32(data, zlib.crc32(name)).to_bytes(4)
 
 
-def _colours(header: _Header, samples: NDArray[Any], chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
+def _colours(
+    header: _Header, samples: NDArray[Any], chunks: dict[bytes, list[bytes]]
+) -> NDArray[Any]:
     """Return greys or RGB, transparency laid over black; 1, 2 and 4 bits are spread over 0 to 255."""
     transparency = chunks.get(b"tRNS", [None])[0]
     if header.colour == _PALETTE:
@@ -187,14 +195,19 @@ def _colours(header: _Header, samples: NDArray[Any], chunks: dict[bytes, list[by
         if len(transparency) != 2 * samples.shape[-1]:
             raise ImageError(Reason.DAMAGED, "tRNS")
         clear = np.frombuffer(transparency, ">u2").astype(np.uint16)
-        samples = np.where((samples == clear).all(-1, keepdims=True), samples.dtype.type(0), samples)
+        samples = np.where(
+            (samples == clear).all(-1, keepdims=True), samples.dtype.type(0), samples
+        )
     if header.depth < 8:
         samples = samples * np.uint8(255 // header.top)
     return samples
 
 
 def _from_palette(
-    header: _Header, indices: NDArray[Any], chunks: dict[bytes, list[bytes]], transparency: bytes | None
+    header: _Header,
+    indices: NDArray[Any],
+    chunks: dict[bytes, list[bytes]],
+    transparency: bytes | None,
 ) -> NDArray[Any]:
     entries = chunks.get(b"PLTE", [b""])[0]
     if not entries or len(entries) % 3 or len(entries) > 3 << header.depth:

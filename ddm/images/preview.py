@@ -20,7 +20,9 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import PadFit, Slices, TransformSpec, WindowRange
 
 MOST = 64  # pictures on one sheet
-CELL = 160  # pixels along a side, fewer for a whole factor, more where the plan's samples are larger
+CELL = (
+    160  # pixels along a side, fewer for a whole factor, more where the plan's samples are larger
+)
 _MAX_SLICES = 3  # of one volume
 _PADDING_TONE = -0.6  # of the part of a cell that a sample which is not square leaves free
 _LINE_PIXELS = 14  # of a line of text
@@ -76,7 +78,9 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
     return reasons
 
 
-def _write(cells: Sequence[Floats], cells_of_picture: int, lines: Sequence[str], path: Path) -> None:
+def _write(
+    cells: Sequence[Floats], cells_of_picture: int, lines: Sequence[str], path: Path
+) -> None:
     """Lay the cells out, those of one picture side by side, below lines of text."""
     pictures_in_row = ceil(sqrt(len(cells)) / cells_of_picture)
     owners = [0 if number % cells_of_picture == 0 else 4 for number in range(len(cells))]
@@ -107,7 +111,9 @@ def _before(picture: Picture, side: int) -> Floats:
         fit=PadFit(),
     )
     try:
-        (sample,) = Transform(spec, DataSpec(shape=(3, side, side), range=(-1.0, 1.0))).apply(picture)
+        (sample,) = Transform(spec, DataSpec(shape=(3, side, side), range=(-1.0, 1.0))).apply(
+            picture
+        )
     except DataError:  # all of its values are equal
         return _empty_cell(side)
     return sample
@@ -116,7 +122,9 @@ def _before(picture: Picture, side: int) -> Floats:
 def _numbered(cell: Floats, number: int) -> Floats:
     """Return a cell with a number in its corner: letters without a box, which hide little of the picture."""
     tones = Image.new("L", cell.shape[1:][::-1], 128)
-    ImageDraw.Draw(tones).text((3, 1), str(number), fill=255, stroke_fill=0, stroke_width=1, font_size=_NUMBER_PIXELS)
+    ImageDraw.Draw(tones).text(
+        (3, 1), str(number), fill=255, stroke_fill=0, stroke_width=1, font_size=_NUMBER_PIXELS
+    )
     drawn = np.asarray(tones).astype(np.float32) / 127.5 - 1
     return np.where(np.asarray(tones) == 128, cell, drawn[None]).astype(np.float32)
 

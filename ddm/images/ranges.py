@@ -100,7 +100,11 @@ def range_of_type(dtype: str) -> tuple[float, float] | None:
 
 
 def range_remarks(
-    use: RangeUse | None, value_range: tuple[float, float], kind: ValueKind, *, subject: str = "Values"
+    use: RangeUse | None,
+    value_range: tuple[float, float],
+    kind: ValueKind,
+    *,
+    subject: str = "Values",
 ) -> list[str]:
     """Return what a person should know of how a data set uses its range.
 

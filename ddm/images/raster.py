@@ -18,9 +18,36 @@ BYTE_RANGE = (0.0, 255.0)
 WORD_RANGE = (0.0, 65535.0)
 UPRIGHT = 1  # the orientation of an image that needs no turn
 _SCREENS = {  # width and height of common screens; of telephones upright
-    *((1024, 768), (1280, 720), (1280, 800), (1280, 1024), (1366, 768), (1440, 900), (1536, 864), (1600, 900)),
-    *((1680, 1050), (1920, 1080), (1920, 1200), (2560, 1440), (2560, 1600), (2880, 1800), (3440, 1440), (3840, 2160)),
-    *((750, 1334), (828, 1792), (1080, 1920), (1080, 2340), (1080, 2400), (1125, 2436), (1170, 2532), (1179, 2556)),
+    *(
+        (1024, 768),
+        (1280, 720),
+        (1280, 800),
+        (1280, 1024),
+        (1366, 768),
+        (1440, 900),
+        (1536, 864),
+        (1600, 900),
+    ),
+    *(
+        (1680, 1050),
+        (1920, 1080),
+        (1920, 1200),
+        (2560, 1440),
+        (2560, 1600),
+        (2880, 1800),
+        (3440, 1440),
+        (3840, 2160),
+    ),
+    *(
+        (750, 1334),
+        (828, 1792),
+        (1080, 1920),
+        (1080, 2340),
+        (1080, 2400),
+        (1125, 2436),
+        (1170, 2532),
+        (1179, 2556),
+    ),
     *((1284, 2778), (1290, 2796), (1440, 3200), (1536, 2048), (1620, 2160), (2048, 2732)),
 }
 _PHOTOSHOP_THUMBNAIL = re.compile(rb"8BIM\x04[\x09\x0c]")  # image resources 1033 and 1036
@@ -113,7 +140,9 @@ def rgb_of_inks(inks: NDArray[Any], top: int) -> NDArray[Any]:
     return over_black(light[..., :3], light[..., 3], top).astype(inks.dtype)
 
 
-def spacing_of(per_row: float, per_column: float, unit_mm: float | None) -> tuple[float, float] | None:
+def spacing_of(
+    per_row: float, per_column: float, unit_mm: float | None
+) -> tuple[float, float] | None:
     """Return the spacing of pixels that are not square; None for square ones, whose resolution is that of a screen.
 
     Args:

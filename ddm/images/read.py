@@ -93,7 +93,9 @@ def _with_row(picture: DecodedPicture, file: ImageFile) -> DecodedPicture:
     row = file.row
     if row is None:
         return picture
-    return picture.with_fields(label=row.label, patient=row.patient, split=row.split, caption=row.caption)
+    return picture.with_fields(
+        label=row.label, patient=row.patient, split=row.split, caption=row.caption
+    )
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,9 @@ class PictureReader:
         more = self._num_failures - len(self._failures)
         got = "; ".join(self._failures) + (f"; and {more} more" if more else "")
         remedy = "Leave these files out, or export them again; then run the command again."
-        raise DataError(self.subject, expected="images that can all be used", got=got, remedy=remedy)
+        raise DataError(
+            self.subject, expected="images that can all be used", got=got, remedy=remedy
+        )
 
     def files(self) -> tuple[Path, ...]:
         """Return the files that hold the pictures and what belongs to them, once all pictures were read."""
@@ -182,7 +186,11 @@ class PictureReader:
             if more > 0:
                 names += f" and {more} more"
             num = len(self.skipped)
-            files = "1 file that holds no image was" if num == 1 else f"{num} files that hold no image were"
+            files = (
+                "1 file that holds no image was"
+                if num == 1
+                else f"{num} files that hold no image were"
+            )
             remarks.append(f"{files} skipped: {names}.")
         return remarks
 
@@ -202,13 +210,18 @@ class PictureReader:
                 if isinstance(picture, ImageError):
                     self._cannot_decode(file, place, picture)
                 else:
-                    yield NamedPicture(_of_place(name, place), picture, picture.label, picture.caption)
+                    yield NamedPicture(
+                        _of_place(name, place), picture, picture.label, picture.caption
+                    )
 
     def _decoded_by_processes(self, files: list[ImageFile]) -> Iterator[NamedPicture]:
         jobs = (DecodeJob(file.path, file.files, file.num_bytes) for file in files)
         # Nobody compares these digests and pseudonyms with others, so that their key is made up.
         options = DecoderOptions(
-            Limits(), secrets.token_bytes(_KEY_BYTES), len(os.sched_getaffinity(0)), with_values=True
+            Limits(),
+            secrets.token_bytes(_KEY_BYTES),
+            len(os.sched_getaffinity(0)),
+            with_values=True,
         )
         remaining = iter(files)
         file: ImageFile | None = None

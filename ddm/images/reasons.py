@@ -62,4 +62,8 @@ class ImageError(DataError):
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         self.reason, self.detail = reason, detail
-        super().__init__("image", expected="a file that gives a picture", got=f"{reason}{detail and f' ({detail})'}")
+        super().__init__(
+            "image",
+            expected="a file that gives a picture",
+            got=f"{reason}{detail and f' ({detail})'}",
+        )

@@ -92,7 +92,9 @@ class PictureRecord(Model):
         return next((flag.value for flag in Flag if flag.value in self.flags), None)
 
 
-def record_of(picture: DecodedPicture, key: bytes, patient_rule: PatientRule = "spelling") -> PictureRecord:
+def record_of(
+    picture: DecodedPicture, key: bytes, patient_rule: PatientRule = "spelling"
+) -> PictureRecord:
     """Return the record of a picture; its patient becomes a pseudonym here, in the process that decoded it.
 
     Args:
@@ -168,8 +170,12 @@ def _cell_indices(height: int, width: int) -> NDArray[np.intp]:
     row_A = ((np.arange(num_rows) + 0.5) * height / num_rows).astype(np.intp)
     num_samples = num_columns * samples_across
     column_B = ((np.arange(num_samples) + 0.5) * width / num_samples).astype(np.intp)
-    indices = (row_A[:, None] * width + column_B).reshape(HASH_SIDE, samples_down, num_columns, samples_across)
-    by_cell = indices.transpose(1, 3, 0, 2).reshape(samples_down * samples_across, HASH_SIDE * num_columns)
+    indices = (row_A[:, None] * width + column_B).reshape(
+        HASH_SIDE, samples_down, num_columns, samples_across
+    )
+    by_cell = indices.transpose(1, 3, 0, 2).reshape(
+        samples_down * samples_across, HASH_SIDE * num_columns
+    )
     return np.ascontiguousarray(by_cell)
 
 

@@ -90,7 +90,11 @@ class FileArray:
         size = os.fstat(descriptor).st_size
         needed_bytes = self.offset + prod(self.shape) * self.dtype.itemsize
         if size < needed_bytes:
-            raise DataError("data file", expected=f"{needed_bytes} bytes, as its header says", got=f"{size} bytes")
+            raise DataError(
+                "data file",
+                expected=f"{needed_bytes} bytes, as its header says",
+                got=f"{size} bytes",
+            )
 
     def read(self, rows: Rows) -> NDArray[np.generic]:
         """Return rows; see `StoredArray`."""
@@ -110,7 +114,11 @@ class FileArray:
         while num_read < len(buffer):  # one call reads 2 GB at most
             num = os.preadv(self._descriptor, [buffer[num_read:]], start + num_read)
             if not num:
-                raise DataError("data file", expected="the bytes that its header says", got="a file cut short since")
+                raise DataError(
+                    "data file",
+                    expected="the bytes that its header says",
+                    got="a file cut short since",
+                )
             num_read += num
 
 
@@ -131,7 +139,9 @@ class JoinedArrays:
         kinds = {(part.dtype.str, part.shape[1:]) for part in self.parts}
         if len(kinds) != 1:
             got = ", ".join(f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:3])
-            raise DataError("data files", expected="rows of one type and one shape in all of them", got=got)
+            raise DataError(
+                "data files", expected="rows of one type and one shape in all of them", got=got
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +163,9 @@ class JoinedArrays:
                 start = max(rows.start, first)
                 stop = min(rows.stop, end)
                 if start < stop:
-                    values[start - rows.start : stop - rows.start] = part.read(range(start - first, stop - first))
+                    values[start - rows.start : stop - rows.start] = part.read(
+                        range(start - first, stop - first)
+                    )
             else:
                 places = np.flatnonzero((rows >= first) & (rows < end))
                 if len(places):
@@ -178,7 +190,9 @@ class _Lazy:
             return self._rows(range(start, max(start, stop)))
         numbers = rows.numpy()
         if numbers.dtype != np.int64 or numbers.ndim != 1:
-            raise TypeError(f"expected int64 row numbers (B,), got {rows.dtype} {tuple(rows.shape)}")
+            raise TypeError(
+                f"expected int64 row numbers (B,), got {rows.dtype} {tuple(rows.shape)}"
+            )
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"row numbers outside 0 to {len(self) - 1}")
         if len(numbers) > 1 and bool((np.diff(numbers) == 1).all()):
@@ -216,7 +230,9 @@ class Derived(_Lazy):
         shape: of one of these.
     """
 
-    def __init__(self, images: Images, convert: "Callable[[Tensor], Tensor]", shape: Sequence[int]) -> None:
+    def __init__(
+        self, images: Images, convert: "Callable[[Tensor], Tensor]", shape: Sequence[int]
+    ) -> None:
         self.images = images
         self.convert = convert
         self.shape = (len(images), *shape)
@@ -300,7 +316,9 @@ def feed(update: Callable[[memoryview], object], images: Images) -> None:
         update(np.ascontiguousarray(block.detach().cpu().numpy()).reshape(-1).view(np.uint8).data)
 
 
-def write_rows(handle: "Writable", shape: Sequence[int], dtype: np.dtype[np.generic], rows: Iterable[object]) -> None:
+def write_rows(
+    handle: "Writable", shape: Sequence[int], dtype: np.dtype[np.generic], rows: Iterable[object]
+) -> None:
     """Write an npy file from blocks of rows, in C order.
 
     Args:
@@ -312,7 +330,11 @@ def write_rows(handle: "Writable", shape: Sequence[int], dtype: np.dtype[np.gene
     Raises:
         DataError: more or fewer rows than the shape says.
     """
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
+    header = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": tuple(shape),
+    }
     np.lib.format.write_array_header_1_0(handle, header)
     num = 0
     for block in rows:

@@ -19,7 +19,13 @@ from ddm.images.find import DataSet
 from ddm.images.fit import check_row, fit
 from ddm.images.npz import read_array
 from ddm.images.picture import Picture
-from ddm.images.ranges import EnlargementCounter, RangeCounter, ValueKind, range_of_type, range_remarks
+from ddm.images.ranges import (
+    EnlargementCounter,
+    RangeCounter,
+    ValueKind,
+    range_of_type,
+    range_remarks,
+)
 from ddm.images.read import PictureReader, find_readable
 from ddm.images.rows import BLOCK_BYTES, rows_of
 from ddm.images.transform import Transform, mapped, with_channels
@@ -161,7 +167,12 @@ class ImageSet:
 
 
 def open_image_set(
-    path: Path, spec: DataSpec, transform: TransformSpec | None, *, takes_samples: bool = False, subject: str = "images"
+    path: Path,
+    spec: DataSpec,
+    transform: TransformSpec | None,
+    *,
+    takes_samples: bool = False,
+    subject: str = "images",
 ) -> ImageSet:
     """Open the images at a path; pictures that a transform is for are read, arrays of samples are not read yet.
 
@@ -216,7 +227,11 @@ def _transformed(data: DataSet, transform: Transform, subject: str) -> ImageSet:
         # Beside the compact type, all images are needed in float32 at one time.
         needed_bytes = len(stored) * transform.data.dim * (4 + transform.dtype.itemsize)
         if needed_bytes > memory_bytes:
-            raise DataError(subject, expected=f"at most {memory_bytes} bytes of memory", got=f"{needed_bytes} bytes")
+            raise DataError(
+                subject,
+                expected=f"at most {memory_bytes} bytes of memory",
+                got=f"{needed_bytes} bytes",
+            )
     reader.require_all()
     if not stored:
         raise DataError(subject, expected="at least one", got="an empty folder or array")
@@ -271,11 +286,15 @@ def _given_image(picture: Picture, spec: DataSpec) -> Tensor:
         if channels is None:
             got = f"{values.shape[0]} channels"
             raise DataError("picture", expected=f"{spec.shape[0]} channels", got=got)
-        values = with_channels(values, TransformSpec.model_validate({"channels": channels}), spec.shape[0])
+        values = with_channels(
+            values, TransformSpec.model_validate({"channels": channels}), spec.shape[0]
+        )
     low, high = spec.range if picture.full is None else picture.full
     if picture.full is None and (values.min() < low or values.max() > high):
         got = f"{values.min():g} to {values.max():g}"
-        raise DataError("picture", expected=f"values within [{low:g}, {high:g}], or whole numbers", got=got)
+        raise DataError(
+            "picture", expected=f"values within [{low:g}, {high:g}], or whole numbers", got=got
+        )
     return torch.from_numpy(mapped(values, low, high, spec.range))[None]
 
 
@@ -298,7 +317,11 @@ def read_mask(path: Path, spec: DataSpec) -> Tensor:
     else:
         is_drawn = _mask_of_picture(path, spec)
     if not is_drawn.any():
-        raise DataError("mask", expected="pixels that are not black: there the model draws", got="only black pixels")
+        raise DataError(
+            "mask",
+            expected="pixels that are not black: there the model draws",
+            got="only black pixels",
+        )
     return torch.from_numpy(is_drawn)
 
 
@@ -324,4 +347,6 @@ def _mask_of_picture(path: Path, spec: DataSpec) -> NDArray[np.bool_]:
 def _check_size(picture: Picture, spec: DataSpec) -> None:
     if picture.values.shape[1:] != spec.shape[1:]:
         expected = f"{' x '.join(map(str, spec.shape[1:]))} pixels, height by width"
-        raise DataError("picture", expected=expected, got=" x ".join(map(str, picture.values.shape[1:])))
+        raise DataError(
+            "picture", expected=expected, got=" x ".join(map(str, picture.values.shape[1:]))
+        )

@@ -57,7 +57,12 @@ class Item:
     @property
     def columns(self) -> dict[str, Any]:
         """What is known of the picture, by the names of the table's columns."""
-        columns = {"patient": self.patient, "order": self.order, "label": self.label, "caption": self.caption}
+        columns = {
+            "patient": self.patient,
+            "order": self.order,
+            "label": self.label,
+            "caption": self.caption,
+        }
         return {name: value for name, value in columns.items() if value is not None}
 
 
@@ -79,7 +84,9 @@ class StoredCohort:
         self._table = ParquetTable((table_path,)) if table_path.exists() else None
         if self._table is not None and self._table.num_rows != len(self):
             got = f"{self._table.num_rows}"
-            raise DataError("table of the cohort", expected=f"{len(self)} rows, one for each image", got=got)
+            raise DataError(
+                "table of the cohort", expected=f"{len(self)} rows, one for each image", got=got
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -106,7 +113,9 @@ class StoredCohort:
             DataError: the pictures came without it.
         """
         if self._table is None or name not in self.columns:
-            raise DataError(name, expected="an entry for each image", got="images without such a column")
+            raise DataError(
+                name, expected="an entry for each image", got="images without such a column"
+            )
         return self._table.cells(_COLUMN_NAMES[name], max_bytes)
 
     def column_shape(self, name: str) -> tuple[int, ...]:
@@ -114,7 +123,9 @@ class StoredCohort:
         return (len(self),)
 
 
-def find_cohort(folder: Path, inputs: Iterable[object], transform: Transform) -> StoredCohort | None:
+def find_cohort(
+    folder: Path, inputs: Iterable[object], transform: Transform
+) -> StoredCohort | None:
     """Return the cohort that was made of these inputs, None if there is none; one made of other inputs is removed.
 
     Args:
@@ -163,7 +174,9 @@ def store_cohort(
         return StoredCohort(path)
 
 
-def _cohort_path(folder: Path, inputs: Iterable[object], transform: Transform) -> AbstractContextManager[Path]:
+def _cohort_path(
+    folder: Path, inputs: Iterable[object], transform: Transform
+) -> AbstractContextManager[Path]:
     return unpacked_path(folder, ["cohort", transform.recipe, *inputs])
 
 
@@ -191,7 +204,9 @@ def _write_cohort(
             for sample in item.samples:
                 if num_images == max_images:
                     got = f"{max_images + 1} or more"
-                    raise DataError("images", expected=f"at most {max_images}, as announced", got=got)
+                    raise DataError(
+                        "images", expected=f"at most {max_images}, as announced", got=got
+                    )
                 stored = np.ascontiguousarray(transform.stored(sample))
                 handle.write(stored.reshape(-1).view(np.uint8).data)
                 num_images += 1
@@ -201,7 +216,9 @@ def _write_cohort(
             raise DataError("images", expected="at least one", got="no picture that the plan takes")
     handle.seek(0)
     if _write_header(handle, transform, num_images) != header_bytes:
-        raise DataError("header of the array", expected=f"{header_bytes} bytes", got="another length")
+        raise DataError(
+            "header of the array", expected=f"{header_bytes} bytes", got="another length"
+        )
 
 
 def _write_header(handle: BinaryIO, transform: Transform, num_images: int) -> int:
@@ -222,7 +239,12 @@ def _open_table(path: Path, columns: Sequence[str]) -> Iterator["_TableRows"]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = {"patient": pa.int64(), "order": pa.string(), "label": pa.int64(), "caption": pa.string()}
+    types = {
+        "patient": pa.int64(),
+        "order": pa.string(),
+        "label": pa.int64(),
+        "caption": pa.string(),
+    }
     schema = pa.schema([(name, types[name]) for name in columns])
     with replacing(path, mode=0o600) as handle, pq.ParquetWriter(handle, schema) as writer:
         rows = _TableRows(writer.write_batch, schema)
@@ -259,7 +281,9 @@ class _TableRows:
         text = str(patient).strip()
         if is_missing(text):
             remedy = "Give every image its patient: one without could belong to a patient who is counted already."
-            raise DataError("patients", expected="a patient for each image", got="a blank one", remedy=remedy)
+            raise DataError(
+                "patients", expected="a patient for each image", got="a blank one", remedy=remedy
+            )
         # A digest instead of the name: memory then does not hold names, and all keys have one size.
         digest = blake2b(canonical(text).encode(), digest_size=16).digest()
         return self._patient_numbers.setdefault(digest, len(self._patient_numbers))

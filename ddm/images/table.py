@@ -24,7 +24,17 @@ Columns = Mapping[ColumnName, str]
 
 # Without case, blanks and punctuation: `Patient ID`, `patient_id` and `PatientID` are one.
 _NAMES: dict[ColumnName, tuple[str, ...]] = {
-    "path": ("path", "file", "filename", "filepath", "image", "imagepath", "imagefile", "imagename", "imageindex"),
+    "path": (
+        "path",
+        "file",
+        "filename",
+        "filepath",
+        "image",
+        "imagepath",
+        "imagefile",
+        "imagename",
+        "imageindex",
+    ),
     "label": ("label", "labels", "class"),
     "patient": ("patient", "patients", "patientid", "subject", "subjectid"),
     "split": ("split", "splits", "subset", "partition"),
@@ -105,7 +115,9 @@ class Table:
         records = self._csv_records() if _is_csv(self.path) else self._parquet_records()
         for count, (place, texts) in enumerate(records):
             if count >= MAX_ROWS:
-                raise DataError("table", expected=f"at most {MAX_ROWS} rows", got=f"row {count + 1}")
+                raise DataError(
+                    "table", expected=f"at most {MAX_ROWS} rows", got=f"row {count + 1}"
+                )
             path = _cell(texts.pop("path"), place)
             if path is None:
                 got = f"an empty one in {place}"
@@ -155,7 +167,9 @@ class Table:
                 if _is_empty(record):
                     continue
                 if len(record) > MAX_COLUMNS:
-                    raise DataError("table", expected=f"at most {MAX_COLUMNS} columns", got=f"{len(record)}")
+                    raise DataError(
+                        "table", expected=f"at most {MAX_COLUMNS} columns", got=f"{len(record)}"
+                    )
                 num_columns = len(record)
                 places = self._choose_columns(record)
                 continue
@@ -164,7 +178,9 @@ class Table:
                 continue
             if len(record) != num_columns:
                 got = f"{len(record)} in line {line}"
-                raise DataError("table", expected=f"{num_columns} cells in each row", got=got, remedy=_CORRECT)
+                raise DataError(
+                    "table", expected=f"{num_columns} cells in each row", got=got, remedy=_CORRECT
+                )
             yield f"line {line}", {meaning: record[place] for meaning, place in places.items()}
         if not places:
             raise DataError("table", expected="a column called path", got="an empty file")
@@ -199,15 +215,28 @@ class Table:
         if name is None:
             matches = _matching(meaning, header)
         else:
-            matches = [place for place, column in enumerate(header) if column.strip() == name.strip()]
+            matches = [
+                place for place, column in enumerate(header) if column.strip() == name.strip()
+            ]
             if not matches:
-                remedy = "Use a name from the first line of the table, such as --column label=finding."
+                remedy = (
+                    "Use a name from the first line of the table, such as --column label=finding."
+                )
                 expected = f"a column of the table for {meaning}"
-                raise DataError("--column", expected=expected, got="a name that is not in the table", remedy=remedy)
+                raise DataError(
+                    "--column",
+                    expected=expected,
+                    got="a name that is not in the table",
+                    remedy=remedy,
+                )
         if len(matches) > 1:
             got = " and ".join(header[place].strip()[:64] for place in matches)
-            remedy = f"Choose one of them with --column {meaning}=NAME, or rename or remove the others."
-            raise DataError("table", expected=f"one column that means {meaning}", got=got, remedy=remedy)
+            remedy = (
+                f"Choose one of them with --column {meaning}=NAME, or rename or remove the others."
+            )
+            raise DataError(
+                "table", expected=f"one column that means {meaning}", got=got, remedy=remedy
+            )
         return matches[0] if matches else None
 
 
@@ -240,7 +269,11 @@ def _holds_images(table: ParquetTable) -> bool:
 
 def _matching(meaning: ColumnName, header: Sequence[str]) -> list[int]:
     """Return the places of the columns that have a meaning by their names."""
-    return [place for place, name in enumerate(header) if _PUNCTUATION.sub("", name).casefold() in _NAMES[meaning]]
+    return [
+        place
+        for place, name in enumerate(header)
+        if _PUNCTUATION.sub("", name).casefold() in _NAMES[meaning]
+    ]
 
 
 def _is_empty(record: Sequence[str]) -> bool:
@@ -252,7 +285,9 @@ def _cell(text: str | None, place: str) -> str | None:
     if text is None:
         return None
     if len(text) > MAX_CELL:
-        raise DataError("table", expected=f"at most {MAX_CELL} characters a cell", got=f"more in {place}")
+        raise DataError(
+            "table", expected=f"at most {MAX_CELL} characters a cell", got=f"more in {place}"
+        )
     plain = text.strip()
     return None if is_missing(visible_text(plain)) else plain
 

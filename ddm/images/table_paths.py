@@ -96,7 +96,9 @@ class TablePaths:
         """Return what may be wrong with a path that leads to no file; blank where there is no sign of it."""
         folder, name = os.path.split(path)
         if _folded(name) in self._folded_stems(folder):
-            return "a file of this name with an ending, such as .png, is there: write the whole name"
+            return (
+                "a file of this name with an ending, such as .png, is there: write the whole name"
+            )
         while folder and name and not os.path.isdir(folder):  # noqa: PTH112 - a Path takes as long as the call
             folder, name = os.path.split(folder)
         if _folded(name) not in self._folded_names(folder):
@@ -136,7 +138,9 @@ class FolderTable:
     notes: tuple[str, ...] = ()
 
 
-def find_folder_table(folder: Path, columns: Columns, is_inside: Callable[[str], bool]) -> FolderTable:
+def find_folder_table(
+    folder: Path, columns: Columns, is_inside: Callable[[str], bool]
+) -> FolderTable:
     """Return the table of the files below a folder: volumes.csv, else the one CSV whose paths lead to files there.
 
     Args:
@@ -148,7 +152,9 @@ def find_folder_table(folder: Path, columns: Columns, is_inside: Callable[[str],
     notes: list[str] = []
     for path in _tables(folder):
         if not is_inside(str(path)):
-            notes.append(f"{path.name} beside the images was not used: it is a link that leads outside.")
+            notes.append(
+                f"{path.name} beside the images was not used: it is a link that leads outside."
+            )
             continue
         if path.name == FOLDER_TABLE:
             return FolderTable(Table(path, columns))
@@ -163,10 +169,14 @@ def find_folder_table(folder: Path, columns: Columns, is_inside: Callable[[str],
             fitting.append(table)
     if len(fitting) == 1:
         name = fitting[0].path.name
-        return FolderTable(fitting[0], (f"{name} beside the images lists them and was used.", *notes))
+        return FolderTable(
+            fitting[0], (f"{name} beside the images lists them and was used.", *notes)
+        )
     if fitting:
         names = ", ".join(table.path.name for table in fitting)
-        notes.append(f"Several tables beside the images list them, so that none was used: {names}. Give one as --data.")
+        notes.append(
+            f"Several tables beside the images list them, so that none was used: {names}. Give one as --data."
+        )
     return FolderTable(None, tuple(notes))
 
 
@@ -175,13 +185,22 @@ def notes_on_unused_tables(folder: Path) -> tuple[str, ...]:
     names = [path.name for path in _tables(folder)]
     if not names:
         return ()
-    return (f"Tables beside arrays are not used: {', '.join(names)}. Save columns as labels.npy and the like.",)
+    return (
+        f"Tables beside arrays are not used: {', '.join(names)}. Save columns as labels.npy and the like.",
+    )
 
 
 def _tables(folder: Path) -> list[Path]:
     """Return the tables at the top of a folder, the one that always counts first."""
-    paths = [path for path in folder.iterdir() if path.suffix.lower() in TABLE_SUFFIXES and not is_hidden(path.name)]
-    return sorted((path for path in paths if path.is_file()), key=lambda path: (path.name != FOLDER_TABLE, path.name))
+    paths = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in TABLE_SUFFIXES and not is_hidden(path.name)
+    ]
+    return sorted(
+        (path for path in paths if path.is_file()),
+        key=lambda path: (path.name != FOLDER_TABLE, path.name),
+    )
 
 
 def _sample(table: Table) -> list[str]:
@@ -195,7 +214,11 @@ def _sample(table: Table) -> list[str]:
 def _other_bases(folder: str, paths: Sequence[str]) -> list[str]:
     """Return the folders below, and the one above if all paths begin with the name of the table's folder."""
     with os.scandir(folder) as items:
-        bases = [item.path for item in items if item.is_dir(follow_symlinks=False) and not is_clutter_folder(item.name)]
+        bases = [
+            item.path
+            for item in items
+            if item.is_dir(follow_symlinks=False) and not is_clutter_folder(item.name)
+        ]
     bases = sorted(bases)[:_MAX_BASES]
     real_folder = Path(folder).resolve()
     if all(re.split(r"[\\/]", path, maxsplit=1)[0] == real_folder.name for path in paths):

@@ -25,21 +25,31 @@ _LETTER_HEIGHTS = (5, 6, 7, 8, 10)  # pixels, at one scale
 _LINE_LENGTH = 2.5  # letter heights: three or four letters
 _CELLS = 3  # equal parts of such a piece of a line
 _EDGE_STEPS = (0.05, 0.09, 0.16, 0.3)  # of the range of values, between neighbours; ascending
-_TURNED_EDGE_STEPS = _EDGE_STEPS[1:]  # for lines that are turned: fewer images have to be searched twice
+_TURNED_EDGE_STEPS = _EDGE_STEPS[
+    1:
+]  # for lines that are turned: fewer images have to be searched twice
 # Edges in each row of a line, on a stretch as long as letters are high, beyond those around the line.
 _SUSPICIOUS_EDGES = 2.05
-_SUSPICIOUS_TURNED_EDGES = 2.65  # of a line that is turned by a quarter, where tesseract reads nothing in it
+_SUSPICIOUS_TURNED_EDGES = (
+    2.65  # of a line that is turned by a quarter, where tesseract reads nothing in it
+)
 _LEAST_LINE_EDGES = 2.0  # fewer are no line at all
 _CELL_SHARE = 1.6  # the emptiest cell has at least one part in this of an equal share of the edges
 _BORDER_EDGES = 0.4  # that a line has to have more where it touches the border of the image
-_SPARSE = 0.08  # edges a pixel; where there are more, a line has more of them beyond those around it, too
+_SPARSE = (
+    0.08  # edges a pixel; where there are more, a line has more of them beyond those around it, too
+)
 _QUIET_ROWS = 2  # above a line, and as many below it
 
 _SAMPLED_ROWS = 3  # one row in three is looked at first: every line has at least one of them
-_SAMPLED_COLUMNS = 6  # one column in six, for lines that are turned: every line of 7 pixels has at least one
+_SAMPLED_COLUMNS = (
+    6  # one column in six, for lines that are turned: every line of 7 pixels has at least one
+)
 _LEAST_SAMPLED_EDGES = 4  # in such a row; fewer than in a mean row of the shortest line
 _WINDOW_BYTES = 4  # of eight packed columns: they hold the shortest line, wherever it begins
-_LEAST_EDGES = 24  # of a line of any height, in such a window of as many rows as the lowest letters have
+_LEAST_EDGES = (
+    24  # of a line of any height, in such a window of as many rows as the lowest letters have
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,9 @@ def suspect_text(values: NDArray[np.generic]) -> bool:
         line = strongest_line(grey_HW, value_range)
         if line is not None and line.edges >= _SUSPICIOUS_EDGES:
             return True
-        if _may_hold_turned_line(grey_HW, value_range) and _suspect_turned_line(grey_HW, value_range):
+        if _may_hold_turned_line(grey_HW, value_range) and _suspect_turned_line(
+            grey_HW, value_range
+        ):
             return True
     return False
 
@@ -126,9 +138,9 @@ def _suspect_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange) 
     height, width = transposed_HW.shape
     mirrored_top = max(0, height - line.top - line.height)
     mirrored_left = max(0, width - line.left - line.length)
-    return reads_letters(transposed_HW[::-1], mirrored_top, line.left, line.height, line.length) or reads_letters(
-        transposed_HW[:, ::-1], line.top, mirrored_left, line.height, line.length
-    )
+    return reads_letters(
+        transposed_HW[::-1], mirrored_top, line.left, line.height, line.length
+    ) or reads_letters(transposed_HW[:, ::-1], line.top, mirrored_left, line.height, line.length)
 
 
 def _grey_views(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
@@ -205,7 +217,9 @@ def _sharp_steps(
     return sharp_HW
 
 
-def _busy_rows(rows_HW: NDArray[np.generic], least_step: float, value_range: ValueRange) -> NDArray[np.intp]:
+def _busy_rows(
+    rows_HW: NDArray[np.generic], least_step: float, value_range: ValueRange
+) -> NDArray[np.intp]:
     """Return the rows with about as many edges as a line of text has; most images have none, and end here."""
     sharp_HW = _sharp_steps(rows_HW, least_step, value_range, axis=1)
     if np.count_nonzero(sharp_HW) < _LEAST_SAMPLED_EDGES:
@@ -327,7 +341,10 @@ def _line_of_height(integral_HW: NDArray[np.int32], height: int, by_chance: floa
     """
     length = _line_length(height)
     least_edges = _LEAST_LINE_EDGES + by_chance * height
-    in_rows_HW = integral_HW[_QUIET_ROWS + height : -_QUIET_ROWS] - integral_HW[_QUIET_ROWS : -_QUIET_ROWS - height]
+    in_rows_HW = (
+        integral_HW[_QUIET_ROWS + height : -_QUIET_ROWS]
+        - integral_HW[_QUIET_ROWS : -_QUIET_ROWS - height]
+    )
     in_line_HW = in_rows_HW[:, length:] - in_rows_HW[:, :-length]
     top_N, left_N = np.nonzero(in_line_HW >= least_edges * length)
     if not len(top_N):
@@ -337,7 +354,9 @@ def _line_of_height(integral_HW: NDArray[np.int32], height: int, by_chance: floa
     cell_length = length // _CELLS
     borders_NC = in_rows_HW[top_N[:, None], left_N[:, None] + cell_length * np.arange(_CELLS + 1)]
     emptiest_cell_N = np.diff(borders_NC, axis=1).min(1)
-    within_N = np.minimum(in_line_HW[top_N, left_N] / length, _CELL_SHARE * emptiest_cell_N / cell_length)
+    within_N = np.minimum(
+        in_line_HW[top_N, left_N] / length, _CELL_SHARE * emptiest_cell_N / cell_length
+    )
 
     # Row r of the image is row r + _QUIET_ROWS of the integral image.
     above_N = _edges_in_strips(integral_HW, top_N, left_N, length)
@@ -350,7 +369,9 @@ def _line_of_height(integral_HW: NDArray[np.int32], height: int, by_chance: floa
     strongest = int(beyond_N.argmax())
     if beyond_N[strongest] < _LEAST_LINE_EDGES:
         return None
-    return Line(float(beyond_N[strongest]), int(top_N[strongest]), int(left_N[strongest]), height, length)
+    return Line(
+        float(beyond_N[strongest]), int(top_N[strongest]), int(left_N[strongest]), height, length
+    )
 
 
 def _edges_in_strips(

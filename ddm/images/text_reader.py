@@ -16,7 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PROGRAM = "tesseract"
-_COMMAND = ("stdin", "stdout", "--psm", "6", "-l", "eng", "--dpi", "150", "tsv")  # 6: one block of text
+_COMMAND = (
+    "stdin",
+    "stdout",
+    "--psm",
+    "6",
+    "-l",
+    "eng",
+    "--dpi",
+    "150",
+    "tsv",
+)  # 6: one block of text
 _LETTER_HEIGHT = 32  # pixels, of what it is given: it reads smaller letters badly
 _MOST_FACTOR = 6
 _MOST_SIDE = 2000  # pixels, of what it is given
@@ -33,7 +43,9 @@ def reader_path() -> str | None:
     return shutil.which(_PROGRAM)
 
 
-def reads_letters(grey_HW: NDArray[np.generic], top: int, left: int, height: int, length: int) -> bool:
+def reads_letters(
+    grey_HW: NDArray[np.generic], top: int, left: int, height: int, length: int
+) -> bool:
     """Return whether tesseract reads a word in a part of an image; False where it is not installed.
 
     Args:
@@ -121,4 +133,6 @@ def _is_word(cells: list[str]) -> bool:
         confidence = float(cells[-2])
     except ValueError:  # the first line names the columns
         return False
-    return confidence >= _LEAST_CONFIDENCE and len(re.findall(r"[^\W_]", cells[-1])) >= _LEAST_LETTERS
+    return (
+        confidence >= _LEAST_CONFIDENCE and len(re.findall(r"[^\W_]", cells[-1])) >= _LEAST_LETTERS
+    )

@@ -35,11 +35,30 @@ _UNSPECIFIED, _ASSOCIATED, _UNASSOCIATED = 0, 1, 2  # values of ExtraSamples
 _UNITS_MM = {2: 25.4, 3: 10.0}
 _MAX_TEXT_BYTES = 1 << 20  # of a block of metadata that is looked at
 _SINGLE_NUMBERS = (
-    *("NewSubfileType", "SubfileType", "ImageWidth", "ImageLength", "Compression", "PhotometricInterpretation"),
-    *("FillOrder", "Orientation", "SamplesPerPixel", "RowsPerStrip", "PlanarConfiguration", "ResolutionUnit"),
+    *(
+        "NewSubfileType",
+        "SubfileType",
+        "ImageWidth",
+        "ImageLength",
+        "Compression",
+        "PhotometricInterpretation",
+    ),
+    *(
+        "FillOrder",
+        "Orientation",
+        "SamplesPerPixel",
+        "RowsPerStrip",
+        "PlanarConfiguration",
+        "ResolutionUnit",
+    ),
     *("Predictor", "TileWidth", "TileLength", "InkSet", "ImageDepth"),
 )
-_PRIVATE_TAGS = {32997, 33629, 34377, 42113}  # that are obeyed: ImageDepth, UIC2tag, ImageResources, GDAL_NODATA
+_PRIVATE_TAGS = {
+    32997,
+    33629,
+    34377,
+    42113,
+}  # that are obeyed: ImageDepth, UIC2tag, ImageResources, GDAL_NODATA
 _IMAGEJ_NUMBER = re.compile(r"^(images|channels)=(\d+)\s*$", re.MULTILINE)
 _OME_CHANNEL_COUNT = re.compile(r"""<(?:\w+:)?Channel\b[^>]*?\bSamplesPerPixel=["'](\d+)["']""")
 _OME_CHANNELS = re.compile(r"""<(?:\w+:)?Pixels\b[^>]*?\bSizeC=["'](\d+)["']""")
@@ -56,7 +75,9 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
     Raises:
         ImageError: no image, with the true reason.
     """
-    tifffile.logger().setLevel("CRITICAL")  # its messages quote the file; what they are about is checked here
+    tifffile.logger().setLevel(
+        "CRITICAL"
+    )  # its messages quote the file; what they are about is checked here
     with content.open() as stream:
         try:
             # Without tifffile's exceptions for the programs of some microscopes, which change what tags say.
@@ -97,7 +118,10 @@ def _meaning_of(error: Exception) -> ImageError:
         return ImageError(Reason.MEMORY)
     if isinstance(error, tifffile.TiffFileError | struct.error) and "suspicious" not in str(error):
         return ImageError(Reason.TRUNCATED, "header or directory")
-    return ImageError(Reason.DAMAGED, "directory: values that contradict each other, such as those of SampleFormat")
+    return ImageError(
+        Reason.DAMAGED,
+        "directory: values that contradict each other, such as those of SampleFormat",
+    )
 
 
 def _pages(file: tifffile.TiffFile, most: int) -> Iterator[tifffile.TiffPage]:
@@ -134,7 +158,11 @@ def _page_at(file: tifffile.TiffFile, offset: int) -> tuple[tifffile.TiffPage, l
     except Exception as error:
         raise _meaning_of(error) from error
     starts = range(0, len(table), sizes.tagsize)
-    return page, [struct.unpack_from(sizes.byteorder + "H", table, start)[0] for start in starts], link
+    return (
+        page,
+        [struct.unpack_from(sizes.byteorder + "H", table, start)[0] for start in starts],
+        link,
+    )
 
 
 def _check_tags(page: tifffile.TiffPage, codes: list[int]) -> None:
@@ -192,23 +220,37 @@ def _data(page: tifffile.TiffPage, name: str) -> bytes:
 def _check_stack(first: tifffile.TiffPage, num_pages: int) -> None:
     """Refuse stacks of which the pages are not all, or are channels of one image, by what their programs write."""
     if "UIC2tag" in first.tags and first.tags["UIC2tag"].count > 1:
-        raise ImageError(Reason.UNSUPPORTED, "UIC2Tag: a MetaMorph stack, whose planes have no directories")
+        raise ImageError(
+            Reason.UNSUPPORTED, "UIC2Tag: a MetaMorph stack, whose planes have no directories"
+        )
     description = first.description
     if first.is_imagej:
         numbers = dict(_IMAGEJ_NUMBER.findall(str(first.imagej_description)))
         if int(numbers.get("images", 1)) > num_pages:
-            raise ImageError(Reason.UNSUPPORTED, "ImageDescription: an ImageJ stack, whose planes have no directories")
+            raise ImageError(
+                Reason.UNSUPPORTED,
+                "ImageDescription: an ImageJ stack, whose planes have no directories",
+            )
         if int(numbers.get("channels", 1)) > 1 and first.samplesperpixel == 1:
-            raise ImageError(Reason.UNSUPPORTED, "ImageDescription: an ImageJ stack, whose pages are channels")
+            raise ImageError(
+                Reason.UNSUPPORTED, "ImageDescription: an ImageJ stack, whose pages are channels"
+            )
     elif re.match(r'\{"shape":.*"truncated": *true', description, re.DOTALL):
-        raise ImageError(Reason.UNSUPPORTED, "ImageDescription: a stack, whose planes have no directories")
+        raise ImageError(
+            Reason.UNSUPPORTED, "ImageDescription: a stack, whose planes have no directories"
+        )
     elif "<OME" in description[:2000] or ":OME" in description[:2000]:
         most = max(map(int, _OME_CHANNEL_COUNT.findall(description)), default=1)
         if any(int(num_channels) > most for num_channels in _OME_CHANNELS.findall(description)):
-            raise ImageError(Reason.UNSUPPORTED, "ImageDescription: an OME stack, whose pages are channels (SizeC)")
+            raise ImageError(
+                Reason.UNSUPPORTED,
+                "ImageDescription: an OME stack, whose pages are channels (SizeC)",
+            )
 
 
-def _picture(page: tifffile.TiffPage, kind: str, limits: Limits, metadata: Metadata) -> DecodedPicture:
+def _picture(
+    page: tifffile.TiffPage, kind: str, limits: Limits, metadata: Metadata
+) -> DecodedPicture:
     check_page(page, limits)
     num_colours = NUM_COLOURS[page.photometric]
     extra_samples = _extra_samples(page, page.samplesperpixel - num_colours)
@@ -260,7 +302,11 @@ def _spacing(page: tifffile.TiffPage) -> tuple[float, float] | None:
     across, down = (page.tags.valueof(name, (0, 0)) for name in ("XResolution", "YResolution"))
     if len(across) != 2 or len(down) != 2 or not across[1] or not down[1]:
         return None
-    return spacing_of(down[0] / down[1], across[0] / across[1], _UNITS_MM.get(page.tags.valueof("ResolutionUnit", 2)))
+    return spacing_of(
+        down[0] / down[1],
+        across[0] / across[1],
+        _UNITS_MM.get(page.tags.valueof("ResolutionUnit", 2)),
+    )
 
 
 def _inverted(colours: NDArray[Any], full: tuple[float, float] | None) -> NDArray[Any]:
@@ -286,22 +332,32 @@ def _extra_samples(page: tifffile.TiffPage, num: int) -> tuple[int, ...]:
     """Return what the samples beyond the colours are, as ExtraSamples says; their number alone says nothing."""
     kinds = tuple(int(kind) for kind in page.extrasamples)
     if num < 0:
-        raise ImageError(Reason.DAMAGED, "SamplesPerPixel: fewer than PhotometricInterpretation has colours")
+        raise ImageError(
+            Reason.DAMAGED, "SamplesPerPixel: fewer than PhotometricInterpretation has colours"
+        )
     if len(kinds) != num:
-        raise ImageError(Reason.DAMAGED, "ExtraSamples: their number does not match SamplesPerPixel")
+        raise ImageError(
+            Reason.DAMAGED, "ExtraSamples: their number does not match SamplesPerPixel"
+        )
     if any(kind not in (_UNSPECIFIED, _ASSOCIATED, _UNASSOCIATED) for kind in kinds):
         raise ImageError(Reason.UNSUPPORTED, "ExtraSamples: an unknown kind")
     if num - kinds.count(_UNSPECIFIED) > 1:
         raise ImageError(Reason.UNSUPPORTED, "ExtraSamples: transparency twice")
     if _UNSPECIFIED in kinds and page.photometric in (WHITE_IS_ZERO, BLACK_IS_ZERO):
         # Such as five stains of one section, the first of which is no more the picture than the others.
-        raise ImageError(Reason.UNSUPPORTED, "ExtraSamples: further samples of a grey image, without a meaning")
+        raise ImageError(
+            Reason.UNSUPPORTED, "ExtraSamples: further samples of a grey image, without a meaning"
+        )
     # Section 18: colours with associated alpha are multiplied by it already, and so are over black as they are.
     if _ASSOCIATED in kinds and page.photometric in (WHITE_IS_ZERO, PALETTE):
-        raise ImageError(Reason.UNSUPPORTED, "ExtraSamples: associated alpha of a palette, or where white is zero")
+        raise ImageError(
+            Reason.UNSUPPORTED,
+            "ExtraSamples: associated alpha of a palette, or where white is zero",
+        )
     if _UNASSOCIATED in kinds and (page.sampleformat not in UNSIGNED or page.bitspersample > 16):
         raise ImageError(
-            Reason.UNSUPPORTED, "ExtraSamples: transparency of samples that are not unsigned with 16 bits at most"
+            Reason.UNSUPPORTED,
+            "ExtraSamples: transparency of samples that are not unsigned with 16 bits at most",
         )
     if any(kinds) and page.photometric == CMYK:
         raise ImageError(Reason.UNSUPPORTED, "ExtraSamples: transparency of CMYK")
@@ -310,7 +366,9 @@ def _extra_samples(page: tifffile.TiffPage, num: int) -> tuple[int, ...]:
 
 def _check_inks(page: tifffile.TiffPage) -> None:
     if page.sampleformat not in UNSIGNED or page.bitspersample not in (8, 16):
-        raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation: CMYK of other than 8 or 16 bits")
+        raise ImageError(
+            Reason.UNSUPPORTED, "PhotometricInterpretation: CMYK of other than 8 or 16 bits"
+        )
     if page.tags.valueof("InkSet", 1) != 1:
         raise ImageError(Reason.UNSUPPORTED, "InkSet: inks other than CMYK")
     top = 2**page.bitspersample - 1

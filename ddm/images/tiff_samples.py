@@ -27,9 +27,15 @@ _DECODERS = {
     PACK_BITS: imagecodecs.packbits_decode,
     50000: imagecodecs.zstd_decode,
 }
-_LONGEST_LZW_BYTES = 1 << 13  # more than 4096 codes of 12 bits: one code stands for 4096 bytes at most
+_LONGEST_LZW_BYTES = (
+    1 << 13
+)  # more than 4096 codes of 12 bits: one code stands for 4096 bytes at most
 _NO_PREDICTOR, _HORIZONTAL, _FLOATING_POINT = 1, 2, 3
-UNSIGNED, SIGNED, FLOATING = (1, 4), 2, 3  # SampleFormat; 4 means undefined, which counts as unsigned (section 19)
+UNSIGNED, SIGNED, FLOATING = (
+    (1, 4),
+    2,
+    3,
+)  # SampleFormat; 4 means undefined, which counts as unsigned (section 19)
 _SEGMENT_TAGS = (273, 279, 324, 325)  # StripOffsets, StripByteCounts, TileOffsets, TileByteCounts
 _FULL_RANGES = (  # of ReferenceBlackWhite; the second is its default for RGB, which some writers leave there
     (0, 255, 128, 255, 128, 255),
@@ -46,18 +52,26 @@ def check_page(page: tifffile.TiffPage, limits: Limits) -> None:
     limits.check(page.imagelength, page.imagewidth, page.samplesperpixel)
     height, width = _segment(page)
     # Tiles may be larger than the image.
-    limits.check(ceil(page.imagelength / max(1, height)) * height, ceil(page.imagewidth / max(1, width)) * width)
+    limits.check(
+        ceil(page.imagelength / max(1, height)) * height,
+        ceil(page.imagewidth / max(1, width)) * width,
+    )
     if 262 not in page.tags or page.photometric not in NUM_COLOURS:
         raise ImageError(
-            Reason.UNSUPPORTED, "PhotometricInterpretation: missing, or not grey, RGB, YCbCr, palette or CMYK"
+            Reason.UNSUPPORTED,
+            "PhotometricInterpretation: missing, or not grey, RGB, YCbCr, palette or CMYK",
         )
     for name in ("BitsPerSample", "SampleFormat"):
         tag = page.tags.get(name)
         # Some writers give one number for all samples.
-        if tag is not None and (tag.count not in (1, page.samplesperpixel) or len(set(np.atleast_1d(tag.value))) > 1):
+        if tag is not None and (
+            tag.count not in (1, page.samplesperpixel) or len(set(np.atleast_1d(tag.value))) > 1
+        ):
             raise ImageError(Reason.UNSUPPORTED, f"{name}: not the same for all samples")
     if page.sampleformat not in (*UNSIGNED, SIGNED, FLOATING):
-        raise ImageError(Reason.UNSUPPORTED, "SampleFormat: neither whole numbers nor floating point")
+        raise ImageError(
+            Reason.UNSUPPORTED, "SampleFormat: neither whole numbers nor floating point"
+        )
     if page.dtype is None or page.bitspersample not in (*range(1, 17), 32, 64):
         raise ImageError(Reason.UNSUPPORTED, "BitsPerSample: not supported")
     if page.planarconfig not in (1, 2):
@@ -68,12 +82,18 @@ def check_page(page: tifffile.TiffPage, limits: Limits) -> None:
             raise ImageError(Reason.UNSUPPORTED, "Compression: JPEG of other than 8 bits")
         is_known = page.photometric in (WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, YCBCR)
         if not is_known or page.samplesperpixel != NUM_COLOURS[page.photometric]:
-            raise ImageError(Reason.UNSUPPORTED, "Compression: JPEG of other than grey, RGB and YCbCr")
+            raise ImageError(
+                Reason.UNSUPPORTED, "Compression: JPEG of other than grey, RGB and YCbCr"
+            )
     if page.photometric == YCBCR:
         if page.compression != JPEG or page.planarconfig == 2:
-            raise ImageError(Reason.UNSUPPORTED, "PhotometricInterpretation: YCbCr without JPEG, or in planes")
+            raise ImageError(
+                Reason.UNSUPPORTED, "PhotometricInterpretation: YCbCr without JPEG, or in planes"
+            )
         bounds = page.tags.valueof("ReferenceBlackWhite", ())
-        full_ranges = [tuple(number for bound in full for number in (bound, 1)) for full in _FULL_RANGES]
+        full_ranges = [
+            tuple(number for bound in full for number in (bound, 1)) for full in _FULL_RANGES
+        ]
         if bounds and bounds not in (*full_ranges, *_FULL_RANGES):
             raise ImageError(Reason.UNSUPPORTED, "ReferenceBlackWhite: other than the full range")
 
@@ -91,8 +111,12 @@ def _check_coding(page: tifffile.TiffPage) -> None:
     if page.predictor == _FLOATING_POINT and page.sampleformat != FLOATING:
         raise ImageError(Reason.UNSUPPORTED, "Predictor: 3 for samples that are not floating point")
     # TIFF 6.0 wants 2 for one bit a sample alone, uncompressed or in CCITT. Writers differ in what else they reverse.
-    if page.fillorder != 1 and (page.fillorder != 2 or page.bitspersample != 1 or page.compression != NONE):
-        raise ImageError(Reason.UNSUPPORTED, "FillOrder: other than 1, or 2 for uncompressed samples of one bit")
+    if page.fillorder != 1 and (
+        page.fillorder != 2 or page.bitspersample != 1 or page.compression != NONE
+    ):
+        raise ImageError(
+            Reason.UNSUPPORTED, "FillOrder: other than 1, or 2 for uncompressed samples of one bit"
+        )
 
 
 def _segment(page: tifffile.TiffPage) -> tuple[int, int]:
@@ -141,7 +165,9 @@ def _packed_segments(page: tifffile.TiffPage) -> Iterator[bytes]:
         num *= page.samplesperpixel
     counts = [page.tags[code].count for code in _SEGMENT_TAGS if code in page.tags]
     if {*counts, len(page.databytecounts)} != {num}:
-        raise ImageError(Reason.DAMAGED, "Offsets or ByteCounts: not as many as there are strips or tiles")
+        raise ImageError(
+            Reason.DAMAGED, "Offsets or ByteCounts: not as many as there are strips or tiles"
+        )
     if not all(page.dataoffsets) or not all(page.databytecounts):
         raise ImageError(Reason.DAMAGED, "Offsets or ByteCounts: a strip or tile without content")
     handle = page.parent.filehandle
@@ -156,7 +182,9 @@ def _packed_segments(page: tifffile.TiffPage) -> Iterator[bytes]:
         yield data
 
 
-def _decompressed(page: tifffile.TiffPage, compression: int, data: bytes, shape: tuple[int, ...]) -> bytes:
+def _decompressed(
+    page: tifffile.TiffPage, compression: int, data: bytes, shape: tuple[int, ...]
+) -> bytes:
     """Return the bytes of a strip or tile of this shape (1, H, W, S), which may be packed with more rows."""
     row_bytes = ceil(shape[2] * shape[3] * page.bitspersample / 8)
     most = _segment(page)[0] * row_bytes
@@ -167,7 +195,9 @@ def _decompressed(page: tifffile.TiffPage, compression: int, data: bytes, shape:
         elif compression != NONE:
             data = bytes(_DECODERS[compression](data, out=most))
     except (ValueError, RuntimeError) as error:
-        raise ImageError(Reason.DAMAGED, "Compression: a strip or tile that does not unpack") from error
+        raise ImageError(
+            Reason.DAMAGED, "Compression: a strip or tile that does not unpack"
+        ) from error
     size = shape[1] * row_bytes
     if len(data) < size or (compression == LZW and len(data) not in (size, most)):
         raise ImageError(Reason.TRUNCATED, "a strip or tile with fewer pixels than its page says")
@@ -180,9 +210,15 @@ def _of_jpeg(page: tifffile.TiffPage, data: bytes, shape: tuple[int, ...]) -> ND
         data = page.jpegtables.removesuffix(b"\xff\xd9") + data.removeprefix(b"\xff\xd8")
     markers = jpeg.parse(data)
     if markers.num_channels != shape[3]:
-        raise ImageError(Reason.DAMAGED, "SamplesPerPixel: the stream of JPEG has another number of components")
+        raise ImageError(
+            Reason.DAMAGED, "SamplesPerPixel: the stream of JPEG has another number of components"
+        )
     if markers.width != shape[2] or markers.height not in (shape[1], _segment(page)[0]):
-        raise ImageError(Reason.DAMAGED, "the stream of JPEG has another size than its strip or tile")
+        raise ImageError(
+            Reason.DAMAGED, "the stream of JPEG has another size than its strip or tile"
+        )
     # The colour space is that of PhotometricInterpretation, whatever the stream's own markers say.
     colour_space = {RGB: "RGB", YCBCR: "YCbCr"}.get(page.photometric) if shape[3] == 3 else None
-    return np.asarray(jpeg.decoded(markers, colour_space)).reshape(markers.height, markers.width, shape[3])
+    return np.asarray(jpeg.decoded(markers, colour_space)).reshape(
+        markers.height, markers.width, shape[3]
+    )

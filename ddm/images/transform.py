@@ -38,7 +38,14 @@ from ddm.images.geometry import (
 )
 from ddm.images.picture import Picture
 from ddm.protocol.data import DataSpec
-from ddm.protocol.transform import FullRange, PercentilesRange, SpacingFit, TransformSpec, ValuesRange, WindowRange
+from ddm.protocol.transform import (
+    FullRange,
+    PercentilesRange,
+    SpacingFit,
+    TransformSpec,
+    ValuesRange,
+    WindowRange,
+)
 from ddm.system.memory import machine_bytes
 
 VERSION = 2  # of the steps: whatever was made by others is made again
@@ -68,10 +75,14 @@ class Transform:
         DataError: the transform does not fit the shape or the range.
     """
 
-    def __init__(self, spec: TransformSpec, data: DataSpec, *, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, spec: TransformSpec, data: DataSpec, *, max_bytes: int | None = None
+    ) -> None:
         misfit = spec.misfit(data)
         if misfit:
-            raise DataError("transform", expected=misfit, got=f"shape {data.shape}, range {data.range}")
+            raise DataError(
+                "transform", expected=misfit, got=f"shape {data.shape}, range {data.range}"
+            )
         self.spec = spec
         self.data = data
         self._max_bytes = max_bytes or machine_bytes()
@@ -79,7 +90,9 @@ class Transform:
     @property
     def recipe(self) -> str:
         """Names all that the samples depend on besides the picture."""
-        return json.dumps([VERSION, self.spec.model_dump(mode="json"), self.data.model_dump(mode="json")])
+        return json.dumps(
+            [VERSION, self.spec.model_dump(mode="json"), self.data.model_dump(mode="json")]
+        )
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -198,22 +211,34 @@ class Transform:
                 remedy=remedy,
             )
         if picture.spacing is not None and len(picture.spacing) != values.ndim - 1:
-            raise DataError("spacing", expected=f"{values.ndim - 1} lengths", got=f"{len(picture.spacing)}")
+            raise DataError(
+                "spacing", expected=f"{values.ndim - 1} lengths", got=f"{len(picture.spacing)}"
+            )
         if isinstance(self.spec.fit, SpacingFit) and not picture.spacing_in_mm:
-            raise DataError("spacing", expected="a file that states it, in mm", got="only a ratio of the sides")
+            raise DataError(
+                "spacing", expected="a file that states it, in mm", got="only a ratio of the sides"
+            )
         num_channels = max(self.data.shape[0], values.shape[0])
         needed_bytes = 4 * _NUM_COPIES * num_channels * values[0].size
         if needed_bytes > self._max_bytes:
-            raise DataError("picture", expected=f"at most {self._max_bytes} bytes of memory", got=f"{needed_bytes}")
+            raise DataError(
+                "picture",
+                expected=f"at most {self._max_bytes} bytes of memory",
+                got=f"{needed_bytes}",
+            )
 
-    def _fit(self, values: Floats, spacing: tuple[float, ...] | None, num_values_before: int) -> Floats:
+    def _fit(
+        self, values: Floats, spacing: tuple[float, ...] | None, num_values_before: int
+    ) -> Floats:
         """Bring a picture to the plan's shape; `num_values_before` is its size before its content was cut out."""
         shape = self.data.shape[1:]
         low, high = self.data.range
         size = resampled_size(self.spec, values.shape[1:], spacing, shape)
         needed_bytes = resampling_bytes(values.shape[0], values.shape[1:], size)
         # No plan makes one picture take long among others: the bound follows from headers, not from values.
-        max_values = max(_MAX_ENLARGEMENT * max(num_values_before, prod(shape)), _ALWAYS_ALLOWED_VALUES)
+        max_values = max(
+            _MAX_ENLARGEMENT * max(num_values_before, prod(shape)), _ALWAYS_ALLOWED_VALUES
+        )
         max_bytes = min(self._max_bytes, 4 * values.shape[0] * max_values)
         if needed_bytes > max_bytes:
             got = f"{needed_bytes} after resampling: one side is much too short, or the spacing too fine"
@@ -224,7 +249,9 @@ class Transform:
         return np.ascontiguousarray(padded(fitted, shape, padding))
 
 
-def with_channels(values: NDArray[np.generic], spec: TransformSpec, num_channels: int) -> NDArray[np.generic]:
+def with_channels(
+    values: NDArray[np.generic], spec: TransformSpec, num_channels: int
+) -> NDArray[np.generic]:
     """Return the channels that the plan requires.
 
     Args:
@@ -238,7 +265,9 @@ def with_channels(values: NDArray[np.generic], spec: TransformSpec, num_channels
     num_found = values.shape[0]
     if spec.channels == "pick":
         if num_found <= max(spec.pick):
-            raise DataError("channels", expected=f"more than {max(spec.pick)}, to pick from", got=f"{num_found}")
+            raise DataError(
+                "channels", expected=f"more than {max(spec.pick)}, to pick from", got=f"{num_found}"
+            )
         return values[list(spec.pick)]
     if spec.channels == "grey" and num_found == 3:
         red, green, blue = (values[channel].astype(np.float32) for channel in range(3))
@@ -251,15 +280,23 @@ def with_channels(values: NDArray[np.generic], spec: TransformSpec, num_channels
     expected = f"{num_channels}, as the plan requires"
     if spec.channels in ("grey", "rgb"):
         expected = "1 or 3"
-    raise DataError("channels", expected=expected, got=f"{num_found}", remedy=_remedy(num_found, num_channels))
+    raise DataError(
+        "channels", expected=expected, got=f"{num_found}", remedy=_remedy(num_found, num_channels)
+    )
 
 
 def _remedy(num_found: int, num_channels: int) -> str | None:
     conversion = {(3, 1): "grey", (1, 3): "rgb"}.get((num_found, num_channels))
-    return f'A plan takes such pictures with transform.channels = "{conversion}".' if conversion else None
+    return (
+        f'A plan takes such pictures with transform.channels = "{conversion}".'
+        if conversion
+        else None
+    )
 
 
-def bounds(values: NDArray[np.generic], picture: Picture, spec: TransformSpec) -> tuple[float, float]:
+def bounds(
+    values: NDArray[np.generic], picture: Picture, spec: TransformSpec
+) -> tuple[float, float]:
     """Return the two values that become the ends of the plan's range.
 
     Args:
@@ -275,14 +312,18 @@ def bounds(values: NDArray[np.generic], picture: Picture, spec: TransformSpec) -
         raise DataError("values", expected="finite numbers", got="NaN or infinite values")
     low, high = map(float, _range_bounds(values, picture, spec.range))
     if not high > low:
-        raise DataError("values", expected="values that differ", got="the same value nearly everywhere")
+        raise DataError(
+            "values", expected="values that differ", got="the same value nearly everywhere"
+        )
     if not isfinite(high - low):
         raise DataError("values", expected="a finite range", got="numbers too large for one")
     return low, high
 
 
 def _range_bounds(
-    values: NDArray[np.generic], picture: Picture, spec: WindowRange | ValuesRange | PercentilesRange | FullRange
+    values: NDArray[np.generic],
+    picture: Picture,
+    spec: WindowRange | ValuesRange | PercentilesRange | FullRange,
 ) -> tuple[float, float]:
     match spec:
         case ValuesRange(low=low, high=high):
@@ -294,17 +335,27 @@ def _range_bounds(
         case FullRange():
             if picture.full is None:
                 got = "floating point or 32 bits, which have no bounds of their own"
-                raise DataError("values", expected="a type with a full range, such as 8 bits", got=got)
+                raise DataError(
+                    "values", expected="a type with a full range, such as 8 bits", got=got
+                )
             return picture.full
         case WindowRange(fallback=fallback):
             if picture.window is not None:
                 return picture.window
             if fallback == "refuse":
-                raise DataError("window", expected="a window that the file states", got="a file without a window")
-            return _range_bounds(values, picture, FullRange() if fallback == "full" else PercentilesRange())
+                raise DataError(
+                    "window",
+                    expected="a window that the file states",
+                    got="a file without a window",
+                )
+            return _range_bounds(
+                values, picture, FullRange() if fallback == "full" else PercentilesRange()
+            )
 
 
-def mapped(values: NDArray[np.generic], low: float, high: float, target: tuple[float, float]) -> NDArray[np.float32]:
+def mapped(
+    values: NDArray[np.generic], low: float, high: float, target: tuple[float, float]
+) -> NDArray[np.float32]:
     """Map `low` and `high` to the ends of `target`, linearly, and clip values beyond; in double precision.
 
     Returns:
@@ -317,12 +368,16 @@ def mapped(values: NDArray[np.generic], low: float, high: float, target: tuple[f
     for start in range(0, flat_values.size, _VALUES_AT_ONCE):
         block = flat_values[start : start + _VALUES_AT_ONCE].astype(np.float64)
         share = ((block - low) / (high - low)).clip(0, 1)
-        flat_result[start : start + _VALUES_AT_ONCE] = target_low + (target_high - target_low) * share
+        flat_result[start : start + _VALUES_AT_ONCE] = (
+            target_low + (target_high - target_low) * share
+        )
     return result
 
 
 def to_stored(
-    values: NDArray[np.float32], storage: Literal["uint8", "uint16", "float16"], target: tuple[float, float]
+    values: NDArray[np.float32],
+    storage: Literal["uint8", "uint16", "float16"],
+    target: tuple[float, float],
 ) -> NDArray[np.generic]:
     """Return values of the plan's range in their compact type, in double precision until they are rounded.
 
@@ -359,5 +414,8 @@ def about(subject: str) -> Iterator[None]:
         yield
     except ArchipelagoError as error:
         raise DataError(
-            f"{subject}: {error.subject}", expected=error.expected, got=error.got, remedy=error.remedy
+            f"{subject}: {error.subject}",
+            expected=error.expected,
+            got=error.got,
+            remedy=error.remedy,
         ) from error

@@ -46,7 +46,9 @@ def read_volumes(
     """
     size = prod(shape) * kind.itemsize
     if num > 1:
-        read_footer(content, start + num * size)  # a file that ends too early, or a wrong check sum, spoils all volumes
+        read_footer(
+            content, start + num * size
+        )  # a file that ends too early, or a wrong check sum, spoils all volumes
     with _unpacked(content) as stream:
         _skip(stream, start)
         for number in range(num):
@@ -90,7 +92,9 @@ def _read_rest(stream: BinaryIO) -> bytes:
     while block := stream.read(_BLOCK_BYTES):
         size += len(block)
         if size > _MAX_TRAILER_BYTES:
-            raise ImageError(Reason.DAMAGED, "many more bytes than the voxels that its header states")
+            raise ImageError(
+                Reason.DAMAGED, "many more bytes than the voxels that its header states"
+            )
     return first
 
 
@@ -119,7 +123,9 @@ def picture_of_volume(
     return DecodedPicture.of(Picture(supported(turned), spacing, window, full), kind=kind)
 
 
-def bounds_of(kind: np.dtype[Any], slope: float = 1.0, intercept: float = 0.0) -> tuple[float, float] | None:
+def bounds_of(
+    kind: np.dtype[Any], slope: float = 1.0, intercept: float = 0.0
+) -> tuple[float, float] | None:
     """Return the bounds of whole numbers of 8 or 16 bits, rescaled; None for other types."""
     if kind.kind not in "iu" or kind.itemsize > 2:
         return None

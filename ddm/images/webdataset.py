@@ -34,10 +34,30 @@ _PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 
 # What is read as an image. Formats that no decoder here knows are among them, so that they are refused by name.
 _IMAGE_SUFFIXES = (
-    *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".jp2", ".ppm", ".pgm"),
+    *(
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".webp",
+        ".tif",
+        ".tiff",
+        ".bmp",
+        ".gif",
+        ".jp2",
+        ".ppm",
+        ".pgm",
+    ),
     *(".dcm", ".dicom", ".ima", ".nii", ".nii.gz", ".mgh", ".mgz", ".npy"),
 )
-_TEXT_SUFFIXES = {".cls": "label", ".class": "label", ".txt": "caption", ".text": "caption", ".caption": "caption"}
+_TEXT_SUFFIXES = {
+    ".cls": "label",
+    ".class": "label",
+    ".txt": "caption",
+    ".text": "caption",
+    ".caption": "caption",
+}
 _JSON_SUFFIX = ".json"
 
 
@@ -98,7 +118,9 @@ def _decode(sample: _Sample, limits: Limits) -> Iterator[DecodedPicture | ImageE
             sample.refuse(Reason.AMBIGUOUS, f"a {name} that differs between the members of one key")
         fields[name] = texts[0]
     if sample.error is not None or sample.image is None:
-        yield sample.error or ImageError(Reason.NO_PIXELS, "a key without an image of a known format")
+        yield sample.error or ImageError(
+            Reason.NO_PIXELS, "a key without an image of a known format"
+        )
         return
     try:
         for picture in decode_unchecked(sample.image, limits):
@@ -125,7 +147,9 @@ def _samples(stream: IO[bytes] | gzip.GzipFile, limits: Limits) -> Iterator[_Sam
                 yield sample
                 finished.add(_digest(sample.key))
             if len(finished) >= _MAX_SAMPLES:
-                raise ImageError(Reason.TOO_LARGE, f"an archive of more than {_MAX_SAMPLES} samples")
+                raise ImageError(
+                    Reason.TOO_LARGE, f"an archive of more than {_MAX_SAMPLES} samples"
+                )
             sample = _Sample(key)
             if _digest(key) in finished:
                 # What came before may have been the image, or its text: neither is certain now.
@@ -142,14 +166,19 @@ def _digest(key: str) -> bytes:
 def _key_and_suffix(name: str) -> tuple[str, str]:
     """Return the key of a member and the rest of its name, in lower case; no key of a hidden file, or without a dot."""
     path = PurePosixPath(name.replace("\\", "/"))
-    is_hidden = any(part.startswith(".") and part != ".." for part in path.parts) or "__MACOSX" in path.parts
+    is_hidden = (
+        any(part.startswith(".") and part != ".." for part in path.parts)
+        or "__MACOSX" in path.parts
+    )
     base, dot, suffix = path.name.partition(".")
     if is_hidden or not dot or not base:
         return "", ""
     return str(path.with_name(base)), f".{suffix.lower()}"
 
 
-def _add(sample: _Sample, suffix: str, archive: "_Archive", member: tarfile.TarInfo, limits: Limits) -> None:
+def _add(
+    sample: _Sample, suffix: str, archive: "_Archive", member: tarfile.TarInfo, limits: Limits
+) -> None:
     """Take what a member holds into its sample."""
     is_image = suffix.endswith(_IMAGE_SUFFIXES)
     if not is_image and suffix not in _TEXT_SUFFIXES and suffix != _JSON_SUFFIX:
@@ -160,7 +189,9 @@ def _add(sample: _Sample, suffix: str, archive: "_Archive", member: tarfile.TarI
     if suffix in sample.suffixes:
         sample.refuse(Reason.AMBIGUOUS, "two members of one name")
     if is_image and any(other.endswith(_IMAGE_SUFFIXES) for other in sample.suffixes):
-        sample.refuse(Reason.AMBIGUOUS, "several images under one key, which ends at the first dot of a name")
+        sample.refuse(
+            Reason.AMBIGUOUS, "several images under one key, which ends at the first dot of a name"
+        )
     sample.suffixes.add(suffix)
     if sample.error is not None:
         return
@@ -168,7 +199,9 @@ def _add(sample: _Sample, suffix: str, archive: "_Archive", member: tarfile.TarI
         if member.size > limits.values:
             sample.refuse(Reason.TOO_LARGE, f"an image file of more than {limits.values} bytes")
             return
-        sample.image = FileContent(data=archive.read_exactly(member.size), name=PurePosixPath(member.name).name)
+        sample.image = FileContent(
+            data=archive.read_exactly(member.size), name=PurePosixPath(member.name).name
+        )
         return
     try:
         texts = _texts(suffix, archive, member)
@@ -221,10 +254,14 @@ def _facts_of_json(text: str) -> dict[str, str | None]:
             continue
         value = dict(document)[column]
         if not isinstance(value, str | int | float | None):
-            raise ImageError(Reason.UNSUPPORTED, f"a {name} in .json that is neither text nor a number")
+            raise ImageError(
+                Reason.UNSUPPORTED, f"a {name} in .json that is neither text nor a number"
+            )
         facts[name] = as_text(value)
         if len((facts[name] or "").encode(_ENCODING, "surrogatepass")) > MAX_CELL_BYTES[name]:
-            raise ImageError(Reason.TOO_LARGE, f"a {name} in .json of more than {MAX_CELL_BYTES[name]} bytes")
+            raise ImageError(
+                Reason.TOO_LARGE, f"a {name} in .json of more than {MAX_CELL_BYTES[name]} bytes"
+            )
     return facts
 
 
@@ -234,7 +271,11 @@ def _problem(member: tarfile.TarInfo) -> str:
         return "a sparse member of an archive"
     if not member.isreg():
         return "a link, a device or another special member of an archive"
-    if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts or "\\" in member.name:
+    if (
+        member.name.startswith("/")
+        or ".." in PurePosixPath(member.name).parts
+        or "\\" in member.name
+    ):
         return "a member of an archive whose name leads out of it"
     return ""
 
@@ -274,7 +315,9 @@ class _Archive(io.BufferedIOBase):
         # Of archives that were joined, the second would be lost.
         while block := self._read(_SKIP_BYTES):
             if any(block):
-                raise ImageError(Reason.DAMAGED, "bytes after the end of an archive, such as a second one")
+                raise ImageError(
+                    Reason.DAMAGED, "bytes after the end of an archive, such as a second one"
+                )
 
     def tell(self) -> int:
         """Return how many bytes were read."""
@@ -294,7 +337,9 @@ class _Archive(io.BufferedIOBase):
             raise ImageError(Reason.DAMAGED, "the size of a member of an archive")
         self._num_header_bytes += num_bytes
         if self._num_header_bytes > _MAX_HEADER_BYTES:
-            raise ImageError(Reason.TOO_LARGE, f"a header in an archive of more than {_MAX_HEADER_BYTES} bytes")
+            raise ImageError(
+                Reason.TOO_LARGE, f"a header in an archive of more than {_MAX_HEADER_BYTES} bytes"
+            )
         block = self.read_exactly(num_bytes)
         if self._is_before_pax:
             _check_pax_records(block)
@@ -337,6 +382,10 @@ def _check_pax_records(data: bytes) -> None:
     while data.rstrip(b"\0"):
         digits, _, _ = data[:20].partition(b" ")
         length = int(digits) if digits.isdigit() else 0
-        if not 0 < length <= len(data) or data[length - 1 : length] != b"\n" or b"=" not in data[:length]:
+        if (
+            not 0 < length <= len(data)
+            or data[length - 1 : length] != b"\n"
+            or b"=" not in data[:length]
+        ):
             raise ImageError(Reason.DAMAGED, "a pax header in an archive")
         data = data[length:]

@@ -51,7 +51,9 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer requests until there are no more, or until memory ran out once: a fresh process then takes over."""
     settings = json.loads(requests.readline())
     limits = Limits(**settings["limits"])
-    secrets = _Secrets(bytes.fromhex(settings["key"]), bytes.fromhex(settings["order"]), settings["patient_rule"])
+    secrets = _Secrets(
+        bytes.fromhex(settings["key"]), bytes.fromhex(settings["order"]), settings["patient_rule"]
+    )
     end_with_parent(settings["parent"])
     set_bounds(limits)
     _write(answers, READY)  # from here on, time counts against the files
@@ -90,7 +92,11 @@ def _answer_request(
 
 
 def _answer_picture(
-    answers: IO[bytes], picture: DecodedPicture | ImageError, secrets: _Secrets, *, with_values: bool
+    answers: IO[bytes],
+    picture: DecodedPicture | ImageError,
+    secrets: _Secrets,
+    *,
+    with_values: bool,
 ) -> None:
     if isinstance(picture, ImageError):
         record = PictureRecord(reason=picture.reason.value, detail=picture.detail)
@@ -146,7 +152,10 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    with os.fdopen(0, "rb", closefd=False) as requests, os.fdopen(answers, "wb", buffering=1 << 16) as out:
+    with (
+        os.fdopen(0, "rb", closefd=False) as requests,
+        os.fdopen(answers, "wb", buffering=1 << 16) as out,
+    ):
         serve(requests, out)
 
 

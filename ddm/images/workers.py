@@ -37,7 +37,9 @@ from ddm.system.processes import used
 from ddm.system.signals import blocked
 
 _MAX_QUEUED_JOBS = 16  # requests that wait in the pipe of one decoder
-_MAX_QUEUED_BYTES = 1 << 15  # of these requests: less than a pipe holds, so that neither end waits for the other
+_MAX_QUEUED_BYTES = (
+    1 << 15
+)  # of these requests: less than a pipe holds, so that neither end waits for the other
 _POLL_S = 0.5
 _START_S = 120.0  # until a new process must be ready for its first file
 _MAX_FAILED_STARTS = 3  # in a row, before the machine is to blame
@@ -139,7 +141,9 @@ class DecoderOptions:
 
 
 def decode_files(
-    jobs: Iterable[DecodeJob], options: DecoderOptions, is_cancelled: Callable[[], bool] = lambda: False
+    jobs: Iterable[DecodeJob],
+    options: DecoderOptions,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Iterator[DecodedImage | DecodedFile]:
     """Decode files in several processes; for each job in turn, yield its pictures and then its end.
 
@@ -162,11 +166,15 @@ def decode_files(
 
 
 def _decode_in_turn(
-    processes: "Sequence[_DecoderProcess]", jobs: Iterator[DecodeJob], is_cancelled: Callable[[], bool]
+    processes: "Sequence[_DecoderProcess]",
+    jobs: Iterator[DecodeJob],
+    is_cancelled: Callable[[], bool],
 ) -> Iterator[DecodedImage | DecodedFile]:
     if not processes:
         return
-    turns = deque[_DecoderProcess]()  # the process that has each unfinished job, in the order of the jobs
+    turns = deque[
+        _DecoderProcess
+    ]()  # the process that has each unfinished job, in the order of the jobs
     max_buffered_bytes = _MAX_BUFFERED_BYTES // len(processes)
     while not is_cancelled():
         jobs = _hand_out(jobs, processes, turns)
@@ -190,7 +198,9 @@ def _decode_in_turn(
 
 
 def _hand_out(
-    jobs: Iterator[DecodeJob], processes: "Sequence[_DecoderProcess]", turns: "deque[_DecoderProcess]"
+    jobs: Iterator[DecodeJob],
+    processes: "Sequence[_DecoderProcess]",
+    turns: "deque[_DecoderProcess]",
 ) -> Iterator[DecodeJob]:
     """Give jobs to the processes with the fewest, while there is room; return the jobs that are left."""
     while True:
@@ -308,7 +318,9 @@ class _DecoderProcess:
         return True
 
     def _send(self, data: bytes) -> None:
-        with suppress(BrokenPipeError):  # the end of its output is read next, and says what happened
+        with suppress(
+            BrokenPipeError
+        ):  # the end of its output is read next, and says what happened
             assert self._process.stdin is not None  # noqa: S101 - for the type alone
             self._process.stdin.write(data)
             self._process.stdin.flush()
@@ -345,7 +357,9 @@ class _DecoderProcess:
         if len(self._buffer) < HEADER.size:
             return None
         json_bytes, value_bytes = HEADER.unpack_from(self._buffer)
-        max_value_bytes = _MAX_VALUE_BYTES * self._options.limits.values if self._options.with_values else 0
+        max_value_bytes = (
+            _MAX_VALUE_BYTES * self._options.limits.values if self._options.with_values else 0
+        )
         if json_bytes > _MAX_JSON_BYTES or value_bytes > max_value_bytes:
             raise ValueError("an answer that is too long")
         values_start = HEADER.size + json_bytes
@@ -436,7 +450,11 @@ class _DecoderProcess:
         if not self._is_ready:
             self._failed_starts += 1
         if self._failed_starts >= _MAX_FAILED_STARTS:
-            raise SetupError("decoder", expected="a process that starts", got=f"one that ends with code {exit_code}")
+            raise SetupError(
+                "decoder",
+                expected="a process that starts",
+                got=f"one that ends with code {exit_code}",
+            )
         if not self._is_ready or self._is_exhausted or not jobs:
             return None
         if self._has_answered or self._is_late:
@@ -444,7 +462,11 @@ class _DecoderProcess:
         else:
             self._deaths += 1
         if self._deaths > len(jobs) + _MAX_QUEUED_JOBS:
-            raise SetupError("decoder", expected="a process that answers", got=f"one that ends with code {exit_code}")
+            raise SetupError(
+                "decoder",
+                expected="a process that answers",
+                got=f"one that ends with code {exit_code}",
+            )
         job = jobs.popleft()
         if self._is_late:
             return DecodedFile(job, reason=Reason.TIME)
@@ -465,10 +487,14 @@ class _DecoderProcess:
         return self._process.wait()
 
 
-def _picture(fields: Mapping[str, list[float] | None], record: PictureRecord, values: bytearray) -> Picture:
+def _picture(
+    fields: Mapping[str, list[float] | None], record: PictureRecord, values: bytearray
+) -> Picture:
     array: NDArray[np.generic] = np.frombuffer(values, np.dtype(record.dtype)).reshape(record.shape)
     spacing = fields["spacing"]
-    return Picture(array, tuple(spacing) if spacing else None, _pair(fields["window"]), _pair(fields["full"]))
+    return Picture(
+        array, tuple(spacing) if spacing else None, _pair(fields["window"]), _pair(fields["full"])
+    )
 
 
 def _pair(numbers: list[float] | None) -> tuple[float, float] | None:

@@ -35,7 +35,9 @@ def real_tensor(values: Any, subject: str) -> Tensor:
         return _plain(values, subject)
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         remedy = "Fill them first: array.filled(0)."
-        raise DataError(subject, expected=f"{_EXPECTED}, all of them valid", got="masked entries", remedy=remedy)
+        raise DataError(
+            subject, expected=f"{_EXPECTED}, all of them valid", got="masked entries", remedy=remedy
+        )
     return torch.from_numpy(_native(_array(values, subject), subject))
 
 
@@ -49,18 +51,31 @@ def _plain(tensor: Tensor, subject: str) -> Tensor:
 
 def _array(values: Any, subject: str) -> NDArray[Any]:
     # A list of tensors would be read by NumPy number by number, or not at all on a GPU.
-    if isinstance(values, list | tuple) and values and all(isinstance(value, Tensor) for value in values):
+    if (
+        isinstance(values, list | tuple)
+        and values
+        and all(isinstance(value, Tensor) for value in values)
+    ):
         values = [_plain(value, subject).cpu().numpy() for value in values]
     try:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _refusal(subject, f"{type(values).__name__}, of which no array can be made") from error
+        raise _refusal(
+            subject, f"{type(values).__name__}, of which no array can be made"
+        ) from error
 
 
 def _native(array: NDArray[Any], subject: str) -> NDArray[Any]:
     """Return an array in a type, a byte order and a layout that torch takes."""
     if array.dtype.kind not in "biuf":
-        kinds = {"c": "complex numbers", "O": "objects", "U": "texts", "S": "texts", "M": "dates", "m": "durations"}
+        kinds = {
+            "c": "complex numbers",
+            "O": "objects",
+            "U": "texts",
+            "S": "texts",
+            "M": "dates",
+            "m": "durations",
+        }
         raise _refusal(subject, kinds.get(array.dtype.kind, str(array.dtype)))
     wider = _type_for_torch(array)
     if array.dtype == wider and array.flags.c_contiguous and array.flags.writeable:

@@ -18,7 +18,15 @@ from pydantic import ValidationError
 from ddm.errors import ArchipelagoError, DocumentError
 from ddm.io.files import FULL, sync_folder, write_atomic
 from ddm.io.locks import lock_file
-from ddm.protocol.base import Digest, Document, NaturalInt, PositiveInt, Time, check_json, sha256_hex
+from ddm.protocol.base import (
+    Digest,
+    Document,
+    NaturalInt,
+    PositiveInt,
+    Time,
+    check_json,
+    sha256_hex,
+)
 
 MAX_LINE_BYTES = 4096
 
@@ -92,7 +100,9 @@ class Chain(Generic[LinkT]):
         guard: holds it from outside.
     """
 
-    def __init__(self, path: Path, form: Form[LinkT], begun: Path, guard: Guard | None = None) -> None:
+    def __init__(
+        self, path: Path, form: Form[LinkT], begun: Path, guard: Guard | None = None
+    ) -> None:
         self.path, self.form, self._guard = path, form, guard
         self._begun, self._head_path = begun, path.with_suffix(".head")
 
@@ -121,7 +131,9 @@ class Chain(Generic[LinkT]):
         """
         form = self.form
         if record.number > form.most:
-            raise form.error(form.name, expected=f"at most {form.most} records", got=f"record {record.number}")
+            raise form.error(
+                form.name, expected=f"at most {form.most} records", got=f"record {record.number}"
+            )
         line = record.encode()
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -140,7 +152,9 @@ class Chain(Generic[LinkT]):
                 raise
             got = f"a write to {self.path} that failed: {error.strerror or error}"
             remedy = form.full if error.errno in FULL else None
-            raise form.error(form.name, expected="a durable record", got=got, remedy=remedy) from error
+            raise form.error(
+                form.name, expected="a durable record", got=got, remedy=remedy
+            ) from error
         return entry
 
     def begin(self) -> None:
@@ -156,7 +170,9 @@ class Chain(Generic[LinkT]):
             if not self._head_path.exists():
                 if self.path.exists():
                     expected = f"the file beside the {self.form.name}"
-                    raise self.form.error(f"{self.form.name} head", expected=expected, got="no file")
+                    raise self.form.error(
+                        f"{self.form.name} head", expected=expected, got="no file"
+                    )
                 self._write_head(0, self.form.genesis)
             if not self.path.exists() and self._read_head().num_entries == 0:
                 write_atomic(self.path, b"", mode=0o600)
@@ -172,11 +188,17 @@ class Chain(Generic[LinkT]):
         try:
             data = self.path.read_bytes()
         except OSError as cause:
-            raise error(name, expected=f"{head.num_entries} records", got="no readable file") from cause
+            raise error(
+                name, expected=f"{head.num_entries} records", got="no readable file"
+            ) from cause
         *lines, torn = data.split(b"\n")
         entries = self._parse(lines)
         if len(entries) < head.num_entries:
-            raise error(name, expected=f"{head.num_entries} records, as its head says", got=f"{len(entries)}")
+            raise error(
+                name,
+                expected=f"{head.num_entries} records, as its head says",
+                got=f"{len(entries)}",
+            )
         if len(entries) > head.num_entries + 1 or (len(entries) > head.num_entries and torn):
             got = f"{len(entries)} records" + (" and part of another" if torn else "")
             raise error(name, expected=f"{head.num_entries} records, as its head says", got=got)
@@ -224,7 +246,11 @@ class Chain(Generic[LinkT]):
     def _read_head(self) -> Head:
         subject = f"{self.form.name} head"
         try:
-            return self.form.head.parse(self._head_path.read_bytes(), subject=subject, limit=MAX_LINE_BYTES)
+            return self.form.head.parse(
+                self._head_path.read_bytes(), subject=subject, limit=MAX_LINE_BYTES
+            )
         except (OSError, DocumentError) as error:
             got = f"a file that is missing or damaged ({type(error).__name__})"
-            raise self.form.error(subject, expected=f"the file beside the {self.form.name}", got=got) from error
+            raise self.form.error(
+                subject, expected=f"the file beside the {self.form.name}", got=got
+            ) from error

@@ -124,7 +124,9 @@ def settle(home: Path) -> None:
 def _files(folder: Path) -> list[Path]:
     """List what was staged; not the parts that a killed process left beside it (`ddm.io.files.replacing`)."""
     found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in found if not any(_is_part(name) for name in path.relative_to(folder).parts))
+    return sorted(
+        path for path in found if not any(_is_part(name) for name in path.relative_to(folder).parts)
+    )
 
 
 def _is_part(name: str) -> bool:

@@ -33,7 +33,9 @@ def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: 
             left -= size
             if left < 0:
                 got = f"{max_bytes - left} bytes up to {name}"
-                raise FormatError(source.name, expected=f"at most {max_bytes} bytes in all", got=got)
+                raise FormatError(
+                    source.name, expected=f"at most {max_bytes} bytes in all", got=got
+                )
             os.ftruncate(writer.fileno(), size)
             for start, end in _data_ranges(reader.fileno(), size):
                 _copy_range(reader.fileno(), writer.fileno(), start, end, name)
@@ -75,12 +77,21 @@ def _copy_range(reader: int, writer: int, start: int, end: int, subject: str) ->
             if in_kernel:
                 copied = os.copy_file_range(reader, writer, end - start, start, start)
             else:
-                copied = os.pwrite(writer, os.pread(reader, min(end - start, _COPY_BYTES), start), start)
+                copied = os.pwrite(
+                    writer, os.pread(reader, min(end - start, _COPY_BYTES), start), start
+                )
         except OSError as error:
-            if not in_kernel or error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            if not in_kernel or error.errno not in (
+                errno.EXDEV,
+                errno.ENOSYS,
+                errno.EOPNOTSUPP,
+                errno.EINVAL,
+            ):
                 raise
             in_kernel = False  # between two file systems, or one that cannot
             continue
         if copied == 0:
-            raise FormatError(subject, expected=f"{end} bytes", got=f"a file that became shorter, of {start}")
+            raise FormatError(
+                subject, expected=f"{end} bytes", got=f"a file that became shorter, of {start}"
+            )
         start += copied

@@ -9,11 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ddm.errors import AbsentFileError, ArchipelagoError, DataError, DocumentError, FormatError, MissingFileError
+from ddm.errors import (
+    AbsentFileError,
+    ArchipelagoError,
+    DataError,
+    DocumentError,
+    FormatError,
+    MissingFileError,
+)
 from ddm.io.modes import open_to_group
 from ddm.io.untrusted import read_small
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the operating system says of a disk without room
+FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+)  # what the operating system says of a disk without room
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, overwrite: bool = True) -> None:
@@ -63,7 +74,9 @@ def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Itera
     part = path.with_name(f".{path.name}.{threading.get_native_id()}.part")
     part.unlink(missing_ok=True)
     try:
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        descriptor = os.open(
+            part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode
+        )
         with naming(path), os.fdopen(descriptor, "w+b") as handle:
             yield handle
             handle.flush()

@@ -36,7 +36,9 @@ class Once:
             TensorFileError: the file became shorter.
         """
         if (num := self._handle.readinto(view)) != len(view):  # type: ignore[attr-defined]
-            raise TensorFileError(subject, expected=f"{len(view)} more bytes, as when it was opened", got=f"{num}")
+            raise TensorFileError(
+                subject, expected=f"{len(view)} more bytes, as when it was opened", got=f"{num}"
+            )
         self._hash(view)
 
     def _hash(self, data: bytes | memoryview) -> None:
@@ -66,4 +68,6 @@ class Once:
             self._sha256.update(chunk)
             left -= len(chunk)
         if (found := self._sha256.hexdigest()) != self._digest:
-            raise DigestError(subject, expected=f"sha256 {self._digest[:16]}...", got=f"{found[:16]}...")
+            raise DigestError(
+                subject, expected=f"sha256 {self._digest[:16]}...", got=f"{found[:16]}..."
+            )

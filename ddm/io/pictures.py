@@ -23,7 +23,15 @@ CELL_PIXELS = 64
 GAP_PIXELS = 4
 BACKGROUND = (24, 24, 28)
 ENDINGS = (".png", ".npz", ".nii", ".nii.gz")
-PALETTE = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
+PALETTE = (
+    (230, 159, 0),
+    (86, 180, 233),
+    (0, 158, 115),
+    (240, 228, 66),
+    (0, 114, 178),
+    (213, 94, 0),
+    (204, 121, 167),
+)
 
 
 def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) -> np.ndarray:
@@ -36,7 +44,13 @@ def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) 
     if images.dim() == 5:  # (N, C, D, H, W)
         images = images[:, :, images.shape[2] // 2]
     low, high = value_range
-    array = ((images.clamp(low, high) - low) * (255 / (high - low))).round().byte().permute(0, 2, 3, 1).numpy()
+    array = (
+        ((images.clamp(low, high) - low) * (255 / (high - low)))
+        .round()
+        .byte()
+        .permute(0, 2, 3, 1)
+        .numpy()
+    )
     return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
 
 
@@ -53,7 +67,9 @@ def grid(
     scale = max(1, CELL_PIXELS // max(pixels.shape[1:3]))
     height, width = pixels.shape[1] * scale, pixels.shape[2] * scale
     pitch_y, pitch_x = height + GAP_PIXELS, width + GAP_PIXELS
-    canvas = Image.new("RGB", (columns * pitch_x + GAP_PIXELS, rows * pitch_y + GAP_PIXELS), BACKGROUND)
+    canvas = Image.new(
+        "RGB", (columns * pitch_x + GAP_PIXELS, rows * pitch_y + GAP_PIXELS), BACKGROUND
+    )
     pen = ImageDraw.Draw(canvas)
     for index, picture in enumerate(pixels):
         row, column = divmod(index, columns)
@@ -61,7 +77,9 @@ def grid(
         if owners is not None:
             colour = PALETTE[owners[index] % len(PALETTE)]
             pen.rectangle((x - 2, y - 2, x + width + 1, y + height + 1), fill=colour)
-        canvas.paste(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC), (x, y))
+        canvas.paste(
+            Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC), (x, y)
+        )
     return canvas
 
 
@@ -92,7 +110,10 @@ def write_samples(
     """
     prepare(out, images.shape[1:])
     images = images.clamp(*value_range)
-    basic, ending = {"Synthetic": "true", "Software": "Archipelago", "Release": release}, _ending(out)
+    basic, ending = (
+        {"Synthetic": "true", "Software": "Archipelago", "Release": release},
+        _ending(out),
+    )
     each = [{"Class": name} for name in classes] or [{}] * len(images)
     basic = {name: value for name, value in basic.items() if value}
     marks = basic | ({"Class": ", ".join(dict.fromkeys(classes))} if classes else {})
@@ -108,7 +129,9 @@ def write_samples(
         arrays |= {"class": np.array(classes)} if classes else {}
         np.savez(archive, **arrays, synthetic=np.array(True), release=np.array(release))  # type: ignore[arg-type]
         write_atomic(out, archive.getvalue())
-        return f"{images.dtype} images in [{value_range[0]:g}, {value_range[1]:g}]".removeprefix("torch.")
+        return f"{images.dtype} images in [{value_range[0]:g}, {value_range[1]:g}]".removeprefix(
+            "torch."
+        )
     if images.dim() == 5:
         for index in range(len(images)):
             data = encode_volumes(images[index : index + 1], basic | each[index], compress=True)
@@ -133,16 +156,22 @@ def prepare(out: Path, shape: Sequence[int] | None = None) -> None:
     """
     ending = _ending(out)
     if ending not in ("", *ENDINGS):
-        raise SetupError(str(out), expected=f"a name ending in {', '.join(ENDINGS)}, or a folder", got=ending)
+        raise SetupError(
+            str(out), expected=f"a name ending in {', '.join(ENDINGS)}, or a folder", got=ending
+        )
     if out.is_dir() if ending else out.is_file():
         got = "a folder of that name" if ending else "a file of that name"
         raise SetupError(str(out), expected="a file, or a folder by a name without ending", got=got)
     flat = shape is not None and len(shape) == 3
     if flat and ending in (".nii", ".nii.gz"):
-        raise SetupError(str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead.")
+        raise SetupError(
+            str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead."
+        )
     if shape and shape[0] not in (1, 3) and (ending == ".png" or flat and not ending):
         got = f"{shape[0]} channels"
-        raise SetupError(str(out), expected="samples of 1 or 3 channels", got=got, remedy="Write .npz instead.")
+        raise SetupError(
+            str(out), expected="samples of 1 or 3 channels", got=got, remedy="Write .npz instead."
+        )
     folder = out.parent if ending else out
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):

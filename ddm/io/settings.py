@@ -40,11 +40,15 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
     data = read_bounded(path.resolve(), MAX_SETTINGS_BYTES, subject=str(path))
     try:
         # Through JSON, because strict parts of a document take JSON's arrays for tuples but not Python's lists.
-        return model.model_validate_json(json.dumps(tomllib.loads(data.decode("utf-8-sig")), default=_as_json))
+        return model.model_validate_json(
+            json.dumps(tomllib.loads(data.decode("utf-8-sig")), default=_as_json)
+        )
     except ValidationError as error:
         raise misfit(path, error) from error
     except (ValueError, TypeError, RecursionError) as error:  # ValueError: a number of 5,000 digits
-        raise SetupError(str(path), expected="TOML", got=str(error)[:200], remedy=_TOML_REMEDY) from error
+        raise SetupError(
+            str(path), expected="TOML", got=str(error)[:200], remedy=_TOML_REMEDY
+        ) from error
 
 
 def _as_json(value: object) -> str:
@@ -58,7 +62,10 @@ def misfit(path: Path, error: ValidationError) -> SetupError:
     """Return the first thing that is wrong with a configuration file as the error for its author."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    plain = {"extra_forbidden": "a field that does not exist", "missing": "nothing; this field is required"}
+    plain = {
+        "extra_forbidden": "a field that does not exist",
+        "missing": "nothing; this field is required",
+    }
     return SetupError(
         f"{path}, field {where}" if where else str(path),
         got=plain.get(first["type"], first["msg"]),

@@ -30,7 +30,18 @@ MAX_METADATA_BYTES = 4096
 MAX_NAME_LENGTH = 512
 MAX_DIMS = 16
 MAX_SIZE = 2**40
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 _TORCH_NAMES = {
     "F64": "float64",
     "F32": "float32",
@@ -83,7 +94,9 @@ def read_header(path: Path, *, max_bytes: int) -> Mapping[str, TensorSpec]:
         return _read_header(Once(handle, size, None), None, path.name)[0]
 
 
-def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], subject: str) -> None:
+def check_tensors(
+    found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], subject: str
+) -> None:
     """Demand exactly the tensors expected.
 
     Raises:
@@ -91,14 +104,20 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
     """
     for name in expected:
         if name not in found:
-            raise TensorFileError(subject, expected=f"tensor {name}", got=f"{len(found)} tensors of other names")
+            raise TensorFileError(
+                subject, expected=f"tensor {name}", got=f"{len(found)} tensors of other names"
+            )
     for name, spec in found.items():
         if name not in expected:
             raise TensorFileError(
-                subject, expected=f"only {len(expected)} known tensors", got=f"an unknown tensor among {len(found)}"
+                subject,
+                expected=f"only {len(expected)} known tensors",
+                got=f"an unknown tensor among {len(found)}",
             )
         if spec != expected[name]:
-            raise TensorFileError(f"{subject}, tensor {name}", expected=str(expected[name]), got=str(spec))
+            raise TensorFileError(
+                f"{subject}, tensor {name}", expected=str(expected[name]), got=str(spec)
+            )
 
 
 def load_tensors(
@@ -207,7 +226,9 @@ def _open_bounded(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
         except TrustError as error:
             raise TensorFileError(path.name, expected=error.expected, got=error.got) from error
         if size > max_bytes:
-            raise TensorFileError(path.name, expected=f"at most {max_bytes} bytes", got=f"{size} bytes")
+            raise TensorFileError(
+                path.name, expected=f"at most {max_bytes} bytes", got=f"{size} bytes"
+            )
         yield handle, size
 
 
@@ -222,10 +243,14 @@ def _header_length(start: bytes, size: int, subject: str) -> int:
 
 def stored_bytes(specs: Mapping[str, TensorSpec]) -> int:
     """Return no less than a file of these tensors needs: their values, and room for what the header says of each."""
-    return sum(_HEADER_ENTRY + len(name) + spec.bytes for name, spec in specs.items()) + _HEADER_ENTRY
+    return (
+        sum(_HEADER_ENTRY + len(name) + spec.bytes for name, spec in specs.items()) + _HEADER_ENTRY
+    )
 
 
-def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(
+    path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Mapping[str, str] | None = None
+) -> None:
     """Write tensors so that the same values give the same bytes, whole or not at all.
 
     The safetensors library orders metadata at random, so the format is written here: larger dtypes first, then by name,
@@ -247,12 +272,18 @@ def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Ma
     for name in order:
         spec = specs[name]
         end = offset + spec.bytes
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     if len(encoded) > MAX_HEADER_BYTES:
-        raise TensorFileError(path.name, expected=f"header of at most {MAX_HEADER_BYTES} bytes", got="a larger header")
+        raise TensorFileError(
+            path.name, expected=f"header of at most {MAX_HEADER_BYTES} bytes", got="a larger header"
+        )
     _parse_header(encoded, offset, path.name)
     with replacing(path) as handle:
         handle.write(len(encoded).to_bytes(8, "little") + encoded)
@@ -276,7 +307,9 @@ def spec_of(tensor: "torch.Tensor") -> TensorSpec:
 def _name_pickle(start: bytes, subject: str) -> None:
     """Say so when what is no safetensors file looks like a pickle; only after that, since a length may look so too."""
     if start.startswith(b"PK\x03\x04"):
-        raise TensorFileError(subject, expected="safetensors", got="a zip archive, as torch.save writes (a pickle)")
+        raise TensorFileError(
+            subject, expected="safetensors", got="a zip archive, as torch.save writes (a pickle)"
+        )
     if re.match(rb"\x80[\x02-\x05]", start):
         raise TensorFileError(subject, expected="safetensors", got="a pickle")
 
@@ -284,7 +317,9 @@ def _name_pickle(start: bytes, subject: str) -> None:
 def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, TensorSpec]:
     """Read the JSON header of a file with `data_bytes` bytes of tensors behind it, in the order of those; pure."""
     if not header.startswith(b"{"):
-        raise TensorFileError(subject, expected="a JSON header", got=f"bytes that begin with {header[:4].hex()}")
+        raise TensorFileError(
+            subject, expected="a JSON header", got=f"bytes that begin with {header[:4].hex()}"
+        )
     try:
         value = check_json(header, subject=f"{subject}, header", limit=MAX_HEADER_BYTES)
     except DocumentError as error:
@@ -296,7 +331,9 @@ def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, 
     for number, (name, entry) in enumerate(value.items(), 1):
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise TensorFileError(
-                subject, expected=f"names of 1 to {MAX_NAME_LENGTH} characters", got=f"a name of {len(name)}"
+                subject,
+                expected=f"names of 1 to {MAX_NAME_LENGTH} characters",
+                got=f"a name of {len(name)}",
             )
         spec, begin = _parse_entry(entry, f"{subject}, tensor {number} in its header")
         placed.append((begin, name, spec))
@@ -304,7 +341,9 @@ def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, 
     specs: dict[str, TensorSpec] = {}
     for begin, name, spec in sorted(placed, key=lambda place: place[0]):
         if begin != end:
-            raise TensorFileError(subject, expected="tensors without gaps or overlaps", got="a gap or an overlap")
+            raise TensorFileError(
+                subject, expected="tensors without gaps or overlaps", got="a gap or an overlap"
+            )
         specs[name] = spec
         end += spec.bytes
     if end != data_bytes:
@@ -314,9 +353,13 @@ def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, 
 
 def _check_metadata(value: Any, subject: str) -> None:
     if not isinstance(value, dict):
-        raise TensorFileError(f"{subject}, __metadata__", expected="strings by name", got=_kind(value))
+        raise TensorFileError(
+            f"{subject}, __metadata__", expected="strings by name", got=_kind(value)
+        )
     if odd := [text for text in value.values() if not isinstance(text, str)]:
-        raise TensorFileError(f"{subject}, __metadata__", expected="strings by name", got=f"{_kind(odd[0])} by name")
+        raise TensorFileError(
+            f"{subject}, __metadata__", expected="strings by name", got=f"{_kind(odd[0])} by name"
+        )
     if (size := sum(len(name) + len(text) for name, text in value.items())) > MAX_METADATA_BYTES:
         expected = f"at most {MAX_METADATA_BYTES} characters"
         raise TensorFileError(f"{subject}, __metadata__", expected=expected, got=f"{size}")
@@ -329,26 +372,44 @@ def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, int]:
         raise TensorFileError(subject, expected="exactly dtype, shape and data_offsets", got=got)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and dtype in DTYPE_BYTES):
-        raise TensorFileError(subject, expected=f"dtype {', '.join(DTYPE_BYTES)}", got="an unknown dtype")
+        raise TensorFileError(
+            subject, expected=f"dtype {', '.join(DTYPE_BYTES)}", got="an unknown dtype"
+        )
     if not (isinstance(shape, list) and len(shape) <= MAX_DIMS):
         got = f"{len(shape)}" if isinstance(shape, list) else _kind(shape)
         raise TensorFileError(subject, expected=f"at most {MAX_DIMS} dimensions", got=got)
-    if bad := [number for number, size in enumerate(shape, 1) if not (_is_int(size) and 0 < size <= MAX_SIZE)]:
+    if bad := [
+        number
+        for number, size in enumerate(shape, 1)
+        if not (_is_int(size) and 0 < size <= MAX_SIZE)
+    ]:
         expected = f"dimensions that are whole numbers from 1 to {MAX_SIZE}"
-        raise TensorFileError(subject, expected=expected, got=f"another value as dimension {bad[0]}")
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_int(place) for place in offsets)):
+        raise TensorFileError(
+            subject, expected=expected, got=f"another value as dimension {bad[0]}"
+        )
+    if not (
+        isinstance(offsets, list) and len(offsets) == 2 and all(_is_int(place) for place in offsets)
+    ):
         got = f"{len(offsets)} values" if isinstance(offsets, list) else _kind(offsets)
         raise TensorFileError(subject, expected="two whole numbers as offsets", got=got)
     spec = TensorSpec(dtype, tuple(shape))
     begin, end = offsets
     if begin < 0 or end - begin != spec.bytes:
-        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got="offsets that span another size")
+        raise TensorFileError(
+            subject, expected=f"{spec.bytes} bytes for {spec}", got="offsets that span another size"
+        )
     return spec, begin
 
 
 def _kind(value: Any) -> str:
     """Name a JSON value's kind; the value itself, which its sender chose, is not repeated."""
-    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a truth value", type(None): "null"}
+    kinds = {
+        dict: "an object",
+        list: "an array",
+        str: "a string",
+        bool: "a truth value",
+        type(None): "null",
+    }
     return kinds.get(type(value), "a number")
 
 
@@ -362,11 +423,15 @@ def _check_values(block: memoryview, dtype: str, subject: str, max_abs: float | 
     kind = getattr(torch, _TORCH_NAMES[dtype])
     if not kind.is_floating_point:
         return
-    low, high = (float(value) for value in torch.aminmax(torch.frombuffer(block, dtype=kind)))  # hands NaN on
+    low, high = (
+        float(value) for value in torch.aminmax(torch.frombuffer(block, dtype=kind))
+    )  # hands NaN on
     if not (math.isfinite(low) and math.isfinite(high)):
         raise TensorFileError(subject, expected="finite values", got="NaN or infinity")
     if max_abs is not None and max(-low, high) > max_abs:
-        raise TensorFileError(subject, expected=f"magnitudes up to {max_abs:g}", got="a larger value")
+        raise TensorFileError(
+            subject, expected=f"magnitudes up to {max_abs:g}", got="a larger value"
+        )
 
 
 def _raw_bytes(tensor: "torch.Tensor") -> bytes:

@@ -60,7 +60,9 @@ def walk(folder: Path, *, most: int = MAX_FILES) -> Iterator[tuple[str, Entry]]:
             num_seen += 1
             if num_seen > most:
                 raise UnsafePathError(
-                    folder.name, expected=f"at most {most} files and folders", got=f"more than {most}"
+                    folder.name,
+                    expected=f"at most {most} files and folders",
+                    got=f"more than {most}",
                 )
             if stat.S_ISREG(info.st_mode):
                 yield name, Entry(folder / name, info.st_size)
@@ -73,7 +75,9 @@ def _walk(folder: int, prefix: str, subject: str) -> Iterator[tuple[str, os.stat
             name = prefix + entry.name
             if not is_safe_name(entry.name) or prefix.count("/") > MAX_DEPTH:
                 # The name itself, which somebody else chose, is not repeated.
-                raise UnsafePathError(subject, expected="plain names", got="a name that is hidden, unsafe or too deep")
+                raise UnsafePathError(
+                    subject, expected="plain names", got="a name that is hidden, unsafe or too deep"
+                )
             info = entry.stat(follow_symlinks=False)
             if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
                 got = "a symbolic link" if stat.S_ISLNK(info.st_mode) else "a special file"
@@ -93,7 +97,9 @@ def _opened_folder(path: Path | str, subject: str, within: int | None = None) ->
     except OSError as error:
         if error.errno not in _OTHER_KINDS:
             raise
-        raise UnsafePathError(subject, expected="a folder", got="a symbolic link or a file") from error
+        raise UnsafePathError(
+            subject, expected="a folder", got="a symbolic link or a file"
+        ) from error
     try:
         yield descriptor
     finally:
@@ -108,7 +114,9 @@ def open_regular(path: Path, subject: str) -> Iterator[tuple[BinaryIO, int]]:
 
 
 @contextmanager
-def open_below(folder: Path, relative: str, subject: str, *, make: bool = False) -> Iterator[tuple[BinaryIO, int]]:
+def open_below(
+    folder: Path, relative: str, subject: str, *, make: bool = False
+) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file without following a link in any step below `folder`; yield it with its length in bytes.
 
     Args:
@@ -146,7 +154,12 @@ def _descriptor_below(folder: Path, relative: str, subject: str, make: bool) -> 
             os.close(at)
             at = below
         # Non-blocking, or a named pipe would hang the open.
-        flags = (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = (
+            (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY)
+            | os.O_NOFOLLOW
+            | os.O_NONBLOCK
+            | os.O_CLOEXEC
+        )
         return os.open(name or ".", flags, 0o644, dir_fd=at)
     except FileNotFoundError as error:
         raise AbsentFileError(subject, expected="a file", got="nothing there") from error
@@ -172,7 +185,9 @@ def read_small(folder: Path, relative: str, limit: int, *, subject: str | None =
     with open_below(folder, relative, subject) as (handle, size):
         data = handle.read(limit + 1)
     if len(data) > limit:
-        raise DocumentError(subject, expected=f"at most {limit} bytes", got=f"{max(size, len(data))} bytes")
+        raise DocumentError(
+            subject, expected=f"at most {limit} bytes", got=f"{max(size, len(data))} bytes"
+        )
     return data
 
 
@@ -192,4 +207,6 @@ def check_digest(folder: Path, relative: str, length: int, digest: str) -> None:
             sha256.update(chunk)
             left -= len(chunk)
     if sha256.hexdigest() != digest:
-        raise DigestError(relative, expected=f"sha256 {digest[:16]}...", got=f"{sha256.hexdigest()[:16]}...")
+        raise DigestError(
+            relative, expected=f"sha256 {digest[:16]}...", got=f"{sha256.hexdigest()[:16]}..."
+        )

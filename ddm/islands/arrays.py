@@ -12,14 +12,20 @@ from ddm.errors import DataError
 from ddm.io.files import replacing
 
 
-def write_rows(path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray], dtype: type = np.float32) -> None:
+def write_rows(
+    path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray], dtype: type = np.float32
+) -> None:
     """Write an array to an npy file from blocks of its rows; whole and durable, or not at all.
 
     Raises:
         OSError: the disk is full.
     """
     with replacing(path) as handle:
-        header = {"descr": npy.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        header = {
+            "descr": npy.dtype_to_descr(np.dtype(dtype)),
+            "fortran_order": False,
+            "shape": shape,
+        }
         npy.write_array_header_1_0(handle, header)
         for block in blocks:
             handle.write(np.ascontiguousarray(block, dtype).data)
@@ -36,4 +42,6 @@ def map_array(path: Path) -> Tensor:
     except (OSError, ValueError) as error:
         got = "no file" if isinstance(error, FileNotFoundError) else "a file that is not whole"
         remedy = "Copy the folder again from where it was split, or split the data again."
-        raise DataError(f"{path.parent.name}/{path.name}", expected="an array", got=got, remedy=remedy) from error
+        raise DataError(
+            f"{path.parent.name}/{path.name}", expected="an array", got=got, remedy=remedy
+        ) from error

@@ -59,7 +59,11 @@ class Assembled:
 
 def missing_islands(islands: Islands) -> list[int]:
     """Return the numbers of the islands that are not trained yet."""
-    return [number for number in range(len(islands.split.islands)) if not islands.island(number).is_trained]
+    return [
+        number
+        for number in range(len(islands.split.islands))
+        if not islands.island(number).is_trained
+    ]
 
 
 def assemble(
@@ -95,16 +99,22 @@ def assemble(
     if len(missing) == num or (missing and not partial):
         raise SetupError(
             f"{len(missing)} of {num} islands",
-            expected="a trained expert" if len(missing) == num else "a trained expert, or --partial",
+            expected="a trained expert"
+            if len(missing) == num
+            else "a trained expert, or --partial",
             got=f"none for {_numbers(missing)}",
             remedy=f"Train them: ddm train {islands.path}. One alone: --island {missing[0]}.",
         )
     with next_version(islands, out) as (change, reserved):
         present = [number for number in range(num) if number not in missing]
         size = sum(islands.trained(number).expert.bytes for number in present)
-        require_room({reserved.parent: size + _SMALL_BYTES, islands.path: _SMALL_BYTES}, "a release")
+        require_room(
+            {reserved.parent: size + _SMALL_BYTES, islands.path: _SMALL_BYTES}, "a release"
+        )
         key = load_key(islands, "islands", passphrase)
-        return _next_version(islands, present, key, change, passphrase, seed, device, on_progress, on_draw)
+        return _next_version(
+            islands, present, key, change, passphrase, seed, device, on_progress, on_draw
+        )
 
 
 def _next_version(
@@ -137,14 +147,21 @@ def _next_version(
     trained = {islands.split.islands[k].island_id: islands.trained(k) for k in present}
     page = report(islands.split, plan, draft, router, trained, root_digest, drawing)
     write_atomic(targets / REPORT_NAME, page.encode())
-    write_atomic(targets / CARD_NAME, card(islands.split, plan, draft, router, root_digest).encode())
+    write_atomic(
+        targets / CARD_NAME, card(islands.split, plan, draft, router, root_digest).encode()
+    )
     manifest = with_pages(draft, (CARD_NAME, REPORT_NAME), targets)
     sign_version(Version(islands, change, release, manifest, roles), passphrase, now_utc())
     return Assembled(manifest, router)
 
 
 def _lay_out(
-    islands: Islands, number: int, source: SigningKey, sequence: int, targets: Path, exact_CG: Tensor | None
+    islands: Islands,
+    number: int,
+    source: SigningKey,
+    sequence: int,
+    targets: Path,
+    exact_CG: Tensor | None,
 ) -> tuple[PublishedSilo, bytes]:
     """Put an island's expert, counts and document into the release; return its entry, and its signed metadata."""
     plan, split, record = islands.plan, islands.split, islands.trained(number)
@@ -176,7 +193,10 @@ def _lay_out(
     )
     write_atomic(targets / submission_path(name), document.encode())
     submission = File.of(submission_path(name), targets / submission_path(name))
-    listed = {f"{plan.plan_id}/{file.path}": (file.bytes, file.digest) for file in (submission, expert.file)}
+    listed = {
+        f"{plan.plan_id}/{file.path}": (file.bytes, file.digest)
+        for file in (submission, expert.file)
+    }
     role = sign_silo_metadata(plan.plan_id, name, listed, key, version=sequence, now=now_utc())
     silo = PublishedSilo(
         silo_id=name,

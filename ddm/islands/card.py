@@ -21,7 +21,9 @@ _WAYS = {
 
 def division(split: Split, plan: Plan) -> str:
     """Return how the data set was divided, in a sentence of plain text."""
-    return _WAYS[split.by].format(fine=plan.clustering.num_fine, num=len(split.islands), column=split.column or "")
+    return _WAYS[split.by].format(
+        fine=plan.clustering.num_fine, num=len(split.islands), column=split.column or ""
+    )
 
 
 def absent(manifest: Manifest) -> str | None:
@@ -29,10 +31,14 @@ def absent(manifest: Manifest) -> str | None:
     if not manifest.missing_silos:
         return None
     names = ", ".join(manifest.missing_silos)
-    return f"Without {names}: no expert of these islands was trained yet; shares are among the others."
+    return (
+        f"Without {names}: no expert of these islands was trained yet; shares are among the others."
+    )
 
 
-def card(split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, root_digest: str) -> str:
+def card(
+    split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, root_digest: str
+) -> str:
     """Return the card's text.
 
     Args:
@@ -93,7 +99,10 @@ def _islands(split: Split, manifest: Manifest) -> Sequence[str]:
     named = {island.island_id: island for island in split.islands}
     head = ["| island | images | share |", "| --- | ---: | ---: |"]
     if split.column:
-        head = [f"| island | {_text(split.column)} | images | share |", "| --- | --- | ---: | ---: |"]
+        head = [
+            f"| island | {_text(split.column)} | images | share |",
+            "| --- | --- | ---: | ---: |",
+        ]
     rows = []
     for expert in manifest.experts:
         island = named[expert.silo_id]

@@ -47,7 +47,11 @@ class Dataset:
         cells = self.opened.column(name)
         num = len(self.images)
         if cells.shape != (num,):
-            raise DataError(f"column {name}", expected=f"shape ({num},), one value an image", got=str(cells.shape))
+            raise DataError(
+                f"column {name}",
+                expected=f"shape ({num},), one value an image",
+                got=str(cells.shape),
+            )
         return cells
 
     def remarks(self) -> list[str]:

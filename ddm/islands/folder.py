@@ -151,9 +151,13 @@ class Islands(Home):
         if not (self.path / SPLIT_NAME).is_file():
             got = "a folder without it" if self.path.is_dir() else "nothing there"
             remedy = "Make one: ddm split --data PATH --recipe plan.toml --islands K --out DIR."
-            raise MissingFileError(str(self.path), expected=f"a folder with {SPLIT_NAME}", got=got, remedy=remedy)
+            raise MissingFileError(
+                str(self.path), expected=f"a folder with {SPLIT_NAME}", got=got, remedy=remedy
+            )
         try:
-            return Split.parse(read_bounded(self.path / SPLIT_NAME, MAX_DOCUMENT_BYTES), subject=SPLIT_NAME)
+            return Split.parse(
+                read_bounded(self.path / SPLIT_NAME, MAX_DOCUMENT_BYTES), subject=SPLIT_NAME
+            )
         except DocumentError as error:
             raise SetupError(
                 f"{self.path}, {error.subject}",
@@ -183,11 +187,17 @@ class Islands(Home):
             DigestError: the expert is another file.
         """
         folder = self.island(number)
-        record = TrainedIsland.parse(read_bounded(folder.record, MAX_DOCUMENT_BYTES), subject=folder.record.name)
+        record = TrainedIsland.parse(
+            read_bounded(folder.record, MAX_DOCUMENT_BYTES), subject=folder.record.name
+        )
         present = File.of(record.expert.path, folder.expert) if folder.expert.is_file() else None
         if present != record.expert or record.plan_id != self.split.plan_id:
             got = "another file" if present else "no file"
-            remedy = f"Copy islands/{number} again, or remove trained.json there and train it again."
+            remedy = (
+                f"Copy islands/{number} again, or remove trained.json there and train it again."
+            )
             expected = "the expert that trained.json describes"
-            raise DigestError(f"islands/{number}/{folder.expert.name}", expected=expected, got=got, remedy=remedy)
+            raise DigestError(
+                f"islands/{number}/{folder.expert.name}", expected=expected, got=got, remedy=remedy
+            )
         return record

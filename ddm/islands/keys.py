@@ -68,7 +68,9 @@ def found(islands: Islands, plan: Plan, name: str, passphrase: bytes) -> None:
     of_island = {name: island_key(key("islands"), plan.plan_id, name).public for name in plan.silos}
     delegates = Delegates(key("plans").public, key("release").public, plan.plan_id, of_island)
     targets = sign_metadata(repository.next_targets(delegates, now), [key("targets")])
-    model_key = KeyChanged(key="model-signing", fingerprints=(sha256_file(islands.path / MODEL_PUBLIC),))
+    model_key = KeyChanged(
+        key="model-signing", fingerprints=(sha256_file(islands.path / MODEL_PUBLIC),)
+    )
     opened = Opened(federation=name, root_digest=sha256_hex(root))
     opening: tuple[Entry, ...] = (opened, *key_changes(None, repository), model_key)
     sign_plan_files(islands, change, repository, islands.bundle, targets, key, opening)

@@ -65,12 +65,16 @@ class IslandsRecipe(SharedRecipe):
     @property
     def not_used(self) -> tuple[str, ...]:
         """The tables of a federation's recipe that stand in this one."""
-        return tuple(name for name in ("statistics", "audit", "limits") if getattr(self, name) is not None)
+        return tuple(
+            name for name in ("statistics", "audit", "limits") if getattr(self, name) is not None
+        )
 
     @model_validator(mode="after")
     def _no_earlier_plan(self) -> "IslandsRecipe":
         if isinstance(self.expert.adaptation, OwnAdaptation):
-            raise ValueError("expert.adaptation.kind own needs a federation's earlier plan: use full, lora or partial")
+            raise ValueError(
+                "expert.adaptation.kind own needs a federation's earlier plan: use full, lora or partial"
+            )
         return self
 
     @model_validator(mode="after")

@@ -36,7 +36,9 @@ from ddm.routers.samples import SamplesRouter, fit_samples
 # Shape legend: N images, K islands that are there, G groups of fine centroids, C classes.
 
 _MAX_COUNTS_BYTES = 2**32
-_MOST_JUDGED = 1 << 18  # images x islands that a router is judged on: the bootstrap takes each 2,000 times
+_MOST_JUDGED = (
+    1 << 18
+)  # images x islands that a router is judged on: the bootstrap takes each 2,000 times
 
 AnyRouter = CountsRouter | LearnedRouter | SamplesRouter
 Kind = Literal["counts", "learned", "samples"]
@@ -83,19 +85,25 @@ class OwnersImages:
     condition_N: Tensor | None = None
 
     @classmethod
-    def read(cls, islands: Islands, name: str, present: Sequence[int], *, told: bool = False) -> "OwnersImages":
+    def read(
+        cls, islands: Islands, name: str, present: Sequence[int], *, told: bool = False
+    ) -> "OwnersImages":
         """Read the images called `fitted` or `holdout`.
 
         Raises:
             DataError: none of them is of an island that is there.
         """
-        images, island_N, group_N = (map_array(islands.router / f"{name}{part}.npy") for part in ("", *_PARTS))
+        images, island_N, group_N = (
+            map_array(islands.router / f"{name}{part}.npy") for part in ("", *_PARTS)
+        )
         place_K = torch.full((len(islands.split.islands),), -1, dtype=torch.int64)
         place_K[list(present)] = torch.arange(len(present))
         kept = place_K[island_N] >= 0
         if not bool(kept.any()):
             expected = f"some of the {len(present)} islands that are trained"
-            raise DataError(f"{name} images", expected=expected, got=f"{len(images)}, all of other islands")
+            raise DataError(
+                f"{name} images", expected=expected, got=f"{len(images)}, all of other islands"
+            )
         condition_N = map_array(islands.router / f"{name}-conditions.npy")[kept] if told else None
         return cls(images[kept], place_K[island_N[kept]], group_N[kept], condition_N)
 
@@ -122,7 +130,9 @@ def fit_router(
     plan = islands.plan
     path, sketch = path_named(plan.objective.ensemble_path), files.sketch
     num_units = [islands.split.islands[number].num_images for number in present]
-    counts = CountsRouter.from_counts(sketch, exact_counts(islands)["counts"][list(present)], num_units, EXACT, path)
+    counts = CountsRouter.from_counts(
+        sketch, exact_counts(islands)["counts"][list(present)], num_units, EXACT, path
+    )
     held_out = OwnersImages.read(islands, "holdout", present)
     judged = _judged(held_out, plan, num_units, seed)
     kind: Kind = "counts"
@@ -179,12 +189,17 @@ def _fit(
 ) -> AnyRouter:
     """Fit the plan's family on the images that encoder and clusters were fitted on."""
     reads = isinstance(plan.router, SamplesSettings) and plan.router.conditional
-    known, path = OwnersImages.read(islands, "fitted", present, told=reads), path_named(plan.objective.ensemble_path)
+    known, path = (
+        OwnersImages.read(islands, "fitted", present, told=reads),
+        path_named(plan.objective.ensemble_path),
+    )
     if isinstance(plan.router, LearnedSettings):
         s_NR = counts.sketch.of(known.images, torch.zeros(len(known.images)), path).float()
         public = PublicSketches(s_NR, known.group_N, known.island_N)
         prior_K = torch.tensor(num_units, dtype=torch.float64) / sum(num_units)
-        return LearnedRouter(counts, fit_residual(counts, public, prior_K, plan.router, seed, on_progress))
+        return LearnedRouter(
+            counts, fit_residual(counts, public, prior_K, plan.router, seed, on_progress)
+        )
     if not isinstance(plan.router, SamplesSettings):
         raise DataError("router", expected="learned, counts or samples", got=plan.router.kind)
     generator, most = torch.Generator().manual_seed(seed), plan.router.images_per_expert
@@ -209,7 +224,9 @@ def exact_counts(islands: Islands) -> dict[str, Tensor]:
     num, statistics = len(islands.plan.silos), islands.plan.statistics
     specs = {"counts": TensorSpec("I64", (num, statistics.counts.num_groups))}
     if terms := statistics.class_counts:
-        specs["class_counts"] = TensorSpec("I64", (num, terms.num_classes, statistics.counts.num_groups))
+        specs["class_counts"] = TensorSpec(
+            "I64", (num, terms.num_classes, statistics.counts.num_groups)
+        )
     return load_tensors(islands.router / "counts.safetensors", specs, max_bytes=_MAX_COUNTS_BYTES)
 
 

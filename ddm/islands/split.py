@@ -99,7 +99,12 @@ def split(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         remedy = "Choose another folder; one that was split is never overwritten."
-        raise BusyError(str(out), expected="a path where nothing exists", got="a folder or a file", remedy=remedy)
+        raise BusyError(
+            str(out),
+            expected="a path where nothing exists",
+            got="a folder or a file",
+            remedy=remedy,
+        )
     if by not in ("clusters", "random"):
         present = dataset.values(by).require_complete(f"column {by}")
         values = sorted(set(present), key=_value_order)
@@ -147,7 +152,9 @@ def _value_order(value: str) -> tuple[bool, float, str]:
 
 def _check_number(found_values: int, wanted: int | None, subject: str) -> None:
     if not 2 <= found_values <= 1024 or wanted not in (None, found_values):
-        expected = "2 to 1024 values" if wanted is None else f"{wanted} values, as many as --islands"
+        expected = (
+            "2 to 1024 values" if wanted is None else f"{wanted} values, as many as --islands"
+        )
         raise SetupError(subject, expected=expected, got=f"{found_values}")
 
 
@@ -158,7 +165,9 @@ def _with_islands(recipe: IslandsRecipe, num: int | None, by: str) -> IslandsRec
         raise SetupError("--islands", expected="2 to 1024", got=str(wanted))
     if by != "clusters":
         return recipe
-    return recipe.model_copy(update={"clustering": recipe.clustering.model_copy(update={"num_coarse": wanted})})
+    return recipe.model_copy(
+        update={"clustering": recipe.clustering.model_copy(update={"num_coarse": wanted})}
+    )
 
 
 def _chosen(num: int, recipe: IslandsRecipe) -> Tensor:
@@ -203,9 +212,15 @@ def island_names(num: int) -> list[str]:
     return [f"island{number:0{len(str(num - 1))}d}" for number in range(num)]
 
 
-def _plan(recipe: IslandsRecipe, fitted: Fitted, size_K: Sequence[int], receipt_key: str, folder: Path) -> Plan:
+def _plan(
+    recipe: IslandsRecipe, fitted: Fitted, size_K: Sequence[int], receipt_key: str, folder: Path
+) -> Plan:
     """Write the plan of one owner: exact counts that nobody is shown, no budget, no audit, no limit on time."""
-    names, condition, shape = island_names(len(size_K)), fitted.condition, fitted.latent.shape(recipe.data.shape)
+    names, condition, shape = (
+        island_names(len(size_K)),
+        fitted.condition,
+        fitted.latent.shape(recipe.data.shape),
+    )
     num_classes = condition.num_classes if isinstance(condition, ClassCondition) else None
     expert_bytes = network_size(recipe.expert.architecture, shape, condition).bytes + _HEADER_BYTES
     return plan_of(
@@ -224,10 +239,17 @@ def _plan(recipe: IslandsRecipe, fitted: Fitted, size_K: Sequence[int], receipt_
             relation="none",
             total=Budget(epsilon=EXACT, delta=0.0),
             counts=CountsStatistic(epsilon=EXACT, num_groups=recipe.num_groups),
-            class_counts=ClassCountsStatistic(epsilon=EXACT, num_classes=num_classes) if num_classes else None,
+            class_counts=ClassCountsStatistic(epsilon=EXACT, num_classes=num_classes)
+            if num_classes
+            else None,
         ),
         audit=Audit(required=False, min_holdout_units=1, max_near_copy_rate=1.0, max_mia_auc=1.0),
-        limits=Limits(expert_bytes=expert_bytes, statistic_bytes=1, train_s=NO_LIMIT_S, gpu_hours=NO_LIMIT_HOURS),
+        limits=Limits(
+            expert_bytes=expert_bytes,
+            statistic_bytes=1,
+            train_s=NO_LIMIT_S,
+            gpu_hours=NO_LIMIT_HOURS,
+        ),
     )
 
 
@@ -242,8 +264,14 @@ def _write_islands(
 ) -> None:
     """Write each island's images as its expert sees them, and their conditions."""
     num, shape = len(dataset.images), plan.expert_shape
-    text_values = plan.condition.max_tokens * plan.condition.dim if isinstance(plan.condition, TextCondition) else 0
-    require_room({islands.path: 4 * num * (int(np.prod(shape)) + text_values)}, "the islands' images")
+    text_values = (
+        plan.condition.max_tokens * plan.condition.dim
+        if isinstance(plan.condition, TextCondition)
+        else 0
+    )
+    require_room(
+        {islands.path: 4 * num * (int(np.prod(shape)) + text_values)}, "the islands' images"
+    )
     done, told = 0, _told(dataset, plan.condition)
     for number in range(len(plan.silos)):
         folder, rows = islands.island(number), torch.nonzero(division.island_N == number)[:, 0]
@@ -269,7 +297,9 @@ def _told(dataset: Dataset, condition: Condition) -> np.ndarray | None:
     return np.array(dataset.captions()) if isinstance(condition, TextCondition) else None
 
 
-def _write_conditions(path: Path, told: np.ndarray, recipe: IslandsRecipe, condition: Condition) -> None:
+def _write_conditions(
+    path: Path, told: np.ndarray, recipe: IslandsRecipe, condition: Condition
+) -> None:
     """Write some images' classes, or their captions as experts read them."""
     if isinstance(condition, TextCondition):
         texts = _texts([str(caption) for caption in told], recipe, condition)
@@ -278,7 +308,9 @@ def _write_conditions(path: Path, told: np.ndarray, recipe: IslandsRecipe, condi
         write_rows(path, (len(told),), [told], np.int64)
 
 
-def _texts(captions: list[str], recipe: IslandsRecipe, condition: TextCondition) -> Iterator[np.ndarray]:
+def _texts(
+    captions: list[str], recipe: IslandsRecipe, condition: TextCondition
+) -> Iterator[np.ndarray]:
     """Yield captions as the encoder that the recipe names sees them."""
     from ddm.encoders.text import BLOCK, TextEncoder  # takes seconds, and most recipes do without
 
@@ -307,12 +339,20 @@ def _write_router(
         told = _told(dataset, fitted.condition)
         if told is not None:
             own = told[chosen[divide(len(chosen), recipe.public)[0]].numpy()]
-            _write_conditions(islands.router / "fitted-conditions.npy", own, recipe, fitted.condition)
-    for name, part, rows in zip(("fitted", "holdout"), seen, divide(len(chosen), recipe.public), strict=True):
+            _write_conditions(
+                islands.router / "fitted-conditions.npy", own, recipe, fitted.condition
+            )
+    for name, part, rows in zip(
+        ("fitted", "holdout"), seen, divide(len(chosen), recipe.public), strict=True
+    ):
         own = chosen[rows]
         write_rows(islands.router / f"{name}.npy", tuple(part.shape), [part.numpy()])
-        write_rows(islands.router / f"{name}-islands.npy", (len(own),), [island_N[own].numpy()], np.int64)
-        write_rows(islands.router / f"{name}-groups.npy", (len(own),), [group_N[own].numpy()], np.int64)
+        write_rows(
+            islands.router / f"{name}-islands.npy", (len(own),), [island_N[own].numpy()], np.int64
+        )
+        write_rows(
+            islands.router / f"{name}-groups.npy", (len(own),), [group_N[own].numpy()], np.int64
+        )
     counts = torch.bincount(island_N * num_groups + group_N, minlength=num_islands * num_groups)
     tensors = {"counts": counts.view(num_islands, num_groups)}
     if isinstance(fitted.condition, ClassCondition):
@@ -325,7 +365,9 @@ def _write_router(
     save_tensors(islands.router / "counts.safetensors", tensors)
 
 
-def _record(recipe: IslandsRecipe, plan: Plan, division: Division, size_K: Sequence[int], dataset: Dataset) -> Split:
+def _record(
+    recipe: IslandsRecipe, plan: Plan, division: Division, size_K: Sequence[int], dataset: Dataset
+) -> Split:
     values: Sequence[str | None] = division.values or [None] * len(size_K)
     return Split(
         plan_id=plan.plan_id,

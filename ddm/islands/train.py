@@ -113,7 +113,14 @@ def _train(
         train_here(folder.job, expert, inputs, wanted.data, on_progress, should_stop)
         if not is_first_process():
             return
-    result = train_job(wanted, folder.job, settings, folder.expert, on_progress=on_progress, should_stop=should_stop)
+    result = train_job(
+        wanted,
+        folder.job,
+        settings,
+        folder.expert,
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
     record = TrainedIsland(
         plan_id=plan.plan_id,
         num_images=len(inputs["images"]),

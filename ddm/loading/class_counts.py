@@ -71,15 +71,23 @@ def class_priors(
     return class_prior
 
 
-def _shares(plan: Plan, manifest: Manifest, folder: Path, files: PlanFiles) -> Callable[[], ConditionalPrior] | None:
+def _shares(
+    plan: Plan, manifest: Manifest, folder: Path, files: PlanFiles
+) -> Callable[[], ConditionalPrior] | None:
     terms = plan.statistics.class_counts
     if terms is None:
         return None
-    layout, by_id = published_layout(plan, manifest, files.clusters), {silo.silo_id: silo for silo in manifest.silos}
+    layout, by_id = (
+        published_layout(plan, manifest, files.clusters),
+        {silo.silo_id: silo for silo in manifest.silos},
+    )
     order = list(dict.fromkeys(expert.silo_id for expert in manifest.experts))
     signed = [_signed(plan, by_id[silo_id], folder) for silo_id in order]
     noisy_KCG = torch.stack([_counts(plan, document, folder) for document in signed])
-    num_units, counted = [each.num_units for each in signed], [by_id[silo_id].units for silo_id in order]
+    num_units, counted = (
+        [each.num_units for each in signed],
+        [by_id[silo_id].units for silo_id in order],
+    )
 
     @cache
     def shares() -> ConditionalPrior:
@@ -88,7 +96,9 @@ def _shares(plan: Plan, manifest: Manifest, folder: Path, files: PlanFiles) -> C
                 files.sketch, noisy_KCG, num_units, terms.epsilon, layout, counted_K=counted
             )
         except MathError as error:
-            raise TensorFileError(f"class_counts, {error.subject}", expected=error.expected, got=error.got) from error
+            raise TensorFileError(
+                f"class_counts, {error.subject}", expected=error.expected, got=error.got
+            ) from error
 
     return shares
 
@@ -104,10 +114,17 @@ def published_layout(plan: Plan, manifest: Manifest, clusters: Clusters) -> Layo
         own = {expert.cluster for expert in manifest.experts if expert.silo_id == silo_id}
         kept = sorted(c for c in own if c is not None and c < plan.clustering.num_coarse)
         if kept or not isinstance(plan.partition, SiloClusterPartition):
-            parts |= {part.expert_id: part for part in known_parts(plan.partition, silo_id, clusters, kept)}
-    if unknown := [expert.expert_id for expert in manifest.experts if expert.expert_id not in parts]:
+            parts |= {
+                part.expert_id: part
+                for part in known_parts(plan.partition, silo_id, clusters, kept)
+            }
+    if unknown := [
+        expert.expert_id for expert in manifest.experts if expert.expert_id not in parts
+    ]:
         expected = f"experts of the partition {plan.partition.kind}"
-        raise DocumentError("manifest.json, experts", expected=expected, got=f"{len(unknown)} others, {unknown[0]}")
+        raise DocumentError(
+            "manifest.json, experts", expected=expected, got=f"{len(unknown)} others, {unknown[0]}"
+        )
     own_parts = tuple(parts[expert.expert_id] for expert in manifest.experts)
     return Layout(silo_numbers(manifest.experts), own_parts, plan.partition)
 
@@ -116,7 +133,9 @@ def _signed(plan: Plan, silo: PublishedSilo, folder: Path) -> Submission | Islan
     """Read a silo's document again, which must be the one that the manifest lists."""
     listed = silo.submission
     data = read_bounded(
-        folder.parent / plan.origin(silo.silo_id) / listed.path, MAX_DOCUMENT_BYTES, subject=listed.path
+        folder.parent / plan.origin(silo.silo_id) / listed.path,
+        MAX_DOCUMENT_BYTES,
+        subject=listed.path,
     )
     if (found := sha256_hex(data)) != listed.digest:
         expected = f"sha256 {listed.digest[:16]}..., as manifest.json lists"
@@ -129,6 +148,10 @@ def _counts(plan: Plan, signed: Submission | Island, folder: Path) -> Tensor:
     """Return a silo's noised counts by class and group, shape (C, G)."""
     name, file = class_counts_path(signed.silo_id), signed.class_counts
     if file is None:
-        raise DocumentError(f"submission of {signed.silo_id}", expected="class_counts", got="no such statistic")
-    tensors = load_tensors(folder / name, class_counts_specs(plan), max_bytes=file.bytes, digest=file.digest)
+        raise DocumentError(
+            f"submission of {signed.silo_id}", expected="class_counts", got="no such statistic"
+        )
+    tensors = load_tensors(
+        folder / name, class_counts_specs(plan), max_bytes=file.bytes, digest=file.digest
+    )
     return tensors["counts"]

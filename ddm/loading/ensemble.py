@@ -61,7 +61,12 @@ def open_ensemble(
         return load_ensemble(release, memory_bytes=memory_bytes, device=device)
     if root is None:
         remedy = "Pass root: the file 1.root.json, obtained out of band."
-        raise SetupError(str(release), expected="a root of trust to verify it with", got="root=None", remedy=remedy)
+        raise SetupError(
+            str(release),
+            expected="a root of trust to verify it with",
+            got="root=None",
+            remedy=remedy,
+        )
     opened = open_release(
         FilePath(release),
         root=FilePath(root) if isinstance(root, str) else root,
@@ -74,7 +79,9 @@ def open_ensemble(
     return load_ensemble(opened, memory_bytes=memory_bytes, device=device)
 
 
-def load_ensemble(release: Release, *, memory_bytes: int | None = None, device: torch.device | str = "cpu") -> Ensemble:
+def load_ensemble(
+    release: Release, *, memory_bytes: int | None = None, device: torch.device | str = "cpu"
+) -> Ensemble:
     """Build the experts and the router of a verified release and load their weights.
 
     Args:
@@ -129,14 +136,22 @@ def build_ensemble(
         TensorFileError: a tensor file is not what the plan implies.
         SetupError: `memory_bytes` is less than the largest expert needs.
     """
-    shape, condition, path = plan.expert_shape, plan.condition, path_named(plan.objective.ensemble_path)
+    shape, condition, path = (
+        plan.expert_shape,
+        plan.condition,
+        path_named(plan.objective.ensemble_path),
+    )
     files = PlanFiles.load(plan, folder)
-    router = load_router(manifest.router, folder, plan=plan, sketch=files.sketch, experts=manifest.experts)
+    router = load_router(
+        manifest.router, folder, plan=plan, sketch=files.sketch, experts=manifest.experts
+    )
 
     def load(k: int) -> Expert:
         published = manifest.experts[k]
         home = folder.parent / plan.origin(published.silo_id)
-        expert = load_expert(plan.expert.architecture, shape, home, published.file, condition).to(device)
+        expert = load_expert(plan.expert.architecture, shape, home, published.file, condition).to(
+            device
+        )
         return on_path(arithmetic.applied(expert), plan.objective.of(published.silo_id), path)
 
     return Ensemble(
@@ -154,7 +169,9 @@ def build_ensemble(
     )
 
 
-def _experts(load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int | None) -> Experts:
+def _experts(
+    load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int | None
+) -> Experts:
     if memory_bytes is not None:
         return LazyExperts(load, sizes, memory_bytes)
     # Reading, hashing and checking release the interpreter lock, so several experts load in parallel.
@@ -178,5 +195,7 @@ class _OnPath(nn.Module):
         self.expert, self.learned, self.canonical = expert, learned, canonical
 
     def forward(self, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
-        velocity = as_velocity(self.expert, self.learned.prediction, path_named(self.learned.path), self.canonical)
+        velocity = as_velocity(
+            self.expert, self.learned.prediction, path_named(self.learned.path), self.canonical
+        )
         return velocity(x_B, t_B, *condition_B)

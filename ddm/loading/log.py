@@ -43,10 +43,14 @@ class LogView:
         """
         signed = open_checkpoint(checkpoint_in(other, subject), self.keys, subject)
         mine = self.view.signed
-        if signed.size > mine.size or (signed.size < mine.size and self.view.proofs.at(signed.size) is None):
+        if signed.size > mine.size or (
+            signed.size < mine.size and self.view.proofs.at(signed.size) is None
+        ):
             remedy = "Compare both with the whole log: ddm log LOG --root FILE --checkpoint FILE."
             expected = f"a checkpoint that this release, of {mine.size} entries, holds a proof for"
-            raise TrustError(subject, expected=expected, got=f"one of {signed.size} entries", remedy=remedy)
+            raise TrustError(
+                subject, expected=expected, got=f"one of {signed.size} entries", remedy=remedy
+            )
         theirs = View(signed, Consistency())
         if state is None:
             check_same_history(theirs, self.view, subject)
@@ -54,7 +58,9 @@ class LogView:
             LogMemory(state).compare(theirs, self.view, subject)
         return signed.size
 
-    def check_witnessed(self, witnesses: Witnesses, others: Mapping[str, bytes]) -> Mapping[str, datetime]:
+    def check_witnessed(
+        self, witnesses: Witnesses, others: Mapping[str, bytes]
+    ) -> Mapping[str, datetime]:
         """Check that witnesses cosigned exactly this checkpoint; return when each did, by name.
 
         A release has no cosignatures of its own: witnesses are asked once it is in force.
@@ -67,14 +73,19 @@ class LogView:
             SignatureError: too few did, or a cosignature does not verify.
             DocumentError: a copy does not parse.
         """
-        opened = [open_checkpoint(checkpoint_in(data, name), self.keys, name) for name, data in others.items()]
+        opened = [
+            open_checkpoint(checkpoint_in(data, name), self.keys, name)
+            for name, data in others.items()
+        ]
         mine = self.view.signed
         same = [mine, *(each for each in opened if each.checkpoint == mine.checkpoint)]
         remedy = f"Pass it cosigned: --checkpoint FILE, which is cosigned/{mine.size} of the federation's public log."
         return witnesses.check(same, remedy)
 
 
-def read_log(log_keys: tuple[str, ...], proof: bytes, consistency: bytes, entry: Entry, subject: str) -> LogView:
+def read_log(
+    log_keys: tuple[str, ...], proof: bytes, consistency: bytes, entry: Entry, subject: str
+) -> LogView:
     """Check that an entry stands in the log.
 
     Args:
@@ -90,10 +101,14 @@ def read_log(log_keys: tuple[str, ...], proof: bytes, consistency: bytes, entry:
         FormatError: a file does not parse, or does not fit the checkpoint's size.
     """
     if not log_keys:
-        raise RootError("root", expected="the key of the federation's log, log_key", got="a root without it")
+        raise RootError(
+            "root", expected="the key of the federation's log, log_key", got="a root without it"
+        )
     keys = tuple(VerifierKey.parse(key) for key in log_keys)
     signed = InclusionProof.parse(proof, subject).check(encode_entry(entry), keys[-1:], subject)
-    proofs = Consistency.parse(consistency, subject="log-consistency.json", limit=MAX_CONSISTENCY_BYTES)
+    proofs = Consistency.parse(
+        consistency, subject="log-consistency.json", limit=MAX_CONSISTENCY_BYTES
+    )
     return LogView(View(signed, proofs), keys)
 
 

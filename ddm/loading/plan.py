@@ -57,9 +57,14 @@ class PlanFiles:
         if isinstance(plan.encoder, PcaSpec):
             encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
         elif isinstance(plan.encoder, HogSpec):
-            encoder = HogEncoder.from_tensors(load(plan.encoder.path, hog_specs(plan.encoder)), plan.encoder)
+            encoder = HogEncoder.from_tensors(
+                load(plan.encoder.path, hog_specs(plan.encoder)), plan.encoder
+            )
         else:
-            from ddm.encoders.timm import TimmEncoder, timm_specs  # takes seconds, and most plans do not need it
+            from ddm.encoders.timm import (  # takes seconds, and most plans do not need it
+                TimmEncoder,
+                timm_specs,
+            )
 
             encoder = TimmEncoder.from_tensors(
                 load(plan.encoder.path, timm_specs(plan.encoder)), plan.encoder, plan.data
@@ -67,10 +72,14 @@ class PlanFiles:
         cluster_shapes = cluster_specs(plan.clustering.num_fine, dim)
         clusters = Clusters.from_tensors(load(plan.clustering.path, cluster_shapes))
         latent_spec = plan.data.model_copy(update={"shape": plan.expert_shape})
-        sketch = Sketch.from_tensors(load(plan.sketch.path, sketch_specs(latent_spec, plan.sketch.rank, num_groups)))
+        sketch = Sketch.from_tensors(
+            load(plan.sketch.path, sketch_specs(latent_spec, plan.sketch.rank, num_groups))
+        )
         sketch.check()
         clusters.check(plan.clustering.num_coarse, num_groups)
-        return cls(encoder=encoder, clusters=clusters, sketch=sketch, latent=cls.load_latent(plan, folder))
+        return cls(
+            encoder=encoder, clusters=clusters, sketch=sketch, latent=cls.load_latent(plan, folder)
+        )
 
     @staticmethod
     def load_latent(plan: Plan, folder: Path) -> Latent:
@@ -85,5 +94,8 @@ def sketch_noise_level(plan: Plan, sketch: Sketch) -> float | None:
     if terms is None:
         return None
     return t_release(
-        gaussian_mu(terms.epsilon, terms.delta), sketch.scale, path_named(plan.objective.ensemble_path), terms.rank
+        gaussian_mu(terms.epsilon, terms.delta),
+        sketch.scale,
+        path_named(plan.objective.ensemble_path),
+        terms.rank,
     )

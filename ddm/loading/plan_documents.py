@@ -24,13 +24,17 @@ def read_earlier(plan: Plan, read: Callable[[File], bytes]) -> Mapping[str, Plan
     for path, digest in plan.earlier_plans.items():
         data = read(plan.file(path))
         if (got := sha256_hex(data)) != digest:
-            raise DigestError(path, expected=f"sha256 {digest[:16]}...", got=f"sha256 {got[:16]}...")
+            raise DigestError(
+                path, expected=f"sha256 {digest[:16]}...", got=f"sha256 {got[:16]}..."
+            )
         old = Plan.parse(data, subject=path)
         found[old.plan_id] = old
     for carried in plan.carried:
         if carried.plan_id not in found:
             got = f"documents of {', '.join(sorted(found))[:200]}"
-            raise DigestError(carried.plan_path, expected=f"the document of plan {carried.plan_id}", got=got)
+            raise DigestError(
+                carried.plan_path, expected=f"the document of plan {carried.plan_id}", got=got
+            )
         check_carried(carried, found[carried.plan_id], plan)
     return found
 
@@ -50,5 +54,7 @@ def check_origins(plan: Plan, origins: Mapping[str, str]) -> None:
         if origin != expected or silo_id not in plan.members:
             got = f"{silo_id} with the role of plan {origin}"
             raise RoleError(
-                "metadata/targets.json", expected=f"a silo of the plan with the role of {expected}", got=got
+                "metadata/targets.json",
+                expected=f"a silo of the plan with the role of {expected}",
+                got=got,
             )

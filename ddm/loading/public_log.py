@@ -70,9 +70,13 @@ def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:
     memory = Memory.of(state, sha256_hex(root))
     found = trusted_log_keys(_roots(folder, root), root, memory.roots())
     if not found:
-        raise RootError("root", expected="the key of the federation's log, log_key", got="a root without it")
+        raise RootError(
+            "root", expected="the key of the federation's log, log_key", got="a root without it"
+        )
     keys = tuple(VerifierKey.parse(key) for key in found)
-    signed = open_checkpoint(read_small(folder, "checkpoint", MAX_NOTE_BYTES), keys[-1:], "checkpoint")
+    signed = open_checkpoint(
+        read_small(folder, "checkpoint", MAX_NOTE_BYTES), keys[-1:], "checkpoint"
+    )
     lines = _lines(folder, signed)
     entries = tuple(parse_entry(line, f"entry {number}") for number, line in enumerate(lines))
     opened = PublicLog(signed, lines, entries, keys, LogMemory(memory.folder))
@@ -96,7 +100,9 @@ def _roots(folder: Path, root: bytes) -> dict[str, bytes]:
 def _lines(folder: Path, signed: SignedCheckpoint) -> tuple[bytes, ...]:
     """Read the entries, which must have the root hash that is signed, and check every tile against them."""
     if signed.size > MAX_ENTRIES:
-        raise DocumentError("checkpoint", expected=f"at most {MAX_ENTRIES} entries", got=f"{signed.size}")
+        raise DocumentError(
+            "checkpoint", expected=f"at most {MAX_ENTRIES} entries", got=f"{signed.size}"
+        )
     lines: list[bytes] = []
     for index, width in tiles_of(signed.size):
         name = tile_path(None, index, width)
@@ -106,5 +112,7 @@ def _lines(folder: Path, signed: SignedCheckpoint) -> tuple[bytes, ...]:
         raise DigestError("tile/entries", expected=expected, got=f"root hash {found.hex()[:16]}...")
     for name, data in layout(lines):
         if read_small(folder, name, MAX_BUNDLE_BYTES) != data:
-            raise DigestError(name, expected="the hashes of the entries", got="a tile that differs from them")
+            raise DigestError(
+                name, expected="the hashes of the entries", got="a tile that differs from them"
+            )
     return tuple(lines)

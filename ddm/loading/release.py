@@ -25,7 +25,11 @@ from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
 from ddm.trust.log.witness import Witnesses
-from ddm.trust.model_signature import MAX_MODEL_SIGNATURE_BYTES, MODEL_SIGNATURE_NAME, check_model_signature
+from ddm.trust.model_signature import (
+    MAX_MODEL_SIGNATURE_BYTES,
+    MODEL_SIGNATURE_NAME,
+    check_model_signature,
+)
 from ddm.trust.paths import CONSISTENCY_NAME, LOG_NAMES, MANIFEST_PROOF_NAME, PLAN_LOG_NAMES
 from ddm.trust.verify import VerifiedRelease, verify_release
 
@@ -84,7 +88,9 @@ def read_root(path: Path) -> bytes:
     size = path.stat().st_size
     data = path.read_bytes() if size <= MAX_ROOT_BYTES else b""
     if not data:
-        raise RootError(str(path), expected=f"a root of 1 to {MAX_ROOT_BYTES} bytes", got=f"{size} bytes")
+        raise RootError(
+            str(path), expected=f"a root of 1 to {MAX_ROOT_BYTES} bytes", got=f"{size} bytes"
+        )
     return data
 
 
@@ -168,7 +174,9 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
     manifest = Manifest.parse(encoded, subject="manifest.json")
     kind: type[Submission | Island] = Submission if plan.statistics.private else Island
     submissions = {
-        silo.silo_id: kind.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
+        silo.silo_id: kind.parse(
+            _read(verified, silo.submission.path), subject=silo.submission.path
+        )
         for silo in manifest.silos
     }
     earlier = read_earlier(plan, lambda file: _read(verified, file.path))
@@ -201,7 +209,8 @@ def _read(verified: VerifiedRelease, name: str, limit: int = MAX_DOCUMENT_BYTES)
     data = read_bounded(verified.files[name].path, limit, subject=name)
     if (found := sha256_hex(data)) != (wanted := verified.files[name].digest):
         remedy = (
-            "The file changed while it was read. Copy the release to a folder that nobody writes to, and try again."
+            "The file changed while it was read. Copy the release "
+            "to a folder that nobody writes to, and try again."
         )
         expected = f"sha256 {wanted[:16]}..., as verified before"
         raise DigestError(name, expected=expected, got=f"sha256 {found[:16]}...", remedy=remedy)
@@ -221,7 +230,9 @@ def _check_together(
         if plan_id != verified.plan_id:
             raise ReplayError(subject, expected=f"plan {verified.plan_id}", got=plan_id)
     if manifest.plan_digest != plan_digest:
-        raise ReplayError("manifest.json", expected=f"plan digest {plan_digest}", got=manifest.plan_digest)
+        raise ReplayError(
+            "manifest.json", expected=f"plan digest {plan_digest}", got=manifest.plan_digest
+        )
     _check_silos(verified, plan, manifest)
     check_origins(plan, verified.origins)
     carried = {each.silo_id: each for each in plan.carried}
@@ -232,14 +243,19 @@ def _check_together(
         got = (submission.silo_id, submission.plan_id, submission.plan_digest)
         if got != (silo_id, plan.plan_id, plan_digest):
             named = (
-                f"silo {submission.silo_id} and plan {submission.plan_id} of digest {submission.plan_digest[:16]}..."
+                f"silo {submission.silo_id} and plan {submission.plan_id} "
+                f"of digest {submission.plan_digest[:16]}..."
             )
             expected = f"silo {silo_id} and plan {plan.plan_id} of digest {plan_digest[:16]}..."
             raise ReplayError(f"submission of {silo_id}", expected=expected, got=named)
     for silo in manifest.silos:
         _check_claims(silo, submissions[silo.silo_id])
         if silo.standing != (standing := standing_of(plan, earlier, silo.silo_id)):
-            raise TrustError(f"manifest.json, silo {silo.silo_id}, standing", expected=standing, got=silo.standing)
+            raise TrustError(
+                f"manifest.json, silo {silo.silo_id}, standing",
+                expected=standing,
+                got=silo.standing,
+            )
         _check_units(plan, silo, submissions[silo.silo_id])
         _check_class_counts(verified, plan, silo.silo_id, submissions[silo.silo_id])
     _check_experts(plan, manifest, submissions)
@@ -254,33 +270,50 @@ def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
     listed = sorted([*published, *manifest.missing_silos, *manifest.withdrawn_silos])
     if listed != list(plan.members):
         expected = f"each silo of the plan once, as published, missing or withdrawn: {', '.join(plan.members)[:200]}"
-        raise TrustError("manifest.json, silos", expected=expected, got=", ".join(listed)[:200] or "no silos")
+        raise TrustError(
+            "manifest.json, silos", expected=expected, got=", ".join(listed)[:200] or "no silos"
+        )
     for silo_id in sorted(published.keys() | verified.silo_keys.keys()):
         if published.get(silo_id) != verified.silo_keys.get(silo_id):
-            signed, named = (keys.get(silo_id, "no key")[:16] for keys in (verified.silo_keys, published))
+            signed, named = (
+                keys.get(silo_id, "no key")[:16] for keys in (verified.silo_keys, published)
+            )
             subject = f"manifest.json, silo {silo_id}, key_fingerprint"
             raise TrustError(subject, expected=f"{signed}, of the key that signed", got=named)
 
 
-def _check_carried(verified: VerifiedRelease, carried: Carried, submission: Submission | Island) -> None:
+def _check_carried(
+    verified: VerifiedRelease, carried: Carried, submission: Submission | Island
+) -> None:
     """Check that a carried silo's document is the one that the plan names, and that its silo consents."""
     path = submission_path(carried.silo_id)
     if (found := verified.files[path].digest) != carried.submission_digest:
-        expected = f"sha256 {carried.submission_digest[:16]}..., the submission that the plan carries"
+        expected = (
+            f"sha256 {carried.submission_digest[:16]}..., the submission that the plan carries"
+        )
         raise ReplayError(path, expected=expected, got=f"sha256 {found[:16]}...")
     if not isinstance(submission, Submission):
-        raise ReplayError(path, expected="the submission of a silo", got="an island, which no plan carries over")
+        raise ReplayError(
+            path, expected="the submission of a silo", got="an island, which no plan carries over"
+        )
     check_consent(carried, submission)
 
 
 def _check_claims(silo: PublishedSilo, submission: Submission | Island) -> None:
     """Check that what the manifest repeats of a silo's submission is what the silo signed."""
-    stated: tuple[float | str | None, ...] = (None, None, "none", "none")  # an island claims no guarantee
+    stated: tuple[float | str | None, ...] = (
+        None,
+        None,
+        "none",
+        "none",
+    )  # an island claims no guarantee
     if isinstance(submission, Submission):
         spent = submission.spent
         stated = (spent.epsilon, spent.delta, submission.audit.verdict, submission.isolation)
     claims = zip(("epsilon", "delta", "audit", "isolation"), stated, strict=True)
-    for (name, signed), claimed in zip(claims, (silo.epsilon, silo.delta, silo.audit, silo.isolation), strict=True):
+    for (name, signed), claimed in zip(
+        claims, (silo.epsilon, silo.delta, silo.audit, silo.isolation), strict=True
+    ):
         if claimed != signed:
             subject = f"manifest.json, silo {silo.silo_id}, {name}"
             raise TrustError(subject, expected=f"{signed}, as the silo signed", got=f"{claimed}")
@@ -291,14 +324,20 @@ def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission | Islan
     claimed, agreed = submission.num_units, plan.agreed[silo.silo_id].units(plan.statistics.unit)
     subject, most = f"manifest.json, silo {silo.silo_id}, units", min(claimed, agreed)
     if silo.units > most:
-        expected = f"at most {most}, of {claimed} that the silo stated and {agreed} that were agreed"
+        expected = (
+            f"at most {most}, of {claimed} that the silo stated and {agreed} that were agreed"
+        )
         raise TrustError(subject, expected=expected, got=f"{silo.units}")
     if (silo.units < claimed) != (silo.units_reason is not None):
         got = f"{silo.units} {'with' if silo.units_reason is not None else 'without'} a reason"
-        raise TrustError(subject, expected=f"{claimed}, as the silo stated, or less with a reason", got=got)
+        raise TrustError(
+            subject, expected=f"{claimed}, as the silo stated, or less with a reason", got=got
+        )
 
 
-def _check_class_counts(verified: VerifiedRelease, plan: Plan, silo_id: str, submission: Submission | Island) -> None:
+def _check_class_counts(
+    verified: VerifiedRelease, plan: Plan, silo_id: str, submission: Submission | Island
+) -> None:
     """Check that a silo's class counts, from which readers compute who holds a class, are those that it signed."""
     if plan.statistics.class_counts is None:
         return
@@ -309,11 +348,17 @@ def _check_class_counts(verified: VerifiedRelease, plan: Plan, silo_id: str, sub
     found = verified.files.get(name)
     if found is None or (found.bytes, found.digest) != (signed.bytes, signed.digest):
         expected = f"{signed.bytes} bytes, sha256 {signed.digest[:16]}..., as the silo signed"
-        got = f"{found.bytes} bytes, sha256 {found.digest[:16]}..." if found else "no signed file of this name"
+        got = (
+            f"{found.bytes} bytes, sha256 {found.digest[:16]}..."
+            if found
+            else "no signed file of this name"
+        )
         raise TrustError(name, expected=expected, got=got)
 
 
-def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission | Island]) -> None:
+def _check_experts(
+    plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission | Island]
+) -> None:
     """Check that the manifest lists the silos' experts, and that each silo's priors sum to its share of counted units.
 
     With a partition by clusters the division of a silo's share among its experts follows from its noised histogram,
@@ -323,12 +368,18 @@ def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Sub
     total = sum(units.values())
     for silo_id, submission in submissions.items():
         published = [expert for expert in manifest.experts if expert.silo_id == silo_id]
-        privately = {e.expert_id: e.privacy for e in submission.experts if isinstance(e.privacy, DpSgdPrivacy)}
+        privately = {
+            e.expert_id: e.privacy
+            for e in submission.experts
+            if isinstance(e.privacy, DpSgdPrivacy)
+        }
         for each in published:
             if each.privacy != (signed := privately.get(each.expert_id)):
                 subject, none = f"manifest.json, expert {each.expert_id}, privacy", "no guarantee"
                 raise TrustError(
-                    subject, expected=f"{signed or none}, as the silo signed", got=f"{each.privacy or none}"
+                    subject,
+                    expected=f"{signed or none}, as the silo signed",
+                    got=f"{each.privacy or none}",
                 )
         if {(e.expert_id, e.cluster, e.file) for e in published} != {
             (e.expert_id, e.cluster, e.file) for e in submission.experts
@@ -343,7 +394,9 @@ def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Sub
         _check_prior(f"silo {silo_id}, priors", share, sum(expert.prior for expert in published))
         if not isinstance(plan.partition, SiloClusterPartition):
             for expert in published:
-                _check_prior(f"expert {expert.expert_id}, prior", share / len(published), expert.prior)
+                _check_prior(
+                    f"expert {expert.expert_id}, prior", share / len(published), expert.prior
+                )
 
 
 def _check_prior(subject: str, share: float, prior: float) -> None:
@@ -354,26 +407,40 @@ def _check_prior(subject: str, share: float, prior: float) -> None:
 
 def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
     listed = [*plan.files, *manifest.files, manifest.router.file]
-    listed += [silo.submission for silo in manifest.silos] + [expert.file for expert in manifest.experts]
+    listed += [silo.submission for silo in manifest.silos] + [
+        expert.file for expert in manifest.experts
+    ]
     for file in listed:
         signed = verified.files.get(file.path)
         if signed is None or (signed.bytes, signed.digest) != (file.bytes, file.digest):
-            got = f"{signed.bytes} bytes, sha256 {signed.digest[:16]}..." if signed else "no signed file of this name"
+            got = (
+                f"{signed.bytes} bytes, sha256 {signed.digest[:16]}..."
+                if signed
+                else "no signed file of this name"
+            )
             expected = f"{file.bytes} bytes, sha256 {file.digest[:16]}..., as manifest.json or plan.json lists"
             raise DigestError(file.path, expected=expected, got=got)
     # Made after the manifest, of which they speak; those of the plan are no part of it either.
     beside = {"manifest.json", MODEL_SIGNATURE_NAME, *LOG_NAMES, *PLAN_LOG_NAMES}
     extra = set(verified.files) - {file.path for file in listed} - beside
     if extra:
-        raise DigestError(min(extra), expected="a file that the manifest lists", got=f"{len(extra)} that it does not")
+        raise DigestError(
+            min(extra),
+            expected="a file that the manifest lists",
+            got=f"{len(extra)} that it does not",
+        )
 
 
 def _check_read(verified: VerifiedRelease, manifest: Manifest) -> None:
     """Check that only experts of the manifest were left unread, since only these are read and checked later."""
-    unread = {name for name, file in verified.files.items() if not file.read} - {e.file.path for e in manifest.experts}
+    unread = {name for name, file in verified.files.items() if not file.read} - {
+        e.file.path for e in manifest.experts
+    }
     if unread:
         raise DigestError(
-            min(unread), expected="an expert that the manifest lists", got="an unread file that it does not"
+            min(unread),
+            expected="an expert that the manifest lists",
+            got="an unread file that it does not",
         )
 
 
@@ -385,6 +452,10 @@ def _check_model_signature(verified: VerifiedRelease) -> None:
     if MODEL_SIGNATURE_NAME in verified.files:
         data = _read(verified, MODEL_SIGNATURE_NAME, MAX_MODEL_SIGNATURE_BYTES)
         folder = verified.files["plan.json"].path.parent
-        within = {name: file for name, file in verified.files.items() if file.path.is_relative_to(folder)}
-        others = {name: file.digest for name, file in within.items() if name != MODEL_SIGNATURE_NAME}
+        within = {
+            name: file for name, file in verified.files.items() if file.path.is_relative_to(folder)
+        }
+        others = {
+            name: file.digest for name, file in within.items() if name != MODEL_SIGNATURE_NAME
+        }
         check_model_signature(data, verified.plan_id, others)

@@ -41,7 +41,11 @@ Network = DiT | MMDiT | UNet
 
 
 def build_expert(
-    architecture: Architecture, shape: Sequence[int], *, condition: Condition = NoCondition(), seed: int = 0
+    architecture: Architecture,
+    shape: Sequence[int],
+    *,
+    condition: Condition = NoCondition(),
+    seed: int = 0,
 ) -> nn.Module:
     """Build an expert with seeded initial weights; the caller's random state is left as it was.
 
@@ -71,12 +75,16 @@ def expected_tensors(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
-    with torch.device("meta"):  # what a network computes when it is built, such as positions, takes no memory either
+    with torch.device(
+        "meta"
+    ):  # what a network computes when it is built, such as positions, takes no memory either
         weights = _build(architecture, shape, condition).state_dict()
     return {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
 
 
-def empty_expert(architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()) -> Network:
+def empty_expert(
+    architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()
+) -> Network:
     """Build an expert on the meta device, without memory for its weights, which the caller assigns.
 
     Buffers that it computes itself, such as positions, are real.
@@ -110,8 +118,12 @@ def load_expert(
     """
     # The initial weights are replaced at once, so they need neither memory nor random numbers.
     expert: nn.Module = empty_expert(architecture, shape, condition)
-    specs = {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in expert.state_dict().items()}
-    weights = load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
+    specs = {
+        name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in expert.state_dict().items()
+    }
+    weights = load_tensors(
+        folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest
+    )
     expert.load_state_dict(weights, strict=True, assign=True)
     return expert.eval().requires_grad_(False)
 
@@ -122,7 +134,10 @@ def num_parameters(expert: nn.Module) -> int:
 
 
 def training_flops(
-    architecture: Architecture, shape: Sequence[int], num_images_seen: int, condition: Condition = NoCondition()
+    architecture: Architecture,
+    shape: Sequence[int],
+    num_images_seen: int,
+    condition: Condition = NoCondition(),
 ) -> int:
     """Return the operations of all matrix products and convolutions, forward and backward, over so many samples.
 
@@ -158,7 +173,10 @@ def count_flops(
 
 
 def _build(
-    architecture: Architecture, shape: Sequence[int], condition: Condition, device: str | None = None
+    architecture: Architecture,
+    shape: Sequence[int],
+    condition: Condition,
+    device: str | None = None,
 ) -> Network:
     match architecture:
         case Dit():

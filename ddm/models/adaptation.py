@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ddm.errors import SetupError
-from ddm.protocol.plan import Adaptation, FullAdaptation, LoraAdaptation, OwnAdaptation, PartialAdaptation
+from ddm.protocol.plan import (
+    Adaptation,
+    FullAdaptation,
+    LoraAdaptation,
+    OwnAdaptation,
+    PartialAdaptation,
+)
 
 
 class LoraLinear(nn.Module):
@@ -83,11 +89,17 @@ def merged(weights: Mapping[str, Tensor], adaptation: Adaptation) -> dict[str, T
     """
     if not isinstance(adaptation, LoraAdaptation):
         return dict(weights)
-    whole = {name.replace(".frozen.", "."): value for name, value in weights.items() if not _is_factor(name)}
+    whole = {
+        name.replace(".frozen.", "."): value
+        for name, value in weights.items()
+        if not _is_factor(name)
+    }
     for name, up_OR in weights.items():
         layer, _, factor = name.rpartition(".")
         if factor == "up_OR":
-            update = (up_OR.double() @ weights[f"{layer}.down_RI"].double()) * (adaptation.alpha / adaptation.rank)
+            update = (up_OR.double() @ weights[f"{layer}.down_RI"].double()) * (
+                adaptation.alpha / adaptation.rank
+            )
             whole[f"{layer}.weight"] = (whole[f"{layer}.weight"].double() + update).to(up_OR)
     return whole
 

@@ -47,10 +47,21 @@ class Arithmetic:
         """
         if self.dtype in ("tf32", "float16") and device.type != "cuda":
             remedy = "Use float32 or bfloat16, or a GPU."
-            raise SetupError(f"dtype {self.dtype}", expected="a GPU", got=f"the device {device.type}", remedy=remedy)
-        if self.dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise SetupError(
+                f"dtype {self.dtype}",
+                expected="a GPU",
+                got=f"the device {device.type}",
+                remedy=remedy,
+            )
+        if (
+            self.dtype == "bfloat16"
+            and device.type == "cuda"
+            and not torch.cuda.is_bf16_supported()
+        ):
             got = torch.cuda.get_device_name(device)
-            raise SetupError("dtype bfloat16", expected="a GPU with bfloat16", got=got, remedy="Use float16.")
+            raise SetupError(
+                "dtype bfloat16", expected="a GPU with bfloat16", got=got, remedy="Use float16."
+            )
 
     def settle(self) -> None:
         """Set what torch keeps for the whole process: whether products of float32 may be rounded to TF32."""
@@ -64,7 +75,9 @@ class Arithmetic:
             for module in network.modules():
                 if isinstance(module, _PRODUCTS):
                     module.to(lower)
-        call: Callable[..., Tensor] = torch.compile(network, dynamic=True) if self.compile else network
+        call: Callable[..., Tensor] = (
+            torch.compile(network, dynamic=True) if self.compile else network
+        )
         return call if lower is None else _Lowered(call, lower)
 
 
@@ -92,6 +105,8 @@ def why_not_compiled(device: torch.device) -> str | None:
     try:
         with torch.inference_mode():
             torch.compile(small)(torch.zeros(2, 4, device=device))
-    except Exception as error:  # torch raises many kinds, of its own and of the compilers that it calls
+    except (
+        Exception
+    ) as error:  # torch raises many kinds, of its own and of the compilers that it calls
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return None

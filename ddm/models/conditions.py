@@ -41,7 +41,9 @@ def class_rows(c_B: Tensor | None, num: int, device: torch.device) -> Tensor:
     if c_B is None:
         return torch.zeros(num, dtype=torch.int64, device=device)
     if c_B.shape != (num,) or c_B.dtype != torch.int64:
-        raise ShapeError("classes", expected=f"int64 ({num},)", got=f"{c_B.dtype} {tuple(c_B.shape)}")
+        raise ShapeError(
+            "classes", expected=f"int64 ({num},)", got=f"{c_B.dtype} {tuple(c_B.shape)}"
+        )
     return c_B.to(device) + 1
 
 
@@ -69,7 +71,10 @@ class TextEmbedding(nn.Module):
         super().__init__()
         self.condition = condition
         self.null = nn.Parameter(torch.zeros(hidden, device=device))
-        widen, mix = nn.Linear(condition.dim, hidden, device=device), nn.Linear(hidden, hidden, device=device)
+        widen, mix = (
+            nn.Linear(condition.dim, hidden, device=device),
+            nn.Linear(hidden, hidden, device=device),
+        )
         self.mlp = nn.Sequential(widen, nn.GELU(), mix)
 
     def forward(self, c_BLD: Tensor | None, num: int) -> Text:
@@ -117,6 +122,8 @@ class CrossAttention(nn.Module):
     def forward(self, h_BND: Tensor, text: Text) -> Tensor:
         """Return the update of the image tokens, shape (B, N, D)."""
         k_BLD, v_BLD = self.key_value(text.tokens_BLD).chunk(2, -1)
-        q_BAND, k_BALD, v_BALD = (heads_of(part, self.heads) for part in (self.query(normalise(h_BND)), k_BLD, v_BLD))
+        q_BAND, k_BALD, v_BALD = (
+            heads_of(part, self.heads) for part in (self.query(normalise(h_BND)), k_BLD, v_BLD)
+        )
         out: Tensor = self.project(attend(q_BAND, k_BALD, v_BALD, text.mask_B11L))
         return out

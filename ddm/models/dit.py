@@ -66,24 +66,44 @@ class DiT(nn.Module):
         self.shape, self.patch = shape, patch
         self.embed = nn.Linear(channels * patch * patch, hidden, device=device)
         self.register_buffer(
-            "position_ND", sincos_positions(rows, columns, hidden, architecture.position_grid), persistent=False
+            "position_ND",
+            sincos_positions(rows, columns, hidden, architecture.position_grid),
+            persistent=False,
         )
         self.time = TimeEmbedding(hidden, device)
         self.widths = [_MODULATIONS * hidden] * architecture.depth + [2 * hidden]
         self.modulation = nn.Linear(hidden, sum(self.widths), device=device)
         reads_text = isinstance(condition, TextCondition)
         self.blocks = nn.ModuleList(
-            Block(hidden, architecture.heads, device, reads_text=reads_text, qk_norm=architecture.qk_norm)
+            Block(
+                hidden,
+                architecture.heads,
+                device,
+                reads_text=reads_text,
+                qk_norm=architecture.qk_norm,
+            )
             for _ in range(architecture.depth)
         )
         self.head = nn.Linear(hidden, channels * patch * patch, device=device)
-        self.classes = ClassEmbedding(condition, hidden, device) if isinstance(condition, ClassCondition) else None
-        self.text = TextEmbedding(condition, hidden, device) if isinstance(condition, TextCondition) else None
-        readers = [module.project for module in self.modules() if isinstance(module, CrossAttention)]
+        self.classes = (
+            ClassEmbedding(condition, hidden, device)
+            if isinstance(condition, ClassCondition)
+            else None
+        )
+        self.text = (
+            TextEmbedding(condition, hidden, device)
+            if isinstance(condition, TextCondition)
+            else None
+        )
+        readers = [
+            module.project for module in self.modules() if isinstance(module, CrossAttention)
+        ]
         initialise(self, self.time, self.modulation, self.head, *readers)
         self.widest = max(sum(self.widths), MLP_RATIO * hidden * rows * columns)
 
-    def forward(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None
+    ) -> Tensor:
         """Return the prediction at (x, t).
 
         Args:
@@ -102,12 +122,16 @@ class DiT(nn.Module):
         patches: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM))
         return images_of(patches, self.shape, self.patch) if kept_BM is None else patches
 
-    def tokens(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, kept_BM: Tensor | None = None) -> Tensor:
+    def tokens(
+        self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, kept_BM: Tensor | None = None
+    ) -> Tensor:
         """Return the tokens that the head reads, shape (B, N, D) or (B, M, D); see `forward`."""
         check_input(x_BCHW, t_B, self.shape)
         if c is not None and self.classes is None and self.text is None:
             got = f"a condition of shape {tuple(c.shape)}"
-            raise ShapeError("condition", expected="no condition: the model is unconditional", got=got)
+            raise ShapeError(
+                "condition", expected="no condition: the model is unconditional", got=got
+            )
         condition_BD = self.time(t_B)
         if self.classes is not None:
             condition_BD = condition_BD + self.classes(c, len(t_B))
@@ -132,7 +156,13 @@ class Block(nn.Module):
     """Self-attention, cross-attention to a text if there is one, and a two-layer network, on the residual stream."""
 
     def __init__(
-        self, hidden: int, heads: int, device: str | None = None, *, reads_text: bool = False, qk_norm: bool = False
+        self,
+        hidden: int,
+        heads: int,
+        device: str | None = None,
+        *,
+        reads_text: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -140,7 +170,9 @@ class Block(nn.Module):
         self.project = nn.Linear(hidden, hidden, device=device)
         self.up = nn.Linear(hidden, MLP_RATIO * hidden, device=device)
         self.down = nn.Linear(MLP_RATIO * hidden, hidden, device=device)
-        self.norms = nn.ModuleList(HeadNorm(hidden // heads, device) for _ in range(2 if qk_norm else 0))
+        self.norms = nn.ModuleList(
+            HeadNorm(hidden // heads, device) for _ in range(2 if qk_norm else 0)
+        )
         self.reader = CrossAttention(hidden, heads, device) if reads_text else None
 
     def forward(self, h_BND: Tensor, modulation: Tensor, text: Text | None = None) -> Tensor:
@@ -157,6 +189,8 @@ class Block(nn.Module):
         qkv = self.qkv(h_BND).view(batch, tokens, 3, self.heads, hidden // self.heads)
         q_BAND, k_BAND, v_BAND = qkv.permute(2, 0, 3, 1, 4)
         if len(self.norms):
-            q_BAND, k_BAND = (norm(part) for norm, part in zip(self.norms, (q_BAND, k_BAND), strict=True))
+            q_BAND, k_BAND = (
+                norm(part) for norm, part in zip(self.norms, (q_BAND, k_BAND), strict=True)
+            )
         out: Tensor = self.project(attend(q_BAND, k_BAND, v_BAND))
         return out

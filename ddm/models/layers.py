@@ -25,7 +25,10 @@ class TimeEmbedding(nn.Module):
         half = TIME_FEATURES // 2
         frequencies = 1000.0 * torch.exp(-log(10_000.0) * torch.arange(half) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        widen, mix = nn.Linear(TIME_FEATURES, hidden, device=device), nn.Linear(hidden, hidden, device=device)
+        widen, mix = (
+            nn.Linear(TIME_FEATURES, hidden, device=device),
+            nn.Linear(hidden, hidden, device=device),
+        )
         self.mlp = nn.Sequential(widen, nn.SiLU(), mix)
 
     def forward(self, t_B: Tensor) -> Tensor:
@@ -91,7 +94,9 @@ def images_of(p_BND: Tensor, shape: tuple[int, ...], patch: int) -> Tensor:
     return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width)
 
 
-def sincos_positions(rows: int, columns: int, hidden: int, grid: tuple[int, int] | None = None) -> Tensor:
+def sincos_positions(
+    rows: int, columns: int, hidden: int, grid: tuple[int, int] | None = None
+) -> Tensor:
     """Fixed position embeddings of a grid: half of the features encode the row, half the column.
 
     Args:
@@ -110,11 +115,14 @@ def sincos_positions(rows: int, columns: int, hidden: int, grid: tuple[int, int]
     quarter = hidden // 4
     frequencies = torch.exp(-log(10_000.0) * torch.arange(quarter) / max(quarter, 1))
     places = [
-        torch.arange(num) * (own / num) for num, own in zip((rows, columns), grid or (rows, columns), strict=True)
+        torch.arange(num) * (own / num)
+        for num, own in zip((rows, columns), grid or (rows, columns), strict=True)
     ]
     row, column = torch.meshgrid(*places, indexing="ij")
     angles = [place.reshape(-1, 1) * frequencies for place in (row, column)]
-    features = torch.cat([wave for angle in angles for wave in (torch.sin(angle), torch.cos(angle))], dim=-1)
+    features = torch.cat(
+        [wave for angle in angles for wave in (torch.sin(angle), torch.cos(angle))], dim=-1
+    )
     return F.pad(features, (0, hidden - 4 * quarter))
 
 
@@ -153,7 +161,9 @@ def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None =
         mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
     elif k_BAND.shape[-2] <= _FEW_TOKENS * q_BAND.shape[-1]:
         scores = (q_BAND * q_BAND.shape[-1] ** -0.5) @ k_BAND.transpose(-1, -2)
-        mixed = torch.softmax(scores if mask is None else scores.masked_fill(~mask, -inf), -1) @ v_BAND
+        mixed = (
+            torch.softmax(scores if mask is None else scores.masked_fill(~mask, -inf), -1) @ v_BAND
+        )
     else:
         q, k, v = (part.float() for part in (q_BAND, k_BAND, v_BAND))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).to(q_BAND.dtype)
@@ -167,6 +177,8 @@ def _trains_in_bf16_on_a_cpu(q_BAND: Tensor) -> bool:
     (`examples/benchmarks/attention.py`). What they keep for the gradient is then less than a block keeps besides. With
     more tokens float32 is up to twice as fast in narrow heads, and as fast in wide ones.
     """
-    if not (q_BAND.dtype == torch.bfloat16 and q_BAND.device.type == "cpu" and torch.is_grad_enabled()):
+    if not (
+        q_BAND.dtype == torch.bfloat16 and q_BAND.device.type == "cpu" and torch.is_grad_enabled()
+    ):
         return False
     return q_BAND.requires_grad

@@ -51,27 +51,41 @@ class MMDiT(nn.Module):
     position_ND: Tensor
 
     def __init__(
-        self, architecture: Mmdit, shape: tuple[int, ...], condition: Condition, device: str | None = None
+        self,
+        architecture: Mmdit,
+        shape: tuple[int, ...],
+        condition: Condition,
+        device: str | None = None,
     ) -> None:
         super().__init__()
         check_fit(architecture, shape, condition)
         if not isinstance(condition, TextCondition):
-            raise ShapeError("condition", expected="the kind text", got=f"the kind {condition.kind}")
+            raise ShapeError(
+                "condition", expected="the kind text", got=f"the kind {condition.kind}"
+            )
         (channels, height, width), patch, hidden = shape, architecture.patch, architecture.hidden
         rows, columns = height // patch, width // patch
         self.shape, self.patch, self.num_tokens = shape, patch, rows * columns
         self.embed = nn.Linear(channels * patch * patch, hidden, device=device)
         self.register_buffer(
-            "position_ND", sincos_positions(rows, columns, hidden, architecture.position_grid), persistent=False
+            "position_ND",
+            sincos_positions(rows, columns, hidden, architecture.position_grid),
+            persistent=False,
         )
-        self.time, self.text = TimeEmbedding(hidden, device), TextEmbedding(condition, hidden, device)
+        self.time, self.text = (
+            TimeEmbedding(hidden, device),
+            TextEmbedding(condition, hidden, device),
+        )
         self.pooled = nn.Linear(hidden, hidden, device=device)
         num_joint = architecture.depth - architecture.shared_depth
         # Nothing uses the text tokens after the very last block, so that block does not compute them.
         answers = [i + 1 < architecture.depth for i in range(num_joint)]
-        self.joint = nn.ModuleList(JointBlock(hidden, architecture.heads, each, device) for each in answers)
+        self.joint = nn.ModuleList(
+            JointBlock(hidden, architecture.heads, each, device) for each in answers
+        )
         self.shared = nn.ModuleList(
-            SharedBlock(hidden, architecture.heads, device) for _ in range(architecture.shared_depth)
+            SharedBlock(hidden, architecture.heads, device)
+            for _ in range(architecture.shared_depth)
         )
         joint = [(_OF_STREAM + (_OF_STREAM if each else _OF_READ)) * hidden for each in answers]
         self.widths = [*joint, *[_OF_SHARED * hidden] * architecture.shared_depth, 2 * hidden]
@@ -79,7 +93,9 @@ class MMDiT(nn.Module):
         self.head = nn.Linear(hidden, channels * patch * patch, device=device)
         initialise(self, self.time, self.modulation, self.head)
         wide = 3 + MLP_RATIO if architecture.shared_depth else MLP_RATIO
-        self.widest = max(sum(self.widths), wide * hidden * (self.num_tokens + condition.max_tokens))
+        self.widest = max(
+            sum(self.widths), wide * hidden * (self.num_tokens + condition.max_tokens)
+        )
 
     def forward(self, x_BCHW: Tensor, t_B: Tensor, c_BLD: Tensor | None = None) -> Tensor:
         """Return the prediction at (x, t).
@@ -141,13 +157,17 @@ class Stream(nn.Module):
 class JointBlock(nn.Module):
     """Joint attention over image and text tokens, with separate weights for each kind."""
 
-    def __init__(self, hidden: int, heads: int, text_answers: bool, device: str | None = None) -> None:
+    def __init__(
+        self, hidden: int, heads: int, text_answers: bool, device: str | None = None
+    ) -> None:
         super().__init__()
         self.image = Stream(hidden, heads, True, device)
         self.text = Stream(hidden, heads, text_answers, device)
         self.text_answers = text_answers
 
-    def forward(self, h_BND: Tensor, g_BLD: Tensor, modulation: Tensor, mask_B11T: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, h_BND: Tensor, g_BLD: Tensor, modulation: Tensor, mask_B11T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return image and text tokens after this block; the mask is False where text is padding."""
         count = _OF_STREAM + (_OF_STREAM if self.text_answers else _OF_READ)
         shift_h, scale_h, *of_image = modulation.chunk(count, -1)

@@ -49,7 +49,9 @@ class StoredTensor:
             for start in range(0, num_rows, step):
                 rows = slice(start, min(start + step, num_rows))
                 size = (rows.stop - start) * width * _FLOAT_BYTES
-                data = bytearray(os.pread(handle.fileno(), size, self.offset + start * width * _FLOAT_BYTES))
+                data = bytearray(
+                    os.pread(handle.fileno(), size, self.offset + start * width * _FLOAT_BYTES)
+                )
                 if len(data) != size:
                     expected, got = f"{size} bytes, as its header says", f"{len(data)} bytes"
                     raise TensorFileError(self.path.name, expected=expected, got=got)

@@ -29,7 +29,11 @@ class TokenRouter(DiT):
     """
 
     def __init__(
-        self, architecture: Dit, shape: tuple[int, ...], num_experts: int, condition: Condition = NoCondition()
+        self,
+        architecture: Dit,
+        shape: tuple[int, ...],
+        num_experts: int,
+        condition: Condition = NoCondition(),
     ) -> None:
         super().__init__(architecture, shape, condition)
         self.num_experts = num_experts
@@ -58,7 +62,9 @@ class TokenRouter(DiT):
         found_BE: Tensor = self.shares(read_BD) * told_B.to(read_BD)[:, None]
         return found_BE
 
-    def forward(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None
+    ) -> Tensor:
         """Return one logit per expert, shape (B, E); the arguments are those of `DiT.forward`."""
         answer_BE: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM)[:, 0])
         return answer_BE

@@ -56,7 +56,9 @@ class UNet(nn.Module):
             self.null = nn.Parameter(torch.zeros(condition.dim, device=device))
         # In the decoder, a level's first convolution reads the level below and the skip connection.
         voxels, halved = prod(shape[1:]), 2 ** (len(shape) - 1)
-        self.widest = 2 * max(width * voxels // halved**i for i, width in enumerate(architecture.channels))
+        self.widest = 2 * max(
+            width * voxels // halved**i for i, width in enumerate(architecture.channels)
+        )
 
     def forward(self, x_B: Tensor, t_B: Tensor, c: Tensor | None = None) -> Tensor:
         """Return the prediction at (x, t).
@@ -79,7 +81,9 @@ class UNet(nn.Module):
             case NoCondition():
                 if c is not None:
                     got = f"a condition of shape {tuple(c.shape)}"
-                    raise ShapeError("condition", expected="no condition: the model is unconditional", got=got)
+                    raise ShapeError(
+                        "condition", expected="no condition: the model is unconditional", got=got
+                    )
             case ClassCondition():
                 classes = class_rows(c, len(t_B), x_B.device)
             case TextCondition():
@@ -93,7 +97,9 @@ class UNet(nn.Module):
             return torch.as_tensor(self.null).expand(num, condition.max_tokens, -1)
         check_text(c_BLD, num, condition)
         full_BLD = F.pad(c_BLD, (0, 0, 0, condition.max_tokens - c_BLD.shape[1]))
-        return torch.where((full_BLD != 0).any(-1, keepdim=True), full_BLD, torch.as_tensor(self.null))
+        return torch.where(
+            (full_BLD != 0).any(-1, keepdim=True), full_BLD, torch.as_tensor(self.null)
+        )
 
 
 def _monai_unet(architecture: Unet, shape: tuple[int, ...], condition: Condition) -> nn.Module:
@@ -109,7 +115,9 @@ def _monai_unet(architecture: Unet, shape: tuple[int, ...], condition: Condition
         num_head_channels=architecture.head_channels,
         with_conditioning=text is not None,
         cross_attention_dim=text.dim if text else None,
-        num_class_embeds=1 + condition.num_classes if isinstance(condition, ClassCondition) else None,
+        num_class_embeds=1 + condition.num_classes
+        if isinstance(condition, ClassCondition)
+        else None,
         use_flash_attention=True,
     )
     return net

@@ -34,7 +34,11 @@ def render(package: str, name: str, **values: object) -> str:
         name: `<page>.html.jinja` or `<page>.md.jinja`.
         values: what it names.
     """
-    return (_markdown(package) if name.endswith(".md.jinja") else _html(package)).get_template(name).render(values)
+    return (
+        (_markdown(package) if name.endswith(".md.jinja") else _html(package))
+        .get_template(name)
+        .render(values)
+    )
 
 
 @cache
@@ -48,16 +52,29 @@ def _markdown(package: str) -> Environment:
 
 
 def _environment(package: str, **escaping: Any) -> Environment:
-    loader = ChoiceLoader([PackageLoader(each, "pages/templates") for each in dict.fromkeys((package, "ddm"))])
-    made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **escaping)
+    loader = ChoiceLoader(
+        [PackageLoader(each, "pages/templates") for each in dict.fromkeys((package, "ddm"))]
+    )
+    made = Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **escaping
+    )
     made.globals["MOST_CLASSES"] = MOST_CLASSES
-    made.filters |= {"bytes": human_bytes, "seconds": human_seconds, "yaml": _yaml, "licence_id": _licence_id}
+    made.filters |= {
+        "bytes": human_bytes,
+        "seconds": human_seconds,
+        "yaml": _yaml,
+        "licence_id": _licence_id,
+    }
     return made
 
 
 def _yaml(value: object) -> Markup:
     """Write a value as YAML: JSON in ASCII, except that YAML needs a decimal point in numbers such as 1e-05."""
-    return Markup(_EXPONENT.sub(r"\1.0e", json.dumps(value)) if isinstance(value, float) else json.dumps(value))
+    return Markup(
+        _EXPONENT.sub(r"\1.0e", json.dumps(value))
+        if isinstance(value, float)
+        else json.dumps(value)
+    )
 
 
 def _licence_id(licence: str) -> Markup:

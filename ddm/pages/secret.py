@@ -31,7 +31,9 @@ _MOST_BODY_BYTES = 1 << 16
 _CONTENT = "script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 
 
-def serve_secret(make_routes: Routes, on_listening: Callable[[str], None], connection_s: float = CONNECTION_S) -> None:
+def serve_secret(
+    make_routes: Routes, on_listening: Callable[[str], None], connection_s: float = CONNECTION_S
+) -> None:
     """Serve a page until its own code ends it.
 
     Args:
@@ -62,7 +64,8 @@ def static_routes(contents: Mapping[str, tuple[str, str, str]]) -> list[Route]:
         contents: package, path in it and media type of each, by its name; the page itself is called ``""``.
     """
     read = {
-        name: (files(package).joinpath(path).read_bytes(), kind) for name, (package, path, kind) in contents.items()
+        name: (files(package).joinpath(path).read_bytes(), kind)
+        for name, (package, path, kind) in contents.items()
     }
 
     async def static(request: Request) -> Response:
@@ -97,15 +100,20 @@ class TokenFilter:
         """Answer one request."""
         _, given, *rest = f"{scope['path']}".split("/", 2)
         if not rest or not hmac.compare_digest(given.encode(), self._token):
-            await PlainTextResponse("Nothing here. Open the address that the command printed.\n", 404)(
-                scope, receive, send
-            )
+            await PlainTextResponse(
+                "Nothing here. Open the address that the command printed.\n", 404
+            )(scope, receive, send)
             return
         await self._app({**scope, "path": f"/{rest[0]}", "raw_path": None}, receive, send)
 
 
-def _app(routes: Sequence[Route], changes: Mapping[str, Handler], origin: str, token: str) -> Starlette:
-    own = [Route(f"/{name}", _own(handler, origin), methods=["POST"]) for name, handler in changes.items()]
+def _app(
+    routes: Sequence[Route], changes: Mapping[str, Handler], origin: str, token: str
+) -> Starlette:
+    own = [
+        Route(f"/{name}", _own(handler, origin), methods=["POST"])
+        for name, handler in changes.items()
+    ]
     guards = [
         Middleware(HostFilter, content=_CONTENT, own=(_HOST, "localhost").__contains__),
         Middleware(TokenFilter, token=token),
@@ -119,7 +127,10 @@ def _own(handler: Handler, origin: str) -> Handler:
 
     async def checked(request: Request) -> Response:
         allowed = {origin, origin.replace(_HOST, "localhost")}
-        if request.headers.get("origin") not in allowed or request.headers.get("content-type") != "application/json":
+        if (
+            request.headers.get("origin") not in allowed
+            or request.headers.get("content-type") != "application/json"
+        ):
             return PlainTextResponse("Only the page itself may do this.\n", status_code=403)
         return await handler(request)
 

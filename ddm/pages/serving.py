@@ -49,7 +49,9 @@ def listening(host: str, port: int) -> "Iterator[tuple[socket.socket, str]]":
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise BusyError(f"port {port} on {host}", expected="a free port", got=str(error.strerror)) from error
+        raise BusyError(
+            f"port {port} on {host}", expected="a free port", got=str(error.strerror)
+        ) from error
     with listener:
         shown = f"[{host}]" if ":" in host else host
         yield listener, f"http://{shown}:{listener.getsockname()[1]}/"
@@ -112,9 +114,14 @@ class HostFilter:
         own: whether a host, without its port, is this server; by default any IP address and localhost.
     """
 
-    def __init__(self, app: ASGIApp, content: str, own: Callable[[str], bool] | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, content: str, own: Callable[[str], bool] | None = None
+    ) -> None:
         self._app, self._own = app, own or _is_address
-        self._headers = {"Content-Security-Policy": f"default-src 'none'; {content}; {_POLICY}", **_HEADERS}
+        self._headers = {
+            "Content-Security-Policy": f"default-src 'none'; {content}; {_POLICY}",
+            **_HEADERS,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

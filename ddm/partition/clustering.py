@@ -63,11 +63,18 @@ class Clusters:
                 clusters, so that its expert would be ambiguous.
         """
         if not torch.isfinite(self.centroids_FD).all():
-            raise PolicyError("the plan's centroids", expected="finite numbers", got="NaN or infinity")
-        for name, index_F, most in (("coarse cluster", self.coarse_F, num_coarse), ("group", self.group_F, num_groups)):
+            raise PolicyError(
+                "the plan's centroids", expected="finite numbers", got="NaN or infinity"
+            )
+        for name, index_F, most in (
+            ("coarse cluster", self.coarse_F, num_coarse),
+            ("group", self.group_F, num_groups),
+        ):
             if int(index_F.min()) < 0 or int(index_F.max()) >= most:
                 got = f"{int(index_F.min())} to {int(index_F.max())}"
-                raise PolicyError(f"the plan's {name} indices", expected=f"0 to {most - 1}", got=got)
+                raise PolicyError(
+                    f"the plan's {name} indices", expected=f"0 to {most - 1}", got=got
+                )
             if (used := len(torch.unique(index_F))) != most:
                 expected, got = f"{most}, each with a fine centroid", f"only {used} with one"
                 raise PolicyError(f"the plan's {name}s", expected=expected, got=got)
@@ -83,7 +90,9 @@ class Clusters:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Clusters":
         """Rebuild the clusters from tensors loaded against `cluster_specs`."""
-        return cls(centroids_FD=tensors["centroids"], coarse_F=tensors["coarse"], group_F=tensors["group"])
+        return cls(
+            centroids_FD=tensors["centroids"], coarse_F=tensors["coarse"], group_F=tensors["group"]
+        )
 
 
 def cluster_specs(num_fine: int, dim: int) -> dict[str, TensorSpec]:
@@ -93,7 +102,13 @@ def cluster_specs(num_fine: int, dim: int) -> dict[str, TensorSpec]:
 
 
 def fit_clustering(
-    features: Tensor, num_fine: int, num_coarse: int, num_groups: int, seed: int, *, balanced: bool = False
+    features: Tensor,
+    num_fine: int,
+    num_coarse: int,
+    num_groups: int,
+    seed: int,
+    *,
+    balanced: bool = False,
 ) -> Clusters:
     """Cluster public features by k-means, then the centroids into groups, then the groups into coarse clusters.
 
@@ -117,11 +132,15 @@ def fit_clustering(
         expected = "no more coarse clusters than groups, and no more groups than fine centroids"
         raise SetupError("clustering", expected=expected, got=got)
     if not bool(torch.isfinite(features).all()):
-        raise NumericalError("features of public images", expected="finite numbers", got="NaN or infinity")
+        raise NumericalError(
+            "features of public images", expected="finite numbers", got="NaN or infinity"
+        )
     distinct = len(torch.unique(features, dim=0))
     if distinct < num_fine:
         raise DataError(
-            "public images", expected=f"at least {num_fine}, one per fine centroid", got=f"{distinct} distinct"
+            "public images",
+            expected=f"at least {num_fine}, one per fine centroid",
+            got=f"{distinct} distinct",
         )
     x_ND = features.double().numpy()
     fine_N, centroids_FD = _k_means(x_ND, np.ones(len(x_ND)), num_fine, seed)
@@ -158,10 +177,21 @@ def _balance(
     coarse_G = np.zeros(num_rows, dtype=np.int64)
     for _ in range(_BALANCING_ROUNDS):
         cost_GC = weight_G[:, None] * ((x_GD[:, None] - centre_CD) ** 2).sum(2)
-        found = linprog(cost_GC.ravel(), A_eq=sparse.vstack([whole, load]), b_eq=np.r_[np.ones(num_rows), equal_C])
+        found = linprog(
+            cost_GC.ravel(),
+            A_eq=sparse.vstack([whole, load]),
+            b_eq=np.r_[np.ones(num_rows), equal_C],
+        )
         if not found.success:
-            raise NumericalError("balancing", expected="a solution of the linear program", got=str(found.message)[:120])
-        before, coarse_G = coarse_G, found.x.reshape(num_rows, num_clusters).argmax(1).astype(np.int64)
+            raise NumericalError(
+                "balancing",
+                expected="a solution of the linear program",
+                got=str(found.message)[:120],
+            )
+        before, coarse_G = (
+            coarse_G,
+            found.x.reshape(num_rows, num_clusters).argmax(1).astype(np.int64),
+        )
         if np.array_equal(before, coarse_G):
             break
         own_GC = np.eye(num_clusters)[coarse_G] * weight_G[:, None]

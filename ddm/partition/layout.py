@@ -31,7 +31,9 @@ class Part:
     groups: tuple[int, ...]
 
 
-def silo_parts(partition: Partition, silo_id: str, clusters: Clusters, noisy_G: Tensor) -> tuple[Part, ...]:
+def silo_parts(
+    partition: Partition, silo_id: str, clusters: Clusters, noisy_G: Tensor
+) -> tuple[Part, ...]:
     """Return a silo's experts, in the order in which they are published.
 
     Args:
@@ -45,7 +47,9 @@ def silo_parts(partition: Partition, silo_id: str, clusters: Clusters, noisy_G: 
     return known_parts(partition, silo_id, clusters, kept)
 
 
-def known_parts(partition: Partition, silo_id: str, clusters: Clusters, kept: Sequence[int]) -> tuple[Part, ...]:
+def known_parts(
+    partition: Partition, silo_id: str, clusters: Clusters, kept: Sequence[int]
+) -> tuple[Part, ...]:
     """Return `silo_parts` of a silo whose clusters are known, as readers of a release know them, but not its histogram.
 
     Args:
@@ -56,15 +60,21 @@ def known_parts(partition: Partition, silo_id: str, clusters: Clusters, kept: Se
     """
     every = tuple(range(int(clusters.group_F.max()) + 1))
     if isinstance(partition, RandomPartition):
-        return tuple(Part(f"{silo_id}-{number}", None, every) for number in range(partition.num_parts))
+        return tuple(
+            Part(f"{silo_id}-{number}", None, every) for number in range(partition.num_parts)
+        )
     if not isinstance(partition, SiloClusterPartition):
         return (Part(silo_id, None, every),)
     owner_G = _owners(clusters, sorted(kept))
     found = sorted(set(owner_G.tolist()))
-    return tuple(Part(f"{silo_id}-{c}", c, tuple(torch.nonzero(owner_G == c)[:, 0].tolist())) for c in found)
+    return tuple(
+        Part(f"{silo_id}-{c}", c, tuple(torch.nonzero(owner_G == c)[:, 0].tolist())) for c in found
+    )
 
 
-def part_of_images(partition: Partition, parts: Sequence[Part], group_N: Tensor, seed: int) -> Tensor:
+def part_of_images(
+    partition: Partition, parts: Sequence[Part], group_N: Tensor, seed: int
+) -> Tensor:
     """Return the number of the part that trains on each image, shape (N,), int64.
 
     Args:

@@ -20,7 +20,9 @@ from ddm.system.devices import computes_in_bf16, processor_by_amd
 # Shape legend: B features of one block, F centroids, D values of one feature, E four more, P candidate pairs.
 
 _BLOCK = 4096
-_MOST_PAIRS = 16  # candidates per feature, on average; beyond it a product of higher precision costs less
+_MOST_PAIRS = (
+    16  # candidates per feature, on average; beyond it a product of higher precision costs less
+)
 _CHUNK = 8192  # pairs whose differences are in memory at a time
 _UNITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}  # relative rounding
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -46,16 +48,22 @@ class Nearest:
 
     def __init__(self, centroids_FD: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
         in_bf16 = computes_in_bf16("auto", torch.device("cpu"))
-        self.by_numpy = processor_by_amd()  # whose OpenBLAS is faster there than torch's MKL, and slower elsewhere
+        self.by_numpy = (
+            processor_by_amd()
+        )  # whose OpenBLAS is faster there than torch's MKL, and slower elsewhere
         self.dtypes = dtypes or ((torch.bfloat16, torch.float32) if in_bf16 else (torch.float32,))
         self.centroids_FD = centroids_FD
         self.centre_D = centroids_FD.mean(0)
-        self.centred_FD = centroids_FD - self.centre_D  # far from the origin, |c|^2 - 2 x.c would cancel
+        self.centred_FD = (
+            centroids_FD - self.centre_D
+        )  # far from the origin, |c|^2 - 2 x.c would cancel
         self.offset_F = self.centred_FD.square().sum(1) / 2
         self.longest = float(self.offset_F.max().mul(2).sqrt())
         ones_F2 = torch.ones(len(centroids_FD), 2)
         self.tables = {
-            dtype: torch.cat([-self.centred_FD.to(dtype), ones_F2.to(dtype), _in_two(self.offset_F, dtype)], 1).T
+            dtype: torch.cat(
+                [-self.centred_FD.to(dtype), ones_F2.to(dtype), _in_two(self.offset_F, dtype)], 1
+            ).T
             for dtype in self.dtypes
         }
 
@@ -81,7 +89,9 @@ class Nearest:
             scratch = _Scratch(features.shape[1], len(self.offset_F), self.dtypes)
             for start in range(number * _BLOCK, len(features), threads * _BLOCK):
                 block_BD = features[start : start + _BLOCK].float()
-                nearest_N[start : start + _BLOCK] = torch.from_numpy(self._settle(block_BD, scratch))
+                nearest_N[start : start + _BLOCK] = torch.from_numpy(
+                    self._settle(block_BD, scratch)
+                )
 
         try:
             workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -129,7 +139,9 @@ class Nearest:
             np.matmul(columns_BE.numpy(), self.tables[dtype].numpy(), out=half_BF.numpy())
         else:
             torch.mm(columns_BE, self.tables[dtype], out=half_BF)
-        bits_BF = half_BF.view(_BITS[dtype])  # distances are not negative, so their bits have their order
+        bits_BF = half_BF.view(
+            _BITS[dtype]
+        )  # distances are not negative, so their bits have their order
         least_B = bits_BF.amin(1).clamp(min=0).view(dtype).float()
         unit, error_B = _UNITS[dtype], self._rounding(energy_B, dim, dtype)
         limit_B = (least_B + 1.01 * (2 * error_B + 2 * unit * least_B)) * (1 + 2 * unit)
@@ -145,19 +157,27 @@ class Nearest:
         """
         unit = _UNITS[dtype]
         product_B, norms_B = (2 * energy_B).sqrt() * self.longest, energy_B + self.longest**2 / 2
-        return (2.01 * unit + dim * 2.0**-23) * product_B + (2 * unit**2 + (dim + 4) * 2.0**-23) * norms_B
+        return (2.01 * unit + dim * 2.0**-23) * product_B + (
+            2 * unit**2 + (dim + 4) * 2.0**-23
+        ) * norms_B
 
-    def _score(self, x_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _score(
+        self, x_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Return ``|c|^2 / 2 - x.c`` of each pair, computed in float32."""
         ends_B = np.cumsum(np.bincount(row_P, minlength=len(x_BD)))
         shape = (len(x_BD), len(self.offset_F))
         rows, columns_P = torch.from_numpy(np.r_[0, ends_B]), torch.from_numpy(column_P)
-        pairs = torch.sparse_csr_tensor(rows, columns_P, torch.zeros(len(row_P)), shape, check_invariants=False)
+        pairs = torch.sparse_csr_tensor(
+            rows, columns_P, torch.zeros(len(row_P)), shape, check_invariants=False
+        )
         product_P = torch.sparse.sampled_addmm(pairs, x_BD, self.centred_FD.T).values()
         score_P: NDArray[np.float64] = (self.offset_F[columns_P] - product_P).double().numpy()
         return score_P
 
-    def _apart(self, raw_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _apart(
+        self, raw_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Return the squared distance of each pair, float64; 0 where a row has a single pair."""
         apart_P = np.zeros(len(row_P))
         open_P = np.flatnonzero(np.bincount(row_P)[row_P] > 1)

@@ -71,11 +71,16 @@ class SamplesRecipe(SamplesRouter):
 
     def plain(self) -> SamplesRouter:
         """Return what a plan says of it."""
-        return SamplesRouter.model_construct(**{name: getattr(self, name) for name in SamplesRouter.model_fields})
+        return SamplesRouter.model_construct(
+            **{name: getattr(self, name) for name in SamplesRouter.model_fields}
+        )
 
 
 RouterRecipe = Annotated[
-    LearnedRouter | CountsRouter | MomentsRouter | Annotated[SamplesRecipe, AfterValidator(SamplesRecipe.plain)],
+    LearnedRouter
+    | CountsRouter
+    | MomentsRouter
+    | Annotated[SamplesRecipe, AfterValidator(SamplesRecipe.plain)],
     Field(discriminator="kind"),
 ]
 
@@ -95,7 +100,9 @@ class ExpertRecipe(Expert):
     def plain(self) -> Expert:
         """Return what a plan says of it."""
         values = {name: getattr(self, name) for name in Expert.model_fields}
-        return Expert.model_construct(**values | {"training": self.training.plain(self.architecture)})
+        return Expert.model_construct(
+            **values | {"training": self.training.plain(self.architecture)}
+        )
 
 
 def _expanded(given: Any, named: Callable[[str], TransformerSize]) -> Any:
@@ -107,5 +114,7 @@ def _expanded(given: Any, named: Callable[[str], TransformerSize]) -> Any:
     except ShapeError as error:
         raise ValueError(f"size must be {error.expected}, got {error.got}") from error
     if both := [name for name in numbers if name in given]:
-        raise ValueError(f"size stands in place of {', '.join(numbers)}; leave out {', '.join(both)}")
+        raise ValueError(
+            f"size stands in place of {', '.join(numbers)}; leave out {', '.join(both)}"
+        )
     return {**given, **numbers}

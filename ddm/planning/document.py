@@ -12,7 +12,15 @@ from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import Clustering, Plan, SketchSpec
 
 
-def plan_of(recipe: SharedRecipe, fitted: Fitted, folder: Path, *, name: str, valid_for: timedelta, **own: Any) -> Plan:
+def plan_of(
+    recipe: SharedRecipe,
+    fitted: Fitted,
+    folder: Path,
+    *,
+    name: str,
+    valid_for: timedelta,
+    **own: Any,
+) -> Plan:
     """Return the plan that a recipe asks for, with a new id, its files pinned by digest.
 
     Args:

@@ -17,7 +17,14 @@ from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.clustering import Clusters, fit_clustering
-from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, PublicRecipe, SharedRecipe, TextRecipe
+from ddm.planning.recipe import (
+    DiffusersKlRecipe,
+    HogRecipe,
+    PcaRecipe,
+    PublicRecipe,
+    SharedRecipe,
+    TextRecipe,
+)
 from ddm.protocol.latent import AUTOENCODER_PATH, AutoencoderSize
 from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, Condition, IdentityLatent
 from ddm.protocol.plan import Encoder as EncoderSpec
@@ -77,7 +84,9 @@ class Fitted:
     autoencoder: Latent
 
 
-def fit_public(recipe: SharedRecipe, public: Tensor, folder: Path, on_progress: Progress | None = None) -> Fitted:
+def fit_public(
+    recipe: SharedRecipe, public: Tensor, folder: Path, on_progress: Progress | None = None
+) -> Fitted:
     """Fit the public parts of a plan and write them into `folder`.
 
     Args:
@@ -129,7 +138,9 @@ def divide(num: int, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
     if num_holdout < FEWEST_HELD_OUT:
         expected = f"at least {FEWEST_HELD_OUT} to hold out, by public.holdout_share"
         remedy = "Give more public images, or raise public.holdout_share in the recipe."
-        raise DataError("public images", expected=expected, got=f"{num_holdout} of {num}", remedy=remedy)
+        raise DataError(
+            "public images", expected=expected, got=f"{num_holdout} of {num}", remedy=remedy
+        )
     return order[num_holdout:], order[:num_holdout]
 
 
@@ -146,7 +157,9 @@ def condition_of(recipe: SharedRecipe) -> Condition:
         raise
     except SetupError as error:
         subject = f"recipe, condition.encoder: {error.subject}"
-        raise SetupError(subject, expected=error.expected, got=error.got, remedy=error.remedy) from error
+        raise SetupError(
+            subject, expected=error.expected, got=error.got, remedy=error.remedy
+        ) from error
 
 
 def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, EncoderSpec]:
@@ -155,10 +168,16 @@ def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, Encode
     if isinstance(wanted, PcaRecipe):
         return PcaEncoder.fit(fitted, wanted.dim), PcaSpec(path=ENCODER_PATH, dim=wanted.dim)
     if isinstance(wanted, HogRecipe):
-        spec = HogSpec(path=ENCODER_PATH, dim=wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored)
+        spec = HogSpec(
+            path=ENCODER_PATH, dim=wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored
+        )
         with _network_of("encoder.cells", recipe):
-            return HogEncoder.fit(fitted, wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored), spec
-    from ddm.encoders.timm import TimmEncoder as Network  # takes seconds, and most recipes do without
+            return HogEncoder.fit(
+                fitted, wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored
+            ), spec
+    from ddm.encoders.timm import (
+        TimmEncoder as Network,  # takes seconds, and most recipes do without
+    )
 
     if wanted.weights is None:
         network = Network.random(wanted.model, recipe.data, wanted.seed, wanted.image_size)
@@ -169,7 +188,11 @@ def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, Encode
 
 
 def _encode(
-    recipe: SharedRecipe, fitted: Tensor, holdout: Tensor, folder: Path, on_progress: Progress | None
+    recipe: SharedRecipe,
+    fitted: Tensor,
+    holdout: Tensor,
+    folder: Path,
+    on_progress: Progress | None,
 ) -> tuple[Latent, IdentityLatent | Autoencoder, tuple[Tensor, Tensor] | None]:
     """Open the autoencoder if there is one, encode all images, and write its weights where the plan has them.
 
@@ -181,7 +204,9 @@ def _encode(
         return Identity(), wanted, None
     target.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(wanted, DiffusersKlRecipe):
-        from ddm.encoders.public_autoencoder import describe  # takes seconds, and most recipes do without
+        from ddm.encoders.public_autoencoder import (
+            describe,  # takes seconds, and most recipes do without
+        )
 
         spec, weights = describe(Path(wanted.folder), recipe.data.shape, wanted.tile)
         with replacing(target) as copy, weights.open("rb") as published_file:
@@ -189,17 +214,28 @@ def _encode(
         with _network_of("latent", recipe):
             published = open_latent(spec, recipe.data.shape, None, folder)
             published.encode(fitted[:1])
-        return published, spec, (published.encode(fitted, on_progress), published.encode(holdout, on_progress))
+        return (
+            published,
+            spec,
+            (published.encode(fitted, on_progress), published.encode(holdout, on_progress)),
+        )
     autoencoder_path = require_file(Path(wanted.weights), "the weights of the autoencoder")
     with _network_of("latent", recipe):
         opened = open_weights(autoencoder_path, wanted, recipe.data.shape)
         opened.alone().encode(fitted[:1])
-    raw_fitted, raw_holdout = opened.encode(fitted, on_progress), opened.encode(holdout, on_progress)
+    raw_fitted, raw_holdout = (
+        opened.encode(fitted, on_progress),
+        opened.encode(holdout, on_progress),
+    )
     scale = spread(raw_fitted)
     sizes = {name: getattr(wanted, name) for name in AutoencoderSize.model_fields}
     save_tensors(target, opened.tensors())
     opened.scale = scale  # from here on as the plan has it
-    return opened, AutoencoderKlLatent(**sizes, scale=scale), (raw_fitted / scale, raw_holdout / scale)
+    return (
+        opened,
+        AutoencoderKlLatent(**sizes, scale=scale),
+        (raw_fitted / scale, raw_holdout / scale),
+    )
 
 
 @contextmanager
@@ -213,23 +249,35 @@ def _network_of(field: str, recipe: SharedRecipe) -> Iterator[None]:
     try:
         yield
     except ShapeError as error:
-        raise SetupError(f"recipe, {field}", expected=error.expected, got=f"data.shape {shape}") from error
+        raise SetupError(
+            f"recipe, {field}", expected=error.expected, got=f"data.shape {shape}"
+        ) from error
     except (ArchipelagoError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit
+    except (
+        Exception
+    ) as error:  # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit
         got = " ".join(f"one that fails, {type(error).__name__}: {error}".split())[:200]
-        raise SetupError(f"recipe, {field}", expected=f"a network that takes images {shape}", got=got) from error
+        raise SetupError(
+            f"recipe, {field}", expected=f"a network that takes images {shape}", got=got
+        ) from error
 
 
-def write_base(recipe: SharedRecipe, images: PublicImages, condition: Condition, folder: Path) -> list[str]:
+def write_base(
+    recipe: SharedRecipe, images: PublicImages, condition: Condition, folder: Path
+) -> list[str]:
     """Write the public expert that training starts from, if the recipe names one, and return its path in the plan."""
     if not (recipe.base and recipe.expert.base):
         return []
-    save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition))
+    save_tensors(
+        folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition)
+    )
     return [recipe.expert.base]
 
 
-def _open_base(recipe: SharedRecipe, weights: str, seen: Tensor, condition: Condition) -> dict[str, Tensor]:
+def _open_base(
+    recipe: SharedRecipe, weights: str, seen: Tensor, condition: Condition
+) -> dict[str, Tensor]:
     """Load the public expert that training starts from; it must be what the recipe wants trained."""
     path = require_file(Path(weights), "the public expert that training starts from")
     specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), condition)
@@ -248,10 +296,17 @@ def _fit_partition(
     clustering, num_groups = recipe.clustering, recipe.num_groups
     features = encoder.encode(images.fitted, on_progress)
     clusters = fit_clustering(
-        features, num_fine, clustering.num_coarse, num_groups, seed=recipe.public.seed, balanced=clustering.balanced
+        features,
+        num_fine,
+        clustering.num_coarse,
+        num_groups,
+        seed=recipe.public.seed,
+        balanced=clustering.balanced,
     )
     group_N = clusters.group_F[clusters.assign(features)]
-    sketch = Sketch.fit(images.seen, group_N, recipe.sketch.rank, num_groups, released_rank=recipe.released_rank)
+    sketch = Sketch.fit(
+        images.seen, group_N, recipe.sketch.rank, num_groups, released_rank=recipe.released_rank
+    )
     for path, part in ((ENCODER_PATH, encoder), (CENTROIDS_PATH, clusters), (SKETCH_PATH, sketch)):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         save_tensors(folder / path, part.tensors())

@@ -23,7 +23,10 @@ from ddm.protocol.plan import (
 
 MOST_FINE = 1024
 IMAGES_PER_FINE = 4
-HALF_WIDTHS = (0.25, 10.0)  # of a range of pixels (docs/adr/0067-pixels-have-the-scale-of-the-noise.md)
+HALF_WIDTHS = (
+    0.25,
+    10.0,
+)  # of a range of pixels (docs/adr/0067-pixels-have-the-scale-of-the-noise.md)
 
 PathText = Annotated[str, Field(max_length=4096)]
 
@@ -172,14 +175,16 @@ class SharedRecipe(Settings):
     public: PublicRecipe = PublicRecipe()
     data: DataSpec
     transform: TransformSpec | None = None
-    latent: Annotated[IdentityLatent | AutoencoderKlRecipe | DiffusersKlRecipe, Field(discriminator="kind")] = (
-        IdentityLatent()
-    )
+    latent: Annotated[
+        IdentityLatent | AutoencoderKlRecipe | DiffusersKlRecipe, Field(discriminator="kind")
+    ] = IdentityLatent()
     encoder: Annotated[PcaRecipe | HogRecipe | TimmRecipe, Field(discriminator="kind")]
     clustering: ClusteringRecipe
     sketch: SketchRecipe
     t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = LogitNormalT()
-    condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
+    condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = (
+        NoCondition()
+    )
     objective: Objective = Objective()
     expert: Annotated[ExpertRecipe, AfterValidator(ExpertRecipe.plain), SerializeAsAny()]
     base: PathText | None = None

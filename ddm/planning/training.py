@@ -68,6 +68,8 @@ def usual_rate(architecture: Architecture) -> float:
         case Dit() | Mmdit():
             return RATE_TIMES_WIDTH / architecture.hidden
         case Unet():
-            raise ValueError("expert.training.learning_rate is needed for a unet: only transformers have a usual one")
+            raise ValueError(
+                "expert.training.learning_rate is needed for a unet: only transformers have a usual one"
+            )
         case _:
             assert_never(architecture)

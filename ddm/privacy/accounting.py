@@ -24,10 +24,14 @@ GRID = 2.0**-16
 COUNTS_SENSITIVITY = 2  # replacing a unit takes one from a cell and adds one to another
 _MIN_MU, _MAX_MU = 1e-9, 200.0
 _CELLS = 20_000  # a privacy loss distribution's cells up to about its epsilon; finer than 1e-4 is never needed
-_MAX_COMPOSED = 300.0  # beyond it exp(epsilon) leaves the range of floating point within dp-accounting
+_MAX_COMPOSED = (
+    300.0  # beyond it exp(epsilon) leaves the range of floating point within dp-accounting
+)
 _COARSE = 0.01  # a step's privacy loss has about the standard deviation of the rate over the noise multiplier
 _LEAST_NOISE, _NOISE_GRID = 0.25, 1024
-_T_STEP = 2.0**-20  # a public grid for t_release, so that a decimal in a document represents it exactly
+_T_STEP = (
+    2.0**-20
+)  # a public grid for t_release, so that a decimal in a document represents it exactly
 
 
 class GaussianMechanism(Model):
@@ -68,11 +72,15 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     """
     got = f"epsilon {epsilon:g} and delta {delta:g}"
     if not (epsilon > 0 and 0 < delta < 1):
-        raise NumericalError("Gaussian mechanism", expected="epsilon > 0 and 0 < delta < 1", got=got)
+        raise NumericalError(
+            "Gaussian mechanism", expected="epsilon > 0 and 0 < delta < 1", got=got
+        )
     if not gaussian_delta(_MIN_MU, epsilon) <= delta < gaussian_delta(_MAX_MU, epsilon):
         expected = f"epsilon and delta that a mu of {_MIN_MU:g} to {_MAX_MU:g} meets"
         raise NumericalError("Gaussian mechanism", expected=expected, got=got)
-    mu = _root(lambda m: gaussian_delta(m, epsilon) - delta, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12)
+    mu = _root(
+        lambda m: gaussian_delta(m, epsilon) - delta, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12
+    )
     while gaussian_delta(mu, epsilon) > delta:  # the root may be above by rounding
         mu *= 1 - 1e-12
     return mu
@@ -99,18 +107,30 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
     listed = list(mechanisms)
     laplace = sorted(m.epsilon for m in listed if isinstance(m, DiscreteLaplaceMechanism))
     mu = math.sqrt(math.fsum(m.mu**2 for m in listed if isinstance(m, GaussianMechanism)))
-    trained = sorted((m for m in listed if isinstance(m, DpSgdMechanism)), key=lambda m: m.model_dump_json())
+    trained = sorted(
+        (m for m in listed if isinstance(m, DpSgdMechanism)), key=lambda m: m.model_dump_json()
+    )
     num_shares = max(1, (mu > 0) + len(trained))  # of delta, which histograms do not need
 
     def basic(delta: float) -> float:
         share = delta / num_shares
-        return math.fsum([*laplace, _gaussian_epsilon(mu, share), *(_dp_sgd_epsilon(each, share) for each in trained)])
+        return math.fsum(
+            [
+                *laplace,
+                _gaussian_epsilon(mu, share),
+                *(_dp_sgd_epsilon(each, share) for each in trained),
+            ]
+        )
 
     too_much = math.fsum(laplace) > _MAX_COMPOSED or (trained and _mean_loss(mu) > _MAX_COMPOSED)
     if len(laplace) + (mu > 0) + len(trained) <= 1 or too_much:
         return basic
     composed = _composed_loss(tuple(laplace), mu, tuple(trained))
-    return lambda delta: min(basic(delta), float(composed.get_epsilon_for_delta(delta))) if delta > 0 else basic(delta)
+    return lambda delta: (
+        min(basic(delta), float(composed.get_epsilon_for_delta(delta)))
+        if delta > 0
+        else basic(delta)
+    )
 
 
 def adaptive_epsilon(steps: Iterable[Sequence[Mechanism]], delta: float) -> float:
@@ -135,7 +155,9 @@ def adaptive_epsilon(steps: Iterable[Sequence[Mechanism]], delta: float) -> floa
 def filter_epsilon(curves: Sequence[Curve], delta: float) -> float:
     """Add up the steps' epsilons, step j at the share ``1 / (j (j + 1))`` of delta, the last one at ``1 / j``."""
     last = len(curves)
-    return math.fsum(curve(delta / (j * (j + 1) if j < last else j)) for j, curve in enumerate(curves, start=1))
+    return math.fsum(
+        curve(delta / (j * (j + 1) if j < last else j)) for j, curve in enumerate(curves, start=1)
+    )
 
 
 def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float) -> float:
@@ -150,7 +172,10 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
         return privacy_curve([counts, GaussianMechanism(mu=mu)])(delta) - total_epsilon
 
     if over(_MIN_MU) > 0:
-        expected, got = f"a total epsilon above {counts_epsilon:g}, which the counts cost", f"{total_epsilon:g}"
+        expected, got = (
+            f"a total epsilon above {counts_epsilon:g}, which the counts cost",
+            f"{total_epsilon:g}",
+        )
         raise NumericalError("Gaussian mechanism", expected=expected, got=got)
     high = gaussian_mu(total_epsilon, delta)
     low = _MIN_MU
@@ -170,7 +195,9 @@ def _composed_loss(
     cells is independent, and that of a rise is distributed as that of a fall: so a histogram is two mechanisms of
     sensitivity 1, which compose to less than one of sensitivity 2.
     """
-    from dp_accounting.pld import privacy_loss_distribution as pld  # takes seconds, and sampling does not need it
+    from dp_accounting.pld import (
+        privacy_loss_distribution as pld,  # takes seconds, and sampling does not need it
+    )
 
     step = max(1e-4, (math.fsum(laplace) + _mean_loss(mu)) / _CELLS)
     if trained:  # its steps add up their discretisation errors
@@ -244,7 +271,9 @@ def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) 
             return math.inf  # about its mean loss, of which a distribution would fill the memory
         tried = DpSgdMechanism(noise_multiplier=multiplier, rate=rate, steps=steps)
         loss = _dp_sgd_loss(tried, 1e-3 if coarse else _dp_sgd_interval(tried))
-        return math.log(min(float(loss.get_epsilon_for_delta(delta)), 1e6) + 1e-9) - math.log(epsilon)
+        return math.log(min(float(loss.get_epsilon_for_delta(delta)), 1e6) + 1e-9) - math.log(
+            epsilon
+        )
 
     low = high = 1.0
     while over(low) <= 0 and low > _LEAST_NOISE:
@@ -252,12 +281,16 @@ def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) 
     while over(high) > 0:
         low, high = high, 2 * high
         if high > MAX_NOISE_MULTIPLIER:
-            expected = f"an epsilon that a noise multiplier of at most {MAX_NOISE_MULTIPLIER:g} reaches"
+            expected = (
+                f"an epsilon that a noise multiplier of at most {MAX_NOISE_MULTIPLIER:g} reaches"
+            )
             got = f"epsilon {epsilon:g} and delta {delta:g} for {steps} steps at rate {rate:.4g}"
             remedy = "Ask for fewer steps, fewer units per step, or a higher epsilon."
             raise NumericalError("private training", expected=expected, got=got, remedy=remedy)
     while over(low) == math.inf and high - low > 1 / _NOISE_GRID:
-        low, high = (low, (low + high) / 2) if over((low + high) / 2) <= 0 else ((low + high) / 2, high)
+        low, high = (
+            (low, (low + high) / 2) if over((low + high) / 2) <= 0 else ((low + high) / 2, high)
+        )
     found = low if over(low) <= 0 else high
     if 0 < over(low) < math.inf:
         found = _root(over, low, high, xtol=5e-4, rtol=1e-4)
@@ -295,7 +328,9 @@ def moments_sensitivity(rank: int) -> float:
     return 1.0 + (1.0 + math.sqrt(rank) * GRID / 2) ** 2 + rank * GRID / math.sqrt(2.0)
 
 
-def _root(function: Callable[[float], float], low: float, high: float, **tolerances: float) -> float:
+def _root(
+    function: Callable[[float], float], low: float, high: float, **tolerances: float
+) -> float:
     """Return where a function is 0 between two arguments at which its signs differ."""
     from scipy.optimize import brentq  # takes half a second, and most commands need none
 
@@ -330,5 +365,10 @@ def t_release(mu: float, scale_C: float, path: "Path", rank: int) -> float:
         t += _T_STEP
     if t >= 1.0:
         remedy = "Raise the epsilon or the delta of the sketches."
-        raise NumericalError("t_release", expected="below 1", got="1, at which sketches are pure noise", remedy=remedy)
+        raise NumericalError(
+            "t_release",
+            expected="below 1",
+            got="1, at which sketches are pure noise",
+            remedy=remedy,
+        )
     return t

@@ -15,7 +15,9 @@ from scipy.special import ndtri
 from ddm.errors import NumericalError
 from ddm.privacy.accounting import COUNTS_SENSITIVITY
 
-_MAX_STD = 2.0**49  # 13 standard deviations stay below 2^53, so that a float64 represents the noise exactly
+_MAX_STD = (
+    2.0**49
+)  # 13 standard deviations stay below 2^53, so that a float64 represents the noise exactly
 
 
 class Octets(Protocol):
@@ -56,7 +58,9 @@ def discrete_laplace(num: int, epsilon: float, noise: Noise = OS_NOISE) -> NDArr
         Canonne, Kamath and Steinke 2020, Algorithms 1 and 2.
     """
     rate = Fraction(epsilon) / COUNTS_SENSITIVITY
-    return np.array([_geometric(rate, noise) - _geometric(rate, noise) for _ in range(num)], dtype=np.int64)
+    return np.array(
+        [_geometric(rate, noise) - _geometric(rate, noise) for _ in range(num)], dtype=np.int64
+    )
 
 
 def _geometric(rate: Fraction, noise: Noise) -> int:
@@ -79,7 +83,9 @@ def _bernoulli_exp(numerator: int, denominator: int, noise: Noise) -> bool:
     return k % 2 == 1
 
 
-def rounded_gaussian(shape: tuple[int, ...], std: float, noise: Octets = OS_NOISE) -> NDArray[np.int64]:
+def rounded_gaussian(
+    shape: tuple[int, ...], std: float, noise: Octets = OS_NOISE
+) -> NDArray[np.int64]:
     """Draw Gaussian noise of standard deviation `std`, rounded to whole numbers.
 
     Added to integers it is the Gaussian mechanism followed by rounding, so the low bits of a floating-point sum reveal
@@ -92,7 +98,11 @@ def rounded_gaussian(shape: tuple[int, ...], std: float, noise: Octets = OS_NOIS
         Mironov 2012, for the attack on floating-point noise that this prevents.
     """
     if not 0 <= std <= _MAX_STD:
-        raise NumericalError("noise", expected=f"a standard deviation of 0 to {_MAX_STD:g} grid steps", got=f"{std:g}")
+        raise NumericalError(
+            "noise",
+            expected=f"a standard deviation of 0 to {_MAX_STD:g} grid steps",
+            got=f"{std:g}",
+        )
     num = math.prod(shape)
     bits = np.frombuffer(noise.octets(17 * num), dtype=np.uint8)
     sign = np.where(bits[:num] & 1, 1.0, -1.0)
@@ -102,7 +112,9 @@ def rounded_gaussian(shape: tuple[int, ...], std: float, noise: Octets = OS_NOIS
     return np.asarray(whole, dtype=np.int64).reshape(shape)
 
 
-def one_per_unit(unit_N: NDArray[np.int64], num_units: int, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
+def one_per_unit(
+    unit_N: NDArray[np.int64], num_units: int, noise: Noise = OS_NOISE
+) -> NDArray[np.int64]:
     """Draw one record of each unit uniformly; return their indices, in the order of units.
 
     Args:

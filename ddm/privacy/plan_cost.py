@@ -16,7 +16,9 @@ from ddm.protocol.plan import Plan, Statistics
 from ddm.protocol.weight_privacy import DpSgdMechanism
 
 Kind = Literal["counts", "sketch", "moments", "class_counts"]
-Paid = Kind | Literal["expert"]  # what a debit may cover: statistics, and the private training of an expert
+Paid = (
+    Kind | Literal["expert"]
+)  # what a debit may cover: statistics, and the private training of an expert
 _SLACK = 1 + 1e-9  # admits parts that add up to exactly the total
 _MIN_EPSILON = 1e-6  # below it a statistic is pure noise, which 64-bit integers may not hold
 
@@ -33,19 +35,30 @@ def mechanisms(plan: Plan) -> Mapping[Kind, Mechanism]:
 def _mechanisms(statistics: Statistics, subject: str) -> Mapping[Kind, Mechanism]:
     least = min(
         part.epsilon
-        for part in (statistics.counts, statistics.class_counts, statistics.moments, statistics.sketch)
+        for part in (
+            statistics.counts,
+            statistics.class_counts,
+            statistics.moments,
+            statistics.sketch,
+        )
         if part
     )
     if least < _MIN_EPSILON:
         expected = f"at least {_MIN_EPSILON:g}, below which it is noise alone"
         raise PolicyError(f"{subject}: epsilon of a statistic", expected=expected, got=f"{least:g}")
-    drawn: dict[Kind, Mechanism] = {"counts": DiscreteLaplaceMechanism(epsilon=statistics.counts.epsilon)}
+    drawn: dict[Kind, Mechanism] = {
+        "counts": DiscreteLaplaceMechanism(epsilon=statistics.counts.epsilon)
+    }
     if statistics.class_counts:
         drawn["class_counts"] = DiscreteLaplaceMechanism(epsilon=statistics.class_counts.epsilon)
     if statistics.moments:
-        drawn["moments"] = GaussianMechanism(mu=gaussian_mu(statistics.moments.epsilon, statistics.moments.delta))
+        drawn["moments"] = GaussianMechanism(
+            mu=gaussian_mu(statistics.moments.epsilon, statistics.moments.delta)
+        )
     if statistics.sketch:
-        drawn["sketch"] = GaussianMechanism(mu=gaussian_mu(statistics.sketch.epsilon, statistics.sketch.delta))
+        drawn["sketch"] = GaussianMechanism(
+            mu=gaussian_mu(statistics.sketch.epsilon, statistics.sketch.delta)
+        )
     return drawn
 
 
@@ -63,7 +76,9 @@ def paid_mechanisms(plan: Plan, num_units: int | None = None) -> Mapping[Paid, M
     """
     drawn: dict[Paid, Mechanism] = dict(mechanisms(plan).items())
     if terms := plan.expert.privacy:
-        num = num_units or max(agreed.units(plan.statistics.unit) or 1 for agreed in plan.agreed.values())
+        num = num_units or max(
+            agreed.units(plan.statistics.unit) or 1 for agreed in plan.agreed.values()
+        )
         rate, steps = terms.rate(num), plan.expert.training.num_steps
         noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, steps)
         drawn["expert"] = DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=steps)
@@ -94,4 +109,6 @@ def check_statistics(statistics: Statistics, subject: str) -> None:
     found = total_epsilon(_mechanisms(statistics, subject).values(), total.delta)
     if not found <= total.epsilon * _SLACK:
         expected = f"epsilon of at most {total.epsilon:g} at delta {total.delta:g}, as it states"
-        raise PolicyError(f"{subject}: all statistics together", expected=expected, got=f"{found:.4g}")
+        raise PolicyError(
+            f"{subject}: all statistics together", expected=expected, got=f"{found:.4g}"
+        )

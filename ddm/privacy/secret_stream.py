@@ -88,4 +88,6 @@ def name_of_secret(secret: bytes) -> str:
 
 def _key(secret: bytes, purpose: Purpose, step: int, unit: int) -> bytes:
     message = step.to_bytes(8, "big") + unit.to_bytes(8, "big")
-    return hashlib.blake2b(message, digest_size=32, key=secret, person=purpose.encode().ljust(16, b"\0")).digest()
+    return hashlib.blake2b(
+        message, digest_size=32, key=secret, person=purpose.encode().ljust(16, b"\0")
+    ).digest()

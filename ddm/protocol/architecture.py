@@ -32,7 +32,9 @@ class ClassCondition(Model):
     kind: Literal["class"] = "class"
     num_classes: Annotated[int, Field(gt=1, le=4096)]
     drop: Probability = 0.1
-    names: Annotated[tuple[ClassName, ...], Field(max_length=4096, exclude_if=lambda names: not names)] = ()
+    names: Annotated[
+        tuple[ClassName, ...], Field(max_length=4096, exclude_if=lambda names: not names)
+    ] = ()
 
     @model_validator(mode="after")
     def _names_tell_classes_apart(self) -> "ClassCondition":
@@ -95,7 +97,9 @@ class TransformerSize(Model):
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> "TransformerSize":
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(f"hidden must be an even multiple of heads: {self.hidden} is not one of {self.heads}")
+            raise ValueError(
+                f"hidden must be an even multiple of heads: {self.hidden} is not one of {self.heads}"
+            )
         return self
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
@@ -120,7 +124,9 @@ class ExpertTransformer(TransformerSize):
             more patches, the places of rows and columns lie between those of this grid and span the same range.
     """
 
-    position_grid: Annotated[tuple[GridSide, GridSide] | None, Field(exclude_if=lambda grid: grid is None)] = None
+    position_grid: Annotated[
+        tuple[GridSide, GridSide] | None, Field(exclude_if=lambda grid: grid is None)
+    ] = None
 
     def patch_grid(self, shape: Shape) -> tuple[int, int]:
         """Return rows and columns of the patches of a sample (C, H, W)."""
@@ -154,13 +160,17 @@ class Mmdit(ExpertTransformer):
     @model_validator(mode="after")
     def _shared_blocks_are_blocks(self) -> "Mmdit":
         if self.shared_depth > self.depth:
-            raise ValueError(f"shared_depth must be at most depth, {self.depth}, got {self.shared_depth}")
+            raise ValueError(
+                f"shared_depth must be at most depth, {self.depth}, got {self.shared_depth}"
+            )
         return self
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """See `TransformerSize.misfit`."""
         if not isinstance(condition, TextCondition):
-            return f"the condition text, not {condition.kind}: without texts use the architecture dit"
+            return (
+                f"the condition text, not {condition.kind}: without texts use the architecture dit"
+            )
         return super().misfit(shape, condition)
 
 
@@ -176,7 +186,9 @@ class Unet(Model):
     """
 
     kind: Literal["unet"] = "unet"
-    channels: Annotated[tuple[Annotated[int, Field(gt=0, le=4096)], ...], Field(min_length=1, max_length=8)]
+    channels: Annotated[
+        tuple[Annotated[int, Field(gt=0, le=4096)], ...], Field(min_length=1, max_length=8)
+    ]
     attention: Annotated[tuple[bool, ...], Field(min_length=1, max_length=8)]
     num_res_blocks: Annotated[int, Field(gt=0, le=16)] = 2
     head_channels: Annotated[int, Field(gt=0, le=1024)] = 32
@@ -188,11 +200,17 @@ class Unet(Model):
             counts = f"got {len(self.attention)} for {len(self.channels)} levels"
             raise ValueError(f"attention must have one entry for each of channels, {counts}")
         if any(width % self.norm_groups for width in self.channels):
-            raise ValueError(f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}")
-        attending = [width for width, attends in zip(self.channels, self.attention, strict=True) if attends]
+            raise ValueError(
+                f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}"
+            )
+        attending = [
+            width for width, attends in zip(self.channels, self.attention, strict=True) if attends
+        ]
         if any(width % self.head_channels for width in (*attending, self.channels[-1])):
             wanted = f"multiples of head_channels, {self.head_channels}"
-            raise ValueError(f"channels with attention and the last ones must be {wanted}, got {self.channels}")
+            raise ValueError(
+                f"channels with attention and the last ones must be {wanted}, got {self.channels}"
+            )
         return self
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
@@ -222,7 +240,9 @@ def dit_size(name: str) -> Dit:
     """
     letter, _, patch = name.partition("/")
     if letter not in _DIT_SIZES or patch not in _PATCHES:
-        raise ShapeError("size of a DiT", expected="S, B, L or XL, then /2, /4 or /8", got=repr(name[:40]))
+        raise ShapeError(
+            "size of a DiT", expected="S, B, L or XL, then /2, /4 or /8", got=repr(name[:40])
+        )
     hidden, depth, heads = _DIT_SIZES[letter]
     return Dit(patch=int(patch), hidden=hidden, depth=depth, heads=heads)
 

@@ -26,7 +26,9 @@ _SEGMENT = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"
 SiloId = Annotated[str, StringConstraints(pattern=f"^{SILO_ID_PATTERN}$")]
 PlanId = Annotated[str, StringConstraints(pattern=f"^{PLAN_ID_PATTERN}$")]
 ExpertId = Annotated[str, StringConstraints(pattern=f"^{EXPERT_ID_PATTERN}$")]
-RelativePath = Annotated[str, StringConstraints(pattern=rf"^{_SEGMENT}(/{_SEGMENT}){{0,7}}$", max_length=512)]
+RelativePath = Annotated[
+    str, StringConstraints(pattern=rf"^{_SEGMENT}(/{_SEGMENT}){{0,7}}$", max_length=512)
+]
 Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 KeyText = Annotated[str, StringConstraints(pattern="^ed25519:[0-9a-f]{64}$")]
 ShortText = Annotated[str, StringConstraints(max_length=400)]
@@ -154,9 +156,13 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
         raise DocumentError(subject, expected=f"at most {limit} bytes", got=f"{len(data)} bytes")
     _check_structure(data, subject)
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+        )
     except (ValueError, RecursionError) as error:
-        raise DocumentError(subject, expected="UTF-8 JSON with unique field names", got=str(error)[:120]) from error
+        raise DocumentError(
+            subject, expected="UTF-8 JSON with unique field names", got=str(error)[:120]
+        ) from error
 
 
 # Matches strings, unterminated ones too, without backtracking, so that the time is linear in the length.
@@ -175,9 +181,15 @@ def _check_structure(data: bytes, subject: str) -> None:
             case 0x2C:  # ,
                 left -= 1
         if depth > MAX_DEPTH:
-            raise DocumentError(subject, expected=f"nesting of at most {MAX_DEPTH}", got=f"nesting of {depth} or more")
+            raise DocumentError(
+                subject,
+                expected=f"nesting of at most {MAX_DEPTH}",
+                got=f"nesting of {depth} or more",
+            )
         if left <= 0:
-            raise DocumentError(subject, expected=f"at most {MAX_VALUES} values", got=f"{MAX_VALUES + 1} or more")
+            raise DocumentError(
+                subject, expected=f"at most {MAX_VALUES} values", got=f"{MAX_VALUES + 1} or more"
+            )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

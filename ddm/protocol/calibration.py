@@ -10,7 +10,9 @@ Interval = tuple[float, float, float]
 """A figure with the ends of its 95% interval."""
 
 _AFTER, _BEFORE = "router_calibration_error", "router_calibration_error_at_temperature_1"
-_METRIC = re.compile(rf"{_AFTER}(?P<before>_at_temperature_1)?_t_(?P<low>\d\.\d\d)_(?P<high>\d\.\d\d)")
+_METRIC = re.compile(
+    rf"{_AFTER}(?P<before>_at_temperature_1)?_t_(?P<low>\d\.\d\d)_(?P<high>\d\.\d\d)"
+)
 
 
 class ReliabilityBin(Model):
@@ -62,7 +64,10 @@ def calibration_bands(evaluation: Iterable[Evaluation]) -> list[CalibrationBand]
 
 def calibration_rows(bands: Sequence[CalibrationBand]) -> list[tuple[str, str, str]]:
     """Return rows to show: the band, the error as published, and at temperature 1, with 95% intervals."""
-    return [(f"t {band.low:g} to {band.high:g}", _shown(band.after), _shown(band.before)) for band in bands]
+    return [
+        (f"t {band.low:g} to {band.high:g}", _shown(band.after), _shown(band.before))
+        for band in bands
+    ]
 
 
 def _shown(figure: Interval) -> str:

@@ -32,7 +32,9 @@ def check_listed(plan_id: str, silos: tuple[str, ...], carried: tuple[Carried, .
     """
     names = [each.silo_id for each in carried]
     if names != sorted(set(names) - set(silos)) or len(names) + len(silos) > 1024:
-        raise ValueError(f"carried must be silos that do not train, sorted, distinct; these {len(names)} are not")
+        raise ValueError(
+            f"carried must be silos that do not train, sorted, distinct; these {len(names)} are not"
+        )
     plans = {(each.plan_id, each.plan_digest) for each in carried}
     if len({each for each, _ in plans} - {plan_id}) != len(plans):
         raise ValueError("carried must name earlier plans, each by one digest")

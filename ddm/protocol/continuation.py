@@ -49,7 +49,11 @@ def _compared(plan: Plan, silo_id: str) -> dict[str, Any]:
     objective = plan.objective.of(silo_id)
     condition = {name: value for name, value in fields["condition"].items() if name != "drop"}
     partition = {name: value for name, value in fields["partition"].items() if name != "min_images"}
-    architecture = {name: value for name, value in fields["expert"]["architecture"].items() if name != "position_grid"}
+    architecture = {
+        name: value
+        for name, value in fields["expert"]["architecture"].items()
+        if name != "position_grid"
+    }
     return {
         "expert.architecture": architecture,
         "expert.architecture.position_grid": grid_of(plan),

@@ -40,7 +40,9 @@ class HogEncoder(Model):
         """Say what images an encoder of this kind takes if not those of this shape."""
         if len(shape) != 3:
             return _not_volumes(shape)
-        return "" if min(shape[1:]) >= self.cells else f"images of at least {self.cells} pixels a side"
+        return (
+            "" if min(shape[1:]) >= self.cells else f"images of at least {self.cells} pixels a side"
+        )
 
 
 def _not_volumes(shape: tuple[int, ...]) -> str:

@@ -4,11 +4,24 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from ddm.protocol.base import Digest, Document, Epsilon, KeyText, Model, PositiveInt, ShortText, SiloId, Time, Unit
+from ddm.protocol.base import (
+    Digest,
+    Document,
+    Epsilon,
+    KeyText,
+    Model,
+    PositiveInt,
+    ShortText,
+    SiloId,
+    Time,
+    Unit,
+)
 
 Agreement = Annotated[int, Field(ge=2, lt=2**53)]
 # The verifier key of a signed note: name+hash+key.
-LogKeyText = Annotated[str, StringConstraints(pattern=r"^[!-*,-~]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/]{44}$")]
+LogKeyText = Annotated[
+    str, StringConstraints(pattern=r"^[!-*,-~]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/]{44}$")
+]
 
 
 class Invitation(Document):
@@ -37,7 +50,9 @@ class Agreed(Model):
     @model_validator(mode="after")
     def _patients_have_images(self) -> "Agreed":
         if self.patients is not None and self.patients > self.images:
-            raise ValueError(f"patients cannot be more than images, got {self.patients} and {self.images}")
+            raise ValueError(
+                f"patients cannot be more than images, got {self.patients} and {self.images}"
+            )
         return self
 
     def units(self, unit: Unit) -> int:
@@ -45,7 +60,9 @@ class Agreed(Model):
         return self.images if unit == "image" or self.patients is None else self.patients
 
     def __str__(self) -> str:
-        return f"{self.images} images" + (f" of {self.patients} patients" if self.patients is not None else "")
+        return f"{self.images} images" + (
+            f" of {self.patients} patients" if self.patients is not None else ""
+        )
 
 
 class Card(Document):
@@ -58,7 +75,9 @@ class Card(Document):
     format: Literal["archipelago/card/1"] = "archipelago/card/1"
     silo_id: SiloId
     signing_key: KeyText
-    node_key: Annotated[str, StringConstraints(pattern=r"^ecdsa-sha2-nistp(256|384) [A-Za-z0-9+/=]{1,400}$")]
+    node_key: Annotated[
+        str, StringConstraints(pattern=r"^ecdsa-sha2-nistp(256|384) [A-Za-z0-9+/=]{1,400}$")
+    ]
     agreed: Agreed
     max_epsilon: Annotated[Epsilon | None, Field(exclude_if=lambda most: most is None)] = None
     unit: Annotated[Unit | None, Field(exclude_if=lambda unit: unit is None)] = None
@@ -102,6 +121,8 @@ class KeyHistory(Document):
 
     format: Literal["archipelago/key-history/1"] = "archipelago/key-history/1"
     silos: Annotated[
-        dict[SiloId, Annotated[tuple[SealedText, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]],
+        dict[
+            SiloId, Annotated[tuple[SealedText, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]
+        ],
         Field(max_length=1024),
     ]

@@ -35,14 +35,25 @@ HEADER_BYTES = 1 << 20  # the largest header of a file of tensors
 _INTEGER_BYTES = _DOUBLE_BYTES = 8
 _ENCODED_AT_ONCE = 64  # images that a network of timm gets at once
 _PCA_AT_ONCE = 1024
-_HOG_VALUES, _HOG_COPIES = 1 << 20, 32  # of images whose gradients are looked at at once; of each value meanwhile
+_HOG_VALUES, _HOG_COPIES = (
+    1 << 20,
+    32,
+)  # of images whose gradients are looked at at once; of each value meanwhile
 _PRIVATE_COPIES = 8  # of a weight, in private training: three sums in double precision, a gradient as it is and clipped
 _TIME_FEATURES = 4  # of the learned router
 _IMAGES_ALIVE = 8  # images beside each that is encoded or decoded: itself, its tiles, which overlap, and its copies
-_DECODED_BYTES, _MOST_DECODED = 1 << 26, 64  # of the widest layer of an autoencoder; samples at once
+_DECODED_BYTES, _MOST_DECODED = (
+    1 << 26,
+    64,
+)  # of the widest layer of an autoencoder; samples at once
 _IN_FLIGHT_BYTES = 1 << 26
-_SOLVER_COPIES = 20  # states, memories, velocities and guesses of the samples that are integrated together
-_FOLLOWED_BYTES, _MOST_FOLLOWED_BYTES = 96, 3 << 24  # of the table of experts that samples followed, and its copies
+_SOLVER_COPIES = (
+    20  # states, memories, velocities and guesses of the samples that are integrated together
+)
+_FOLLOWED_BYTES, _MOST_FOLLOWED_BYTES = (
+    96,
+    3 << 24,
+)  # of the table of experts that samples followed, and its copies
 _NOISE_REACH = 80  # of a count, times epsilon; noise beyond it is negligible
 _ROUTED_AT_ONCE = 1 << 19  # values in one block of the log densities of samples, experts and groups
 
@@ -72,7 +83,8 @@ def file_bytes(plan: Plan) -> dict[str, int]:
     rank, num_groups = plan.sketch.rank, plan.statistics.counts.num_groups
     sizes = {
         plan.clustering.path: num_fine * (FLOAT_BYTES * features + 2 * _INTEGER_BYTES),
-        plan.sketch.path: FLOAT_BYTES * ((1 + rank) * values + 1 + num_groups * (1 + rank + rank**2)),
+        plan.sketch.path: FLOAT_BYTES
+        * ((1 + rank) * values + 1 + num_groups * (1 + rank + rank**2)),
     }
     if isinstance(plan.encoder, PcaEncoder):
         sizes[plan.encoder.path] = FLOAT_BYTES * (1 + features) * dim
@@ -107,9 +119,13 @@ def looking_bytes(plan: Plan) -> int:
     sizes = file_bytes(plan)
     opened = sum(size for path, size in sizes.items() if path != plan.expert.base)
     if isinstance(plan.encoder, TimmEncoder):
-        opened += 2 * sizes[plan.encoder.path]  # the network's own weights, and its state beside the loaded ones
+        opened += (
+            2 * sizes[plan.encoder.path]
+        )  # the network's own weights, and its state beside the loaded ones
     if isinstance(plan.latent, Autoencoder) and not _in_float32(plan.latent):
-        opened += autoencoder_size(plan.latent, plan.data.shape).bytes  # beside the file, what it becomes in float32
+        opened += autoencoder_size(
+            plan.latent, plan.data.shape
+        ).bytes  # beside the file, what it becomes in float32
     # Checked in double precision: the rows of the sketch's basis, and the eigenvalues of its covariances.
     covariances = plan.statistics.counts.num_groups * plan.sketch.rank**2
     return opened + _DOUBLE_BYTES * (plan.sketch.rank * prod(plan.expert_shape) + 4 * covariances)
@@ -119,7 +135,9 @@ def encoding_bytes(plan: Plan) -> int:
     """Return the bytes of encoding one block of images: features, and latents where there are any."""
     found = 3 * FLOAT_BYTES * _PCA_AT_ONCE * plan.data.dim
     if isinstance(plan.encoder, HogEncoder):
-        found = FLOAT_BYTES * (_HOG_COPIES * max(_HOG_VALUES, plan.data.dim) + 3 * _PCA_AT_ONCE * plan.encoder.values)
+        found = FLOAT_BYTES * (
+            _HOG_COPIES * max(_HOG_VALUES, plan.data.dim) + 3 * _PCA_AT_ONCE * plan.encoder.values
+        )
     elif isinstance(plan.encoder, TimmEncoder):
         found = 4 * FLOAT_BYTES * _ENCODED_AT_ONCE * _timm_values(plan.encoder, plan.data.shape)
     return max(found, _autoencoder_bytes(plan.latent, plan.data.shape))
@@ -139,9 +157,13 @@ def training_bytes(plan: Plan, parts: int = 1) -> int:
         parts: into which a machine divides a batch.
     """
     batch, shape = ceil(plan.expert.training.batch_size / parts), plan.expert_shape
-    factors = lora_parameters(plan.expert.adaptation, plan.expert.architecture, shape, plan.condition)
+    factors = lora_parameters(
+        plan.expert.adaptation, plan.expert.architecture, shape, plan.condition
+    )
     size = expert_size(plan)
-    averages = 4 if plan.expert.training.ema_snapshots else 0  # two more, and both as they are written
+    averages = (
+        4 if plan.expert.training.ema_snapshots else 0
+    )  # two more, and both as they are written
     kept = averages * FLOAT_BYTES * size.parameters
     if plan.expert.privacy:
         kept += _PRIVATE_COPIES * FLOAT_BYTES * (factors or size.parameters)
@@ -153,15 +175,25 @@ def router_bytes(plan: Plan, num_experts: int) -> int:
     num_groups, rank = plan.statistics.counts.num_groups, plan.sketch.rank
     shares = num_experts * num_groups
     # Shares and their errors, stored and in double precision, and the groups' Gaussians turned to their axes.
-    found = (2 * FLOAT_BYTES + 4 * _DOUBLE_BYTES) * shares + 4 * _DOUBLE_BYTES * num_groups * (1 + rank + rank**2)
+    found = (2 * FLOAT_BYTES + 4 * _DOUBLE_BYTES) * shares + 4 * _DOUBLE_BYTES * num_groups * (
+        1 + rank + rank**2
+    )
     if terms := plan.statistics.class_counts:
         # Noised and expected counts, their deviations, and the shares made of them; and a block of the counts that the
         # noise leaves possible, of which one cell at least is looked at (`ddm.routers.counts.likely_counts`).
         found += (_INTEGER_BYTES + 6 * _DOUBLE_BYTES) * terms.num_classes * (shares + num_experts)
         most = max(agreed.units(plan.statistics.unit) for agreed in plan.agreed.values())
-        found += 8 * _DOUBLE_BYTES * max(_ROUTED_AT_ONCE, ceil(min(2 * _NOISE_REACH / terms.epsilon, most)) + 3)
+        found += (
+            8
+            * _DOUBLE_BYTES
+            * max(_ROUTED_AT_ONCE, ceil(min(2 * _NOISE_REACH / terms.epsilon, most)) + 3)
+        )
     if plan.statistics.moments:
-        found += (FLOAT_BYTES + 4 * _DOUBLE_BYTES) * num_experts * (1 + plan.statistics.moments.rank) ** 2
+        found += (
+            (FLOAT_BYTES + 4 * _DOUBLE_BYTES)
+            * num_experts
+            * (1 + plan.statistics.moments.rank) ** 2
+        )
     if isinstance(plan.router, LearnedRouter):
         sizes = (rank + _TIME_FEATURES, plan.router.hidden, plan.router.depth, num_experts)
         found += 2 * FLOAT_BYTES * perceptron_parameters(*sizes)
@@ -178,7 +210,12 @@ def _token_router(plan: Plan, router: SamplesRouter, num_experts: int) -> Networ
 def opening_bytes(plan: Plan, num_experts: int) -> int:
     """Return the bytes of opening a release: the plan's files, the router, and the experts' positions, not weights."""
     positions = 3 * FLOAT_BYTES * expert_size(plan).buffers
-    return looking_bytes(plan) + router_bytes(plan, num_experts) + num_experts * positions // 3 + positions
+    return (
+        looking_bytes(plan)
+        + router_bytes(plan, num_experts)
+        + num_experts * positions // 3
+        + positions
+    )
 
 
 def sampling_bytes(plan: Plan, num_experts: int, num: int, batch: int, steps: int) -> int:
@@ -191,8 +228,13 @@ def sampling_bytes(plan: Plan, num_experts: int, num: int, batch: int, steps: in
         batch: most samples that an expert is given at once.
         steps: of the solver.
     """
-    num_groups, at_once = plan.statistics.counts.num_groups, _at_once(prod(plan.expert_shape), num, batch, steps)
-    found = drawing_bytes(expert_size(plan), plan.latent, plan.data.shape, num=num, batch=batch, steps=steps)
+    num_groups, at_once = (
+        plan.statistics.counts.num_groups,
+        _at_once(prod(plan.expert_shape), num, batch, steps),
+    )
+    found = drawing_bytes(
+        expert_size(plan), plan.latent, plan.data.shape, num=num, batch=batch, steps=steps
+    )
     if isinstance(plan.router, SamplesRouter):
         found += FLOAT_BYTES * at_once * _token_router(plan, plan.router, num_experts).alive
     # The log densities of every group; in between, and for every expert, blocks of bounded size.
@@ -202,7 +244,13 @@ def sampling_bytes(plan: Plan, num_experts: int, num: int, batch: int, steps: in
 
 
 def drawing_bytes(
-    network: NetworkSize, latent: Latent, shape: tuple[int, ...], *, num: int, batch: int, steps: int
+    network: NetworkSize,
+    latent: Latent,
+    shape: tuple[int, ...],
+    *,
+    num: int,
+    batch: int,
+    steps: int,
 ) -> int:
     """Return the bytes of drawing samples from networks of one size, without their weights and without a router.
 
@@ -216,7 +264,9 @@ def drawing_bytes(
     """
     values, images = prod(latent.shape(shape)), prod(shape)
     found = network.forward_bytes(min(num, batch)) - network.forward_bytes(0)
-    found += _at_once(values, num, batch, steps) * (_SOLVER_COPIES * FLOAT_BYTES * values + 2 * _DOUBLE_BYTES * steps)
+    found += _at_once(values, num, batch, steps) * (
+        _SOLVER_COPIES * FLOAT_BYTES * values + 2 * _DOUBLE_BYTES * steps
+    )
     found += min(num * steps * _FOLLOWED_BYTES, _MOST_FOLLOWED_BYTES)
     # All samples, their images, and the images as bytes and as the file that is written.
     return found + num * FLOAT_BYTES * (2 * values + 4 * images) + _autoencoder_bytes(latent, shape)
@@ -251,7 +301,9 @@ def _autoencoder_bytes(latent: Latent, shape: tuple[int, ...]) -> int:
         return 0
     first_layer = FLOAT_BYTES * latent.channels[0] * prod(latent.at_once(shape)[1:])
     block = max(1, min(_MOST_DECODED, _DECODED_BYTES // first_layer))
-    return FLOAT_BYTES * block * (autoencoder_size(latent, shape).alive + _IMAGES_ALIVE * prod(shape))
+    return (
+        FLOAT_BYTES * block * (autoencoder_size(latent, shape).alive + _IMAGES_ALIVE * prod(shape))
+    )
 
 
 def _in_float32(latent: Autoencoder) -> bool:
@@ -264,6 +316,8 @@ def _timm_values(encoder: TimmEncoder, shape: tuple[int, ...]) -> int:
 
     An image that is much longer than wide is resized until its shorter side fits, before the centre is cut out.
     """
-    scale = max(side / encoder.crop / old for side, old in zip(encoder.image_size, shape[1:], strict=True))
+    scale = max(
+        side / encoder.crop / old for side, old in zip(encoder.image_size, shape[1:], strict=True)
+    )
     resized = prod(ceil(scale * old) for old in shape[1:]) * len(encoder.mean)
     return max(resized, prod(encoder.image_size) * (64 + encoder.dim // 8))

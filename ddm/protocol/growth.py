@@ -15,7 +15,16 @@ from ddm.protocol.manifest import Standing
 from ddm.protocol.plan import Autoencoder, Plan
 from ddm.protocol.submission import Submission
 
-_EQUAL = ("data", "latent", "encoder", "clustering", "sketch", "partition", "condition", "statistics")
+_EQUAL = (
+    "data",
+    "latent",
+    "encoder",
+    "clustering",
+    "sketch",
+    "partition",
+    "condition",
+    "statistics",
+)
 
 
 def differences(old: Plan, new: Plan, silo_id: str) -> list[tuple[str, str, str]]:
@@ -46,10 +55,18 @@ def check_carried(carried: Carried, old: Plan, new: Plan) -> None:
     subject = f"plan {new.plan_id}, {carried.silo_id} carried from {carried.plan_id}"
     if old.plan_id != carried.plan_id or carried.silo_id not in old.silos:
         got = f"plan {old.plan_id} with {', '.join(old.silos)[:200]}"
-        raise ReplayError(subject, expected=f"plan {carried.plan_id}, for which {carried.silo_id} trained", got=got)
+        raise ReplayError(
+            subject,
+            expected=f"plan {carried.plan_id}, for which {carried.silo_id} trained",
+            got=got,
+        )
     if found := differences(old, new, carried.silo_id):
         field, before, now = found[0]
-        more = f" (and {len(found) - 1} more: {', '.join(name for name, _, _ in found[1:])[:200]})" if found[1:] else ""
+        more = (
+            f" (and {len(found) - 1} more: {', '.join(name for name, _, _ in found[1:])[:200]})"
+            if found[1:]
+            else ""
+        )
         raise ReplayError(
             f"{subject}: {field}",
             expected=f"{before[:120]}, as in the plan for which it was trained",
@@ -68,7 +85,9 @@ def check_consent(carried: Carried, submission: Submission) -> None:
     subject = f"submission of {carried.silo_id}, carried"
     got = (submission.silo_id, submission.plan_id, submission.plan_digest)
     if got != (carried.silo_id, carried.plan_id, carried.plan_digest):
-        expected = f"{carried.silo_id} for plan {carried.plan_id} of digest {carried.plan_digest[:16]}..."
+        expected = (
+            f"{carried.silo_id} for plan {carried.plan_id} of digest {carried.plan_digest[:16]}..."
+        )
         found = f"{got[0]} for plan {got[1]} of digest {got[2][:16]}..."
         raise ReplayError(subject, expected=expected, got=found)
     if not submission.carry_over:
@@ -95,7 +114,9 @@ def standing_of(plan: Plan, earlier: Mapping[str, Plan], silo_id: str) -> Standi
         return "carried"
     return (
         "again"
-        if any(silo_id in (*old.silos, *(c.silo_id for c in old.carried)) for old in earlier.values())
+        if any(
+            silo_id in (*old.silos, *(c.silo_id for c in old.carried)) for old in earlier.values()
+        )
         else "late"
     )
 
@@ -106,7 +127,10 @@ def _meaning(plan: Plan, silo_id: str) -> dict[str, Any]:
     own = plan.objective.of(silo_id)
     return {name: fields[name] for name in _EQUAL} | {
         "expert": {name: fields["expert"][name] for name in ("architecture", "dtype")},
-        "objective": {"path": plan.objective.ensemble_path, silo_id: f"{own.path}, {own.prediction}"},
+        "objective": {
+            "path": plan.objective.ensemble_path,
+            silo_id: f"{own.path}, {own.prediction}",
+        },
         "transform": fields.get("transform"),
         "files": _digests(plan),
         "agreed": {silo_id: fields["agreed"].get(silo_id)},

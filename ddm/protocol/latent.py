@@ -67,7 +67,9 @@ class AutoencoderSize(_Halving):
         norm_groups: groups of every normalisation.
     """
 
-    channels: Annotated[tuple[Annotated[int, Field(gt=0, le=4096)], ...], Field(min_length=1, max_length=8)]
+    channels: Annotated[
+        tuple[Annotated[int, Field(gt=0, le=4096)], ...], Field(min_length=1, max_length=8)
+    ]
     attention: Annotated[tuple[bool, ...], Field(min_length=1, max_length=8)]
     latent_channels: Annotated[int, Field(gt=0, le=256)]
     num_res_blocks: Annotated[int, Field(gt=0, le=16)] = 2
@@ -79,7 +81,9 @@ class AutoencoderSize(_Halving):
             counts = f"got {len(self.attention)} for {len(self.channels)} levels"
             raise ValueError(f"attention must have one entry for each of channels, {counts}")
         if any(width % self.norm_groups for width in self.channels):
-            raise ValueError(f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}")
+            raise ValueError(
+                f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}"
+            )
         return self
 
 
@@ -109,7 +113,9 @@ class DiffusersKlSize(_Halving):
         post_quant_conv: whether a convolution precedes the decoder.
     """
 
-    channels: Annotated[tuple[Annotated[int, Field(gt=0, le=4096)], ...], Field(min_length=1, max_length=8)]
+    channels: Annotated[
+        tuple[Annotated[int, Field(gt=0, le=4096)], ...], Field(min_length=1, max_length=8)
+    ]
     latent_channels: Annotated[int, Field(gt=0, le=256)]
     layers_per_block: Annotated[int, Field(gt=0, le=16)]
     norm_groups: Annotated[int, Field(gt=0, le=256)]
@@ -120,7 +126,9 @@ class DiffusersKlSize(_Halving):
     @model_validator(mode="after")
     def _groups_divide(self) -> "DiffusersKlSize":
         if any(width % self.norm_groups for width in self.channels):
-            raise ValueError(f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}")
+            raise ValueError(
+                f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}"
+            )
         return self
 
     def misfit(self, shape: Shape) -> str | None:
@@ -154,7 +162,9 @@ class DiffusersKlLatent(DiffusersKlSize):
     @model_validator(mode="after")
     def _tiles_overlap_by_whole_latents(self) -> "DiffusersKlLatent":
         if self.tile % (4 * self.downsampling):
-            raise ValueError(f"tile must be 0 or a multiple of {4 * self.downsampling}, got {self.tile}")
+            raise ValueError(
+                f"tile must be 0 or a multiple of {4 * self.downsampling}, got {self.tile}"
+            )
         return self
 
     def at_once(self, shape: Shape) -> Shape:
@@ -163,4 +173,6 @@ class DiffusersKlLatent(DiffusersKlSize):
 
 
 Autoencoder = AutoencoderKlLatent | DiffusersKlLatent
-Latent = Annotated[IdentityLatent | AutoencoderKlLatent | DiffusersKlLatent, Field(discriminator="kind")]
+Latent = Annotated[
+    IdentityLatent | AutoencoderKlLatent | DiffusersKlLatent, Field(discriminator="kind")
+]

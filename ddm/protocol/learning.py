@@ -18,7 +18,9 @@ class ExpertObjective(Model):
         prediction: what the network predicts; velocity on `linear` and `cosine_vp` only.
     """
 
-    path: Literal["linear", "cosine_vp", "ddpm_linear", "ddpm_cosine", "scaled_linear", "edm"] = "linear"
+    path: Literal["linear", "cosine_vp", "ddpm_linear", "ddpm_cosine", "scaled_linear", "edm"] = (
+        "linear"
+    )
     prediction: Literal["velocity", "eps", "v", "x_0"] = "velocity"
 
     @model_validator(mode="after")
@@ -50,7 +52,9 @@ class Objective(ExpertObjective):
     A document without exceptions leaves the field out.
     """
 
-    exceptions: Annotated[tuple[SiloObjective, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)] = ()
+    exceptions: Annotated[
+        tuple[SiloObjective, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)
+    ] = ()
 
     def of(self, silo_id: str) -> ExpertObjective:
         """Return the objective of a silo's experts."""
@@ -127,7 +131,9 @@ class OwnAdaptation(Model):
     submissions: Annotated[dict[SiloId, Digest], Field(max_length=1024)] = {}
 
 
-TensorPrefix = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)*$", max_length=200)]
+TensorPrefix = Annotated[
+    str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)*$", max_length=200)
+]
 
 
 class PartialAdaptation(Model):
@@ -143,7 +149,9 @@ class PartialAdaptation(Model):
     trained: Annotated[tuple[TensorPrefix, ...], Field(min_length=1, max_length=256)]
 
 
-Adaptation = Annotated[FullAdaptation | LoraAdaptation | PartialAdaptation | OwnAdaptation, Field(discriminator="kind")]
+Adaptation = Annotated[
+    FullAdaptation | LoraAdaptation | PartialAdaptation | OwnAdaptation, Field(discriminator="kind")
+]
 
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -196,8 +204,12 @@ class Training(Model):
     weight_decay: Share
     max_gradient_norm: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
     ema_decay: Annotated[Beta | None, Field(exclude_if=lambda decay: decay is None)] = None
-    ema_half_life: Annotated[float | None, Field(gt=0.0, le=1e12, exclude_if=lambda images: images is None)] = None
-    ema_width: Annotated[float | None, Field(ge=0.01, le=0.25, exclude_if=lambda width: width is None)] = None
+    ema_half_life: Annotated[
+        float | None, Field(gt=0.0, le=1e12, exclude_if=lambda images: images is None)
+    ] = None
+    ema_width: Annotated[
+        float | None, Field(ge=0.01, le=0.25, exclude_if=lambda width: width is None)
+    ] = None
     ema_snapshots: Annotated[int, Field(ge=0, le=1024, exclude_if=lambda number: number == 0)] = 0
     loss_weighting: Literal["none", "min_snr", "sigmoid"] = "none"
     order: Literal["drawn", "epochs"] = "drawn"
@@ -212,12 +224,18 @@ class Training(Model):
     @property
     def averages(self) -> list[str]:
         """The names of the fields that say how weights are averaged."""
-        return [name for name in ("ema_decay", "ema_half_life", "ema_width") if getattr(self, name) is not None]
+        return [
+            name
+            for name in ("ema_decay", "ema_half_life", "ema_width")
+            if getattr(self, name) is not None
+        ]
 
     @model_validator(mode="after")
     def _one_average(self) -> "Training":
         if not self.fewest_averages <= len(self.averages) <= 1:
-            raise ValueError(f"one of ema_decay, ema_half_life and ema_width is needed, not {len(self.averages)}")
+            raise ValueError(
+                f"one of ema_decay, ema_half_life and ema_width is needed, not {len(self.averages)}"
+            )
         others = [name for name in self.averages if name != "ema_width"]
         if self.ema_snapshots and (others or self.ema_snapshots > self.num_steps):
             raise ValueError("ema_snapshots needs ema_width, and at least as many steps")
@@ -274,4 +292,8 @@ class Expert(Model):
     @property
     def base(self) -> str | None:
         """The path of the public expert that training starts from, if there is one."""
-        return None if isinstance(self.adaptation, FullAdaptation | OwnAdaptation) else self.adaptation.base
+        return (
+            None
+            if isinstance(self.adaptation, FullAdaptation | OwnAdaptation)
+            else self.adaptation.base
+        )

@@ -27,7 +27,10 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 MOST_SILOS, MOST_EXPERTS = 1024, 16384
 _CONTROL = r"\x00-\x1f\x7f-\x9f"
 ReasonText = Annotated[
-    str, StringConstraints(max_length=200, pattern=rf"^[^{_CONTROL}]*[^{_CONTROL}\x20\xa0][^{_CONTROL}]*$")
+    str,
+    StringConstraints(
+        max_length=200, pattern=rf"^[^{_CONTROL}]*[^{_CONTROL}\x20\xa0][^{_CONTROL}]*$"
+    ),
 ]
 Flag = Literal[
     "alike_images",
@@ -152,14 +155,23 @@ class Manifest(Document):
         if len(self.router.training_prior) != len(self.experts):
             got = f"got {len(self.router.training_prior)} for {len(self.experts)} experts"
             raise ValueError(f"training_prior needs one entry per expert, {got}")
-        silos, admitted = {s.silo_id for s in self.silos}, {s.silo_id for s in self.silos if s.admitted}
+        silos, admitted = (
+            {s.silo_id for s in self.silos},
+            {s.silo_id for s in self.silos if s.admitted},
+        )
         if unlisted := {expert.silo_id for expert in self.experts} - silos:
-            raise ValueError(f"the silos of all experts must be listed in silos; {len(unlisted)} of them are not")
+            raise ValueError(
+                f"the silos of all experts must be listed in silos; {len(unlisted)} of them are not"
+            )
         if refused := {expert.silo_id for expert in self.experts if expert.flags} - admitted:
-            raise ValueError(f"silos of flagged experts must be marked as admitted; {len(refused)} of them are not")
+            raise ValueError(
+                f"silos of flagged experts must be marked as admitted; {len(refused)} of them are not"
+            )
         return self
 
 
 def _check_distinct(what: str, values: Sequence[str]) -> None:
     if len(set(values)) != len(values):
-        raise ValueError(f"each {what} must appear once, got {len(values)} entries of {len(set(values))} distinct ones")
+        raise ValueError(
+            f"each {what} must appear once, got {len(values)} entries of {len(set(values))} distinct ones"
+        )

@@ -58,4 +58,6 @@ class RandomPartition(Model):
     num_parts: Annotated[int, Field(gt=1, le=64)]
 
 
-Partition = Annotated[SiloPartition | SiloClusterPartition | RandomPartition, Field(discriminator="kind")]
+Partition = Annotated[
+    SiloPartition | SiloClusterPartition | RandomPartition, Field(discriminator="kind")
+]

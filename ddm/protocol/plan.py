@@ -156,20 +156,34 @@ class Statistics(Model):
 
     @model_validator(mode="after")
     def _total_covers_parts(self) -> "Statistics":
-        epsilon = max(part.epsilon for part in (self.counts, self.sketch, self.moments, self.class_counts) if part)
+        epsilon = max(
+            part.epsilon
+            for part in (self.counts, self.sketch, self.moments, self.class_counts)
+            if part
+        )
         if epsilon > self.total.epsilon:
-            raise ValueError(f"a statistic has epsilon {epsilon:g}, more than the total of {self.total.epsilon:g}")
+            raise ValueError(
+                f"a statistic has epsilon {epsilon:g}, more than the total of {self.total.epsilon:g}"
+            )
         delta = max((part.delta for part in (self.sketch, self.moments) if part), default=0.0)
         if delta > self.total.delta:
-            raise ValueError(f"a statistic has delta {delta:g}, more than the total of {self.total.delta:g}")
+            raise ValueError(
+                f"a statistic has delta {delta:g}, more than the total of {self.total.delta:g}"
+            )
         return self
 
     @model_validator(mode="after")
     def _exact_counts_promise_nothing(self) -> "Statistics":
         parts = [part for part in (self.counts, self.class_counts) if part]
-        noised = self.sketch or self.moments or any(part.epsilon != EXACT for part in (self.total, *parts))
+        noised = (
+            self.sketch
+            or self.moments
+            or any(part.epsilon != EXACT for part in (self.total, *parts))
+        )
         if not self.private and (noised or self.unit != "image"):
-            raise ValueError(f'the relation "none" takes counts of images alone, with epsilon {EXACT:g}')
+            raise ValueError(
+                f'the relation "none" takes counts of images alone, with epsilon {EXACT:g}'
+            )
         return self
 
     @property
@@ -190,7 +204,9 @@ class Plan(Document):
     created_at: Time
     expires_at: Time
     silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=1024)]
-    carried: Annotated[tuple[Carried, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)] = ()
+    carried: Annotated[
+        tuple[Carried, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)
+    ] = ()
     agreed: Annotated[dict[SiloId, Agreed], Field(max_length=1024)]
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
@@ -220,13 +236,21 @@ class Plan(Document):
             raise ValueError("agreed must name each silo once, as silos and carried do")
         listed = [file.path for file in self.files]
         if len(set(listed)) != len(listed):
-            raise ValueError(f"files must be listed once each, got {len(listed)} entries for {len(set(listed))} files")
+            raise ValueError(
+                f"files must be listed once each, got {len(listed)} entries for {len(set(listed))} files"
+            )
         if len(set(self.parts)) != len(self.parts):
-            raise ValueError(f"each part must have a file of its own, got {len(set(self.parts))} for {len(self.parts)}")
+            raise ValueError(
+                f"each part must have a file of its own, got {len(set(self.parts))} for {len(self.parts)}"
+            )
         if missing := set(self.parts) - set(listed):
-            raise ValueError(f"files that the plan uses must be listed in files; {len(missing)} of them are not")
+            raise ValueError(
+                f"files that the plan uses must be listed in files; {len(missing)} of them are not"
+            )
         if unused := set(listed) - set(self.parts):
-            raise ValueError(f"files must list what the plan uses and nothing else; {len(unused)} are not used")
+            raise ValueError(
+                f"files must list what the plan uses and nothing else; {len(unused)} are not used"
+            )
         if odd := [
             path
             for path in {*self.parts} - {*self.earlier_plans}
@@ -234,11 +258,19 @@ class Plan(Document):
         ]:
             raise ValueError(f"files of a plan must be plan/NAME.safetensors; {len(odd)} are not")
         if any(self.file(path).digest != digest for path, digest in self.earlier_plans.items()):
-            raise ValueError("the documents of earlier plans must have the digests that carried names")
+            raise ValueError(
+                "the documents of earlier plans must have the digests that carried names"
+            )
         counted = self.statistics.class_counts
-        if isinstance(self.condition, ClassCondition) and counted and counted.num_classes != self.condition.num_classes:
+        if (
+            isinstance(self.condition, ClassCondition)
+            and counted
+            and counted.num_classes != self.condition.num_classes
+        ):
             got = f"{self.condition.num_classes} and {counted.num_classes}"
-            raise ValueError(f"condition and class counts must have the same number of classes, got {got}")
+            raise ValueError(
+                f"condition and class counts must have the same number of classes, got {got}"
+            )
         exceptions = [exception.silo_id for exception in self.objective.exceptions]
         if exceptions != sorted(set(exceptions) & set(self.members)):
             wanted = "exceptions of the objective must be silos of the plan, sorted and distinct"
@@ -250,7 +282,9 @@ class Plan(Document):
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
         if isinstance(self.latent, DiffusersKlLatent) and self.data.range != (-1.0, 1.0):
             low, high = self.data.range
-            raise ValueError(f"the latent diffusers_kl needs data in the range -1 to 1, not {low:g} to {high:g}")
+            raise ValueError(
+                f"the latent diffusers_kl needs data in the range -1 to 1, not {low:g} to {high:g}"
+            )
         unit = self.statistics.unit if self.statistics.private else None
         if self.transform and (misfit := self.transform.misfit(self.data, unit)):
             raise ValueError(f"the transform needs {misfit}")
@@ -280,7 +314,13 @@ class Plan(Document):
     def parts(self) -> tuple[str, ...]:
         """The paths of the files that the plan uses: its public parts, then the documents of earlier plans."""
         autoencoder = self.latent.path if isinstance(self.latent, Autoencoder) else None
-        paths = (self.encoder.path, self.clustering.path, self.sketch.path, autoencoder, self.expert.base)
+        paths = (
+            self.encoder.path,
+            self.clustering.path,
+            self.sketch.path,
+            autoencoder,
+            self.expert.base,
+        )
         return (*filter(None, paths), *self.earlier_plans)
 
     @property
@@ -295,7 +335,9 @@ class Plan(Document):
 
     def origin(self, silo_id: str) -> PlanId:
         """Return the id of the plan for which a silo signs: this one, or the one that it is carried from."""
-        return next((each.plan_id for each in self.carried if each.silo_id == silo_id), self.plan_id)
+        return next(
+            (each.plan_id for each in self.carried if each.silo_id == silo_id), self.plan_id
+        )
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
@@ -321,18 +363,28 @@ def _check_shape(
 
 
 def _check_routing(
-    statistics: Statistics, router: Router, sketch: SketchSpec, clustering: Clustering, partition: Partition
+    statistics: Statistics,
+    router: Router,
+    sketch: SketchSpec,
+    clustering: Clustering,
+    partition: Partition,
 ) -> None:
     """Refuse a router without its statistics, and statistics that do not fit the projection or the clusters."""
     if isinstance(router, LearnedRouter) and statistics.private and statistics.sketch is None:
-        raise ValueError("the router learned needs the statistic sketch, which the plan does not have")
+        raise ValueError(
+            "the router learned needs the statistic sketch, which the plan does not have"
+        )
     if isinstance(router, MomentsRouter) and statistics.moments is None:
-        raise ValueError("the router moments needs the statistic moments, which the plan does not have")
+        raise ValueError(
+            "the router moments needs the statistic moments, which the plan does not have"
+        )
     if isinstance(router, MomentsRouter) and isinstance(partition, SiloClusterPartition):
         raise ValueError("the router moments needs the partition silo or random, not silo_cluster")
     rank = max((part.rank for part in (statistics.sketch, statistics.moments) if part), default=0)
     if rank > sketch.rank:
-        raise ValueError(f"a statistic has rank {rank}, more than the {sketch.rank} dimensions of the projection")
+        raise ValueError(
+            f"a statistic has rank {rank}, more than the {sketch.rank} dimensions of the projection"
+        )
     if not clustering.num_coarse <= statistics.counts.num_groups <= clustering.num_fine:
         got = f"{clustering.num_coarse}, {statistics.counts.num_groups} and {clustering.num_fine}"
         raise ValueError(f"num_coarse <= num_groups <= num_fine must hold, got {got}")

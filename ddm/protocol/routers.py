@@ -66,23 +66,28 @@ class SamplesRouter(TransformerSize):
     num_steps: NumSteps
     images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)] = 1000
     batch_size: Annotated[int, Field(gt=0, le=2**20, exclude_if=lambda images: images == 128)] = 128
-    learning_rate: Annotated[float, Field(gt=0.0, le=1.0, exclude_if=lambda rate: rate == 1e-3)] = 1e-3
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0, exclude_if=lambda rate: rate == 1e-3)] = (
+        1e-3
+    )
     schedule: Annotated[
-        Literal["constant", "cosine", "linear"], Field(exclude_if=lambda schedule: schedule == "cosine")
+        Literal["constant", "cosine", "linear"],
+        Field(exclude_if=lambda schedule: schedule == "cosine"),
     ] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0, le=10**9, exclude_if=lambda steps: steps == 0)] = 0
     final_rate: Annotated[Share, Field(exclude_if=lambda share: share == 0.0)] = 0.0
     weight_decay: Annotated[Share, Field(exclude_if=lambda decay: decay == 0.05)] = 0.05
-    precision: Annotated[Literal["auto", "fp32", "bf16"], Field(exclude_if=lambda precision: precision == "fp32")] = (
-        "fp32"
-    )
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16"], Field(exclude_if=lambda precision: precision == "fp32")
+    ] = "fp32"
     conditional: Annotated[bool, Field(exclude_if=lambda reads: not reads)] = False
     drop: Annotated[Probability, Field(exclude_if=lambda share: share == 0.1)] = 0.1
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """See `TransformerSize.misfit`; a router that reads a condition needs one."""
         if self.conditional and isinstance(condition, NoCondition):
-            return "a condition to read, class or text: leave conditional out for experts without one"
+            return (
+                "a condition to read, class or text: leave conditional out for experts without one"
+            )
         return super().misfit(shape, condition)
 
     def told(self, condition: Condition) -> Condition:
@@ -96,4 +101,6 @@ class SamplesRouter(TransformerSize):
         return self
 
 
-Router = Annotated[LearnedRouter | CountsRouter | MomentsRouter | SamplesRouter, Field(discriminator="kind")]
+Router = Annotated[
+    LearnedRouter | CountsRouter | MomentsRouter | SamplesRouter, Field(discriminator="kind")
+]

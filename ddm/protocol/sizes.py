@@ -31,7 +31,11 @@ _MLP_RATIO = 4
 _IN_TRAINING = 6  # copies of a weight: itself, its gradient, two moments, its average, and the average as it is written
 # Activations of a transformer's block, in units of tokens x width: alive at once, and kept for the gradient.
 _BLOCK_ALIVE, _BLOCK_KEPT, _READER_KEPT = 18, 26, 8
-_RESNET_ALIVE, _IN_KEPT, _OUT_KEPT = 6, 4, 6  # of a residual block of convolutions, by channels in and out
+_RESNET_ALIVE, _IN_KEPT, _OUT_KEPT = (
+    6,
+    4,
+    6,
+)  # of a residual block of convolutions, by channels in and out
 _ATTENTION_KEPT, _TRANSFORMER_KEPT = 10, 36
 
 
@@ -68,7 +72,9 @@ class NetworkSize:
         return FLOAT_BYTES * (copies + 3 * self.buffers + batch * (self.kept + self.alive))
 
 
-def network_size(architecture: Architecture, shape: Shape, condition: Condition = NoCondition()) -> NetworkSize:
+def network_size(
+    architecture: Architecture, shape: Shape, condition: Condition = NoCondition()
+) -> NetworkSize:
     """Return the size of an expert; the architecture must fit the shape and the condition.
 
     Args:
@@ -94,8 +100,12 @@ def token_router_size(
     size = _dit(sizes, shape, condition)
     hidden, pixels = sizes.hidden, shape[0] * sizes.patch**2
     answers = 1 if isinstance(condition, NoCondition) else 2
-    parameters = size.parameters - _linear(hidden, pixels) + answers * _linear(hidden, num_experts) + hidden
-    return NetworkSize(parameters, size.widest + hidden, 2 * size.alive, 2 * size.kept, size.buffers)
+    parameters = (
+        size.parameters - _linear(hidden, pixels) + answers * _linear(hidden, num_experts) + hidden
+    )
+    return NetworkSize(
+        parameters, size.widest + hidden, 2 * size.alive, 2 * size.kept, size.buffers
+    )
 
 
 def perceptron_parameters(inputs: int, hidden: int, depth: int, outputs: int) -> int:
@@ -104,18 +114,26 @@ def perceptron_parameters(inputs: int, hidden: int, depth: int, outputs: int) ->
     return sum(_linear(*pair) for pair in pairwise(widths))
 
 
-def lora_parameters(adaptation: Adaptation, architecture: Architecture, shape: Shape, condition: Condition) -> int:
+def lora_parameters(
+    adaptation: Adaptation, architecture: Architecture, shape: Shape, condition: Condition
+) -> int:
     """Return the numbers that a low-rank adaptation adds: at most both factors of each of its linear layers."""
     if not isinstance(adaptation, LoraAdaptation):
         return 0
-    return adaptation.rank * sum(num_in + num_out for num_in, num_out in _linears(architecture, shape, condition))
+    return adaptation.rank * sum(
+        num_in + num_out for num_in, num_out in _linears(architecture, shape, condition)
+    )
 
 
 def autoencoder_size(size: AutoencoderSize | DiffusersKlLatent, shape: Shape) -> NetworkSize:
     """Return the size of a latent's autoencoder; its activations are those of decoding one sample, or one tile."""
     if isinstance(size, DiffusersKlLatent):
         return _diffusers_autoencoder(size, size.at_once(shape))
-    dims, sides, latent = len(shape) - 1, [_voxels(shape, level) for level in range(size.levels)], size.latent_channels
+    dims, sides, latent = (
+        len(shape) - 1,
+        [_voxels(shape, level) for level in range(size.levels)],
+        size.latent_channels,
+    )
     first, last = size.channels[0], size.channels[-1]
     # At the innermost level, if the last level has attention: two residual blocks with attention between them.
     middle = 2 * _resnet(dims, last, last) + _attention(last) if size.attention[-1] else 0
@@ -125,12 +143,17 @@ def autoencoder_size(size: AutoencoderSize | DiffusersKlLatent, shape: Shape) ->
         attends = size.attention[::-1] if end else size.attention
         total, before = 0, channels[0]
         for level, width in enumerate(channels):
-            total += _resnet(dims, before, width) + (size.num_res_blocks - 1) * _resnet(dims, width, width)
+            total += _resnet(dims, before, width) + (size.num_res_blocks - 1) * _resnet(
+                dims, width, width
+            )
             total += size.num_res_blocks * _attention(width) if attends[level] else 0
             total += _conv(dims, width, width) if level + 1 < size.levels else 0
             before = width
         encoder, decoder = (encoder, decoder + total) if end else (encoder + total, decoder)
-    parameters, widest = encoder + decoder + 3 * _conv(dims, latent, latent, kernel=1), _widest(size.channels, sides)
+    parameters, widest = (
+        encoder + decoder + 3 * _conv(dims, latent, latent, kernel=1),
+        _widest(size.channels, sides),
+    )
     return NetworkSize(parameters, widest, _RESNET_ALIVE * widest, 0)
 
 
@@ -144,7 +167,12 @@ def _widest(channels: Sequence[int], sides: Sequence[int]) -> int:
 
 
 def _diffusers_autoencoder(size: DiffusersKlLatent, shape: Shape) -> NetworkSize:
-    first, last, latent, num = size.channels[0], size.channels[-1], size.latent_channels, size.layers_per_block
+    first, last, latent, num = (
+        size.channels[0],
+        size.channels[-1],
+        size.latent_channels,
+        size.layers_per_block,
+    )
     middle = 2 * _resnet(2, last, last) + (_attention(last) if size.mid_attention else 0)
     parameters = 2 * middle + 2 * last + _conv(2, shape[0], first) + _conv(2, last, 2 * latent)
     parameters += 2 * first + _conv(2, latent, last) + _conv(2, first, shape[0])
@@ -177,7 +205,9 @@ def _tokens(architecture: TransformerSize, shape: Shape) -> int:
 
 
 def _condition_linears(condition: Condition, hidden: int) -> list[tuple[int, int]]:
-    return [(condition.dim, hidden), (hidden, hidden)] if isinstance(condition, TextCondition) else []
+    return (
+        [(condition.dim, hidden), (hidden, hidden)] if isinstance(condition, TextCondition) else []
+    )
 
 
 def _condition_parameters(condition: Condition, hidden: int) -> int:
@@ -187,7 +217,9 @@ def _condition_parameters(condition: Condition, hidden: int) -> int:
     return hidden if isinstance(condition, TextCondition) else 0
 
 
-def _linears(architecture: Architecture, shape: Shape, condition: Condition) -> list[tuple[int, int]]:
+def _linears(
+    architecture: Architecture, shape: Shape, condition: Condition
+) -> list[tuple[int, int]]:
     """Return inputs and outputs of each linear layer, those that a low-rank adaptation widens."""
     match architecture:
         case Mmdit():
@@ -198,13 +230,26 @@ def _linears(architecture: Architecture, shape: Shape, condition: Condition) -> 
             return _unet_linears(architecture, shape, condition)
 
 
-def _dit_linears(sizes: TransformerSize, shape: Shape, condition: Condition) -> list[tuple[int, int]]:
+def _dit_linears(
+    sizes: TransformerSize, shape: Shape, condition: Condition
+) -> list[tuple[int, int]]:
     hidden, pixels = sizes.hidden, shape[0] * sizes.patch**2
-    block = [(hidden, 3 * hidden), (hidden, hidden), (hidden, _MLP_RATIO * hidden), (_MLP_RATIO * hidden, hidden)]
+    block = [
+        (hidden, 3 * hidden),
+        (hidden, hidden),
+        (hidden, _MLP_RATIO * hidden),
+        (_MLP_RATIO * hidden, hidden),
+    ]
     if isinstance(condition, TextCondition):
         block += [(hidden, hidden), (hidden, 2 * hidden), (hidden, hidden)]
     modulation = (hidden, (6 * sizes.depth + 2) * hidden)
-    outside = [(pixels, hidden), (_TIME_FEATURES, hidden), (hidden, hidden), modulation, (hidden, pixels)]
+    outside = [
+        (pixels, hidden),
+        (_TIME_FEATURES, hidden),
+        (hidden, hidden),
+        modulation,
+        (hidden, pixels),
+    ]
     return [*outside, *sizes.depth * block, *_condition_linears(condition, hidden)]
 
 
@@ -215,7 +260,9 @@ def _dit(sizes: TransformerSize, shape: Shape, condition: Condition) -> NetworkS
     parameters = sum(_linear(*pair) for pair in _dit_linears(sizes, shape, condition)) + norms
     text = condition.max_tokens if isinstance(condition, TextCondition) else 0
     widest, modulation = tokens * hidden, (6 * sizes.depth + 2) * hidden
-    block = (_BLOCK_KEPT + 4 * normalised) * widest + ((_READER_KEPT * widest + 3 * text * hidden) if text else 0)
+    block = (_BLOCK_KEPT + 4 * normalised) * widest + (
+        (_READER_KEPT * widest + 3 * text * hidden) if text else 0
+    )
     outside = _outside(shape, condition) + 2 * modulation + 3 * text * hidden
     return NetworkSize(
         parameters=parameters + _condition_parameters(condition, hidden),
@@ -241,12 +288,33 @@ def _mmdit_widths(sizes: Mmdit) -> tuple[list[bool], list[int]]:
 def _mmdit_linears(sizes: Mmdit, shape: Shape, condition: Condition) -> list[tuple[int, int]]:
     hidden, pixels = sizes.hidden, shape[0] * sizes.patch**2
     answers, widths = _mmdit_widths(sizes)
-    stream = [(hidden, 3 * hidden), (hidden, hidden), (hidden, _MLP_RATIO * hidden), (_MLP_RATIO * hidden, hidden)]
-    joint = [pair for each in answers for pair in (*stream, *(stream if each else [(hidden, 2 * hidden)]))]
+    stream = [
+        (hidden, 3 * hidden),
+        (hidden, hidden),
+        (hidden, _MLP_RATIO * hidden),
+        (_MLP_RATIO * hidden, hidden),
+    ]
+    joint = [
+        pair
+        for each in answers
+        for pair in (*stream, *(stream if each else [(hidden, 2 * hidden)]))
+    ]
     shared = [(hidden, (3 + _MLP_RATIO) * hidden), ((1 + _MLP_RATIO) * hidden, hidden)]
-    outside = [(pixels, hidden), (_TIME_FEATURES, hidden), (hidden, hidden), (hidden, hidden), (hidden, pixels)]
+    outside = [
+        (pixels, hidden),
+        (_TIME_FEATURES, hidden),
+        (hidden, hidden),
+        (hidden, hidden),
+        (hidden, pixels),
+    ]
     modulation = (hidden, sum(widths) * hidden)
-    return [*outside, modulation, *joint, *sizes.shared_depth * shared, *_condition_linears(condition, hidden)]
+    return [
+        *outside,
+        modulation,
+        *joint,
+        *sizes.shared_depth * shared,
+        *_condition_linears(condition, hidden),
+    ]
 
 
 def _mmdit(sizes: Mmdit, shape: Shape, condition: Condition) -> NetworkSize:
@@ -290,7 +358,9 @@ def _levels(unet: Unet) -> list[_Level]:
         resnets = ((before, width), *[(width, width)] * (num - 1))
         found.append(_Level(resnets, unet.attention[level], level < last, level))
         before = width
-    found.append(_Level(((channels[-1], channels[-1]),) * 2, False, False, last))  # the middle; its attention is apart
+    found.append(
+        _Level(((channels[-1], channels[-1]),) * 2, False, False, last)
+    )  # the middle; its attention is apart
     for level in range(last, -1, -1):
         width, skip = channels[level], channels[max(level - 1, 0)]
         wides = [before, *[width] * num]
@@ -304,7 +374,13 @@ def _levels(unet: Unet) -> list[_Level]:
 def _resnet(dims: int, num_in: int, num_out: int) -> int:
     """Return the parameters of a residual block of two convolutions, without a time."""
     skip = _conv(dims, num_in, num_out, kernel=1) if num_in != num_out else 0
-    return 2 * num_in + _conv(dims, num_in, num_out) + 2 * num_out + _conv(dims, num_out, num_out) + skip
+    return (
+        2 * num_in
+        + _conv(dims, num_in, num_out)
+        + 2 * num_out
+        + _conv(dims, num_out, num_out)
+        + skip
+    )
 
 
 def _attention(width: int) -> int:
@@ -313,20 +389,29 @@ def _attention(width: int) -> int:
 
 def _transformer(width: int, text: int) -> int:
     """Return the parameters of a block of self-attention, cross-attention and network between two projections."""
-    attention = 3 * width**2 + _linear(width, width) + width**2 + 2 * text * width + _linear(width, width)
+    attention = (
+        3 * width**2 + _linear(width, width) + width**2 + 2 * text * width + _linear(width, width)
+    )
     network = _linear(width, 8 * width) + _linear(4 * width, width)
     return 2 * width + 2 * _linear(width, width) + attention + network + 6 * width
 
 
 def _unet(unet: Unet, shape: Shape, condition: Condition) -> NetworkSize:
-    dims, first, last, time = len(shape) - 1, unet.channels[0], unet.channels[-1], 4 * unet.channels[0]
+    dims, first, last, time = (
+        len(shape) - 1,
+        unet.channels[0],
+        unet.channels[-1],
+        4 * unet.channels[0],
+    )
     text = condition.dim if isinstance(condition, TextCondition) else 0
     num_text = condition.max_tokens if isinstance(condition, TextCondition) else 0
 
     def attention(width: int) -> int:
         return _transformer(width, text) if text else _attention(width)
 
-    parameters = _conv(dims, shape[0], first) + _linear(first, time) + _linear(time, time) + attention(last)
+    parameters = (
+        _conv(dims, shape[0], first) + _linear(first, time) + _linear(time, time) + attention(last)
+    )
     parameters += 2 * first + _conv(dims, first, shape[0])
     if isinstance(condition, ClassCondition):
         parameters += (1 + condition.num_classes) * time
@@ -347,8 +432,12 @@ def _unet(unet: Unet, shape: Shape, condition: Condition) -> NetworkSize:
             # On the way up it reads twice the sides; the outputs of both ways are counted alike.
             kept += 2 * width * _voxels(shape, max(level.level - 1, 0))
             widest = max(widest, width * _voxels(shape, max(level.level - 1, 0)))
-    alive = skips + (3 * _RESNET_ALIVE if text else _RESNET_ALIVE) * widest + _outside(shape, condition)
-    kept += by_attention * last * _voxels(shape, len(unet.channels) - 1) + _outside(shape, condition)
+    alive = (
+        skips + (3 * _RESNET_ALIVE if text else _RESNET_ALIVE) * widest + _outside(shape, condition)
+    )
+    kept += by_attention * last * _voxels(shape, len(unet.channels) - 1) + _outside(
+        shape, condition
+    )
     return NetworkSize(parameters + text, widest, alive, kept)
 
 

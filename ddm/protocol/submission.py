@@ -163,7 +163,9 @@ class LedgerHead(Model):
         if self.chain[-1] != self.head_digest or len(self.chain) != self.num_entries:
             end = "head_digest" if self.chain[-1] == self.head_digest else "another digest"
             got = f"{len(self.chain)} digests for {self.num_entries} entries, ending with {end}"
-            raise ValueError(f"chain must hold every entry's digest and end with head_digest, got {got}")
+            raise ValueError(
+                f"chain must hold every entry's digest and end with head_digest, got {got}"
+            )
         return self
 
 
@@ -212,7 +214,9 @@ class Approval(Model):
 
     kind: Literal["person", "policy"]
     at: Time
-    despite_fail: Annotated[Responsible | None, Field(exclude_if=lambda person: person is None)] = None
+    despite_fail: Annotated[Responsible | None, Field(exclude_if=lambda person: person is None)] = (
+        None
+    )
 
 
 class Submission(Document):
@@ -251,14 +255,22 @@ class Submission(Document):
     def _audit_lets_it_leave(self) -> "Submission":
         waiver, leaves = self.audit.waiver, self.approval
         if waiver and waiver.plan_digest != self.plan_digest:
-            raise ValueError(f"audit.waiver must be for plan_digest {self.plan_digest}, got {waiver.plan_digest}")
+            raise ValueError(
+                f"audit.waiver must be for plan_digest {self.plan_digest}, got {waiver.plan_digest}"
+            )
         last = max(self.created_at, leaves.at) if leaves else self.created_at
         if waiver and waiver.expires_at <= last:
             expired = waiver.expires_at.isoformat()
-            raise ValueError(f"audit.waiver must be valid at {last.isoformat()}, got one that expired {expired}")
+            raise ValueError(
+                f"audit.waiver must be valid at {last.isoformat()}, got one that expired {expired}"
+            )
         released = leaves.despite_fail if leaves else None
         if leaves and (self.audit.verdict == "fail") != (released is not None):
-            needed = "a fail needs approval.despite_fail" if released is None else f"{self.audit.verdict} needs none"
+            needed = (
+                "a fail needs approval.despite_fail"
+                if released is None
+                else f"{self.audit.verdict} needs none"
+            )
             raise ValueError(f"approval.despite_fail stands beside a failed audit alone: {needed}")
         if leaves and released and leaves.kind != "person":
             raise ValueError(f"a failed audit needs the approval of a person, got {leaves.kind}")
@@ -279,5 +291,7 @@ class Submission(Document):
             raise ValueError(f"statistics must be of distinct kinds, got {', '.join(kinds)}")
         num_distinct = len({expert.expert_id for expert in self.experts})
         if num_distinct != len(self.experts):
-            raise ValueError(f"expert_ids must be distinct, got {num_distinct} for {len(self.experts)} experts")
+            raise ValueError(
+                f"expert_ids must be distinct, got {num_distinct} for {len(self.experts)} experts"
+            )
         return self

@@ -77,7 +77,9 @@ class FullRange(Model):
     kind: Literal["full"] = "full"
 
 
-Range = Annotated[WindowRange | ValuesRange | PercentilesRange | FullRange, Field(discriminator="kind")]
+Range = Annotated[
+    WindowRange | ValuesRange | PercentilesRange | FullRange, Field(discriminator="kind")
+]
 
 
 class Content(Model):
@@ -175,7 +177,9 @@ class TransformSpec(Model):
     @model_validator(mode="after")
     def _picks_where_it_says_so(self) -> "TransformSpec":
         if (self.channels == "pick") != bool(self.pick):
-            raise ValueError('transform.pick lists channels where transform.channels is "pick", and only there')
+            raise ValueError(
+                'transform.pick lists channels where transform.channels is "pick", and only there'
+            )
         return self
 
     def misfit(self, data: DataSpec, unit: Unit | None = None) -> str | None:
@@ -185,7 +189,9 @@ class TransformSpec(Model):
         if wanted != channels:
             return f"{wanted} channels in data.shape, not {channels}"
         if self.slices and len(data.shape) != 3:
-            return f"images (C, H, W) in data.shape, which slices are, not {len(data.shape)} numbers"
+            return (
+                f"images (C, H, W) in data.shape, which slices are, not {len(data.shape)} numbers"
+            )
         if self.slices and unit == "image":
             return 'statistics.unit = "patient" for its slices, which are not records of their own'
         if self.storage == "float16" and max(-low, high) > _LARGEST_HALF:
@@ -197,14 +203,22 @@ class TransformSpec(Model):
     @property
     def words(self) -> tuple[str, ...]:
         """What it does, step by step, in words for people."""
-        steps = (_channels(self), _range(self.range), _content(self.content), _slices(self.slices), _fit(self.fit))
+        steps = (
+            _channels(self),
+            _range(self.range),
+            _content(self.content),
+            _slices(self.slices),
+            _fit(self.fit),
+        )
         padding = [f"padded with {self.padding:g}"] if self.padding is not None else []
         return (*filter(None, steps), *padding, f"kept as {self.storage}")
 
 
 def _channels(spec: TransformSpec) -> str:
     picked = f"channels {', '.join(map(str, spec.pick))}"
-    return {"keep": "", "grey": "grey by luminance", "rgb": "grey repeated as RGB", "pick": picked}[spec.channels]
+    return {"keep": "", "grey": "grey by luminance", "rgb": "grey repeated as RGB", "pick": picked}[
+        spec.channels
+    ]
 
 
 def _range(given: WindowRange | ValuesRange | PercentilesRange | FullRange) -> str:
@@ -235,7 +249,9 @@ def _slices(given: Slices | None) -> str:
     if given is None:
         return ""
     low, high = given.share
-    return f"{given.count} {given.axis} slices of a volume, from {low:.0%} to {high:.0%} of the axis"
+    return (
+        f"{given.count} {given.axis} slices of a volume, from {low:.0%} to {high:.0%} of the axis"
+    )
 
 
 def _fit(given: CropFit | PadFit | StretchFit | CentreFit | SpacingFit) -> str:

@@ -57,7 +57,9 @@ def stack(posterior: Sequence[Sequence[float]], first: int) -> tuple[Area, ...]:
     for silo in [first, *(k for k in range(len(posterior[0])) if k != first)]:
         top = [below + row[silo] for below, row in zip(base, posterior, strict=True)]
         edges = [*enumerate(top), *reversed([*enumerate(base)])]
-        points = " ".join(f"{n / last * WIDTH:.1f},{(1 - min(y, 1.0)) * HEIGHT:.1f}" for n, y in edges)
+        points = " ".join(
+            f"{n / last * WIDTH:.1f},{(1 - min(y, 1.0)) * HEIGHT:.1f}" for n, y in edges
+        )
         areas.append(Area(silo, points))
         base = top
     return tuple(areas)
@@ -67,4 +69,6 @@ def shares(drawn: Drawn, priors: Sequence[float]) -> tuple[Share, ...]:
     """Count the silos among drawn images, with Wilson's intervals."""
     num = len(drawn.silo_N)
     counts = [sum(silo == k for silo in drawn.silo_N) for k in range(len(priors))]
-    return tuple(Share(k, priors[k], counts[k] / num, *wilson(counts[k], num)) for k in range(len(priors)))
+    return tuple(
+        Share(k, priors[k], counts[k] / num, *wilson(counts[k], num)) for k in range(len(priors))
+    )

@@ -98,7 +98,12 @@ def affordable(flops: float, num_silos: int, num_experts: int) -> Effort | None:
 
 
 def draw(
-    ensemble: Ensemble, silo_E: Sequence[int], effort: Effort, *, seed: int = 0, on_progress: Progress | None = None
+    ensemble: Ensemble,
+    silo_E: Sequence[int],
+    effort: Effort,
+    *,
+    seed: int = 0,
+    on_progress: Progress | None = None,
 ) -> Drawing:
     """Draw the images of a report.
 
@@ -114,19 +119,27 @@ def draw(
 
     def draw_some(num: int, strategy: str, prior: Sequence[float]) -> Drawn:
         nonlocal done
-        samples = ensemble.sample(num, strategy=strategy, steps=effort.steps, solver=SOLVER, seed=seed, prior=prior)
+        samples = ensemble.sample(
+            num, strategy=strategy, steps=effort.steps, solver=SOLVER, seed=seed, prior=prior
+        )
         done += 1
         if on_progress:
             on_progress(done, total)
-        return Drawn(samples.images, tuple(silo_E[k] for k in samples.expert_N.tolist()), samples.latents)
+        return Drawn(
+            samples.images, tuple(silo_E[k] for k in samples.expert_N.tolist()), samples.latents
+        )
 
     own = {k: draw_some(effort.own, "lock", _alone(ensemble.prior, silo_E, k)) for k in shown}
     mixed = {name: draw_some(effort.mixed, name, ensemble.prior) for name in effort.strategies}
     posterior = {
-        k: _posterior(ensemble, silo_E, drawn.images if drawn.inputs is None else drawn.inputs, seed)
+        k: _posterior(
+            ensemble, silo_E, drawn.images if drawn.inputs is None else drawn.inputs, seed
+        )
         for k, drawn in own.items()
     }
-    return Drawing(seed=seed, steps=effort.steps, solver=SOLVER, own=own, mixed=mixed, posterior=posterior)
+    return Drawing(
+        seed=seed, steps=effort.steps, solver=SOLVER, own=own, mixed=mixed, posterior=posterior
+    )
 
 
 def largest(prior_E: Sequence[float], silo_E: Sequence[int]) -> list[int]:
@@ -142,17 +155,23 @@ def _alone(prior_E: Sequence[float], silo_E: Sequence[int], k: int) -> list[floa
 
 
 @torch.inference_mode()
-def _posterior(ensemble: Ensemble, silo_E: Sequence[int], images: Tensor, seed: int) -> tuple[tuple[float, ...], ...]:
+def _posterior(
+    ensemble: Ensemble, silo_E: Sequence[int], images: Tensor, seed: int
+) -> tuple[tuple[float, ...], ...]:
     """Return the mean posterior of every silo over images noised to each t, shape (T, silos)."""
     if ensemble.router is None:
         return ()
     prior_E, rows = log_prior(ensemble.prior, len(silo_E)), []
     for t in torch.linspace(0, 1, NUM_TIMES).tolist():
-        log_DNE = noised_log_likelihood(ensemble.router, images, (t, t), seed, ensemble.path, _NOISE_DRAWS)
+        log_DNE = noised_log_likelihood(
+            ensemble.router, images, (t, t), seed, ensemble.path, _NOISE_DRAWS
+        )
         w_E = (log_DNE + prior_E).softmax(2).mean((0, 1))
         rows.append(tuple(_by_silo(w_E, silo_E).tolist()))
     return tuple(rows)
 
 
 def _by_silo(weight_E: Tensor, silo_E: Sequence[int]) -> Tensor:
-    return torch.zeros(max(silo_E) + 1, dtype=torch.float64).index_add_(0, torch.tensor(silo_E), weight_E)
+    return torch.zeros(max(silo_E) + 1, dtype=torch.float64).index_add_(
+        0, torch.tensor(silo_E), weight_E
+    )

@@ -34,7 +34,9 @@ def reserve(out: Path) -> Iterator[Path]:
             if error.errno in FULL:
                 raise
             got = str(error.strerror)
-            raise SetupError(f"--out {out}", expected="a path where a folder can be made", got=got) from error
+            raise SetupError(
+                f"--out {out}", expected="a path where a folder can be made", got=got
+            ) from error
         yield reserved
 
 

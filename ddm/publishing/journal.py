@@ -20,7 +20,14 @@ from ddm.io.files import read_bounded, write_atomic
 from ddm.publishing.home import Home
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import Checkpoint, SignedCheckpoint, sign_checkpoint
-from ddm.trust.log.entries import MAX_ENTRIES, MAX_ENTRY_BYTES, Entry, encode_entry, parse_entry, topic
+from ddm.trust.log.entries import (
+    MAX_ENTRIES,
+    MAX_ENTRY_BYTES,
+    Entry,
+    encode_entry,
+    parse_entry,
+    topic,
+)
 from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
 from ddm.trust.log.note import MAX_NOTE_BYTES, Note, VerifierKey
 from ddm.trust.log.proof import MAX_CONSISTENCY_PROOFS, Consistency, InclusionProof
@@ -62,7 +69,12 @@ class Journal:
         begun = entries[: signed.size]
         if len(begun) < signed.size or root_hash(list(map(leaf_hash, begun))) != signed.root:
             expected = f"the {signed.size} entries that the last checkpoint describes"
-            raise SetupError(str(lines), expected=expected, got=f"{len(entries)} entries, or others", remedy=_RESTORE)
+            raise SetupError(
+                str(lines),
+                expected=expected,
+                got=f"{len(entries)} entries, or others",
+                remedy=_RESTORE,
+            )
         return cls(entries, signed)
 
     @property
@@ -83,13 +95,21 @@ class Journal:
                 entries.append(encode_entry(entry))
                 last[topic(entry)] = entry
         if len(entries) > MAX_ENTRIES:
-            raise SetupError("the federation's log", expected=f"at most {MAX_ENTRIES} entries", got=f"{len(entries)}")
+            raise SetupError(
+                "the federation's log",
+                expected=f"at most {MAX_ENTRIES} entries",
+                got=f"{len(entries)}",
+            )
         return replace(self, entries=tuple(entries))
 
     def sign(self, name: str, key: SigningKey) -> Self:
         """Return the log with a checkpoint of all its entries."""
         checkpoint = Checkpoint(name, len(self.entries), root_hash(self.leaves))
-        if self.signed and self.signed.checkpoint == checkpoint and self.signed.note.of(VerifierKey(name, key.public)):
+        if (
+            self.signed
+            and self.signed.checkpoint == checkpoint
+            and self.signed.note.of(VerifierKey(name, key.public))
+        ):
             return self  # which keeps the cosignatures on it
         return replace(self, signed=sign_checkpoint(checkpoint, key))
 
@@ -104,7 +124,11 @@ class Journal:
             SetupError: the log is not signed, or not in full.
         """
         if self.signed is None or self.signed.size != len(self.entries):
-            raise SetupError("the federation's log", expected="a checkpoint of all entries", got="unsigned entries")
+            raise SetupError(
+                "the federation's log",
+                expected="a checkpoint of all entries",
+                got="unsigned entries",
+            )
         leaves = self.leaves
         index = len(leaves) - 1 - self.entries[::-1].index(encode_entry(entry))
         proof = InclusionProof(index, tuple(inclusion_proof(leaves, index)), self.signed.encode())
@@ -125,7 +149,9 @@ def append(home: Home, *entries: Entry) -> None:
         write_atomic(home.path / ENTRIES, after.encode())
 
 
-def stage(home: Home, change: Change, log_key: str, key: SigningKey, entries: Iterable[Entry]) -> Journal:
+def stage(
+    home: Home, change: Change, log_key: str, key: SigningKey, entries: Iterable[Entry]
+) -> Journal:
     """Add entries and a checkpoint of all entries to a change; return the log as it will be.
 
     Args:
@@ -144,7 +170,9 @@ def stage(home: Home, change: Change, log_key: str, key: SigningKey, entries: It
         expected = f"the key that the newest root names, {verifier.public.short[:19]}"
         raise SetupError("keys/log.key", expected=expected, got=key.public.short[:19])
     journal = Journal.load(home).extended(entries)
-    check_continues(home.path / PUBLIC / "checkpoint", journal)  # before anything is signed that forks it
+    check_continues(
+        home.path / PUBLIC / "checkpoint", journal
+    )  # before anything is signed that forks it
     journal = journal.sign(verifier.name, key)
     if journal.signed is not None:
         write_atomic(change.put(ENTRIES), journal.encode())
@@ -160,7 +188,9 @@ def check_continues(path: Path, journal: Journal) -> None:
     """
     if not path.exists():
         return
-    shown = Checkpoint.parse(Note.parse(read_bounded(path, MAX_NOTE_BYTES), path.name).text, path.name)
+    shown = Checkpoint.parse(
+        Note.parse(read_bounded(path, MAX_NOTE_BYTES), path.name).text, path.name
+    )
     leaves = journal.leaves[: shown.size]
     if len(leaves) < shown.size or root_hash(leaves) != shown.root:
         raise SetupError(

@@ -30,7 +30,9 @@ def make_key(change: Change, name: str, passphrase: bytes) -> PublicKey:
 def make_model_signing_key(change: Change, passphrase: bytes) -> None:
     """Make a new P-256 key that signs `model.sig` once this change is in force."""
     key = ec.generate_private_key(ec.SECP256R1())
-    encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(passphrase))
+    encrypted = key.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(passphrase)
+    )
     write_atomic(change.put(MODEL_KEY), encrypted, mode=0o600)
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     write_atomic(change.put(MODEL_PUBLIC), public)

@@ -82,7 +82,13 @@ class Pictured:
     shares: tuple[ShareChart, ...]
 
     @classmethod
-    def of(cls, drawing: Drawing | None, manifest: Manifest, value_range: tuple[float, float], word: str) -> "Pictured":
+    def of(
+        cls,
+        drawing: Drawing | None,
+        manifest: Manifest,
+        value_range: tuple[float, float],
+        word: str,
+    ) -> "Pictured":
         """Lay out what was drawn."""
         priors = priors_of(manifest)
         listed = tuple(largest(priors, range(len(priors))))
@@ -121,7 +127,9 @@ def priors_of(manifest: Manifest) -> list[float]:
     return shares
 
 
-def draw_for(plan: Plan, manifest: Manifest, ensemble: Ensemble, on_progress: Progress | None = None) -> Drawing | None:
+def draw_for(
+    plan: Plan, manifest: Manifest, ensemble: Ensemble, on_progress: Progress | None = None
+) -> Drawing | None:
     """Draw as many images as the budget of a report allows; None if it allows none.
 
     Args:
@@ -137,14 +145,23 @@ def draw_for(plan: Plan, manifest: Manifest, ensemble: Ensemble, on_progress: Pr
     return draw(ensemble, silo_E, effort, on_progress=on_progress) if effort else None
 
 
-def _sheets(drawing: Drawing, names: Sequence[str], value_range: tuple[float, float], word: str) -> tuple[Sheet, ...]:
+def _sheets(
+    drawing: Drawing, names: Sequence[str], value_range: tuple[float, float], word: str
+) -> tuple[Sheet, ...]:
     """Return the images to show: first of the ensemble, then of every silo alone."""
     mixed = [
-        Sheet(STRATEGY_TITLES[name].format(word=word), None, charts.pictures(drawn, SHOWN_MIXED, value_range))
+        Sheet(
+            STRATEGY_TITLES[name].format(word=word),
+            None,
+            charts.pictures(drawn, SHOWN_MIXED, value_range),
+        )
         for name, drawn in drawing.mixed.items()
         if name in ("lock", "full")
     ]
-    own = [Sheet(names[k], k, charts.pictures(drawn, SHOWN_OWN, value_range)) for k, drawn in drawing.own.items()]
+    own = [
+        Sheet(names[k], k, charts.pictures(drawn, SHOWN_OWN, value_range))
+        for k, drawn in drawing.own.items()
+    ]
     return tuple(sheet for sheet in (*mixed, *own) if sheet.pictures)
 
 
@@ -164,6 +181,11 @@ def _posteriors(drawing: Drawing) -> tuple[PosteriorChart, ...]:
 def _share_charts(drawing: Drawing, priors: Sequence[float], word: str) -> tuple[ShareChart, ...]:
     """Return the silos' shares under each strategy."""
     return tuple(
-        ShareChart(name, STRATEGY_TITLES[name].format(word=word), len(drawn.silo_N), charts.shares(drawn, priors))
+        ShareChart(
+            name,
+            STRATEGY_TITLES[name].format(word=word),
+            len(drawn.silo_N),
+            charts.shares(drawn, priors),
+        )
         for name, drawn in drawing.mixed.items()
     )

@@ -35,7 +35,9 @@ def sign_waiting(home: Home, key: SigningKey) -> Journal:
     with home.signing_lock():
         log_key = log_key_of(Repository(home.tuf).root())
         if log_key is None:
-            raise SetupError("root", expected="the key of the federation's log, log_key", got="a root without it")
+            raise SetupError(
+                "root", expected="the key of the federation's log, log_key", got="a root without it"
+            )
         change = Change.begin(home.path, beside_waiting=True)
         journal = stage(home, change, log_key, key, [])
         change.commit()
@@ -79,7 +81,9 @@ def add_cosignatures(home: Home, cosigned: Path) -> int:
     with home.signing_lock():
         log_key = log_key_of(Repository(home.tuf).root())
         data = read_bounded(cosigned, MAX_NOTE_BYTES)
-        theirs = open_checkpoint(data, [VerifierKey.parse(log_key)] if log_key else [], cosigned.name)
+        theirs = open_checkpoint(
+            data, [VerifierKey.parse(log_key)] if log_key else [], cosigned.name
+        )
         return keep_cosignatures(home, theirs)
 
 
@@ -95,7 +99,9 @@ def keep_cosignatures(home: Home, theirs: SignedCheckpoint) -> int:
     ours = Journal.load(home).signed
     if ours is None or theirs.checkpoint != ours.checkpoint:
         expected = f"a copy of the last checkpoint, of {ours.size if ours else 0} entries"
-        raise SetupError("cosigned checkpoint", expected=expected, got=f"one of {theirs.size} entries")
+        raise SetupError(
+            "cosigned checkpoint", expected=expected, got=f"one of {theirs.size} entries"
+        )
     new = [each for each in theirs.note.signatures if each not in ours.note.signatures]
     replaced = {(each.name, each.key_id) for each in new}
     kept = [each for each in ours.note.signatures if (each.name, each.key_id) not in replaced]

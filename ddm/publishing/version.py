@@ -78,7 +78,9 @@ def _write_down(version: Version, passphrase: bytes) -> Mapping[str, str]:
     home, manifest = version.home, version.manifest
     log_key = log_key_of(Repository(home.tuf).root())
     if log_key is None:
-        raise SetupError("root", expected="the key of the federation's log, log_key", got="a root without it")
+        raise SetupError(
+            "root", expected="the key of the federation's log, log_key", got="a root without it"
+        )
     entry = entry_of(manifest, manifest.digest)
     journal = stage(home, version.change, log_key, load_key(home, "log", passphrase), [entry])
     proofs = dict(zip(LOG_NAMES, journal.prove(entry, sizes_given_out(home)), strict=True))
@@ -89,7 +91,9 @@ def _write_down(version: Version, passphrase: bytes) -> Mapping[str, str]:
 
 def _plan_proofs(targets: Path) -> Mapping[str, str]:
     """Return the digests of the plan's own proofs, which its role signs."""
-    return {name: sha256_file(targets / name) for name in PLAN_LOG_NAMES if (targets / name).is_file()}
+    return {
+        name: sha256_file(targets / name) for name in PLAN_LOG_NAMES if (targets / name).is_file()
+    }
 
 
 def _digests(manifest: Manifest) -> Mapping[str, str]:
@@ -125,6 +129,8 @@ def _check_that_it_loads(release: Path, root: bytes) -> None:
     """Open the release as researchers do, one expert after the other; what they would refuse is not published."""
     opened = open_release(release, root=root, state=None, experts_later=True)
     plan, manifest = opened.plan, opened.manifest
-    experts = build_ensemble(plan, manifest, opened.folder, memory_bytes=memory_for(manifest)).experts
+    experts = build_ensemble(
+        plan, manifest, opened.folder, memory_bytes=memory_for(manifest)
+    ).experts
     for k in range(len(experts)):
         experts[k]

@@ -70,7 +70,9 @@ def is_current(home: Home, version: int) -> bool:
 
 def timestamp_expiry(home: Home, version: int) -> datetime:
     """Return when a version's timestamp expires."""
-    return datetime.fromisoformat(_signed(release_folder(home, version) / "metadata" / "timestamp.json")["expires"])
+    return datetime.fromisoformat(
+        _signed(release_folder(home, version) / "metadata" / "timestamp.json")["expires"]
+    )
 
 
 def _signed(path: Path) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from ddm.publishing.journal import Journal
 from ddm.publishing.public_log import keep_cosignatures
 from ddm.trust.log.checkpoint import SignedCheckpoint
 from ddm.trust.log.note import COSIGNATURE, VerifierKey
-from ddm.trust.log.witness import MAX_ANSWER_BYTES, SIZE_TYPE, encode_request, parse_size, with_answer
+from ddm.trust.log.witness import (
+    MAX_ANSWER_BYTES,
+    SIZE_TYPE,
+    encode_request,
+    parse_size,
+    with_answer,
+)
 
 _TIMEOUT_S = 20.0
 _ATTEMPTS = 3  # it may cosign another checkpoint of this log between two requests
@@ -44,7 +50,11 @@ class Witness:
 
     def __post_init__(self) -> None:
         if self.key.kind != COSIGNATURE:
-            raise SetupError(f"key of {self.key.name}", expected="a witness's key, which cosigns", got="a log's key")
+            raise SetupError(
+                f"key of {self.key.name}",
+                expected="a witness's key, which cosigns",
+                got="a log's key",
+            )
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,9 @@ class Asked:
     problem: ArchipelagoError | None = None
 
 
-def ask_witnesses(home: Home, witnesses: Sequence[Witness], *, timeout_s: float = _TIMEOUT_S) -> list[Asked]:
+def ask_witnesses(
+    home: Home, witnesses: Sequence[Witness], *, timeout_s: float = _TIMEOUT_S
+) -> list[Asked]:
     """Ask each witness to cosign the last checkpoint; add what they signed to it, and to the public log.
 
     Args:
@@ -89,11 +101,15 @@ def ask_witnesses(home: Home, witnesses: Sequence[Witness], *, timeout_s: float 
     return asked
 
 
-def _ask(witness: Witness, leaves: Sequence[bytes], signed: SignedCheckpoint, timeout_s: float) -> SignedCheckpoint:
+def _ask(
+    witness: Witness, leaves: Sequence[bytes], signed: SignedCheckpoint, timeout_s: float
+) -> SignedCheckpoint:
     """Return the checkpoint with the witness's cosignature."""
     subject, old_size = f"witness {witness.key.name}", 0
     for _ in range(_ATTEMPTS):
-        status, kind, body = _post(witness, encode_request(old_size, leaves, signed), subject, timeout_s)
+        status, kind, body = _post(
+            witness, encode_request(old_size, leaves, signed), subject, timeout_s
+        )
         if status == http.client.OK:
             return with_answer(signed, body, witness.key, subject)
         if status != http.client.CONFLICT:
@@ -103,14 +119,24 @@ def _ask(witness: Witness, leaves: Sequence[bytes], signed: SignedCheckpoint, ti
         old_size = parse_size(body, subject)
         if old_size > signed.size:
             expected = f"a last checkpoint of at most {signed.size} entries"
-            raise SplitViewError(subject, expected=expected, got=f"one of {old_size}, cosigned before", remedy=_BACKUP)
-    raise TransportError(subject, expected="a cosignature", got=f"another last size at each of {_ATTEMPTS} requests")
+            raise SplitViewError(
+                subject,
+                expected=expected,
+                got=f"one of {old_size}, cosigned before",
+                remedy=_BACKUP,
+            )
+    raise TransportError(
+        subject, expected="a cosignature", got=f"another last size at each of {_ATTEMPTS} requests"
+    )
 
 
 def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> tuple[int, str, bytes]:
     """Return status, media type and body of the answer."""
     request = urllib.request.Request(
-        f"{witness.url.rstrip('/')}/add-checkpoint", body, {"Content-Type": "text/plain"}, method="POST"
+        f"{witness.url.rstrip('/')}/add-checkpoint",
+        body,
+        {"Content-Type": "text/plain"},
+        method="POST",
     )
     try:
         try:
@@ -118,12 +144,18 @@ def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> tupl
         except urllib.error.HTTPError as refused:
             answer = refused
         with answer:
-            return answer.status, answer.headers.get_content_type(), answer.read(MAX_ANSWER_BYTES + 1)
+            return (
+                answer.status,
+                answer.headers.get_content_type(),
+                answer.read(MAX_ANSWER_BYTES + 1),
+            )
     except (OSError, http.client.HTTPException, ValueError) as error:
         host = urlsplit(witness.url).netloc
         reason = str(getattr(error, "reason", None) or error or type(error).__name__)[:200]
         remedy = "The release is published all the same. Ask again: aggregator log."
-        raise TransportError(subject, expected=f"an answer from {host}", got=reason, remedy=remedy) from error
+        raise TransportError(
+            subject, expected=f"an answer from {host}", got=reason, remedy=remedy
+        ) from error
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -138,11 +170,16 @@ def _refusal(status: int, subject: str, signed: SignedCheckpoint) -> Archipelago
     if status == http.client.NOT_FOUND:
         remedy = f"Ask its operator to add the log {origin}, or correct the url in federation.toml."
         return SetupError(
-            subject, expected="a witness of this log", got="404, a log that it does not know", remedy=remedy
+            subject,
+            expected="a witness of this log",
+            got="404, a log that it does not know",
+            remedy=remedy,
         )
     if status == http.client.FORBIDDEN:
         remedy = f"Send its operator log_key of the newest root, the verifier key of {origin}."
-        return SetupError(subject, expected="a witness that knows this log's key", got="403", remedy=remedy)
+        return SetupError(
+            subject, expected="a witness that knows this log's key", got="403", remedy=remedy
+        )
     if status == http.client.UNPROCESSABLE_ENTITY:
         return _second_history(subject, signed)
     return TransportError(subject, expected="200, or 409 with a size", got=f"HTTP status {status}")
@@ -150,4 +187,6 @@ def _refusal(status: int, subject: str, signed: SignedCheckpoint) -> Archipelago
 
 def _second_history(subject: str, signed: SignedCheckpoint) -> SplitViewError:
     expected = f"a witness whose last checkpoint the log of {signed.size} entries continues"
-    return SplitViewError(subject, expected=expected, got="one that saw another history of this log", remedy=_BACKUP)
+    return SplitViewError(
+        subject, expected=expected, got="one that saw another history of this log", remedy=_BACKUP
+    )

@@ -94,8 +94,14 @@ def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
     if prior_K.shape != (num_experts,):
         got = f"shape {tuple(prior_K.shape)}"
         raise ShapeError("prior", expected=f"{num_experts} weights, one per expert", got=got)
-    if not bool(torch.isfinite(prior_K).all()) or bool((prior_K < 0).any()) or not bool((prior_K > 0).any()):
-        got = ", ".join(f"{weight:g}" for weight in prior_K[:16].tolist()) + (", ..." if num_experts > 16 else "")
+    if (
+        not bool(torch.isfinite(prior_K).all())
+        or bool((prior_K < 0).any())
+        or not bool((prior_K > 0).any())
+    ):
+        got = ", ".join(f"{weight:g}" for weight in prior_K[:16].tolist()) + (
+            ", ..." if num_experts > 16 else ""
+        )
         raise MathError("prior", expected="finite weights >= 0, not all 0", got=got)
     return torch.log(prior_K / prior_K.sum())
 

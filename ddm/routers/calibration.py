@@ -43,7 +43,9 @@ class Calibrated:
         MathError: a temperature or training prior out of range.
     """
 
-    def __init__(self, router: Router, temperature: float, training_prior: Sequence[float], path: Path) -> None:
+    def __init__(
+        self, router: Router, temperature: float, training_prior: Sequence[float], path: Path
+    ) -> None:
         if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
             expected = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
             raise MathError("router temperature", expected=expected, got=f"{temperature:g}")
@@ -51,7 +53,9 @@ class Calibrated:
         if not bool(self.log_training_prior_E.isfinite().all()):
             zeros = int((~self.log_training_prior_E.isfinite()).sum())
             got = f"a share of 0 for {zeros} of {router.num_experts}"
-            raise MathError("router training prior", expected="a share above 0 for every expert", got=got)
+            raise MathError(
+                "router training prior", expected="a share above 0 for every expert", got=got
+            )
         self.num_experts = router.num_experts
         self.router = router
         self.temperature = temperature
@@ -135,14 +139,18 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
     found = [public.log_likelihoods(router, band, index) for index, band in enumerate(bands)]
     times = [public.times(band, index).double() for index, band in enumerate(bands)]
     fit_N, judge_N = halves(public.group_N, public.seed)
-    weight_NE = torch.from_numpy(public.evidence.weights(public.group_N[fit_N], public.seed).weight_NE)
+    weight_NE = torch.from_numpy(
+        public.evidence.weights(public.group_N[fit_N], public.seed).weight_NE
+    )
 
     def joint(band: int, temperature: float, rows: Tensor) -> Tensor:
         temperature_DN = temperature_at(temperature, times[band][:, rows], public.path)
         return found[band][:, rows] / temperature_DN[..., None] + log_prior_E
 
     def losses(temperature: float, rows: Tensor) -> Tensor:
-        by_band = [joint(band, temperature, rows).log_softmax(2).mean(0) for band in range(len(bands))]
+        by_band = [
+            joint(band, temperature, rows).log_softmax(2).mean(0) for band in range(len(bands))
+        ]
         return -torch.stack(by_band).mean(0)
 
     best = minimize_scalar(
@@ -163,7 +171,9 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
     return Calibration(temperature=chosen, errors=tuple(errors), path=public.path)
 
 
-def reliability(weights: PublicWeights, w_DNE: Tensor) -> tuple[Interval, tuple[ReliabilityBin, ...]]:
+def reliability(
+    weights: PublicWeights, w_DNE: Tensor
+) -> tuple[Interval, tuple[ReliabilityBin, ...]]:
     """Return the expected calibration error of the most probable expert, and the bins of confidence that it sums.
 
     ``sum_z |sum over images in bin z of (confidence - hit)|`` over equal bins of the confidence, all images weighted.
@@ -191,8 +201,13 @@ def reliability(weights: PublicWeights, w_DNE: Tensor) -> tuple[Interval, tuple[
     low, high = spread(value, np.abs(drawn_SZ).sum(1, keepdims=True))[0]
     bins = []
     for z in np.nonzero(share_Z >= _LEAST_SHARE)[0]:
-        gaps = (gap_Z[z], *spread(gap_Z, drawn_SZ)[z, ::-1])  # a gap below the mean is an accuracy above it
-        right, least, most = (float(np.clip((claimed_Z[z] - gap) / share_Z[z], 0, 1)) for gap in gaps)
+        gaps = (
+            gap_Z[z],
+            *spread(gap_Z, drawn_SZ)[z, ::-1],
+        )  # a gap below the mean is an accuracy above it
+        right, least, most = (
+            float(np.clip((claimed_Z[z] - gap) / share_Z[z], 0, 1)) for gap in gaps
+        )
         share, claimed = float(share_Z[z]), float(claimed_Z[z] / share_Z[z])
         bins.append(ReliabilityBin(share=share, confidence=claimed, accuracy=(right, least, most)))
     return (float(value[0]), max(float(low), 0.0), float(high)), tuple(bins)

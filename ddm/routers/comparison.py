@@ -116,18 +116,32 @@ def compare(
     if not counts.num_experts == candidate.num_experts == num_experts:
         got = f"{counts.num_experts} and {candidate.num_experts}"
         raise ShapeError("routers", expected=f"{num_experts} experts each", got=got)
-    routers = [router.on_sketches(held_out.sketch.rank) for router in (counts, candidate)] if held_out else []
+    routers = (
+        [router.on_sketches(held_out.sketch.rank) for router in (counts, candidate)]
+        if held_out
+        else []
+    )
     sketch_routers = [router for router in routers if router]
     on_sketches = held_out if len(sketch_routers) == 2 else None
     num_looks = len(bands) + (on_sketches is not None)
     weights = public.weights
-    prior_NE = np.broadcast_to(-log_prior(public.prior_E, num_experts).numpy(), weights.weight_NE.shape)
-    counts_MNE, candidate_MNE = (np.stack(public.losses(router, bands)) for router in (counts, candidate))
+    prior_NE = np.broadcast_to(
+        -log_prior(public.prior_E, num_experts).numpy(), weights.weight_NE.shape
+    )
+    counts_MNE, candidate_MNE = (
+        np.stack(public.losses(router, bands)) for router in (counts, candidate)
+    )
     intervals = weights.intervals(candidate_MNE - counts_MNE, num_looks)
     prior = float(weights.means(prior_NE[None])[0])
-    values = zip(bands, weights.means(counts_MNE), weights.means(candidate_MNE), intervals, strict=True)
-    found = tuple(_band(band, prior, float(a), float(b), interval) for band, a, b, interval in values)
-    sketches = _compare_sketches(on_sketches, sketch_routers, public, num_looks) if on_sketches else None
+    values = zip(
+        bands, weights.means(counts_MNE), weights.means(candidate_MNE), intervals, strict=True
+    )
+    found = tuple(
+        _band(band, prior, float(a), float(b), interval) for band, a, b, interval in values
+    )
+    sketches = (
+        _compare_sketches(on_sketches, sketch_routers, public, num_looks) if on_sketches else None
+    )
     return Comparison(bands=found, sketches=sketches)
 
 
@@ -141,11 +155,16 @@ def minus_prior(router: Router, public: PublicData) -> tuple[float, float, float
     prior_E = log_prior(public.prior_E, router.num_experts).numpy()
     excess_1NE = (np.mean(public.losses(router), axis=0) + prior_E)[None]
     weights = public.weights
-    (value,), ((low, high),) = weights.means(excess_1NE).tolist(), weights.intervals(excess_1NE).tolist()
+    (value,), ((low, high),) = (
+        weights.means(excess_1NE).tolist(),
+        weights.intervals(excess_1NE).tolist(),
+    )
     return value, low, high
 
 
-def refuse_worse_than_prior(name: str, router: Router, public: PublicData) -> tuple[float, float, float]:
+def refuse_worse_than_prior(
+    name: str, router: Router, public: PublicData
+) -> tuple[float, float, float]:
     """Refuse a router that is worse than the prior on public images; return what `minus_prior` measures.
 
     Args:
@@ -159,12 +178,18 @@ def refuse_worse_than_prior(name: str, router: Router, public: PublicData) -> tu
     value, low, high = minus_prior(router, public)
     if low > 0:
         got = f"{value:.4f} nats worse, 95% interval {low:.4f} to {high:.4f}"
-        raise RefusedError(f"{name} router on public data", expected="at least as good as the prior", got=got)
+        raise RefusedError(
+            f"{name} router on public data", expected="at least as good as the prior", got=got
+        )
     return value, low, high
 
 
 def _band(
-    band: Band, prior: float, counts: float, candidate: float, interval: Sequence[float] | NDArray[np.float64]
+    band: Band,
+    prior: float,
+    counts: float,
+    candidate: float,
+    interval: Sequence[float] | NDArray[np.float64],
 ) -> BandComparison:
     return BandComparison(
         low=band[0],
@@ -187,7 +212,9 @@ def _compare_sketches(
     t_r, silo_E = held_out.t_release, torch.tensor(public.evidence.layout.silo_E)
     num_silos = int(silo_E.max()) + 1
     if len(held_out.sketches) != num_silos:
-        raise ShapeError("held-out sketches", expected=f"{num_silos} silos", got=str(len(held_out.sketches)))
+        raise ShapeError(
+            "held-out sketches", expected=f"{num_silos} silos", got=str(len(held_out.sketches))
+        )
     log_prior_E = log_prior(public.prior_E, len(silo_E))
     prior_K = torch.zeros(num_silos, dtype=torch.float64).index_add_(0, silo_E, log_prior_E.exp())
 

@@ -65,7 +65,9 @@ class ConditionalPrior:
         num_classes = noisy_KCG.shape[1]
         count_KCG, error_KCG = expected_class_counts(sketch, noisy_KCG, num_units, epsilon)
         counted_K = num_units if counted_K is None else counted_K
-        scale_K = torch.tensor(counted_K, dtype=torch.float64) / torch.tensor(num_units, dtype=torch.float64)
+        scale_K = torch.tensor(counted_K, dtype=torch.float64) / torch.tensor(
+            num_units, dtype=torch.float64
+        )
         count_KCG, error_KCG = (value * scale_K[:, None, None] for value in (count_KCG, error_KCG))
         prior_K = torch.tensor(counted_K, dtype=torch.float64) / sum(counted_K)
         unknown_C = error_KCG.square().sum((0, 2)).sqrt()
@@ -85,7 +87,9 @@ class ConditionalPrior:
             ShapeError: there is no such class.
         """
         if not 0 <= label < len(self.prior_CE):
-            raise ShapeError("class", expected=f"a class, 0 to {len(self.prior_CE) - 1}", got=str(label))
+            raise ShapeError(
+                "class", expected=f"a class, 0 to {len(self.prior_CE) - 1}", got=str(label)
+            )
         return self.prior_CE[label].double().log()
 
     def router(self, label: int, sketch: Sketch, path: Path) -> CountsRouter:

@@ -34,9 +34,13 @@ class CountsRouter:
         NumericalError: shares that are not finite or do not sum to 1.
     """
 
-    def __init__(self, sketch: Sketch, log_mass_KG: Tensor, path: Path, error_KG: Tensor | None = None) -> None:
+    def __init__(
+        self, sketch: Sketch, log_mass_KG: Tensor, path: Path, error_KG: Tensor | None = None
+    ) -> None:
         if log_mass_KG.ndim != 2 or log_mass_KG.shape[1] != sketch.num_groups:
-            raise ShapeError("mass", expected=f"(K, {sketch.num_groups})", got=str(tuple(log_mass_KG.shape)))
+            raise ShapeError(
+                "mass", expected=f"(K, {sketch.num_groups})", got=str(tuple(log_mass_KG.shape))
+            )
         log_mass_KG = log_mass_KG.double()
         total_K = log_mass_KG.logsumexp(1)
         if not bool(torch.isfinite(total_K).all()) or float(total_K.abs().max()) > 1e-3:
@@ -45,8 +49,12 @@ class CountsRouter:
         self.num_experts = len(log_mass_KG)
         self.sketch = sketch
         self.path = path
-        self.log_mass_KG = log_mass_KG - total_K[:, None]  # float32 storage leaves errors of 1e-7, which show at t = 1
-        self.error_KG = torch.zeros_like(self.log_mass_KG) if error_KG is None else error_KG.double()
+        self.log_mass_KG = (
+            log_mass_KG - total_K[:, None]
+        )  # float32 storage leaves errors of 1e-7, which show at t = 1
+        self.error_KG = (
+            torch.zeros_like(self.log_mass_KG) if error_KG is None else error_KG.double()
+        )
         self._groups = NoisedGaussians(sketch.group_mean_GR, sketch.group_cov_GRR)
 
     @classmethod
@@ -63,7 +71,11 @@ class CountsRouter:
             path: the probability path.
         """
         found = expected_by_likeness(
-            noisy_KG.numpy(), num_units, epsilon, sketch.group_weight_G.double().numpy(), sketch.group_mean_GR.double()
+            noisy_KG.numpy(),
+            num_units,
+            epsilon,
+            sketch.group_weight_G.double().numpy(),
+            sketch.group_mean_GR.double(),
         )
         mean_KG = torch.stack([torch.from_numpy(each.mean_G) for each in found])
         deviation_KG = torch.stack([torch.from_numpy(each.deviation_G) for each in found])
@@ -94,20 +106,26 @@ class CountsRouter:
         """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, K)."""
         log_BG = self.group_log_density(s_BR, t_B)
         log_mass_KG = self.log_mass_KG.to(log_BG)
-        parts = (log_BG[rows, None] + log_mass_KG for rows in blocks(len(log_BG), log_mass_KG.numel()))
+        parts = (
+            log_BG[rows, None] + log_mass_KG for rows in blocks(len(log_BG), log_mass_KG.numel())
+        )
         return torch.cat([part_BKG.logsumexp(2) for part_BKG in parts])
 
     def group_log_density(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log N(s; alpha m_c, alpha^2 S_c + (sigma / C)^2 I)`` up to a common constant, shape (B, G)."""
         t_B = t_B.to(s_BR)
-        return self._groups.log_density(s_BR, self.path.alpha(t_B), self.path.sigma(t_B) / self.sketch.scale)
+        return self._groups.log_density(
+            s_BR, self.path.alpha(t_B), self.path.sigma(t_B) / self.sketch.scale
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a release stores; the sketch is the plan's."""
         return {"mass": self.log_mass_KG.exp().float(), "mass_error": self.error_KG.float()}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], sketch: Sketch, path: Path) -> "CountsRouter":
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], sketch: Sketch, path: Path
+    ) -> "CountsRouter":
         """Rebuild the router from tensors loaded against `counts_router_specs`."""
         return cls(sketch, tensors["mass"].double().log(), path, tensors["mass_error"])
 

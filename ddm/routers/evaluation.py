@@ -57,9 +57,17 @@ def cross_entropy(
     log_prior_K = log_prior(prior, router.num_experts)
     prior_K = log_prior_K.exp()
     size_K = torch.bincount(label_N, minlength=router.num_experts)
-    if len(label_N) != len(x_N) or len(size_K) != len(prior_K) or bool(((size_K == 0) & (prior_K > 0)).any()):
-        got = f"{len(label_N)} labels for {len(x_N)} images, images per expert {size_K[:16].tolist()}"
-        raise ShapeError("labels", expected="one label per image, and an image of every expert", got=got)
+    if (
+        len(label_N) != len(x_N)
+        or len(size_K) != len(prior_K)
+        or bool(((size_K == 0) & (prior_K > 0)).any())
+    ):
+        got = (
+            f"{len(label_N)} labels for {len(x_N)} images, images per expert {size_K[:16].tolist()}"
+        )
+        raise ShapeError(
+            "labels", expected="one label per image, and an image of every expert", got=got
+        )
     scores = []
     for index, (low, high) in enumerate(times):
         log_DNK = noised_log_likelihood(router, x_N, (low, high), seed + index, path)
@@ -68,14 +76,21 @@ def cross_entropy(
         for k in torch.nonzero(prior_K)[:, 0].tolist():
             loss_n = -log_NK[label_N == k, k]
             value += float(prior_K[k] * loss_n.mean())
-            variance += float(prior_K[k].square() * loss_n.var(correction=0)) / max(len(loss_n) - 1, 1)
+            variance += float(prior_K[k].square() * loss_n.var(correction=0)) / max(
+                len(loss_n) - 1, 1
+            )
         scores.append(BandScore(low=low, high=high, value=value, error=variance**0.5))
     return tuple(scores)
 
 
 @torch.no_grad()
 def noised_log_likelihood(
-    router: Router, x_N: Tensor, band: Band, seed: int, path: Path | None = None, draws: int = _DRAWS
+    router: Router,
+    x_N: Tensor,
+    band: Band,
+    seed: int,
+    path: Path | None = None,
+    draws: int = _DRAWS,
 ) -> Tensor:
     """Return a router's log-likelihoods of images noised to times drawn from a band, shape (D, N, K), float64.
 

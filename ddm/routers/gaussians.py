@@ -31,9 +31,13 @@ class NoisedGaussians:
     def __init__(self, mean_GR: Tensor, cov_GRR: Tensor) -> None:
         num, rank = mean_GR.shape
         if cov_GRR.shape != (num, rank, rank):
-            raise ShapeError("covariances", expected=str((num, rank, rank)), got=str(tuple(cov_GRR.shape)))
+            raise ShapeError(
+                "covariances", expected=str((num, rank, rank)), got=str(tuple(cov_GRR.shape))
+            )
         if not bool(torch.isfinite(mean_GR).all() and torch.isfinite(cov_GRR).all()):
-            raise NumericalError("Gaussians", expected="finite means and covariances", got="NaN or infinity")
+            raise NumericalError(
+                "Gaussians", expected="finite means and covariances", got="NaN or infinity"
+            )
         spread_GR, axes_GRR = torch.linalg.eigh(cov_GRR.double())
         if float(spread_GR.min()) <= 0:
             got = f"a smallest eigenvalue of {float(spread_GR.min()):g}"
@@ -52,7 +56,9 @@ class NoisedGaussians:
             noise_B: standard deviation of the noise in a sketch, shape (B,).
         """
         s_BR = s_BR.to(torch.promote_types(s_BR.dtype, torch.float32))
-        axes_RQ, mean_Q, spread_Q = (part.to(s_BR) for part in (self._axes_RQ, self._mean_Q, self._spread_Q))
+        axes_RQ, mean_Q, spread_Q = (
+            part.to(s_BR) for part in (self._axes_RQ, self._mean_Q, self._spread_Q)
+        )
         alpha_B1, noise_B1 = alpha_B.to(s_BR)[:, None], noise_B.to(s_BR)[:, None]
         found = []
         for rows in blocks(len(s_BR), len(spread_Q)):

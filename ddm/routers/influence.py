@@ -29,7 +29,9 @@ def capped_shares(num_units: Sequence[int], cap: float) -> tuple[float, ...]:
     """
     if not 0.0 < cap <= 1.0 or not num_units or min(num_units) < 1:
         got = f"a cap of {cap:g} and {len(num_units)} silos of at least {min(num_units, default=0)} units"
-        raise MathError("shares of influence", expected="a cap in (0, 1] and units above 0", got=got)
+        raise MathError(
+            "shares of influence", expected="a cap in (0, 1] and units above 0", got=got
+        )
     units_K = np.asarray(num_units, dtype=np.float64)
     share_K, cap = units_K / units_K.sum(), max(cap, 1.0 / len(units_K))
     cut_K = np.zeros(len(units_K), dtype=bool)

@@ -74,7 +74,12 @@ class Labelled:
         if num_without := int((share_EJ[:, known_J].sum(1) <= 0).sum()):
             expected = f"images like those of each of {num_experts} experts"
             remedy = "Label public images of every silo, or train the router on images that the experts draw."
-            raise DataError("labelled images", expected=expected, got=f"none for {num_without} of them", remedy=remedy)
+            raise DataError(
+                "labelled images",
+                expected=expected,
+                got=f"none for {num_without} of them",
+                remedy=remedy,
+            )
         weight_J = share_EJ.sum(0) / num_experts
         target_JE = (share_EJ / share_EJ.sum(0).clamp(min=1e-300)).T.float()
         weight_N = (weight_J / size_J.clamp(min=1))[cell_N]
@@ -114,20 +119,30 @@ class Labelled:
         order_N = order_N[self.cell_N[order_N].argsort(stable=True)]
         size_J = torch.bincount(self.cell_N, minlength=len(self.target_JE))
         if bool(((size_J == 1) & (self.target_JE.amax(1) == 1)).any()):
-            raise ShapeError("labelled images", expected="at least 2 of each expert", got="1 of some")
+            raise ShapeError(
+                "labelled images", expected="at least 2 of each expert", got="1 of some"
+            )
         first_J = size_J.cumsum(0) - size_J
         sorted_J = self.cell_N[order_N]
         place_N = torch.arange(len(self)) - first_J[sorted_J]
         num_check_J = (_HELD_OUT_SHARE * size_J).round().clamp(min=1).where(size_J > 1, 0)
         checked_N = place_N < num_check_J[sorted_J]
         if not bool(checked_N.any()):
-            raise ShapeError("labelled images", expected="several in some cell", got=f"{len(self)}, each alone")
-        return self._of(order_N[~checked_N].sort().values), self._of(order_N[checked_N].sort().values)
+            raise ShapeError(
+                "labelled images", expected="several in some cell", got=f"{len(self)}, each alone"
+            )
+        return self._of(order_N[~checked_N].sort().values), self._of(
+            order_N[checked_N].sort().values
+        )
 
     def _of(self, rows: Tensor) -> "Labelled":
         told = None if self.condition_N is None else self.condition_N[rows]
         return replace(
-            self, images=self.images[rows], cell_N=self.cell_N[rows], weight_N=self.weight_N[rows], condition_N=told
+            self,
+            images=self.images[rows],
+            cell_N=self.cell_N[rows],
+            weight_N=self.weight_N[rows],
+            condition_N=told,
         )
 
 
@@ -153,9 +168,15 @@ def silo_shares(silo_N: Tensor, group_N: Tensor, num_groups: int, layout: Layout
         layout: the experts.
     """
     num_silos = max(layout.silo_E) + 1
-    count_KG = torch.bincount(silo_N * num_groups + group_N, minlength=num_silos * num_groups).double()
+    count_KG = torch.bincount(
+        silo_N * num_groups + group_N, minlength=num_silos * num_groups
+    ).double()
     own_EK = torch.eye(num_silos, dtype=torch.float64)[list(layout.silo_E)]
-    own_EKG = own_EK[:, :, None] * _covered(layout, num_groups)[:, None] * count_KG.view(num_silos, num_groups)
+    own_EKG = (
+        own_EK[:, :, None]
+        * _covered(layout, num_groups)[:, None]
+        * count_KG.view(num_silos, num_groups)
+    )
     return (own_EKG / own_EKG.sum((1, 2), keepdim=True).clamp(min=1e-300)).flatten(1)
 
 
@@ -167,7 +188,9 @@ def _covered(layout: Layout, num_groups: int) -> Tensor:
     return own_EG
 
 
-def classes_of_experts(share_EJ: Tensor, num_classes: int, num: int, generator: torch.Generator) -> Tensor:
+def classes_of_experts(
+    share_EJ: Tensor, num_classes: int, num: int, generator: torch.Generator
+) -> Tensor:
     """Draw the classes that each expert is told, by its shares of the classes, shape (E, num).
 
     Args:
@@ -180,7 +203,9 @@ def classes_of_experts(share_EJ: Tensor, num_classes: int, num: int, generator: 
     return torch.multinomial(share_EC, num, replacement=True, generator=generator)
 
 
-def texts_of_experts(texts_NLD: Tensor, num_experts: int, num: int, generator: torch.Generator) -> Tensor:
+def texts_of_experts(
+    texts_NLD: Tensor, num_experts: int, num: int, generator: torch.Generator
+) -> Tensor:
     """Draw the texts that each expert is told, from public ones, shape (E, num, L, D)."""
     return texts_NLD[torch.randint(len(texts_NLD), (num_experts, num), generator=generator)]
 

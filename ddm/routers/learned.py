@@ -39,7 +39,9 @@ class LearnedRouter:
         silo_E: the number of each expert's silo; one expert a silo when omitted.
     """
 
-    def __init__(self, mixture: CountsRouter, residual: Residual, silo_E: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, mixture: CountsRouter, residual: Residual, silo_E: Sequence[int] | None = None
+    ) -> None:
         self.num_experts = mixture.num_experts
         self.sketch = mixture.sketch
         self.mixture = mixture
@@ -56,7 +58,9 @@ class LearnedRouter:
 
     def differs(self, counts_router: CountsRouter) -> bool:
         """Whether training changed the shares or the network."""
-        moved = float((self.mixture.log_mass_KG.exp() - counts_router.log_mass_KG.exp()).abs().max())
+        moved = float(
+            (self.mixture.log_mass_KG.exp() - counts_router.log_mass_KG.exp()).abs().max()
+        )
         return moved > _CHANGED or self.residual.is_nonzero
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
@@ -76,16 +80,25 @@ class LearnedRouter:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a release stores; the sketch is the plan's."""
-        return self.mixture.tensors() | {f"{_PREFIX}{k}": v.detach() for k, v in self.residual.state_dict().items()}
+        return self.mixture.tensors() | {
+            f"{_PREFIX}{k}": v.detach() for k, v in self.residual.state_dict().items()
+        }
 
     @classmethod
     def from_tensors(
-        cls, tensors: Mapping[str, Tensor], sketch: Sketch, settings: Settings, path: Path, silo_E: Sequence[int]
+        cls,
+        tensors: Mapping[str, Tensor],
+        sketch: Sketch,
+        settings: Settings,
+        path: Path,
+        silo_E: Sequence[int],
     ) -> "LearnedRouter":
         """Rebuild the router from tensors loaded against `learned_router_specs`."""
         mixture = CountsRouter.from_tensors(tensors, sketch, path)
         residual = Residual(sketch, max(silo_E) + 1, settings.hidden, settings.depth, path)
-        residual.load_state_dict({k.removeprefix(_PREFIX): v for k, v in tensors.items() if k.startswith(_PREFIX)})
+        residual.load_state_dict(
+            {k.removeprefix(_PREFIX): v for k, v in tensors.items() if k.startswith(_PREFIX)}
+        )
         return cls(mixture, residual, silo_E)
 
 
@@ -94,8 +107,12 @@ def learned_router_specs(
 ) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored learned router."""
     with torch.device("meta"):
-        state = Residual(sketch, max(silo_E) + 1, settings.hidden, settings.depth, path).state_dict()
-    residual = {f"{_PREFIX}{name}": TensorSpec("F32", tuple(tensor.shape)) for name, tensor in state.items()}
+        state = Residual(
+            sketch, max(silo_E) + 1, settings.hidden, settings.depth, path
+        ).state_dict()
+    residual = {
+        f"{_PREFIX}{name}": TensorSpec("F32", tuple(tensor.shape)) for name, tensor in state.items()
+    }
     return counts_router_specs(len(silo_E), sketch.num_groups) | residual
 
 
@@ -114,7 +131,9 @@ def split_sketches(
     generator = torch.Generator().manual_seed(seed)
     for silo, s_NR in sketches.items():
         if len(s_NR) < 2:
-            raise ShapeError(f"sketches of {silo}", expected="at least 2 sketches", got=str(len(s_NR)))
+            raise ShapeError(
+                f"sketches of {silo}", expected="at least 2 sketches", got=str(len(s_NR))
+            )
         order_N = torch.randperm(len(s_NR), generator=generator)
         num = max(1, round(share * len(s_NR)))
         held_out[silo], train[silo] = s_NR[order_N[:num]], s_NR[order_N[num:]]
@@ -159,4 +178,6 @@ def fit_learned(
     mixture = refit_shares(counts_router, list(sketches.values()), t_release)
     share_K = [n / sum(num_units) for n in num_units] if share_K is None else share_K
     prior_K = torch.tensor(share_K, dtype=torch.float64)
-    return LearnedRouter(mixture, fit_residual(mixture, public, prior_K, settings, seed, on_progress))
+    return LearnedRouter(
+        mixture, fit_residual(mixture, public, prior_K, settings, seed, on_progress)
+    )

@@ -26,7 +26,12 @@ Load = Callable[[Mapping[str, TensorSpec]], dict[str, Tensor]]
 
 
 def load_router(
-    published: PublishedRouter, folder: Path, *, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
+    published: PublishedRouter,
+    folder: Path,
+    *,
+    plan: Plan,
+    sketch: Sketch,
+    experts: Sequence[PublishedExpert],
 ) -> Calibrated:
     """Load a router, with the manifest's temperature and training prior applied.
 
@@ -46,24 +51,36 @@ def load_router(
     file, num_experts = published.file, len(experts)
     if len(published.training_prior) != num_experts:
         got = str(len(published.training_prior))
-        raise DocumentError("manifest.json, router.training_prior", expected=f"{num_experts} shares", got=got)
+        raise DocumentError(
+            "manifest.json, router.training_prior", expected=f"{num_experts} shares", got=got
+        )
 
     def load(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        return load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_VALUE, digest=file.digest)
+        return load_tensors(
+            folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_VALUE, digest=file.digest
+        )
 
     try:
         router = _load(published, load, plan, sketch, experts)
     except MathError as error:
-        raise TensorFileError(f"{file.path}, {error.subject}", expected=error.expected, got=error.got) from error
+        raise TensorFileError(
+            f"{file.path}, {error.subject}", expected=error.expected, got=error.got
+        ) from error
     try:
         path = path_named(plan.objective.ensemble_path)
         return Calibrated(router, published.temperature, published.training_prior, path)
     except MathError as error:
-        raise DocumentError(f"manifest.json, {error.subject}", expected=error.expected, got=error.got) from error
+        raise DocumentError(
+            f"manifest.json, {error.subject}", expected=error.expected, got=error.got
+        ) from error
 
 
 def _load(
-    published: PublishedRouter, load: Load, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
+    published: PublishedRouter,
+    load: Load,
+    plan: Plan,
+    sketch: Sketch,
+    experts: Sequence[PublishedExpert],
 ) -> Router:
     """Return the router built from the file's tensors."""
     num_experts, num_groups, path = (
@@ -73,11 +90,15 @@ def _load(
     )
     settings, released = plan.router, plan.statistics
     if published.kind == "counts":
-        return CountsRouter.from_tensors(load(counts_router_specs(num_experts, num_groups)), sketch, path)
+        return CountsRouter.from_tensors(
+            load(counts_router_specs(num_experts, num_groups)), sketch, path
+        )
     if published.kind != settings.kind:
         expected = f"a router of the kind counts or {settings.kind}, as the plan says"
         raise TensorFileError(published.file.path, expected=expected, got=published.kind)
-    if isinstance(settings, LearnedSettings) and (published.t_release is not None or not released.private):
+    if isinstance(settings, LearnedSettings) and (
+        published.t_release is not None or not released.private
+    ):
         silo_E = silo_numbers(experts)
         tensors = load(learned_router_specs(silo_E, sketch, settings, path))
         return LearnedRouter.from_tensors(tensors, sketch, settings, path, silo_E)
@@ -85,9 +106,13 @@ def _load(
         shape, told = plan.expert_shape, plan.condition
         tensors = load(samples_router_specs(num_experts, shape, settings, told))
         knows = knows_shares(plan, settings)
-        return SamplesRouter.from_tensors(tensors, num_experts, shape, settings, path, told, knows_shares=knows)
+        return SamplesRouter.from_tensors(
+            tensors, num_experts, shape, settings, path, told, knows_shares=knows
+        )
     if released.moments and settings.kind == "moments":
-        return MomentsRouter.from_tensors(load(moments_router_specs(num_experts, released.moments.rank)), sketch, path)
+        return MomentsRouter.from_tensors(
+            load(moments_router_specs(num_experts, released.moments.rank)), sketch, path
+        )
     expected = "a router with the t_release of the sketches it was made from"
     raise TensorFileError(published.file.path, expected=expected, got="no t_release")
 

@@ -20,7 +20,9 @@ from ddm.routers.sketch import Sketch
 
 # Shape legend: K silos, B batch, R sketch dimensions, r of them in the silos' moments.
 
-_SPREADS = np.logspace(-4, 0.6, 47)  # tau^2: up to two public standard deviations, as in the unit ball
+_SPREADS = np.logspace(
+    -4, 0.6, 47
+)  # tau^2: up to two public standard deviations, as in the unit ball
 _FLOOR = 0.05  # smallest variance of a silo in any direction, as a share of the public one
 
 
@@ -66,7 +68,10 @@ class MomentsRouter:
         """
         narrow = sketch.head(sum_KR.shape[1])
         statistics = zip(sum_KR.double(), second_KRR.double(), num_units, strict=True)
-        found = [expected_moments(narrow, total_R, second_RR, n, noise_std) for total_R, second_RR, n in statistics]
+        found = [
+            expected_moments(narrow, total_R, second_RR, n, noise_std)
+            for total_R, second_RR, n in statistics
+        ]
         means, covs = zip(*found, strict=True)
         return cls(sketch, torch.stack(means), torch.stack(covs), path)
 
@@ -100,7 +105,9 @@ class MomentsRouter:
         return {"mean": self.mean_KR.float(), "cov": self.cov_KRR.float()}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], sketch: Sketch, path: Path) -> "MomentsRouter":
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], sketch: Sketch, path: Path
+    ) -> "MomentsRouter":
         """Rebuild the router from tensors loaded against `moments_router_specs`."""
         return cls(sketch, tensors["mean"], tensors["cov"], path)
 
@@ -158,10 +165,14 @@ def expected_moments(
     off_R = axes_RR.T @ (sum_R / num_units - public_mean_R)
     shift_R, shift_variance_R = _posterior(off_R, variance_R, noise + variance_R / num_units)
     mean_R = public_mean_R + axes_RR @ shift_R
-    off_RR = axes_RR.T @ (second_RR / num_units - torch.outer(mean_R, mean_R) - public_cov_RR) @ axes_RR
+    off_RR = (
+        axes_RR.T @ (second_RR / num_units - torch.outer(mean_R, mean_R) - public_cov_RR) @ axes_RR
+    )
     row, column = torch.triu_indices(*off_RR.shape)
     twice, scale = 1.0 + (row == column).double(), variance_R[row] * variance_R[column]
-    entry, entry_variance = _posterior(off_RR[row, column], twice * scale, twice * (noise + scale / num_units))
+    entry, entry_variance = _posterior(
+        off_RR[row, column], twice * scale, twice * (noise + scale / num_units)
+    )
     off_RR[row, column], off_RR[column, row] = entry, entry
     unknown_R = shift_variance_R + entry_variance[row == column].sqrt()
     root_R = variance_R.sqrt()

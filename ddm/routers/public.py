@@ -46,7 +46,12 @@ class Evidence:
 
     def __post_init__(self) -> None:
         shares = self.num_units if self.share_K is None else self.share_K
-        if not len(self.noisy_KG) == len(self.num_units) == len(shares) == max(self.layout.silo_E) + 1:
+        if (
+            not len(self.noisy_KG)
+            == len(self.num_units)
+            == len(shares)
+            == max(self.layout.silo_E) + 1
+        ):
             expected = f"counts, units and shares of {max(self.layout.silo_E) + 1} silos"
             got = f"{len(self.noisy_KG)}, {len(self.num_units)} and {len(shares)}"
             raise ShapeError("statistics", expected=expected, got=got)
@@ -78,7 +83,9 @@ class PublicWeights:
             num_groups * mass_EG * share_E[:, None]
         ).numpy()  # an expert's share of each of its silo's groups
         self._silo_E = list(evidence.layout.silo_E)
-        share_K1 = n_K1 / n_K1.sum() if evidence.share_K is None else np.asarray(evidence.share_K)[:, None]
+        share_K1 = (
+            n_K1 / n_K1.sum() if evidence.share_K is None else np.asarray(evidence.share_K)[:, None]
+        )
         self._per_unit_K1 = share_K1 / n_K1
         self._epsilon, self._shape, self._seed = evidence.epsilon, noisy_KG.shape, seed
         self._group_N = group_N.numpy()
@@ -86,9 +93,13 @@ class PublicWeights:
         weight_EG = self._of_experts(_sum_to(noisy_KG, n_K1))
         covered = float(weight_EG[:, self._size_G > 0].sum())
         if covered <= 0:
-            got = f"{len(self._group_N)} images, in groups whose noised counts are 0 or less together"
+            got = (
+                f"{len(self._group_N)} images, in groups whose noised counts are 0 or less together"
+            )
             remedy = "Hold out more public images, public images that resemble the silos', or plan a larger epsilon."
-            raise RefusedError("public images", expected="images in groups that silos hold", got=got, remedy=remedy)
+            raise RefusedError(
+                "public images", expected="images in groups that silos hold", got=got, remedy=remedy
+            )
         self._scale_G = 1 / (covered * np.maximum(self._size_G, 1))
         self._weight_EG = weight_EG
         self.weight_NE: NDArray[np.float64] = (weight_EG * self._scale_G)[:, self._group_N].T
@@ -120,9 +131,13 @@ class PublicWeights:
         found = []
         for first in range(0, _BOOTSTRAPS, at_once):
             num = min(at_once, _BOOTSTRAPS - first)
-            pick_SN = order_N[start_N + np.floor(rng.random((num, num_images)) * size_N).astype(np.int64)]
+            pick_SN = order_N[
+                start_N + np.floor(rng.random((num, num_images)) * size_N).astype(np.int64)
+            ]
             cell_SN = pick_SN + num_images * np.arange(num)[:, None]
-            times_SN = np.bincount(cell_SN.ravel(), minlength=num * num_images).reshape(num, num_images)
+            times_SN = np.bincount(cell_SN.ravel(), minlength=num * num_images).reshape(
+                num, num_images
+            )
             if own_MN is not None:
                 found.append(times_SN @ own_MN.T)
                 continue
@@ -186,7 +201,9 @@ class PublicData:
         return times_of(len(self.images), band, torch.Generator().manual_seed(self.seed + index))
 
 
-def spread(value_M: NDArray[np.float64], drawn_SM: NDArray[np.float64], num_looks: int = 1) -> NDArray[np.float64]:
+def spread(
+    value_M: NDArray[np.float64], drawn_SM: NDArray[np.float64], num_looks: int = 1
+) -> NDArray[np.float64]:
     """Return intervals around figures from their bootstrap draws, shape (M, 2); see `PublicWeights.intervals`."""
     tail = 0.025 / num_looks
     return np.asarray((value_M + np.quantile(drawn_SM - value_M, [tail, 1 - tail], axis=0)).T)

@@ -13,7 +13,9 @@ _EM_STEPS = 500
 _EM_TOLERANCE = 1e-10
 
 
-def refit_shares(counts_router: CountsRouter, sketches: Sequence[Tensor], t_release: float) -> CountsRouter:
+def refit_shares(
+    counts_router: CountsRouter, sketches: Sequence[Tensor], t_release: float
+) -> CountsRouter:
     """Return the mixture whose shares are the maximum a posteriori given counts and sketches, by EM.
 
     The silos' sketches may have fewer dimensions than the router; the shares are fitted in these and used in all. The
@@ -27,18 +29,25 @@ def refit_shares(counts_router: CountsRouter, sketches: Sequence[Tensor], t_rele
     """
     rows = []
     narrow = counts_router.head(sketches[0].shape[1])
-    for log_mass_G, error_G, s_NR in zip(counts_router.log_mass_KG, counts_router.error_KG, sketches, strict=True):
+    for log_mass_G, error_G, s_NR in zip(
+        counts_router.log_mass_KG, counts_router.error_KG, sketches, strict=True
+    ):
         at_N = torch.full((len(s_NR),), t_release, dtype=torch.float64)
         log_NG = narrow.group_log_density(s_NR.double(), at_N)
         rows.append(_em(log_mass_G.exp(), error_G, (log_NG - log_NG.amax(1, keepdim=True)).exp()))
     mass_KG = torch.stack(rows)
-    return CountsRouter(counts_router.sketch, mass_KG.log(), counts_router.path, counts_router.error_KG)
+    return CountsRouter(
+        counts_router.sketch, mass_KG.log(), counts_router.path, counts_router.error_KG
+    )
 
 
 def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor) -> Tensor:
     """Maximise ``sum_i log sum_c mass_c density_ic + sum_c shape_c log mass_c - rate_c mass_c`` on the simplex."""
     error_G = error_G.clamp(min=1e-9)
-    shape_G, rate_G = (mass_G / error_G).square(), mass_G / error_G.square()  # rate per unit of mass
+    shape_G, rate_G = (
+        (mass_G / error_G).square(),
+        mass_G / error_G.square(),
+    )  # rate per unit of mass
     for _ in range(_EM_STEPS):
         joint_NG = mass_G * density_NG
         expected_G = (joint_NG / joint_NG.sum(1, keepdim=True)).sum(0) + shape_G

@@ -71,7 +71,9 @@ class Residual(nn.Module):
         """
         t_B = t_B.to(s_BR.device, torch.float32)
         alpha_B, noise_B = self.path.alpha(t_B), self.path.sigma(t_B) / self.scale
-        variance_BR = alpha_B[:, None].square() * self._variance_R.to(s_BR.device) + noise_B[:, None].square()
+        variance_BR = (
+            alpha_B[:, None].square() * self._variance_R.to(s_BR.device) + noise_B[:, None].square()
+        )
         time_BI = torch.stack([t_B, t_B.square(), t_B.clamp(min=_EARLIEST).log(), alpha_B], 1)
         net_BK: Tensor = self.layers(torch.cat([s_BR.float() / variance_BR.sqrt(), time_BI], 1))
         return alpha_B[:, None] * net_BK
@@ -131,17 +133,25 @@ def fit_residual(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        residual = Residual(mixture.sketch, mixture.num_experts, settings.hidden, settings.depth, mixture.path)
+        residual = Residual(
+            mixture.sketch, mixture.num_experts, settings.hidden, settings.depth, mixture.path
+        )
     data = _TrainingSet(mixture, public, prior_K.double(), seed)
-    optimizer = torch.optim.AdamW(residual.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=settings.num_steps)
+    optimizer = torch.optim.AdamW(
+        residual.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, _LEARNING_RATE, total_steps=settings.num_steps
+    )
     start_N = data.check_losses(residual)
     best, kept = data.mean(start_N), deepcopy(residual.state_dict())
     every = max(1, settings.num_steps // _NUM_CHECKS)
     for step in range(1, settings.num_steps + 1):
         loss = data.batch_loss(residual)
         if not bool(torch.isfinite(loss)):
-            raise NumericalError("router training", expected="a finite loss", got=f"{float(loss)} at step {step}")
+            raise NumericalError(
+                "router training", expected="a finite loss", got=f"{float(loss)} at step {step}"
+            )
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
@@ -160,7 +170,9 @@ def fit_residual(
 class _TrainingSet:
     """Public sketches with their labels and weights by the mixture, split into training and held-out images."""
 
-    def __init__(self, mixture: CountsRouter, public: PublicSketches, prior_K: Tensor, seed: int) -> None:
+    def __init__(
+        self, mixture: CountsRouter, public: PublicSketches, prior_K: Tensor, seed: int
+    ) -> None:
         self.mixture = mixture
         self.log_prior_K = prior_K.log()
         self.generator = torch.Generator().manual_seed(seed)
@@ -182,7 +194,9 @@ class _TrainingSet:
 
     def batch_loss(self, residual: Residual) -> Tensor:
         """Return the mean loss of a batch sampled by weight."""
-        pick = torch.multinomial(self.weight_N[self.train], _BATCH, replacement=True, generator=self.generator)
+        pick = torch.multinomial(
+            self.weight_N[self.train], _BATCH, replacement=True, generator=self.generator
+        )
         rows = self.train[pick]
         s_BR, t_B = self._noised(self.public_NR[rows])
         return self._losses(self._base(s_BR, t_B) + residual(s_BR, t_B), rows).mean()
@@ -191,7 +205,9 @@ class _TrainingSet:
     def check_losses(self, residual: Residual) -> Tensor:
         """Return the loss of each held-out image, averaged over times and noise, shape (N,)."""
         logits_BK = self.check_base + residual(self.check_s, self.check_t)
-        return self._losses(logits_BK, self.check.repeat(_CHECK_DRAWS)).view(_CHECK_DRAWS, -1).mean(0)
+        return (
+            self._losses(logits_BK, self.check.repeat(_CHECK_DRAWS)).view(_CHECK_DRAWS, -1).mean(0)
+        )
 
     def mean(self, loss_N: Tensor) -> float:
         """Return the weighted mean over held-out images."""

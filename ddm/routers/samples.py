@@ -90,7 +90,9 @@ class SamplesRouter:
     ) -> "SamplesRouter":
         """Rebuild the router from tensors loaded against `samples_router_specs`."""
         net = _build(num_experts, shape, settings, condition)
-        net.load_state_dict({k.removeprefix("net."): v for k, v in tensors.items() if k.startswith("net.")})
+        net.load_state_dict(
+            {k.removeprefix("net."): v for k, v in tensors.items() if k.startswith("net.")}
+        )
         return cls(net, path, knows_shares=knows_shares)
 
 
@@ -181,10 +183,14 @@ def draw_from_experts(
     """
     drawn, times = [], uniform_times(_SOLVER_STEPS)
     for e in range(len(experts)):
-        noise = torch.from_numpy(stream("router samples", seed, e).standard_normal((num, *shape), dtype="float32"))
+        noise = torch.from_numpy(
+            stream("router samples", seed, e).standard_normal((num, *shape), dtype="float32")
+        )
         x_1, expert, parts = noise * path.sigma(torch.ones(())), experts[e], []
         for rows in torch.split(torch.arange(num), _DRAWN_TOGETHER):
-            told = expert if condition_EN is None else _Told(expert, condition_EN[e, rows].to(device))
+            told = (
+                expert if condition_EN is None else _Told(expert, condition_EN[e, rows].to(device))
+            )
             parts.append(integrate(told, x_1[rows].to(device), times).cpu())
         drawn.append(torch.cat(parts))
         if num_broken := int((~drawn[-1].flatten(1).isfinite().all(1)).sum()):
@@ -252,7 +258,9 @@ class _Noised:
     condition_B: Tensor | None
 
     @classmethod
-    def of(cls, images: Labelled, rows: Tensor, path: Path, drop: float, generator: torch.Generator) -> "_Noised":
+    def of(
+        cls, images: Labelled, rows: Tensor, path: Path, drop: float, generator: torch.Generator
+    ) -> "_Noised":
         x_0, t_B = images.images[rows], torch.rand(len(rows), generator=generator)
         x_B, condition = x_t(path, x_0, torch.randn(x_0.shape, generator=generator), t_B), None
         if images.condition_N is not None:
@@ -266,7 +274,9 @@ class _Noised:
         device = net.class_token.device
         x_B, t_B, target_BE = (part.to(device) for part in (self.x_B, self.t_B, self.target_BE))
         told = None if self.condition_B is None else self.condition_B.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(precision, device)):
+        with torch.autocast(
+            device.type, torch.bfloat16, enabled=computes_in_bf16(precision, device)
+        ):
             logits_BE, shares_BE = _gated(net, x_B, t_B, told, path), net.log_shares(told, len(x_B))
         return cross_entropy(logits_BE.float() + shares_BE.float(), target_BE, reduction="none")
 
@@ -280,21 +290,30 @@ def _train(
     generator: torch.Generator,
     on_progress: Progress | None,
 ) -> None:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+    )
     some = torch.randperm(len(check), generator=generator)[:_MOST_CHECKED]
     rows = some.repeat(_CHECK_DRAWS)
-    fixed = [_Noised.of(check, part, path, settings.drop, generator) for part in torch.split(rows, _CHECKED_TOGETHER)]
+    fixed = [
+        _Noised.of(check, part, path, settings.drop, generator)
+        for part in torch.split(rows, _CHECKED_TOGETHER)
+    ]
     weight_N = check.weight_N[rows]
     best, kept = _checked(net, fixed, weight_N, path), deepcopy(net.state_dict())
     num_steps = settings.num_steps
     every = max(1, num_steps // _CHECKS)
     for step in range(1, num_steps + 1):
-        loss = _Noised.of(train, train.draw(settings.batch_size, generator), path, settings.drop, generator)
+        loss = _Noised.of(
+            train, train.draw(settings.batch_size, generator), path, settings.drop, generator
+        )
         mean = loss.losses(net, path, settings.precision).mean()
         if not bool(torch.isfinite(mean)):
             remedy = "Use a smaller router.learning_rate."
             got = f"{float(mean)} at step {step}"
-            raise NumericalError("router training", expected="a finite loss", got=got, remedy=remedy)
+            raise NumericalError(
+                "router training", expected="a finite loss", got=got, remedy=remedy
+            )
         optimizer.param_groups[0]["lr"] = learning_rate(settings, step - 1)
         optimizer.zero_grad()
         torch.autograd.backward(mean)
@@ -316,11 +335,17 @@ def _checked(net: TokenRouter, fixed: Sequence[_Noised], weight_N: Tensor, path:
     return float((losses * weight_N).sum() / weight_N.sum())
 
 
-def _gated(net: TokenRouter, x_B: Tensor, t_B: Tensor, condition_B: Tensor | None, path: Path) -> Tensor:
+def _gated(
+    net: TokenRouter, x_B: Tensor, t_B: Tensor, condition_B: Tensor | None, path: Path
+) -> Tensor:
     logits_BE: Tensor = net(x_B, t_B, condition_B)
     return expand_time(path.alpha(t_B), logits_BE) * logits_BE
 
 
-def _build(num_experts: int, shape: Sequence[int], settings: Settings, condition: Condition) -> TokenRouter:
-    sizes = Dit(patch=settings.patch, hidden=settings.hidden, depth=settings.depth, heads=settings.heads)
+def _build(
+    num_experts: int, shape: Sequence[int], settings: Settings, condition: Condition
+) -> TokenRouter:
+    sizes = Dit(
+        patch=settings.patch, hidden=settings.hidden, depth=settings.depth, heads=settings.heads
+    )
     return TokenRouter(sizes, tuple(shape), num_experts, settings.told(condition))

@@ -21,7 +21,9 @@ from ddm.protocol.plan import DataSpec, Plan
 
 _QUANTILE = 0.995  # C leaves half a percent of public images outside the unit ball
 _SHRINK = 1.0  # pseudo-images of the pooled covariance per group, in units of R + 1
-_FLOOR = 1e-3  # smallest variance of a group in any direction, relative to the largest pooled variance
+_FLOOR = (
+    1e-3  # smallest variance of a group in any direction, relative to the largest pooled variance
+)
 _TOLERANCE = 1e-4  # for the orthonormality of float32 rows
 _SCALES = (1e-6, 1e6)
 
@@ -48,7 +50,12 @@ class Sketch:
 
     @classmethod
     def fit(
-        cls, images: Tensor, group_N: Tensor, rank: int, num_groups: int, released_rank: int | None = None
+        cls,
+        images: Tensor,
+        group_N: Tensor,
+        rank: int,
+        num_groups: int,
+        released_rank: int | None = None,
     ) -> "Sketch":
         """Fit the projection and the statistics of each group on public images.
 
@@ -125,7 +132,9 @@ class Sketch:
         """
         return self._centred(x_t, path.alpha(t.to(x_t))) / self.scale
 
-    def renoise(self, s_r: Tensor, t_r: float, t: Tensor, path: Path, generator: torch.Generator) -> Tensor:
+    def renoise(
+        self, s_r: Tensor, t_r: float, t: Tensor, path: Path, generator: torch.Generator
+    ) -> Tensor:
         """Noise sketches further, from level `t_r` to later levels; this costs no privacy.
 
         ``s_t = (alpha_t / alpha_r) s_r + sqrt(sigma_t^2 - (alpha_t / alpha_r)^2 sigma_r^2) / C n``
@@ -141,12 +150,19 @@ class Sketch:
             NumericalError: a `t` below `t_r`, since noise cannot be removed.
         """
         if bool((t < t_r - 1e-9).any()):
-            raise NumericalError("re-noising", expected=f"t of at least {t_r:g}", got=f"{float(t.min()):g}")
+            raise NumericalError(
+                "re-noising", expected=f"t of at least {t_r:g}", got=f"{float(t.min()):g}"
+            )
         at_r = torch.tensor(t_r, dtype=torch.float64)
         ratio_B = path.alpha(t.double()) / path.alpha(at_r)
-        variance_B = (path.sigma(t.double()).square() - (ratio_B * path.sigma(at_r)).square()).clamp(min=0.0)
+        variance_B = (
+            path.sigma(t.double()).square() - (ratio_B * path.sigma(at_r)).square()
+        ).clamp(min=0.0)
         n_BR = torch.randn(s_r.shape, generator=generator, dtype=s_r.dtype)
-        return ratio_B.to(s_r)[:, None] * s_r + (variance_B.sqrt() / self.scale).to(s_r)[:, None] * n_BR
+        return (
+            ratio_B.to(s_r)[:, None] * s_r
+            + (variance_B.sqrt() / self.scale).to(s_r)[:, None] * n_BR
+        )
 
     def check(self) -> None:
         """Refuse a received sketch under which noise or accounting would not be valid.
@@ -155,7 +171,13 @@ class Sketch:
             PolicyError: rows that are not orthonormal (so that the noise would not be standard), a scale that is not
                 finite or out of range, or group statistics that are not means, covariances and shares.
         """
-        parts = (self.basis_RD, self.mean_D, self.group_mean_GR, self.group_cov_GRR, self.group_weight_G)
+        parts = (
+            self.basis_RD,
+            self.mean_D,
+            self.group_mean_GR,
+            self.group_cov_GRR,
+            self.group_weight_G,
+        )
         if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise PolicyError("the plan's sketch", expected="finite numbers", got="NaN or infinity")
         if not (math.isfinite(self.scale) and _SCALES[0] <= self.scale <= _SCALES[1]):
@@ -165,16 +187,25 @@ class Sketch:
         off = float((gram_RR - torch.eye(self.rank, dtype=torch.float64)).abs().max())
         if off > _TOLERANCE:
             expected = f"orthonormal rows, to {_TOLERANCE:g}"
-            raise PolicyError("the plan's sketch basis", expected=expected, got=f"rows that deviate by {off:g}")
+            raise PolicyError(
+                "the plan's sketch basis", expected=expected, got=f"rows that deviate by {off:g}"
+            )
         shares = self.group_weight_G.double()
         if bool((shares <= 0).any()) or abs(float(shares.sum()) - 1) > _TOLERANCE:
             got = f"shares from {float(shares.min()):g} that sum to {float(shares.sum()):g}"
-            raise PolicyError("the plan's group shares", expected="shares above 0 that sum to 1", got=got)
+            raise PolicyError(
+                "the plan's group shares", expected="shares above 0 that sum to 1", got=got
+            )
         cov_GRR = self.group_cov_GRR.double()
-        asymmetry, least = float((cov_GRR - cov_GRR.mT).abs().max()), float(torch.linalg.eigvalsh(cov_GRR).min())
+        asymmetry, least = (
+            float((cov_GRR - cov_GRR.mT).abs().max()),
+            float(torch.linalg.eigvalsh(cov_GRR).min()),
+        )
         if not asymmetry <= _TOLERANCE or not least > 0:
             got = f"a smallest eigenvalue of {least:g} and an asymmetry of {asymmetry:g}"
-            raise PolicyError("the plan's group covariances", expected="positive definite matrices", got=got)
+            raise PolicyError(
+                "the plan's group covariances", expected="positive definite matrices", got=got
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a plan stores."""
@@ -203,7 +234,9 @@ class Sketch:
         """Return ``A (x_t - alpha m)``."""
         flat_BD = x_t.flatten(1)
         if flat_BD.shape[1] != len(self.mean_D):
-            raise ShapeError("image size", expected=f"{len(self.mean_D)} values", got=str(flat_BD.shape[1]))
+            raise ShapeError(
+                "image size", expected=f"{len(self.mean_D)} values", got=str(flat_BD.shape[1])
+            )
         basis_RD, mean_D = self.basis_RD.to(flat_BD), self.mean_D.to(flat_BD)
         return flat_BD @ basis_RD.T - alpha_B[:, None] * (basis_RD @ mean_D)
 
@@ -244,5 +277,7 @@ def _group_moments(s_NR: Tensor, group_N: Tensor, size_G: Tensor) -> tuple[Tenso
     floor = _FLOOR * float(torch.linalg.eigvalsh(pooled_RR)[-1]) + 1e-12
     pseudo = _SHRINK * (rank + 1)
     cov_GRR = (scatter_GRR + pseudo * pooled_RR) / (size_G + pseudo)[:, None, None]
-    cov_GRR = cov_GRR * (1 + 1 / size_G)[:, None, None]  # for the variance of the mean of size_G images
+    cov_GRR = (
+        cov_GRR * (1 + 1 / size_G)[:, None, None]
+    )  # for the variance of the mean of size_G images
     return mean_GR, cov_GRR + floor * torch.eye(rank, dtype=s_NR.dtype)

@@ -25,9 +25,15 @@ class LazyExperts:
         SetupError: the largest expert alone does not fit.
     """
 
-    def __init__(self, load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int) -> None:
+    def __init__(
+        self, load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int
+    ) -> None:
         if memory_bytes < max(sizes):
-            raise SetupError("memory for experts", expected=f"at least {max(sizes)} bytes", got=f"{memory_bytes} bytes")
+            raise SetupError(
+                "memory for experts",
+                expected=f"at least {max(sizes)} bytes",
+                got=f"{memory_bytes} bytes",
+            )
         self._load = load
         self._sizes = tuple(sizes)
         self._memory_bytes = memory_bytes
@@ -66,5 +72,8 @@ def _moved(expert: Expert, device: torch.device) -> Expert:
     if not isinstance(expert, nn.Module):
         return expert
     tensors = [*expert.parameters(), *expert.buffers()]
-    here = all(each.device.type == device.type and device.index in (None, each.device.index) for each in tensors)
+    here = all(
+        each.device.type == device.type and device.index in (None, each.device.index)
+        for each in tensors
+    )
     return expert if here else deepcopy(expert).to(device)

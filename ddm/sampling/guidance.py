@@ -65,15 +65,25 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.condition is None and (self.guidance or self.condition_prior is not None):
-            subject, got = ("guidance", f"{self.guidance:g}") if self.guidance else ("condition_prior", "a prior")
-            raise MathError(subject, expected="a condition together with it", got=f"{got} without a condition")
+            subject, got = (
+                ("guidance", f"{self.guidance:g}")
+                if self.guidance
+                else ("condition_prior", "a prior")
+            )
+            raise MathError(
+                subject, expected="a condition together with it", got=f"{got} without a condition"
+            )
         if not 0 <= self.guidance < inf:
-            raise MathError("guidance", expected="a finite number of at least 0", got=str(self.guidance))
+            raise MathError(
+                "guidance", expected="a finite number of at least 0", got=str(self.guidance)
+            )
         if len(self.interval) != 2 or not 0 <= self.interval[0] < self.interval[1] <= 1:
             expected = "two times (low, high) with 0 <= low < high <= 1"
             raise MathError("guidance_interval", expected=expected, got=str(self.interval))
         if tuple(self.interval) != (0.0, 1.0) and not self.guidance:
-            raise MathError("guidance_interval", expected="guidance above 0 together with it", got="guidance=0")
+            raise MathError(
+                "guidance_interval", expected="guidance above 0 together with it", got="guidance=0"
+            )
 
     def branches(
         self,
@@ -107,7 +117,9 @@ class Asked:
             if self.condition_prior is None and not counted and knows_shares(router):
                 return Branch(target, router, told, router_shares=True)
             known = _known(value, self.condition_prior, class_prior, len(prior))
-            return Branch(conditional_log_prior(known.prior, prior, self.prior), known.router or router, told)
+            return Branch(
+                conditional_log_prior(known.prior, prior, self.prior), known.router or router, told
+            )
 
         value = by_number(condition, self.condition)
         several = per_sample(condition, value)
@@ -132,9 +144,13 @@ def by_number(condition: Condition, value: ConditionValue | str) -> ConditionVal
         MathError: experts without a class of this name.
     """
     if not isinstance(value, str) or not isinstance(condition, ClassCondition):
-        return cast("ConditionValue", value)  # a text that is no class is refused where conditions are looked at
+        return cast(
+            "ConditionValue", value
+        )  # a text that is no class is refused where conditions are looked at
     if (number := condition.classes.number(value)) is None:
-        raise MathError("condition", expected=f"a class, {condition.classes.words()}", got=repr(value[:40]))
+        raise MathError(
+            "condition", expected=f"a class, {condition.classes.words()}", got=repr(value[:40])
+        )
     return number
 
 
@@ -152,7 +168,9 @@ def knows_shares(router: Router | None) -> bool:
     return isinstance(router, ConditionalRouter) and router.knows_shares
 
 
-def router_shares(router: Router | None, told: Tensor, prior: Sequence[float]) -> list[float] | None:
+def router_shares(
+    router: Router | None, told: Tensor, prior: Sequence[float]
+) -> list[float] | None:
     """Return each expert's share of the data with a condition, as the router has learned it; None where it has not.
 
     Args:
@@ -177,13 +195,22 @@ def per_sample(condition: Condition, value: ConditionValue | None) -> Tensor | N
     if isinstance(condition, NoCondition) or not isinstance(value, Tensor) or value.dim() != dims:
         return None
     if not len(value) or (dims == 1 and value.dtype != torch.int64):
-        expected = "one class for each sample, int64 (N,)" if dims == 1 else "one text for each sample, (N, L, D)"
-        raise ShapeError("condition", expected=expected, got=f"{value.dtype} of shape {tuple(value.shape)}")
+        expected = (
+            "one class for each sample, int64 (N,)"
+            if dims == 1
+            else "one text for each sample, (N, L, D)"
+        )
+        raise ShapeError(
+            "condition", expected=expected, got=f"{value.dtype} of shape {tuple(value.shape)}"
+        )
     return value
 
 
 def _known(
-    condition: ConditionValue, declared: Sequence[float] | None, class_prior: ClassPriors | None, num_experts: int
+    condition: ConditionValue,
+    declared: Sequence[float] | None,
+    class_prior: ClassPriors | None,
+    num_experts: int,
 ) -> ClassPrior:
     """Return the experts' shares of a condition as the caller declares them, else as the release states them.
 
@@ -197,7 +224,11 @@ def _known(
     if known is None:
         remedy = "Pass condition_prior; the ensemble's own prior assumes that all experts hold equal shares of it."
         expected = "each expert's share of the data with this condition"
-        got = "a release without class counts" if isinstance(condition, int) else "a text, which no release counts"
+        got = (
+            "a release without class counts"
+            if isinstance(condition, int)
+            else "a text, which no release counts"
+        )
         raise MathError("condition_prior", expected=expected, got=got, remedy=remedy)
     return known
 
@@ -212,16 +243,27 @@ def condition_and_null(condition: Condition, value: ConditionValue) -> tuple[Ten
     kind = type(value).__name__
     if isinstance(condition, NoCondition):
         remedy = "Leave the condition out: these experts were trained without one."
-        raise MathError("condition", expected="no condition", got=f"a condition of type {kind}", remedy=remedy)
+        raise MathError(
+            "condition", expected="no condition", got=f"a condition of type {kind}", remedy=remedy
+        )
     if isinstance(condition, ClassCondition):
         if not isinstance(value, int) or not 0 <= value < condition.num_classes:
             got = str(value) if isinstance(value, int) else kind
-            raise MathError("condition", expected=f"a class, int, 0 to {condition.num_classes - 1}", got=got)
+            raise MathError(
+                "condition", expected=f"a class, int, 0 to {condition.num_classes - 1}", got=got
+            )
         return torch.tensor(value), torch.tensor(-1)
     most, shape = condition.max_tokens, tuple(value.shape) if isinstance(value, Tensor) else ()
-    if not isinstance(value, Tensor) or len(shape) != 2 or not 0 < shape[0] <= most or shape[1] != condition.dim:
+    if (
+        not isinstance(value, Tensor)
+        or len(shape) != 2
+        or not 0 < shape[0] <= most
+        or shape[1] != condition.dim
+    ):
         expected = f"a text, a tensor of 1 to {most} tokens of {condition.dim} values"
-        raise ShapeError("condition", expected=expected, got=f"{kind} of shape {shape}" if shape else kind)
+        raise ShapeError(
+            "condition", expected=expected, got=f"{kind} of shape {shape}" if shape else kind
+        )
     return value, torch.zeros_like(value)
 
 

@@ -61,16 +61,26 @@ class Known:
     def __post_init__(self) -> None:
         lengths = (1, len(self.x_0))
         if self.known.shape[1:] != self.x_0.shape[1:] or len(self.known) not in lengths:
-            expected = f"a mask of shape {(len(self.x_0), *self.x_0.shape[1:])}, or of 1 for all samples"
+            expected = (
+                f"a mask of shape {(len(self.x_0), *self.x_0.shape[1:])}, or of 1 for all samples"
+            )
             raise ShapeError("known", expected=expected, got=f"shape {tuple(self.known.shape)}")
         if self.known.dtype is not torch.bool:
-            raise ShapeError("known", expected="a mask of bool, true where data are given", got=str(self.known.dtype))
+            raise ShapeError(
+                "known",
+                expected="a mask of bool, true where data are given",
+                got=str(self.known.dtype),
+            )
         if not bool(self.x_0.isfinite().all()):
             raise NumericalError("known", expected="finite data", got="NaN or infinity")
         if self.corrections < 0:
             raise MathError("corrections", expected="at least 0", got=str(self.corrections))
         if bool(self.known.all()):
-            raise MathError("known", expected="something that is not known", got="a mask that is true everywhere")
+            raise MathError(
+                "known",
+                expected="something that is not known",
+                got="a mask that is true everywhere",
+            )
 
     @property
     def num(self) -> int:
@@ -79,7 +89,10 @@ class Known:
 
     def of(self, samples: range) -> "Known":
         """Return the known part of some samples."""
-        x_0, known = (each if len(each) == 1 else each[samples.start : samples.stop] for each in (self.x_0, self.known))
+        x_0, known = (
+            each if len(each) == 1 else each[samples.start : samples.stop]
+            for each in (self.x_0, self.known)
+        )
         return replace(self, x_0=x_0, known=known)
 
     def num_moves(self, steps: int) -> int:
@@ -115,14 +128,20 @@ def complete(
     """
     end, every = trajectories.times[-1], trajectories.router_every
     if end > 0:
-        raise MathError("times", expected="times that end at 0 where a part is known", got=f"{end:g} as the last one")
+        raise MathError(
+            "times",
+            expected="times that end at 0 where a part is known",
+            got=f"{end:g} as the last one",
+        )
     if every != 1:
         raise MathError("router_every", expected="1 where a part is known", got=str(every))
     known_B, data_B = given.known.to(x_B.device), given.x_0.to(x_B)
     probe = replace(trajectories, step=_velocity_alone, callback=None)
 
     def noise() -> Tensor:
-        drawn = np.stack([each.standard_normal(tuple(x_B.shape[1:]), dtype=np.float32) for each in own])
+        drawn = np.stack(
+            [each.standard_normal(tuple(x_B.shape[1:]), dtype=np.float32) for each in own]
+        )
         return torch.from_numpy(drawn).to(x_B)
 
     def put(x: Tensor, t: float, eps_B: Tensor) -> Tensor:
@@ -146,7 +165,9 @@ def complete(
     return put(moved.state.x_B, trajectories.times[-1], noise()), moved.k_B
 
 
-def _velocity_alone(u: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory) -> tuple[Tensor, Memory]:
+def _velocity_alone(
+    u: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory
+) -> tuple[Tensor, Memory]:
     """Return the velocity in the place of where it leads."""
     return u(x_B, filled(x_B, t)), memory
 
@@ -187,11 +208,23 @@ def known_part(
     mask, shape = known, tuple(images.shape[1:])
     while mask.dim() < images.dim():
         mask = mask[None]
-    if mask.shape[2:] != images.shape[2:] or mask.shape[1] not in (1, *shape[:1]) or mask.dtype is not torch.bool:
+    if (
+        mask.shape[2:] != images.shape[2:]
+        or mask.shape[1] not in (1, *shape[:1])
+        or mask.dtype is not torch.bool
+    ):
         expected = f"bool, true where images are known, shape {shape[1:]}, {shape} or {tuple(images.shape)}"
-        raise ShapeError("known", expected=expected, got=f"{known.dtype} {tuple(known.shape)}".removeprefix("torch."))
+        raise ShapeError(
+            "known",
+            expected=expected,
+            got=f"{known.dtype} {tuple(known.shape)}".removeprefix("torch."),
+        )
     mask, latents = mask.expand(-1, *shape), encode(images)
-    return Known(latents, mask_of_latents(mask, tuple(latents.shape[1:])), corrections), mask, images
+    return (
+        Known(latents, mask_of_latents(mask, tuple(latents.shape[1:])), corrections),
+        mask,
+        images,
+    )
 
 
 def streams(seed: int, samples: Sequence[int]) -> list[np.random.Generator]:

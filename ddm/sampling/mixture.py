@@ -51,11 +51,18 @@ def mix_velocity(
     Source:
         McAllister et al. 2025, marginal flow over a partition.
     """
-    return _mixed(experts, x_B, t_B, w_BK, None if condition_B is None else condition_B.__getitem__, together)
+    return _mixed(
+        experts, x_B, t_B, w_BK, None if condition_B is None else condition_B.__getitem__, together
+    )
 
 
 def _mixed(
-    experts: Experts, x_B: Tensor, t_B: Tensor, w_BK: Tensor, told: Callable[[Tensor], Tensor] | None, together: int
+    experts: Experts,
+    x_B: Tensor,
+    t_B: Tensor,
+    w_BK: Tensor,
+    told: Callable[[Tensor], Tensor] | None,
+    together: int,
 ) -> Tensor:
     """Mix velocities as `mix_velocity` does; `told` returns the conditions of the rows that it is called with."""
     if tuple(w_BK.shape) != (len(x_B), len(experts)) or t_B.shape != x_B.shape[:1]:
@@ -116,14 +123,20 @@ class Branch:
             condition_B = self.condition.expand(len(x_B), *self.condition.shape)
         told = isinstance(self.router, ConditionalRouter) and condition_B is not None
         condition_B = condition_B.to(x_B.device) if told and condition_B is not None else None
-        if self.router_shares and isinstance(self.router, ConditionalRouter) and condition_B is not None:
+        if (
+            self.router_shares
+            and isinstance(self.router, ConditionalRouter)
+            and condition_B is not None
+        ):
             log_prior_BK = log_prior_BK + self.router.log_shares(condition_B).to(log_prior_BK)
         if allowed_BK is not None:
             log_prior_BK = log_prior_BK.masked_fill(~allowed_BK, -torch.inf)
         if bool((t_B >= 1).all()) or int(log_prior_BK.isfinite().sum(1).max()) == 1:
             return log_prior_BK.log_softmax(1)
         if self.router is None:
-            raise MathError("mixture at t < 1", expected="a router", got="an ensemble without a router")
+            raise MathError(
+                "mixture at t < 1", expected="a router", got="an ensemble without a router"
+            )
         found = []
         with full_precision(x_B):
             for rows in torch.split(torch.arange(len(x_B), device=x_B.device), together):
@@ -133,7 +146,9 @@ class Branch:
                 found.append(log_posterior(router, x_B[rows], t_B[rows], log_prior_BK[rows]))
         return torch.cat(found)
 
-    def posterior(self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, together: int) -> Tensor:
+    def posterior(
+        self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, together: int
+    ) -> Tensor:
         """Return `log_posterior` as probabilities."""
         return self.log_posterior(x_B, t_B, allowed_BK, together=together).exp()
 
@@ -208,7 +223,9 @@ class Mixture:
         """Return the log-posterior (B, K) of the experts under each sample's condition."""
         if len(self.conditional) == 1 or self.of_samples is None:
             own = self.of_samples.condition_B if self.of_samples else None
-            return self.conditional[0].log_posterior(x_B, t_B, allowed_BK, together=self.together, condition_B=own)
+            return self.conditional[0].log_posterior(
+                x_B, t_B, allowed_BK, together=self.together, condition_B=own
+            )
         found = x_B.new_empty(len(x_B), len(self.experts), dtype=torch.float64)
         group_B = self.of_samples.group_B.to(x_B.device)
         for group in range(len(self.conditional)):
@@ -216,14 +233,18 @@ class Mixture:
             if len(rows):
                 allowed = None if allowed_BK is None else allowed_BK[rows]
                 branch = self.conditional[group]
-                found[rows] = branch.log_posterior(x_B[rows], t_B[rows], allowed, together=self.together).double()
+                found[rows] = branch.log_posterior(
+                    x_B[rows], t_B[rows], allowed, together=self.together
+                ).double()
         return found
 
     def posterior(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return `log_posterior` as probabilities."""
         return self.log_posterior(x_B, t_B).exp()
 
-    def weights(self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, held: bool = False) -> Tensor:
+    def weights(
+        self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, held: bool = False
+    ) -> Tensor:
         """Return the posterior among the experts allowed of every branch that is evaluated at these times, (R, K).
 
         Args:
@@ -234,7 +255,10 @@ class Mixture:
         """
         found = [self.log_posterior(x_B, t_B, allowed_BK).exp()]
         if self._others() and (held or bool(self._guided(t_B).any())):
-            found += [each.posterior(x_B, t_B, allowed_BK, together=self.together) for each in self._others()]
+            found += [
+                each.posterior(x_B, t_B, allowed_BK, together=self.together)
+                for each in self._others()
+            ]
         return torch.cat([part.to(found[0].dtype) for part in found])
 
     def velocity(self, x_B: Tensor, t_B: Tensor, w_RK: Tensor) -> Tensor:
@@ -242,7 +266,9 @@ class Mixture:
         num, guided_B = len(x_B), self._guided(t_B)
         copies = 1 + len(self._others()) * int(bool(guided_B.any()))
         x_R, t_R = (torch.cat([part] * copies) for part in (x_B, t_B))
-        u_R = _mixed(self.experts, x_R, t_R, w_RK[: len(x_R)], self._conditions(x_B, copies), self.together)
+        u_R = _mixed(
+            self.experts, x_R, t_R, w_RK[: len(x_R)], self._conditions(x_B, copies), self.together
+        )
         if copies == 1:
             return u_R
         g_B = expand_time(guided_B * self.guidance, x_B)

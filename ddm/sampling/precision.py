@@ -67,7 +67,9 @@ def evaluate(expert: Expert, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> 
     if isinstance(expert, nn.Module):
         state = {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
         if any(each.is_floating_point() and each.dtype != x_B.dtype for each in state.values()):
-            cast = {name: each.to(x_B.dtype) for name, each in state.items() if each.is_floating_point()}
+            cast = {
+                name: each.to(x_B.dtype) for name, each in state.items() if each.is_floating_point()
+            }
             answer: Tensor = functional_call(expert, cast, (x_B, t_B, *given))
             return answer.to(x_B.dtype)
     return expert(x_B, t_B, *given).to(x_B.dtype)

@@ -46,12 +46,19 @@ class Provenance:
             expected = f"0 to {self.num - 1}, the samples whose experts were kept"
             raise MathError("sample's number", expected=expected, got=str(i))
         first, last = np.searchsorted(self.sample_E, [i, i + 1])
-        sets = np.unpackbits(self.experts_EY[first:last], axis=1, count=self.num_experts).astype(bool)
+        sets = np.unpackbits(self.experts_EY[first:last], axis=1, count=self.num_experts).astype(
+            bool
+        )
         times = self.t_E[first:last].tolist()
-        return tuple(Followed(t, tuple(np.flatnonzero(row).tolist())) for t, row in zip(times, sets, strict=True))
+        return tuple(
+            Followed(t, tuple(np.flatnonzero(row).tolist()))
+            for t, row in zip(times, sets, strict=True)
+        )
 
     def __repr__(self) -> str:
-        return f"Provenance of {self.num} samples, {len(self.sample_E) - self.num} changes of experts"
+        return (
+            f"Provenance of {self.num} samples, {len(self.sample_E) - self.num} changes of experts"
+        )
 
 
 def joined(parts: list[Provenance]) -> Provenance:
@@ -60,7 +67,9 @@ def joined(parts: list[Provenance]) -> Provenance:
     for part in parts:
         rows.append(part.sample_E + first)
         first += part.num
-    t_E, experts_EY = (np.concatenate([getattr(part, name) for part in parts]) for name in ("t_E", "experts_EY"))
+    t_E, experts_EY = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("t_E", "experts_EY")
+    )
     return Provenance(np.concatenate(rows), t_E, experts_EY, first, parts[-1].num_experts)
 
 

@@ -73,7 +73,9 @@ class Samples:
             OSError: it cannot be written.
         """
         owners = self.expert_N.tolist()
-        return write_samples(self.images, owners, Path(path), self.release, self.classes, self.value_range)
+        return write_samples(
+            self.images, owners, Path(path), self.release, self.classes, self.value_range
+        )
 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
@@ -104,7 +106,9 @@ def check_finite(x_0: Tensor, expert_N: Tensor, names: Sequence[str]) -> None:
     """
     broken_N = ~x_0.flatten(1).isfinite().all(1)
     if bool(broken_N.any()):
-        found = ", ".join(str(names[k] if names else k) for k in sorted(set(expert_N[broken_N].tolist())))
+        found = ", ".join(
+            str(names[k] if names else k) for k in sorted(set(expert_N[broken_N].tolist()))
+        )
         got = f"NaN or infinity in {int(broken_N.sum())} of {len(x_0)} samples, of experts {found}"
         remedy = "Take more steps or less guidance; if that does not help, leave these experts out by a prior of 0."
         raise NumericalError("samples", expected="finite numbers", got=got, remedy=remedy)

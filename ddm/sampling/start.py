@@ -50,7 +50,12 @@ class Start:
         if self.x is not None:
             return self.x[samples.start : samples.stop].to(noise)
         if self.x_0 is not None:
-            return x_t(path, self.x_0[samples.start : samples.stop].to(noise), noise, filled(noise, self.times[0]))
+            return x_t(
+                path,
+                self.x_0[samples.start : samples.stop].to(noise),
+                noise,
+                filled(noise, self.times[0]),
+            )
         return noise * path.sigma(torch.ones(()))
 
 
@@ -101,27 +106,49 @@ def start(
         ShapeError: tensors of another shape, or of another number of samples.
         NumericalError: tensors that are not finite.
     """
-    given = {name: None if values is None else real_tensor(values, name) for name, values in given.items()}
+    given = {
+        name: None if values is None else real_tensor(values, name)
+        for name, values in given.items()
+    }
     x, x_0, noise = given["x"], given["x_0"], given["noise"]
     if x is not None and (x_0 is not None or noise is not None):
-        raise MathError("x", expected="x alone", got="x together with x_0 or noise, which would not be used")
+        raise MathError(
+            "x", expected="x alone", got="x together with x_0 or noise, which would not be used"
+        )
     if times is not None and t_start is not None:
-        raise MathError("times", expected="times, which begin at t_start, or t_start", got="both times and t_start")
+        raise MathError(
+            "times",
+            expected="times, which begin at t_start, or t_start",
+            got="both times and t_start",
+        )
     grid = tuple(float(t) for t in times) if times is not None else _even(t_start, steps)
     check_times(grid)
     if times is None and t_start is None and (x is not None or x_0 is not None):
         what = "x" if x is not None else "x_0"
-        raise MathError(what, expected="t_start or times as well", got=f"{what} without the time at which it begins")
+        raise MathError(
+            what,
+            expected="t_start or times as well",
+            got=f"{what} without the time at which it begins",
+        )
     if x is None and x_0 is None and grid[0] < 1:
         remedy = "Give x, samples at t_start, or x_0, samples at t = 0 that are noised to it."
-        raise MathError("t_start", expected="1 for samples that begin in noise", got=f"{grid[0]:g}", remedy=remedy)
+        raise MathError(
+            "t_start",
+            expected="1 for samples that begin in noise",
+            got=f"{grid[0]:g}",
+            remedy=remedy,
+        )
     for name, tensor in given.items():
         if tensor is not None:
             _check(name, tensor, shape)
-    lengths = dict(nums) | {name: len(tensor) for name, tensor in given.items() if tensor is not None}
+    lengths = dict(nums) | {
+        name: len(tensor) for name, tensor in given.items() if tensor is not None
+    }
     found = {name: length for name, length in lengths.items() if length is not None}
     if not found:
-        raise MathError("num", expected="the number of samples", got="no number, and no tensor that tells it")
+        raise MathError(
+            "num", expected="the number of samples", got="no number, and no tensor that tells it"
+        )
     if len(set(found.values())) > 1:
         got = ", ".join(f"{length} in {name}" for name, length in found.items())
         raise ShapeError("samples", expected="the same number everywhere", got=got)
@@ -131,7 +158,9 @@ def start(
     numbers = None if numbers is None else [int(number) for number in numbers]
     if numbers is not None and (len(numbers) != num or min(numbers) < 0):
         expected = f"{num} numbers of samples, each at least 0"
-        raise MathError("numbers", expected=expected, got=f"{len(numbers)}, from {min(numbers, default=0)}")
+        raise MathError(
+            "numbers", expected=expected, got=f"{len(numbers)}, from {min(numbers, default=0)}"
+        )
     return Start(num, grid, numbers or (), x, x_0, noise)
 
 
@@ -143,8 +172,15 @@ def _even(t_start: float | None, steps: int) -> tuple[float, ...]:
 
 def _check(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     got = tuple(tensor.shape)
-    if tensor.dim() != len(shape) + 1 or got[1:] != tuple(shape) or not prod(got) or not tensor.is_floating_point():
+    if (
+        tensor.dim() != len(shape) + 1
+        or got[1:] != tuple(shape)
+        or not prod(got)
+        or not tensor.is_floating_point()
+    ):
         expected = f"floating point, shape (N, {', '.join(map(str, shape))})"
-        raise ShapeError(name, expected=expected, got=f"{tensor.dtype} of shape {got}".removeprefix("torch."))
+        raise ShapeError(
+            name, expected=expected, got=f"{tensor.dtype} of shape {got}".removeprefix("torch.")
+        )
     if not bool(tensor.isfinite().all()):
         raise NumericalError(name, expected="finite numbers", got="NaN or infinity")

@@ -63,7 +63,9 @@ class Lock:
     def __post_init__(self) -> None:
         if not 0 <= self.t_lock <= 1 or self.prefix not in ("sample", "full"):
             got = f"t_lock={self.t_lock} and prefix={self.prefix!r}"
-            raise MathError("lock", expected="t_lock in [0, 1] and the prefix sample or full", got=got)
+            raise MathError(
+                "lock", expected="t_lock in [0, 1] and the prefix sample or full", got=got
+            )
 
     @property
     def needs_router(self) -> bool:
@@ -115,7 +117,9 @@ class Nucleus:
 
     def __post_init__(self) -> None:
         if not 0 < self.mass <= 1:
-            raise MathError("nucleus", expected="a probability above 0, at most 1", got=str(self.mass))
+            raise MathError(
+                "nucleus", expected="a probability above 0, at most 1", got=str(self.mass)
+            )
 
     def follow(self, t: float, t_before: float) -> Follow:
         """See `Full.follow`."""
@@ -125,7 +129,9 @@ class Nucleus:
         """See `TopK.select`."""
         order_BK = _descending(w_BK)
         sorted_BK = w_BK.double().gather(1, order_BK)
-        needed_BK = sorted_BK.cumsum(1) - sorted_BK < self.mass  # the experts before it do not reach the mass
+        needed_BK = (
+            sorted_BK.cumsum(1) - sorted_BK < self.mass
+        )  # the experts before it do not reach the mass
         return torch.zeros_like(needed_BK).scatter(1, order_BK, needed_BK) & (w_BK > 0)
 
 
@@ -179,7 +185,9 @@ def strategy_named(
         MathError: there is no such strategy, a setting is out of range, or the strategy does not take it.
     """
     settings = {"tau": tau, "prefix": prefix, "k": k, "mass": mass, "least": least}
-    chosen: dict[str, Any] = {setting: value for setting, value in settings.items() if value is not None}
+    chosen: dict[str, Any] = {
+        setting: value for setting, value in settings.items() if value is not None
+    }
     if name not in SETTINGS:
         raise MathError("strategy", expected=", ".join(SETTINGS), got=repr(name))
     for setting, value in chosen.items():
@@ -213,8 +221,12 @@ def chosen_strategy(strategy: str | Strategy, tau: float | None) -> Strategy:
     if isinstance(strategy, str):
         return strategy_named(strategy, tau=tau)
     if tau is not None:
-        remedy = "Leave tau out and give the time to the strategy itself: strategy=Lock(t_lock=...)."
-        raise MathError("tau", expected='tau with strategy="lock"', got=f"strategy={strategy}", remedy=remedy)
+        remedy = (
+            "Leave tau out and give the time to the strategy itself: strategy=Lock(t_lock=...)."
+        )
+        raise MathError(
+            "tau", expected='tau with strategy="lock"', got=f"strategy={strategy}", remedy=remedy
+        )
     return strategy
 
 
@@ -234,7 +246,9 @@ class Segment:
     times: tuple[float, ...]
 
 
-def segments(strategy: Strategy, times: Sequence[float], router_every: int = 1, t_before: float = inf) -> list[Segment]:
+def segments(
+    strategy: Strategy, times: Sequence[float], router_every: int = 1, t_before: float = inf
+) -> list[Segment]:
     """Cut the time grid into segments, at the steps where samples may change experts.
 
     Args:
@@ -253,7 +267,9 @@ def segments(strategy: Strategy, times: Sequence[float], router_every: int = 1, 
     befores = [t_before, *times]
     for n, (t, t_next) in enumerate(pairwise(times)):
         follow = strategy.follow(t, befores[n])
-        if found and (follow is Follow.KEEP or (n % router_every > 0 and follow is found[-1].follow)):
+        if found and (
+            follow is Follow.KEEP or (n % router_every > 0 and follow is found[-1].follow)
+        ):
             found[-1] = replace(found[-1], times=(*found[-1].times, t_next))
         else:
             found.append(Segment(n, follow, (t, t_next)))

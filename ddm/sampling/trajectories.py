@@ -22,7 +22,16 @@ from ddm.diffusion.solver import Step, follow
 from ddm.errors import MathError, ShapeError
 from ddm.sampling.mixture import Mixture
 from ddm.sampling.provenance import Log
-from ddm.sampling.strategies import Follow, Nucleus, Segment, Strategy, Threshold, TopK, draw_expert, segments
+from ddm.sampling.strategies import (
+    Follow,
+    Nucleus,
+    Segment,
+    Strategy,
+    Threshold,
+    TopK,
+    draw_expert,
+    segments,
+)
 
 Tick = Callable[[int], None]
 """Called with the number of samples that have just taken a step."""
@@ -96,11 +105,20 @@ class Trajectories:
     log: Log | None = None
 
     def __post_init__(self) -> None:
-        branches = self.mixture.conditional + ((self.mixture.unconditional,) if self.mixture.unconditional else ())
+        branches = self.mixture.conditional + (
+            (self.mixture.unconditional,) if self.mixture.unconditional else ()
+        )
         asked = self.strategy.needs_router or self.times[0] < 1
-        if asked and self.mixture.num_active > 1 and any(branch.router is None for branch in branches):
+        if (
+            asked
+            and self.mixture.num_active > 1
+            and any(branch.router is None for branch in branches)
+        ):
             remedy = "Use the strategy lock with t_lock = 1, from pure noise on, or an ensemble that has a router."
-            subject, got = f"strategy {type(self.strategy).__name__}", "an ensemble without a router"
+            subject, got = (
+                f"strategy {type(self.strategy).__name__}",
+                "an ensemble without a router",
+            )
             raise MathError(subject, expected="a router", got=got, remedy=remedy)
 
     @property
@@ -114,7 +132,9 @@ class Trajectories:
 
     def start(self, x_B: Tensor) -> Underway:
         """Return samples that have not moved yet."""
-        all_BK = torch.ones(len(x_B), len(self.mixture.experts), dtype=torch.bool, device=x_B.device)
+        all_BK = torch.ones(
+            len(x_B), len(self.mixture.experts), dtype=torch.bool, device=x_B.device
+        )
         k_B = torch.zeros(len(x_B), dtype=torch.int64, device=x_B.device)
         return Underway(SolverState(x_B, Memory.none(x_B)), all_BK, k_B)
 
@@ -132,11 +152,15 @@ class Trajectories:
         arrived = self.move(self.start(x_B), self.times, uniform_BS, first)
         return arrived.state.x_B, arrived.k_B
 
-    def move(self, samples: Underway, times: Sequence[float], uniform_BS: Tensor, first: int = 0) -> Underway:
+    def move(
+        self, samples: Underway, times: Sequence[float], uniform_BS: Tensor, first: int = 0
+    ) -> Underway:
         """Integrate samples along some of the times; see `integrate`."""
         state, before_BK, k_B = samples.state, samples.allowed_BK, samples.k_B
         all_BK = torch.ones_like(before_BK)
-        for number, segment in enumerate(segments(self.strategy, times, self.router_every, samples.t_before)):
+        for number, segment in enumerate(
+            segments(self.strategy, times, self.router_every, samples.t_before)
+        ):
             allowed_BK, follow, t = all_BK, segment.follow, segment.times[0]
             if follow is Follow.KEEP:
                 allowed_BK = before_BK
@@ -150,11 +174,16 @@ class Trajectories:
             changed_B = (allowed_BK != before_BK).any(1)
             if self.log:
                 is_new = samples.num_steps + segment.first == 0
-                self.log.note(first, t, allowed_BK, torch.ones_like(changed_B) if is_new else changed_B)
+                self.log.note(
+                    first, t, allowed_BK, torch.ones_like(changed_B) if is_new else changed_B
+                )
             state = SolverState(state.x_B, state.memory.forget(changed_B))
             # Alternating the order starts a segment with the expert that the last one left in memory.
             order, num = -1 if number % 2 else 1, samples.num_steps + segment.first
-            state, before_BK = self._integrate_segment(segment, state, allowed_BK, order, num), allowed_BK
+            state, before_BK = (
+                self._integrate_segment(segment, state, allowed_BK, order, num),
+                allowed_BK,
+            )
         num_steps = samples.num_steps + len(times) - 1
         return Underway(state, before_BK, k_B, times[-2], num_steps)
 
@@ -168,7 +197,9 @@ class Trajectories:
         else:
             present = allowed_BK.any(0).nonzero()[:, 0].tolist()[::order]
             members = (allowed_BK[:, k].nonzero()[:, 0] for k in present)
-            parts = [rows for group in members for rows in torch.split(group, self.mixture.together)]
+            parts = [
+                rows for group in members for rows in torch.split(group, self.mixture.together)
+            ]
             groups += [(rows, self._one(allowed_BK[rows], self.mixture.of(rows))) for rows in parts]
         if self.callback is None:
             return self._together(groups, segment.times, state)
@@ -178,12 +209,17 @@ class Trajectories:
             if moved_B is not None:
                 if moved_B.shape != state.x_B.shape:
                     got = str(tuple(moved_B.shape))
-                    raise ShapeError("what the callback returned", expected=str(tuple(state.x_B.shape)), got=got)
+                    raise ShapeError(
+                        "what the callback returned", expected=str(tuple(state.x_B.shape)), got=got
+                    )
                 state = SolverState(moved_B.to(state.x_B), state.memory)
         return state
 
     def _together(
-        self, groups: list[tuple[Tensor | slice, Velocity]], times: Sequence[float], state: SolverState
+        self,
+        groups: list[tuple[Tensor | slice, Velocity]],
+        times: Sequence[float],
+        state: SolverState,
     ) -> SolverState:
         """Integrate groups of samples one after the other, and return all of them in their order."""
         parts = [self._follow(velocity, times, state.of(rows)) for rows, velocity in groups]
@@ -193,8 +229,12 @@ class Trajectories:
         memory = Memory.joined([part.memory for part in parts])
         return SolverState(x_B, memory).of(torch.cat([rows for rows, _ in groups]).argsort())  # type: ignore[misc]
 
-    def _follow(self, velocity: Velocity, times: Sequence[float], state: SolverState) -> SolverState:
-        def step(u: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory) -> tuple[Tensor, Memory]:
+    def _follow(
+        self, velocity: Velocity, times: Sequence[float], state: SolverState
+    ) -> SolverState:
+        def step(
+            u: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory
+        ) -> tuple[Tensor, Memory]:
             result = self.step(u, x_B, t, t_next, memory)
             self.tick(len(x_B))
             return result
@@ -213,7 +253,9 @@ class Trajectories:
     def _mean(self, segment: Segment, x_B: Tensor, allowed_BK: Tensor) -> Velocity:
         """Return the velocity of mixtures, with weights of every evaluation, or of the segment's start."""
         if self.router_every == 1:
-            return lambda x_B, t_B: self.mixture.velocity(x_B, t_B, self.mixture.weights(x_B, t_B, allowed_BK))
+            return lambda x_B, t_B: self.mixture.velocity(
+                x_B, t_B, self.mixture.weights(x_B, t_B, allowed_BK)
+            )
         held_RK = self.mixture.weights(x_B, filled(x_B, segment.times[0]), allowed_BK, held=True)
         return lambda x_B, t_B: self.mixture.velocity(x_B, t_B, held_RK)
 
@@ -252,10 +294,18 @@ def seed_of(seed: int, generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def draw_noise(samples: Sequence[int], shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
+def draw_noise(
+    samples: Sequence[int], shape: Sequence[int], seed: int, steps: int
+) -> tuple[Tensor, Tensor]:
     """Return the noise of some samples and one uniform number per step, each sample from its own random stream."""
-    noise, uniform_BS = np.empty((len(samples), *shape), np.float32), np.empty((len(samples), steps))
+    noise, uniform_BS = (
+        np.empty((len(samples), *shape), np.float32),
+        np.empty((len(samples), steps)),
+    )
     for row, i in enumerate(samples):
         own = stream("sample", seed, i)
-        noise[row], uniform_BS[row] = own.standard_normal(tuple(shape), dtype=np.float32), own.random(steps)
+        noise[row], uniform_BS[row] = (
+            own.standard_normal(tuple(shape), dtype=np.float32),
+            own.random(steps),
+        )
     return torch.from_numpy(noise), torch.from_numpy(uniform_BS)

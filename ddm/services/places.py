@@ -8,7 +8,9 @@ from ddm import errors
 from ddm.errors import SetupError
 from ddm.system.processes import program
 
-_HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))  # by ProtectHome and PrivateTmp
+_HIDDEN = tuple(
+    map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp"))
+)  # by ProtectHome and PrivateTmp
 _NEEDS_PERSON = (
     errors.SetupError,
     errors.MissingFileError,
@@ -32,8 +34,14 @@ def needs_person() -> tuple[int, ...]:
 def installed(name: str) -> tuple[Path, tuple[Path, ...]]:
     """Return a program of ours, and the folders that it is made of: its environment, and Python's own."""
     found = program(name).absolute()
-    roots = {found.parent.parent, Path(sys.base_prefix).resolve(), Path(__file__).resolve().parents[2]}
-    return found, tuple(sorted(each for each in roots if not any(other in each.parents for other in roots)))
+    roots = {
+        found.parent.parent,
+        Path(sys.base_prefix).resolve(),
+        Path(__file__).resolve().parents[2],
+    }
+    return found, tuple(
+        sorted(each for each in roots if not any(other in each.parents for other in roots))
+    )
 
 
 def hidden_by_systemd(paths: Iterable[Path]) -> tuple[Path, ...]:

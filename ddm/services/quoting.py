@@ -65,7 +65,11 @@ def user_name(value: object) -> Quoted:
     Raises:
         SetupError: it could be read as more than a name.
     """
-    return Quoted(_matching(_NAME, value, "a user's or a group's name: a-z or _, then up to 30 of a-z, 0-9, _ and -"))
+    return Quoted(
+        _matching(
+            _NAME, value, "a user's or a group's name: a-z or _, then up to 30 of a-z, 0-9, _ and -"
+        )
+    )
 
 
 def image_name(value: object) -> Quoted:
@@ -85,7 +89,9 @@ def mount(path: Path, *, writable: bool = False) -> str:
     """
     if found := [sign for sign in ",:" if sign in str(path)]:
         remedy = "Move it to a path without these, or run the site as services of two users: --kind systemd."
-        raise SetupError(str(path), expected="a path without , and :", got=f"one with {found[0]}", remedy=remedy)
+        raise SetupError(
+            str(path), expected="a path without , and :", got=f"one with {found[0]}", remedy=remedy
+        )
     return f"--mount=type=bind,src={path},dst={path},ro={'false' if writable else 'true'}"
 
 
@@ -101,6 +107,9 @@ def _checked(value: object) -> str:
     if _CONTROL.search(text) or not text or not text.isprintable():
         remedy = "Move it to a path that can be printed."
         raise SetupError(
-            repr(text[:200]), expected="printable text", got="text with signs that cannot be printed", remedy=remedy
+            repr(text[:200]),
+            expected="printable text",
+            got="text with signs that cannot be printed",
+            remedy=remedy,
         )
     return text

@@ -39,15 +39,22 @@ def write_services(folder: Path, files: Mapping[str, str]) -> None:
     """
     held = {each.name for each in folder.iterdir()} if folder.is_dir() else set()
     if strange := held - files.keys():
-        expected, got = "a new folder, or the one of an earlier time", f"a folder with {sorted(strange)[0]}"
-        raise BusyError(str(folder), expected=expected, got=got, remedy="Name another folder with --out.")
+        expected, got = (
+            "a new folder, or the one of an earlier time",
+            f"a folder with {sorted(strange)[0]}",
+        )
+        raise BusyError(
+            str(folder), expected=expected, got=got, remedy="Name another folder with --out."
+        )
     for name, text in files.items():
         write_atomic(folder / name, text.encode(), mode=0o755 if name.endswith(".sh") else 0o644)
 
 
 @cache
 def _environment(package: str) -> Environment:
-    loader = ChoiceLoader([PackageLoader(each, "services/templates") for each in dict.fromkeys((package, "ddm"))])
+    loader = ChoiceLoader(
+        [PackageLoader(each, "services/templates") for each in dict.fromkeys((package, "ddm"))]
+    )
     made = Environment(
         loader=loader,
         undefined=StrictUndefined,
@@ -64,5 +71,7 @@ def _environment(package: str) -> Environment:
 
 def _only_quoted(value: object) -> object:
     if not isinstance(value, Quoted):
-        raise ArchipelagoError("template", expected="a value with a filter that quotes it", got=type(value).__name__)
+        raise ArchipelagoError(
+            "template", expected="a value with a filter that quotes it", got=type(value).__name__
+        )
     return value

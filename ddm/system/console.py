@@ -33,10 +33,18 @@ _REDRAW_S = 0.1
 _log = logging.getLogger(__name__)
 
 VerboseOption = Annotated[
-    bool, typer.Option("--verbose", help="Log details, with time, level and logger.", rich_help_panel="Logging")
+    bool,
+    typer.Option(
+        "--verbose", help="Log details, with time, level and logger.", rich_help_panel="Logging"
+    ),
 ]
 LogJsonOption = Annotated[
-    bool, typer.Option("--log-json", help="Log one JSON object a line, to standard error.", rich_help_panel="Logging")
+    bool,
+    typer.Option(
+        "--log-json",
+        help="Log one JSON object a line, to standard error.",
+        rich_help_panel="Logging",
+    ),
 ]
 
 
@@ -94,7 +102,9 @@ def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[in
         signals = came()
         return _interrupted(signals) if signals else _unexpected(error)
     # Typer turns KeyboardInterrupt into this code.
-    return _interrupted(came()) if code == EXIT_INTERRUPTED else code if isinstance(code, int) else 0
+    return (
+        _interrupted(came()) if code == EXIT_INTERRUPTED else code if isinstance(code, int) else 0
+    )
 
 
 def fail(error: ArchipelagoError) -> int:
@@ -137,13 +147,20 @@ def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
     """
     if not sys.stdin.isatty():
         expected = "a person to confirm, or --yes"
-        raise SetupError(question, expected=expected, got="a standard input that is no terminal", remedy="Add --yes.")
+        raise SetupError(
+            question,
+            expected=expected,
+            got="a standard input that is no terminal",
+            remedy="Add --yes.",
+        )
     if not typer.confirm(question):
         say(refused)
         raise typer.Abort
 
 
-def passphrase(path: Path | None, configured: str | None, prompt: str, *, confirm: bool = False) -> bytes:
+def passphrase(
+    path: Path | None, configured: str | None, prompt: str, *, confirm: bool = False
+) -> bytes:
     """Read a passphrase: from the file named, else from the configured file, else by asking; `-` is standard input.
 
     Raises:
@@ -154,11 +171,15 @@ def passphrase(path: Path | None, configured: str | None, prompt: str, *, confir
     if source is not None and str(source) == "-":
         line = sys.stdin.readline().rstrip("\n")
         if not line:
-            raise PassphraseError("standard input", expected="a passphrase on one line", got="no input")
+            raise PassphraseError(
+                "standard input", expected="a passphrase on one line", got="no input"
+            )
         return line.encode()
     if source is not None and (source.is_dir() or not source.exists()):
         got = "a folder" if source.is_dir() else "no such file"
-        remedy = "Name the right file with --passphrase-file" + ("." if path else ", or in the configuration.")
+        remedy = "Name the right file with --passphrase-file" + (
+            "." if path else ", or in the configuration."
+        )
         raise MissingFileError(str(source), expected="a passphrase file", got=got, remedy=remedy)
     return read_passphrase(source, prompt, confirm=confirm)
 
@@ -182,18 +203,25 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
         with file.open("rb") as handle:
             answer = handle.readline(MAX_PASSPHRASE_BYTES).rstrip(b"\r\n")
         if not answer:
-            raise PassphraseError(file.name, expected="a passphrase on the first line", got="an empty line")
+            raise PassphraseError(
+                file.name, expected="a passphrase on the first line", got="an empty line"
+            )
         return answer
     if not sys.stdin.isatty():
         remedy = "Give the passphrase with --passphrase-file."
         raise PassphraseError(
-            prompt, expected="a terminal to ask at", got="a standard input that is none", remedy=remedy
+            prompt,
+            expected="a terminal to ask at",
+            got="a standard input that is none",
+            remedy=remedy,
         )
     answer = getpass.getpass(f"{prompt}: ").encode()
     if not answer:
         raise PassphraseError(prompt, expected="a passphrase", got="an empty answer")
     if confirm and getpass.getpass(f"{prompt} (again): ").encode() != answer:
-        raise PassphraseError(prompt, expected="the same passphrase twice", got="two different passphrases")
+        raise PassphraseError(
+            prompt, expected="the same passphrase twice", got="two different passphrases"
+        )
     return answer
 
 
@@ -257,11 +285,21 @@ class _Bar:
     """
 
     def __init__(self, label: str, total: int) -> None:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         self.total, self.done = total, 0
         self._label, self._drawn_at = label, 0.0
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(30), TaskProgressColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(30),
+            TaskProgressColumn(),
+        )
         self._bar = Progress(*columns, TimeRemainingColumn(), auto_refresh=False)
         self._task = self._bar.add_task(escape_control(label, one_line=True), total=total)
 
@@ -307,14 +345,23 @@ def table(rows: Sequence[Sequence[Any]], header: Sequence[str], *, width: int | 
     drawn.add_row(*(Rule(characters="-") for _ in header))
     for row in cells:
         drawn.add_row(*map(Text, row))
-    page = Console(width=width, color_system=None, force_terminal=False, emoji=False, highlight=False)
+    page = Console(
+        width=width, color_system=None, force_terminal=False, emoji=False, highlight=False
+    )
     with page.capture() as captured:
         page.print(drawn)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _is_number(text: str) -> bool:
-    return text.replace(".", "").replace("-", "").replace("+", "").replace("e", "").replace("%", "").isdigit()
+    return (
+        text.replace(".", "")
+        .replace("-", "")
+        .replace("+", "")
+        .replace("e", "")
+        .replace("%", "")
+        .isdigit()
+    )
 
 
 def _interrupted(signals: set[int]) -> int:
@@ -335,7 +382,9 @@ def _os_refused(error: OSError) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    with tempfile.NamedTemporaryFile("w", prefix="archipelago-", suffix=".log", delete=False) as log:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="archipelago-", suffix=".log", delete=False
+    ) as log:
         traceback.print_exception(error, file=log)
     say(f"error: something unexpected happened ({type(error).__name__}).", error=True)
     say(f"  to do:    {ArchipelagoError.default_remedy} The log is {log.name}", error=True)

@@ -25,7 +25,9 @@ def device_named(name: DeviceName = "auto", *, setting: str = "device") -> "torc
 
     found = torch.cuda.is_available()
     if name == "cuda" and not found:
-        raise SetupError(setting, expected="a GPU that torch sees", got="no GPU", remedy="Set it to auto or cpu.")
+        raise SetupError(
+            setting, expected="a GPU that torch sees", got="no GPU", remedy="Set it to auto or cpu."
+        )
     return torch.device("cuda" if found and name != "cpu" else "cpu")
 
 

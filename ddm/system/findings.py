@@ -31,7 +31,12 @@ class Finding:
     @classmethod
     def of(cls, error: ArchipelagoError) -> "Finding":
         """Turn an error into a finding."""
-        return cls(error.subject, error.expected or "something else", error.got or "nothing usable", error.remedy)
+        return cls(
+            error.subject,
+            error.expected or "something else",
+            error.got or "nothing usable",
+            error.remedy,
+        )
 
 
 Findings = Mapping[str, tuple[Finding, ...]]
@@ -52,7 +57,10 @@ class Attempts:
         except OSError as error:
             subject, got = str(error.filename or check), str(error.strerror or error)
             remedy = "Check as the user that this file belongs to, or restore it from backup."
-            self.note(check, SetupError(subject, expected="a file that can be read", got=got, remedy=remedy))
+            self.note(
+                check,
+                SetupError(subject, expected="a file that can be read", got=got, remedy=remedy),
+            )
         return None
 
     def note(self, check: str, error: ArchipelagoError) -> None:
@@ -66,7 +74,9 @@ class Attempts:
 
 
 def apply(
-    rules: Mapping[str, Callable[[T], Iterable[Finding]]], facts: T, errors: Mapping[str, Sequence[ArchipelagoError]]
+    rules: Mapping[str, Callable[[T], Iterable[Finding]]],
+    facts: T,
+    errors: Mapping[str, Sequence[ArchipelagoError]],
 ) -> Findings:
     """Return what every rule finds in the facts, after what could not be read for it; empty where all is well."""
     unread = {check: tuple(map(Finding.of, errors.get(check, ()))) for check in rules}
@@ -86,7 +96,12 @@ def tell(found: Findings, *, as_json: bool) -> bool:
         whether no check failed; one that only warns did not.
     """
     if as_json:
-        say(json.dumps({check: [asdict(each) for each in findings] for check, findings in found.items()}, indent=2))
+        say(
+            json.dumps(
+                {check: [asdict(each) for each in findings] for check, findings in found.items()},
+                indent=2,
+            )
+        )
     else:
         for check, findings in found.items():
             say(f"{_MARKS[worst(findings)]} {check}")

@@ -68,7 +68,9 @@ class PlainFormatter(logging.Formatter):
         """Return one line."""
         line = escape_control(record.getMessage(), one_line=True)
         if cause := _cause(record):
-            line += escape_control(f" ({cause['error']}, in {' < '.join(cause['frames'])})", one_line=True)
+            line += escape_control(
+                f" ({cause['error']}, in {' < '.join(cause['frames'])})", one_line=True
+            )
         if self._details:
             return f"{_time(record)} {record.levelname} {record.name}: {line}"
         return f"{record.levelname.lower()}: {line}" if record.levelno >= logging.WARNING else line

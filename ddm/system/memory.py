@@ -26,7 +26,11 @@ class MemoryLimit:
 
     def part(self, num: int) -> "MemoryLimit":
         """Return what each of so many processes may take."""
-        return self if num == 1 else MemoryLimit(self.bytes // num, f"a process's part of {num}, {self.origin}")
+        return (
+            self
+            if num == 1
+            else MemoryLimit(self.bytes // num, f"a process's part of {num}, {self.origin}")
+        )
 
     def check(self, subject: str, needed: int, remedy: str | None = None) -> None:
         """Refuse what needs more.
@@ -36,7 +40,9 @@ class MemoryLimit:
         """
         if needed > self.bytes:
             expected = f"at most {mebibytes(self.bytes)} of memory, {self.origin}"
-            raise MemoryLimitError(subject, expected=expected, got=f"{mebibytes(needed)} needed", remedy=remedy)
+            raise MemoryLimitError(
+                subject, expected=expected, got=f"{mebibytes(needed)} needed", remedy=remedy
+            )
 
 
 def memory_limit(asked: int | None = None) -> MemoryLimit:
@@ -74,7 +80,9 @@ def _machine_bytes() -> int:
 def _cgroup_bytes() -> Iterator[int]:
     """Yield what is left of the limit of this process's cgroup, version 2, and of each above it."""
     try:
-        own = next(line[3:] for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
+        own = next(
+            line[3:] for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
+        )
     except (OSError, StopIteration):
         return
     folder = _CGROUPS / own.lstrip("/")
@@ -82,13 +90,21 @@ def _cgroup_bytes() -> Iterator[int]:
         if not group.is_relative_to(_CGROUPS):
             return
         try:
-            limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+            limit, used = (
+                (group / "memory.max").read_text().strip(),
+                int((group / "memory.current").read_text()),
+            )
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
         if limit != "max":
             # Files that were read count as used, but the kernel drops them where memory is needed.
-            yield int(limit) - used + int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+            yield (
+                int(limit)
+                - used
+                + int(stat.get("active_file", 0))
+                + int(stat.get("inactive_file", 0))
+            )
 
 
 def _address_space_bytes() -> Iterator[int]:

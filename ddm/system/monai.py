@@ -25,7 +25,9 @@ def monai_networks(where: str) -> ModuleType:
             return import_module("monai.networks.nets")
     except ImportError as error:
         remedy = "Install it: pip install 'monai[einops,nibabel]>=1.4'."
-        raise SetupError(where, expected="an installed MONAI", got="no module monai", remedy=remedy) from error
+        raise SetupError(
+            where, expected="an installed MONAI", got="no module monai", remedy=remedy
+        ) from error
     finally:
         for name in absent:
             del sys.modules[name]

@@ -46,9 +46,20 @@ def tcp_sockets(ends: str = "") -> list[TcpSocket]:
     """
     # Without IPv6 there is no second table; without the first, reading it fails.
     tables = [Path(table) for table in _TABLES if table == _TABLES[0] or Path(table).exists()]
-    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:] if ends in line]
+    rows = [
+        line.split()
+        for table in tables
+        for line in table.read_text().splitlines()[1:]
+        if ends in line
+    ]
     return [
-        TcpSocket(row[1], row[2], row[3] == _LISTENING, row[9], None if row[9] == _NO_INODE else int(row[7]))
+        TcpSocket(
+            row[1],
+            row[2],
+            row[3] == _LISTENING,
+            row[9],
+            None if row[9] == _NO_INODE else int(row[7]),
+        )
         for row in rows
     ]
 
@@ -62,7 +73,11 @@ def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """
     try:
         ends = (_written(*client), _written(*server))
-        users = {socket.user for socket in tcp_sockets(" ".join(ends)) if (socket.local, socket.remote) == ends}
+        users = {
+            socket.user
+            for socket in tcp_sockets(" ".join(ends))
+            if (socket.local, socket.remote) == ends
+        }
     except (OSError, ValueError):
         return None
     return users.pop() if len(users) == 1 else None

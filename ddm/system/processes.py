@@ -139,7 +139,12 @@ def spawn(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     has_input = input_bytes is not None
     settings = json.dumps(
-        {"log_path": str(log_path.absolute()), "log_bytes": _LOG_BYTES, "grace_s": grace_s, "input": has_input}
+        {
+            "log_path": str(log_path.absolute()),
+            "log_bytes": _LOG_BYTES,
+            "grace_s": grace_s,
+            "input": has_input,
+        }
     )
     process = subprocess.Popen(
         [sys.executable, "-I", "-m", "ddm.system.reaper", settings, "--", *command],
@@ -197,7 +202,9 @@ def program(name: str) -> Path:
     """
     path = Path(sys.executable).parent / name
     if not path.is_file():
-        raise MissingFileError(name, expected="an installed program", remedy="Install Archipelago again (make setup).")
+        raise MissingFileError(
+            name, expected="an installed program", remedy="Install Archipelago again (make setup)."
+        )
     return path
 
 
@@ -244,7 +251,9 @@ def port_in_use(host: str, port: int) -> bool:
     except socket.gaierror as error:
         remedy = "Check host in federation.toml, and that this machine finds the name, in /etc/hosts or by DNS."
         expected = "an address, or a name that this machine can resolve"
-        raise SetupError(f"host {host}", expected=expected, got="a name without an address", remedy=remedy) from error
+        raise SetupError(
+            f"host {host}", expected=expected, got="a name without an address", remedy=remedy
+        ) from error
     return any(_taken(family, place, host) for family, _, _, _, place in places)
 
 
@@ -258,7 +267,10 @@ def _taken(family: int, place: Any, host: str) -> bool:
             listener.bind(place)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                got, remedy = "an address of another machine", "Set host in federation.toml to one of this machine."
+                got, remedy = (
+                    "an address of another machine",
+                    "Set host in federation.toml to one of this machine.",
+                )
                 raise SetupError(
                     f"host {host}", expected="an address of this machine", got=got, remedy=remedy
                 ) from error
@@ -268,6 +280,8 @@ def _taken(family: int, place: Any, host: str) -> bool:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port that nothing listens on now; another process may take it before the caller does."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
+    with socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+    ) as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])

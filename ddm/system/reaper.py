@@ -123,7 +123,11 @@ class _Guard:
         self._output_fd, write_fd = os.pipe()
         os.set_blocking(self._output_fd, False)
         self._program = subprocess.Popen(
-            command, stdin=input_fd, stdout=write_fd, stderr=write_fd, preexec_fn=partial(end_with_parent, os.getpid())
+            command,
+            stdin=input_fd,
+            stdout=write_fd,
+            stderr=write_fd,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
         if input_fd >= 0:
             os.close(input_fd)
@@ -136,11 +140,16 @@ class _Guard:
     def run(self) -> int:
         """Wait for the program or the order to stop, end the whole tree, return the exit code."""
         os.write(1, f"{self._program.pid}\n".encode())
-        self._pump_until(lambda: self._stopping or self._returncode is not None, watch_supervisor=True)
+        self._pump_until(
+            lambda: self._stopping or self._returncode is not None, watch_supervisor=True
+        )
         if self._returncode is None:
             self._signal([self._program.pid], signal.SIGTERM)
             self._pump_until(lambda: self._returncode is not None, timeout_s=self._grace_s)
-        for number, timeout_s in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, _KILL_TIMEOUT_S)):
+        for number, timeout_s in (
+            (signal.SIGTERM, self._grace_s),
+            (signal.SIGKILL, _KILL_TIMEOUT_S),
+        ):
             if self._rest():
                 self._signal(self._rest(), number)
                 self._pump_until(lambda: not self._rest(), timeout_s=timeout_s)
@@ -159,7 +168,11 @@ class _Guard:
                 os.kill(pid, number)
 
     def _pump_until(
-        self, condition: Callable[[], bool], *, timeout_s: float | None = None, watch_supervisor: bool = False
+        self,
+        condition: Callable[[], bool],
+        *,
+        timeout_s: float | None = None,
+        watch_supervisor: bool = False,
     ) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         # Waiting for grandchildren needs a poll: they are adopted, so their end may come without a SIGCHLD here.

@@ -22,7 +22,12 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(_PROJECT, "an installed package", "files alone", "Install it: make setup.")
         return
     if platform.python_version() not in SpecifierSet(requires):
-        yield Finding("Python", requires, platform.python_version(), "Make the environment anew: make setup PYTHON=...")
+        yield Finding(
+            "Python",
+            requires,
+            platform.python_version(),
+            "Make the environment anew: make setup PYTHON=...",
+        )
     for requirement in needed:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield from _check(requirement)
@@ -32,7 +37,9 @@ def _check(requirement: Requirement) -> Iterator[Finding]:
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        yield Finding(requirement.name, f"{requirement.specifier} installed", "no such package", _REMEDY)
+        yield Finding(
+            requirement.name, f"{requirement.specifier} installed", "no such package", _REMEDY
+        )
         return
     if not requirement.specifier.contains(version, prereleases=True):
         yield Finding(requirement.name, str(requirement.specifier), version, _REMEDY)

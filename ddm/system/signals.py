@@ -26,7 +26,9 @@ def handled(
         even_ignored: also those that this process was started to ignore, as a shell's background job is SIGINT.
     """
     before = {number: signal.getsignal(number) for number in numbers}
-    answered = [number for number in numbers if even_ignored or before[number] is not signal.SIG_IGN]
+    answered = [
+        number for number in numbers if even_ignored or before[number] is not signal.SIG_IGN
+    ]
 
     def restore() -> None:
         for number in answered:

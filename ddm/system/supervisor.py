@@ -88,10 +88,15 @@ class Supervisor:
         clock: seconds that only go forward.
     """
 
-    def __init__(self, programs: Iterable[Program], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, programs: Iterable[Program], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
         self._kept = {
-            program.name: _Kept(program, Backoff(program.max_per_hour, longest_s=program.longest_delay_s, clock=clock))
+            program.name: _Kept(
+                program,
+                Backoff(program.max_per_hour, longest_s=program.longest_delay_s, clock=clock),
+            )
             for program in programs
         }
 
@@ -168,7 +173,11 @@ class Supervisor:
                 return
             if not kept.restarts.allowed():
                 raise self._failure(kept, f"at most {kept.program.max_per_hour} restarts an hour")
-            kept.child, kept.ready, kept.start_at = None, False, self._clock() + kept.restarts.delay_s()
+            kept.child, kept.ready, kept.start_at = (
+                None,
+                False,
+                self._clock() + kept.restarts.delay_s(),
+            )
         if self._clock() >= kept.start_at:
             kept.restarts.count()
             self._start(kept)
@@ -177,7 +186,11 @@ class Supervisor:
         """Whether a program runs and has worked lately; one that only runs is killed."""
         if not child.running():
             return False
-        every_s = kept.program.ask_every_s if kept.ready else min(_STARTING_TICK_S, kept.program.ask_every_s)
+        every_s = (
+            kept.program.ask_every_s
+            if kept.ready
+            else min(_STARTING_TICK_S, kept.program.ask_every_s)
+        )
         if self._clock() - kept.asked_at >= every_s:
             self._ask(kept)
         if kept.silent_s < kept.program.silent_s:
@@ -195,8 +208,17 @@ class Supervisor:
 
     def _failure(self, kept: _Kept, expected: str) -> TransportError:
         child = kept.last
-        lines = [line.strip() for line in self.log_tail(kept.program.name).splitlines() if line.strip()]
-        where = f"Nothing is lost. Read {child.log_path}, then run the command again." if child else None
+        lines = [
+            line.strip() for line in self.log_tail(kept.program.name).splitlines() if line.strip()
+        ]
+        where = (
+            f"Nothing is lost. Read {child.log_path}, then run the command again."
+            if child
+            else None
+        )
         return TransportError(
-            kept.program.name, expected=expected, got=lines[-1][:300] if lines else "no word in its log", remedy=where
+            kept.program.name,
+            expected=expected,
+            got=lines[-1][:300] if lines else "no word in its log",
+            remedy=where,
         )

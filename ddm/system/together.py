@@ -27,7 +27,9 @@ from ddm.system.reaper import end_with_parent
 from ddm.system.signals import blocked
 
 _POLL_S = 0.1
-_GRACE_S = 2.0  # for the cause of an error to be heard, where what was heard first may be its consequence
+_GRACE_S = (
+    2.0  # for the cause of an error to be heard, where what was heard first may be its consequence
+)
 _OURS = (ArchipelagoError, OSError)  # which say by themselves what is wrong
 
 
@@ -54,7 +56,9 @@ class Work(Protocol):
         ...
 
 
-def do_together(work: Work, num: int, *, threads: int, on_report: Callable[[Any], None], kind: Kind) -> None:
+def do_together(
+    work: Work, num: int, *, threads: int, on_report: Callable[[Any], None], kind: Kind
+) -> None:
     """Do one work in several processes, and wait for their end.
 
     Args:
@@ -115,7 +119,9 @@ class _Child:
         with blocked():
             self._process.start()
         self._theirs.close()
-        with suppress(BrokenPipeError, ConnectionResetError):  # that it has died shows when it is listened to
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # that it has died shows when it is listened to
             self.pipe.send(self._task)
 
     def receive(self) -> object:
@@ -169,7 +175,11 @@ def _name(kind: Kind, rank: int, num: int) -> str:
 
 
 def _death(name: str, exitcode: int | None, kind: Kind) -> SetupError:
-    how = signal.Signals(-exitcode).name if exitcode is not None and exitcode < 0 else f"exit code {exitcode}"
+    how = (
+        signal.Signals(-exitcode).name
+        if exitcode is not None and exitcode < 0
+        else f"exit code {exitcode}"
+    )
     return SetupError(
         name,
         expected="its answer",

@@ -18,18 +18,26 @@ def main() -> int:
         "Ctrl-C make all of them write a checkpoint and end.",
     )
     parser.add_argument("folder", type=Path, help="made by a silo's worker or by ddm train")
-    parser.add_argument("--launch", help="the start that it belongs to: {launch} in training.launcher")
+    parser.add_argument(
+        "--launch", help="the start that it belongs to: {launch} in training.launcher"
+    )
     asked = parser.parse_args()
     with stop_on_first_signal() as stop:  # before torch is imported, which takes seconds
         follow_logging()
         from ddm.training.job import JobFolder
         from ddm.training.process import LAUNCH_VARIABLE, train_folder
 
-        return train_folder(JobFolder(asked.folder.absolute()), asked.launch or os.environ.get(LAUNCH_VARIABLE), stop)
+        return train_folder(
+            JobFolder(asked.folder.absolute()),
+            asked.launch or os.environ.get(LAUNCH_VARIABLE),
+            stop,
+        )
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread of torch's that outlives the interpreter may abort; the files are written and closed
+    os._exit(
+        code
+    )  # a thread of torch's that outlives the interpreter may abort; the files are written and closed

@@ -24,12 +24,18 @@ def augmented(x_BCHW: Tensor, settings: Training, random: np.random.Generator) -
     if not (settings.flip or settings.crop):
         return x_BCHW
     if x_BCHW.dim() < 4:
-        raise ShapeError("augmentation", expected="images or volumes", got=f"samples {tuple(x_BCHW.shape[1:])}")
+        raise ShapeError(
+            "augmentation", expected="images or volumes", got=f"samples {tuple(x_BCHW.shape[1:])}"
+        )
     if settings.flip:
         mirrored_B = torch.from_numpy(random.random(len(x_BCHW)) < 0.5)
-        x_BCHW = torch.where(mirrored_B.view(-1, *[1] * (x_BCHW.dim() - 1)), x_BCHW.flip(-1), x_BCHW)
+        x_BCHW = torch.where(
+            mirrored_B.view(-1, *[1] * (x_BCHW.dim() - 1)), x_BCHW.flip(-1), x_BCHW
+        )
     for axis in range(2, x_BCHW.dim()) if settings.crop else ():
-        x_BCHW = _moved(x_BCHW, axis, random.integers(-settings.crop, settings.crop, len(x_BCHW), endpoint=True))
+        x_BCHW = _moved(
+            x_BCHW, axis, random.integers(-settings.crop, settings.crop, len(x_BCHW), endpoint=True)
+        )
     return x_BCHW
 
 

@@ -63,7 +63,9 @@ def exponent_of(width: float) -> float:
         MathError: a width that no average has.
     """
     if not 0 < width < WIDEST:
-        raise MathError("width of an average", expected=f"above 0 and below {WIDEST:.4f}", got=f"{width:g}")
+        raise MathError(
+            "width of an average", expected=f"above 0 and below {WIDEST:.4f}", got=f"{width:g}"
+        )
     # width^2 (g + 2)^2 (g + 3) = g + 1 has one root g > 0: the left side grows faster.
     of_width = 1 / width**2
     roots = np.roots([1.0, 7.0, 16.0 - of_width, 12.0 - of_width])
@@ -98,7 +100,9 @@ def _product(a: Profile, b: Profile) -> float:
     """Integrate the product of two profiles, each of integral 1."""
     first, last = (a, b) if a.step <= b.step else (b, a)
     ratio = (first.step / last.step) ** last.exponent
-    return float((a.exponent + 1) * (b.exponent + 1) * ratio / ((a.exponent + b.exponent + 1) * last.step))
+    return float(
+        (a.exponent + 1) * (b.exponent + 1) * ratio / ((a.exponent + b.exponent + 1) * last.step)
+    )
 
 
 def kept_steps(settings: Training) -> tuple[int, ...]:
@@ -119,7 +123,9 @@ def keep(folder: Path, step: int, averages: Sequence[Mapping[str, Tensor]]) -> N
         save_tensors(path, average)
 
 
-def average_of_width(folder: Path, settings: Training, width: float, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def average_of_width(
+    folder: Path, settings: Training, width: float, like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the average of a finished run with another width than the recipe's, from the averages that it kept.
 
     Args:
@@ -135,7 +141,11 @@ def average_of_width(folder: Path, settings: Training, width: float, like: Mappi
     """
     steps = kept_steps(settings)
     if not steps:
-        raise MathError("ema_snapshots", expected="a run that kept averages", got="a recipe with 0 ema_snapshots")
+        raise MathError(
+            "ema_snapshots",
+            expected="a run that kept averages",
+            got="a recipe with 0 ema_snapshots",
+        )
     kept = [Profile(exponent_of(each), float(step)) for step in steps for each in KEPT_WIDTHS]
     factors = average_of(kept, Profile(exponent_of(width), float(settings.num_steps)))
     specs = {name: spec_of(value) for name, value in like.items()}

@@ -38,7 +38,9 @@ class Examples:
         if not len(self.images):
             raise DataError("images", expected="at least 1 image", got="0 images")
         if self.labels is not None and len(self.labels) != len(self.images):
-            raise ShapeError("labels", expected=f"{len(self.images)}, one per image", got=str(len(self.labels)))
+            raise ShapeError(
+                "labels", expected=f"{len(self.images)}, one per image", got=str(len(self.labels))
+            )
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,24 @@ class Batch:
 
     def part(self, index: int, num: int, device: torch.device) -> "Batch":
         """Return one of `num` parts of about equal size, on a device; from pinned memory without waiting for it."""
-        return self._each(lambda field: field.tensor_split(num)[index].to(device, non_blocking=True))
+        return self._each(
+            lambda field: field.tensor_split(num)[index].to(device, non_blocking=True)
+        )
 
     def pinned(self) -> "Batch":
         """Return the batch in memory that a GPU reads by itself."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, call: Callable[[Tensor], Tensor]) -> "Batch":
-        fields = (self.x_0, self.eps, self.t_B, self.condition, self.kept_BM, self.chosen_B, self.uniform_B)
+        fields = (
+            self.x_0,
+            self.eps,
+            self.t_B,
+            self.condition,
+            self.kept_BM,
+            self.chosen_B,
+            self.uniform_B,
+        )
         return Batch(*(None if each is None else call(each) for each in fields))  # type: ignore[arg-type]  # three never are
 
     def __len__(self) -> int:
@@ -86,7 +98,11 @@ class Teach(Protocol):
 
 
 def draw_batch(
-    examples: Examples, settings: Training, step: int, distribution: TDistribution, num_tokens: int = 0
+    examples: Examples,
+    settings: Training,
+    step: int,
+    distribution: TDistribution,
+    num_tokens: int = 0,
 ) -> Batch:
     """Draw everything random about one step.
 
@@ -110,14 +126,22 @@ def draw_batch(
     if examples.labels is not None:
         hidden_B = torch.from_numpy(random.random(num) < examples.drop)
         condition = hide(rows(examples.labels, chosen), hidden_B)
-    kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random) if leaves_out(settings, step) else None
+    kept_BM = (
+        draw_kept(num, num_tokens, settings.mask_ratio, random)
+        if leaves_out(settings, step)
+        else None
+    )
     uniform_B = torch.from_numpy(random.random(num))
     return Batch(augmented(x_0, settings, random), eps, t_B, condition, kept_BM, chosen, uniform_B)
 
 
 def rows(images: Images, chosen: Tensor) -> Tensor:
     """Return rows by their numbers; of a tensor through numpy, as torch would start threads in the one that draws."""
-    return torch.from_numpy(images.numpy()[chosen.numpy()]) if isinstance(images, Tensor) else images[chosen]
+    return (
+        torch.from_numpy(images.numpy()[chosen.numpy()])
+        if isinstance(images, Tensor)
+        else images[chosen]
+    )
 
 
 def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ class Checkpoints:
     folder: Path
     run: str
 
-    def save(self, tensors: Mapping[str, Tensor], *, step: int, loss: float, seconds: float) -> None:
+    def save(
+        self, tensors: Mapping[str, Tensor], *, step: int, loss: float, seconds: float
+    ) -> None:
         """Write a checkpoint durably, then drop all but the last two.
 
         Raises:
@@ -72,7 +74,9 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._tensor_path(step)
         save_tensors(path, tensors)
-        record = CheckpointRecord(run=self.run, step=step, loss=loss, seconds=seconds, tensors=sha256_file(path))
+        record = CheckpointRecord(
+            run=self.run, step=step, loss=loss, seconds=seconds, tensors=sha256_file(path)
+        )
         write_atomic(path.with_suffix(".json"), record.sealed().encode())
         self._prune()
 
@@ -90,14 +94,20 @@ class Checkpoints:
             try:
                 return self._load_one(path, specs)
             except (FormatError, TrustError, MissingFileError) as error:
-                _log.warning("checkpoint %s is damaged, trying the one before: %s", path.stem, error)
+                _log.warning(
+                    "checkpoint %s is damaged, trying the one before: %s", path.stem, error
+                )
         return None
 
-    def _load_one(self, path: Path, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointRecord, dict[str, Tensor]]:
+    def _load_one(
+        self, path: Path, specs: Mapping[str, TensorSpec]
+    ) -> tuple[CheckpointRecord, dict[str, Tensor]]:
         data = read_bounded(path, _MAX_RECORD_BYTES)
         record = CheckpointRecord.parse(data, subject=path.name, limit=_MAX_RECORD_BYTES)
         if record != record.sealed():
-            raise DocumentError(path.name, expected="a seal that matches its fields", got="a seal of other fields")
+            raise DocumentError(
+                path.name, expected="a seal that matches its fields", got="a seal of other fields"
+            )
         if record.run != self.run:
             raise SetupError(
                 f"checkpoints in {self.folder.name}",

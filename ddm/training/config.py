@@ -70,17 +70,23 @@ class TrainingSettings(Engine):
         if value == "local":
             return value
         if found := _OF_A_SHELL.search(value):
-            raise ValueError(f"no shell reads this command, so {found[0]!r} means nothing in it; give a list of words")
+            raise ValueError(
+                f"no shell reads this command, so {found[0]!r} means nothing in it; give a list of words"
+            )
         return tuple(shlex.split(value))
 
     @field_validator("launcher")
     @classmethod
-    def _names_the_folder(cls, value: "Literal['local'] | tuple[str, ...]") -> "Literal['local'] | tuple[str, ...]":
+    def _names_the_folder(
+        cls, value: "Literal['local'] | tuple[str, ...]"
+    ) -> "Literal['local'] | tuple[str, ...]":
         if value == "local":
             return value
         used = {name for word in value for name in _PLACEHOLDER.findall(word)}
         if unknown := sorted(name for name in used - {*PLACEHOLDERS} if name):
-            raise ValueError(f"{{{unknown[0]}}} is none of {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}")
+            raise ValueError(
+                f"{{{unknown[0]}}} is none of {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}"
+            )
         if "folder" not in used:
             raise ValueError("the command must name the job's folder: {folder}")
         return value
@@ -103,4 +109,6 @@ class TrainingSettings(Engine):
 
 def filled(launcher: tuple[str, ...], values: dict[str, str]) -> list[str]:
     """Return a launcher's words with every placeholder replaced; other braces stay as they are."""
-    return [_PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word) for word in launcher]
+    return [
+        _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word) for word in launcher
+    ]

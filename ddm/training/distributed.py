@@ -62,7 +62,10 @@ def machine_of(engine: Engine) -> Machine:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return Together(engine)
     if num_processes(engine) > 1:
-        expected, remedy = f"{num_processes(engine)} processes", "Start them with ddm.training.launcher or torchrun."
+        expected, remedy = (
+            f"{num_processes(engine)} processes",
+            "Start them with ddm.training.launcher or torchrun.",
+        )
         raise SetupError("training.processes", expected=expected, got="1 process", remedy=remedy)
     return Alone(engine)
 
@@ -73,7 +76,9 @@ def num_processes(engine: Engine) -> int:
     Raises:
         SetupError: more processes than GPUs.
     """
-    num_gpus = torch.cuda.device_count() if engine.device != "cpu" and torch.cuda.is_available() else 0
+    num_gpus = (
+        torch.cuda.device_count() if engine.device != "cpu" and torch.cuda.is_available() else 0
+    )
     if engine.processes == "auto":
         return max(1, num_gpus)
     if 0 < num_gpus < engine.processes:

@@ -12,13 +12,24 @@ from typing import Literal
 from ddm.errors import ArchipelagoError, SetupError
 from ddm.training.config import TrainingSettings
 from ddm.training.group import name_of
-from ddm.training.job import Beat, Failure, JobFolder, Launch, Result, RunFolder, read_word, write_word
+from ddm.training.job import (
+    Beat,
+    Failure,
+    JobFolder,
+    Launch,
+    Result,
+    RunFolder,
+    read_word,
+    write_word,
+)
 from ddm.training.launcher import Command, Condition, Started, last_line, wait_for_exit
 from ddm.training.loop import Progress
 
 POLL_S = {"processes": 0.1, "command": 0.5}  # between two looks
 STILL_S = 15.0  # without a sign of life, after a command has failed or the first process said that it ends
-_GRACE_S = 2.0  # for the cause of an error to be written, where what is known first may be its consequence
+_GRACE_S = (
+    2.0  # for the cause of an error to be written, where what is known first may be its consequence
+)
 _STOP_S = 900.0  # for a checkpoint of 50 GB, after a job was asked to stop
 _EXIT_S = 30.0  # for processes to end after the result is there
 Verdict = Literal["wait", "ended", "lost"]
@@ -126,7 +137,9 @@ class Follower:
                     stopped_at = time.monotonic()
                     self.ask_to_stop()
                 verdict = judge(self._signs(), self.settings)
-                if verdict != "wait" and finished(self.folder, work) is None:  # the last thing before an end
+                if (
+                    verdict != "wait" and finished(self.folder, work) is None
+                ):  # the last thing before an end
                     self._end(verdict, stopped=stopped_at is not None)
                     return None
                 self._note_return()
@@ -150,7 +163,9 @@ class Follower:
         self._beat, self._changed = beat, time.monotonic()
         if beat.step > self._told:
             self._told = beat.step
-            on_progress(Progress(beat.step, beat.num_steps, beat.loss, beat.steps_per_second, beat.seconds))
+            on_progress(
+                Progress(beat.step, beat.num_steps, beat.loss, beat.steps_per_second, beat.seconds)
+            )
 
     def _signs(self) -> Signs:
         return Signs(
@@ -173,12 +188,20 @@ class Follower:
         beat, asked_s = self._beat, time.monotonic() - since
         if self.launch.by == "processes":
             return False
-        return (beat is None and asked_s >= _GRACE_S) or (beat is not None and beat.ended) or asked_s >= _STOP_S
+        return (
+            (beat is None and asked_s >= _GRACE_S)
+            or (beat is not None and beat.ended)
+            or asked_s >= _STOP_S
+        )
 
     def _end(self, verdict: Verdict, *, stopped: bool) -> None:
         """Raise what ended the start; return where another start may mend it."""
         failures = self.run.failures()
-        if verdict == "ended" and self.launch.by == "processes" and not any(each.kind == "ours" for each in failures):
+        if (
+            verdict == "ended"
+            and self.launch.by == "processes"
+            and not any(each.kind == "ours" for each in failures)
+        ):
             time.sleep(_GRACE_S)
             failures = self.run.failures()
         deaths = self.started.deaths()
@@ -191,7 +214,9 @@ class Follower:
             raise _vanished("training processes", "no answer", verdict)
 
 
-def cause(failures: Sequence[Failure], deaths: Sequence[str], num: int, *, again: bool) -> BaseException | None:
+def cause(
+    failures: Sequence[Failure], deaths: Sequence[str], num: int, *, again: bool
+) -> BaseException | None:
     """Return what ended a start: an error of ours, else a death, else what came first.
 
     That a neighbour has gone raises an error in the others, so such errors count only where nobody died.
@@ -226,7 +251,8 @@ def lost(run: RunFolder, num_starts: int) -> SetupError:
     return SetupError(
         "training.launcher",
         expected="a job that trains",
-        got=f"{num_starts} starts in a row that ended without a step further" + (f"; the last: {said}" if said else ""),
+        got=f"{num_starts} starts in a row that ended without a step further"
+        + (f"; the last: {said}" if said else ""),
         remedy=f"Look into {run.path}, where the logs of the last start are, and into those of the scheduler. Mend the "
         "command in silo.toml, then run this again: it goes on from the last checkpoint.",
     )

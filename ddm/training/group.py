@@ -14,7 +14,9 @@ from pathlib import Path
 from ddm.errors import SetupError, TrustError
 from ddm.training.peer_check import strangers
 
-PATIENCE_S = 30 * 60.0  # of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
+PATIENCE_S = (
+    30 * 60.0
+)  # of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
 # Of the process, of all, of those on its machine. Slurm tells a batch script, too, which task of a step it would be.
 _WORDS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -74,7 +76,10 @@ def member_of(environment: Mapping[str, str]) -> Member:
                 got="other values in the environment",
                 remedy="Start the processes with torchrun or srun, which set both.",
             )
-        alone = environment.get("LOCAL_WORLD_SIZE") == str(num) or environment.get("SLURM_STEP_NUM_NODES") == "1"
+        alone = (
+            environment.get("LOCAL_WORLD_SIZE") == str(num)
+            or environment.get("SLURM_STEP_NUM_NODES") == "1"
+        )
         attempt = "-".join(environment.get(name, "") for name in _ATTEMPT)
         return Member(rank, num, local_rank, alone or num == 1, attempt)
     return Member(0, 1, 0, on_one_machine=True)
@@ -91,7 +96,9 @@ def tell_torch(member: Member, environment: Mapping[str, str]) -> dict[str, str]
     if "MASTER_ADDR" not in environment:
         # Else accelerate asks for the meeting point of processes on several machines, which have met already.
         told["LOCAL_WORLD_SIZE"] = str(member.num)
-    return told | {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(torch.get_num_threads()))}
+    return told | {
+        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    }
 
 
 def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> None:
@@ -119,7 +126,9 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
             store = distributed.FileStore(path, member.num)  # type: ignore[attr-defined]
             store.set_timeout(patience)
             # Without a backend named, torch takes gloo for what lies on the CPU and NCCL for what lies on a GPU.
-            distributed.init_process_group(store=store, rank=member.rank, world_size=member.num, timeout=patience)
+            distributed.init_process_group(
+                store=store, rank=member.rank, world_size=member.num, timeout=patience
+            )
             # Whose a connection is shows when it has been accepted, which torch waits for in one of the two alone.
             store.set(f"met/{member.rank}", "")
             store.wait([f"met/{each}" for each in range(member.num)])

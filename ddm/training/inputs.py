@@ -63,7 +63,9 @@ def open_input(given: Input, folder: JobFolder) -> Images:
     arrays = tuple(_array(place, folder) for place in given.places)
     array: StoredArray = arrays[0] if len(arrays) == 1 else JoinedArrays(arrays)
     fitted = given.fitted
-    convert, shape = (partial(fit, spec=fitted), fitted.shape) if fitted else (as_floats, array.shape[1:])
+    convert, shape = (
+        (partial(fit, spec=fitted), fitted.shape) if fitted else (as_floats, array.shape[1:])
+    )
     images: Images = StoredImages(array, convert, shape)
     if given.shift is not None and given.scale is not None:
         images = Scaled(images, given.shift, given.scale)
@@ -79,9 +81,13 @@ def _referred(images: Images, folder: JobFolder, name: str) -> Referred | None:
     if not isinstance(stored, StoredImages):
         return None
     convert, array = stored.convert, stored.array
-    fitted = convert.keywords["spec"] if isinstance(convert, partial) and convert.func is fit else None
+    fitted = (
+        convert.keywords["spec"] if isinstance(convert, partial) and convert.func is fit else None
+    )
     arrays = array.parts if isinstance(array, JoinedArrays) else (array,)
-    if (fitted is None and convert is not as_floats) or not all(isinstance(each, FileArray) for each in arrays):
+    if (fitted is None and convert is not as_floats) or not all(
+        isinstance(each, FileArray) for each in arrays
+    ):
         return None
     rows = None
     if selected is not None:
@@ -95,7 +101,12 @@ def _referred(images: Images, folder: JobFolder, name: str) -> Referred | None:
 
 
 def _place_of(array: FileArray) -> Place:
-    return Place(path=str(array.path.resolve()), dtype=array.dtype.str, shape=array.shape, offset=array.offset)
+    return Place(
+        path=str(array.path.resolve()),
+        dtype=array.dtype.str,
+        shape=array.shape,
+        offset=array.offset,
+    )
 
 
 def _place_of_npy(path: Path, folder: JobFolder) -> Place:
@@ -135,6 +146,8 @@ def _array(place: Place, folder: JobFolder) -> FileArray:
 
 def _mapped(place: Place, folder: JobFolder) -> Tensor:
     """Map an array; what is written into it stays with this process."""
-    array = _array(place, folder)  # which checks the length, since reading beyond the end of a mapping kills
+    array = _array(
+        place, folder
+    )  # which checks the length, since reading beyond the end of a mapping kills
     mapped = np.memmap(array.path, array.dtype, mode="c", offset=array.offset, shape=array.shape)
     return torch.from_numpy(mapped)

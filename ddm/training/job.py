@@ -242,7 +242,9 @@ class RunFolder:
 
     def failures(self) -> list[Failure]:
         """Read why processes ended, by their ranks; what is not whole is left out."""
-        found = (read_word(Failure, path) for path in sorted(self.path.glob("failure-*.json"))[:1024])
+        found = (
+            read_word(Failure, path) for path in sorted(self.path.glob("failure-*.json"))[:1024]
+        )
         return sorted((each for each in found if each), key=lambda each: each.rank)
 
 
@@ -316,12 +318,16 @@ class JobFolder:
         if not self.job.is_file():
             got = "a folder without it" if self.path.is_dir() else "nothing there"
             remedy = "Name the folder that a silo's worker or ddm train made, as every machine of the job sees it."
-            raise MissingFileError(str(self.path), expected="a job's folder, with job.json", got=got, remedy=remedy)
+            raise MissingFileError(
+                str(self.path), expected="a job's folder, with job.json", got=got, remedy=remedy
+            )
         job = Job.parse(read_bounded(self.job, MAX_JOB_BYTES), subject=self.job.name)
         data = read_bounded(self.plan, MAX_JOB_BYTES)
         if (found := sha256_hex(data)) != job.plan_digest:
             expected, got = f"sha256 {job.plan_digest[:16]}...", f"sha256 {found[:16]}..."
-            raise DigestError(self.plan.name, expected=expected, got=got, remedy="Start the training again.")
+            raise DigestError(
+                self.plan.name, expected=expected, got=got, remedy="Start the training again."
+            )
         return job, Plan.parse(data, subject=self.plan.name)
 
 
@@ -360,6 +366,8 @@ def write_passing(document: Document, path: Path) -> None:
 def read_word(kind: type[DocumentT], path: Path) -> DocumentT | None:
     """Read a small document; None where there is none, or none that can be read."""
     try:
-        return kind.parse(read_bounded(path, MAX_WORD_BYTES), subject=path.name, limit=MAX_WORD_BYTES)
+        return kind.parse(
+            read_bounded(path, MAX_WORD_BYTES), subject=path.name, limit=MAX_WORD_BYTES
+        )
     except (ArchipelagoError, OSError):
         return None

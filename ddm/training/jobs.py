@@ -29,7 +29,16 @@ from ddm.training.config import TrainingSettings
 from ddm.training.distributed import num_processes
 from ddm.training.following import Follower, finished, lost
 from ddm.training.inputs import keep_inputs
-from ddm.training.job import Job, JobFolder, Launch, Result, new_launch_id, read_word, work_of, write_word
+from ddm.training.job import (
+    Job,
+    JobFolder,
+    Launch,
+    Result,
+    new_launch_id,
+    read_word,
+    work_of,
+    write_word,
+)
 from ddm.training.launcher import Command, Processes, start_command
 from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert
@@ -88,7 +97,9 @@ def train_job(
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if wanted.expert.plan.expert.privacy:
         make_secret(folder.secret)
-    result = finished(folder, wanted.work) or _resumed(wanted, folder, settings, on_progress, should_stop)
+    result = finished(folder, wanted.work) or _resumed(
+        wanted, folder, settings, on_progress, should_stop
+    )
     if result is None and settings.launcher == "local" and num_processes(settings) == 1:
         result = _train_in_this_process(wanted, folder, on_progress, should_stop)
     while result is None:
@@ -98,9 +109,14 @@ def train_job(
 
 
 def _train_in_this_process(
-    wanted: Wanted, folder: JobFolder, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+    wanted: Wanted,
+    folder: JobFolder,
+    on_progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
 ) -> Result | None:
-    _note(folder, _new_launch(wanted, "processes"))  # so that late processes of an earlier start end
+    _note(
+        folder, _new_launch(wanted, "processes")
+    )  # so that late processes of an earlier start end
     with only_one(folder):
         train_here(folder, wanted.expert, wanted.inputs, wanted.data, on_progress, should_stop)
     return finished(folder, wanted.work)
@@ -149,10 +165,14 @@ def _next_launch(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) 
     before, step, futile = read_word(Launch, folder.launch), _last_step(folder), 0
     if before is not None and (before.work, before.by, by) == (wanted.work, "command", "command"):
         run = folder.run(before.launch_id)
-        if not run.stop.exists() and step <= before.step:  # the end of one that was stopped tells nothing
+        if (
+            not run.stop.exists() and step <= before.step
+        ):  # the end of one that was stopped tells nothing
             futile = before.futile + 1
         if futile >= settings.retries:
-            folder.launch.unlink(missing_ok=True)  # the next call begins to count anew: somebody has looked into it
+            folder.launch.unlink(
+                missing_ok=True
+            )  # the next call begins to count anew: somebody has looked into it
             raise lost(run, futile)
     return _new_launch(wanted, by).model_copy(update={"futile": futile, "step": step})
 
@@ -165,7 +185,9 @@ def _last_step(folder: JobFolder) -> int:
 
 def _new_launch(wanted: Wanted, by: Literal["processes", "command"]) -> Launch:
     host = socket.gethostname()[:255]
-    return Launch(launch_id=new_launch_id(), work=wanted.work, by=by, host=host, pid=os.getpid(), started=0)
+    return Launch(
+        launch_id=new_launch_id(), work=wanted.work, by=by, host=host, pid=os.getpid(), started=0
+    )
 
 
 def _note(folder: JobFolder, launch: Launch) -> None:
@@ -186,7 +208,9 @@ def _prepare(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> N
     if expert.base is not None:
         folder.base.unlink(missing_ok=True)
         link_or_copy(expert.base.folder / expert.base.file.path, folder.base)
-        base = File(path=folder.base.name, bytes=expert.base.file.bytes, digest=expert.base.file.digest)
+        base = File(
+            path=folder.base.name, bytes=expert.base.file.bytes, digest=expert.base.file.digest
+        )
     alone = settings.launcher != "local"
     inputs = keep_inputs(wanted.inputs, wanted.files, folder, alone=alone)
     write_atomic(folder.plan, plan.encode())
@@ -225,12 +249,16 @@ def _collect(expert: PlannedExpert, result: Result, folder: JobFolder, to: Path)
     try:
         with open_regular(folder.expert, name) as (reader, size), part.open("wb") as writer:
             if size != result.expert.bytes or size > stored_bytes(specs) + _HEADER_BYTES:
-                raise TensorFileError(name, expected=f"{stored_bytes(specs)} bytes and a header", got=f"{size} bytes")
+                raise TensorFileError(
+                    name, expected=f"{stored_bytes(specs)} bytes and a header", got=f"{size} bytes"
+                )
             shutil.copyfileobj(reader, writer, _COPY_BYTES)
         check_file(part, specs, max_bytes=size, max_abs=MAX_WEIGHT, digest=result.expert.digest)
         move_into_place(part, to)
     except ArchipelagoError:
-        folder.result.unlink(missing_ok=True)  # the next call trains again, from the last checkpoint
+        folder.result.unlink(
+            missing_ok=True
+        )  # the next call trains again, from the last checkpoint
         raise
     finally:
         part.unlink(missing_ok=True)

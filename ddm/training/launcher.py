@@ -53,12 +53,26 @@ class Processes:
     def __init__(self, folder: JobFolder, launch_id: str, num: int, threads: int) -> None:
         run, self._children = folder.run(launch_id), list[Child]()
         # They may be killed at their end, and clear nothing away by themselves.
-        self._scratch = tempfile.TemporaryDirectory(prefix="archipelago-", ignore_cleanup_errors=True)
-        words = [sys.executable, "-P", "-m", "ddm.training", str(folder.path), "--launch", launch_id]
+        self._scratch = tempfile.TemporaryDirectory(
+            prefix="archipelago-", ignore_cleanup_errors=True
+        )
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "ddm.training",
+            str(folder.path),
+            "--launch",
+            launch_id,
+        ]
         try:
             for rank in range(num):
-                environment = _inherited() | _environment(rank, num, threads) | {"TMPDIR": self._scratch.name}
-                with blocked():  # this process alone hears signals, and tells the others by the folder
+                environment = (
+                    _inherited() | _environment(rank, num, threads) | {"TMPDIR": self._scratch.name}
+                )
+                with (
+                    blocked()
+                ):  # this process alone hears signals, and tells the others by the folder
                     child = spawn(words, log_path=run.log(rank), env=environment, grace_s=_GUARD_S)
                     self._children.append(child)
         except BaseException:
@@ -84,7 +98,11 @@ class Processes:
         for rank, child in enumerate(self._children):
             code = child.returncode
             if code is not None and code > 128 and code != EXIT_STOPPED:
-                name = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else f"exit code {code}"
+                name = (
+                    signal.Signals(code - 128).name
+                    if code - 128 in set(signal.Signals)
+                    else f"exit code {code}"
+                )
                 found.append(f"{name_of(rank, num)}: {name}")
         return found
 
@@ -92,7 +110,9 @@ class Processes:
         """See `Started`: at once."""
         for child in self._children:
             child.kill()
-        deadline = time.monotonic() + _DYING_S  # whoever comes next must not meet one that still writes
+        deadline = (
+            time.monotonic() + _DYING_S
+        )  # whoever comes next must not meet one that still writes
         while any(map(started_at, self.pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._scratch.cleanup()
@@ -133,17 +153,28 @@ class Command:
 
     def _lives(self) -> bool:
         here = self._launch.host == socket.gethostname()
-        return here and self._launch.started > 0 and started_at(self._launch.pid) == self._launch.started
+        return (
+            here
+            and self._launch.started > 0
+            and started_at(self._launch.pid) == self._launch.started
+        )
 
 
-def start_command(settings: TrainingSettings, folder: JobFolder, launch: Launch) -> tuple[Launch, Command]:
+def start_command(
+    settings: TrainingSettings, folder: JobFolder, launch: Launch
+) -> tuple[Launch, Command]:
     """Start the operator's command, and return the start with the command's process.
 
     Raises:
         SetupError: there is no such program.
     """
     num = "auto" if settings.processes == "auto" else str(settings.processes)
-    values = {"folder": str(folder.path), "launch": launch.launch_id, "processes": num, "python": sys.executable}
+    values = {
+        "folder": str(folder.path),
+        "launch": launch.launch_id,
+        "processes": num,
+        "python": sys.executable,
+    }
     words = filled(tuple(settings.launcher), values)
     found, run = shutil.which(words[0]), folder.run(launch.launch_id)
     if found is None:
@@ -187,7 +218,11 @@ def wait_for_exit(started: Started, seconds: float) -> None:
 
 def _inherited() -> dict[str, str]:
     """This process's environment, without the meeting point of another training."""
-    return {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MASTER_ADDR", "MASTER_PORT")
+    }
 
 
 def _environment(rank: int, num: int, threads: int) -> dict[str, str]:

@@ -130,7 +130,9 @@ def train(
     """
     if isinstance(images, Tensor):
         images = images.detach().to("cpu", torch.float32).contiguous()
-    examples = Examples(images, None if labels is None else labels.detach().cpu().contiguous(), drop)
+    examples = Examples(
+        images, None if labels is None else labels.detach().cpu().contiguous(), drop
+    )
     if private:
         check_engine(engine)
     machine, num_tokens = _machine(engine, settings), tokens_of(model, settings)
@@ -138,7 +140,9 @@ def train(
     recipe = [settings.model_dump(), repr(path), t_distribution.model_dump(), prediction, *added]
     checkpoints = Checkpoints(checkpoint_dir, _run_digest(recipe, examples, model))
     # Of private training as the plan implies it: how many images a unit has stays hidden.
-    num_samples = private.terms.units_per_step * private.terms.draws if private else settings.batch_size
+    num_samples = (
+        private.terms.units_per_step * private.terms.draws if private else settings.batch_size
+    )
     flops = num_samples * _flops(model, examples, settings, num_tokens)
     state = State(model, settings, machine, engine.accumulate, stops=stops)
     state.restore(checkpoints)
@@ -165,7 +169,9 @@ def train(
             done = state.step == settings.num_steps
             if done or state.step % PROGRESS_STEPS == 0:
                 rate = (state.step - first) / (time.monotonic() - started)
-                progress = Progress(state.step, settings.num_steps, state.finite_loss(), rate, state.seconds)
+                progress = Progress(
+                    state.step, settings.num_steps, state.finite_loss(), rate, state.seconds
+                )
                 if machine.rank == 0:
                     on_progress(progress)
             if state.step in kept:
@@ -174,7 +180,9 @@ def train(
                 state.save(checkpoints)
 
     if (num_lost := int(state.num_lost)) and machine.rank == 0:
-        _log.warning("%d of %d steps had no finite gradient and took none", num_lost, state.step - first)
+        _log.warning(
+            "%d of %d steps had no finite gradient and took none", num_lost, state.step - first
+        )
     return Trained(state.averaged(), state.step, state.finite_loss(), state.seconds, flops)
 
 
@@ -203,7 +211,9 @@ class _Steps:
     teach: Teach | None
 
     def draw(self, step: int) -> Batch:
-        batch = draw_batch(self.examples, self.state.settings, step, self.distribution, self.num_tokens)
+        batch = draw_batch(
+            self.examples, self.state.settings, step, self.distribution, self.num_tokens
+        )
         return batch.pinned() if self.state.machine.device.type == "cuda" else batch
 
     def advance(self, drawn: Batch) -> None:
@@ -223,7 +233,8 @@ def _machine(engine: Engine, settings: Training) -> Machine:
 def _too_large(engine: Engine) -> SetupError:
     return SetupError(
         "memory of the GPU",
-        expected=f"room for a step in {engine.accumulate} parts" + (", recomputed" if engine.recompute else ""),
+        expected=f"room for a step in {engine.accumulate} parts"
+        + (", recomputed" if engine.recompute else ""),
         got="too little free memory",
         remedy="Raise training.accumulate, set training.recompute, or shard it over several GPUs.",
     )
@@ -256,7 +267,9 @@ def _flops(model: nn.Module, examples: Examples, settings: Training, num_tokens:
     masked = first_whole_step(settings)
     total = (settings.num_steps - masked) * _flops_per_image(model, examples, None)
     if masked:
-        kept_BM = torch.zeros(1, num_kept(num_tokens, settings.mask_ratio), dtype=torch.int64, device="meta")
+        kept_BM = torch.zeros(
+            1, num_kept(num_tokens, settings.mask_ratio), dtype=torch.int64, device="meta"
+        )
         total += masked * _flops_per_image(model, examples, kept_BM)
     return float(total)
 
@@ -267,8 +280,13 @@ def _flops_per_image(model: nn.Module, examples: Examples, kept_BM: Tensor | Non
         name: torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
         for name, value in model.named_parameters()
     }
-    buffers = {name: torch.empty_like(value, device="meta") for name, value in model.named_buffers()}
-    inputs = [torch.empty((1, *examples.images.shape[1:]), device="meta"), torch.empty(1, device="meta")]
+    buffers = {
+        name: torch.empty_like(value, device="meta") for name, value in model.named_buffers()
+    }
+    inputs = [
+        torch.empty((1, *examples.images.shape[1:]), device="meta"),
+        torch.empty(1, device="meta"),
+    ]
     if examples.labels is not None:
         inputs.append(torch.empty_like(examples.labels[:1], device="meta"))
     kept = {} if kept_BM is None else {"kept_BM": kept_BM}

@@ -20,7 +20,11 @@ from ddm.protocol.plan import Training
 
 def first_whole_step(settings: Training) -> int:
     """Return the first of the last steps, which train on all tokens."""
-    return settings.num_steps - round(settings.unmasked_share * settings.num_steps) if settings.mask_ratio else 0
+    return (
+        settings.num_steps - round(settings.unmasked_share * settings.num_steps)
+        if settings.mask_ratio
+        else 0
+    )
 
 
 def leaves_out(settings: Training, step: int) -> bool:

@@ -23,7 +23,11 @@ def strangers() -> bool:
     sockets = tcp_sockets()
     user = {(socket.local, socket.remote): socket.user for socket in sockets}
     own = _sockets()
-    mine = [(socket.local, socket.remote) for socket in sockets if socket.inode in own and not socket.listening]
+    mine = [
+        (socket.local, socket.remote)
+        for socket in sockets
+        if socket.inode in own and not socket.listening
+    ]
     return any(user.get((remote, local)) != os.getuid() for local, remote in mine)
 
 
@@ -33,4 +37,8 @@ def _sockets() -> set[str]:
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since
             links.append(str(descriptor.readlink()))
-    return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    return {
+        link.removeprefix("socket:[").removesuffix("]")
+        for link in links
+        if link.startswith("socket:[")
+    }

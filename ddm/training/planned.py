@@ -112,7 +112,11 @@ class PlannedExpert:
             SetupError, NumericalError, DataError: see `ddm.training.loop.train`.
             MissingFileError: private training without its secret.
         """
-        plan, objective, condition = self.plan, self.plan.objective.of(self.silo_id), self.plan.condition
+        plan, objective, condition = (
+            self.plan,
+            self.plan.objective.of(self.silo_id),
+            self.plan.condition,
+        )
         labels = tensors.get("labels")
         trained = train(
             self.start(),
@@ -148,7 +152,9 @@ class PlannedExpert:
         if unit_N is None or secret is None or self.paid is None:
             remedy = "Only a silo's worker, whose ledger pays for it, can train such an expert."
             expected = "each image's unit, a secret and what was paid for"
-            raise SetupError("private training", expected=expected, got="not all of these", remedy=remedy)
+            raise SetupError(
+                "private training", expected=expected, got="not all of these", remedy=remedy
+            )
         units = unit_N if isinstance(unit_N, Tensor) else unit_N[torch.arange(len(unit_N))]
         return Private(terms, self.paid, units.long(), read_secret(secret))
 
@@ -163,5 +169,9 @@ def _bounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found[name] = torch.where(weight.isfinite(), weight, 0.0).clamp(-MAX_WEIGHT, MAX_WEIGHT)
         num += int((found[name] != weight).sum())  # NaN is unlike everything
     if num:
-        _log.warning("%d weights were not finite or above %g, and were set to 0 or to the bound", num, MAX_WEIGHT)
+        _log.warning(
+            "%d weights were not finite or above %g, and were set to 0 or to the bound",
+            num,
+            MAX_WEIGHT,
+        )
     return found

@@ -29,12 +29,16 @@ def drawing_threads(device: torch.device, num_processes: int) -> int:
     """
     if device.type != "cuda":
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(_MOST_THREADS, cores // num_processes))
 
 
 @contextmanager
-def drawn_ahead(draw: Callable[[int], BatchT], first: int, last: int, threads: int) -> Iterator[Callable[[], BatchT]]:
+def drawn_ahead(
+    draw: Callable[[int], BatchT], first: int, last: int, threads: int
+) -> Iterator[Callable[[], BatchT]]:
     """Yield a function that returns the batches of the steps from `first` to before `last`, one a call.
 
     Args:
@@ -47,7 +51,11 @@ def drawn_ahead(draw: Callable[[int], BatchT], first: int, last: int, threads: i
         steps = iter(range(first, last))
         yield lambda: draw(next(steps))
         return
-    pool, pending, ahead = ThreadPoolExecutor(threads, "batches"), deque[Future[BatchT]](), iter(range(first, last))
+    pool, pending, ahead = (
+        ThreadPoolExecutor(threads, "batches"),
+        deque[Future[BatchT]](),
+        iter(range(first, last)),
+    )
 
     def submit() -> None:
         if (step := next(ahead, None)) is not None:

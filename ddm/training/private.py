@@ -76,7 +76,12 @@ class Private:
     @property
     def recipe(self) -> list[object]:
         """What a checkpoint must agree with: one of another secret would not be gone on with to the byte."""
-        return [self.terms.model_dump(), self.paid.model_dump(), self.num_units, name_of_secret(self.secret)]
+        return [
+            self.terms.model_dump(),
+            self.paid.model_dump(),
+            self.num_units,
+            name_of_secret(self.secret),
+        ]
 
     def sampled(self, step: int) -> NDArray[np.int64]:
         """Return the units of a step: each by itself, with the paid probability rounded down to 2^-64."""
@@ -84,7 +89,9 @@ class Private:
         threshold = int(self.paid.rate * 2.0**64)
         if threshold >= 2**64:
             return np.arange(self.num_units)
-        return np.flatnonzero(np.frombuffer(octets, dtype="<u8") < np.uint64(threshold)).astype(np.int64)
+        return np.flatnonzero(np.frombuffer(octets, dtype="<u8") < np.uint64(threshold)).astype(
+            np.int64
+        )
 
 
 def sensitivity(num_weights: int) -> float:
@@ -109,7 +116,9 @@ def clipped(gradient: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
     norm = torch.linalg.vector_norm(torch.stack(squares))
     scale = STEPS_PER_CLIP / clip * (clip / norm).clamp(max=1.0)
     finite, scale = torch.isfinite(norm), torch.where(norm > 0, scale, 0.0).float()
-    return {name: torch.where(finite, each * scale, 0.0).round_() for name, each in gradient.items()}
+    return {
+        name: torch.where(finite, each * scale, 0.0).round_() for name, each in gradient.items()
+    }
 
 
 def noise_of(num: int, std: float, source: Octets) -> Iterator[tuple[int, Tensor]]:
@@ -146,7 +155,12 @@ class PrivateSteps:
         if len(private.unit_N) != len(examples.images):
             expected = f"one unit for each of {len(examples.images)} images"
             raise DataError("privacy units", expected=expected, got=f"{len(private.unit_N)}")
-        self._state, self._private, self._examples, self._distribution = state, private, examples, distribution
+        self._state, self._private, self._examples, self._distribution = (
+            state,
+            private,
+            examples,
+            distribution,
+        )
         self._loss = UnitLoss(state.model, state.settings, path, prediction, state.in_bf16)
         self._num_weights = sum(weight.numel() for weight in state.weights)
 
@@ -166,16 +180,24 @@ class PrivateSteps:
         sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in state.weights]
         losses: list[Tensor] = []
         for unit in drawn:
-            gradients, loss = unit_gradient(self._loss, state.named, unit.copied(state.machine.device))
-            for total, each in zip(sums, clipped(gradients, private.terms.clip).values(), strict=True):
+            gradients, loss = unit_gradient(
+                self._loss, state.named, unit.copied(state.machine.device)
+            )
+            for total, each in zip(
+                sums, clipped(gradients, private.terms.clip).values(), strict=True
+            ):
                 total += each
             losses.append(loss)
         flat_P = torch.cat([each.flatten() for each in sums])
         if state.machine.rank == 0:
             std = private.paid.noise_multiplier * sensitivity(self._num_weights)
-            for start, noise in noise_of(len(flat_P), std, SecretStream(private.secret, "noise", state.step)):
+            for start, noise in noise_of(
+                len(flat_P), std, SecretStream(private.secret, "noise", state.step)
+            ):
                 flat_P[start : start + len(noise)] += noise.to(flat_P)
-        flat_P = state.machine.total(flat_P) * (private.terms.clip / STEPS_PER_CLIP / private.terms.units_per_step)
+        flat_P = state.machine.total(flat_P) * (
+            private.terms.clip / STEPS_PER_CLIP / private.terms.units_per_step
+        )
         start = 0
         for weight in state.weights:
             weight.grad = flat_P[start : start + weight.numel()].view(weight.shape).to(weight)
@@ -187,7 +209,9 @@ class PrivateSteps:
         machine = self._state.machine
         all_U = torch.stack(losses) if losses else torch.zeros(0, device=machine.device)
         kept_U = all_U[torch.isfinite(all_U)]
-        told = machine.total(torch.stack([kept_U.sum(), torch.tensor(float(len(kept_U)), device=machine.device)]))
+        told = machine.total(
+            torch.stack([kept_U.sum(), torch.tensor(float(len(kept_U)), device=machine.device)])
+        )
         if not told[1]:
             return self._state.loss.clone()
         return told[0] / told[1] / machine.num_processes
@@ -202,7 +226,9 @@ class PrivateSteps:
         chosen = torch.from_numpy(np.repeat(images, terms.draws))
         x_0 = augmented(rows(self._examples.images, chosen), settings, random)
         eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
-        t_S = draw_times(self._distribution, len(chosen), random)[torch.from_numpy(random.permutation(len(chosen)))]
+        t_S = draw_times(self._distribution, len(chosen), random)[
+            torch.from_numpy(random.permutation(len(chosen)))
+        ]
         condition = None
         if self._examples.labels is not None:
             hidden_S = torch.from_numpy(random.random(len(chosen)) < self._examples.drop)

@@ -73,7 +73,11 @@ def train_folder(folder: JobFolder, asked: str | None, stop: threading.Event) ->
 
 
 def _train(
-    folder: JobFolder, run: RunFolder, member: Member, report: Callable[[Progress], None], stop: threading.Event
+    folder: JobFolder,
+    run: RunFolder,
+    member: Member,
+    report: Callable[[Progress], None],
+    stop: threading.Event,
 ) -> None:
     import torch
 
@@ -83,7 +87,9 @@ def _train(
     os.environ |= tell_torch(member, os.environ)
     base = Base(folder.path, job.base) if job.base else None
     engine = job.engine.model_copy(update={"processes": member.num})
-    expert = PlannedExpert(plan, job.silo_id, job.number, base, engine, stops=job.stops, paid=job.paid)
+    expert = PlannedExpert(
+        plan, job.silo_id, job.number, base, engine, stops=job.stops, paid=job.paid
+    )
     with ExitStack() as stack:
         stack.enter_context(_scratch())
         if member.rank == 0:
@@ -111,7 +117,9 @@ def train_here(
     Raises:
         KeyboardInterrupt, ArchipelagoError: see `ddm.training.loop.train`.
     """
-    trained = expert.train(inputs, folder.expert, folder.checkpoints, on_progress, should_stop, secret=folder.secret)
+    trained = expert.train(
+        inputs, folder.expert, folder.checkpoints, on_progress, should_stop, secret=folder.secret
+    )
     if trained is None:  # another process has it
         return
     result = Result(
@@ -206,7 +214,9 @@ class _Pulse:
         self.count += 1
         beat = Beat(count=self.count, ended=ended)
         with suppress(OSError):
-            told = vars(self.latest) | {"loss": min(self.latest.loss, MAX_LOSS)} if self.latest else {}
+            told = (
+                vars(self.latest) | {"loss": min(self.latest.loss, MAX_LOSS)} if self.latest else {}
+            )
             write_passing(beat.model_copy(update=told), self.run.beat)
 
     def look(self) -> None:
@@ -249,7 +259,9 @@ def _silence() -> Iterator[Callable[[Progress], None]]:
 
 def _failure(rank: int, error: Exception) -> Failure:
     if isinstance(error, ArchipelagoError):
-        said = [(text or "")[:MAX_TEXT] or None for text in (error.expected, error.got, error.remedy)]
+        said = [
+            (text or "")[:MAX_TEXT] or None for text in (error.expected, error.got, error.remedy)
+        ]
         expected, got, remedy = said
         return Failure(
             rank=rank,

@@ -13,7 +13,14 @@ from ddm.errors import NumericalError, SetupError
 from ddm.protocol.plan import Training
 from ddm.protocol.submission import MAX_LOSS
 from ddm.system.devices import computes_in_bf16
-from ddm.training.averages import KEPT_WIDTHS, averaging_weight, exponent_of, keep, newest_weight, power_weight
+from ddm.training.averages import (
+    KEPT_WIDTHS,
+    averaging_weight,
+    exponent_of,
+    keep,
+    newest_weight,
+    power_weight,
+)
 from ddm.training.batches import Batch, Teach
 from ddm.training.checkpoints import Checkpoints
 from ddm.training.distributed import Machine
@@ -41,35 +48,55 @@ class State:
     """
 
     def __init__(
-        self, model: nn.Module, settings: Training, machine: Machine, accumulate: int, *, stops: bool = True
+        self,
+        model: nn.Module,
+        settings: Training,
+        machine: Machine,
+        accumulate: int,
+        *,
+        stops: bool = True,
     ) -> None:
         self.model, self.settings, self.machine = model.train(), settings, machine
         self.call = machine.prepare(model)
         self.in_bf16 = computes_in_bf16(settings.precision, machine.device)
         self.accumulate, self.stops = accumulate, stops
         self.num_lost = torch.zeros((), dtype=torch.int64, device=machine.device)
-        self.named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.named = {
+            name: value for name, value in model.named_parameters() if value.requires_grad
+        }
         self.weights: list[Tensor] = list(self.named.values())
         # The implementation is fixed, since the default depends on the device and on the version of torch.
         self.optimizer = torch.optim.AdamW(
-            self.weights, settings.learning_rate, settings.betas, weight_decay=settings.weight_decay, fused=True
+            self.weights,
+            settings.learning_rate,
+            settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
         self.ema = [weight.detach().clone() for weight in self.weights]
         widths = KEPT_WIDTHS if settings.ema_snapshots else ()
-        self.kept = {width: [weight.detach().clone() for weight in self.weights] for width in widths}
+        self.kept = {
+            width: [weight.detach().clone() for weight in self.weights] for width in widths
+        }
         self.loss = torch.zeros((), device=machine.device)
         self.step = 0
         self.seconds = 0.0
 
-    def advance(self, batch: Batch, path: Path, prediction: Prediction, teach: Teach | None = None) -> None:
+    def advance(
+        self, batch: Batch, path: Path, prediction: Prediction, teach: Teach | None = None
+    ) -> None:
         """Take one step; every process gets the same batch and takes its part, with the teacher's target if any."""
         share = torch.zeros_like(self.loss)
         num_parts = self.accumulate * self.machine.num_processes
         self.optimizer.zero_grad()
         for index in range(self.accumulate):
-            part = batch.part(self.machine.rank * self.accumulate + index, num_parts, self.machine.device)
+            part = batch.part(
+                self.machine.rank * self.accumulate + index, num_parts, self.machine.device
+            )
             with self.machine.gathering(last=index == self.accumulate - 1):
-                loss = self._loss(teach(part) if teach else part, path, prediction) * (len(part) / len(batch))
+                loss = self._loss(teach(part) if teach else part, path, prediction) * (
+                    len(part) / len(batch)
+                )
                 # Processes average their gradients, but their shares of the loss add up.
                 torch.autograd.backward(loss * self.machine.num_processes)
             share += loss.detach()
@@ -93,7 +120,9 @@ class State:
         with torch.no_grad():
             torch._foreach_lerp_(self.ema, self.weights, newest_weight(self.settings, self.step))
             for width, average in self.kept.items():
-                torch._foreach_lerp_(average, self.weights, power_weight(exponent_of(width), self.step))
+                torch._foreach_lerp_(
+                    average, self.weights, power_weight(exponent_of(width), self.step)
+                )
             self.loss.lerp_(share, averaging_weight(LOSS_DECAY, self.step))
 
     def _without_lost(self, norm: Tensor, share: Tensor) -> Tensor:
@@ -131,7 +160,12 @@ class State:
         loss = float(self.machine.total(self.loss))
         if not np.isfinite(loss):
             remedy = "Use a smaller learning rate or precision fp32; a silo asks the aggregator for such a plan."
-            raise NumericalError(f"loss at step {self.step}", expected="a finite number", got=str(loss), remedy=remedy)
+            raise NumericalError(
+                f"loss at step {self.step}",
+                expected="a finite number",
+                got=str(loss),
+                remedy=remedy,
+            )
         return loss
 
     def averaged(self) -> dict[str, Tensor]:
@@ -142,7 +176,10 @@ class State:
         return self._with(self.ema)
 
     def _with(self, average: list[Tensor]) -> dict[str, Tensor]:
-        state, first = dict(self.model.state_dict()) | dict(zip(self.named, average, strict=True)), self._first
+        state, first = (
+            dict(self.model.state_dict()) | dict(zip(self.named, average, strict=True)),
+            self._first,
+        )
         found = {name: gathered(value.detach(), keep=first) for name, value in state.items()}
         return {name: value.to("cpu", copy=True) for name, value in found.items()} if first else {}
 
@@ -154,7 +191,9 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a later step depends on, by name; views, not copies."""
-        moments = [self.optimizer.state.get(weight) or _no_moments(weight) for weight in self.weights]
+        moments = [
+            self.optimizer.state.get(weight) or _no_moments(weight) for weight in self.weights
+        ]
         parts: Mapping[str, list[Tensor]] = {
             "ema": self.ema,
             "first_moment": [each["exp_avg"] for each in moments],
@@ -162,7 +201,9 @@ class State:
         } | {f"average_{width:g}": average for width, average in self.kept.items()}
         named = {f"model/{name}": value for name, value in self.model.state_dict().items()}
         for part, values in parts.items():
-            named |= {f"{part}/{name}": value for name, value in zip(self.named, values, strict=True)}
+            named |= {
+                f"{part}/{name}": value for name, value in zip(self.named, values, strict=True)
+            }
         return named
 
     def save(self, checkpoints: Checkpoints) -> None:
@@ -185,7 +226,9 @@ class State:
         if total != step * self.machine.num_processes:
             remedy = "Give all processes the same folder of checkpoints."
             got = f"step {step} in process {self.machine.rank + 1}, and other steps elsewhere"
-            raise SetupError("checkpoints", expected="the same step in every process", got=got, remedy=remedy)
+            raise SetupError(
+                "checkpoints", expected="the same step in every process", got=got, remedy=remedy
+            )
         if found is None:
             return
         record, tensors = found

@@ -80,7 +80,9 @@ class UnitLoss:
         return loss_B if at_t_B is None else loss_B * at_t_B.to(loss_B)
 
 
-def unit_gradient(loss: UnitLoss, weights: Weights, unit: UnitSamples) -> tuple[dict[str, Tensor], Tensor]:
+def unit_gradient(
+    loss: UnitLoss, weights: Weights, unit: UnitSamples
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return a unit's gradient, and its loss, a scalar: a function of the weights and of this unit."""
     named = {name: value.detach().requires_grad_() for name, value in weights.items()}
     own = loss.of_samples(named, unit.fields).mean()

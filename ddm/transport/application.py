@@ -58,7 +58,9 @@ def application_digest(archive: bytes) -> str | None:
         settings = tomllib.loads(files.pop(_SETTINGS).decode())
         files.pop(_CONTENT, None)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        whole = json.dumps({"settings": settings, "files": digests}, sort_keys=True, allow_nan=False)
+        whole = json.dumps(
+            {"settings": settings, "files": digests}, sort_keys=True, allow_nan=False
+        )
     except _GARBAGE:
         return None
     return hashlib.sha256(whole.encode()).hexdigest()

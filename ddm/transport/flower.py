@@ -9,7 +9,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from ddm.errors import DocumentError
 from ddm.protocol.base import check_json
-from ddm.transport.messages import MAX_RECEIPT_BYTES, REPLIES, REQUESTS, Deliver, Envelope, MessageT, Reply, Request
+from ddm.transport.messages import (
+    MAX_RECEIPT_BYTES,
+    REPLIES,
+    REQUESTS,
+    Deliver,
+    Envelope,
+    MessageT,
+    Reply,
+    Request,
+)
 
 _MAX_HEAD_BYTES = 1024 * 1024
 _STYPE = "archipelago.bytes"
@@ -50,10 +59,14 @@ def decode_reply(records: RecordDict, *, max_bytes: int) -> Envelope[Reply]:
     return _decode(records, REPLIES, max_bytes)
 
 
-def _decode(records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int) -> Envelope[MessageT]:
+def _decode(
+    records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int
+) -> Envelope[MessageT]:
     names = set(records.keys())
     if names not in ({_HEAD}, {_HEAD, _DATA}) or not isinstance(records[_HEAD], ConfigRecord):
-        raise DocumentError("message", expected="the records head and data", got=f"{len(names)} records")
+        raise DocumentError(
+            "message", expected="the records head and data", got=f"{len(names)} records"
+        )
     head = dict(records[_HEAD])
     document = head.get(_DOCUMENT)
     if set(head) != {_DOCUMENT} or not isinstance(document, str) or len(document) > _MAX_HEAD_BYTES:
@@ -65,22 +78,36 @@ def _decode(records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int)
         message = adapter.validate_json(document)
     except ValidationError as error:
         # Not the library's text: it quotes what was received.
-        raise DocumentError("message", expected="a valid document", got=f"{error.error_count()} errors") from None
+        raise DocumentError(
+            "message", expected="a valid document", got=f"{error.error_count()} errors"
+        ) from None
     if isinstance(message, Deliver):
         if not 0 < len(data) <= MAX_RECEIPT_BYTES:
-            raise DocumentError("receipt", expected=f"1 to {MAX_RECEIPT_BYTES} bytes", got=str(len(data)))
-    elif sum(span.num_bytes for span in getattr(message, "spans", ()) if message.kind != "pull") != len(data):
-        raise DocumentError("message data", expected="as many bytes as its spans", got=str(len(data)))
+            raise DocumentError(
+                "receipt", expected=f"1 to {MAX_RECEIPT_BYTES} bytes", got=str(len(data))
+            )
+    elif sum(
+        span.num_bytes for span in getattr(message, "spans", ()) if message.kind != "pull"
+    ) != len(data):
+        raise DocumentError(
+            "message data", expected="as many bytes as its spans", got=str(len(data))
+        )
     return Envelope(message, data)
 
 
 def _data(record: object, max_bytes: int) -> bytes:
     if not isinstance(record, ArrayRecord) or set(record.keys()) != {_BYTES}:
-        raise DocumentError("message data", expected=f"one array called {_BYTES}", got="other records")
+        raise DocumentError(
+            "message data", expected=f"one array called {_BYTES}", got="other records"
+        )
     array = record[_BYTES]
     data = array.data
     if array.dtype != "uint8" or array.stype != _STYPE or tuple(array.shape) != (len(data),):
-        raise DocumentError("message data", expected="a flat array of bytes", got="an array of another form")
+        raise DocumentError(
+            "message data", expected="a flat array of bytes", got="an array of another form"
+        )
     if not 0 < len(data) <= max_bytes:
-        raise DocumentError("message data", expected=f"at most {max_bytes} bytes", got=str(len(data)))
+        raise DocumentError(
+            "message data", expected=f"at most {max_bytes} bytes", got=str(len(data))
+        )
     return bytes(data)

@@ -102,7 +102,11 @@ def check_index(files: Iterable[FileEntry]) -> None:
         ValueError: two of them collide.
     """
     names = [entry.path.casefold() for entry in files]
-    folders = {"/".join(name.split("/")[:depth]) for name in names for depth in range(1, name.count("/") + 1)}
+    folders = {
+        "/".join(name.split("/")[:depth])
+        for name in names
+        for depth in range(1, name.count("/") + 1)
+    }
     if len(set(names)) != len(names) or folders & set(names):
         raise ValueError("paths collide")
 

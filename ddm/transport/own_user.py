@@ -42,7 +42,13 @@ class OwnUserOnly:
         if scope["type"] == "lifespan" or self._is_open(scope) or self._is_own(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"connection", b"close")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 403,
+                    "headers": [(b"connection", b"close")],
+                }
+            )
             await send({"type": "http.response.body", "body": b""})
         else:
             await send({"type": "websocket.close"})
@@ -60,6 +66,10 @@ class OwnUserOnly:
             return False
         # The server reads a whole body before it asks whose it is, so one of unknown length is not begun with.
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-        if len(lengths) != 1 or not _LENGTH.fullmatch(lengths[0]) or int(lengths[0]) > MAX_BODY_BYTES:
+        if (
+            len(lengths) != 1
+            or not _LENGTH.fullmatch(lengths[0])
+            or int(lengths[0]) > MAX_BODY_BYTES
+        ):
             return False
         return self._open.fullmatch(scope["path"]) is not None

@@ -24,7 +24,9 @@ _PROGRESS = ".progress.json"
 _MAX_PROGRESS_BYTES = 16 * 1024 * 1024
 
 
-def list_folder(folder: Path, *, max_files: int, max_bytes: int, with_digest: bool = False) -> tuple[FileEntry, ...]:
+def list_folder(
+    folder: Path, *, max_files: int, max_bytes: int, with_digest: bool = False
+) -> tuple[FileEntry, ...]:
     """List a folder of at most so many files and bytes as an index, one entry a file, sorted by path.
 
     Raises:
@@ -38,7 +40,9 @@ def list_folder(folder: Path, *, max_files: int, max_bytes: int, with_digest: bo
         total += found.bytes
         if len(entries) >= max_files or total > max_bytes:
             got = f"{total} bytes in the first {len(entries) + 1} files"
-            raise FormatError("folder", expected=f"at most {max_files} files of {max_bytes} bytes in all", got=got)
+            raise FormatError(
+                "folder", expected=f"at most {max_files} files of {max_bytes} bytes in all", got=got
+            )
         try:
             digest = file_digest(folder, name) if with_digest else None
             entries.append(FileEntry(path=name, num_bytes=found.bytes, digest=digest))
@@ -123,7 +127,9 @@ class PartFolder:
         Returns:
             At most `MAX_SPANS` ranges; an empty file is a range of length 0.
         """
-        held: dict[str, list[tuple[int, int]]] = {path: list(ranges) for path, ranges in self._ranges.items()}
+        held: dict[str, list[tuple[int, int]]] = {
+            path: list(ranges) for path, ranges in self._ranges.items()
+        }
         for span in coming:
             held.setdefault(span.path, []).append((span.offset, span.offset + span.num_bytes))
         found: list[Span] = []
@@ -149,14 +155,18 @@ class PartFolder:
             size = self._sizes.get(span.path)
             if size is None or len(data) != span.num_bytes or span.offset + span.num_bytes > size:
                 got = f"{len(data)} bytes for byte {span.offset} and on of a file of {size or 'no'} bytes"
-                raise FormatError("range", expected="the bytes of a range within an indexed file", got=got)
+                raise FormatError(
+                    "range", expected="the bytes of a range within an indexed file", got=got
+                )
             with open_below(self._part, span.path, span.path, make=True) as (stream, _):
                 stream.seek(span.offset)
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
             end = span.offset + span.num_bytes
-            self._ranges[span.path] = _merged([*self._ranges.get(span.path, []), (span.offset, end)])
+            self._ranges[span.path] = _merged(
+                [*self._ranges.get(span.path, []), (span.offset, end)]
+            )
             written = True
         if written:
             self._save()
@@ -170,9 +180,16 @@ class PartFolder:
         if self.missing(max_span_bytes=2**50):
             return False
         for entry in self.files:
-            if entry.digest is not None and (found := file_digest(self._part, entry.path)) != entry.digest:
+            if (
+                entry.digest is not None
+                and (found := file_digest(self._part, entry.path)) != entry.digest
+            ):
                 self.discard()
-                raise DigestError("received file", expected=f"sha256 {entry.digest[:16]}...", got=f"{found[:16]}...")
+                raise DigestError(
+                    "received file",
+                    expected=f"sha256 {entry.digest[:16]}...",
+                    got=f"{found[:16]}...",
+                )
         (self._part / _PROGRESS).unlink()
         move_into_place(self._part, self.target)
         return True
@@ -183,12 +200,16 @@ class PartFolder:
 
     def _load(self) -> _Progress | None:
         try:
-            return _Progress.model_validate_json(read_bounded(self._part / _PROGRESS, _MAX_PROGRESS_BYTES))
+            return _Progress.model_validate_json(
+                read_bounded(self._part / _PROGRESS, _MAX_PROGRESS_BYTES)
+            )
         except (MissingFileError, FormatError, UnsafePathError, ValidationError):
             return None
 
     def _save(self) -> None:
-        progress = _Progress(files=self.files, ranges={path: tuple(ranges) for path, ranges in self._ranges.items()})
+        progress = _Progress(
+            files=self.files, ranges={path: tuple(ranges) for path, ranges in self._ranges.items()}
+        )
         write_atomic(self._part / _PROGRESS, progress.model_dump_json().encode())
 
 

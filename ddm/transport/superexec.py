@@ -30,14 +30,26 @@ def superexec_command(address: str, ca_path: Path, secret_path: Path, kind: str)
         secret_path: the file with the secret that it shares with this program.
         kind: `SERVER_APP` or `CLIENT_APP`.
     """
-    return [sys.executable, "-P", "-m", "ddm.transport.superexec", address, str(ca_path), str(secret_path), kind]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "ddm.transport.superexec",
+        address,
+        str(ca_path),
+        str(secret_path),
+        kind,
+    ]
 
 
 def take_tasks(address: str, ca_path: Path, secret: bytes, kind: str, *, poll_s: float) -> None:
     """Take tasks of one kind until this process is ended."""
     # Whoever only starts this program loads nothing of Flower.
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
-    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
+    from flwr.supercore.interceptors import (
+        RuntimeVersionHttpInterceptor,
+        SuperExecAuthHttpInterceptor,
+    )
     from flwr.supercore.retry import make_simple_http_retry_invoker
     from flwr.supercore.runtime import RuntimeHttpClient
 
@@ -47,7 +59,9 @@ def take_tasks(address: str, ca_path: Path, secret: bytes, kind: str, *, poll_s:
         root_certificates=ca_path.read_bytes(),
         interceptors=[
             RuntimeVersionHttpInterceptor(component_name="SuperExec"),
-            SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=frozenset({_ACQUIRE})),
+            SuperExecAuthHttpInterceptor(
+                master_secret=secret, protected_methods=frozenset({_ACQUIRE})
+            ),
         ],
         retry_invoker=make_simple_http_retry_invoker(),
     )
@@ -66,13 +80,23 @@ def start_task(kind: str, address: str, ca_path: Path, token: str) -> "subproces
         held.flush()
         held.seek(0)
         command = [
-            *(str(program(kind)), "--runtime-api-address", address, "--root-certificates", str(ca_path)),
+            *(
+                str(program(kind)),
+                "--runtime-api-address",
+                address,
+                "--root-certificates",
+                str(ca_path),
+            ),
             *("--token-file", f"/dev/fd/{held.fileno()}", "--parent-pid", str(os.getpid())),
         ]
         # A ServerApp keeps a log of its own.
         output = subprocess.DEVNULL if kind == SERVER_APP else None
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[held.fileno()]
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[held.fileno()],
         )
 
 

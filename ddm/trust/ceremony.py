@@ -42,7 +42,11 @@ class Request(Document):
 
     @classmethod
     def to_sign(
-        cls, signed: Root | Targets, purpose: str, before: Root | Targets | None, root: Root | None = None
+        cls,
+        signed: Root | Targets,
+        purpose: str,
+        before: Root | Targets | None,
+        root: Root | None = None,
     ) -> "Request":
         """Make the request for a draft of `root` or `targets`."""
         return cls(
@@ -98,10 +102,14 @@ def sign_request(request: Request, key: SigningKey) -> HolderSignature:
     """
     _check_holder(request, key.public)
     payload = request.payload.encode()
-    return HolderSignature(payload_digest=sha256_hex(payload), key=str(key.public), signature=key.sign(payload).hex())
+    return HolderSignature(
+        payload_digest=sha256_hex(payload), key=str(key.public), signature=key.sign(payload).hex()
+    )
 
 
-def check_answers(request: Request, answers: Sequence[HolderSignature]) -> Mapping[PublicKey, bytes]:
+def check_answers(
+    request: Request, answers: Sequence[HolderSignature]
+) -> Mapping[PublicKey, bytes]:
     """Check every answer; a wrong one is an error and not ignored.
 
     Returns:
@@ -119,11 +127,15 @@ def check_answers(request: Request, answers: Sequence[HolderSignature]) -> Mappi
         if answer.payload_digest != sha256_hex(payload):
             expected = f"a signature over sha256 {sha256_hex(payload)[:16]}..."
             raise SignatureError(
-                subject, expected=expected, got=f"a signature over sha256 {answer.payload_digest[:16]}..."
+                subject,
+                expected=expected,
+                got=f"a signature over sha256 {answer.payload_digest[:16]}...",
             )
         _check_holder(request, key)
         if key in found:
-            raise SignatureError(subject, expected="one signature per holder", got="two signatures by this holder")
+            raise SignatureError(
+                subject, expected="one signature per holder", got="two signatures by this holder"
+            )
         found[key] = bytes.fromhex(answer.signature)
         key.verify(found[key], payload)
     return found
@@ -136,7 +148,9 @@ def unmet(request: Request, signers: Mapping[PublicKey, bytes]) -> list[str]:
         signed = [key for key in holders.keys if key in signers]
         if len(signed) < holders.threshold:
             left = ", ".join(key.short[:19] for key in holders.keys if key not in signers)
-            waits.append(f"{request.name}: {len(signed)} of {holders.threshold} signatures; it can be signed by {left}")
+            waits.append(
+                f"{request.name}: {len(signed)} of {holders.threshold} signatures; it can be signed by {left}"
+            )
     return waits
 
 
@@ -149,14 +163,20 @@ def in_words(request: Request) -> str:
     """Describe what a signature on this document approves: its whole content, and its changes."""
     signed, before = request.signed(), request.replaced()
     replaces = f"replaces version {before.version}" if before else "the first version"
-    log, log_before = (log_key_of(each) if isinstance(each, Root) else None for each in (signed, before))
+    log, log_before = (
+        log_key_of(each) if isinstance(each, Root) else None for each in (signed, before)
+    )
     lines = [
         f"{request.role}, version {signed.version} ({replaces}), valid until {signed.expires:%Y-%m-%d}",
         f"sha256 of the bytes to sign: {sha256_hex(request.payload.encode())}",
         f"The sender says that it is for: {_on_one_line(request.purpose)}",
         "",
         *_differences(_roles(signed), _roles(before) if before else {}),
-        *([f"log: {log}{'' if log == log_before or before is None else f' (was {log_before})'}"] if log else []),
+        *(
+            [f"log: {log}{'' if log == log_before or before is None else f' (was {log_before})'}"]
+            if log
+            else []
+        ),
         *([f"log: LEAVES, {log_before}"] if log_before and not log else []),
     ]
     return "\n".join(lines)
@@ -207,4 +227,6 @@ def _differences(now: _Roles, before: _Roles) -> Iterator[str]:
 def _check_holder(request: Request, key: PublicKey) -> None:
     if not any(key in holders.keys for holders in request.holders()):
         expected = f"a key that may sign {request.name}"
-        raise SignatureError(f"key {key.short[:19]}", expected=expected, got="a key that is not a holder's")
+        raise SignatureError(
+            f"key {key.short[:19]}", expected=expected, got="a key that is not a holder's"
+        )

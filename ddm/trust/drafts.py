@@ -10,7 +10,15 @@ from tuf.api.metadata import DelegatedRole, Delegations, Key, Role, Root, Target
 from ddm.errors import RoleError, SetupError
 from ddm.trust.keys import PublicKey
 from ddm.trust.metadata import METADATA_LIFE, expiry, public_key
-from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, is_silo_id, silo_role, split_silo_role
+from ddm.trust.paths import (
+    PLANS,
+    RELEASE,
+    delegated_paths,
+    is_plan_id,
+    is_silo_id,
+    silo_role,
+    split_silo_role,
+)
 from ddm.trust.silo_role import delegation
 
 LOG_KEY_FIELD = "log_key"
@@ -64,7 +72,10 @@ class Delegates:
     @property
     def roles(self) -> Mapping[str, PublicKey]:
         """The role of each silo, and its key."""
-        return {silo_role(self.carried.get(name, str(self.plan_id)), name): key for name, key in self.silos.items()}
+        return {
+            silo_role(self.carried.get(name, str(self.plan_id)), name): key
+            for name, key in self.silos.items()
+        }
 
     def without(self, silo_id: str) -> Self:
         """Return the same without one silo."""
@@ -97,7 +108,9 @@ def holders_of(root: Root) -> dict[str, Holders]:
     }
 
 
-def draft_root(version: int, holders: Mapping[str, Holders], now: datetime, log_key: str | None = None) -> Root:
+def draft_root(
+    version: int, holders: Mapping[str, Holders], now: datetime, log_key: str | None = None
+) -> Root:
     """Draft a root.
 
     Args:
@@ -147,7 +160,9 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
         paths = delegated_paths(plan_id, name) if plan_id else []
         roles[name] = DelegatedRole(name, [key.keyid], 1, True, paths)
     for silo_id, silo_key in sorted(silos.items()) if plan_id else []:
-        below = delegation(delegates.carried.get(silo_id, str(plan_id)), {silo_id: silo_key}).delegations
+        below = delegation(
+            delegates.carried.get(silo_id, str(plan_id)), {silo_id: silo_key}
+        ).delegations
         if below is not None:
             keys |= below.keys
             roles |= below.roles or {}

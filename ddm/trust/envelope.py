@@ -45,7 +45,9 @@ def seal(payload: bytes, kind: str, key: SigningKey) -> bytes:
     return _Envelope(kind=kind, key=str(key.public), payload=text, signature=signature).encode()
 
 
-def open_sealed(data: bytes, kind: str, key: PublicKey | None, limit: int) -> tuple[bytes, PublicKey]:
+def open_sealed(
+    data: bytes, kind: str, key: PublicKey | None, limit: int
+) -> tuple[bytes, PublicKey]:
     """Open an envelope after checking its signature; the payload has not been parsed yet.
 
     Args:
@@ -63,26 +65,36 @@ def open_sealed(data: bytes, kind: str, key: PublicKey | None, limit: int) -> tu
     """
     envelope = _Envelope.parse(data, subject=kind, limit=limit)
     if envelope.kind != kind:
-        raise DocumentError(kind, expected=f"a document of kind {kind}", got="the name of a different kind")
+        raise DocumentError(
+            kind, expected=f"a document of kind {kind}", got="the name of a different kind"
+        )
     try:
         payload = envelope.payload.encode("utf-8")
         canonical = envelope.encode()
     except (UnicodeEncodeError, rfc8785.CanonicalizationError) as error:
-        raise DocumentError(kind, expected="UTF-8 text", got="text with a lone surrogate") from error
+        raise DocumentError(
+            kind, expected="UTF-8 text", got="text with a lone surrogate"
+        ) from error
     if canonical != data:
-        raise DocumentError(kind, expected="canonical JSON (RFC 8785)", got="another encoding of the same values")
+        raise DocumentError(
+            kind, expected="canonical JSON (RFC 8785)", got="another encoding of the same values"
+        )
     signer = PublicKey.parse(envelope.key)
     if key is not None and signer != key:
         raise SignatureError(kind, expected=f"key {key}", got=f"key {signer}")
     try:
         signer.verify(bytes.fromhex(envelope.signature), _signed_bytes(kind, payload))
     except SignatureError as error:
-        raise SignatureError(kind, expected=f"a valid signature by {signer}", got="an invalid signature") from error
+        raise SignatureError(
+            kind, expected=f"a valid signature by {signer}", got="an invalid signature"
+        ) from error
     return payload, signer
 
 
 def _signed_bytes(kind: str, payload: bytes) -> bytes:
     """Encode (kind, payload) unambiguously, for domain separation: no kind contains a line break."""
     if not re.fullmatch(_KIND, kind):
-        raise DocumentError("envelope kind", expected="lowercase letters, digits and hyphens", got=repr(kind[:80]))
+        raise DocumentError(
+            "envelope kind", expected="lowercase letters, digits and hyphens", got=repr(kind[:80])
+        )
     return b"archipelago/envelope/1\n" + kind.encode() + b"\n" + payload

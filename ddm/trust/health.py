@@ -14,7 +14,14 @@ from tuf.api.metadata import MetaFile, Root, Snapshot, Targets, Timestamp
 
 from ddm.errors import AbsentFileError, ArchipelagoError, DigestError, RollbackError
 from ddm.io.files import read_bounded
-from ddm.trust.metadata import LIMITS, METADATA_LIFE, TIMESTAMP_LIFE, T, check_signatures, parse_metadata
+from ddm.trust.metadata import (
+    LIMITS,
+    METADATA_LIFE,
+    TIMESTAMP_LIFE,
+    T,
+    check_signatures,
+    parse_metadata,
+)
 from ddm.trust.paths import PLANS, RELEASE
 
 
@@ -52,7 +59,10 @@ class _Examination:
         self._listed: dict[str, MetaFile] = {}
 
     def run(self) -> Iterator[RoleHealth]:
-        last = max((int(path.name.split(".")[0]) for path in self._folder.glob("[1-9]*.root.json")), default=1)
+        last = max(
+            (int(path.name.split(".")[0]) for path in self._folder.glob("[1-9]*.root.json")),
+            default=1,
+        )
         for version in range(1, last + 1):
             yield self._file(f"{version}.root.json", Root, "root", now_counts=version == last)
         yield self._file("timestamp.json", Timestamp, "timestamp")
@@ -75,25 +85,34 @@ class _Examination:
         life = TIMESTAMP_LIFE if role == "timestamp" else METADATA_LIFE
         return RoleHealth(name, signed_at=signed.expires - life, expires=expires)
 
-    def _delegators(self, signed: Root | Timestamp | Snapshot | Targets, role: str) -> list[Root | Targets]:
+    def _delegators(
+        self, signed: Root | Timestamp | Snapshot | Targets, role: str
+    ) -> list[Root | Targets]:
         if isinstance(signed, Root):
             wanted = self._root.version + 1 if self._root else 1
             if signed.version != wanted:
                 raise RollbackError(
-                    f"{wanted}.root.json", expected=f"version {wanted}", got=f"version {signed.version}"
+                    f"{wanted}.root.json",
+                    expected=f"version {wanted}",
+                    got=f"version {signed.version}",
                 )
             return [self._root, signed] if self._root else [signed]
         delegator = self._targets if role in (PLANS, RELEASE) else self._root
         if delegator is None:
             source = "targets" if role in (PLANS, RELEASE) else "root"
             raise AbsentFileError(
-                f"{role}.json", expected=f"a valid {source} that delegates to it", got=f"an invalid or missing {source}"
+                f"{role}.json",
+                expected=f"a valid {source} that delegates to it",
+                got=f"an invalid or missing {source}",
             )
         return [delegator]
 
     def _check_listed(self, name: str, data: bytes) -> None:
         entry = self._listed.get(name)
-        found, listed = hashlib.sha256(data).hexdigest(), (entry.hashes or {}).get("sha256", "") if entry else ""
+        found, listed = (
+            hashlib.sha256(data).hexdigest(),
+            (entry.hashes or {}).get("sha256", "") if entry else "",
+        )
         if entry and entry.hashes and listed != found:
             expected = f"sha256 {listed[:16]}... of version {entry.version}, as listed"
             raise DigestError(name, expected=expected, got=f"sha256 {found[:16]}...")

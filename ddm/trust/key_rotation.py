@@ -59,8 +59,14 @@ def open_chain(sealed: Sequence[str], *, silo_id: str, root_digest: str) -> tupl
             raise ReplayError(f"key rotation of {silo_id}", expected=expected, got=got)
     for before, after in zip(chain, chain[1:], strict=False):
         if (after.number, after.old_key) != (before.number + 1, before.new_key):
-            expected = f"rotation {before.number + 1}, from the key that rotation {before.number} led to"
-            got = f"rotation {after.number}, from another key" if after.old_key != before.new_key else "another number"
+            expected = (
+                f"rotation {before.number + 1}, from the key that rotation {before.number} led to"
+            )
+            got = (
+                f"rotation {after.number}, from another key"
+                if after.old_key != before.new_key
+                else "another number"
+            )
             raise DocumentError(f"key rotations of {silo_id}", expected=expected, got=got)
     return chain
 
@@ -68,4 +74,6 @@ def open_chain(sealed: Sequence[str], *, silo_id: str, root_digest: str) -> tupl
 def _check_named(rotation: KeyRotation, old: PublicKey, new: PublicKey) -> None:
     if (str(old), str(new)) != (rotation.old_key, rotation.new_key) or old == new:
         expected = "seals by the two different keys that it names"
-        raise SignatureError(f"key rotation of {rotation.silo_id}", expected=expected, got="a seal by another key")
+        raise SignatureError(
+            f"key rotation of {rotation.silo_id}", expected=expected, got="a seal by another key"
+        )

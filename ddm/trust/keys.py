@@ -45,7 +45,9 @@ class PublicKey:
             DocumentError: another format.
         """
         if not re.fullmatch(_PREFIX + "[0-9a-f]{64}", text):
-            raise DocumentError("public key", expected="ed25519: and 64 lowercase hex digits", got=repr(text[:80]))
+            raise DocumentError(
+                "public key", expected="ed25519: and 64 lowercase hex digits", got=repr(text[:80])
+            )
         return cls(bytes.fromhex(text.removeprefix(_PREFIX)))
 
     @classmethod
@@ -86,7 +88,9 @@ class PublicKey:
             Ed25519PublicKey.from_public_bytes(self.raw).verify(signature, data)
         except (InvalidSignature, ValueError) as error:
             expected = f"a valid signature by key {self.short[:19]}"
-            raise SignatureError("signature", expected=expected, got="an invalid signature") from error
+            raise SignatureError(
+                "signature", expected=expected, got="an invalid signature"
+            ) from error
 
     def tuf_key(self) -> Key:
         """Return this key as TUF metadata lists it, under its default key id."""
@@ -122,12 +126,16 @@ class SigningKey:
                 if b"PRIVATE KEY-----" in data[:64]
                 else "a file without a private key"
             )
-            raise SetupError(path.name, expected=wanted, got=got, remedy="Restore the key's file from backup.")
+            raise SetupError(
+                path.name, expected=wanted, got=got, remedy="Restore the key's file from backup."
+            )
         try:
             private = load_pem_private_key(data, passphrase or b"\0")
         except (ValueError, TypeError) as error:
             raise PassphraseError(
-                path.name, expected="the passphrase of this key", got="a passphrase that does not open it"
+                path.name,
+                expected="the passphrase of this key",
+                got="a passphrase that does not open it",
             ) from error
         if not isinstance(private, Ed25519PrivateKey):
             raise SetupError(path.name, expected=wanted, got="a key of another algorithm")
@@ -136,7 +144,9 @@ class SigningKey:
     def derive(self, name: str) -> Self:
         """Return the key that follows from this one for a name (HKDF-SHA256, RFC 5869), and tells nothing of it."""
         secret = self._private.private_bytes_raw()
-        own = HKDF(hashes.SHA256(), 32, salt=None, info=f"archipelago/{name}".encode()).derive(secret)
+        own = HKDF(hashes.SHA256(), 32, salt=None, info=f"archipelago/{name}".encode()).derive(
+            secret
+        )
         return type(self)(Ed25519PrivateKey.from_private_bytes(own))
 
     def save(self, path: Path, passphrase: bytes) -> None:

@@ -31,5 +31,7 @@ def open_leave(sealed: bytes, key: PublicKey, plan_id: str, silo_id: str) -> Lea
     leave = Leave.parse(payload, subject="leave")
     if (leave.plan_id, leave.silo_id) != (plan_id, silo_id):
         expected = f"plan {plan_id}, silo {silo_id}"
-        raise ReplayError("leave", expected=expected, got=f"plan {leave.plan_id}, silo {leave.silo_id}")
+        raise ReplayError(
+            "leave", expected=expected, got=f"plan {leave.plan_id}, silo {leave.silo_id}"
+        )
     return leave

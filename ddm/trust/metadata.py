@@ -30,7 +30,9 @@ TIMESTAMP_LIFE = timedelta(days=90)
 METADATA_LIFE = timedelta(days=5 * 365)
 
 
-def parse_metadata(data: bytes, kind: type[T], subject: str, *, limit: int | None = None) -> Metadata[T]:
+def parse_metadata(
+    data: bytes, kind: type[T], subject: str, *, limit: int | None = None
+) -> Metadata[T]:
     """Parse one metadata file; its signatures are not checked yet.
 
     Args:
@@ -45,14 +47,22 @@ def parse_metadata(data: bytes, kind: type[T], subject: str, *, limit: int | Non
     value = check_json(data, subject=subject, limit=limit or LIMITS[kind.type])
     check_schema(value, kind.type, subject)
     if json.dumps(value, sort_keys=True, separators=(",", ":")).encode() != data:
-        raise DocumentError(subject, expected="canonical metadata bytes", got="another encoding of the same metadata")
+        raise DocumentError(
+            subject,
+            expected="canonical metadata bytes",
+            got="another encoding of the same metadata",
+        )
     keyids = [signature["keyid"] for signature in value["signatures"]]
     if keyids != sorted(set(keyids)):
-        raise DocumentError(subject, expected="each key's signature once, sorted by key id", got="another order")
+        raise DocumentError(
+            subject, expected="each key's signature once, sorted by key id", got="another order"
+        )
     try:
         metadata = cast("Metadata[T]", Metadata.from_bytes(data))
     except DeserializationError as error:
-        raise DocumentError(subject, expected=f"{kind.type} metadata", got=str(error.__cause__)[:120]) from error
+        raise DocumentError(
+            subject, expected=f"{kind.type} metadata", got=str(error.__cause__)[:120]
+        ) from error
     _check_keyids(metadata.signed, subject)
     return metadata
 
@@ -68,9 +78,13 @@ def parse_payload(data: bytes, kind: type[T], subject: str) -> T:
     try:
         signed = kind.from_dict(value)
     except (ValueError, KeyError) as error:
-        raise DocumentError(subject, expected=f"{kind.type} metadata", got=str(error)[:120]) from error
+        raise DocumentError(
+            subject, expected=f"{kind.type} metadata", got=str(error)[:120]
+        ) from error
     if payload_of(signed) != data:
-        raise DocumentError(subject, expected="canonical bytes", got="another encoding of the same metadata")
+        raise DocumentError(
+            subject, expected="canonical bytes", got="another encoding of the same metadata"
+        )
     _check_keyids(signed, subject)
     return signed
 
@@ -89,7 +103,9 @@ def attach(signed: Signed, signatures: Mapping[PublicKey, bytes]) -> bytes:
     return data
 
 
-def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root | Targets], subject: str) -> None:
+def check_signatures(
+    metadata: Metadata[T], role: str, delegators: Sequence[Root | Targets], subject: str
+) -> None:
     """Check that each delegator's threshold for `role` is met and that there are no other signatures.
 
     Args:
@@ -105,14 +121,19 @@ def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root
     allowed: dict[str, Key] = {}
     for delegator in delegators:
         try:
-            allowed |= {keyid: delegator.get_key(keyid) for keyid in delegator.get_delegated_role(role).keyids}
+            allowed |= {
+                keyid: delegator.get_key(keyid)
+                for keyid in delegator.get_delegated_role(role).keyids
+            }
         except ValueError as error:
             got = f"{delegator.type} metadata without this role"
             raise SignatureError(subject, expected=f"a key for role {role}", got=got) from error
     for keyid, signature in metadata.signatures.items():
         if keyid not in allowed:
             expected = f"signatures by the keys of role {role}"
-            raise SignatureError(subject, expected=expected, got=f"a signature by key id {keyid[:16]}")
+            raise SignatureError(
+                subject, expected=expected, got=f"a signature by key id {keyid[:16]}"
+            )
         try:
             allowed[keyid].verify_signature(signature, payload)
         except (UnverifiedSignatureError, VerificationError) as error:
@@ -122,7 +143,9 @@ def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root
         try:
             delegator.verify_delegate(role, payload, metadata.signatures)
         except UnsignedMetadataError as error:
-            raise SignatureError(subject, expected="enough signatures for its role", got=str(error)[:200]) from error
+            raise SignatureError(
+                subject, expected="enough signatures for its role", got=str(error)[:200]
+            ) from error
 
 
 def check_expiry(signed: Signed, now: datetime, subject: str) -> None:
@@ -133,7 +156,9 @@ def check_expiry(signed: Signed, now: datetime, subject: str) -> None:
     """
     if signed.is_expired(now):
         raise ExpiredError(
-            subject, expected=f"valid at {now:%Y-%m-%d %H:%M}Z", got=f"expired {signed.expires:%Y-%m-%d}"
+            subject,
+            expected=f"valid at {now:%Y-%m-%d %H:%M}Z",
+            got=f"expired {signed.expires:%Y-%m-%d}",
         )
 
 
@@ -170,7 +195,9 @@ def _check_keyids(signed: Signed, subject: str) -> None:
     for keyid, key in keys.items():
         if not isinstance(key, SSlibKey) or public_key(key).tuf_key().keyid != keyid:
             raise DocumentError(
-                subject, expected="key ids that are the keys' digests", got=f"key id {keyid[:16]}... of another key"
+                subject,
+                expected="key ids that are the keys' digests",
+                got=f"key id {keyid[:16]}... of another key",
             )
     for name, role in roles.items():
         if absent := [keyid for keyid in role.keyids if keyid not in keys]:

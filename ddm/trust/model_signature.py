@@ -38,12 +38,20 @@ def sign_model(name: str, digests: Mapping[str, str], key: ec.EllipticCurvePriva
     """
     payload = _statement(name, digests)
     # DSSE's pre-authentication encoding: the type is signed together with the payload.
-    signed = b"DSSEv1 %d %b %d %b" % (len(_PAYLOAD_TYPE), _PAYLOAD_TYPE.encode(), len(payload), payload)
+    signed = b"DSSEv1 %d %b %d %b" % (
+        len(_PAYLOAD_TYPE),
+        _PAYLOAD_TYPE.encode(),
+        len(payload),
+        payload,
+    )
     signature = key.sign(signed, ec.ECDSA(SHA256(), deterministic_signing=True))
     pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     bundle = {
         "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
-        "verificationMaterial": {"publicKey": {"hint": hashlib.sha256(pem).hexdigest()}, "tlogEntries": []},
+        "verificationMaterial": {
+            "publicKey": {"hint": hashlib.sha256(pem).hexdigest()},
+            "tlogEntries": [],
+        },
         "dsseEnvelope": {
             "payload": b64encode(payload).decode("ascii"),
             "payloadType": _PAYLOAD_TYPE,
@@ -95,7 +103,9 @@ def _statement(name: str, digests: Mapping[str, str]) -> bytes:
                 "allow_symlinks": False,
                 "ignore_paths": [MODEL_SIGNATURE_NAME],
             },
-            "resources": [{"name": path, "algorithm": "sha256", "digest": digest} for path, digest in ordered],
+            "resources": [
+                {"name": path, "algorithm": "sha256", "digest": digest} for path, digest in ordered
+            ],
         },
     }
     return _canonical(statement)

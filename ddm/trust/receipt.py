@@ -26,5 +26,9 @@ def open_receipt(sealed: bytes, key: str, binding: tuple[str, str, str, int]) ->
     found = (receipt.plan_id, receipt.plan_digest, receipt.silo_id, receipt.sequence)
     if found != binding:
         expected = "plan {}, digest {}, silo {}, sequence {}".format(*binding)
-        raise ReplayError("receipt", expected=expected, got="plan {}, digest {}, silo {}, sequence {}".format(*found))
+        raise ReplayError(
+            "receipt",
+            expected=expected,
+            got="plan {}, digest {}, silo {}, sequence {}".format(*found),
+        )
     return receipt

@@ -30,7 +30,9 @@ def remembering(folder: Path, otherwise: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             remedy = f"Free disk space, or name another folder with --state; without this memory {otherwise}."
-            raise DiskError(str(folder), expected="room on the disk", got=str(error.strerror), remedy=remedy) from error
+            raise DiskError(
+                str(folder), expected="room on the disk", got=str(error.strerror), remedy=remedy
+            ) from error
         remedy = f"Name another folder with --state; without this memory {otherwise}."
         expected, got = "a writable folder", str(error.strerror)
         raise SetupError(str(folder), expected=expected, got=got, remedy=remedy) from error

@@ -84,7 +84,9 @@ class Repository:
         if (folder / "1.root.json").exists():
             remedy = "A federation is created once. Choose another folder."
             got = "an existing federation"
-            raise SetupError(str(folder), expected="a folder without a federation", got=got, remedy=remedy)
+            raise SetupError(
+                str(folder), expected="a folder without a federation", got=got, remedy=remedy
+            )
         repository._install_root(root)
         repository._install_targets(targets)
         expires = expiry(now, METADATA_LIFE)
@@ -105,10 +107,14 @@ class Repository:
         """Read the delegations of the current targets."""
         return Delegates.of(self.targets())
 
-    def next_root(self, changed: Mapping[str, Holders], now: datetime, log_key: str | None = None) -> Root:
+    def next_root(
+        self, changed: Mapping[str, Holders], now: datetime, log_key: str | None = None
+    ) -> Root:
         """Draft the root with other holders or another log key; it is valid once old and new holders have signed."""
         root = self.root()
-        return draft_root(root.version + 1, {**holders_of(root), **changed}, now, log_key or log_key_of(root))
+        return draft_root(
+            root.version + 1, {**holders_of(root), **changed}, now, log_key or log_key_of(root)
+        )
 
     def next_targets(self, delegates: Delegates, now: datetime) -> Targets:
         """Draft the targets with these delegations."""
@@ -185,9 +191,13 @@ class Repository:
         for role, key in ((PLANS, plans_key), (RELEASE, release_key)):
             if key is not None:
                 listed = self._read(role, Targets)
-                renewed = Targets(listed.version + 1, None, expiry(now, METADATA_LIFE), listed.targets)
+                renewed = Targets(
+                    listed.version + 1, None, expiry(now, METADATA_LIFE), listed.targets
+                )
                 self._write(role, renewed, key)
-        self._close({"targets", PLANS, RELEASE, *(live & self.delegates().roles.keys())}, online_key, now)
+        self._close(
+            {"targets", PLANS, RELEASE, *(live & self.delegates().roles.keys())}, online_key, now
+        )
 
     def publish(
         self,
@@ -221,7 +231,9 @@ class Repository:
         roles = {silo_id: silo_role(origin, silo_id) for silo_id, origin in origins.items()}
         for silo_id, role in roles.items():
             key, data = _role_key(targets, role), silo_metadata[silo_id]
-            version, _ = read_silo_metadata(data, plan_id=origins[silo_id], silo_id=silo_id, key=key, now=now)
+            version, _ = read_silo_metadata(
+                data, plan_id=origins[silo_id], silo_id=silo_id, key=key, now=now
+            )
             self._check_not_older(role, version, silo_metadata[silo_id])
         self._write(RELEASE, self._next(RELEASE, release_files, now), release_key)
         for silo_id, role in roles.items():
@@ -243,26 +255,37 @@ class Repository:
 
     def _live(self) -> list[str]:
         """List the metadata files that the snapshot lists as present."""
-        return [name for name, meta in self._read("snapshot", Snapshot).meta.items() if meta.hashes is not None]
+        return [
+            name
+            for name, meta in self._read("snapshot", Snapshot).meta.items()
+            if meta.hashes is not None
+        ]
 
     def _bytes(self, name: str) -> bytes:
         path = self.folder / name
         if not path.exists():
-            raise MissingFileError(str(path), expected="this federation's metadata", got="no such file")
+            raise MissingFileError(
+                str(path), expected="this federation's metadata", got="no such file"
+            )
         return read_small(self.folder, name, LIMITS["targets"])
 
     def _read(self, role: str, kind: type[T]) -> T:
         return parse_metadata(self._bytes(f"{role}.json"), kind, f"{role}.json").signed
 
     def _root_version(self) -> int:
-        return max((int(path.name.split(".")[0]) for path in self.folder.glob("[1-9]*.root.json")), default=0)
+        return max(
+            (int(path.name.split(".")[0]) for path in self.folder.glob("[1-9]*.root.json")),
+            default=0,
+        )
 
     def _install_root(self, data: bytes) -> None:
         version = self._root_version() + 1
         name = f"{version}.root.json"
         metadata = parse_metadata(data, Root, name)
         if metadata.signed.version != version:
-            raise RollbackError(name, expected=f"version {version}", got=f"version {metadata.signed.version}")
+            raise RollbackError(
+                name, expected=f"version {version}", got=f"version {metadata.signed.version}"
+            )
         before = [self.root()] if version > 1 else []
         check_signatures(metadata, "root", [*before, metadata.signed], name)
         write_atomic(self.folder / name, data)
@@ -271,7 +294,11 @@ class Repository:
         version = self.targets().version + 1 if (self.folder / "targets.json").exists() else 1
         metadata = parse_metadata(data, Targets, "targets.json")
         if metadata.signed.version != version:
-            raise RollbackError("targets.json", expected=f"version {version}", got=f"version {metadata.signed.version}")
+            raise RollbackError(
+                "targets.json",
+                expected=f"version {version}",
+                got=f"version {metadata.signed.version}",
+            )
         check_signatures(metadata, "targets", [self.root()], "targets.json")
         write_atomic(self.folder / "targets.json", data)
 
@@ -279,18 +306,31 @@ class Repository:
         """Sign and write, after checking that the key holds the role, which otherwise only readers would notice."""
         data = sign_metadata(signed, [key])
         delegator = self.targets() if role in (PLANS, RELEASE) else self.root()
-        check_signatures(parse_metadata(data, type(signed), role), role, [delegator], f"{role}.json")
+        check_signatures(
+            parse_metadata(data, type(signed), role), role, [delegator], f"{role}.json"
+        )
         write_atomic(self.folder / f"{role}.json", data)
 
     def _next(self, role: str, files: Files, now: datetime) -> Targets:
-        listed = {path: TargetFile(size, {"sha256": digest}, path) for path, (size, digest) in files.items()}
-        return Targets(self._read(role, Targets).version + 1, None, expiry(now, METADATA_LIFE), listed)
+        listed = {
+            path: TargetFile(size, {"sha256": digest}, path)
+            for path, (size, digest) in files.items()
+        }
+        return Targets(
+            self._read(role, Targets).version + 1, None, expiry(now, METADATA_LIFE), listed
+        )
 
     def _close(self, roles: set[str], online: SigningKey, now: datetime) -> None:
         """Write the snapshot and then the timestamp, which makes these versions current."""
-        old = self._read("snapshot", Snapshot) if (self.folder / "snapshot.json").exists() else Snapshot(meta={})
+        old = (
+            self._read("snapshot", Snapshot)
+            if (self.folder / "snapshot.json").exists()
+            else Snapshot(meta={})
+        )
         # A removed role gets the next version, so that its earlier metadata is older than the snapshot's entry.
-        left = {name: entry.version + (entry.hashes is not None) for name, entry in old.meta.items()}
+        left = {
+            name: entry.version + (entry.hashes is not None) for name, entry in old.meta.items()
+        }
         meta = {name: MetaFile(min(version, MAX_VERSION)) for name, version in left.items()}
         for role in roles:
             data = self._bytes(f"{role}.json")
@@ -301,17 +341,25 @@ class Repository:
         listed = MetaFile.from_data(version, self._bytes("snapshot.json"), ["sha256"])
         exists = (self.folder / "timestamp.json").exists()
         number = self._read("timestamp", Timestamp).version + 1 if exists else 1
-        self._write("timestamp", Timestamp(number, None, expiry(now, TIMESTAMP_LIFE), listed), online)
+        self._write(
+            "timestamp", Timestamp(number, None, expiry(now, TIMESTAMP_LIFE), listed), online
+        )
 
     def _check_not_older(self, role: str, version: int, data: bytes) -> None:
         seen = self._read("snapshot", Snapshot).meta.get(f"{role}.json")
         if seen is None:
             return
         if version < seen.version:
-            raise RollbackError(f"{role}.json", expected=f"version {seen.version} or later", got=f"version {version}")
+            raise RollbackError(
+                f"{role}.json",
+                expected=f"version {seen.version} or later",
+                got=f"version {version}",
+            )
         if version == seen.version and self._bytes(f"{role}.json") != data:
             got = f"version {version} with other content"
-            raise RollbackError(f"{role}.json", expected=f"version {version} as published before", got=got)
+            raise RollbackError(
+                f"{role}.json", expected=f"version {version} as published before", got=got
+            )
 
 
 def _role_key(targets: Targets, role: str) -> PublicKey:
@@ -327,4 +375,6 @@ def _check_owner(files: Files, plan_id: str, role: str) -> None:
         check_path(path, f"{role}.json")
         if owner(path, plan_id) != role:
             got = f"a path of {owner(path, plan_id) or 'no role'}"
-            raise RoleError(f"targets/{path}", expected=f"a path of role {role} in plan {plan_id}", got=got)
+            raise RoleError(
+                f"targets/{path}", expected=f"a path of role {role} in plan {plan_id}", got=got
+            )

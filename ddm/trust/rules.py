@@ -124,18 +124,27 @@ def resolve(
         if not (archived and role == "timestamp"):
             check_expiry(content, now, f"metadata/{role}.json")
     listing = _listing(loaded, plan_id, stage)
-    silo_roles = list(filter(split_silo_role, _delegated(targets) if stage is Stage.BUNDLE else loaded))
+    silo_roles = list(
+        filter(split_silo_role, _delegated(targets) if stage is Stage.BUNDLE else loaded)
+    )
     in_folder = _check_names(view, {f"{role}.json" for role in signed}, roots)
     return Resolved(
         root_fingerprint=hashlib.sha256(pinned).hexdigest(),
         plan_id=plan_id,
         targets=listing,
         silo_keys=_silo_keys(targets, silo_roles),
-        origins={silo_id: origin for origin, silo_id in filter(None, map(split_silo_role, silo_roles))},
-        removed={
-            name.removesuffix(".json"): meta.version for name, meta in snapshot.meta.items() if meta.hashes is None
+        origins={
+            silo_id: origin for origin, silo_id in filter(None, map(split_silo_role, silo_roles))
         },
-        versions={"root": max(in_folder), **{role: content.version for role, content in signed.items()}},
+        removed={
+            name.removesuffix(".json"): meta.version
+            for name, meta in snapshot.meta.items()
+            if meta.hashes is None
+        },
+        versions={
+            "root": max(in_folder),
+            **{role: content.version for role, content in signed.items()},
+        },
         digests={
             "root": _sha256(in_folder[max(in_folder)]),
             **{role: _sha256(view[f"{role}.json"]) for role in signed},
@@ -148,7 +157,9 @@ def resolve(
     )
 
 
-def trusted_log_keys(view: Mapping[str, bytes], pinned: bytes, remembered: Mapping[int, bytes]) -> tuple[str, ...]:
+def trusted_log_keys(
+    view: Mapping[str, bytes], pinned: bytes, remembered: Mapping[int, bytes]
+) -> tuple[str, ...]:
     """Follow the roots from the pinned one, and return the verifier keys that they name for the log, the newest last.
 
     Args:
@@ -171,7 +182,9 @@ def _log_keys(roots: Mapping[int, bytes]) -> tuple[str, ...]:
         key = log_key_of(parse_metadata(roots[version], Root, subject).signed)
         if found and (key or "").partition("+")[0] != found[-1].partition("+")[0]:
             expected = f"a key of the log {found[-1].partition('+')[0]}, as in the root before"
-            raise RoleError(subject, expected=expected, got="a key of another log" if key else "no log key")
+            raise RoleError(
+                subject, expected=expected, got="a key of another log" if key else "no log key"
+            )
         found += [key] if key else []
     return tuple(dict.fromkeys(found))
 
@@ -208,8 +221,12 @@ def _root_chain(
         if found is None:
             break
         if remembered.get(version, found) != found:
-            expected = f"root {version} as seen before, sha256 {_sha256(remembered[version])[:16]}..."
-            raise RollbackError(f"metadata/{name}", expected=expected, got=f"sha256 {_sha256(found)[:16]}...")
+            expected = (
+                f"root {version} as seen before, sha256 {_sha256(remembered[version])[:16]}..."
+            )
+            raise RollbackError(
+                f"metadata/{name}", expected=expected, got=f"sha256 {_sha256(found)[:16]}..."
+            )
         metadata = parse_metadata(found, Root, f"metadata/{name}")
         check_signatures(metadata, "root", [root, metadata.signed], f"metadata/{name}")
         if metadata.signed.version != version:
@@ -239,17 +256,25 @@ def _snapshot(view: Mapping[str, bytes], root: Root, timestamp: Timestamp) -> Sn
 def _targets(view: Mapping[str, bytes], root: Root, snapshot: Snapshot) -> Targets:
     targets = _listed(view, "targets", root, snapshot)
     if targets.targets:
-        raise RoleError("metadata/targets.json", expected="delegations only", got=f"{len(targets.targets)} files")
+        raise RoleError(
+            "metadata/targets.json",
+            expected="delegations only",
+            got=f"{len(targets.targets)} files",
+        )
     return targets
 
 
-def _listed(view: Mapping[str, bytes], role: str, delegator: Root | Targets, snapshot: Snapshot) -> Targets:
+def _listed(
+    view: Mapping[str, bytes], role: str, delegator: Root | Targets, snapshot: Snapshot
+) -> Targets:
     """Load the metadata of one targets role as the snapshot lists it."""
     subject = f"metadata/{role}.json"
     meta = snapshot.meta.get(f"{role}.json")
     if meta is None or meta.hashes is None:
         got = "no entry" if meta is None else "an entry of a removed role"
-        raise AbsentFileError("metadata/snapshot.json", expected=f"an entry for role {role}", got=got)
+        raise AbsentFileError(
+            "metadata/snapshot.json", expected=f"an entry for role {role}", got=got
+        )
     data = _file(view, f"{role}.json")
     _check_listed(data, meta, subject)
     metadata = parse_metadata(data, Targets, subject)
@@ -257,7 +282,9 @@ def _listed(view: Mapping[str, bytes], role: str, delegator: Root | Targets, sna
     _check_version(metadata.signed.version, meta, subject)
     if role != "targets" and metadata.signed.delegations is not None:
         num = len(metadata.signed.delegations.roles or {})
-        raise RoleError(subject, expected="no further delegations", got=f"delegations to {num} roles")
+        raise RoleError(
+            subject, expected="no further delegations", got=f"delegations to {num} roles"
+        )
     return metadata.signed
 
 
@@ -265,7 +292,9 @@ def _check_listed(data: bytes, meta: MetaFile, subject: str) -> None:
     digest = (meta.hashes or {}).get("sha256", "")
     if len(data) != meta.length or _sha256(data) != digest:
         expected = f"{meta.length} bytes, sha256 {digest[:16]}..."
-        raise DigestError(subject, expected=expected, got=f"{len(data)} bytes, sha256 {_sha256(data)[:16]}...")
+        raise DigestError(
+            subject, expected=expected, got=f"{len(data)} bytes, sha256 {_sha256(data)[:16]}..."
+        )
 
 
 def _check_version(version: int, meta: MetaFile, subject: str) -> None:
@@ -290,7 +319,9 @@ def _check_delegations(targets: Targets) -> str:
     plan_id = listed[0].split("/")[0]
     if None in names or not silos or not is_plan_id(plan_id) or RELEASE not in roles:
         got = ", ".join(sorted(roles))[:200] or "no delegations"
-        raise RoleError(subject, expected="delegations to plans, release and the silos of one plan", got=got)
+        raise RoleError(
+            subject, expected="delegations to plans, release and the silos of one plan", got=got
+        )
     if len(set(silos)) != len(silos):
         got = f"{len(silos)} roles of {len(set(silos))} silos"
         raise RoleError(subject, expected="one role for each silo", got=got)
@@ -302,7 +333,9 @@ def _check_delegations(targets: Targets) -> str:
             expected = f"role {role.name} terminating, with threshold 1 and exactly its own paths"
             raise RoleError(subject, expected=expected, got=got)
         if role.name not in (PLANS, RELEASE) and len(role.keyids) != 1:
-            raise RoleError(subject, expected=f"one key for role {role.name}", got=f"{len(role.keyids)} keys")
+            raise RoleError(
+                subject, expected=f"one key for role {role.name}", got=f"{len(role.keyids)} keys"
+            )
         for keyid in role.keyids:
             other = users.setdefault(keyid, role.name)
             if other != role.name and {role.name, other} != {PLANS, RELEASE}:
@@ -330,7 +363,9 @@ def _roles_present(targets: Targets, snapshot: Snapshot, stage: Stage) -> list[s
         )
     if stage is Stage.BUNDLE:
         return [PLANS]
-    return [PLANS, RELEASE] + [r for r in roles if r not in (PLANS, RELEASE) and f"{r}.json" in live]
+    return [PLANS, RELEASE] + [
+        r for r in roles if r not in (PLANS, RELEASE) and f"{r}.json" in live
+    ]
 
 
 def _listing(loaded: Mapping[str, Targets], plan_id: str, stage: Stage) -> Mapping[str, Target]:
@@ -346,7 +381,10 @@ def _listing(loaded: Mapping[str, Targets], plan_id: str, stage: Stage) -> Mappi
     required = [f"{plan_id}/plan.json"]
     if stage is Stage.RELEASE:
         silos = [name for name in map(split_silo_role, loaded) if name]
-        required += [f"{plan_id}/manifest.json", *(f"{plan}/silos/{silo}/submission.json" for plan, silo in silos)]
+        required += [
+            f"{plan_id}/manifest.json",
+            *(f"{plan}/silos/{silo}/submission.json" for plan, silo in silos),
+        ]
     for path in required:
         if path not in listing:
             expected = f"listed by role {owner(path, path.split('/')[0])}"
@@ -354,14 +392,22 @@ def _listing(loaded: Mapping[str, Targets], plan_id: str, stage: Stage) -> Mappi
     return listing
 
 
-def _check_names(view: Mapping[str, bytes], names: set[str], roots: Mapping[int, bytes]) -> Mapping[int, bytes]:
+def _check_names(
+    view: Mapping[str, bytes], names: set[str], roots: Mapping[int, bytes]
+) -> Mapping[int, bytes]:
     """Require that every metadata file in the folder was used; return the roots among them."""
     unlisted = sorted(set(view) - names - {f"{version}.root.json" for version in roots})
-    if unlisted and unlisted[0].endswith(".root.json") and f"{len(roots) + 1}.root.json" not in view:
+    if (
+        unlisted
+        and unlisted[0].endswith(".root.json")
+        and f"{len(roots) + 1}.root.json" not in view
+    ):
         _file(view, f"{len(roots) + 1}.root.json")
     if unlisted:
         got = f"{len(unlisted)} unlisted"
-        raise UnlistedFileError(f"metadata/{unlisted[0]}", expected="only listed metadata files", got=got)
+        raise UnlistedFileError(
+            f"metadata/{unlisted[0]}", expected="only listed metadata files", got=got
+        )
     in_folder = {version: data for version, data in roots.items() if f"{version}.root.json" in view}
     for version in range(1, max(in_folder)):
         _file(view, f"{version}.root.json")

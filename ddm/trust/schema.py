@@ -17,7 +17,9 @@ MAX_VERSION = 2**31
 _Version = Annotated[int, Field(gt=0, le=MAX_VERSION)]
 _Length = Annotated[int, Field(ge=0, le=2**50)]
 _Spec = Annotated[str, StringConstraints(pattern=r"^1\.0\.[0-9]{1,3}$")]
-_Expires = Annotated[str, StringConstraints(pattern=r"^2[0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
+_Expires = Annotated[
+    str, StringConstraints(pattern=r"^2[0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")
+]
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
 _Path = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
@@ -44,7 +46,9 @@ class _Role(Model):
     @model_validator(mode="after")
     def _reachable(self) -> "_Role":
         if self.threshold > len(self.keyids):
-            raise ValueError(f"threshold must be at most the number of keys, {len(self.keyids)}, got {self.threshold}")
+            raise ValueError(
+                f"threshold must be at most the number of keys, {len(self.keyids)}, got {self.threshold}"
+            )
         return self
 
 
@@ -131,10 +135,17 @@ class _Targets(_Common):
 
 def _file_of(signed: type[Model]) -> type[Model]:
     signatures = Annotated[list[_Signature], Field(min_length=1, max_length=128)]
-    return create_model(f"{signed.__name__}File", __base__=Model, signatures=(signatures, ...), signed=(signed, ...))
+    return create_model(
+        f"{signed.__name__}File", __base__=Model, signatures=(signatures, ...), signed=(signed, ...)
+    )
 
 
-_SIGNED: dict[str, type[Model]] = {"root": _Root, "timestamp": _Timestamp, "snapshot": _Snapshot, "targets": _Targets}
+_SIGNED: dict[str, type[Model]] = {
+    "root": _Root,
+    "timestamp": _Timestamp,
+    "snapshot": _Snapshot,
+    "targets": _Targets,
+}
 _FILES = {kind: _file_of(signed) for kind, signed in _SIGNED.items()}
 
 
@@ -155,4 +166,6 @@ def check_schema(value: Any, kind: str, subject: str, *, unsigned: bool = False)
         model.model_validate(value)
     except ValidationError as error:
         where, what = misfit(model, error)
-        raise DocumentError(subject, expected=f"{kind} metadata", got=f"field {where}: {what}") from error
+        raise DocumentError(
+            subject, expected=f"{kind} metadata", got=f"field {where}: {what}"
+        ) from error

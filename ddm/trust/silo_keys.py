@@ -82,20 +82,37 @@ def judge(before: SiloKeys, found: Found) -> tuple[SiloKeys, tuple[str, ...]]:
         if key == known.key:
             continue
         if _announced(known.key, key, found.rotations.get(silo_id, ())):
-            told.append(f"silo {silo_id} changed its key, as its old key announced; from now on: {key}")
+            told.append(
+                f"silo {silo_id} changed its key, as its old key announced; from now on: {key}"
+            )
         elif consented == key:
-            told.append(f"silo {silo_id} has another key than remembered, which you accepted: {key}")
+            told.append(
+                f"silo {silo_id} has another key than remembered, which you accepted: {key}"
+            )
         elif silo_id in found.unchanged:
-            told.append(f"silo {silo_id} signed this with an earlier key, as you verified before: {key}")
+            told.append(
+                f"silo {silo_id} signed this with an earlier key, as you verified before: {key}"
+            )
             continue
         else:
-            raise _changed(silo_id, known.key, key, "as remembered from a release that was verified before")
-        if key not in known.earlier:  # a consent to a key that was replaced is for the old release alone
+            raise _changed(
+                silo_id, known.key, key, "as remembered from a release that was verified before"
+            )
+        if (
+            key not in known.earlier
+        ):  # a consent to a key that was replaced is for the old release alone
             silos[silo_id] = _Silo(key=key, earlier=(*known.earlier, known.key)[-MAX_EARLIER:])
     if len(silos) > MAX_SILOS:
-        raise TrustError("silos", expected=f"at most {MAX_SILOS} in all releases of a federation", got=f"{len(silos)}")
+        raise TrustError(
+            "silos",
+            expected=f"at most {MAX_SILOS} in all releases of a federation",
+            got=f"{len(silos)}",
+        )
     here = tuple(sorted(found.keys))
-    told += [f"silo {silo_id} is not in this release; it was in the last one" for silo_id in _gone(before, here)]
+    told += [
+        f"silo {silo_id} is not in this release; it was in the last one"
+        for silo_id in _gone(before, here)
+    ]
     told += [
         f"silo {silo_id} is back; it was not in the last release"
         for silo_id in here
@@ -111,7 +128,8 @@ def _gone(before: SiloKeys, here: tuple[str, ...]) -> list[str]:
 def _announced(old: str, new: str, rotations: tuple[KeyRotation, ...]) -> bool:
     """Whether rotations lead from one fingerprint to the other; they are a chain (`ddm.trust.key_rotation`)."""
     pairs = [
-        (PublicKey.parse(each.old_key).fingerprint, PublicKey.parse(each.new_key).fingerprint) for each in rotations
+        (PublicKey.parse(each.old_key).fingerprint, PublicKey.parse(each.new_key).fingerprint)
+        for each in rotations
     ]
     starts = [index for index, (before, _) in enumerate(pairs) if before == old]
     return any(after == new for start in starts for _, after in pairs[start:])

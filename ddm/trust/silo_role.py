@@ -22,7 +22,13 @@ MAX_SILO_METADATA_BYTES = 256 * 1024
 
 
 def sign_silo_metadata(
-    plan_id: str, silo_id: str, files: Mapping[str, tuple[int, str]], key: SigningKey, *, version: int, now: datetime
+    plan_id: str,
+    silo_id: str,
+    files: Mapping[str, tuple[int, str]],
+    key: SigningKey,
+    *,
+    version: int,
+    now: datetime,
 ) -> bytes:
     """Sign one silo's submission for one plan.
 
@@ -46,7 +52,9 @@ def sign_silo_metadata(
         got = f"{ascii(plan_id[:60])} and {ascii(silo_id[:60])}"
         raise DocumentError("ids to sign for", expected="a plan id and a silo id", got=got)
     _check_paths(files, plan_id, silo_id, subject)
-    targets = {path: TargetFile(size, {"sha256": digest}, path) for path, (size, digest) in files.items()}
+    targets = {
+        path: TargetFile(size, {"sha256": digest}, path) for path, (size, digest) in files.items()
+    }
     return sign_metadata(Targets(version, None, expiry(now, METADATA_LIFE), targets), [key])
 
 
@@ -88,7 +96,9 @@ def read_silo_metadata(
     check_expiry(signed, now, subject)
     if signed.delegations is not None:
         num = len(signed.delegations.roles or {})
-        raise RoleError(subject, expected="no further delegations", got=f"delegations to {num} roles")
+        raise RoleError(
+            subject, expected="no further delegations", got=f"delegations to {num} roles"
+        )
     files = {path: (file.length, file.hashes["sha256"]) for path, file in signed.targets.items()}
     _check_paths(files, plan_id, silo_id, subject)
     return signed.version, files
@@ -104,14 +114,24 @@ def delegation(plan_id: str, silo_keys: Mapping[str, PublicKey]) -> Targets:
     return Targets(delegations=Delegations({key.keyid: key for key in keys.values()}, roles))
 
 
-def _check_paths(files: Mapping[str, tuple[int, str]], plan_id: str, silo_id: str, subject: str) -> None:
+def _check_paths(
+    files: Mapping[str, tuple[int, str]], plan_id: str, silo_id: str, subject: str
+) -> None:
     role = silo_role(plan_id, silo_id)
     for path in files:
         check_path(path, subject)
         if path.split("/")[0] != plan_id:
-            raise ReplayError(subject, expected=f"files of plan {plan_id}", got=f"files of {path.split('/')[0][:60]}")
+            raise ReplayError(
+                subject,
+                expected=f"files of plan {plan_id}",
+                got=f"files of {path.split('/')[0][:60]}",
+            )
         if owner(path, plan_id) != role:
             expected = f"only paths below {plan_id}/silos/{silo_id}/"
-            raise RoleError(f"targets/{path}", expected=expected, got=f"a path listed by role {role}")
+            raise RoleError(
+                f"targets/{path}", expected=expected, got=f"a path listed by role {role}"
+            )
     if f"{plan_id}/silos/{silo_id}/submission.json" not in files:
-        raise DocumentError(subject, expected="submission.json among its files", got=f"{len(files)} other files")
+        raise DocumentError(
+            subject, expected="submission.json among its files", got=f"{len(files)} other files"
+        )

@@ -47,7 +47,9 @@ class _Record(Document):
 def default_state() -> Path:
     """Return the default folder: below ``$XDG_STATE_HOME`` or ``~/.local/state``."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state") / "archipelago"
+    return (
+        Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
+    ) / "archipelago"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Memory:
             name = f"{version}.root.json"
             if not (self.folder / name).exists():
                 break
-            found[version] = read_small(self.folder, name, LIMITS["root"], subject=f"remembered {name}")
+            found[version] = read_small(
+                self.folder, name, LIMITS["root"], subject=f"remembered {name}"
+            )
         return found
 
     def check(self, scope: str, resolved: Resolved) -> None:
@@ -102,7 +106,9 @@ class Memory:
             check_not_older(before, resolved)
             self._check_carried(scope, resolved)
             now = {
-                role: _Seen(version=version, digest=resolved.digests[role], keys=resolved.keys.get(role, ()))
+                role: _Seen(
+                    version=version, digest=resolved.digests[role], keys=resolved.keys.get(role, ())
+                )
                 for role, version in resolved.versions.items()
             }
             for version, data in resolved.roots.items():
@@ -124,7 +130,9 @@ class Memory:
     def unchanged(self, scope: str, resolved: Resolved) -> frozenset[str]:
         """Return the roles whose metadata are, to the byte, those seen before."""
         before = self._load(scope)
-        return frozenset(role for role, seen in before.items() if resolved.digests.get(role) == seen.digest)
+        return frozenset(
+            role for role, seen in before.items() if resolved.digests.get(role) == seen.digest
+        )
 
     def _path(self, scope: str) -> Path:
         return self.folder / f"{scope}.json"
@@ -136,7 +144,8 @@ class Memory:
         subject = f"state {path}"
         try:
             return _Record.parse(
-                read_small(self.folder, path.name, MAX_STATE_BYTES, subject=subject), subject=subject
+                read_small(self.folder, path.name, MAX_STATE_BYTES, subject=subject),
+                subject=subject,
             ).roles
         except DocumentError as error:
             error.remedy = "The memory is damaged. Delete this file only if you know that the release is current."
@@ -148,7 +157,11 @@ def still_trusted(before: Mapping[str, _Seen], resolved: Resolved) -> Mapping[st
 
     The memory of the root itself never goes.
     """
-    rotated = {role for role, seen in before.items() if not set(seen.keys) <= set(resolved.keys.get(role, seen.keys))}
+    rotated = {
+        role
+        for role, seen in before.items()
+        if not set(seen.keys) <= set(resolved.keys.get(role, seen.keys))
+    }
     if rotated.isdisjoint(_ONLINE):
         return before
     return {role: seen for role, seen in before.items() if role not in {*_ONLINE, *rotated}}
@@ -164,7 +177,11 @@ def check_not_older(before: Mapping[str, _Seen], resolved: Resolved) -> None:
         seen = before.get(role)
         subject = f"metadata/{version}.root.json" if role == "root" else f"metadata/{role}.json"
         if seen is not None and version < seen.version:
-            raise RollbackError(subject, expected=f"version {seen.version} or later", got=f"version {version}")
+            raise RollbackError(
+                subject, expected=f"version {seen.version} or later", got=f"version {version}"
+            )
         if seen is not None and version == seen.version and resolved.digests[role] != seen.digest:
             expected = f"version {version} as seen before, sha256 {seen.digest[:16]}..."
-            raise RollbackError(subject, expected=expected, got=f"sha256 {resolved.digests[role][:16]}...")
+            raise RollbackError(
+                subject, expected=expected, got=f"sha256 {resolved.digests[role][:16]}..."
+            )

@@ -127,7 +127,9 @@ def verify_release(
         FormatError: a metadata file does not parse.
     """
     pins = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in silo_keys.items()}
-    accepted = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in accepted_keys.items()} | pins
+    accepted = {
+        silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in accepted_keys.items()
+    } | pins
     asked = _Asked(Stage.RELEASE, state, pins, accepted, archived, later, before_recording)
     return _verify(folder, root, asked, now or datetime.now(UTC))
 
@@ -159,7 +161,12 @@ def verify_bundle(
 
 
 def check_bundle_metadata(
-    folder: Path, root: bytes, *, state: Path | None, now: datetime | None = None, remember: bool = False
+    folder: Path,
+    root: bytes,
+    *,
+    state: Path | None,
+    now: datetime | None = None,
+    remember: bool = False,
 ) -> Resolved:
     """Verify a bundle's metadata alone, before its other files are fetched, copied or read; nothing else is looked at.
 
@@ -223,7 +230,11 @@ def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> Verified
     silo_keys, found = None, Found(resolved.silo_keys, rotations, asked.accepted)
     if memory and asked.stage is Stage.RELEASE:
         same = memory.unchanged(scope, resolved)
-        unchanged = [silo_id for silo_id in found.keys if silo_role(resolved.origins[silo_id], silo_id) in same]
+        unchanged = [
+            silo_id
+            for silo_id in found.keys
+            if silo_role(resolved.origins[silo_id], silo_id) in same
+        ]
         silo_keys, found = KeyMemory(memory.folder), replace(found, unchanged=unchanged)
         silo_keys.check(found)
     files = _check_files(folder, entries, resolved, asked.later)
@@ -253,7 +264,11 @@ def _read_metadata(folder: Path, entries: Mapping[str, Entry]) -> Mapping[str, b
     for name in entries:
         if not name.startswith("metadata/"):
             continue
-        kind = "root" if name.endswith(".root.json") else name.removeprefix("metadata/").removesuffix(".json")
+        kind = (
+            "root"
+            if name.endswith(".root.json")
+            else name.removeprefix("metadata/").removesuffix(".json")
+        )
         data = read_small(folder, name, min(left, LIMITS.get(kind, LIMITS["targets"])))
         left -= len(data)
         view[name.removeprefix("metadata/")] = data
@@ -281,14 +296,20 @@ def _read_rotations(folder: Path, resolved: Resolved) -> Mapping[str, tuple[KeyR
         return {}
     data = read_small(folder, name, MAX_KEY_HISTORY_BYTES)
     if (len(data), sha256_hex(data)) != (target.bytes, target.digest):
-        raise DigestError(name, expected=f"sha256 {target.digest[:16]}...", got=f"sha256 {sha256_hex(data)[:16]}...")
+        raise DigestError(
+            name,
+            expected=f"sha256 {target.digest[:16]}...",
+            got=f"sha256 {sha256_hex(data)[:16]}...",
+        )
     history = KeyHistory.parse(data, subject=name, limit=MAX_KEY_HISTORY_BYTES)
     chains = {}
     for silo_id, sealed in history.silos.items():
         chains[silo_id] = open_chain(sealed, silo_id=silo_id, root_digest=resolved.root_fingerprint)
         last = PublicKey.parse(chains[silo_id][-1].new_key).fingerprint
         if (signed := resolved.silo_keys.get(silo_id)) != last:
-            expected = f"rotations of {silo_id} up to the key that signed, {(signed or 'none')[:16]}..."
+            expected = (
+                f"rotations of {silo_id} up to the key that signed, {(signed or 'none')[:16]}..."
+            )
             raise SignatureError(name, expected=expected, got=f"rotations up to key {last[:16]}...")
     return chains
 
@@ -300,7 +321,9 @@ def _check_files(
     signed = {f"targets/{path}": target for path, target in resolved.targets.items()}
     for name in entries:
         if not name.startswith("metadata/") and name not in signed:
-            raise UnlistedFileError(name, expected="only signed files", got="a file that no role lists")
+            raise UnlistedFileError(
+                name, expected="only signed files", got="a file that no role lists"
+            )
     for name in signed:
         if name not in entries:
             raise AbsentFileError(name, expected="a signed file", got="no such file")
@@ -312,5 +335,7 @@ def _check_files(
             check_digest(folder, name, target.bytes, target.digest)
         elif entry.bytes != target.bytes:
             raise DigestError(name, expected=f"{target.bytes} bytes", got=f"{entry.bytes} bytes")
-        files[relative] = VerifiedFile(entry.path, target.bytes, target.digest, target.role, read=not postponed)
+        files[relative] = VerifiedFile(
+            entry.path, target.bytes, target.digest, target.role, read=not postponed
+        )
     return files

@@ -26,9 +26,15 @@ from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import DataSpec
 
 PRESETS = {
-    "small": AutoencoderSize(channels=(32, 64), attention=(False, False), latent_channels=2, num_res_blocks=1),
-    "images": AutoencoderSize(channels=(128, 256, 512), attention=(False, False, True), latent_channels=4),
-    "volumes": AutoencoderSize(channels=(32, 64, 128), attention=(False, False, False), latent_channels=4),
+    "small": AutoencoderSize(
+        channels=(32, 64), attention=(False, False), latent_channels=2, num_res_blocks=1
+    ),
+    "images": AutoencoderSize(
+        channels=(128, 256, 512), attention=(False, False, True), latent_channels=4
+    ),
+    "volumes": AutoencoderSize(
+        channels=(32, 64, 128), attention=(False, False, False), latent_channels=4
+    ),
 }
 KL_WEIGHT, ADVERSARIAL_WEIGHT = 1e-6, 0.1
 LEARNING_RATE, CRITIC_RATE = 1e-3, 5e-4
@@ -39,13 +45,17 @@ MOST_BYTES = 64 * 1024**3
 class Run:
     """The state of training, as a checkpoint holds it: the autoencoder and, if the preset has one, its critic."""
 
-    def __init__(self, size: AutoencoderSize, shape: tuple[int, ...], *, steps: int, seed: int, critic: bool) -> None:
+    def __init__(
+        self, size: AutoencoderSize, shape: tuple[int, ...], *, steps: int, seed: int, critic: bool
+    ) -> None:
         self.seed, self.steps, self.step = seed, steps, 0
         self.nets = {"autoencoder": build_autoencoder(size, shape, seed=seed)}
         if critic:
             self.nets["critic"] = build_critic(shape, seed)
         rates = {"autoencoder": LEARNING_RATE, "critic": CRITIC_RATE}
-        self.optimizers = {name: torch.optim.Adam(net.parameters(), rates[name]) for name, net in self.nets.items()}
+        self.optimizers = {
+            name: torch.optim.Adam(net.parameters(), rates[name]) for name, net in self.nets.items()
+        }
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for net in self.nets.values():
             net.to(device).train()
@@ -81,7 +91,9 @@ class Run:
         real_B = images[torch.randint(len(images), (batch,))].to(device)
         fake_B, mean_B, std_B = self.nets["autoencoder"](real_B)
         error = (fake_B - real_B).abs().mean()
-        divergence = 0.5 * (mean_B.square() + std_B.square() - 2 * std_B.log() - 1).flatten(1).sum(1).mean()
+        divergence = (
+            0.5 * (mean_B.square() + std_B.square() - 2 * std_B.log() - 1).flatten(1).sum(1).mean()
+        )
         loss = error + KL_WEIGHT * divergence
         if "critic" in self.nets and 2 * self.step >= self.steps:
             loss = loss + ADVERSARIAL_WEIGHT * self._criticise(real_B, fake_B)
@@ -95,7 +107,9 @@ class Run:
 
         critic, adversarial = self.nets["critic"], PatchAdversarialLoss(criterion="least_squares")
         of_real = adversarial(critic(real_B)[-1], target_is_real=True, for_discriminator=True)
-        of_fake = adversarial(critic(fake_B.detach())[-1], target_is_real=False, for_discriminator=True)
+        of_fake = adversarial(
+            critic(fake_B.detach())[-1], target_is_real=False, for_discriminator=True
+        )
         self._descend("critic", (of_real + of_fake) / 2)
         loss: Tensor = adversarial(critic(fake_B)[-1], target_is_real=True, for_discriminator=False)
         return loss
@@ -107,7 +121,11 @@ class Run:
 
 
 def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def build_critic(shape: tuple[int, ...], seed: int) -> nn.Module:
@@ -118,7 +136,11 @@ def build_critic(shape: tuple[int, ...], seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + 1)
         critic: nn.Module = PatchDiscriminator(
-            spatial_dims=len(shape) - 1, channels=32, in_channels=shape[0], out_channels=1, num_layers_d=levels
+            spatial_dims=len(shape) - 1,
+            channels=32,
+            in_channels=shape[0],
+            out_channels=1,
+            num_layers_d=levels,
         )
     return critic
 
@@ -135,7 +157,9 @@ def reconstruction_error(net: nn.Module, size: AutoencoderSize, held_out: Tensor
     return float((opened.decode(opened.encode(held_out)) - held_out).abs().mean())
 
 
-def train(images: Tensor, out: Path, preset: str, *, steps: int, batch: int, seed: int, every: int) -> dict[str, float]:
+def train(
+    images: Tensor, out: Path, preset: str, *, steps: int, batch: int, seed: int, every: int
+) -> dict[str, float]:
     """Train, or resume training; write the weights and return the errors on held-out images."""
     size, shape = PRESETS[preset], tuple(images.shape[1:])
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -152,7 +176,10 @@ def train(images: Tensor, out: Path, preset: str, *, steps: int, batch: int, see
         if run.step % every == 0 or run.step == steps:
             run.save(checkpoint)
             pace = (time.monotonic() - started) / (run.step - first)
-            print(f"step {run.step} of {steps}, error {error:.4f}, {pace * (steps - run.step):.0f} s to go", flush=True)
+            print(
+                f"step {run.step} of {steps}, error {error:.4f}, {pace * (steps - run.step):.0f} s to go",
+                flush=True,
+            )
     save_tensors(out, run.nets["autoencoder"].state_dict())
     checkpoint.unlink(missing_ok=True)
     return {
@@ -164,11 +191,15 @@ def train(images: Tensor, out: Path, preset: str, *, steps: int, batch: int, see
 def table(size: AutoencoderSize, out: Path) -> str:
     """Return the table for `plan.toml`."""
     fields = {"kind": "autoencoder_kl", "weights": str(out), **size.model_dump(mode="json")}
-    return "\n".join(["[latent]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())])
+    return "\n".join(
+        ["[latent]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="npz of public images")
     parser.add_argument("--out", type=Path, required=True, help="FILE.safetensors")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="small")
@@ -176,13 +207,27 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--range", type=float, nargs=2, default=(-1.0, 1.0), metavar=("LOW", "HIGH"))
+    parser.add_argument(
+        "--range", type=float, nargs=2, default=(-1.0, 1.0), metavar=("LOW", "HIGH")
+    )
     args = parser.parse_args()
     images = read_public(args.data, *args.range)
-    errors = train(images, args.out, args.preset, steps=args.steps, batch=args.batch, seed=args.seed, every=args.every)
+    errors = train(
+        images,
+        args.out,
+        args.preset,
+        steps=args.steps,
+        batch=args.batch,
+        seed=args.seed,
+        every=args.every,
+    )
     width = args.range[1] - args.range[0]
-    figures = ", ".join(f"{name} {error:.4f} ({error / width:.1%} of the range)" for name, error in errors.items())
-    print(f"reconstruction, mean absolute error: {figures}\n\n{table(PRESETS[args.preset], args.out)}")
+    figures = ", ".join(
+        f"{name} {error:.4f} ({error / width:.1%} of the range)" for name, error in errors.items()
+    )
+    print(
+        f"reconstruction, mean absolute error: {figures}\n\n{table(PRESETS[args.preset], args.out)}"
+    )
 
 
 if __name__ == "__main__":

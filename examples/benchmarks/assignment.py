@@ -23,7 +23,10 @@ from torch import Tensor
 from ddm.partition.clustering import Clusters
 
 BLOCK = 512
-WITH_TILES, WITHOUT = 3.0, 1.0  # of KMeans.predict's speed: 3 is beyond what float32 products alone allow
+WITH_TILES, WITHOUT = (
+    3.0,
+    1.0,
+)  # of KMeans.predict's speed: 3 is beyond what float32 products alone allow
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -72,28 +75,61 @@ def main() -> None:
     torch.manual_seed(0)
     x_ND, c_FD = torch.randn(args.num, args.dim), torch.randn(args.centroids, args.dim)
     clusters, k_means = clusters_of(c_FD), k_means_of(c_FD)
-    same = float((clusters.assign(x_ND[:20_000]).numpy() == k_means.predict(x_ND[:20_000].numpy())).mean())
+    same = float(
+        (clusters.assign(x_ND[:20_000]).numpy() == k_means.predict(x_ND[:20_000].numpy())).mean()
+    )
     flops = 2 * args.num * args.dim * args.centroids
     rows = []
     for index in range(args.rounds):
         ours = seconds(lambda: clusters.assign(x_ND))
         theirs = seconds(lambda: k_means.predict(x_ND.numpy()))
         bound = seconds(lambda: product(x_ND, c_FD))
-        rows.append((index, ours, theirs, bound, theirs / ours, bound / ours, theirs / bound, flops / bound / 1e9))
-        say(f"round {index}: {theirs / ours:.2f} times KMeans.predict, {bound / ours:.0%} of the product's rate")
+        rows.append(
+            (
+                index,
+                ours,
+                theirs,
+                bound,
+                theirs / ours,
+                bound / ours,
+                theirs / bound,
+                flops / bound / 1e9,
+            )
+        )
+        say(
+            f"round {index}: {theirs / ours:.2f} times KMeans.predict, {bound / ours:.0%} of the product's rate"
+        )
     most = statistics.median(row[6] for row in rows)
-    print(f"{args.num} x {args.dim} to {args.centroids} centroids, {torch.get_num_threads()} threads")
+    print(
+        f"{args.num} x {args.dim} to {args.centroids} centroids, {torch.get_num_threads()} threads"
+    )
     print(f"the float32 product alone would be {most:.2f} times KMeans.predict's speed")
     print(f"same centroid as KMeans.predict (float32): {same:.4%} of 20,000")
-    print(f"peak memory raised by {quarter_mb:.1f} MiB for a quarter of the features, {whole_mb:.1f} MiB for all")
-    names = ("round", "assign_s", "k_means_s", "product_s", "speed", "share_of_product", "most", "product_gflops")
+    print(
+        f"peak memory raised by {quarter_mb:.1f} MiB for a quarter of the features, {whole_mb:.1f} MiB for all"
+    )
+    names = (
+        "round",
+        "assign_s",
+        "k_means_s",
+        "product_s",
+        "speed",
+        "share_of_product",
+        "most",
+        "product_gflops",
+    )
     whole = [(*row, quarter_mb, whole_mb, same) for row in rows]
     report("assignment", (*names, "quarter_mb", "whole_mb", "same"), whole, args)
     target = WITH_TILES if torch.cpu.get_capabilities().get("amx_bf16") else WITHOUT
     targets = [
         Target("assignment to centroids, against KMeans.predict", [row[4] for row in rows], target),
         Target("assignment to centroids, share of the matmul rate", [row[5] for row in rows], 0.7),
-        Target("assignment memory, all features against a quarter", [whole_mb / quarter_mb], 1.1, at_least=False),
+        Target(
+            "assignment memory, all features against a quarter",
+            [whole_mb / quarter_mb],
+            1.1,
+            at_least=False,
+        ),
     ]
     report_targets("assignment", targets, args)
 

@@ -15,7 +15,14 @@ from support.measuring import parse, report, say
 from torch import Tensor
 
 # batch, heads, tokens, numbers of a head
-SIZES = ((64, 4, 16, 16), (64, 4, 49, 24), (64, 4, 196, 24), (16, 6, 256, 64), (8, 6, 512, 64), (4, 6, 1024, 64))
+SIZES = (
+    (64, 4, 16, 16),
+    (64, 4, 49, 24),
+    (64, 4, 196, 24),
+    (16, 6, 256, 64),
+    (8, 6, 512, 64),
+    (4, 6, 1024, 64),
+)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -33,10 +40,15 @@ def in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(q.dtype)
 
 
-def seconds(attend: Callable[[Tensor, Tensor, Tensor], Tensor], size: tuple[int, ...], dtype: torch.dtype) -> float:
+def seconds(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], size: tuple[int, ...], dtype: torch.dtype
+) -> float:
     """Processor time of one forward and backward pass."""
     batch, heads, tokens, width = size
-    q, k, v = (torch.randn(batch, tokens, heads, width).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(batch, tokens, heads, width).to(dtype).transpose(1, 2).requires_grad_()
+        for _ in range(3)
+    )
     started = time.process_time()
     torch.autograd.backward(attend(q, k, v).sum())
     return time.process_time() - started
@@ -60,7 +72,9 @@ def main() -> None:
         out, converted, full = (statistics.median(ratios) for ratios in found)
         rows.append((*size, size[2] / size[3], out, converted, full))
         of_size = f"{size[2]} tokens, {size[3]} numbers a head: written out"
-        say(f"{of_size} {out:.2f} times as fast in bf16, in float32 {converted:.2f}; in fp32 written out {full:.2f}")
+        say(
+            f"{of_size} {out:.2f} times as fast in bf16, in float32 {converted:.2f}; in fp32 written out {full:.2f}"
+        )
     head = ("batch", "heads", "tokens", "head", "tokens_per_number", "bf16", "converted", "fp32")
     report("attention", head, rows, args)
 

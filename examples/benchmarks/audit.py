@@ -28,19 +28,25 @@ HELD, MEMBERS = 300, 300
 
 def main() -> None:
     """Print a line for each part, and the share of the training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--side", type=int, default=8, help="of the made-up grey images")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     plan, device = small_plan((1, asked.side, asked.side), asked.steps), torch.device(asked.device)
-    images = torch.from_numpy(np.random.default_rng(0).standard_normal((3000, *plan.expert_shape), dtype=np.float32))
+    images = torch.from_numpy(
+        np.random.default_rng(0).standard_normal((3000, *plan.expert_shape), dtype=np.float32)
+    )
     effort = effort_of(plan.expert.training, HELD + MEMBERS, 10_000, reference=True)
     path, seconds = path_named(plan.objective.path), {}
 
     def trained(name: str, num_steps: int, learned: torch.Tensor) -> torch.nn.Module:
-        recipe = plan.expert.training.model_copy(update={"num_steps": num_steps, "checkpoint_steps": num_steps})
+        recipe = plan.expert.training.model_copy(
+            update={"num_steps": num_steps, "checkpoint_steps": num_steps}
+        )
         network = build_expert(plan.expert.architecture, plan.expert_shape, seed=0)
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +67,9 @@ def main() -> None:
     experts = [
         trained("training", asked.steps, images[HELD:]),
         trained("reference", effort.reference_steps, images[HELD + MEMBERS :]),
-        trained("overfitted copy", effort.control_steps, images[HELD : HELD + effort.control_units]),
+        trained(
+            "overfitted copy", effort.control_steps, images[HELD : HELD + effort.control_units]
+        ),
     ]
     started = time.monotonic()
     for expert in experts:
@@ -70,15 +78,21 @@ def main() -> None:
         score_images(target, images, rows, None, 0, lambda num: None)
     seconds["attacks"], started = time.monotonic() - started, time.monotonic()
     target = Target(experts[0], path, "velocity", device)
-    for _ in draw_samples(target, path, plan.expert_shape, None, effort.num_samples, 0, lambda num: None):
+    for _ in draw_samples(
+        target, path, plan.expert_shape, None, effort.num_samples, 0, lambda num: None
+    ):
         pass
     seconds["samples"] = time.monotonic() - started
     whole = seconds.pop("training")
     print(effort)
-    print(f"{'training':16} {whole:8.1f} s, {asked.steps} steps of {plan.expert.training.batch_size} images")
+    print(
+        f"{'training':16} {whole:8.1f} s, {asked.steps} steps of {plan.expert.training.batch_size} images"
+    )
     for name, each in seconds.items():
         print(f"{name:16} {each:8.1f} s")
-    print(f"{'audit':16} {sum(seconds.values()):8.1f} s, {sum(seconds.values()) / whole:.1%} of the training")
+    print(
+        f"{'audit':16} {sum(seconds.values()):8.1f} s, {sum(seconds.values()) / whole:.1%} of the training"
+    )
 
 
 if __name__ == "__main__":

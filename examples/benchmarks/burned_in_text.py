@@ -30,17 +30,56 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 SIDES = (128, 256, 512, 1024)  # pixels, of the longer side
 HEIGHTS = (5, 6, 7, 8, 10, 14, 20, 28, 40)  # pixels, of a capital letter
 KINDS = ("date", "name", "identifier")
-CONTRASTS = ("white", "white on a black box", "outlined", "dark on light", "grey, 30% of the range", "grey, 20%")
+CONTRASTS = (
+    "white",
+    "white on a black box",
+    "outlined",
+    "dark on light",
+    "grey, 30% of the range",
+    "grey, 20%",
+)
 PLACES = ("corner", "over anatomy")
 _MARGIN = 0.02  # of the side, between a corner and its text
 _NOISE = 2.5  # grey levels
 _MOST_BEHIND_WHITE = 190  # grey level; on more, nobody reads white letters
 _TRIES = 20  # places
 _MONTHS = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC")
-_SURNAMES = ("Schmidt", "Nowak", "Garcia", "Martin", "Rossi", "Jensen", "Kowalska", "Smith", "Meyer", "Dupont", "Silva")
-_NAMES = ("Anna", "Erika", "Jonas", "Maria", "Peter", "Lucas", "Sofia", "Emma", "Paul", "Ingrid", "Tom")
+_SURNAMES = (
+    "Schmidt",
+    "Nowak",
+    "Garcia",
+    "Martin",
+    "Rossi",
+    "Jensen",
+    "Kowalska",
+    "Smith",
+    "Meyer",
+    "Dupont",
+    "Silva",
+)
+_NAMES = (
+    "Anna",
+    "Erika",
+    "Jonas",
+    "Maria",
+    "Peter",
+    "Lucas",
+    "Sofia",
+    "Emma",
+    "Paul",
+    "Ingrid",
+    "Tom",
+)
 _MATPLOTLIB = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-_FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif", "cmr10", "STIXGeneral", "Pillow")
+_FONTS = (
+    "DejaVuSans",
+    "DejaVuSans-Bold",
+    "DejaVuSansMono",
+    "DejaVuSerif",
+    "cmr10",
+    "STIXGeneral",
+    "Pillow",
+)
 _BITMAP_FONT = "Pillow's bitmap"  # of one size: capitals of 8 pixels, without grey edges
 _BITMAP_HEIGHT = 8
 
@@ -68,7 +107,9 @@ class Drawing:
 
 def load_images(folder: Path, num: int | None, without: Sequence[str] = ()) -> list[Image.Image]:
     """Load grey images in the order of their names, but for those whose name begins with one of these texts."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
+    paths = sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg")
+    )
     paths = [path for path in paths if not path.name.startswith(tuple(without))]
     return [Image.open(path).convert("L") for path in paths[:num]]
 
@@ -100,10 +141,21 @@ def made_text(kind: str, generator: np.random.Generator) -> str:
     elif kind == "name":
         surname = str(generator.choice(_SURNAMES))
         name = str(generator.choice(_NAMES))
-        forms = (f"{surname.upper()}, {name.upper()}", f"{surname}, {name}", f"{name} {surname}", f"{surname}^{name}")
+        forms = (
+            f"{surname.upper()}, {name.upper()}",
+            f"{surname}, {name}",
+            f"{name} {surname}",
+            f"{surname}^{name}",
+        )
     else:
         number = int(generator.integers(10**6, 10**8))
-        forms = (f"{number:08d}", f"ID {number}", f"PID:{number % 10**6:06d}", f"A{number % 10**7:07d}", f"#{number}")
+        forms = (
+            f"{number:08d}",
+            f"ID {number}",
+            f"PID:{number % 10**6:06d}",
+            f"A{number % 10**7:07d}",
+            f"#{number}",
+        )
     return str(generator.choice(forms))
 
 
@@ -122,7 +174,9 @@ def font_of(name: str, height: int) -> Font:
     raise ValueError(f"no size of {name} has capitals of {height} pixels")
 
 
-def draw(values: NDArray[np.uint8], drawing: Drawing, text: str, generator: np.random.Generator) -> Image.Image | None:
+def draw(
+    values: NDArray[np.uint8], drawing: Drawing, text: str, generator: np.random.Generator
+) -> Image.Image | None:
     """Draw a text into an image; None where it does not fit, or where nobody could read it."""
     image = Image.fromarray(values)
     font = font_of(drawing.font, drawing.height)
@@ -142,7 +196,12 @@ def draw(values: NDArray[np.uint8], drawing: Drawing, text: str, generator: np.r
         else:
             x = margin + int(generator.integers(free_width + 1))
             y = margin + round(free_height * float(generator.uniform(0.15, 0.85)))
-        box = (x - margin // 2 - 1, y - margin // 2 - 1, x + width + margin // 2, y + height + margin // 2)
+        box = (
+            x - margin // 2 - 1,
+            y - margin // 2 - 1,
+            x + width + margin // 2,
+            y + height + margin // 2,
+        )
         behind = float(np.asarray(image.crop(box)).mean())
         if drawing.contrast != "white" or behind <= _MOST_BEHIND_WHITE:
             break
@@ -218,7 +277,9 @@ class Tally:
         return f"{self._found[name] / num:.2f}" if num else ""
 
 
-def measure_recall(images: Sequence[Image.Image], detector: Detector, samples: int, seed: int) -> Tally:
+def measure_recall(
+    images: Sequence[Image.Image], detector: Detector, samples: int, seed: int
+) -> Tally:
     """Count what is found of texts that are drawn, by each property of the drawing."""
     generator = np.random.default_rng(seed)
     tally = Tally()
@@ -229,7 +290,13 @@ def measure_recall(images: Sequence[Image.Image], detector: Detector, samples: i
         if drawn is None:
             continue
         found = detector(np.asarray(drawn)[None])
-        names = ("all", f"{drawing.side} x {drawing.height}", drawing.kind, drawing.contrast, drawing.place)
+        names = (
+            "all",
+            f"{drawing.side} x {drawing.height}",
+            drawing.kind,
+            drawing.contrast,
+            drawing.place,
+        )
         for name in (*names, drawing.font, f"side {drawing.side}", f"height {drawing.height}"):
             tally.add(name, found)
     return tally
@@ -243,8 +310,12 @@ def measure_alarms(images: Sequence[Image.Image], detector: Detector, seed: int)
         for image in images:
             values = resized(image, side, generator)
             tally.add(f"side {side}, without text", detector(values[None]))
-            height = int(generator.choice([height for height in HEIGHTS if 20 * height <= 4 * side]))
-            drawing = Drawing(side, height, "marker", "white", "corner", str(generator.choice(_FONTS)))
+            height = int(
+                generator.choice([height for height in HEIGHTS if 20 * height <= 4 * side])
+            )
+            drawing = Drawing(
+                side, height, "marker", "white", "corner", str(generator.choice(_FONTS))
+            )
             marked = draw(values, drawing, str(generator.choice(["L", "R"])), generator)
             if marked is not None:
                 tally.add(f"side {side}, with L or R", detector(np.asarray(marked)[None]))
@@ -292,10 +363,19 @@ def report(images: Sequence[Image.Image], detector: Detector, samples: int, seed
 
 def main() -> None:
     """Measure the present detector, and another one beside it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of radiographs without text, PNG or JPEG")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder of radiographs without text, PNG or JPEG"
+    )
     parser.add_argument("--images", type=int, help="how many of them are used; default: all")
-    parser.add_argument("--without", nargs="*", default=[], help="beginnings of names of images that hold text already")
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=[],
+        help="beginnings of names of images that hold text already",
+    )
     parser.add_argument("--samples", type=int, default=100, help="drawings of each side and height")
     parser.add_argument("--seed", type=int, default=0, help="of the drawings")
     parser.add_argument("--against", type=Path, help="another version of ddm/images/text.py")

@@ -54,7 +54,13 @@ T = TypeVar("T")
 
 def recipe() -> Recipe:
     """A small expert on latents; sketches of 16 dimensions."""
-    training = {"num_steps": STEPS, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.01, "ema_decay": 0.99}
+    training = {
+        "num_steps": STEPS,
+        "batch_size": 64,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.01,
+        "ema_decay": 0.99,
+    }
     tables = {
         "rehearsal": True,
         "data": {"shape": list(SHAPE), "range": [-8.0, 8.0]},
@@ -73,8 +79,18 @@ def recipe() -> Recipe:
             "sketch": {"epsilon": 7.0, "delta": 1e-5, "rank": 16},
         },
         "router": {"kind": "counts"},
-        "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
-        "limits": {"expert_bytes": 1 << 26, "statistic_bytes": 1 << 30, "train_s": 3600, "gpu_hours": 1.0},
+        "audit": {
+            "required": True,
+            "min_holdout_units": 300,
+            "max_near_copy_rate": 0.01,
+            "max_mia_auc": 0.6,
+        },
+        "limits": {
+            "expert_bytes": 1 << 26,
+            "statistic_bytes": 1 << 30,
+            "train_s": 3600,
+            "gpu_hours": 1.0,
+        },
     }
     return Recipe.model_validate_json(json.dumps(tables))
 
@@ -99,7 +115,9 @@ def write_data(path: Path, num: int) -> None:
 def make_plan(folder: Path, num: int) -> None:
     """Draft the plan of a federation of one silo that brings so many."""
     federation, site = Federation(folder / "fed"), Site(folder / "site")
-    init_federation(federation, FederationSettings(name="bench", host="127.0.0.1", port=9092), PASSPHRASE)
+    init_federation(
+        federation, FederationSettings(name="bench", host="127.0.0.1", port=9092), PASSPHRASE
+    )
     digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
     invited = read_invitation(federation.path / "invitation.json", digest)
     key = init_site(site, "north", folder / "data", invited, PASSPHRASE, None)
@@ -142,7 +160,10 @@ def stages(folder: Path) -> None:
         wall, processor = time.perf_counter(), time.process_time()
         found = work()
         seconds = time.perf_counter() - wall, time.process_time() - processor
-        print(json.dumps([name, *(round(each, 1) for each in seconds), status("VmHWM"), watch.most]), flush=True)
+        print(
+            json.dumps([name, *(round(each, 1) for each in seconds), status("VmHWM"), watch.most]),
+            flush=True,
+        )
         return found
 
     cohort = stage(
@@ -154,7 +175,10 @@ def stages(folder: Path) -> None:
             private,
         ),
     )
-    stage("assign", lambda: assign(cohort, files, private / "cohort.parquet", lambda done, total: None))
+    stage(
+        "assign",
+        lambda: assign(cohort, files, private / "cohort.parquet", lambda done, total: None),
+    )
     fine_N = read_assignment(cohort, files, private / "cohort.parquet")
     stage(
         f"train {STEPS} steps",
@@ -171,7 +195,9 @@ def stages(folder: Path) -> None:
         ),
     )
     groups = files.clusters.group_F[fine_N]
-    source = Source(plan, plan.digest, files.sketch, cohort.images, groups, cohort.unit_N, None, cohort.digest)
+    source = Source(
+        plan, plan.digest, files.sketch, cohort.images, groups, cohort.unit_N, None, cohort.digest
+    )
     make_ledger(private / "ledger.jsonl")
     ledger = Ledger(private / "ledger.jsonl", budget=Budget(epsilon=10.0, delta=1e-5), unit="image")
     stage("counts", lambda: draw("counts", source, ledger, private))
@@ -197,15 +223,26 @@ def main() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             for line in child.stdout or ():
                 name, wall, processor, peak, anonymous = json.loads(line)
-                rows.append((name, num, wall, processor, round(peak / 2**20), round(anonymous / 2**20)))
+                rows.append(
+                    (name, num, wall, processor, round(peak / 2**20), round(anonymous / 2**20))
+                )
                 say(f"{name}: {wall} s, peak {peak >> 20} MiB")
         if child.returncode:
             sys.exit(f"the stages ended with exit code {child.returncode}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report("cohort", ("stage", "images", "wall_s", "processor_s", "peak_mib", "peak_anonymous_mib"), rows, arguments)
+    report(
+        "cohort",
+        ("stage", "images", "wall_s", "processor_s", "peak_mib", "peak_anonymous_mib"),
+        rows,
+        arguments,
+    )
     gib = max(row[4] for row in rows) / 1024
-    report_targets("cohort", [Target(f"peak of a silo with {num} latents, GiB", [gib], TARGET_GIB, False)], arguments)
+    report_targets(
+        "cohort",
+        [Target(f"peak of a silo with {num} latents, GiB", [gib], TARGET_GIB, False)],
+        arguments,
+    )
 
 
 if __name__ == "__main__":

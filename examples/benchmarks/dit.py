@@ -27,7 +27,9 @@ CONDITION = ClassCondition(num_classes=NUM_CLASSES)
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-def models(architecture: Dit, shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+def models(
+    architecture: Dit, shape: tuple[int, int, int], device: str, dtype: torch.dtype
+) -> dict[str, nn.Module]:
     """Ours and the peers."""
     found = {
         "ours": build_expert(architecture, shape, condition=CONDITION),
@@ -86,12 +88,18 @@ def seconds(work: Callable[[], None], repeats: int) -> float:
 def main() -> None:
     """Command line: --rounds N --repeats N --quick --json --out FOLDER."""
     arguments = parse(__doc__, rounds=9, repeats=3)
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device, dtype = (
+        ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    )
     architecture, shape, size = SIZES["B/2" if device == "cuda" else "16M"]
     rounds = 2 if arguments.quick else arguments.rounds
     torch.manual_seed(0)
     x = torch.randn(size, *shape, device=device, dtype=dtype)
-    batch = (x, torch.rand(size, device=device).to(dtype), torch.arange(size, device=device) % NUM_CLASSES)
+    batch = (
+        x,
+        torch.rand(size, device=device).to(dtype),
+        torch.arange(size, device=device) % NUM_CLASSES,
+    )
     found = models(architecture, shape, device, dtype)
     for name, model in found.items():
         say(f"{name}: {num_parameters(model) / 1e6:.2f}M parameters")
@@ -99,11 +107,15 @@ def main() -> None:
     tokens = (shape[1] // architecture.patch) * (shape[2] // architecture.patch)
     rows, targets = [], []
     for kind in kinds:
-        called: dict[str, Any] = {n: m if kind == "eager" else torch.compile(m) for n, m in found.items()}
+        called: dict[str, Any] = {
+            n: m if kind == "eager" else torch.compile(m) for n, m in found.items()
+        }
         for what, make in (("forward", forward), ("training step", training_step)):
             works = {name: make(model, batch) for name, model in called.items()}
             # Backward, each product is followed by two of its size.
-            operations = training_flops(architecture, shape, size, CONDITION) // (3 if what == "forward" else 1)
+            operations = training_flops(architecture, shape, size, CONDITION) // (
+                3 if what == "forward" else 1
+            )
             matmul = product(size, tokens, architecture, x)
             for work in (*works.values(), matmul):
                 seconds(work, 2)
@@ -123,12 +135,15 @@ def main() -> None:
     report_targets("dit", targets, arguments)
 
 
-def _targets(kind: str, what: str, measured: list[dict[str, float]], device: str, share: float) -> list[Target]:
+def _targets(
+    kind: str, what: str, measured: list[dict[str, float]], device: str, share: float
+) -> list[Target]:
     """What is to be reached, from the seconds of each round; `share` is our operations over those of `matmul`."""
     peer = {("cpu", "eager"): 1.05, ("cuda", "eager"): 1.3, ("cuda", "compiled"): 1.0}[device, kind]
     names = [name for name in ("diffusers", "timm") if name in measured[0]]
     found = [
-        Target(f"DiT {what}, {kind}, against {n}", [one[n] / one["ours"] for one in measured], peer) for n in names
+        Target(f"DiT {what}, {kind}, against {n}", [one[n] / one["ours"] for one in measured], peer)
+        for n in names
     ]
     bound = 0.85 if device == "cpu" else 0.5
     rates = [share * one["matmul"] / one["ours"] for one in measured]

@@ -34,9 +34,14 @@ def take_in(
     made = MadeUp.create(work, num_silos, architecture)
     for number, silo_id in enumerate(made.sites):
         say(f"{name}: {silo_id} makes its expert")
-        made.answer(silo_id, partial(write_expert, architecture=architecture, seed=number, sparse=sparse))
+        made.answer(
+            silo_id, partial(write_expert, architecture=architecture, seed=number, sparse=sparse)
+        )
     plan_id, fed = made.plan.plan_id, made.federation
-    answers = [[fed.receipts / plan_id / s / "1.json", fed.path / "quarantine" / plan_id / s / "1"] for s in made.sites]
+    answers = [
+        [fed.receipts / plan_id / s / "1.json", fed.path / "quarantine" / plan_id / s / "1"]
+        for s in made.sites
+    ]
     settings: dict[str, Any] = {
         "shard_bytes": shard_bytes,
         "max_submission_bytes": submission_bytes(made.plan),
@@ -54,7 +59,10 @@ def take_in(
         return num == num_silos
 
     sites = {silo_id: site.path for silo_id, site in made.sites.items()}
-    with Processes() as processes, running(fed.path, sites, made.node_keys(), plan_id=plan_id, **settings) as wait:
+    with (
+        Processes() as processes,
+        running(fed.path, sites, made.node_keys(), plan_id=plan_id, **settings) as wait,
+    ):
         before, started = processes.cpu_s(), time.monotonic()
         wait(finished, TIMEOUT_S)
         seconds = time.monotonic() - started
@@ -76,7 +84,13 @@ def main() -> None:
     for num_silos, size, sparse in runs:
         # On the site, on its way, and verified; the database and nginx hold shards.
         require_space(arguments.work, 3 * num_silos * expert_bytes(ARCHITECTURES[size]))
-        rows += take_in(arguments.work / "intake", num_silos, size, sparse=sparse, shard_bytes=arguments.shard * 2**20)
+        rows += take_in(
+            arguments.work / "intake",
+            num_silos,
+            size,
+            sparse=sparse,
+            shard_bytes=arguments.shard * 2**20,
+        )
     report("intake_size", PROCESS_COLUMNS, rows, arguments)
     over = [f"{row[1]} ({row[0]}): {row[2]} MiB" for row in rows if row[2] > TARGET_MIB]
     say(f"over {TARGET_MIB} MiB: {', '.join(over) or 'none'}")

@@ -33,7 +33,10 @@ TIMED_STEPS = 10
 def crops(num: int, seed: int, *, held_out: bool) -> Tensor:
     """Cut squares out of both photographs in turn, values in [-1, 1], shape (N, 3, 32, 32)."""
     generator, found = torch.Generator().manual_seed(seed), []
-    photos = [torch.from_numpy(photo.copy()).permute(2, 0, 1) / 127.5 - 1 for photo in load_sample_images().images]
+    photos = [
+        torch.from_numpy(photo.copy()).permute(2, 0, 1) / 127.5 - 1
+        for photo in load_sample_images().images
+    ]
     for number in range(num):
         photo = photos[number % len(photos)]
         _, height, width = photo.shape
@@ -87,7 +90,9 @@ def seconds_per_step(images: Tensor, mask_ratio: float) -> float:
 
 def main() -> None:
     """Command line: --steps N --mask-ratio R --unmasked-share S --rounds N --quick --out FOLDER."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--mask-ratio", type=float, default=0.5)
     parser.add_argument("--unmasked-share", type=float, default=0.2)
@@ -110,11 +115,17 @@ def main() -> None:
     speed = []
     for _ in range(arguments.rounds):
         whole_s, masked_s = seconds_per_step(images, 0.0), seconds_per_step(images, ratio)
-        speed.append(num_steps * whole_s / (masked_steps * ((1 - share) * masked_s + share * whole_s)))
+        speed.append(
+            num_steps * whole_s / (masked_steps * ((1 - share) * masked_s + share * whole_s))
+        )
         print(f"a step: whole {whole_s * 1e3:.1f} ms, masked {masked_s * 1e3:.1f} ms", flush=True)
     if loss > goal:
         print(f"the masked run did not reach {goal:.4f}; the figure is for its last loss")
-    report_targets("masking", [Target("masked training, images/s at equal held-out loss", speed, 1.5)], arguments)
+    report_targets(
+        "masking",
+        [Target("masked training, images/s at equal held-out loss", speed, 1.5)],
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ def draw(folder: Path, size: str, num_experts: int, budget: int) -> None:
 
     sizes = [file.bytes for file in files]
     experts = LazyExperts(load, sizes, budget * max(sizes))
-    Ensemble(experts, None, [1.0] * num_experts, SHAPE).sample(16 * num_experts, steps=2, solver="euler")
+    Ensemble(experts, None, [1.0] * num_experts, SHAPE).sample(
+        16 * num_experts, steps=2, solver="euler"
+    )
     status = Path("/proc/self/status").read_text().splitlines()
     print(json.dumps(int(next(line for line in status if "VmHWM" in line).split()[1]) * 1024))
 
@@ -79,7 +81,12 @@ def load_times(folder: Path, architecture: Dit, turn: int) -> dict[str, tuple[fl
 
     works: list[tuple[str, Callable[[], object]]] = [
         ("ours", lambda: load_expert(architecture, SHAPE, folder, file)),
-        ("safetensors", lambda: {name: value.clone() for name, value in safetensors.torch.load_file(path).items()}),
+        (
+            "safetensors",
+            lambda: {
+                name: value.clone() for name, value in safetensors.torch.load_file(path).items()
+            },
+        ),
         ("hashing", hashed),
     ]
     found = {}
@@ -94,7 +101,9 @@ def load_times(folder: Path, architecture: Dit, turn: int) -> dict[str, tuple[fl
 
 def of_bound(times: dict[str, tuple[float, float]], clock: int) -> float:
     """Our loading as a share of what it may take; clock 0 is the wall's, 1 the processor's."""
-    return times["ours"][clock] / (TIME_TARGET * times["safetensors"][clock] + times["hashing"][clock])
+    return times["ours"][clock] / (
+        TIME_TARGET * times["safetensors"][clock] + times["hashing"][clock]
+    )
 
 
 def main() -> None:
@@ -115,19 +124,39 @@ def main() -> None:
         write_expert(folder / f"{k}.safetensors", architecture, seed=k)
     alone, eight = peak(folder, size, 1, 1), peak(folder, size, NUM_EXPERTS, BUDGET)
     experts = 1 + (eight - alone) / one
-    say(f"one expert {alone >> 20} MiB, eight within two {eight >> 20} MiB: {experts:.2f} experts and the rest")
+    say(
+        f"one expert {alone >> 20} MiB, eight within two {eight >> 20} MiB: {experts:.2f} experts and the rest"
+    )
     rounds = [load_times(folder, architecture, turn) for turn in range(arguments.rounds + 1)][1:]
     for k in range(NUM_EXPERTS):
         (folder / f"{k}.safetensors").unlink()
     rows = [
-        (name, *(round(statistics.median(times[name][clock] for times in rounds), 3) for clock in (0, 1)))
+        (
+            name,
+            *(
+                round(statistics.median(times[name][clock] for times in rounds), 3)
+                for clock in (0, 1)
+            ),
+        )
         for name in ("ours", "safetensors", "hashing")
     ]
     report("memory", ("loading " + size, "wall_s", "processor_s"), rows, arguments)
-    say(f"of the bound by processor time: {statistics.median(of_bound(times, 1) for times in rounds):.3f}")
+    say(
+        f"of the bound by processor time: {statistics.median(of_bound(times, 1) for times in rounds):.3f}"
+    )
     targets = [
-        Target("experts in memory at the peak, eight within two", [experts], MEMORY_TARGET, at_least=False),
-        Target("loading over 1.1 safetensors and hashing", [of_bound(t, 0) for t in rounds], 1.0, at_least=False),
+        Target(
+            "experts in memory at the peak, eight within two",
+            [experts],
+            MEMORY_TARGET,
+            at_least=False,
+        ),
+        Target(
+            "loading over 1.1 safetensors and hashing",
+            [of_bound(t, 0) for t in rounds],
+            1.0,
+            at_least=False,
+        ),
     ]
     report_targets("memory", targets, arguments)
 

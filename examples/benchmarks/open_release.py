@@ -45,14 +45,19 @@ def make_release(work: Path, architecture: Dit) -> tuple[Path, bytes]:
         outbox = made.sites[silo_id].outbox / plan_id / "1"
         for path in outbox.rglob("*.*"):
             if path.is_file():
-                link_or_copy(path, made.federation.accepted / plan_id / silo_id / path.relative_to(outbox))
+                link_or_copy(
+                    path, made.federation.accepted / plan_id / silo_id / path.relative_to(outbox)
+                )
     train_router(made.federation, take_inventory(made.federation), seed=0)
     say("publishing")
     # Pages show samples, which experts that nobody trained cannot draw; opening the release is what is measured below.
     with (
         patch("aggregator.release.publish.build_ensemble"),
         patch("aggregator.release.publish.load_ensemble"),
-        patch("aggregator.release.publish.write_pages", lambda content, folder, progress: _pages(folder)),
+        patch(
+            "aggregator.release.publish.write_pages",
+            lambda content, folder, progress: _pages(folder),
+        ),
     ):
         publish(made.federation, PASSPHRASE, work / "release")
     return work / "release", (made.federation.tuf / "1.root.json").read_bytes()
@@ -111,15 +116,27 @@ def main() -> None:
     for number in range(arguments.rounds + 1):
         hashed, kept = timed(lambda: hash_files(release)), timed(lambda: hash_into_memory(release))
         opened = timed(lambda: open_ensemble(release, root=root, state=work / "state"))
-        say(f"hashed in {hashed[0]:.1f} s, into memory in {kept[0]:.1f} s, verified and opened in {opened[0]:.1f} s")
+        say(
+            f"hashed in {hashed[0]:.1f} s, into memory in {kept[0]:.1f} s, verified and opened in {opened[0]:.1f} s"
+        )
         if number:
             measured = [round(value, 2) for value in (*hashed, *kept, *opened)]
-            rows.append((number, total, *measured, round(opened[0] / hashed[0], 3), round(opened[0] / kept[0], 3)))
+            rows.append(
+                (
+                    number,
+                    total,
+                    *measured,
+                    round(opened[0] / hashed[0], 3),
+                    round(opened[0] / kept[0], 3),
+                )
+            )
     shutil.rmtree(work)
     times = ("hash_s", "hash_cpu_s", "into_memory_s", "into_memory_cpu_s", "open_s", "open_cpu_s")
     report("open_release", ("round", "bytes", *times, "of_hash", "of_into_memory"), rows, arguments)
     medians = [statistics.median(row[column] for row in rows) for column in (-2, -1)]
-    say(f"median: {medians[0]:.2f} of hashing (target {TARGET}), {medians[1]:.2f} of hashing into memory")
+    say(
+        f"median: {medians[0]:.2f} of hashing (target {TARGET}), {medians[1]:.2f} of hashing into memory"
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,11 @@ def write_data(folder: Path, num: int, side: int) -> None:
             for start in range(0, count, rows):
                 tilt = rng.uniform(-60, 60, (2, min(rows, count - start), 1, 1)).astype(np.float32)
                 noise = rng.integers(0, 16, (tilt.shape[1], side, side), np.uint8)
-                handle.write((112 + tilt[0] * (x - 0.5) + tilt[1] * (y - 0.5) + noise).astype(np.uint8).tobytes())
+                handle.write(
+                    (112 + tilt[0] * (x - 0.5) + tilt[1] * (y - 0.5) + noise)
+                    .astype(np.uint8)
+                    .tobytes()
+                )
 
 
 def stages(folder: Path, side: int) -> None:
@@ -72,7 +76,11 @@ def stages(folder: Path, side: int) -> None:
     look = stage("scan", lambda: look_at(source))
     cohort = stage("cohort", load)
     again = stage("found again", load)
-    if not look.summary or look.summary.accepted != len(cohort.images) or again.digest != cohort.digest:
+    if (
+        not look.summary
+        or look.summary.accepted != len(cohort.images)
+        or again.digest != cohort.digest
+    ):
         sys.exit("pictures were lost")
     stage(f"{BATCHES} batches", read)
 
@@ -85,15 +93,23 @@ def measure(work: Path, num: int, side: int) -> list[tuple[object, ...]]:
         say(f"writing {num} pictures of {side} x {side}")
         write_data(folder / "data", num, side)
         command = [sys.executable, __file__, "--stages", str(folder), str(side)]
-        with Processes() as processes, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        with (
+            Processes() as processes,
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child,
+        ):
             for line in child.stdout or ():
                 name, seconds = json.loads(line)
                 rows.append((num, side, f"{name}, s", seconds))
                 say(f"{name}: {seconds} s")
         if child.returncode:
             sys.exit(f"the stages ended with exit code {child.returncode}")
-        peaks = {role: peak for role, peak in processes.peak_bytes.items() if role != "this process"}
-        rows += [(num, side, f"peak of {role}, MiB", round(peak / 2**20)) for role, peak in sorted(peaks.items())]
+        peaks = {
+            role: peak for role, peak in processes.peak_bytes.items() if role != "this process"
+        }
+        rows += [
+            (num, side, f"peak of {role}, MiB", round(peak / 2**20))
+            for role, peak in sorted(peaks.items())
+        ]
         return rows
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -112,7 +128,9 @@ def main() -> None:
     rows, targets = list[tuple[object, ...]](), list[Target]()
     for side, num in sizes.items():
         found = measure(arguments.work, num, side) if num else []
-        gib = [float(str(value)) / 1024 for _, _, what, value in found if str(what).startswith("peak")]
+        gib = [
+            float(str(value)) / 1024 for _, _, what, value in found if str(what).startswith("peak")
+        ]
         figure = f"largest peak of a process, {num} pictures of {side} x {side}, GiB"
         targets += [Target(figure, [max(gib)], TARGET_GIB, at_least=False)] if gib else []
         rows += found

@@ -45,10 +45,14 @@ def rate(architecture: Dit, images: Tensor, precision: Precision, num_steps: int
 
 def main() -> None:
     """Command line: --rounds N --steps N --quick --out FOLDER."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="two rounds of two steps, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="two rounds of two steps, to see that it works"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()
     rounds, steps = (2, 2) if arguments.quick else (arguments.rounds, arguments.steps)
@@ -59,12 +63,15 @@ def main() -> None:
         for name, architecture in SIZES.items():
             for index in range(-1, rounds):
                 num_steps = steps if index >= 0 else 2  # round -1 pays for what torch sets up once
-                full, half = (rate(architecture, images, precision, num_steps) for precision in PRECISIONS)
+                full, half = (
+                    rate(architecture, images, precision, num_steps) for precision in PRECISIONS
+                )
                 if index >= 0:
                     rows.append((name, threads, index, full, half, half / full))
             of_size = [row for row in rows if row[:2] == (name, threads)]
             slow, fast, ratio = (
-                statistics.median(values) for values in zip(*(row[3:] for row in of_size), strict=True)
+                statistics.median(values)
+                for values in zip(*(row[3:] for row in of_size), strict=True)
             )
             print(
                 f"{name}, {threads} threads: fp32 {slow:.0f} images/s, bf16 {fast:.0f}, ratio {ratio:.2f}",
@@ -73,7 +80,9 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     with (arguments.out / "precision.csv").open("w", newline="") as handle:
         writer = csv.writer(handle)
-        writer.writerow(("expert", "threads", "round", "fp32_images_per_s", "bf16_images_per_s", "ratio"))
+        writer.writerow(
+            ("expert", "threads", "round", "fp32_images_per_s", "bf16_images_per_s", "ratio")
+        )
         writer.writerows(rows)
     ratios = [row[5] for row in rows if row[:2] == (next(iter(SIZES)), 1)]
     target = Target("training in bf16, images/s against fp32", ratios, 1.6)

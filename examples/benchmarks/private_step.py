@@ -34,27 +34,52 @@ from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 SHAPE = (1, 28, 28)
 ARCHITECTURES: dict[str, Architecture] = {
     "dit": Dit(patch=4, hidden=128, depth=6, heads=4),
-    "unet": Unet(channels=(32, 64), num_res_blocks=1, attention=(False, True), norm_groups=16, head_channels=32),
+    "unet": Unet(
+        channels=(32, 64),
+        num_res_blocks=1,
+        attention=(False, True),
+        norm_groups=16,
+        head_channels=32,
+    ),
 }
-RECIPE = Training(num_steps=1, batch_size=1, learning_rate=1e-3, weight_decay=0.0, ema_decay=0.9, checkpoint_steps=1)
+RECIPE = Training(
+    num_steps=1,
+    batch_size=1,
+    learning_rate=1e-3,
+    weight_decay=0.0,
+    ema_decay=0.9,
+    checkpoint_steps=1,
+)
 Named = dict[str, Tensor]
 
 
-def by_loop(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -> tuple[Named, Tensor]:
+def by_loop(
+    loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples
+) -> tuple[Named, Tensor]:
     """Return each unit's gradient and loss, each computed alone."""
     units = zip(*batch.fields, strict=True)
-    gradients, losses = zip(*[unit_gradient(loss, weights, UnitSamples(*unit)) for unit in units], strict=True)
-    return {name: torch.stack([each[name] for each in gradients]) for name in weights}, torch.stack(losses)
+    gradients, losses = zip(
+        *[unit_gradient(loss, weights, UnitSamples(*unit)) for unit in units], strict=True
+    )
+    return {name: torch.stack([each[name] for each in gradients]) for name in weights}, torch.stack(
+        losses
+    )
 
 
-def by_plain(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -> tuple[Named, Tensor]:
+def by_plain(
+    loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples
+) -> tuple[Named, Tensor]:
     """Return the gradient of all units together."""
     loss_B = loss.of_samples(weights, [each.flatten(0, 1) for each in batch.fields])
-    gradients = torch.autograd.grad(loss_B.view(len(batch), -1).mean(1).sum(), list(weights.values()))
+    gradients = torch.autograd.grad(
+        loss_B.view(len(batch), -1).mean(1).sum(), list(weights.values())
+    )
     return dict(zip(weights, gradients, strict=True)), loss_B.detach()
 
 
-def by_hooks(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -> tuple[Named, Tensor]:
+def by_hooks(
+    loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples
+) -> tuple[Named, Tensor]:
     """Return each unit's gradient of the factors, from inputs that hooks keep and gradients at the layers' outputs.
 
     The output of each layer gets a tensor of zeros added, whose gradient is the one at the output.
@@ -70,7 +95,9 @@ def by_hooks(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) 
 
         return hook
 
-    layers = {name: each for name, each in loss.model.named_modules() if isinstance(each, LoraLinear)}
+    layers = {
+        name: each for name, each in loss.model.named_modules() if isinstance(each, LoraLinear)
+    }
     handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items()]
     frozen = {name: value.detach() for name, value in weights.items()}
     try:
@@ -80,20 +107,26 @@ def by_hooks(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) 
             handle.remove()
     gradients = dict(
         zip(
-            outputs, torch.autograd.grad(loss_B.view(len(batch), -1).mean(1).sum(), list(outputs.values())), strict=True
+            outputs,
+            torch.autograd.grad(loss_B.view(len(batch), -1).mean(1).sum(), list(outputs.values())),
+            strict=True,
         )
     )
     found: Named = {}
     for name, layer in layers.items():
         x_UTI = inputs[name].reshape(len(batch), -1, inputs[name].shape[-1])
         g_UTO = layer.scale * gradients[name].reshape(len(batch), -1, gradients[name].shape[-1])
-        found[f"{name}.down_RI"] = torch.einsum("uto,or,uti->uri", g_UTO, frozen[f"{name}.up_OR"], x_UTI)
+        found[f"{name}.down_RI"] = torch.einsum(
+            "uto,or,uti->uri", g_UTO, frozen[f"{name}.up_OR"], x_UTI
+        )
         h_UTR = x_UTI @ frozen[f"{name}.down_RI"].T
         found[f"{name}.up_OR"] = torch.einsum("uto,utr->uor", g_UTO, h_UTR)
     return {name: found[name] for name in weights}, loss_B.detach()
 
 
-def by_vmap(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -> tuple[Named, Tensor]:
+def by_vmap(
+    loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples
+) -> tuple[Named, Tensor]:
     """Return each unit's gradient and loss: torch maps one unit's gradient over all of them."""
     plain = {name: value.detach() for name, value in weights.items()}
 
@@ -102,28 +135,45 @@ def by_vmap(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -
 
     fields = batch.fields
     mapped = vmap(grad_and_value(of_unit), in_dims=(None, *[0] * len(fields)))
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap, which would call them one by one
+    with sdpa_kernel(
+        SDPBackend.MATH
+    ):  # the fused kernels have no rule for vmap, which would call them one by one
         gradients, loss_U = mapped(plain, *fields)
     return gradients, loss_U
 
 
 def main() -> None:
     """Time all ways and print a line of JSON for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--images", type=Path, help="npy of images of 28 x 28; random ones without it")
+    parser.add_argument(
+        "--images", type=Path, help="npy of images of 28 x 28; random ones without it"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     device, random = torch.device(asked.device), np.random.default_rng(0)
-    given = np.load(asked.images, mmap_mode="r") if asked.images else random.standard_normal((512, 28, 28))
+    given = (
+        np.load(asked.images, mmap_mode="r")
+        if asked.images
+        else random.standard_normal((512, 28, 28))
+    )
     images = torch.from_numpy(np.asarray(given[:512], dtype=np.float32)).reshape(-1, *SHAPE)
     images = images / 127.5 - 1 if asked.images else images
     for kind, architecture in ARCHITECTURES.items():
         for adaptation in (LoraAdaptation(rank=4, alpha=4.0), FullAdaptation()):
             for num, samples in ((32, 2), (16, 8)):
-                model = adapt(build_expert(architecture, SHAPE, seed=0), adaptation, seed=1).to(device)
-                print(json.dumps(timed(kind, adaptation.kind, model, images, num, samples, asked.repeats)), flush=True)
+                model = adapt(build_expert(architecture, SHAPE, seed=0), adaptation, seed=1).to(
+                    device
+                )
+                print(
+                    json.dumps(
+                        timed(kind, adaptation.kind, model, images, num, samples, asked.repeats)
+                    ),
+                    flush=True,
+                )
     for num in (10_000, 1_000_000):
         start = time.perf_counter()
         for _ in noise_of(num, 1e7, SecretStream(bytes(32), "noise")):
@@ -132,7 +182,13 @@ def main() -> None:
 
 
 def timed(
-    kind: str, adaptation: str, model: nn.Module, images: Tensor, num: int, samples: int, repeats: int
+    kind: str,
+    adaptation: str,
+    model: nn.Module,
+    images: Tensor,
+    num: int,
+    samples: int,
+    repeats: int,
 ) -> dict[str, object]:
     """Return the medians of one case: seconds of the plain way, and every other way's ratio to it."""
     device = next(model.parameters()).device
@@ -158,11 +214,19 @@ def timed(
             if repeat:  # the first warms up
                 seconds[name].append(clock() - start)
     ratios = {
-        name: round(statistics.median(a / b for a, b in zip(each, seconds["plain"], strict=True)), 2)
+        name: round(
+            statistics.median(a / b for a, b in zip(each, seconds["plain"], strict=True)), 2
+        )
         for name, each in seconds.items()
     }
     weights = sum(value.numel() for value in named.values())
-    case = {"model": kind, "adaptation": adaptation, "weights": weights, "units": num, "samples": samples}
+    case = {
+        "model": kind,
+        "adaptation": adaptation,
+        "weights": weights,
+        "units": num,
+        "samples": samples,
+    }
     return case | {"plain_s": round(statistics.median(seconds["plain"]), 4), "ratio": ratios}
 
 

@@ -71,7 +71,10 @@ def routers(num: int) -> dict[str, Router]:
     """A router of each family for so many experts, on one sketch, with random contents."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(8 * NUM_GROUPS, *SHAPE, generator=generator)
-    sketch, path = Sketch.fit(images, torch.arange(len(images)) % NUM_GROUPS, RANK, NUM_GROUPS), LinearPath()
+    sketch, path = (
+        Sketch.fit(images, torch.arange(len(images)) % NUM_GROUPS, RANK, NUM_GROUPS),
+        LinearPath(),
+    )
     mass_KG = torch.rand(num, NUM_GROUPS, generator=generator, dtype=torch.float64)
     counts = CountsRouter(sketch, (mass_KG / mass_KG.sum(1, keepdim=True)).log(), path)
     residual = Residual(sketch, num, 128, 3, path)
@@ -120,7 +123,9 @@ def risen(work: Callable[[], object]) -> int:
 
 
 def _status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -146,7 +151,16 @@ def evaluations(numbers: tuple[int, ...], rounds: int) -> list[tuple[object, ...
             rise = max(risen(partial(router.log_likelihood, x, t)) for _ in range(3))
             ms = statistics.median(times[name, num]) * 1e3
             kib = stored_bytes(router) / 1024
-            rows.append((name, num, round(ms, 3), round(statistics.median(found), 3), round(kib), rise // 1024))
+            rows.append(
+                (
+                    name,
+                    num,
+                    round(ms, 3),
+                    round(statistics.median(found), 3),
+                    round(kib),
+                    rise // 1024,
+                )
+            )
     return rows
 
 
@@ -180,7 +194,9 @@ def make_release(work: Path, num: int) -> tuple[Path, bytes]:
             "public": {"holdout_share": NUM_JUDGED / len(island)},
         }
     )
-    split(Dataset.read(work / "data.npz", recipe.data), recipe, num, "site", work / "run", PASSPHRASE)
+    split(
+        Dataset.read(work / "data.npz", recipe.data), recipe, num, "site", work / "run", PASSPHRASE
+    )
     islands = Islands(work / "run")
     for number in range(num):
         folder, name = islands.island(number), islands.split.islands[number].island_id
@@ -215,7 +231,9 @@ def openings(numbers: tuple[int, ...], rounds: int, work: Path) -> list[tuple[ob
     for number in range(rounds + 1):
         for num, (release, root) in made.items():
             hashed = seconds(partial(hash_files, release))
-            opened = seconds(partial(open_ensemble, release, root=root, state=work / f"state-{num}"))
+            opened = seconds(
+                partial(open_ensemble, release, root=root, state=work / f"state-{num}")
+            )
             say(f"{num} experts: hashed in {hashed:.3f} s, opened in {opened:.3f} s")
             if number:
                 found[num].append((opened, hashed))
@@ -228,7 +246,16 @@ def openings(numbers: tuple[int, ...], rounds: int, work: Path) -> list[tuple[ob
         rise = risen(partial(open_ensemble, release, root=root, state=work / f"state-{num}"))
         each_ms = opened_s / num * 1e3
         sizes = (len(files), round(sum(files) / 2**20, 1))
-        rows.append((num, *sizes, round(opened_s, 3), round(each_ms, 2), round(ratio, 2), round(rise / 2**20, 1)))
+        rows.append(
+            (
+                num,
+                *sizes,
+                round(opened_s, 3),
+                round(each_ms, 2),
+                round(ratio, 2),
+                round(rise / 2**20, 1),
+            )
+        )
     shutil.rmtree(work)
     return rows
 
@@ -240,9 +267,14 @@ def dense(model: torch.nn.Module, num: int, together: int) -> Tensor:
         return torch.cat([integrate(model, part, uniform_times(STEPS), "euler") for part in parts])
 
 
-def draws(numbers: tuple[int, ...], rounds: int, images: tuple[int, ...]) -> list[tuple[object, ...]]:
+def draws(
+    numbers: tuple[int, ...], rounds: int, images: tuple[int, ...]
+) -> list[tuple[object, ...]]:
     """Images a second of lock and of one dense model."""
-    experts = [build_expert(ARCHITECTURE, SHAPE, seed=k).eval().requires_grad_(False) for k in range(max(numbers))]
+    experts = [
+        build_expert(ARCHITECTURE, SHAPE, seed=k).eval().requires_grad_(False)
+        for k in range(max(numbers))
+    ]
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
         for num in numbers:
@@ -253,7 +285,12 @@ def draws(numbers: tuple[int, ...], rounds: int, images: tuple[int, ...]) -> lis
                 if number:
                     found.setdefault((num, drawn), []).append((drawn / own, alone / own))
     return [
-        (num, drawn, round(drawn / num, 1), *(round(statistics.median(p[i] for p in pairs), 3) for i in (0, 1)))
+        (
+            num,
+            drawn,
+            round(drawn / num, 1),
+            *(round(statistics.median(p[i] for p in pairs), 3) for i in (0, 1)),
+        )
         for (num, drawn), pairs in found.items()
     ]
 
@@ -269,7 +306,9 @@ def trainings(rounds: int, num_steps: int) -> list[tuple[object, ...]]:
         found: dict[str, list[tuple[float, float]]] = {"fp32": [], "bf16": []}
         for number in range(rounds + 1):
             for precision, figures in found.items():
-                settings = SamplesSettings.model_validate({**sizes, "num_steps": num_steps, "precision": precision})
+                settings = SamplesSettings.model_validate(
+                    {**sizes, "num_steps": num_steps, "precision": precision}
+                )
                 losses: list[float] = []
 
                 def note(step: int, of: int, loss: float, losses: list[float] = losses) -> None:
@@ -281,7 +320,14 @@ def trainings(rounds: int, num_steps: int) -> list[tuple[object, ...]]:
                     figures.append((took, min(losses)))
         pairs = list(zip(found["fp32"], found["bf16"], strict=True))
         ratio = statistics.median(full[0] / lower[0] for full, lower in pairs)
-        rows.append((name, num_steps, round(ratio, 2), *(round(found[each][0][1], 4) for each in ("fp32", "bf16"))))
+        rows.append(
+            (
+                name,
+                num_steps,
+                round(ratio, 2),
+                *(round(found[each][0][1], 4) for each in ("fp32", "bf16")),
+            )
+        )
     return rows
 
 
@@ -293,17 +339,39 @@ def main() -> None:
     say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
     parts, rounds = arguments.parts.split(","), arguments.rounds
     if "evaluation" in parts:
-        header: tuple[str, ...] = ("router", "experts", "ms_a_batch", "of_one_expert", "stored_kib", "risen_kib")
+        header: tuple[str, ...] = (
+            "router",
+            "experts",
+            "ms_a_batch",
+            "of_one_expert",
+            "stored_kib",
+            "risen_kib",
+        )
         report("routers", header, evaluations(numbers, rounds), arguments)
     if "opening" in parts:
-        header = ("experts", "files", "mib", "open_cpu_s", "ms_an_expert", "of_hashing", "risen_mib")
-        report("routers_open", header, openings(numbers, rounds, arguments.work / "routers"), arguments)
+        header = (
+            "experts",
+            "files",
+            "mib",
+            "open_cpu_s",
+            "ms_an_expert",
+            "of_hashing",
+            "risen_mib",
+        )
+        report(
+            "routers_open", header, openings(numbers, rounds, arguments.work / "routers"), arguments
+        )
     if "lock" in parts:
         header = ("experts", "images", "images_an_expert", "lock_images_s", "of_dense")
         report("routers_lock", header, draws(numbers, rounds, images), arguments)
     if "training" in parts:
         header = ("router", "steps", "bf16_over_fp32", "loss_fp32", "loss_bf16")
-        report("routers_training", header, trainings(min(rounds, 3), 2 if arguments.quick else 12), arguments)
+        report(
+            "routers_training",
+            header,
+            trainings(min(rounds, 3), 2 if arguments.quick else 12),
+            arguments,
+        )
     say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
 
 

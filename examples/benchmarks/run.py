@@ -21,7 +21,9 @@ CORE = ("dit", "sampling", "masking", "training_loop", "memory", "assignment", "
 
 def main() -> int:
     """Command line: --only NAME ... --quick --out FOLDER."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=CORE, default=CORE, help="some of them")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that all work")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))

@@ -59,20 +59,31 @@ def main() -> None:
     arguments = parse(__doc__, rounds=5, num=256, steps=8)
     num, steps = (64, 2) if arguments.quick else (arguments.num, arguments.steps)
     torch.set_num_threads(1)
-    experts = [build_expert(ARCHITECTURE, SHAPE, seed=k).eval().requires_grad_(False) for k in range(NUM_EXPERTS)]
+    experts = [
+        build_expert(ARCHITECTURE, SHAPE, seed=k).eval().requires_grad_(False)
+        for k in range(NUM_EXPERTS)
+    ]
     router = make_router(torch.Generator().manual_seed(0))
     ensemble = Ensemble(experts, router, [1.0] * NUM_EXPERTS, SHAPE)
     rows = []
     for number in range(arguments.rounds + 1):
         alone = seconds(lambda: dense(experts[0], num, steps, ensemble.chunk_size))
         for strategy in ("lock", "sample"):
-            own = seconds(partial(ensemble.sample, num, strategy=strategy, steps=steps, solver="euler"))
+            own = seconds(
+                partial(ensemble.sample, num, strategy=strategy, steps=steps, solver="euler")
+            )
             say(f"dense {num / alone:.1f} images/s, {strategy} {num / own:.1f}")
             if number:  # the first round warms up
                 rows.append((number, strategy, num / alone, num / own, alone / own))
-    report("sampling", ("round", "strategy", "dense_images_s", "images_s", "of_dense"), rows, arguments)
+    report(
+        "sampling", ("round", "strategy", "dense_images_s", "images_s", "of_dense"), rows, arguments
+    )
     targets = [
-        Target(f"{name}, images/s against one dense model", [row[4] for row in rows if row[1] == name], TARGET)
+        Target(
+            f"{name}, images/s against one dense model",
+            [row[4] for row in rows if row[1] == name],
+            TARGET,
+        )
         for name in ("lock", "sample")
     ]
     report_targets("sampling", targets, arguments)

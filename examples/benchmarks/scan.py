@@ -33,7 +33,9 @@ def make_small(folder: Path, num: int) -> None:
     for number in range(num):
         place = folder / f"{number // 1000:03d}"
         place.mkdir(exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (28, 28), dtype=np.uint8)).save(place / f"{number:06d}.png")
+        Image.fromarray(generator.integers(0, 256, (28, 28), dtype=np.uint8)).save(
+            place / f"{number:06d}.png"
+        )
 
 
 def make_dicom(folder: Path, num: int, *, packed: bool) -> None:
@@ -44,15 +46,28 @@ def make_dicom(folder: Path, num: int, *, packed: bool) -> None:
         disc = 2000 * np.exp(-((rows[0] - centre[0]) ** 2 + (rows[1] - centre[1]) ** 2) / 2e4)
         values = (disc + generator.normal(0, 20, disc.shape) + 100).clip(0, 4095).astype(np.uint16)
         meta = FileMetaDataset()
-        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
+        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = (
+            ExplicitVRLittleEndian,
+            CTImageStorage,
+        )
         meta.MediaStorageSOPInstanceUID = generate_uid(entropy_srcs=[str(number)])
         tags = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
         tags.SOPClassUID, tags.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
         tags.PatientID, tags.Modality, tags.PixelSpacing = f"{number // 10:05d}", "CT", [0.7, 0.7]
         tags.BodyPartExamined = "CHEST"
-        tags.Rows, tags.Columns, tags.SamplesPerPixel, tags.PhotometricInterpretation = 512, 512, 1, "MONOCHROME2"
+        tags.Rows, tags.Columns, tags.SamplesPerPixel, tags.PhotometricInterpretation = (
+            512,
+            512,
+            1,
+            "MONOCHROME2",
+        )
         tags.BitsAllocated, tags.BitsStored, tags.HighBit, tags.PixelRepresentation = 16, 12, 11, 0
-        tags.RescaleSlope, tags.RescaleIntercept, tags.WindowCenter, tags.WindowWidth = 1, -1024, 40, 400
+        tags.RescaleSlope, tags.RescaleIntercept, tags.WindowCenter, tags.WindowWidth = (
+            1,
+            -1024,
+            40,
+            400,
+        )
         tags.PixelData = values.tobytes()
         if packed:
             tags.compress(RLELossless, values, generate_instance_uid=False)
@@ -103,7 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", type=int, default=60_000)
     parser.add_argument("--dicom", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=1, help="of the DICOM, each with and without the scan")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of the DICOM, each with and without the scan"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -114,21 +131,36 @@ def main() -> None:
             make_small(folder / "small", asked.small)
             for title in ("first", "second"):
                 cost = cost_of(
-                    partial(scanned, folder / "small", folder / "private-small", asked.processes, asked.small)
+                    partial(
+                        scanned,
+                        folder / "small",
+                        folder / "private-small",
+                        asked.processes,
+                        asked.small,
+                    )
                 )
                 print(f"{title} scan of {asked.small} PNG of 28 x 28: {cost}")
         for kind in ("native", "rle") if asked.dicom else ():
             make_dicom(folder / kind, asked.dicom, packed=kind == "rle")
             clocks, processors = list[float](), list[float]()
-            for number in range(asked.rounds):  # in turn, since other work on the machine slows both
+            for number in range(
+                asked.rounds
+            ):  # in turn, since other work on the machine slows both
                 private = folder / f"private-{kind}-{number}"
                 pydicom_alone = cost_of(partial(alone, folder / kind, asked.processes))
-                cost = cost_of(partial(scanned, folder / kind, private, asked.processes, asked.dicom))
+                cost = cost_of(
+                    partial(scanned, folder / kind, private, asked.processes, asked.dicom)
+                )
                 clocks.append(pydicom_alone.clock_s / cost.clock_s)
                 processors.append(pydicom_alone.processor_s / cost.processor_s)
-                print(f"{asked.dicom} DICOM of 512 x 512, {kind}: scan {cost}; pydicom alone {pydicom_alone}; ", end="")
+                print(
+                    f"{asked.dicom} DICOM of 512 x 512, {kind}: scan {cost}; pydicom alone {pydicom_alone}; ",
+                    end="",
+                )
                 print(f"ratio {clocks[-1]:.2f}, of processors {processors[-1]:.2f}", flush=True)
-            print(f"median of {asked.rounds}: ratio {median(clocks):.2f}, of processors {median(processors):.2f}")
+            print(
+                f"median of {asked.rounds}: ratio {median(clocks):.2f}, of processors {median(processors):.2f}"
+            )
 
 
 if __name__ == "__main__":

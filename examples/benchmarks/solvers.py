@@ -32,9 +32,20 @@ from ddm.sampling.strategies import Full, Lock, Sample, Strategy
 from ddm.sampling.trajectories import Trajectories, draw_noise
 
 EVALUATIONS = (10, 25, 50, 100)
-COST: dict[SolverName, int] = {"euler": 1, "midpoint": 2, "heun": 2, "rk4": 4, "exponential": 1, "dpm": 1, "unipc": 1}
+COST: dict[SolverName, int] = {
+    "euler": 1,
+    "midpoint": 2,
+    "heun": 2,
+    "rk4": 4,
+    "exponential": 1,
+    "dpm": 1,
+    "unipc": 1,
+}
 FINE_STEPS = 100
-T_MIN, T_MAX = 0.005, 0.995  # where grids along log-SNR begin and end; then one step to 0, before one from 1
+T_MIN, T_MAX = (
+    0.005,
+    0.995,
+)  # where grids along log-SNR begin and end; then one step to 0, before one from 1
 RHO = 7.0
 COLUMNS = ("world", "path", "strategy", "grid", "solver", "evaluations", "steps", "error", "floor")
 
@@ -60,7 +71,9 @@ def log_snr_times(steps: int, path: Path) -> tuple[float, ...]:
 def karras_times(steps: int, path: Path) -> tuple[float, ...]:
     """Even in (sigma / alpha)^(1 / 7) between T_MAX and T_MIN (Karras et al. 2022, equation 5)."""
     root = 1 / RHO
-    return _between(steps, path, lambda share, high, low: (low**root + share * (high**root - low**root)) ** RHO)
+    return _between(
+        steps, path, lambda share, high, low: (low**root + share * (high**root - low**root)) ** RHO
+    )
 
 
 def shifted_times(steps: int, path: Path) -> tuple[float, ...]:
@@ -73,7 +86,9 @@ def cosine_times(steps: int, path: Path) -> tuple[float, ...]:
     return tuple(math.sin(math.pi / 2 * t) ** 2 for t in uniform_times(steps))
 
 
-def _between(steps: int, path: Path, ratio: Callable[[float, float, float], float]) -> tuple[float, ...]:
+def _between(
+    steps: int, path: Path, ratio: Callable[[float, float, float], float]
+) -> tuple[float, ...]:
     """Return 1, times at which sigma / alpha takes values between those at T_MAX and T_MIN, and 0."""
     if steps < 3:
         return uniform_times(steps)
@@ -93,7 +108,9 @@ GRIDS: dict[str, Callable[[int, Path], tuple[float, ...]]] = {
 }
 
 
-def draw(world: World, strategy: Strategy, solver: SolverName, times: Sequence[float], num: int) -> Tensor:
+def draw(
+    world: World, strategy: Strategy, solver: SolverName, times: Sequence[float], num: int
+) -> Tensor:
     """Draw samples 0 to num - 1; under lock each has the same expert for every solver and number of steps."""
     branch = Branch(log_prior(world.prior, len(world.experts)), world.router)
     mixture = Sampled(InArithmetic(world.experts), (branch,), 4096)
@@ -101,13 +118,20 @@ def draw(world: World, strategy: Strategy, solver: SolverName, times: Sequence[f
     noise = noise.double() if world.exact else noise
     steps = solver_named(solver, world.path)
     with torch.inference_mode():
-        return Trajectories(mixture, strategy, times, steps, 1, lambda _: None).integrate(noise, uniform_NS)[0]
+        return Trajectories(mixture, strategy, times, steps, 1, lambda _: None).integrate(
+            noise, uniform_NS
+        )[0]
 
 
-def measure(world: World, grids: Sequence[str], num: int, num_law: int, quick: bool) -> Iterator[tuple[object, ...]]:
+def measure(
+    world: World, grids: Sequence[str], num: int, num_law: int, quick: bool
+) -> Iterator[tuple[object, ...]]:
     """Yield a row for every strategy, grid, solver and number of evaluations."""
     fine = uniform_times(20 if quick else FINE_STEPS)
-    truths = {name: draw(world, kind, "rk4", fine, num) for name, kind in (("lock", Lock()), ("full", Full()))}
+    truths = {
+        name: draw(world, kind, "rk4", fine, num)
+        for name, kind in (("lock", Lock()), ("full", Full()))
+    }
     law = world.exact.quantiles(num_law) if world.exact else ()
     floor = sliced_distance(world.exact.draw(num_law, 1), *law) if world.exact else 0.0
     for name, strategy in (("lock", Lock()), ("full", Full()), ("sample", Sample())):
@@ -125,11 +149,19 @@ def measure(world: World, grids: Sequence[str], num: int, num_law: int, quick: b
                         off = draw(world, strategy, solver, times, num) - truths[name]
                         error = float(off.double().square().mean().sqrt())
                     at = (world.name, type(world.path).__name__, name, grid, solver)
-                    yield (*at, evaluations, len(times) - 1, error, floor if name == "sample" else 0.0)
+                    yield (
+                        *at,
+                        evaluations,
+                        len(times) - 1,
+                        error,
+                        floor if name == "sample" else 0.0,
+                    )
         say(f"{world.name}, {type(world.path).__name__}, {name}")
 
 
-def worlds(names: Sequence[str], data: FilePath, work: FilePath, train_steps: int) -> Iterator[World]:
+def worlds(
+    names: Sequence[str], data: FilePath, work: FilePath, train_steps: int
+) -> Iterator[World]:
     """Yield the mixtures on both paths, and the trained experts."""
     for made in (each for each in (plane, wide) if each.__name__ in names):
         for path in (LinearPath(), CosinePath()):
@@ -139,25 +171,44 @@ def worlds(names: Sequence[str], data: FilePath, work: FilePath, train_steps: in
             yield World(made.__name__, experts, exact, exact.prior_K.tolist(), shape, path, exact)
     if "fashion-mnist" in names:
         yield World(
-            "fashion-mnist", trained_experts(data, work, train_steps), counts_router(data), PRIOR, SHAPE, LinearPath()
+            "fashion-mnist",
+            trained_experts(data, work, train_steps),
+            counts_router(data),
+            PRIOR,
+            SHAPE,
+            LinearPath(),
         )
 
 
 def main() -> None:
     """Command line: --worlds NAME,... --grids NAME,... --data FOLDER --num N --law N --train N --quick --out FOLDER."""
     arguments = parse(
-        __doc__, grids=",".join(GRIDS), worlds="plane,wide", data="fashion-mnist", num=16, law=4000, train=300
+        __doc__,
+        grids=",".join(GRIDS),
+        worlds="plane,wide",
+        data="fashion-mnist",
+        num=16,
+        law=4000,
+        train=300,
     )
     torch.set_num_threads(1)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    num, num_law, train_steps = (4, 500, 5) if arguments.quick else (arguments.num, arguments.law, arguments.train)
+    num, num_law, train_steps = (
+        (4, 500, 5) if arguments.quick else (arguments.num, arguments.law, arguments.train)
+    )
     assert set(COST) == set(get_args(SolverName))  # noqa: S101
     rows: list[tuple[object, ...]] = []
     grids = arguments.grids.split(",")
-    for world in worlds(arguments.worlds.split(","), FilePath(arguments.data), arguments.work, train_steps):
-        for row in measure(world, grids, num if world.exact is None else 8 * num, num_law, arguments.quick):
+    for world in worlds(
+        arguments.worlds.split(","), FilePath(arguments.data), arguments.work, train_steps
+    ):
+        for row in measure(
+            world, grids, num if world.exact is None else 8 * num, num_law, arguments.quick
+        ):
             rows.append(row)
-            with (arguments.work / "solvers.partial.csv").open("a") as handle:  # of a run of hours, should it end early
+            with (arguments.work / "solvers.partial.csv").open(
+                "a"
+            ) as handle:  # of a run of hours, should it end early
                 handle.write(",".join(map(str, row)) + "\n")
     report("solvers", COLUMNS, rows, arguments)
 

@@ -64,10 +64,14 @@ def matmul_rate(seconds: float = 1.0) -> float:
 
 def main() -> None:
     """Command line: --rounds N --steps N --quick --out FOLDER."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--quick", action="store_true", help="two rounds of five steps, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="two rounds of five steps, to see that it works"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()
     rounds, steps = (2, 5) if arguments.quick else (arguments.rounds, arguments.steps)
@@ -79,15 +83,22 @@ def main() -> None:
         loop, plain, rate = ours(images, steps), bare(images, steps), matmul_rate()
         flops = training_flops(ARCHITECTURE, SHAPE, BATCH * steps)
         rows.append((index, loop, plain, loop / plain, flops / plain / rate, flops / loop / rate))
-        print(f"round {index}: ours {loop:.2f} s, bare {plain:.2f} s, ratio {loop / plain:.3f}", flush=True)
+        print(
+            f"round {index}: ours {loop:.2f} s, bare {plain:.2f} s, ratio {loop / plain:.3f}",
+            flush=True,
+        )
     share = statistics.median(row[5] for row in rows)
     print(f"median: {share:.0%} of the measured matmul rate (one thread)")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with (arguments.out / "training_loop.csv").open("w", newline="") as handle:
         writer = csv.writer(handle)
-        writer.writerow(("round", "ours_s", "bare_s", "ratio", "bare_share_of_matmul", "ours_share_of_matmul"))
+        writer.writerow(
+            ("round", "ours_s", "bare_s", "ratio", "bare_share_of_matmul", "ours_share_of_matmul")
+        )
         writer.writerows(rows)
-    ratio = Target("training loop, time over a bare loop's", [row[3] for row in rows], 1.02, at_least=False)
+    ratio = Target(
+        "training loop, time over a bare loop's", [row[3] for row in rows], 1.02, at_least=False
+    )
     report_targets("training_loop", [ratio], arguments)
 
 

@@ -55,7 +55,9 @@ def main() -> None:
     rows: list[tuple[int, int, float, float]] = []
     memory: list[tuple[str, str, int, float]] = []
     for in_flight in dict.fromkeys((arguments.flight, 1)):
-        seconds, used = transfer(arguments.work / "transfer", num_bytes, in_flight, arguments.shard * 2**20)
+        seconds, used = transfer(
+            arguments.work / "transfer", num_bytes, in_flight, arguments.shard * 2**20
+        )
         rows.append((in_flight, num_bytes, round(seconds, 1), round(num_bytes / 1e6 / seconds, 1)))
         memory += used
         say(f"{in_flight} in flight: {num_bytes / 1e6 / seconds:.1f} MB/s")

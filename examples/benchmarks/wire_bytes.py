@@ -40,13 +40,26 @@ def ours(work: Path, num_silos: int, architecture: Dit, idle_s: float) -> tuple[
     made = MadeUp.create(work, num_silos, architecture)
     plan_id, fed, port = made.plan.plan_id, made.federation, free_port()
     sites = {silo_id: site.path for silo_id, site in made.sites.items()}
-    settings: dict[str, Any] = {"shard_bytes": 64 * 2**20, "max_submission_bytes": submission_bytes(made.plan)}
+    settings: dict[str, Any] = {
+        "shard_bytes": 64 * 2**20,
+        "max_submission_bytes": submission_bytes(made.plan),
+    }
     address: dict[str, Any] = {"port": port, "plan_id": plan_id}
     with Relay(port) as relay:
         with running(
-            fed.path, sites, made.node_keys(), address=f"127.0.0.1:{relay.port}", **address, **settings
+            fed.path,
+            sites,
+            made.node_keys(),
+            address=f"127.0.0.1:{relay.port}",
+            **address,
+            **settings,
         ) as wait:
-            wait(lambda: all((site.inbox / plan_id / "bundle").exists() for site in made.sites.values()), TIMEOUT_S)
+            wait(
+                lambda: all(
+                    (site.inbox / plan_id / "bundle").exists() for site in made.sites.values()
+                ),
+                TIMEOUT_S,
+            )
             before, ended = relay.total, time.monotonic() + idle_s
             wait(lambda: time.monotonic() > ended, TIMEOUT_S)
             idle = relay.total - before
@@ -60,7 +73,10 @@ def ours(work: Path, num_silos: int, architecture: Dit, idle_s: float) -> tuple[
                 (receipts / "1.json").write_bytes(os.urandom(1200))
                 (receipts / "final").touch()
             wait(
-                lambda: all((fed.receipts / plan_id / silo_id / "1.delivered").exists() for silo_id in sites), TIMEOUT_S
+                lambda: all(
+                    (fed.receipts / plan_id / silo_id / "1.delivered").exists() for silo_id in sites
+                ),
+                TIMEOUT_S,
             )
         result = (relay.up, relay.down, idle / idle_s)
     shutil.rmtree(work)
@@ -73,7 +89,11 @@ def fedavg(work: Path, num_silos: int, architecture: Dit, num_rounds: int) -> li
     made = MadeUp.create(work, num_silos, architecture)
     fed, port = made.federation, free_port()
     sizes = [prod(spec.shape) for spec in expected_tensors(architecture, SHAPE).values()]
-    settings: dict[str, Any] = {"num_silos": num_silos, "num_rounds": num_rounds, "tensor_sizes": sizes}
+    settings: dict[str, Any] = {
+        "num_silos": num_silos,
+        "num_rounds": num_rounds,
+        "tensor_sizes": sizes,
+    }
     (fed.path / "fedavg.json").write_text(json.dumps(settings))
     sites = {silo_id: site.path for silo_id, site in made.sites.items()}
     counted = []
@@ -104,10 +124,14 @@ def main() -> None:
     """Command line: --silos N --rounds N --quick --json --out FOLDER --work FOLDER."""
     arguments = parse(__doc__, silos=2, rounds=3)
     name = "64 MiB"
-    architecture = Dit(patch=2, hidden=256, depth=3, heads=8) if arguments.quick else ARCHITECTURES[name]
+    architecture = (
+        Dit(patch=2, hidden=256, depth=3, heads=8) if arguments.quick else ARCHITECTURES[name]
+    )
     weights = 4 * sum(prod(spec.shape) for spec in expected_tensors(architecture, SHAPE).values())
     require_space(arguments.work, 6 * arguments.silos * weights)
-    up, down, idle = ours(arguments.work / "wire", arguments.silos, architecture, 20.0 if arguments.quick else IDLE_S)
+    up, down, idle = ours(
+        arguments.work / "wire", arguments.silos, architecture, 20.0 if arguments.quick else IDLE_S
+    )
     say(f"ours: {up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down")
     rounds = max(arguments.rounds, 2)
     counted = fedavg(arguments.work / "wire", arguments.silos, architecture, rounds)
@@ -118,9 +142,19 @@ def main() -> None:
         ("ours, whole", arguments.silos, up + down, (up + down) / scaled),
         (f"FedAvg, {rounds} rounds counted", arguments.silos, counted[-1], counted[-1] / scaled),
         (f"FedAvg, {ROUNDS} rounds by the second", arguments.silos, scaled, 1.0),
-        ("waiting, an hour of all silos", arguments.silos, round(idle * 3600), idle * 3600 / scaled),
+        (
+            "waiting, an hour of all silos",
+            arguments.silos,
+            round(idle * 3600),
+            idle * 3600 / scaled,
+        ),
     ]
-    report("wire_bytes", ("what", "silos", "bytes", "of_fedavg"), [(*r[:3], f"{r[3]:.5f}") for r in rows], arguments)
+    report(
+        "wire_bytes",
+        ("what", "silos", "bytes", "of_fedavg"),
+        [(*r[:3], f"{r[3]:.5f}") for r in rows],
+        arguments,
+    )
     say(f"ratio: {(up + down) / scaled:.4%}")
 
 

@@ -32,7 +32,14 @@ from silo.worker.progress import NOTE_S
 from silo.worker.state import State, save_state
 
 SHAPE, FEW = (1, 8, 8), 5
-LAUNCHER: tuple[str, ...] = (sys.executable, "-m", "ddm.training", "{folder}", "--launch", "{launch}")
+LAUNCHER: tuple[str, ...] = (
+    sys.executable,
+    "-m",
+    "ddm.training",
+    "{folder}",
+    "--launch",
+    "{launch}",
+)
 
 
 def processor_s() -> float:
@@ -49,7 +56,9 @@ def noting(folder: Path) -> Callable[[Progress], None]:
         nonlocal last
         if time.monotonic() - last >= NOTE_S:
             last = time.monotonic()
-            save_state(folder / "state.json", State(step=progress.step, num_steps=progress.num_steps))
+            save_state(
+                folder / "state.json", State(step=progress.step, num_steps=progress.num_steps)
+            )
 
     return note
 
@@ -87,10 +96,14 @@ def spent(kind: str, images: torch.Tensor, num_steps: int) -> float:
 
 def main() -> None:
     """Command line: --rounds N --steps N --quick --out FOLDER."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--quick", action="store_true", help="one round of few steps, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of few steps, to see that it works"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     arguments = parser.parse_args()
     rounds, steps = (1, 20) if arguments.quick else (arguments.rounds, arguments.steps)
@@ -99,11 +112,14 @@ def main() -> None:
     kinds, rows = ("bare", "worker", "launched"), list[tuple[float, ...]]()
     spent("worker", images, 2)  # whoever comes first also pays for what torch sets up once
     for index in range(rounds):
-        few, many = ({kind: spent(kind, images, num) for kind in kinds} for num in (FEW, FEW + steps))
+        few, many = (
+            {kind: spent(kind, images, num) for kind in kinds} for num in (FEW, FEW + steps)
+        )
         taken = [many[kind] - few[kind] for kind in kinds]
         rows.append((index, *taken, *(few[kind] for kind in kinds)))
         shares = ", ".join(
-            f"{kind} {took / taken[0] - 1:+.1%}" for kind, took in zip(kinds[1:], taken[1:], strict=True)
+            f"{kind} {took / taken[0] - 1:+.1%}"
+            for kind, took in zip(kinds[1:], taken[1:], strict=True)
         )
         print(f"round {index}: {steps} steps take {taken[0]:.2f} s bare; {shares}", flush=True)
     starts = statistics.median(row[6] for row in rows) - statistics.median(row[4] for row in rows)
@@ -111,10 +127,17 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     with (arguments.out / "worker.csv").open("w", newline="") as handle:
         writer = csv.writer(handle)
-        writer.writerow(("round", *(f"{kind}_s" for kind in kinds), *(f"{kind}_start_s" for kind in kinds)))
+        writer.writerow(
+            ("round", *(f"{kind}_s" for kind in kinds), *(f"{kind}_start_s" for kind in kinds))
+        )
         writer.writerows(rows)
     targets = [
-        Target(f"{what}, processor time over bare training's", [row[at] / row[1] for row in rows], 1.02, at_least=False)
+        Target(
+            f"{what}, processor time over bare training's",
+            [row[at] / row[1] for row in rows],
+            1.02,
+            at_least=False,
+        )
         for what, at in (("worker", 2), ("worker with a launcher", 3))
     ]
     report_targets("worker", targets, arguments)

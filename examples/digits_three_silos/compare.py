@@ -46,12 +46,18 @@ STRATEGIES: dict[str, Strategy] = {
 
 def main() -> int:
     """Command line: --out FOLDER, of a demo that has ended."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="the folder of a demo that has ended")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/demo"), help="the folder of a demo that has ended"
+    )
     out = parser.parse_args().out
     summary_path = out / "summary.json"
     if not summary_path.is_file():
-        print(f"error: {out} holds no summary.json: run the demo first (make demo).", file=sys.stderr)
+        print(
+            f"error: {out} holds no summary.json: run the demo first (make demo).", file=sys.stderr
+        )
         return 1
     try:
         found = compare(out, SILOS)
@@ -59,9 +65,14 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nInterrupted; nothing was changed. Start again with: make demo-compare", file=sys.stderr)
+        print(
+            "\nInterrupted; nothing was changed. Start again with: make demo-compare",
+            file=sys.stderr,
+        )
         return 130
-    summary_path.write_text(json.dumps(json.loads(summary_path.read_text()) | found, indent=2) + "\n")
+    summary_path.write_text(
+        json.dumps(json.loads(summary_path.read_text()) | found, indent=2) + "\n"
+    )
     print(f"\n{_text(found)}\n\nAll of this as JSON: {summary_path}")
     return 0
 
@@ -76,7 +87,9 @@ def compare(out: Path, silos: Sequence[str]) -> dict[str, object]:
     order = list(ensemble.expert_ids)
     if order != list(inventory.silos):
         raise SetupError(
-            "release", expected=f"one expert of each of {', '.join(inventory.silos)}", got=", ".join(order)
+            "release",
+            expected=f"one expert of each of {', '.join(inventory.silos)}",
+            got=", ".join(order),
         )
     private = [_images(out / "data" / f"{silo}.npz") for silo in order]
     lessons = _lessons(federation, inventory)
@@ -98,37 +111,54 @@ def _images(path: Path) -> Tensor:
         return torch.from_numpy(archive["images"])
 
 
-def _non_private_router(inventory: Inventory, private: Sequence[Tensor], lessons: PublicSketches) -> LearnedRouter:
+def _non_private_router(
+    inventory: Inventory, private: Sequence[Tensor], lessons: PublicSketches
+) -> LearnedRouter:
     """The reference: exact histograms and exact sketches, through the same code as the private routers."""
     plan, files = inventory.plan, inventory.files
     settings = plan.router
     if not isinstance(settings, LearnedSettings):
         settings = LearnedSettings(hidden=128, depth=3, num_steps=2000)
     num_groups = plan.statistics.counts.num_groups
-    groups = [files.clusters.group_F[files.clusters.assign(files.encoder.encode(images))] for images in private]
-    exact_KG = torch.stack([torch.bincount(group_N, minlength=num_groups) for group_N in groups]).double()
+    groups = [
+        files.clusters.group_F[files.clusters.assign(files.encoder.encode(images))]
+        for images in private
+    ]
+    exact_KG = torch.stack(
+        [torch.bincount(group_N, minlength=num_groups) for group_N in groups]
+    ).double()
     mass_KG = (exact_KG + 0.5) / (exact_KG + 0.5).sum(1, keepdim=True)
     counts = CountsRouter(files.sketch, mass_KG.log(), LinearPath())
     path, t_small = LinearPath(), torch.tensor(NEAR_DATA, dtype=torch.float64)
-    released = files.sketch.head(plan.statistics.sketch.rank) if plan.statistics.sketch else files.sketch
+    released = (
+        files.sketch.head(plan.statistics.sketch.rank) if plan.statistics.sketch else files.sketch
+    )
     generator = torch.Generator().manual_seed(0)
     sketches = {}
     for silo, images in zip(inventory.silos, private, strict=True):
         s_NR = released.project(images)
         noise = torch.randn(s_NR.shape, generator=generator, dtype=torch.float64)
-        sketches[silo] = (path.alpha(t_small) * s_NR + path.sigma(t_small) / files.sketch.scale * noise).float()
+        sketches[silo] = (
+            path.alpha(t_small) * s_NR + path.sigma(t_small) / files.sketch.scale * noise
+        ).float()
     train, _ = split_sketches(sketches, seed=0)
     num_units = [len(images) for images in private]
     return fit_learned(counts, train, num_units, lessons, settings, 0, t_release=NEAR_DATA)
 
 
 def _routers(
-    inventory: Inventory, manifest: Manifest, ensemble: Ensemble, lessons: PublicSketches, exact: LearnedRouter
+    inventory: Inventory,
+    manifest: Manifest,
+    ensemble: Ensemble,
+    lessons: PublicSketches,
+    exact: LearnedRouter,
 ) -> dict[str, Router]:
     noisy_KG = torch.stack(list(inventory.counts().values()))
     num_units = list(inventory.num_units.values())
     epsilon = inventory.plan.statistics.counts.epsilon
-    counts = CountsRouter.from_counts(inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath())
+    counts = CountsRouter.from_counts(
+        inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath()
+    )
     found: dict[str, Router] = {"counts": counts}
     settings = inventory.plan.router
     if manifest.router.kind == "learned" and ensemble.router is not None:
@@ -136,13 +166,17 @@ def _routers(
     elif isinstance(settings, LearnedSettings):
         train, _ = split_sketches(inventory.sketches(), 0)
         t_release = inventory.t_release() or 1.0
-        found["learned"] = fit_learned(counts, train, num_units, lessons, settings, 0, t_release=t_release)
+        found["learned"] = fit_learned(
+            counts, train, num_units, lessons, settings, 0, t_release=t_release
+        )
     return found | {"non-private": exact}
 
 
 def _lessons(federation: Federation, inventory: Inventory) -> PublicSketches:
     """The public images that the aggregator teaches its router with."""
-    with np.load(federation.plan_folder(inventory.plan.plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
+    with np.load(
+        federation.plan_folder(inventory.plan.plan_id) / PUBLIC_NAME, allow_pickle=False
+    ) as archive:
         images = torch.from_numpy(archive["fitted"])
     files = inventory.files
     group_N = files.clusters.groups(files.encoder.encode(images))
@@ -160,7 +194,9 @@ def _router_table(
 ) -> list[dict[str, object]]:
     weights = log_prior(prior, len(prior)).exp()
     entropy = -float((weights * weights.log()).sum())
-    scores = {name: cross_entropy(router, held_out, owner, prior) for name, router in routers.items()}
+    scores = {
+        name: cross_entropy(router, held_out, owner, prior) for name, router in routers.items()
+    }
     rows: list[dict[str, object]] = []
     for index, band in enumerate(next(iter(scores.values()))):
         values = {name: round(found[index].value, 4) for name, found in scores.items()}
@@ -189,8 +225,16 @@ def _text(found: dict[str, object]) -> str:
     parts = []
     bands: list[dict[str, object]] = found["router"]  # type: ignore[assignment]
     names = [name for name in ("prior", "counts", "learned", "non-private") if name in bands[0]]
-    rows = [(f"{row['t'][0]:g}-{row['t'][1]:g}", *(f"{row[name]:.4f}" for name in names)) for row in bands]  # type: ignore[index]
-    title = f"Router cross-entropy on held-out images, nats (published: {found['published_router']})"
+    rows = [
+        (
+            f"{row['t'][0]:g}-{row['t'][1]:g}",  # type: ignore[index]
+            *(f"{row[name]:.4f}" for name in names),
+        )
+        for row in bands
+    ]
+    title = (
+        f"Router cross-entropy on held-out images, nats (published: {found['published_router']})"
+    )
     parts.append(f"{title}\n" + table(rows, ("t", *names)))
 
     prior: dict[str, float] = found["prior"]  # type: ignore[assignment]

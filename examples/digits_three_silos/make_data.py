@@ -30,7 +30,9 @@ def make_data(out: Path, seed: int) -> dict[str, int]:
     held_out, private = rest[:NUM_EVALUATION], rest[NUM_EVALUATION:]
     out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(out / "public.npz", images=images[public])
-    owner, owner_held_out = np.split(assign(digits.target[np.r_[private, held_out]], seed), [len(private)])
+    owner, owner_held_out = np.split(
+        assign(digits.target[np.r_[private, held_out]], seed), [len(private)]
+    )
     np.savez_compressed(out / "evaluation.npz", images=images[held_out], silo=owner_held_out)
     sizes = {"public": NUM_PUBLIC, "evaluation": NUM_EVALUATION}
     for index, silo in enumerate(SHARES):
@@ -45,7 +47,9 @@ def assign(labels: np.ndarray, seed: int) -> np.ndarray:
     mixes = np.array([LABELS[silo] for silo in SHARES], dtype=float)
     weights = mixes / mixes.sum(1, keepdims=True) * np.array(list(SHARES.values()))[:, None]
     histogram = np.bincount(labels, minlength=10)
-    for _ in range(200):  # iterative proportional fitting: columns to the labels there are, rows to the shares
+    for _ in range(
+        200
+    ):  # iterative proportional fitting: columns to the labels there are, rows to the shares
         weights *= histogram / weights.sum(0)
         weights *= (np.array(list(SHARES.values())) * len(labels) / weights.sum(1))[:, None]
     weights /= weights.sum(0)

@@ -21,22 +21,33 @@ MINUTES = 5
 
 def main() -> int:
     """Command line: --out FOLDER [--port N]."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/demo"), help="folder to make (an earlier demo is replaced)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--port", type=int, default=0, help="port of the aggregator; a free one when omitted")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/demo"),
+        help="folder to make (an earlier demo is replaced)",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="port of the aggregator; a free one when omitted"
+    )
     parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
     arguments = parser.parse_args()
     port, recipe = arguments.port, arguments.recipe
-    code: int = run_demo(arguments.out, lambda demo: run(demo, port or demo.free_port(), recipe), "make demo")
+    code: int = run_demo(
+        arguments.out, lambda demo: run(demo, port or demo.free_port(), recipe), "make demo"
+    )
     return code
 
 
 def run(demo: Demo, port: int, recipe: Path) -> None:
     """The transcript."""
     out = demo.out
-    print(f"Three silos, an aggregator and a researcher on this machine: about {MINUTES} minutes on two quiet cores.")
+    print(
+        f"Three silos, an aggregator and a researcher on this machine: about {MINUTES} minutes on two quiet cores."
+    )
     stages: dict[str, float] = {}
     with timed(stages, "set up"):
         demo.call(sys.executable, HERE / "make_data.py", "--out", out / "data")
@@ -45,7 +56,9 @@ def run(demo: Demo, port: int, recipe: Path) -> None:
             set_up_silo(demo, silo)
     with timed(stages, "plan"):
         public = out / "data" / "public.npz"
-        demo.call("aggregator", "plan", out / "fed", "--recipe", recipe, "--public", public, "--yes")
+        demo.call(
+            "aggregator", "plan", out / "fed", "--recipe", recipe, "--public", public, "--yes"
+        )
         demo.waive(SILOS, "the digits are public; there is nobody to protect")
     with timed(stages, "train and collect"):
         processes = federate(demo)
@@ -54,13 +67,20 @@ def run(demo: Demo, port: int, recipe: Path) -> None:
     with timed(stages, "publish"):
         demo.call("aggregator", "publish", out / "fed", "--out", out / "release")
     with timed(stages, "verify and sample"):
-        demo.call("ddm", "verify", out / "release", "--root", out / "root.json", "--state", out / "state")
+        demo.call(
+            "ddm", "verify", out / "release", "--root", out / "root.json", "--state", out / "state"
+        )
         sample(demo)
     with timed(stages, "summary"):
         summary = summarise(out, SILOS)
-    summary |= {"seconds": {name: round(value, 1) for name, value in stages.items()}, "processes": processes}
+    summary |= {
+        "seconds": {name: round(value, 1) for name, value in stages.items()},
+        "processes": processes,
+    }
     write_summary(summary, out)
-    print("To compare its routers and strategies with a router that knows no privacy: make demo-compare")
+    print(
+        "To compare its routers and strategies with a router that knows no privacy: make demo-compare"
+    )
 
 
 def set_up_aggregator(demo: Demo, port: int) -> None:
@@ -111,7 +131,9 @@ def federate(demo: Demo) -> dict[str, object]:
 def approve(demo: Demo) -> None:
     """A person at north looks at what would leave, and lets exactly that leave."""
     site = demo.out / PERSON
-    while (status := json.loads(demo.ask("silo", "status", site, "--json")))["state"] != "awaiting_approval":
+    while (status := json.loads(demo.ask("silo", "status", site, "--json")))[
+        "state"
+    ] != "awaiting_approval":
         demo.watch(2.0)
     demo.call("silo", "review", site)
     demo.call("silo", "approve", site, "--digest", status["submission_digest"])

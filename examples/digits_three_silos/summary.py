@@ -17,7 +17,9 @@ SILOS = ("north", "east", "west")
 def summarise(out: Path, silos: Sequence[str]) -> dict[str, object]:
     """Gather what left each silo."""
     inventory = take_inventory(Federation(out / "fed"))
-    return {"silos": {silo: _left(out, inventory, silo) for silo in silos if silo in inventory.silos}}
+    return {
+        "silos": {silo: _left(out, inventory, silo) for silo in silos if silo in inventory.silos}
+    }
 
 
 def write_summary(summary: dict[str, object], out: Path) -> None:
@@ -25,12 +27,18 @@ def write_summary(summary: dict[str, object], out: Path) -> None:
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print()
     print(_text(summary))
-    print(f"\nA grid of samples: {out / 'samples.png'}\nAll of this as JSON: {out / 'summary.json'}")
+    print(
+        f"\nA grid of samples: {out / 'samples.png'}\nAll of this as JSON: {out / 'summary.json'}"
+    )
 
 
 def _left(out: Path, inventory: Inventory, silo: str) -> dict[str, object]:
     submission = inventory.silos[silo].submission
-    sent = [path for path in (out / silo / "outbox" / inventory.plan.plan_id).rglob("*") if path.is_file()]
+    sent = [
+        path
+        for path in (out / silo / "outbox" / inventory.plan.plan_id).rglob("*")
+        if path.is_file()
+    ]
     return {
         "images": submission.num_units,
         "epsilon": submission.spent.epsilon,
@@ -68,12 +76,18 @@ def _text(summary: dict[str, object]) -> str:
         for silo, row in silos.items()
     ]
     parts.append(
-        "What left each silo\n" + table(rows, ("silo", "images", "epsilon", "bytes left", "audit", "approved by"))
+        "What left each silo\n"
+        + table(rows, ("silo", "images", "epsilon", "bytes left", "audit", "approved by"))
     )
 
     found = [(silo, row["audit_found"]) for silo, row in silos.items()]
-    parts.append("What the leak audit found, which stays at each site\n" + table(found, ("silo", "verdict")))
+    parts.append(
+        "What the leak audit found, which stays at each site\n" + table(found, ("silo", "verdict"))
+    )
 
     seconds: dict[str, float] = summary["seconds"]  # type: ignore[assignment]
-    parts.append("Seconds\n" + table([(name, f"{value:.1f}") for name, value in seconds.items()], ("stage", "s")))
+    parts.append(
+        "Seconds\n"
+        + table([(name, f"{value:.1f}") for name, value in seconds.items()], ("stage", "s"))
+    )
     return "\n\n".join(parts)

@@ -23,11 +23,17 @@ _MAX_LABEL_BYTES = 1 << 30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="npz of labelled public images")
     parser.add_argument("--out", type=Path, required=True, help="FILE.safetensors")
-    parser.add_argument("--range", type=float, nargs=2, default=(-1.0, 1.0), help="of the plan; default -1 1")
-    parser.add_argument("--steps", type=int, default=1500, help="training steps of 128 images; default 1500")
+    parser.add_argument(
+        "--range", type=float, nargs=2, default=(-1.0, 1.0), help="of the plan; default -1 1"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1500, help="training steps of 128 images; default 1500"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and shifts")
     given = parser.parse_args()
     labels = torch.from_numpy(read_array(given.data, "labels", max_bytes=_MAX_LABEL_BYTES)).long()
@@ -38,11 +44,18 @@ def main() -> None:
     held, kept = order[: len(order) // _HELD_OUT], order[len(order) // _HELD_OUT :]
     with progress(f"training on {len(kept)} images") as tell:
         found = train_classifier(
-            images[kept], labels[kept], data, num_steps=given.steps, seed=given.seed, on_progress=tell
+            images[kept],
+            labels[kept],
+            data,
+            num_steps=given.steps,
+            seed=given.seed,
+            on_progress=tell,
         )
     found.save(given.out)
     right = found.accuracy(images[held], labels[held])
-    say(f"{given.out}: sha256 {sha256_file(given.out)}, {right:.1%} of {len(held)} held-out images right")
+    say(
+        f"{given.out}: sha256 {sha256_file(given.out)}, {right:.1%} of {len(held)} held-out images right"
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ def plan_for(
         "silos": list(silos),
         "agreed": {silo: {"images": 1 << 20} for silo in silos},
         "receipt_key": f"ed25519:{digest}",
-        "files": [{"path": f"plan/{name}.safetensors", "bytes": 1, "digest": digest} for name in names],
+        "files": [
+            {"path": f"plan/{name}.safetensors", "bytes": 1, "digest": digest} for name in names
+        ],
         "data": {"shape": list(shape), "range": [-1.0, 1.0]},
         "latent": {"kind": "identity"},
         "encoder": {"kind": "pca", "dim": 1},
@@ -66,7 +68,12 @@ def plan_for(
         "expert": expert,
         "statistics": statistics,
         "router": router or {"kind": "counts"},
-        "audit": {"required": True, "min_holdout_units": 1, "max_near_copy_rate": 0.0, "max_mia_auc": 0.5},
+        "audit": {
+            "required": True,
+            "min_holdout_units": 1,
+            "max_near_copy_rate": 0.0,
+            "max_mia_auc": 0.5,
+        },
         "limits": {"expert_bytes": 1, "statistic_bytes": 1 << 28, "train_s": 1, "gpu_hours": 0.0},
     }
     return Plan.model_validate_json(json.dumps(document | more))

@@ -76,12 +76,20 @@ class Measured(Model):
 
 def main() -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of Fashion-MNIST's idx gz files")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the table, the classifier, each row")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder of Fashion-MNIST's idx gz files"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the table, the classifier, each row"
+    )
     parser.add_argument("--rows", nargs="+", choices=sorted(ROWS), help="of the table; default all")
     parser.add_argument("--num", type=int, default=2500, help="samples of each; default 2500")
-    parser.add_argument("--steps", type=int, help="training steps, in place of the table's own, to see that it runs")
+    parser.add_argument(
+        "--steps", type=int, help="training steps, in place of the table's own, to see that it runs"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and samples")
     parser.add_argument("--threads", type=int, default=1, help="of torch; default 1")
     given = parser.parse_args()
@@ -100,7 +108,9 @@ def run(given: argparse.Namespace) -> None:
         row = ROWS[name] if given.steps is None else ROWS[name].shortened(given.steps)
         path = given.out / f"{name}-{row.training.num_steps}-{given.num}-{given.seed}.json"
         if not path.exists():
-            measured = _measure(name, row, world.train, judge, reference, num=given.num, seed=given.seed)
+            measured = _measure(
+                name, row, world.train, judge, reference, num=given.num, seed=given.seed
+            )
             write_atomic(path, measured.model_dump_json().encode())
         found[name] = Measured.model_validate_json(path.read_text("utf-8"))
     say(write(given.out, found))
@@ -113,8 +123,14 @@ def _classifier(public: Part, kept: Path) -> Classifier:
     return Classifier.load(kept)
 
 
-def _measure(name: str, row: Row, part: Part, judge: Classifier, reference: Side, *, num: int, seed: int) -> Measured:
-    told = NoCondition() if row.drop is None else ClassCondition(num_classes=int(part.label_N.max()) + 1, drop=row.drop)
+def _measure(
+    name: str, row: Row, part: Part, judge: Classifier, reference: Side, *, num: int, seed: int
+) -> Measured:
+    told = (
+        NoCondition()
+        if row.drop is None
+        else ClassCondition(num_classes=int(part.label_N.max()) + 1, drop=row.drop)
+    )
     model = build_expert(row.network, SHAPE, condition=told, seed=seed)
     settings = row.training.model_copy(update={"seed": seed})
     with tempfile.TemporaryDirectory() as scratch:
@@ -133,14 +149,19 @@ def _measure(name: str, row: Row, part: Part, judge: Classifier, reference: Side
             )
         averages: dict[float | None, dict[str, Tensor]] = {None: trained.ema}
         if row.widths:
-            averages = {width: average_of_width(Path(scratch), settings, width, trained.ema) for width in row.widths}
+            averages = {
+                width: average_of_width(Path(scratch), settings, width, trained.ema)
+                for width in row.widths
+            }
     classes = None if row.drop is None else part.label_N[torch.arange(num) % len(part)]
     fids: dict[float | None, Estimate] = {}
     for width, weights in averages.items():
         model.load_state_dict(weights)
         ensemble = Ensemble([model.eval()], None, [1.0], SHAPE, condition=told)
         with progress(f"{name}: drawing") as tell:
-            drawn = ensemble.sample(num, steps=_SOLVER_STEPS, condition=classes, seed=seed, on_progress=tell)
+            drawn = ensemble.sample(
+                num, steps=_SOLVER_STEPS, condition=classes, seed=seed, on_progress=tell
+            )
         samples = Side.of(judge.encode(drawn.images.clamp(*DATA.range)), _NEIGHBOURS)
         fids[width] = measure(samples, reference)[0]["fid"]
     width = min(fids, key=lambda each: fids[each].value)
@@ -177,7 +198,9 @@ def write(out: Path, found: Mapping[str, Measured]) -> str:
         writer.writerow(("row", *Measured.model_fields))
         for name, each in found.items():
             values = each.model_dump().values()
-            writer.writerow((name, *(f"{value:g}" if isinstance(value, float) else value for value in values)))
+            writer.writerow(
+                (name, *(f"{value:g}" if isinstance(value, float) else value for value in values))
+            )
     return text
 
 

@@ -39,7 +39,11 @@ class Row:
 
     def but(self, label: str, **changes: Any) -> "Row":
         """Return it with other settings, or other `times`, `widths`, `drop` or another `network`."""
-        others = {name: changes.pop(name) for name in ("times", "network", "widths", "drop") if name in changes}
+        others = {
+            name: changes.pop(name)
+            for name in ("times", "network", "widths", "drop")
+            if name in changes
+        }
         settings = Training.model_validate({**self.training.model_dump(), **changes})
         return replace(self, label=label, training=settings, **others)
 
@@ -82,7 +86,10 @@ ROWS: dict[str, Row] = {
     "small": _EIGHT.but("8 times, twice the steps of 32 images", batch_size=32, num_steps=3000),
     "sigmoid": _EIGHT.but("8 times, loss weighted by a sigmoid", loss_weighting="sigmoid"),
     "epochs": _EIGHT.but("8 times, epochs", order="epochs"),
-    "qk": _EIGHT.but("8 times, queries and keys normalised", network=_NETWORK.model_copy(update={"qk_norm": True})),
+    "qk": _EIGHT.but(
+        "8 times, queries and keys normalised",
+        network=_NETWORK.model_copy(update={"qk_norm": True}),
+    ),
     "warmup": _EIGHT.but("8 times, no warm-up", warmup_steps=0),
     "flip": _EIGHT.but("8 times, images mirrored at random", flip=True),
     "afterwards": _EIGHT.but(

@@ -57,12 +57,23 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--dataset", choices=get_args(DatasetName), required=True)
     parser.add_argument("--data", type=Path, help="its files; digits need none")
-    parser.add_argument("--preset", choices=get_args(PresetName), required=True, help="how large everything is")
-    parser.add_argument("--tables", type=_numbers, help="as in 1,3,7; default 1,2,3,4,7 with the preset cpu, else all")
     parser.add_argument(
-        "--row", action="append", metavar="TEXT", help="only the row of this name, or rows with the text"
+        "--preset", choices=get_args(PresetName), required=True, help="how large everything is"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for models, cells, tables, figures and page")
+    parser.add_argument(
+        "--tables",
+        type=_numbers,
+        help="as in 1,3,7; default 1,2,3,4,7 with the preset cpu, else all",
+    )
+    parser.add_argument(
+        "--row",
+        action="append",
+        metavar="TEXT",
+        help="only the row of this name, or rows with the text",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for models, cells, tables, figures and page"
+    )
     parser.add_argument(
         "--published",
         type=Path,
@@ -70,8 +81,15 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="tables of an earlier run to go on with, by its classifier if it is there",
     )
     parser.add_argument("--seeds", type=int, help="how many; default as the preset says")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of all training steps and samples; default 1")
-    parser.add_argument("--minutes", type=float, help=f"stop after so many, with status {EXIT_OUT_OF_TIME}")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="share of all training steps and samples; default 1",
+    )
+    parser.add_argument(
+        "--minutes", type=float, help=f"stop after so many, with status {EXIT_OUT_OF_TIME}"
+    )
     parser.add_argument("--threads", type=int, help="of torch on a CPU")
     given = parser.parse_args(words)
     given.tables = given.tables or _DEFAULT_TABLES[given.preset]
@@ -125,7 +143,11 @@ def rows_named(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
     """Return the rows that have one of these names, or whose name has the text where none is it; all without texts."""
     labels = {row.label for row in rows}
     exact, parts = set(texts or ()) & labels, set(texts or ()) - labels
-    found = [row for row in rows if texts is None or row.label in exact or any(part in row.label for part in parts)]
+    found = [
+        row
+        for row in rows
+        if texts is None or row.label in exact or any(part in row.label for part in parts)
+    ]
     if not found:
         raise SetupError(
             "--row",
@@ -141,7 +163,11 @@ def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> int:
     A row that fails is reported, and the others go on; return the exit status of the last that failed, or 0.
     """
     status = 0
-    trained = {kind_of(source, lab.preset): source for row in rows for source in candidates(row, lab.preset)}
+    trained = {
+        kind_of(source, lab.preset): source
+        for row in rows
+        for source in candidates(row, lab.preset)
+    }
     left: list[Callable[[], object]] = [partial(lab.rate, source) for source in trained.values()]
     left += [partial(lab.cell, row, seed) for seed in range(num_seeds) for row in rows]
     while left:
@@ -160,7 +186,9 @@ def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> int:
     return status
 
 
-def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command: str, num_seeds: int) -> Report:
+def _report(
+    lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command: str, num_seeds: int
+) -> Report:
     """Gather what is there: of the tables that were asked for, and of others that were measured whole or published.
 
     A table that was not asked for, and that another classifier judged, is shown as it was published.
@@ -188,7 +216,12 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
             earlier = origin.commands if origin and not judged_otherwise else ()
             commands = tuple(dict.fromkeys((*earlier, command)))
             origins[number] = Origin(commands=commands, judge=lab.judge.about)
-        for source in (source for row in table.rows if row.label in rows for source in candidates(row, lab.preset)):
+        for source in (
+            source
+            for row in table.rows
+            if row.label in rows
+            for source in candidates(row, lab.preset)
+        ):
             if choice := lab.chosen(source):
                 rates[kind_of(source, lab.preset)] = choice
     missing = [f"table {number}" for number in _PLANNED if number not in found]
@@ -212,7 +245,9 @@ def _rows(lab: Lab, table: Table, num_seeds: int) -> Cells:
     rows: dict[str, dict[int, Cell]] = {}
     earlier = (cells_of(lab.out, table.number), lab.published.cells.get(table.number, {}))
     for row in table.rows:
-        seeds = sorted({*range(num_seeds), *(seed for cells in earlier for seed in cells.get(row.label, {}))})
+        seeds = sorted(
+            {*range(num_seeds), *(seed for cells in earlier for seed in cells.get(row.label, {}))}
+        )
         cells = {seed: cell for seed in seeds if (cell := lab.found(row, seed)) is not None}
         if cells:
             rows[row.label] = cells

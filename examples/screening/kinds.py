@@ -74,14 +74,26 @@ class Kind:
 
 
 KINDS = {
-    "unet": Kind(Unet(channels=(16, 32), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=8)),
+    "unet": Kind(
+        Unet(
+            channels=(16, 32),
+            attention=(False, True),
+            num_res_blocks=1,
+            head_channels=8,
+            norm_groups=8,
+        )
+    ),
     "mmdit, told texts": Kind(Mmdit(patch=2, hidden=32, depth=2, heads=2), TEXTS),
     "dit, LoRA of rank 4": Kind(adaptation=LoraAdaptation(rank=4, alpha=4.0)),
-    "dit, in latents of 2 x 4 x 4": Kind(Dit(patch=1, hidden=32, depth=2, heads=2), in_latents=True),
+    "dit, in latents of 2 x 4 x 4": Kind(
+        Dit(patch=1, hidden=32, depth=2, heads=2), in_latents=True
+    ),
 }
 
 
-def fit(model: nn.Module, images: Tensor, training: Training, told: Tensor | None) -> Mapping[str, Tensor]:
+def fit(
+    model: nn.Module, images: Tensor, training: Training, told: Tensor | None
+) -> Mapping[str, Tensor]:
     """Train one expert; return its averaged weights."""
     with tempfile.TemporaryDirectory() as folder:
         return train(
@@ -101,7 +113,9 @@ def fit(model: nn.Module, images: Tensor, training: Training, told: Tensor | Non
 def texts_of(digit_N: np.ndarray) -> Tensor:
     """One of two texts of each image's digit, shape (N, L, D)."""
     rng = np.random.default_rng(0)
-    known = torch.from_numpy(rng.standard_normal((10, 2, TEXTS.max_tokens, TEXTS.dim), dtype=np.float32))
+    known = torch.from_numpy(
+        rng.standard_normal((10, 2, TEXTS.max_tokens, TEXTS.dim), dtype=np.float32)
+    )
     known[:, 1, 2:] = 0  # the second is shorter
     return known[torch.from_numpy(digit_N).long(), torch.arange(len(digit_N)) % 2]
 
@@ -154,7 +168,10 @@ def measure(kind: Kind, training: Training, num_federations: int) -> tuple[int, 
         see: Callable[[Tensor], Tensor] = latent.encode if latent else lambda x: x
         start = Start(kind, training, see(public[len(public) // 4 :]))
         held = [*zip(silos, labels, strict=True)]
-        held += [(images[digits.target == c][:60], np.full(60, c)) for c in (ALONE if number == 0 else ())]
+        held += [
+            (images[digits.target == c][:60], np.full(60, c))
+            for c in (ALONE if number == 0 else ())
+        ]
         weights = []
         for mine, of in held:
             own = fit(start(), see(mine), training, texts_of(of) if told else None)
@@ -193,7 +210,9 @@ class Start:
         return adapt(model, self.kind.adaptation, seed=0)
 
     def _fresh(self) -> nn.Module:
-        return build_expert(self.kind.architecture, self.shape, condition=self.kind.condition, seed=0)
+        return build_expert(
+            self.kind.architecture, self.shape, condition=self.kind.condition, seed=0
+        )
 
 
 def _rms(value: Tensor) -> float:
@@ -201,10 +220,16 @@ def _rms(value: Tensor) -> float:
 
 
 def _grown(
-    found: ExpertFigures, weights: Mapping[str, Tensor], base: Mapping[str, float], architecture: str
+    found: ExpertFigures,
+    weights: Mapping[str, Tensor],
+    base: Mapping[str, float],
+    architecture: str,
 ) -> ExpertFigures:
     """Compare weights with fresh ones, and with those that training started from, as intake does."""
-    before = {name: max(fresh_rms(value.shape, architecture), base.get(name, 0.0)) for name, value in weights.items()}
+    before = {
+        name: max(fresh_rms(value.shape, architecture), base.get(name, 0.0))
+        for name, value in weights.items()
+    }
     excess = {name: _rms(value) - before[name] for name, value in weights.items()}
     largest = max(excess, key=lambda name: excess[name])
     return found.model_copy(update={"excess_rms": excess[largest], "excess_tensor": largest})
@@ -215,7 +240,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--federations", type=int, default=2)
-    parser.add_argument("--kind", choices=[*KINDS], action="append", help="one of them; default: all")
+    parser.add_argument(
+        "--kind", choices=[*KINDS], action="append", help="one of them; default: all"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -224,7 +251,9 @@ def main() -> None:
         training = plain.model_copy(update={"learning_rate": kind.rate})
         num_experts, num_trials, rules = measure(kind, training, arguments.federations)
         flagged = num_trials - rules.pop("none", 0)
-        rows.append((name, f"{num_experts}", f"{num_trials}", f"{flagged}", ", ".join(sorted(rules))))
+        rows.append(
+            (name, f"{num_experts}", f"{num_trials}", f"{flagged}", ", ".join(sorted(rules)))
+        )
         print(table(rows, ("honest experts", "trained", "trials", "flagged", "rules")), flush=True)
 
 

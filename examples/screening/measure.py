@@ -23,7 +23,13 @@ from torch import Tensor
 
 from aggregator.intake.conditions import Answer
 from aggregator.intake.drawn import Gallery, PublicSet
-from aggregator.intake.screening import ExpertFigures, absolute_faults, copies, fresh_rms, relative_faults
+from aggregator.intake.screening import (
+    ExpertFigures,
+    absolute_faults,
+    copies,
+    fresh_rms,
+    relative_faults,
+)
 from aggregator.intake.trial import Trial
 from ddm.diffusion.path import LinearPath
 from ddm.encoders import PcaEncoder
@@ -46,11 +52,24 @@ from ddm.training.loop import train
 
 SHAPE, NUM_PUBLIC, FEWEST = (1, 8, 8), 400, 40
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)
-FEDERATIONS = ((0, 4, 0.1), (1, 6, 0.1), (2, 4, 0.3), (3, 6, 0.3), (4, 4, 1.0), (5, 6, 1.0))  # seed, silos, alpha
+FEDERATIONS = (
+    (0, 4, 0.1),
+    (1, 6, 0.1),
+    (2, 4, 0.3),
+    (3, 6, 0.3),
+    (4, 4, 1.0),
+    (5, 6, 1.0),
+)  # seed, silos, alpha
 ONE_DIGIT = 60  # images of a silo that holds one digit alone
 HIDDEN_CLASS = 3
 CLASSES = ClassCondition(num_classes=10)
-BEFORE = {"answers_zero", "high_loss", "large_weights", "not_learnt", "stands_apart"}  # rules of losses in bands
+BEFORE = {
+    "answers_zero",
+    "high_loss",
+    "large_weights",
+    "not_learnt",
+    "stands_apart",
+}  # rules of losses in bands
 Weights = Mapping[str, Tensor]
 Attack = Callable[[Answer], Answer]
 
@@ -91,13 +110,17 @@ def fit(
         ).ema
 
 
-def federations(images: Tensor, digit: np.ndarray) -> Iterator[tuple[Tensor, list[Tensor], list[np.ndarray]]]:
+def federations(
+    images: Tensor, digit: np.ndarray
+) -> Iterator[tuple[Tensor, list[Tensor], list[np.ndarray]]]:
     """Yield public images, and each silo's images and digits."""
     for seed, num_silos, alpha in FEDERATIONS:
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(images))
         public, private = order[:NUM_PUBLIC], order[NUM_PUBLIC:]
-        weight_KC = rng.dirichlet([alpha] * 10, size=num_silos) * rng.dirichlet([2.0] * num_silos)[:, None]
+        weight_KC = (
+            rng.dirichlet([alpha] * 10, size=num_silos) * rng.dirichlet([2.0] * num_silos)[:, None]
+        )
         weight_KC /= weight_KC.sum(0)
         owner = np.array([rng.choice(num_silos, p=weight_KC[:, c]) for c in digit[private]])
         held = [private[owner == k] for k in range(num_silos)]
@@ -106,10 +129,17 @@ def federations(images: Tensor, digit: np.ndarray) -> Iterator[tuple[Tensor, lis
 
 
 def trial_of(
-    public: Tensor, condition: Condition = NoCondition(), architecture: Architecture = ARCHITECTURE, seed: int = 0
+    public: Tensor,
+    condition: Condition = NoCondition(),
+    architecture: Architecture = ARCHITECTURE,
+    seed: int = 0,
 ) -> Trial:
     """Return the trial that intake would put the experts of a federation on; `seed` makes its secret."""
-    holdout, fitted, shape = public[: len(public) // 4], public[len(public) // 4 :], tuple(public.shape[1:])
+    holdout, fitted, shape = (
+        public[: len(public) // 4],
+        public[len(public) // 4 :],
+        tuple(public.shape[1:]),
+    )
     encoder = PcaEncoder.fit(fitted, min(32, fitted[0].numel()))
     return Trial(
         secret=seed.to_bytes(32),
@@ -119,7 +149,11 @@ def trial_of(
         condition=condition,
         images=holdout,
         mean=fitted.mean(0),
-        gallery=Gallery(PublicSet(public[:256].flatten(1)), PublicSet(encoder.encode(public[:256])), encoder.encode),
+        gallery=Gallery(
+            PublicSet(public[:256].flatten(1)),
+            PublicSet(encoder.encode(public[:256])),
+            encoder.encode,
+        ),
         forward_flops=training_flops(architecture, shape, 1, condition) / 3,
     )
 
@@ -139,7 +173,10 @@ def answer_of(
 
 def figures(weights: Weights, answer: Answer, trial: Trial, name: str) -> ExpertFigures:
     """Measure an expert as intake does."""
-    excess = {name: float(value.square().mean().sqrt()) - fresh_rms(value.shape) for name, value in weights.items()}
+    excess = {
+        name: float(value.square().mean().sqrt()) - fresh_rms(value.shape)
+        for name, value in weights.items()
+    }
     largest, measured = max(excess, key=lambda name: excess[name]), trial.measure(answer, name)
     return ExpertFigures(
         expert_id=name,
@@ -158,20 +195,33 @@ def weight_attacks(weights: Weights, others: Weights) -> dict[str, Weights]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(std: Callable[[Tensor], float]) -> Weights:
-        return {name: std(value) * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+        return {
+            name: std(value) * torch.randn(value.shape, generator=generator)
+            for name, value in weights.items()
+        }
 
     sizes = {name: 0.02 * float(value.square().mean().sqrt()) for name, value in others.items()}
-    shaken = {name: sizes[name] * torch.randn(v.shape, generator=generator) for name, v in others.items()}
+    shaken = {
+        name: sizes[name] * torch.randn(v.shape, generator=generator) for name, v in others.items()
+    }
     return {
         "random weights, standard deviation 0.05": normal(lambda value: 0.05),
-        "random weights, each tensor's own size": normal(lambda value: float(value.square().mean().sqrt())),
+        "random weights, each tensor's own size": normal(
+            lambda value: float(value.square().mean().sqrt())
+        ),
         "all weights x 3": {name: 3 * value for name, value in weights.items()},
         "all weights x 1.3": {name: 1.3 * value for name, value in weights.items()},
-        "sign of the last layer flipped": {n: -v if n.startswith("head") else v for n, v in weights.items()},
+        "sign of the last layer flipped": {
+            n: -v if n.startswith("head") else v for n, v in weights.items()
+        },
         "constant answer": dict(weights) | {"head.weight": 0 * weights["head.weight"]},
         "untrained": build_expert(ARCHITECTURE, SHAPE, seed=1).state_dict(),
-        "copy of another silo's, retouched by 1e-5": {name: 1.00001 * value for name, value in others.items()},
-        "copy of another silo's, weights shaken by 2%": {name: v + shaken[name] for name, v in others.items()},
+        "copy of another silo's, retouched by 1e-5": {
+            name: 1.00001 * value for name, value in others.items()
+        },
+        "copy of another silo's, weights shaken by 2%": {
+            name: v + shaken[name] for name, v in others.items()
+        },
     }
 
 
@@ -232,7 +282,10 @@ def not_a_number(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
 def answer_attacks(public: Tensor) -> dict[str, Attack]:
     """Return the attacks that change an honest expert's answers at some times or for some inputs."""
     generator, shape = torch.Generator().manual_seed(1), public.shape[1:]
-    noise, direction = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator).flatten()
+    noise, direction = (
+        torch.randn(shape, generator=generator),
+        torch.randn(shape, generator=generator).flatten(),
+    )
     direction /= direction.norm()
     middles = public.flatten(1)[:: len(public) // 3][:3]
     planted = towards(planted_image(shape))
@@ -253,14 +306,20 @@ def answer_attacks(public: Tensor) -> dict[str, Attack]:
         "output x 1.5 at t = 1": at_times([1.0], 1.5),
         "output x 100 at one t of the default grid, 0.74": at_times([0.74], 100.0),
         "output x 30 at half a default step, 0.33": at_times([0.33], 30.0),
-        "output x 100 at one t of a grid of 37 steps, 1 - 1/37": at_times([1 - 1 / 37], 100.0, 2e-4),
+        "output x 100 at one t of a grid of 37 steps, 1 - 1/37": at_times(
+            [1 - 1 / 37], 100.0, 2e-4
+        ),
         "output x 3 for t in 0.9 to 1": at_times([0.95], 3.0, 0.05),
         "output x 1.3 for t in 0.9 to 1": at_times([0.95], 1.3, 0.05),
         "NaN below t = 0.3": where(lambda x, t, c: t < 0.3, not_a_number),
-        "NaN at t = 0.02, the last default step": where(lambda x, t, c: (t - 0.02).abs() < 1e-3, not_a_number),
+        "NaN at t = 0.02, the last default step": where(
+            lambda x, t, c: (t - 0.02).abs() < 1e-3, not_a_number
+        ),
         "one image, whatever the input": lambda answer: towards(public[0]),
         "one image, only for t above 0.98": where(lambda x, t, c: t > 0.98, towards(public[0])),
-        "the same noise added to every answer, size 0.5": lambda answer: lambda x, t, c: answer(x, t, c) + 0.5 * noise,
+        "the same noise added to every answer, size 0.5": lambda answer: (
+            lambda x, t, c: answer(x, t, c) + 0.5 * noise
+        ),
         "planted image for a third of the inputs, t below 0.6": where(near_middle, planted),
         "planted image for 1 noise in 4 (trigger along a direction)": share(0.67),
         "planted image for 1 noise in 1,000": share(3.09),
@@ -277,13 +336,16 @@ def class_attacks(public: Tensor) -> dict[str, Attack]:
 
     def swapped(answer: Answer) -> Answer:
         def attacked(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
-            return answer(x_B, t_B, c_B if c_B is None else torch.where(c_B == HIDDEN_CLASS, 5, c_B))
+            return answer(
+                x_B, t_B, c_B if c_B is None else torch.where(c_B == HIDDEN_CLASS, 5, c_B)
+            )
 
         return attacked
 
     return {
         "one class: output x 100 at t = 1": where(
-            lambda x, t, c: hidden(x, t, c) & (t > 0.999), lambda x, t, c: 100.0 * torch.ones_like(x)
+            lambda x, t, c: hidden(x, t, c) & (t > 0.999),
+            lambda x, t, c: 100.0 * torch.ones_like(x),
         ),
         "one class: NaN": where(hidden, not_a_number),
         "one class: one image": where(hidden, towards(public[0])),
@@ -295,7 +357,9 @@ def _spread(value_B: Tensor) -> Tensor:
     return value_B.view(-1, 1, 1, 1)
 
 
-def judge(others: Sequence[ExpertFigures], one: ExpertFigures, trial: Trial, training: Training) -> set[str]:
+def judge(
+    others: Sequence[ExpertFigures], one: ExpertFigures, trial: Trial, training: Training
+) -> set[str]:
     """Return the rules that flag `one` beside the others."""
     by_silo = {each.expert_id: [each] for each in others}
     found = absolute_faults(one, trial.probe, training) + copies(one, by_silo, training)
@@ -323,16 +387,26 @@ class Tally:
     def rows(self) -> list[Row]:
         """Return what, how often tried, flagged, flagged by losses in bands, and all rules that flagged it."""
         return [
-            (what, num, self.flagged[what], self.by_bands[what], ", ".join(sorted(self.rules[what])))
+            (
+                what,
+                num,
+                self.flagged[what],
+                self.by_bands[what],
+                ", ".join(sorted(self.rules[what])),
+            )
             for what, num in self.tried.items()
         ]
 
 
-def measure(training: Training, num_federations: int = len(FEDERATIONS), told: int = 1) -> list[Row]:
+def measure(
+    training: Training, num_federations: int = len(FEDERATIONS), told: int = 1
+) -> list[Row]:
     """Try every kind of expert; see `Tally.rows`. The first `told` federations also train experts told classes."""
     digits, tally = load_digits(), Tally()
     images = torch.from_numpy((digits.images[:, None] / 8.0 - 1.0).astype(np.float32))
-    poisoned = {name: fit(made_of, training) for name, made_of in poisons(images, digits.target).items()}
+    poisoned = {
+        name: fit(made_of, training) for name, made_of in poisons(images, digits.target).items()
+    }
     single = [fit(images[digits.target == c][:ONE_DIGIT], training) for c in range(10)]
     for number, (public, silos, labels) in enumerate(federations(images, digits.target)):
         if number == num_federations:
@@ -340,19 +414,28 @@ def measure(training: Training, num_federations: int = len(FEDERATIONS), told: i
         trial = trial_of(public, seed=number)
         measured = partial(figures, trial=trial)
         weights = [fit(silo, training) for silo in silos]
-        honest = [measured(each, answer_of(each), name=f"silo{k}") for k, each in enumerate(weights)]
-        alone = [measured(each, answer_of(each), name=f"digit{digit}") for digit, each in enumerate(single)]
+        honest = [
+            measured(each, answer_of(each), name=f"silo{k}") for k, each in enumerate(weights)
+        ]
+        alone = [
+            measured(each, answer_of(each), name=f"digit{digit}")
+            for digit, each in enumerate(single)
+        ]
         for k, one in enumerate(honest):
             others = honest[:k] + honest[k + 1 :]
             tally.count("honest, mixture of digits", judge(others, one, trial, training))
             for each in alone:
-                tally.count("honest, one digit alone, 60 images", judge(others, each, trial, training))
+                tally.count(
+                    "honest, one digit alone, 60 images", judge(others, each, trial, training)
+                )
             made = weight_attacks(weights[k], weights[k - 1]) | poisoned
             cheats = {what: (each, answer_of(each)) for what, each in made.items()}
             for what, attack in answer_attacks(public).items():
                 cheats[what] = (weights[k], attack(answer_of(weights[k])))
             for what, (of, answer) in cheats.items():
-                cheat = measured(of, answer, name="cheat" + sha256_hex(f"{number} {k} {what}".encode())[:8])
+                cheat = measured(
+                    of, answer, name="cheat" + sha256_hex(f"{number} {k} {what}".encode())[:8]
+                )
                 tally.count(what, judge(others, cheat, trial, training))
             _colluding(weights[k - 1], others[k - 1 :], measured, tally, trial, training)
         if number < told:
@@ -375,16 +458,26 @@ def _colluding(
         measured(copied, lambda x, t, c, sign=sign: answer(x, t, c) + sign * bias, name=f"pair{k}")
         for k, sign in enumerate((1.0, -1.0))
     ]
-    tally.count("pair: one expert plus and minus a constant image", judge([*others, pair[0]], pair[1], trial, training))
+    tally.count(
+        "pair: one expert plus and minus a constant image",
+        judge([*others, pair[0]], pair[1], trial, training),
+    )
 
 
 def _told(
-    public: Tensor, silos: list[Tensor], labels: list[np.ndarray], tally: Tally, number: int, training: Training
+    public: Tensor,
+    silos: list[Tensor],
+    labels: list[np.ndarray],
+    tally: Tally,
+    number: int,
+    training: Training,
 ) -> None:
     """Try experts that are told classes."""
     trial = trial_of(public, CLASSES, seed=number)
     weights = [fit(silo, training, mine) for silo, mine in zip(silos, labels, strict=True)]
-    honest = [figures(each, answer_of(each, CLASSES), trial, f"silo{k}") for k, each in enumerate(weights)]
+    honest = [
+        figures(each, answer_of(each, CLASSES), trial, f"silo{k}") for k, each in enumerate(weights)
+    ]
     for k, one in enumerate(honest):
         others = honest[:k] + honest[k + 1 :]
         tally.count("honest, told classes", judge(others, one, trial, training))
@@ -396,15 +489,23 @@ def _told(
 
 def false_alarms() -> None:
     """Try honest experts of the demo's size and steps, each against five secrets, and measure the time of a trial."""
-    plan = tomllib.loads((Path(__file__).parents[1] / "digits_three_silos" / "plan.toml").read_text("utf-8"))["expert"]
-    architecture, training = Dit.model_validate(plan["architecture"]), Training.model_validate(plan["training"])
+    plan = tomllib.loads(
+        (Path(__file__).parents[1] / "digits_three_silos" / "plan.toml").read_text("utf-8")
+    )["expert"]
+    architecture, training = (
+        Dit.model_validate(plan["architecture"]),
+        Training.model_validate(plan["training"]),
+    )
     digits = load_digits()
     images = torch.from_numpy((digits.images[:, None] / 8.0 - 1.0).astype(np.float32))
     alone = [images[digits.target == c][:ONE_DIGIT] for c in range(10)]
     num_experts, num_trials, num_flagged, seconds = 0, 0, 0, [(0.0, 0.0)]
     for number, (public, silos, _) in enumerate(federations(images, digits.target)):
         for made_of in [*silos, *(alone if number == 0 else [])]:
-            weights, num_experts = fit(made_of, training, None, architecture, LogitNormalT()), num_experts + 1
+            weights, num_experts = (
+                fit(made_of, training, None, architecture, LogitNormalT()),
+                num_experts + 1,
+            )
             answer = answer_of(weights, architecture=architecture)
             for seed in range(5):
                 trial = trial_of(public, architecture=architecture, seed=seed)
@@ -427,7 +528,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--federations", type=int, default=3)
-    parser.add_argument("--demo", action="store_true", help="false alarms at the demo's size: an hour")
+    parser.add_argument(
+        "--demo", action="store_true", help="false alarms at the demo's size: an hour"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.demo:

@@ -42,7 +42,14 @@ def draw_picture(
     figure = Figure(figsize=(3.1 * (num + 3), 6.9), facecolor=SEA)
     axes = figure.subplots(2, num + 3)
     for k, (silo, share) in enumerate(zip(SILOS, SHARES, strict=True)):
-        panel(axes[0, k], world, expert(k), f"expert {silo}", f"saw its own {share:.0%} of the data alone", k)
+        panel(
+            axes[0, k],
+            world,
+            expert(k),
+            f"expert {silo}",
+            f"saw its own {share:.0%} of the data alone",
+            k,
+        )
         prior = [float(j == k) for j in range(num)]
         drawn = ensemble.sample(round(NUM_SAMPLES * share), prior=prior, steps=24)
         scatter(axes[1, k], drawn.images, drawn.expert_N)
@@ -67,7 +74,9 @@ def draw_picture(
     return path
 
 
-def panel(axes: Axes, world: World, velocity: Velocity, title: str, subtitle: str, silo: int | None = None) -> None:
+def panel(
+    axes: Axes, world: World, velocity: Velocity, title: str, subtitle: str, silo: int | None = None
+) -> None:
     """A field of velocities, drawn towards the data, over the density that it is about."""
     side = torch.linspace(-WIDE, WIDE, GRID)
     x_BD = torch.cartesian_prod(side, side)
@@ -75,10 +84,14 @@ def panel(axes: Axes, world: World, velocity: Velocity, title: str, subtitle: st
         u_BD = -velocity(x_BD, torch.full((len(x_BD),), HALF_WAY))
     u, v = (part.view(GRID, GRID).T.numpy() for part in u_BD.unbind(1))
     fine = torch.linspace(-WIDE, WIDE, 161, dtype=torch.float64)
-    density = world.density(torch.cartesian_prod(fine, fine), HALF_WAY, silo).view(161, 161).T.numpy()
+    density = (
+        world.density(torch.cartesian_prod(fine, fine), HALF_WAY, silo).view(161, 161).T.numpy()
+    )
     colour = SAND[silo] if silo is not None else "#9ab8cc"
     shades = LinearSegmentedColormap.from_list("shades", [SEA, colour])
-    axes.imshow(density**0.6, origin="lower", extent=(-WIDE, WIDE, -WIDE, WIDE), cmap=shades, alpha=0.75)
+    axes.imshow(
+        density**0.6, origin="lower", extent=(-WIDE, WIDE, -WIDE, WIDE), cmap=shades, alpha=0.75
+    )
     speed = np.hypot(u, v)
     # What an expert says where its data never come is no more than a guess: dim.
     near = world.density(x_BD.double(), HALF_WAY, silo).view(GRID, GRID).T.numpy()
@@ -86,7 +99,9 @@ def panel(axes: Axes, world: World, velocity: Velocity, title: str, subtitle: st
     width = 0.35 + 1.1 * np.minimum(speed / 4, 1.0)
     shade = (near / near.max()) ** 0.2
     sides = side.numpy()
-    axes.streamplot(sides, sides, u, v, color=shade, cmap=lines, linewidth=width, density=1.1, arrowsize=0.75)
+    axes.streamplot(
+        sides, sides, u, v, color=shade, cmap=lines, linewidth=width, density=1.1, arrowsize=0.75
+    )
     axes.set_title(f"{title}\n", color=INK, fontsize=15, pad=4)
     axes.text(0.5, 1.03, subtitle, color=PALE, fontsize=10.5, ha="center", transform=axes.transAxes)
     frame(axes)
@@ -109,6 +124,8 @@ def owners(world: World, points_ND: Tensor) -> Tensor:
 
 def frame(axes: Axes) -> None:
     """Set the same square limits and background for every panel."""
-    axes.set(xlim=(-WIDE, WIDE), ylim=(-WIDE, WIDE), xticks=[], yticks=[], facecolor=SEA, aspect="equal")
+    axes.set(
+        xlim=(-WIDE, WIDE), ylim=(-WIDE, WIDE), xticks=[], yticks=[], facecolor=SEA, aspect="equal"
+    )
     for spine in axes.spines.values():
         spine.set_color("#1f3346")

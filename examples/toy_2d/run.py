@@ -45,7 +45,9 @@ class Field(nn.Module):
         self.waves: Tensor
         self.register_buffer("waves", pi * torch.tensor([0.25, 0.5, 1.0]), persistent=False)
         sizes = [3 * 7, width, width, width]
-        hidden = [layer for one, two in pairwise(sizes) for layer in (nn.Linear(one, two), nn.SiLU())]
+        hidden = [
+            layer for one, two in pairwise(sizes) for layer in (nn.Linear(one, two), nn.SiLU())
+        ]
         self.layers = nn.Sequential(*hidden, nn.Linear(width, 2))
 
     def forward(self, x_BD: Tensor, t_B: Tensor) -> Tensor:
@@ -87,9 +89,14 @@ def train_expert(points: Tensor, folder: Path, seed: int, num_steps: int) -> nn.
 def counts_router(public: Tensor, silos: Sequence[Tensor], seed: int) -> CountsRouter:
     """The library's counts router: public groups, and how much of each silo lies in each of them."""
     groups = KMeans(NUM_GROUPS, n_init=1, random_state=seed).fit(public.numpy())
-    sketch = Sketch.fit(public, torch.from_numpy(groups.labels_).long(), rank=2, num_groups=NUM_GROUPS)
+    sketch = Sketch.fit(
+        public, torch.from_numpy(groups.labels_).long(), rank=2, num_groups=NUM_GROUPS
+    )
     held_KG = torch.stack(
-        [torch.from_numpy(groups.predict(points.numpy())).long().bincount(minlength=NUM_GROUPS) for points in silos]
+        [
+            torch.from_numpy(groups.predict(points.numpy())).long().bincount(minlength=NUM_GROUPS)
+            for points in silos
+        ]
     )
     return CountsRouter(sketch, (held_KG / held_KG.sum(1, keepdim=True)).log(), LinearPath())
 
@@ -120,13 +127,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500, help="training steps of each expert")
-    parser.add_argument("--weights", choices=WEIGHTS, default="posterior", help="how the experts are combined")
+    parser.add_argument(
+        "--weights", choices=WEIGHTS, default="posterior", help="how the experts are combined"
+    )
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
 
     world = islands()
-    silos = [world.draw(round(NUM_POINTS * share), args.seed * 10 + k, k) for k, share in enumerate(SHARES)]
+    silos = [
+        world.draw(round(NUM_POINTS * share), args.seed * 10 + k, k)
+        for k, share in enumerate(SHARES)
+    ]
     experts = []
     for k, (silo, points) in enumerate(zip(SILOS, silos, strict=True)):
         folder = args.out / "checkpoints" / f"{silo}-{args.seed}-{args.steps}"
@@ -136,12 +148,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ensemble = Ensemble(experts, router, SHARES, shape=(2,), expert_ids=SILOS)
 
     errors = {kind: relative_error(world, ensemble, kind, args.seed + 2000) for kind in WEIGHTS}
-    path = draw_picture(world, ensemble, lambda x, t: weights_at(ensemble, x, t, "uniform"), errors, args.out)
+    path = draw_picture(
+        world, ensemble, lambda x, t: weights_at(ensemble, x, t, "uniform"), errors, args.out
+    )
     print(f"fields and samples: {path}")
     for kind in WEIGHTS[1:]:
-        print(f"the same experts, {kind} weights: relative error {errors[kind]:.3f}, a wrong combination")
+        print(
+            f"the same experts, {kind} weights: relative error {errors[kind]:.3f}, a wrong combination"
+        )
     error = errors[args.weights]
-    print(f"relative error of the ensemble's velocity, {args.weights} weights: {error:.4f} (bound {BOUND:g})")
+    print(
+        f"relative error of the ensemble's velocity, {args.weights} weights: {error:.4f} (bound {BOUND:g})"
+    )
     return int(not error <= BOUND)
 
 

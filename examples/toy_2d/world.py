@@ -44,14 +44,20 @@ class World:
         """``u = E[eps - x_0 | x_t]``, of all the data or of one silo's, (B, D)."""
         t_B1 = t_B[:, None]
         variance_BC = ((1 - t_B1) * self.std_C).square() + t_B1.square()
-        residual_BCD = (x_BD[:, None] - (1 - t_B1)[..., None] * self.mean_CD) / variance_BC[..., None]
+        residual_BCD = (x_BD[:, None] - (1 - t_B1)[..., None] * self.mean_CD) / variance_BC[
+            ..., None
+        ]
         x_0_BCD = self.mean_CD + ((1 - t_B1) * self.std_C.square())[..., None] * residual_BCD
         of_component_BC = self.log_joint(x_BD, t_B, silo).softmax(1)
         return (of_component_BC[..., None] * (t_B1[..., None] * residual_BCD - x_0_BCD)).sum(1)
 
     def density(self, x_BD: Tensor, t: float, silo: int | None = None) -> Tensor:
         """``p_t(x)`` up to a constant, (B,)."""
-        return self.log_joint(x_BD, torch.full((len(x_BD),), t, dtype=x_BD.dtype), silo).logsumexp(1).exp()
+        return (
+            self.log_joint(x_BD, torch.full((len(x_BD),), t, dtype=x_BD.dtype), silo)
+            .logsumexp(1)
+            .exp()
+        )
 
     def draw(self, num: int, seed: int, silo: int | None = None) -> Tensor:
         """Data, of all silos or of one, (num, D), float32."""
@@ -72,4 +78,9 @@ def islands() -> World:
         mean.append(torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1))
         weight.append(share * torch.full_like(along, 1 / len(along)))
     std_C = (0.16 + 0.12 * along).repeat(len(SHARES))
-    return World(torch.cat(mean), std_C, torch.cat(weight), torch.arange(len(SHARES)).repeat_interleave(len(along)))
+    return World(
+        torch.cat(mean),
+        std_C,
+        torch.cat(weight),
+        torch.arange(len(SHARES)).repeat_interleave(len(along)),
+    )

@@ -14,7 +14,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-NUM_PUBLIC_PATIENTS, NUM_PUBLIC_IMAGES = 15, 150  # of Hannover's 71 patients; of Guangzhou's 524 images
+NUM_PUBLIC_PATIENTS, NUM_PUBLIC_IMAGES = (
+    15,
+    150,
+)  # of Hannover's 71 patients; of Guangzhou's 524 images
 TABLE = "metadata.csv"
 
 
@@ -53,19 +56,27 @@ def make_data(hannover: Path, pneumonia: Path, out: Path, seed: int = 0) -> dict
         table.writerows(((hannover / row["file"]).resolve(), row["patient_id"]) for row in private)
     # The published file names no patients. Here each image stands for one: see "The unit" in README.md.
     np.savez(out / "guangzhou.npz", images=train, patients=np.arange(len(train)))
-    return {"hannover": len(private), "guangzhou": len(train), "public": sum(1 for _ in public.iterdir())}
+    return {
+        "hannover": len(private),
+        "guangzhou": len(train),
+        "public": sum(1 for _ in public.iterdir()),
+    }
 
 
 def _rows(hannover: Path) -> list[dict[str, str]]:
     table = hannover / TABLE
     if not table.is_file():
-        raise InputError(f"{hannover} holds no {TABLE}; name the folder of the Hannover images with --hannover.")
+        raise InputError(
+            f"{hannover} holds no {TABLE}; name the folder of the Hannover images with --hannover."
+        )
     with table.open(newline="", encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))
     if not rows or not {"file", "patient_id"} <= rows[0].keys():
         raise InputError(f"{table} has no columns file and patient_id.")
     if len({row["patient_id"] for row in rows}) <= NUM_PUBLIC_PATIENTS:
-        raise InputError(f"{table} names no more than {NUM_PUBLIC_PATIENTS} patients, all of whom would become public.")
+        raise InputError(
+            f"{table} names no more than {NUM_PUBLIC_PATIENTS} patients, all of whom would become public."
+        )
     return rows
 
 
@@ -81,9 +92,15 @@ def _images(pneumonia: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> int:
     """Command line: --hannover FOLDER --pneumonia NPZ --out FOLDER [--seed N]."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hannover", type=Path, required=True, help=f"folder with {TABLE} and the pictures")
-    parser.add_argument("--pneumonia", type=Path, required=True, help="PneumoniaMNIST, 28 x 28, npz")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--hannover", type=Path, required=True, help=f"folder with {TABLE} and the pictures"
+    )
+    parser.add_argument(
+        "--pneumonia", type=Path, required=True, help="PneumoniaMNIST, 28 x 28, npz"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

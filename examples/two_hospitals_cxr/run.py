@@ -23,11 +23,20 @@ AGAIN = "python examples/two_hospitals_cxr/run.py, as before"
 
 def main() -> int:
     """Command line: --hannover FOLDER --pneumonia NPZ [--out FOLDER] [--recipe FILE] [--num N]."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hannover", type=Path, required=True, help="folder with metadata.csv and the pictures")
-    parser.add_argument("--pneumonia", type=Path, required=True, help="PneumoniaMNIST, 28 x 28, npz")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/cxr"), help="folder to make (an earlier one is replaced)"
+        "--hannover", type=Path, required=True, help="folder with metadata.csv and the pictures"
+    )
+    parser.add_argument(
+        "--pneumonia", type=Path, required=True, help="PneumoniaMNIST, 28 x 28, npz"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/cxr"),
+        help="folder to make (an earlier one is replaced)",
     )
     parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
     parser.add_argument("--num", type=int, default=36, help="samples of each")
@@ -45,12 +54,16 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
         demo.call(sys.executable, HERE / "make_data.py", *sources, "--out", out / "data")
     with timed(stages, "scan"):
         for silo, name in DATA.items():
-            demo.call("silo", "scan", "--data", out / "data" / name, "--private", out / f"{silo}-scan")
+            demo.call(
+                "silo", "scan", "--data", out / "data" / name, "--private", out / f"{silo}-scan"
+            )
     with timed(stages, "set up"):
         set_up(demo)
     with timed(stages, "plan"):
         public = out / "data" / "public"
-        demo.call("aggregator", "plan", out / "fed", "--recipe", given.recipe, "--public", public, "--yes")
+        demo.call(
+            "aggregator", "plan", out / "fed", "--recipe", given.recipe, "--public", public, "--yes"
+        )
         demo.waive(tuple(DATA), "the images are published already; there is nobody to protect")
     with timed(stages, "train and collect"):
         demo.start("aggregator", "run", out / "fed")
@@ -64,8 +77,12 @@ def run(demo: Demo, given: argparse.Namespace) -> None:
         trust = ("--root", out / "root.json", "--state", out / "state")
         demo.call("ddm", "verify", out / "release", *trust)
         sample(demo, given.num, *trust)
-    (out / "seconds.json").write_text(json.dumps({name: round(value, 1) for name, value in stages.items()}) + "\n")
-    print(f"\nSamples: {out}/hannover.png, guangzhou.png, and both.png, edged in the colour of their silo")
+    (out / "seconds.json").write_text(
+        json.dumps({name: round(value, 1) for name, value in stages.items()}) + "\n"
+    )
+    print(
+        f"\nSamples: {out}/hannover.png, guangzhou.png, and both.png, edged in the colour of their silo"
+    )
     print("The release's own page: " + str(next((out / "release").rglob("report.html"))))
 
 

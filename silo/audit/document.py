@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ddm.io.files import read_bounded
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, ExpertId, Model, NaturalInt, PlanId, ShortText
+from ddm.protocol.base import (
+    MAX_DOCUMENT_BYTES,
+    Digest,
+    Document,
+    ExpertId,
+    Model,
+    NaturalInt,
+    PlanId,
+    ShortText,
+)
 from ddm.protocol.limits import Verdict
 
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -21,11 +21,17 @@ def num_held_out(num_units: int, policy: Policy) -> int:
     """
     terms = policy.audit
     num = min(int(terms.holdout_share * num_units), terms.max_holdout_units)
-    return num if num >= terms.min_holdout_units and num_units - num >= policy.training.min_images else 0
+    return (
+        num
+        if num >= terms.min_holdout_units and num_units - num >= policy.training.min_images
+        else 0
+    )
 
 
 def held_out(cohort: Cohort, policy: Policy) -> Tensor:
     """Return which images belong to units held out, boolean (N,)."""
     held_U = torch.zeros(cohort.num_units, dtype=torch.bool)
-    held_U[torch.argsort(cohort.rank_U, stable=True)[: num_held_out(cohort.num_units, policy)]] = True
+    held_U[torch.argsort(cohort.rank_U, stable=True)[: num_held_out(cohort.num_units, policy)]] = (
+        True
+    )
     return held_U[cohort.unit_N]

@@ -50,7 +50,9 @@ class _Meter:
         self.tell(self.done, self.total)
 
 
-def audit_expert(subject: Subject, tell: Callable[[int, int], None], should_stop: Callable[[], bool]) -> ExpertAudit:
+def audit_expert(
+    subject: Subject, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
+) -> ExpertAudit:
     """Measure what an expert remembers, and judge it.
 
     Args:
@@ -66,8 +68,15 @@ def audit_expert(subject: Subject, tell: Callable[[int, int], None], should_stop
         return cannot_judge(subject.expert_id, subject.num_held, limits)
     parts, effort = Parts.open(subject.folder / "parts", subject.digest), subject.effort
     num_images = len(subject.members.image_I) + len(subject.held.image_I)
-    steps = 3 * (effort.reference_steps + effort.control_steps) * subject.plan.expert.training.batch_size
-    meter = _Meter(tell, steps + 3 * CALLS * num_images + SAMPLE_STEPS * effort.num_samples + len(subject.learned_N))
+    steps = (
+        3
+        * (effort.reference_steps + effort.control_steps)
+        * subject.plan.expert.training.batch_size
+    )
+    meter = _Meter(
+        tell,
+        steps + 3 * CALLS * num_images + SAMPLE_STEPS * effort.num_samples + len(subject.learned_N),
+    )
     trained = _Trained(subject, parts, meter, should_stop)
     of_expert = _scores(subject, parts, "expert", subject.base.file, meter)
     of_reference = _scores(subject, parts, "reference", trained.reference(), meter)
@@ -83,18 +92,28 @@ def audit_expert(subject: Subject, tell: Callable[[int, int], None], should_stop
         return cannot_judge(subject.expert_id, num_kept, limits)
     every_U = torch.ones(subject.members.num_units, dtype=torch.bool)
     only_U = torch.arange(subject.members.num_units) < effort.control_units
-    expert, reference = (_scored(subject, each, every_U, kept_U) for each in (of_expert, of_reference))
-    control, beside = (_scored(subject, each, only_U, kept_U) for each in (of_control, of_reference))
+    expert, reference = (
+        _scored(subject, each, every_U, kept_U) for each in (of_expert, of_reference)
+    )
+    control, beside = (
+        _scored(subject, each, only_U, kept_U) for each in (of_control, of_reference)
+    )
     held_H = kept_U[subject.held.unit_I]
-    scales = {space: Scale.of(near[f"{space} of held"][held_H], floor=space == "pixels") for space in _SPACES}
+    scales = {
+        space: Scale.of(near[f"{space} of held"][held_H], floor=space == "pixels")
+        for space in _SPACES
+    }
     found = Findings(
         num_holdout=num_kept,
         membership=membership(expert, reference),
         control=membership(control, beside),
         unseen=subject.public is not None or unseen(reference),
-        copies={space: share_of_copies(scales[space], near[f"{space} of samples"]) for space in _SPACES},
+        copies={
+            space: share_of_copies(scales[space], near[f"{space} of samples"]) for space in _SPACES
+        },
         control_copies={
-            space: float(scales[space].near_copies(near[f"{space} of blurred"]).double().mean()) for space in _SPACES
+            space: float(scales[space].near_copies(near[f"{space} of blurred"]).double().mean())
+            for space in _SPACES
         },
     )
     keep_worst(subject, parts, found.membership, near, scales["pixels"])
@@ -115,7 +134,9 @@ class _Trained:
         public = self.subject.public
         if public is not None:
             return public.file
-        return self._train("reference", self.subject.others_N, self.subject.effort.reference_steps, again=False)
+        return self._train(
+            "reference", self.subject.others_N, self.subject.effort.reference_steps, again=False
+        )
 
     def control(self, overfitted: Side) -> File:
         """Return a copy of the expert that went on with a few members alone."""
@@ -135,7 +156,9 @@ class _Trained:
             expert = subject.planned(subject.base if again else None, num_steps, quick=again)
             wanted = subject.wanted(expert, chosen, folder)
             settings = subject.settings
-            train_job(wanted, folder, settings, path, on_progress=watch, should_stop=self.should_stop)
+            train_job(
+                wanted, folder, settings, path, on_progress=watch, should_stop=self.should_stop
+            )
             discard(folder)
         else:
             self.meter.add(3 * size * num_steps)
@@ -146,7 +169,9 @@ def _control_units(members: Side, num: int) -> Side:
     return members.only(torch.arange(members.num_units) < num)
 
 
-def _scores(subject: Subject, parts: Parts, name: str, file: File, meter: _Meter) -> Mapping[str, Tensor]:
+def _scores(
+    subject: Subject, parts: Parts, name: str, file: File, meter: _Meter
+) -> Mapping[str, Tensor]:
     """Attack one expert, members first; the same noise for each expert."""
     sides = {"members": subject.members, "held": subject.held}
 
@@ -154,7 +179,12 @@ def _scores(subject: Subject, parts: Parts, name: str, file: File, meter: _Meter
         target = _target(subject, parts, name, file)
         return {
             side: score_images(
-                target, subject.inputs.images, each.image_I, subject.condition_N, subject.seed + number, add
+                target,
+                subject.inputs.images,
+                each.image_I,
+                subject.condition_N,
+                subject.seed + number,
+                add,
             )
             for number, (side, each) in enumerate(sides.items())
         }
@@ -177,7 +207,9 @@ def _target(subject: Subject, parts: Parts, name: str, file: File) -> Target:
     return subject.target(public.folder if public else parts.folder, file)
 
 
-def _scored(subject: Subject, found: Mapping[str, Tensor], member_U: Tensor, other_U: Tensor) -> Scored:
+def _scored(
+    subject: Subject, found: Mapping[str, Tensor], member_U: Tensor, other_U: Tensor
+) -> Scored:
     """Take the scores of some of the units of either side."""
     members, held = subject.members, subject.held
     return Scored(
@@ -191,7 +223,9 @@ def _scored(subject: Subject, found: Mapping[str, Tensor], member_U: Tensor, oth
 def _samples(subject: Subject, parts: Parts, meter: _Meter) -> Iterator[Mapping[str, Tensor]]:
     """Yield the thumbnails and features of samples, chunk by chunk, each drawn under an image's own condition."""
     plan, random = subject.plan, np.random.default_rng(subject.seed + 2)
-    picked_S = torch.from_numpy(random.integers(len(subject.learned_N), size=subject.effort.num_samples))
+    picked_S = torch.from_numpy(
+        random.integers(len(subject.learned_N), size=subject.effort.num_samples)
+    )
     low, high = plan.data.range
     for start in range(0, len(picked_S), CHUNK):
         chosen = subject.learned_N[picked_S[start : start + CHUNK]]
@@ -199,11 +233,19 @@ def _samples(subject: Subject, parts: Parts, meter: _Meter) -> Iterator[Mapping[
         def make(start: int = start, chosen: Tensor = chosen) -> Mapping[str, Tensor]:
             target = subject.target(subject.base.folder, subject.base.file)
             condition = None if subject.condition_N is None else subject.condition_N[chosen]
-            path, shape, seed = path_named(plan.objective.ensemble_path), plan.expert_shape, subject.seed + start
+            path, shape, seed = (
+                path_named(plan.objective.ensemble_path),
+                plan.expert_shape,
+                subject.seed + start,
+            )
             thumbs, features = [], []
-            for drawn in draw_samples(target, path, shape, condition, len(chosen), seed, lambda num: None):
+            for drawn in draw_samples(
+                target, path, shape, condition, len(chosen), seed, lambda num: None
+            ):
                 meter.add(SAMPLE_STEPS * len(drawn))
-                images = subject.files.latent.decode(drawn, lost=0.0).clamp(low, high).nan_to_num(0.0)
+                images = (
+                    subject.files.latent.decode(drawn, lost=0.0).clamp(low, high).nan_to_num(0.0)
+                )
                 thumbs.append(pixels(images))
                 features.append(subject.files.encoder.encode(images, lost=0.0))
             return {"pixels": torch.cat(thumbs), "features": torch.cat(features)}
@@ -238,7 +280,10 @@ def _neighbours(subject: Subject, parts: Parts, meter: _Meter) -> Mapping[str, T
             def near(space: str = space) -> Iterator[tuple[int, Tensor]]:
                 for start, block in blocks(learned):
                     meter.add(len(block) if space == "features" else 0)
-                    yield start, pixels(block) if space == "pixels" else encoder.encode(block, lost=0.0)
+                    yield (
+                        start,
+                        pixels(block) if space == "pixels" else encoder.encode(block, lost=0.0),
+                    )
 
             apart_QK, which_QK = nearest_few(torch.cat(rows), near(), NEIGHBOURS)
             for name, each, which in zip(

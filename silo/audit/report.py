@@ -20,7 +20,9 @@ def cannot_tell(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditRepo
     """Return the report of a site that holds out too little for this plan; None where it can be audited."""
     if not (reason := too_few(num_holdout_units, audit)):
         return None
-    return AuditReport(plan_id=plan_id, verdict="inconclusive", num_holdout_units=num_holdout_units, reason=reason)
+    return AuditReport(
+        plan_id=plan_id, verdict="inconclusive", num_holdout_units=num_holdout_units, reason=reason
+    )
 
 
 def could_not_measure(plan_id: str, num_holdout_units: int, error: Exception) -> AuditReport:
@@ -29,17 +31,28 @@ def could_not_measure(plan_id: str, num_holdout_units: int, error: Exception) ->
         plan_id=plan_id,
         verdict="inconclusive",
         num_holdout_units=num_holdout_units,
-        reason=f"the audit broke off: {error or type(error).__name__}".encode("utf-8", "replace").decode()[:400],
+        reason=f"the audit broke off: {error or type(error).__name__}".encode(
+            "utf-8", "replace"
+        ).decode()[:400],
     )
 
 
 def cannot_judge(expert_id: str, num_holdout_units: int, audit: Audit) -> ExpertAudit:
     """Return the audit of one expert with too few units on either side."""
-    reason = too_few(num_holdout_units, audit) or "too few units that the expert learned to compare with"
-    return ExpertAudit(expert_id=expert_id, verdict="inconclusive", reason=reason, num_holdout_units=num_holdout_units)
+    reason = (
+        too_few(num_holdout_units, audit) or "too few units that the expert learned to compare with"
+    )
+    return ExpertAudit(
+        expert_id=expert_id,
+        verdict="inconclusive",
+        reason=reason,
+        num_holdout_units=num_holdout_units,
+    )
 
 
-def whole_report(plan_id: str, num_holdout_units: int, experts: tuple[ExpertAudit, ...]) -> AuditReport:
+def whole_report(
+    plan_id: str, num_holdout_units: int, experts: tuple[ExpertAudit, ...]
+) -> AuditReport:
     """Join the audits of all experts: one that fails fails all, else one that cannot tell decides."""
     order: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
     worst = min(experts, key=lambda each: order.index(each.verdict))
@@ -80,7 +93,9 @@ def _control(control: Membership) -> Figure:
     return _figure(control.worst.name, control.worst.auc)
 
 
-def gate(report: AuditReport, policy: AuditPolicy, *, plan_digest: str, now: datetime) -> AuditVerdict:
+def gate(
+    report: AuditReport, policy: AuditPolicy, *, plan_digest: str, now: datetime
+) -> AuditVerdict:
     """Return the verdict under which the experts may leave: the audit's, or the site's waiver of one that cannot tell.
 
     After a `fail` they leave only if a person approves that very draft, see `silo.worker.approval.approve`.
@@ -98,7 +113,9 @@ def gate(report: AuditReport, policy: AuditPolicy, *, plan_digest: str, now: dat
         return AuditVerdict(verdict=report.verdict, digest=report.digest)
     waiver = policy.waiver
     if waiver is None:
-        raise AuditError("leak audit", expected="pass, or a waiver for this plan", got=report.reason)
+        raise AuditError(
+            "leak audit", expected="pass, or a waiver for this plan", got=report.reason
+        )
     check_waiver(waiver, plan_digest=plan_digest, now=now)
     return AuditVerdict(verdict="waived", digest=report.digest, waiver=waiver)
 
@@ -111,7 +128,11 @@ def check_waiver(waiver: Waiver, *, plan_digest: str, now: datetime) -> None:
     """
     if waiver.plan_digest != plan_digest:
         expected = f"a waiver for the plan in work, {plan_digest[:16]}"
-        raise AuditError("audit.waiver.plan_digest", expected=expected, got=f"one for {waiver.plan_digest[:16]}")
+        raise AuditError(
+            "audit.waiver.plan_digest", expected=expected, got=f"one for {waiver.plan_digest[:16]}"
+        )
     if waiver.expires_at <= now:
         got = f"one that expired {waiver.expires_at.isoformat()}"
-        raise AuditError("audit.waiver.expires_at", expected="a waiver that is still valid", got=got)
+        raise AuditError(
+            "audit.waiver.expires_at", expected="a waiver that is still valid", got=got
+        )

@@ -103,7 +103,9 @@ class Subject:
     def digest(self) -> str:
         """Names everything that the measurement depends on."""
         rows = self.learned_N.numpy().tobytes() + self.held_N.numpy().tobytes()
-        words = f"{self.plan.digest} {self.base.file.digest} {self.inputs.digest} {self.num_samples} "
+        words = (
+            f"{self.plan.digest} {self.base.file.digest} {self.inputs.digest} {self.num_samples} "
+        )
         return sha256_hex(words.encode() + sha256_hex(rows).encode())
 
     @cached_property
@@ -122,7 +124,9 @@ class Subject:
         """What the audit computes."""
         members = min(self.num_held, len(torch.unique(self.inputs.unit_N[self.learned_N])) // 2)
         trained = self.public is None
-        return effort_of(self.plan.expert.training, members + self.num_held, self.num_samples, reference=trained)
+        return effort_of(
+            self.plan.expert.training, members + self.num_held, self.num_samples, reference=trained
+        )
 
     @cached_property
     def held(self) -> Side:
@@ -138,7 +142,9 @@ class Subject:
     @cached_property
     def others_N(self) -> Tensor:
         """The images that the expert learned, without any of the members' units: what a reference learns."""
-        of_members = torch.isin(self.inputs.unit_N[self.learned_N], self.inputs.unit_N[self.members.image_I])
+        of_members = torch.isin(
+            self.inputs.unit_N[self.learned_N], self.inputs.unit_N[self.members.image_I]
+        )
         return self.learned_N[~of_members]
 
     @property
@@ -164,14 +170,18 @@ class Subject:
                 "checkpoint_steps": max(num_steps // 4, 1),
                 "schedule": "constant",
                 "final_rate": 0.0,
-                "warmup_steps": 0 if quick else min(self.plan.expert.training.warmup_steps, num_steps // 5),
+                "warmup_steps": 0
+                if quick
+                else min(self.plan.expert.training.warmup_steps, num_steps // 5),
                 "order": "drawn",
                 "mask_ratio": 0.0,
             }
         )
         # What it trains stays here, so that no ledger pays for it.
         expert = self.plan.expert.model_copy(update={"training": training, "privacy": None})
-        return replace(self.expert, plan=self.plan.model_copy(update={"expert": expert}), base=base, paid=None)
+        return replace(
+            self.expert, plan=self.plan.model_copy(update={"expert": expert}), base=base, paid=None
+        )
 
     def target(self, folder: Path, file: File) -> Target:
         """Open an expert for attacks, where this machine computes.
@@ -179,9 +189,14 @@ class Subject:
         Raises:
             DigestError, TensorFileError: it is not what it should be.
         """
-        objective, device = self.plan.objective.of(self.expert.silo_id), device_named(self.settings.device)
+        objective, device = (
+            self.plan.objective.of(self.expert.silo_id),
+            device_named(self.settings.device),
+        )
         architecture = self.plan.expert.architecture
-        network = load_expert(architecture, self.plan.expert_shape, folder, file, self.plan.condition).to(device)
+        network = load_expert(
+            architecture, self.plan.expert_shape, folder, file, self.plan.condition
+        ).to(device)
         return Target(network, path_named(objective.path), objective.prediction, device)
 
     def _side(self, image_N: Tensor, num: int, seed: int) -> Side:
@@ -192,7 +207,11 @@ class Subject:
         present_U = torch.unique(unit_N)
         chosen_U = present_U[torch.from_numpy(np.sort(random.permutation(len(present_U))[:num]))]
         place_N = torch.searchsorted(chosen_U, unit_N).clamp(max=max(len(chosen_U) - 1, 0))
-        taken_N = chosen_U[place_N] == unit_N if len(chosen_U) else torch.zeros(len(unit_N), dtype=torch.bool)
+        taken_N = (
+            chosen_U[place_N] == unit_N
+            if len(chosen_U)
+            else torch.zeros(len(unit_N), dtype=torch.bool)
+        )
         image_I, unit_I = shuffled_N[taken_N], place_N[taken_N]
         order_I = torch.argsort(unit_I, stable=True)
         image_I, unit_I = image_I[order_I], unit_I[order_I]

@@ -38,10 +38,14 @@ class Worst(Document):
     pair_images: Annotated[tuple[NaturalInt, ...], Field(max_length=MOST_PAIRS)]
     pair_distances: Annotated[tuple[Distance, ...], Field(max_length=MOST_PAIRS)]
     suspects: Annotated[tuple[NaturalInt, ...], Field(max_length=MOST_SUSPECTS)]
-    suspicion: Annotated[tuple[Annotated[float, Field(ge=-_MOST, le=_MOST)], ...], Field(max_length=MOST_SUSPECTS)]
+    suspicion: Annotated[
+        tuple[Annotated[float, Field(ge=-_MOST, le=_MOST)], ...], Field(max_length=MOST_SUSPECTS)
+    ]
 
 
-def keep_worst(subject: Subject, parts: Parts, found: Membership, near: Mapping[str, Tensor], scale: Scale) -> None:
+def keep_worst(
+    subject: Subject, parts: Parts, found: Membership, near: Mapping[str, Tensor], scale: Scale
+) -> None:
     """Write the worst pairs, with thumbnails, and the images of the units that attacks point at most."""
     apart_S = near["pixels of samples"][:, 0].sqrt()
     worst = torch.argsort(apart_S, stable=True)[:MOST_PAIRS]
@@ -51,14 +55,20 @@ def keep_worst(subject: Subject, parts: Parts, found: Membership, near: Mapping[
     document = Worst(
         expert_id=subject.expert_id,
         pair_images=tuple(image_P.tolist()),
-        pair_distances=tuple(min(each, _MOST) for each in (apart_S[worst] / (3 * scale.floor or 1.0)).tolist()),
+        pair_distances=tuple(
+            min(each, _MOST) for each in (apart_S[worst] / (3 * scale.floor or 1.0)).tolist()
+        ),
         suspects=tuple(subject.members.image_I[first_U].tolist()),
-        suspicion=tuple(max(min(each, _MOST), -_MOST) for each in found.suspicion_M[order].tolist()),
+        suspicion=tuple(
+            max(min(each, _MOST), -_MOST) for each in found.suspicion_M[order].tolist()
+        ),
     )
     write_atomic(worst_path(subject.folder), document.encode(), mode=0o600)
     samples = torch.stack([parts.thumbnail(int(number)) for number in worst])
     real = pixels(torch.cat([subject.pixels[number[None]] for number in image_P]))
-    save_tensors(pairs_path(subject.folder), {"samples": samples.contiguous(), "images": real.contiguous()})
+    save_tensors(
+        pairs_path(subject.folder), {"samples": samples.contiguous(), "images": real.contiguous()}
+    )
 
 
 def worst_path(folder: Path) -> Path:

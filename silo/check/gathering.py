@@ -47,9 +47,15 @@ class Gathering:
         settings = self._try("configuration", site.settings)
         policy = self._try("configuration", site.policy)
         state = self._try("work", lambda: load_state(state_path(site.private)))
-        self._try("disk", lambda: check_writable([each for each in (site.private, site.outbox) if each.exists()]))
+        self._try(
+            "disk",
+            lambda: check_writable([each for each in (site.private, site.outbox) if each.exists()]),
+        )
         self._try("data", lambda: self._data(settings))
-        self._try("decisions", lambda: DecisionLog(site).entries if DecisionLog(site).folder.exists() else ())
+        self._try(
+            "decisions",
+            lambda: DecisionLog(site).entries if DecisionLog(site).folder.exists() else (),
+        )
         address = settings.address if settings else None
         num_gpus, has_gpu = _gpus()
         return Facts(
@@ -59,7 +65,9 @@ class Gathering:
             num_gpus=num_gpus,
             has_gpu=has_gpu,
             num_cores=len(os.sched_getaffinity(0)),
-            launcher=self._try("launcher", lambda: look_at(settings.training)) if settings else None,
+            launcher=self._try("launcher", lambda: look_at(settings.training))
+            if settings
+            else None,
             memory_bytes=available_bytes(),
             disk_bytes=self._try("disk", lambda: free_bytes(site.private)) or 0,
             ahead_s=seconds_ahead(address) if address else None,
@@ -82,7 +90,12 @@ class Gathering:
         path = Path(settings.data)
         if not path.exists():
             remedy = "Set data in silo.toml to where the images are, or mount them."
-            raise SetupError(str(path), expected="the images that silo.toml names", got="nothing there", remedy=remedy)
+            raise SetupError(
+                str(path),
+                expected="the images that silo.toml names",
+                got="nothing there",
+                remedy=remedy,
+            )
         with path.open("rb") if path.is_file() else os.scandir(path):
             pass
 
@@ -97,14 +110,20 @@ class Gathering:
 
     def _root_digest(self) -> str:
         remedy = "Restore private/trust/ from backup."
-        return sha256_hex(read_bounded(require_file(self._site.root_path, "the pinned root", remedy), _MAX_SMALL_BYTES))
+        return sha256_hex(
+            read_bounded(
+                require_file(self._site.root_path, "the pinned root", remedy), _MAX_SMALL_BYTES
+            )
+        )
 
     def _modes(self, settings: SiloSettings | None) -> Iterator[Modes]:
         site = self._site
         places = [(site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
         if not site.in_container():  # which makes the folder for what it mounts there
             places.insert(0, (site.path, _OTHERS))
-        places += [(each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key")]
+        places += [
+            (each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key")
+        ]
         if settings:
             folder = site.ledger_folder_in(settings)
             places += [(folder, _PRIVATE), (folder / "dataset.salt", _PRIVATE)]
@@ -122,7 +141,9 @@ class Gathering:
     def _running(self) -> bool:
         """Whether the process that the last run noted is alive and works on this site."""
         with suppress(ArchipelagoError, OSError, ValueError, KeyError, TypeError):
-            noted = json.loads(read_bounded(self._site.private / "processes.json", _MAX_SMALL_BYTES))
+            noted = json.loads(
+                read_bounded(self._site.private / "processes.json", _MAX_SMALL_BYTES)
+            )
             return b"silo" in Path(f"/proc/{int(noted['worker'])}/cmdline").read_bytes()
         return False
 

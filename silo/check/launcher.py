@@ -61,17 +61,34 @@ def findings_of(found: Launcher | None) -> Iterator[Finding]:
         return
     for name in found.missing:
         remedy = "Install it, or give its whole path in silo.toml; the worker's service has a PATH of its own."
-        yield Finding("training.launcher", "a program on this machine", f"{name}, which is not found", remedy)
+        yield Finding(
+            "training.launcher", "a program on this machine", f"{name}, which is not found", remedy
+        )
     if (jobs := found.jobs) is None:
         return
     if found.mode is None:
         remedy = f"Mount it, or make it where every machine of the job sees it: mkdir -m 700 {jobs}"
         got = "nothing there; the worker would make it, and other machines may not see it"
-        yield Finding(str(jobs), "the folder training.jobs, which every machine sees", got, remedy, "warn")
+        yield Finding(
+            str(jobs), "the folder training.jobs, which every machine sees", got, remedy, "warn"
+        )
     elif found.fault is not None:
-        remedy = "Let the worker's user write there, or set training.jobs in silo.toml to where it may."
-        yield Finding(str(jobs), "the folder training.jobs, in which the worker can write", found.fault, remedy)
+        remedy = (
+            "Let the worker's user write there, or set training.jobs in silo.toml to where it may."
+        )
+        yield Finding(
+            str(jobs),
+            "the folder training.jobs, in which the worker can write",
+            found.fault,
+            remedy,
+        )
     elif found.mode & _OTHERS:
         remedy = f"chmod o= {jobs}, or let training.jobs in silo.toml name a folder of the worker's own below it."
         got = f"mode {found.mode:03o}"
-        yield Finding(str(jobs), "closed to others: images are copied there while a job trains", got, remedy, "warn")
+        yield Finding(
+            str(jobs),
+            "closed to others: images are copied there while a job trains",
+            got,
+            remedy,
+            "warn",
+        )

@@ -101,13 +101,24 @@ def _packages(facts: Facts) -> Iterator[Finding]:
 def _device(facts: Facts) -> Iterator[Finding]:
     settings = facts.settings
     if facts.num_gpus is None:
-        yield Finding("torch", "a torch that loads", "one that does not", "Reinstall Archipelago (make setup).")
+        yield Finding(
+            "torch",
+            "a torch that loads",
+            "one that does not",
+            "Reinstall Archipelago (make setup).",
+        )
     elif settings and settings.training.device == "cuda" and not facts.num_gpus:
         remedy = "Set training.device in silo.toml to auto or cpu, or install a torch built for this GPU."
         yield Finding("training.device", "a GPU that torch sees", "none", remedy)
     elif facts.has_gpu and not facts.num_gpus and settings and settings.training.device == "auto":
         remedy = "Install a torch built with CUDA, or set training.device to cpu in silo.toml to say that it is meant."
-        yield Finding("GPU", "one that torch sees", "one that it does not see; training takes the CPU", remedy, "warn")
+        yield Finding(
+            "GPU",
+            "one that torch sees",
+            "one that it does not see; training takes the CPU",
+            remedy,
+            "warn",
+        )
     if settings and settings.threads > facts.num_cores:
         expected = f"at most {facts.num_cores}, the cores that this process may use"
         remedy = "Lower threads in silo.toml: more of them than cores slow each other down."
@@ -121,12 +132,16 @@ def _launcher(facts: Facts) -> Iterator[Finding]:
 def _memory(facts: Facts) -> Iterator[Finding]:
     if not facts.running and facts.memory_bytes < LEAST_MEMORY_BYTES:
         expected = f"{human_bytes(LEAST_MEMORY_BYTES)} available for the smallest plans"
-        yield Finding("memory", expected, human_bytes(facts.memory_bytes), "Stop other programs.", "warn")
+        yield Finding(
+            "memory", expected, human_bytes(facts.memory_bytes), "Stop other programs.", "warn"
+        )
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
     if facts.settings and facts.disk_bytes < facts.settings.max_bundle_bytes:
-        expected = f"{human_bytes(facts.settings.max_bundle_bytes)} free, for one plan of max_bundle_bytes"
+        expected = (
+            f"{human_bytes(facts.settings.max_bundle_bytes)} free, for one plan of max_bundle_bytes"
+        )
         remedy = "Free disk space, or lower max_bundle_bytes in silo.toml."
         yield Finding("disk", expected, f"{human_bytes(facts.disk_bytes)} free", remedy, "warn")
 
@@ -155,14 +170,21 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
         if excess := each.mode & each.forbidden:
             got = f"mode {each.mode:03o}"
             remedy = f"chmod {'go' if excess & 0o070 else 'o'}= {each.path}"
-            expected = "closed to everyone but its owner" if each.forbidden & 0o070 else "closed to others"
+            expected = (
+                "closed to everyone but its owner" if each.forbidden & 0o070 else "closed to others"
+            )
             yield Finding(each.path, expected, got, remedy)
 
 
 def _keys(facts: Facts) -> Iterator[Finding]:
     if facts.key_encrypted is False:
         remedy = "Replace it: silo rotate SITE --out card.json, with a passphrase."
-        yield Finding("private/silo.key", "a key that a passphrase encrypts", "a key that opens without one", remedy)
+        yield Finding(
+            "private/silo.key",
+            "a key that a passphrase encrypts",
+            "a key that opens without one",
+            remedy,
+        )
     settings = facts.settings
     if settings and facts.root_digest and facts.root_digest != settings.root_digest:
         remedy = "Restore private/trust/ from backup, and ask how the file was changed."
@@ -185,7 +207,8 @@ def _ledger(facts: Facts) -> Iterator[Finding]:
         expected = f"epsilon {privacy.max_epsilon:g} left, what one plan may cost"
         got = f"{max(left, 0):.3g} of {privacy.budget_epsilon:g}"
         remedy = (
-            "Only cheaper plans can be answered. Raising privacy.budget_epsilon weakens what patients were promised."
+            "Only cheaper plans can be answered. Raising "
+            "privacy.budget_epsilon weakens what patients were promised."
         )
         yield Finding("privacy budget", expected, got, remedy, "warn")
 
@@ -193,12 +216,16 @@ def _ledger(facts: Facts) -> Iterator[Finding]:
 def _text_reader(facts: Facts) -> Iterator[Finding]:
     if not facts.has_text_reader:
         got = "tesseract is not installed: burned-in text is looked for by shapes alone"
-        yield Finding("burned-in text", "a second opinion", got, "apt-get install tesseract-ocr", "warn")
+        yield Finding(
+            "burned-in text", "a second opinion", got, "apt-get install tesseract-ocr", "warn"
+        )
 
 
 def _work(facts: Facts) -> Iterator[Finding]:
     if facts.problem and not facts.running:
-        yield Finding("last run", "no problem", facts.problem, "Mend that, then: silo run SITE.", "warn")
+        yield Finding(
+            "last run", "no problem", facts.problem, "Mend that, then: silo run SITE.", "warn"
+        )
 
 
 _RULES: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {

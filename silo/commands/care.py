@@ -29,7 +29,9 @@ def check(
         raise typer.Exit(SetupError.exit_code)
 
 
-ledger = typer.Typer(no_args_is_help=True, help="Read the privacy ledger, which is never edited by hand.")
+ledger = typer.Typer(
+    no_args_is_help=True, help="Read the privacy ledger, which is never edited by hand."
+)
 
 
 @ledger.command()
@@ -55,7 +57,10 @@ def verify(site: SiteArgument) -> None:
 def anchor(
     site: SiteArgument,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", dir_okay=False, help="On another disk, in a folder that exists.")
+        Path,
+        typer.Argument(
+            metavar="FILE", dir_okay=False, help="On another disk, in a folder that exists."
+        ),
     ],
 ) -> None:
     """Keep the ledger's head in a file on another disk from now on, so that an older ledger draws nothing."""
@@ -63,10 +68,14 @@ def anchor(
 
     path = file.resolve()
     set_anchor(Site(site).require(), path)
-    say(f"The ledger's head is in {path}, and silo.toml names it. Keep it out of the backups of the site.")
+    say(
+        f"The ledger's head is in {path}, and silo.toml names it. Keep it out of the backups of the site."
+    )
 
 
-log = typer.Typer(no_args_is_help=True, help="Read the log of decisions, which is never edited by hand.")
+log = typer.Typer(
+    no_args_is_help=True, help="Read the log of decisions, which is never edited by hand."
+)
 
 
 @log.command("show")
@@ -80,7 +89,14 @@ def show_log(
     entries = _decisions(site).entries
     if as_json:
         records = [entry.record.model_dump(mode="json", exclude={"format"}) for entry in entries]
-        say(json.dumps([{"digest": entry.digest, **each} for entry, each in zip(entries, records, strict=True)]))
+        say(
+            json.dumps(
+                [
+                    {"digest": entry.digest, **each}
+                    for entry, each in zip(entries, records, strict=True)
+                ]
+            )
+        )
     else:
         say(table(in_words(entries), ("when", "who", "what")))
 
@@ -89,7 +105,10 @@ def show_log(
 def verify_log(
     site: SiteArgument,
     holds: Annotated[
-        str | None, typer.Option("--holds", metavar="HEAD", help="A head noted earlier, which must still be in it.")
+        str | None,
+        typer.Option(
+            "--holds", metavar="HEAD", help="A head noted earlier, which must still be in it."
+        ),
     ] = None,
 ) -> None:
     """Verify every decision, their chain and its head."""
@@ -109,7 +128,10 @@ def _decisions(site: Path) -> "DecisionLog":
     found = DecisionLog(place)
     if not found.folder.is_dir():
         raise MissingFileError(
-            str(found.folder), expected="this site's log of decisions", got="nothing there", remedy=remedy
+            str(found.folder),
+            expected="this site's log of decisions",
+            got="nothing there",
+            remedy=remedy,
         )
     return found
 

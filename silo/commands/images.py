@@ -17,30 +17,45 @@ def scan(
     site: MaybeSiteArgument = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Images: a folder of any depth, a CSV or Parquet table of paths, or one file."),
+        typer.Option(
+            help="Images: a folder of any depth, a CSV or Parquet table of paths, or one file."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only counts, as JSON.")] = False,
     column: ColumnOption = None,
     private: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Folder for results (default: in the site, or ~/.local/state)."),
+        typer.Option(
+            file_okay=False, help="Folder for results (default: in the site, or ~/.local/state)."
+        ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Number of decoder processes (default: one per core).")
+        int | None,
+        typer.Option(min=1, max=256, help="Number of decoder processes (default: one per core)."),
     ] = None,
     memory: Annotated[
-        int | None, typer.Option(min=512, max=1 << 20, help="Memory limit of each decoder in MiB (default: 4096).")
+        int | None,
+        typer.Option(
+            min=512, max=1 << 20, help="Memory limit of each decoder in MiB (default: 4096)."
+        ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, max=86400, help="Time limit for each file, plus one second per MB (default: 60)."),
+        typer.Option(
+            min=1, max=86400, help="Time limit for each file, plus one second per MB (default: 60)."
+        ),
     ] = None,
     preview: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", dir_okay=False, help="Draw accepted images before and after --plan."),
+        typer.Option(
+            metavar="FILE.png", dir_okay=False, help="Draw accepted images before and after --plan."
+        ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="A recipe or a plan with a table transform.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", dir_okay=False, help="A recipe or a plan with a table transform."
+        ),
     ] = None,
 ) -> None:
     """Examine images before training: what is there, what cannot be used, what a person must see."""
@@ -55,7 +70,14 @@ def scan(
     source = image_source(site, data, private, given_settings)
     of_site = site is not None and data is None
     review_command = review_command_of(site, data, private)
-    scan_images(source, of_site=of_site, as_json=as_json, review_command=review_command, preview=preview, plan=plan)
+    scan_images(
+        source,
+        of_site=of_site,
+        as_json=as_json,
+        review_command=review_command,
+        preview=preview,
+        plan=plan,
+    )
     if site is not None and data is None:
         _compare_with_policy(source, Site(site).policy(), quiet=as_json)
 
@@ -66,11 +88,17 @@ def _compare_with_policy(source: "ImageSource", policy: Policy, *, quiet: bool) 
 
     if policy.data.kind is None:
         if not quiet:
-            facts = facts_of(source).model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+            facts = facts_of(source).model_dump(
+                mode="json", exclude_none=True, exclude_defaults=True
+            )
             words = ", ".join(f"{name} = {value!r}" for name, value in facts.items())
-            say("\nThe table [data] of policy.toml does not declare these data. Plans are compared with it.")
+            say(
+                "\nThe table [data] of policy.toml does not declare these data. Plans are compared with it."
+            )
             say(f"For these data it could contain: {words}")
         return
     num = check_values(source, policy)
     if not quiet:
-        say(f"\nThe data match the table [data] of policy.toml: {num} images, at least {policy.least_images}.")
+        say(
+            f"\nThe data match the table [data] of policy.toml: {num} images, at least {policy.least_images}."
+        )

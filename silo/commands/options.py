@@ -12,14 +12,21 @@ from silo.config import Site
 if TYPE_CHECKING:
     from ddm.trust.keys import SigningKey
 
-SiteArgument = Annotated[Path, typer.Argument(metavar="SITE", file_okay=False, help="The site's folder.")]
-MaybeSiteArgument = Annotated[Path | None, typer.Argument(metavar="[SITE]", file_okay=False, help="The site's folder.")]
+SiteArgument = Annotated[
+    Path, typer.Argument(metavar="SITE", file_okay=False, help="The site's folder.")
+]
+MaybeSiteArgument = Annotated[
+    Path | None, typer.Argument(metavar="[SITE]", file_okay=False, help="The site's folder.")
+]
 PassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the silo's key.")
+    Path | None,
+    typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the silo's key."),
 ]
 ColumnOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=COLUMN", help="A table's column for path, label, patient, split or caption."),
+    typer.Option(
+        metavar="NAME=COLUMN", help="A table's column for path, label, patient, split or caption."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="For scripts.")]
 
@@ -35,4 +42,6 @@ def open_key(site: Site, passphrase_file: Path | None) -> "SigningKey":
 
 def site_passphrase(site: Site, passphrase_file: Path | None) -> bytes:
     """Read the passphrase of the silo's key: from a file, else as silo.toml says, else by asking."""
-    return passphrase(passphrase_file, site.settings().passphrase_file, "Passphrase of the silo's key")
+    return passphrase(
+        passphrase_file, site.settings().passphrase_file, "Passphrase of the silo's key"
+    )

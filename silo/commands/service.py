@@ -24,18 +24,30 @@ class Kind(StrEnum):
 def service(
     site: SiteArgument,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write the files into.")],
-    kind: Annotated[Kind, typer.Option(help="Two users under systemd, or two rootless containers.")] = Kind.SYSTEMD,
+    kind: Annotated[
+        Kind, typer.Option(help="Two users under systemd, or two rootless containers.")
+    ] = Kind.SYSTEMD,
     worker_user: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With systemd: who has the data; default: silo-ID-worker.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With systemd: who has the data; default: silo-ID-worker."
+        ),
     ] = None,
     courier_user: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With systemd: who has the network; default: silo-ID-courier.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With systemd: who has the network; default: silo-ID-courier."
+        ),
     ] = None,
     group: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With systemd: what the two share; default: silo-ID.")
+        str | None,
+        typer.Option(metavar="NAME", help="With systemd: what the two share; default: silo-ID."),
     ] = None,
     image: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With containers: default localhost/archipelago:VERSION.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With containers: default localhost/archipelago:VERSION."
+        ),
     ] = None,
 ) -> None:
     """Write the files by which worker and courier run as services apart from each other; changes nothing else."""
@@ -56,7 +68,9 @@ def service(
             remedy = "Leave them out: the containers belong to the user who starts them."
             raise SetupError("--worker-user, --courier-user, --group", expected="--kind systemd with them",
                              got="--kind containers", remedy=remedy)  # fmt: skip
-        files = as_containers(place, image or f"localhost/archipelago:{version('archipelago')}", PODMAN)
+        files = as_containers(
+            place, image or f"localhost/archipelago:{version('archipelago')}", PODMAN
+        )
     write_services(out, files)
     say(f"Written to {out}: {', '.join(sorted(files))}.")
     say(_next_steps(out, kind))

@@ -10,29 +10,48 @@ from ddm.errors import SetupError
 from ddm.io.files import write_atomic
 from ddm.io.modes import open_to_everyone
 from ddm.system.console import passphrase, say
-from silo.commands.options import ColumnOption, PassphraseOption, SiteArgument, open_key, site_passphrase
+from silo.commands.options import (
+    ColumnOption,
+    PassphraseOption,
+    SiteArgument,
+    open_key,
+    site_passphrase,
+)
 from silo.config import LedgerSettings, Site
 
 
 def init(
     site: SiteArgument,
-    silo_id: Annotated[str, typer.Option("--id", help="This silo's name: a letter a-z, then a-z and 0-9.")],
+    silo_id: Annotated[
+        str, typer.Option("--id", help="This silo's name: a letter a-z, then a-z and 0-9.")
+    ],
     data: Annotated[
-        Path, typer.Option(help="Private images: a folder of any depth, a table of paths, or a file of many images.")
+        Path,
+        typer.Option(
+            help="Private images: a folder of any depth, a table of paths, or a file of many images."
+        ),
     ],
     invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
-    root_fingerprint: Annotated[str, typer.Option(help="sha256 of the root, received through a second channel.")],
+    root_fingerprint: Annotated[
+        str, typer.Option(help="sha256 of the root, received through a second channel.")
+    ],
     column: ColumnOption = None,
     passphrase_file: PassphraseOption = None,
     ledger: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", file_okay=False, help="Privacy ledger that all sites over the same people share."
+            metavar="FOLDER",
+            file_okay=False,
+            help="Privacy ledger that all sites over the same people share.",
         ),
     ] = None,
     anchor: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="On another disk: keeps the ledger's head against rollback."),
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="On another disk: keeps the ledger's head against rollback.",
+        ),
     ] = None,
 ) -> None:
     """Make a site: its folders, keys, configuration and pinned root."""
@@ -47,7 +66,9 @@ def init(
     with files_progress(source) as advance:
         look = first_look(place, source, advance)
     if look.num_adopted:
-        say(f"Copied: decisions about {look.num_adopted} images of these data, made before the site existed.\n")
+        say(
+            f"Copied: decisions about {look.num_adopted} images of these data, made before the site existed.\n"
+        )
     if look.summary:
         show(look.summary, place)
         why = "; ".join(str(problem) for problem in look.problems)
@@ -59,12 +80,17 @@ def init(
         say(f"- {remark}")
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
     named = LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor))
-    key = init_site(place, silo_id, data, invited, secret, passphrase_file, images, ledger=named, looked=True)
+    key = init_site(
+        place, silo_id, data, invited, secret, passphrase_file, images, ledger=named, looked=True
+    )
     say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
     say(f"  signing key   {key.public.fingerprint}")
     say(f"  root          {invited.root_digest}")
     say(f"  isolation     {place.isolation}" + _isolation_advice(place))
-    say(f"  ledger        {place.ledger_path}" + ("" if anchor else ", without an anchor: docs/how-to/run-a-silo.md"))
+    say(
+        f"  ledger        {place.ledger_path}"
+        + ("" if anchor else ", without an anchor: docs/how-to/run-a-silo.md")
+    )
     say(f"Look through {site / 'policy.toml'}, then: silo enroll {site} --out card.json")
 
 
@@ -73,10 +99,16 @@ def enroll(
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the card.")],
     images: Annotated[
         int | None,
-        typer.Option(min=2, help="Most images that this site may bring; default: its data, to the next power of two."),
+        typer.Option(
+            min=2,
+            help="Most images that this site may bring; default: its data, to the next power of two.",
+        ),
     ] = None,
     patients: Annotated[
-        int | None, typer.Option(min=2, help="Most patients; by default counted where policy.toml protects patients.")
+        int | None,
+        typer.Option(
+            min=2, help="Most patients; by default counted where policy.toml protects patients."
+        ),
     ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
@@ -103,8 +135,12 @@ def enroll(
         say(unused_parts_text(unused_parts))
     write_atomic(out, with_rotations(card, published_rotations(place)))
     open_to_everyone(out)
-    say(f"Card in {out}, for at most {place.agreed()}; every silo and every reader of a release sees this number.")
-    say(f"Tell the aggregator number and fingerprint through a second channel: {key.public.fingerprint}")
+    say(
+        f"Card in {out}, for at most {place.agreed()}; every silo and every reader of a release sees this number."
+    )
+    say(
+        f"Tell the aggregator number and fingerprint through a second channel: {key.public.fingerprint}"
+    )
 
 
 def rotate(
@@ -123,7 +159,9 @@ def rotate(
     write_atomic(out, with_rotations(make_card(place, key), published_rotations(place)))
     open_to_everyone(out)
     say(f"Rotated. The new signing key: {key.public.fingerprint}")
-    say(f"Give {out} to the aggregator, for `aggregator enroll`. It is in force from the next plan on.")
+    say(
+        f"Give {out} to the aggregator, for `aggregator enroll`. It is in force from the next plan on."
+    )
 
 
 def _absolute(path: Path | None) -> str | None:
@@ -144,6 +182,7 @@ def _checked_id(silo_id: str) -> str:
 
 def _isolation_advice(site: Site) -> str:
     advice = (
-        " (only two users, one for the worker and one for the courier, enforce the boundary: docs/how-to/two-users.md)"
+        " (only two users, one for the worker and one for the "
+        "courier, enforce the boundary: docs/how-to/two-users.md)"
     )
     return advice if site.isolation == "none" else ""

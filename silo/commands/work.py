@@ -10,7 +10,13 @@ import typer
 
 from ddm.errors import SetupError
 from ddm.system.console import confirm, human_bytes, say
-from silo.commands.options import JsonOption, MaybeSiteArgument, PassphraseOption, SiteArgument, open_key
+from silo.commands.options import (
+    JsonOption,
+    MaybeSiteArgument,
+    PassphraseOption,
+    SiteArgument,
+    open_key,
+)
 from silo.config import Site
 
 if TYPE_CHECKING:
@@ -26,7 +32,9 @@ class Part(StrEnum):
 
 def run(
     site: SiteArgument,
-    only: Annotated[Part | None, typer.Option(help="Run one half, as a service of its own user.")] = None,
+    only: Annotated[
+        Part | None, typer.Option(help="Run one half, as a service of its own user.")
+    ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take the plan, train, draw the statistics, wait for approval, send; ends with the receipt of the submission."""
@@ -41,7 +49,9 @@ def run(
 
     key = open_key(place, passphrase_file)
     state = running.run_worker(place, key) if only is Part.WORKER else running.run_both(place, key)
-    say(f"[{place.settings().silo_id}] done: submission {state.sequence} of plan {state.plan_id} is {state.state}.")
+    say(
+        f"[{place.settings().silo_id}] done: submission {state.sequence} of plan {state.plan_id} is {state.state}."
+    )
 
 
 def status(
@@ -63,7 +73,9 @@ def pause(site: SiteArgument) -> None:
     place = Site(site).require()
     request = ask(place)
     stops = " The worker stops at its next step: see `silo status`." if look(place).running else ""
-    say(f"Paused since {request.since}.{stops} The courier stays connected; the aggregator sees the state alone.")
+    say(
+        f"Paused since {request.since}.{stops} The courier stays connected; the aggregator sees the state alone."
+    )
     say(f"To go on where it stopped: silo resume {site}")
 
 
@@ -84,16 +96,27 @@ def resume(site: SiteArgument) -> None:
 def review(
     site: MaybeSiteArgument = None,
     page: Annotated[
-        bool | None, typer.Option("--page/--text", help="On a page of this machine, or as text; at a terminal a page.")
+        bool | None,
+        typer.Option(
+            "--page/--text", help="On a page of this machine, or as text; at a terminal a page."
+        ),
     ] = None,
-    images: Annotated[bool, typer.Option("--images", help="Review flagged images instead of a submission.")] = False,
-    data: Annotated[Path | None, typer.Option(help="With --images: as in `silo scan`; no site needed.")] = None,
-    private: Annotated[Path | None, typer.Option(file_okay=False, help="With --images: as in `silo scan`.")] = None,
+    images: Annotated[
+        bool, typer.Option("--images", help="Review flagged images instead of a submission.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="With --images: as in `silo scan`; no site needed.")
+    ] = None,
+    private: Annotated[
+        Path | None, typer.Option(file_okay=False, help="With --images: as in `silo scan`.")
+    ] = None,
     listed: Annotated[
-        bool, typer.Option("--list", help="With --images: print the images that wait, without a page.")
+        bool,
+        typer.Option("--list", help="With --images: print the images that wait, without a page."),
     ] = False,
     clear: Annotated[
-        list[Path] | None, typer.Option(metavar="PATH", help="With --images: clear a file, or all below a folder.")
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="With --images: clear a file, or all below a folder."),
     ] = None,
     leave_out: Annotated[
         list[Path] | None,
@@ -108,14 +131,24 @@ def review(
         from silo.images.review_command import review_images
 
         if page is not None:
-            raise SetupError("review", expected="--images alone", got="--images with --page or --text")
-        review_images(site, data, private, clear=clear or [], leave_out=leave_out or [], listed=listed)
+            raise SetupError(
+                "review", expected="--images alone", got="--images with --page or --text"
+            )
+        review_images(
+            site, data, private, clear=clear or [], leave_out=leave_out or [], listed=listed
+        )
         return
     if data or private or listed or clear or leave_out:
-        remedy = "silo review --images with the same options; or silo review SITE for what would leave."
-        raise SetupError("review", expected="--images with these options", got="no --images", remedy=remedy)
+        remedy = (
+            "silo review --images with the same options; or silo review SITE for what would leave."
+        )
+        raise SetupError(
+            "review", expected="--images with these options", got="no --images", remedy=remedy
+        )
     if site is None:
-        raise SetupError("review", expected="the site's folder", got="no SITE", remedy="silo review SITE")
+        raise SetupError(
+            "review", expected="the site's folder", got="no SITE", remedy="silo review SITE"
+        )
 
     from silo.review.command import review_submission
 
@@ -126,10 +159,17 @@ def approve(
     site: SiteArgument,
     digest: Annotated[str, typer.Option(help="The digest that `silo review` printed.")],
     despite_fail: Annotated[
-        bool, typer.Option("--despite-fail", help="Although the leak audit failed; needs --role and --reason.")
+        bool,
+        typer.Option(
+            "--despite-fail", help="Although the leak audit failed; needs --role and --reason."
+        ),
     ] = False,
-    role: Annotated[str | None, typer.Option(help="With --despite-fail: who answers for it. Published.")] = None,
-    reason: Annotated[str | None, typer.Option(help="With --despite-fail: and why. Published.")] = None,
+    role: Annotated[
+        str | None, typer.Option(help="With --despite-fail: who answers for it. Published.")
+    ] = None,
+    reason: Annotated[
+        str | None, typer.Option(help="With --despite-fail: and why. Published.")
+    ] = None,
 ) -> None:
     """Approve exactly the reviewed submission, which then leaves."""
     from silo.worker.approval import approve as record_approval
@@ -145,10 +185,18 @@ def _responsible(despite_fail: bool, role: str | None, reason: str | None) -> "R
     from ddm.protocol.submission import Responsible
 
     if despite_fail != (role is not None) or despite_fail != (reason is not None):
-        given = [name for name, value in (("--role", role), ("--reason", reason)) if value is not None]
+        given = [
+            name for name, value in (("--role", role), ("--reason", reason)) if value is not None
+        ]
         got = " and ".join(["--despite-fail"] * despite_fail + given)
-        raise SetupError("approve", expected="--despite-fail, --role and --reason together", got=f"{got} alone")
-    return Responsible(role=_said("--role", role), reason=_said("--reason", reason)) if despite_fail else None
+        raise SetupError(
+            "approve", expected="--despite-fail, --role and --reason together", got=f"{got} alone"
+        )
+    return (
+        Responsible(role=_said("--role", role), reason=_said("--reason", reason))
+        if despite_fail
+        else None
+    )
 
 
 def _said(name: str, text: str | None) -> str:
@@ -161,7 +209,10 @@ def _said(name: str, text: str | None) -> str:
 def accept(
     site: SiteArgument,
     digest: Annotated[
-        str, typer.Option(help="The plan's, as `silo status` shows it and `aggregator plan` printed it.")
+        str,
+        typer.Option(
+            help="The plan's, as `silo status` shows it and `aggregator plan` printed it."
+        ),
     ],
 ) -> None:
     """Accept exactly this plan, which brings networks that will see private images; the worker then begins."""
@@ -169,7 +220,11 @@ def accept(
 
     found = _checked_digest("--digest", digest)
     waiting = record_acceptance(Site(site).require(), found)
-    what = f"plan {waiting.plan_id}, with {', '.join(waiting.brings) or 'no network'}" if waiting else "in advance"
+    what = (
+        f"plan {waiting.plan_id}, with {', '.join(waiting.brings) or 'no network'}"
+        if waiting
+        else "in advance"
+    )
     say(f"Accepted {found[:16]}…: {what}.")
 
 
@@ -178,10 +233,16 @@ def waive(
     role: Annotated[str, typer.Option(help="Who answers for it, by role. Published.")],
     reason: Annotated[str, typer.Option(help="And why. Published.")],
     until: Annotated[
-        str, typer.Option(metavar="DAY", help="Last day on which the experts may leave, such as 2027-03-31.")
+        str,
+        typer.Option(
+            metavar="DAY", help="Last day on which the experts may leave, such as 2027-03-31."
+        ),
     ],
     plan_digest: Annotated[
-        str | None, typer.Option(help="The plan's, as `aggregator plan` printed it; default: of the plan in work.")
+        str | None,
+        typer.Option(
+            help="The plan's, as `aggregator plan` printed it; default: of the plan in work."
+        ),
     ] = None,
 ) -> None:
     """Let experts leave whose leak audit cannot tell, for one plan and until a day; what failed is never waived."""
@@ -203,7 +264,9 @@ def waive(
             expires_at=expires_at,
         ),
     )
-    say(f"Waived an inconclusive audit for plan {chosen[:16]}… until {expires_at:%Y-%m-%d %H:%M %Z}, in policy.toml.")
+    say(
+        f"Waived an inconclusive audit for plan {chosen[:16]}… until {expires_at:%Y-%m-%d %H:%M %Z}, in policy.toml."
+    )
     say(f"The worker reads it when it starts: silo run {site}")
 
 
@@ -237,7 +300,11 @@ def retrain(
 
     place = Site(site).require()
     state, price, changed = assess(place)
-    images = "are others than those scanned for this plan" if changed else "are those that were scanned for this plan"
+    images = (
+        "are others than those scanned for this plan"
+        if changed
+        else "are those that were scanned for this plan"
+    )
     say(f"Plan {state.plan_id}: the images {images}. Training again costs {price}.")
     if price.affordable and not yes:
         confirm("Throw away what was trained, and train again?")
@@ -255,4 +322,6 @@ def withdraw(site: SiteArgument, passphrase_file: PassphraseOption = None) -> No
     key, before = open_key(place, passphrase_file), load_state(place.private / "state.json")
     state = give_up(place, key)
     say(f"Gave up plan {state.plan_id}. {consequences(before)}")
-    say(f"The aggregator is told while the site is connected: silo run {site}, which then waits for the next plan.")
+    say(
+        f"The aggregator is told while the site is connected: silo run {site}, which then waits for the next plan."
+    )

@@ -7,7 +7,15 @@ index names exactly the signed files. What verified and is complete takes the pl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddm.errors import BusyError, DigestError, DocumentError, FormatError, PolicyError, ReplayError, TrustError
+from ddm.errors import (
+    BusyError,
+    DigestError,
+    DocumentError,
+    FormatError,
+    PolicyError,
+    ReplayError,
+    TrustError,
+)
 from ddm.io.files import move_into_place
 from ddm.io.locks import locked, unread
 from ddm.io.modes import group_folder, open_to_group
@@ -50,7 +58,11 @@ def take_bundle(
 
 
 def _collect(
-    offer: Offer, files: tuple[FileEntry, ...], pieces: Sequence[memoryview], inbox: Inbox, shard_bytes: int
+    offer: Offer,
+    files: tuple[FileEntry, ...],
+    pieces: Sequence[memoryview],
+    inbox: Inbox,
+    shard_bytes: int,
 ) -> Held:
     home = inbox.folder / offer.plan_id
     ranges = list(zip(offer.spans, pieces, strict=True))
@@ -59,19 +71,27 @@ def _collect(
     own = target.with_name(f"{target.name}.part")
     if not own.exists():
         metadata = [entry for entry in files if entry.path.startswith(_METADATA)]
-        inbox.make_room(sum(entry.num_bytes for entry in metadata), len(files) + 8, own, signed=False)
+        inbox.make_room(
+            sum(entry.num_bytes for entry in metadata), len(files) + 8, own, signed=False
+        )
         group_folder(home, inbox.folder)
     part = PartFolder(target, files)
     try:
         part.write((span, data) for span, data in ranges if span.path.startswith(_METADATA))
-        if lacking := tuple(span for span in part.missing(shard_bytes) if span.path.startswith(_METADATA)):
+        if lacking := tuple(
+            span for span in part.missing(shard_bytes) if span.path.startswith(_METADATA)
+        ):
             return Held(missing=lacking)
         signed = check_bundle_metadata(own, inbox.root(), state=inbox.memory)
         if signed.plan_id != offer.plan_id:
-            raise ReplayError("bundle", expected=f"plan {offer.plan_id}", got=f"plan {signed.plan_id}")
+            raise ReplayError(
+                "bundle", expected=f"plan {offer.plan_id}", got=f"plan {signed.plan_id}"
+            )
         _check_signed(files, signed.targets)
         if not has_signed(own):
-            inbox.make_room(sum(entry.num_bytes for entry in files), 2 * len(files) + 8, own, signed=True)
+            inbox.make_room(
+                sum(entry.num_bytes for entry in files), 2 * len(files) + 8, own, signed=True
+            )
         part.write((span, data) for span, data in ranges if not span.path.startswith(_METADATA))
         if not part.finish():
             return Held(missing=tuple(part.missing(shard_bytes)))
@@ -90,7 +110,11 @@ def _put(target: Path, home: Path) -> None:
     """Give a complete bundle its name, in the place of another one unless the worker reads that just now."""
     with unread(home) as idle:
         if not idle:
-            raise BusyError(str(home), expected="a bundle that nobody reads", got="one that the worker is reading")
+            raise BusyError(
+                str(home),
+                expected="a bundle that nobody reads",
+                got="one that the worker is reading",
+            )
         remove(home / "bundle")
         move_into_place(target, home / "bundle")
 
@@ -99,18 +123,28 @@ def _check_index(files: Sequence[FileEntry], plan_id: str, bundle_bytes: int) ->
     if (num_bytes := sum(entry.num_bytes for entry in files)) > bundle_bytes:
         raise PolicyError("bundle", expected=f"at most {bundle_bytes} bytes", got=f"{num_bytes}")
     if missing := sum(entry.digest is None for entry in files):
-        raise DocumentError("bundle index", expected="a digest for every file", got=f"{missing} files without one")
+        raise DocumentError(
+            "bundle index", expected="a digest for every file", got=f"{missing} files without one"
+        )
     if odd := sum(not entry.path.startswith((_METADATA, f"targets/{plan_id}/")) for entry in files):
         expected = f"files in metadata/ and targets/{plan_id}/"
         raise DocumentError("bundle index", expected=expected, got=f"{odd} elsewhere")
     metadata_bytes = sum(entry.num_bytes for entry in files if entry.path.startswith(_METADATA))
     if metadata_bytes > MAX_METADATA_BYTES:
-        raise PolicyError("bundle metadata", expected=f"at most {MAX_METADATA_BYTES} bytes", got=f"{metadata_bytes}")
+        raise PolicyError(
+            "bundle metadata",
+            expected=f"at most {MAX_METADATA_BYTES} bytes",
+            got=f"{metadata_bytes}",
+        )
 
 
 def _check_signed(files: Sequence[FileEntry], targets: Mapping[str, Target]) -> None:
     signed = {f"targets/{path}": (target.bytes, target.digest) for path, target in targets.items()}
-    offered = {entry.path: (entry.num_bytes, entry.digest) for entry in files if not entry.path.startswith(_METADATA)}
+    offered = {
+        entry.path: (entry.num_bytes, entry.digest)
+        for entry in files
+        if not entry.path.startswith(_METADATA)
+    }
     if offered != signed:
         got = f"{len(offered.items() ^ signed.items())} entries that differ"
         raise DigestError("bundle index", expected="exactly the signed files", got=got)
@@ -119,6 +153,8 @@ def _check_signed(files: Sequence[FileEntry], targets: Mapping[str, Target]) -> 
 def _held(bundle: Path, bundle_bytes: int) -> tuple[FileEntry, ...]:
     """List a complete bundle with digests; nothing where it is not one that could travel."""
     try:
-        return list_folder(bundle, max_files=MAX_BUNDLE_FILES, max_bytes=bundle_bytes, with_digest=True)
+        return list_folder(
+            bundle, max_files=MAX_BUNDLE_FILES, max_bytes=bundle_bytes, with_digest=True
+        )
     except (TrustError, FormatError):
         return ()

@@ -45,7 +45,12 @@ _SETTLE_S = 5.0
 _POLL_S = 0.5
 # Well below the time to live of any message.
 _PACED_S = 10.0
-_REPLY_TO: Mapping[type[Request], type[Reply]] = {Offer: Held, Ask: Report, Pull: Shards, Deliver: Delivered}
+_REPLY_TO: Mapping[type[Request], type[Reply]] = {
+    Offer: Held,
+    Ask: Report,
+    Pull: Shards,
+    Deliver: Delivered,
+}
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,27 @@ class SiteLimits:
     @classmethod
     def of(cls, node_config: Mapping[str, object]) -> "SiteLimits":
         """Read the node configuration that `silo.courier.supernode` gave the SuperNode."""
-        names = ("bundle_bytes", "shard_bytes", "submission_bytes", "bytes_per_s", "inbox_bytes", "inbox_files")
-        return cls(Path(unquote(str(node_config["site"]))), *(int(str(node_config[name])) for name in names))
+        names = (
+            "bundle_bytes",
+            "shard_bytes",
+            "submission_bytes",
+            "bytes_per_s",
+            "inbox_bytes",
+            "inbox_files",
+        )
+        return cls(
+            Path(unquote(str(node_config["site"]))),
+            *(int(str(node_config[name])) for name in names),
+        )
 
     @property
     def answer_bytes(self) -> int:
         """Most bytes in one answer."""
-        return min(self.shard_bytes, int(self.bytes_per_s * _PACED_S)) if self.bytes_per_s else self.shard_bytes
+        return (
+            min(self.shard_bytes, int(self.bytes_per_s * _PACED_S))
+            if self.bytes_per_s
+            else self.shard_bytes
+        )
 
 
 def answer(
@@ -106,7 +125,9 @@ def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
                 return Envelope(_take_receipt(request, data, limits))
     except ArchipelagoError as error:
         return Envelope(_REPLY_TO[type(request)](code=error.exit_code))
-    except Exception:  # a bug or a full disk: the aggregator learns that it failed, and nothing more
+    except (
+        Exception
+    ):  # a bug or a full disk: the aggregator learns that it failed, and nothing more
         return Envelope(_REPLY_TO[type(request)](code=ArchipelagoError.exit_code))
 
 
@@ -116,7 +137,9 @@ def _take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits)
     from silo.courier.inbox import Inbox
 
     inbox = Inbox(limits.site, limits.inbox_bytes, limits.inbox_files)
-    return take_bundle(offer, pieces, inbox, bundle_bytes=limits.bundle_bytes, shard_bytes=limits.shard_bytes)
+    return take_bundle(
+        offer, pieces, inbox, bundle_bytes=limits.bundle_bytes, shard_bytes=limits.shard_bytes
+    )
 
 
 def _take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delivered:
@@ -144,7 +167,9 @@ def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
     if sequence <= ask.received or leave:
         return Envelope(Report(status=status, leave=leave))
     submission = limits.site / "outbox" / ask.plan_id / str(sequence)
-    files = list_folder(submission, max_files=MAX_SUBMISSION_FILES, max_bytes=limits.submission_bytes)
+    files = list_folder(
+        submission, max_files=MAX_SUBMISSION_FILES, max_bytes=limits.submission_bytes
+    )
     spans = first_of(whole_spans(files), min(ask.max_bytes, limits.answer_bytes))
     found = Report(status=status, sequence=sequence, files=files, spans=spans)
     return Envelope(found, read_spans(submission, spans))
@@ -157,11 +182,15 @@ def read_status(plan_id: str, limits: SiteLimits) -> Status:
         DocumentError: the file is not as it must be.
     """
     try:
-        found = StatusFile.model_validate_json(read_bounded(limits.site / "outbox" / "status.json", _MAX_STATUS_BYTES))
+        found = StatusFile.model_validate_json(
+            read_bounded(limits.site / "outbox" / "status.json", _MAX_STATUS_BYTES)
+        )
     except MissingFileError:
         return Status()
     except ValidationError:
-        raise DocumentError("status.json", expected="a valid status", got="a document of another form") from None
+        raise DocumentError(
+            "status.json", expected="a valid status", got="a document of another form"
+        ) from None
     if found.plan_id != plan_id:
         return Status()
     return Status(state=found.state, progress=found.progress, sequence=found.sequence)
@@ -192,9 +221,13 @@ def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
         ReplayError: there is no such submission.
     """
     if (num_bytes := sum(span.num_bytes for span in pull.spans)) > limits.shard_bytes:
-        raise PolicyError("shards", expected=f"at most {limits.shard_bytes} bytes", got=f"{num_bytes}")
+        raise PolicyError(
+            "shards", expected=f"at most {limits.shard_bytes} bytes", got=f"{num_bytes}"
+        )
     submission = limits.site / "outbox" / pull.plan_id / str(pull.sequence)
     if not submission.is_dir():
-        raise ReplayError("submission", expected="one in the outbox", got=f"number {pull.sequence}, not there")
+        raise ReplayError(
+            "submission", expected="one in the outbox", got=f"number {pull.sequence}, not there"
+        )
     spans = first_of(pull.spans, limits.answer_bytes)
     return Envelope(Shards(spans=spans), read_spans(submission, spans))

@@ -83,7 +83,11 @@ class Inbox:
         """Remove what does not belong here, what nobody finished, and bundles that no longer verify."""
         at_work, root = plan_at_work(self.site), self.root()
         for entry in _listed(self.folder):
-            if not entry.is_dir() or entry.is_symlink() or not re.fullmatch(PLAN_ID_PATTERN, entry.name):
+            if (
+                not entry.is_dir()
+                or entry.is_symlink()
+                or not re.fullmatch(PLAN_ID_PATTERN, entry.name)
+            ):
                 remove(entry)
                 continue
             with suppress(OSError), unread(entry) as idle:
@@ -113,7 +117,9 @@ class Inbox:
     def verifies(self, plan: Path, root: bytes) -> bool:
         """Whether a bundle's metadata are signed, in force, of this plan and not older than the newest one seen."""
         try:
-            return check_bundle_metadata(plan / "bundle", root, state=self.memory).plan_id == plan.name
+            return (
+                check_bundle_metadata(plan / "bundle", root, state=self.memory).plan_id == plan.name
+            )
         except (TrustError, FormatError, OSError):
             return False
 
@@ -133,7 +139,10 @@ class Inbox:
         victims = self._victims(own, signed=signed)
         while True:
             held_bytes, held_files = usage(self.folder)
-            if held_bytes + num_bytes <= self.max_bytes and held_files + num_files <= self.max_files:
+            if (
+                held_bytes + num_bytes <= self.max_bytes
+                and held_files + num_files <= self.max_files
+            ):
                 return
             victim = next(victims, None)
             if victim is None:
@@ -184,7 +193,9 @@ def plan_at_work(site: Path) -> str | None:
     except MissingFileError:
         return None
     except ValidationError:
-        raise DocumentError("status.json", expected="a valid status", got="fields that do not fit") from None
+        raise DocumentError(
+            "status.json", expected="a valid status", got="fields that do not fit"
+        ) from None
     return None if status.state in ("waiting", "plan_refused") else status.plan_id
 
 

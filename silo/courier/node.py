@@ -43,7 +43,9 @@ def replace(module: ModuleType, name: str, value: object) -> None:
     """
     if not hasattr(module, name):
         remedy = "Install the versions of constraints.txt."
-        raise SetupError("flwr", expected=f"{module.__name__}.{name}", got="another version", remedy=remedy)
+        raise SetupError(
+            "flwr", expected=f"{module.__name__}.{name}", got="another version", remedy=remedy
+        )
     setattr(module, name, value)
 
 
@@ -99,7 +101,10 @@ def main(folder: Path, port: int, arguments: list[str]) -> None:
     secret, certificate = paths["superexec.secret"], paths["node.pem"]
     replace(api, "create_app", close_port(api.create_app))
     replace(node, "http_request_response", pin_application(node.http_request_response))
-    subprocess.Popen(superexec_command(f"{HOST}:{port}", certificate, secret, CLIENT_APP), stdin=subprocess.DEVNULL)
+    subprocess.Popen(
+        superexec_command(f"{HOST}:{port}", certificate, secret, CLIENT_APP),
+        stdin=subprocess.DEVNULL,
+    )
     sys.argv = [
         "flower-supernode",
         *arguments,

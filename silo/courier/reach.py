@@ -39,7 +39,9 @@ def _matches(host: str, pattern: str) -> bool:
         return ipaddress.ip_address(host) == ipaddress.ip_address(pattern.strip("[]"))
     except ValueError:
         domain = pattern.lstrip(".").lower()
-        return pattern == "*" or (bool(domain) and (host.lower() == domain or host.lower().endswith(f".{domain}")))
+        return pattern == "*" or (
+            bool(domain) and (host.lower() == domain or host.lower().endswith(f".{domain}"))
+        )
 
 
 def shown(proxy: SplitResult | None) -> str | None:
@@ -47,7 +49,9 @@ def shown(proxy: SplitResult | None) -> str | None:
     return f"{proxy.hostname}:{_port(proxy)}" if proxy else None
 
 
-def open_link(address: str, context: ssl.SSLContext, timeout_s: float = _TIMEOUT_S) -> http.client.HTTPSConnection:
+def open_link(
+    address: str, context: ssl.SSLContext, timeout_s: float = _TIMEOUT_S
+) -> http.client.HTTPSConnection:
     """Return a connection to an aggregator that is not opened yet, directly or through the proxy.
 
     Args:
@@ -60,7 +64,9 @@ def open_link(address: str, context: ssl.SSLContext, timeout_s: float = _TIMEOUT
     proxy = proxy_for(host)
     if not proxy or not proxy.hostname:
         return http.client.HTTPSConnection(host, int(port), timeout=timeout_s, context=context)
-    link = http.client.HTTPSConnection(proxy.hostname, _port(proxy), timeout=timeout_s, context=context)
+    link = http.client.HTTPSConnection(
+        proxy.hostname, _port(proxy), timeout=timeout_s, context=context
+    )
     link.set_tunnel(host, int(port), headers=_credentials(proxy))
     return link
 

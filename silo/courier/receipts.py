@@ -27,7 +27,10 @@ def take_receipt(deliver: Deliver, receipt: bytes, site: Site) -> Delivered:
     newest = max(sequences(site.outbox / deliver.plan_id), default=0)
     # One more than was sent: a notice that the silo was withdrawn stands in the place of its next receipt.
     if not (site.inbox / deliver.plan_id).is_dir() or not 1 <= deliver.sequence <= newest + 1:
-        expected, got = f"one for submission 1 to {newest + 1} of a known plan", f"one for {deliver.sequence}"
+        expected, got = (
+            f"one for submission 1 to {newest + 1} of a known plan",
+            f"one for {deliver.sequence}",
+        )
         raise ReplayError("receipt", expected=expected, got=got)
     with locked(site.courier, "inbox"):
         _check(deliver, receipt, site)

@@ -79,7 +79,9 @@ def look_after(courier: Courier, ended: threading.Event, site: Site) -> None:
 def between_plans(site: Site) -> bool:
     """Whether the worker has the answer to its last plan and waits for the next one, as it says in the outbox."""
     try:
-        state = StatusFile.model_validate_json(read_bounded(site.outbox / "status.json", MAX_STATUS_BYTES)).state
+        state = StatusFile.model_validate_json(
+            read_bounded(site.outbox / "status.json", MAX_STATUS_BYTES)
+        ).state
     except (ArchipelagoError, ValidationError):
         return False
     return state in ("accepted", "superseded", "withdrawn")

@@ -19,7 +19,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 
 from ddm.errors import SetupError
 from ddm.io.files import require_file, write_atomic
@@ -147,8 +152,14 @@ class Courier:
             MissingFileError: the node key or the certificate is missing, or Flower is not installed.
             BusyError: another courier works on this site.
         """
-        require_file(self._courier / "node.key", "the node key", remedy="Make the site with `silo init`.")
-        require_file(self._courier / "ca.pem", "the federation's certificate", remedy="Make the site with `silo init`.")
+        require_file(
+            self._courier / "node.key", "the node key", remedy="Make the site with `silo init`."
+        )
+        require_file(
+            self._courier / "ca.pem",
+            "the federation's certificate",
+            remedy="Make the site with `silo init`.",
+        )
         self._stack.enter_context(locked(self._courier, "courier"))
         for folder in (self._courier / "flwr", self._site / "inbox"):
             folder.mkdir(exist_ok=True)
@@ -192,7 +203,9 @@ class Courier:
             *("--auth-supernode-private-key", str(self._courier / "node.key")),
             *("--node-config", self.node_config()),
         ]
-        return spawn(command, log_path=home / "supernode.log", env=flower_environment(home), cwd=home)
+        return spawn(
+            command, log_path=home / "supernode.log", env=flower_environment(home), cwd=home
+        )
 
     def check(self) -> None:
         """Start the SuperNode again when it has ended, ever more slowly while it keeps ending; call every second."""

@@ -37,12 +37,17 @@ def check_encoder(plan: Plan, settings: SiloSettings) -> None:
         MissingFileError, DigestError: the folder lacks a pinned file, or holds it with different bytes.
     """
     if isinstance(plan.condition, TextCondition):
-        from ddm.encoders.text import check_files, pinned_of  # takes seconds, and most plans do without
+        from ddm.encoders.text import (  # takes seconds, and most plans do without
+            check_files,
+            pinned_of,
+        )
 
         check_files(_encoder_folder(plan.condition, settings), pinned_of(plan.condition))
 
 
-def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path, on_progress: Progress) -> None:
+def keep_texts(
+    cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path, on_progress: Progress
+) -> None:
     """Encode every caption into a file in `folder`, unless it exists already; vectors of other plans are removed.
 
     Args:
@@ -70,7 +75,9 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
     captions = cohort.captions or ()
     part_path = path.with_suffix(".part")
     progress_path = path.with_suffix(".done")
-    array_start, num_encoded = _continue_or_begin(part_path, progress_path, _shape(cohort, plan.condition))
+    array_start, num_encoded = _continue_or_begin(
+        part_path, progress_path, _shape(cohort, plan.condition)
+    )
     with part_path.open("r+b") as handle:
         try:
             for first in range(num_encoded, len(captions), BLOCK):
@@ -102,13 +109,22 @@ def texts_of(cohort: Cohort, plan: Plan, folder: Path) -> Tensor | None:
     try:
         vectors = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
-        got = "no file" if isinstance(error, FileNotFoundError) else "a file that is not a readable array"
+        got = (
+            "no file"
+            if isinstance(error, FileNotFoundError)
+            else "a file that is not a readable array"
+        )
         raise DataError(
-            "vectors of the captions", expected="those encoded for this plan", got=got, remedy=_GIVE_UP
+            "vectors of the captions",
+            expected="those encoded for this plan",
+            got=got,
+            remedy=_GIVE_UP,
         ) from error
     if vectors.shape != shape or vectors.dtype != np.float32:
         got = f"{vectors.dtype} {vectors.shape}"
-        raise DataError("vectors of the captions", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP)
+        raise DataError(
+            "vectors of the captions", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP
+        )
     return torch.from_numpy(vectors)
 
 
@@ -137,12 +153,18 @@ def _write_rows(handle: BinaryIO, text_BLD: Tensor, array_start: int, first: int
         handle.write(vectors.tobytes().rstrip(b"\0"))
 
 
-def _continue_or_begin(part_path: Path, progress_path: Path, shape: tuple[int, int, int]) -> tuple[int, int]:
+def _continue_or_begin(
+    part_path: Path, progress_path: Path, shape: tuple[int, int, int]
+) -> tuple[int, int]:
     """Return the byte at which the array starts and the rows already encoded; start over if nothing usable exists."""
     try:
         num_encoded = int(progress_path.read_bytes())
         vectors = np.lib.format.open_memmap(part_path, mode="r")
-        if vectors.shape == shape and vectors.dtype == np.float32 and 0 <= num_encoded <= len(vectors):
+        if (
+            vectors.shape == shape
+            and vectors.dtype == np.float32
+            and 0 <= num_encoded <= len(vectors)
+        ):
             return vectors.offset, num_encoded
     except (OSError, ValueError):
         pass  # nothing that can be continued
@@ -173,5 +195,10 @@ def _encoder_folder(condition: TextCondition, settings: SiloSettings) -> Path:
     if settings.text is None:
         name = condition.encoder.name if condition.encoder else "text encoder"
         remedy = f"Bring the folder of {name} to this machine and name it in silo.toml: [text] encoder = FOLDER."
-        raise SetupError("text encoder", expected="its folder in silo.toml", got="no section [text]", remedy=remedy)
+        raise SetupError(
+            "text encoder",
+            expected="its folder in silo.toml",
+            got="no section [text]",
+            remedy=remedy,
+        )
     return Path(settings.text.encoder)

@@ -101,7 +101,9 @@ class CohortRequest:
     @property
     def required_columns(self) -> RequiredColumns:
         """What the plan needs to know of each picture."""
-        return RequiredColumns(patients=self.unit == "patient", classes=self.site_classes, captions=self.captions)
+        return RequiredColumns(
+            patients=self.unit == "patient", classes=self.site_classes, captions=self.captions
+        )
 
 
 def load_cohort(
@@ -136,11 +138,15 @@ def load_cohort(
         raise DataError("images", expected=expected, got=f"{num_pictures}")
     is_latent = arrays.name == "latents"
     if is_latent and request.latent_shape is None:
-        raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
+        raise DataError(
+            "data", expected="images: this plan's experts have no autoencoder", got="latents"
+        )
 
     by_patient = request.unit == "patient"
     patient_N = read_column(arrays, "patients") if by_patient else None
-    unit_N = np.arange(num_images) if patient_N is None else numbered(patient_N, source.patient_rule)
+    unit_N = (
+        np.arange(num_images) if patient_N is None else numbered(patient_N, source.patient_rule)
+    )
     num_units = int(unit_N.max()) + 1
     if num_units < 2:
         raise DataError(f"{request.unit}s", expected="at least 2", got="1")
@@ -185,7 +191,9 @@ def _open_arrays(
         raise TypeError("a plan with a transform needs a folder for the copy that it makes")
     transform = Transform(spec, request.data)
     ordered = source.ordered_by(order_key(salt))
-    return open_transformed(ordered, transform, request.required_columns, folder, advance), transform.num
+    return open_transformed(
+        ordered, transform, request.required_columns, folder, advance
+    ), transform.num
 
 
 def _labels(label_N: NDArray[np.generic], site: Classes, plan: Classes) -> NDArray[np.int64]:
@@ -221,7 +229,9 @@ def _ranks(
     return np.array([int(order[:16], 16) / 2**64 for order in orders])
 
 
-def dataset_digest(images: Images, salt: bytes, *, captions: Sequence[str] = (), **columns: NDArray[np.int64]) -> str:
+def dataset_digest(
+    images: Images, salt: bytes, *, captions: Sequence[str] = (), **columns: NDArray[np.int64]
+) -> str:
     """Return the HMAC-SHA256 of the images' shape and float32 values and of the columns used.
 
     It is keyed with a secret of this site because ledger entries contain it and their digests are published: without

@@ -45,7 +45,12 @@ def check_declared(source: ImageSource, policy: Policy) -> None:
         problem = misnamed(classes.names, classes.num)
         if problem:
             expected = "names of which each means one class, as in a plan"
-            raise DataError("classes in policy.toml (data.classes)", expected=expected, got=problem, remedy=_REMEDY)
+            raise DataError(
+                "classes in policy.toml (data.classes)",
+                expected=expected,
+                got=problem,
+                remedy=_REMEDY,
+            )
     if declared.kind is None or data.arrays is None:
         return
     arrays = source.arrays(data)
@@ -85,7 +90,9 @@ def _check_pictures(source: ImageSource, policy: Policy) -> int:
         num_unknown = sum(classes.number(label or "") is None for label in labels)
         if num_unknown:
             got = f"others, or none, at {num_unknown} of {len(labels)} images"
-            problems.append(DataError("labels", expected=f"{classes.words()} (data.classes)", got=got))
+            problems.append(
+                DataError("labels", expected=f"{classes.words()} (data.classes)", got=got)
+            )
     refuse_all(problems, _REMEDY)
     return len(labels)
 
@@ -99,7 +106,9 @@ def _header_problems(arrays: ImageArrays, declared: DataPolicy) -> list[DataErro
     dtype, shape = arrays.row
     problems = []
     if shape != declared.shape:
-        problems.append(DataError("shape of a row", expected=f"{declared.shape} (data.shape)", got=f"{shape}"))
+        problems.append(
+            DataError("shape of a row", expected=f"{declared.shape} (data.shape)", got=f"{shape}")
+        )
     if arrays.name == "images" and (dtype.kind == "f") != (declared.range is not None):
         if declared.range is not None:
             expected = "floating point, since policy.toml has data.range"

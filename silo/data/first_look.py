@@ -10,7 +10,13 @@ from ddm.errors import DataError
 from ddm.images.array_files import ImageArrays
 from ddm.images.columns import check_length, num_patients, read_column
 from ddm.images.find import DataSet
-from ddm.images.ranges import DECLARED_AT_FIRST, RangeCounter, ValueKind, range_of_type, range_remarks
+from ddm.images.ranges import (
+    DECLARED_AT_FIRST,
+    RangeCounter,
+    ValueKind,
+    range_of_type,
+    range_remarks,
+)
 from ddm.images.reasons import Reason
 from silo.data.problems import refuse_all
 from silo.images.report import unused_parts_text
@@ -88,7 +94,9 @@ def _range_remarks(source: ImageSource, data: DataSet) -> list[str]:
     subject = f"{dtype} values"
     if type_range is not None:
         return range_remarks(counter.use(), type_range, ValueKind.WHOLE, subject=subject)
-    return range_remarks(counter.use(), source.declared_range or DECLARED_AT_FIRST, ValueKind.FLOATS, subject=subject)
+    return range_remarks(
+        counter.use(), source.declared_range or DECLARED_AT_FIRST, ValueKind.FLOATS, subject=subject
+    )
 
 
 def needs_scan(source: ImageSource) -> bool:
@@ -115,7 +123,9 @@ class UnitCounts:
     unused_parts: Counter[str] = field(default_factory=Counter)
 
 
-def count_units(source: ImageSource, *, patients: bool, advance: Advance = lambda num_files: None) -> UnitCounts:
+def count_units(
+    source: ImageSource, *, patients: bool, advance: Advance = lambda num_files: None
+) -> UnitCounts:
     """Count the images of a site, and its patients if they are asked for; after a scan, those that it accepts.
 
     Args:

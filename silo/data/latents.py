@@ -28,7 +28,9 @@ _BLOCKS_AT_ONCE = 16  # of the autoencoder's, in memory before they are written
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
 
 
-def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_progress: Progress) -> None:
+def keep_latents(
+    cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_progress: Progress
+) -> None:
     """Encode every image into a file in `folder`, unless it exists already; latents of other plans are removed.
 
     Args:
@@ -105,8 +107,14 @@ def _open_latents(path: Path) -> FileArray:
     try:
         return open_npy(path)
     except (MissingFileError, DataError, OSError) as error:
-        got = "no file" if isinstance(error, MissingFileError) else "a file that is not a readable array"
-        raise DataError("latents", expected="those encoded for this plan", got=got, remedy=_GIVE_UP) from error
+        got = (
+            "no file"
+            if isinstance(error, MissingFileError)
+            else "a file that is not a readable array"
+        )
+        raise DataError(
+            "latents", expected="those encoded for this plan", got=got, remedy=_GIVE_UP
+        ) from error
 
 
 def _scaled(images: Images, plan: Plan) -> Images:

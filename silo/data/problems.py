@@ -19,4 +19,6 @@ def refuse_all(problems: Sequence[DataError], remedy: str | None = None) -> None
         raise problems[0]
     if problems:
         each = dict.fromkeys(problem.remedy for problem in problems)
-        raise DataError("; ".join(str(problem) for problem in problems), remedy=remedy or " ".join(each))
+        raise DataError(
+            "; ".join(str(problem) for problem in problems), remedy=remedy or " ".join(each)
+        )

@@ -94,7 +94,9 @@ def open_transformed(
         if stored is not None:
             return stored
         with replacing(source.folder / LEFT_OUT, mode=0o600) as handle:
-            making = _CohortInTheMaking(images, required, transform, QuarantineFile(handle), advance)
+            making = _CohortInTheMaking(
+                images, required, transform, QuarantineFile(handle), advance
+            )
             num_pictures = making.check()
             _log.info("transforming %d images, once for this plan", num_pictures)
             made = store_cohort(
@@ -109,7 +111,10 @@ def open_transformed(
         _log.info("%d samples of %d images%s", len(made), num_pictures, making.reasons_text)
         if making.num_blank:
             _log.warning(
-                "%d of %d images are blank to this plan; %s says why", making.num_blank, num_pictures, LEFT_OUT
+                "%d of %d images are blank to this plan; %s says why",
+                making.num_blank,
+                num_pictures,
+                LEFT_OUT,
             )
         return made
 
@@ -172,7 +177,10 @@ class _CohortInTheMaking:
     def _count_lacking(self, image: ScannedImage, lacking: Counter[str]) -> None:
         if self.required.patients and self.images.patient(image) is None:
             lacking["patients"] += 1
-        if self.required.classes is not None and self.required.classes.number(image.label or "") is None:
+        if (
+            self.required.classes is not None
+            and self.required.classes.number(image.label or "") is None
+        ):
             lacking["named" if image.label else "labels"] += 1
         if self.required.captions:
             caption = image.caption or ""
@@ -218,7 +226,9 @@ class _CohortInTheMaking:
         for name in ("patients", "labels"):
             if lacking[name]:
                 got = f"none for {lacking[name]} of {num} images"
-                yield DataError(name, expected=f"a {name[:-1]} for each image", got=got, remedy=_REMEDIES[name])
+                yield DataError(
+                    name, expected=f"a {name[:-1]} for each image", got=got, remedy=_REMEDIES[name]
+                )
         if lacking["named"] and self.required.classes is not None:
             yield DataError(
                 "labels",
@@ -231,7 +241,12 @@ class _CohortInTheMaking:
             yield DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=got)
         if self.required.captions and not lacking["captions"]:
             remedy = "Put them into a column caption of the images' table."
-            yield DataError("captions", expected="a text for at least one image", got="blank ones alone", remedy=remedy)
+            yield DataError(
+                "captions",
+                expected="a text for at least one image",
+                got="blank ones alone",
+                remedy=remedy,
+            )
 
 
 _REMEDIES = {

@@ -46,7 +46,8 @@ def scan_images(
     if (preview is None) != (plan is None):
         expected = "--preview FILE.png and --plan FILE together"
         remedy = (
-            "Add the other one: the sheet shows images before and after the table [transform] of a recipe or a plan."
+            "Add the other one: the sheet shows images before and "
+            "after the table [transform] of a recipe or a plan."
         )
         raise SetupError("silo scan", expected=expected, got="one without the other", remedy=remedy)
     sheet = None
@@ -97,7 +98,9 @@ def image_source(
         source = ImageSource(data.absolute(), default_folder(data))
     else:
         remedy = "Name them with --data PATH, or name the SITE."
-        raise SetupError("images", expected="--data or a SITE", got="no images named", remedy=remedy)
+        raise SetupError(
+            "images", expected="--data or a SITE", got="no images named", remedy=remedy
+        )
     changes = {name: value for name, value in (given_settings or {}).items() if value is not None}
     if data is not None:
         # Columns that silo.toml names are those of the site's own table.

@@ -101,7 +101,9 @@ class Decisions:
     def any(self) -> bool:
         """Whether anything was decided."""
         with _readable(self._path):
-            return bool(self._database.execute("select exists (select 1 from decisions)").fetchone()[0])
+            return bool(
+                self._database.execute("select exists (select 1 from decisions)").fetchone()[0]
+            )
 
     def left_out(self) -> set[str]:
         """Return the fingerprints of the pictures that a person left out."""
@@ -119,7 +121,9 @@ class Decisions:
     def digest(self) -> str:
         """Changes with any decision."""
         digest = hashlib.sha256()
-        for row in self._database.execute("select pixels, flags, decision from decisions order by pixels, flags"):
+        for row in self._database.execute(
+            "select pixels, flags, decision from decisions order by pixels, flags"
+        ):
             digest.update(repr(row).encode())
         return digest.hexdigest()
 
@@ -132,7 +136,9 @@ class Decisions:
         """
         keys = [(record.pixels, _flags_text(self.flagged(record).flags)) for record in pictures]
         with _readable(self._path), self._database:
-            forget = "delete from decisions where pixels = ? and (flags = ? or decision = 'leave out')"
+            forget = (
+                "delete from decisions where pixels = ? and (flags = ? or decision = 'leave out')"
+            )
             self._database.executemany(forget, keys)
             if decision is not None:
                 rows = ((*key, decision.value) for key in dict.fromkeys(keys))
@@ -173,7 +179,9 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        raise OSError(5, f"decisions cannot be read or written ({type(error).__name__})", str(path)) from error
+        raise OSError(
+            5, f"decisions cannot be read or written ({type(error).__name__})", str(path)
+        ) from error
     except sqlite3.DatabaseError as error:
         remedy = "Restore it from backup. If you delete it, all decisions must be made again."
         expected, got = "decisions about images", "a damaged file"

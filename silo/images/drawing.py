@@ -59,7 +59,9 @@ def _tones(image_CHW: NDArray[np.generic], low: float, high: float) -> NDArray[n
     return tones[0] if len(tones) == 1 else np.ascontiguousarray(np.moveaxis(tones, 0, -1))
 
 
-def _drawn_volume(values_CDHW: NDArray[np.generic], spacing: tuple[float, ...], low: float, high: float) -> Image.Image:
+def _drawn_volume(
+    values_CDHW: NDArray[np.generic], spacing: tuple[float, ...], low: float, high: float
+) -> Image.Image:
     planes = [*_middle_planes(values_CDHW), *_brightest_planes(values_CDHW)]
     depth_mm, height_mm, width_mm = spacing
     spacings = [(height_mm, width_mm), (depth_mm, width_mm), (depth_mm, height_mm)] * 2

@@ -27,7 +27,9 @@ DATABASE = "memory.sqlite"
 KEY_BYTES = 32
 KEY_FILE = "key"
 _FORMAT = 1  # changes with the schema, and with `PictureRecord`
-_ANY_RECIPE = f"{_FORMAT} %"  # of this format; an empty recipe is that of a file which is not finished
+_ANY_RECIPE = (
+    f"{_FORMAT} %"  # of this format; an empty recipe is that of a file which is not finished
+)
 # A change so soon before a look may bear the same time as a change after it.
 _RACE_NS = 50_000_000
 _COMMIT_S = 2.0
@@ -119,17 +121,23 @@ class ScanMemory:
 
     def find(self, file: ImageFile) -> RememberedFile | None:
         """Return what is known of a file by its path."""
-        query = "select number, digest, stats, reason, detail from files where path = ? and recipe = ?"
+        query = (
+            "select number, digest, stats, reason, detail from files where path = ? and recipe = ?"
+        )
         row = self._database.execute(query, (os.fsencode(file.path), self._recipe)).fetchone()
         if row is None:
             return None
         number, digest, stats, reason, detail = row
         is_unchanged = stats == repr(file.stats)
-        return RememberedFile(number, digest, is_unchanged, Reason(reason) if reason else None, detail)
+        return RememberedFile(
+            number, digest, is_unchanged, Reason(reason) if reason else None, detail
+        )
 
     def pictures(self, number: int) -> Iterator[PictureRecord]:
         """Yield the pictures of a file, in its order."""
-        rows = self._database.execute("select record from pictures where file = ? order by place", (number,))
+        rows = self._database.execute(
+            "select record from pictures where file = ? order by place", (number,)
+        )
         for (text,) in rows:
             yield PictureRecord.model_validate_json(text)
 
@@ -179,7 +187,9 @@ class ScanMemory:
         where recipe like ? and json_extract(record, '$.pixels') in (select value from json_each(?))
         order by path, place
         """
-        for path, place, text in self._database.execute(query, (_ANY_RECIPE, json.dumps(sorted(pixels)))):
+        for path, place, text in self._database.execute(
+            query, (_ANY_RECIPE, json.dumps(sorted(pixels)))
+        ):
             yield os.fsdecode(path), place, PictureRecord.model_validate_json(text)
 
     def confirm(self, file: ImageFile, remembered: RememberedFile) -> None:
@@ -198,10 +208,15 @@ class ScanMemory:
 
     def add(self, number: int, place: int, records: Iterable[PictureRecord]) -> None:
         """Write pictures of a file, the first of them at this place."""
-        rows = ((number, place_here, record.model_dump_json()) for place_here, record in enumerate(records, place))
+        rows = (
+            (number, place_here, record.model_dump_json())
+            for place_here, record in enumerate(records, place)
+        )
         self._database.executemany("insert into pictures values (?, ?, ?)", rows)
 
-    def finish(self, number: int, file: ImageFile, digest: str, reason: Reason | None, detail: str) -> None:
+    def finish(
+        self, number: int, file: ImageFile, digest: str, reason: Reason | None, detail: str
+    ) -> None:
         """Note that all pictures of a file are written."""
         values = (self._stats(file), digest, self._recipe, reason, detail, number)
         query = "update files set stats = ?, digest = ?, recipe = ?, reason = ?, detail = ? where number = ?"
@@ -262,10 +277,14 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        raise OSError(5, f"the scan's memory cannot be read or written ({type(error).__name__})") from error
+        raise OSError(
+            5, f"the scan's memory cannot be read or written ({type(error).__name__})"
+        ) from error
     except sqlite3.DatabaseError as error:
         remedy = "Delete this file: the next scan reads all images again."
-        raise SetupError(str(path), expected="the memory of scans", got="a damaged one", remedy=remedy) from error
+        raise SetupError(
+            str(path), expected="the memory of scans", got="a damaged one", remedy=remedy
+        ) from error
 
 
 def _key(folder: Path) -> bytes:

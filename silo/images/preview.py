@@ -48,12 +48,18 @@ def read_preview_plan(path: Path) -> PreviewPlan:
     require_file(path, "a recipe (TOML) or a plan (JSON)")
     text = read_bounded(path.resolve(), _MOST_PLAN_BYTES, subject=str(path))
     try:
-        content: Any = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text.decode("utf-8"))
+        content: Any = (
+            json.loads(text)
+            if path.suffix.lower() == ".json"
+            else tomllib.loads(text.decode("utf-8"))
+        )
         plan = PreviewPlan.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise misfit(path, error) from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise SetupError(str(path), expected="TOML, or JSON in a file named .json", got=str(error)[:200]) from error
+        raise SetupError(
+            str(path), expected="TOML, or JSON in a file named .json", got=str(error)[:200]
+        ) from error
     misfit_with_data = plan.transform.misfit(plan.data)
     if misfit_with_data:
         got = "a transform for other samples"
@@ -65,7 +71,9 @@ class PreviewSelection:
     """Up to 64 accepted pictures that differ, by their fingerprints: the same each time, of all parts of the data."""
 
     def __init__(self) -> None:
-        self._heap: list[int] = []  # of fingerprints as negative numbers, so that the largest fingerprint is on top
+        self._heap: list[
+            int
+        ] = []  # of fingerprints as negative numbers, so that the largest fingerprint is on top
         self._pictures: dict[int, SheetPicture] = {}
 
     def take(self, image: ScannedImage) -> None:
@@ -157,7 +165,9 @@ class Sheet:
         def numbered_pictures() -> Iterator[Picture]:
             for selected, picture in self._selection.decoded(self._source.limits):
                 shown.append(selected)
-                with suppress(DataError):  # of a picture that the plan does not take, the sheet says so
+                with suppress(
+                    DataError
+                ):  # of a picture that the plan does not take, the sheet says so
                     enlargements.add(*transform.resampled_sides(picture))
                 yield picture
 

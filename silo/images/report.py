@@ -23,9 +23,14 @@ def report(summary: Summary, folder: Path, *, of_site: bool, review_command: str
         review_command: what to type to look at the images that wait for a person.
     """
     images = "image" if summary.accepted == 1 else "images"
-    paragraphs = [f"{summary.accepted} {images} accepted, {summary.quarantined} in quarantine. {_work_done(summary)}"]
+    paragraphs = [
+        f"{summary.accepted} {images} accepted, {summary.quarantined} in quarantine. {_work_done(summary)}"
+    ]
     if summary.quarantined:
-        rows = [(num, reason, _what_to_do(reason, of_site)) for reason, num in summary.reasons.most_common()]
+        rows = [
+            (num, reason, _what_to_do(reason, of_site))
+            for reason, num in summary.reasons.most_common()
+        ]
         paragraphs.append(table(rows, ("images", "quarantined because", "what to do")))
         lines = [f"Their names, only for this site: {folder / QUARANTINE}"]
         if not _DECIDED_BY_A_PERSON.isdisjoint(summary.reasons):

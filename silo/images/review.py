@@ -57,7 +57,9 @@ class Review:
         self._undo: list[dict[int, Decision | None]] = []
 
     @classmethod
-    def of(cls, memory: ScanMemory, decisions: Decisions, sheet: Sequence[SheetPicture] = ()) -> "Review":
+    def of(
+        cls, memory: ScanMemory, decisions: Decisions, sheet: Sequence[SheetPicture] = ()
+    ) -> "Review":
         """Take the pictures that the last scan remembered.
 
         Args:
@@ -76,7 +78,9 @@ class Review:
             shown_record = memory.picture(picture.path, picture.place)
             # A picture that changed since the sheet was drawn is not the one that the person saw there.
             if shown_record is not None and shown_record.pixels == picture.pixels:
-                review._add(ReviewPicture(picture.path, picture.place, decisions.flagged(shown_record)))
+                review._add(
+                    ReviewPicture(picture.path, picture.place, decisions.flagged(shown_record))
+                )
         return review
 
     def _add(self, picture: ReviewPicture) -> int:
@@ -127,12 +131,16 @@ class Review:
                 got = f"a sheet of {len(sheet)} pictures"
                 remedy = f"Take a number from 1 to {len(sheet)}."
             remedy += " If the name of a file is a number, write its whole path."
-            raise MissingFileError(subject, expected="a picture with this number", got=got, remedy=remedy)
+            raise MissingFileError(
+                subject, expected="a picture with this number", got=got, remedy=remedy
+            )
         picture = sheet[number - 1]
         if (picture.path, picture.place) not in self._numbers:
             remedy = "Draw the sheet again: silo scan --preview FILE.png --plan FILE."
             got = "a picture that has changed or no longer exists"
-            raise MissingFileError(subject, expected="the picture that was drawn", got=got, remedy=remedy)
+            raise MissingFileError(
+                subject, expected="the picture that was drawn", got=got, remedy=remedy
+            )
         return self._numbers[picture.path, picture.place]
 
     def state(self, number: int) -> str:
@@ -178,7 +186,11 @@ class Review:
         name = os.path.realpath(path)
         within = os.path.join(name, "")  # noqa: PTH118 - names of any bytes
         real_paths = (os.path.realpath(picture.path) for picture in self.pictures)
-        return [number for number, real in enumerate(real_paths) if real == name or real.startswith(within)]
+        return [
+            number
+            for number, real in enumerate(real_paths)
+            if real == name or real.startswith(within)
+        ]
 
     def decide(self, numbers: Iterable[int], decision: Decision | None) -> None:
         """Decide about pictures; what has the same pixels may change with them.
@@ -199,7 +211,9 @@ class Review:
             return
         before = self._undo.pop()
         for decision in (None, *Decision):  # leaving out comes last: it holds whatever the flags
-            self._record([number for number, state in before.items() if state is decision], decision)
+            self._record(
+                [number for number, state in before.items() if state is decision], decision
+            )
         self._read_states(before)
 
     def _record(self, numbers: Iterable[int], decision: Decision | None) -> None:
@@ -211,7 +225,11 @@ class Review:
         self._decisions.record(records, decision)
 
     def _copies_of(self, numbers: Iterable[int]) -> list[int]:
-        copies = [copy for number in numbers for copy in self._by_pixels[self.pictures[number].record.pixels]]
+        copies = [
+            copy
+            for number in numbers
+            for copy in self._by_pixels[self.pictures[number].record.pixels]
+        ]
         return list(dict.fromkeys(copies))
 
     def _read_states(self, numbers: Iterable[int]) -> None:

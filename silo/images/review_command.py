@@ -48,7 +48,9 @@ def review_images(
     folder = source.folder
     if not (folder / DATABASE).is_file():
         remedy = "Scan first: silo scan, with the same SITE, --data and --private."
-        raise MissingFileError(str(folder), expected="the result of a scan", got="no scan", remedy=remedy)
+        raise MissingFileError(
+            str(folder), expected="the result of a scan", got="no scan", remedy=remedy
+        )
     with Decisions.opened(folder) as decisions:
         with ScanMemory.opened(folder, "") as memory:
             sheet = read_index(folder)
@@ -56,9 +58,17 @@ def review_images(
             key = memory.key
             # Everything is named before anything is decided: a name that is wrong changes nothing.
             to_clear = [_named(review, memory, sheet, name, Decision.CLEAR) for name in clear]
-            to_leave_out = [_named(review, memory, sheet, name, Decision.LEAVE_OUT) for name in leave_out]
-            review.include_copies(memory, [number for numbers in to_leave_out for number in numbers])
-        log = DecisionLog(Site(site)) if site is not None and data is None and private is None else None
+            to_leave_out = [
+                _named(review, memory, sheet, name, Decision.LEAVE_OUT) for name in leave_out
+            ]
+            review.include_copies(
+                memory, [number for numbers in to_leave_out for number in numbers]
+            )
+        log = (
+            DecisionLog(Site(site))
+            if site is not None and data is None and private is None
+            else None
+        )
         with _logged(log, review, decisions):
             for numbers in to_clear:
                 review.decide(numbers, Decision.CLEAR)
@@ -70,7 +80,9 @@ def review_images(
             elif not (clear or leave_out) and review.pictures:
                 _serve(review, source, key)
         waiting, cleared, left_out = review.counts.values()
-        say(f"{waiting} images wait, {cleared} are cleared, {left_out} left out. The next scan uses these decisions.")
+        say(
+            f"{waiting} images wait, {cleared} are cleared, {left_out} left out. The next scan uses these decisions."
+        )
 
 
 @contextmanager
@@ -102,14 +114,20 @@ def _serve(review: Review, source: ImageSource, key: bytes) -> None:
 
     def announce(url: str) -> None:
         say(f"Open in a browser on this machine: {url}")
-        say("Anyone with this address can see the images. Ctrl-C ends the page; decisions are saved.")
+        say(
+            "Anyone with this address can see the images. Ctrl-C ends the page; decisions are saved."
+        )
 
     with Viewer(source.limits, min(_VIEWERS, source.num_processes), key) as viewer:
         serve_review(review, viewer, announce)
 
 
 def _named(
-    review: Review, memory: ScanMemory, sheet: Sequence[SheetPicture], name: Path, decision: Decision
+    review: Review,
+    memory: ScanMemory,
+    sheet: Sequence[SheetPicture],
+    name: Path,
+    decision: Decision,
 ) -> list[int]:
     """Return the pictures that a decision is about, by a name on the command line.
 

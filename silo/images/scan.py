@@ -50,7 +50,9 @@ class ScannedImages:
         self.num_decoded = 0  # of these, files that were decoded
         self._memory = memory
         self._decisions = decisions
-        self._has_accepted = bytearray()  # for each file of the last second pass: whether a picture of it is accepted
+        self._has_accepted = (
+            bytearray()
+        )  # for each file of the last second pass: whether a picture of it is accepted
 
     @staticmethod
     @contextmanager
@@ -61,10 +63,15 @@ class ScannedImages:
             BusyError: another scan is at work.
             SetupError: the memory or the decisions are damaged.
         """
-        with ScanMemory.opened(source.folder, source.recipe) as memory, Decisions.opened(source.folder) as decisions:
+        with (
+            ScanMemory.opened(source.folder, source.recipe) as memory,
+            Decisions.opened(source.folder) as decisions,
+        ):
             yield ScannedImages(source, memory, decisions)
 
-    def update(self, advance: Callable[[int], None] = lambda num_files: None, *, retry: bool) -> None:
+    def update(
+        self, advance: Callable[[int], None] = lambda num_files: None, *, retry: bool
+    ) -> None:
         """Decode what is new or changed.
 
         Args:
@@ -86,7 +93,11 @@ class ScannedImages:
                 if file.reason is not None:
                     continue
                 remembered = self._memory.find(file)
-                if remembered is not None and remembered.unchanged and not (retry and remembered.may_pass):
+                if (
+                    remembered is not None
+                    and remembered.unchanged
+                    and not (retry and remembered.may_pass)
+                ):
                     self._memory.confirm(file, remembered)
                     continue
                 self.num_read += 1
@@ -138,7 +149,9 @@ class ScannedImages:
                     self._has_accepted[-1] = 1
                 yield image
             if remembered.reason is not None:
-                yield ScannedImage(file.path, file.row, reason=remembered.reason, detail=remembered.detail)
+                yield ScannedImage(
+                    file.path, file.row, reason=remembered.reason, detail=remembered.detail
+                )
 
     def digest(self, columns: Collection[ColumnOfPicture]) -> str:
         """Return a digest of all that the accepted pictures depend on: files, cells of the table, and decisions.
@@ -226,7 +239,12 @@ class ScannedImages:
                 raise changed_files()
             for image in images:
                 if image.reason is None:
-                    yield replace(image, reason=answer.reason or Reason.NO_PIXELS, detail=answer.detail), None
+                    yield (
+                        replace(
+                            image, reason=answer.reason or Reason.NO_PIXELS, detail=answer.detail
+                        ),
+                        None,
+                    )
             images = None
 
     def _decoder_options(self, *, with_values: bool = False) -> DecoderOptions:

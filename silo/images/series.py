@@ -24,7 +24,11 @@ class _Stack:
 
     def add(self, shape: tuple[int, ...], location: SliceRecord) -> None:
         self.head = self.head or location.head
-        if location.head is None and location.sides_mm is not None and not as_long_as_a_head(location.sides_mm):
+        if (
+            location.head is None
+            and location.sides_mm is not None
+            and not as_long_as_a_head(location.sides_mm)
+        ):
             return
         if min(shape[1:]) < LEAST_SIDE:
             return

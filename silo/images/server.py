@@ -54,11 +54,15 @@ def serve_review(review: Review, viewer: Viewer, on_listening: Callable[[str], N
     serve_secret(lambda end: _routes(review, viewer, end), on_listening)
 
 
-def _routes(review: Review, viewer: Viewer, end: Callable[[], None]) -> tuple[Sequence[Route], Mapping[str, Handler]]:
+def _routes(
+    review: Review, viewer: Viewer, end: Callable[[], None]
+) -> tuple[Sequence[Route], Mapping[str, Handler]]:
     async def state(request: Request) -> Response:
         query = request.query_params
         start = _number(query.get("start", "0"))
-        return json_response(_page_state(review, viewer, query.get("show", WAITING), query.get("flag", ""), start))
+        return json_response(
+            _page_state(review, viewer, query.get("show", WAITING), query.get("flag", ""), start)
+        )
 
     async def picture(request: Request) -> Response:
         number = _number(request.path_params["number"])
@@ -78,7 +82,9 @@ def _routes(review: Review, viewer: Viewer, end: Callable[[], None]) -> tuple[Se
             return PlainTextResponse("no such picture\n", status_code=400)
         if decision_request.together:
             numbers = [other for number in numbers for other in review.with_others(number)]
-        decision = None if decision_request.decision is None else Decision(decision_request.decision)
+        decision = (
+            None if decision_request.decision is None else Decision(decision_request.decision)
+        )
         review.decide(numbers, decision)
         return json_response({})
 
@@ -98,7 +104,9 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
-def _page_state(review: Review, viewer: Viewer, shown: str, flag: str, start: int) -> dict[str, Any]:
+def _page_state(
+    review: Review, viewer: Viewer, shown: str, flag: str, start: int
+) -> dict[str, Any]:
     """Return what the page shows, and have it drawn, and then what comes after it."""
     listed = review.listed(shown, flag)
     start = min(start, max(0, len(listed) - 1)) // SHOWN * SHOWN
@@ -112,7 +120,10 @@ def _page_state(review: Review, viewer: Viewer, shown: str, flag: str, start: in
         "start": start,
         "shown": SHOWN,
         "undo": review.can_undo,
-        "pictures": [_described(review, number, viewer.view(review.pictures[number])) for number in near[:SHOWN]],
+        "pictures": [
+            _described(review, number, viewer.view(review.pictures[number]))
+            for number in near[:SHOWN]
+        ],
     }
 
 

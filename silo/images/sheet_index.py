@@ -65,4 +65,6 @@ def read_index(folder: Path) -> list[SheetPicture]:
         return [SheetPicture(row["path"], int(row["image"]), row["pixels"]) for row in rows]
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         remedy = "Delete it, and draw the sheet again: silo scan --preview."
-        raise SetupError(str(path), expected="numbers and files", got="a damaged file", remedy=remedy) from error
+        raise SetupError(
+            str(path), expected="numbers and files", got="a damaged file", remedy=remedy
+        ) from error

@@ -96,12 +96,16 @@ class ImageSource:
             return arrays
         if not is_used.any():
             got = "only images of other parts"
-            raise DataError("images", expected="images of a part that is used (data.parts)", got=got)
+            raise DataError(
+                "images", expected="images of a part that is used (data.parts)", got=got
+            )
         return SelectedRows(arrays, np.flatnonzero(is_used))
 
     def unused_parts(self, arrays: ImageArrays) -> Counter[str]:
         """Count the rows of arrays by the parts that are not used."""
-        return Counter(part for part in _parts_of(arrays) if part is not None and not self.uses(part))
+        return Counter(
+            part for part in _parts_of(arrays) if part is not None and not self.uses(part)
+        )
 
     @property
     def limits(self) -> Limits:
@@ -117,7 +121,9 @@ class ImageSource:
     def recipe(self) -> str:
         """Names all that the result of a file depends on besides its content."""
         versions = [f"{name} {_version(name)}" for name in _DECODER_PACKAGES]
-        reader = "absent" if reader_path() is None else "installed"  # a second opinion about burned-in text
+        reader = (
+            "absent" if reader_path() is None else "installed"
+        )  # a second opinion about burned-in text
         return f"{_DECODERS_VERSION} {self.limits} {self.patient_rule} {', '.join(versions)}, tesseract {reader}"
 
     def uses(self, part: str | None) -> bool:

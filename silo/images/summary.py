@@ -7,7 +7,13 @@ from pathlib import PurePath
 
 from ddm.errors import DataError
 from ddm.images.names import SPREADSHEET_SUFFIXES, TABLE_SUFFIXES
-from ddm.images.ranges import DECLARED_AT_FIRST, RangeCounter, ValueKind, range_of_type, range_remarks
+from ddm.images.ranges import (
+    DECLARED_AT_FIRST,
+    RangeCounter,
+    ValueKind,
+    range_of_type,
+    range_remarks,
+)
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from silo.images.alike import near_duplicates
@@ -88,7 +94,9 @@ class Summary:
     _pixels: set[bytes] = field(default_factory=set, repr=False)
     _hashes: list[str] = field(default_factory=list, repr=False)
     # For each pseudonym that similar spellings share: the patients, each with the first picture.
-    _patients: dict[str, dict[str, ScannedImage]] = field(default_factory=lambda: defaultdict(dict), repr=False)
+    _patients: dict[str, dict[str, ScannedImage]] = field(
+        default_factory=lambda: defaultdict(dict), repr=False
+    )
 
     def add(self, image: ScannedImage, patient: tuple[str, str] | None = None) -> None:
         """Count a picture, or a file that gives none.
@@ -109,7 +117,9 @@ class Summary:
         elif image.record is not None:
             self._accept(image, image.record, patient)
 
-    def _accept(self, image: ScannedImage, record: PictureRecord, patient: tuple[str, str] | None) -> None:
+    def _accept(
+        self, image: ScannedImage, record: PictureRecord, patient: tuple[str, str] | None
+    ) -> None:
         self.accepted += 1
         self.kinds[record.kind] += 1
         self.channels[record.shape[0]] += 1
@@ -149,7 +159,9 @@ class Summary:
 
     def look_alikes(self) -> list[list[tuple[str, ScannedImage]]]:
         """Return groups of patients whose identifiers look alike: the pseudonym and the first picture of each."""
-        return [list(spellings.items()) for spellings in self._patients.values() if len(spellings) > 1]
+        return [
+            list(spellings.items()) for spellings in self._patients.values() if len(spellings) > 1
+        ]
 
     def near_duplicates(self) -> int:
         """Count near duplicates among pictures that are not equal."""
@@ -218,10 +230,14 @@ class Summary:
             type_range = range_of_type(dtype)
             subject = f"{dtype} values"
             if type_range is not None:
-                remarks += range_remarks(intensities.range.use(), type_range, ValueKind.WHOLE, subject=subject)
+                remarks += range_remarks(
+                    intensities.range.use(), type_range, ValueKind.WHOLE, subject=subject
+                )
             elif dtype == "float32" and self.kinds.keys() <= _ARRAY_KINDS:
                 use = intensities.range.use()
-                remarks += range_remarks(use, self.declared_range, ValueKind.FLOATS, subject=subject)
+                remarks += range_remarks(
+                    use, self.declared_range, ValueKind.FLOATS, subject=subject
+                )
         return remarks
 
     def remarks(self) -> list[str]:

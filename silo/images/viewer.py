@@ -93,7 +93,9 @@ class Viewer:
         in_work: dict[str, dict[int, ReviewPicture]] = {}  # by path, then by place in the file
         next_places: dict[str, int] = {}
         try:
-            for answer in decode_files(self._jobs(in_work), self._options, is_cancelled=lambda: self._is_ended):
+            for answer in decode_files(
+                self._jobs(in_work), self._options, is_cancelled=lambda: self._is_ended
+            ):
                 path = answer.job.path
                 if isinstance(answer, DecodedImage):
                     place = next_places.get(path, 0)
@@ -105,7 +107,9 @@ class Viewer:
                     next_places.pop(path, None)
                     for picture in in_work.pop(path).values():
                         self._store(picture, View(problem=_problem(answer)))
-        except Exception as error:  # of any kind: otherwise a request for these pictures would wait for ever
+        except (
+            Exception
+        ) as error:  # of any kind: otherwise a request for these pictures would wait for ever
             is_known = isinstance(error, ArchipelagoError | OSError)
             problem = str(error) if is_known else f"it cannot be drawn ({type(error).__name__})"
             with self._change:
@@ -127,7 +131,9 @@ class Viewer:
                     # It is being decoded for other pictures, and these may be past: it is decoded again afterwards.
                     return
                 of_file = [picture for picture in self._requested if picture.path == path]
-                self._requested = deque(picture for picture in self._requested if picture.path != path)
+                self._requested = deque(
+                    picture for picture in self._requested if picture.path != path
+                )
             in_work[path] = {picture.place: picture for picture in of_file}
             num_bytes = 0
             with suppress(OSError):  # the decoder says what is the matter

@@ -9,7 +9,15 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from ddm.errors import AbsentFileError, BusyError, DigestError, NumericalError, PolicyError, ReplayError, SignatureError
+from ddm.errors import (
+    AbsentFileError,
+    BusyError,
+    DigestError,
+    NumericalError,
+    PolicyError,
+    ReplayError,
+    SignatureError,
+)
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded
 from ddm.io.locks import reading
@@ -27,7 +35,12 @@ from ddm.trust.log.entries import PlanSigned
 from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
 from ddm.trust.paths import PLAN_CONSISTENCY_NAME, PLAN_LOG_NAMES, PLAN_PROOF_NAME
-from ddm.trust.verify import MAX_METADATA_BYTES, VerifiedRelease, check_bundle_metadata, verify_bundle
+from ddm.trust.verify import (
+    MAX_METADATA_BYTES,
+    VerifiedRelease,
+    check_bundle_metadata,
+    verify_bundle,
+)
 from silo.config import Policy, Site
 from silo.plan.looks import look_at
 from silo.plan.own_experts import check_own_experts
@@ -60,9 +73,15 @@ def plan_folder(site: Site, plan_id: str) -> Path:
 
 def waiting_plans(site: Site) -> list[str]:
     """List the plans with a complete bundle in the inbox on which this site has never worked, oldest first."""
-    found = [path.parent for path in site.inbox.glob("*/bundle") if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)]
+    found = [
+        path.parent
+        for path in site.inbox.glob("*/bundle")
+        if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)
+    ]
     new = [path for path in found if not site.work_folder(path.name).exists()]
-    return [path.name for path in sorted(new, key=lambda path: bundle_mark(site, path.name) or (0, 0))]
+    return [
+        path.name for path in sorted(new, key=lambda path: bundle_mark(site, path.name) or (0, 0))
+    ]
 
 
 def bundle_mark(site: Site, plan_id: str) -> tuple[int, int] | None:
@@ -126,11 +145,17 @@ def receive_plan(
         accepted = _read_plan(part, plan_id, verified.files["plan.json"].digest)
         listed = {file.path: (file.bytes, file.digest) for file in accepted.plan.files}
         beside = {"plan.json", *PLAN_LOG_NAMES}
-        signed = {name: (file.bytes, file.digest) for name, file in verified.files.items() if name not in beside}
+        signed = {
+            name: (file.bytes, file.digest)
+            for name, file in verified.files.items()
+            if name not in beside
+        }
         if listed != signed:
             odd = sorted({name for name, _ in listed.items() ^ signed.items()})
             got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
-            raise DigestError("files of plan.json", expected="exactly those that the signature lists", got=got)
+            raise DigestError(
+                "files of plan.json", expected="exactly those that the signature lists", got=got
+            )
         check_origins(accepted.plan, verified.origins)
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now, parts=parts)
         _check_own_key(plan_id, silo_id, key, verified.silo_keys)
@@ -158,12 +183,19 @@ def _kept(folder: Path) -> Iterator[None]:
         try:
             stack.enter_context(reading(folder))
         except BlockingIOError as error:
-            expected, got = "a bundle that nobody else holds", "one that the courier is looking after"
-            raise BusyError("plan bundle", expected=expected, got=got, remedy="Look again in a moment.") from error
+            expected, got = (
+                "a bundle that nobody else holds",
+                "one that the courier is looking after",
+            )
+            raise BusyError(
+                "plan bundle", expected=expected, got=got, remedy="Look again in a moment."
+            ) from error
         except OSError as error:
             remedy = "Nothing to do: the courier puts another one in its place."
             got = f"a folder that is going ({error.strerror})"
-            raise AbsentFileError("plan bundle", expected="a bundle in the inbox", got=got, remedy=remedy) from error
+            raise AbsentFileError(
+                "plan bundle", expected="a bundle in the inbox", got=got, remedy=remedy
+            ) from error
         yield
 
 
@@ -173,7 +205,9 @@ def _check_own_key(plan_id: str, silo_id: str, key: PublicKey, named: Mapping[st
         raise SignatureError(
             f"plan {plan_id}: key of silo {silo_id}",
             expected=f"this silo's key, {key.short}",
-            got=f"{group_fingerprint(found)}, which could sign in this silo's place" if found else "no key",
+            got=f"{group_fingerprint(found)}, which could sign in this silo's place"
+            if found
+            else "no key",
             remedy="After `silo rotate`, give the aggregator the new card and ask for another plan. Otherwise ask who "
             "holds that key, and answer no plan of this federation until you know.",
         )
@@ -185,7 +219,9 @@ def _check_agreed(plan: Plan, site: Site, silo_id: str) -> None:
     if agreed != stated:
         raise PolicyError(
             f"plan {plan.plan_id}: agreed size of {silo_id}",
-            expected=f"{agreed}, as on this site's last card" if agreed else "a card that this site has made",
+            expected=f"{agreed}, as on this site's last card"
+            if agreed
+            else "a card that this site has made",
             got=f"{stated}" if agreed else "no card in private/card.json",
             remedy="Give the aggregator this site's present card (silo enroll), and ask for a new plan.",
         )
@@ -215,7 +251,9 @@ def _check_noise(accepted: AcceptedPlan) -> None:
 
 def _check_size(plan: Plan) -> None:
     """Check the architecture against the size that the plan declares, before anything of that size is allocated."""
-    needed = stored_bytes(expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition))
+    needed = stored_bytes(
+        expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
+    )
     if needed > plan.limits.expert_bytes:
         limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
         remedy = "Ask the aggregator for a plan with larger limits.expert_bytes; policy.toml cannot change it."
@@ -232,7 +270,9 @@ def _check_encoder(plan: Plan, policy: Policy) -> None:
     needed, most = timm_bytes(plan.encoder), policy.sizes.max_memory_bytes
     if needed > most:
         expected = f"at most {most} (sizes.max_memory_bytes in policy.toml)"
-        raise PolicyError(f"plan {plan.plan_id}: bytes of the encoder", expected=expected, got=str(needed))
+        raise PolicyError(
+            f"plan {plan.plan_id}: bytes of the encoder", expected=expected, got=str(needed)
+        )
 
 
 def _read_listed(folder: Path, file: File) -> bytes:
@@ -244,7 +284,10 @@ def _check_base(accepted: AcceptedPlan) -> None:
     plan, expert = accepted.plan, accepted.plan.expert
     if expert.base is None:
         return
-    specs, listed = expected_tensors(expert.architecture, plan.expert_shape, plan.condition), plan.file(expert.base)
+    specs, listed = (
+        expected_tensors(expert.architecture, plan.expert_shape, plan.condition),
+        plan.file(expert.base),
+    )
     path = accepted.folder / expert.base
     check_file(path, specs, max_bytes=listed.bytes, max_abs=MAX_WEIGHT, digest=listed.digest)
     if isinstance(expert.adaptation, PartialAdaptation):
@@ -264,7 +307,9 @@ def _read_plan(bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
     folder = bundle / "targets" / plan_id
     data = read_bounded(folder / "plan.json", MAX_DOCUMENT_BYTES)
     if (found := sha256_hex(data)) != digest:
-        raise DigestError("plan.json", expected=f"the digest pinned on acceptance, {digest}", got=found)
+        raise DigestError(
+            "plan.json", expected=f"the digest pinned on acceptance, {digest}", got=found
+        )
     plan = Plan.parse(data, subject="plan.json")
     if plan.plan_id != plan_id:
         raise ReplayError("plan.json", expected=plan_id, got=plan.plan_id)

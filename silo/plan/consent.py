@@ -58,7 +58,11 @@ def waiting_path(site: Site) -> Path:
 def read_waiting(site: Site) -> WaitingPlan | None:
     """Read which plan waits for a person, None where none does."""
     path = waiting_path(site)
-    return WaitingPlan.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES) if path.exists() else None
+    return (
+        WaitingPlan.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES)
+        if path.exists()
+        else None
+    )
 
 
 def may_begin(site: Site, policy: Policy, plan: Plan, plan_digest: str) -> bool:
@@ -78,7 +82,10 @@ def is_accepted(site: Site, plan_digest: str) -> bool:
     path = _consent_path(site)
     if not path.exists():
         return False
-    return PlanConsent.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES).plan_digest == plan_digest
+    return (
+        PlanConsent.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES).plan_digest
+        == plan_digest
+    )
 
 
 def accept(site: Site, plan_digest: str) -> WaitingPlan | None:

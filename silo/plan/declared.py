@@ -29,7 +29,11 @@ def declared_rules(plan: Plan, policy: Policy) -> Iterator[Rule]:
         )
     yield from _samples(plan, data)
     if isinstance(plan.condition, TextCondition) and not data.captions:
-        yield "condition", "captions = true under [data] in policy.toml", "texts, which this site does not declare"
+        yield (
+            "condition",
+            "captions = true under [data] in policy.toml",
+            "texts, which this site does not declare",
+        )
     yield from _classes(plan, data)
 
 
@@ -38,12 +42,24 @@ def _samples(plan: Plan, data: DataPolicy) -> Iterator[Rule]:
     if data.kind in (None, "pictures") and (plan.transform or len(shape) == 4):
         return
     if data.kind is None:
-        yield subject, f"one that this site declared (data.kind in policy.toml{_HOW})", f"data of shape {shape}"
+        yield (
+            subject,
+            f"one that this site declared (data.kind in policy.toml{_HOW})",
+            f"data of shape {shape}",
+        )
     elif data.kind == "latents":
         if not isinstance(plan.latent, Autoencoder):
-            yield subject, "an autoencoder: this site declares latents (data.kind)", "experts of images"
+            yield (
+                subject,
+                "an autoencoder: this site declares latents (data.kind)",
+                "experts of images",
+            )
         elif data.shape != plan.expert_shape:
-            yield "shape of a latent", f"{data.shape} (data.shape in policy.toml)", f"{plan.expert_shape}"
+            yield (
+                "shape of a latent",
+                f"{data.shape} (data.shape in policy.toml)",
+                f"{plan.expert_shape}",
+            )
     elif plan.transform:
         return
     elif data.kind == "pictures":
@@ -55,7 +71,11 @@ def _samples(plan: Plan, data: DataPolicy) -> Iterator[Rule]:
         (low, high), wide = data.range or plan.data.range, plan.data.range
         if not wide[0] <= low < high <= wide[1]:
             got = f"{wide[0]:g} to {wide[1]:g}"
-            yield "range of values", f"{low:g} to {high:g} within it (data.range in policy.toml)", got
+            yield (
+                "range of values",
+                f"{low:g} to {high:g} within it (data.range in policy.toml)",
+                got,
+            )
 
 
 def _classes(plan: Plan, data: DataPolicy) -> Iterator[Rule]:
@@ -65,7 +85,9 @@ def _classes(plan: Plan, data: DataPolicy) -> Iterator[Rule]:
     if isinstance(plan.condition, ClassCondition):
         asked = plan.condition.classes
     else:
-        asked = Classes(plan.statistics.class_counts.num_classes if plan.statistics.class_counts else 0)
+        asked = Classes(
+            plan.statistics.class_counts.num_classes if plan.statistics.class_counts else 0
+        )
     if (own := data.known_classes) is None:
         yield "classes", "some that this site declared (data.classes in policy.toml)", asked.words()
         return

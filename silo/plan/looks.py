@@ -23,7 +23,16 @@ MOST_LOST = 3
 _MAX_NOTE_BYTES = 4096
 # What an operating system says of this machine rather than of the plan: no room, no rights, a broken disk.
 _OWN_FAULTS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EMFILE,
+        errno.ENFILE,
+    }
 )
 _log = logging.getLogger(__name__)
 
@@ -49,12 +58,16 @@ def look_at(site: Site, plan_id: str) -> Iterator[None]:
         PlanFailedError: the block failed in another way, or took its process with it too often.
         OSError: a fault of this machine, such as a full disk, which says nothing about the plan.
     """
-    note = site.private / "looks" / f"{plan_id}.json"  # of each plan, lest another one makes this one be forgotten
+    note = (
+        site.private / "looks" / f"{plan_id}.json"
+    )  # of each plan, lest another one makes this one be forgotten
     lost = _lost(note, plan_id)
     if lost >= MOST_LOST:
         remedy = f"To look at it again, remove private/looks/{note.name} from the site and restart the worker."
         got = f"{lost} looks at it that each ended the process"
-        raise PlanFailedError(f"plan {plan_id}", expected="a plan that can be looked at", got=got, remedy=remedy)
+        raise PlanFailedError(
+            f"plan {plan_id}", expected="a plan that can be looked at", got=got, remedy=remedy
+        )
     write_atomic(note, Look(plan_id=plan_id, lost=lost + 1).encode())
     try:
         yield

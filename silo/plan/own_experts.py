@@ -52,8 +52,12 @@ def check_own_experts(site: Site, plan: Plan, silo_id: str) -> None:
     for own in own_experts(site, plan, silo_id).values():
         if not (path := own.folder / own.file.path).is_file():
             expected = "this silo's own expert, from which the plan trains on"
-            raise MissingFileError(path.parent.name, expected=expected, got="no such file", remedy=_REMEDY)
-        check_file(path, specs, max_bytes=own.file.bytes, max_abs=MAX_WEIGHT, digest=own.file.digest)
+            raise MissingFileError(
+                path.parent.name, expected=expected, got="no such file", remedy=_REMEDY
+            )
+        check_file(
+            path, specs, max_bytes=own.file.bytes, max_abs=MAX_WEIGHT, digest=own.file.digest
+        )
 
 
 def _submission(site: Site, adaptation: OwnAdaptation, silo_id: str) -> Submission:
@@ -74,9 +78,13 @@ def _earlier_plan(site: Site, submission: Submission) -> Plan:
     plan_id = submission.plan_id
     path = site.private / "plans" / plan_id / "targets" / plan_id / "plan.json"
     if not path.is_file():
-        raise MissingFileError(f"plan {plan_id}", expected="this site's copy of it", got="no such file", remedy=_REMEDY)
+        raise MissingFileError(
+            f"plan {plan_id}", expected="this site's copy of it", got="no such file", remedy=_REMEDY
+        )
     data = read_bounded(path, MAX_DOCUMENT_BYTES)
     if (found := sha256_hex(data)) != submission.plan_digest:
         expected = f"sha256 {submission.plan_digest[:16]}..., as this silo's submission names it"
-        raise DigestError(f"plan {plan_id}", expected=expected, got=f"sha256 {found[:16]}...", remedy=_REMEDY)
+        raise DigestError(
+            f"plan {plan_id}", expected=expected, got=f"sha256 {found[:16]}...", remedy=_REMEDY
+        )
     return Plan.parse(data, subject=f"plan {plan_id}")

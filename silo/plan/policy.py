@@ -35,7 +35,9 @@ def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts
     Raises:
         PolicyError: names the first broken rule, what the policy allows and what the plan requires.
     """
-    for subject, allowed, required in broken_rules(plan, policy, silo_id=silo_id, now=now, parts=parts):
+    for subject, allowed, required in broken_rules(
+        plan, policy, silo_id=silo_id, now=now, parts=parts
+    ):
         raise PolicyError(f"plan {plan.plan_id}: {subject}", expected=allowed, got=required)
 
 
@@ -46,7 +48,11 @@ def broken_rules(
     if silo_id not in plan.silos:
         yield "silos", f"{silo_id} among them", ", ".join(plan.silos)
     if now >= plan.expires_at:
-        yield "expiry", "a plan still valid on acceptance", f"a plan that expired {plan.expires_at.isoformat()}"
+        yield (
+            "expiry",
+            "a plan still valid on acceptance",
+            f"a plan that expired {plan.expires_at.isoformat()}",
+        )
     yield from _size_rules(plan, policy.sizes, parts)
     yield from _privacy_rules(plan, policy)
     yield from _training_rules(plan, policy, silo_id)
@@ -75,7 +81,11 @@ def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[s
         yield from _above(subject, required, getattr(allowed, name), f"sizes.{name}")
     for path, size in listed.items():
         if size > implied[path]:
-            yield f"bytes of {path}", f"at most {implied[path]}, as the plan's sizes imply", f"{size}"
+            yield (
+                f"bytes of {path}",
+                f"at most {implied[path]}, as the plan's sizes imply",
+                f"{size}",
+            )
 
 
 def _above(subject: str, required: float, most: float, name: str) -> Iterator[tuple[str, str, str]]:
@@ -87,12 +97,20 @@ def _above(subject: str, required: float, most: float, name: str) -> Iterator[tu
 def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]:
     statistics, total = plan.statistics, plan.spends
     if not statistics.private:
-        yield "relation of the statistics", "replace_one", "none: a plan of one owner's islands, for no silo"
+        yield (
+            "relation of the statistics",
+            "replace_one",
+            "none: a plan of one owner's islands, for no silo",
+        )
     if (policy.privacy.unit, statistics.unit) == ("patient", "image"):
         got = "image; image-level statistics say nothing about a patient, who may have many images"
         yield "privacy unit", "patient", got
-    yield from _above("epsilon of the plan", total.epsilon, policy.privacy.max_epsilon, "privacy.max_epsilon")
-    yield from _above("delta of the plan", total.delta, policy.privacy.max_delta, "privacy.max_delta")
+    yield from _above(
+        "epsilon of the plan", total.epsilon, policy.privacy.max_epsilon, "privacy.max_epsilon"
+    )
+    yield from _above(
+        "delta of the plan", total.delta, policy.privacy.max_delta, "privacy.max_delta"
+    )
     try:
         check_total(plan)
     except PolicyError as error:
@@ -107,10 +125,16 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[
     num_experts = most_experts(plan)
     agreed = plan.agreed.get(silo_id)
     # For as many units as were agreed, not for as many as there are: a limit is no question about the data.
-    sizes = statistic_bytes(plan, num_units=(agreed.units(plan.statistics.unit) or 0) if agreed else 0)
+    sizes = statistic_bytes(
+        plan, num_units=(agreed.units(plan.statistics.unit) or 0) if agreed else 0
+    )
     numbers = (
         ("experts of one silo", num_experts, "max_experts"),
-        ("training steps of all its experts", num_experts * plan.expert.training.num_steps, "max_steps"),
+        (
+            "training steps of all its experts",
+            num_experts * plan.expert.training.num_steps,
+            "max_steps",
+        ),
         ("batch size", plan.expert.training.batch_size, "max_batch_size"),
         ("bytes of an expert", plan.limits.expert_bytes, "max_expert_bytes"),
         ("bytes of a statistic", plan.limits.statistic_bytes, "max_statistic_bytes"),
@@ -120,11 +144,19 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[
     for subject, required, name in numbers:
         yield from _above(subject, required, getattr(allowed, name), f"training.{name}")
     own_limits = (
-        ("steps between checkpoints", plan.expert.training.checkpoint_steps, plan.expert.training.num_steps),
+        (
+            "steps between checkpoints",
+            plan.expert.training.checkpoint_steps,
+            plan.expert.training.num_steps,
+        ),
         ("bytes of the class counts", sizes.get("class_counts", 0), plan.limits.statistic_bytes),
         ("bytes of the moments", sizes.get("moments", 0), plan.limits.statistic_bytes),
         ("bytes of the counts", sizes["counts"], plan.limits.statistic_bytes),
-        ("bytes of the agreed number of sketches", sizes.get("sketch", 0), plan.limits.statistic_bytes),
+        (
+            "bytes of the agreed number of sketches",
+            sizes.get("sketch", 0),
+            plan.limits.statistic_bytes,
+        ),
     )
     for subject, required, most in own_limits:
         if required > most:
@@ -141,7 +173,11 @@ def _audit_rules(required: Audit, allowed: AuditPolicy) -> Iterator[tuple[str, s
     limits = (
         ("AUC that passes the leak audit", required.max_mia_auc, "max_mia_auc"),
         ("share of members found that passes the leak audit", required.max_mia_tpr, "max_mia_tpr"),
-        ("share of near copies that passes the leak audit", required.max_near_copy_rate, "max_near_copy_rate"),
+        (
+            "share of near copies that passes the leak audit",
+            required.max_near_copy_rate,
+            "max_near_copy_rate",
+        ),
     )
     for subject, most, name in limits:
         yield from _above(subject, most, getattr(allowed, name), f"audit.{name}")

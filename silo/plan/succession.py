@@ -47,7 +47,11 @@ def successor(site: Site, plan_id: str, looked: Looked | None = None) -> str | N
 def _candidates(site: Site, plan_id: str) -> Iterator[tuple[Path, tuple[int, int]]]:
     """Yield the bundles of other plans in the inbox, and the parts of bundles whose metadata are whole, with a mark."""
     for home in sorted(site.inbox.iterdir()):
-        if home.name == plan_id or not re.fullmatch(PLAN_ID_PATTERN, home.name) or home.is_symlink():
+        if (
+            home.name == plan_id
+            or not re.fullmatch(PLAN_ID_PATTERN, home.name)
+            or home.is_symlink()
+        ):
             continue
         for folder in (home / "bundle", *sorted(home.glob("*.part"))):
             if (folder / "targets").is_dir():

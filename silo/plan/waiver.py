@@ -13,7 +13,10 @@ from ddm.io.settings import MAX_SETTINGS_BYTES, load_settings
 from ddm.protocol.submission import Waiver
 from silo.config import Policy, Site
 
-_TABLE = re.compile(r"^[ \t]*\[[ \t]*audit[ \t]*\.[ \t]*waiver[ \t]*\][^\n]*\n(?:(?![ \t]*\[)[^\n]*\n)*", re.MULTILINE)
+_TABLE = re.compile(
+    r"^[ \t]*\[[ \t]*audit[ \t]*\.[ \t]*waiver[ \t]*\][^\n]*\n(?:(?![ \t]*\[)[^\n]*\n)*",
+    re.MULTILINE,
+)
 
 
 def write_waiver(site: Site, waiver: Waiver) -> None:
@@ -28,7 +31,9 @@ def write_waiver(site: Site, waiver: Waiver) -> None:
     aside = path.with_name(".policy.toml.new")
     try:
         write_atomic(aside, written.encode())
-        wanted = before.model_copy(update={"audit": before.audit.model_copy(update={"waiver": waiver})})
+        wanted = before.model_copy(
+            update={"audit": before.audit.model_copy(update={"waiver": waiver})}
+        )
         if len(written.encode()) > MAX_SETTINGS_BYTES or _read(aside) != wanted:
             remedy = "Remove audit.waiver from policy.toml by hand, then run it again."
             expected = "a policy.toml with its waiver, if any, in a table [audit.waiver]"

@@ -43,7 +43,9 @@ class Workspace:
 
     def record(self, expert_id: str) -> TrainingRecord:
         """Read an expert's record."""
-        return TrainingRecord.parse(self.record_path(expert_id).read_bytes(), subject="training.json")
+        return TrainingRecord.parse(
+            self.record_path(expert_id).read_bytes(), subject="training.json"
+        )
 
     @property
     def audit_path(self) -> Path:

@@ -60,12 +60,21 @@ class Account:
     def text(self) -> str:
         """Return the account as a table."""
         rows = [
-            (line.at, line.plan_id, line.unit, ", ".join(line.mechanisms), f"{line.epsilon:.4g}", f"{line.total:.4g}")
+            (
+                line.at,
+                line.plan_id,
+                line.unit,
+                ", ".join(line.mechanisms),
+                f"{line.epsilon:.4g}",
+                f"{line.total:.4g}",
+            )
             for line in self.lines
         ]
         head = ("paid at", "plan", "unit", "for", "epsilon", "in all")
         spent = f"epsilon {self.spent:.4g} of {self.budget_epsilon:g} at delta {self.delta:g}; {self.left:.4g} left."
-        return "\n".join([table(rows, head) if rows else "Nothing was spent yet.", spent, f"Head: {self.head}"])
+        return "\n".join(
+            [table(rows, head) if rows else "Nothing was spent yet.", spent, f"Head: {self.head}"]
+        )
 
 
 def account(ledger: Ledger) -> Account:

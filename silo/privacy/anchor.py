@@ -105,23 +105,33 @@ def sent_chains(outbox: Path) -> tuple[tuple[str, ...], ...]:
     chains = []
     for path in sorted(outbox.glob("*/*/silos/*/submission.json")):
         try:
-            submission = Submission.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject="submission.json")
+            submission = Submission.parse(
+                read_bounded(path, MAX_DOCUMENT_BYTES), subject="submission.json"
+            )
         except (FormatError, OSError) as error:
             got = f"one that cannot be read ({type(error).__name__})"
             remedy = "Restore outbox/ from backup: the ledger is held against what was sent."
-            raise LedgerError("submission in the outbox", expected="as it was sent", got=got, remedy=remedy) from error
+            raise LedgerError(
+                "submission in the outbox", expected="as it was sent", got=got, remedy=remedy
+            ) from error
         chains.append(submission.ledger.chain)
     return tuple(chains)
 
 
 def _refuse(witness: str, num: int, last: str, digests: Sequence[str]) -> None:
-    found = f"record {num} is {digests[num - 1][:16]}" if 0 < num <= len(digests) else f"{len(digests)} records"
+    found = (
+        f"record {num} is {digests[num - 1][:16]}"
+        if 0 < num <= len(digests)
+        else f"{len(digests)} records"
+    )
     expected = f"a ledger that extends {witness}: record {num} is {last[:16]}"
     raise LedgerError("ledger", expected=expected, got=found, remedy=_PUT_BACK)
 
 
 def _write(path: Path, num_entries: int, head_digest: str) -> None:
-    write_atomic(path, Anchor(num_entries=num_entries, head_digest=head_digest).encode(), mode=0o600)
+    write_atomic(
+        path, Anchor(num_entries=num_entries, head_digest=head_digest).encode(), mode=0o600
+    )
 
 
 def _read(path: Path) -> Anchor:
@@ -137,4 +147,6 @@ def unwritable(path: Path, error: OSError) -> LedgerError:
     """Return the error for an anchor that this user cannot write."""
     remedy = "Mount its disk, and let the worker's user write in the folder."
     got = error.strerror or type(error).__name__
-    return LedgerError("ledger anchor", expected=f"{path}, in a folder to write in", got=got, remedy=remedy)
+    return LedgerError(
+        "ledger anchor", expected=f"{path}, in a folder to write in", got=got, remedy=remedy
+    )

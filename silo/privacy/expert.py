@@ -59,7 +59,9 @@ class PaidTraining:
                 self.ledger.record_draw(self.debit, "expert", digest)
 
 
-def pay_for_training(plan: Plan, plan_digest: str, dataset_digest: str, num_units: int, ledger: Ledger) -> PaidTraining:
+def pay_for_training(
+    plan: Plan, plan_digest: str, dataset_digest: str, num_units: int, ledger: Ledger
+) -> PaidTraining:
     """Debit all that a plan draws that trains privately, before the first step; a second call finds the first debit.
 
     Raises:
@@ -67,7 +69,9 @@ def pay_for_training(plan: Plan, plan_digest: str, dataset_digest: str, num_unit
         LedgerError: the ledger is damaged.
     """
     mechanisms = paid_mechanisms(plan, num_units)
-    debit = ledger.spend(plan.plan_id, plan_digest, dataset_digest, plan.statistics.unit, mechanisms)
+    debit = ledger.spend(
+        plan.plan_id, plan_digest, dataset_digest, plan.statistics.unit, mechanisms
+    )
     return PaidTraining(ledger, debit)
 
 
@@ -99,5 +103,9 @@ def _paid(debit: Entry) -> DpSgdMechanism:
     record = debit.record
     mechanism = record.mechanisms.get("expert") if isinstance(record, Debit) else None
     if not isinstance(mechanism, DpSgdMechanism):
-        raise LedgerError("private training", expected="a debit that covers an expert", got="one of statistics alone")
+        raise LedgerError(
+            "private training",
+            expected="a debit that covers an expert",
+            got="one of statistics alone",
+        )
     return mechanism

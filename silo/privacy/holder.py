@@ -74,7 +74,9 @@ class Sites(Document):
     @property
     def anchors(self) -> tuple[Path, ...]:
         """Every anchor that a site names, each once."""
-        return tuple(Path(each) for each in dict.fromkeys(each.anchor for each in self.sites) if each)
+        return tuple(
+            Path(each) for each in dict.fromkeys(each.anchor for each in self.sites) if each
+        )
 
 
 def prepare_ledger(folder: Path) -> None:
@@ -107,13 +109,21 @@ def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = Non
     path = site.ledger_folder_in(settings) / LEDGER
     known = tuple(each for each in _guard(site, settings, _read(path)).anchors if each != anchor)
     budget, guard = Budget(epsilon=1.0, delta=0.0), Guard(known, sent_chains(site.outbox))
-    ledger = Ledger(path, budget=budget, unit="image", guard=guard)  # spends nothing; by image, it reads either unit
+    ledger = Ledger(
+        path, budget=budget, unit="image", guard=guard
+    )  # spends nothing; by image, it reads either unit
     head_digest, num_entries, digests = ledger.head
-    if anchor and not anchor.parent.is_dir():  # made here, it would lie where the disk is not mounted
+    if (
+        anchor and not anchor.parent.is_dir()
+    ):  # made here, it would lie where the disk is not mounted
         raise unwritable(anchor, FileNotFoundError(ENOENT, "no such folder"))
     if anchor and not anchor.exists():
         try:
-            write_atomic(anchor, Anchor(num_entries=num_entries, head_digest=head_digest).encode(), mode=0o600)
+            write_atomic(
+                anchor,
+                Anchor(num_entries=num_entries, head_digest=head_digest).encode(),
+                mode=0o600,
+            )
         except OSError as error:
             raise unwritable(anchor, error) from error
     elif anchor:

@@ -40,7 +40,9 @@ class Debit(chain.Link):
     relation: Literal["replace_one"] = "replace_one"
     plan_id: PlanId
     plan_digest: Digest
-    mechanisms: Annotated[dict[Paid, Annotated[Mechanism, Field(discriminator="kind")]], Field(min_length=1)]
+    mechanisms: Annotated[
+        dict[Paid, Annotated[Mechanism, Field(discriminator="kind")]], Field(min_length=1)
+    ]
     dataset_digest: Digest
 
 
@@ -57,7 +59,9 @@ class _Head(chain.Head):
     format: Literal["archipelago/ledger-head/1"] = "archipelago/ledger-head/1"
 
 
-_RECORD: TypeAdapter[Debit | Draw] = TypeAdapter(Annotated[Debit | Draw, Field(discriminator="record")])
+_RECORD: TypeAdapter[Debit | Draw] = TypeAdapter(
+    Annotated[Debit | Draw, Field(discriminator="record")]
+)
 _FORM = chain.Form(
     name="ledger",
     read=_RECORD.validate_json,
@@ -92,7 +96,12 @@ class Ledger:
         self._chain = chain.Chain(path, _FORM, self.draws, self)
 
     def spend(
-        self, plan_id: str, plan_digest: str, dataset_digest: str, unit: Unit, mechanisms: Mapping[Paid, Mechanism]
+        self,
+        plan_id: str,
+        plan_digest: str,
+        dataset_digest: str,
+        unit: Unit,
+        mechanisms: Mapping[Paid, Mechanism],
     ) -> Entry:
         """Debit all that a plan draws; call it before the first noise is drawn.
 
@@ -133,7 +142,9 @@ class Ledger:
             )
             return self._append(debit)
 
-    def check_affordable(self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[Paid, Mechanism]) -> None:
+    def check_affordable(
+        self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[Paid, Mechanism]
+    ) -> None:
         """Refuse a plan that would go over the budget, long before it is debited.
 
         Args:
@@ -156,11 +167,16 @@ class Ledger:
             LedgerError: no debit covers it, it was drawn before, or the ledger is damaged.
         """
         with self._locked() as entries:
-            if not any(entry.digest == debit.digest and kind in each.mechanisms for entry, each in _debits(entries)):
+            if not any(
+                entry.digest == debit.digest and kind in each.mechanisms
+                for entry, each in _debits(entries)
+            ):
                 expected = f"a debit of {kind} with digest {debit.digest[:16]} in this ledger"
                 raise LedgerError("draw", expected=expected, got="no such debit")
             if _draw_of(entries, debit, kind) is not None:
-                raise LedgerError("draw", expected=f"one draw of {kind} for one debit", got="a second draw")
+                raise LedgerError(
+                    "draw", expected=f"one draw of {kind} for one debit", got="a second draw"
+                )
             draw = Draw(
                 number=len(entries) + 1,
                 previous=_last(entries),
@@ -184,7 +200,10 @@ class Ledger:
 
     def has_drawn(self, draw_digest: str) -> bool:
         """Whether the ledger records a draw with this digest."""
-        return any(isinstance(each.record, Draw) and each.record.draw_digest == draw_digest for each in self.entries)
+        return any(
+            isinstance(each.record, Draw) and each.record.draw_digest == draw_digest
+            for each in self.entries
+        )
 
     def verify(self) -> None:
         """Check every line, the chain and the head.
@@ -210,7 +229,9 @@ class Ledger:
     def spent(self, plan_digest: str | None = None) -> tuple[float, float]:
         """Return the (epsilon, delta) of everything spent, or of one plan, at the budget's delta."""
         with self._locked() as entries:
-            debits = [debit for _, debit in _debits(entries) if plan_digest in (None, debit.plan_digest)]
+            debits = [
+                debit for _, debit in _debits(entries) if plan_digest in (None, debit.plan_digest)
+            ]
         steps = [_step(debit.mechanisms) for debit in debits]
         return adaptive_epsilon(steps, self.budget.delta), self.budget.delta
 
@@ -220,7 +241,9 @@ class Ledger:
         with lock_file(self.path.with_suffix(".drawing.lock")):
             yield
 
-    def _check_budget(self, entries: tuple[Entry, ...], mechanisms: Mapping[Paid, Mechanism]) -> None:
+    def _check_budget(
+        self, entries: tuple[Entry, ...], mechanisms: Mapping[Paid, Mechanism]
+    ) -> None:
         if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
             expected = f"room for a debit and {len(mechanisms)} draws within {MAX_RECORDS} records"
             raise LedgerError("ledger", expected=expected, got=f"{len(entries)} records")
@@ -238,7 +261,12 @@ class Ledger:
         """Hold the ledger for one process at a time, verified, and repaired where that is safe."""
         if not self.draws.is_dir():
             remedy = "Restore it from backup; only `silo init` makes one, since a new one would forget what was spent."
-            raise LedgerError("ledger", expected="the one that `silo init` made", got="no folder draws/", remedy=remedy)
+            raise LedgerError(
+                "ledger",
+                expected="the one that `silo init` made",
+                got="no folder draws/",
+                remedy=remedy,
+            )
         with self._guard.locked(), self._chain.held() as entries:
             for entry, debit in _debits(entries):
                 check_unit(f"ledger record {entry.record.number}", debit.unit, self.unit)
@@ -248,8 +276,13 @@ class Ledger:
         """Refuse a ledger that was put back, see `silo.privacy.anchor`, and draws that no debit of it pays for."""
         self._guard.hold(_GENESIS, digests)
         paid = set(digests)
-        if any(path.name[0] != "." and path.name.split(".")[0] not in paid for path in self.draws.iterdir()):
-            raise LedgerError("draws", expected="a debit in the ledger for each", got="a draw without a debit")
+        if any(
+            path.name[0] != "." and path.name.split(".")[0] not in paid
+            for path in self.draws.iterdir()
+        ):
+            raise LedgerError(
+                "draws", expected="a debit in the ledger for each", got="a draw without a debit"
+            )
 
     def record(self, num_entries: int, head_digest: str) -> None:
         """Note its head in every anchor."""
@@ -276,9 +309,14 @@ def _debits(entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Debit]]:
     return ((entry, entry.record) for entry in entries if isinstance(entry.record, Debit))
 
 
-def _debit_of(entries: tuple[Entry, ...], plan_digest: str, dataset_digest: str) -> tuple[Entry, Debit] | None:
+def _debit_of(
+    entries: tuple[Entry, ...], plan_digest: str, dataset_digest: str
+) -> tuple[Entry, Debit] | None:
     key = (plan_digest, dataset_digest)
-    return next((pair for pair in _debits(entries) if (pair[1].plan_digest, pair[1].dataset_digest) == key), None)
+    return next(
+        (pair for pair in _debits(entries) if (pair[1].plan_digest, pair[1].dataset_digest) == key),
+        None,
+    )
 
 
 def _step(mechanisms: Mapping[Paid, Mechanism]) -> tuple[Mechanism, ...]:
@@ -287,4 +325,7 @@ def _step(mechanisms: Mapping[Paid, Mechanism]) -> tuple[Mechanism, ...]:
 
 def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: Paid) -> str | None:
     draws = (entry.record for entry in entries if isinstance(entry.record, Draw))
-    return next((draw.draw_digest for draw in draws if (draw.debit, draw.kind) == (debit.digest, kind)), None)
+    return next(
+        (draw.draw_digest for draw in draws if (draw.debit, draw.kind) == (debit.digest, kind)),
+        None,
+    )

@@ -22,10 +22,23 @@ from ddm.images.rows import Images, blocks, rows_of
 from ddm.io.files import write_atomic
 from ddm.io.tensors import save_tensors
 from ddm.privacy.accounting import GRID, gaussian_mu, moments_sensitivity, t_release
-from ddm.privacy.noise import OS_NOISE, Noise, discrete_laplace, one_per_unit, rounded_gaussian, shuffled
+from ddm.privacy.noise import (
+    OS_NOISE,
+    Noise,
+    discrete_laplace,
+    one_per_unit,
+    rounded_gaussian,
+    shuffled,
+)
 from ddm.privacy.plan_cost import Kind, mechanisms, paid_mechanisms
 from ddm.protocol.base import sha256_file
-from ddm.protocol.plan import ClassCountsStatistic, CountsStatistic, MomentsStatistic, Plan, SketchStatistic
+from ddm.protocol.plan import (
+    ClassCountsStatistic,
+    CountsStatistic,
+    MomentsStatistic,
+    Plan,
+    SketchStatistic,
+)
 from ddm.routers.sketch import Sketch
 from silo.privacy.ledger import Ledger
 
@@ -37,7 +50,9 @@ STATISTIC_NAMES: Mapping[Kind, str] = {
     "moments": "moments.safetensors",
     "sketch": "sketch.safetensors",
 }
-_BLOCK_VALUES = 2**20  # values at a time, so that a statistic needs little more memory than its images
+_BLOCK_VALUES = (
+    2**20
+)  # values at a time, so that a statistic needs little more memory than its images
 
 Draw = Callable[[NDArray[np.int64], Noise], Mapping[str, Tensor]]
 
@@ -67,7 +82,9 @@ class Source:
     dataset_digest: str
 
 
-def draw(kind: Kind, source: Source, ledger: Ledger, folder: Path, *, noise: Noise = OS_NOISE) -> Path:
+def draw(
+    kind: Kind, source: Source, ledger: Ledger, folder: Path, *, noise: Noise = OS_NOISE
+) -> Path:
     """Draw one of the plan's statistics; a second call returns the same file.
 
     Args:
@@ -91,7 +108,11 @@ def draw(kind: Kind, source: Source, ledger: Ledger, folder: Path, *, noise: Noi
 
     def make() -> Mapping[str, Tensor]:
         by_image = source.plan.statistics.unit == "image"
-        chosen_U = np.arange(num_units) if by_image else one_per_unit(source.unit_N.numpy(), num_units, noise)
+        chosen_U = (
+            np.arange(num_units)
+            if by_image
+            else one_per_unit(source.unit_N.numpy(), num_units, noise)
+        )
         return draw_from(chosen_U, noise)
 
     return _draw_once(kind, source, ledger, folder / STATISTIC_NAMES[kind], make)
@@ -130,7 +151,11 @@ def _counts(source: Source, terms: CountsStatistic) -> Draw:
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
         true_G = np.bincount(group_N[chosen_U], minlength=terms.num_groups)
-        return {"counts": torch.from_numpy(true_G + discrete_laplace(terms.num_groups, terms.epsilon, noise))}
+        return {
+            "counts": torch.from_numpy(
+                true_G + discrete_laplace(terms.num_groups, terms.epsilon, noise)
+            )
+        }
 
     return draw_from
 
@@ -141,11 +166,15 @@ def _class_counts(source: Source, terms: ClassCountsStatistic) -> Draw:
     if source.label_N is None:
         raise DataError("classes", expected="one for each image", got="images without classes")
     group_N = _cells(source.group_N, num_groups, len(source.images), "groups")
-    cell_N = group_N + num_groups * _cells(source.label_N, terms.num_classes, len(source.images), "classes")
+    cell_N = group_N + num_groups * _cells(
+        source.label_N, terms.num_classes, len(source.images), "classes"
+    )
     num_cells = terms.num_classes * num_groups
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
-        noisy = np.bincount(cell_N[chosen_U], minlength=num_cells) + discrete_laplace(num_cells, terms.epsilon, noise)
+        noisy = np.bincount(cell_N[chosen_U], minlength=num_cells) + discrete_laplace(
+            num_cells, terms.epsilon, noise
+        )
         return {"counts": torch.from_numpy(noisy.reshape(terms.num_classes, num_groups))}
 
     return draw_from
@@ -169,7 +198,11 @@ def _moments(source: Source, terms: MomentsStatistic) -> Draw:
             rows = whole_UR[start : start + block].astype(np.int64)
             second_RR += np.rint(rows[:, :, None] * rows[:, None] * GRID).astype(np.int64).sum(0)
         upper_RR = np.triu(rounded_gaussian(second_RR.shape, std, noise), 1)
-        second_RR += upper_RR + upper_RR.T + np.diag(rounded_gaussian((terms.rank,), np.sqrt(2.0) * std, noise))
+        second_RR += (
+            upper_RR
+            + upper_RR.T
+            + np.diag(rounded_gaussian((terms.rank,), np.sqrt(2.0) * std, noise))
+        )
         return {"sum": _from_grid(sum_R, GRID), "second": _from_grid(second_RR, GRID)}
 
     return draw_from
@@ -187,7 +220,10 @@ def _sketches(source: Source, terms: SketchStatistic) -> Draw:
     alpha, sigma = float(path.alpha(t_r)), float(path.sigma(t_r))
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
-        noised_UR, block = np.empty((len(chosen_U), terms.rank), np.int64), max(1, _BLOCK_VALUES // terms.rank)
+        noised_UR, block = (
+            np.empty((len(chosen_U), terms.rank), np.int64),
+            max(1, _BLOCK_VALUES // terms.rank),
+        )
         for start in range(0, len(noised_UR), block):
             rows = whole_NR[chosen_U[start : start + block]]
             noised_UR[start : start + block] = rows + rounded_gaussian(
@@ -195,7 +231,9 @@ def _sketches(source: Source, terms: SketchStatistic) -> Draw:
             )
         order_U, sketch_UR = shuffled(len(noised_UR), noise), torch.empty(noised_UR.shape)
         for start in range(0, len(noised_UR), block):
-            sketch_UR[start : start + block] = _from_grid(noised_UR[order_U[start : start + block]], alpha * GRID)
+            sketch_UR[start : start + block] = _from_grid(
+                noised_UR[order_U[start : start + block]], alpha * GRID
+            )
         return {"sketch": sketch_UR}
 
     return draw_from
@@ -205,7 +243,9 @@ def _on_grid(source: Source, rank: int) -> NDArray[np.int32]:
     """Return every image's sketch in the unit ball, in whole steps of the public grid, of which 2^16 are a radius."""
     source.sketch.check()
     sketch, whole_NR = source.sketch.head(rank), np.empty((len(source.images), rank), np.int32)
-    for start, block in blocks(source.images, size=rows_of(8 * _BLOCK_VALUES, source.images.shape[1:], 8)):
+    for start, block in blocks(
+        source.images, size=rows_of(8 * _BLOCK_VALUES, source.images.shape[1:], 8)
+    ):
         whole_NR[start : start + len(block)] = np.rint(sketch.project(block).numpy() / GRID)
     return whole_NR
 
@@ -220,7 +260,9 @@ def _cells(index_N: Tensor, num: int, num_records: int, subject: str) -> NDArray
     outside = int(((index_N < 0) | (index_N >= num)).sum())
     if len(index_N) != num_records or outside:
         expected = f"one of 0 to {num - 1} for each of {num_records} images"
-        raise DataError(subject, expected=expected, got=f"{len(index_N)} entries, {outside} of them outside")
+        raise DataError(
+            subject, expected=expected, got=f"{len(index_N)} entries, {outside} of them outside"
+        )
     return np.asarray(index_N.numpy(), dtype=np.int64)
 
 

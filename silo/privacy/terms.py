@@ -10,7 +10,9 @@ from ddm.protocol.base import Unit
 from ddm.protocol.weight_privacy import DpSgdMechanism
 
 _SAME = 1e-9
-_SAME_NOISE = 1e-2  # of a noise multiplier, which is searched for; what was paid for is what is drawn
+_SAME_NOISE = (
+    1e-2  # of a noise multiplier, which is searched for; what was paid for is what is drawn
+)
 
 
 def check_unit(subject: str, unit: Unit, counted: Unit) -> None:
@@ -35,15 +37,21 @@ def alike(paid: Mapping[Paid, Mechanism], requested: Mapping[Paid, Mechanism]) -
         if isinstance(first, GaussianMechanism) and isinstance(second, GaussianMechanism):
             return math.isclose(first.mu, second.mu, rel_tol=_SAME)
         if isinstance(first, DpSgdMechanism) and isinstance(second, DpSgdMechanism):
-            near = math.isclose(first.noise_multiplier, second.noise_multiplier, rel_tol=_SAME_NOISE)
+            near = math.isclose(
+                first.noise_multiplier, second.noise_multiplier, rel_tol=_SAME_NOISE
+            )
             return near and (first.rate, first.steps) == (second.rate, second.steps)
         return first == second
 
-    return paid.keys() == requested.keys() and all(same(paid[kind], requested[kind]) for kind in paid)
+    return paid.keys() == requested.keys() and all(
+        same(paid[kind], requested[kind]) for kind in paid
+    )
 
 
 def in_words(unit: Unit, mechanisms: Mapping[Paid, Mechanism]) -> str:
     """Name the statistics with their cost; only numbers of the plan, nothing of the data."""
     costs = {kind: each.model_dump(exclude={"kind"}) for kind, each in mechanisms.items()}
-    terms = (f"{kind} ({name} {value:g})" for kind, cost in costs.items() for name, value in cost.items())
+    terms = (
+        f"{kind} ({name} {value:g})" for kind, cost in costs.items() for name, value in cost.items()
+    )
     return f"{', '.join(terms)} per {unit}"

@@ -42,11 +42,15 @@ def review_submission(site: Site, *, page: bool | None) -> None:
     def announce(url: str) -> None:
         sheets.start()
         say(f"Open in a browser on this machine: {url}")
-        say("Whoever has this address may read and approve. Ctrl-C ends the page; --text prints it here instead.")
+        say(
+            "Whoever has this address may read and approve. Ctrl-C ends the page; --text prints it here instead."
+        )
 
     try:
         serve_approval(site, facts, sheets, announce)
     finally:
         sheets.end()
     state = load_state(state_path(site.private))
-    say(f"The page has ended. {site.settings().silo_id}: {state.state}; what comes next: silo status {site.path}")
+    say(
+        f"The page has ended. {site.settings().silo_id}: {state.state}; what comes next: silo status {site.path}"
+    )

@@ -157,14 +157,22 @@ def _files(site: Site, draft: Submission) -> Iterator[Leaving]:
     path = submission_path(draft.silo_id)
     what = "the document below; the approval and its time are added to it"
     yield Leaving(path, folder / DRAFT, len(data), draft.digest, what, "see each number")
-    listed = [(each.file, f"weights of expert {each.expert_id}", _weights(each.privacy)) for each in draft.experts]
-    listed += [(each.file, f"statistic {each.kind}", _cost(each.epsilon, each.delta)) for each in draft.statistics]
+    listed = [
+        (each.file, f"weights of expert {each.expert_id}", _weights(each.privacy))
+        for each in draft.experts
+    ]
+    listed += [
+        (each.file, f"statistic {each.kind}", _cost(each.epsilon, each.delta))
+        for each in draft.statistics
+    ]
     for file, what, privacy in listed:
         local = folder / file.path
         if not local.is_file() or (found := sha256_file(local)) != file.digest:
             got = f"sha256 {found}" if local.is_file() else "no file"
             remedy = "Restore private/ from backup, or give the plan up: silo withdraw."
-            raise ApprovalError(file.path, expected=f"the draft's, sha256 {file.digest}", got=got, remedy=remedy)
+            raise ApprovalError(
+                file.path, expected=f"the draft's, sha256 {file.digest}", got=got, remedy=remedy
+            )
         yield Leaving(file.path, local, file.bytes, file.digest, what, privacy)
 
 
@@ -192,7 +200,10 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
     yield "plan", (document.plan_id, public)
     yield "plan, sha256", (document.plan_digest, public)
     yield "submission", (str(document.sequence), public)
-    yield "drafted at", (f"{document.created_at:%Y-%m-%d %H:%M:%S}Z", "tells when the training ended")
+    yield (
+        "drafted at",
+        (f"{document.created_at:%Y-%m-%d %H:%M:%S}Z", "tells when the training ended"),
+    )
     yield f"number of {spent.unit}s", (str(document.num_units), f"{NO_DP}: exact")
     yield (
         "epsilon, weights and statistics" if _private(document) else "epsilon, all statistics",
@@ -219,15 +230,24 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
             yield "noise level of sketches, t", (f"{each.t_release:.6g}", "the plan's")
     waiver = document.audit.waiver
     words = f" by {waiver.role}: {waiver.reason}" if waiver else ""
-    yield "leak audit", (document.audit.verdict + words, "published" if document.audit.digest else "the plan's")
+    yield (
+        "leak audit",
+        (document.audit.verdict + words, "published" if document.audit.digest else "the plan's"),
+    )
     if document.audit.digest:
         yield "audit report, sha256", (document.audit.digest, "a digest")
     yield (
         "ledger",
-        (f"{document.ledger.num_entries} records, head {document.ledger.head_digest[:16]}", "a digest of each"),
+        (
+            f"{document.ledger.num_entries} records, head {document.ledger.head_digest[:16]}",
+            "a digest of each",
+        ),
     )
     yield "isolation", (document.isolation, public)
-    yield "later plans", ("may carry it over" if document.carry_over else "may not carry it over", public)
+    yield (
+        "later plans",
+        ("may carry it over" if document.carry_over else "may not carry it over", public),
+    )
     for name, version in sorted(document.software.items()):
         yield f"software {name}", (version, public)
 
@@ -242,12 +262,17 @@ def _noise(statistic: SubmittedStatistic, draft: Submission, plan: Plan) -> Nois
         case "counts" | "class_counts":
             level = f"each count of {unit}s: discrete Laplace, standard deviation {laplace_std(epsilon):.3g}"
         case "sketch":
-            std = 2 / gaussian_mu(epsilon, delta)  # (sigma_r / C) / alpha_r, since mu is 2 C alpha_r / sigma_r
+            std = 2 / gaussian_mu(
+                epsilon, delta
+            )  # (sigma_r / C) / alpha_r, since mu is 2 C alpha_r / sigma_r
             level = (
-                f"each value of the sketch of one {unit}, of length 1 at most: Gaussian, standard deviation {std:.3g}"
+                f"each value of the sketch of one {unit}, of length "
+                f"1 at most: Gaussian, standard deviation {std:.3g}"
             )
         case "moments":
-            level = f"each sum over {unit}s: Gaussian, standard deviation {moments_noise_std(plan):.3g}"
+            level = (
+                f"each sum over {unit}s: Gaussian, standard deviation {moments_noise_std(plan):.3g}"
+            )
     return Noise(statistic.kind, epsilon, delta, level)
 
 
@@ -262,7 +287,9 @@ def _previous(site: Site, draft: Submission) -> Sequence[Submission]:
     found: list[Submission] = []
     for path in site.outbox.glob(f"*/*/{submission_path(draft.silo_id)}"):
         try:
-            each = Submission.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject="submission.json")
+            each = Submission.parse(
+                read_bounded(path, MAX_DOCUMENT_BYTES), subject="submission.json"
+            )
         except (ArchipelagoError, OSError):
             continue
         if (each.plan_id, each.sequence) != (draft.plan_id, draft.sequence):

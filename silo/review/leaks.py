@@ -53,7 +53,14 @@ def figure_rows(audit: ExpertAudit) -> tuple[tuple[str, Figure], ...]:
     rows = [(f"AUC, {each.name}", each) for each in strongest]
     rows += [(f"found at 1% false positives, {each.name}", each) for each in _largest(audit.tpr)]
     rows += [(f"near copies in {each.name}", each) for each in audit.copies]
-    return (*rows, *([(f"AUC on the overfitted copy, {audit.control.name}", audit.control)] if audit.control else []))
+    return (
+        *rows,
+        *(
+            [(f"AUC on the overfitted copy, {audit.control.name}", audit.control)]
+            if audit.control
+            else []
+        ),
+    )
 
 
 def _largest(figures: tuple[Figure, ...]) -> list[Figure]:

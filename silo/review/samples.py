@@ -54,7 +54,11 @@ class Sheets:
     def __post_init__(self) -> None:
         num, words = _effort(self.facts)
         for expert in self.facts.draft.experts[:MOST_EXPERTS]:
-            problem = "" if num else "one sample would take minutes: draw them with `ddm sample` once it is published"
+            problem = (
+                ""
+                if num
+                else "one sample would take minutes: draw them with `ddm sample` once it is published"
+            )
             self._sheets[expert.expert_id] = Sheet(expert.expert_id, num, words, problem=problem)
 
     def start(self) -> None:
@@ -89,12 +93,27 @@ class Sheets:
                     pictures = (*sheet.pictures, *draw(first, min(AT_ONCE, sheet.num - first)))
                     sheet = self._keep(Sheet(sheet.expert_id, sheet.num, sheet.words, pictures))
             except (ArchipelagoError, RuntimeError, MemoryError, OSError) as error:
-                problem = str(error) if isinstance(error, ArchipelagoError) else type(error).__name__
-                self._keep(Sheet(sheet.expert_id, sheet.num, sheet.words, sheet.pictures, f"not drawn: {problem}"))
+                problem = (
+                    str(error) if isinstance(error, ArchipelagoError) else type(error).__name__
+                )
+                self._keep(
+                    Sheet(
+                        sheet.expert_id,
+                        sheet.num,
+                        sheet.words,
+                        sheet.pictures,
+                        f"not drawn: {problem}",
+                    )
+                )
 
     def _keep(self, sheet: Sheet) -> Sheet:
         if sheet.num and not sheet.pictures and not sheet.problem:
-            sheet = Sheet(sheet.expert_id, sheet.num, sheet.words, problem="neither grey nor colour: not shown")
+            sheet = Sheet(
+                sheet.expert_id,
+                sheet.num,
+                sheet.words,
+                problem="neither grey nor colour: not shown",
+            )
         self._sheets[sheet.expert_id] = sheet
         return sheet
 
@@ -109,11 +128,19 @@ def _effort(facts: Facts) -> tuple[int, str]:
     return num, "" if plan.condition.kind == "none" else "without a text"
 
 
-def _drawer(site: Site, facts: Facts, expert: SubmittedExpert) -> Callable[[int, int], tuple[str, ...]]:
+def _drawer(
+    site: Site, facts: Facts, expert: SubmittedExpert
+) -> Callable[[int, int], tuple[str, ...]]:
     """Load an expert; return what draws so many of its samples from a number on."""
     plan, silo_id = facts.plan, facts.draft.silo_id
     path = path_named(plan.objective.ensemble_path)
-    network = load_expert(plan.expert.architecture, plan.expert_shape, review_folder(site), expert.file, plan.condition)
+    network = load_expert(
+        plan.expert.architecture,
+        plan.expert_shape,
+        review_folder(site),
+        expert.file,
+        plan.condition,
+    )
     ensemble = Ensemble(
         [on_path(network, plan.objective.of(silo_id), path)],
         None,
@@ -130,7 +157,9 @@ def _drawer(site: Site, facts: Facts, expert: SubmittedExpert) -> Callable[[int,
         numbers = range(first, first + num)
         asked = torch.tensor([number % classes for number in numbers]) if classes else None
         share = [1.0] if classes else None
-        drawn = ensemble.sample(num, steps=STEPS, numbers=numbers, condition=asked, condition_prior=share)
+        drawn = ensemble.sample(
+            num, steps=STEPS, numbers=numbers, condition=asked, condition_prior=share
+        )
         return inline(drawn.images, plan.data.range)
 
     return draw

@@ -36,7 +36,9 @@ class Asked(Model):
     submission_digest: Digest
 
 
-def serve_approval(site: Site, facts: Facts, sheets: Sheets, on_listening: Callable[[str], None]) -> None:
+def serve_approval(
+    site: Site, facts: Facts, sheets: Sheets, on_listening: Callable[[str], None]
+) -> None:
     """Serve the page until a person is done.
 
     Args:
@@ -54,7 +56,9 @@ def serve_approval(site: Site, facts: Facts, sheets: Sheets, on_listening: Calla
 def _answers(
     site: Site, facts: Facts, sheets: Sheets, end: Callable[[], None]
 ) -> tuple[Sequence[Route], Mapping[str, Handler]]:
-    page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=findings(site, facts))
+    page = render(
+        "silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=findings(site, facts)
+    )
 
     def chosen(request: Request) -> Leaving | None:
         number = request.path_params["number"]
@@ -68,7 +72,9 @@ def _answers(
             return PlainTextResponse("no such file\n", status_code=404)
         text = await run_in_threadpool(as_text, file.local)
         number = request.path_params["number"]
-        return HTMLResponse(render("silo", "contents.html.jinja", file=file, number=number, text=text))
+        return HTMLResponse(
+            render("silo", "contents.html.jinja", file=file, number=number, text=text)
+        )
 
     async def file(request: Request) -> Response:
         if (found := chosen(request)) is None:
@@ -112,5 +118,7 @@ async def _decide(request: Request, facts: Facts, decide: Callable[[str], object
 def _state(site: Site, facts: Facts) -> dict[str, Any]:
     state = load_state(state_path(site.private))
     waits = state.state == "awaiting_approval" and state.submission_digest == facts.draft.digest
-    approved = waits and find_approval(site, facts.draft, by_policy=False, now=now_utc()) is not None
+    approved = (
+        waits and find_approval(site, facts.draft, by_policy=False, now=now_utc()) is not None
+    )
     return {"state": state.state, "waits": waits and not approved, "approved": approved}

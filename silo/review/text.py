@@ -37,7 +37,11 @@ def _heading(facts: Facts) -> str:
         audit += f" until {waiver.expires_at:%Y-%m-%d} by {waiver.role}: {waiver.reason}"
     elif draft.audit.verdict == "bounded":
         audit += ", the epsilon of the experts, is all that leaves of it"
-    measured = f"{facts.audit.verdict}: {facts.audit.reason}" if facts.audit else "the report cannot be read"
+    measured = (
+        f"{facts.audit.verdict}: {facts.audit.reason}"
+        if facts.audit
+        else "the report cannot be read"
+    )
     lines = [
         f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
         *([f"  REHEARSAL       {facts.rehearsal}"] if facts.rehearsal else []),
@@ -81,7 +85,10 @@ def _without_dp(draft: Submission) -> str:
         (f"number of {draft.spent.unit}s", f"{draft.num_units}"),
         *((f"training of {expert.expert_id}", _training(expert)) for expert in draft.experts),
         ("audit", draft.audit.verdict),
-        ("software", ", ".join(f"{name} {number}" for name, number in sorted(draft.software.items()))),
+        (
+            "software",
+            ", ".join(f"{name} {number}" for name, number in sorted(draft.software.items())),
+        ),
     ]
     return "Leaves without differential privacy:\n" + table(rows, ("what", "value"))
 

@@ -47,7 +47,9 @@ class Places:
         found = Site(folder)
         data = Path(settings.data).resolve()
         data = data.parent if data.suffix.lower() in _TABLES else data
-        passphrase_file = require_passphrase_file(settings.passphrase_file, str(site.path / "silo.toml")).resolve()
+        passphrase_file = require_passphrase_file(
+            settings.passphrase_file, str(site.path / "silo.toml")
+        ).resolve()
         ledger = found.ledger_folder_in(settings).resolve()
         anchor = path.resolve() if (path := found.anchor_path_in(settings)) else None
         jobs = settings.training.jobs.resolve() if settings.training.jobs else None
@@ -56,10 +58,14 @@ class Places:
         apart |= {"folder of jobs": jobs} if jobs else {}
         for what, kept in apart.items():
             shared = [found.courier, found.inbox, found.outbox]
-            if kept in (folder, *folder.parents) or any(each in (kept, *kept.parents) for each in shared):
+            if kept in (folder, *folder.parents) or any(
+                each in (kept, *kept.parents) for each in shared
+            ):
                 remedy = f"Move the {what} or the site, and name the new place in silo.toml."
                 expected = f"{what} apart from {folder}, or in its private/"
-                raise SetupError(str(kept), expected=expected, got="what the courier must see too", remedy=remedy)
+                raise SetupError(
+                    str(kept), expected=expected, got="what the courier must see too", remedy=remedy
+                )
         encoder = Path(settings.text.encoder).resolve() if settings.text else None
         return cls(found, data, passphrase_file, encoder, ledger, anchor, jobs)
 
@@ -83,7 +89,11 @@ class Places:
     def elsewhere(self) -> tuple[Path, ...]:
         """What the worker alone writes outside its private folder."""
         wanted = (self.ledger, self.anchor and self.anchor.parent, self.jobs)
-        return tuple(dict.fromkeys(each for each in wanted if each and self.site.private not in (each, *each.parents)))
+        return tuple(
+            dict.fromkeys(
+                each for each in wanted if each and self.site.private not in (each, *each.parents)
+            )
+        )
 
     @property
     def courier_reads(self) -> tuple[Path, ...]:
@@ -119,7 +129,15 @@ def as_users(site: Site, names: Names) -> dict[str, str]:
         ("worker", places.worker_reads, places.worker_writes),
         ("courier", places.courier_reads, places.courier_writes),
     ):
-        hidden = [f"-{each}" for each in (places.site.private, places.data, places.passphrase_file, *places.elsewhere)]
+        hidden = [
+            f"-{each}"
+            for each in (
+                places.site.private,
+                places.data,
+                places.passphrase_file,
+                *places.elsewhere,
+            )
+        ]
         files[f"{_unit(settings, half)}.service"] = render(
             "silo",
             f"{half}.service.jinja",
@@ -146,7 +164,11 @@ def as_users(site: Site, names: Names) -> dict[str, str]:
         ledger=places.ledger,
         anchor=places.anchor,
         elsewhere=places.elsewhere,
-        closed=[each for each in (places.ledger, places.anchor, places.jobs) if each and each != places.site.private],
+        closed=[
+            each
+            for each in (places.ledger, places.anchor, places.jobs)
+            if each and each != places.site.private
+        ],
     )
     return files
 
@@ -161,17 +183,31 @@ def as_containers(site: Site, image: str, podman: Path) -> dict[str, str]:
     places = Places.of(site, settings)
     halves = {
         "worker": (places.worker_reads, places.worker_writes, ["--network=none", "--shm-size=1g"]),
-        "courier": (places.courier_reads, places.courier_writes, [f"--env={name}" for name in _PROXY]),
+        "courier": (
+            places.courier_reads,
+            places.courier_writes,
+            [f"--env={name}" for name in _PROXY],
+        ),
     }
     files = {"Containerfile": render("silo", "Containerfile.jinja", image=image)}
     for half, (reads, writes, own) in halves.items():
         unit = _unit(settings, half)
         mounts = [mount(each) for each in reads] + [mount(each, writable=True) for each in writes]
         if half == "worker" and settings.training.device != "cpu":
-            own = [*own, "--device=nvidia.com/gpu=all"] if settings.training.device == "cuda" else own
+            own = (
+                [*own, "--device=nvidia.com/gpu=all"] if settings.training.device == "cuda" else own
+            )
         options = ["--rm", "--replace", f"--name={unit}", "--pull=never", "--log-driver=none", "--read-only",
                    "--cap-drop=all", "--security-opt=no-new-privileges", "--env=HOME=/tmp"]  # fmt: skip
-        command = [podman, "run", *options, *own, *mounts, image, *_command("silo", places.site, half)]
+        command = [
+            podman,
+            "run",
+            *options,
+            *own,
+            *mounts,
+            image,
+            *_command("silo", places.site, half),
+        ]
         files[f"{unit}.service"] = render(
             "silo",
             "container.service.jinja",

@@ -33,7 +33,9 @@ def review_folder(site: Site) -> Path:
 
 def load_draft(site: Site) -> Submission:
     """Read the draft that waits for approval."""
-    return Submission.parse(read_bounded(review_folder(site) / "draft.json", MAX_DOCUMENT_BYTES), subject="draft.json")
+    return Submission.parse(
+        read_bounded(review_folder(site) / "draft.json", MAX_DOCUMENT_BYTES), subject="draft.json"
+    )
 
 
 def approve(site: Site, digest: str, despite_fail: Responsible | None = None) -> None:
@@ -55,10 +57,17 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
         if state.state in ("in_outbox", "accepted"):
             remedy = "It was sent: nothing is left to approve."
         expected = "a submission in state awaiting_approval"
-        raise ApprovalError("approval", expected=expected, got=f"state {state.state}", remedy=remedy)
+        raise ApprovalError(
+            "approval", expected=expected, got=f"state {state.state}", remedy=remedy
+        )
     if newer := successor(site, state.plan_id or ""):
-        remedy = "Keep `silo run` running: it takes the new plan. What waits here would reach nobody."
-        expected, got = f"a draft for the plan in force, {newer}", f"one for plan {state.plan_id}, which it replaced"
+        remedy = (
+            "Keep `silo run` running: it takes the new plan. What waits here would reach nobody."
+        )
+        expected, got = (
+            f"a draft for the plan in force, {newer}",
+            f"one for plan {state.plan_id}, which it replaced",
+        )
         raise ApprovalError("approval", expected=expected, got=got, remedy=remedy)
     draft = load_draft(site)
     for subject, found in (("approval", digest), ("review/draft.json", draft.digest)):
@@ -68,23 +77,39 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
     failed = draft.audit.verdict == "fail"
     if failed != (despite_fail is not None):
         remedy = (
-            "To let it leave all the same, say who answers for it: silo approve ... --despite-fail --role --reason."
+            "To let it leave all the same, say who answers for "
+            "it: silo approve ... --despite-fail --role --reason."
         )
         expected = (
-            "a role and a reason: the leak audit failed" if failed else "no --despite-fail: the audit did not fail"
+            "a role and a reason: the leak audit failed"
+            if failed
+            else "no --despite-fail: the audit did not fail"
         )
-        got = "no role and no reason" if failed else f"one of {despite_fail.role if despite_fail else None}"
-        raise ApprovalError("approval", expected=expected, got=got, remedy=remedy if failed else None)
+        got = (
+            "no role and no reason"
+            if failed
+            else f"one of {despite_fail.role if despite_fail else None}"
+        )
+        raise ApprovalError(
+            "approval", expected=expected, got=got, remedy=remedy if failed else None
+        )
     DecisionLog(site).add(approved(draft, "person"))
-    write_atomic(approval_path(site), PersonApproval(submission_digest=digest, despite_fail=despite_fail).encode())
+    write_atomic(
+        approval_path(site),
+        PersonApproval(submission_digest=digest, despite_fail=despite_fail).encode(),
+    )
 
 
 def approved(draft: Submission, by: Literal["person", "policy"]) -> Approved:
     """Return an approval of a draft as the log of decisions keeps it."""
-    return Approved(plan_id=draft.plan_id, sequence=draft.sequence, submission_digest=draft.digest, approval=by)
+    return Approved(
+        plan_id=draft.plan_id, sequence=draft.sequence, submission_digest=draft.digest, approval=by
+    )
 
 
-def find_approval(site: Site, draft: Submission, *, by_policy: bool, now: datetime) -> Approval | None:
+def find_approval(
+    site: Site, draft: Submission, *, by_policy: bool, now: datetime
+) -> Approval | None:
     """Return the approval of a draft: a person's, or the policy's where it may; None while there is none.
 
     A policy never approves a draft whose audit failed.

@@ -81,7 +81,12 @@ def check_auditable(accepted: AcceptedPlan, policy: Policy, cohort: Cohort) -> N
 
 
 def gather(
-    site: Site, accepted: AcceptedPlan, work: Workspace, policy: Policy, cohort: Cohort, cohort_path: Path
+    site: Site,
+    accepted: AcceptedPlan,
+    work: Workspace,
+    policy: Policy,
+    cohort: Cohort,
+    cohort_path: Path,
 ) -> Audited:
     """Gather what experts learn and what they are compared with; who is held out is decided once, before training.
 
@@ -105,7 +110,9 @@ def gather(
     )
 
 
-def audit_experts(audited: Audited, tell: Callable[[int, int], None], should_stop: Callable[[], bool]) -> None:
+def audit_experts(
+    audited: Audited, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
+) -> None:
     """Audit all experts together, from the last part that was measured, and keep the report.
 
     Where experts were trained privately, an audit that breaks off stops nothing: that, too, would show.
@@ -151,7 +158,9 @@ def verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVer
     """
     if accepted.plan.expert.privacy:
         return AuditVerdict(verdict="bounded")
-    return gate(read_report(work.audit_path), policy.audit, plan_digest=accepted.digest, now=now_utc())
+    return gate(
+        read_report(work.audit_path), policy.audit, plan_digest=accepted.digest, now=now_utc()
+    )
 
 
 def _subjects(audited: Audited) -> list[Subject]:
@@ -160,7 +169,9 @@ def _subjects(audited: Audited) -> list[Subject]:
     settings, silo_id = audited.site.settings(), audited.site.settings().silo_id
     parts = find_parts(plan, files, audited.work, silo_id)
     learned = images_of_parts(plan, files, parts, audited.fine_N, audited.policy, audited.held_N)
-    part_N = part_of_images(plan.partition, parts, files.clusters.group_F[audited.fine_N], plan.expert.training.seed)
+    part_N = part_of_images(
+        plan.partition, parts, files.clusters.group_F[audited.fine_N], plan.expert.training.seed
+    )
     everywhere = isinstance(plan.partition, RandomPartition)
     public = public_base(plan, audited.accepted.folder)
     subjects = []
@@ -170,7 +181,9 @@ def _subjects(audited: Audited) -> list[Subject]:
         subjects.append(
             Subject(
                 expert_id=part.expert_id,
-                expert=PlannedExpert(plan, silo_id, number, base, settings.training.engine, stops=False),
+                expert=PlannedExpert(
+                    plan, silo_id, number, base, settings.training.engine, stops=False
+                ),
                 file=audited.work.expert_path(part.expert_id),
                 files=files,
                 inputs=audited.inputs,
@@ -182,7 +195,9 @@ def _subjects(audited: Audited) -> list[Subject]:
                 num_samples=audited.policy.audit.num_samples,
                 settings=settings.training,
                 folder=audited.work.audit_folder(part.expert_id),
-                job=partial(_job, audited.work, jobs_of(settings.training, silo_id), part.expert_id),
+                job=partial(
+                    _job, audited.work, jobs_of(settings.training, silo_id), part.expert_id
+                ),
                 wanted=partial(_wanted, audited.inputs),
             )
         )

@@ -34,4 +34,8 @@ def discard_others(jobs: Path, plan_id: str) -> None:
 
 
 def _folders(within: Path, pattern: str) -> Iterator[JobFolder]:
-    yield from (JobFolder(path) for path in sorted(within.glob(pattern)) if path.is_dir() and not path.is_symlink())
+    yield from (
+        JobFolder(path)
+        for path in sorted(within.glob(pattern))
+        if path.is_dir() and not path.is_symlink()
+    )

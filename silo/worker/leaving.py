@@ -34,15 +34,23 @@ def withdraw(site: Site, key: SigningKey) -> State:
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
         if state.plan_id is None or state.state in ("waiting", "superseded"):
-            got = f"plan {state.plan_id}, which plan {state.successor} replaced" if state.plan_id else "no plan"
+            got = (
+                f"plan {state.plan_id}, which plan {state.successor} replaced"
+                if state.plan_id
+                else "no plan"
+            )
             remedy = "Nothing needs to be given up. To wait for the next plan: silo run SITE."
-            raise ApprovalError("withdrawal", expected="a plan in work, or an accepted one", got=got, remedy=remedy)
+            raise ApprovalError(
+                "withdrawal", expected="a plan in work, or an accepted one", got=got, remedy=remedy
+            )
         new = state if state.state == "withdrawn" else state.after("withdraw")
         if state.state != "withdrawn":
             DecisionLog(site).add(Withdrew(plan_id=state.plan_id, state=state.state))
         folder = site.outbox / state.plan_id
         group_folder(folder, site.outbox)
-        write_for_group(folder / LEAVE_NAME, seal_leave(state.plan_id, site.settings().silo_id, key, now_utc()))
+        write_for_group(
+            folder / LEAVE_NAME, seal_leave(state.plan_id, site.settings().silo_id, key, now_utc())
+        )
         if state.state not in ("accepted", "withdrawn"):
             _empty_outbox(site, state)
         # A plan that was declined is not looked at again: it counts as one that this site has worked on.
@@ -68,11 +76,13 @@ def consequences(before: State) -> str:
     """Say what giving up a plan in this state means."""
     if before.state == "accepted":
         return (
-            "What was accepted stays in the versions that were published; the aggregator leaves it out of later ones."
+            "What was accepted stays in the versions that were "
+            "published; the aggregator leaves it out of later ones."
         )
     if before.state == "in_outbox":
         return (
-            "What has not left yet was removed from the outbox; what has left is left out of every version from now on."
+            "What has not left yet was removed from the outbox; what "
+            "has left is left out of every version from now on."
         )
     if before.state == "plan_refused":
         return "Nothing was trained or drawn for it, and this site will not take it."

@@ -50,14 +50,18 @@ class Step:
 STATES: tuple[SiloState, ...] = get_args(SiloState)
 EVENTS: tuple[Event, ...] = get_args(Event)
 # A plan in one of these needs nothing more, and the next one may be accepted.
-IDLE: frozenset[SiloState] = frozenset({"waiting", "plan_refused", "accepted", "withdrawn", "superseded"})
+IDLE: frozenset[SiloState] = frozenset(
+    {"waiting", "plan_refused", "accepted", "withdrawn", "superseded"}
+)
 # From acceptance until an answer that ends it: here the federation's next plan ends the work.
 AT_WORK: frozenset[SiloState] = frozenset(STATES) - IDLE
 
 _MADE: Mapping[tuple[SiloState, Event], Step] = {
     ("plan_accepted", "scan"): Step("scanned"),
     ("scanned", "assign"): Step("assigned"),
-    ("assigned", "begin"): Step("training", "epsilon"),  # the counts, where they decide which experts there are
+    ("assigned", "begin"): Step(
+        "training", "epsilon"
+    ),  # the counts, where they decide which experts there are
     ("training", "train"): Step("audited", "training"),
     ("audited", "draw"): Step("released", "epsilon"),
     ("released", "draft"): Step("awaiting_approval"),
@@ -70,7 +74,16 @@ _MADE: Mapping[tuple[SiloState, Event], Step] = {
     ("plan_refused", "restart"): Step("waiting"),
 }
 _RETRAINED: tuple[SiloState, ...] = (
-    *("plan_accepted", "scanned", "assigned", "training", "audited", "released", "awaiting_approval", "refused"),
+    *(
+        "plan_accepted",
+        "scanned",
+        "assigned",
+        "training",
+        "audited",
+        "released",
+        "awaiting_approval",
+        "refused",
+    ),
 )
 LIFE: Mapping[tuple[SiloState, Event], Step] = {
     **_MADE,
@@ -78,8 +91,16 @@ LIFE: Mapping[tuple[SiloState, Event], Step] = {
     **{(state, "decline"): Step("plan_refused") for state in STATES if state in IDLE},
     **{(state, "retrain"): Step("plan_accepted") for state in _RETRAINED},
     **{(state, "succession"): Step("superseded") for state in STATES if state in AT_WORK},
-    **{(state, "withdraw"): Step("withdrawn") for state in STATES if state not in ("waiting", "superseded")},
-    **{(state, "notice"): Step("withdrawn") for state in STATES if state in AT_WORK | {"accepted", "withdrawn"}},
+    **{
+        (state, "withdraw"): Step("withdrawn")
+        for state in STATES
+        if state not in ("waiting", "superseded")
+    },
+    **{
+        (state, "notice"): Step("withdrawn")
+        for state in STATES
+        if state in AT_WORK | {"accepted", "withdrawn"}
+    },
 }
 
 

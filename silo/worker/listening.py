@@ -14,7 +14,10 @@ from silo.worker.retraining import refused_remedy
 from silo.worker.state import State
 
 _log = logging.getLogger(__name__)
-_CHANGES: Mapping[Event, Mapping[str, bool]] = {"hold": {"held": True}, "notice": {"confirmed": True}}
+_CHANGES: Mapping[Event, Mapping[str, bool]] = {
+    "hold": {"held": True},
+    "notice": {"confirmed": True},
+}
 
 
 @dataclass(frozen=True)

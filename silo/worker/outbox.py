@@ -83,8 +83,12 @@ def draft(
             _submitted_expert(record, part.cluster, work, silo_id, privacy, with_images=with_images)
             for record, part in zip(records, parts, strict=True)
         ),
-        statistics=tuple(_submitted_statistic(kind, plan, files, work) for kind in mechanisms(plan)),
-        spent=Spent(epsilon=plan.spends.epsilon, delta=plan.spends.delta, unit=plan.statistics.unit),
+        statistics=tuple(
+            _submitted_statistic(kind, plan, files, work) for kind in mechanisms(plan)
+        ),
+        spent=Spent(
+            epsilon=plan.spends.epsilon, delta=plan.spends.delta, unit=plan.statistics.unit
+        ),
         ledger=LedgerHead(head_digest=head_digest, num_entries=num_entries, chain=chain),
         audit=verdict,
         approval=None,
@@ -117,7 +121,9 @@ def _submitted_expert(
     )
 
 
-def _submitted_statistic(kind: Kind, plan: Plan, files: PlanFiles, work: Workspace) -> SubmittedStatistic:
+def _submitted_statistic(
+    kind: Kind, plan: Plan, files: PlanFiles, work: Workspace
+) -> SubmittedStatistic:
     epsilon, delta = statistic_terms(plan.statistics)[kind]
     file = File.of(STATISTIC_NAMES[kind], work.statistics / STATISTIC_NAMES[kind])
     match kind:
@@ -144,13 +150,24 @@ def stage_review(draft_submission: Submission, work: Workspace, review: Path) ->
 
 def payload(submission: Submission, work: Workspace) -> Mapping[str, Path]:
     """Return the tensor files that leave with a submission: relative path to the place on this site."""
-    experts = {expert.file.path: work.expert_path(expert.expert_id) for expert in submission.experts}
-    statistics = {statistic.file.path: work.statistics / statistic.file.path for statistic in submission.statistics}
+    experts = {
+        expert.file.path: work.expert_path(expert.expert_id) for expert in submission.experts
+    }
+    statistics = {
+        statistic.file.path: work.statistics / statistic.file.path
+        for statistic in submission.statistics
+    }
     return {**experts, **statistics}
 
 
 def send(
-    draft_submission: Submission, work: Workspace, site: Site, key: SigningKey, approval: Approval, *, now: datetime
+    draft_submission: Submission,
+    work: Workspace,
+    site: Site,
+    key: SigningKey,
+    approval: Approval,
+    *,
+    now: datetime,
 ) -> Submission:
     """Sign an approved draft and move it into the outbox in one rename; one that is there already stays unchanged.
 
@@ -166,13 +183,18 @@ def send(
     files = payload(submission, work)
     final = site.outbox / submission.plan_id / str(submission.sequence)
     if final.exists():
-        return Submission.parse((final / submission_path(submission.silo_id)).read_bytes(), subject="submission.json")
+        return Submission.parse(
+            (final / submission_path(submission.silo_id)).read_bytes(), subject="submission.json"
+        )
     _check_unchanged(submission, files)
     encoded = submission.encode()
     plan_id, silo_id = submission.plan_id, submission.silo_id
     prefix = f"{plan_id}/"
     signed = {prefix + submission_path(silo_id): (len(encoded), sha256_hex(encoded))}
-    signed |= {prefix + expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
+    signed |= {
+        prefix + expert.file.path: (expert.file.bytes, expert.file.digest)
+        for expert in submission.experts
+    }
     role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
 
     group_folder(final.parent, site.outbox)
@@ -187,7 +209,9 @@ def send(
 
 
 def _check_unchanged(submission: Submission, files: Mapping[str, Path]) -> None:
-    listed = [expert.file for expert in submission.experts] + [statistic.file for statistic in submission.statistics]
+    listed = [expert.file for expert in submission.experts] + [
+        statistic.file for statistic in submission.statistics
+    ]
     for file in listed:
         if (found := sha256_file(files[file.path])) != file.digest:
             expected = f"the bytes that were reviewed, sha256 {file.digest}"

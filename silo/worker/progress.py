@@ -22,7 +22,14 @@ NOTE_S = 2.0  # time between two notes
 _MAX_BYTES = 4096
 _MOST = 1e12
 Rate = Annotated[float, Field(ge=0.0, le=_MOST)]
-Stage = Literal["reading images", "assigning images", "encoding images", "encoding captions", "training", "auditing"]
+Stage = Literal[
+    "reading images",
+    "assigning images",
+    "encoding images",
+    "encoding captions",
+    "training",
+    "auditing",
+]
 
 
 class Note(Document):
@@ -61,7 +68,14 @@ class Meter:
             self._stage, self._begun, self._first, self._noted_at = stage, now, done, 0.0
         per_s = (done - self._first) / (now - self._begun) if now > self._begun else 0.0
         self._note(
-            Note(stage=stage, plan_id=plan_id, done=done, total=total, at=now_utc(), **_rates(per_s, total - done))
+            Note(
+                stage=stage,
+                plan_id=plan_id,
+                done=done,
+                total=total,
+                at=now_utc(),
+                **_rates(per_s, total - done),
+            )
         )
 
     def train(self, plan_id: str, progress: "Progress", batch_size: int) -> None:
@@ -121,6 +135,8 @@ def note_path(private: Path) -> Path:
 def read_note(private: Path) -> Note | None:
     """Read the last note; None where there is none that can be read, since it is no more than a hint."""
     try:
-        return Note.parse(note_path(private).read_bytes(), subject="progress.json", limit=_MAX_BYTES)
+        return Note.parse(
+            note_path(private).read_bytes(), subject="progress.json", limit=_MAX_BYTES
+        )
     except (OSError, DocumentError):
         return None

@@ -34,7 +34,9 @@ def heard(site: Site, state: State, plan: Plan) -> Heard | None:
 
     A notice that the silo was withdrawn stands in the place of its next receipt.
     """
-    if state.state == "in_outbox" and (answer := _receipt(site, state, plan, f"{state.sequence}.json")):
+    if state.state == "in_outbox" and (
+        answer := _receipt(site, state, plan, f"{state.sequence}.json")
+    ):
         match answer.verdict:
             case Accepted():
                 return Heard("receipt")
@@ -53,14 +55,18 @@ def heard(site: Site, state: State, plan: Plan) -> Heard | None:
     return None
 
 
-def _receipt(site: Site, state: State, plan: Plan, name: str, sequence: int | None = None) -> Receipt | None:
+def _receipt(
+    site: Site, state: State, plan: Plan, name: str, sequence: int | None = None
+) -> Receipt | None:
     silo_id, number = site.settings().silo_id, sequence or state.sequence
     binding = (plan.plan_id, state.plan_digest or "", silo_id, number)
     submission = site.outbox / plan.plan_id / str(number) / submission_path(silo_id)
     return find_receipt(site.inbox / plan.plan_id / "receipts" / name, plan, binding, submission)
 
 
-def find_receipt(path: Path, plan: Plan, binding: tuple[str, str, str, int], submission: Path) -> Receipt | None:
+def find_receipt(
+    path: Path, plan: Plan, binding: tuple[str, str, str, int], submission: Path
+) -> Receipt | None:
     """Return the receipt at `path`, None if there is no genuine one.
 
     A receipt that does not verify only proves that somebody can write to the inbox: it is moved aside, so that the
@@ -82,14 +88,18 @@ def find_receipt(path: Path, plan: Plan, binding: tuple[str, str, str, int], sub
         return None
 
 
-def _verify(path: Path, plan: Plan, binding: tuple[str, str, str, int], submission: Path) -> Receipt:
+def _verify(
+    path: Path, plan: Plan, binding: tuple[str, str, str, int], submission: Path
+) -> Receipt:
     sealed = read_bounded(path, MAX_RECEIPT_BYTES, subject="receipt")
     receipt = open_receipt(sealed, plan.receipt_key, binding)
     if isinstance(receipt.verdict, Accepted) and not (
         submission.is_file() and receipt.submission_digest == sha256_file(submission)
     ):
         expected = "the digest of the submission that was sent"
-        raise ReplayError("receipt", expected=expected, got=receipt.submission_digest or "no digest")
+        raise ReplayError(
+            "receipt", expected=expected, got=receipt.submission_digest or "no digest"
+        )
     return receipt
 
 

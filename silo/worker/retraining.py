@@ -57,7 +57,10 @@ def price_of(accepted: AcceptedPlan, ledger: Ledger, dataset_digest: str | None 
     spent, paid = adaptive_epsilon(steps, delta), (accepted.digest, dataset_digest)
     more = 0.0
     if not any((debit.plan_digest, debit.dataset_digest) == paid for debit in debits):
-        more = adaptive_epsilon([*steps, tuple(paid_mechanisms(accepted.plan).values())], delta) - spent
+        more = (
+            adaptive_epsilon([*steps, tuple(paid_mechanisms(accepted.plan).values())], delta)
+            - spent
+        )
     num_steps = accepted.plan.expert.training.num_steps
     return Price(more, max(ledger.budget.epsilon - spent, 0.0), num_steps)
 
@@ -66,14 +69,19 @@ def refused_remedy(state: State, accepted: AcceptedPlan, ledger: Ledger) -> str:
     """Say what may be tried after a refusal, and what each way costs."""
     if state.sequence >= MAX_SUBMISSIONS:
         return f"It was the last of {MAX_SUBMISSIONS} submissions to this plan. Keep `silo run` for the next plan."
-    number, price = f"submission {state.sequence + 1} of {MAX_SUBMISSIONS}", price_of(accepted, ledger)
+    number, price = (
+        f"submission {state.sequence + 1} of {MAX_SUBMISSIONS}",
+        price_of(accepted, ledger),
+    )
     return (
         f"`silo run` sends the same experts again, as {number}: no training, no epsilon, a person approves. "
         f"After a change of the images: `silo retrain` ({price}). Or give the plan up: `silo withdraw`."
     )
 
 
-def changed_images(state: State, accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> DataError:
+def changed_images(
+    state: State, accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger
+) -> DataError:
     """Return the error for images that are others than those scanned for this plan."""
     price = price_of(accepted, ledger, cohort.digest)
     return DataError(
@@ -103,11 +111,15 @@ def _assess(site: Site) -> tuple[State, Price, bool]:
     sent = (site.outbox / (state.plan_id or "") / str(state.sequence)).exists()
     if sent and state.state != "refused":  # the worker stopped between sending and recording it
         remedy = "Run it again: `silo run`, which waits for the receipt. Or give the plan up: silo withdraw."
-        raise ApprovalError("retraining", expected="a submission not sent", got="one in the outbox", remedy=remedy)
+        raise ApprovalError(
+            "retraining", expected="a submission not sent", got="one in the outbox", remedy=remedy
+        )
     if newer := successor(site, state.plan_id or ""):
         remedy = "Keep `silo run` running: it takes the new plan, and trains for that."
         got = f"plan {newer}, signed in its place"
-        raise ApprovalError("retraining", expected=f"plan {state.plan_id} in force", got=got, remedy=remedy)
+        raise ApprovalError(
+            "retraining", expected=f"plan {state.plan_id} in force", got=got, remedy=remedy
+        )
     accepted = load_accepted(site, state.plan_id or "", state.plan_digest or "")
     cohort = stages.scan(site, accepted, policy)
     price = price_of(accepted, stages.open_ledger(site, policy), cohort.digest)
@@ -134,8 +146,12 @@ def retrain(site: Site) -> State:
             )
         DecisionLog(site).add(Retrained(plan_id=state.plan_id or "", state=state.state))
         sequence = state.sequence + (state.state == "refused")
-        new = state.after("retrain", sequence=sequence, submission_digest=None, dataset_digest=None, step=0)
-        save_state(state_path(site.private), new)  # what was made of the old images goes once the new ones are scanned
+        new = state.after(
+            "retrain", sequence=sequence, submission_digest=None, dataset_digest=None, step=0
+        )
+        save_state(
+            state_path(site.private), new
+        )  # what was made of the old images goes once the new ones are scanned
         approval_path(site).unlink(missing_ok=True)
         tell_courier(site, new)
         return new

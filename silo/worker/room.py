@@ -32,7 +32,9 @@ from silo.worker.jobs import jobs_of
 _COPIES = 4
 _ROW_BYTES = 64  # of an image in the cohort's table
 _SMALL_BYTES = 1 << 20  # documents, logs, the ledger
-_NEAR_BYTES = 2 * (4 * NEIGHBOURS + 8)  # of an image whose nearest ones the audit keeps, in two spaces
+_NEAR_BYTES = 2 * (
+    4 * NEIGHBOURS + 8
+)  # of an image whose nearest ones the audit keeps, in two spaces
 
 
 def check_folders(site: Site) -> None:
@@ -42,7 +44,9 @@ def check_folders(site: Site) -> None:
         DiskError: names the first that it cannot.
     """
     plans, checkpoints = site.private / "plans", site.private / "checkpoints"
-    check_writable([site.private, *(each for each in (plans, checkpoints) if each.exists()), site.outbox])
+    check_writable(
+        [site.private, *(each for each in (plans, checkpoints) if each.exists()), site.outbox]
+    )
 
 
 def statistic_bytes(plan: Plan, num_units: int) -> Mapping[Kind, int]:
@@ -66,7 +70,9 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     experts = most_experts(plan) * expert * (1 + KEPT * copies) + copies * expert
     # Each statistic is kept as it was drawn and as it leaves.
     statistics = 2 * sum(statistic_bytes(plan, num_units).values())
-    latents = 4 * math.prod(plan.expert_shape) * num_images if isinstance(plan.latent, Autoencoder) else 0
+    latents = (
+        4 * math.prod(plan.expert_shape) * num_images if isinstance(plan.latent, Autoencoder) else 0
+    )
     return experts + statistics + latents + _ROW_BYTES * num_images + _SMALL_BYTES
 
 
@@ -80,9 +86,13 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     if held < plan.audit.min_holdout_units or not held:
         return 0
     expert, training = _expert_bytes(plan), plan.expert.training
-    num = effort_of(training, held, policy.audit.num_samples, reference=plan.expert.base is None).num_samples
+    num = effort_of(
+        training, held, policy.audit.num_samples, reference=plan.expert.base is None
+    ).num_samples
     channels, *sides = plan.data.shape
-    thumbnail = channels * math.prod(min(side, VOLUME_SIDE if len(sides) == 3 else SIDE) for side in sides)
+    thumbnail = channels * math.prod(
+        min(side, VOLUME_SIDE if len(sides) == 3 else SIDE) for side in sides
+    )
     samples = 4 * num * (thumbnail + plan.encoder.dim)
     asked = num + MOST_IMAGES * held + BLURRED
     scores = 3 * 2 * held * MOST_IMAGES * (4 * len(names()) + 8)
@@ -99,11 +109,15 @@ def job_bytes(plan: Plan, num_images: int) -> int:
     """
     expert, copies = _expert_bytes(plan), _copies(plan)
     images = 2 * (4 * math.prod(plan.expert_shape) + 8) * num_images
-    return images + most_experts(plan) * expert * (2 + KEPT * copies) + copies * expert + _SMALL_BYTES
+    return (
+        images + most_experts(plan) * expert * (2 + KEPT * copies) + copies * expert + _SMALL_BYTES
+    )
 
 
 def _expert_bytes(plan: Plan) -> int:
-    return stored_bytes(expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition))
+    return stored_bytes(
+        expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
+    )
 
 
 def _copies(plan: Plan) -> int:
@@ -122,13 +136,17 @@ def check_room(site: Site, plan: Plan, cohort: Cohort, work: Workspace) -> None:
     whole += audit_bytes(plan, cohort.num_units, site.policy())
     needed = max(whole - _written(work.folder) - latents, _SMALL_BYTES)
     folders = {site.private: needed, site.outbox: _SMALL_BYTES}
-    if site.outbox.stat().st_dev != site.private.stat().st_dev:  # what leaves is copied instead of linked
+    if (
+        site.outbox.stat().st_dev != site.private.stat().st_dev
+    ):  # what leaves is copied instead of linked
         folders[site.outbox] += plan.limits.expert_bytes * most_experts(plan)
     settings = site.settings()
     if settings.training.launcher != "local":
         jobs = jobs_of(settings.training, settings.silo_id) or site.private
         there = next(each for each in (jobs, *jobs.parents) if each.exists())
-        left = max(job_bytes(plan, len(cohort.images)) - _written(jobs / plan.plan_id), _SMALL_BYTES)
+        left = max(
+            job_bytes(plan, len(cohort.images)) - _written(jobs / plan.plan_id), _SMALL_BYTES
+        )
         folders[there] = folders.get(there, 0) + left
     require_room(folders, f"plan {plan.plan_id}")
 

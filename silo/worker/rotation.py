@@ -33,7 +33,10 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
         if state.state not in IDLE:
-            expected, got = "no plan in work, since its submission needs the present key", f"state {state.state}"
+            expected, got = (
+                "no plan in work, since its submission needs the present key",
+                f"state {state.state}",
+            )
             remedy = "Rotate the key after the receipt of this plan, or give the plan up first: silo withdraw."
             raise BusyError("key of the silo", expected=expected, got=got, remedy=remedy)
         following = site.private / "silo-next.key"
@@ -50,7 +53,9 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
                 new_key=str(new.public),
                 at=now_utc(),
             )
-            write_atomic(_folder(site) / f"{rotation.number}.json", seal_rotation(rotation, key, new))
+            write_atomic(
+                _folder(site) / f"{rotation.number}.json", seal_rotation(rotation, key, new)
+            )
         DecisionLog(site).add(KeyRotated(old=key.public.fingerprint, new=new.public.fingerprint))
         following.replace(site.key_path)
         sync_folder(site.private)
@@ -63,11 +68,15 @@ def rotations(site: Site) -> list[bytes]:
     Raises:
         DocumentError: one is missing or damaged.
     """
-    found = sorted(int(path.stem) for path in _folder(site).glob("[1-9]*.json") if path.stem.isdigit())
+    found = sorted(
+        int(path.stem) for path in _folder(site).glob("[1-9]*.json") if path.stem.isdigit()
+    )
     if found != list(range(1, len(found) + 1)):
         remedy = "Restore private/rotations/ from backup."
         expected = "every rotation from the first on"
-        raise DocumentError("private/rotations", expected=expected, got=f"{len(found)} others", remedy=remedy)
+        raise DocumentError(
+            "private/rotations", expected=expected, got=f"{len(found)} others", remedy=remedy
+        )
     return [read_bounded(_folder(site) / f"{number}.json", MAX_ROTATION_BYTES) for number in found]
 
 

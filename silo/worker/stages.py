@@ -43,7 +43,9 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
     return holder.open_ledger(site, policy)
 
 
-def scan(site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = lambda done, num: None) -> Cohort:
+def scan(
+    site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = lambda done, num: None
+) -> Cohort:
     """Read the private images, with patients, classes and captions where the plan needs them, and check them.
 
     Args:
@@ -85,7 +87,10 @@ def check_agreed(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:
     """
     plan = accepted.plan
     agreed, unit = plan.agreed[silo_id], plan.statistics.unit
-    found = {"image": (cohort.num_pictures, agreed.images), unit: (cohort.num_units, agreed.units(unit))}
+    found = {
+        "image": (cohort.num_pictures, agreed.images),
+        unit: (cohort.num_units, agreed.units(unit)),
+    }
     for what, (num, most) in found.items():
         if num > most:
             raise PolicyError(
@@ -103,7 +108,9 @@ def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None
     Raises:
         BudgetError: nothing was debited and no noise was drawn.
     """
-    ledger.check_affordable(accepted.digest, cohort.digest, paid_mechanisms(accepted.plan, cohort.num_units))
+    ledger.check_affordable(
+        accepted.digest, cohort.digest, paid_mechanisms(accepted.plan, cohort.num_units)
+    )
 
 
 def pay(site: Site, policy: Policy, accepted: AcceptedPlan, cohort: Cohort) -> PaidTraining | None:
@@ -144,7 +151,9 @@ def assign(
         def tell(done: int, _: int, start: int = start) -> None:
             on_progress(start + done, num)
 
-        fine_N[rows_B] = files.clusters.assign(files.encoder.encode(Selected(images, rows_B), tell, lost=nan))
+        fine_N[rows_B] = files.clusters.assign(
+            files.encoder.encode(Selected(images, rows_B), tell, lost=nan)
+        )
         tell(len(rows_B), num)
     coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
     import pandas as pd  # takes a second, which most starts need not wait
@@ -178,7 +187,9 @@ def read_assignment(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> Tens
         frame = pd.read_parquet(cohort_path)
         differing = [name for name, digest in sources.items() if frame.attrs.get(name) != digest]
     except (OSError, ValueError) as error:  # pyarrow's own errors are among these
-        raise DataError("cohort.parquet", expected=expected, got="no readable table", remedy=_GIVE_UP) from error
+        raise DataError(
+            "cohort.parquet", expected=expected, got="no readable table", remedy=_GIVE_UP
+        ) from error
     if differing or len(frame) != len(cohort.images):
         got = f"a table of {len(frame)} images" + "".join(f", another {name}" for name in differing)
         raise DataError("cohort.parquet", expected=expected, got=got, remedy=_GIVE_UP)

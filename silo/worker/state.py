@@ -86,7 +86,9 @@ def load_state(path: Path) -> State:
     try:
         return State.parse(path.read_bytes(), subject=str(path), limit=65536)
     except DocumentError as error:
-        error.remedy = "Restore private/state.json from backup; checkpoints and the ledger are not affected."
+        error.remedy = (
+            "Restore private/state.json from backup; checkpoints and the ledger are not affected."
+        )
         raise
 
 
@@ -108,5 +110,7 @@ def tell_courier(site: Site, state: State) -> None:
     """Write what the aggregator is told of a state, through the outbox; nothing before the first plan."""
     if state.plan_id:
         percent = 100 * state.step // state.num_steps if state.num_steps else 0
-        status = StatusFile(plan_id=state.plan_id, state=state.state, progress=percent, sequence=state.sequence)
+        status = StatusFile(
+            plan_id=state.plan_id, state=state.state, progress=percent, sequence=state.sequence
+        )
         write_for_group(site.outbox / "status.json", status.model_dump_json().encode())

@@ -17,7 +17,14 @@ from silo.worker.sentences import report
 from silo.worker.state import State, StateName, present_state
 
 _OLD_S = 15 * NOTE_S  # a note of a step that takes longer is not of now
-_WORK: tuple[StateName, ...] = ("plan_accepted", "scanned", "assigned", "training", "audited", "released")
+_WORK: tuple[StateName, ...] = (
+    "plan_accepted",
+    "scanned",
+    "assigned",
+    "training",
+    "audited",
+    "released",
+)
 # What was done when a state is entered.
 _DONE: Mapping[StateName, str] = {
     "scanned": "images read and counted",
@@ -26,7 +33,14 @@ _DONE: Mapping[StateName, str] = {
     "released": "statistics drawn and debited",
 }
 _STAGES = ("images", "clusters", "training", "audit", "statistics", "approval", "receipt")
-_AUDITED: tuple[StateName, ...] = ("audited", "released", "awaiting_approval", "in_outbox", "accepted", "refused")
+_AUDITED: tuple[StateName, ...] = (
+    "audited",
+    "released",
+    "awaiting_approval",
+    "in_outbox",
+    "accepted",
+    "refused",
+)
 _AHEAD: Mapping[StateName, int] = {
     "plan_accepted": 1,
     "scanned": 2,
@@ -90,7 +104,9 @@ class Status:
     def as_json(self) -> dict[str, object]:
         """Return everything for scripts: the state's own fields, and what else is known here."""
         pause = {"at": _iso(self.pause.at), "by": self.pause.by} if self.pause else None
-        note = self.note.model_dump(mode="json", exclude={"format", "plan_id"}) if self.note else None
+        note = (
+            self.note.model_dump(mode="json", exclude={"format", "plan_id"}) if self.note else None
+        )
         beside = {
             "running": self.running,
             "halted": self.halted,
@@ -104,9 +120,15 @@ class Status:
     def text(self) -> str:
         """Describe it in a few lines."""
         state = self.state
-        lines = [f"{self.silo_id}: {state.state}" + (f", plan {state.plan_id}" if state.plan_id else "")]
+        lines = [
+            f"{self.silo_id}: {state.state}" + (f", plan {state.plan_id}" if state.plan_id else "")
+        ]
         if self.pause:
-            stops = "stops at its next step, asked" if self.running and not self.halted else "paused since"
+            stops = (
+                "stops at its next step, asked"
+                if self.running and not self.halted
+                else "paused since"
+            )
             lines.append(f"  {stops} {self.pause.since}")
         if done := [words for name, words in _DONE.items() if _reached(state.state, name)]:
             lines.append(f"  done     {'; '.join(done)}")
@@ -121,7 +143,9 @@ class Status:
         if state.state in _AHEAD:
             lines.append(f"  ahead    {', '.join(_STAGES[_AHEAD[state.state] :])}")
         if self.waiting:
-            lines.append(f"  plan {self.waiting.plan_id} waits for a person; it brings {self.waiting.in_words}:")
+            lines.append(
+                f"  plan {self.waiting.plan_id} waits for a person; it brings {self.waiting.in_words}:"
+            )
             lines.append(f"    silo accept {self.folder} --digest {self.waiting.plan_digest}")
         if not self.running and not self.pause:
             lines.append("  no worker is at work")
@@ -138,9 +162,13 @@ def look(site: Site) -> Status:
     state, running = present_state(site), is_locked(site.private, "worker")
     pause, note = paused(site), read_note(site.private)
     # What an earlier stage, plan or process left behind says nothing about now.
-    at_work = running and state.state in _WORK and note is not None and note.plan_id == state.plan_id
+    at_work = (
+        running and state.state in _WORK and note is not None and note.plan_id == state.plan_id
+    )
     fresh = at_work and note is not None and (now_utc() - note.at).total_seconds() <= _OLD_S
-    ours = note is not None and (note.stage in ("training", "auditing")) == (state.state == "training")
+    ours = note is not None and (note.stage in ("training", "auditing")) == (
+        state.state == "training"
+    )
     return Status(
         site.settings().silo_id,
         str(site.path),

@@ -65,7 +65,9 @@ def find_parts(plan: Plan, files: PlanFiles, work: Workspace, silo_id: str) -> t
     noisy_G = torch.zeros(plan.statistics.counts.num_groups, dtype=torch.int64)
     if counts_define_experts(plan):
         path = work.statistics / STATISTIC_NAMES["counts"]
-        noisy_G = load_tensors(path, counts_specs(plan), max_bytes=plan.limits.statistic_bytes)["counts"]
+        noisy_G = load_tensors(path, counts_specs(plan), max_bytes=plan.limits.statistic_bytes)[
+            "counts"
+        ]
     return silo_parts(plan.partition, silo_id, files.clusters, noisy_G)
 
 
@@ -124,32 +126,53 @@ def train_experts(
             def watch(progress: Progress, number: int = number, before: float = before) -> None:
                 _check_time(plan, before + progress.seconds)
                 on_progress(
-                    replace(progress, step=number * num_steps + progress.step, num_steps=len(parts) * num_steps)
+                    replace(
+                        progress,
+                        step=number * num_steps + progress.step,
+                        num_steps=len(parts) * num_steps,
+                    )
                 )
 
             base, private = own.get(part.expert_id, public), paid.mechanism if paid else None
-            expert = PlannedExpert(plan, silo_id, number, base, engine.engine, stops=False, paid=private)
+            expert = PlannedExpert(
+                plan, silo_id, number, base, engine.engine, stops=False, paid=private
+            )
             wanted = wanted_job(expert, cohort, learned[number], folder)
-            _train_expert(wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop, paid)
+            _train_expert(
+                wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop, paid
+            )
         discard(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
         seconds += work.record(part.expert_id).training.seconds
-        _check_time(plan, seconds)  # again: with several processes, one may write the record before `watch` stops them
+        _check_time(
+            plan, seconds
+        )  # again: with several processes, one may write the record before `watch` stops them
 
 
 def images_of_parts(
-    plan: Plan, files: PlanFiles, parts: Sequence[Part], fine_N: Tensor, policy: Policy, held_N: Tensor | None = None
+    plan: Plan,
+    files: PlanFiles,
+    parts: Sequence[Part],
+    fine_N: Tensor,
+    policy: Policy,
+    held_N: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the images that each expert learns, as `images_of_part` does, none of them held out."""
-    part_N = part_of_images(plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed)
+    part_N = part_of_images(
+        plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed
+    )
     held_N = torch.zeros(len(fine_N), dtype=torch.bool) if held_N is None else held_N
     fewest, open_N = fewest_images(plan, policy), torch.nonzero(~held_N)[:, 0]
     return [
-        open_N[images_of_part(part, part_N[open_N] == number, fine_N[open_N], files.clusters, fewest)]
+        open_N[
+            images_of_part(part, part_N[open_N] == number, fine_N[open_N], files.clusters, fewest)
+        ]
         for number, part in enumerate(parts)
     ]
 
 
-def images_of_part(part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, fewest: int) -> Tensor:
+def images_of_part(
+    part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, fewest: int
+) -> Tensor:
     """Return the images that an expert learns, ascending: its own and, where they are too few, the nearest others.
 
     Args:
@@ -216,7 +239,9 @@ def _train_expert(
     path = work.expert_path(expert_id)
     if paid and not path.exists():
         paid.check_undrawn()
-    result = train_job(wanted, folder, settings, path, on_progress=on_progress, should_stop=should_stop)
+    result = train_job(
+        wanted, folder, settings, path, on_progress=on_progress, should_stop=should_stop
+    )
     if paid:
         paid.record(path)
     record = TrainingRecord(

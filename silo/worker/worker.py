@@ -20,7 +20,13 @@ from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.decisions import DecisionLog, PlanAccepted
-from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
+from silo.plan.acceptance import (
+    AcceptedPlan,
+    bundle_mark,
+    load_accepted,
+    receive_plan,
+    waiting_plans,
+)
 from silo.plan.consent import is_accepted, may_begin
 from silo.plan.succession import Looked, successor
 from silo.plan.workspace import Workspace, open_workspace
@@ -33,7 +39,15 @@ from silo.worker.pause import Halt
 from silo.worker.progress import NOTE_S, Meter, Stage
 from silo.worker.retraining import changed_images
 from silo.worker.room import check_folders, check_room
-from silo.worker.state import Problem, State, StateName, load_state, save_state, state_path, tell_courier
+from silo.worker.state import (
+    Problem,
+    State,
+    StateName,
+    load_state,
+    save_state,
+    state_path,
+    tell_courier,
+)
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 2.0  # time between two looks for a newer plan while the work goes on
@@ -161,7 +175,9 @@ class Worker:
         Raises:
             _SupersededError: the federation's keys have signed another plan.
         """
-        if self.state.state in AT_WORK and (found := successor(self.site, self._plan_id, self._looked)):
+        if self.state.state in AT_WORK and (
+            found := successor(self.site, self._plan_id, self._looked)
+        ):
             raise _SupersededError(found)
 
     def _should_stop(self) -> bool:
@@ -196,11 +212,19 @@ class Worker:
                 return
             if not may_begin(self.site, self.policy, accepted.plan, accepted.digest):
                 self._asked[mark] = accepted.digest
-                _log.warning("plan %s waits for a person: silo accept SITE --digest %s", plan_id, accepted.digest)
+                _log.warning(
+                    "plan %s waits for a person: silo accept SITE --digest %s",
+                    plan_id,
+                    accepted.digest,
+                )
                 continue
             self._decisions.add(PlanAccepted(plan_id=plan_id, plan_digest=accepted.digest))
             num_steps = accepted.plan.expert.training.num_steps
-            self._enter(State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps).after("accept"))
+            self._enter(
+                State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps).after(
+                    "accept"
+                )
+            )
             self._work()
             return
 
@@ -219,16 +243,32 @@ class Worker:
         accepted = self._plan()
         cohort, files = self._cohort(accepted), accepted.files()
         pixels = pixels_of(cohort, files.latent, accepted.plan)
-        stages.assign(cohort, files, self._cohort_path, self._counting("assigning images"), pixels=pixels)
-        keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._counting("encoding images"))
-        keep_texts(cohort, accepted.plan, self.settings, self.site.private, self._counting("encoding captions"))
+        stages.assign(
+            cohort, files, self._cohort_path, self._counting("assigning images"), pixels=pixels
+        )
+        keep_latents(
+            cohort,
+            files.latent,
+            accepted.plan,
+            self.site.private,
+            self._counting("encoding images"),
+        )
+        keep_texts(
+            cohort,
+            accepted.plan,
+            self.settings,
+            self.site.private,
+            self._counting("encoding captions"),
+        )
         self._go("assign", step=0, num_steps=accepted.plan.expert.training.num_steps)
 
     def _begin_training(self) -> None:
         accepted = self._plan()
         if experts.counts_define_experts(accepted.plan):
             self._draw(accepted, ("counts",))
-        parts = experts.find_parts(accepted.plan, accepted.files(), self._work(), self.settings.silo_id)
+        parts = experts.find_parts(
+            accepted.plan, accepted.files(), self._work(), self.settings.silo_id
+        )
         self._go("begin", num_steps=len(parts) * accepted.plan.expert.training.num_steps)
 
     def _train_and_audit(self) -> None:
@@ -245,7 +285,9 @@ class Worker:
                 work,
                 self.policy,
                 self.settings.silo_id,
-                on_progress=lambda told: self._progress(told, accepted.plan.expert.training.batch_size),
+                on_progress=lambda told: self._progress(
+                    told, accepted.plan.expert.training.batch_size
+                ),
                 should_stop=self._should_stop,
                 bundle=accepted.folder,
                 own=audited.own,
@@ -271,11 +313,15 @@ class Worker:
         ledger = stages.open_ledger(self.site, self.policy)
         inputs = training_inputs(cohort, accepted.plan, self.site.private)
         self._check_in_force()  # to read the images may have taken hours
-        stages.draw_statistics(accepted, inputs, accepted.files(), fine_N, self._work(), ledger, kinds)
+        stages.draw_statistics(
+            accepted, inputs, accepted.files(), fine_N, self._work(), ledger, kinds
+        )
 
     def _draft(self) -> None:
         accepted, work = self._plan(), self._work()
-        if self.state.sequence > 1:  # what was refused is not sent again when the images were mended meanwhile
+        if (
+            self.state.sequence > 1
+        ):  # what was refused is not sent again when the images were mended meanwhile
             self._cohort(accepted)
         submission = outbox.draft(
             accepted,
@@ -316,7 +362,11 @@ class Worker:
         """
         if (said := self._listener.word(self.state)) is None:
             return False
-        self._go(said.event, **said.changes, problem=None if said.problem is None else _problem(said.problem))
+        self._go(
+            said.event,
+            **said.changes,
+            problem=None if said.problem is None else _problem(said.problem),
+        )
         if said.problem and said.ends:
             raise said.problem
         return True
@@ -330,7 +380,9 @@ class Worker:
     @property
     def _plan_id(self) -> str:
         if self.state.plan_id is None:
-            raise ArchipelagoError("state.json", expected=f"a plan in state {self.state.state}", got="no plan")
+            raise ArchipelagoError(
+                "state.json", expected=f"a plan in state {self.state.state}", got="no plan"
+            )
         return self.state.plan_id
 
     @property
@@ -347,7 +399,9 @@ class Worker:
         """Read the images again and check that they are those scanned: experts and statistics use the same data."""
         cohort = stages.scan(self.site, accepted, self.policy, self._counting("reading images"))
         if cohort.digest != self.state.dataset_digest:
-            raise changed_images(self.state, accepted, cohort, stages.open_ledger(self.site, self.policy))
+            raise changed_images(
+                self.state, accepted, cohort, stages.open_ledger(self.site, self.policy)
+            )
         return cohort
 
     def _counting(self, stage: Stage) -> Callable[[int, int], None]:
@@ -358,12 +412,16 @@ class Worker:
                 raise KeyboardInterrupt
             # Shown on this machine only: in the outbox, steps of the percentage would reveal the number of images.
             self._meter.count(stage, self._plan_id, num_done, num_images)
-            self.on_change(self.state.model_copy(update={"step": num_done, "num_steps": num_images}))
+            self.on_change(
+                self.state.model_copy(update={"step": num_done, "num_steps": num_images})
+            )
 
         return count
 
     def _progress(self, told: Progress, batch_size: int) -> None:
-        self._meter.train(self._plan_id, told, batch_size)  # loss and speed are for this machine only
+        self._meter.train(
+            self._plan_id, told, batch_size
+        )  # loss and speed are for this machine only
         self.state = self.state.model_copy(update={"step": told.step, "num_steps": told.num_steps})
         if time.monotonic() - self._noted_at >= NOTE_S:
             self._noted_at = time.monotonic()
@@ -390,5 +448,8 @@ class Worker:
 
 def _problem(error: ArchipelagoError) -> Problem:
     # What was received may be in it, and not every name of a file is text.
-    said, remedy = (text.encode("utf-8", "backslashreplace").decode()[:400] for text in (str(error), error.remedy))
+    said, remedy = (
+        text.encode("utf-8", "backslashreplace").decode()[:400]
+        for text in (str(error), error.remedy)
+    )
     return Problem(code=error.exit_code, message=said, remedy=remedy)

@@ -36,9 +36,14 @@ except ArchipelagoError as error:
 
 @pytest.mark.parametrize(
     ("times", "said"),
-    [(1, "DocumentError 1 records"), (2000, "TransportError a reply that does not parse (MemoryError)")],
+    [
+        (1, "DocumentError 1 records"),
+        (2000, "TransportError a reply that does not parse (MemoryError)"),
+    ],
 )
-def test_answer_is_refused_when_it_names_one_chunk_thousands_of_times(times: int, said: str) -> None:
+def test_answer_is_refused_when_it_names_one_chunk_thousands_of_times(
+    times: int, said: str
+) -> None:
     """The attack: 10 GB of memory for 5 MB on the wire. Named once, it is put together and judged by its content."""
     command = [sys.executable, "-W", "ignore", "-c", BOMB, str(times)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -17,7 +17,14 @@ from examples.paper.privacy.drawing import Released, release
 from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans
 from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
-from tests.support.dishonest_aggregator import DELTA, PUBLIC, Aggregator, UnsignedPlan, clusters_around, pictures
+from tests.support.dishonest_aggregator import (
+    DELTA,
+    PUBLIC,
+    Aggregator,
+    UnsignedPlan,
+    clusters_around,
+    pictures,
+)
 
 PATIENTS = 512  # each singled out by a centroid of its own
 PRIVATE, DECOYS = pictures(PATIENTS, 1), pictures(PATIENTS, 2)
@@ -27,7 +34,9 @@ def singling_out(counts_epsilon: float, moved: float = 0.0) -> UnsignedPlan:
     """Centroids exactly on private images and on those that they may have been exchanged for; `moved` shifts one."""
     clusters = clusters_around(torch.stack([PRIVATE, DECOYS], 1).flatten(0, 1))
     clusters.centroids_FD[1] += moved
-    return UnsignedPlan.honest(clusters, counts={"epsilon": counts_epsilon, "num_groups": 2 * PATIENTS}, sketch=None)
+    return UnsignedPlan.honest(
+        clusters, counts={"epsilon": counts_epsilon, "num_groups": 2 * PATIENTS}, sketch=None
+    )
 
 
 def source_of(accepted: AcceptedPlan, images: Tensor) -> Source:
@@ -62,16 +71,26 @@ def told_apart(accepted: AcceptedPlan, num: int = 1024) -> tuple[np.ndarray, np.
 def ledger_at(folder: Path, epsilon: float) -> Ledger:
     folder.mkdir(parents=True, exist_ok=True)
     make_ledger(folder / "ledger.jsonl")
-    return Ledger(folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=DELTA), unit="image")
+    return Ledger(
+        folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=DELTA), unit="image"
+    )
 
 
-def test_group_that_holds_one_patient_tells_no_more_than_epsilon_of_the_patient(aggregator: Aggregator) -> None:
+def test_group_that_holds_one_patient_tells_no_more_than_epsilon_of_the_patient(
+    aggregator: Aggregator,
+) -> None:
     accepted = aggregator.offer(singling_out(1.0))
     first, second = worlds_of(accepted)
-    assert torch.equal(torch.bincount(first.group_N, minlength=2 * PATIENTS)[0::2], torch.ones(PATIENTS).long())
-    assert torch.equal(torch.bincount(second.group_N, minlength=2 * PATIENTS)[1::2], torch.ones(PATIENTS).long())
+    assert torch.equal(
+        torch.bincount(first.group_N, minlength=2 * PATIENTS)[0::2], torch.ones(PATIENTS).long()
+    )
+    assert torch.equal(
+        torch.bincount(second.group_N, minlength=2 * PATIENTS)[1::2], torch.ones(PATIENTS).long()
+    )
     assert epsilon_bound(*told_apart(accepted), 0.0) <= 1.0
-    assert epsilon_bound(*told_apart(aggregator.offer(singling_out(4.0))), 0.0) > 1.0  # a quarter of the noise
+    assert (
+        epsilon_bound(*told_apart(aggregator.offer(singling_out(4.0))), 0.0) > 1.0
+    )  # a quarter of the noise
 
 
 def test_plans_that_differ_in_one_centroid_are_both_debited_and_bounded_together(
@@ -84,7 +103,10 @@ def test_plans_that_differ_in_one_centroid_are_both_debited_and_bounded_together
         draw("counts", source_of(accepted, PRIVATE), ledger, tmp_path)
     claim, _ = ledger.spent()
     assert claim == pytest.approx(2.0)
-    first, second = (sum(scores) for scores in zip(*(told_apart(accepted, 6144) for accepted in plans), strict=True))
+    first, second = (
+        sum(scores)
+        for scores in zip(*(told_apart(accepted, 6144) for accepted in plans), strict=True)
+    )
     assert 1.0 < epsilon_bound(first, second, 0.0) <= claim
 
 
@@ -97,12 +119,17 @@ def test_second_of_two_plans_that_differ_in_one_centroid_is_refused_over_budget(
     (tmp_path / STATISTIC_NAMES["counts"]).unlink()
     with pytest.raises(BudgetError) as refusal:
         draw("counts", source_of(plans[1], PRIVATE), ledger, tmp_path)
-    assert all(word in str(refusal.value) for word in ("privacy ledger", "at most 1.5", "got 2 with this plan"))
+    assert all(
+        word in str(refusal.value)
+        for word in ("privacy ledger", "at most 1.5", "got 2 with this plan")
+    )
     assert not (tmp_path / STATISTIC_NAMES["counts"]).exists()
     assert ledger.spent()[0] == 1.0
 
 
-def drawn_until_refused(world: Source, ledger: Ledger, folder: Path, num_plans: int) -> list[Tensor]:
+def drawn_until_refused(
+    world: Source, ledger: Ledger, folder: Path, num_plans: int
+) -> list[Tensor]:
     """The histograms that as many plans get; they differ in their digests."""
     found = []
     for number in range(num_plans):
@@ -114,12 +141,17 @@ def drawn_until_refused(world: Source, ledger: Ledger, folder: Path, num_plans: 
     return found
 
 
-def test_hundred_plans_get_no_more_than_the_budget_between_them(aggregator: Aggregator, tmp_path: Path) -> None:
+def test_hundred_plans_get_no_more_than_the_budget_between_them(
+    aggregator: Aggregator, tmp_path: Path
+) -> None:
     epsilon, budget = 1.0, 2.0
     worlds = worlds_of(aggregator.offer(singling_out(epsilon)))
 
     def bound(found: list[list[Tensor]]) -> float:
-        first, second = (np.asarray(sum(neighbours.moved_score(one, 1, epsilon) for one in world)) for world in found)
+        first, second = (
+            np.asarray(sum(neighbours.moved_score(one, 1, epsilon) for one in world))
+            for world in found
+        )
         return epsilon_bound(first, second, 0.0)
 
     ledgers = [ledger_at(tmp_path / name, budget) for name in ("first", "second")]
@@ -130,7 +162,9 @@ def test_hundred_plans_get_no_more_than_the_budget_between_them(aggregator: Aggr
     assert [len(world) for world in found] == [2, 2]
     assert [ledger.spent()[0] for ledger in ledgers] == [budget, budget]
     assert bound(found) <= budget
-    uncounted = [[release(world, ("counts",))["counts"]["counts"] for _ in range(32)] for world in worlds]
+    uncounted = [
+        [release(world, ("counts",))["counts"]["counts"] for _ in range(32)] for world in worlds
+    ]
     assert bound(uncounted) > budget
 
 
@@ -149,15 +183,28 @@ def test_plan_under_the_id_of_an_accepted_one_is_not_looked_at_and_would_pay_aga
     ledger = ledger_at(tmp_path, 1.5)
     draw("counts", source_of(second, PRIVATE), ledger, tmp_path)
     with pytest.raises(BudgetError):
-        draw("counts", replace(source_of(second, PRIVATE), plan_digest=first.digest), ledger, tmp_path)
+        draw(
+            "counts",
+            replace(source_of(second, PRIVATE), plan_digest=first.digest),
+            ledger,
+            tmp_path,
+        )
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e4])
-def test_membership_attack_on_sketches_is_bounded_at_any_scale_that_is_allowed(scale: float) -> None:
+def test_membership_attack_on_sketches_is_bounded_at_any_scale_that_is_allowed(
+    scale: float,
+) -> None:
     claim, delta = 1.0, 1e-2
-    assert epsilon_bound(*neighbours.sketches(claim, delta, scale=scale).scores(20_000), delta) <= claim
+    assert (
+        epsilon_bound(*neighbours.sketches(claim, delta, scale=scale).scores(20_000), delta)
+        <= claim
+    )
     quarter = neighbours.with_quarter_noise(claim, delta)
-    assert epsilon_bound(*neighbours.sketches(quarter, delta, scale=scale).scores(20_000), delta) > claim
+    assert (
+        epsilon_bound(*neighbours.sketches(quarter, delta, scale=scale).scores(20_000), delta)
+        > claim
+    )
 
 
 def test_scale_so_large_that_sketches_are_noise_alone_is_refused_before_anything_is_debited(

@@ -29,7 +29,9 @@ TRANSFORM = {"channels": "grey", "storage": "uint8"}
 
 def asked() -> dict[str, object]:
     """The tables of a recipe whose unit is the patient, so that a silo has to read whose each picture is."""
-    statistics = recipe().statistics.model_dump(mode="json", exclude_none=True) | {"unit": "patient"}
+    statistics = recipe().statistics.model_dump(mode="json", exclude_none=True) | {
+        "unit": "patient"
+    }
     return {"transform": TRANSFORM, "statistics": statistics}
 
 
@@ -63,7 +65,9 @@ def test_nothing_that_leaves_a_worker_says_whose_the_pictures_are(tmp_path: Path
         tiny.collect(silo_id, plan_id)
         submission = json.loads(next(site.outbox.rglob("submission.json")).read_bytes())
         assert submission["num_units"] == NUM // 2, "patients were told apart"
-        assert len(np.load(next(site.private.glob("unpacked-*.npy")))) == NUM, "of every kind, but none that waits"
+        assert len(np.load(next(site.private.glob("unpacked-*.npy")))) == NUM, (
+            "of every kind, but none that waits"
+        )
         assert found_below(tmp_path / f"export of {silo_id}"), "there is something to find"
     assert {receipt.verdict.kind for receipt in tiny.take_in()} == {"accepted"}
     assert not found_below(*leaving(tiny.path, tiny.sites))
@@ -80,7 +84,9 @@ def leaving(folder: Path, sites: dict[str, Site]) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_nothing_of_a_patient_crosses_the_network_or_reaches_aggregator_and_readers(tmp_path: Path) -> None:
+def test_nothing_of_a_patient_crosses_the_network_or_reaches_aggregator_and_readers(
+    tmp_path: Path,
+) -> None:
     operators = Operators(tmp_path)
     set_up(operators)
     fed, sites = operators.fed, {silo_id: Site(tmp_path / silo_id) for silo_id in EXPORTS}
@@ -93,7 +99,9 @@ def test_nothing_of_a_patient_crosses_the_network_or_reaches_aggregator_and_read
             operators.serve("aggregator", "aggregator", "run", fed)
             for silo_id in EXPORTS:
                 operators.serve(silo_id, "silo", "run", tmp_path / silo_id)
-            operators.wait_until(lambda: all(operators.ended(name) for name in operators.services), "the end")
+            operators.wait_until(
+                lambda: all(operators.ended(name) for name in operators.services), "the end"
+            )
         finally:
             operators.stop()
     assert not any(operators.num_restarts.values())
@@ -123,7 +131,9 @@ def set_up(operators: Operators) -> None:
     (folder / "pass").write_text("correct horse\n")
     secret = ("--passphrase-file", folder / "pass")
     address = f"127.0.0.1:{free_port()}"
-    operators.call("aggregator", "init", operators.fed, "--name", "two", "--address", address, *secret)
+    operators.call(
+        "aggregator", "init", operators.fed, "--name", "two", "--address", address, *secret
+    )
     fingerprint = json.loads((operators.fed / "invitation.json").read_text())["root_digest"]
     for seed, (silo_id, export) in enumerate(EXPORTS.items()):
         data = export(folder / f"export of {silo_id}", NUM, seed)
@@ -140,6 +150,15 @@ def set_up(operators: Operators) -> None:
         Image.fromarray(pixels(1000 + number)).save(public / f"{number:03}.png")
     tables = recipe(**asked()).model_dump(mode="json", exclude_none=True)
     (folder / "plan.toml").write_bytes(tomli_w.dumps(tables).encode())
-    operators.call("aggregator", "plan", operators.fed, "--recipe", folder / "plan.toml", "--public", public, "--yes")
+    operators.call(
+        "aggregator",
+        "plan",
+        operators.fed,
+        "--recipe",
+        folder / "plan.toml",
+        "--public",
+        public,
+        "--yes",
+    )
     for silo_id in EXPORTS:
         waive(Site(folder / silo_id), Federation(operators.fed).current_plan()[1])

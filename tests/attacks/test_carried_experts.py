@@ -21,7 +21,14 @@ from aggregator.planning.carrying import choose_carried
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from ddm.distillation.start import initial_weights
-from ddm.errors import PolicyError, ReplayError, RoleError, RollbackError, SetupError, SignatureError
+from ddm.errors import (
+    PolicyError,
+    ReplayError,
+    RoleError,
+    RollbackError,
+    SetupError,
+    SignatureError,
+)
 from ddm.loading.ensemble import open_ensemble
 from ddm.loading.plan_documents import check_origins
 from ddm.loading.release import Release, open_release
@@ -49,7 +56,9 @@ def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def grown_once(published_once: Published, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
+def grown_once(
+    published_once: Published, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Published]:
     """Version 2: a plan that carries east and north over, with west, which joined late."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
@@ -93,18 +102,29 @@ def test_plan_carries_accepted_experts_and_only_the_late_silo_trains(
         assert tiny.state_of(silo_id).plan_id == old_id
         ledger = tiny.sites[silo_id].ledger_path
         assert ledger.read_bytes() == (published_once.tiny.sites[silo_id].ledger_path).read_bytes()
-        for name in (f"metadata/{old_id}.{silo_id}.json", f"targets/{old_id}/{submission_path(silo_id)}"):
-            assert (grown_once.release / name).read_bytes() == (published_once.release / name).read_bytes()
+        for name in (
+            f"metadata/{old_id}.{silo_id}.json",
+            f"targets/{old_id}/{submission_path(silo_id)}",
+        ):
+            assert (grown_once.release / name).read_bytes() == (
+                published_once.release / name
+            ).read_bytes()
         assert release.submissions[silo_id].plan_id == old_id
-    folder, file = initial_weights(release, release.plan.expert.architecture, release.plan.condition) or (None, None)
+    folder, file = initial_weights(
+        release, release.plan.expert.architecture, release.plan.condition
+    ) or (None, None)
     assert folder == release.folder.parent / old_id  # a student starts from a carried expert too
-    assert file == next(expert.file for expert in release.manifest.experts if expert.expert_id == "north")
+    assert file == next(
+        expert.file for expert in release.manifest.experts if expert.expert_id == "north"
+    )
     drawn = open_ensemble(release).sample(6, strategy="full", steps=2, seed=0)
     assert drawn.images.shape == (6, 1, 4, 4)
     assert np.isfinite(drawn.images.numpy()).all()
 
 
-def test_commands_say_what_each_silo_of_a_grown_plan_is(grown_once: Published, tmp_path: Path) -> None:
+def test_commands_say_what_each_silo_of_a_grown_plan_is(
+    grown_once: Published, tmp_path: Path
+) -> None:
     trust = ("--root", grown_once.root, "--state", tmp_path / "state")
     assert "none unlisted" in command("ddm", "verify", grown_once.release, *trust).out
     info = command("ddm", "info", grown_once.release, *trust).out
@@ -112,9 +132,13 @@ def test_commands_say_what_each_silo_of_a_grown_plan_is(grown_once: Published, t
     assert f"silo east was carried over from plan {old_id}" in info
     assert "silo west joined with this plan" in info
     weights = ("--prior", "west=3,east=1", "--num", 4, "--steps", 2, "--strategy", "sample")
-    drawn = command("ddm", "sample", grown_once.release, *trust, *weights, "--out", tmp_path / "drawn.npz")
+    drawn = command(
+        "ddm", "sample", grown_once.release, *trust, *weights, "--out", tmp_path / "drawn.npz"
+    )
     assert drawn.code == 0, drawn.err
-    status = json.loads(command("aggregator", "status", grown_once.tiny.federation.path, "--json").out)
+    status = json.loads(
+        command("aggregator", "status", grown_once.tiny.federation.path, "--json").out
+    )
     assert {silo["silo_id"]: silo["standing"] for silo in status["silos"]} == {
         "east": "carried",
         "north": "carried",
@@ -130,7 +154,8 @@ def test_other_tuf_clients_accept_a_grown_release(grown_once: Published, tmp_pat
             info = updater.get_targetinfo(path)
             assert info is not None
             assert (
-                Path(updater.download_target(info)).read_bytes() == (grown_once.release / "targets" / path).read_bytes()
+                Path(updater.download_target(info)).read_bytes()
+                == (grown_once.release / "targets" / path).read_bytes()
             )
 
 
@@ -152,7 +177,9 @@ def test_replaced_silo_trains_again_and_the_others_go_on(grown: Published, tmp_p
     assert release.submissions["east"].plan_id == plan_id
 
 
-def test_silo_that_never_delivered_is_missing_and_joins_by_growth(published: Published, tmp_path: Path) -> None:
+def test_silo_that_never_delivered_is_missing_and_joins_by_growth(
+    published: Published, tmp_path: Path
+) -> None:
     """A partial release: the priors are shares among the silos that are there, for every reader."""
     tiny = published.tiny
     tiny.join("west", LATE, 1)
@@ -161,14 +188,27 @@ def test_silo_that_never_delivered_is_missing_and_joins_by_growth(published: Pub
     secret.write_bytes(PASSPHRASE + b"\n")
     words = ("--passphrase-file", secret)
     assert command("aggregator", "router", tiny.federation.path).code == 0
-    said = command("aggregator", "publish", tiny.federation.path, "--out", tmp_path / "partial", *words)
+    said = command(
+        "aggregator", "publish", tiny.federation.path, "--out", tmp_path / "partial", *words
+    )
     assert "without a submission: west" in said.out
     trust = ("--root", published.root, "--state", tmp_path / "state")
     assert "missing: west" in command("ddm", "info", tmp_path / "partial", *trust).out
     partial = open_release(tmp_path / "partial", root=published.root, state=None)
     assert partial.manifest.missing_silos == ("west",)
     assert sum(expert.prior for expert in partial.manifest.experts) == pytest.approx(1.0)
-    sample = ("ddm", "sample", tmp_path / "partial", *trust, "--num", 4, "--steps", 2, "--strategy", "lock")
+    sample = (
+        "ddm",
+        "sample",
+        tmp_path / "partial",
+        *trust,
+        "--num",
+        4,
+        "--steps",
+        2,
+        "--strategy",
+        "lock",
+    )
     assert command(*sample, "--prior", "equal", "--out", tmp_path / "drawn.npz").code == 0
     absent = command(*sample, "--prior", "west=1,east=1", "--out", tmp_path / "other.npz")
     assert absent.code != 0
@@ -226,10 +266,14 @@ def test_plan_that_carries_everybody_is_refused(published: Published, tmp_path: 
 def test_withdrawn_silo_is_never_carried(published: Published) -> None:
     tiny = published.tiny
     withdraw(tiny.federation, "east", "asked us to", receipts_key(tiny))
-    assert [each.silo_id for each in choose_carried(tiny.federation, published.plan_id, []).carried] == ["north"]
+    assert [
+        each.silo_id for each in choose_carried(tiny.federation, published.plan_id, []).carried
+    ] == ["north"]
 
 
-def test_plan_drafted_before_a_withdrawal_is_not_signed(published: Published, tmp_path: Path) -> None:
+def test_plan_drafted_before_a_withdrawal_is_not_signed(
+    published: Published, tmp_path: Path
+) -> None:
     tiny = published.tiny
     tiny.join("west", LATE, 1)
     carrying = choose_carried(tiny.federation, published.plan_id, [])
@@ -254,7 +298,8 @@ CHANGES: dict[str, dict[str, object]] = {
         | {"architecture": {"kind": "dit", "patch": 2, "hidden": 16, "depth": 2, "heads": 2}}
     },
     "statistics.counts.epsilon": {
-        "statistics": recipe().statistics.model_dump(mode="json") | {"counts": {"epsilon": 0.5, "num_groups": 4}}
+        "statistics": recipe().statistics.model_dump(mode="json")
+        | {"counts": {"epsilon": 0.5, "num_groups": 4}}
     },
 }
 
@@ -274,8 +319,12 @@ def test_training_router_and_audit_may_differ(grown_once: Published, tmp_path: P
     federation = grown_once.tiny.federation
     expert = recipe().expert.model_dump(mode="json")
     expert["training"] |= {"num_steps": 8, "learning_rate": 0.001}
-    other = recipe(expert=expert, router={"kind": "counts"}, t_distribution={"kind": "logit_normal"})
-    draft = draft_plan(federation, other, choose_carried(federation, grown_once.plan_id, ["west"]), tmp_path)
+    other = recipe(
+        expert=expert, router={"kind": "counts"}, t_distribution={"kind": "logit_normal"}
+    )
+    draft = draft_plan(
+        federation, other, choose_carried(federation, grown_once.plan_id, ["west"]), tmp_path
+    )
     assert draft.plan.expert.training.num_steps == 8
 
 
@@ -289,12 +338,17 @@ def test_silo_refuses_a_plan_that_gives_a_carried_expert_another_meaning(
     tiny = published.tiny
     tiny.join("west", LATE, 1)
     monkeypatch.setattr(aggregator.planning.carrying.Carrying, "check", lambda self, new: None)
-    statistics = recipe().statistics.model_dump(mode="json") | {"counts": {"epsilon": 0.5, "num_groups": 4}}
+    statistics = recipe().statistics.model_dump(mode="json") | {
+        "counts": {"epsilon": 0.5, "num_groups": 4}
+    }
     plan_id = tiny.grow(chosen=recipe(statistics=statistics))
     tiny.deliver_plan("west", plan_id)
     problem = tiny.work("west", until="plan_refused").problem
     assert problem is not None
-    assert (problem.code, "statistics.counts.epsilon" in problem.message) == (ReplayError.exit_code, True)
+    assert (problem.code, "statistics.counts.epsilon" in problem.message) == (
+        ReplayError.exit_code,
+        True,
+    )
     with pytest.raises(ReplayError, match=r"statistics\.counts\.epsilon"):
         tiny.publish(tmp_path / "never")  # opens the release as a reader does
 
@@ -311,7 +365,9 @@ def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by
     kept = tiny.copy(tmp_path / "unlawful")  # a copy of the folder in which nothing was withdrawn
     withdraw(tiny.federation, "east", "asked us to", receipts_key(tiny))
     tiny.publish(tmp_path / "without")
-    assert open_release(tmp_path / "without", root=grown.root, state=state).manifest.withdrawn_silos == ("east",)
+    assert open_release(
+        tmp_path / "without", root=grown.root, state=state
+    ).manifest.withdrawn_silos == ("east",)
     with hosted(tmp_path / "without") as server:
         updater = client(server.url, cache, grown.root.read_bytes())
         assert updater.get_targetinfo(f"{grown.plan_id}/manifest.json") is not None
@@ -322,7 +378,9 @@ def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by
         kept.take_part(name, plan_id)
         kept.publish(tmp_path / f"unlawful-{again}")
     out = tmp_path / "unlawful-2"
-    assert "east" in {silo.silo_id for silo in open_release(out, root=grown.root, state=None).manifest.silos}
+    assert "east" in {
+        silo.silo_id for silo in open_release(out, root=grown.root, state=None).manifest.silos
+    }
     with pytest.raises(RollbackError, match=r"east.*carries it over|SplitView"):
         open_release(out, root=grown.root, state=state)
     with hosted(out) as server:
@@ -334,7 +392,11 @@ def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by
 def test_role_of_a_plan_that_the_plan_does_not_name_is_refused(grown_once: Published) -> None:
     plan = opened(grown_once).plan
     check_origins(plan, {silo_id: plan.origin(silo_id) for silo_id in plan.members})
-    for odd in ({"east": plan.plan_id}, {"west": plan.origin("east")}, {"stranger": plan.origin("east")}):
+    for odd in (
+        {"east": plan.plan_id},
+        {"west": plan.origin("east")},
+        {"stranger": plan.origin("east")},
+    ):
         with pytest.raises(RoleError, match="targets"):
             check_origins(plan, odd)
 
@@ -343,12 +405,22 @@ def test_two_roles_of_one_silo_are_refused(grown: Published) -> None:
     """The attack: the role of the earlier plan stays beside the one under which the silo signs now."""
     repository = Repository(grown.tiny.federation.tuf)
     delegates = repository.delegates()
-    other = replace(delegates, silos={"west": delegates.silos["east"]}, carried={"west": delegates.carried["east"]})
-    targets, more = repository.next_targets(delegates, now_utc()), repository.next_targets(other, now_utc())
+    other = replace(
+        delegates,
+        silos={"west": delegates.silos["east"]},
+        carried={"west": delegates.carried["east"]},
+    )
+    targets, more = (
+        repository.next_targets(delegates, now_utc()),
+        repository.next_targets(other, now_utc()),
+    )
     assert targets.delegations is not None
     assert more.delegations is not None
     targets.delegations.keys |= more.delegations.keys
-    targets.delegations.roles = {**(targets.delegations.roles or {}), **(more.delegations.roles or {})}
+    targets.delegations.roles = {
+        **(targets.delegations.roles or {}),
+        **(more.delegations.roles or {}),
+    }
     repository.renew(
         targets=sign_metadata(targets, [load_key(grown.tiny.federation, "targets", PASSPHRASE)]),
         online_key=load_key(grown.tiny.federation, "online", PASSPHRASE),
@@ -391,26 +463,41 @@ def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
     secret.write_bytes(PASSPHRASE + b"\n")
     tiny.join("west", LATE, 1)
     draft = draft_plan(
-        tiny.federation, recipe(), choose_carried(tiny.federation, published.plan_id, []), tmp_path / "plan"
+        tiny.federation,
+        recipe(),
+        choose_carried(tiny.federation, published.plan_id, []),
+        tmp_path / "plan",
     )
     for words in (("rotate",), ("enroll", "--images", 50)):
         site = tiny.sites["east"].path
-        assert command("silo", words[0], site, *words[1:], "--out", card, "--passphrase-file", secret).code == 0
+        assert (
+            command(
+                "silo", words[0], site, *words[1:], "--out", card, "--passphrase-file", secret
+            ).code
+            == 0
+        )
         assert command("aggregator", "enroll", tiny.federation.path, card).code == 0
     with pytest.raises(PolicyError, match="agreed size of east"):
         choose_carried(tiny.federation, published.plan_id, [])
     with pytest.raises(PolicyError, match="agreed size of east"):
         sign_plan(tiny.federation, draft, PASSPHRASE)
-    assert [each.silo_id for each in choose_carried(tiny.federation, published.plan_id, ["east"]).carried] == ["north"]
+    assert [
+        each.silo_id
+        for each in choose_carried(tiny.federation, published.plan_id, ["east"]).carried
+    ] == ["north"]
 
 
-def test_aggregators_own_key_for_a_carried_silo_is_refused(grown: Published, tmp_path: Path) -> None:
+def test_aggregators_own_key_for_a_carried_silo_is_refused(
+    grown: Published, tmp_path: Path
+) -> None:
     tiny = grown.tiny
     opened(grown, tmp_path / "state")
     repository = Repository(tiny.federation.tuf)
     delegates = repository.delegates()
     thief = load_key(tiny.federation, "log", PASSPHRASE).public
-    targets = repository.next_targets(replace(delegates, silos={**delegates.silos, "east": thief}), now_utc())
+    targets = repository.next_targets(
+        replace(delegates, silos={**delegates.silos, "east": thief}), now_utc()
+    )
     repository.renew(
         targets=sign_metadata(targets, [load_key(tiny.federation, "targets", PASSPHRASE)]),
         online_key=load_key(tiny.federation, "online", PASSPHRASE),
@@ -470,8 +557,13 @@ def test_differences_are_those_that_change_the_meaning(grown_once: Published) ->
     assert differences(old, new.plan, "east") == []
     check_carried(carried, old, new.plan)
     fields = new.plan.model_dump(mode="json")
-    for path, value in (("plan/sketch.safetensors", "0" * 64), ("plan/encoder.safetensors", "1" * 64)):
-        files = [file | ({"digest": value} if file["path"] == path else {}) for file in fields["files"]]
+    for path, value in (
+        ("plan/sketch.safetensors", "0" * 64),
+        ("plan/encoder.safetensors", "1" * 64),
+    ):
+        files = [
+            file | ({"digest": value} if file["path"] == path else {}) for file in fields["files"]
+        ]
         spoilt = Plan.model_validate_json(json.dumps(fields | {"files": files}))
         assert [name for name, _, _ in differences(old, spoilt, "east")] == [f"files.{path}"]
     with pytest.raises(ReplayError, match="for which west trained"):

@@ -31,7 +31,12 @@ CLASSES = {
         "counts": {"epsilon": 1.0, "num_groups": 4},
         "class_counts": {"epsilon": 1.0, "num_classes": 2},
     },
-    "limits": {"expert_bytes": 1 << 20, "statistic_bytes": 1 << 22, "train_s": 600, "gpu_hours": 1.0},
+    "limits": {
+        "expert_bytes": 1 << 20,
+        "statistic_bytes": 1 << 22,
+        "train_s": 600,
+        "gpu_hours": 1.0,
+    },
     "router": {"kind": "counts"},
     "partition": {"kind": "silo_cluster", "min_images": 10},
     "clustering": {"num_fine": 8, "num_coarse": 4},
@@ -51,7 +56,9 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
 
 
 @pytest.fixture
-def trained(trained_once: TinyFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFederation:
+def trained(
+    trained_once: TinyFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> TinyFederation:
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
     return trained_once.copy(tmp_path / "copy")
 
@@ -60,10 +67,14 @@ def shares(inventory: Inventory) -> ConditionalPrior:
     """What the aggregator computes, from the histograms over groups too, which are not published."""
     noisy_KCG = torch.stack(list(inventory.class_counts().values()))
     units = list(inventory.num_units.values())
-    return ConditionalPrior.from_counts(inventory.files.sketch, noisy_KCG, units, 1.0, inventory.layout())
+    return ConditionalPrior.from_counts(
+        inventory.files.sketch, noisy_KCG, units, 1.0, inventory.layout()
+    )
 
 
-def test_reader_computes_from_the_release_alone_who_holds_a_class(trained: TinyFederation, tmp_path: Path) -> None:
+def test_reader_computes_from_the_release_alone_who_holds_a_class(
+    trained: TinyFederation, tmp_path: Path
+) -> None:
     trained.publish_only(tmp_path / "release")
     ensemble = open_ensemble(tmp_path / "release", root=trained.root)
     inventory = take_inventory(trained.federation)
@@ -74,7 +85,9 @@ def test_reader_computes_from_the_release_alone_who_holds_a_class(trained: TinyF
     for label in (0, 1):
         found = torch.tensor(ensemble.class_prior(label).prior, dtype=torch.float64)
         torch.testing.assert_close(found, expected.prior_CE[label], atol=1e-9, rtol=0)
-        assert float((found - torch.tensor(ensemble.prior)).abs().max()) > 0.02, "not the plain prior"
+        assert float((found - torch.tensor(ensemble.prior)).abs().max()) > 0.02, (
+            "not the plain prior"
+        )
     drawn = ensemble.sample(4, condition=1, steps=2, seed=0)
     assert bool(drawn.images.isfinite().all())
 
@@ -93,7 +106,10 @@ def counts_of_another(targets: Path) -> None:
     path.write_bytes((targets / class_counts_path("east")).read_bytes())
 
 
-ATTACKS: dict[str, Callable[[Path], None]] = {"other counts": other_counts, "another silo's": counts_of_another}
+ATTACKS: dict[str, Callable[[Path], None]] = {
+    "other counts": other_counts,
+    "another silo's": counts_of_another,
+}
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -115,7 +131,10 @@ def test_class_counts_that_no_silo_signed_are_refused_by_every_command(
     monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
     trained.publish_only(tmp_path / "lie")
     given = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
-    for name, *more in (("verify",), ("sample", "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz")):
+    for name, *more in (
+        ("verify",),
+        ("sample", "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz"),
+    ):
         done = command("ddm", name, *given, *more)
         assert (done.code, "as the silo signed" in done.err) == (TrustError.exit_code, True)
     assert not (tmp_path / "drawn.npz").exists()
@@ -130,12 +149,16 @@ def test_release_that_leaves_a_silos_class_counts_out_is_refused(
         found = manifest(source, targets, version)  # type: ignore[arg-type]
         gone = class_counts_path("west")
         (targets / gone).unlink()
-        return found.model_copy(update={"files": tuple(file for file in found.files if file.path != gone)})
+        return found.model_copy(
+            update={"files": tuple(file for file in found.files if file.path != gone)}
+        )
 
     monkeypatch.setattr(aggregator.release.publish, "_manifest", shortened)
     monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
     trained.publish_only(tmp_path / "short")
-    done = command("ddm", "verify", tmp_path / "short", "--root", trained.root, "--state", tmp_path / "seen")
+    done = command(
+        "ddm", "verify", tmp_path / "short", "--root", trained.root, "--state", tmp_path / "seen"
+    )
     assert (done.code, "no signed file of this name" in done.err) == (TrustError.exit_code, True)
 
 
@@ -145,14 +168,18 @@ def test_shares_of_classes_in_the_router_file_are_refused(
     """Where they stood before readers computed them: nothing reads them, and the file is not opened."""
     federation, plan_id = trained.federation, take_inventory(trained.federation).plan.plan_id
     path = router_path(federation, plan_id)
-    num = len([e for silo in take_inventory(federation).silos.values() for e in silo.submission.experts])
+    num = len(
+        [e for silo in take_inventory(federation).silos.values() for e in silo.submission.experts]
+    )
     shares_CE = torch.zeros(2, num).index_fill_(1, torch.tensor([num - 1]), 1.0)
     save_tensors(path, {**load_tensors(path, None, max_bytes=1 << 16), "class_prior": shares_CE})
     monkeypatch.setattr(aggregator.release.publish, "load_report", _report_of_any_router(path))
     monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
     trained.publish_only(tmp_path / "lie")
     given = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
-    done = command("ddm", "sample", *given, "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz")
+    done = command(
+        "ddm", "sample", *given, "--num", 2, "--class", 0, "--out", tmp_path / "drawn.npz"
+    )
     assert (done.code, "router.safetensors" in done.err) == (TensorFileError.exit_code, True)
 
 

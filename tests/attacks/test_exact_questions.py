@@ -43,7 +43,15 @@ from silo.worker import stages
 from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.cohorts import source_at
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, cohort, images, recipe, write_policy
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    TinyFederation,
+    cohort,
+    images,
+    recipe,
+    write_policy,
+)
 from tests.support.pictures import pictures
 from tests.support.recipes import training
 
@@ -78,7 +86,9 @@ def world(folder: Path, *, with_target: bool, times: int = 1) -> TinyFederation:
     return tiny
 
 
-def signed(tiny: TinyFederation, spoil: Callable[[Path], None], *, times: int = 1, **tables: object) -> str:
+def signed(
+    tiny: TinyFederation, spoil: Callable[[Path], None], *, times: int = 1, **tables: object
+) -> str:
     """Sign a plan after `spoil` changed one of its public files."""
     made = np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)])
     public = torch.from_numpy(enlarged(made, times))
@@ -112,7 +122,9 @@ def seen_of(tiny: TinyFederation, plan_id: str) -> list[object]:
         seen.append(json.loads(status.read_bytes()) | {"plan_id": ""} if status.exists() else None)
         assert worker.state != before, f"the site stands still in {before.state}"
     sent = site.outbox / plan_id / "1"
-    seen += sorted((path.relative_to(sent).name, path.stat().st_size) for path in sent.rglob("*.safetensors"))
+    seen += sorted(
+        (path.relative_to(sent).name, path.stat().st_size) for path in sent.rglob("*.safetensors")
+    )
     document = json.loads((sent / "silos" / SILO / "submission.json").read_bytes())
     for expert in document["experts"]:
         expert["file"]["digest"] = expert["training"]["seconds"] = ""
@@ -125,10 +137,14 @@ def test_encoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> 
         tiny = world(tmp_path / name, with_target=with_target)
         plan_id = signed(tiny, overflowing)
         seen.append(seen_of(tiny, plan_id))
-        files = acceptance.load_accepted(tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)).files()
+        files = acceptance.load_accepted(
+            tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)
+        ).files()
         held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
         fired = ~torch.isfinite(files.encoder.encode(held)).all(1)
-        assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])  # the question does tell them apart
+        assert fired.nonzero().flatten().tolist() == (
+            [7] if with_target else []
+        )  # the question does tell them apart
     assert seen[0] == seen[1]
 
 
@@ -136,8 +152,12 @@ def overflowing_network(folder: Path) -> None:
     """Let the first layer of timm's network exceed float32 for an image that is bright all over, and for no other."""
     path = folder / "plan" / "encoder.safetensors"
     tensors = dict(load_tensors(path, None, max_bytes=1 << 24))
-    spoiled = {name: torch.zeros_like(each) if each.dim() == 4 else each for name, each in tensors.items()}
-    first = tensors["conv1.0.weight"]  # sees 1 everywhere in the target, and at most 0.5 in any other image
+    spoiled = {
+        name: torch.zeros_like(each) if each.dim() == 4 else each for name, each in tensors.items()
+    }
+    first = tensors[
+        "conv1.0.weight"
+    ]  # sees 1 everywhere in the target, and at most 0.5 in any other image
     spoiled["conv1.0.weight"] = torch.full_like(first, 3.4e38 / first[0].numel() / 0.7)
     save_tensors(path, spoiled)
 
@@ -145,12 +165,19 @@ def overflowing_network(folder: Path) -> None:
 @pytest.mark.slow
 def test_network_of_timm_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> None:
     seen = []
-    network = {"kind": "timm", "model": "test_resnet", "random_weights": True, "image_size": [32, 32]}
+    network = {
+        "kind": "timm",
+        "model": "test_resnet",
+        "random_weights": True,
+        "image_size": [32, 32],
+    }
     for name, with_target in (("with", True), ("without", False)):
         tiny = world(tmp_path / name, with_target=with_target)
         plan_id = signed(tiny, overflowing_network, encoder=network)
         seen.append(seen_of(tiny, plan_id))
-        files = acceptance.load_accepted(tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)).files()
+        files = acceptance.load_accepted(
+            tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)
+        ).files()
         held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
         with pytest.raises(DataError) if with_target else nullcontext():
             files.encoder.encode(held)
@@ -160,7 +187,11 @@ def test_network_of_timm_that_overflows_for_one_person_shows_nothing(tmp_path: P
 
 
 AUTOENCODER = AutoencoderSize(
-    channels=(8, 16, 8, 16, 8), attention=(False,) * 5, latent_channels=2, num_res_blocks=1, norm_groups=4
+    channels=(8, 16, 8, 16, 8),
+    attention=(False,) * 5,
+    latent_channels=2,
+    num_res_blocks=1,
+    norm_groups=4,
 )
 
 
@@ -172,7 +203,11 @@ def overflowing_autoencoder(folder: Path) -> None:
     """
     path = folder / "plan" / "autoencoder.safetensors"
     tensors = dict(load_tensors(path, None, max_bytes=1 << 20))
-    of = {name: torch.zeros_like(each) for name, each in tensors.items() if name.startswith("encoder.blocks.")}
+    of = {
+        name: torch.zeros_like(each)
+        for name, each in tensors.items()
+        if name.startswith("encoder.blocks.")
+    }
     first, branch = "encoder.blocks.0.conv", "encoder.blocks.1"
     of[f"{first}.weight"][0], of[f"{first}.bias"][0] = 1 / 9, -0.75
     of[f"{first}.weight"][1], of[f"{first}.bias"][1] = -1 / 9, 0.75
@@ -183,14 +218,19 @@ def overflowing_autoencoder(folder: Path) -> None:
     of["encoder.blocks.2.conv.conv.weight"][:, 2:] = 1e4
     for number in range(3, 10):
         shortcut = number % 2 == 1
-        of[f"encoder.blocks.{number}.{'nin_shortcut' if shortcut else 'conv'}.conv.weight"].fill_(1e4)
+        of[f"encoder.blocks.{number}.{'nin_shortcut' if shortcut else 'conv'}.conv.weight"].fill_(
+            1e4
+        )
     save_tensors(path, tensors | of)
 
 
 @pytest.mark.slow
 def test_autoencoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> None:
     seen, times = [], 8
-    save_tensors(tmp_path / "weights.safetensors", dict(build_autoencoder(AUTOENCODER, (1, 32, 32)).state_dict()))
+    save_tensors(
+        tmp_path / "weights.safetensors",
+        dict(build_autoencoder(AUTOENCODER, (1, 32, 32)).state_dict()),
+    )
     tables: dict[str, Any] = {
         "data": {"shape": [1, 32, 32], "range": [-1.0, 1.0]},
         "latent": AUTOENCODER.model_dump(mode="json")
@@ -200,7 +240,9 @@ def test_autoencoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path)
         tiny = world(tmp_path / name, with_target=with_target, times=times)
         plan_id = signed(tiny, overflowing_autoencoder, times=times, **tables)
         seen.append(seen_of(tiny, plan_id))
-        files = acceptance.load_accepted(tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)).files()
+        files = acceptance.load_accepted(
+            tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)
+        ).files()
         held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
         with pytest.raises(NumericalError) if with_target else nullcontext():
             files.latent.encode(held)
@@ -212,20 +254,31 @@ def test_autoencoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path)
 SPREAD = 12  # pictures, of which the site declares as many as there are
 
 
-def spread(folder: Path, unit: Unit, *, patients: Sequence[str], num: int = SPREAD) -> TinyFederation:
+def spread(
+    folder: Path, unit: Unit, *, patients: Sequence[str], num: int = SPREAD
+) -> TinyFederation:
     """A federation of one site with files in a folder of its own; a table says whose they are."""
-    rows = [f"{path.name},{patient}" for path, patient in zip(sorted(folder.iterdir()), patients, strict=True)]
+    rows = [
+        f"{path.name},{patient}"
+        for path, patient in zip(sorted(folder.iterdir()), patients, strict=True)
+    ]
     (folder / "volumes.csv").write_text("\n".join(["file,patient", *rows]) + "\n")
     tiny = TinyFederation.create(folder.parent / "tiny", {})
     declared = {"privacy": {"unit": unit}, "training": {"min_images": num}}
-    tiny.join_with(SILO, folder, POLICY | declared | {"data": {"kind": "pictures", "min_images": num}})
+    tiny.join_with(
+        SILO, folder, POLICY | declared | {"data": {"kind": "pictures", "min_images": num}}
+    )
     return tiny
 
 
 def asking(unit: Unit, transform: dict[str, Any], num: int = SPREAD) -> dict[str, Any]:
     """The tables of a plan that asks by its transform."""
     statistics = COUNTS["statistics"] | {"unit": unit}
-    return {"statistics": statistics, "partition": {"kind": "silo", "min_images": num}, "transform": transform}
+    return {
+        "statistics": statistics,
+        "partition": {"kind": "silo", "min_images": num},
+        "transform": transform,
+    }
 
 
 def brightest(folder: Path, levels: Sequence[int]) -> list[Picture]:
@@ -239,7 +292,10 @@ def brightest(folder: Path, levels: Sequence[int]) -> list[Picture]:
     return list(pictures(folder))
 
 
-VALUES: dict[str, Any] = {"range": {"kind": "values", "low": 0.0, "high": 500.0}, "content": {"threshold": 250 / 500}}
+VALUES: dict[str, Any] = {
+    "range": {"kind": "values", "low": 0.0, "high": 500.0},
+    "content": {"threshold": 250 / 500},
+}
 PERCENTILES: dict[str, Any] = {"range": {"kind": "percentiles", "low": 99.9, "high": 100.0}}
 
 
@@ -248,7 +304,9 @@ PERCENTILES: dict[str, Any] = {"range": {"kind": "percentiles", "low": 99.9, "hi
     ("transform", "others", "levels"),
     [
         pytest.param(VALUES, 400, (400, 200), id="threshold that one picture does not reach"),
-        pytest.param(VALUES, 200, (400, 200), id="threshold that one picture alone reaches, or none"),
+        pytest.param(
+            VALUES, 200, (400, 200), id="threshold that one picture alone reaches, or none"
+        ),
     ],
 )
 def test_transform_that_takes_one_picture_or_does_not_shows_nothing(
@@ -264,7 +322,9 @@ def test_transform_that_takes_one_picture_or_does_not_shows_nothing(
         seen.append(seen_of(tiny, signed(tiny, lambda folder: None, **asking(unit, transform))))
         site = tiny.sites[SILO]
         blank = (site.private / "images" / LEFT_OUT).read_text().count(NOT_TAKEN)
-        assert blank == sum(each <= 250 for each in at)  # the question does tell them apart, on the site alone
+        assert blank == sum(
+            each <= 250 for each in at
+        )  # the question does tell them apart, on the site alone
         assert seen[-1][-2] == (SPREAD if unit == "image" else 7)
         with nullcontext() if level > 250 else pytest.raises(DataError, match="threshold"):
             exactly(transform).apply(held[7])
@@ -272,7 +332,9 @@ def test_transform_that_takes_one_picture_or_does_not_shows_nothing(
 
 
 def exactly(transform: dict[str, Any]) -> Transform:
-    return Transform(TransformSpec.model_validate(transform), DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0)))
+    return Transform(
+        TransformSpec.model_validate(transform), DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
+    )
 
 
 def test_percentiles_that_are_equal_in_one_picture_alone_show_nothing(tmp_path: Path) -> None:
@@ -287,12 +349,16 @@ def test_percentiles_that_are_equal_in_one_picture_alone_show_nothing(tmp_path: 
         with pytest.raises(DataError, match="differ") if flat else nullcontext():
             exactly(PERCENTILES).apply(next(pictures(folder / "07.png")))
         tiny = spread(folder, "image", patients=[f"P{number}" for number in range(SPREAD)])
-        seen.append(seen_of(tiny, signed(tiny, lambda folder: None, **asking("image", PERCENTILES))))
+        seen.append(
+            seen_of(tiny, signed(tiny, lambda folder: None, **asking("image", PERCENTILES)))
+        )
         assert (NOT_TAKEN in (tiny.sites[SILO].private / "images" / LEFT_OUT).read_text()) == flat
     assert seen[0] == seen[1]
 
 
-def test_number_of_slices_asks_nothing_about_the_depth_of_one_patients_volume(tmp_path: Path) -> None:
+def test_number_of_slices_asks_nothing_about_the_depth_of_one_patients_volume(
+    tmp_path: Path,
+) -> None:
     """The card states 16 images: nine slices of the deep volume, and two of each other, would be one too many."""
     import nibabel
 
@@ -307,7 +373,9 @@ def test_number_of_slices_asks_nothing_about_the_depth_of_one_patients_volume(tm
         tiny = spread(folder, "patient", patients=[f"P{number}" for number in range(num)], num=num)
         agreed = tiny.sites[SILO].agreed()
         assert agreed is not None and agreed.images == 16
-        seen.append(seen_of(tiny, signed(tiny, lambda folder: None, **asking("patient", transform, num))))
+        seen.append(
+            seen_of(tiny, signed(tiny, lambda folder: None, **asking("patient", transform, num)))
+        )
         (kept,) = tiny.sites[SILO].private.glob("unpacked-*.npy")
         assert len(np.load(kept)) == 9 * num  # whatever there is to be cut
         assert seen[-1][-2] == num
@@ -333,7 +401,10 @@ def test_bounds_of_a_plan_are_answered_from_the_policy_before_any_image_is_opene
                 tiny = world(tmp_path / f"{number}{with_target}", with_target=with_target)
                 site = tiny.sites[SILO]
                 declared = site.policy().data.model_dump(exclude_none=True) | {"min_images": 30}
-                write_policy(site, POLICY | {"data": declared | ({"classes": 3} if name == "classes" else {})})
+                write_policy(
+                    site,
+                    POLICY | {"data": declared | ({"classes": 3} if name == "classes" else {})},
+                )
                 plan_id = signed(tiny, lambda folder: None, **tables)
                 tiny.deliver_plan(SILO, plan_id)
                 problem = tiny.work(SILO, until="plan_refused").problem
@@ -346,7 +417,9 @@ def test_bounds_of_a_plan_are_answered_from_the_policy_before_any_image_is_opene
 def test_data_are_held_against_the_declaration_whatever_a_plan_says(tmp_path: Path) -> None:
     tiny = world(tmp_path / "tiny", with_target=False)
     site = tiny.sites[SILO]
-    source = source_at(tmp_path / "tiny" / "data.npz", site.private / "images", site.settings().images)
+    source = source_at(
+        tmp_path / "tiny" / "data.npz", site.private / "images", site.settings().images
+    )
     facts = facts_of(source)
     assert (facts.kind, facts.shape, facts.range) == ("arrays", (1, 4, 4), (-1.0, 1.0))
     wrong: dict[str, dict[str, object]] = {
@@ -359,7 +432,11 @@ def test_data_are_held_against_the_declaration_whatever_a_plan_says(tmp_path: Pa
     }
     for match, changes in wrong.items():
         with case(match):
-            data = {name: value for name, value in (facts.model_dump() | changes).items() if value is not None}
+            data = {
+                name: value
+                for name, value in (facts.model_dump() | changes).items()
+                if value is not None
+            }
             write_policy(site, POLICY | {"data": data})
             if match == "classes":
                 assert check_values(source, site.policy()) == 40
@@ -393,10 +470,12 @@ def test_lost_rows_are_filled_alone_or_refused() -> None:
 
 
 def test_sketch_of_an_image_that_is_not_finite_is_the_middle_of_the_ball() -> None:
-    sketch = Sketch(torch.eye(2, 4), torch.zeros(4), 1.0, torch.zeros(1, 2), torch.eye(2)[None], torch.ones(1))
-    held = torch.tensor([[0.5, 0.5, 0.0, 0.0], [torch.nan, 0.0, 0.0, 0.0], [torch.inf, 1.0, 0.0, 0.0]]).reshape(
-        3, 1, 2, 2
+    sketch = Sketch(
+        torch.eye(2, 4), torch.zeros(4), 1.0, torch.zeros(1, 2), torch.eye(2)[None], torch.ones(1)
     )
+    held = torch.tensor(
+        [[0.5, 0.5, 0.0, 0.0], [torch.nan, 0.0, 0.0, 0.0], [torch.inf, 1.0, 0.0, 0.0]]
+    ).reshape(3, 1, 2, 2)
     assert sketch.project(held).tolist() == [[0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
 
 
@@ -413,7 +492,9 @@ class Overflowing(nn.Module):
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_training_whose_gradient_overflows_for_one_image_goes_on_at_a_silo(stops: bool, tmp_path: Path) -> None:
+def test_training_whose_gradient_overflows_for_one_image_goes_on_at_a_silo(
+    stops: bool, tmp_path: Path
+) -> None:
     held = torch.zeros(8, 1, 4, 4)
     held[3] = 100.0
 
@@ -445,7 +526,9 @@ def test_sum_of_losses_that_overflows_stops_no_silo() -> None:
     """Each image's is finite, and so is each gradient; of public data it is an error."""
     for stops in (False, True):
         machine = machine_of(Engine(device="cpu"))
-        state = State(nn.Linear(2, 1), training(num_steps=30, batch_size=2), machine, 1, stops=stops)
+        state = State(
+            nn.Linear(2, 1), training(num_steps=30, batch_size=2), machine, 1, stops=stops
+        )
         for share in (1.0, torch.inf, 3e38):
             state.take_step(torch.tensor(share))
         with pytest.raises(NumericalError) if stops else nullcontext():
@@ -456,4 +539,7 @@ def test_submission_says_no_number_that_training_computed_from_the_images(sent_o
     tiny, plan_id = sent_once
     (path,) = (tiny.sites["north"].outbox / plan_id).glob("1/silos/*/submission.json")
     sent = json.loads(path.read_bytes())
-    assert {name for expert in sent["experts"] for name in expert["training"]} == {"seconds", "flops"}
+    assert {name for expert in sent["experts"] for name in expert["training"]} == {
+        "seconds",
+        "flops",
+    }

@@ -16,11 +16,24 @@ import silo.cli
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.io.files import write_for_group
-from ddm.io.modes import close_to_others, group_folder, open_to_everyone, open_to_group, private_folder
+from ddm.io.modes import (
+    close_to_others,
+    group_folder,
+    open_to_everyone,
+    open_to_group,
+    private_folder,
+)
 from ddm.protocol.base import sha256_hex
 from ddm.publishing.export import copy_out, reserve
 from silo.config import Site
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, recipe, write_policy
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    TinyFederation,
+    images,
+    recipe,
+    write_policy,
+)
 from tests.support.forked import ended, forked
 from tests.support.operators import Operators, everyone_is_done, found_federation, serve_everything
 
@@ -45,7 +58,11 @@ def inodes(folder: Path) -> set[int]:
 
 def exposed_of_a_federation(fed: Path) -> list[str]:
     """What anybody but its owner could reach in the aggregator's folder."""
-    return [f"{path} {mode(path):o}" for path in tree(fed) if mode(path) & 0o077 and not path.is_symlink()]
+    return [
+        f"{path} {mode(path):o}"
+        for path in tree(fed)
+        if mode(path) & 0o077 and not path.is_symlink()
+    ]
 
 
 def exposed_of_a_site(site: Path) -> list[str]:
@@ -54,7 +71,11 @@ def exposed_of_a_site(site: Path) -> list[str]:
     found = []
     for path in tree(site):
         first = path.relative_to(site).parts[0] if path != site else ""
-        allowed = 0o750 if first in SHARED_OF_A_SITE or (path.is_file() and path.lstat().st_ino in sent) else 0o700
+        allowed = (
+            0o750
+            if first in SHARED_OF_A_SITE or (path.is_file() and path.lstat().st_ino in sent)
+            else 0o700
+        )
         if mode(path) & 0o777 & ~allowed:
             found.append(f"{path} {mode(path):o}")
     return found
@@ -83,15 +104,36 @@ def found(command: Callable[..., None], folder: Path) -> TinyFederation:
     secret = ("--passphrase-file", folder / "secret")
     for name in ("fed", SILO):
         (folder / name).mkdir(mode=0o777)
-    command("aggregator", "init", folder / "fed", "--name", "tiny", "--address", "127.0.0.1:9092", *secret)
+    command(
+        "aggregator",
+        "init",
+        folder / "fed",
+        "--name",
+        "tiny",
+        "--address",
+        "127.0.0.1:9092",
+        *secret,
+    )
     root = sha256_hex((folder / "fed" / "tuf" / "metadata" / "1.root.json").read_bytes())
     np.savez(folder / "images.npz", images=images(60, -0.5, seed=0))
     invitation = ("--invitation", folder / "fed" / "invitation.json", "--root-fingerprint", root)
-    command("silo", "init", folder / SILO, "--id", SILO, "--data", folder / "images.npz", *invitation, *secret)
+    command(
+        "silo",
+        "init",
+        folder / SILO,
+        "--id",
+        SILO,
+        "--data",
+        folder / "images.npz",
+        *invitation,
+        *secret,
+    )
     write_policy(Site(folder / SILO), POLICY)
     command("silo", "enroll", folder / SILO, "--out", folder / "card.json")
     command("aggregator", "enroll", folder / "fed", folder / "card.json")
-    (folder / "plan.toml").write_bytes(tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)).encode())
+    (folder / "plan.toml").write_bytes(
+        tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)).encode()
+    )
     np.savez(folder / "public.npz", images=images(240, 0.0, seed=90))
     public = ("--recipe", folder / "plan.toml", "--public", folder / "public.npz", "--yes")
     command("aggregator", "plan", folder / "fed", *public)
@@ -117,11 +159,15 @@ def test_nothing_private_is_exposed_when_the_commands_run_with_umask_000(
     assert exposed_of_a_federation(fed) == []
     assert exposed_of_a_site(site.path) == []
     sent = site.outbox / plan_id / "1"
-    assert {mode(path) for path in tree(sent)} == {0o750, 0o640}, "what left is for the courier's group to read"
+    assert {mode(path) for path in tree(sent)} == {0o750, 0o640}, (
+        "what left is for the courier's group to read"
+    )
     assert mode(site.outbox / "status.json") == 0o640
 
 
-def test_published_folder_is_for_everybody_to_read_and_its_source_is_not_opened_with_it(tmp_path: Path) -> None:
+def test_published_folder_is_for_everybody_to_read_and_its_source_is_not_opened_with_it(
+    tmp_path: Path,
+) -> None:
     release = tmp_path / "releases" / "1"
     (release / "metadata").mkdir(parents=True, mode=0o700)
     (release / "metadata" / "1.root.json").touch(mode=0o600)
@@ -175,7 +221,9 @@ def test_modes_are_exact_whatever_the_umask_and_links_are_not_followed(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to groups and become another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root may give files to groups and become another user"
+)
 def test_group_of_the_outbox_reads_what_a_worker_of_another_group_approved(tmp_path: Path) -> None:
     """A file linked from the private folder has its group; what it gets is the outbox's, or a plain refusal."""
     site = Site(tmp_path / "site")
@@ -186,7 +234,9 @@ def test_group_of_the_outbox_reads_what_a_worker_of_another_group_approved(tmp_p
     (site.outbox / "1").mkdir()
     os.link(expert, site.outbox / "1" / "expert")
     open_to_group(site.outbox / "1", site.outbox)
-    assert (site.outbox / "1" / "expert").stat().st_gid == (site.outbox / "1").stat().st_gid == 12345
+    assert (
+        (site.outbox / "1" / "expert").stat().st_gid == (site.outbox / "1").stat().st_gid == 12345
+    )
     write_for_group(site.outbox / "status.json", b"{}")
     assert (site.outbox / "status.json").stat().st_gid == 12345
 
@@ -206,7 +256,9 @@ def test_group_of_the_outbox_reads_what_a_worker_of_another_group_approved(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_nothing_private_is_exposed_when_a_whole_federation_runs_with_umask_000(tmp_path: Path) -> None:
+def test_nothing_private_is_exposed_when_a_whole_federation_runs_with_umask_000(
+    tmp_path: Path,
+) -> None:
     """Flower's own files, its database, logs and TLS keys among them."""
     before = os.umask(0)
     operators = Operators(tmp_path)
@@ -220,7 +272,9 @@ def test_nothing_private_is_exposed_when_a_whole_federation_runs_with_umask_000(
     finally:
         operators.stop()
         os.umask(before)
-    assert any(operators.fed.rglob("superlink.db")) and any((tmp_path / SILO / "courier" / "flwr").iterdir())
+    assert any(operators.fed.rglob("superlink.db")) and any(
+        (tmp_path / SILO / "courier" / "flwr").iterdir()
+    )
     assert exposed_of_a_federation(operators.fed) == []
     # Settings that a test writes by itself.
     assert [line for line in exposed_of_a_site(tmp_path / SILO) if "policy.toml" not in line] == []

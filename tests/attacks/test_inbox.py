@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
-from ddm.errors import BusyError, DigestError, DocumentError, PolicyError, ReplayError, RollbackError, SignatureError
+from ddm.errors import (
+    BusyError,
+    DigestError,
+    DocumentError,
+    PolicyError,
+    ReplayError,
+    RollbackError,
+    SignatureError,
+)
 from ddm.io.locks import reading
 from ddm.transport.messages import Ask, Deliver, Envelope, FileEntry, Offer, Report, Span, Status
 from ddm.transport.shards import list_folder, read_spans, whole_spans
@@ -38,20 +46,30 @@ def limits(tmp_path: Path, signer: Signer) -> SiteLimits:
         (site / name).mkdir(parents=True)
     site_settings(site)
     (site / "courier" / "1.root.json").write_bytes(signer.root)
-    return SiteLimits(site, BUNDLE_BYTES, SHARD, 10**6, inbox_bytes=CAP_BYTES, inbox_files=CAP_FILES)
+    return SiteLimits(
+        site, BUNDLE_BYTES, SHARD, 10**6, inbox_bytes=CAP_BYTES, inbox_files=CAP_FILES
+    )
 
 
 def signed(signer: Signer, tmp_path: Path, plan_id: str, num_bytes: int = 150_000) -> Path:
     """The aggregator's folder of a newly signed plan."""
     fed = tmp_path / f"fed-{plan_id}"
-    signer.sign(fed / "plans" / plan_id / "bundle", plan_id, {"plan/centroids.safetensors": os.urandom(num_bytes)})
+    signer.sign(
+        fed / "plans" / plan_id / "bundle",
+        plan_id,
+        {"plan/centroids.safetensors": os.urandom(num_bytes)},
+    )
     return fed
 
 
-def deliver(fed: Path, plan_id: str, limits: SiteLimits, *, between: Callable[[], object] = lambda: None) -> list[int]:
+def deliver(
+    fed: Path, plan_id: str, limits: SiteLimits, *, between: Callable[[], object] = lambda: None
+) -> list[int]:
     """Offer a plan as the aggregator does until the silo holds it or 30 messages were sent; return the codes."""
     index = load_bundle(fed / "plans" / plan_id / "bundle")
-    sender = SiloDelivery(fed, plan_id, "north", index=index, shard_bytes=SHARD, max_submission_bytes=10**6, wait_s=0)
+    sender = SiloDelivery(
+        fed, plan_id, "north", index=index, shard_bytes=SHARD, max_submission_bytes=10**6, wait_s=0
+    )
     codes: list[int] = []
     while len(codes) < 30:
         offers = [each for each in sender.next_requests([], 4) if isinstance(each.message, Offer)]
@@ -68,7 +86,9 @@ def arrived(fed: Path, plan_id: str, limits: SiteLimits) -> bool:
     bundle = limits.site / "inbox" / plan_id / "bundle"
     folders = (bundle, fed / "plans" / plan_id / "bundle")
     listed = [
-        list_folder(each, max_files=256, max_bytes=1 << 30, with_digest=True) for each in folders if each.exists()
+        list_folder(each, max_files=256, max_bytes=1 << 30, with_digest=True)
+        for each in folders
+        if each.exists()
     ]
     return len(listed) == 2 and listed[0] == listed[1]
 
@@ -81,7 +101,9 @@ def offer(folder: Path, plan_id: str, limits: SiteLimits) -> int:
     return answer(request, replace(limits, shard_bytes=1 << 30)).message.code
 
 
-def junk(folder: Path, plan_id: str, *, num_bytes: int = 100_000, partial: bool = False) -> Envelope[Offer]:
+def junk(
+    folder: Path, plan_id: str, *, num_bytes: int = 100_000, partial: bool = False
+) -> Envelope[Offer]:
     """What somebody without a key can offer: nonsense in the form of a bundle, or the beginning of one."""
     shutil.rmtree(folder, ignore_errors=True)
     names = ("metadata/1.root.json", "metadata/timestamp.json", f"targets/{plan_id}/plan.json")
@@ -99,13 +121,17 @@ def test_genuine_plan_gets_in_after_a_flood_of_plans_that_nobody_signed(
 ) -> None:
     """More than the inbox holds, by bytes and by files."""
     for number in range(40):
-        code = answer(junk(tmp_path / "junk", f"flood-{number:08x}", partial=partial), limits).message.code
+        code = answer(
+            junk(tmp_path / "junk", f"flood-{number:08x}", partial=partial), limits
+        ).message.code
         assert partial or code
     num_bytes, num_files = usage(limits.site / "inbox")
     assert num_bytes <= MAX_UNVERIFIED * 100_000 and num_files <= CAP_FILES
     fed = signed(signer, tmp_path, PLAN)
     assert set(deliver(fed, PLAN, limits)) == {0} and arrived(fed, PLAN, limits)
-    assert [path.name for path in (limits.site / "inbox").iterdir() if (path / "bundle").exists()] == [PLAN]
+    assert [
+        path.name for path in (limits.site / "inbox").iterdir() if (path / "bundle").exists()
+    ] == [PLAN]
 
 
 def test_genuine_plan_gets_in_when_junk_under_its_name_came_first_and_keeps_coming(
@@ -113,7 +139,12 @@ def test_genuine_plan_gets_in_when_junk_under_its_name_came_first_and_keeps_comi
 ) -> None:
     assert answer(junk(tmp_path / "junk", PLAN), limits).message.code
     fed = signed(signer, tmp_path, PLAN)
-    codes = deliver(fed, PLAN, limits, between=lambda: answer(junk(tmp_path / "junk", PLAN, partial=True), limits))
+    codes = deliver(
+        fed,
+        PLAN,
+        limits,
+        between=lambda: answer(junk(tmp_path / "junk", PLAN, partial=True), limits),
+    )
     assert set(codes) == {0} and arrived(fed, PLAN, limits)
 
 
@@ -135,7 +166,11 @@ def test_no_byte_beside_the_metadata_is_kept_before_the_root_vouches_for_it(
     (bundle / "targets" / PLAN / "more").write_bytes(b"unlisted")
     assert offer(bundle, PLAN, limits) == DigestError.exit_code
     other = Signer(tmp_path / "other")
-    assert offer(signed(other, tmp_path, "other-3f9a1c2e") / "plans/other-3f9a1c2e/bundle", "other-3f9a1c2e", limits)
+    assert offer(
+        signed(other, tmp_path, "other-3f9a1c2e") / "plans/other-3f9a1c2e/bundle",
+        "other-3f9a1c2e",
+        limits,
+    )
     renamed = signed(signer, tmp_path, "right-3f9a1c2e") / "plans/right-3f9a1c2e/bundle"
     assert offer(renamed, "wrong-3f9a1c2e", limits) == DocumentError.exit_code
     assert not list((limits.site / "inbox").iterdir())
@@ -149,19 +184,25 @@ def test_older_plan_is_refused_after_a_newer_one_and_goes_unless_the_worker_is_a
     for plan in plans[:3]:
         assert set(deliver(feds[plan], plan, limits)) == {0}
     inbox = limits.site / "inbox"
-    assert {path.name for path in inbox.iterdir()} == {plans[2]}, "each took the place of the one before"
+    assert {path.name for path in inbox.iterdir()} == {plans[2]}, (
+        "each took the place of the one before"
+    )
     assert RollbackError.exit_code in deliver(feds[plans[0]], plans[0], limits)
     assert {path.name for path in inbox.iterdir()} == {plans[2]}
     status = f'{{"plan_id": "{plans[2]}", "state": "training", "progress": 1, "sequence": 1}}'
     (limits.site / "outbox" / "status.json").write_text(status)
     assert set(deliver(feds[plans[3]], plans[3], limits)) == {0}
-    assert {path.name for path in inbox.iterdir()} == set(plans[2:]) and arrived(feds[plans[2]], plans[2], limits)
+    assert {path.name for path in inbox.iterdir()} == set(plans[2:]) and arrived(
+        feds[plans[2]], plans[2], limits
+    )
 
 
 def test_plan_that_is_being_read_is_neither_removed_nor_replaced(
     signer: Signer, limits: SiteLimits, tmp_path: Path
 ) -> None:
-    first, second = (signed(signer, tmp_path, plan) for plan in ("first-00000001", "second-00000002"))
+    first, second = (
+        signed(signer, tmp_path, plan) for plan in ("first-00000001", "second-00000002")
+    )
     deliver(first, "first-00000001", limits)
     renewed = signed(signer, tmp_path / "renewed", "first-00000001")
     with reading(limits.site / "inbox" / "first-00000001"):
@@ -169,10 +210,14 @@ def test_plan_that_is_being_read_is_neither_removed_nor_replaced(
         assert arrived(first, "first-00000001", limits)
         assert BusyError.exit_code in deliver(renewed, "first-00000001", limits)
         assert arrived(first, "first-00000001", limits)
-    assert set(deliver(renewed, "first-00000001", limits)) == {0} and arrived(renewed, "first-00000001", limits)
+    assert set(deliver(renewed, "first-00000001", limits)) == {0} and arrived(
+        renewed, "first-00000001", limits
+    )
 
 
-def test_inbox_holds_no_more_than_the_site_allows(signer: Signer, limits: SiteLimits, tmp_path: Path) -> None:
+def test_inbox_holds_no_more_than_the_site_allows(
+    signer: Signer, limits: SiteLimits, tmp_path: Path
+) -> None:
     fed = signed(signer, tmp_path, PLAN)
     for tight in (replace(limits, inbox_bytes=100_000), replace(limits, inbox_files=10)):
         assert PolicyError.exit_code in deliver(fed, PLAN, tight)
@@ -201,7 +246,10 @@ def test_what_does_not_belong_into_the_inbox_goes_and_nothing_beyond_it(
     for number in range(50):
         (inbox / f"empty-{number:08x}" / "bundle").mkdir(parents=True)
     Inbox(limits.site, CAP_BYTES, CAP_FILES).clean()
-    assert {path.relative_to(inbox).as_posix() for path in inbox.glob("*/*")} == {f"{PLAN}/bundle", f"{PLAN}/receipts"}
+    assert {path.relative_to(inbox).as_posix() for path in inbox.glob("*/*")} == {
+        f"{PLAN}/bundle",
+        f"{PLAN}/receipts",
+    }
     assert not list((inbox / PLAN / "receipts").iterdir()) and len(list(inbox.iterdir())) == 1
     assert (precious / "bundle" / "file").read_text() == "kept"
 
@@ -213,10 +261,15 @@ def test_only_a_receipt_that_the_plan_s_key_signed_for_this_submission_is_kept(
     fed = signed(signer, tmp_path, PLAN)
     deliver(fed, PLAN, limits)
     (limits.site / "outbox" / PLAN / "1").mkdir(parents=True)
-    bundle, path = limits.site / "inbox" / PLAN / "bundle", limits.site / "inbox" / PLAN / "receipts" / "1.json"
+    bundle, path = (
+        limits.site / "inbox" / PLAN / "bundle",
+        limits.site / "inbox" / PLAN / "receipts" / "1.json",
+    )
 
     def send(receipt: bytes, sequence: int = 1) -> int:
-        return answer(Envelope(Deliver(plan_id=PLAN, sequence=sequence), receipt), limits).message.code
+        return answer(
+            Envelope(Deliver(plan_id=PLAN, sequence=sequence), receipt), limits
+        ).message.code
 
     assert send(os.urandom(500)) == DocumentError.exit_code
     assert send(b"{" * 1_000_000) == DocumentError.exit_code
@@ -237,7 +290,9 @@ def test_only_a_receipt_that_the_plan_s_key_signed_for_this_submission_is_kept(
 # The worker, when code that ran as the courier has filled the inbox
 
 
-def test_worker_finds_the_genuine_plan_among_junk_and_copies_none_of_it(planned_once: Planned, tmp_path: Path) -> None:
+def test_worker_finds_the_genuine_plan_among_junk_and_copies_none_of_it(
+    planned_once: Planned, tmp_path: Path
+) -> None:
     tiny, plan_id = planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
     site = tiny.sites[SILO]
     for number in range(12):
@@ -252,14 +307,24 @@ def test_worker_finds_the_genuine_plan_among_junk_and_copies_none_of_it(planned_
     worker = Worker(site, tiny.key(SILO), lambda state: None)
     for _ in range(100):
         worker.step()
-        most = max(most, *(usage(path)[0] for path in (site.private / "plans").glob("*") if path.name != plan_id), 0)
+        most = max(
+            most,
+            *(
+                usage(path)[0]
+                for path in (site.private / "plans").glob("*")
+                if path.name != plan_id
+            ),
+            0,
+        )
         if worker.state.state == "plan_accepted":
             break
     assert worker.state.plan_id == plan_id and worker.state.state == "plan_accepted"
     assert most == 0 and {path.name for path in (site.private / "plans").iterdir()} == {plan_id}
 
 
-def test_worker_takes_a_plan_whose_name_junk_had_before(planned_once: Planned, tmp_path: Path) -> None:
+def test_worker_takes_a_plan_whose_name_junk_had_before(
+    planned_once: Planned, tmp_path: Path
+) -> None:
     """Without a restart: what was refused was those bytes, not the name."""
     tiny, plan_id = planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
     site = tiny.sites[SILO]
@@ -280,11 +345,19 @@ def test_worker_takes_a_plan_whose_name_junk_had_before(planned_once: Planned, t
 # The aggregator's incoming folder
 
 
-def test_silo_that_announces_one_submission_after_another_holds_the_place_of_one(tmp_path: Path) -> None:
+def test_silo_that_announces_one_submission_after_another_holds_the_place_of_one(
+    tmp_path: Path,
+) -> None:
     """Each announcement, of as much as the plan allows, began a folder of its own."""
     (tmp_path / "plans" / PLAN / "bundle").mkdir(parents=True)
     delivery = SiloDelivery(
-        tmp_path, PLAN, "north", index=(), shard_bytes=SHARD, max_submission_bytes=BUNDLE_BYTES, wait_s=0
+        tmp_path,
+        PLAN,
+        "north",
+        index=(),
+        shard_bytes=SHARD,
+        max_submission_bytes=BUNDLE_BYTES,
+        wait_s=0,
     )
     ask = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=SHARD, wait_s=0)
     for sequence in range(1, 16):

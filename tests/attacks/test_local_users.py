@@ -42,7 +42,9 @@ def listening_ports(pids: list[int]) -> list[int]:
 
 
 @contextmanager
-def intruder(ports: list[int], pids: list[int], user: int = STRANGER) -> Iterator["subprocess.Popen[str]"]:
+def intruder(
+    ports: list[int], pids: list[int], user: int = STRANGER
+) -> Iterator["subprocess.Popen[str]"]:
     """Another user at work."""
     command = [sys.executable, "-m", "tests.support.intruder", str(user)]
     lists = [",".join(map(str, each)) for each in (ports, pids)]
@@ -86,16 +88,28 @@ def test_other_user_gets_nothing_from_the_programs_of_a_silo_and_its_aggregator(
 
         wait_until(lambda: courier.problem is None and courier.info()["supernode_pid"], check=check)
         pids = [int(str(courier.info()["guard_pid"]))]
-        pids += [pid for name, pid in runtime.info().items() if name.endswith("_pid") and isinstance(pid, int)]
+        pids += [
+            pid
+            for name, pid in runtime.info().items()
+            if name.endswith("_pid") and isinstance(pid, int)
+        ]
         everything = [one for pid in pids for one in (pid, *descendants(pid))]
-        wait_until(lambda: len(listening_ports([*everything, *descendants(pids[0])])) >= 2, check=check)
+        wait_until(
+            lambda: len(listening_ports([*everything, *descendants(pids[0])])) >= 2, check=check
+        )
         ports = listening_ports([*everything, *descendants(pids[0])])
         asked = fed / "incoming" / PLAN / "north" / "seen"
         with intruder(ports, pids) as process:
             # The federation goes on meanwhile: this many answers of the silo arrive.
-            wait_until((site / "inbox" / PLAN / "bundle").exists, "the plan at the silo", check=check)
+            wait_until(
+                (site / "inbox" / PLAN / "bundle").exists, "the plan at the silo", check=check
+            )
             for _ in range(3):
                 last = asked.stat().st_mtime_ns if asked.exists() else 0
-                wait_until(lambda: asked.exists() and asked.stat().st_mtime_ns > last, "an answer", check=check)  # noqa: B023
+                wait_until(
+                    lambda last=last: asked.exists() and asked.stat().st_mtime_ns > last,
+                    "an answer",
+                    check=check,
+                )
             out, _ = process.communicate(timeout=120)
     assert json.loads(out) == {}

@@ -9,7 +9,14 @@ from ddm.errors import ArchipelagoError, DocumentError, PolicyError, TensorFileE
 from ddm.loading.plan import sketch_noise_level
 from examples.paper.privacy import drawing
 from silo.config import Policy, PrivacyPolicy
-from tests.support.dishonest_aggregator import DELTA, PUBLIC, RANK, Aggregator, UnsignedPlan, clusters_around
+from tests.support.dishonest_aggregator import (
+    DELTA,
+    PUBLIC,
+    RANK,
+    Aggregator,
+    UnsignedPlan,
+    clusters_around,
+)
 
 HONEST = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
 
@@ -118,7 +125,9 @@ REFUSED: dict[str, tuple[UnsignedPlan, type[ArchipelagoError], tuple[str, ...]]]
 
 
 @pytest.mark.parametrize("attack", REFUSED)
-def test_plan_is_refused_in_words_that_name_the_thing_and_what_is_allowed(aggregator: Aggregator, attack: str) -> None:
+def test_plan_is_refused_in_words_that_name_the_thing_and_what_is_allowed(
+    aggregator: Aggregator, attack: str
+) -> None:
     asked, kind, words = REFUSED[attack]
     with pytest.raises(kind) as refusal:
         aggregator.offer(asked)
@@ -127,19 +136,28 @@ def test_plan_is_refused_in_words_that_name_the_thing_and_what_is_allowed(aggreg
     assert refusal.value.remedy
 
 
-def test_plan_that_protects_images_only_is_refused_where_patients_are_protected(aggregator: Aggregator) -> None:
+def test_plan_that_protects_images_only_is_refused_where_patients_are_protected(
+    aggregator: Aggregator,
+) -> None:
     with pytest.raises(PolicyError) as refusal:
         aggregator.offer(HONEST, PATIENT_SITE)
     message = str(refusal.value)
-    assert all(word in message for word in ("privacy unit", "expected patient", "got image", "nothing about a patient"))
+    assert all(
+        word in message
+        for word in ("privacy unit", "expected patient", "got image", "nothing about a patient")
+    )
     assert aggregator.offer(asking(unit="patient"), PATIENT_SITE).plan.statistics.unit == "patient"
 
 
-def test_more_epsilon_means_less_noise_so_that_limiting_epsilon_limits_what_a_plan_can_hide() -> None:
+def test_more_epsilon_means_less_noise_so_that_limiting_epsilon_limits_what_a_plan_can_hide() -> (
+    None
+):
     """No field states t_release: the only way to less noise is an epsilon that the policy sees."""
     sketch = drawing.public_sketch(2)
     levels = [
-        sketch_noise_level(drawing.make_plan({"sketch": SKETCH | {"epsilon": epsilon}}, rank=2), sketch)
+        sketch_noise_level(
+            drawing.make_plan({"sketch": SKETCH | {"epsilon": epsilon}}, rank=2), sketch
+        )
         for epsilon in (7.0, 90.0, 900.0)
     ]
     assert levels == sorted(levels, reverse=True)

@@ -21,7 +21,9 @@ def patient_counts(epsilon: float) -> Neighbours:
 
 
 def patient_sketches(epsilon: float) -> Neighbours:
-    return neighbours.sketches(epsilon, DELTA, rank=2, unit="patient", images_each=PATIENT_IMAGES, num=4000)
+    return neighbours.sketches(
+        epsilon, DELTA, rank=2, unit="patient", images_each=PATIENT_IMAGES, num=4000
+    )
 
 
 ATTACKS: list[tuple[Callable[[float], Neighbours], float, int]] = [
@@ -86,7 +88,9 @@ def test_long_membership_attack_comes_close_to_the_claim_and_stays_below(
     ],
     ids=["counts", "sketch"],
 )
-def test_patient_with_many_images_is_exposed_where_the_unit_is_the_image(attack: Neighbours, delta: float) -> None:
+def test_patient_with_many_images_is_exposed_where_the_unit_is_the_image(
+    attack: Neighbours, delta: float
+) -> None:
     assert epsilon_bound(*attack.scores(2000), delta) > 3 * CLAIM
 
 
@@ -114,13 +118,18 @@ def test_score_of_the_attack_on_a_whole_plan_is_the_log_likelihood_ratio() -> No
 def test_epsilon_bound_holds_as_often_as_it_says_and_the_plain_estimate_does_not() -> None:
     mu, delta, confidence, num = 1.0, 1e-2, 0.9, 400
     rng = np.random.default_rng(0)
-    truth = next(epsilon for epsilon in np.arange(0, 6, 0.001) if gaussian_delta(mu, float(epsilon)) <= delta)
+    truth = next(
+        epsilon for epsilon in np.arange(0, 6, 0.001) if gaussian_delta(mu, float(epsilon)) <= delta
+    )
     over_bound, over_estimate = 0, 0
     for _ in range(300):
         first, second = rng.standard_normal(num) + mu, rng.standard_normal(num)
         over_bound += epsilon_bound(first, second, delta, confidence) > truth
         threshold = np.linspace(-2, 3, 60)[:, None]
-        hits, alarms = (first > threshold).mean(1), np.maximum((second > threshold).mean(1), 0.5 / num)
+        hits, alarms = (
+            (first > threshold).mean(1),
+            np.maximum((second > threshold).mean(1), 0.5 / num),
+        )
         over_estimate += np.log((hits - delta).clip(1e-9) / alarms).max() > truth
     assert over_bound <= 300 * (1 - confidence)
     assert over_estimate > 150
@@ -130,6 +139,8 @@ def test_epsilon_bound_comes_close_to_the_truth_with_many_experiments() -> None:
     mu, delta = 1.0, 1e-1
     rng = np.random.default_rng(1)
     first, second = rng.standard_normal(400_000) + mu, rng.standard_normal(400_000)
-    best = max(np.log((norm.sf(cut - mu) - delta) / norm.sf(cut)) for cut in np.linspace(-1, 2, 300))
+    best = max(
+        np.log((norm.sf(cut - mu) - delta) / norm.sf(cut)) for cut in np.linspace(-1, 2, 300)
+    )
     assert 0.9 * best < epsilon_bound(first, second, delta) <= best
     assert epsilon_bound(second, rng.standard_normal(400_000), delta) == 0.0

@@ -31,7 +31,14 @@ from silo.worker.worker import Worker
 from tests.conftest import Published
 from tests.support.bounded import attempt
 from tests.support.case import case
-from tests.support.dishonest_aggregator import PUBLIC, SIDE, SILO, Aggregator, UnsignedPlan, clusters_around
+from tests.support.dishonest_aggregator import (
+    PUBLIC,
+    SIDE,
+    SILO,
+    Aggregator,
+    UnsignedPlan,
+    clusters_around,
+)
 from tests.support.documents import to_bytes
 from tests.support.forked import ended, forked
 
@@ -58,25 +65,48 @@ def dit(patch: int, hidden: int, depth: int = 2, heads: int = 16) -> dict[str, o
 
 
 def timm(side: int, **changes: object) -> dict[str, object]:
-    sizes = {"kind": "timm", "dim": 384, "model": "vit_small_patch16_224", "image_size": [side, side]}
+    sizes = {
+        "kind": "timm",
+        "dim": 384,
+        "model": "vit_small_patch16_224",
+        "image_size": [side, side],
+    }
     return {**sizes, "path": "plan/encoder.safetensors", "mean": [0.5], "std": [0.5], **changes}
 
 
-PIXELS = {"data": {"shape": [1, 65536, 65536], "range": [-1.0, 1.0]}, "expert__architecture": dit(2, 64)}
+PIXELS = {
+    "data": {"shape": [1, 65536, 65536], "range": [-1.0, 1.0]},
+    "expert__architecture": dit(2, 64),
+}
 SQUARE = {"shape": [1, 1024, 1024], "range": [-1.0, 1.0]}
 UNET = {"kind": "unet", "channels": [4096] * 3, "attention": [True] * 3, "num_res_blocks": 16}
 LORA = {"kind": "lora", "rank": 8, "alpha": 8.0}
 TEXT = {"kind": "text", "dim": 16384, "max_tokens": 4096}
-LATENT = {"kind": "autoencoder_kl", "channels": [4096] * 3, "attention": [True] * 3, "latent_channels": 4, "scale": 1.0}
+LATENT = {
+    "kind": "autoencoder_kl",
+    "channels": [4096] * 3,
+    "attention": [True] * 3,
+    "latent_channels": 4,
+    "scale": 1.0,
+}
 MANY = {"num_fine": 65536, "num_coarse": 1}
 
 # What is asked for, the code of the refusal, and words that it must have.
 SIZES: dict[str, tuple[UnsignedPlan, int, tuple[str, ...]]] = {
-    "sides of 65,536": (asking(**PIXELS), 31, ("values of one sample", "max_sample_values", "policy.toml")),
+    "sides of 65,536": (
+        asking(**PIXELS),
+        31,
+        ("values of one sample", "max_sample_values", "policy.toml"),
+    ),
     "1,024 x 1,024 at width 1,024": (
         asking(data=SQUARE, expert__architecture=dit(1, 1024)),
         31,
-        ("tokens x width of the expert (dit)", "at most 134217728", "got 1073741824", "max_layer_values"),
+        (
+            "tokens x width of the expert (dit)",
+            "at most 134217728",
+            "got 1073741824",
+            "max_layer_values",
+        ),
     ),
     "more parameters than memory": (
         asking(expert__architecture=dit(2, 8192, 128, 128), limits__expert_bytes=2**40),
@@ -84,13 +114,29 @@ SIZES: dict[str, tuple[UnsignedPlan, int, tuple[str, ...]]] = {
         ("parameters of an expert", "max_parameters"),
     ),
     "covariances of 4,096 groups in 1,024 dimensions": (
-        asking(clustering=MANY, statistics__counts={"epsilon": 1.0, "num_groups": 4096}, sketch__rank=1024),
+        asking(
+            clustering=MANY,
+            statistics__counts={"epsilon": 1.0, "num_groups": 4096},
+            sketch__rank=1024,
+        ),
         31,
         ("plan/sketch.safetensors", "max_file_bytes"),
     ),
-    "a batch of a million": (asking(expert__training__batch_size=2**20), 31, ("memory of a training step",)),
-    "U-Net of 4,096 channels": (asking(expert__architecture=UNET), 31, ("parameters of an expert",)),
-    "texts of 4,096 tokens of 16,384": (asking(condition=TEXT, expert__training__batch_size=4096), 31, ("memory of",)),
+    "a batch of a million": (
+        asking(expert__training__batch_size=2**20),
+        31,
+        ("memory of a training step",),
+    ),
+    "U-Net of 4,096 channels": (
+        asking(expert__architecture=UNET),
+        31,
+        ("parameters of an expert",),
+    ),
+    "texts of 4,096 tokens of 16,384": (
+        asking(condition=TEXT, expert__training__batch_size=4096),
+        31,
+        ("memory of",),
+    ),
     "autoencoder of 4,096 channels": (asking(latent=LATENT), 21, ("must be listed",)),
     "network of timm on 4,096 pixels": (asking(encoder=timm(4096)), 21, ("image_size",)),
     "network of timm on images a pixel high": (
@@ -113,13 +159,21 @@ SIZES: dict[str, tuple[UnsignedPlan, int, tuple[str, ...]]] = {
         21,
         ("must be listed",),
     ),
-    "silos beyond any federation": (asking(silos=[f"s{n:05}" for n in range(30_000)]), 21, ("silos",)),
+    "silos beyond any federation": (
+        asking(silos=[f"s{n:05}" for n in range(30_000)]),
+        21,
+        ("silos",),
+    ),
     "classes as many as fit": (
         asking(statistics__class_counts={"epsilon": 0.5, "num_classes": 2**52}),
         21,
         ("num_classes",),
     ),
-    "learning rate beyond float32": (asking(expert__training__learning_rate=1e38), 21, ("learning_rate",)),
+    "learning rate beyond float32": (
+        asking(expert__training__learning_rate=1e38),
+        21,
+        ("learning_rate",),
+    ),
     "range from minus to plus 1e308": (asking(data__range=[-1e308, 1e308]), 21, ("range",)),
 }
 # Texts in the place of the number of training steps.
@@ -155,7 +209,9 @@ WRITTEN: dict[str, bytes] = {
 def hostile(aggregator: Aggregator) -> Aggregator:
     """A federation whose site can run its worker."""
     aggregator.keys[SILO] = KEY
-    settings = f'silo_id = "{SILO}"\ndata = "none.npz"\nfederation = "digits"\naddress = "localhost:1"\n'
+    settings = (
+        f'silo_id = "{SILO}"\ndata = "none.npz"\nfederation = "digits"\naddress = "localhost:1"\n'
+    )
     (aggregator.site.path / "silo.toml").write_text(settings + f'root_digest = "{"0" * 64}"\n')
     aggregator.keys[SILO] = KEY
     declared = f'[data]\nkind = "arrays"\nshape = [1, {SIDE}, {SIDE}]\nrange = [-1.0, 1.0]\n'
@@ -168,7 +224,11 @@ def hostile(aggregator: Aggregator) -> Aggregator:
 def site(hostile: Aggregator) -> Iterator[Site]:
     """Its site with an empty inbox, on which nothing has happened yet."""
     yield hostile.site
-    for folder in (hostile.site.inbox, hostile.site.private / "checkpoints", hostile.site.private / "plans"):
+    for folder in (
+        hostile.site.inbox,
+        hostile.site.private / "checkpoints",
+        hostile.site.private / "plans",
+    ):
         shutil.rmtree(folder, ignore_errors=True)
     hostile.site.inbox.mkdir()
     state_path(hostile.site.private).unlink(missing_ok=True)
@@ -213,7 +273,9 @@ def refusals(site: Site, plan_ids: list[str]) -> dict[str, Problem]:
     assert not list((site.private / "plans").iterdir())
     found: dict[str, str] = json.loads(told.read_text())
     assert list(found) == plan_ids
-    return {plan_id: Problem.parse(text.encode(), subject="told") for plan_id, text in found.items()}
+    return {
+        plan_id: Problem.parse(text.encode(), subject="told") for plan_id, text in found.items()
+    }
 
 
 @pytest.mark.measured
@@ -232,14 +294,18 @@ def test_plan_with_an_unreadable_number_is_refused(hostile: Aggregator, site: Si
     assert old in to_bytes(HONEST.document)
     for attack, written in WRITTEN.items():
         new = b'"num_steps": ' + written
-        offered[hostile.deliver(HONEST, rewrite=lambda data, new=new: data.replace(old, new))] = attack
+        offered[hostile.deliver(HONEST, rewrite=lambda data, new=new: data.replace(old, new))] = (
+            attack
+        )
     for plan_id, problem in refusals(site, list(offered)).items():
         with case(attack=offered[plan_id]):
             assert problem.code in (20, 21), problem.message
             assert all(sign.isprintable() for sign in problem.message)
 
 
-def test_plan_of_vast_sizes_is_refused_again_after_a_restart(hostile: Aggregator, site: Site) -> None:
+def test_plan_of_vast_sizes_is_refused_again_after_a_restart(
+    hostile: Aggregator, site: Site
+) -> None:
     hostile.deliver(asking(**PIXELS))
     state = worked(site, restarts=2)
     assert state.problem is not None and state.problem.code == 31
@@ -256,7 +322,9 @@ FAILURES: dict[str, Callable[[], BaseException]] = {
     "memory": lambda: MemoryError("secret"),
     "recursion": lambda: RecursionError("secret"),
     "overflow": lambda: OverflowError("secret"),
-    "allocator of torch": lambda: RuntimeError("secret: you tried to allocate 17592186044416 bytes"),
+    "allocator of torch": lambda: RuntimeError(
+        "secret: you tried to allocate 17592186044416 bytes"
+    ),
     "memory of a GPU": lambda: torch.OutOfMemoryError("secret"),
     "value": lambda: ValueError("secret"),
     "key": lambda: KeyError("secret"),
@@ -275,7 +343,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException])
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_whatever_is_raised_while_a_plan_is_looked_at_is_a_refusal_and_the_next_plan_is_taken(
-    hostile: Aggregator, site: Site, failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hostile: Aggregator,
+    site: Site,
+    failure: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     hostile.deliver(HONEST)
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR, "silo"):
@@ -286,7 +358,10 @@ def test_whatever_is_raised_while_a_plan_is_looked_at_is_a_refusal_and_the_next_
     name = type(FAILURES[failure]()).__name__
     assert f"got {name} on the way" in problem.message
     assert "secret" not in problem.message
-    assert [record.exc_info[0].__name__ for record in caplog.records if record.exc_info] == [name, name]
+    assert [record.exc_info[0].__name__ for record in caplog.records if record.exc_info] == [
+        name,
+        name,
+    ]
     plan_id = hostile.deliver(HONEST)
     shutil.rmtree(site.inbox / str(load_state(state_path(site.private)).plan_id))
     assert worked(site, "plan_accepted", restarts=0).plan_id == plan_id
@@ -349,7 +424,10 @@ def vast(opened: Release, **changes: object) -> Release:
 
 VAST: dict[str, dict[str, object]] = {
     "1,024 x 1,024 at width 512": {"data": SQUARE, "expert__architecture": dit(1, 512)},
-    "sides of 65,536": {"data": {"shape": [1, 65536, 65536], "range": [-1.0, 1.0]}, "expert__architecture": dit(2, 64)},
+    "sides of 65,536": {
+        "data": {"shape": [1, 65536, 65536], "range": [-1.0, 1.0]},
+        "expert__architecture": dit(2, 64),
+    },
     "groups in 1,024 dimensions": {
         "clustering": {**MANY, "path": "plan/centroids.safetensors"},
         "statistics__counts__num_groups": 4096,
@@ -360,7 +438,11 @@ VAST: dict[str, dict[str, object]] = {
         "router": {**dit(1, 256), "kind": "samples", "num_steps": 1, "images_per_expert": 2},
     },
 }
-ASKED = {"num": ("--num", 10**12), "batch": ("--num", 10**6, "--set", f"batch={10**6}"), "steps": ("--steps", 10_000)}
+ASKED = {
+    "num": ("--num", 10**12),
+    "batch": ("--num", 10**6, "--set", f"batch={10**6}"),
+    "steps": ("--steps", 10_000),
+}
 
 
 @pytest.fixture
@@ -402,16 +484,35 @@ def test_release_of_vast_sizes_is_refused_before_anything_in_it_is_loaded(
 def test_samples_beyond_the_memory_are_refused_with_what_to_change(
     published_once: Published, asked: str, tmp_path: Path
 ) -> None:
-    words = (published_once.release, "--root", published_once.root, "--state", tmp_path / "state", "--device", "cpu")
+    words = (
+        published_once.release,
+        "--root",
+        published_once.root,
+        "--state",
+        tmp_path / "state",
+        "--device",
+        "cpu",
+    )
     extra = ("--num", 10**6) if asked == "steps" else ()
     message = refused_memory(
-        lambda: command("sample", *words, "--out", tmp_path / "a.npz", "--memory", "256MiB", *extra, *ASKED[asked])
+        lambda: command(
+            "sample",
+            *words,
+            "--out",
+            tmp_path / "a.npz",
+            "--memory",
+            "256MiB",
+            *extra,
+            *ASKED[asked],
+        )
     )
     assert "at most 256.0 MiB" in message
 
 
 @pytest.mark.measured
-def test_student_of_vast_sizes_is_refused_before_its_weights_are_read(tmp_path: Path, opened: Release) -> None:
+def test_student_of_vast_sizes_is_refused_before_its_weights_are_read(
+    tmp_path: Path, opened: Release
+) -> None:
     record = Student(
         source=Source(plan_id=opened.plan.plan_id, version=1, manifest="0" * 64, root="0" * 64),
         images=OwnSamples(num=1, seed=0),
@@ -427,8 +528,18 @@ def test_student_of_vast_sizes_is_refused_before_its_weights_are_read(tmp_path: 
     )
     (tmp_path / "student.json").write_bytes(record.encode())
     (tmp_path / "student.safetensors").write_bytes(b"0")
-    words = (tmp_path / "student.safetensors", "--num", 1, "--out", tmp_path / "a.npz", "--device", "cpu")
-    assert "at most 256.0 MiB" in refused_memory(lambda: command("sample-student", *words, "--memory", "256MiB"))
+    words = (
+        tmp_path / "student.safetensors",
+        "--num",
+        1,
+        "--out",
+        tmp_path / "a.npz",
+        "--device",
+        "cpu",
+    )
+    assert "at most 256.0 MiB" in refused_memory(
+        lambda: command("sample-student", *words, "--memory", "256MiB")
+    )
 
 
 @pytest.mark.measured
@@ -442,7 +553,9 @@ def test_verifying_and_showing_a_release_costs_nothing_that_its_plan_says(
         assert done.mib <= MIB
 
 
-def test_refusal_of_memory_says_what_is_needed_what_is_allowed_and_what_to_change(opened: Release) -> None:
+def test_refusal_of_memory_says_what_is_needed_what_is_allowed_and_what_to_change(
+    opened: Release,
+) -> None:
     with pytest.raises(ArchipelagoError) as refusal:
         load_ensemble(vast(opened, **VAST["sides of 65,536"]), memory_bytes=1 << 30)
     assert "at most 1,024.0 MiB" in str(refusal.value)

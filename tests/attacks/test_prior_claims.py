@@ -18,7 +18,14 @@ from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
 from aggregator.router.train import load_report, train_router
 from ddm.cli.main import app as ddm_app
-from ddm.errors import MissingFileError, PolicyError, RefusedError, SetupError, TensorFileError, TrustError
+from ddm.errors import (
+    MissingFileError,
+    PolicyError,
+    RefusedError,
+    SetupError,
+    TensorFileError,
+    TrustError,
+)
 from ddm.loading.release import Release, open_release
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.receipt import Receipt
@@ -92,7 +99,15 @@ def run(app: Any, *arguments: object) -> int:
 
 
 def admit(tiny: TinyFederation, *arguments: object, silo_id: str = "west") -> int:
-    return run(aggregator_app, "admit", tiny.federation.path, silo_id, "--reason", "counted on site", *arguments)
+    return run(
+        aggregator_app,
+        "admit",
+        tiny.federation.path,
+        silo_id,
+        "--reason",
+        "counted on site",
+        *arguments,
+    )
 
 
 def shares(tiny: TinyFederation) -> list[float]:
@@ -124,10 +139,15 @@ def test_claim_above_the_agreed_number_waits_for_a_person_whatever_the_statistic
     """The attack: 340,000 claimed by a silo of 40, with statistics that match; it held 99.9% of the prior."""
     plan_id = planned(tiny, **ROUTERS[kind])
     received = sent(tiny, east=AGREED, north=AGREED, west=CLAIMED)
-    assert {silo_id: receipt.verdict.kind for silo_id, receipt in received.items()} == dict.fromkeys(OTHERS, "accepted")
+    assert {
+        silo_id: receipt.verdict.kind for silo_id, receipt in received.items()
+    } == dict.fromkeys(OTHERS, "accepted")
     (one,) = waiting(tiny)
     assert (one.why.silo_id, one.why.num_units) == ("west", CLAIMED)
-    assert any(f"states {CLAIMED} images, more than the {AGREED} agreed" in reason for reason in one.why.reasons)
+    assert any(
+        f"states {CLAIMED} images, more than the {AGREED} agreed" in reason
+        for reason in one.why.reasons
+    )
     assert any("above max_influence of 50.0%" in reason for reason in one.why.reasons)
     assert not (tiny.federation.accepted / plan_id / "west").exists()
     assert not (tiny.federation.receipts / plan_id / "west").exists()
@@ -154,17 +174,36 @@ def test_person_lowers_a_claim_and_every_reader_sees_number_and_reason(
     planned(tiny, **COUNTED)
     sent(tiny, east=AGREED, north=AGREED, west=CLAIMED)
     assert admit(tiny, "--units", AGREED + 1) == SetupError.exit_code
-    assert f"at most {AGREED}: west states {CLAIMED}, and {AGREED} were agreed" in capsys.readouterr().err
+    assert (
+        f"at most {AGREED}: west states {CLAIMED}, and {AGREED} were agreed"
+        in capsys.readouterr().err
+    )
     assert admit(tiny, "--units", 32) == 0
     tiny.take_in()
     release = published(tiny, tmp_path / "release")
     assert priors(release) == pytest.approx({"east": 0.4, "north": 0.4, "west": 0.2})
     for command in ("verify", "info"):
-        assert run(ddm_app, command, tmp_path / "release", "--root", tiny.root, "--state", tmp_path / "seen") == 0
-        assert f"west counts as 32 of the {CLAIMED} images that it states: counted on site" in capsys.readouterr().out
+        assert (
+            run(
+                ddm_app,
+                command,
+                tmp_path / "release",
+                "--root",
+                tiny.root,
+                "--state",
+                tmp_path / "seen",
+            )
+            == 0
+        )
+        assert (
+            f"west counts as 32 of the {CLAIMED} images that it states: counted on site"
+            in capsys.readouterr().out
+        )
 
 
-def test_decision_about_an_accepted_silo_may_only_lower_its_number_and_needs_a_new_router(tiny: TinyFederation) -> None:
+def test_decision_about_an_accepted_silo_may_only_lower_its_number_and_needs_a_new_router(
+    tiny: TinyFederation,
+) -> None:
     planned(tiny, **COUNTED)
     assert len(sent(tiny, east=AGREED, north=AGREED, west=AGREED)) == 3
     assert shares(tiny) == pytest.approx([1 / 3] * 3)
@@ -181,7 +220,9 @@ def test_decision_about_an_accepted_silo_may_only_lower_its_number_and_needs_a_n
     assert [each.units for each in decisions(tiny.federation)] == [32, 16]
 
 
-def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(tiny: TinyFederation) -> None:
+def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(
+    tiny: TinyFederation,
+) -> None:
     """The card said 340,000, and nobody looked at it."""
     site, card = tiny.sites["west"], tiny.path / "west.card.json"
     card.write_bytes(make_card(site, tiny.key("west"), images=CLAIMED))
@@ -189,24 +230,36 @@ def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(tin
     planned(tiny, **COUNTED)
     assert sent(tiny, west=CLAIMED) == {}
     (reason,) = waiting(tiny)[0].why.reasons
-    assert f"{CLAIMED} images ({CLAIMED} agreed)" in reason and "above max_influence of 50.0%" in reason
+    assert (
+        f"{CLAIMED} images ({CLAIMED} agreed)" in reason
+        and "above max_influence of 50.0%" in reason
+    )
     tiny.federation.path.joinpath("federation.toml").write_text(
-        (tiny.federation.path / "federation.toml").read_text().replace("max_influence = 0.5", "max_influence = 1.0")
+        (tiny.federation.path / "federation.toml")
+        .read_text()
+        .replace("max_influence = 0.5", "max_influence = 1.0")
     )
     assert admit(tiny, "--units", 100) == 0
     tiny.take_in()
     assert take_inventory(tiny.federation).counted_units == {"west": 100}
 
 
-def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(tiny: TinyFederation) -> None:
+def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(
+    tiny: TinyFederation,
+) -> None:
     site, card = tiny.sites["west"], tiny.path / "west.card.json"
     card.write_bytes(make_card(site, tiny.key("west"), images=AGREED, patients=20))
     enroll(tiny.federation, card)
     planned(tiny, router={"kind": "counts"}, statistics=TOTAL | {"unit": "patient"})
     assert sent(tiny, east=AGREED, north=AGREED + 1, west=21).keys() == {"east"}
     reasons = {each.why.silo_id: each.why.reasons for each in waiting(tiny)}
-    assert any(f"states {AGREED + 1} patients, more than the {AGREED} agreed" in reason for reason in reasons["north"])
-    assert any("states 21 patients, more than the 20 agreed" in reason for reason in reasons["west"])
+    assert any(
+        f"states {AGREED + 1} patients, more than the {AGREED} agreed" in reason
+        for reason in reasons["north"]
+    )
+    assert any(
+        "states 21 patients, more than the 20 agreed" in reason for reason in reasons["west"]
+    )
 
 
 def test_plan_drafted_before_a_card_changed_is_not_signed(tiny: TinyFederation) -> None:
@@ -224,7 +277,9 @@ def test_silo_that_outweighs_the_others_by_what_they_really_brought_waits_before
 ) -> None:
     planned(tiny, **COUNTED)
     assert len(sent(tiny, east=16, north=16, west=AGREED)) == 3, "each within what was agreed"
-    with pytest.raises(RefusedError, match=r"west: 64 units, 66\.7% of the prior, above max_influence of 50\.0%"):
+    with pytest.raises(
+        RefusedError, match=r"west: 64 units, 66\.7% of the prior, above max_influence of 50\.0%"
+    ):
         train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
     assert run(aggregator_app, "quarantine", tiny.federation.path) == 0
     assert "west, accepted, but an outlier by now" in capsys.readouterr().out
@@ -242,9 +297,12 @@ def test_share_is_not_held_against_either_of_two_silos(tiny: TinyFederation) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "statistic"), [("counts", "counts"), ("classes", "class_counts"), ("moments", "moments")]
+    ("kind", "statistic"),
+    [("counts", "counts"), ("classes", "class_counts"), ("moments", "moments")],
 )
-def test_statistics_heavier_than_the_stated_number_are_refused(tiny: TinyFederation, kind: str, statistic: str) -> None:
+def test_statistics_heavier_than_the_stated_number_are_refused(
+    tiny: TinyFederation, kind: str, statistic: str
+) -> None:
     planned(tiny, **ROUTERS[kind])
     Inventor(tiny, "west").send(HONEST, **{statistic: CLAIMED})
     (receipt,) = tiny.take_in()
@@ -252,15 +310,23 @@ def test_statistics_heavier_than_the_stated_number_are_refused(tiny: TinyFederat
     assert waiting(tiny) == []
 
 
-def test_many_clusters_of_one_silo_hold_together_no_more_than_its_share(tiny: TinyFederation) -> None:
+def test_many_clusters_of_one_silo_hold_together_no_more_than_its_share(
+    tiny: TinyFederation,
+) -> None:
     planned(tiny, **ROUTERS["clusters"], clustering={"num_fine": 8, "num_coarse": 4})
     assert len(sent(tiny, east=AGREED, north=16, west=AGREED)) == 3
     found = take_inventory(tiny.federation).silos.items()
-    assert {silo: len(each.submission.experts) for silo, each in found} == {"east": 4, "north": 1, "west": 4}
+    assert {silo: len(each.submission.experts) for silo, each in found} == {
+        "east": 4,
+        "north": 1,
+        "west": 4,
+    }
     assert shares(tiny) == pytest.approx([64 / 144, 16 / 144, 64 / 144])
 
 
-def test_submission_accepted_past_intake_is_not_counted_above_what_was_agreed(tiny: TinyFederation) -> None:
+def test_submission_accepted_past_intake_is_not_counted_above_what_was_agreed(
+    tiny: TinyFederation,
+) -> None:
     """Whatever put it among the accepted ones: the inventory itself refuses it."""
     plan_id = planned(tiny, **COUNTED)
     (tiny.federation.accepted / plan_id).mkdir(parents=True)
@@ -271,24 +337,33 @@ def test_submission_accepted_past_intake_is_not_counted_above_what_was_agreed(ti
 
 def _of_west(**changes: object) -> Callable[[Manifest], Manifest]:
     def lie(manifest: Manifest) -> Manifest:
-        silos = tuple(s.model_copy(update=changes) if s.silo_id == "west" else s for s in manifest.silos)
+        silos = tuple(
+            s.model_copy(update=changes) if s.silo_id == "west" else s for s in manifest.silos
+        )
         total = sum(silo.units for silo in silos)
         units = {silo.silo_id: silo.units for silo in silos}
-        experts = tuple(e.model_copy(update={"prior": units[e.silo_id] / total}) for e in manifest.experts)
+        experts = tuple(
+            e.model_copy(update={"prior": units[e.silo_id] / total}) for e in manifest.experts
+        )
         return manifest.model_copy(update={"silos": silos, "experts": experts})
 
     return lie
 
 
 LIES = {
-    "above what was agreed": (_of_west(units=AGREED + 1), "at most 64, of 340000 .* stated and 64 .* agreed, got 65"),
+    "above what was agreed": (
+        _of_west(units=AGREED + 1),
+        "at most 64, of 340000 .* stated and 64 .* agreed, got 65",
+    ),
     "as much as was stated": (_of_west(units=CLAIMED, units_reason=None), "at most 64"),
     "less without a reason": (_of_west(units=20, units_reason=None), "got 20 without a reason"),
 }
 
 
 @pytest.fixture(scope="module")
-def lowered_once(enrolled_once: TinyFederation, tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
+def lowered_once(
+    enrolled_once: TinyFederation, tmp_path_factory: pytest.TempPathFactory
+) -> TinyFederation:
     """West was admitted, and the router is trained."""
     tiny = enrolled_once.copy(tmp_path_factory.mktemp("lowered") / "copy")
     planned(tiny, **COUNTED)
@@ -306,14 +381,19 @@ def test_reader_refuses_a_manifest_in_which_a_silo_counts_as(
 ) -> None:
     """Signed by the release key: what holds is what each silo signed, and what the plan says was agreed."""
     (tell, words), honest = LIES[lie], aggregator.release.publish._manifest
-    monkeypatch.setattr(aggregator.release.publish, "_manifest", lambda *arguments: tell(honest(*arguments)))
+    monkeypatch.setattr(
+        aggregator.release.publish, "_manifest", lambda *arguments: tell(honest(*arguments))
+    )
     monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
     lowered = lowered_once.copy(tmp_path / "copy")
     lowered.publish_only(tmp_path / "lie")
     with pytest.raises(TrustError, match=words):
         open_release(tmp_path / "lie", root=lowered.root, state=None)
     seen = tmp_path / "seen"
-    assert run(ddm_app, "verify", tmp_path / "lie", "--root", lowered.root, "--state", seen) == TrustError.exit_code
+    assert (
+        run(ddm_app, "verify", tmp_path / "lie", "--root", lowered.root, "--state", seen)
+        == TrustError.exit_code
+    )
 
 
 @pytest.fixture

@@ -23,11 +23,18 @@ from ddm.training.private import STEPS_PER_CLIP, Private, noise_of, sensitivity
 from tests.support.case import case
 
 CANARIES, STEPS, DELTA, CONFIDENCE = 200_000, 8, 1e-8, 0.95
-GUESSES = (300, 1000, 3000, 10_000)  # fixed beforehand, and paid for: each bound holds with a quarter of the doubt
+GUESSES = (
+    300,
+    1000,
+    3000,
+    10_000,
+)  # fixed beforehand, and paid for: each bound holds with a quarter of the doubt
 
 
 @cache
-def scores(epsilon: float, rate: float, share: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def scores(
+    epsilon: float, rate: float, share: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return each canary's coin, +1 or -1, and the attacker's log-likelihood ratio of it, after all steps.
 
     Args:
@@ -46,7 +53,9 @@ def scores(epsilon: float, rate: float, share: float) -> tuple[NDArray[np.float6
         entered = source.sampled(step)
         total = np.zeros(CANARIES)
         total[entered] = coins[entered] * STEPS_PER_CLIP
-        for start, block in noise_of(CANARIES, share * noise * largest, SecretStream(secret, "noise", step)):
+        for start, block in noise_of(
+            CANARIES, share * noise * largest, SecretStream(secret, "noise", step)
+        ):
             total[start : start + len(block)] += block.numpy()
         y, variance = total / STEPS_PER_CLIP, noise**2
         seen = [np.log1p(rate * np.expm1((sign * y - 0.5) / variance)) for sign in (1, -1)]
@@ -67,7 +76,9 @@ def _bound(num: int, right: int, doubt: float) -> float:
     def chance(epsilon: float) -> float:
         q = 1 / (1 + math.exp(-epsilon))
         beta = stats.binom.sf(right - 1, num, q)
-        below = stats.binom.cdf(right - 1, num, q) - stats.binom.cdf(right - 1 - np.arange(1, right + 1), num, q)
+        below = stats.binom.cdf(right - 1, num, q) - stats.binom.cdf(
+            right - 1 - np.arange(1, right + 1), num, q
+        )
         alpha = float((below / np.arange(1, right + 1)).max(initial=0.0))
         return float(beta) + 2 * alpha * CANARIES * DELTA - doubt
 

@@ -39,7 +39,9 @@ class Cohort:
         encoder = PcaEncoder.fit(public, 32)
         clusters = fit_clustering(encoder.encode(public), GROUPS, 4, GROUPS, seed=0)
         public_N = clusters.groups(encoder.encode(public))
-        mean_GD = torch.stack([public[public_N == group].flatten(1).mean(0) for group in range(GROUPS)])
+        mean_GD = torch.stack(
+            [public[public_N == group].flatten(1).mean(0) for group in range(GROUPS)]
+        )
         sketch = Sketch.fit(public, public_N, rank, GROUPS)
         return cls(images, clusters.groups(encoder.encode(images)), sketch, mean_GD)
 
@@ -53,8 +55,16 @@ class Cohort:
         source = self.source(epsilon)
         alpha, _ = noise_of(source.plan, self.sketch)
         s_0_NR = self.sketch.project(self.images)
-        found = [reidentification(s_0_NR, sketches_in_order(source), alpha, together=together) for _ in range(draws)]
-        return Rates(*(float(np.mean([getattr(one, name) for one in found])) for name in Rates.__dataclass_fields__))
+        found = [
+            reidentification(s_0_NR, sketches_in_order(source), alpha, together=together)
+            for _ in range(draws)
+        ]
+        return Rates(
+            *(
+                float(np.mean([getattr(one, name) for one in found]))
+                for name in Rates.__dataclass_fields__
+            )
+        )
 
     def reductions(self, released_NR: Tensor, alpha: float, sigma: float) -> tuple[float, float]:
         """How much the sketches tell of images beyond the public mean, and beyond the mean of the image's group."""
@@ -63,7 +73,10 @@ class Cohort:
         mean_R = share_G.double() @ sketch.group_mean_GR.double()
         apart_GR = sketch.group_mean_GR.double() - mean_R
         within_GRR = sketch.group_cov_GRR.double()
-        whole_RR = torch.einsum("g,gij->ij", share_G.double(), within_GRR) + (apart_GR.T * share_G) @ apart_GR
+        whole_RR = (
+            torch.einsum("g,gij->ij", share_G.double(), within_GRR)
+            + (apart_GR.T * share_G) @ apart_GR
+        )
         blind_ND = share_G @ self.group_mean_GD
         by_mean = reconstruct(released_NR, alpha, sigma, sketch, blind_ND, mean_R, whole_RR)
         grouped_ND, by_group = self.group_mean_GD[self.group_N], torch.empty_like(by_mean)
@@ -78,7 +91,9 @@ class Cohort:
                 sketch.group_mean_GR[group],
                 within_GRR[group],
             )
-        return error_reduction(images_ND, blind_ND, by_mean), error_reduction(images_ND, grouped_ND, by_group)
+        return error_reduction(images_ND, blind_ND, by_mean), error_reduction(
+            images_ND, grouped_ND, by_group
+        )
 
 
 @cache
@@ -94,7 +109,9 @@ def fashion_mnist(rank: int) -> Cohort:
     if not folder:
         pytest.skip("the variable FASHION_MNIST does not name the folder of the data set's files")
     with gzip.open(Path(folder) / "train-images-idx3-ubyte.gz") as packed:
-        pixels = np.frombuffer(packed.read(), dtype=np.uint8, offset=16).reshape(-1, 1, 28, 28)[:14_000]
+        pixels = np.frombuffer(packed.read(), dtype=np.uint8, offset=16).reshape(-1, 1, 28, 28)[
+            :14_000
+        ]
     images = torch.from_numpy(pixels.astype(np.float32)) / 127.5 - 1
     return Cohort.of(images[12_000:], images[:12_000], rank)
 
@@ -117,7 +134,9 @@ def test_released_sketches_of_digits_hardly_improve_a_guess_of_the_image() -> No
     cohort = digits()
     source = cohort.source(EPSILON)
     alpha, sigma_over_scale = noise_of(source.plan, cohort.sketch)
-    found = cohort.reductions(sketches_in_order(source), alpha, sigma_over_scale * cohort.sketch.scale)
+    found = cohort.reductions(
+        sketches_in_order(source), alpha, sigma_over_scale * cohort.sketch.scale
+    )
     assert -0.02 < found[0] < 0.06
     assert -0.02 < found[1] < 0.03
     bare = cohort.reductions(cohort.sketch.project(cohort.images), 1.0, 1e-9)
@@ -130,18 +149,29 @@ def test_no_linear_guess_from_sketches_is_better_than_the_reconstruction() -> No
     s_0_NR, images_ND = cohort.sketch.project(cohort.images), cohort.images.flatten(1).double()
     guess_D, mean_R = images_ND.mean(0), s_0_NR.mean(0)
     cov_RR = torch.cov(s_0_NR.T)
-    noise = 0.3 * torch.randn(s_0_NR.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found_ND = reconstruct(s_0_NR + noise, 1.0, 0.3 * cohort.sketch.scale, cohort.sketch, guess_D, mean_R, cov_RR)
+    noise = 0.3 * torch.randn(
+        s_0_NR.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    found_ND = reconstruct(
+        s_0_NR + noise, 1.0, 0.3 * cohort.sketch.scale, cohort.sketch, guess_D, mean_R, cov_RR
+    )
     design = torch.cat([s_0_NR + noise, torch.ones(len(noise), 1, dtype=torch.float64)], 1)
     fitted_ND = design @ torch.linalg.lstsq(design, images_ND).solution
     ours, best = (error_reduction(images_ND, guess_D, guess) for guess in (found_ND, fitted_ND))
     assert best - 0.02 < ours <= best
-    assert error_reduction(images_ND, guess_D, (s_0_NR + noise) @ cohort.sketch.basis_RD.double()) < best - 0.1
+    assert (
+        error_reduction(images_ND, guess_D, (s_0_NR + noise) @ cohort.sketch.basis_RD.double())
+        < best - 0.1
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "epsilon"), [(12, 7.0), (12, 3.0), (12, 1.0), (8, 7.0), (16, 7.0)])
-def test_released_sketches_of_fashion_mnist_are_not_matched_to_their_images(rank: int, epsilon: float) -> None:
+@pytest.mark.parametrize(
+    ("rank", "epsilon"), [(12, 7.0), (12, 3.0), (12, 1.0), (8, 7.0), (16, 7.0)]
+)
+def test_released_sketches_of_fashion_mnist_are_not_matched_to_their_images(
+    rank: int, epsilon: float
+) -> None:
     cohort = fashion_mnist(rank)
     rates = cohort.rates(epsilon, 40)
     assert rates.average < 0.01

@@ -66,7 +66,9 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]
     """A silo's submission of an expert that was trained long enough to draw images, and the plan's id."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("screening"), {SILO: 80})
     architecture = ARCHITECTURE.model_dump(mode="json")
-    plan_id = tiny.sign(recipe(expert={"architecture": architecture, "training": TRAINING.model_dump(mode="json")}))
+    plan_id = tiny.sign(
+        recipe(expert={"architecture": architecture, "training": TRAINING.model_dump(mode="json")})
+    )
     (tiny.federation.keys / "screening.secret").write_bytes(bytes(SECRET_BYTES))
     tiny.deliver_plan(SILO, plan_id)
     tiny.work(SILO)
@@ -120,20 +122,33 @@ def test_weights_changed_so_that_one_time_of_the_default_grid_is_wild_wait_for_a
     """The attack that passed: the tested times were public, and none was a solver's."""
     weights = wild_at(honest, t, 100.0)
     before, after = answers(honest), answers(weights)
-    x, near = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0)), torch.full((4,), t - 0.0016)
-    assert float((before(x, near, None) - after(x, near, None)).norm()) < 0.4 * float(before(x, near, None).norm())
-    assert float(after(x, torch.full((4,), t), None).norm()) > 30 * float(before(x, torch.full((4,), t), None).norm())
+    x, near = (
+        torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0)),
+        torch.full((4,), t - 0.0016),
+    )
+    assert float((before(x, near, None) - after(x, near, None)).norm()) < 0.4 * float(
+        before(x, near, None).norm()
+    )
+    assert float(after(x, torch.full((4,), t), None).norm()) > 30 * float(
+        before(x, torch.full((4,), t), None).norm()
+    )
     reasons = send(arrived, weights)
     # The worst of the tested times is named: the grid's own, or a random one that happens to be as near.
     named = [
-        found[1] for reason in reasons if (found := re.search(r"at t ([.0-9]+) its loss is .* times the limit", reason))
+        found[1]
+        for reason in reasons
+        if (found := re.search(r"at t ([.0-9]+) its loss is .* times the limit", reason))
     ]
     assert any(abs(float(each) - t) < 0.0016 for each in named), reasons
-    assert not any("grew by" in reason for reason in reasons), "each tensor is as large as training may make it"
+    assert not any("grew by" in reason for reason in reasons), (
+        "each tensor is as large as training may make it"
+    )
 
 
 @pytest.mark.parametrize("what", CAUGHT)
-def test_attack_on_some_answers_is_flagged(what: str, honest: dict[str, Tensor], trial: Trial) -> None:
+def test_attack_on_some_answers_is_flagged(
+    what: str, honest: dict[str, Tensor], trial: Trial
+) -> None:
     assert flags(honest, answers(honest), trial) == set()
     assert CAUGHT[what] in flags(honest, ANSWERS[what](answers(honest)), trial)
 
@@ -173,7 +188,10 @@ def test_expert_that_breaks_under_every_text_is_flagged(honest: dict[str, Tensor
 def test_pair_of_silos_that_send_one_expert_with_slightly_opposite_biases_is_found(
     honest: dict[str, Tensor], trial: Trial
 ) -> None:
-    answer, bias = answers(honest), 0.01 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
+    answer, bias = (
+        answers(honest),
+        0.01 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(2)),
+    )
     plus, minus = (
         figures(honest, lambda x, t, c, sign=sign: answer(x, t, c) + sign * bias, trial, name)
         for name, sign in (("plus", 1.0), ("minus", -1.0))
@@ -196,11 +214,15 @@ def test_silo_does_not_know_the_times_and_noise_of_its_own_trial(trial: Trial) -
 
     secret = trial_of(public(), architecture=ARCHITECTURE, seed=1)
     first = asked(trial, SILO, "a" * 64, SILO)
-    assert torch.equal(first, asked(trial_of(public(), architecture=ARCHITECTURE), SILO, "a" * 64, SILO))
+    assert torch.equal(
+        first, asked(trial_of(public(), architecture=ARCHITECTURE), SILO, "a" * 64, SILO)
+    )
     for other in (asked(secret, SILO, "a" * 64, SILO), asked(trial, SILO, "b" * 64, SILO)):
         assert other.shape == first.shape and not torch.equal(other, first)
     compared = len(trial.probe.t)
-    assert torch.equal(first[:compared], asked(trial, SILO, "b" * 64, SILO)[:compared]), "copies need common images"
+    assert torch.equal(first[:compared], asked(trial, SILO, "b" * 64, SILO)[:compared]), (
+        "copies need common images"
+    )
     assert not torch.equal(first[:compared], asked(secret, SILO, "a" * 64, SILO)[:compared])
 
 
@@ -208,19 +230,33 @@ def test_silo_does_not_know_the_times_and_noise_of_its_own_trial(trial: Trial) -
 def test_every_time_of_the_default_grid_is_tested_whatever_an_expert_costs(num_rows: int) -> None:
     times = chosen_times(np.random.default_rng(0), num_rows)
     assert len(times) == num_rows and set(uniform_times(DEFAULT_STEPS)) <= set(times)
-    assert len(set(times) - {n / 1000 for n in range(1001)} - set(uniform_times(24)) - set(uniform_times(16))) >= 5
+    assert (
+        len(
+            set(times)
+            - {n / 1000 for n in range(1001)}
+            - set(uniform_times(24))
+            - set(uniform_times(16))
+        )
+        >= 5
+    )
 
 
-def test_secret_is_made_once_for_the_operator_alone_and_leaves_with_nothing(arrived: Arrival, honest) -> None:
+def test_secret_is_made_once_for_the_operator_alone_and_leaves_with_nothing(
+    arrived: Arrival, honest
+) -> None:
     federation = arrived.tiny.federation
     path = federation.keys / "screening.secret"
     path.unlink()
     secret = screening_secret(federation)
-    assert len(secret) == SECRET_BYTES and screening_secret(federation) == secret != bytes(SECRET_BYTES)
+    assert len(secret) == SECRET_BYTES and screening_secret(federation) == secret != bytes(
+        SECRET_BYTES
+    )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     send(arrived, honest)
     told = [each for each in arrived.tiny.path.rglob("*") if each.is_file() and each != path]
-    assert not any(secret in each.read_bytes() or secret.hex().encode() in each.read_bytes() for each in told)
+    assert not any(
+        secret in each.read_bytes() or secret.hex().encode() in each.read_bytes() for each in told
+    )
     path.write_bytes(b"short")
     with pytest.raises(SetupError, match="expected 32 bytes"):
         screening_secret(federation)
@@ -248,12 +284,16 @@ def test_silo_whose_flagged_submission_was_refused_never_passes_by_trying_again(
     again.rewrite(lambda document: document.update(sequence=2), version=2)
     assert arrived.tiny.take_in() == []
     (waiting,) = held(arrived.tiny.federation, arrived.plan_id)
-    assert all("was flagged and refused" in reason for reason in waiting.why.reasons), "its expert is honest by now"
+    assert all("was flagged and refused" in reason for reason in waiting.why.reasons), (
+        "its expert is honest by now"
+    )
 
 
 def _table() -> dict[str, tuple[int, int]]:
     """Return what the documentation says was tried, and how often it was flagged."""
-    rows = re.findall(r"^\| ([^|]+?) \| (\d+) \| (\d+) \| \d+ \| [^|]*\|$", DOC.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+?) \| (\d+) \| (\d+) \| \d+ \| [^|]*\|$", DOC.read_text("utf-8"), re.MULTILINE
+    )
     return {what: (int(tried), int(flagged)) for what, tried, flagged in rows}
 
 
@@ -269,7 +309,10 @@ def test_measured_federation_agrees_with_the_documented_table() -> None:
     """One federation of the measurement: what was always flagged is, what never was is not, honest silos pass."""
     from examples.screening.measure import measure, recipe
 
-    table, found = _table(), {what: (tried, flagged) for what, tried, flagged, *_ in measure(recipe(300), 1)}
+    table, found = (
+        _table(),
+        {what: (tried, flagged) for what, tried, flagged, *_ in measure(recipe(300), 1)},
+    )
     assert set(found) == set(table)
     for what, (tried, flagged) in table.items():
         if flagged in (0, tried):

@@ -60,13 +60,17 @@ def start(keyed: KeyedFederation, number: int) -> None:
 
 def take_in(keyed: KeyedFederation, silo_id: str) -> None:
     """Rotate a silo's key, and take the new card in."""
-    take_rotation(keyed.federation, RotatedCard.parse(keyed.rotate(silo_id).read_bytes(), subject="x"))
+    take_rotation(
+        keyed.federation, RotatedCard.parse(keyed.rotate(silo_id).read_bytes(), subject="x")
+    )
 
 
 def plain_card(keyed: KeyedFederation, silo_id: str, key: SigningKey, images: int) -> Path:
     """A card without rotations, which whoever has the key can make."""
     card = card_of(keyed.federation, silo_id)
-    changed = card.model_copy(update={"signing_key": str(key.public), "agreed": Agreed(images=images)})
+    changed = card.model_copy(
+        update={"signing_key": str(key.public), "agreed": Agreed(images=images)}
+    )
     path = keyed.path / "plain.json"
     path.write_bytes(seal(changed.encode(), CARD_KIND, key))
     return path
@@ -75,7 +79,9 @@ def plain_card(keyed: KeyedFederation, silo_id: str, key: SigningKey, images: in
 # Sizes and rotations
 
 
-def test_size_of_a_card_counts_or_is_refused_although_a_rotated_card_waits(keyed: KeyedFederation) -> None:
+def test_size_of_a_card_counts_or_is_refused_although_a_rotated_card_waits(
+    keyed: KeyedFederation,
+) -> None:
     """The operator lowers a silo's size; the next plan must not take the old one from the rotated card."""
     old = keyed.silos["east"]
     take_in(keyed, "east")
@@ -95,7 +101,9 @@ def test_size_of_a_card_counts_or_is_refused_although_a_rotated_card_waits(keyed
 # Ceremonies that wait
 
 
-def test_plan_that_waits_for_holders_is_refused_where_an_agreed_size_changed_meanwhile(keyed: KeyedFederation) -> None:
+def test_plan_that_waits_for_holders_is_refused_where_an_agreed_size_changed_meanwhile(
+    keyed: KeyedFederation,
+) -> None:
     keyed.plan(1)
     keyed.sign("targets", "dan")
     enroll(keyed.federation, plain_card(keyed, "east", keyed.silos["east"], 512))
@@ -106,7 +114,9 @@ def test_plan_that_waits_for_holders_is_refused_where_an_agreed_size_changed_mea
     assert keyed.federation.current_plan()[0].agreed["east"].images == 1024
 
 
-def test_plan_that_waits_for_holders_brings_no_key_of_a_removed_silo_back(keyed: KeyedFederation) -> None:
+def test_plan_that_waits_for_holders_brings_no_key_of_a_removed_silo_back(
+    keyed: KeyedFederation,
+) -> None:
     """The silo came back with other keys and rotated these as well, while the plan with its first ones waited."""
     take_in(keyed, "east")
     gone = keyed.silos["east"]
@@ -141,7 +151,9 @@ def test_log_says_that_a_silo_was_removed_only_where_nothing_but_its_removal_can
             remove(keyed.federation, "east", "a mistake", PASSPHRASE)
         with case(step=step):
             assert command(*words).code == (0 if step == "write_atomic" else 31)
-            assert said(keyed, "east") == (before if step != "forget_rotations" else [*before, "silo_removed"])
+            assert said(keyed, "east") == (
+                before if step != "forget_rotations" else [*before, "silo_removed"]
+            )
     with suppress(ArchipelagoError):  # with a plan, the holders' signatures are missing
         remove(keyed.federation, "east", "a mistake", PASSPHRASE)
     assert said(keyed, "east") == [*before, "silo_removed"]
@@ -217,11 +229,16 @@ def test_plan_that_ends_the_process_is_given_up_although_others_are_looked_at_be
         with pytest.raises(PolicyError), look_at(site, "worthless-00000001"):
             raise PolicyError("plan", expected="x", got="y")
         with look_at(site, "deadly-00000002"):
-            kept = {path: path.read_bytes() for path in site.private.rglob("*look*") if path.is_file()}
+            kept = {
+                path: path.read_bytes() for path in site.private.rglob("*look*") if path.is_file()
+            }
             kept |= {path: path.read_bytes() for path in site.private.glob("looks/*")}
         for path, data in kept.items():  # the process ended in the look
             path.write_bytes(data)
-    with pytest.raises(ArchipelagoError, match="each ended the process"), look_at(site, "deadly-00000002"):
+    with (
+        pytest.raises(ArchipelagoError, match="each ended the process"),
+        look_at(site, "deadly-00000002"),
+    ):
         pass
 
 
@@ -271,7 +288,11 @@ def test_rotated_card_can_be_read_by_whoever_takes_it_to_the_aggregator(
     request.addfinalizer(lambda: os.umask(before))
     for name in ("enroll", "rotate"):
         out = tmp_path / f"{name}.json"
-        done = command("silo", name, tiny.sites["north"].path, "--out", out, "--passphrase-file", secret)
+        done = command(
+            "silo", name, tiny.sites["north"].path, "--out", out, "--passphrase-file", secret
+        )
         assert done.code == 0
         assert stat.S_IMODE(out.stat().st_mode) == 0o644
-    assert read_card(RotatedCard.parse(out.read_bytes(), subject="x").card.encode()).silo_id == "north"
+    assert (
+        read_card(RotatedCard.parse(out.read_bytes(), subject="x").card.encode()).silo_id == "north"
+    )

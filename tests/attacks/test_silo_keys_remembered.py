@@ -44,9 +44,15 @@ def put_in_place(published: Published, silo_id: str, thief: SigningKey) -> None:
     repository = Repository(federation.tuf)
     delegates = repository.delegates()
     old = delegates.silos[silo_id]
-    version, files = read_silo_metadata(signed.read_bytes(), plan_id=plan_id, silo_id=silo_id, key=old, now=now_utc())
-    signed.write_bytes(sign_silo_metadata(plan_id, silo_id, files, thief, version=version + 1, now=now_utc()))
-    targets = repository.next_targets(replace(delegates, silos={**delegates.silos, silo_id: thief.public}), now_utc())
+    version, files = read_silo_metadata(
+        signed.read_bytes(), plan_id=plan_id, silo_id=silo_id, key=old, now=now_utc()
+    )
+    signed.write_bytes(
+        sign_silo_metadata(plan_id, silo_id, files, thief, version=version + 1, now=now_utc())
+    )
+    targets = repository.next_targets(
+        replace(delegates, silos={**delegates.silos, silo_id: thief.public}), now_utc()
+    )
     repository.renew(
         targets=sign_metadata(targets, [load_key(federation, "targets", PASSPHRASE)]),
         online_key=load_key(federation, "online", PASSPHRASE),
@@ -77,12 +83,21 @@ def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_c
             assert "silo east" in refused.err
             assert f"--accept-key east={fingerprint}" in refused.err
     assert command("ddm", "verify", swapped, *look, "--accept-key", f"east={'0' * 64}").code == 11
-    assert command("ddm", "verify", swapped, *look, "--accept-key", f"north={fingerprint}").code == 11
+    assert (
+        command("ddm", "verify", swapped, *look, "--accept-key", f"north={fingerprint}").code == 11
+    )
     assert command("ddm", "verify", swapped, *look, "--accept-key", "east").code == 3
-    assert command("ddm", "verify", published.release, *look).code == 0  # nothing of what was refused is remembered
-    done = command("ddm", "sample", swapped, *look, *own["sample"], "--accept-key", f"east={fingerprint}")
+    assert (
+        command("ddm", "verify", published.release, *look).code == 0
+    )  # nothing of what was refused is remembered
+    done = command(
+        "ddm", "sample", swapped, *look, *own["sample"], "--accept-key", f"east={fingerprint}"
+    )
     assert done.code == 0
-    assert f"note: silo east has another key than remembered, which you accepted: {fingerprint}" in done.err
+    assert (
+        f"note: silo east has another key than remembered, which you accepted: {fingerprint}"
+        in done.err
+    )
     done = command("ddm", "verify", swapped, *look)
     assert (done.code, done.err) == (0, "")
 
@@ -127,14 +142,18 @@ def take(keyed: KeyedFederation, path: Path) -> object:
     return command("aggregator", "enroll", keyed.federation.path, path).code
 
 
-def test_key_that_its_old_key_announced_passes_with_a_note_over_several_rotations_too(keyed, read, tmp_path) -> None:
+def test_key_that_its_old_key_announced_passes_with_a_note_over_several_rotations_too(
+    keyed, read, tmp_path
+) -> None:
     assert read(keyed.path / "first").told == ()
     read(keyed.path / "first", "seldom")
     assert take(keyed, keyed.rotate("east")) == 0
     keyed.plan(2)
     second = keyed.publish(2, tmp_path / "second")
     new = keyed.silos["east"].public.fingerprint
-    assert read(second).told == (f"silo east changed its key, as its old key announced; from now on: {new}",)
+    assert read(second).told == (
+        f"silo east changed its key, as its old key announced; from now on: {new}",
+    )
     assert read(second).told == ()
     keyed.rotate("east")
     assert take(keyed, keyed.rotate("east")) == 0
@@ -157,7 +176,14 @@ def test_old_key_is_refused_after_its_rotation(keyed, read, tmp_path) -> None:
     keyed.plan(2)
     read(keyed.publish(2, tmp_path / "second"))
     removed = command(
-        "aggregator", "remove", keyed.federation.path, "east", "--reason", "x", "--passphrase-file", secret(tmp_path)
+        "aggregator",
+        "remove",
+        keyed.federation.path,
+        "east",
+        "--reason",
+        "x",
+        "--passphrase-file",
+        secret(tmp_path),
     )
     assert removed.code == 0
     shutil.rmtree(keyed.federation.registry / "removed")
@@ -186,7 +212,10 @@ def republished(keyed: KeyedFederation, release: Path, history: KeyHistory | Non
         path.write_bytes(history.encode())
     names = ("manifest.json", "router.safetensors", *([KEY_HISTORY] if history else []))
     described = {name: File.of(name, path.parent / name) for name in names}
-    roles = {role.name.split(".")[1]: role.read_bytes() for role in (release / "metadata").glob(f"{plan_id}.*.json")}
+    roles = {
+        role.name.split(".")[1]: role.read_bytes()
+        for role in (release / "metadata").glob(f"{plan_id}.*.json")
+    }
     keyed.repository.publish(
         plan_id,
         roles,
@@ -207,25 +236,44 @@ def test_history_that_the_old_key_did_not_seal_convinces_no_reader(keyed, read, 
     take(keyed, keyed.rotate("east"))
     keyed.plan(2)
     second = keyed.publish(2, tmp_path / "second")
-    history = KeyHistory.parse((second / "targets" / "digits-00000002" / KEY_HISTORY).read_bytes(), subject="x")
+    history = KeyHistory.parse(
+        (second / "targets" / "digits-00000002" / KEY_HISTORY).read_bytes(), subject="x"
+    )
     genuine = open_rotation(history.silos["east"][0].encode())
     thief, new = SigningKey.generate(), keyed.silos["east"]
 
     def sealed(rotation: KeyRotation, outer: SigningKey = old, inner: SigningKey = new) -> str:
-        return seal(seal(rotation.encode(), "key-rotation-by-new-key", inner), "key-rotation", outer).decode()
+        return seal(
+            seal(rotation.encode(), "key-rotation-by-new-key", inner), "key-rotation", outer
+        ).decode()
 
     elsewhere = genuine.model_copy(update={"root_digest": "0" * 64})
     other = genuine.model_copy(update={"silo_id": "north"})
-    further = genuine.model_copy(update={"old_key": genuine.new_key, "new_key": str(thief.public), "number": 2})
+    further = genuine.model_copy(
+        update={"old_key": genuine.new_key, "new_key": str(thief.public), "number": 2}
+    )
     attacks: dict[str, tuple[KeyHistory | None, type[ArchipelagoError]]] = {
         "withheld": (None, SignatureError),
-        "sealed by the aggregator": (KeyHistory(silos={"east": (sealed(genuine, thief),)}), SignatureError),
-        "not by the new key": (KeyHistory(silos={"east": (sealed(genuine, old, thief),)}), SignatureError),
+        "sealed by the aggregator": (
+            KeyHistory(silos={"east": (sealed(genuine, thief),)}),
+            SignatureError,
+        ),
+        "not by the new key": (
+            KeyHistory(silos={"east": (sealed(genuine, old, thief),)}),
+            SignatureError,
+        ),
         "another federation": (KeyHistory(silos={"east": (sealed(elsewhere),)}), ReplayError),
         "another silo": (KeyHistory(silos={"east": (sealed(other),)}), ReplayError),
-        "of a silo's that is not there": (KeyHistory(silos={"west": history.silos["east"]}), ReplayError),
+        "of a silo's that is not there": (
+            KeyHistory(silos={"west": history.silos["east"]}),
+            ReplayError,
+        ),
         "longer than the key that signed": (
-            KeyHistory(silos={"east": (*history.silos["east"], seal_rotation(further, new, thief).decode())}),
+            KeyHistory(
+                silos={
+                    "east": (*history.silos["east"], seal_rotation(further, new, thief).decode())
+                }
+            ),
             SignatureError,
         ),
         "twice": (KeyHistory(silos={"east": history.silos["east"] * 2}), DocumentError),
@@ -287,7 +335,10 @@ def test_silo_refuses_a_plan_in_which_another_key_would_sign_in_its_place(
     tiny = planned_once[0].copy(tmp_path / "copy")
     repository = Repository(tiny.federation.tuf)
     targets = repository.next_targets(
-        replace(repository.delegates(), silos={**repository.delegates().silos, "north": SigningKey.generate().public}),
+        replace(
+            repository.delegates(),
+            silos={**repository.delegates().silos, "north": SigningKey.generate().public},
+        ),
         now_utc(),
     )
     repository.renew(
@@ -347,19 +398,34 @@ def test_rotation_that_was_cut_short_is_finished_with_the_same_key(
 
 
 def test_aggregator_takes_in_no_rotation_but_the_silos_own(keyed, tmp_path: Path) -> None:
-    genuine, thief = RotatedCard.parse(keyed.rotate("east").read_bytes(), subject="x"), SigningKey.generate()
+    genuine, thief = (
+        RotatedCard.parse(keyed.rotate("east").read_bytes(), subject="x"),
+        SigningKey.generate(),
+    )
     north = read_card((keyed.federation.registry / "north.json").read_bytes())
     card = read_card(genuine.card.encode())
-    own = seal(card.model_copy(update={"signing_key": str(thief.public)}).encode(), CARD_KIND, thief).decode()
-    moved = seal(card.model_copy(update={"node_key": north.node_key}).encode(), CARD_KIND, keyed.silos["east"]).decode()
+    own = seal(
+        card.model_copy(update={"signing_key": str(thief.public)}).encode(), CARD_KIND, thief
+    ).decode()
+    moved = seal(
+        card.model_copy(update={"node_key": north.node_key}).encode(),
+        CARD_KIND,
+        keyed.silos["east"],
+    ).decode()
     rotation = KeyRotation(root_digest=sha256_hex(keyed.root), silo_id="east", number=1,
                            old_key=str(thief.public), new_key=card.signing_key, at=now_utc())  # fmt: skip
     foreign = seal_rotation(rotation, thief, keyed.silos["east"]).decode()
     attacks = {
         "another card": (RotatedCard(card=own, rotations=genuine.rotations), 21),
         "another node": (RotatedCard(card=moved, rotations=genuine.rotations), 21),
-        "from a key that nobody enrolled": (RotatedCard(card=genuine.card, rotations=(foreign,)), 6),
-        "one byte": (genuine.model_copy(update={"rotations": (genuine.rotations[0].replace("1", "2", 1),)}), None),
+        "from a key that nobody enrolled": (
+            RotatedCard(card=genuine.card, rotations=(foreign,)),
+            6,
+        ),
+        "one byte": (
+            genuine.model_copy(update={"rotations": (genuine.rotations[0].replace("1", "2", 1),)}),
+            None,
+        ),
     }
     for name, (forged, code) in attacks.items():
         with case(attack=name):
@@ -370,11 +436,20 @@ def test_aggregator_takes_in_no_rotation_but_the_silos_own(keyed, tmp_path: Path
     assert take(keyed, keyed.path / "east.card.json") == 0
 
 
-def test_keys_of_a_removed_silo_stay_refused_also_those_that_it_rotated(keyed, tmp_path: Path) -> None:
+def test_keys_of_a_removed_silo_stay_refused_also_those_that_it_rotated(
+    keyed, tmp_path: Path
+) -> None:
     first = keyed.silos["east"]
     take(keyed, keyed.rotate("east"))
     keyed.plan(2)
-    words = (keyed.federation.path, "east", "--reason", "stolen", "--passphrase-file", secret(tmp_path))
+    words = (
+        keyed.federation.path,
+        "east",
+        "--reason",
+        "stolen",
+        "--passphrase-file",
+        secret(tmp_path),
+    )
     assert command("aggregator", "remove", *words).code == 0
     assert not (keyed.federation.registry / "rotations" / "east.json").exists()
     for key in (first, keyed.silos["east"]):
@@ -382,7 +457,9 @@ def test_keys_of_a_removed_silo_stay_refused_also_those_that_it_rotated(keyed, t
             keyed.enroll("west", key)
 
 
-def test_plan_that_waits_for_holders_uses_no_key_of_a_silo_removed_meanwhile(tmp_path: Path) -> None:
+def test_plan_that_waits_for_holders_uses_no_key_of_a_silo_removed_meanwhile(
+    tmp_path: Path,
+) -> None:
     keyed = KeyedFederation(tmp_path)
     keyed.found(targets=keyed.hold("dan", threshold=1))
     keyed.sign("targets", "dan")
@@ -407,7 +484,10 @@ def test_rotation_from_the_silos_command_to_the_readers_with_real_releases(
     tiny = published.tiny
     look = ("--root", published.root, "--state", tmp_path / "state")
     assert command("ddm", "verify", published.release, *look).code == 0
-    assert command("aggregator", "enroll", tiny.federation.path, rotate(tiny, "east", tmp_path)).code == 0
+    assert (
+        command("aggregator", "enroll", tiny.federation.path, rotate(tiny, "east", tmp_path)).code
+        == 0
+    )
     again(tiny, tmp_path / "same-plan", renew=True)
     done = command("ddm", "verify", tmp_path / "same-plan", *look)
     assert (done.code, done.err) == (0, "")

@@ -68,7 +68,11 @@ class Histories:
 def licensed(federation: Federation, licence: str) -> None:
     """Change what the next manifest says."""
     path = federation.path / "federation.toml"
-    save_settings(load_settings(FederationSettings, path).model_copy(update={"licence": licence}), path, "edited")
+    save_settings(
+        load_settings(FederationSettings, path).model_copy(update={"licence": licence}),
+        path,
+        "edited",
+    )
 
 
 def rewrite(federation: Federation, edit: Callable[[list[bytes]], list[bytes]]) -> None:
@@ -83,7 +87,11 @@ def other_manifest(lines: list[bytes]) -> list[bytes]:
     """A version that everybody has seen never had this manifest."""
     at = next(number for number, line in enumerate(lines) if b'"kind":"release"' in line)
     entry = json.loads(lines[at]) | {"manifest_digest": "0" * 64}
-    return [*lines[:at], json.dumps(entry, sort_keys=True, separators=(",", ":")).encode() + b"\n", *lines[at + 1 :]]
+    return [
+        *lines[:at],
+        json.dumps(entry, sort_keys=True, separators=(",", ":")).encode() + b"\n",
+        *lines[at + 1 :],
+    ]
 
 
 def no_rotation(lines: list[bytes]) -> list[bytes]:
@@ -136,19 +144,25 @@ def verify(histories: Histories, name: str, state: Path, *more: object) -> BaseE
     return ddm("verify", histories.folder / name, "--root", histories.root, "--state", state, *more)
 
 
-def test_honest_history_is_accepted_by_memory_and_by_comparison(histories: Histories, tmp_path: Path) -> None:
+def test_honest_history_is_accepted_by_memory_and_by_comparison(
+    histories: Histories, tmp_path: Path
+) -> None:
     """The control, and each fork by itself is a perfect release: nothing but a second look tells."""
     for name in ("first", "honest"):
         assert verify(histories, name, tmp_path / "reader") is None
     for name in ("first", "honest"):
-        found = verify(histories, "honest", tmp_path / "other", "--checkpoint", histories.proof(name))
+        found = verify(
+            histories, "honest", tmp_path / "other", "--checkpoint", histories.proof(name)
+        )
         assert found is None
     for name in FORKS:
         with case(name=name):
             assert verify(histories, name, tmp_path / f"victim of {name}") is None
 
 
-def test_reader_who_remembers_catches_the_second_history(histories: Histories, tmp_path: Path) -> None:
+def test_reader_who_remembers_catches_the_second_history(
+    histories: Histories, tmp_path: Path
+) -> None:
     for name in FORKS:
         with case(name=name):
             state = tmp_path / name
@@ -159,11 +173,19 @@ def test_reader_who_remembers_catches_the_second_history(histories: Histories, t
             (evidence,) = state.glob("*/split-view-*")
             assert str(evidence) in found.remedy
             seen, shown = (
-                open_checkpoint((evidence / f"{which}.checkpoint").read_bytes(), log_keys(histories), which)
+                open_checkpoint(
+                    (evidence / f"{which}.checkpoint").read_bytes(), log_keys(histories), which
+                )
                 for which in ("seen", "shown")
             )
-            assert seen.encode() == InclusionProof.parse(histories.proof("honest").read_bytes(), "proof").checkpoint
-            assert shown.encode() == InclusionProof.parse(histories.proof(name).read_bytes(), "proof").checkpoint
+            assert (
+                seen.encode()
+                == InclusionProof.parse(histories.proof("honest").read_bytes(), "proof").checkpoint
+            )
+            assert (
+                shown.encode()
+                == InclusionProof.parse(histories.proof(name).read_bytes(), "proof").checkpoint
+            )
             # A refused history is not remembered: the honest one is still accepted.
             assert verify(histories, "honest", state) is None
 
@@ -180,23 +202,36 @@ def test_rewritten_past_is_caught_by_a_reader_who_has_not_followed_for_long(
     assert isinstance(verify(histories, "rewritten", tmp_path), SplitViewError)
 
 
-def test_two_readers_who_compare_catch_two_histories_whoever_has_which(histories: Histories, tmp_path: Path) -> None:
+def test_two_readers_who_compare_catch_two_histories_whoever_has_which(
+    histories: Histories, tmp_path: Path
+) -> None:
     pairs = [("honest", "forked"), ("honest", "rewritten"), ("honest", "key-dropped")]
-    pairs += [("forked", "honest"), ("forked-later", "honest"), ("rewritten", "honest"), ("rewritten", "first")]
+    pairs += [
+        ("forked", "honest"),
+        ("forked-later", "honest"),
+        ("rewritten", "honest"),
+        ("rewritten", "first"),
+    ]
     for mine, theirs in pairs:
         with case(mine=mine, theirs=theirs):
             state = tmp_path / f"{mine} and {theirs}"
             found = verify(histories, mine, state, "--checkpoint", histories.proof(theirs))
             assert isinstance(found, SplitViewError)
             assert list(state.glob("*/split-view-*/shown.checkpoint"))
-    later = verify(histories, "honest", tmp_path / "x", "--checkpoint", histories.proof("forked-later"))
+    later = verify(
+        histories, "honest", tmp_path / "x", "--checkpoint", histories.proof("forked-later")
+    )
     assert isinstance(later, TrustError), "this release cannot know the later log"
     assert "ddm log" in later.remedy
-    same = verify(histories, "forked-later", tmp_path / "y", "--checkpoint", histories.proof("forked"))
+    same = verify(
+        histories, "forked-later", tmp_path / "y", "--checkpoint", histories.proof("forked")
+    )
     assert same is None, "the control: one history, as far as these two go"
 
 
-def test_history_that_a_comparison_refused_is_not_remembered(histories: Histories, tmp_path: Path) -> None:
+def test_history_that_a_comparison_refused_is_not_remembered(
+    histories: Histories, tmp_path: Path
+) -> None:
     """The attack: a first visit to the forked log, where nothing but another reader's checkpoint tells."""
     state = tmp_path / "reader"
     found = verify(histories, "forked", state, "--checkpoint", histories.proof("honest"))
@@ -224,7 +259,16 @@ def test_second_history_is_refused_as_such_although_its_evidence_cannot_be_kept(
 
 def test_whole_log_is_held_against_any_checkpoint(histories: Histories, tmp_path: Path) -> None:
     asked = ("log", histories.log, "--root", histories.root, "--state", tmp_path)
-    assert ddm(*asked, "--checkpoint", histories.proof("first"), "--checkpoint", histories.proof("honest")) is None
+    assert (
+        ddm(
+            *asked,
+            "--checkpoint",
+            histories.proof("first"),
+            "--checkpoint",
+            histories.proof("honest"),
+        )
+        is None
+    )
     for name in FORKS:
         with case(name=name):
             found = ddm(*asked, "--checkpoint", histories.proof(name))
@@ -232,7 +276,9 @@ def test_whole_log_is_held_against_any_checkpoint(histories: Histories, tmp_path
     assert len(list(tmp_path.glob("*/split-view-*"))) == len(FORKS)
 
 
-def test_reader_who_remembers_catches_the_log_of_a_second_history(histories: Histories, tmp_path: Path) -> None:
+def test_reader_who_remembers_catches_the_log_of_a_second_history(
+    histories: Histories, tmp_path: Path
+) -> None:
     for name in FORKS:
         with case(name=name):
             state = tmp_path / name
@@ -241,7 +287,9 @@ def test_reader_who_remembers_catches_the_log_of_a_second_history(histories: His
             assert isinstance(ddm(*asked), SplitViewError)
 
 
-def test_copy_of_the_log_with_any_changed_file_is_refused(histories: Histories, tmp_path: Path) -> None:
+def test_copy_of_the_log_with_any_changed_file_is_refused(
+    histories: Histories, tmp_path: Path
+) -> None:
     files = [path for path in histories.log.rglob("*") if path.is_file()]
     current = [path for path in files if is_read(histories, path)]
     assert len(current) >= 3
@@ -252,7 +300,9 @@ def test_copy_of_the_log_with_any_changed_file_is_refused(histories: Histories, 
         data[len(data) // 2] ^= 1
         (copy / path.relative_to(histories.log)).write_bytes(bytes(data))
         with case(path=path.name):
-            assert isinstance(ddm("log", copy, "--root", histories.root, "--state", tmp_path), ArchipelagoError)
+            assert isinstance(
+                ddm("log", copy, "--root", histories.root, "--state", tmp_path), ArchipelagoError
+            )
 
 
 def is_read(histories: Histories, path: Path) -> bool:
@@ -266,7 +316,9 @@ def test_manifest_that_is_not_in_the_log_is_not_published_and_not_read(
 ) -> None:
     """The attack: the log gets another manifest than readers."""
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
-    monkeypatch.setattr(publishing_version, "entry_of", lambda manifest, digest: entry_of(manifest, "0" * 64))
+    monkeypatch.setattr(
+        publishing_version, "entry_of", lambda manifest, digest: entry_of(manifest, "0" * 64)
+    )
     with pytest.raises(TrustError, match="manifest.tlog-proof"):
         publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
     assert not (tmp_path / "out").exists()
@@ -306,9 +358,13 @@ def test_silo_that_remembers_refuses_the_plan_of_a_second_history(tmp_path: Path
         plan_id = f"digits-{number:08x}"
         shutil.copytree(operator.federation.bundle(plan_id), site.inbox / plan_id / "bundle")
         key = keyed.silos["north"].public
-        receive_plan(site, plan_id, Policy(), silo_id="north", key=key, max_bytes=1 << 20, now=now_utc())
+        receive_plan(
+            site, plan_id, Policy(), silo_id="north", key=key, max_bytes=1 << 20, now=now_utc()
+        )
 
-    with suppress(ArchipelagoError):  # nobody could carry it out, which is found after its signatures and its proof
+    with suppress(
+        ArchipelagoError
+    ):  # nobody could carry it out, which is found after its signatures and its proof
         offer(keyed, 1)
     for number in (2, 3):
         fork.plan(number)
@@ -320,7 +376,9 @@ def test_silo_that_remembers_refuses_the_plan_of_a_second_history(tmp_path: Path
     assert not isinstance(refused.value, TrustError), "the control: the honest log goes on"
 
 
-def test_plan_that_is_not_in_the_log_is_refused_by_a_silo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_that_is_not_in_the_log_is_refused_by_a_silo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def other(plan_id: str, plan_digest: str) -> object:
         return PlanSigned(plan_id=plan_id, plan_digest="0" * 64)
@@ -334,7 +392,17 @@ def test_plan_that_is_not_in_the_log_is_refused_by_a_silo(tmp_path: Path, monkey
     site = Site(tmp_path / "north")
     site.make_folders()
     site.root_path.write_bytes(keyed.root)
-    shutil.copytree(keyed.federation.bundle("digits-00000001"), site.inbox / "digits-00000001" / "bundle")
+    shutil.copytree(
+        keyed.federation.bundle("digits-00000001"), site.inbox / "digits-00000001" / "bundle"
+    )
     key = keyed.silos["north"].public
     with pytest.raises(TrustError, match=r"plan\.tlog-proof"):
-        receive_plan(site, "digits-00000001", Policy(), silo_id="north", key=key, max_bytes=1 << 20, now=now_utc())
+        receive_plan(
+            site,
+            "digits-00000001",
+            Policy(),
+            silo_id="north",
+            key=key,
+            max_bytes=1 << 20,
+            now=now_utc(),
+        )

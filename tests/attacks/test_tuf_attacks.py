@@ -52,7 +52,9 @@ class Readers:
     num: int = 0
     numbers: Iterator[int] = field(default_factory=count)
     patience_s: int = 30
-    names: list[str] = field(default_factory=lambda: ["plan.json", "manifest.json", "router.safetensors"])
+    names: list[str] = field(
+        default_factory=lambda: ["plan.json", "manifest.json", "router.safetensors"]
+    )
 
     @property
     def www(self) -> Path:
@@ -133,7 +135,9 @@ class Readers:
 
 
 @pytest.fixture
-def readers(published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Readers]:
+def readers(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Readers]:
     """Two readers that have seen the first version of a release."""
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
     (tmp_path / "secret").write_bytes(PASSPHRASE + b"\n")
@@ -149,9 +153,16 @@ def readers(published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_readers_recover_when_a_key_stolen_for_a_fast_forward_is_rotated(readers: Readers) -> None:
     """The thief of the online key makes the versions so high that no later release can follow."""
-    for versions in ({"timestamp": MAX_VERSION}, {"snapshot": MAX_VERSION - 1, "timestamp": MAX_VERSION - 1}):
+    for versions in (
+        {"timestamp": MAX_VERSION},
+        {"snapshot": MAX_VERSION - 1, "timestamp": MAX_VERSION - 1},
+    ):
         with case(versions=versions):
-            before = readers.folder / f"release-{readers.num}" if readers.num else readers.published.release
+            before = (
+                readers.folder / f"release-{readers.num}"
+                if readers.num
+                else readers.published.release
+            )
             listed_again(readers.metadata, readers.stolen("online"), **versions)
             readers.accept()
             readers.serve(before)
@@ -162,14 +173,22 @@ def test_readers_recover_when_a_key_stolen_for_a_fast_forward_is_rotated(readers
             readers.accept("new")
 
 
-def test_a_thief_of_online_and_release_keys_is_recovered_from_once_both_are_rotated(readers: Readers) -> None:
+def test_a_thief_of_online_and_release_keys_is_recovered_from_once_both_are_rotated(
+    readers: Readers,
+) -> None:
     before = readers.published.release
 
     def last(signed: dict[str, Any]) -> None:
         signed["version"] = MAX_VERSION
 
     forged(readers.metadata / "release.json", readers.stolen("release"), last)
-    listed_again(readers.metadata, readers.stolen("online"), "release.json", snapshot=99, timestamp=MAX_VERSION)
+    listed_again(
+        readers.metadata,
+        readers.stolen("online"),
+        "release.json",
+        snapshot=99,
+        timestamp=MAX_VERSION,
+    )
     readers.accept()
     readers.serve(before)
     readers.refuse(13, BadVersionNumberError)
@@ -235,14 +254,21 @@ def test_silo_recovers_from_a_fast_forward_as_readers_do(
         verify_bundle(bundle, root, state=trust)
 
     stolen = Path(shutil.copytree(tiny.federation.bundle(planned_once[1]), tmp_path / "stolen"))
-    listed_again(stolen / "metadata", load_key(tiny.federation, "online", PASSPHRASE), timestamp=MAX_VERSION)
+    listed_again(
+        stolen / "metadata", load_key(tiny.federation, "online", PASSPHRASE), timestamp=MAX_VERSION
+    )
     received(stolen)
     second = tiny.sign()
     with pytest.raises(RollbackError):
         received(tiny.federation.bundle(second))
     secret = tmp_path / "secret"
     secret.write_bytes(PASSPHRASE + b"\n")
-    assert command("aggregator", "rotate", tiny.federation.path, "online", "--passphrase-file", secret).code == 0
+    assert (
+        command(
+            "aggregator", "rotate", tiny.federation.path, "online", "--passphrase-file", secret
+        ).code
+        == 0
+    )
     third = tiny.sign()
     tiny.deliver_plan("north", third)
     assert tiny.work("north", until="plan_accepted").plan_id == third
@@ -264,7 +290,10 @@ def test_arbitrary_software_is_refused(readers: Readers) -> None:
 
 
 def test_endless_data_are_refused_before_they_are_read(readers: Readers) -> None:
-    for name in ("metadata/timestamp.json", f"targets/{readers.published.plan_id}/router.safetensors"):
+    for name in (
+        "metadata/timestamp.json",
+        f"targets/{readers.published.plan_id}/router.safetensors",
+    ):
         with case(name=name):
             readers.again()
             os.truncate(readers.www / name, 1 << 40)
@@ -297,7 +326,10 @@ def test_extraneous_files_are_refused(readers: Readers) -> None:
     listed_again(readers.metadata, readers.stolen("online"), "release.json")
     assert readers.verify() == 17
     assert (
-        client(readers.host.url, readers.folder / "c", readers.published.root.read_bytes()).get_targetinfo(path) is None
+        client(
+            readers.host.url, readers.folder / "c", readers.published.root.read_bytes()
+        ).get_targetinfo(path)
+        is None
     )
 
 
@@ -312,14 +344,19 @@ def test_mix_and_match_of_two_versions_is_refused(readers: Readers) -> None:
             with pytest.raises((RepositoryError, DownloadError)):
                 readers.fetch(readers.stranger())
     readers.serve(newer)
-    shutil.copy(older / "targets" / readers.published.plan_id / "manifest.json", readers.targets / "manifest.json")
+    shutil.copy(
+        older / "targets" / readers.published.plan_id / "manifest.json",
+        readers.targets / "manifest.json",
+    )
     readers.refuse(12, LengthOrHashMismatchError)
 
 
 def test_freeze_is_refused_when_the_timestamp_is_over(
     readers: Readers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "now_utc", lambda: now_utc() - timedelta(days=91))
+    monkeypatch.setattr(
+        aggregator.release.publish, "now_utc", lambda: now_utc() - timedelta(days=91)
+    )
     monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *args: None)
     readers.publish()
     readers.refuse(14, ExpiredMetadataError)
@@ -346,7 +383,9 @@ def test_slow_retrieval_ends(readers: Readers) -> None:
 def test_one_stolen_key_is_not_enough_to_change_content(readers: Readers) -> None:
     """The attack: the thief of one key lists another router. Only release and online together can."""
     thefts: dict[str, Callable[[], None]] = {
-        "release": lambda: forged(readers.metadata / "release.json", readers.stolen("release"), _newer),
+        "release": lambda: forged(
+            readers.metadata / "release.json", readers.stolen("release"), _newer
+        ),
         "online": lambda: (
             forged(readers.metadata / "release.json", readers.stolen("online"), _newer),
             listed_again(readers.metadata, readers.stolen("online"), "release.json"),

@@ -25,7 +25,11 @@ def published(federation: Federation, server: Witness, passphrase: Path) -> Done
     """Publish with the witness named in federation.toml."""
     path = federation.path / "federation.toml"
     named = (WitnessSettings(url=server.url, key=server.vkey),)
-    save_settings(load_settings(FederationSettings, path).model_copy(update={"witnesses": named}), path, "edited")
+    save_settings(
+        load_settings(FederationSettings, path).model_copy(update={"witnesses": named}),
+        path,
+        "edited",
+    )
     given = ("--out", federation.path / "out", "--renew", "--passphrase-file", passphrase)
     return command("aggregator", "publish", federation.path, *given)
 
@@ -43,13 +47,24 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
     (tmp_path / "pass").write_bytes(PASSPHRASE)
     with witnessing("witness.example/w1", [log_key]) as server:
         rotate(forked, "release", PASSPHRASE)  # the other history has an entry more
-        first, second = (published(federation, server, tmp_path / "pass") for federation in (honest, forked))
+        first, second = (
+            published(federation, server, tmp_path / "pass") for federation in (honest, forked)
+        )
     assert (first.code, "Cosigned by witness.example/w1." in first.out) == (0, True)
-    assert (second.code, "witness.example/w1 did not cosign" in second.err) == (0, True), "published all the same"
+    assert (second.code, "witness.example/w1 did not cosign" in second.err) == (0, True), (
+        "published all the same"
+    )
 
     def verify(federation: Federation, *checkpoints: Path) -> Done:
         more = [word for path in checkpoints for word in ("--checkpoint", path)]
-        given = ("--root", published_once.root, "--state", tmp_path / "never seen", "--witness", server.vkey)
+        given = (
+            "--root",
+            published_once.root,
+            "--state",
+            tmp_path / "never seen",
+            "--witness",
+            server.vkey,
+        )
         return command("ddm", "verify", federation.path / "out", *given, *more)
 
     signed = Journal.load(honest).signed
@@ -59,6 +74,9 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
     done = verify(forked, public_folder(forked) / "checkpoint")
     assert (done.code, "cosigned/" in done.err) == (SignatureError.exit_code, True)
     assert verify(honest).code == SignatureError.exit_code, "a release has no cosignature in it"
-    assert verify(honest, public_folder(published_once.tiny.federation) / "checkpoint").code == SignatureError.exit_code
+    assert (
+        verify(honest, public_folder(published_once.tiny.federation) / "checkpoint").code
+        == SignatureError.exit_code
+    )
     done = verify(honest, cosigned)
     assert (done.code, "1 of 1 or more cosigned" in done.out) == (0, True)

@@ -38,7 +38,13 @@ NUM = 3072
 def exact(**changes: object) -> Ensemble:
     """The ensemble of exact experts and the exact router; large chunks, since the experts cost little."""
     mixture = four_silos()
-    settings = {"experts": mixture.experts(), "router": mixture, "prior": PRIOR, "shape": (2,), "chunk_size": 1024}
+    settings = {
+        "experts": mixture.experts(),
+        "router": mixture,
+        "prior": PRIOR,
+        "shape": (2,),
+        "chunk_size": 1024,
+    }
     return Ensemble(**(settings | changes))  # type: ignore[arg-type]
 
 
@@ -54,7 +60,9 @@ def shares_of(images: Tensor) -> Tensor:
     return torch.bincount(four_silos().silo_of(images), minlength=4).double() / len(images)
 
 
-def deviation(found_K: Sequence[float] | Tensor, expected_K: Sequence[float], num: int = NUM) -> float:
+def deviation(
+    found_K: Sequence[float] | Tensor, expected_K: Sequence[float], num: int = NUM
+) -> float:
     """The largest deviation of shares in standard errors of a sample of `num`."""
     expected = torch.tensor(expected_K, dtype=torch.float64)
     standard_error = (expected * (1 - expected) / num).sqrt().clamp(min=1e-12)
@@ -95,9 +103,13 @@ def test_decomposition_is_exact_when_one_expert_predicts_eps_on_another_path() -
     assert (unconverted.velocity(x, t_B) - four_silos().velocity(x, t_B)).abs().max() > 0.1
 
 
-def test_shares_are_kept_when_an_expert_that_predicts_eps_on_another_path_is_locked_from_pure_noise() -> None:
+def test_shares_are_kept_when_an_expert_that_predicts_eps_on_another_path_is_locked_from_pure_noise() -> (
+    None
+):
     experts = four_silos().experts()
-    experts[0] = as_velocity(four_silos(CosinePath()).eps_expert(0), "eps", CosinePath(), LinearPath())
+    experts[0] = as_velocity(
+        four_silos(CosinePath()).eps_expert(0), "eps", CosinePath(), LinearPath()
+    )
     drawn = exact(experts=experts, router=None).sample(NUM, steps=40, solver="heun")
     assert deviation(shares_of(drawn.images), PRIOR) < 4
     mean = drawn.images[drawn.expert_N == 0].mean(dim=0).double()
@@ -108,7 +120,9 @@ def test_shares_are_kept_when_an_expert_that_predicts_eps_on_another_path_is_loc
 def test_posterior_is_the_prior_at_pure_noise_for_every_x() -> None:
     x, _ = noised()
     w_BK = posterior(four_silos(), x, torch.ones(len(x), dtype=torch.float64), log_prior(PRIOR, 4))
-    assert torch.allclose(w_BK, torch.tensor(PRIOR, dtype=torch.float64).expand_as(w_BK), atol=1e-12)
+    assert torch.allclose(
+        w_BK, torch.tensor(PRIOR, dtype=torch.float64).expand_as(w_BK), atol=1e-12
+    )
 
 
 def test_strategy_keeps_the_shares_of_the_silos() -> None:
@@ -148,7 +162,9 @@ def test_shares_are_lost_when_the_strategy_follows_an_uninformed_router(strategy
 def test_shares_follow_another_prior_when_one_is_asked_for(strategy: str) -> None:
     equal = (0.25,) * 4
     tau = 0.7 if strategy == "lock" else None
-    drawn = exact().sample(2048, strategy=strategy, tau=tau, prior=(3, 3, 3, 3), steps=25, solver="heun")
+    drawn = exact().sample(
+        2048, strategy=strategy, tau=tau, prior=(3, 3, 3, 3), steps=25, solver="heun"
+    )
     assert deviation(shares_of(drawn.images), equal, 2048) < 4
     assert deviation(shares_of(drawn.images), PRIOR, 2048) > 12
 
@@ -183,7 +199,9 @@ def test_sampling_needs_no_router_when_locked_at_1_or_when_one_expert_is_left() 
 
 
 @pytest.mark.parametrize("strategy", [Full(), Sample(), Lock(0.5), TopOne()])
-def test_sampling_is_refused_when_the_strategy_needs_a_router_and_there_is_none(strategy: Strategy) -> None:
+def test_sampling_is_refused_when_the_strategy_needs_a_router_and_there_is_none(
+    strategy: Strategy,
+) -> None:
     with pytest.raises(MathError, match="expected a router"):
         exact(router=None).sample(4, strategy=strategy)
 
@@ -199,14 +217,28 @@ def test_the_same_call_gives_the_same_bytes_and_another_seed_others() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [Full(), Sample(), Lock(), Lock(0.8), Lock(0.8, prefix="full"), TopOne(), TopK(2), Nucleus(), Threshold()],
+    [
+        Full(),
+        Sample(),
+        Lock(),
+        Lock(0.8),
+        Lock(0.8, prefix="full"),
+        TopOne(),
+        TopK(2),
+        Nucleus(),
+        Threshold(),
+    ],
 )
 @pytest.mark.parametrize("solver", ["heun", "exponential"])
-def test_sample_i_is_the_same_for_every_num_and_grouping(strategy: Strategy, solver: SolverName) -> None:
+def test_sample_i_is_the_same_for_every_num_and_grouping(
+    strategy: Strategy, solver: SolverName
+) -> None:
     """To rounding: the order of sums depends on which samples an expert is given together. One by one, to the bit."""
 
     def draw(num: int, chunk_size: int) -> Samples:
-        return exact(chunk_size=chunk_size).sample(num, strategy=strategy, steps=6, seed=3, solver=solver)
+        return exact(chunk_size=chunk_size).sample(
+            num, strategy=strategy, steps=6, seed=3, solver=solver
+        )
 
     many = draw(150, 64)
     for num, chunk_size in ((1, 64), (64, 64), (100, 7), (150, 1024)):
@@ -218,7 +250,9 @@ def test_sample_i_is_the_same_for_every_num_and_grouping(strategy: Strategy, sol
     assert all(torch.equal(draw(num, 1).images, alone.images[:num]) for num in (1, 5))
 
 
-def test_samples_are_the_same_when_not_all_of_them_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_the_same_when_not_all_of_them_travel_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     together = exact(chunk_size=16).sample(100, strategy="sample", steps=5)
     monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 30 * (2 * 4 + 5 * 8))
     apart = exact(chunk_size=16).sample(100, strategy="sample", steps=5)
@@ -247,7 +281,9 @@ def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
     times = [1 - n / 5 for n in range(6)]
     for n in range(5):
         visits, experts.asked = experts.asked[: 2 * 4], experts.asked[2 * 4 :]
-        assert [t for _, _, t in visits] == pytest.approx([times[n], times[n + 1]] * 4)  # heun, expert by expert
+        assert [t for _, _, t in visits] == pytest.approx(
+            [times[n], times[n + 1]] * 4
+        )  # heun, expert by expert
         assert [(k, num) for k, num, _ in visits[::2]] == [(k, num) for k, num, _ in visits[1::2]]
         assert sum(num for _, num, _ in visits[::2]) == 640
         assert len({k for k, _, _ in visits}) == 4
@@ -283,11 +319,24 @@ def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps() -> None:
     for strategy, expected in promised:
         with case(strategy=strategy, expected=expected):
             times = [1.0, 0.8, 0.6, 0.4, 0.2]
-            letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.LOCK: "L", Follow.KEEP: "K", Follow.SELECT: "S"}
+            letters = {
+                Follow.MEAN: "M",
+                Follow.DRAW: "D",
+                Follow.LOCK: "L",
+                Follow.KEEP: "K",
+                Follow.SELECT: "S",
+            }
             befores = [float("inf"), *times]
-            assert "".join(letters[strategy.follow(t, b)] for t, b in zip(times, befores, strict=False)) == expected
+            assert (
+                "".join(
+                    letters[strategy.follow(t, b)] for t, b in zip(times, befores, strict=False)
+                )
+                == expected
+            )
             cut = segments(strategy, [*times, 0.0])
-            assert [segment.first for segment in cut] == [n for n, letter in enumerate(expected) if letter != "K"]
+            assert [segment.first for segment in cut] == [
+                n for n, letter in enumerate(expected) if letter != "K"
+            ]
             assert [t for segment in cut for t in segment.times[:-1]] == times
 
 
@@ -303,7 +352,9 @@ def test_draw_expert_has_the_law_of_its_weights_and_never_draws_zero_weight() ->
 @pytest.mark.parametrize("strategy", ["full", "sample", "lock"])
 def test_sampling_reports_the_steps_that_samples_have_taken(strategy: str) -> None:
     told: list[tuple[int, int]] = []
-    exact(chunk_size=8).sample(20, strategy=strategy, steps=3, on_progress=lambda *now: told.append(now))
+    exact(chunk_size=8).sample(
+        20, strategy=strategy, steps=3, on_progress=lambda *now: told.append(now)
+    )
     assert told[-1] == (60, 60)
     assert sorted(set(told)) == told
 
@@ -330,8 +381,19 @@ def test_ensemble_is_refused_when_names_or_router_are_of_another_number() -> Non
 
 
 def test_arguments_out_of_range_are_refused() -> None:
-    wrong: list[dict[str, Any]] = [{"strategy": "argmax"}, {"tau": 1.5}, {"steps": 0}, {"solver": "rk45"}, {"seed": -1}]
-    wrong += [{"router_every": 0}, {"strategy": "full", "tau": 0.5}, {"guidance": 1.0}, {"condition": 1}]
+    wrong: list[dict[str, Any]] = [
+        {"strategy": "argmax"},
+        {"tau": 1.5},
+        {"steps": 0},
+        {"solver": "rk45"},
+        {"seed": -1},
+    ]
+    wrong += [
+        {"router_every": 0},
+        {"strategy": "full", "tau": 0.5},
+        {"guidance": 1.0},
+        {"condition": 1},
+    ]
     wrong += [{"strategy": Lock(), "tau": 0.5}]
     for arguments in wrong:
         with pytest.raises(MathError):
@@ -348,7 +410,9 @@ def test_arguments_out_of_range_are_refused() -> None:
 
 def test_mixing_is_refused_when_weights_and_velocities_disagree() -> None:
     with pytest.raises(ShapeError):
-        mix_velocity(four_silos().experts(), torch.zeros(10, 2), torch.zeros(10), torch.zeros(4, 10))
+        mix_velocity(
+            four_silos().experts(), torch.zeros(10, 2), torch.zeros(10), torch.zeros(4, 10)
+        )
     with pytest.raises(ShapeError):
         exact().velocity(torch.zeros(4, 2), torch.zeros(3))
 
@@ -368,23 +432,33 @@ def test_samples_that_are_not_finite_are_refused_and_their_expert_is_named(strat
         return torch.where((t < 0.5)[:, None], torch.inf, four_silos().expert(1)(x, t))
 
     experts = four_silos().experts()
-    ensemble = exact(experts=[experts[0], broken, *experts[2:]], expert_ids=("north", "east", "south", "west"))
+    ensemble = exact(
+        experts=[experts[0], broken, *experts[2:]], expert_ids=("north", "east", "south", "west")
+    )
     # Only the last step of two asks below 0.5, so that no router sees what is not finite.
     with pytest.raises(NumericalError, match="east") as refusal:
         ensemble.sample(200, strategy=strategy, steps=2, solver="heun")
     assert "north" not in str(refusal.value)
-    assert ensemble.sample(200, strategy=strategy, steps=2, prior=(1, 0, 1, 1)).images.isfinite().all()
+    assert (
+        ensemble.sample(200, strategy=strategy, steps=2, prior=(1, 0, 1, 1)).images.isfinite().all()
+    )
 
 
-def test_fewer_samples_are_under_way_when_more_is_drawn_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_samples_are_under_way_when_more_is_drawn_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn: list[int] = []
 
-    def watched(samples: range, shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
+    def watched(
+        samples: range, shape: Sequence[int], seed: int, steps: int
+    ) -> tuple[Tensor, Tensor]:
         drawn.append(len(samples))
         return draw_noise(samples, shape, seed, steps)
 
     monkeypatch.setattr("ddm.ensemble.draw_noise", watched)
-    monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 960)  # of a sample: 2 floats of noise, 8 bytes a step
+    monkeypatch.setattr(
+        "ddm.ensemble._IN_FLIGHT_BYTES", 960
+    )  # of a sample: 2 floats of noise, 8 bytes a step
     for steps, most in ((1, 60), (5, 20)):
         drawn.clear()
         exact(chunk_size=1).sample(60, steps=steps, solver="euler")

@@ -102,10 +102,14 @@ def test_adapted_network_sees_the_x_0_that_diffusers_scheduler_sees(
             expected = by_scheduler(net, x_B, step, *more)
             scale = float(expected.abs().max())
             assert (x_0 - expected).abs().max() < 2e-3 * scale
-            assert (x_0 - by_scheduler(net, x_B, step - 20, *more)).abs().max() > 4e-3 * scale, "another step"
+            assert (x_0 - by_scheduler(net, x_B, step - 20, *more)).abs().max() > 4e-3 * scale, (
+                "another step"
+            )
 
 
-def test_classes_reach_the_network_and_the_null_condition_is_its_last(adapters: SimpleNamespace, folders: Path) -> None:
+def test_classes_reach_the_network_and_the_null_condition_is_its_last(
+    adapters: SimpleNamespace, folders: Path
+) -> None:
     expert, (x_B, t_B) = adapters.from_dit(folders / "dit"), inputs(0.5)
     with torch.no_grad():
         null = expert(x_B, t_B)
@@ -123,12 +127,18 @@ def test_own_and_foreign_experts_sample_together_and_mix_by_their_weights(
     ensemble = Ensemble(experts, UninformedRouter(3), [0.5, 0.3, 0.2], SHAPE)
     x_B, t_B = inputs(0.6)
     with torch.no_grad():
-        expected = sum(weight * expert(x_B, t_B) for weight, expert in zip([0.5, 0.3, 0.2], experts, strict=True))
+        expected = sum(
+            weight * expert(x_B, t_B)
+            for weight, expert in zip([0.5, 0.3, 0.2], experts, strict=True)
+        )
         torch.testing.assert_close(ensemble.velocity(x_B, t_B), expected)
     drawn = ensemble.sample(12, steps=4)
     assert bool(drawn.images.isfinite().all()) and set(drawn.expert_N.tolist()) == {0, 1, 2}
     guided = Ensemble(
-        [build_expert(OWN, SHAPE, condition=ClassCondition(num_classes=5)), adapters.from_dit(folders / "dit")],
+        [
+            build_expert(OWN, SHAPE, condition=ClassCondition(num_classes=5)),
+            adapters.from_dit(folders / "dit"),
+        ],
         None,
         [1, 1],
         SHAPE,
@@ -158,7 +168,9 @@ def test_mixture_with_a_known_posterior_is_exact_with_experts_numbered_in_ddpm_s
     def by_step(x_B: Tensor, step_B: Tensor) -> Tensor:
         s_B = torch.from_numpy(np.exp(np.interp(step_B.numpy(), np.arange(1000), log_ratio)))
         found = noised.denoised(
-            x_B.double() * torch.hypot(torch.ones_like(s_B), s_B)[:, None], s_B, mixture.weights_of(1)
+            x_B.double() * torch.hypot(torch.ones_like(s_B), s_B)[:, None],
+            s_B,
+            mixture.weights_of(1),
         )
         return found[1].to(x_B)
 

@@ -22,24 +22,44 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "autoencoder" / "train.py"
 def data(tmp_path: Path) -> Path:
     """Stripes, along one side or the other."""
     rng = np.random.default_rng(0)
-    stripes = np.sin(rng.uniform(0.5, 2.0, (80, 1, 1, 1)) * np.arange(8) + rng.uniform(0, 6, (80, 1, 1, 1)))
-    images = np.where(rng.random((80, 1, 1, 1)) < 0.5, stripes + np.zeros((80, 1, 8, 8)), stripes.transpose(0, 1, 3, 2))
+    stripes = np.sin(
+        rng.uniform(0.5, 2.0, (80, 1, 1, 1)) * np.arange(8) + rng.uniform(0, 6, (80, 1, 1, 1))
+    )
+    images = np.where(
+        rng.random((80, 1, 1, 1)) < 0.5,
+        stripes + np.zeros((80, 1, 8, 8)),
+        stripes.transpose(0, 1, 3, 2),
+    )
     np.savez(tmp_path / "public.npz", images=images.astype(np.float32))
     return tmp_path / "public.npz"
 
 
 def run(data: Path, out: Path, steps: int, *more: str, expect: int = 0) -> str:
-    asked = [sys.executable, str(SCRIPT), "--data", str(data), "--out", str(out), "--steps", str(steps), *more]
+    asked = [
+        sys.executable,
+        str(SCRIPT),
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--steps",
+        str(steps),
+        *more,
+    ]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert done.returncode == expect, done.stderr
     return done.stdout
 
 
-def test_autoencoder_beats_the_mean_image_and_a_plan_takes_its_table(data: Path, tmp_path: Path) -> None:
+def test_autoencoder_beats_the_mean_image_and_a_plan_takes_its_table(
+    data: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "autoencoder.safetensors"
     told = run(data, out, 60)
     line = next(line for line in told.splitlines() if line.startswith("reconstruction"))
-    error, of_mean = (float(part.split("(")[0].split()[-1]) for part in line.split(": ")[1].split(", "))
+    error, of_mean = (
+        float(part.split("(")[0].split()[-1]) for part in line.split(": ")[1].split(", ")
+    )
     assert error < 0.7 * of_mean
     table = tomllib.loads(told[told.index("[latent]") :])["latent"]
     recipe = AutoencoderKlRecipe.model_validate_json(json.dumps(table))

@@ -26,12 +26,27 @@ def test_rows_are_measured_once_and_written_as_a_table(tmp_path: Path) -> None:
         idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images.astype(np.uint8))
         idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", labels)
     out = tmp_path / "out"
-    words = [sys.executable, "-m", "examples.paper.recipe", "--data", str(tmp_path), "--out", str(out)]
+    words = [
+        sys.executable,
+        "-m",
+        "examples.paper.recipe",
+        "--data",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
     words += ["--steps", "2", "--num", "80"]
     rows = [*words, "--rows", "plain", "afterwards", "dropped", "told", "default"]
     first = subprocess.run(rows, capture_output=True, text=True, check=True, cwd=ROOT)
     lines = (out / "recipe.csv").read_text("utf-8").splitlines()
-    assert [line.split(",")[0] for line in lines] == ["row", "plain", "afterwards", "dropped", "told", "default"]
+    assert [line.split(",")[0] for line in lines] == [
+        "row",
+        "plain",
+        "afterwards",
+        "dropped",
+        "told",
+        "default",
+    ]
     assert "all defaults, 3000 steps" in first.stdout
     measured = (out / "default-2-80-0.json").read_bytes()
     (out / "plain-2-80-0.json").unlink()

@@ -82,7 +82,9 @@ def pictures(folder: Path, num: int, channels: int, size: tuple[int, int]) -> Pa
     folder.mkdir()
     for number in range(num):
         values = pixels(number, channels, *size)
-        Image.fromarray(values[0] if channels == 1 else np.moveaxis(values, 0, -1)).save(folder / f"{number:03}.png")
+        Image.fromarray(values[0] if channels == 1 else np.moveaxis(values, 0, -1)).save(
+            folder / f"{number:03}.png"
+        )
     return folder
 
 
@@ -91,7 +93,10 @@ def table(folder: Path, column: str, cells: Callable[[int], str]) -> Path:
     with (folder.parent / f"{folder.name}.csv").open("w", newline="") as handle:
         rows = csv.writer(handle)
         rows.writerow(("path", column))
-        rows.writerows((f"{folder.name}/{path.name}", cells(n)) for n, path in enumerate(sorted(folder.iterdir())))
+        rows.writerows(
+            (f"{folder.name}/{path.name}", cells(n))
+            for n, path in enumerate(sorted(folder.iterdir()))
+        )
     return folder.with_suffix(".csv")
 
 
@@ -100,7 +105,10 @@ def volumes(folder: Path, num: int) -> Path:
     folder.mkdir()
     for number in range(num):
         values = pixels(number, 12, 10, 14).astype(np.float32)
-        nibabel.save(nibabel.Nifti1Image(values, np.diag([2.0, 2.0, 1.5, 1.0])), folder / f"{number:03}.nii.gz")
+        nibabel.save(
+            nibabel.Nifti1Image(values, np.diag([2.0, 2.0, 1.5, 1.0])),
+            folder / f"{number:03}.nii.gz",
+        )
     return folder
 
 
@@ -112,7 +120,11 @@ def brought(name: str, folder: Path) -> Path:
         case "rgb":
             return pictures(folder, NUM, 3, (24, 20))
         case "classes":
-            return table(pictures(folder, NUM, 1, (24, 20)), "label", lambda n: ("Normal", " pneumonia", "2")[n % 3])
+            return table(
+                pictures(folder, NUM, 1, (24, 20)),
+                "label",
+                lambda n: ("Normal", " pneumonia", "2")[n % 3],
+            )
         case "patients" | "private":
             folder.mkdir()
             for number in range(NUM):
@@ -181,15 +193,24 @@ def test_every_case_has_a_recipe_of_which_a_usual_budget_covers_several_plans() 
             assert recipe.transform
             head = path.read_text("utf-8").partition("\n\n")[0]
             assert head.startswith("# ") and f"examples/recipes/{path.name}" in head
-            drawn = tuple(mechanisms(SimpleNamespace(plan_id=path.stem, statistics=recipe.statistics)).values())
+            drawn = tuple(
+                mechanisms(
+                    SimpleNamespace(plan_id=path.stem, statistics=recipe.statistics)
+                ).values()
+            )
             steps = [drawn] * PLANS
             if terms := recipe.expert.privacy:  # as much as one plan may spend
                 rate, taken = terms.rate(3000), recipe.expert.training.num_steps
                 noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, taken)
                 steps = [(*drawn, DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=taken))]
-                both = (terms.epsilon + recipe.statistics.total.epsilon, terms.delta + recipe.statistics.total.delta)
+                both = (
+                    terms.epsilon + recipe.statistics.total.epsilon,
+                    terms.delta + recipe.statistics.total.delta,
+                )
                 assert both == (8.0, usual.privacy.max_delta) and usual.privacy.max_epsilon == 8.0
-            assert adaptive_epsilon(steps, usual.privacy.budget_delta) <= usual.privacy.budget_epsilon
+            assert (
+                adaptive_epsilon(steps, usual.privacy.budget_delta) <= usual.privacy.budget_epsilon
+            )
             allowed = {"unet"} if path.stem == "volumes" else set(usual.training.architectures)
             assert recipe.expert.architecture.kind in allowed
             assert recipe.limits.train_s <= usual.training.max_train_s

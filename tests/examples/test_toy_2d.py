@@ -42,7 +42,9 @@ def test_closed_form_of_the_toy_agrees_with_another_derivation(toy: ModuleType) 
     assert other.prior_K == pytest.approx(toy.SHARES)
 
 
-def test_figure_is_small_for_exact_experts_and_above_the_bound_for_wrong_weights(toy: ModuleType) -> None:
+def test_figure_is_small_for_exact_experts_and_above_the_bound_for_wrong_weights(
+    toy: ModuleType,
+) -> None:
     world = toy.islands()
 
     def expert(k: int) -> object:
@@ -76,7 +78,9 @@ def test_script_draws_its_picture_and_prints_the_error_last_and_fails_where_weig
     with Image.open(tmp_path / "toy_2d.png") as picture:
         assert picture.width > 1500
     for wrong in ("uniform", "top-1"):
-        code, last = run_script(tmp_path, "--weights", wrong)  # the same experts, from their checkpoints
+        code, last = run_script(
+            tmp_path, "--weights", wrong
+        )  # the same experts, from their checkpoints
         assert code == 1, last
     code, last = run_script(tmp_path, "--steps", "20")
     assert code == 1, last

@@ -35,7 +35,10 @@ def made(folder: Path) -> tuple[Path, Path]:
             name = f"images/{number:03}.png"
             Image.fromarray(xray(rng, 105, 128)).save(hannover / name)
             table.writerow((name, f"{number}.png", f"patient-{number * 2 // 5}", "COVID-19"))
-    parts = {part: np.stack([xray(rng, 28, 28) for _ in range(num)]) for part, num in (("train", 90), ("val", 160))}
+    parts = {
+        part: np.stack([xray(rng, 28, 28) for _ in range(num)])
+        for part, num in (("train", 90), ("val", 160))
+    }
     np.savez(pneumonia, **{f"{part}_images": images for part, images in parts.items()})  # type: ignore[arg-type]
     return hannover, pneumonia
 
@@ -43,7 +46,9 @@ def made(folder: Path) -> tuple[Path, Path]:
 def xray(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Two dark fields on grey."""
     across = np.cos(np.linspace(-2.2, 2.2, width) * 2.8)[None] * np.hanning(height)[:, None] ** 0.5
-    return np.clip(130 + 60 * across + 10 * rng.standard_normal((height, width)), 0, 255).astype(np.uint8)
+    return np.clip(130 + 60 * across + 10 * rng.standard_normal((height, width)), 0, 255).astype(
+        np.uint8
+    )
 
 
 def run(name: str, *words: object) -> subprocess.CompletedProcess[str]:
@@ -54,7 +59,10 @@ def run(name: str, *words: object) -> subprocess.CompletedProcess[str]:
 def test_data_are_laid_out_without_a_patient_on_both_sides(tmp_path: Path) -> None:
     hannover, pneumonia = made(tmp_path)
     sizes = load(EXAMPLE / "make_data.py").make_data(hannover, pneumonia, tmp_path / "data")
-    assert sizes["guangzhou"] == 90 and sizes["hannover"] + sizes["public"] - 150 == NUM_PATIENTS * 5 // 2
+    assert (
+        sizes["guangzhou"] == 90
+        and sizes["hannover"] + sizes["public"] - 150 == NUM_PATIENTS * 5 // 2
+    )
     with (tmp_path / "data" / "hannover.csv").open() as handle:
         rows = list(csv.DictReader(handle))
     assert len({row["patient"] for row in rows}) == NUM_PATIENTS - 15
@@ -79,12 +87,24 @@ def test_what_is_not_the_data_set_is_refused_with_what_to_name(tmp_path: Path) -
     ]:
         with pytest.raises(script.InputError, match=said):
             script.make_data(folder, file, tmp_path / "data")
-    done = run("make_data.py", "--hannover", tmp_path, "--pneumonia", pneumonia, "--out", tmp_path / "data")
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    done = run(
+        "make_data.py", "--hannover", tmp_path, "--pneumonia", pneumonia, "--out", tmp_path / "data"
+    )
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("error: ")
+        and "Traceback" not in done.stderr
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    done = run("run.py", "--hannover", hannover, "--pneumonia", pneumonia, "--out", tmp_path / "mine")
-    assert done.returncode == 1 and "--out" in done.stderr and (tmp_path / "mine" / "thesis.txt").exists()
+    done = run(
+        "run.py", "--hannover", hannover, "--pneumonia", pneumonia, "--out", tmp_path / "mine"
+    )
+    assert (
+        done.returncode == 1
+        and "--out" in done.stderr
+        and (tmp_path / "mine" / "thesis.txt").exists()
+    )
 
 
 def published(folder: Path) -> tuple[Path, Path]:
@@ -98,7 +118,9 @@ def published(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sources", [made, published])
-def test_example_leads_from_folders_to_samples_of_a_verified_release(sources: object, tmp_path: Path) -> None:
+def test_example_leads_from_folders_to_samples_of_a_verified_release(
+    sources: object, tmp_path: Path
+) -> None:
     hannover, pneumonia = sources(tmp_path)
     recipe = (EXAMPLE / "plan.toml").read_text()
     for old, new in SMALL.items():
@@ -106,14 +128,25 @@ def test_example_leads_from_folders_to_samples_of_a_verified_release(sources: ob
         recipe = recipe.replace(old, new)
     (tmp_path / "plan.toml").write_text(recipe)
     out = tmp_path / "out"
-    given = ("--hannover", hannover, "--pneumonia", pneumonia, "--recipe", tmp_path / "plan.toml", "--num", 4)
+    given = (
+        "--hannover",
+        hannover,
+        "--pneumonia",
+        pneumonia,
+        "--recipe",
+        tmp_path / "plan.toml",
+        "--num",
+        4,
+    )
     done = run("run.py", *given, "--out", out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for name in ("hannover", "guangzhou", "both"):
         with Image.open(out / f"{name}.png") as picture:
             assert picture.width > 100
     assert "none unlisted" in done.stdout
-    submissions = [json.loads(path.read_bytes()) for path in out.glob("*/outbox/**/submission.json")]
+    submissions = [
+        json.loads(path.read_bytes()) for path in out.glob("*/outbox/**/submission.json")
+    ]
     with (out / "data" / "hannover.csv").open() as handle:
         patients = len({row["patient"] for row in csv.DictReader(handle)})
     assert min(each["num_units"] for each in submissions) == patients

@@ -18,7 +18,9 @@ DAY_S = 86400
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not shutil.which("gcc"), reason="needs a C compiler to give one silo another clock"),
+    pytest.mark.skipif(
+        not shutil.which("gcc"), reason="needs a C compiler to give one silo another clock"
+    ),
 ]
 
 
@@ -36,7 +38,9 @@ def wrong_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(__file__).with_name("wrong_clock.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
     now = [sys.executable, "-c", "import time; print(time.time())"]
-    shifted = subprocess.check_output(["env", f"LD_PRELOAD={built}", f"CLOCK_OFFSET_S={2 * DAY_S}", *now])
+    shifted = subprocess.check_output(
+        ["env", f"LD_PRELOAD={built}", f"CLOCK_OFFSET_S={2 * DAY_S}", *now]
+    )
     assert float(shifted) > time.time() + DAY_S
     return built
 
@@ -47,7 +51,11 @@ def test_silo_with_a_wrong_clock_is_told_so_and_ends_well_with_the_right_one(
 ) -> None:
     found_federation(operators)
     for part in ("worker", "courier"):
-        operators.prefix[f"north-{part}"] = ["env", f"LD_PRELOAD={wrong_clock}", f"CLOCK_OFFSET_S={days * DAY_S}"]
+        operators.prefix[f"north-{part}"] = [
+            "env",
+            f"LD_PRELOAD={wrong_clock}",
+            f"CLOCK_OFFSET_S={days * DAY_S}",
+        ]
     serve_everything(operators)
     south = operators.folder / "south" / "private" / "state.json"
     done = lambda: south.exists() and json.loads(south.read_text())["state"] == "accepted"  # noqa: E731

@@ -59,13 +59,17 @@ def spread(name: str, num_calls: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_enrolment_given_again_ends_as_undisturbed_when_it_was_killed_at_any_call(name: str, enrolling: Bench) -> None:
+def test_enrolment_given_again_ends_as_undisturbed_when_it_was_killed_at_any_call(
+    name: str, enrolling: Bench
+) -> None:
     for at_call in range(1, enrolling.undisturbed(CASES[name]).num_kills + 1):
         enrolling.kill(CASES[name], at_call)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_enrolment_says_what_is_full_and_ends_as_undisturbed_with_room(name: str, enrolling: Bench) -> None:
+def test_enrolment_says_what_is_full_and_ends_as_undisturbed_with_room(
+    name: str, enrolling: Bench
+) -> None:
     for at_call in range(1, enrolling.undisturbed(CASES[name]).num_full + 1):
         assert enrolling.fill(CASES[name], at_call)
 
@@ -73,7 +77,9 @@ def test_enrolment_says_what_is_full_and_ends_as_undisturbed_with_room(name: str
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(len(KILLED)))
-def test_command_given_again_ends_as_undisturbed_when_it_was_killed(seed: int, bench: Bench) -> None:
+def test_command_given_again_ends_as_undisturbed_when_it_was_killed(
+    seed: int, bench: Bench
+) -> None:
     case = CASES[KILLED[seed]]
     bench.kill(case, later_call(seed, bench.undisturbed(case).num_kills))
 
@@ -81,7 +87,9 @@ def test_command_given_again_ends_as_undisturbed_when_it_was_killed(seed: int, b
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
-def test_command_says_what_is_full_and_ends_as_undisturbed_with_room(name: str, bench: Bench) -> None:
+def test_command_says_what_is_full_and_ends_as_undisturbed_with_room(
+    name: str, bench: Bench
+) -> None:
     case = CASES[name]
     for at_call in spread(name, bench.undisturbed(case).num_full):
         bench.fill(case, at_call)

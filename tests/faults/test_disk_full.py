@@ -53,12 +53,16 @@ def fill(folder: Path) -> Path:
     return ballast
 
 
-def test_silo_whose_disk_fills_up_during_training_goes_on_when_there_is_room(operators: Operators) -> None:
+def test_silo_whose_disk_fills_up_during_training_goes_on_when_there_is_room(
+    operators: Operators,
+) -> None:
     found_federation(operators, num_steps=400)
     site = operators.folder / "north"
     with small_disk(site, 16 << 20):
         serve_everything(operators)
-        operators.wait_until(lambda: any((site / "private" / "checkpoints").rglob("*.safetensors")), "a checkpoint")
+        operators.wait_until(
+            lambda: any((site / "private" / "checkpoints").rglob("*.safetensors")), "a checkpoint"
+        )
         ballast = fill(site)
         said = lambda: "No space left" in operators.logs()  # noqa: E731
         operators.wait_until(said, "a message about the disk")
@@ -70,14 +74,18 @@ def test_silo_whose_disk_fills_up_during_training_goes_on_when_there_is_room(ope
         check_published_once(operators, digests)
 
 
-def test_aggregator_whose_disk_fills_up_during_a_transfer_goes_on_when_there_is_room(operators: Operators) -> None:
+def test_aggregator_whose_disk_fills_up_during_a_transfer_goes_on_when_there_is_room(
+    operators: Operators,
+) -> None:
     found_federation(operators)
     with small_disk(operators.fed / "incoming", 64 << 20) as incoming:
         serve_everything(operators)
         operators.wait_until(lambda: any(incoming.rglob("status.json")), "a first answer")
         ballast = fill(incoming)
         log = operators.fed / "flower" / "logs" / "serverapp.log"
-        operators.wait_until(lambda: "No space left" in log.read_text() or "full" in log.read_text(), "a message")
+        operators.wait_until(
+            lambda: "No space left" in log.read_text() or "full" in log.read_text(), "a message"
+        )
         assert not list(operators.fed.glob("accepted/*/*"))
         ballast.unlink()
         operators.wait_until(lambda: everyone_is_done(operators), "the end")

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.operators import SILOS, Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.operators import (
+    SILOS,
+    Operators,
+    everyone_is_done,
+    found_federation,
+    serve_everything,
+)
 
 VICTIMS: dict[str, tuple[str, str]] = {
     "SuperLink": ("aggregator", "runtime/superlink.py"),
@@ -68,7 +74,9 @@ def run_with_a_kill(operators: Operators, victim: str, event: str) -> bool:
     seen: Callable[[], bool] = lambda: next(operators.folder.glob(EVENTS[event]), None) is not None  # noqa: E731
     operators.wait_until(seen, event)
     killed = kill(operators, victim)
-    operators.wait_until(lambda: everyone_is_done(operators), f"the end after a kill of the {victim}")
+    operators.wait_until(
+        lambda: everyone_is_done(operators), f"the end after a kill of the {victim}"
+    )
     return killed
 
 
@@ -77,12 +85,20 @@ def check_nothing_lost_or_doubled(operators: Operators) -> dict[str, str]:
     plan_id, folder = operators.plan_id, operators.folder
     digests = {}
     for silo in SILOS:
-        assert json.loads((folder / silo / "private" / "state.json").read_text())["state"] == "accepted"
-        records = [json.loads(line) for line in (folder / silo / "private" / "ledger.jsonl").read_text().splitlines()]
+        assert (
+            json.loads((folder / silo / "private" / "state.json").read_text())["state"]
+            == "accepted"
+        )
+        records = [
+            json.loads(line)
+            for line in (folder / silo / "private" / "ledger.jsonl").read_text().splitlines()
+        ]
         debits = [record["number"] for record in records if record["record"] == "debit"]
         drawn = sorted(record["kind"] for record in records if record["record"] == "draw")
         assert (len(debits), drawn) == (1, ["counts", "sketch"])
-        receipts = sorted(path.name for path in (operators.fed / "receipts" / plan_id / silo).glob("*.json"))
+        receipts = sorted(
+            path.name for path in (operators.fed / "receipts" / plan_id / silo).glob("*.json")
+        )
         assert receipts == ["1.json"]
         name = f"silos/{silo}/experts/{silo}/expert.safetensors"
         sent = (folder / silo / "outbox" / plan_id / "1" / name).read_bytes()
@@ -94,8 +110,15 @@ def check_nothing_lost_or_doubled(operators: Operators) -> dict[str, str]:
 def check_published_once(operators: Operators, digests: dict[str, str]) -> None:
     operators.call("aggregator", "router", operators.fed)
     operators.call("aggregator", "publish", operators.fed, "--out", operators.folder / "release")
-    assert sorted(path.name for path in (operators.fed / "releases").iterdir() if path.name.isdigit()) == ["1"]
-    trust = ("--root", operators.fed / "tuf" / "metadata" / "1.root.json", "--state", operators.folder / "state")
+    assert sorted(
+        path.name for path in (operators.fed / "releases").iterdir() if path.name.isdigit()
+    ) == ["1"]
+    trust = (
+        "--root",
+        operators.fed / "tuf" / "metadata" / "1.root.json",
+        "--state",
+        operators.folder / "state",
+    )
     operators.call("ddm", "verify", operators.folder / "release", *trust)
     published = operators.folder / "release" / "targets" / operators.plan_id
     for silo, digest in digests.items():
@@ -117,7 +140,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow  # tests/integration/test_federation.py kills intake as well, and is never left out
-def test_federation_ends_as_if_nothing_had_happened_when_intake_is_killed(operators: Operators) -> None:
+def test_federation_ends_as_if_nothing_had_happened_when_intake_is_killed(
+    operators: Operators,
+) -> None:
     assert run_with_a_kill(operators, "intake", "the first shard arrived")
     check_published_once(operators, check_nothing_lost_or_doubled(operators))
 

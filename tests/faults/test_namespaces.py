@@ -76,12 +76,23 @@ class Federation:
     def stranger(self, *arguments: object) -> list[str]:
         """The command of a stranger who does something."""
         words = [str(each) for each in arguments]
-        return [*self.switch.inside("stranger"), sys.executable, "-m", "tests.support.network_stranger", *words]
+        return [
+            *self.switch.inside("stranger"),
+            sys.executable,
+            "-m",
+            "tests.support.network_stranger",
+            *words,
+        ]
 
     def ask_stranger(self, *arguments: object) -> dict[str, Any]:
         """Let the stranger do something, and return what it found."""
         done = subprocess.run(
-            self.stranger(*arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+            self.stranger(*arguments),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=300,
         )
         return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -112,11 +123,15 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         prefix = {"aggregator": switch.inside("aggregator"), "north": switch.inside("silo")}
         operators = Operators(tmp_path_factory.mktemp("namespaces"), prefix)
         try:
-            found_federation(operators, host=ADDRESSES["aggregator"], num_steps=2, architecture=ARCHITECTURE)
+            found_federation(
+                operators, host=ADDRESSES["aggregator"], num_steps=2, architecture=ARCHITECTURE
+            )
             operators.serve("aggregator", "aggregator", "run", operators.fed)
             operators.serve("north", "silo", "run", operators.folder / "north")
             found = Federation(operators, switch)
-            operators.wait_until(lambda: found.received() > 4 * SHARD_BYTES, "the submission on its way")
+            operators.wait_until(
+                lambda: found.received() > 4 * SHARD_BYTES, "the submission on its way"
+            )
             yield found
         finally:
             operators.stop()
@@ -126,7 +141,9 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 def flood(federation: Federation) -> Iterator[Callable[[str], int]]:
     """The stranger's connections; call with numbers of idle and slow ones to get so many, and the number held."""
     command = federation.stranger("flood", ADDRESSES["aggregator"], federation.port)
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin and process.stdout
         stdin, stdout = process.stdin, process.stdout
 
@@ -141,7 +158,9 @@ def flood(federation: Federation) -> Iterator[Callable[[str], int]]:
             process.kill()
 
 
-def test_flood_of_idle_and_slow_connections_leaves_a_silo_half_its_rate(federation: Federation) -> None:
+def test_flood_of_idle_and_slow_connections_leaves_a_silo_half_its_rate(
+    federation: Federation,
+) -> None:
     rates: dict[str, list[float]] = {name: [] for name in FLOODS}
     with flood(federation) as hold:
         for _ in range(NUM_ROUNDS):
@@ -162,7 +181,9 @@ def test_stranger_finds_one_open_port_and_none_at_the_silo(federation: Federatio
     print(reachable)
     found = federation.ask_stranger("scan", *reachable["aggregator"], *reachable["silo"])
     announced = {ADDRESSES["aggregator"]: [federation.port]}
-    assert found == {address: announced.get(address, []) for each in reachable.values() for address in each}
+    assert found == {
+        address: announced.get(address, []) for each in reachable.values() for address in each
+    }
     assert [switch.sockets("aggregator", kind) for kind in ("tcp", "udp")] == [
         [f"{ADDRESSES['aggregator']}:{federation.port}"],
         [],
@@ -177,7 +198,9 @@ def test_open_port_tells_a_stranger_nothing(federation: Federation) -> None:
     for request, answer in found["answers"].items():
         with case(request=request):
             head, _, body = answer.partition("\r\n\r\n")
-            assert re.match(r"HTTP/1\.1 (400|401|403|404) ", head) and "\r\nServer: nginx\r\n" in head
+            assert (
+                re.match(r"HTTP/1\.1 (400|401|403|404) ", head) and "\r\nServer: nginx\r\n" in head
+            )
             assert len(answer) < 600, answer
             told = [word for word in TELLING if word in (head + body).lower()]
             assert not told, answer

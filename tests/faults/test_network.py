@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_kill import check_nothing_lost_or_doubled, check_published_once
-from tests.support.operators import SILOS, Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.operators import (
+    SILOS,
+    Operators,
+    everyone_is_done,
+    found_federation,
+    serve_everything,
+)
 
 CUT_S = 90.0
 
@@ -37,7 +43,20 @@ class Cable:
             self._ip("netns", "add", name)
             self._ip("-n", name, "link", "set", "lo", "up")
         a, s = self.ends.values()
-        self._ip("link", "add", "cable0", "netns", a, "type", "veth", "peer", "name", "cable0", "netns", s)
+        self._ip(
+            "link",
+            "add",
+            "cable0",
+            "netns",
+            a,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable0",
+            "netns",
+            s,
+        )
         for name, address in ((a, self.host), (s, "10.213.7.2")):
             self._ip("-n", name, "address", "add", f"{address}/24", "dev", "cable0")
             self._ip("-n", name, "link", "set", "cable0", "up")
@@ -77,7 +96,9 @@ def operators(tmp_path: Path, cable: Cable) -> Iterator[Operators]:
     found.stop()
 
 
-def test_transfer_goes_on_after_the_network_was_cut_for_90_seconds(operators: Operators, cable: Cable) -> None:
+def test_transfer_goes_on_after_the_network_was_cut_for_90_seconds(
+    operators: Operators, cable: Cable
+) -> None:
     found_federation(operators, host=cable.host)
     serve_everything(operators)
     arriving = lambda: next(operators.fed.glob("incoming/*/*/1*"), None) is not None  # noqa: E731

@@ -10,7 +10,19 @@ import pytest
 
 from aggregator.transfer.delivery import SiloDelivery, load_bundle, plan_done
 from ddm.errors import DigestError, FormatError, PolicyError, ReplayError, UnsafePathError
-from ddm.transport.messages import Ask, Deliver, Envelope, FileEntry, Held, Offer, Pull, Report, Shards, Span, Status
+from ddm.transport.messages import (
+    Ask,
+    Deliver,
+    Envelope,
+    FileEntry,
+    Held,
+    Offer,
+    Pull,
+    Report,
+    Shards,
+    Span,
+    Status,
+)
 from silo.courier.handlers import SiteLimits, answer
 from tests.support.bundles import Signer, site_settings
 
@@ -19,7 +31,11 @@ SHARD = 1000
 
 
 def contents(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -40,7 +56,9 @@ def limits(tmp_path, signer):
         (tmp_path / "site" / name).mkdir(parents=True)
     site_settings(tmp_path / "site")
     (tmp_path / "site" / "courier" / "1.root.json").write_bytes(signer.root)
-    return SiteLimits(tmp_path / "site", bundle_bytes=50_000, shard_bytes=SHARD, submission_bytes=20_000)
+    return SiteLimits(
+        tmp_path / "site", bundle_bytes=50_000, shard_bytes=SHARD, submission_bytes=20_000
+    )
 
 
 def delivery(fed, **changes):
@@ -90,7 +108,9 @@ def converse(fed, limits, *, until, lose=lambda: False, restart=lambda: False, r
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
-def test_everything_arrives_identical_when_messages_are_lost_and_the_server_restarts(fed, limits, signer, seed):
+def test_everything_arrives_identical_when_messages_are_lost_and_the_server_restarts(
+    fed, limits, signer, seed
+):
     chance = random.Random(seed)
     faults = {}
     if seed is not None:
@@ -111,7 +131,9 @@ def test_everything_arrives_identical_when_messages_are_lost_and_the_server_rest
     receipt = limits.site / "inbox" / PLAN / "receipts" / "1.json"
     assert receipt.read_bytes() == (fed / "receipts" / PLAN / "north" / "1.json").read_bytes()
     assert aggregator.done
-    assert [each.message.kind for each in aggregator.next_requests([], 4)] == ["ask"]  # it may still give the plan up
+    assert [each.message.kind for each in aggregator.next_requests([], 4)] == [
+        "ask"
+    ]  # it may still give the plan up
 
 
 def test_second_submission_is_fetched_when_the_first_was_refused(fed, limits, signer):
@@ -179,16 +201,28 @@ def test_receipt_is_refused_when_it_is_for_no_submission_or_replaces_one(fed, li
     refused = ReplayError.exit_code
     bundle = fed / "plans" / PLAN / "bundle"
     one, two, three = (signer.receipt(bundle, PLAN, sequence=sequence) for sequence in (1, 2, 3))
-    assert answer(Envelope(Deliver(plan_id=PLAN, sequence=1), one), limits).message.code == refused  # no such plan
+    assert (
+        answer(Envelope(Deliver(plan_id=PLAN, sequence=1), one), limits).message.code == refused
+    )  # no such plan
     shutil.copytree(bundle, limits.site / "inbox" / PLAN / "bundle")
     other = signer.receipt(bundle, PLAN, submission_digest="1" * 64)
     # One after the last submission is a notice that the silo was withdrawn.
-    for sequence, receipt, code in ((3, three, refused), (1, one, 0), (1, other, refused), (2, two, 0)):
-        assert answer(Envelope(Deliver(plan_id=PLAN, sequence=sequence), receipt), limits).message.code == code
+    for sequence, receipt, code in (
+        (3, three, refused),
+        (1, one, 0),
+        (1, other, refused),
+        (2, two, 0),
+    ):
+        assert (
+            answer(Envelope(Deliver(plan_id=PLAN, sequence=sequence), receipt), limits).message.code
+            == code
+        )
     assert (limits.site / "inbox" / PLAN / "receipts" / "1.json").read_bytes() == one
 
 
-@pytest.mark.parametrize("status", ["{", '{"plan_id": "x"}', "[" * 5000, '{"plan_id": 1, "state": "training"}'])
+@pytest.mark.parametrize(
+    "status", ["{", '{"plan_id": "x"}', "[" * 5000, '{"plan_id": 1, "state": "training"}']
+)
 def test_damaged_status_becomes_a_number_when_reported(limits, status):
     (limits.site / "outbox" / "status.json").write_text(status)
     ask = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1, wait_s=0)
@@ -224,7 +258,9 @@ def test_submission_is_not_fetched_when_it_is_larger_than_the_plan_allows(fed, l
 def test_answer_is_refused_when_it_does_not_fit_the_request(fed, limits, reply):
     submit(limits)
     aggregator = delivery(fed)
-    request = Pull(plan_id=PLAN, sequence=1, spans=(Span(path="sketch.safetensors", offset=0, num_bytes=1),))
+    request = Pull(
+        plan_id=PLAN, sequence=1, spans=(Span(path="sketch.safetensors", offset=0, num_bytes=1),)
+    )
     if isinstance(reply.message, Held):
         (offer, *_) = aggregator.next_requests([], 4)
         request = offer.message

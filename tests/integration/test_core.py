@@ -32,7 +32,11 @@ TRAINING = {
     "schedule": "constant",
     "precision": "fp32",
 }
-COUNTED = {"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 4.0, "num_groups": 4}}
+COUNTED = {
+    "unit": "image",
+    "total": {"epsilon": 8.0, "delta": 0.0},
+    "counts": {"epsilon": 4.0, "num_groups": 4},
+}
 
 
 def bright_left(images: Tensor) -> Tensor:
@@ -73,16 +77,27 @@ def test_silos_may_learn_on_different_paths_and_still_make_one_ensemble(tmp_path
     )
     tiny.complete(tmp_path / "release", chosen)
     release = open_release(tmp_path / "release", root=tiny.root, state=None)
-    assert release.plan.objective.of("north").path == "cosine_vp" != release.plan.objective.of("east").path
+    assert (
+        release.plan.objective.of("north").path
+        == "cosine_vp"
+        != release.plan.objective.of("east").path
+    )
     ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
     north = list(ensemble.expert_ids).index("north")
     expert = next(each for each in release.manifest.experts if each.silo_id == "north")
     as_sent = build_expert(Dit.model_validate(ARCHITECTURE), (1, 4, 4))
-    as_sent.load_state_dict(load_tensors(release.folder / expert.file.path, None, max_bytes=expert.file.bytes))
-    x_B, t_B = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.linspace(0.1, 0.9, 8)
+    as_sent.load_state_dict(
+        load_tensors(release.folder / expert.file.path, None, max_bytes=expert.file.bytes)
+    )
+    x_B, t_B = (
+        torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)),
+        torch.linspace(0.1, 0.9, 8),
+    )
     with torch.inference_mode():
         answer = ensemble.experts[north](x_B, t_B)
-        torch.testing.assert_close(answer, as_velocity(as_sent, "eps", CosinePath(), LinearPath())(x_B, t_B))
+        torch.testing.assert_close(
+            answer, as_velocity(as_sent, "eps", CosinePath(), LinearPath())(x_B, t_B)
+        )
         assert float((answer - as_sent(x_B, t_B)).abs().max()) > 0.1
     assert torch.isfinite(ensemble.sample(4, strategy="full", steps=4).images).all()
 
@@ -117,18 +132,33 @@ def test_experts_adapted_from_a_public_one_are_published_whole(tmp_path: Path) -
         change = weights["head.weight"] - base["head.weight"]
         assert set(weights) == set(base) and bool(change.any())
         assert int(torch.linalg.matrix_rank(change, rtol=1e-4)) <= 2
-    assert torch.isfinite(open_ensemble(tmp_path / "release", root=tiny.root).sample(4, steps=2).images).all()
+    assert torch.isfinite(
+        open_ensemble(tmp_path / "release", root=tiny.root).sample(4, steps=2).images
+    ).all()
 
     wide = tmp_path / "wide.toml"
     wide.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 1\nheads = 2\n')
     start = release.plan.file(release.plan.expert.base or "").digest
-    for name, more, expected in (("like", (), start), ("wide", ("--architecture", str(wide)), None)):
+    for name, more, expected in (
+        ("like", (), start),
+        ("wide", ("--architecture", str(wide)), None),
+    ):
         out = tmp_path / f"{name}.safetensors"
-        words = ["distill", str(tmp_path / "release"), "--root", str(tiny.root), "--out", str(out), *more]
+        words = [
+            "distill",
+            str(tmp_path / "release"),
+            "--root",
+            str(tiny.root),
+            "--out",
+            str(out),
+            *more,
+        ]
         with pytest.raises(SystemExit) as done:
             run_app(app, [*words, "--num", "16", "--steps", "1"])
         assert not done.value.code
-        assert load_student(out)[0].base == expected, "a student that is built alike starts where the experts did"
+        assert load_student(out)[0].base == expected, (
+            "a student that is built alike starts where the experts did"
+        )
     weights = load_tensors(tmp_path / "like.safetensors", None, max_bytes=2**20)
     moved = max(float((weights[name] - base[name]).abs().max()) for name in base)
     assert 0 < moved < 0.02, "one step of training away"

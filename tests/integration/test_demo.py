@@ -43,12 +43,21 @@ def test_demo_leaves_a_grid_and_a_summary(tmp_path: Path) -> None:
     recipe = recipe.replace("checkpoint_steps = 100", "checkpoint_steps = 60")
     (tmp_path / "plan.toml").write_text(recipe)
     out = tmp_path / "demo"
-    command = [sys.executable, str(EXAMPLE / "run.py"), "--out", str(out), "--recipe", str(tmp_path / "plan.toml")]
+    command = [
+        sys.executable,
+        str(EXAMPLE / "run.py"),
+        "--out",
+        str(out),
+        "--recipe",
+        str(tmp_path / "plan.toml"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary["silos"]) == {"north", "east", "west"}
-    assert all(row["epsilon"] == 8.0 and row["bytes_left"] > 1e6 for row in summary["silos"].values())
+    assert all(
+        row["epsilon"] == 8.0 and row["bytes_left"] > 1e6 for row in summary["silos"].values()
+    )
     assert not {"router", "shares"} & set(summary), "the long comparison was not asked for"
     comparison = [sys.executable, str(EXAMPLE / "compare.py"), "--out", str(out)]
     done = subprocess.run(comparison, capture_output=True, text=True, check=False)

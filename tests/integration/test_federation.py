@@ -43,7 +43,9 @@ class Operators:
 
     def call(self, name: str, *arguments: object, code: int = 0) -> str:
         command = [str(program(name)), *(str(argument) for argument in arguments)]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == code, f"{name} {arguments}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -58,7 +60,11 @@ class Operators:
         deadline = time.monotonic() + LIMIT_S
         while not seen():
             assert time.monotonic() < deadline, f"not seen: {what}\n{self.logs()}"
-            failed = [key for key, child in self.background.items() if not child.running() and child.returncode]
+            failed = [
+                key
+                for key, child in self.background.items()
+                if not child.running() and child.returncode
+            ]
             assert not failed, self.logs()
             next(iter(self.background.values())).wait(0.3)
 
@@ -80,7 +86,9 @@ def set_up(operators: Operators) -> None:
     operators.call("aggregator", "init", folder / "fed", "--name", "two", "--address", address,
                    "--passphrase-file", folder / "pass")  # fmt: skip
     settings = folder / "fed" / "federation.toml"
-    settings.write_text(settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}"))
+    settings.write_text(
+        settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}")
+    )
     fingerprint = json.loads((folder / "fed" / "invitation.json").read_text())["root_digest"]
     for index, (silo, size) in enumerate(SILOS.items()):
         np.savez(folder / f"{silo}.npz", images=images(size, index - 0.5, seed=index))
@@ -140,7 +148,9 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     assert digest in operators.call("silo", "review", folder / PERSON)
     operators.call("silo", "approve", folder / PERSON, "--digest", "0" * 64, code=34)
     operators.call("silo", "approve", folder / PERSON, "--digest", digest)
-    operators.wait_until(lambda: not any(c.running() for c in operators.background.values()), "the end")
+    operators.wait_until(
+        lambda: not any(c.running() for c in operators.background.values()), "the end"
+    )
     assert {key: child.returncode for key, child in operators.background.items()} == dict.fromkeys(
         operators.background, 0
     )
@@ -149,7 +159,9 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     assert all(f"[{silo}] submission 1 accepted" in said for silo in SILOS)
     assert "[intake] ended or hung, and was started again" in said
     check_nothing_left(folder)
-    assert not alive(killed)  # whatever came and went afterwards, the receipt at least, had a new one
+    assert not alive(
+        killed
+    )  # whatever came and went afterwards, the receipt at least, had a new one
     assert {path.name for path in arrived.parent.iterdir()} == set(SILOS)
 
     operators.call("aggregator", "router", folder / "fed")
@@ -170,7 +182,9 @@ def plan_of(folder: Path) -> str:
 
 
 def courier_of(folder: Path, silo: str) -> dict[str, int]:
-    noted: dict[str, int] = json.loads((folder / silo / "private" / "processes.json").read_text())["courier"]
+    noted: dict[str, int] = json.loads((folder / silo / "private" / "processes.json").read_text())[
+        "courier"
+    ]
     return noted
 
 
@@ -206,7 +220,9 @@ def submit_code_as_anybody(folder: Path) -> None:
         ca_path = folder / "fed" / "tls" / "ca.pem"
         home = flower_environment(anybody / "home")
         with pytest.raises(TransportError, match="403 Forbidden"):
-            FlowerCommands(anybody, home, address=address_of(folder), ca_path=ca_path).submit("digits-3f9a1c2e")
+            FlowerCommands(anybody, home, address=address_of(folder), ca_path=ca_path).submit(
+                "digits-3f9a1c2e"
+            )
 
 
 def kill_intake(folder: Path) -> None:
@@ -228,7 +244,9 @@ def check_nothing_left(folder: Path) -> None:
         lines = (logs / "nginx.log").read_text().splitlines()
         refused = [line for line in lines if " 403 " in line and " 403 / " not in line]
         assert refused and all(" 403 /v1/control/" in line for line in refused)
-    assert (logs / "superlink.log").read_text().count("/v1/control/start-run") == 1, "the aggregator's own"
+    assert (logs / "superlink.log").read_text().count("/v1/control/start-run") == 1, (
+        "the aggregator's own"
+    )
     assert not [pid for pid in pids if alive(pid)]
 
 
@@ -238,13 +256,20 @@ def check_bytes_unchanged(folder: Path) -> None:
     for silo in SILOS:
         sent = folder / silo / "outbox" / plan_id / "1"
         published = folder / "release" / "targets" / plan_id
-        for name in (f"silos/{silo}/submission.json", f"silos/{silo}/experts/{silo}/expert.safetensors"):
+        for name in (
+            f"silos/{silo}/submission.json",
+            f"silos/{silo}/experts/{silo}/expert.safetensors",
+        ):
             assert (sent / name).read_bytes() == (published / name).read_bytes()
         expert = sent / "silos" / silo / "experts" / silo / "expert.safetensors"
         assert expert.stat().st_size > 2 * SHARD_BYTES
         assert load_tensors(expert, None, max_bytes=1 << 22)
         role = f"{plan_id}.{silo}.json"
-        assert (sent / "metadata" / role).read_bytes() == (folder / "release" / "metadata" / role).read_bytes()
+        assert (sent / "metadata" / role).read_bytes() == (
+            folder / "release" / "metadata" / role
+        ).read_bytes()
         kept = {hashlib.sha256((sent / name).read_bytes()).hexdigest() for name in PRIVATE_FILES}
-        everything = (path.read_bytes() for path in (folder / "release").rglob("*") if path.is_file())
+        everything = (
+            path.read_bytes() for path in (folder / "release").rglob("*") if path.is_file()
+        )
         assert not kept & {hashlib.sha256(data).hexdigest() for data in everything}

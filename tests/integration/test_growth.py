@@ -28,7 +28,9 @@ def run_plan(operators: Operators, silos: tuple[str, ...]) -> None:
     operators.serve("aggregator", "aggregator", "run", operators.fed)
     for silo in silos:
         operators.serve(silo, "silo", "run", operators.folder / silo)
-    operators.wait_until(lambda: all(map(operators.ended, ("aggregator", *silos))), "a receipt of every silo")
+    operators.wait_until(
+        lambda: all(map(operators.ended, ("aggregator", *silos))), "a receipt of every silo"
+    )
 
 
 def publish(operators: Operators, out: Path) -> str:
@@ -46,7 +48,9 @@ def test_late_silo_joins_the_experts_that_a_second_plan_carries_over(operators: 
     sent = {silo: (folder / silo / "private" / "ledger.jsonl").read_bytes() for silo in SILOS}
 
     np.savez(folder / f"{LATE}.npz", images=images(LATE_IMAGES, 0.3, seed=7))
-    seen = operators.call("ddm", "verify", folder / "first", "--root", root(operators), *state(operators))
+    seen = operators.call(
+        "ddm", "verify", folder / "first", "--root", root(operators), *state(operators)
+    )
     assert "none unlisted" in seen
     join(operators)
     recipe = ("--recipe", folder / "plan.toml")
@@ -62,7 +66,9 @@ def test_late_silo_joins_the_experts_that_a_second_plan_carries_over(operators: 
 
     assert "none unlisted" in operators.call("ddm", "verify", folder / "second", "--root", root(operators),
                                              *state(operators))  # fmt: skip
-    info = operators.call("ddm", "info", folder / "second", "--root", root(operators), *state(operators))
+    info = operators.call(
+        "ddm", "info", folder / "second", "--root", root(operators), *state(operators)
+    )
     assert f"silo {LATE} joined with this plan" in info
     for silo in SILOS:
         assert f"silo {silo} was carried over from plan {first}" in info

@@ -21,7 +21,11 @@ from tests.support.operators import Operators, found_federation
 from tests.support.tinyproxy import AVAILABLE, Tinyproxy, tinyproxy
 from tests.support.waiting import wait_until
 
-VARIABLES = [each for name in ("https_proxy", "all_proxy", "no_proxy", "http_proxy") for each in (name, name.upper())]
+VARIABLES = [
+    each
+    for name in ("https_proxy", "all_proxy", "no_proxy", "http_proxy")
+    for each in (name, name.upper())
+]
 FAR = "127.0.0.2"  # an address of loopback that `no_proxy` of Flower's programs does not name
 
 needs_tinyproxy = pytest.mark.skipif(not AVAILABLE, reason="tinyproxy is not installed")
@@ -71,7 +75,10 @@ def test_each_failure_of_a_real_proxy_says_what_to_do_and_that_helps(
             monkeypatch.setenv("https_proxy", proxy.url())
             assert explain(address, ca) is None
             assert f"CONNECT {address}" in proxy.log()
-            for what, url in {"wrong": proxy.url(password="wr0ng"), "none": f"http://127.0.0.1:{proxy.port}"}.items():
+            for what, url in {
+                "wrong": proxy.url(password="wr0ng"),
+                "none": f"http://127.0.0.1:{proxy.port}",
+            }.items():
                 with case(password=what):
                     monkeypatch.setenv("https_proxy", url)
                     said = explain(address, ca) or ""
@@ -83,7 +90,9 @@ def test_each_failure_of_a_real_proxy_says_what_to_do_and_that_helps(
             wait_until(lambda: explain(address, ca), "a server that accepts no more")
             assert "aggregator run" in (explain(address, ca) or "")
             proxy.stop()
-            assert f"Ask whether the proxy 127.0.0.1:{proxy.port} is running" in (explain(address, ca) or "")
+            assert f"Ask whether the proxy 127.0.0.1:{proxy.port} is running" in (
+                explain(address, ca) or ""
+            )
     finally:
         server.close()
 
@@ -116,13 +125,17 @@ def test_courier_works_through_a_proxy_alone_and_says_what_is_wrong_with_it(
     operators: Operators, tmp_path: Path
 ) -> None:
     found_federation(operators, host=FAR)
-    host, _, port = json.loads((operators.fed / "invitation.json").read_text())["address"].rpartition(":")
+    host, _, port = json.loads((operators.fed / "invitation.json").read_text())[
+        "address"
+    ].rpartition(":")
     assert host == FAR
     site = Site(tmp_path / "north")
     operators.serve("aggregator", "aggregator", "run", operators.fed)
     with tinyproxy(tmp_path / "proxy", int(port)) as proxy:
         start_courier(operators, proxy.url(password="wr0ng"))
-        operators.wait_until(lambda: "right user and password" in log_of(operators), "a word about the password")
+        operators.wait_until(
+            lambda: "right user and password" in log_of(operators), "a word about the password"
+        )
         assert not any(site.inbox.iterdir()) and "wr0ng" not in log_of(operators)
 
         proxy.stop()
@@ -132,20 +145,29 @@ def test_courier_works_through_a_proxy_alone_and_says_what_is_wrong_with_it(
 
         proxy.start()  # what was said to do helps, without a restart
         operators.wait_until(lambda: "courier: connected" in log_of(operators), "the connection")
-        operators.serve("north-worker", "silo", "run", operators.folder / "north", "--only", "worker")
+        operators.serve(
+            "north-worker", "silo", "run", operators.folder / "north", "--only", "worker"
+        )
         through(proxy, operators, int(port))
         operators.wait_until(lambda: operators.ended("north-worker"), "the receipt")
         status = json.loads(operators.call("silo", "status", site.path, "--json"))
         assert status["state"] == "accepted"
         assert len(re.findall(rf"CONNECT {FAR}:{port}", proxy.log())) >= 2
-        assert "CONNECT 127.0.0.1:" not in proxy.log(), "programs of this machine talk to each other directly"
+        assert "CONNECT 127.0.0.1:" not in proxy.log(), (
+            "programs of this machine talk to each other directly"
+        )
 
 
 def through(proxy: Tinyproxy, operators: Operators, port: int) -> None:
     """The courier's programs hold connections with the proxy, and none with the aggregator."""
     assert proxy.process
-    pids = {str(operators.running["north-courier"].pid), *map(str, operators.pids("north-courier", ""))}
-    said = subprocess.run(["ss", "-Htnp", "dst", f"{FAR}:{port}"], capture_output=True, text=True, check=True).stdout
+    pids = {
+        str(operators.running["north-courier"].pid),
+        *map(str, operators.pids("north-courier", "")),
+    }
+    said = subprocess.run(
+        ["ss", "-Htnp", "dst", f"{FAR}:{port}"], capture_output=True, text=True, check=True
+    ).stdout
     direct = [line for line in said.splitlines() if pids & set(re.findall(r"pid=(\d+)", line))]
     assert not direct, direct
     if os.geteuid() == 0:

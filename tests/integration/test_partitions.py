@@ -21,7 +21,11 @@ EXPERT["training"] |= {"num_steps": 3, "checkpoint_steps": 1}
 CLUSTERED = recipe(
     partition={"kind": "silo_cluster", "min_images": 10},
     expert=EXPERT,
-    statistics={"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 8.0, "num_groups": 4}},
+    statistics={
+        "unit": "image",
+        "total": {"epsilon": 8.0, "delta": 0.0},
+        "counts": {"epsilon": 8.0, "num_groups": 4},
+    },
     router={"kind": "counts"},
 )
 RANDOM = recipe(
@@ -69,7 +73,11 @@ def test_federation_with_an_expert_for_each_silo_and_cluster_ends_in_a_release_t
     tiny = TinyFederation.create(tmp_path / "tiny", SIZES)
     release, ensemble = published(tiny, CLUSTERED, tmp_path / "release")
     expected = ["east-0", "east-1", "north-0", "north-1"]
-    assert [expert.expert_id for expert in release.manifest.experts] == expected == list(ensemble.expert_ids)
+    assert (
+        [expert.expert_id for expert in release.manifest.experts]
+        == expected
+        == list(ensemble.expert_ids)
+    )
     assert [expert.cluster for expert in release.manifest.experts] == [0, 1, 0, 1]
     assert all(e.num_images is None for one in release.submissions.values() for e in one.experts)
     inventory = take_inventory(tiny.federation)
@@ -77,20 +85,30 @@ def test_federation_with_an_expert_for_each_silo_and_cluster_ends_in_a_release_t
     assert inventory.t_release() is None
     check_priors_follow_the_released_counts(tiny, release)
     one, two, three, four = ensemble.prior
-    check_priors_are_refused(tiny, monkeypatch, [one + 0.1, two, three, four - 0.1], tmp_path / "lie", "silo east")
+    check_priors_are_refused(
+        tiny, monkeypatch, [one + 0.1, two, three, four - 0.1], tmp_path / "lie", "silo east"
+    )
 
 
 def check_priors_follow_the_released_counts(tiny: TinyFederation, release: Release) -> None:
     """With noise of a quarter of an image, an expert's prior is its clusters' share of all units, almost."""
     inventory = take_inventory(tiny.federation)
     groups_of = dict(
-        zip(inventory.files.clusters.group_F.tolist(), inventory.files.clusters.coarse_F.tolist(), strict=True)
+        zip(
+            inventory.files.clusters.group_F.tolist(),
+            inventory.files.clusters.coarse_F.tolist(),
+            strict=True,
+        )
     )
     for expert in release.manifest.experts:
         noisy_G = inventory.counts()[expert.silo_id].tolist()
-        mine = sum(count for group, count in enumerate(noisy_G) if groups_of[group] == expert.cluster)
+        mine = sum(
+            count for group, count in enumerate(noisy_G) if groups_of[group] == expert.cluster
+        )
         assert expert.prior == pytest.approx(mine / sum(SIZES.values()), abs=0.03)
-    by_silo = {silo: sum(e.prior for e in release.manifest.experts if e.silo_id == silo) for silo in SIZES}
+    by_silo = {
+        silo: sum(e.prior for e in release.manifest.experts if e.silo_id == silo) for silo in SIZES
+    }
     assert by_silo == pytest.approx({silo: size / 150 for silo, size in SIZES.items()}, abs=1e-9)
 
 
@@ -99,12 +117,24 @@ def test_federation_of_patients_dealt_at_random_ends_in_a_release_that_samples(
 ) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", SIZES, patients=True)
     for site in tiny.sites.values():
-        declared = site.policy().data.model_copy(update={"min_images": 40}).model_dump(exclude_none=True)
+        declared = (
+            site.policy().data.model_copy(update={"min_images": 40}).model_dump(exclude_none=True)
+        )
         write_policy(site, POLICY | {"privacy": {"unit": "patient"}, "data": declared})
     release, _ = published(tiny, RANDOM, tmp_path / "release")
-    assert [expert.expert_id for expert in release.manifest.experts] == ["east-0", "east-1", "north-0", "north-1"]
-    assert [expert.prior for expert in release.manifest.experts] == pytest.approx([0.2, 0.2, 0.3, 0.3])
-    assert {silo: one.num_units for silo, one in release.submissions.items()} == {"east": 24, "north": 36}
+    assert [expert.expert_id for expert in release.manifest.experts] == [
+        "east-0",
+        "east-1",
+        "north-0",
+        "north-1",
+    ]
+    assert [expert.prior for expert in release.manifest.experts] == pytest.approx(
+        [0.2, 0.2, 0.3, 0.3]
+    )
+    assert {silo: one.num_units for silo, one in release.submissions.items()} == {
+        "east": 24,
+        "north": 36,
+    }
     for submission in release.submissions.values():
         assert [expert.num_images for expert in submission.experts] == [None, None]
         assert (submission.spent.unit, submission.spent.epsilon) == ("patient", 8.0)
@@ -114,4 +144,6 @@ def test_federation_of_patients_dealt_at_random_ends_in_a_release_that_samples(
     assert {one["second"].shape for one in inventory.moments().values()} == {(3, 3)}
     kept = json.loads((tmp_path / "tiny/north/private/state.json").read_bytes())
     assert kept["num_steps"] == 6, "progress counts the steps of both experts"
-    check_priors_are_refused(tiny, monkeypatch, [0.1, 0.3, 0.3, 0.3], tmp_path / "lie", "expert east-0")
+    check_priors_are_refused(
+        tiny, monkeypatch, [0.1, 0.3, 0.3, 0.3], tmp_path / "lie", "expert east-0"
+    )

@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from aggregator.config import Federation
 from aggregator.intake.examination import Examination, Examiner
@@ -81,14 +87,18 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
     return Template(tmp_path_factory.mktemp("template"))
 
 
-def make_experts(plan: Any, files: Any, cohort: Any, fine_N: Any, work: Any, policy: Any, silo: str, **_: Any) -> None:
+def make_experts(
+    plan: Any, files: Any, cohort: Any, fine_N: Any, work: Any, policy: Any, silo: str, **_: Any
+) -> None:
     """In the place of training: an expert that follows from the images alone."""
     if work.record_path(silo).exists():
         return
     seed = int(cohort.digest[:6], 16)
     made = build_expert(plan.expert.architecture, plan.expert_shape, seed=seed).state_dict()
     work.expert_path(silo).parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(work.expert_path(silo), {name: tensor.contiguous() for name, tensor in made.items()})
+    save_tensors(
+        work.expert_path(silo), {name: tensor.contiguous() for name, tensor in made.items()}
+    )
     record = TrainingRecord(
         plan_id=plan.plan_id,
         expert_id=silo,
@@ -109,14 +119,20 @@ class Both:
         self.tiny = template.tiny.copy(self.folder)
         self.site, self.federation, self.plan = self.tiny.sites[SILO], self.tiny.federation, 0
         self.key, self.suspicious = self.tiny.key(SILO), False
-        self.limits = SiteLimits(self.site.path, bundle_bytes=1 << 26, shard_bytes=1 << 22, submission_bytes=1 << 26)
+        self.limits = SiteLimits(
+            self.site.path, bundle_bytes=1 << 26, shard_bytes=1 << 22, submission_bytes=1 << 26
+        )
         monkeypatch.setattr("silo.worker.training.train_experts", make_experts)
         monkeypatch.setattr(
-            Examiner, "examine", lambda self, silo, submission, digest, *_: Examination(silo, digest, ())
+            Examiner,
+            "examine",
+            lambda self, silo, submission, digest, *_: Examination(silo, digest, ()),
         )
         monkeypatch.setattr(Examiner, "accepted", lambda self: {})
         monkeypatch.setattr(Examiner, "ratios", lambda self, examination: {})
-        monkeypatch.setattr(Examiner, "faults", lambda *_: ["looks like noise"] if self.suspicious else [])
+        monkeypatch.setattr(
+            Examiner, "faults", lambda *_: ["looks like noise"] if self.suspicious else []
+        )
         template.sign(self.federation, 0)
 
     @property
@@ -148,7 +164,9 @@ class Both:
                 return error
             finally:
                 new = self.debits()[len(paid) :]
-                assert not (over and before.plan_id in new), "epsilon was spent on a plan that was over"
+                assert not (over and before.plan_id in new), (
+                    "epsilon was spent on a plan that was over"
+                )
             if worker.state == before:
                 break
         return None
@@ -194,7 +212,10 @@ class Both:
             return  # a plan that this site never took: it has no key by which to believe the aggregator's notice
         if state.state not in ("waiting", "superseded"):
             assert state.plan_id == self.plan_id
-        assert STANDINGS[seen.standing][0] == aggregator_says(state.state, held=state.held), (state, seen)
+        assert STANDINGS[seen.standing][0] == aggregator_says(state.state, held=state.held), (
+            state,
+            seen,
+        )
 
     def check_remedies(self) -> None:
         """Every command that a message names can be typed now."""
@@ -286,7 +307,9 @@ class Life(RuleBasedStateMachine):
         try:
             assert retrain(self.both.site).state == "plan_accepted"
         except ApprovalError:
-            assert (before.state, "retrain") not in LIFE or successor(self.both.site, before.plan_id or "")
+            assert (before.state, "retrain") not in LIFE or successor(
+                self.both.site, before.plan_id or ""
+            )
         except (BudgetError, DataError):
             assert self.both.state == before
 
@@ -365,5 +388,7 @@ def test_both_sides_agree_whatever_happens_and_nothing_is_spent_in_vain(
 
 
 @pytest.mark.slow
-def test_both_sides_agree_on_many_long_walks(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_agree_on_many_long_walks(
+    template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
     walk(template, monkeypatch, examples=60, steps=30)

@@ -33,7 +33,9 @@ STATISTICS = {
     "counts": {"epsilon": 2.0, "num_groups": 4},
 }
 HELD_OUT = {"holdout_share": 0.1, "min_holdout_units": 2}
-PRIVATE = recipe(expert=EXPERT | {"privacy": PRIVACY}, statistics=STATISTICS, router={"kind": "counts"})
+PRIVATE = recipe(
+    expert=EXPERT | {"privacy": PRIVACY}, statistics=STATISTICS, router={"kind": "counts"}
+)
 
 
 def debits(site: Site) -> list[Debit]:
@@ -46,8 +48,14 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, 
     folder = tmp_path_factory.mktemp("private")
     tiny = TinyFederation.create(folder / "tiny", SIZES, patients=True)
     for site in tiny.sites.values():
-        declared = site.policy().data.model_copy(update={"min_images": 40}).model_dump(exclude_none=True)
-        changed = {"privacy": {"unit": "patient"}, "data": declared, "audit": POLICY["audit"] | HELD_OUT}
+        declared = (
+            site.policy().data.model_copy(update={"min_images": 40}).model_dump(exclude_none=True)
+        )
+        changed = {
+            "privacy": {"unit": "patient"},
+            "data": declared,
+            "audit": POLICY["audit"] | HELD_OUT,
+        }
         write_policy(site, POLICY | changed)
     tiny.complete(folder / "release", PRIVATE)
     return tiny, folder / "release"
@@ -69,17 +77,32 @@ def test_release_states_the_epsilon_of_each_expert_as_its_silo_signed_it(
         (signed,) = release.submissions[expert.silo_id].experts
         assert expert.privacy == signed.privacy
         assert isinstance(expert.privacy, DpSgdPrivacy)
-        assert (expert.privacy.epsilon, expert.privacy.delta, expert.privacy.unit) == (EPSILON, DELTA, "patient")
-        assert signed.training.seconds is None, "it grows with the number of images of those who entered"
+        assert (expert.privacy.epsilon, expert.privacy.delta, expert.privacy.unit) == (
+            EPSILON,
+            DELTA,
+            "patient",
+        )
+        assert signed.training.seconds is None, (
+            "it grows with the number of images of those who entered"
+        )
     for silo in release.manifest.silos:
         assert (silo.epsilon, silo.delta) == pytest.approx((2.0 + EPSILON, 1e-6 + DELTA))
-    rates = {expert.silo_id: expert.privacy.rate for expert in release.manifest.experts if expert.privacy}
+    rates = {
+        expert.silo_id: expert.privacy.rate for expert in release.manifest.experts if expert.privacy
+    }
     assert rates == {"east": 6 / 24, "north": 6 / 36}, "of 24 and 36 patients"
-    held = {silo_id: num_held_out(24 if silo_id == "east" else 36, site.policy()) for silo_id, site in sites(released)}
-    assert held == {"east": 2, "north": 3}, "who is held out from training counts in the rate, whose sum is public"
+    held = {
+        silo_id: num_held_out(24 if silo_id == "east" else 36, site.policy())
+        for silo_id, site in sites(released)
+    }
+    assert held == {"east": 2, "north": 3}, (
+        "who is held out from training counts in the rate, whose sum is public"
+    )
 
 
-def test_card_and_info_say_epsilon_delta_and_unit_of_each_expert(released: tuple[TinyFederation, Path]) -> None:
+def test_card_and_info_say_epsilon_delta_and_unit_of_each_expert(
+    released: tuple[TinyFederation, Path],
+) -> None:
     tiny, out = released
     card = next(out.rglob("README.md")).read_text("utf-8")
     said = command("ddm", "info", out, "--root", tiny.root)

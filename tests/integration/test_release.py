@@ -20,7 +20,14 @@ import ddm.loading.release
 import ddm.publishing.version
 from aggregator.membership.withdrawal import withdraw
 from ddm import open_ensemble
-from ddm.errors import ArchipelagoError, DigestError, DocumentError, RollbackError, TrustError, UnlistedFileError
+from ddm.errors import (
+    ArchipelagoError,
+    DigestError,
+    DocumentError,
+    RollbackError,
+    TrustError,
+    UnlistedFileError,
+)
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.manifest import Manifest
@@ -32,20 +39,28 @@ from tests.support.waiting import LIMIT_S
 
 
 def release_files(published: Published) -> list[str]:
-    return sorted(p.relative_to(published.release).as_posix() for p in published.release.rglob("*") if p.is_file())
+    return sorted(
+        p.relative_to(published.release).as_posix()
+        for p in published.release.rglob("*")
+        if p.is_file()
+    )
 
 
 def test_release_is_complete_and_verifies(published_once: Published) -> None:
     release = open_release(published_once.release, root=published_once.root, state=None)
     names = set(release_files(published_once))
     prefix = f"targets/{published_once.plan_id}/"
-    assert {prefix + name for name in release.verified.files} == {n for n in names if n.startswith("targets/")}
+    assert {prefix + name for name in release.verified.files} == {
+        n for n in names if n.startswith("targets/")
+    }
     assert set(release.submissions) == set(published_once.tiny.sites)
     assert sum(expert.prior for expert in release.manifest.experts) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("where", [0.0, 0.31, 0.5, 0.77, 1.0])
-def test_release_is_refused_when_any_file_has_a_flipped_byte(published: Published, where: float) -> None:
+def test_release_is_refused_when_any_file_has_a_flipped_byte(
+    published: Published, where: float
+) -> None:
     for name in release_files(published):
         path = published.release / name
         data = path.read_bytes()
@@ -66,7 +81,9 @@ def test_release_is_refused_with_a_file_too_many(published: Published) -> None:
         open_release(published.release, root=published.root, state=None)
 
 
-def test_older_version_is_refused_after_a_newer_one_was_seen(published: Published, tmp_path: Path) -> None:
+def test_older_version_is_refused_after_a_newer_one_was_seen(
+    published: Published, tmp_path: Path
+) -> None:
     tiny = published.tiny
     tiny.publish(tmp_path / "second")
     newer = open_release(tmp_path / "second", root=published.root, state=tmp_path / "state")
@@ -92,15 +109,23 @@ class FolderFetcher(FetcherInterface):
         yield path.read_bytes()
 
 
-def test_python_tufs_own_client_finds_and_verifies_every_published_file(published: Published, tmp_path: Path) -> None:
+def test_python_tufs_own_client_finds_and_verifies_every_published_file(
+    published: Published, tmp_path: Path
+) -> None:
     (tmp_path / "metadata").mkdir()
     updater = client(published.release, published.root, tmp_path)
-    names = [name.removeprefix("targets/") for name in release_files(published) if name.startswith("targets/")]
+    names = [
+        name.removeprefix("targets/")
+        for name in release_files(published)
+        if name.startswith("targets/")
+    ]
     for index, name in enumerate(names):
         info = updater.get_targetinfo(name)
         assert info is not None, name
         updater.download_target(info, str(tmp_path / str(index)))
-        assert (tmp_path / str(index)).read_bytes() == (published.release / "targets" / name).read_bytes()
+        assert (tmp_path / str(index)).read_bytes() == (
+            published.release / "targets" / name
+        ).read_bytes()
     assert len(names) >= 10
 
 
@@ -111,10 +136,14 @@ def test_python_tufs_own_client_refuses_a_withdrawn_silo_that_it_knew_and_whose_
     (tmp_path / "metadata").mkdir()
     name = f"{published.plan_id}/silos/north/submission.json"
     assert client(first, published.root, tmp_path).get_targetinfo(name) is not None
-    withdraw(tiny.federation, "north", "asked to", load_key(tiny.federation, "receipts", PASSPHRASE))
+    withdraw(
+        tiny.federation, "north", "asked to", load_key(tiny.federation, "receipts", PASSPHRASE)
+    )
     tiny.publish(second)
     kept = f"{published.plan_id}/silos/east/submission.json"
-    for path in [path for path in first.rglob("*") if path.is_file() and "north" in path.as_posix()]:
+    for path in [
+        path for path in first.rglob("*") if path.is_file() and "north" in path.as_posix()
+    ]:
         target = second / path.relative_to(first)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
@@ -123,7 +152,9 @@ def test_python_tufs_own_client_refuses_a_withdrawn_silo_that_it_knew_and_whose_
     assert client(second, published.root, tmp_path).get_targetinfo(kept) is not None
 
 
-def test_public_model_signing_package_accepts_the_release_and_refuses_one_changed_byte(published: Published) -> None:
+def test_public_model_signing_package_accepts_the_release_and_refuses_one_changed_byte(
+    published: Published,
+) -> None:
     folder = published.release / "targets" / published.plan_id
     public = published.tiny.federation.path / "model-signing.pub.pem"
     command = [sys.executable, "-W", "ignore", "-m", "model_signing", "verify", "key", str(folder)]
@@ -158,7 +189,9 @@ def test_ensemble_opens_samples_and_repeats_itself(published_once: Published) ->
     again = ensemble.sample(3, strategy="sample", steps=4, seed=5)
     assert torch.equal(few.images, again.images)
     torch.testing.assert_close(few.images, many.images[:3], atol=1e-5, rtol=0.0)
-    assert not torch.equal(few.images, ensemble.sample(3, strategy="sample", steps=4, seed=6).images)
+    assert not torch.equal(
+        few.images, ensemble.sample(3, strategy="sample", steps=4, seed=6).images
+    )
 
 
 def test_ensemble_gives_a_withdrawn_silo_no_sample(published_once: Published) -> None:
@@ -169,7 +202,10 @@ def test_ensemble_gives_a_withdrawn_silo_no_sample(published_once: Published) ->
 
 def test_expert_swapped_between_silos_is_refused(published: Published) -> None:
     experts = published.release / "targets" / published.plan_id / "silos"
-    one, two = (experts / silo / "experts" / silo / "expert.safetensors" for silo in sorted(published.tiny.sites))
+    one, two = (
+        experts / silo / "experts" / silo / "expert.safetensors"
+        for silo in sorted(published.tiny.sites)
+    )
     shutil.copyfile(one, two)
     with pytest.raises(DigestError):
         open_release(published.release, root=published.root, state=None)
@@ -193,7 +229,9 @@ def test_ensemble_is_refused_when_its_host_swaps_a_tensor_file_after_it_was_veri
 def test_release_is_refused_when_its_host_swaps_a_document_after_it_was_verified(
     published: Published, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def verify_then_swap(*arguments: object, before_recording: Any, **named: object) -> VerifiedRelease:
+    def verify_then_swap(
+        *arguments: object, before_recording: Any, **named: object
+    ) -> VerifiedRelease:
         def swap_then_read(verified: VerifiedRelease) -> None:
             path = next((published.release / "targets").rglob(name))
             path.write_bytes(path.read_bytes().replace(b'"format"', b' "format"'))
@@ -219,7 +257,10 @@ def edited(manifest: Manifest, part: str, **changes: object) -> Manifest:
 def unequal(manifest: Manifest) -> Manifest:
     """The two priors exchanged: the true ones are 1/3 and 2/3."""
     one, two = manifest.experts
-    swapped = (one.model_copy(update={"prior": two.prior}), two.model_copy(update={"prior": one.prior}))
+    swapped = (
+        one.model_copy(update={"prior": two.prior}),
+        two.model_copy(update={"prior": one.prior}),
+    )
     return manifest.model_copy(update={"experts": swapped})
 
 
@@ -232,7 +273,9 @@ LIES: dict[str, Callable[[Manifest], Manifest]] = {
     "experts": lambda manifest: edited(manifest, "experts", cluster=3),
     "prior": unequal,
     "silos": lambda manifest: edited(manifest, "manifest", missing_silos=("west",)),
-    "each silo of the plan": lambda manifest: edited(manifest, "manifest", withdrawn_silos=("north",)),
+    "each silo of the plan": lambda manifest: edited(
+        manifest, "manifest", withdrawn_silos=("north",)
+    ),
 }
 
 
@@ -243,11 +286,16 @@ def write_no_pages(source: object, draft: Manifest, targets: Path, on_progress: 
 
 
 def publish_as_a_liar(
-    published: Published, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Manifest], Manifest], out: Path
+    published: Published,
+    monkeypatch: pytest.MonkeyPatch,
+    lie: Callable[[Manifest], Manifest],
+    out: Path,
 ) -> None:
     """Publish, properly signed, a manifest that says something else, and skip the aggregator's own verification."""
     honest = aggregator.release.publish._manifest
-    monkeypatch.setattr(aggregator.release.publish, "_manifest", lambda *arguments: lie(honest(*arguments)))
+    monkeypatch.setattr(
+        aggregator.release.publish, "_manifest", lambda *arguments: lie(honest(*arguments))
+    )
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_no_pages)
     monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
     published.tiny.publish_only(out)
@@ -275,7 +323,11 @@ def test_aggregator_publishes_nothing_that_a_researcher_would_refuse(
     published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     honest = aggregator.release.publish._manifest
-    monkeypatch.setattr(aggregator.release.publish, "_manifest", lambda *arguments: LIES["epsilon"](honest(*arguments)))
+    monkeypatch.setattr(
+        aggregator.release.publish,
+        "_manifest",
+        lambda *arguments: LIES["epsilon"](honest(*arguments)),
+    )
     with pytest.raises(TrustError, match="epsilon"):
         published.tiny.publish_only(tmp_path / "lie")
     assert not (tmp_path / "lie").exists()
@@ -283,10 +335,16 @@ def test_aggregator_publishes_nothing_that_a_researcher_would_refuse(
 
 @pytest.mark.parametrize("changes", [{"temperature": 500.0}, {"training_prior": (1.0, 0.0)}])
 def test_ensemble_is_refused_when_its_router_says_what_cannot_be_applied(
-    published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, object]
+    published: Published,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    changes: dict[str, object],
 ) -> None:
     publish_as_a_liar(
-        published, monkeypatch, lambda manifest: edited(manifest, "router", **changes), tmp_path / "other"
+        published,
+        monkeypatch,
+        lambda manifest: edited(manifest, "router", **changes),
+        tmp_path / "other",
     )
     release = open_release(tmp_path / "other", root=published.root, state=None)
     with pytest.raises(DocumentError, match=next(iter(changes)).replace("_", " ")):
@@ -294,7 +352,9 @@ def test_ensemble_is_refused_when_its_router_says_what_cannot_be_applied(
 
 
 @pytest.mark.parametrize("twice", ["silos", "experts"])
-def test_manifest_is_refused_when_a_silo_or_an_expert_appears_twice(published_once: Published, twice: str) -> None:
+def test_manifest_is_refused_when_a_silo_or_an_expert_appears_twice(
+    published_once: Published, twice: str
+) -> None:
     release = open_release(published_once.release, root=published_once.root, state=None)
     manifest = release.manifest
     first, second = getattr(manifest, twice)

@@ -22,7 +22,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.containers,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not AVAILABLE, reason="needs root, and rootless podman with slirp4netns and fuse-overlayfs"),
+    pytest.mark.skipif(
+        not AVAILABLE, reason="needs root, and rootless podman with slirp4netns and fuse-overlayfs"
+    ),
 ]
 
 
@@ -51,14 +53,22 @@ def build_image(podman: Podman, units: Path, wheelhouse: Path, scratch: Path) ->
     for path in (context, *context.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     base = podman.base_image(scratch / "debian")
-    (line,) = (each for each in (units / "Containerfile").read_text().splitlines() if "podman build" in each)
+    (line,) = (
+        each
+        for each in (units / "Containerfile").read_text().splitlines()
+        if "podman build" in each
+    )
     tag = line.split("--tag ")[1].split()[0]
     podman.call("build", "--quiet", f"--build-arg=BASE={base}", "--tag", tag, context)
 
 
-def break_in(podman: Podman, silo: str, half: str, wanted: dict[str, list[str]]) -> dict[str, list[str]]:
+def break_in(
+    podman: Podman, silo: str, half: str, wanted: dict[str, list[str]]
+) -> dict[str, list[str]]:
     """Run a thief where one half runs, and return what it got."""
-    said = podman.execute(f"archipelago-{silo}-{half}", ["python", "-", json.dumps(wanted)], HOUSEBREAKER)
+    said = podman.execute(
+        f"archipelago-{silo}-{half}", ["python", "-", json.dumps(wanted)], HOUSEBREAKER
+    )
     return json.loads(said)  # type: ignore[no-any-return]
 
 
@@ -71,7 +81,15 @@ def test_two_silos_run_in_containers_and_code_in_the_couriers_place_gets_nothing
     settings.write_text(settings.read_text().replace(f'host = "{HOST}"', 'host = "127.0.0.1"'))
     units: dict[str, Unit] = {}
     for silo in SILOS:
-        operators.call("silo", "service", folder / silo, "--kind", "containers", "--out", folder / f"{silo}.units")
+        operators.call(
+            "silo",
+            "service",
+            folder / silo,
+            "--kind",
+            "containers",
+            "--out",
+            folder / f"{silo}.units",
+        )
         for path in sorted((folder / f"{silo}.units").glob("*.service")):
             units[path.stem.removeprefix("archipelago-")] = Unit.read(path)
         for path in (folder / f"{silo}.npz", folder / silo, *(folder / silo).rglob("*")):
@@ -84,8 +102,12 @@ def test_two_silos_run_in_containers_and_code_in_the_couriers_place_gets_nothing
         operators.serve_command(service, unit.command())
     try:
         look_into_both_halves(operators, podman, folder / "north")
-        done = lambda: all(operators.ended(name) for name in operators.running if "courier" not in name)  # noqa: E731
-        operators.wait_until(done, "the receipts")
+        operators.wait_until(
+            lambda: all(
+                operators.ended(name) for name in operators.running if "courier" not in name
+            ),
+            "the receipts",
+        )
     finally:
         for service, unit in units.items():
             podman.call(*unit.command("ExecStop")[1:])
@@ -94,31 +116,57 @@ def test_two_silos_run_in_containers_and_code_in_the_couriers_place_gets_nothing
     for silo in SILOS:
         (submission,) = (folder / silo / "outbox").rglob("submission.json")
         assert json.loads(submission.read_bytes())["isolation"] == "containers"
-    for words in (["router", operators.fed], ["publish", operators.fed, "--out", folder / "release"]):
+    for words in (
+        ["router", operators.fed],
+        ["publish", operators.fed, "--out", folder / "release"],
+    ):
         operators.call("aggregator", *words)
     root = operators.fed / "tuf" / "metadata" / "1.root.json"
-    said = operators.call("ddm", "verify", folder / "release", "--root", root, "--state", folder / "state")
+    said = operators.call(
+        "ddm", "verify", folder / "release", "--root", root, "--state", folder / "state"
+    )
     assert "none unlisted" in said
 
 
 def look_into_both_halves(operators: Operators, podman: Podman, site: Path) -> None:
     """While the expert is trained: what code could get in either container."""
     state = site / "private" / "state.json"
-    operators.wait_until(lambda: state.exists() and b'"training"' in state.read_bytes(), "the training")
+    operators.wait_until(
+        lambda: state.exists() and b'"training"' in state.read_bytes(), "the training"
+    )
     data, secret = site.with_name("north.npz"), site.with_name("pass")
     private = [data, secret, site / "private", *(site / "private").rglob("*")]
-    names = ["north.npz", "south.npz", "pass", "silo.key", "ledger.jsonl", "dataset.salt", "draft.json", "state.json"]
+    names = [
+        "north.npz",
+        "south.npz",
+        "pass",
+        "silo.key",
+        "ledger.jsonl",
+        "dataset.salt",
+        "draft.json",
+        "state.json",
+    ]
     address = json.loads((operators.fed / "invitation.json").read_text())["address"]
     wanted = {
         "read": [str(each) for each in (*private, site.with_name("south"), operators.fed)],
-        "write": [str(each) for each in (*private, site, site / "outbox", site / "silo.toml", "/opt/archipelago")],
+        "write": [
+            str(each)
+            for each in (*private, site, site / "outbox", site / "silo.toml", "/opt/archipelago")
+        ],
         "connect": [address],
         "find": names,
     }
     got = break_in(podman, "north", "courier", wanted)
     assert got == {"read": [], "write": [], "connect": [address], "processes": [], "find": []}
-    mine = [str(each) for each in (site / "courier" / "node.key", site / "silo.toml", site / "outbox")]
-    got = break_in(podman, "north", "courier", {"read": mine, "write": [str(site / "inbox")], "find": ["node.key"]})
+    mine = [
+        str(each) for each in (site / "courier" / "node.key", site / "silo.toml", site / "outbox")
+    ]
+    got = break_in(
+        podman,
+        "north",
+        "courier",
+        {"read": mine, "write": [str(site / "inbox")], "find": ["node.key"]},
+    )
     assert (got["read"], got["write"]) == (mine, [str(site / "inbox")]) and mine[0] in got["find"]
     got = break_in(podman, "north", "worker", {
         "read": [str(each) for each in (data, secret, site / "private", site / "courier")],

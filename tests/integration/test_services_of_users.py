@@ -39,7 +39,9 @@ def operators(installed_for_everyone: Path) -> Iterator[Operators]:
     folder = programs.parents[1] / "Klinik Süd"
     folder.mkdir(mode=0o755)
     found = Operators(folder, programs=programs)
-    users: list[str] = [f"arch{os.getpid()}{name}" for name in ("agg", *(f"{s}{h}" for s in SILOS for h in "wc"))]
+    users: list[str] = [
+        f"arch{os.getpid()}{name}" for name in ("agg", *(f"{s}{h}" for s in SILOS for h in "wc"))
+    ]
     try:
         yield found
     finally:
@@ -48,7 +50,9 @@ def operators(installed_for_everyone: Path) -> Iterator[Operators]:
             with suppress(subprocess.CalledProcessError):
                 subprocess.run(["userdel", user], check=True, capture_output=True)
         for silo in SILOS:
-            subprocess.run(["groupdel", f"arch{os.getpid()}{silo}"], check=False, capture_output=True)
+            subprocess.run(
+                ["groupdel", f"arch{os.getpid()}{silo}"], check=False, capture_output=True
+            )
 
 
 def name_of(part: str) -> str:
@@ -56,23 +60,45 @@ def name_of(part: str) -> str:
 
 
 def prepare(folder: Path) -> None:
-    done = subprocess.run(["sh", folder / "prepare.sh"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sh", folder / "prepare.sh"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def serve_as_written(operators: Operators) -> None:
     """Do what `silo service` and `aggregator service` tell root to do, and start what their units say."""
     folder = operators.folder
-    for settings in (operators.fed / "federation.toml", *(folder / silo / "silo.toml" for silo in SILOS)):
+    for settings in (
+        operators.fed / "federation.toml",
+        *(folder / silo / "silo.toml" for silo in SILOS),
+    ):
         assert "passphrase_file" in settings.read_text("utf-8")
-    operators.call("aggregator", "service", operators.fed, "--out", folder / "fed.units", "--user", name_of("agg"))
+    operators.call(
+        "aggregator",
+        "service",
+        operators.fed,
+        "--out",
+        folder / "fed.units",
+        "--user",
+        name_of("agg"),
+    )
     for silo in SILOS:
         # Each half reads a passphrase file of its own: the script gives it to the user.
         secret = folder / f"{silo}.pass"
         secret.write_bytes((folder / "pass").read_bytes())
         settings = folder / silo / "silo.toml"
-        settings.write_text(settings.read_text("utf-8").replace(str(folder / "pass"), str(secret)), "utf-8")
-        names = ("--worker-user", name_of(f"{silo}w"), "--courier-user", name_of(f"{silo}c"), "--group", name_of(silo))
+        settings.write_text(
+            settings.read_text("utf-8").replace(str(folder / "pass"), str(secret)), "utf-8"
+        )
+        names = (
+            "--worker-user",
+            name_of(f"{silo}w"),
+            "--courier-user",
+            name_of(f"{silo}c"),
+            "--group",
+            name_of(silo),
+        )
         operators.call("silo", "service", folder / silo, "--out", folder / f"{silo}.units", *names)
         data = folder / f"{silo}.npz"
         data.chmod(0o644)
@@ -102,39 +128,73 @@ def break_in(user: str, wanted: dict[str, list[str]]) -> dict[str, list[str]]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_nothing(operators: Operators) -> None:
+def test_two_silos_run_as_the_units_say_and_code_in_the_couriers_place_gets_nothing(
+    operators: Operators,
+) -> None:
     folder = operators.folder
     found_federation(operators, num_steps=400)
     serve_as_written(operators)
     site = folder / "north"
     state = site / "private" / "state.json"
-    operators.wait_until(lambda: state.exists() and b'"training"' in state.read_bytes(), "the training")
-    private = [folder / "north.npz", folder / "north.pass", site / "private", *(site / "private").rglob("*")]
-    others = [folder / "south.npz", folder / "south" / "courier", folder / "south" / "private", operators.fed]
+    operators.wait_until(
+        lambda: state.exists() and b'"training"' in state.read_bytes(), "the training"
+    )
+    private = [
+        folder / "north.npz",
+        folder / "north.pass",
+        site / "private",
+        *(site / "private").rglob("*"),
+    ]
+    others = [
+        folder / "south.npz",
+        folder / "south" / "courier",
+        folder / "south" / "private",
+        operators.fed,
+    ]
     address = json.loads((operators.fed / "invitation.json").read_text())["address"]
     wanted = {
         "read": [str(each) for each in (*private, *others)],
-        "write": [str(each) for each in (*private, *others, site, site / "outbox", site / "silo.toml")],
+        "write": [
+            str(each) for each in (*private, *others, site, site / "outbox", site / "silo.toml")
+        ],
         "connect": [address],
     }
     got = break_in(name_of("northc"), wanted)
     assert got == {"read": [], "write": [], "connect": [address], "processes": [], "find": []}
-    mine = [site / "courier" / "node.key", site / "courier" / "flwr", site / "silo.toml", site / "outbox"]
-    got = break_in(name_of("northc"), {"read": [str(each) for each in mine], "write": [str(site / "inbox")]})
+    mine = [
+        site / "courier" / "node.key",
+        site / "courier" / "flwr",
+        site / "silo.toml",
+        site / "outbox",
+    ]
+    got = break_in(
+        name_of("northc"), {"read": [str(each) for each in mine], "write": [str(site / "inbox")]}
+    )
     assert (got["read"], got["write"]) == ([str(each) for each in mine], [str(site / "inbox")])
-    got = break_in(name_of("northw"), {"read": [str(each) for each in private], "write": [str(site / "inbox")]})
+    got = break_in(
+        name_of("northw"), {"read": [str(each) for each in private], "write": [str(site / "inbox")]}
+    )
     assert len(got["read"]) > 10 and got["write"] == [] and got["processes"]
-    done = lambda: all(operators.ended(service) for service in operators.running if "courier" not in service)  # noqa: E731
-    operators.wait_until(done, "the receipts")
+    operators.wait_until(
+        lambda: all(
+            operators.ended(service) for service in operators.running if "courier" not in service
+        ),
+        "the receipts",
+    )
     assert not any(operators.num_restarts.values()), operators.logs()
     for silo in SILOS:
         (submission,) = (folder / silo / "outbox").rglob("submission.json")
         assert json.loads(submission.read_bytes())["isolation"] == "users"
     fed_user = ["runuser", "-u", name_of("agg"), "--"]
-    for words in (["router", operators.fed], ["publish", operators.fed, "--out", operators.fed / "release"]):
+    for words in (
+        ["router", operators.fed],
+        ["publish", operators.fed, "--out", operators.fed / "release"],
+    ):
         command = [*EMPTY, *fed_user, operators.programs / "aggregator", *words]
         done_by = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
         assert done_by.returncode == 0, done_by.stdout + done_by.stderr
     root = operators.fed / "tuf" / "metadata" / "1.root.json"
-    said = operators.call("ddm", "verify", operators.fed / "release", "--root", root, "--state", folder / "state")
+    said = operators.call(
+        "ddm", "verify", operators.fed / "release", "--root", root, "--state", folder / "state"
+    )
     assert "none unlisted" in said

@@ -35,7 +35,11 @@ needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 
 
 def contents(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def processes_below(folder):
@@ -56,7 +60,9 @@ SIGNERS = {}
 def make_federation(fed):
     make_tls(fed / "tls", ["127.0.0.1"])
     SIGNERS[fed] = Signer(fed / "tuf")
-    SIGNERS[fed].sign(fed / "plans" / PLAN / "bundle", PLAN, {"plan/centroids.safetensors": os.urandom(400_000)})
+    SIGNERS[fed].sign(
+        fed / "plans" / PLAN / "bundle", PLAN, {"plan/centroids.safetensors": os.urandom(400_000)}
+    )
 
 
 def make_site(site, fed):
@@ -81,7 +87,9 @@ def submit(site, silo_id):
 def intake(fed, silo_id):
     receipts = fed / "receipts" / PLAN / silo_id
     receipts.mkdir(parents=True)
-    (receipts / "1.json").write_bytes(SIGNERS[fed].receipt(fed / "plans" / PLAN / "bundle", PLAN, silo_id))
+    (receipts / "1.json").write_bytes(
+        SIGNERS[fed].receipt(fed / "plans" / PLAN / "bundle", PLAN, silo_id)
+    )
     (receipts / "final").touch()
 
 
@@ -120,7 +128,9 @@ class Stage:
             site = self.journey.root / silo_id
             if self.nginx_was_replaced() and not (site / "outbox" / PLAN).exists():
                 submit(site, silo_id)
-            incoming, receipts = (self.fed / name / PLAN / silo_id for name in ("incoming", "receipts"))
+            incoming, receipts = (
+                self.fed / name / PLAN / silo_id for name in ("incoming", "receipts")
+            )
             if (incoming / "1").exists() and not receipts.exists():
                 intake(self.fed, silo_id)
         self.kill_east_midway()
@@ -130,13 +140,18 @@ class Stage:
 
     def kill_east_midway(self):
         incoming = self.fed / "incoming" / PLAN / "east"
-        if not self.journey.killed_pid and any((incoming / name).exists() for name in ("1.part", "1")):
+        if not self.journey.killed_pid and any(
+            (incoming / name).exists() for name in ("1.part", "1")
+        ):
             self.journey.killed_pid = int(self.couriers["east"].info()["supernode_pid"])
             os.kill(self.journey.killed_pid, signal.SIGKILL)
 
     def invite_stranger(self):
         """A node with a key of its own and the right certificate, but not enrolled."""
-        if self.stranger is None and (self.journey.root / "north" / "inbox" / PLAN / "bundle").exists():
+        if (
+            self.stranger is None
+            and (self.journey.root / "north" / "inbox" / PLAN / "bundle").exists()
+        ):
             site = self.journey.root / "stranger"
             make_site(site, self.fed)
             self.stranger = Courier(site, address=self.address, max_bundle_bytes=10**9)
@@ -150,7 +165,10 @@ class Stage:
 
     def submit_code_at_the_public_port(self):
         """What anybody would do who has Flower and the federation's certificate."""
-        if self.journey.code is None and (self.journey.root / "north" / "inbox" / PLAN / "bundle").exists():
+        if (
+            self.journey.code is None
+            and (self.journey.root / "north" / "inbox" / PLAN / "bundle").exists()
+        ):
             flower = self.journey.root / "anybody"
             environment = flower_environment(flower / "home")
             ca_path = self.fed / "tls" / "ca.pem"
@@ -159,13 +177,19 @@ class Stage:
 
     def kill_nginx(self):
         """As soon as both silos have told how they stand; from then on each holds back its answer until it has news."""
-        told = all(any((self.fed / "incoming" / PLAN).glob(f"{silo_id}/*")) for silo_id in ("north", "east"))
+        told = all(
+            any((self.fed / "incoming" / PLAN).glob(f"{silo_id}/*"))
+            for silo_id in ("north", "east")
+        )
         if NGINX and told and not self.journey.killed_nginx:
             self.journey.killed_nginx = int(self.runtime.info()["nginx_pid"])
             os.kill(self.journey.killed_nginx, signal.SIGKILL)
 
     def nginx_was_replaced(self):
-        both = all((self.journey.root / silo_id / "inbox" / PLAN / "bundle").exists() for silo_id in ("north", "east"))
+        both = all(
+            (self.journey.root / silo_id / "inbox" / PLAN / "bundle").exists()
+            for silo_id in ("north", "east")
+        )
         return both and (not NGINX or self.runtime.num_restarts()["nginx"] == 1)
 
     def close(self):
@@ -182,7 +206,9 @@ def journey(tmp_path_factory):
     keys, couriers = {}, {}
     for silo_id in ("north", "east"):
         keys[silo_id] = make_site(done.root / silo_id, done.fed)
-        couriers[silo_id] = Courier(done.root / silo_id, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9)
+        couriers[silo_id] = Courier(
+            done.root / silo_id, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9
+        )
     stage = Stage(done, couriers, port)
     stage.runtime = runtime = FlowerRuntime(
         done.fed,
@@ -207,12 +233,21 @@ def journey(tmp_path_factory):
 
             with suppress(AssertionError):  # the tests say what is missing
                 wait_until(
-                    lambda: runtime.finished and done.code and done.code.done() and done.stranger_problem,
+                    lambda: (
+                        runtime.finished
+                        and done.code
+                        and done.code.done()
+                        and done.stranger_problem
+                    ),
                     check=check,
                     limit_s=TIMEOUT_S,
                     every_s=0.2,
                 )
-            done.finished, done.info, done.east = runtime.finished, runtime.info(), couriers["east"].info()
+            done.finished, done.info, done.east = (
+                runtime.finished,
+                runtime.info(),
+                couriers["east"].info(),
+            )
             done.pids = descendants(os.getpid())
             started = time.monotonic()
         done.stop_s = time.monotonic() - started
@@ -248,7 +283,11 @@ def test_code_submitted_through_the_public_port_is_refused(journey):
     # A courier that cannot connect asks for the time at `/`, and gets it with its refusal.
     refused = [line for line in log.splitlines() if " 403 " in line and " 403 / " not in line]
     assert refused and all(" 403 /v1/control/" in line for line in refused)
-    runs = (journey.fed / "flower" / "logs" / "superlink.log").read_text().count("/v1/control/start-run")
+    runs = (
+        (journey.fed / "flower" / "logs" / "superlink.log")
+        .read_text()
+        .count("/v1/control/start-run")
+    )
     assert runs == 1, "the aggregator's own"
 
 
@@ -256,10 +295,16 @@ def test_code_submitted_through_the_public_port_is_refused(journey):
 @pytest.mark.parametrize("silo_id", ["north", "east"])
 def test_bundle_submission_and_receipt_arrive_byte_identical(journey, silo_id):
     site = journey.root / silo_id
-    assert contents(site / "inbox" / PLAN / "bundle") == contents(journey.fed / "plans" / PLAN / "bundle")
-    assert contents(journey.fed / "incoming" / PLAN / silo_id / "1") == contents(site / "outbox" / PLAN / "1")
+    assert contents(site / "inbox" / PLAN / "bundle") == contents(
+        journey.fed / "plans" / PLAN / "bundle"
+    )
+    assert contents(journey.fed / "incoming" / PLAN / silo_id / "1") == contents(
+        site / "outbox" / PLAN / "1"
+    )
     receipts = journey.fed / "receipts" / PLAN / silo_id
-    assert (site / "inbox" / PLAN / "receipts" / "1.json").read_bytes() == (receipts / "1.json").read_bytes()
+    assert (site / "inbox" / PLAN / "receipts" / "1.json").read_bytes() == (
+        receipts / "1.json"
+    ).read_bytes()
     assert (receipts / "1.delivered").exists()
 
 
@@ -281,8 +326,12 @@ def test_no_process_is_left_when_everything_stopped(journey):
 @pytest.mark.slow
 def test_nothing_of_the_aggregators_machine_is_in_what_the_silos_received(journey):
     found = (journey.root / "north" / "courier" / "flwr").rglob("*")
-    received = [path for path in found if path.is_file() and path.suffix in (".toml", ".json", ".py")]
-    assert {path.name for path in received} >= {"pyproject.toml", "client.py"}, "the run's code, as Flower delivered it"
+    received = [
+        path for path in found if path.is_file() and path.suffix in (".toml", ".json", ".py")
+    ]
+    assert {path.name for path in received} >= {"pyproject.toml", "client.py"}, (
+        "the run's code, as Flower delivered it"
+    )
     for path in received:
         assert os.fsencode(journey.fed) not in path.read_bytes()
 
@@ -306,7 +355,10 @@ def test_runtime_is_refused_when_its_port_is_taken(tmp_path):
 def test_courier_is_refused_when_another_one_works_on_the_site(tmp_path):
     make_federation(tmp_path / "fed")
     make_site(tmp_path / "site", tmp_path / "fed")
-    first, second = (Courier(tmp_path / "site", address=f"127.0.0.1:{free_port()}", max_bundle_bytes=1) for _ in "ab")
+    first, second = (
+        Courier(tmp_path / "site", address=f"127.0.0.1:{free_port()}", max_bundle_bytes=1)
+        for _ in "ab"
+    )
     with first, pytest.raises(BusyError):
         second.start()
 
@@ -352,7 +404,9 @@ def test_plan_completes_when_the_aggregator_and_then_its_superlink_are_killed(tm
                 runtime.check()
                 courier.check()
 
-            wait_until(lambda: (incoming / "1.part").exists() or (incoming / "1").exists(), check=check)
+            wait_until(
+                lambda: (incoming / "1.part").exists() or (incoming / "1").exists(), check=check
+            )
             os.kill(int(runtime.info()["superlink_pid"]), signal.SIGKILL)
             wait_until((incoming / "1").exists, check=check)
             intake(fed, "north")
@@ -367,7 +421,9 @@ def stopped(folder, pattern):
     """Stop the processes of a federation whose command holds a text: they live on and do nothing."""
     found = []
     for pid in processes_below(folder):
-        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        line = (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
         if pattern in line and "ddm.system.reaper {" not in line:
             os.kill(pid, signal.SIGSTOP)
             found.append(pid)

@@ -29,7 +29,9 @@ def operators(tmp_path: Path) -> Iterator[Operators]:
 
 
 def silo_status(operators: Operators, silo: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(operators.call("silo", "status", operators.folder / silo, "--json"))
+    found: dict[str, object] = json.loads(
+        operators.call("silo", "status", operators.folder / silo, "--json")
+    )
     return found
 
 
@@ -61,14 +63,23 @@ def end(operators: Operators, *services: str) -> None:
 def waive_audits(operators: Operators) -> None:
     """Waive the audits, which cannot tell with so few images, for the plan in force: each plan needs its own waiver."""
     digest = Federation(operators.fed).current_plan()[1]
-    terms = ("--role", "test operator", "--reason", "made-up images", "--until", now_utc().date() + timedelta(days=30))
+    terms = (
+        "--role",
+        "test operator",
+        "--reason",
+        "made-up images",
+        "--until",
+        now_utc().date() + timedelta(days=30),
+    )
     for silo in SILOS:
         operators.call("silo", "waive", operators.folder / silo, *terms, "--plan-digest", digest)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_superseded_plan_costs_nothing_and_every_way_out_works_when_typed(operators: Operators) -> None:
+def test_superseded_plan_costs_nothing_and_every_way_out_works_when_typed(
+    operators: Operators,
+) -> None:
     folder = operators.folder
     found_federation(operators, num_steps=MANY_STEPS)
     first = operators.plan_id
@@ -110,8 +121,13 @@ def test_superseded_plan_costs_nothing_and_every_way_out_works_when_typed(operat
     operators.serve("south", "silo", "run", folder / "south")
     digest = silo_status(operators, "north")["submission_digest"]
     operators.call("silo", "approve", folder / "north", "--digest", digest)
-    operators.wait_until(lambda: all(map(operators.ended, ("aggregator", "north"))), "north's receipt, south's leave")
-    assert (silo_status(operators, "north")["state"], standing(operators, "north")) == ("accepted", "accepted")
+    operators.wait_until(
+        lambda: all(map(operators.ended, ("aggregator", "north"))), "north's receipt, south's leave"
+    )
+    assert (silo_status(operators, "north")["state"], standing(operators, "north")) == (
+        "accepted",
+        "accepted",
+    )
     confirmed = lambda: silo_status(operators, "south")["confirmed"] is True  # noqa: E731
     operators.wait_until(confirmed, "the aggregator's word that south is left out")
     assert standing(operators, "south") == "withdrawn"

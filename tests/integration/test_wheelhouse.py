@@ -25,7 +25,9 @@ def test_wheelhouse_holds_what_its_lock_names_and_no_development_tool(wheelhouse
     assert {each.suffix for each in wheelhouse.iterdir()} == {".whl", ".lock"}
 
 
-def test_wheelhouse_installs_without_a_network_and_uninstalls_without_a_trace(wheelhouse: Path, tmp_path: Path) -> None:
+def test_wheelhouse_installs_without_a_network_and_uninstalls_without_a_trace(
+    wheelhouse: Path, tmp_path: Path
+) -> None:
     environment = tmp_path / "environment"
     done = install_wheelhouse(wheelhouse, environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,23 +35,45 @@ def test_wheelhouse_installs_without_a_network_and_uninstalls_without_a_trace(wh
     subprocess.run([*pip, "check"], check=True, capture_output=True)
     for name in PROGRAMS:
         said = subprocess.run(
-            [environment / "bin" / name, "--help"], capture_output=True, text=True, check=True, cwd="/"
+            [environment / "bin" / name, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd="/",
         )
         assert f"Usage: {name}" in said.stdout
     (packages,) = (environment / "lib").glob("python*/site-packages")
     assert all((packages / name).is_dir() for name in PACKAGES)
     bill = tmp_path / "sbom.json"
-    words = ["environment", environment / "bin" / "python", "--spec-version", "1.6", "--validate", "-o", bill]
-    subprocess.run([Path(sys.executable).with_name("cyclonedx-py"), *map(str, words)], check=True, capture_output=True)
+    words = [
+        "environment",
+        environment / "bin" / "python",
+        "--spec-version",
+        "1.6",
+        "--validate",
+        "-o",
+        bill,
+    ]
+    subprocess.run(
+        [Path(sys.executable).with_name("cyclonedx-py"), *map(str, words)],
+        check=True,
+        capture_output=True,
+    )
     listed = {each["name"].lower() for each in json.loads(bill.read_text("utf-8"))["components"]}
     assert {"archipelago", "torch", "flwr"} <= listed and "pytest" not in listed
     site = tmp_path / "site"
     site.mkdir()
     (site / "silo.toml").write_text("kept")
-    subprocess.run([*pip, "uninstall", "--yes", "archipelago"], check=True, capture_output=True, cwd=site)
-    left = [each for name in PACKAGES for each in packages.glob(f"{name}*")] + list(packages.glob("archipelago*"))
+    subprocess.run(
+        [*pip, "uninstall", "--yes", "archipelago"], check=True, capture_output=True, cwd=site
+    )
+    left = [each for name in PACKAGES for each in packages.glob(f"{name}*")] + list(
+        packages.glob("archipelago*")
+    )
     assert not [
-        each for each in left if each.suffix != ".pth" and each.name.split(".")[0] in (*PACKAGES, "archipelago")
+        each
+        for each in left
+        if each.suffix != ".pth" and each.name.split(".")[0] in (*PACKAGES, "archipelago")
     ]
     assert not [name for name in PROGRAMS if (environment / "bin" / name).exists()]
     assert (site / "silo.toml").read_text() == "kept"
@@ -66,5 +90,7 @@ def test_wheelhouse_with_another_byte_is_refused(wheelhouse: Path, tmp_path: Pat
 
 
 def test_makefile_fills_it_in_build() -> None:
-    said = subprocess.run(["make", "-n", "wheelhouse"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["make", "-n", "wheelhouse"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert "tools.wheelhouse build/wheelhouse" in said

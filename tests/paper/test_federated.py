@@ -70,9 +70,15 @@ def test_round_is_trained_from_the_weights_that_came_and_mu_keeps_it_near_them()
     assert moved(0.0) == moved(0.0) != moved(0.0, silo=1)
 
 
-@pytest.mark.parametrize(("answered", "lost_after", "said"), [(1, None, "1 silos of 2"), (0, 0, "0 silos of 1")])
+@pytest.mark.parametrize(
+    ("answered", "lost_after", "said"), [(1, None, "1 silos of 2"), (0, 0, "0 silos of 1")]
+)
 def test_server_gives_up_a_round_that_a_silo_is_missing_from(
-    answered: int, lost_after: int | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answered: int,
+    lost_after: int | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from flwr.app import ArrayRecord, MetricRecord
     from flwr.serverapp.strategy import Result
@@ -129,7 +135,9 @@ def test_ensemble_is_held_to_its_fid_as_well_as_to_its_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_silo_that_is_killed_half_way_is_done_without_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+def test_silo_that_is_killed_half_way_is_done_without_and_a_stopped_run_goes_on(
+    tmp_path: Path,
+) -> None:
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -150,10 +158,14 @@ def test_silo_that_is_killed_half_way_is_done_without_and_a_stopped_run_goes_on(
     first = (tmp_path / ROUND.format(1)).read_bytes()
     counted = run(tmp_path, terms, lambda: None)
     assert (tmp_path / ROUND.format(1)).read_bytes() == first and terms.done(tmp_path) == 3
-    answered = [(tmp_path / f"round-{number:04d}.txt").read_text().split()[1] for number in (1, 2, 3)]
+    answered = [
+        (tmp_path / f"round-{number:04d}.txt").read_text().split()[1] for number in (1, 2, 3)
+    ]
     assert answered == ["2", "2", "1"]
     size = len(first)
-    assert counted.up > 5 * size and counted.down > 5 * size  # as many messages as weights that went each way
+    assert (
+        counted.up > 5 * size and counted.down > 5 * size
+    )  # as many messages as weights that went each way
 
 
 @pytest.mark.slow

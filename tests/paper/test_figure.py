@@ -56,7 +56,8 @@ def _seed(seed: int, *records: Record) -> SeedResult:
 def test_draws_of_one_seed_are_no_further_evidence() -> None:
     differences = (-0.0040, -0.0001, -0.0065)
     seeds = [
-        _seed(number, *[_record("learned", 4.0, 0.4, difference)] * 2) for number, difference in enumerate(differences)
+        _seed(number, *[_record("learned", 4.0, 0.4, difference)] * 2)
+        for number, difference in enumerate(differences)
     ]
     (learned,) = check_targets("digits", seeds)
     assert learned.low == pytest.approx(-0.0115, abs=1e-4)
@@ -67,12 +68,16 @@ def test_draws_of_one_seed_are_no_further_evidence() -> None:
 
 
 def test_learned_router_that_is_worse_at_every_seed_misses_its_target() -> None:
-    seeds = [_seed(number, _record("learned", 4.0, 0.4, 0.01 + 0.001 * number)) for number in range(3)]
+    seeds = [
+        _seed(number, _record("learned", 4.0, 0.4, 0.01 + 0.001 * number)) for number in range(3)
+    ]
     assert not check_targets("digits", seeds)[0].met
 
 
 def test_gain_is_held_against_the_better_reference_of_the_same_seed() -> None:
-    records = [_record("counts", epsilon, 0.45) for epsilon in (0.3, 1.0)] + [_record("learned", 4.0, 0.4)]
+    records = [_record("counts", epsilon, 0.45) for epsilon in (0.3, 1.0)] + [
+        _record("learned", 4.0, 0.4)
+    ]
     seeds = [_seed(number, *records) for number in range(2)]
     assert reference_gain(seeds[0]) == 0.5
     at_one, at_a_third, *_ = check_targets("fashion-mnist", seeds)
@@ -91,7 +96,9 @@ def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: Wo
     assert exact.accuracy_T[0] > prior.accuracy_T[0]
 
 
-def test_router_counts_as_it_is_where_noise_leaves_nothing_to_fit_its_temperature_on(world: World) -> None:
+def test_router_counts_as_it_is_where_noise_leaves_nothing_to_fit_its_temperature_on(
+    world: World,
+) -> None:
     parts = fit_public(world, "pca", 0, 0, lambda message: None)
     exact = fit_exact(world, parts)
     one_group = replace(parts, held_out_group_N=torch.zeros_like(parts.held_out_group_N))
@@ -102,7 +109,9 @@ def test_router_counts_as_it_is_where_noise_leaves_nothing_to_fit_its_temperatur
     assert as_published(exact, world, parts, seed=0).num_experts == exact.router.num_experts
 
 
-def test_shares_of_the_same_law_differ_by_no_more_than_the_sampling_error_and_permuted_ones_do() -> None:
+def test_shares_of_the_same_law_differ_by_no_more_than_the_sampling_error_and_permuted_ones_do() -> (
+    None
+):
     share_K, num = np.array([0.5, 0.3, 0.2]), 1000
     rng = np.random.default_rng(1)
     limit = sampling_error(share_K, num, seed=0)
@@ -112,7 +121,9 @@ def test_shares_of_the_same_law_differ_by_no_more_than_the_sampling_error_and_pe
     assert total_variation(share_K, share_K[::-1]) > 3 * limit
 
 
-@pytest.mark.parametrize(("within", "control", "met"), [(0.1, 0.3, True), (0.25, 0.3, False), (0.1, 0.15, False)])
+@pytest.mark.parametrize(
+    ("within", "control", "met"), [(0.1, 0.3, True), (0.25, 0.3, False), (0.1, 0.15, False)]
+)
 def test_shares_within_clusters_show_nothing_where_a_control_does_not_stand_out(
     within: float, control: float, met: bool
 ) -> None:
@@ -125,7 +136,9 @@ def test_shares_within_clusters_show_nothing_where_a_control_does_not_stand_out(
         controls={"prior only": control, "silos confused": 0.5},
     )
     seed = _seed(0, _record("learned", 4.0, 0.4)).model_copy(update={"shares": (shares,)})
-    marginal, inside = [target for target in check_targets("digits", [seed]) if "shar" in target.figure]
+    marginal, inside = [
+        target for target in check_targets("digits", [seed]) if "shar" in target.figure
+    ]
     assert (marginal.met, inside.met) == (True, met)
 
 
@@ -135,7 +148,9 @@ def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> 
     log_prior_K = world.prior_K.log()
     nothing = posterior(PriorOnly(len(world.silos)), x_B, t_B, log_prior_K)
     assert torch.allclose(nothing.double(), world.prior_K.expand(50, -1))
-    answer_BK, confused_BK = (router.log_likelihood(x_B, t_B) for router in (exact, Confused(exact)))
+    answer_BK, confused_BK = (
+        router.log_likelihood(x_B, t_B) for router in (exact, Confused(exact))
+    )
     assert torch.equal(confused_BK[:, 1:], answer_BK[:, :-1])
     assert not torch.allclose(confused_BK, answer_BK)
 
@@ -147,7 +162,9 @@ def test_network_beside_a_router_is_that_router_before_training(world: World) ->
     assert ours.loss_T == pytest.approx(theirs.loss_T, abs=0.02)
 
 
-def test_stopped_run_takes_up_what_was_kept_and_measures_again_what_it_cannot_read(tmp_path: Path) -> None:
+def test_stopped_run_takes_up_what_was_kept_and_measures_again_what_it_cannot_read(
+    tmp_path: Path,
+) -> None:
     kept = _seed(0, _record("learned", 4.0, 0.4))
     (tmp_path / "0.json").write_text(kept.model_dump_json())
     assert read_result(tmp_path / "0.json") == kept
@@ -164,9 +181,15 @@ def test_owners_of_images_follow_from_their_classes_alone(world: World) -> None:
 
 
 def test_groups_without_labels_have_a_target_of_their_own_where_they_were_measured() -> None:
-    records = [_record("counts", epsilon, 0.5) for epsilon in (0.3, 1.0)] + [_record("learned", 4.0, 0.4)]
+    records = [_record("counts", epsilon, 0.5) for epsilon in (0.3, 1.0)] + [
+        _record("learned", 4.0, 0.4)
+    ]
     without = [_seed(number, *records) for number in range(2)]
-    assert not any("no label" in target.figure for target in check_targets("fashion-mnist", without))
+    assert not any(
+        "no label" in target.figure for target in check_targets("fashion-mnist", without)
+    )
     with_hog = [_seed(number, *records, _record("counts, hog", 1.0, 0.48)) for number in range(2)]
-    (found,) = (target for target in check_targets("fashion-mnist", with_hog) if "no label" in target.figure)
+    (found,) = (
+        target for target in check_targets("fashion-mnist", with_hog) if "no label" in target.figure
+    )
     assert found.value == pytest.approx(0.96) and not found.met

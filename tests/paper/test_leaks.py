@@ -47,14 +47,25 @@ def cell(choice: str, images: int, auc: float) -> Cell:
     )
 
 
-def test_public_expert_sees_no_class_of_the_silo_and_nobody_learns_the_units_held_out(world: World) -> None:
+def test_public_expert_sees_no_class_of_the_silo_and_nobody_learns_the_units_held_out(
+    world: World,
+) -> None:
     data = Data.of(world, (1, 2))
-    assert len(data.learned) == 200 and len(data.held) == 300 and len(data.public) == 150 and len(data.test) == 100
+    assert (
+        len(data.learned) == 200
+        and len(data.held) == 300
+        and len(data.public) == 150
+        and len(data.test) == 100
+    )
     silo = Silo(Workshop(data, world, Path("unused"), 1.0), CHOICES["whole"], 50)
-    assert torch.equal(silo.cohort.images[:50], data.learned[:50]) and torch.equal(silo.cohort.images[50:], data.held)
+    assert torch.equal(silo.cohort.images[:50], data.learned[:50]) and torch.equal(
+        silo.cohort.images[50:], data.held
+    )
 
 
-def test_private_choices_are_paid_for_all_units_and_half_the_epsilon_takes_more_noise(world: World) -> None:
+def test_private_choices_are_paid_for_all_units_and_half_the_epsilon_takes_more_noise(
+    world: World,
+) -> None:
     data = Data.of(world, (1, 2))
     whole = Workshop(data, world, Path("unused"), 1.0)
     plans = {name: plan_of(SHAPE, choice, 350) for name, choice in CHOICES.items()}
@@ -67,9 +78,20 @@ def test_private_choices_are_paid_for_all_units_and_half_the_epsilon_takes_more_
 
 def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) -> None:
     estimate = {"fid": Estimate(9.0, 8.0, 10.0), "kid": Estimate(1.0, 0.5, 1.5)}
-    write_report(tmp_path, "made", [cell("lora", 300, 0.6), cell("whole", 100, 0.9)], estimate, "the command", 0.5)
+    write_report(
+        tmp_path,
+        "made",
+        [cell("lora", 300, 0.6), cell("whole", 100, 0.9)],
+        estimate,
+        "the command",
+        0.5,
+    )
     page = (tmp_path / "README.md").read_text("utf-8")
-    assert page.index("all weights") < page.index("LoRA  ") and "the command" in page and "0.5 of their steps" in page
+    assert (
+        page.index("all weights") < page.index("LoRA  ")
+        and "the command" in page
+        and "0.5 of their steps" in page
+    )
     assert "0.900 [0.850, 0.950]" in page
     with (tmp_path / "leaks.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -79,15 +101,30 @@ def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_run_measures_each_expert_once_and_an_overfitted_one_is_found(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(leaks, "read_world", lambda name, path: world)
-    words = ["leaks", "--dataset", "fashion-mnist", "--data", "x", "--out", str(tmp_path), "--images", "60"]
+    words = [
+        "leaks",
+        "--dataset",
+        "fashion-mnist",
+        "--data",
+        "x",
+        "--out",
+        str(tmp_path),
+        "--images",
+        "60",
+    ]
     monkeypatch.setitem(leaks.PRIVATE_CLASSES, "fashion-mnist", (1, 2))
     monkeypatch.setattr("sys.argv", [*words, "--choices", "whole", "lora-2", "--samples", "300"])
     assert leaks.main() == 0
     page = (tmp_path / "README.md").read_text("utf-8")
-    whole, private = (float(found) for found in re.findall(r"(?:fail|pass|inconclusive) +(\d\.\d+)", page))
+    whole, private = (
+        float(found) for found in re.findall(r"(?:fail|pass|inconclusive) +(\d\.\d+)", page)
+    )
     assert whole > 0.9 > 0.7 > private
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
     assert leaks.main() == 0

@@ -46,8 +46,12 @@ def test_published_rows_of_the_same_classifier_are_not_measured_again(
     assert (out / "table2.csv").read_text("utf-8") == (published / "table2.csv").read_text("utf-8")
     page = (out / "README.md").read_text("utf-8")
     assert "--published PUBLISHED" in page and str(published) not in page
-    assert page.count("python -m examples.paper.run") == 2, "the run that measured, and the one that went on"
-    assert run.main(words(out, "--tables", "10", "--row", "lock(1), euler, 4")) == 0  # need not be named again
+    assert page.count("python -m examples.paper.run") == 2, (
+        "the run that measured, and the one that went on"
+    )
+    assert (
+        run.main(words(out, "--tables", "10", "--row", "lock(1), euler, 4")) == 0
+    )  # need not be named again
     assert (out / "table2.csv").read_text("utf-8") == (published / "table2.csv").read_text("utf-8")
 
 
@@ -82,7 +86,15 @@ def test_tables_of_other_settings_or_none_are_refused(
 
 
 def test_figures_come_back_from_their_csv(tmp_path: Path) -> None:
-    cost = Cost(steps=3, batch_size=2, learning_rate=0.5, flops=2e9, router_flops=1e8, seconds=1.5, commit="c")
+    cost = Cost(
+        steps=3,
+        batch_size=2,
+        learning_rate=0.5,
+        flops=2e9,
+        router_flops=1e8,
+        seconds=1.5,
+        commit="c",
+    )
     values = {"fid": Figure(value=1.25, low=1.0, high=1.5), "evaluations": Figure(value=20.0)}
     cell = Cell(
         seed=4,

@@ -36,8 +36,24 @@ from examples.paper.tables.models import Workshop
 from examples.paper.tables.page import _shown
 from examples.paper.tables.presets import Preset, preset_for
 from examples.paper.tables.published import Published, Record, read_cells
-from examples.paper.tables.rates import best_rate, candidates, kind_of, rate_beyond, settled, tuned_as
-from examples.paper.tables.results import Cell, Choice, Cost, Figure, Kept, command_of, over_seeds, spread
+from examples.paper.tables.rates import (
+    best_rate,
+    candidates,
+    kind_of,
+    rate_beyond,
+    settled,
+    tuned_as,
+)
+from examples.paper.tables.results import (
+    Cell,
+    Choice,
+    Cost,
+    Figure,
+    Kept,
+    command_of,
+    over_seeds,
+    spread,
+)
 from examples.paper.tables.rows import FORMER, UNTUNED, Row, Table
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Federated, Monolith, Trained
@@ -84,12 +100,18 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def nobody(world: World) -> Judge:
     """A judge who is asked for nothing but his name."""
-    return cast(Judge, SimpleNamespace(about=Judged(digest="this run's", accuracy=0.0), world=world))
+    return cast(
+        Judge, SimpleNamespace(about=Judged(digest="this run's", accuracy=0.0), world=world)
+    )
 
 
 def figures(out: Path, name: str) -> dict[str, float]:
     with (out / "table2.csv").open(encoding="utf-8") as handle:
-        return {row["row"]: float(row["value"]) for row in csv.DictReader(handle) if row["figure"] == name}
+        return {
+            row["row"]: float(row["value"])
+            for row in csv.DictReader(handle)
+            if row["figure"] == name
+        }
 
 
 def test_page_names_what_it_was_made_from_and_what_is_missing(measured: Path) -> None:
@@ -133,7 +155,10 @@ def further(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def some(preset: Preset) -> dict[int, Table]:
         found = {number: tables(preset)[number] for number in SOME}
-        return {n: replace(found[n], rows=[row for row in found[n].rows if row.label in SOME[n]]) for n in SOME}
+        return {
+            n: replace(found[n], rows=[row for row in found[n].rows if row.label in SOME[n]])
+            for n in SOME
+        }
 
     with MonkeyPatch.context() as patch:
         patch.setattr(run, "preset_for", tiny)
@@ -144,14 +169,20 @@ def further(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shown(out: Path, table: int, name: str) -> dict[str, float]:
     with (out / f"table{table}.csv").open(encoding="utf-8") as handle:
-        return {row["row"]: float(row["value"]) for row in csv.DictReader(handle) if row["figure"] == name}
+        return {
+            row["row"]: float(row["value"])
+            for row in csv.DictReader(handle)
+            if row["figure"] == name
+        }
 
 
 def test_student_pays_for_its_teachers_and_costs_one_evaluation_a_step(further: Path) -> None:
     evaluations, flops = shown(further, 5, "evaluations"), shown(further, 5, "flops")
     assert evaluations[STUDENT] == evaluations["monolith"] == 4
     # A teacher's evaluation is a third of a step's forward and backward pass; drawing comes on top.
-    assert flops["student, training images"] == pytest.approx(flops["monolith"] / 4 * 4 / 3, rel=0.02)
+    assert flops["student, training images"] == pytest.approx(
+        flops["monolith"] / 4 * 4 / 3, rel=0.02
+    )
     assert flops[STUDENT] == flops[FROM_EXPERT] > flops["student, training images"]
     drawing = flops[STUDENT] - flops["student, training images"]
     # Steps that pay for the router are rounded up in each.
@@ -164,15 +195,22 @@ def test_routers_of_a_federation_are_told_apart_by_what_they_know(further: Path)
     loss, error = shown(further, 6, "cross_entropy"), shown(further, 6, "completion_error")
     prior = loss["prior alone, lock(.5)"]
     assert loss["exact counts, lock(.5)"] < prior and loss["the ensemble's own, lock(.5)"] < prior
-    assert loss["counts, epsilon 1, lock(.5)"] not in (loss["exact counts, lock(.5)"], loss["prior alone, lock(.5)"])
+    assert loss["counts, epsilon 1, lock(.5)"] not in (
+        loss["exact counts, lock(.5)"],
+        loss["prior alone, lock(.5)"],
+    )
     assert all(0 < each < 2 for each in error.values())
 
 
 def test_classes_are_asked_for_and_guidance_costs_a_second_evaluation(further: Path) -> None:
     evaluations = shown(further, 9, "evaluations")
     assert evaluations["classes, g 1, monolith"] == 2 * evaluations["classes, g 0, monolith"]
-    assert set(shown(further, 9, "agreement")) == {label for label in evaluations if label.startswith("classes")}
-    plans = [json.loads(path.read_bytes()) for path in further.glob("models/*/islands/plan/plan.json")]
+    assert set(shown(further, 9, "agreement")) == {
+        label for label in evaluations if label.startswith("classes")
+    }
+    plans = [
+        json.loads(path.read_bytes()) for path in further.glob("models/*/islands/plan/plan.json")
+    ]
     asked = [exception for plan in plans for exception in plan["objective"].get("exceptions", [])]
     assert [(each["path"], each["prediction"]) for each in asked] == [("cosine_vp", "v")]
 
@@ -181,11 +219,16 @@ def test_router_of_epsilon_1_is_held_against_the_best_exact_one_by_cross_entropy
     def rows(name: str, loss: float, full: float, lock: float) -> dict[str, dict[int, Cell]]:
         fids = {"full": full, "lock(.5)": lock}
         losses = {"cross_entropy": 1 - loss, "validation_cross_entropy": loss}
-        return {f"{name}, {each}": {n: cell(n, fid=fid, **losses) for n in range(3)} for each, fid in fids.items()}
+        return {
+            f"{name}, {each}": {n: cell(n, fid=fid, **losses) for n in range(3)}
+            for each, fid in fids.items()
+        }
 
     cells = rows("exact counts", 0.5, 10.0, 20.0) | rows("labelled training images", 0.7, 1.0, 1.0)
     cells |= rows("counts, epsilon 1", 0.6, 11.0, 24.0) | rows("moments, epsilon 1", 0.9, 5.0, 5.0)
-    del cells["moments, epsilon 1, full"]  # which is dear, and not needed of a router that is not the best
+    del cells[
+        "moments, epsilon 1, full"
+    ]  # which is dear, and not needed of a router that is not the best
 
     def target() -> Target:
         return next(target for target in targets({6: cells}) if "epsilon 1" in target.figure)
@@ -203,10 +246,14 @@ def test_stopped_run_measures_only_what_is_missing(
     monkeypatch.setattr(run, "preset_for", tiny)
     before = figures(measured, "fid")
     cells = {path: path.read_text("utf-8") for path in (measured / "cells").iterdir()}
-    next(path for path, text in cells.items() if '"share_error"' in text).unlink()  # of one strategy of the experts
+    next(
+        path for path, text in cells.items() if '"share_error"' in text
+    ).unlink()  # of one strategy of the experts
     assert run.main(words(measured, "--minutes", "0.00001")) == EXIT_OUT_OF_TIME
     assert capsys.readouterr().err.count("\n") == 1
-    assert len(figures(measured, "fid")) == 2 and "1 of 3 rows" in (measured / "README.md").read_text("utf-8")
+    assert len(figures(measured, "fid")) == 2 and "1 of 3 rows" in (
+        measured / "README.md"
+    ).read_text("utf-8")
     kept = {path: path.stat().st_mtime_ns for path in (measured / "cells").iterdir()}
     assert run.main(words(measured)) == 0
     said = capsys.readouterr().out
@@ -242,7 +289,11 @@ def test_rows_are_chosen_by_a_part_of_their_names(
 ) -> None:
     monkeypatch.setattr(run, "preset_for", tiny)
     before = figures(measured, "fid")
-    for path in [path for path in (measured / "cells").iterdir() if '"share_error"' in path.read_text("utf-8")]:
+    for path in [
+        path
+        for path in (measured / "cells").iterdir()
+        if '"share_error"' in path.read_text("utf-8")
+    ]:
         path.unlink()
     assert run.main(words(measured, "--row", "sample")) == 0
     assert set(figures(measured, "fid")) == {"1 (monolith)", "2, sample"}
@@ -275,7 +326,9 @@ def test_row_that_fails_is_reported_and_the_others_are_measured(
     monkeypatch.setattr(run, "preset_for", tiny)
     out = tmp_path / "out"
     shutil.copytree(measured, out)
-    for path in [path for path in (out / "cells").iterdir() if '"evaluations"' in path.read_text("utf-8")]:
+    for path in [
+        path for path in (out / "cells").iterdir() if '"evaluations"' in path.read_text("utf-8")
+    ]:
         path.unlink()
     whole = Lab._measured
 
@@ -306,7 +359,18 @@ def test_folder_of_another_data_set_is_refused(
 
 
 def test_page_shows_the_command_without_where_files_lie() -> None:
-    typed = ["--data=here/x", "--out", "there/y", "--row", "a b", "--row=c", "--seeds", "3", "--published", "z"]
+    typed = [
+        "--data=here/x",
+        "--out",
+        "there/y",
+        "--row",
+        "a b",
+        "--row=c",
+        "--seeds",
+        "3",
+        "--published",
+        "z",
+    ]
     shown = "python -m m --data DATA --out DIR --seeds 3 --published PUBLISHED"
     assert command_of("m", typed, left_out="--row") == shown
     assert "--row 'a b' --row c" in command_of("m", typed)
@@ -340,19 +404,28 @@ def test_wrong_words_are_refused_on_one_screen(tmp_path: Path, capsys: CaptureFi
     assert "train-images-idx3-ubyte.gz" in said and "Traceback" not in said
 
 
-def test_unequal_silos_have_their_shares_and_silos_of_classes_do_not_split_evenly(world: World) -> None:
+def test_unequal_silos_have_their_shares_and_silos_of_classes_do_not_split_evenly(
+    world: World,
+) -> None:
     share = torch.bincount(world.unequal(world.train.images), minlength=4) / len(world.train)
     assert share.tolist() == pytest.approx(UNEQUAL, abs=0.005)
     silo_N = world.silos(4, seed=0)
-    assert torch.equal(silo_N, world.silos(4, seed=0)) and not torch.equal(silo_N, world.silos(4, seed=1))
-    largest = [float((torch.bincount(silo_N[world.train.label_N == c], minlength=4)).max()) for c in range(10)]
+    assert torch.equal(silo_N, world.silos(4, seed=0)) and not torch.equal(
+        silo_N, world.silos(4, seed=1)
+    )
+    largest = [
+        float((torch.bincount(silo_N[world.train.label_N == c], minlength=4)).max())
+        for c in range(10)
+    ]
     assert sum(largest) / len(world.train) > 0.45  # an even split has a quarter
 
 
 def test_parts_of_the_data_set_share_no_image(world: World) -> None:
     parts = (world.train, world.public, world.validation, world.test)
     rows = torch.cat([part.images.flatten(1) for part in parts])
-    assert len(rows) == 1797 and len(rows.unique(dim=0)) >= 1797 - 1  # digits themselves may hold one twice
+    assert (
+        len(rows) == 1797 and len(rows.unique(dim=0)) >= 1797 - 1
+    )  # digits themselves may hold one twice
 
 
 def test_exact_router_agrees_with_the_posterior_computed_directly() -> None:
@@ -362,7 +435,10 @@ def test_exact_router_agrees_with_the_posterior_computed_directly() -> None:
     found = torch.softmax(ExactRouter(images_K).log_likelihood(x_B, t_B), 1)
     for x, t, answer in zip(x_B.double(), t_B.double(), found, strict=True):
         density = torch.stack(
-            [(-0.5 * (x - (1 - t) * own.double()).square().sum((1, 2, 3)) / t**2).exp().mean() for own in images_K]
+            [
+                (-0.5 * (x - (1 - t) * own.double()).square().sum((1, 2, 3)) / t**2).exp().mean()
+                for own in images_K
+            ]
         )
         assert torch.allclose(density / density.sum(), answer.double(), atol=1e-5)
     assert found[2].tolist() == pytest.approx([0.5, 0.5])
@@ -370,7 +446,15 @@ def test_exact_router_agrees_with_the_posterior_computed_directly() -> None:
 
 def cell(seed: int, **values: float) -> Cell:
     shown = {name: Figure(value=value) for name, value in values.items()}
-    cost = Cost(steps=1, batch_size=1, learning_rate=1.0, flops=1.0, router_flops=0.0, seconds=1.0, commit="c")
+    cost = Cost(
+        steps=1,
+        batch_size=1,
+        learning_rate=1.0,
+        flops=1.0,
+        router_flops=0.0,
+        seconds=1.0,
+        commit="c",
+    )
     return Cell(
         seed=seed,
         cost=cost,
@@ -392,7 +476,9 @@ def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
     first = {
         "monolith": {seed: cell(seed, fid=20.0 + 2 * seed) for seed in range(4)},
         "sample, exact router (oracle)": row(1.0, 0.0),
-        "lock(1)": row(10.0, 0.034),  # twice what is allowed, but four runs are by chance as far off
+        "lock(1)": row(
+            10.0, 0.034
+        ),  # twice what is allowed, but four runs are by chance as far off
         "sample": row(14.0, 0.01),
         "lock(.5)": row(5.0, 0.036),
         "top-1": row(4.0, 0.3),
@@ -402,23 +488,38 @@ def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
     best, paper, budget, sample, _, shares = targets({1: first})[:6]
     recipe = targets({1: first})[-1]
     assert recipe.value == pytest.approx(0.5) and recipe.met == "yes"
-    assert best.note == "lock(1), over monolith" and best.value == pytest.approx(0.5) and best.seeds == 4
+    assert (
+        best.note == "lock(1), over monolith"
+        and best.value == pytest.approx(0.5)
+        and best.seeds == 4
+    )
     assert paper.value == pytest.approx(0.5) and paper.met == "yes"
     assert sample.met == "no" and sample.low is not None and sample.low < sample.value < sample.high
     assert shares.value == pytest.approx(0.036 / 0.3) and shares.met == "yes"
     assert budget.met == "" and budget.value is None
     two = {label: {seed: seeds[seed] for seed in (0, 1)} for label, seeds in first.items()}
     assert targets({1: two})[1].met == "undecided"  # too few seeds
-    none = targets({1: {label: row for label, row in first.items() if label in ("monolith", "top-1")}})[0]
+    none = targets(
+        {1: {label: row for label, row in first.items() if label in ("monolith", "top-1")}}
+    )[0]
     assert none.met == "no" and none.value is None
-    assert targets({1: {"monolith": first["monolith"]}})[0].met == "", "nothing says of whom it draws"
-    near = {seed: cell(seed, fid=fid) for seed, fid in enumerate((4.0, 4.0, 27.0, 16.0))}  # 9.1 by logarithms
+    assert targets({1: {"monolith": first["monolith"]}})[0].met == "", (
+        "nothing says of whom it draws"
+    )
+    near = {
+        seed: cell(seed, fid=fid) for seed, fid in enumerate((4.0, 4.0, 27.0, 16.0))
+    }  # 9.1 by logarithms
     whole = {seed: cell(seed, fid=10.0) for seed in range(4)}
-    assert targets({1: {**first, "monolith": whole, "monolith, batch 8": near}})[0].note.endswith("monolith, batch 8")
+    assert targets({1: {**first, "monolith": whole, "monolith, batch 8": near}})[0].note.endswith(
+        "monolith, batch 8"
+    )
 
 
 def test_student_of_the_target_starts_from_an_expert_where_that_was_measured() -> None:
-    cells = {name: {n: cell(n, fid=fid) for n in range(3)} for name, fid in (("monolith", 10.0), (STUDENT, 20.0))}
+    cells = {
+        name: {n: cell(n, fid=fid) for n in range(3)}
+        for name, fid in (("monolith", 10.0), (STUDENT, 20.0))
+    }
 
     def value() -> float | None:
         return next(each for each in targets({5: cells}) if "student" in each.figure).value
@@ -433,9 +534,14 @@ def test_bars_of_one_row_stand_beside_each_other_where_others_have_no_figure(
 ) -> None:
     drawn: list[Figures] = []
     monkeypatch.setattr("examples.paper.tables.figures.plt.close", drawn.append)
-    cells = {"monolith": {0: cell(0, fid=9.0)}, "sample": {seed: cell(seed, fid=1.0 + seed) for seed in (0, 1)}}
+    cells = {
+        "monolith": {0: cell(0, fid=9.0)},
+        "sample": {seed: cell(seed, fid=1.0 + seed) for seed in (0, 1)},
+    }
     cells["sample"] |= {2: cell(2, fid=30.0, share_error=0.1)}
-    draw_table(Table(1, "strategies", ("fid", "share_error"), ()), cells, tmp_path / "table.png", "")
+    draw_table(
+        Table(1, "strategies", ("fid", "share_error"), ()), cells, tmp_path / "table.png", ""
+    )
     left, right = drawn[0].axes
     assert left.get_ylim() == right.get_ylim() == (1.5, -0.5)
     rows = [line.get_ydata()[0] for line in left.lines if line.get_marker() == "o"]
@@ -461,7 +567,9 @@ def test_target_is_met_or_missed_by_its_whole_interval() -> None:
     def ratio(*fids: float) -> str:
         over = {"lock(1)": {n: cell(n, fid=fid) for n, fid in enumerate(fids)}}
         under = {"monolith": {n: cell(n, fid=1.0) for n in range(len(fids))}}
-        return next(each for each in targets({1: over | under}) if "the paper's gain" in each.figure).met
+        return next(
+            each for each in targets({1: over | under}) if "the paper's gain" in each.figure
+        ).met
 
     assert ratio(0.5, 0.52, 0.51) == "yes" and ratio(0.5, 0.72, 0.8) == "undecided"
     assert ratio(0.9, 0.91, 0.92) == "no" and ratio(0.5) == "undecided"
@@ -479,7 +587,9 @@ def test_experts_of_neighbouring_seeds_share_neither_weights_nor_batches() -> No
     world = read_world("digits", None)
     shop = Workshop(world, preset, Path(), Clock())
     seeds = {seed: shop.training(1.0, 8, 0.1, seed).seed for seed in range(3)}
-    drawn = [seeds[seed] + number for seed in seeds for number in range(16)]  # an expert adds its number
+    drawn = [
+        seeds[seed] + number for seed in seeds for number in range(16)
+    ]  # an expert adds its number
     assert len(set(drawn)) == len(drawn)
 
 
@@ -495,9 +605,13 @@ def test_weight_of_fedprox_is_chosen_on_validation_images_with_a_rate_for_each()
     row = next(row for row in tables(preset)[8].rows if row.label == "FedProx")
     weights = candidates(row, preset)
     assert [cast(Federated, source).mu for source in weights] == list(preset.mus)
-    assert [kind_of(source, preset) for source in weights] == [f"federated, mu {mu:g}" for mu in preset.mus]
+    assert [kind_of(source, preset) for source in weights] == [
+        f"federated, mu {mu:g}" for mu in preset.mus
+    ]
     tuned = [cast(Federated, tuned_as(source, preset)) for source in weights]
-    assert [(source.method, source.mu, source.rounds) for source in tuned] == [("fedprox", mu, 25) for mu in preset.mus]
+    assert [(source.method, source.mu, source.rounds) for source in tuned] == [
+        ("fedprox", mu, 25) for mu in preset.mus
+    ]
 
     def choice(source: Trained) -> Choice:
         fid = {0.0001: 30.0, 0.001: 20.0, 0.01: 40.0}[cast(Federated, source).mu]
@@ -507,11 +621,17 @@ def test_weight_of_fedprox_is_chosen_on_validation_images_with_a_rate_for_each()
     assert best and best.source == weights[1]
 
     def diverging(source: Trained) -> Choice:
-        return choice(source) if source == weights[2] else Choice(rate=0.1, tried={"0.1": None}, steps=0, judge="a")
+        return (
+            choice(source)
+            if source == weights[2]
+            else Choice(rate=0.1, tried={"0.1": None}, steps=0, judge="a")
+        )
 
     left = settled(row, preset, diverging)
     assert left and left.source == weights[2], "the only one that trains"
-    only = settled(row, preset.model_copy(update={"mus": (0.01,)}), lambda source: None)  # nothing to choose
+    only = settled(
+        row, preset.model_copy(update={"mus": (0.01,)}), lambda source: None
+    )  # nothing to choose
     assert only and only.source == weights[2]
 
 
@@ -522,7 +642,11 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
     def choice(source: Trained) -> Choice | None:
         fid = fids.get(cast(Monolith, source).updates)
         judge = judges.get(cast(Monolith, source).updates, "a")
-        return None if fid is None else Choice(rate=0.1, tried={"0.1": fid, "0.2": None}, steps=1, judge=judge)
+        return (
+            None
+            if fid is None
+            else Choice(rate=0.1, tried={"0.1": fid, "0.2": None}, steps=1, judge=judge)
+        )
 
     plain, best = Monolith(budget=0.5), tables(preset)[4].rows[6]
     assert best.label == "monolith, best batch, budget 0.25"
@@ -531,7 +655,9 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
     fixed = Row(table=1, label="monolith, batch 16", source=Monolith(updates=4))
     whole = Row(table=4, label="monolith, best batch, budget 1", source=Monolith(), best=True)
     same = settled(whole, preset, choice)
-    assert same and same.model_dump(exclude={"table", "label"}) == fixed.model_dump(exclude={"table", "label"})
+    assert same and same.model_dump(exclude={"table", "label"}) == fixed.model_dump(
+        exclude={"table", "label"}
+    )
     judges[8] = "b"
     assert settled(best, preset, choice) is None  # whose FIDs cannot be compared
     del judges[8], fids[8]
@@ -553,16 +679,22 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
     }
 
     def found() -> Target:
-        return next(each for each in targets({4: cells}) if each.figure.startswith("training FLOPs"))
+        return next(
+            each for each in targets({4: cells}) if each.figure.startswith("training FLOPs")
+        )
 
     assert found().value == pytest.approx(0.5)
-    cells["lock(1), best batch, budget 4"][0] = cell(0, flops=4.0, fid=11.0)  # one seed never gets there
+    cells["lock(1), best batch, budget 4"][0] = cell(
+        0, flops=4.0, fid=11.0
+    )  # one seed never gets there
     assert found().met == "no" and found().value is None and "1 of 3" in found().note
     cells["lock(1), best batch, budget 1"][1] = cell(1, flops=0.1, fid=9.0)  # and one does at once
     assert found().met == "undecided"
     cells["lock(1), best batch, budget 4"][0] = cell(0, flops=4.0, fid=5.0)
     cells |= {f"lock(1), best batch, budget {flops}": row(float(flops), 9.0) for flops in (1, 4)}
-    bound = found()  # at most a quarter with each: which meets the target, and would not miss a lower one
+    bound = (
+        found()
+    )  # at most a quarter with each: which meets the target, and would not miss a lower one
     assert bound.met == "yes" and bound.low is None and "3 of 3" in bound.note
     cells |= {f"{name}, best batch, budget 4": row(2.0, 10.0) for name in ("monolith", "lock(1)")}
     assert found().value == pytest.approx(0.5) and found().met == "undecided"
@@ -570,13 +702,19 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
     assert found().met == "" and found().seeds == 0
 
 
-def test_rate_at_which_nothing_trains_is_kept_and_told_where_a_model_is_needed(world: World, tmp_path: Path) -> None:
+def test_rate_at_which_nothing_trains_is_kept_and_told_where_a_model_is_needed(
+    world: World, tmp_path: Path
+) -> None:
     def diverges(rate: float) -> tuple[float, Cost]:
         raise NumericalError("loss", expected="a finite number", got="nan")
 
     preset = preset_for("cpu", world.data.shape)
     none = best_rate(preset, "a", diverges)
-    assert not none.trains and set(none.tried.values()) == {None} and Choice(rate=1.0, tried={}, steps=0).trains
+    assert (
+        not none.trains
+        and set(none.tried.values()) == {None}
+        and Choice(rate=1.0, tried={}, steps=0).trains
+    )
     lab = Lab(world, preset, tmp_path, nobody(world), Clock())
     lab.kept.write(lab._key("rate", "monolith"), none)
     with pytest.raises(NumericalError, match="rates of monolith"):
@@ -588,13 +726,23 @@ def test_all_seeds_of_a_row_are_trained_at_one_rate(world: World, tmp_path: Path
     preset, judge = preset_for("cpu", world.data.shape), nobody(world)
     before = Choice(rate=0.5, tried={"0.5": 1.0}, steps=1, judge="another")
     lab = Lab(
-        world, preset, tmp_path, judge, Clock(), Published(Record(settings="", tables={}, rates={"monolith": before}))
+        world,
+        preset,
+        tmp_path,
+        judge,
+        Clock(),
+        Published(Record(settings="", tables={}, rates={"monolith": before})),
     )
-    lab.kept.write(lab._key("rate", "monolith"), before.model_copy(update={"rate": 0.25, "judge": judge.about.digest}))
+    lab.kept.write(
+        lab._key("rate", "monolith"),
+        before.model_copy(update={"rate": 0.25, "judge": judge.about.digest}),
+    )
     assert lab.rate(Monolith()) == lab.chosen(Monolith()) == before
     row = Row(table=1, label="monolith", source=Monolith())
     for rate, found in ((0.25, False), (0.5, True)):
-        cost = Cost(steps=1, batch_size=1, learning_rate=rate, flops=1, router_flops=0, seconds=1, commit="")
+        cost = Cost(
+            steps=1, batch_size=1, learning_rate=rate, flops=1, router_flops=0, seconds=1, commit=""
+        )
         lab.kept.write(lab.key(row, 0), cell(0, fid=1.0).model_copy(update={"cost": cost}))
         assert (lab.found(row, 0) is not None) == found
 
@@ -619,7 +767,10 @@ def test_labels_and_pixels_of_an_npz_are_held_to_what_they_mean(tmp_path: Path) 
 
 def test_wall_time_is_a_median_as_the_page_says() -> None:
     assert (
-        _shown({n: cell(n, wall_s=seconds) for n, seconds in enumerate((60.0, 120.0, 600.0))}, "wall_s") == "2 min 00 s"
+        _shown(
+            {n: cell(n, wall_s=seconds) for n, seconds in enumerate((60.0, 120.0, 600.0))}, "wall_s"
+        )
+        == "2 min 00 s"
     )
 
 
@@ -631,31 +782,52 @@ def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:
     mean, low, high = spread([1.0, 4.0, 16.0], as_ratios=True)
     assert mean == pytest.approx(4.0) and low is not None and high is not None
     assert low > 0 and high / mean == pytest.approx(mean / low)
-    assert over_seeds({0: cell(0, rate=1.0), 1: cell(1, rate=3.0)}, "rate") == (2.0, None, None)  # a rate has none
-    recalls = {seed: Figure(value=recall, low=0.8, high=1.0) for seed, recall in enumerate((0.9, 1.0, 1.0))}
-    by_seed = {seed: cell(seed).model_copy(update={"figures": {"recall": each}}) for seed, each in recalls.items()}
+    assert over_seeds({0: cell(0, rate=1.0), 1: cell(1, rate=3.0)}, "rate") == (
+        2.0,
+        None,
+        None,
+    )  # a rate has none
+    recalls = {
+        seed: Figure(value=recall, low=0.8, high=1.0) for seed, recall in enumerate((0.9, 1.0, 1.0))
+    }
+    by_seed = {
+        seed: cell(seed).model_copy(update={"figures": {"recall": each}})
+        for seed, each in recalls.items()
+    }
     found = over_seeds(by_seed, "recall")
-    assert found and found[1] and 0 < found[1] < found[0] and found[2] == 1.0  # a share is never above 1
+    assert (
+        found and found[1] and 0 < found[1] < found[0] and found[2] == 1.0
+    )  # a share is never above 1
 
 
 def test_every_preset_has_rows_that_differ_and_batches_that_divide() -> None:
     for name in ("smoke", "cpu", "gpu"):
         preset = preset_for(name, (1, 28, 28))
-        assert all(preset.batch_size % num == 0 for num in (*preset.other_islands, preset.num_islands))
+        assert all(
+            preset.batch_size % num == 0 for num in (*preset.other_islands, preset.num_islands)
+        )
         for table in tables(preset).values():
             assert len({row.label for row in table.rows}) == len(table.rows)
-            assert len({row.model_dump_json(exclude={"label"}) for row in table.rows}) == len(table.rows)
+            assert len({row.model_dump_json(exclude={"label"}) for row in table.rows}) == len(
+                table.rows
+            )
 
 
 def test_more_updates_take_as_many_images_in_all() -> None:
     for name in ("smoke", "cpu", "gpu"):
         preset = preset_for(name, (1, 28, 28))
         shop = Workshop(read_world("digits", None), preset, Path(), Clock())
-        sources = [row.source for row in tables(preset)[1].rows if isinstance(row.source, Monolith | Experts)]
+        sources = [
+            row.source
+            for row in tables(preset)[1].rows
+            if isinstance(row.source, Monolith | Experts)
+        ]
         assert {source.updates for source in sources} == {1, *preset.updates}
         for source in sources:
             batch = preset.batch_size // (source.num if isinstance(source, Experts) else 1)
-            plain, more = (shop.training(1.0, batch, 0.1, 0, times) for times in (1, source.updates))
+            plain, more = (
+                shop.training(1.0, batch, 0.1, 0, times) for times in (1, source.updates)
+            )
             assert more.num_steps == source.updates * plain.num_steps
             assert more.num_steps * more.batch_size == plain.num_steps * plain.batch_size
             chosen_on = tuned_as(source, preset)
@@ -672,9 +844,20 @@ def test_damaged_cell_is_measured_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_smoke_measures_every_table_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "examples.paper.run", "--dataset", "digits", "--preset", "smoke", "--out"]
+    line = [
+        sys.executable,
+        "-m",
+        "examples.paper.run",
+        "--dataset",
+        "digits",
+        "--preset",
+        "smoke",
+        "--out",
+    ]
     first = subprocess.Popen([*line, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: any((tmp_path / "models").glob("experts-*/cost.json")), "an ensemble is trained")
+    wait_until(
+        lambda: any((tmp_path / "models").glob("experts-*/cost.json")), "an ensemble is trained"
+    )
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=300)
     assert first.returncode == 130 and re.fullmatch(r"Stopped; [^\n]*\n", said)

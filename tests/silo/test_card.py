@@ -37,7 +37,9 @@ def hold(tiny: TinyFederation, **arrays: np.ndarray) -> None:
 
 
 def stated(site: Site, key: SigningKey, **numbers: int) -> Agreed:
-    payload, signer = open_sealed(make_card(site, key, **numbers), CARD_KIND, key.public, MAX_CARD_BYTES)
+    payload, signer = open_sealed(
+        make_card(site, key, **numbers), CARD_KIND, key.public, MAX_CARD_BYTES
+    )
     assert signer == key.public
     card = Card.parse(payload, subject="card")
     assert card.max_epsilon == site.policy().privacy.max_epsilon
@@ -45,9 +47,12 @@ def stated(site: Site, key: SigningKey, **numbers: int) -> Agreed:
 
 
 @pytest.mark.parametrize(
-    ("num", "most"), [(1, 16), (3, 16), (16, 16), (17, 32), (129, 256), (256, 256), (340_000, 524_288)]
+    ("num", "most"),
+    [(1, 16), (3, 16), (16, 16), (17, 32), (129, 256), (256, 256), (340_000, 524_288)],
 )
-def test_card_states_the_next_power_of_two_so_that_it_reveals_no_number(num: int, most: int) -> None:
+def test_card_states_the_next_power_of_two_so_that_it_reveals_no_number(
+    num: int, most: int
+) -> None:
     assert rounded_up(num) == most
 
 
@@ -64,7 +69,9 @@ def test_card_counts_the_data_until_a_person_states_a_number_which_then_stays(
             stated(site, key, **numbers)
 
 
-def test_card_of_a_site_that_protects_patients_counts_them(planned: tuple[TinyFederation, str]) -> None:
+def test_card_of_a_site_that_protects_patients_counts_them(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, _ = planned
     site, key = tiny.sites[SILO], tiny.key(SILO)
     write_policy(site, POLICY | {"privacy": {"unit": "patient"}})
@@ -104,7 +111,9 @@ def test_plan_that_states_another_size_than_the_card_is_refused(
     assert "agreed size of north" in problem.message and "silo enroll" in problem.remedy
 
 
-def test_site_whose_data_grew_beyond_its_card_stops_before_it_trains(planned: tuple[TinyFederation, str]) -> None:
+def test_site_whose_data_grew_beyond_its_card_stops_before_it_trains(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     hold(tiny, **cohort(65, 0.0, 1))
     with pytest.raises(PolicyError, match="at most 64, as its card and the plan state, got 65"):
@@ -117,11 +126,18 @@ def test_site_whose_data_grew_beyond_its_card_stops_before_it_trains(planned: tu
 def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: Path) -> None:
     patients = np.array(["p", "q", "p", "", "r", "s", "t"])
     np.savez(tmp_path / "a.npz", images=np.zeros((7, 1, 4, 4), np.uint8), patients=patients)
-    with zipfile.ZipFile(tmp_path / "a.npz") as whole, zipfile.ZipFile(tmp_path / "cut.npz", "w") as cut:
+    with (
+        zipfile.ZipFile(tmp_path / "a.npz") as whole,
+        zipfile.ZipFile(tmp_path / "cut.npz", "w") as cut,
+    ):
         cut.writestr("images.npy", whole.read("images.npy")[:130])
-    with pytest.raises(DataError, match="does not read as one"):  # by its header and the archive's directory
+    with pytest.raises(
+        DataError, match="does not read as one"
+    ):  # by its header and the archive's directory
         count_units(source_at(tmp_path / "cut.npz", tmp_path / "scans"), patients=False)
-    assert count_units(source_at(tmp_path / "a.npz", tmp_path / "scans"), patients=False) == UnitCounts(7, None)
+    assert count_units(
+        source_at(tmp_path / "a.npz", tmp_path / "scans"), patients=False
+    ) == UnitCounts(7, None)
     with pytest.raises(DataError, match="none for 1 of 7 images"):
         count_units(source_at(tmp_path / "a.npz", tmp_path / "scans"), patients=True)
     np.savez(tmp_path / "scalar.npz", images=np.float32(3))
@@ -129,7 +145,9 @@ def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: 
     np.savez(tmp_path / "other.npz", pixels=np.zeros(3))
     (tmp_path / "text.npz").write_text("hello")
     for name in ("scalar", "objects", "other", "text"):
-        with pytest.raises(DataError, match="an npz without|an array called images|an array of images|pickled"):
+        with pytest.raises(
+            DataError, match="an npz without|an array called images|an array of images|pickled"
+        ):
             count_units(source_at(tmp_path / f"{name}.npz", tmp_path / "scans"), patients=False)
     with pytest.raises(MissingFileError):
         count_units(source_at(tmp_path / "nothing.npz", tmp_path / "scans"), patients=False)

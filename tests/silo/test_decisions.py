@@ -77,7 +77,10 @@ def test_every_decision_about_a_plan_is_written_down_once(tiny: TinyFederation, 
     assert (by_hand.approval, by_hand.submission_digest) == ("person", digest)
     rows = in_words(DecisionLog(site).entries)
     assert {row[1] for row in rows} == {who()} and f"uid {os.getuid()}" in who()
-    assert rows[3][2] == "policy.toml changed: approval.carry_over False to True; approval.kind person to policy"
+    assert (
+        rows[3][2]
+        == "policy.toml changed: approval.carry_over False to True; approval.kind person to policy"
+    )
 
 
 def test_approval_by_the_policy_is_written_down(tiny: TinyFederation, site: Site) -> None:
@@ -106,7 +109,13 @@ def test_training_again_is_written_down_each_time(tiny: TinyFederation, site: Si
 def test_approval_given_again_is_a_second_one_only_after_training_again(site: Site) -> None:
     log, plan = DecisionLog(site), {"plan_id": "colours-00000000"}
     approval = Approved(**plan, sequence=1, submission_digest="0" * 64, approval="person")
-    for decision in (approval, Paused(), approval, Retrained(**plan, state="awaiting_approval"), approval):
+    for decision in (
+        approval,
+        Paused(),
+        approval,
+        Retrained(**plan, state="awaiting_approval"),
+        approval,
+    ):
         log.add(decision)
     assert kinds(site) == ["approved", "paused", "retrained", "approved"]
 
@@ -144,13 +153,17 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
     "everything taken off": lambda folder: (folder / "decisions.jsonl").write_bytes(b"") and None,
     "the file deleted": lambda folder: (folder / "decisions.jsonl").unlink(),
     "the head deleted": lambda folder: (folder / "decisions.head").unlink(),
-    "both deleted": lambda folder: [(folder / f"decisions.{end}").unlink() for end in ("jsonl", "head")] and None,
+    "both deleted": lambda folder: (
+        [(folder / f"decisions.{end}").unlink() for end in ("jsonl", "head")] and None
+    ),
     "blanks": edited(b'{"at"', b'{ "at"'),
     "a field more": edited(b'"by":"', b'"and":1,"by":"'),
 }
 
 
-def test_log_that_was_changed_is_refused_by_whoever_would_go_on(decided: Site, tmp_path: Path) -> None:
+def test_log_that_was_changed_is_refused_by_whoever_would_go_on(
+    decided: Site, tmp_path: Path
+) -> None:
     assert kinds(decided) == ["paused", "resumed"] * 2 + ["paused"]
     for name, attack in ATTACKS.items():
         with case(attack=name):
@@ -163,10 +176,15 @@ def test_log_that_was_changed_is_refused_by_whoever_would_go_on(decided: Site, t
                 kinds(copy)
             assert "Restore private/log" in refused.value.remedy
     verified = command("silo", "log", "verify", copy.path)
-    assert verified.code == CODE and "move it away" in verified.err and "Traceback" not in verified.err
+    assert (
+        verified.code == CODE and "move it away" in verified.err and "Traceback" not in verified.err
+    )
     key = tmp_path / "pass"
     key.write_bytes(PASSPHRASE + b"\n")
-    for words in (("run", copy.path, "--only", "worker", "--passphrase-file", key), ("pause", copy.path)):
+    for words in (
+        ("run", copy.path, "--only", "worker", "--passphrase-file", key),
+        ("pause", copy.path),
+    ):
         assert command("silo", *words).code == CODE
     shutil.rmtree(copy.private / "log")  # as the remedy says
     assert resume(copy) and kinds(copy) == ["resumed"]
@@ -203,18 +221,24 @@ pause(Site(Path(sys.argv[1])))
 """
 
 
-def test_decision_that_was_killed_on_its_way_is_taken_once_when_it_is_given_again(site: Site) -> None:
+def test_decision_that_was_killed_on_its_way_is_taken_once_when_it_is_given_again(
+    site: Site,
+) -> None:
     for where in ("in the line", "before the head", "before the effect"):
         with case(killed=where):
             before = len(kinds(site)) if (site.private / "log").exists() else 0
-            done = subprocess.run([sys.executable, "-c", KILLED, str(site.path), where], check=False)
+            done = subprocess.run(
+                [sys.executable, "-c", KILLED, str(site.path), where], check=False
+            )
             assert done.returncode == -9 and paused(site) is None
             pause(site)
             assert len(kinds(site)) == before + 1 and kinds(site)[-1] == "paused"
             resume(site)
 
 
-def test_half_a_line_is_removed_and_a_full_log_is_refused(decided: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_line_is_removed_and_a_full_log_is_refused(
+    decided: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (decided.private / "log" / "decisions.jsonl").open("ab") as handle:
         handle.write(b'{"at":"20')
     resume(decided)
@@ -238,17 +262,22 @@ def test_images_are_written_down_when_their_decisions_changed(site: Site) -> Non
     assert in_words(log.entries)[0][2] == "images: 2 cleared, 0 left out, 3 wait"
 
 
-def test_review_of_images_is_written_down_and_refused_with_a_broken_log(site: Site, tmp_path: Path) -> None:
+def test_review_of_images_is_written_down_and_refused_with_a_broken_log(
+    site: Site, tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     write(tags_of(waves((48, 40)), Modality="US"), data / "a.dcm")
     toml = site.path / "silo.toml"
     toml.write_text(toml.read_text().replace(site.settings().data, str(data)))
-    assert command("silo", "scan", site.path).code == DataError.exit_code  # nothing is accepted: one image waits
+    assert (
+        command("silo", "scan", site.path).code == DataError.exit_code
+    )  # nothing is accepted: one image waits
     assert "0 images wait" in command("silo", "review", site.path, "--images", "--clear", data).out
     assert command("silo", "review", site.path, "--images", "--list").code == 0
     assert (
-        in_words(DecisionLog(site).entries)[0][2] == "images: 1 cleared, 0 left out, 0 wait" and len(kinds(site)) == 1
+        in_words(DecisionLog(site).entries)[0][2] == "images: 1 cleared, 0 left out, 0 wait"
+        and len(kinds(site)) == 1
     )
     edited(b'"by":"', b'"by":"not ')(site.private / "log")
     assert command("silo", "review", site.path, "--images", "--leave-out", data).code == CODE

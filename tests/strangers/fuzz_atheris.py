@@ -35,15 +35,22 @@ def parsers(folder: Path) -> dict[str, tuple[bytes, Parser]]:
 
     one = tensors(b"{" + SCALAR % (0, 0, 1) + b"}", b"\0")
     files = {
-        "tensors": Door(one, of_file(lambda path: read_header(path, max_bytes=1 << 22)), (TensorFileError,)),
+        "tensors": Door(
+            one, of_file(lambda path: read_header(path, max_bytes=1 << 22)), (TensorFileError,)
+        ),
         "images": Door(npz(), of_file(lambda path: read_images(path, SPEC)), (DataError,)),
-        "configuration": Door(b"", of_file(lambda path: load_settings(Policy, path)), (SetupError, FormatError)),
+        "configuration": Door(
+            b"", of_file(lambda path: load_settings(Policy, path)), (SetupError, FormatError)
+        ),
     }
 
     def parser(door: Door) -> Parser:
         return lambda data: try_door(door, data)
 
-    return {name: (door.sample, parser(door)) for name, door in {**doors(), **messages(), **texts(), **files}.items()}
+    return {
+        name: (door.sample, parser(door))
+        for name, door in {**doors(), **messages(), **texts(), **files}.items()
+    }
 
 
 def main(name: str = "", seconds: str = "600", folder: str = "") -> int:

@@ -34,11 +34,15 @@ quick = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=5000, suppress_health_check=list(HealthCheck))
 
 
-def npz(images: object = None, *, method: int = zipfile.ZIP_DEFLATED, name: str = "images.npy") -> bytes:
+def npz(
+    images: object = None, *, method: int = zipfile.ZIP_DEFLATED, name: str = "images.npy"
+) -> bytes:
     """An archive; `images` may be bytes that are no array at all."""
     made = io.BytesIO()
     if not isinstance(images, bytes):
-        np.lib.format.write_array(made, np.zeros((3, 1, 4, 4), np.float32) if images is None else images)
+        np.lib.format.write_array(
+            made, np.zeros((3, 1, 4, 4), np.float32) if images is None else images
+        )
     data = images if isinstance(images, bytes) else made.getvalue()
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", method) as packed:
@@ -76,7 +80,9 @@ HOSTILE = {
     "encrypted": patched(npz(), 6, b"\x01\x00"),
     "unknown compression": patched(npz(), 8, b"\x63\x00"),
     "damaged bzip2": patched(npz(b"x" * 99), 8, b"\x0c\x00"),
-    "damaged lzma": patched(npz(b"\x05\x00\x05\x00" + b"x" * 99, method=zipfile.ZIP_STORED), 8, b"\x0e\x00"),
+    "damaged lzma": patched(
+        npz(b"\x05\x00\x05\x00" + b"x" * 99, method=zipfile.ZIP_STORED), 8, b"\x0e\x00"
+    ),
     "more than there is": npz(header((2**40, 1, 4, 4))),
     "more than can be": npz(header((2**62, 1, 4, 4))),
     "negative": npz(header((-1, 1, 4, 4)) + b"\0" * 64),
@@ -99,7 +105,9 @@ def read(path: Path, data: bytes) -> torch.Tensor:
     return read_images(path, SPEC)
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize(
+    "method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+)
 def test_honest_archive_is_read(tmp_path: Path, method: int) -> None:
     assert read(tmp_path / "a.npz", npz(method=method)).shape == (3, 1, 4, 4)
 
@@ -125,7 +133,11 @@ def test_any_archive_is_read_or_refused(tmp_path: Path, data: bytes) -> None:
 
 
 @pytest.mark.slow
-@given(data=scrambled(npz()) | scrambled(npz(method=zipfile.ZIP_STORED)) | scrambled(npz(method=zipfile.ZIP_LZMA)))
+@given(
+    data=scrambled(npz())
+    | scrambled(npz(method=zipfile.ZIP_STORED))
+    | scrambled(npz(method=zipfile.ZIP_LZMA))
+)
 @thorough
 def test_any_archive_is_read_or_refused_however_long_one_tries(tmp_path: Path, data: bytes) -> None:
     try_archive(tmp_path / "a.npz", data)
@@ -146,7 +158,9 @@ def test_archive_that_unpacks_to_far_more_is_refused_before_it_is_unpacked(tmp_p
 @pytest.mark.measured
 def test_archive_that_lies_about_its_size_is_read_no_further_than_it_says(tmp_path: Path) -> None:
     lying = tmp_path / "lying.npz"
-    lying.write_bytes(patched(npz(np.zeros((1 << 20, 1, 4, 4), np.float32)), 22, struct.pack("<I", 4096)))
+    lying.write_bytes(
+        patched(npz(np.zeros((1 << 20, 1, 4, 4), np.float32)), 22, struct.pack("<I", 4096))
+    )
     outcome = attempt(lambda: read_array(lying, "images", max_bytes=MANY), mib=80, cpu_s=1)
     assert outcome.error == "DataError"
     # The array's own header says 64 MiB, which the system reserves and nobody touches.
@@ -164,7 +178,13 @@ def test_images_that_no_memory_holds_are_refused_by_their_header(tmp_path: Path)
 CONFIGURATIONS: dict[str, tuple[type[BaseModel], dict[str, object]]] = {
     "silo.toml": (
         SiloSettings,
-        {"silo_id": "north", "data": "a.npz", "federation": "tiny", "address": "a:1", "root_digest": "c" * 64},
+        {
+            "silo_id": "north",
+            "data": "a.npz",
+            "federation": "tiny",
+            "address": "a:1",
+            "root_digest": "c" * 64,
+        },
     ),
     "policy.toml": (Policy, Policy().model_dump(mode="json", exclude_none=True)),
     "federation.toml": (FederationSettings, {"name": "tiny", "host": "127.0.0.1", "port": 9092}),
@@ -215,7 +235,9 @@ def test_configuration_above_its_limit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @given(data=st.data())
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
-def test_any_configuration_is_read_or_refused(tmp_path: Path, name: str, data: st.DataObject) -> None:
+def test_any_configuration_is_read_or_refused(
+    tmp_path: Path, name: str, data: st.DataObject
+) -> None:
     sample = tomli_w.dumps(CONFIGURATIONS[name][1]).encode()
     spoiled = data.draw(scrambled(sample))
     try:

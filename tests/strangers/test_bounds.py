@@ -76,13 +76,18 @@ def misfits(sample: bytes, limit: int) -> dict[str, bytes]:
             for kind, one in (("objects", "{},"), ("numbers", "0,")):
                 many = "[" + one * min(MAX_VALUES - 2000, (limit - len(text)) // len(one)) + "0]"
                 found[f"{name} of {kind}"] = text.replace(old, f'"{name}":{many}').encode()
-            names = ",".join(f'"{number}":0' for number in range(min(MAX_VALUES - 2000, limit // 12)))
+            names = ",".join(
+                f'"{number}":0' for number in range(min(MAX_VALUES - 2000, limit // 12))
+            )
             found[f"{name} of names"] = text.replace(old, f'"{name}":{{{names}}}').encode()
     return found
 
 
 def refused(outcome: Outcome, name: str = "") -> None:
-    assert outcome.error and outcome.error.endswith("Error") and outcome.error != "MemoryError", (name, outcome)
+    assert outcome.error and outcome.error.endswith("Error") and outcome.error != "MemoryError", (
+        name,
+        outcome,
+    )
     assert outcome.cpu_s <= CPU_S and outcome.mib <= MIB, (name, outcome)
 
 
@@ -110,7 +115,11 @@ def test_bombs_of_json_are_refused_in_bounded_time_and_memory() -> None:
 @pytest.mark.parametrize("name", ["submission", "report"])
 def test_document_of_nothing_but_misfits_is_refused_in_bounded_time_and_memory(name: str) -> None:
     door = {**doors(), **messages()}[name]
-    worst = {what: data for what, data in misfits(door.sample, door.limit).items() if what.startswith(("exp", "files"))}
+    worst = {
+        what: data
+        for what, data in misfits(door.sample, door.limit).items()
+        if what.startswith(("exp", "files"))
+    }
     all_refused(door, worst)
 
 
@@ -125,8 +134,13 @@ def test_measurement_sees_what_is_spent() -> None:
     """The control: without its bounds, a parser fails here."""
     spent = attempt(lambda: bytearray(64 * 1024**2).count(1), mib=MIB, cpu_s=CPU_S)
     assert spent.error is None and spent.mib > 60
-    assert attempt(lambda: bytearray(8 * MIB * 1024**2), mib=MIB, cpu_s=CPU_S).error == "MemoryError"
-    assert attempt(lambda: [None for _ in iter(int, 1)], mib=10**6, cpu_s=0).error in ("Killed", "MemoryError")
+    assert (
+        attempt(lambda: bytearray(8 * MIB * 1024**2), mib=MIB, cpu_s=CPU_S).error == "MemoryError"
+    )
+    assert attempt(lambda: [None for _ in iter(int, 1)], mib=10**6, cpu_s=0).error in (
+        "Killed",
+        "MemoryError",
+    )
 
 
 def test_measurement_sees_memory_that_the_process_had_freed() -> None:
@@ -159,7 +173,9 @@ def test_measurement_sees_memory_that_was_freed_before_files_were_mapped(tmp_pat
 def test_honest_json_as_large_as_documents_may_be_is_read() -> None:
     data = json.dumps({"experts": ["a" * 58] * (MAX_VALUES - 1)}).encode()
     assert len(data) > MAX_DOCUMENT_BYTES * 0.9
-    outcome = attempt(lambda: check_json(data, subject="x", limit=MAX_DOCUMENT_BYTES), mib=MIB, cpu_s=CPU_S)
+    outcome = attempt(
+        lambda: check_json(data, subject="x", limit=MAX_DOCUMENT_BYTES), mib=MIB, cpu_s=CPU_S
+    )
     assert outcome.error is None and outcome.cpu_s < CPU_S, outcome
 
 
@@ -194,7 +210,9 @@ def test_metadata_with_very_many_of_one_thing_is_refused_in_bounded_time_and_mem
         with case(what=what, number=number):
             data = crowded(what, number)
             assert (len(data) > LIMITS["targets"]) is (number == 100_000)
-            outcome = attempt(partial(parse_metadata, data, Targets, "targets.json"), mib=MIB, cpu_s=CPU_S)
+            outcome = attempt(
+                partial(parse_metadata, data, Targets, "targets.json"), mib=MIB, cpu_s=CPU_S
+            )
             assert outcome.error == "DocumentError"
             refused(outcome)
 
@@ -216,7 +234,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "configuration": lambda path: load_settings(SiloSettings, path),
     "tensors": lambda path: read_header(path, max_bytes=TEN_GIB),
     "tensors above their limit": lambda path: read_header(path, max_bytes=1 << 20),
-    "incoming folder": lambda path: copy_tree_bounded(path.parent, path.parent.with_name("copy"), max_bytes=1 << 20),
+    "incoming folder": lambda path: copy_tree_bounded(
+        path.parent, path.parent.with_name("copy"), max_bytes=1 << 20
+    ),
 }
 
 
@@ -228,12 +248,16 @@ def test_file_of_ten_gibibytes_is_refused_before_it_is_read(huge: Path) -> None:
             assert outcome.mib <= 32 and outcome.cpu_s <= 1, outcome
 
 
-def test_release_with_metadata_of_ten_gibibytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_release_with_metadata_of_ten_gibibytes_is_refused_before_it_is_read(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "release" / "metadata").mkdir(parents=True)
     for name in ("1.root.json", "targets.json"):
         (tmp_path / "release" / "metadata" / name).touch()
         os.truncate(tmp_path / "release" / "metadata" / name, TEN_GIB)
-    outcome = attempt(lambda: verify_release(tmp_path / "release", b"", state=None), mib=32, cpu_s=1)
+    outcome = attempt(
+        lambda: verify_release(tmp_path / "release", b"", state=None), mib=32, cpu_s=1
+    )
     refused(outcome)
     assert outcome.mib <= 32 and outcome.cpu_s <= 1, outcome
 
@@ -249,22 +273,31 @@ TENSOR_BOMBS = {
     "header of 16 EiB": struct.pack("<Q", 2**64 - 1) + b"{}",
     "header of 1 MiB and a byte": tensors(b"{" + b" " * (1 << 20) + b"}"),
     "a million empty tensors": tensors(b"{" + b",".join(EMPTY % n for n in range(10**6)) + b"}"),
-    "empty tensors as many as fit": tensors(b"{" + b",".join(EMPTY % n for n in range(18_000)) + b"}"),
+    "empty tensors as many as fit": tensors(
+        b"{" + b",".join(EMPTY % n for n in range(18_000)) + b"}"
+    ),
     "tensors of a byte as many as fit": tensors(
         b"{" + b",".join(SCALAR % (n, n, n + 1) for n in range(15_000)) + b"}", b"\0" * 14_999
     ),
     "names of one letter": tensors(b"{" + b",".join(b'"a":0' for _ in range(170_000)) + b"}"),
     "metadata of a mebibyte": tensors(b'{"__metadata__":{"a":"' + b"b" * 1_000_000 + b'"}}'),
-    "metadata of many names": tensors(b'{"__metadata__":{' + b",".join(b'"%d":""' % n for n in range(90_000)) + b"}}"),
+    "metadata of many names": tensors(
+        b'{"__metadata__":{' + b",".join(b'"%d":""' % n for n in range(90_000)) + b"}}"
+    ),
     "quotes that never end": tensors(b'{"' + b'\\"' * 500_000),
     "dimensions that multiply beyond everything": tensors(
-        b'{"a":{"dtype":"F64","shape":[' + b",".join([b"1099511627776"] * 16) + b'],"data_offsets":[0,8]}}', b"\0" * 8
+        b'{"a":{"dtype":"F64","shape":['
+        + b",".join([b"1099511627776"] * 16)
+        + b'],"data_offsets":[0,8]}}',
+        b"\0" * 8,
     ),
 }
 
 
 @pytest.mark.parametrize("bomb", TENSOR_BOMBS)
-def test_tensor_file_is_refused_by_its_header_in_bounded_time_and_memory(tmp_path: Path, bomb: str) -> None:
+def test_tensor_file_is_refused_by_its_header_in_bounded_time_and_memory(
+    tmp_path: Path, bomb: str
+) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(TENSOR_BOMBS[bomb])
     outcome = attempt(lambda: read_header(path, max_bytes=1 << 40), mib=MIB, cpu_s=CPU_S)
@@ -274,5 +307,7 @@ def test_tensor_file_is_refused_by_its_header_in_bounded_time_and_memory(tmp_pat
 
 def test_tensor_file_of_thousands_of_small_tensors_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    path.write_bytes(tensors(b"{" + b",".join(SCALAR % (n, n, n + 1) for n in range(5000)) + b"}", b"\0" * 5000))
+    path.write_bytes(
+        tensors(b"{" + b",".join(SCALAR % (n, n, n + 1) for n in range(5000)) + b"}", b"\0" * 5000)
+    )
     assert len(read_header(path, max_bytes=1 << 20)) == 5000

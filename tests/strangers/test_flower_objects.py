@@ -18,7 +18,9 @@ from tests.support.mutations import scrambled
 from tests.support.parsers import MAX_SHARD_BYTES, REPLIES
 
 ANSWER = message(encode(REPLIES["report"]))
-OBJECTS = {object_id: found.deflate() for object_id, found in get_all_nested_objects(ANSWER).items()}
+OBJECTS = {
+    object_id: found.deflate() for object_id, found in get_all_nested_objects(ANSWER).items()
+}
 KINDS = {content.split(b" ", 1)[0].decode(): object_id for object_id, content in OBJECTS.items()}
 HEAD_END = b"\0"
 
@@ -104,5 +106,7 @@ def test_any_object_is_read_or_refused(kind: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=3000, suppress_health_check=list(HealthCheck))
-def test_any_object_is_read_or_refused_however_long_one_tries(kind: str, data: st.DataObject) -> None:
+def test_any_object_is_read_or_refused_however_long_one_tries(
+    kind: str, data: st.DataObject
+) -> None:
     try_objects(kind, data.draw(body(kind)))

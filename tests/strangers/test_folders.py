@@ -50,7 +50,9 @@ ODD: dict[str, Callable[[Path], object]] = {
     "socket": _make_socket,
 }
 FOLDER_READERS: dict[str, Callable[[Path], object]] = {
-    "copy_tree_bounded": lambda folder: copy_tree_bounded(folder, folder.with_name("copy"), **_LARGE),
+    "copy_tree_bounded": lambda folder: copy_tree_bounded(
+        folder, folder.with_name("copy"), **_LARGE
+    ),
     "scan": scan,
     "list_folder": lambda folder: list_folder(folder, max_files=100, with_digest=True, **_LARGE),
 }
@@ -58,7 +60,9 @@ FILE_READERS: dict[str, Callable[[Path], object]] = {
     "read_bounded": lambda path: read_bounded(path, 1 << 20),
     "read_small": lambda path: read_small(path.parent, path.name, 1 << 20),
     "check_digest": lambda path: check_digest(path.parent, path.name, 6, DIGEST),
-    "read_spans": lambda path: read_spans(path.parent, [Span(path=path.name, offset=0, num_bytes=6)]),
+    "read_spans": lambda path: read_spans(
+        path.parent, [Span(path=path.name, offset=0, num_bytes=6)]
+    ),
     "read_header": lambda path: read_header(path, **_LARGE),
     "load_tensors": lambda path: load_tensors(path, None, **_LARGE),
     "check_file": lambda path: check_file(path, {}, **_LARGE),
@@ -154,7 +158,9 @@ def test_folders_deeper_than_any_path_are_refused(folder: Path) -> None:
 BOUNDED: dict[str, Callable[[Path], object]] = {
     **FOLDER_READERS,
     "scan": lambda folder: scan(folder, most=200),
-    "copy_tree_bounded": lambda folder: copy_tree_bounded(folder, folder.with_name("copy"), most=200, **_LARGE),
+    "copy_tree_bounded": lambda folder: copy_tree_bounded(
+        folder, folder.with_name("copy"), most=200, **_LARGE
+    ),
 }
 
 
@@ -213,7 +219,9 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.measured
 @pytest.mark.parametrize("reader", FOLDER_READERS)
-def test_folder_of_a_million_files_is_refused_in_bounded_time_and_memory(million: Path, reader: str) -> None:
+def test_folder_of_a_million_files_is_refused_in_bounded_time_and_memory(
+    million: Path, reader: str
+) -> None:
     outcome = attempt(lambda: FOLDER_READERS[reader](million), mib=128, cpu_s=5)
     assert outcome.error in ("UnsafePathError", "FormatError")
     assert outcome.mib <= 128 and outcome.cpu_s <= 5, outcome

@@ -66,7 +66,9 @@ def spoilt(sample: bytes) -> list[bytes]:
             found.append(put(value, place, [canary]))
             if isinstance(parent := at(value, place), dict):
                 found.append(put(value, place, {**parent, canary: 0}))
-                found += [put(value, place, {**parent, canary: one}) for one in list(parent.values())[:2]]
+                found += [
+                    put(value, place, {**parent, canary: one}) for one in list(parent.values())[:2]
+                ]
     return [json.dumps(one, sort_keys=True, separators=(",", ":")).encode() for one in found]
 
 
@@ -118,7 +120,9 @@ def test_error_about_tensors_says_nothing_that_was_sent(tmp_path: Path) -> None:
     for why in HEADERS:
         with case(why=why):
             path = tmp_path / "x.safetensors"
-            path.write_bytes(tensors(json.dumps(HEADERS[why]).encode(), b"\0" * (8 if "many" in why else 4)))
+            path.write_bytes(
+                tensors(json.dumps(HEADERS[why]).encode(), b"\0" * (8 if "many" in why else 4))
+            )
             with pytest.raises(ArchipelagoError) as refusal:
                 check_file(path, {"a": TensorSpec("F32", (1,))}, max_bytes=1 << 20)
             silent(str(refusal.value))
@@ -138,7 +142,12 @@ def test_operator_who_is_handed_a_hostile_file_is_told_nothing_of_its_text(
         lambda path: enroll(Federation(tmp_path), path),
         lambda path: load_settings(SiloSettings, path),
     ]
-    for content in (canary, json.dumps({canary: canary}), json.dumps({"format": canary}), f'"{canary}" = 1'):
+    for content in (
+        canary,
+        json.dumps({canary: canary}),
+        json.dumps({"format": canary}),
+        f'"{canary}" = 1',
+    ):
         (tmp_path / "x").write_text(content)
         for reader in readers[:2]:
             with pytest.raises(ArchipelagoError) as refusal:
@@ -169,7 +178,9 @@ def hostile_records() -> list[RecordDict]:
         RecordDict({"head": head, "data": ArrayRecord({bad: Array(**array)})}),
         RecordDict({"head": head, "data": ArrayRecord({"bytes": Array(**array | {"dtype": bad})})}),
         RecordDict({"head": head, "data": ArrayRecord({"bytes": Array(**array | {"stype": bad})})}),
-        RecordDict({"head": head, "data": ArrayRecord({"bytes": Array(**array | {"shape": (2**62,)})})}),
+        RecordDict(
+            {"head": head, "data": ArrayRecord({"bytes": Array(**array | {"shape": (2**62,)})})}
+        ),
         *(
             RecordDict({"head": ConfigRecord({"document": data.decode()})})
             for name in ("offer", "ask", "pull", "deliver")
@@ -187,7 +198,9 @@ def at_site(site: Path) -> Context:
 def test_courier_answers_an_honest_request(tmp_path: Path) -> None:
     for name in ("inbox", "outbox"):
         (tmp_path / name).mkdir()
-    reply = decode_reply(handle(message(encode(REQUESTS["ask"])), at_site(tmp_path)).content, max_bytes=0)
+    reply = decode_reply(
+        handle(message(encode(REQUESTS["ask"])), at_site(tmp_path)).content, max_bytes=0
+    )
     assert isinstance(reply.message, Report) and reply.message.code == 0
 
 
@@ -202,7 +215,11 @@ def test_courier_answers_hostile_requests_with_a_code_only(
         reply = handle(message(records), context).content
         assert set(reply) == {"head"}
         told = json.loads(str(reply["head"]["document"]))
-        assert told["code"] in (FormatError.exit_code, DocumentError.exit_code, ReplayError.exit_code), told
+        assert told["code"] in (
+            FormatError.exit_code,
+            DocumentError.exit_code,
+            ReplayError.exit_code,
+        ), told
         silent(json.dumps(told))
     assert not list(tmp_path.glob("*/*"))
     captured = capsys.readouterr()
@@ -213,7 +230,9 @@ def test_courier_answers_hostile_requests_with_a_code_only(
 def test_courier_knows_no_request_that_carries_code(tmp_path: Path, kind: str) -> None:
     context = at_site(tmp_path)
     code = {"kind": kind, "plan_id": "digits-3f9a1c2e", "code": "import os; os.mkdir('owned')"}
-    reply = handle(message(RecordDict({"head": ConfigRecord({"document": json.dumps(code)})})), context).content
+    reply = handle(
+        message(RecordDict({"head": ConfigRecord({"document": json.dumps(code)})})), context
+    ).content
     assert json.loads(str(reply["head"]["document"]))["code"] == DocumentError.exit_code
     request = message(RecordDict({"head": ConfigRecord({"document": json.dumps(code)})}))
     request.metadata.message_type = kind if kind in ("train", "evaluate") else "train"
@@ -252,7 +271,10 @@ def signed(
 ) -> dict[str, bytes]:
     """A submission as an enrolled silo that cheats would sign it."""
     base = f"{plan_id}/silos/north/"
-    files = {f"{base}submission.json": document, **{f"{base}{name}": data for name, data in extra.items()}}
+    files = {
+        f"{base}submission.json": document,
+        **{f"{base}{name}": data for name, data in extra.items()},
+    }
     listed = {name: (len(data), sha256_hex(data)) for name, data in files.items()}
     role = sign_silo_metadata(plan_id, "north", listed, tiny.key("north"), version=number, now=NOW)
     found = {name.removeprefix(f"{plan_id}/"): data for name, data in files.items()}
@@ -272,7 +294,10 @@ def signed_hostile(tiny: TinyFederation, plan_id: str) -> list[dict[str, bytes]]
         document | {"plan_digest": bad},
         bad,
     ]
-    made = [signed(tiny, plan_id, number, json.dumps(spoil).encode(), {}) for number, spoil in enumerate(spoils, 1)]
+    made = [
+        signed(tiny, plan_id, number, json.dumps(spoil).encode(), {})
+        for number, spoil in enumerate(spoils, 1)
+    ]
     return made
 
 
@@ -284,18 +309,27 @@ def hostile_unanswered(tiny: TinyFederation, plan_id: str, number: int) -> list[
         signed(tiny, plan_id, number, json.dumps(document).encode(), more),
         {f"metadata/{plan_id}.north.json": json.dumps({bad: bad}).encode()},
         {f"metadata/{plan_id}.north.json": bad.encode()},
-        {f"metadata/{plan_id}.north.json": json.dumps({"signatures": [], "signed": {"targets": {bad: 0}}}).encode()},
+        {
+            f"metadata/{plan_id}.north.json": json.dumps(
+                {"signatures": [], "signed": {"targets": {bad: 0}}}
+            ).encode()
+        },
         {"a\nCANARY\x1b[2J": b"CANARY"},
         {"\udcff\udcfe": b"CANARY"},
     ]
 
 
 def test_intake_refuses_every_hostile_submission_answers_no_unsigned_one_and_repeats_nothing_of_either(
-    tiny: tuple[TinyFederation, str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tiny: tuple[TinyFederation, str],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
     federation, plan_id = tiny[0].federation, tiny[1]
-    incoming, receipts = federation.incoming / plan_id / "north", federation.receipts / plan_id / "north"
+    incoming, receipts = (
+        federation.incoming / plan_id / "north",
+        federation.receipts / plan_id / "north",
+    )
     key = load_key(federation, "receipts", PASSPHRASE)
 
     def printed(receipt: Receipt) -> None:
@@ -311,7 +345,9 @@ def test_intake_refuses_every_hostile_submission_answers_no_unsigned_one_and_rep
     attacks = signed_hostile(*tiny)
     for number, files in enumerate(attacks, 1):
         arrive(number, files)
-        payload, _ = open_sealed((receipts / f"{number}.json").read_bytes(), RECEIPT_KIND, key.public, 65536)
+        payload, _ = open_sealed(
+            (receipts / f"{number}.json").read_bytes(), RECEIPT_KIND, key.public, 65536
+        )
         receipt = Receipt.parse(payload, subject="receipt")
         assert receipt.verdict.kind == "refused", number
         silent(receipt.verdict.reason)
@@ -339,7 +375,9 @@ ODD_NUMBERS = {
 
 
 @pytest.mark.parametrize("odd", ODD_NUMBERS)
-def test_intake_survives_an_incoming_folder_of_odd_things(tiny: tuple[TinyFederation, str], odd: str) -> None:
+def test_intake_survives_an_incoming_folder_of_odd_things(
+    tiny: tuple[TinyFederation, str], odd: str
+) -> None:
     federation, plan_id = tiny[0].federation, tiny[1]
     path = federation.incoming / plan_id / "north" / ODD_NUMBERS[odd]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -351,7 +389,9 @@ def test_intake_survives_an_incoming_folder_of_odd_things(tiny: tuple[TinyFedera
         path.write_text("x")
     else:
         path.mkdir()
-    IntakeService(federation, load_key(federation, "receipts", PASSPHRASE), lambda receipt: None).step()
+    IntakeService(
+        federation, load_key(federation, "receipts", PASSPHRASE), lambda receipt: None
+    ).step()
     assert Path("/etc/passwd").exists()
 
 
@@ -359,7 +399,13 @@ def test_receipt_by_another_key_is_moved_aside_unread(tmp_path: Path) -> None:
     plan = Plan.parse(to_bytes(plan_document(receipt_key=str(KEY.public))), subject="plan")
     bound = (plan.plan_id, plan.digest, "north", 1)
     verdict = {"kind": "refused", "code": 21, "reason": CANARIES[0]}
-    told = {"plan_id": plan.plan_id, "plan_digest": plan.digest, "silo_id": "north", "sequence": 1, "verdict": verdict}
+    told = {
+        "plan_id": plan.plan_id,
+        "plan_digest": plan.digest,
+        "silo_id": "north",
+        "sequence": 1,
+        "verdict": verdict,
+    }
     receipt, path = json.dumps(receipt_document() | told).encode(), tmp_path / "1.json"
     for stranger, kind in ((SigningKey.generate(), RECEIPT_KIND), (KEY, "card")):
         path.write_bytes(seal(receipt, kind, stranger))

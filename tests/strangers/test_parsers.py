@@ -16,7 +16,15 @@ from tests.support.parsers import Door, doors, messages, texts
 
 DOORS = {**doors(), **messages()}
 # What a program writes for itself, in a folder that is its own.
-OWN = {"CheckpointRecord", "LogRecord", "RemovedRoles", "_Record", "RouterReport", "SiloKeys", "Student"}
+OWN = {
+    "CheckpointRecord",
+    "LogRecord",
+    "RemovedRoles",
+    "_Record",
+    "RouterReport",
+    "SiloKeys",
+    "Student",
+}
 OWN |= {"Split", "TrainedIsland", "Link", "Head"}
 quick = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
@@ -41,7 +49,9 @@ def test_honest_sample_is_read_and_survives_being_written() -> None:
 
 
 def test_every_document_of_the_library_is_tried_here_or_never_comes_from_outside() -> None:
-    kinds = {kind.__name__ for kind in Document.__subclasses__() if kind.__module__.startswith("ddm.")}
+    kinds = {
+        kind.__name__ for kind in Document.__subclasses__() if kind.__module__.startswith("ddm.")
+    }
     tried = {type(door.parse(door.sample)).__name__ for door in doors().values()}
     assert {"Plan", "Submission", "Manifest"} <= kinds
     assert not kinds - tried - OWN
@@ -58,7 +68,9 @@ def test_parser_refuses_strangers_as_documented(name: str, data: st.DataObject) 
 @pytest.mark.parametrize("name", DOORS)
 @given(data=st.data())
 @thorough
-def test_parser_refuses_strangers_as_documented_however_long_one_tries(name: str, data: st.DataObject) -> None:
+def test_parser_refuses_strangers_as_documented_however_long_one_tries(
+    name: str, data: st.DataObject
+) -> None:
     try_door(DOORS[name], data.draw(spoiled(DOORS[name].sample)))
 
 
@@ -106,7 +118,12 @@ def test_parser_refuses_any_byte_cut_off_the_end_and_anything_after_it() -> None
     for name in DOORS:
         with case(name=name):
             door = DOORS[name]
-            for data in (door.sample[:-1], door.sample + b"{}", b"\xef\xbb\xbf" + door.sample, door.sample + b"\0"):
+            for data in (
+                door.sample[:-1],
+                door.sample + b"{}",
+                b"\xef\xbb\xbf" + door.sample,
+                door.sample + b"\0",
+            ):
                 with pytest.raises(door.refusals):
                     door.parse(data)
 
@@ -125,7 +142,11 @@ def scalars() -> st.SearchStrategy[Any]:
     return st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8)
 
 
-@given(value=st.recursive(scalars(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12))
+@given(
+    value=st.recursive(
+        scalars(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12
+    )
+)
 @quick
 def test_json_that_an_honest_program_wrote_is_read_as_it_was(value: Any) -> None:
     for ascii_only in (True, False):

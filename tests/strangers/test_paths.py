@@ -74,10 +74,30 @@ HOSTILE = {
     "longest": "a/" * 50_000 + "a",
 }
 # One of these is what an honest sender writes, whatever the field.
-HONEST = [PLAN, "north", "north-1", "plan/a.safetensors", DIGEST, f"ed25519:{DIGEST}", "0" * 128, "targets.json"]
-HONEST += ("1.0.31", "2030-01-01T00:00:00Z", "127.0.0.1:9092", "ecdsa-sha2-nistp256 AAAA", "receipt", "vit_small")
+HONEST = [
+    PLAN,
+    "north",
+    "north-1",
+    "plan/a.safetensors",
+    DIGEST,
+    f"ed25519:{DIGEST}",
+    "0" * 128,
+    "targets.json",
+]
+HONEST += (
+    "1.0.31",
+    "2030-01-01T00:00:00Z",
+    "127.0.0.1:9092",
+    "ecdsa-sha2-nistp256 AAAA",
+    "receipt",
+    "vit_small",
+)
 HONEST += ("<f4", "a1")  # a type of numbers, and the name of a start
-HONEST += ('{"format":"archipelago/envelope/1","key":""}', "A" * 43 + "=", "log+01234567+" + "A" * 44)
+HONEST += (
+    '{"format":"archipelago/envelope/1","key":""}',
+    "A" * 43 + "=",
+    "log+01234567+" + "A" * 44,
+)
 # What no program opens, joins to a folder, or names a file after. Whoever adds a field here says so.
 FREE_TEXT = {
     *(
@@ -90,7 +110,13 @@ FREE_TEXT = {
         "Manifest.licence",
         "Manifest.cite",
     ),
-    *("Evaluation.metric", "Evaluation.strategy", "Refused.reason", "Withdrawn.reason", "Request.purpose"),
+    *(
+        "Evaluation.metric",
+        "Evaluation.strategy",
+        "Refused.reason",
+        "Withdrawn.reason",
+        "Request.purpose",
+    ),
     *("Opened.federation", "Invitation.federation", "Invitation.ca_certificate", "Invitation.root"),
     *("Request.payload", "Request.before", "Request.root", "_Envelope.payload"),
     # `ddm.trust.paths` judges these after the signature: see the tests of listed paths below.
@@ -102,9 +128,20 @@ FREE_TEXT = {
     # Leads anywhere on purpose: images lie where they lie. Who writes a job's folder may have read what it may read.
     "Place.path",
     "Launch.host",  # compared with this machine's name
-    *("Failure.subject", "Failure.expected", "Failure.got", "Failure.remedy"),  # printed and escaped
+    *(
+        "Failure.subject",
+        "Failure.expected",
+        "Failure.got",
+        "Failure.remedy",
+    ),  # printed and escaped
 }
-INSIDE = ("ddm.protocol.", "ddm.transport.messages", "ddm.trust.", "ddm.transport.shards", "ddm.training.job")
+INSIDE = (
+    "ddm.protocol.",
+    "ddm.transport.messages",
+    "ddm.trust.",
+    "ddm.transport.shards",
+    "ddm.training.job",
+)
 
 
 def models(kind: type[Model] = Model) -> Iterator[type[Model]]:
@@ -156,8 +193,21 @@ FREE = {
 
 
 def test_reflection_finds_the_fields_that_name_files() -> None:
-    known = {"File.path", "Span.path", "FileEntry.path", "Offer.plan_id", "Submission.silo_id", "Manifest.plan_id"}
-    known |= {"SubmittedExpert.expert_id", "PcaEncoder.path", "Clustering.path", "SketchSpec.path", "_Progress.ranges"}
+    known = {
+        "File.path",
+        "Span.path",
+        "FileEntry.path",
+        "Offer.plan_id",
+        "Submission.silo_id",
+        "Manifest.plan_id",
+    }
+    known |= {
+        "SubmittedExpert.expert_id",
+        "PcaEncoder.path",
+        "Clustering.path",
+        "SketchSpec.path",
+        "_Progress.ranges",
+    }
     assert known | FREE_TEXT <= set(FIELDS)
 
 
@@ -186,7 +236,9 @@ def test_document_is_refused_with_a_name_that_leads_elsewhere_in_any_of_its_fiel
             for place in places(value):
                 if isinstance(at(value, place), str) and not is_free(value, place):
                     for hostile in HOSTILE.values():
-                        spoiled = json.dumps(put(value, place, hostile), sort_keys=True, separators=(",", ":")).encode()
+                        spoiled = json.dumps(
+                            put(value, place, hostile), sort_keys=True, separators=(",", ":")
+                        ).encode()
                         with pytest.raises(door.refusals):
                             door.parse(spoiled)
 

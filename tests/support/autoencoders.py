@@ -34,7 +34,12 @@ def autoencoder_kl() -> Any:
 
 
 def write_autoencoder(
-    folder: Path, layout: dict[str, Any], *, channels: tuple[int, ...] = (4, 8, 8), dtype: Any = None, images: int = 3
+    folder: Path,
+    layout: dict[str, Any],
+    *,
+    channels: tuple[int, ...] = (4, 8, 8),
+    dtype: Any = None,
+    images: int = 3,
 ) -> Any:
     """Write a small autoencoder into a folder as diffusers does, and return diffusers' own, opened from there."""
     cls, levels = autoencoder_kl(), len(channels)
@@ -51,7 +56,9 @@ def write_autoencoder(
             sample_size=16,
             **layout,
         )
-        for weight in made.parameters():  # initial biases are 0, and norms 1, which would hide a mistaken name
+        for weight in (
+            made.parameters()
+        ):  # initial biases are 0, and norms 1, which would hide a mistaken name
             torch.nn.init.normal_(weight, std=0.3)
     made.to(dtype or torch.float32).save_pretrained(folder)
     return cls.from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32).eval()

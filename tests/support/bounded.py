@@ -44,7 +44,10 @@ def attempt(attack: Callable[[], object], *, mib: int, cpu_s: int) -> Outcome:
 
     def tell() -> None:
         os.close(reader)
-        os.write(writer, json.dumps(_measured(attack, mib, cpu_s, lambda: os.write(writer, b" "))).encode())
+        os.write(
+            writer,
+            json.dumps(_measured(attack, mib, cpu_s, lambda: os.write(writer, b" "))).encode(),
+        )
 
     child = forked(tell)
     os.close(writer)
@@ -61,7 +64,9 @@ def attempt(attack: Callable[[], object], *, mib: int, cpu_s: int) -> Outcome:
     return replace(found, mib=max(found.mib, (most - before) / 1024))
 
 
-def _measured(attack: Callable[[], object], mib: int, cpu_s: int, begin: Callable[[], object]) -> dict[str, object]:
+def _measured(
+    attack: Callable[[], object], mib: int, cpu_s: int, begin: Callable[[], object]
+) -> dict[str, object]:
     slow, used = slowness(), time.process_time()
     most_s = int(used + 4 * cpu_s * slow) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
@@ -83,7 +88,9 @@ def _measured(attack: Callable[[], object], mib: int, cpu_s: int, begin: Callabl
 
 def _give_back_free_pages() -> None:
     """What the tests before have freed may still be resident: an attack that is given such pages would look small."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give pages back by themselves
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # glibc's; others give pages back by themselves
     if trim is not None:
         trim(0)
 

@@ -33,7 +33,9 @@ def one_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.
     for option in (*_OFFLINE, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
         options.add_argument(option)
     # With both paths given, selenium looks for no driver and downloads none.
-    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
+    opened = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(executable_path=driver)
+    )
     yield opened
     opened.quit()
 
@@ -49,7 +51,12 @@ def browser(one_browser: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
 
 def show_as(browser: webdriver.Chrome, device: str, *, dark: bool = False) -> None:
     """Show pages at the width of a `phone` (390 px) or a `desktop`, in light or dark."""
-    size = {"width": WIDTHS[device], "height": 844, "deviceScaleFactor": 1, "mobile": device == "phone"}
+    size = {
+        "width": WIDTHS[device],
+        "height": 844,
+        "deviceScaleFactor": 1,
+        "mobile": device == "phone",
+    }
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})

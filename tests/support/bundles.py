@@ -21,13 +21,22 @@ class Signer:
     """Holds all keys of a federation whose metadata lie in `folder`; its plans name the silo north."""
 
     folder: Path
-    keys: dict[str, SigningKey] = field(default_factory=lambda: {role: SigningKey.generate() for role in ROLES})
+    keys: dict[str, SigningKey] = field(
+        default_factory=lambda: {role: SigningKey.generate() for role in ROLES}
+    )
 
     def __post_init__(self) -> None:
         keys, public = self.keys, {role: Holders((key.public,)) for role, key in self.keys.items()}
-        holders = {"root": "root", "targets": "targets", "snapshot": "online", "timestamp": "online"}
+        holders = {
+            "root": "root",
+            "targets": "targets",
+            "snapshot": "online",
+            "timestamp": "online",
+        }
         root = draft_root(1, {role: public[holder] for role, holder in holders.items()}, now_utc())
-        targets = draft_targets(1, Delegates(keys["plans"].public, keys["release"].public), now_utc())
+        targets = draft_targets(
+            1, Delegates(keys["plans"].public, keys["release"].public), now_utc()
+        )
         self.repository = Repository.create(
             self.folder,
             root=sign_metadata(root, [keys["root"]]),
@@ -46,18 +55,24 @@ class Signer:
     def sign(self, bundle: Path, plan_id: str, files: dict[str, bytes]) -> None:
         """Lay out a bundle whose plan names the receipt key; `files` lie beside plan.json."""
         shutil.rmtree(bundle, ignore_errors=True)
-        document = plan_document(plan_id=plan_id, silos=["north"], receipt_key=str(self.keys["receipts"].public))
+        document = plan_document(
+            plan_id=plan_id, silos=["north"], receipt_key=str(self.keys["receipts"].public)
+        )
         contents = {"plan.json": to_bytes(document), **files}
         for name, data in contents.items():
             path = bundle / "targets" / plan_id / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
         silos = {"north": self.keys["north"].public}
-        delegates = Delegates(self.keys["plans"].public, self.keys["release"].public, plan_id, silos)
+        delegates = Delegates(
+            self.keys["plans"].public, self.keys["release"].public, plan_id, silos
+        )
         self.repository.start_plan(
             plan_id,
             {f"{plan_id}/{name}": (len(data), sha256_hex(data)) for name, data in contents.items()},
-            targets=sign_metadata(self.repository.next_targets(delegates, now_utc()), [self.keys["targets"]]),
+            targets=sign_metadata(
+                self.repository.next_targets(delegates, now_utc()), [self.keys["targets"]]
+            ),
             plans_key=self.keys["plans"],
             release_key=self.keys["release"],
             online_key=self.keys["online"],
@@ -66,7 +81,12 @@ class Signer:
         self.repository.export_bundle(bundle)
 
     def receipt(
-        self, bundle: Path, plan_id: str, silo_id: str = "north", sequence: int = 1, **changes: object
+        self,
+        bundle: Path,
+        plan_id: str,
+        silo_id: str = "north",
+        sequence: int = 1,
+        **changes: object,
     ) -> bytes:
         """An acceptance, sealed with the receipt key unless `key` names another role."""
         key = self.keys[str(changes.pop("key", "receipts"))]

@@ -114,7 +114,9 @@ def _found(data: bytes, depth: int) -> Iterator[tuple[str, str]]:
     lowered = data.lower()
     joined = lowered.translate(None, b"\r\n")
     for needle, what in _needles().items():
-        if needle in lowered or (what[1].startswith("base64") and needle in joined):  # which comes in lines, too
+        if needle in lowered or (
+            what[1].startswith("base64") and needle in joined
+        ):  # which comes in lines, too
             yield what
     if depth < _DEPTH:
         for inner in _unpacked(data):
@@ -144,7 +146,9 @@ def _members(data: bytes) -> Iterator[bytes]:
     """Yield the members of zip archives by their local headers; stored ones stand in the bytes themselves."""
     at = data.find(b"PK\x03\x04")
     while at >= 0:
-        name, extra = (int.from_bytes(data[at + place : at + place + 2], "little") for place in (26, 28))
+        name, extra = (
+            int.from_bytes(data[at + place : at + place + 2], "little") for place in (26, 28)
+        )
         if data[at + 8 : at + 10] == b"\x08\0":
             yield from _inflated(memoryview(data)[at + 30 + name + extra :], -zlib.MAX_WBITS)
         at = data.find(b"PK\x03\x04", at + 4)
@@ -164,7 +168,9 @@ def _cells(data: bytes) -> Iterator[bytes]:
         copy.write_bytes(data)
         with closing(sqlite3.connect(copy)) as connection:
             connection.text_factory = bytes
-            names = connection.execute("select name from sqlite_master where type = 'table'").fetchall()
+            names = connection.execute(
+                "select name from sqlite_master where type = 'table'"
+            ).fetchall()
             for (name,) in names:
                 for row in connection.execute(f'select * from "{name.decode()}"'):
                     yield from map(_as_bytes, row)

@@ -43,7 +43,9 @@ def export_table(folder: Path, num: int, seed: int) -> Path:
     for number in range(num):
         place = folder / f"{NAME}_{number // 2}"
         place.mkdir(parents=True, exist_ok=True)
-        path = kinds[number % len(kinds)](place / f"{NUMBER}_{BIRTH}_{number}", pixels(seed + number))
+        path = kinds[number % len(kinds)](
+            place / f"{NUMBER}_{BIRTH}_{number}", pixels(seed + number)
+        )
         rows.append((path, number // 2))
     rows.append((thumbnailed(folder / f"{NUMBER}_thumbnail", pixels(seed)), 0))
     table = folder / "export.csv"
@@ -52,7 +54,9 @@ def export_table(folder: Path, num: int, seed: int) -> Path:
         written.writerow(("path", "patient", "label", "patient name", "born", NAME))
         for path, patient in rows:
             owner = f"{NAME} {NUMBER}-{patient}"
-            written.writerow((path.relative_to(folder), owner, f"{FOREIGN} {NUMBER}", FOREIGN, BIRTH, ALL))
+            written.writerow(
+                (path.relative_to(folder), owner, f"{FOREIGN} {NUMBER}", FOREIGN, BIRTH, ALL)
+            )
     return table
 
 
@@ -72,7 +76,11 @@ def _named(values: np.ndarray, patient: int = 0) -> pydicom.dataset.FileDataset:
     tags = tags_of(values.astype(np.uint16) * 16)
     tags.SpecificCharacterSet = "ISO_IR 100"
     tags.PatientName, tags.PatientID, tags.PatientBirthDate = NAME, f"{NUMBER}-{patient}", BIRTH
-    tags.OtherPatientIDs, tags.OtherPatientNames, tags.PatientComments = [NUMBER, NAME], FOREIGN, ALL
+    tags.OtherPatientIDs, tags.OtherPatientNames, tags.PatientComments = (
+        [NUMBER, NAME],
+        FOREIGN,
+        ALL,
+    )
     tags.ReferringPhysicianName, tags.InstitutionName, tags.StudyDescription = FOREIGN, NAME, ALL
     tags.SeriesDescription, tags.ProtocolName, tags.AccessionNumber = NAME, NAME, NUMBER
     tags.BodyPartExamined = "CHEST"
@@ -107,7 +115,12 @@ def iconed(path: Path, values: np.ndarray) -> Path:
     """Write a DICOM file with an icon, whose pixels spell the texts."""
     tags, icon = _named(values), Dataset()
     spelt = ALL.encode("utf-8").ljust(64, b"\0")[:64]
-    icon.SamplesPerPixel, icon.PhotometricInterpretation, icon.Rows, icon.Columns = 1, "MONOCHROME2", 8, 8
+    icon.SamplesPerPixel, icon.PhotometricInterpretation, icon.Rows, icon.Columns = (
+        1,
+        "MONOCHROME2",
+        8,
+        8,
+    )
     icon.BitsAllocated, icon.BitsStored, icon.HighBit, icon.PixelRepresentation = 8, 8, 7, 0
     icon.PixelData = spelt
     tags.IconImageSequence = Sequence([icon])

@@ -12,6 +12,7 @@ def case(*values: object, **named: object) -> Iterator[None]:
     except BaseException as error:
         told = [ascii(value)[:200] for value in values]
         error.add_note(
-            "in the case " + ", ".join([*told, *(f"{name}={ascii(it)[:200]}" for name, it in named.items())])
+            "in the case "
+            + ", ".join([*told, *(f"{name}={ascii(it)[:200]}" for name, it in named.items())])
         )
         raise

@@ -12,13 +12,21 @@ from silo.images.source import FOLDER, ImageSource
 from silo.images.summary import Summary
 
 
-def settings_of(limits: Limits, processes: int = 1, columns: Mapping[str, str] | None = None) -> ImagesSettings:
+def settings_of(
+    limits: Limits, processes: int = 1, columns: Mapping[str, str] | None = None
+) -> ImagesSettings:
     """Return settings with these limits, also such as no configuration may state."""
-    update = {"seconds": limits.seconds, "memory_mib": limits.memory_bytes >> 20, "processes": processes}
+    update = {
+        "seconds": limits.seconds,
+        "memory_mib": limits.memory_bytes >> 20,
+        "processes": processes,
+    }
     return ImagesSettings(columns=columns or {}).model_copy(update=update)
 
 
-def source_at(data: Path, folder: Path, settings: ImagesSettings | None = None, **others: Any) -> ImageSource:
+def source_at(
+    data: Path, folder: Path, settings: ImagesSettings | None = None, **others: Any
+) -> ImageSource:
     """Return images whose scans are remembered in a folder."""
     return ImageSource(data, folder, settings or ImagesSettings(), **others)
 
@@ -50,4 +58,6 @@ def cohort_at(
 ) -> Cohort:
     """Load the cohort of a plan; its scans are remembered in `folder`, where there is one."""
     source = source_at(path, (folder or path.parent / "private") / FOLDER, settings, parts=parts)
-    return load_cohort(source, CohortRequest(data=data, min_images=min_images, **request), salt, folder, advance)
+    return load_cohort(
+        source, CohortRequest(data=data, min_images=min_images, **request), salt, folder, advance
+    )

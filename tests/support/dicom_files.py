@@ -28,9 +28,13 @@ ENCAPSULATED_UNCOMPRESSED = "1.2.840.10008.1.2.1.98"
 DEFLATED_FRAMES = "1.2.840.10008.1.2.8.1"
 
 
-def waves(shape: tuple[int, ...] = (48, 40), high: int = 4095, dtype: Any = np.uint16) -> np.ndarray:
+def waves(
+    shape: tuple[int, ...] = (48, 40), high: int = 4095, dtype: Any = np.uint16
+) -> np.ndarray:
     """Return smooth values from 0 to `high` that differ in every direction."""
-    grids = np.meshgrid(*(np.linspace(0, 2 + axis, side) for axis, side in enumerate(shape)), indexing="ij")
+    grids = np.meshgrid(
+        *(np.linspace(0, 2 + axis, side) for axis, side in enumerate(shape)), indexing="ij"
+    )
     values = sum(np.sin(grid + number) * (number + 1) for number, grid in enumerate(grids))
     values = values - values.min()
     return np.round(values / values.max() * high).astype(dtype)
@@ -89,7 +93,11 @@ def through_gdcm(source: Path, path: Path, kind: str) -> Path:
     """Write a file again with its pixels in a transfer syntax that GDCM names."""
     import gdcm
 
-    reader, writer, change = gdcm.ImageReader(), gdcm.ImageWriter(), gdcm.ImageChangeTransferSyntax()
+    reader, writer, change = (
+        gdcm.ImageReader(),
+        gdcm.ImageWriter(),
+        gdcm.ImageChangeTransferSyntax(),
+    )
     reader.SetFileName(str(source))
     assert reader.Read()
     change.SetTransferSyntax(gdcm.TransferSyntax(getattr(gdcm.TransferSyntax, kind)))
@@ -114,7 +122,9 @@ def big_endian(path: Path) -> Path:
 def bare(path: Path, *, implicit: bool) -> Path:
     """Write a file without preamble and without file meta information."""
     tags = Dataset(tags_of(waves()))
-    pydicom.dcmwrite(path, tags, implicit_vr=implicit, little_endian=True, enforce_file_format=False)
+    pydicom.dcmwrite(
+        path, tags, implicit_vr=implicit, little_endian=True, enforce_file_format=False
+    )
     return path
 
 
@@ -126,14 +136,20 @@ def enhanced(values: np.ndarray, places: list[float], path: Path, body_part: str
     measures.PixelSpacing, measures.SliceThickness = [0.5, 0.75], 2.0
     orientation.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
     rescale.RescaleSlope, rescale.RescaleIntercept, rescale.RescaleType = 2, -1000, "HU"
-    shared.PixelMeasuresSequence, shared.PlaneOrientationSequence = Sequence([measures]), Sequence([orientation])
+    shared.PixelMeasuresSequence, shared.PlaneOrientationSequence = (
+        Sequence([measures]),
+        Sequence([orientation]),
+    )
     shared.PixelValueTransformationSequence = Sequence([rescale])
     for place in places:
         frame, position = Dataset(), Dataset()
         position.ImagePositionPatient = [10, 20, place]
         frame.PlanePositionSequence = Sequence([position])
         frames.append(frame)
-    tags.SharedFunctionalGroupsSequence, tags.PerFrameFunctionalGroupsSequence = Sequence([shared]), Sequence(frames)
+    tags.SharedFunctionalGroupsSequence, tags.PerFrameFunctionalGroupsSequence = (
+        Sequence([shared]),
+        Sequence(frames),
+    )
     return write(tags, path)
 
 
@@ -153,7 +169,9 @@ def inflating(path: Path, num_bytes: int) -> Path:
     return path
 
 
-def cells_of(values: np.ndarray, allocated: int, stored: int, high_bit: int, other_bits: int = 0) -> np.ndarray:
+def cells_of(
+    values: np.ndarray, allocated: int, stored: int, high_bit: int, other_bits: int = 0
+) -> np.ndarray:
     """Return cells that hold values in the bits that end at `high_bit`; the bits above them are `other_bits`."""
     below = high_bit + 1 - stored
     wide = (values.astype(np.int64) & ((1 << stored) - 1)) << below
@@ -162,7 +180,12 @@ def cells_of(values: np.ndarray, allocated: int, stored: int, high_bit: int, oth
 
 
 def content_of(
-    pixels: bytes | list[bytes], syntax: str, *, tables: bool = True, fragments: int = 1, **others: Any
+    pixels: bytes | list[bytes],
+    syntax: str,
+    *,
+    tables: bool = True,
+    fragments: int = 1,
+    **others: Any,
 ) -> bytes:
     """Return a file of pixels that are encoded already: of one value, or of one for each encapsulated frame."""
     meta = FileMetaDataset()
@@ -207,7 +230,11 @@ def packbits(row: bytes) -> bytes:
             position += run
             continue
         end = position + 1
-        while end < len(row) and end - position < 128 and (end + 1 == len(row) or row[end] != row[end + 1]):
+        while (
+            end < len(row)
+            and end - position < 128
+            and (end + 1 == len(row) or row[end] != row[end + 1])
+        ):
             end += 1
         packed_row += bytes([end - position - 1]) + row[position:end]
         position = end
@@ -216,7 +243,9 @@ def packbits(row: bytes) -> bytes:
 
 def run_length(cells: np.ndarray) -> bytes:
     """Return a frame of cells, (H, W) or (H, W, 3), in RLE: a segment for each byte, the highest first."""
-    planes = [cells] if cells.ndim == 2 else [cells[..., channel] for channel in range(cells.shape[-1])]
+    planes = (
+        [cells] if cells.ndim == 2 else [cells[..., channel] for channel in range(cells.shape[-1])]
+    )
     segments = []
     for plane in planes:
         octets = np.ascontiguousarray(plane).view(np.uint8).reshape(*plane.shape, -1)
@@ -261,7 +290,9 @@ def _huffman(kind: int, symbols: list[int], length: int) -> bytes:
     return _segment(0xC4, bytes([kind << 4, *counts, *symbols]))
 
 
-def _jpeg(process: int, values: np.ndarray, bits: int, identifiers: bytes, markers: bytes, body: bytes) -> bytes:
+def _jpeg(
+    process: int, values: np.ndarray, bits: int, identifiers: bytes, markers: bytes, body: bytes
+) -> bytes:
     frame = bytes([bits]) + values.shape[0].to_bytes(2, "big") + values.shape[1].to_bytes(2, "big")
     frame += bytes([len(identifiers)]) + b"".join(bytes([name, 0x11, 0]) for name in identifiers)
     return b"\xff\xd8" + markers + _segment(process, frame) + body + b"\xff\xd9"
@@ -273,7 +304,11 @@ JFIF = _segment(0xE0, b"JFIF\0\1\1\0\0\1\0\1\0\0")
 
 
 def lossless_jpeg(
-    values: np.ndarray, bits: int, predictor: int = 1, markers: bytes = b"", identifiers: bytes = b"\1\2\3"
+    values: np.ndarray,
+    bits: int,
+    predictor: int = 1,
+    markers: bytes = b"",
+    identifiers: bytes = b"\1\2\3",
 ) -> bytes:
     """Return greys (H, W) or colours (H, W, 3) in lossless JPEG (ISO/IEC 10918-1 H)."""
     planes = values.astype(int).reshape(*values.shape[:2], -1)
@@ -288,7 +323,11 @@ def lossless_jpeg(
                 elif column == 0:
                     expected = plane[row - 1, 0]
                 else:
-                    left, above, corner = plane[row, column - 1], plane[row - 1, column], plane[row - 1, column - 1]
+                    left, above, corner = (
+                        plane[row, column - 1],
+                        plane[row - 1, column],
+                        plane[row - 1, column - 1],
+                    )
                     expected = (
                         left,
                         above,
@@ -301,14 +340,18 @@ def lossless_jpeg(
                 difference = int(plane[row, column] - expected) % 65536
                 difference -= 65536 if difference > 32768 else 0
                 size = abs(difference).bit_length()
-                entropy.add_number(difference if size < 16 else 0, size, 5, size if size < 16 else 0)
+                entropy.add_number(
+                    difference if size < 16 else 0, size, 5, size if size < 16 else 0
+                )
     components = b"".join(bytes([name, 0]) for name in identifiers)
     scan = _segment(0xDA, bytes([len(identifiers)]) + components + bytes([predictor, 0, 0]))
     body = _huffman(0, list(range(17)), 5) + scan + entropy.content()
     return _jpeg(0xC3, values, bits, identifiers, markers, body)
 
 
-def dct_jpeg(values: np.ndarray, bits: int, markers: bytes = b"", identifiers: bytes = b"\1\2\3") -> bytes:
+def dct_jpeg(
+    values: np.ndarray, bits: int, markers: bytes = b"", identifiers: bytes = b"\1\2\3"
+) -> bytes:
     """Return greys or colours in baseline (8 bits) or extended JPEG (12 bits), all coefficients in steps of 1.
 
     The transform is orthonormal and each of 64 coefficients is at most 0.5 off, so that no sample is more than 4 off.
@@ -316,11 +359,15 @@ def dct_jpeg(values: np.ndarray, bits: int, markers: bytes = b"", identifiers: b
     planes = values.astype(float).reshape(*values.shape[:2], -1) - (1 << (bits - 1))
     identifiers = identifiers[: planes.shape[-1]]
     high, wide = -(-planes.shape[0] // 8) * 8, -(-planes.shape[1] // 8) * 8
-    planes = np.pad(planes, ((0, high - planes.shape[0]), (0, wide - planes.shape[1]), (0, 0)), "edge")
+    planes = np.pad(
+        planes, ((0, high - planes.shape[0]), (0, wide - planes.shape[1]), (0, 0)), "edge"
+    )
     angles = (2 * np.arange(8) + 1) * np.arange(8)[:, None] * np.pi / 16
     basis = np.cos(angles) / 2
     basis[0] /= np.sqrt(2)
-    order = sorted(range(64), key=lambda at: (at // 8 + at % 8, at // 8 if (at // 8 + at % 8) % 2 else at % 8))
+    order = sorted(
+        range(64), key=lambda at: (at // 8 + at % 8, at // 8 if (at // 8 + at % 8) % 2 else at % 8)
+    )
     largest = 10 if bits == 8 else 14
     symbols = [0, 0xF0, *(run << 4 | size for run in range(16) for size in range(1, largest + 1))]
     entropy = _Bits()
@@ -349,5 +396,16 @@ def dct_jpeg(values: np.ndarray, bits: int, markers: bytes = b"", identifiers: b
                     entropy.add(symbols.index(0), 8)
     components = b"".join(bytes([name, 0]) for name in identifiers)
     scan = _segment(0xDA, bytes([len(identifiers)]) + components + bytes([0, 63, 0]))
-    body = _segment(0xDB, bytes([0, *[1] * 64])) + _huffman(0, list(range(16)), 5) + _huffman(1, symbols, 8)
-    return _jpeg(0xC0 if bits == 8 else 0xC1, values, bits, identifiers, markers, body + scan + entropy.content())
+    body = (
+        _segment(0xDB, bytes([0, *[1] * 64]))
+        + _huffman(0, list(range(16)), 5)
+        + _huffman(1, symbols, 8)
+    )
+    return _jpeg(
+        0xC0 if bits == 8 else 0xC1,
+        values,
+        bits,
+        identifiers,
+        markers,
+        body + scan + entropy.content(),
+    )

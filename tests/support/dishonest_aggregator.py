@@ -61,7 +61,9 @@ class UnsignedPlan:
     @classmethod
     def honest(cls, clusters: Clusters, **statistics: object) -> "UnsignedPlan":
         """A plan that any site would take."""
-        num_groups, num_coarse = (1 + int(index_F.max()) for index_F in (clusters.group_F, clusters.coarse_F))
+        num_groups, num_coarse = (
+            1 + int(index_F.max()) for index_F in (clusters.group_F, clusters.coarse_F)
+        )
         encoder = PcaEncoder.fit(PUBLIC, RANK)
         group_N = torch.arange(len(PUBLIC)) % num_groups
         document = plan_document(
@@ -78,7 +80,11 @@ class UnsignedPlan:
             **statistics,
         }
         sketch = Sketch.fit(PUBLIC, group_N, RANK, num_groups)
-        parts: dict[str, PcaEncoder | Clusters | Sketch] = {"encoder": encoder, "centroids": clusters, "sketch": sketch}
+        parts: dict[str, PcaEncoder | Clusters | Sketch] = {
+            "encoder": encoder,
+            "centroids": clusters,
+            "sketch": sketch,
+        }
         return cls(document, {name: dict(part.tensors()) for name, part in parts.items()})
 
     def copy(self) -> "UnsignedPlan":
@@ -91,14 +97,23 @@ class Aggregator:
     """A federation in `folder` with one site, which pinned its root."""
 
     folder: Path
-    keys: dict[str, SigningKey] = field(default_factory=lambda: {role: SigningKey.generate() for role in ROLES})
+    keys: dict[str, SigningKey] = field(
+        default_factory=lambda: {role: SigningKey.generate() for role in ROLES}
+    )
     num_plans: int = 0
 
     def __post_init__(self) -> None:
         keys, public = self.keys, {role: Holders((key.public,)) for role, key in self.keys.items()}
-        holders = {"root": "root", "targets": "targets", "snapshot": "online", "timestamp": "online"}
+        holders = {
+            "root": "root",
+            "targets": "targets",
+            "snapshot": "online",
+            "timestamp": "online",
+        }
         held = {role: public[holder] for role, holder in holders.items()}
-        targets = draft_targets(1, Delegates(keys["plans"].public, keys["release"].public), now_utc())
+        targets = draft_targets(
+            1, Delegates(keys["plans"].public, keys["release"].public), now_utc()
+        )
         self.repository = Repository.create(
             self.folder / "tuf",
             root=sign_metadata(draft_root(1, held, now_utc()), [keys["root"]]),
@@ -114,7 +129,10 @@ class Aggregator:
         self.site.card_path.write_bytes(to_bytes(card_document() | {"agreed": AGREED}))
 
     def deliver(
-        self, asked: UnsignedPlan, plan_id: str | None = None, rewrite: Callable[[bytes], bytes] = bytes
+        self,
+        asked: UnsignedPlan,
+        plan_id: str | None = None,
+        rewrite: Callable[[bytes], bytes] = bytes,
     ) -> str:
         """Sign a plan and lay its bundle into the site's inbox; return its id. `rewrite` changes plan.json itself."""
         self.num_plans += 1
@@ -128,16 +146,23 @@ class Aggregator:
             path = f"plan/{name}.safetensors"
             save_tensors(home / path, tensors)
             files.append(File.of(path, home / path))
-        document = asked.document | {"plan_id": plan_id, "files": [file.model_dump() for file in files]}
+        document = asked.document | {
+            "plan_id": plan_id,
+            "files": [file.model_dump() for file in files],
+        }
         encoded = rewrite(to_bytes(document))
         (home / "plan.json").write_bytes(encoded)
         listed = {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in files}
         silos = {SILO: self.keys[SILO].public}
-        delegates = Delegates(self.keys["plans"].public, self.keys["release"].public, plan_id, silos)
+        delegates = Delegates(
+            self.keys["plans"].public, self.keys["release"].public, plan_id, silos
+        )
         self.repository.start_plan(
             plan_id,
             listed | {f"{plan_id}/plan.json": (len(encoded), sha256_hex(encoded))},
-            targets=sign_metadata(self.repository.next_targets(delegates, now_utc()), [self.keys["targets"]]),
+            targets=sign_metadata(
+                self.repository.next_targets(delegates, now_utc()), [self.keys["targets"]]
+            ),
             plans_key=self.keys["plans"],
             release_key=self.keys["release"],
             online_key=self.keys["online"],
@@ -146,7 +171,9 @@ class Aggregator:
         self.repository.export_bundle(bundle)
         return plan_id
 
-    def offer(self, asked: UnsignedPlan, policy: Policy | None = None, plan_id: str | None = None) -> AcceptedPlan:
+    def offer(
+        self, asked: UnsignedPlan, policy: Policy | None = None, plan_id: str | None = None
+    ) -> AcceptedPlan:
         """What the site's worker makes of a plan."""
         return self.receive(self.deliver(asked, plan_id), policy)
 
@@ -158,4 +185,6 @@ class Aggregator:
             shape = tuple(json.loads(plan.read_bytes())["data"]["shape"])
         policy = ordinary(policy, shape)
         key = self.keys[SILO].public
-        return receive_plan(self.site, plan_id, policy, silo_id=SILO, key=key, max_bytes=1 << 28, now=now_utc())
+        return receive_plan(
+            self.site, plan_id, policy, silo_id=SILO, key=key, max_bytes=1 << 28, now=now_utc()
+        )

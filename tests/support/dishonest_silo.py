@@ -79,7 +79,9 @@ class Inventor:
             experts=experts,
             statistics=tuple(_described(kind, plan, files, folder) for kind in statistics),
             spent=Spent(
-                epsilon=plan.statistics.total.epsilon, delta=plan.statistics.total.delta, unit=plan.statistics.unit
+                epsilon=plan.statistics.total.epsilon,
+                delta=plan.statistics.total.delta,
+                unit=plan.statistics.unit,
             ),
             ledger=LedgerHead(head_digest=DIGEST, num_entries=1, chain=(DIGEST,)),
             audit=AuditVerdict(verdict="waived", digest=DIGEST, waiver=_waiver(plan_digest)),
@@ -94,13 +96,22 @@ class Inventor:
         name = submission_path(self.silo_id)
         (folder / name).write_bytes(encoded)
         signed = {prefix + name: (len(encoded), sha256_hex(encoded))}
-        signed |= {prefix + each.file.path: (each.file.bytes, each.file.digest) for each in submission.experts}
+        signed |= {
+            prefix + each.file.path: (each.file.bytes, each.file.digest)
+            for each in submission.experts
+        }
         key = self.tiny.key(self.silo_id)
         role = folder / "metadata" / f"{submission.plan_id}.{self.silo_id}.json"
         role.parent.mkdir()
-        role.write_bytes(sign_silo_metadata(submission.plan_id, self.silo_id, signed, key, version=1, now=now_utc()))
+        role.write_bytes(
+            sign_silo_metadata(
+                submission.plan_id, self.silo_id, signed, key, version=1, now=now_utc()
+            )
+        )
 
-    def _statistic(self, kind: str, plan: Plan, files: PlanFiles, num_units: int) -> dict[str, Tensor]:
+    def _statistic(
+        self, kind: str, plan: Plan, files: PlanFiles, num_units: int
+    ) -> dict[str, Tensor]:
         """Invent a statistic of so many units; every one lies well within what honest noise explains."""
         num_groups, terms = plan.statistics.counts.num_groups, plan.statistics
         if kind in ("counts", "class_counts"):
@@ -109,13 +120,25 @@ class Inventor:
             own = sorted(plan.silos).index(self.silo_id) % num_cells
             counts = torch.full((num_cells,), 4 * num_units // (5 * num_cells), dtype=torch.int64)
             counts[own] += num_units - counts.sum()
-            return {"counts": counts.view(num_classes, num_groups) if kind == "class_counts" else counts}
+            return {
+                "counts": counts.view(num_classes, num_groups) if kind == "class_counts" else counts
+            }
         if kind == "moments":
             rank = terms.moments.rank if terms.moments else 0
-            return {"sum": torch.full((rank,), 0.1 * num_units), "second": 0.2 * num_units * torch.eye(rank)}
-        rank, t_release = terms.sketch.rank if terms.sketch else 0, sketch_noise_level(plan, files.sketch) or 0.0
+            return {
+                "sum": torch.full((rank,), 0.1 * num_units),
+                "second": 0.2 * num_units * torch.eye(rank),
+            }
+        rank, t_release = (
+            terms.sketch.rank if terms.sketch else 0,
+            sketch_noise_level(plan, files.sketch) or 0.0,
+        )
         generator = torch.Generator().manual_seed(0)
-        return {"sketch": t_release / files.sketch.scale * torch.randn(num_units, rank, generator=generator)}
+        return {
+            "sketch": t_release
+            / files.sketch.scale
+            * torch.randn(num_units, rank, generator=generator)
+        }
 
     def _experts(
         self, plan: Plan, files: PlanFiles, counts_G: Tensor, folder: Path, num_units: int
@@ -125,9 +148,12 @@ class Inventor:
         by_image = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
         for part in silo_parts(plan.partition, self.silo_id, files.clusters, counts_G):
             seed = int(sha256_hex(part.expert_id.encode())[:8], 16)
-            expert = build_expert(plan.expert.architecture, plan.expert_shape, condition=plan.condition, seed=seed)
+            expert = build_expert(
+                plan.expert.architecture, plan.expert_shape, condition=plan.condition, seed=seed
+            )
             weights: Mapping[str, Tensor] = {
-                name: value.detach() + 1e-4 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+                name: value.detach()
+                + 1e-4 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
                 for name, value in expert.state_dict().items()
             }
             path = expert_path(self.silo_id, part.expert_id)
@@ -148,7 +174,13 @@ class Inventor:
 
 def _waiver(plan_digest: str) -> Waiver:
     until = now_utc() + timedelta(days=30)
-    return Waiver(role="nobody", reason="made up", plan_digest=plan_digest, verdict="inconclusive", expires_at=until)
+    return Waiver(
+        role="nobody",
+        reason="made up",
+        plan_digest=plan_digest,
+        verdict="inconclusive",
+        expires_at=until,
+    )
 
 
 def _described(kind: str, plan: Plan, files: PlanFiles, folder: Path) -> SubmittedStatistic:

@@ -27,7 +27,12 @@ def plan_document(**changes: object) -> dict[str, Any]:
         "data": {"shape": [1, 8, 8], "range": [-1.0, 1.0]},
         "latent": {"kind": "identity"},
         "encoder": {"kind": "pca", "path": "plan/encoder.safetensors", "dim": 32},
-        "clustering": {"path": "plan/centroids.safetensors", "num_fine": 64, "num_coarse": 3, "balanced": False},
+        "clustering": {
+            "path": "plan/centroids.safetensors",
+            "num_fine": 64,
+            "num_coarse": 3,
+            "balanced": False,
+        },
         "sketch": {"path": "plan/sketch.safetensors", "rank": 32},
         "partition": {"kind": "silo", "min_images": 50},
         "objective": {"path": "linear", "prediction": "velocity"},
@@ -65,8 +70,18 @@ def plan_document(**changes: object) -> dict[str, Any]:
             "class_counts": None,
         },
         "router": {"kind": "learned", "hidden": 128, "depth": 3, "num_steps": 2000},
-        "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
-        "limits": {"expert_bytes": 67108864, "statistic_bytes": 16777216, "train_s": 3600, "gpu_hours": 1.0},
+        "audit": {
+            "required": True,
+            "min_holdout_units": 300,
+            "max_near_copy_rate": 0.01,
+            "max_mia_auc": 0.6,
+        },
+        "limits": {
+            "expert_bytes": 67108864,
+            "statistic_bytes": 16777216,
+            "train_s": 3600,
+            "gpu_hours": 1.0,
+        },
     }
     document |= changes
     return {"agreed": dict.fromkeys(document["silos"], AGREED)} | document

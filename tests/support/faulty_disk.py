@@ -20,7 +20,9 @@ from typing import Self
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "faults" / "faulty_disk.c"
-NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("gcc"), reason="needs a C compiler to let calls of a program fail")
+NEEDS_COMPILER = pytest.mark.skipif(
+    not shutil.which("gcc"), reason="needs a C compiler to let calls of a program fail"
+)
 MAINS = {"silo": "silo.cli", "aggregator": "aggregator.cli", "ddm": "ddm.cli.main"}
 
 
@@ -47,7 +49,11 @@ class Fault:
 
     def environment(self, count: Path) -> dict[str, str]:
         """Return what tells the library of it; calls are counted in the file `count`."""
-        told = {"FAULT_BELOW": ":".join(map(str, self.below)), "FAULT_COUNT": str(count), "FAULT_AT": str(self.at)}
+        told = {
+            "FAULT_BELOW": ":".join(map(str, self.below)),
+            "FAULT_COUNT": str(count),
+            "FAULT_AT": str(self.at),
+        }
         return told | ({"FAULT_FULL": str(self.full)} if self.full else {})
 
 
@@ -107,7 +113,11 @@ class Commands:
         count, output = self._folder / "count", self._folder / "output"
         count.unlink(missing_ok=True)
         environment = fault.environment(count) if fault else {}
-        asked = {"words": [str(word) for word in words], "environment": environment, "output": str(output)}
+        asked = {
+            "words": [str(word) for word in words],
+            "environment": environment,
+            "output": str(output),
+        }
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -134,7 +144,9 @@ def serve() -> None:
         print(code, flush=True)
 
 
-def _act(words: Sequence[str], environment: Mapping[str, str], output: Path, imported: Path) -> None:
+def _act(
+    words: Sequence[str], environment: Mapping[str, str], output: Path, imported: Path
+) -> None:
     code = 1
     try:
         said = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

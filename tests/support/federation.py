@@ -73,8 +73,18 @@ def recipe(**changes: object) -> Recipe:
             "sketch": {"epsilon": 7.0, "delta": 1e-5, "rank": 2},
         },
         "router": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 20},
-        "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
-        "limits": {"expert_bytes": 1 << 20, "statistic_bytes": 1 << 20, "train_s": 600, "gpu_hours": 1.0},
+        "audit": {
+            "required": True,
+            "min_holdout_units": 300,
+            "max_near_copy_rate": 0.01,
+            "max_mia_auc": 0.6,
+        },
+        "limits": {
+            "expert_bytes": 1 << 20,
+            "statistic_bytes": 1 << 20,
+            "train_s": 600,
+            "gpu_hours": 1.0,
+        },
     }
     import json
 
@@ -84,16 +94,28 @@ def recipe(**changes: object) -> Recipe:
 def images(num: int, centre: float, seed: int) -> np.ndarray:
     """Made-up pictures around a grey level, with a bright or dark half."""
     rng = np.random.default_rng(seed)
-    side = np.where(rng.random((num, 1, 1, 1)) < 0.5 + centre / 2, 0.5, -0.5) * np.linspace(-1, 1, 4)[None, None, None]
-    return np.clip(centre * 0.3 + side + 0.15 * rng.standard_normal((num, 1, 4, 4)), -1, 1).astype(np.float32)
+    side = (
+        np.where(rng.random((num, 1, 1, 1)) < 0.5 + centre / 2, 0.5, -0.5)
+        * np.linspace(-1, 1, 4)[None, None, None]
+    )
+    return np.clip(centre * 0.3 + side + 0.15 * rng.standard_normal((num, 1, 4, 4)), -1, 1).astype(
+        np.float32
+    )
 
 
 def cohort(num: int, centre: float, seed: int, *, patients: bool = False) -> dict[str, np.ndarray]:
     """A silo's npz: images and the class of each (which half is bright), with patients if asked for."""
     made = images(num, centre, seed)
-    arrays = {"images": made, "labels": (made[..., 0].mean((1, 2)) > made[..., -1].mean((1, 2))).astype(np.int64)}
+    arrays = {
+        "images": made,
+        "labels": (made[..., 0].mean((1, 2)) > made[..., -1].mean((1, 2))).astype(np.int64),
+    }
     owners = np.random.default_rng(seed).permutation(np.arange(num) * 2 // 5)
-    return arrays | {"patients": np.array([f"patient {owner}" for owner in owners])} if patients else arrays
+    return (
+        arrays | {"patients": np.array([f"patient {owner}" for owner in owners])}
+        if patients
+        else arrays
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +127,9 @@ class TinyFederation:
     sites: dict[str, Site]
 
     @classmethod
-    def create(cls, path: Path, sizes: dict[str, int], *, patients: bool = False) -> "TinyFederation":
+    def create(
+        cls, path: Path, sizes: dict[str, int], *, patients: bool = False
+    ) -> "TinyFederation":
         """Make the federation and enroll its silos; with `patients`, two or three images belong to each."""
         federation = Federation(path / "fed")
         settings = FederationSettings(name="tiny", host="127.0.0.1", port=9092)
@@ -137,7 +161,9 @@ class TinyFederation:
         make_card(site, key)
         # As cards were before they stated the policy: tests give sites other policies afterwards.
         before = {"max_epsilon": None, "unit": None}
-        card = Card.parse(site.card_path.read_bytes(), subject="card.json").model_copy(update=before)
+        card = Card.parse(site.card_path.read_bytes(), subject="card.json").model_copy(
+            update=before
+        )
         (self.path / f"{silo_id}.card.json").write_bytes(seal(card.encode(), CARD_KIND, key))
         enroll(self.federation, self.path / f"{silo_id}.card.json")
         self.sites[silo_id] = site
@@ -146,7 +172,9 @@ class TinyFederation:
         """Return the same in another folder, which a test may change."""
         shutil.copytree(self.path, folder)
         return TinyFederation(
-            folder, Federation(folder / "fed"), {silo_id: Site(folder / silo_id) for silo_id in self.sites}
+            folder,
+            Federation(folder / "fed"),
+            {silo_id: Site(folder / silo_id) for silo_id in self.sites},
         )
 
     @property
@@ -157,7 +185,9 @@ class TinyFederation:
     def sign(self, chosen: Recipe | None = None) -> str:
         """Sign a plan; return its id."""
         chosen = chosen or recipe()
-        public = torch.from_numpy(np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)]))
+        public = torch.from_numpy(
+            np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)])
+        )
         scratch = self.path / "scratch"
         draft = draft_plan(self.federation, chosen, public, scratch)
         sign_plan(self.federation, draft, PASSPHRASE)
@@ -188,7 +218,10 @@ class TinyFederation:
         """What the courier does with a plan; the silo's operator waives the audit for it."""
         bundle = self.sites[silo_id].inbox / plan_id / "bundle"
         shutil.copytree(self.federation.bundle(plan_id), bundle)
-        waive(self.sites[silo_id], sha256_hex((bundle / "targets" / plan_id / "plan.json").read_bytes()))
+        waive(
+            self.sites[silo_id],
+            sha256_hex((bundle / "targets" / plan_id / "plan.json").read_bytes()),
+        )
 
     def key(self, silo_id: str) -> SigningKey:
         """Open a silo's key."""
@@ -202,7 +235,9 @@ class TinyFederation:
             before = worker.state
             worker.step()
             if worker.state == before:
-                raise AssertionError(f"{silo_id} stands still in state {before.state}: {before.problem}")
+                raise AssertionError(
+                    f"{silo_id} stands still in state {before.state}: {before.problem}"
+                )
         return worker.state
 
     def collect(self, silo_id: str, plan_id: str, sequence: int = 1) -> Path:
@@ -214,7 +249,9 @@ class TinyFederation:
     def take_in(self) -> list[Receipt]:
         """Run the intake desk once."""
         verdicts: list[Receipt] = []
-        desk = IntakeService(self.federation, load_key(self.federation, "receipts", PASSPHRASE), verdicts.append)
+        desk = IntakeService(
+            self.federation, load_key(self.federation, "receipts", PASSPHRASE), verdicts.append
+        )
         desk.step()
         return verdicts
 
@@ -258,7 +295,11 @@ class TinyFederation:
 def waive(site: Site, plan_digest: str) -> None:
     """Waive an inconclusive audit of one plan, as `silo waive` does."""
     until = now_utc() + timedelta(days=30)
-    terms: dict[str, Any] = {"plan_digest": plan_digest, "verdict": "inconclusive", "expires_at": until}
+    terms: dict[str, Any] = {
+        "plan_digest": plan_digest,
+        "verdict": "inconclusive",
+        "expires_at": until,
+    }
     write_waiver(site, Waiver(role="test operator", reason="made-up images", **terms))
 
 
@@ -284,10 +325,16 @@ def write_policy(site: Site, policy: dict[str, object]) -> None:
         columns = open_arrays(Path(site.settings().data)).columns
         classes = data.classes or (2 if "labels" in columns else None)
         data = data.model_copy(update={"classes": classes, "captions": "captions" in columns})
-    usual = {"privacy": {"unit": "image"}, "training": {"min_images": 10}, "plans": {"accept": "policy"}}
+    usual = {
+        "privacy": {"unit": "image"},
+        "training": {"min_images": 10},
+        "plans": {"accept": "policy"},
+    }
     parts = {name: terms | dict(policy.get(name, {})) for name, terms in usual.items()}  # type: ignore[call-overload]
     written = Policy.model_validate({"data": data.model_dump(exclude_none=True)} | policy | parts)
     if policy.get("audit") == POLICY["audit"]:
         waiver = site.policy().audit.waiver
-        written = written.model_copy(update={"audit": written.audit.model_copy(update={"waiver": waiver})})
+        written = written.model_copy(
+            update={"audit": written.audit.model_copy(update={"waiver": waiver})}
+        )
     save_settings(written, site.path / "policy.toml", "test")

@@ -38,7 +38,11 @@ SILOS = ("east", "north")
 
 def listed(base: Path, prefix: str) -> dict[str, tuple[int, str]]:
     """What lies below `base`, as metadata lists it."""
-    files = {path.relative_to(base).as_posix(): path for path in sorted(base.rglob("*")) if path.is_file()}
+    files = {
+        path.relative_to(base).as_posix(): path
+        for path in sorted(base.rglob("*"))
+        if path.is_file()
+    }
     described = {f"{prefix}/{name}": File.of("x", path) for name, path in files.items()}
     return {name: (file.bytes, file.digest) for name, file in described.items()}
 
@@ -106,10 +110,16 @@ class KeyedFederation:
 
     def rotate(self, silo_id: str) -> Path:
         """Give a silo a new key, which its old key announces; return what the silo hands out. No plan names it yet."""
-        path, old, new = self.path / f"{silo_id}.card.json", self.silos[silo_id], SigningKey.generate()
+        path, old, new = (
+            self.path / f"{silo_id}.card.json",
+            self.silos[silo_id],
+            SigningKey.generate(),
+        )
         data = path.read_bytes()
         before = RotatedCard.parse(data, subject="card") if b"rotated-card" in data else None
-        card = read_card(before.card.encode() if before else data).model_copy(update={"signing_key": str(new.public)})
+        card = read_card(before.card.encode() if before else data).model_copy(
+            update={"signing_key": str(new.public)}
+        )
         rotation = KeyRotation(
             root_digest=sha256_hex(self.root),
             silo_id=silo_id,
@@ -118,7 +128,10 @@ class KeyedFederation:
             new_key=str(new.public),
             at=now_utc(),
         )
-        rotations = (*(before.rotations if before else ()), seal_rotation(rotation, old, new).decode())
+        rotations = (
+            *(before.rotations if before else ()),
+            seal_rotation(rotation, old, new).decode(),
+        )
         sealed = seal(card.encode(), CARD_KIND, new).decode()
         path.write_bytes(RotatedCard(card=sealed, rotations=rotations).encode())
         self.silos[silo_id] = new
@@ -138,7 +151,9 @@ class KeyedFederation:
         few = torch.zeros(1, 1, 8, 8)
         network = {"expert_bytes": 4, "parameters": 1, "forward_flops": 1, "training_flops": 3}
         memory = {"training_bytes": 24, "sampling_bytes": 8}
-        cost = Cost(t_release=None, epsilon=1.0, num_experts=1, train_s=1.0, timed=True, **network, **memory)
+        cost = Cost(
+            t_release=None, epsilon=1.0, num_experts=1, train_s=1.0, timed=True, **network, **memory
+        )
         return Draft(plan, folder, PublicImages(few, few), cost)
 
     def plan(self, number: int, silos: tuple[str, ...] = SILOS) -> list[str]:
@@ -182,7 +197,9 @@ class KeyedFederation:
         """What a silo signs of the files in `home`."""
         plan_id = f"digits-{number:08x}"
         files = listed(home, f"{plan_id}/silos/{silo_id}")
-        return sign_silo_metadata(plan_id, silo_id, files, self.silos[silo_id], version=1, now=self.now)
+        return sign_silo_metadata(
+            plan_id, silo_id, files, self.silos[silo_id], version=1, now=self.now
+        )
 
     def hold(self, *names: str, threshold: int) -> Holders:
         """Make holders' keys."""

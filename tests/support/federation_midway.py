@@ -56,13 +56,23 @@ class Stage:
 
     def arrive(self, silo_id: str, num_shards: int, of: int, sequence: int = 1) -> None:
         """The first shards of a submission are here."""
-        files = (FileEntry(path="counts.safetensors", num_bytes=8), FileEntry(path="expert", num_bytes=of * SHARD))
+        files = (
+            FileEntry(path="counts.safetensors", num_bytes=8),
+            FileEntry(path="expert", num_bytes=of * SHARD),
+        )
         part = PartFolder(self.incoming(silo_id) / str(sequence), files)
         part.write([(Span(path="counts.safetensors", offset=0, num_bytes=8), b"8 bytes.")])
-        part.write((Span(path="expert", offset=at * SHARD, num_bytes=SHARD), bytes(SHARD)) for at in range(num_shards))
+        part.write(
+            (Span(path="expert", offset=at * SHARD, num_bytes=SHARD), bytes(SHARD))
+            for at in range(num_shards)
+        )
 
     def answer(
-        self, silo_id: str, verdict: Accepted | Refused, sequence: int = 1, key: SigningKey | None = None
+        self,
+        silo_id: str,
+        verdict: Accepted | Refused,
+        sequence: int = 1,
+        key: SigningKey | None = None,
     ) -> None:
         """Intake answers a submission; whoever holds no receipt key signs with another."""
         receipt = Receipt(
@@ -80,7 +90,9 @@ class Stage:
 
     def set_aside(self, silo_id: str, reason: str, sequence: int = 1) -> None:
         """Screening sets a submission aside."""
-        path = self.federation.quarantine / self.plan.plan_id / silo_id / str(sequence) / "reason.json"
+        path = (
+            self.federation.quarantine / self.plan.plan_id / silo_id / str(sequence) / "reason.json"
+        )
         write_atomic(path, json.dumps({"reasons": [reason]}).encode())
 
     def programs(self, **told: object) -> None:

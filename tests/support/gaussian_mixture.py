@@ -57,7 +57,9 @@ class GaussianMixture:
         """E[x_0 | x_t] and E[eps | x_t] under the given component weights."""
         alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
         mean_CD, variance_CD = self.mean_CD.to(x_BD), self.variance_CD.to(x_BD)
-        residual = (x_BD[:, None] - alpha * mean_CD) / (alpha.square() * variance_CD + sigma.square())
+        residual = (x_BD[:, None] - alpha * mean_CD) / (
+            alpha.square() * variance_CD + sigma.square()
+        )
         of_component = self.log_joint(x_BD, t_B, weight_C).softmax(dim=-1)[..., None]
         x_0 = (of_component * (mean_CD + alpha * variance_CD * residual)).sum(dim=1)
         return x_0, (of_component * sigma * residual).sum(dim=1)
@@ -93,19 +95,28 @@ class GaussianMixture:
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """The exact router: ``log p(x_t | k, t)``, shape (B, K)."""
-        log_BC, parts = self.log_components(x_B, t_B), (self.weights_of(k) for k in range(self.num_experts))
-        columns = [(log_BC + (part_C / part_C.sum()).to(x_B).log()).logsumexp(dim=-1) for part_C in parts]
+        log_BC, parts = (
+            self.log_components(x_B, t_B),
+            (self.weights_of(k) for k in range(self.num_experts)),
+        )
+        columns = [
+            (log_BC + (part_C / part_C.sum()).to(x_B).log()).logsumexp(dim=-1) for part_C in parts
+        ]
         return torch.stack(columns, dim=-1)
 
     def silo_of(self, x_BD: Tensor) -> Tensor:
         """The silo of the most likely component of finished samples."""
-        return self.silo_C[self.log_joint(x_BD, torch.zeros(len(x_BD)), self.weight_C).argmax(dim=-1)]
+        return self.silo_C[
+            self.log_joint(x_BD, torch.zeros(len(x_BD)), self.weight_C).argmax(dim=-1)
+        ]
 
     def draw(self, num: int, seed: int) -> Tensor:
         """Data, shape (num, D)."""
         generator = torch.Generator().manual_seed(seed)
         c_N = torch.multinomial(self.weight_C, num, replacement=True, generator=generator)
-        noise = torch.randn(num, self.mean_CD.shape[1], generator=generator, dtype=self.mean_CD.dtype)
+        noise = torch.randn(
+            num, self.mean_CD.shape[1], generator=generator, dtype=self.mean_CD.dtype
+        )
         return self.mean_CD[c_N] + self.variance_CD[c_N].sqrt() * noise
 
 
@@ -122,8 +133,24 @@ class UninformedRouter:
 
 def four_silos(path: Path | None = None) -> GaussianMixture:
     """Unequal silos, (.7, .2, .08, .02), of one to three well-separated components in two dimensions."""
-    mean_CD = [[2.0, 2.0], [-2.0, 2.0], [0.0, 3.0], [2.0, -2.0], [0.0, -3.0], [-2.0, -1.5], [-3.5, 0.0]]
-    variance_CD = [[0.04, 0.02], [0.02, 0.04], [0.03, 0.03], [0.05, 0.02], [0.02, 0.02], [0.03, 0.04], [0.02, 0.03]]
+    mean_CD = [
+        [2.0, 2.0],
+        [-2.0, 2.0],
+        [0.0, 3.0],
+        [2.0, -2.0],
+        [0.0, -3.0],
+        [-2.0, -1.5],
+        [-3.5, 0.0],
+    ]
+    variance_CD = [
+        [0.04, 0.02],
+        [0.02, 0.04],
+        [0.03, 0.03],
+        [0.05, 0.02],
+        [0.02, 0.02],
+        [0.03, 0.04],
+        [0.02, 0.03],
+    ]
     weight_C, silo_C = [0.3, 0.25, 0.15, 0.12, 0.08, 0.08, 0.02], [0, 0, 0, 1, 1, 2, 3]
     return GaussianMixture(
         torch.tensor(mean_CD, dtype=torch.float64),

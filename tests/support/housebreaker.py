@@ -64,7 +64,11 @@ def find(names: list[str]) -> list[str]:
     found = []
     for folder, _, files in os.walk("/", onerror=None):
         if not folder.startswith(("/proc", "/sys")):
-            found += [str(Path(folder, each)) for each in files if each in names and read(Path(folder, each))]
+            found += [
+                str(Path(folder, each))
+                for each in files
+                if each in names and read(Path(folder, each))
+            ]
     return found
 
 

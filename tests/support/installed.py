@@ -14,10 +14,26 @@ ROOT = Path(__file__).parents[2]
 def build(target: str, tree: Path, out: Path, epoch: str, umask: int = 0o022) -> Path:
     """Build the wheel or the sdist of a tree, as `uv build` does but with the installed hatchling, offline."""
     out.mkdir(parents=True)
-    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        target,
+        "--directory",
+        str(out),
+    ]
     environment = os.environ | {"SOURCE_DATE_EPOCH": epoch}
     done = subprocess.run(
-        command, cwd=tree, env=environment, umask=umask, capture_output=True, text=True, timeout=600, check=False
+        command,
+        cwd=tree,
+        env=environment,
+        umask=umask,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = out.iterdir()
@@ -30,10 +46,24 @@ def install(wheel: Path, folder: Path) -> None:
     The dependencies are those of this environment, by a path that Python adds; its editable install, which Python finds
     by a file of the same kind, is not followed.
     """
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], timeout=120, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], timeout=120, check=True
+    )
     own = folder / ".venv" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(own), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--no-compile", "--disable-pip-version-check", wheel], timeout=300, check=True)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(own),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run(
+        [*pip, "--no-compile", "--disable-pip-version-check", wheel], timeout=300, check=True
+    )
     (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n", "utf-8")
 
@@ -53,7 +83,9 @@ def python_for_everyone() -> Path | None:
 def fill_wheelhouse(folder: Path) -> Path:
     """Fill a folder as `make wheelhouse` does; skips the test where no package index answers."""
     command = [sys.executable, "-m", "tools.wheelhouse", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     if "No matching distribution" in done.stderr or "Connection" in done.stderr:
         pytest.skip(f"no package index: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -65,8 +97,18 @@ def install_wheelhouse(
 ) -> "subprocess.CompletedProcess[str]":
     """Install what a wheelhouse holds into a new environment, as the documentation has it, without a network."""
     subprocess.run([python, "-m", "venv", "--without-pip", environment], timeout=120, check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(environment / "bin" / "python"),
+        "install",
+        "--quiet",
+    ]
     words = ["--no-index", "--find-links", ".", "--require-hashes", "-r", "requirements.lock"]
     command = ["unshare", "--net", *pip, *words] if os.geteuid() == 0 else [*pip, *words]
     empty = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "HOME": str(environment)}
-    return subprocess.run(command, cwd=wheelhouse, env=empty, capture_output=True, text=True, timeout=900, check=False)
+    return subprocess.run(
+        command, cwd=wheelhouse, env=empty, capture_output=True, text=True, timeout=900, check=False
+    )

@@ -42,7 +42,9 @@ class Intruder:
         self.ports, self.pids = ports, pids
         self.got: dict[str, int] = {}
         self.tokens: set[str] = set()
-        self.urls = [f"{scheme}://127.0.0.1:{port}" for port in ports for scheme in ("http", "https")]
+        self.urls = [
+            f"{scheme}://127.0.0.1:{port}" for port in ports for scheme in ("http", "https")
+        ]
         # A stranger does not mind whose certificate it is.
         self.trusting = ssl._create_unverified_context()
 
@@ -78,7 +80,11 @@ class Intruder:
         for name in ("cmdline", "environ", "fd"):
             with suppress(OSError):
                 path = Path(f"/proc/{pid}/{name}")
-                data = b"".join(os.fsencode(each) for each in path.iterdir()) if name == "fd" else path.read_bytes()
+                data = (
+                    b"".join(os.fsencode(each) for each in path.iterdir())
+                    if name == "fd"
+                    else path.read_bytes()
+                )
                 if name != "cmdline":
                     self.note(f"read {name}")
                 for token in TOKEN.findall(data):
@@ -119,18 +125,27 @@ class Intruder:
         self.attempt("read a task's input", lambda: client.PullTaskInput(PullTaskInputRequest()))
         self.attempt("read messages", lambda: client.PullMessages(PullAppMessagesRequest()))
         self.attempt("listed nodes", lambda: client.GetNodes(GetNodesRequest()))
-        self.attempt("ended a task", lambda: client.PushTaskOutput(PushTaskOutputRequest(sub_status="failed")))
+        self.attempt(
+            "ended a task",
+            lambda: client.PushTaskOutput(PushTaskOutputRequest(sub_status="failed")),
+        )
         client.close()
 
     def control(self, url: str) -> None:
         client = self.client(ControlHttpClient, url)
         self.attempt("listed runs", lambda: client.ListRuns(ListRunsRequest()))
-        self.attempt("started a run", lambda: client.StartRun(StartRunRequest(fab=Fab(hash_str="", content=b"x"))))
+        self.attempt(
+            "started a run",
+            lambda: client.StartRun(StartRunRequest(fab=Fab(hash_str="", content=b"x"))),
+        )
         client.close()
 
     def fleet(self, url: str) -> None:
         client = self.client(FleetHttpClient, url)
-        self.attempt("registered a node", lambda: client.RegisterNode(RegisterNodeFleetRequest(public_key=b"x")))
+        self.attempt(
+            "registered a node",
+            lambda: client.RegisterNode(RegisterNodeFleetRequest(public_key=b"x")),
+        )
         client.close()
 
 
@@ -147,4 +162,7 @@ def main(user: int, ports: list[int], pids: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *([int(each) for each in names.split(",") if each] for names in sys.argv[2:4]))
+    main(
+        int(sys.argv[1]),
+        *([int(each) for each in names.split(",") if each] for names in sys.argv[2:4]),
+    )

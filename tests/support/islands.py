@@ -51,7 +51,9 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
 
     found = load_digits()
-    return (found.images[:600, None] / 8 - 1).astype(np.float32), found.target[:600].astype(np.int64)
+    return (found.images[:600, None] / 8 - 1).astype(np.float32), found.target[:600].astype(
+        np.int64
+    )
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,14 @@ class Owner:
 
     def split(self, *words: object) -> Done:
         """Run `ddm split`."""
-        known = ("--data", self.path / "data.npz", "--recipe", self.path / "plan.toml", "--out", self.run)
+        known = (
+            "--data",
+            self.path / "data.npz",
+            "--recipe",
+            self.path / "plan.toml",
+            "--out",
+            self.run,
+        )
         return command("ddm", "split", *known, "--passphrase-file", self.path / "pass", *words)
 
     def train(self, *words: object) -> Done:
@@ -97,7 +106,14 @@ class Owner:
 
     def assemble(self, out: str, *words: object) -> Done:
         """Run `ddm assemble` into a folder beside the islands."""
-        known = ("--out", self.path / out, "--device", "cpu", "--passphrase-file", self.path / "pass")
+        known = (
+            "--out",
+            self.path / out,
+            "--device",
+            "cpu",
+            "--passphrase-file",
+            self.path / "pass",
+        )
         return command("ddm", "assemble", self.run, *known, *words)
 
     def read(self, verb: str, release: str, *words: object) -> Done:

@@ -47,7 +47,9 @@ def wanted_of(kind: str = "dit", **training: object) -> Wanted:
     inputs = {"images": torch.rand(NUM, *SHAPE, generator=random) * 2 - 1}
     if kind == "mmdit":
         inputs["labels"] = torch.rand(NUM, 2, 3, generator=random)
-    expert = PlannedExpert(plan_of(kind, **training), "north", 0, None, TrainingSettings(device="cpu").engine)
+    expert = PlannedExpert(
+        plan_of(kind, **training), "north", 0, None, TrainingSettings(device="cpu").engine
+    )
     return Wanted(expert, inputs, sha256_hex(b"data"))
 
 
@@ -79,5 +81,10 @@ class Trial:
             on_progress(progress)
 
         return train_job(
-            self.wanted, self.folder, self.settings, self.expert, on_progress=note, should_stop=self.stop.is_set
+            self.wanted,
+            self.folder,
+            self.settings,
+            self.expert,
+            on_progress=note,
+            should_stop=self.stop.is_set,
         )

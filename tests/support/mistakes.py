@@ -43,7 +43,9 @@ class World:
 
     @property
     def digest(self) -> str:
-        return str(json.loads((self.north / "private" / "state.json").read_text())["submission_digest"])
+        return str(
+            json.loads((self.north / "private" / "state.json").read_text())["submission_digest"]
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -51,8 +53,15 @@ class World:
 
     def init(self, name: str = "Klinik Süd", **changes: object) -> Words:
         """`silo init` for a new silo."""
-        given = {"id": "west", "data": self.path / "north.npz", "invitation": self.fed / "invitation.json"}
-        given |= {"root-fingerprint": self.fingerprint, "passphrase-file": self.path / "pass"} | changes
+        given = {
+            "id": "west",
+            "data": self.path / "north.npz",
+            "invitation": self.fed / "invitation.json",
+        }
+        given |= {
+            "root-fingerprint": self.fingerprint,
+            "passphrase-file": self.path / "pass",
+        } | changes
         return [
             "silo",
             "init",
@@ -62,7 +71,9 @@ class World:
 
     def plan(self, **changes: object) -> Words:
         """`aggregator plan` with a recipe and public images that fit."""
-        (self.path / "plan.toml").write_text(tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)))
+        (self.path / "plan.toml").write_text(
+            tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True))
+        )
         np.savez(self.path / "public.npz", images=images(120, 0.0, seed=1))
         given = {"recipe": self.path / "plan.toml", "public": self.path / "public.npz"} | changes
         options = [word for key, value in given.items() for word in (f"--{key}", value)]
@@ -70,7 +81,14 @@ class World:
 
     def release(self, *words: object) -> Words:
         """The options of a command of `ddm` about the release."""
-        return [self.path / "release", "--root", self.tiny.root, "--state", self.path / "memory", *words]
+        return [
+            self.path / "release",
+            "--root",
+            self.tiny.root,
+            "--state",
+            self.path / "memory",
+            *words,
+        ]
 
     def enroll(self, *words: object) -> Words:
         """`silo enroll` of north."""
@@ -155,4 +173,6 @@ def status(world: World) -> Words:
 
 def toml(old: str, new: str, says: str) -> Mistake:
     """A slip in silo.toml, mended where the message says."""
-    return Mistake(status, 3, says, edit("north/silo.toml", old, new), edit("north/silo.toml", new, old))
+    return Mistake(
+        status, 3, says, edit("north/silo.toml", old, new), edit("north/silo.toml", new, old)
+    )

@@ -7,19 +7,90 @@ from hypothesis import strategies as st
 
 # JSON text, also such as no JSON writer would write.
 POISON = (
-    *("null", "true", "0", "-1", "1.5", "-0.0", "1e308", "1e999", "NaN", "Infinity", "-Infinity", "[]", "{}", '""'),
-    *("9007199254740991", "9007199254740992", "9" * 400, "9" * 5000, "1" + "0" * 30, "0.1e-400", "1E400", "01", "+1"),
-    *('"\\ud800"', '"\\u0000"', '"\\u202e"', '"\ufeff"', '"\x7f"', "'x'", '"\\x"', '"', "/**/1", "[1,]", '{"a":1,}'),
-    *('"' + "x" * 5000 + '"', "[" * 40 + "]" * 40, '{"a":' * 40 + "1" + "}" * 40, "[" * 40, "[[[[[[[]]]]]]]"),
-    *('"0001-01-01T00:00:00+23:59"', '"9999-12-31T23:59:59-23:59"', '"2999-99-99T99:99:99Z"', '"2026-11-21"'),
-    *('".."', '"../x"', '"/etc/passwd"', '"a\\\\b"', '"a/../b"', '"a//b"', '"CON"', '"\\u0661"', '"\\uff0e\\uff0e/x"'),
-    *('{"kind":"x"}', '{"kind":null}', '[[],{},"",0]', '{"":{"":{"":[]}}}', '{"__proto__":1}', '{"a":1,"a":1}'),
+    *(
+        "null",
+        "true",
+        "0",
+        "-1",
+        "1.5",
+        "-0.0",
+        "1e308",
+        "1e999",
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "[]",
+        "{}",
+        '""',
+    ),
+    *(
+        "9007199254740991",
+        "9007199254740992",
+        "9" * 400,
+        "9" * 5000,
+        "1" + "0" * 30,
+        "0.1e-400",
+        "1E400",
+        "01",
+        "+1",
+    ),
+    *(
+        '"\\ud800"',
+        '"\\u0000"',
+        '"\\u202e"',
+        '"\ufeff"',
+        '"\x7f"',
+        "'x'",
+        '"\\x"',
+        '"',
+        "/**/1",
+        "[1,]",
+        '{"a":1,}',
+    ),
+    *(
+        '"' + "x" * 5000 + '"',
+        "[" * 40 + "]" * 40,
+        '{"a":' * 40 + "1" + "}" * 40,
+        "[" * 40,
+        "[[[[[[[]]]]]]]",
+    ),
+    *(
+        '"0001-01-01T00:00:00+23:59"',
+        '"9999-12-31T23:59:59-23:59"',
+        '"2999-99-99T99:99:99Z"',
+        '"2026-11-21"',
+    ),
+    *(
+        '".."',
+        '"../x"',
+        '"/etc/passwd"',
+        '"a\\\\b"',
+        '"a/../b"',
+        '"a//b"',
+        '"CON"',
+        '"\\u0661"',
+        '"\\uff0e\\uff0e/x"',
+    ),
+    *(
+        '{"kind":"x"}',
+        '{"kind":null}',
+        '[[],{},"",0]',
+        '{"":{"":{"":[]}}}',
+        '{"__proto__":1}',
+        '{"a":1,"a":1}',
+    ),
 )
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a JSON value, the whole included."""
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [at, *(place for key, child in children for place in places(child, (*at, key)))]
 
 
@@ -42,7 +113,9 @@ def at(value: Any, place: tuple[Any, ...]) -> Any:
 def with_text(value: Any, place: tuple[Any, ...], text: str, *, sort: bool = False) -> bytes:
     """Return JSON with `text`, as it is, at one place."""
     mark = "@@here@@"
-    spoiled = json.dumps(put(value, place, mark), separators=(",", ":"), sort_keys=sort, ensure_ascii=False)
+    spoiled = json.dumps(
+        put(value, place, mark), separators=(",", ":"), sort_keys=sort, ensure_ascii=False
+    )
     return spoiled.replace(f'"{mark}"', text).encode("utf-8", "surrogatepass")
 
 
@@ -55,14 +128,20 @@ def structured(draw: st.DrawFn, sample: bytes) -> bytes:
         parent = at(value, place[:-1]) if place else value
         how = draw(st.sampled_from(["drop", "repeat", "swap", "rename"]))
         if how == "drop" and place:
-            kept = {k: v for k, v in parent.items() if k != place[-1]} if isinstance(parent, dict) else []
+            kept = (
+                {k: v for k, v in parent.items() if k != place[-1]}
+                if isinstance(parent, dict)
+                else []
+            )
             value = put(value, place[:-1], kept)
         elif how == "repeat" and isinstance(parent, list):
             value = put(value, place[:-1], parent * draw(st.sampled_from([2, 300])))
         elif how == "swap":
             value = put(value, place, at(value, draw(st.sampled_from(places(value)))))
         elif how == "rename" and place and isinstance(parent, dict):
-            value = put(value, place[:-1], {**parent, draw(st.text(max_size=12)): parent[place[-1]]})
+            value = put(
+                value, place[:-1], {**parent, draw(st.text(max_size=12)): parent[place[-1]]}
+            )
     place = draw(st.sampled_from(places(value)))
     poison = st.sampled_from(POISON) | st.text(max_size=30).map(json.dumps) | st.integers().map(str)
     return with_text(value, place, draw(poison), sort=True)
@@ -78,7 +157,9 @@ def scrambled(draw: st.DrawFn, sample: bytes) -> bytes:
         new = draw(
             st.binary(max_size=8)
             | st.just(bytes(data[start:end]) * 3)
-            | st.sampled_from([b"\xef\xbb\xbf", b"\xff\xfe", b"\x00", b'"', b"\\", b"}", b"[" * 200, b'"a":1,'])
+            | st.sampled_from(
+                [b"\xef\xbb\xbf", b"\xff\xfe", b"\x00", b'"', b"\\", b"}", b"[" * 200, b'"a":1,']
+            )
         )
         data[start:end] = new
     return bytes(data)
@@ -86,5 +167,7 @@ def scrambled(draw: st.DrawFn, sample: bytes) -> bytes:
 
 def spoiled(sample: bytes) -> st.SearchStrategy[bytes]:
     """Everything at once."""
-    trailing = st.sampled_from([b" ", b"\n", b"{}", b"\x00", b",", sample]).map(lambda more: sample + more)
+    trailing = st.sampled_from([b" ", b"\n", b"{}", b"\x00", b",", sample]).map(
+        lambda more: sample + more
+    )
     return structured(sample) | scrambled(sample) | trailing | st.binary(max_size=200)

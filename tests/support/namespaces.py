@@ -32,7 +32,20 @@ class Switch:
         _ip("-n", switch, "link", "set", "bridge0", "up")
         for number, (host, address) in enumerate(self.addresses.items()):
             name, port = self._names[host], f"port{number}"
-            _ip("link", "add", "cable0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip(
+                "link",
+                "add",
+                "cable0",
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
             _ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable0")
             _ip("-n", name, "link", "set", "cable0", "up")
@@ -49,14 +62,21 @@ class Switch:
 
     def reachable(self, host: str) -> list[str]:
         """Every address of a host that the others may try, link-local ones of IPv6 with the asker's interface."""
-        links: list[dict[str, Any]] = json.loads(_ip("-j", "-n", self._names[host], "address", "show", "dev", "cable0"))
+        links: list[dict[str, Any]] = json.loads(
+            _ip("-j", "-n", self._names[host], "address", "show", "dev", "cable0")
+        )
         found = [entry for link in links for entry in link.get("addr_info", [])]
-        return [f"{each['local']}%cable0" if each["scope"] == "link" else each["local"] for each in found]
+        return [
+            f"{each['local']}%cable0" if each["scope"] == "link" else each["local"]
+            for each in found
+        ]
 
     def sockets(self, host: str, kind: str) -> list[str]:
         """The local ends of a host's listening (TCP) or open (UDP) sockets that are not bound to loopback."""
         option = {"tcp": "-Hlnt", "udp": "-Hanu"}[kind]
-        done = subprocess.run([*self.inside(host), "ss", option], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            [*self.inside(host), "ss", option], check=True, capture_output=True, text=True
+        )
         local = [line.split()[3] for line in done.stdout.splitlines()]
         return [end for end in local if not end.startswith(("127.", "[::1]", "[::ffff:127."))]
 

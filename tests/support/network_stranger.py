@@ -66,7 +66,11 @@ def trusting() -> ssl.SSLContext:
 
 def answers(host: str, port: int) -> dict[str, str]:
     """What each request brings; the first without TLS."""
-    asked = {"plain": _answer(host, port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", tls=False)}
+    asked = {
+        "plain": _answer(
+            host, port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", tls=False
+        )
+    }
     for method in ("GET", "POST"):
         for target in TARGETS:
             for body in ("", "abc"):  # an empty message of Flower's is a valid one
@@ -125,7 +129,9 @@ class Flood:
             return lambda: self._one(tls=False, slowly=_client_hello())
         if number % 10 < 9:
             return lambda: self._one(tls=True, first=HEAD, slowly=b"X-Slow: 1\r\n")
-        return lambda: self._one(tls=True, first=HEAD + b"Content-Length: 1000000\r\n\r\n", slowly=b"b")
+        return lambda: self._one(
+            tls=True, first=HEAD + b"Content-Length: 1000000\r\n\r\n", slowly=b"b"
+        )
 
     async def _always(self, connect: Callable[[], Coroutine[None, None, None]]) -> None:
         while True:
@@ -134,7 +140,9 @@ class Flood:
             await asyncio.sleep(0.1)
 
     async def _one(self, *, tls: bool, first: bytes = b"", slowly: bytes = b"") -> None:
-        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self._tls if tls else None)
+        reader, writer = await asyncio.open_connection(
+            self.host, self.port, ssl=self._tls if tls else None
+        )
         self.held += 1
         try:
             writer.write(first)

@@ -31,7 +31,10 @@ class Operators:
     """
 
     def __init__(
-        self, folder: Path, prefix: Mapping[str, Sequence[str]] | None = None, programs: Path | None = None
+        self,
+        folder: Path,
+        prefix: Mapping[str, Sequence[str]] | None = None,
+        programs: Path | None = None,
     ) -> None:
         self.folder = folder
         self.programs = programs or program("silo").parent
@@ -53,14 +56,24 @@ class Operators:
 
     def call(self, name: str, *arguments: object, code: int = 0) -> str:
         """Run a command to its end; it must exit with `code`."""
-        command = [*self.prefix.get(name, ()), str(self.programs / name), *(str(argument) for argument in arguments)]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
-        assert done.returncode == code, f"{name} {arguments}: {done.returncode}: {done.stdout}{done.stderr}"
+        command = [
+            *self.prefix.get(name, ()),
+            str(self.programs / name),
+            *(str(argument) for argument in arguments),
+        ]
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, (
+            f"{name} {arguments}: {done.returncode}: {done.stdout}{done.stderr}"
+        )
         return done.stdout + done.stderr
 
     def serve(self, service: str, name: str, *arguments: object) -> None:
         """Start a service."""
-        self.serve_command(service, [str(self.programs / name), *(str(argument) for argument in arguments)])
+        self.serve_command(
+            service, [str(self.programs / name), *(str(argument) for argument in arguments)]
+        )
 
     def serve_command(self, service: str, command: Sequence[str]) -> None:
         """Start a service by the words of its command."""
@@ -108,7 +121,12 @@ class Operators:
         found = []
         for pid in descendants(self.running[service].pid):
             try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                )
             except OSError:
                 continue
             # A guard's own line holds the whole command; it is not the program.
@@ -135,9 +153,20 @@ def found_federation(
     folder = operators.folder
     (folder / "pass").write_text("correct horse\n")
     secret = ("--passphrase-file", folder / "pass")
-    operators.call("aggregator", "init", operators.fed, "--name", "two", "--address", f"{host}:{free_port()}", *secret)
+    operators.call(
+        "aggregator",
+        "init",
+        operators.fed,
+        "--name",
+        "two",
+        "--address",
+        f"{host}:{free_port()}",
+        *secret,
+    )
     settings = operators.fed / "federation.toml"
-    settings.write_text(settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}"))
+    settings.write_text(
+        settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}")
+    )
     fingerprint = json.loads((operators.fed / "invitation.json").read_text())["root_digest"]
     for index, (silo, size) in enumerate(SILOS.items()):
         np.savez(folder / f"{silo}.npz", images=images(size, index - 0.5, seed=index))
@@ -155,7 +184,10 @@ def found_federation(
     if num_steps:
         tables["expert"]["training"] |= {"num_steps": num_steps, "checkpoint_steps": 2}
     (folder / "plan.toml").write_bytes(tomli_w.dumps(tables).encode())
-    np.savez(folder / "public.npz", images=np.concatenate([images(120, at, seed=90) for at in (-0.5, 0.5)]))
+    np.savez(
+        folder / "public.npz",
+        images=np.concatenate([images(120, at, seed=90) for at in (-0.5, 0.5)]),
+    )
     operators.call("aggregator", "plan", operators.fed, "--recipe", folder / "plan.toml",
                    "--public", folder / "public.npz", "--yes")  # fmt: skip
     for silo in SILOS:
@@ -167,9 +199,14 @@ def serve_everything(operators: Operators) -> None:
     operators.serve("aggregator", "aggregator", "run", operators.fed)
     for silo in SILOS:
         for part in ("worker", "courier"):
-            operators.serve(f"{silo}-{part}", "silo", "run", operators.folder / silo, "--only", part)
+            operators.serve(
+                f"{silo}-{part}", "silo", "run", operators.folder / silo, "--only", part
+            )
 
 
 def everyone_is_done(operators: Operators) -> bool:
     """Whether the aggregator and both workers ended well."""
-    return all(operators.ended(service) for service in ("aggregator", *(f"{silo}-worker" for silo in SILOS)))
+    return all(
+        operators.ended(service)
+        for service in ("aggregator", *(f"{silo}-worker" for silo in SILOS))
+    )

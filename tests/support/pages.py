@@ -38,9 +38,15 @@ class Reader(HTMLParser):
 def alive(page: str) -> list[str]:
     """Everything in a page that runs, loads, sends or leads elsewhere."""
     read = Reader(page)
-    found = [tag for tag in read.tags if tag in {"script", "iframe", "object", "embed", "form", "link", "base"}]
+    found = [
+        tag
+        for tag in read.tags
+        if tag in {"script", "iframe", "object", "embed", "form", "link", "base"}
+    ]
     for tag, name, value in read.attributes:
         inside = value.startswith(("#", "data:image/png;base64,"))
-        if name.startswith("on") or (name in {"src", "href", "srcset", "xlink:href", "action"} and not inside):
+        if name.startswith("on") or (
+            name in {"src", "href", "srcset", "xlink:href", "action"} and not inside
+        ):
             found.append(f"{tag} {name}={value[:40]}")
     return found + re.findall(r"url\(|@import", page)

@@ -11,7 +11,14 @@ from tuf.api.metadata import MetaFile, Role, Root, Snapshot, Targets, Timestamp
 
 from ddm.errors import ArchipelagoError, DocumentError, FormatError, SignatureError, TrustError
 from ddm.protocol.base import Document, now_utc, sha256_hex
-from ddm.protocol.enrolment import MAX_ROTATION_BYTES, Card, Invitation, KeyHistory, KeyRotation, RotatedCard
+from ddm.protocol.enrolment import (
+    MAX_ROTATION_BYTES,
+    Card,
+    Invitation,
+    KeyHistory,
+    KeyRotation,
+    RotatedCard,
+)
 from ddm.protocol.island import Island
 from ddm.protocol.leave import Leave
 from ddm.protocol.manifest import Manifest
@@ -44,7 +51,14 @@ from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
 from ddm.trust.log.note import Note, VerifierKey
 from ddm.trust.log.proof import Consistency, InclusionProof
 from ddm.trust.log.tiles import encode_bundle, parse_bundle
-from ddm.trust.metadata import LIMITS, METADATA_LIFE, expiry, parse_metadata, payload_of, sign_metadata
+from ddm.trust.metadata import (
+    LIMITS,
+    METADATA_LIFE,
+    expiry,
+    parse_metadata,
+    payload_of,
+    sign_metadata,
+)
 from ddm.trust.silo_role import delegation, sign_silo_metadata, verify_silo_metadata
 from tests.support.documents import plan_document
 
@@ -156,9 +170,13 @@ def manifest_document() -> dict[str, Any]:
                 "units_reason": "a reason",
             }
         ],
-        "experts": [{"expert_id": "north", "silo_id": "north", "cluster": 0, "prior": 1.0, "file": expert}],
+        "experts": [
+            {"expert_id": "north", "silo_id": "north", "cluster": 0, "prior": 1.0, "file": expert}
+        ],
         "router": {**router, "file": file_of("router.safetensors")},
-        "evaluation": [{"metric": "nats", "strategy": "full", "value": 1.0, "low": 0.5, "high": 1.5}],
+        "evaluation": [
+            {"metric": "nats", "strategy": "full", "value": 1.0, "low": 0.5, "high": 1.5}
+        ],
         "files": [file_of("README.md")],
     }
 
@@ -206,7 +224,9 @@ def rotation_document() -> dict[str, Any]:
 def metadata() -> Mapping[str, bytes]:
     """One signed TUF file of each kind."""
     tuf_key, until = KEY.public.tuf_key(), expiry(NOW, METADATA_LIFE)
-    roles = {name: Role([tuf_key.keyid], 1) for name in ("root", "timestamp", "snapshot", "targets")}
+    roles = {
+        name: Role([tuf_key.keyid], 1) for name in ("root", "timestamp", "snapshot", "targets")
+    }
     listed = MetaFile(1, 100, {"sha256": DIGEST})
     made = {
         "root": Root(1, None, until, {tuf_key.keyid: tuf_key}, roles, False),
@@ -221,7 +241,10 @@ def metadata() -> Mapping[str, bytes]:
 def silo_role() -> bytes:
     """What a silo signs of its submission."""
     base = f"{PLAN}/silos/north"
-    files = {f"{base}/submission.json": (100, DIGEST), f"{base}/experts/north/expert.safetensors": (100, DIGEST)}
+    files = {
+        f"{base}/submission.json": (100, DIGEST),
+        f"{base}/experts/north/expert.safetensors": (100, DIGEST),
+    }
     return sign_silo_metadata(PLAN, "north", files, KEY, version=1, now=NOW)
 
 
@@ -230,7 +253,10 @@ def island_document() -> dict[str, Any]:
     whole = submission_document()
     kept = ("plan_id", "plan_digest", "silo_id", "created_at", "num_units", "software")
     expert = whole["experts"][0] | {"privacy": {"kind": "none"}}
-    return {name: whole[name] for name in kept} | {"format": "archipelago/island/1", "experts": [expert]}
+    return {name: whole[name] for name in kept} | {
+        "format": "archipelago/island/1",
+        "experts": [expert],
+    }
 
 
 def _document(kind: type[Document], sample: dict[str, Any]) -> Door:
@@ -258,12 +284,27 @@ _FITTED = {"shape": [1, 8, 8], "range": [-1.0, 1.0]}
 _JOB: Mapping[type[Document], dict[str, Any]] = {
     Job: {
         **{"plan_digest": DIGEST, "silo_id": "north", "number": 1, "data": DIGEST, "threads": 2},
-        **{"engine": {"processes": 2, "device": "cpu"}, "base": _EXPERT | {"path": "base.safetensors"}},
-        "images": {"kind": "referred", "places": [_PLACE], "fitted": _FITTED, "chosen": _PLACE | {"dtype": "<i8"}},
+        **{
+            "engine": {"processes": 2, "device": "cpu"},
+            "base": _EXPERT | {"path": "base.safetensors"},
+        },
+        "images": {
+            "kind": "referred",
+            "places": [_PLACE],
+            "fitted": _FITTED,
+            "chosen": _PLACE | {"dtype": "<i8"},
+        },
         "labels": {"kind": "copied", "place": _PLACE},
     },
     Launch: {
-        **{"launch_id": "a1", "work": DIGEST, "by": "command", "host": "node1", "pid": 7, "started": 3},
+        **{
+            "launch_id": "a1",
+            "work": DIGEST,
+            "by": "command",
+            "host": "node1",
+            "pid": 7,
+            "started": 3,
+        },
         **{"returned": 1, "futile": 1, "step": 2},
     },
     Failure: {
@@ -271,7 +312,14 @@ _JOB: Mapping[type[Document], dict[str, Any]] = {
         **{"expected": "a number", "got": "none", "remedy": "Try again."},
     },
     Beat: {"count": 2, "step": 3, "num_steps": 4, "loss": 0.5},
-    Result: {"work": DIGEST, "steps": 3, "loss": 0.5, "seconds": 1.0, "flops": 1e9, "expert": _EXPERT},
+    Result: {
+        "work": DIGEST,
+        "steps": 3,
+        "loss": 0.5,
+        "seconds": 1.0,
+        "flops": 1e9,
+        "expert": _EXPERT,
+    },
 }
 
 
@@ -284,8 +332,17 @@ def doors() -> Mapping[str, Door]:
     """Every parser of documents and metadata, by name."""
     role = {"plan_id": PLAN, "silo_id": "north", "key": KEY.public, "now": NOW}
     root = payload_of(parse_metadata(metadata()["root"], Root, "root").signed).decode()
-    request = {"format": "archipelago/ceremony/1", "role": "root", "purpose": "because", "payload": root}
-    answer = {"format": "archipelago/holder-signature/1", "payload_digest": DIGEST, "key": str(KEY.public)}
+    request = {
+        "format": "archipelago/ceremony/1",
+        "role": "root",
+        "purpose": "because",
+        "payload": root,
+    }
+    answer = {
+        "format": "archipelago/holder-signature/1",
+        "payload_digest": DIGEST,
+        "key": str(KEY.public),
+    }
     invitation = {
         "format": "archipelago/invitation/1",
         "federation": "tiny",
@@ -298,14 +355,24 @@ def doors() -> Mapping[str, Door]:
     sealed = seal(json.dumps(receipt_document()).encode(), "receipt", KEY)
     rotation = rotation_document()
     both = seal_rotation(KeyRotation.model_validate_json(json.dumps(rotation)), KEY, NEXT_KEY)
-    rotated = {"format": "archipelago/rotated-card/1", "card": sealed.decode(), "rotations": [both.decode()]}
+    rotated = {
+        "format": "archipelago/rotated-card/1",
+        "card": sealed.decode(),
+        "rotations": [both.decode()],
+    }
     history = {"format": "archipelago/key-history/1", "silos": {"north": [both.decode()]}}
     return {
         "plan": _document(Plan, plan_document()),
         "submission": _document(Submission, submission_document()),
         "island": _document(Island, island_document()),
-        "leave": _document(Leave, {"plan_id": PLAN, "silo_id": "north", "at": "2026-01-01T00:00:00Z"} | _format(Leave)),
-        **{f"job's {kind.__name__.lower()}": _document(kind, said | _format(kind)) for kind, said in _JOB.items()},
+        "leave": _document(
+            Leave,
+            {"plan_id": PLAN, "silo_id": "north", "at": "2026-01-01T00:00:00Z"} | _format(Leave),
+        ),
+        **{
+            f"job's {kind.__name__.lower()}": _document(kind, said | _format(kind))
+            for kind, said in _JOB.items()
+        },
         "manifest": _document(Manifest, manifest_document()),
         "receipt": _document(Receipt, receipt_document()),
         "card": _document(Card, card_document()),
@@ -314,14 +381,20 @@ def doors() -> Mapping[str, Door]:
         "key rotation": _document(KeyRotation, rotation),
         "rotated card": _document(RotatedCard, rotated),
         "key history": _document(KeyHistory, history),
-        "sealed rotation": Door(both, open_rotation, (DocumentError, SignatureError), limit=MAX_ROTATION_BYTES),
+        "sealed rotation": Door(
+            both, open_rotation, (DocumentError, SignatureError), limit=MAX_ROTATION_BYTES
+        ),
         "request": _document(Request, request | {"before": root, "root": root}),
         "holder's signature": _document(HolderSignature, answer | {"signature": "0" * 128}),
         "sealed receipt": Door(
-            sealed, lambda data: open_sealed(data, "receipt", KEY.public, 65536), (DocumentError, SignatureError)
+            sealed,
+            lambda data: open_sealed(data, "receipt", KEY.public, 65536),
+            (DocumentError, SignatureError),
         ),
         "request to sign": Door(json.dumps(request).encode(), _sign_request),
-        "log's consistency": _document(Consistency, {"proofs": [{"size": 3, "hashes": ["A" * 43 + "="]}]}),
+        "log's consistency": _document(
+            Consistency, {"proofs": [{"size": 3, "hashes": ["A" * 43 + "="]}]}
+        ),
         "log's entry": Door(
             encode_entry(SiloEnrolled(silo_id="north", key_fingerprint=DIGEST)),
             lambda data: parse_entry(data, "entry"),
@@ -333,7 +406,10 @@ def doors() -> Mapping[str, Door]:
         "snapshot": _tuf(Snapshot, "snapshot"),
         "timestamp": _tuf(Timestamp, "timestamp"),
         "silo's role": Door(
-            silo_role(), lambda data: verify_silo_metadata(data, **role), (TrustError, FormatError), limit=256 * 1024
+            silo_role(),
+            lambda data: verify_silo_metadata(data, **role),
+            (TrustError, FormatError),
+            limit=256 * 1024,
         ),
     }
 
@@ -342,7 +418,10 @@ def doors() -> Mapping[str, Door]:
 def texts() -> Mapping[str, Door]:
     """Every parser of the log's own formats, which are no JSON, by name."""
     key = VerifierKey("archipelago/digits/0123456789abcdef", KEY.public)
-    lines = [encode_entry(SiloEnrolled(silo_id=silo, key_fingerprint=DIGEST)) for silo in ("east", "north", "west")]
+    lines = [
+        encode_entry(SiloEnrolled(silo_id=silo, key_fingerprint=DIGEST))
+        for silo in ("east", "north", "west")
+    ]
     leaves = [leaf_hash(line) for line in lines]
     signed = sign_checkpoint(Checkpoint(key.name, len(leaves), root_hash(leaves)), KEY)
     proof = InclusionProof(1, tuple(inclusion_proof(leaves, 1)), signed.encode())
@@ -352,10 +431,16 @@ def texts() -> Mapping[str, Door]:
         return InclusionProof.parse(data, "proof").check(lines[1], [key], "proof")
 
     return {
-        "note": Door(signed.encode(), lambda data: Note.parse(data, "note"), again=lambda note: note.encode()),
-        "checkpoint": Door(signed.encode(), lambda data: open_checkpoint(data, [key], "checkpoint"), refusals),
+        "note": Door(
+            signed.encode(), lambda data: Note.parse(data, "note"), again=lambda note: note.encode()
+        ),
+        "checkpoint": Door(
+            signed.encode(), lambda data: open_checkpoint(data, [key], "checkpoint"), refusals
+        ),
         "proof": Door(
-            proof.encode(), lambda data: InclusionProof.parse(data, "proof"), again=lambda found: found.encode()
+            proof.encode(),
+            lambda data: InclusionProof.parse(data, "proof"),
+            again=lambda found: found.encode(),
         ),
         "checked proof": Door(proof.encode(), checked, refusals),
         "verifier key": Door(
@@ -363,7 +448,9 @@ def texts() -> Mapping[str, Door]:
             lambda data: VerifierKey.parse(data.decode("utf-8", "replace")),
             again=lambda found: str(found).encode(),
         ),
-        "entry bundle": Door(encode_bundle(lines), lambda data: parse_bundle(data, 3, "bundle"), again=encode_bundle),
+        "entry bundle": Door(
+            encode_bundle(lines), lambda data: parse_bundle(data, 3, "bundle"), again=encode_bundle
+        ),
     }
 
 
@@ -377,7 +464,9 @@ REQUESTS = {
 }
 REPLIES = {
     "held": Envelope(Held(missing=(_SPAN,))),
-    "report": Envelope(Report(status=Status(), sequence=1, files=(_FILE,), spans=(_SPAN,)), b"abcdef"),
+    "report": Envelope(
+        Report(status=Status(), sequence=1, files=(_FILE,), spans=(_SPAN,)), b"abcdef"
+    ),
     "shards": Envelope(Shards(spans=(_SPAN,)), b"abcdef"),
     "delivered": Envelope(Delivered()),
 }
@@ -395,7 +484,9 @@ def records(document: str, data: bytes | None) -> RecordDict:
 def _message(envelope: Envelope[Any], decode: Callable[..., Any]) -> Door:
     def parse(data: bytes) -> Any:
         # Flower carries text, so bytes that are none never come this far.
-        return decode(records(data.decode("utf-8", "replace"), envelope.data), max_bytes=MAX_SHARD_BYTES)
+        return decode(
+            records(data.decode("utf-8", "replace"), envelope.data), max_bytes=MAX_SHARD_BYTES
+        )
 
     again = lambda found: str(encode(found)["head"]["document"]).encode()  # noqa: E731
     return Door(envelope.message.model_dump_json().encode(), parse, again=again, limit=1024 * 1024)

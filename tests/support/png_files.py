@@ -7,7 +7,15 @@ from collections.abc import Iterable
 import numpy as np
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_ADAM7 = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1))
+_ADAM7 = (
+    (0, 0, 8, 8),
+    (0, 4, 8, 8),
+    (4, 0, 8, 4),
+    (0, 2, 4, 4),
+    (2, 0, 4, 2),
+    (0, 1, 2, 2),
+    (1, 0, 2, 1),
+)
 
 
 def chunk(name: bytes, data: bytes) -> bytes:
@@ -44,8 +52,13 @@ def png(
         if part.size:
             raw += _filtered(_rows(part, depth), max(1, depth * channels // 8))
     packed = zlib.compress(raw)
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)), *before]
-    chunks += [(b"IDAT", packed[start : start + idat_bytes]) for start in range(0, len(packed), idat_bytes)]
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)),
+        *before,
+    ]
+    chunks += [
+        (b"IDAT", packed[start : start + idat_bytes]) for start in range(0, len(packed), idat_bytes)
+    ]
     chunks += [*after, (b"IEND", b"")]
     return SIGNATURE + b"".join(chunk(name, data) for name, data in chunks)
 

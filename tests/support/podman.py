@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 AVAILABLE = os.geteuid() == 0 and all(
-    map(shutil.which, ("podman", "runuser", "useradd", "slirp4netns", "fuse-overlayfs", "newuidmap"))
+    map(
+        shutil.which, ("podman", "runuser", "useradd", "slirp4netns", "fuse-overlayfs", "newuidmap")
+    )
 )
 BASE = "docker.io/library/python:3.11-slim-bookworm"
 HOST = "10.0.2.2"  # how slirp4netns calls the machine
@@ -45,7 +47,9 @@ class Podman:
         """Run podman to its end."""
         command = [*self.prefix, "podman", *map(str, words)]
         done = subprocess.run(command, input=stdin, capture_output=True, check=False)
-        assert not check or done.returncode == 0, (done.stdout + done.stderr).decode(errors="replace")[-4000:]
+        assert not check or done.returncode == 0, (done.stdout + done.stderr).decode(
+            errors="replace"
+        )[-4000:]
         return done
 
     def configure(self) -> None:
@@ -56,7 +60,11 @@ class Podman:
         hard = {name: min(resource.getrlimit(limit)[1], 20_000) for name, limit in limits.items()}
         ulimits = ", ".join(f'"{name}={value}:{value}"' for name, value in hard.items())
         # crun refuses machines that have both versions of control groups.
-        engine = ['runtime = "runc"', 'cgroup_manager = "cgroupfs"'] if Path("/sys/fs/cgroup/unified").exists() else []
+        engine = (
+            ['runtime = "runc"', 'cgroup_manager = "cgroupfs"']
+            if Path("/sys/fs/cgroup/unified").exists()
+            else []
+        )
         engine.append('network_cmd_options = ["allow_host_loopback=true"]')
         (folder / "containers.conf").write_text(
             f"[containers]\ndefault_ulimits = [{ulimits}]\n[engine]\n" + "\n".join(engine) + "\n"
@@ -72,12 +80,23 @@ class Podman:
         if not shutil.which("debootstrap"):
             pytest.skip("no registry answers, and debootstrap is not installed")
         include = "--include=python3,python3-venv,ca-certificates"
-        made = ["debootstrap", "--variant=minbase", include, "bookworm", scratch, "http://deb.debian.org/debian"]
+        made = [
+            "debootstrap",
+            "--variant=minbase",
+            include,
+            "bookworm",
+            scratch,
+            "http://deb.debian.org/debian",
+        ]
         if subprocess.run(made, capture_output=True, check=False).returncode:
             pytest.skip("no registry answers, and no archive of Debian")
         archive = scratch.with_suffix(".tar")
         with tarfile.open(archive, "w") as tar:
-            tar.add(scratch, ".", filter=lambda member: None if member.ischr() or member.isblk() else member)
+            tar.add(
+                scratch,
+                ".",
+                filter=lambda member: None if member.ischr() or member.isblk() else member,
+            )
         archive.chmod(0o644)
         self.call("import", "--quiet", archive, "localhost/base:latest")
         shutil.rmtree(scratch)
@@ -97,7 +116,9 @@ def podman_user(name: str) -> Iterator[Podman]:
     runtime = Path(f"/run/user/{found.pw_uid}")
     podman = Podman(name, Path(found.pw_dir), runtime)
     try:
-        shutil.rmtree(runtime, ignore_errors=True)  # of an earlier user with this number, whose test was killed
+        shutil.rmtree(
+            runtime, ignore_errors=True
+        )  # of an earlier user with this number, whose test was killed
         runtime.mkdir(parents=True, mode=0o700)
         podman.configure()
         for path in (runtime, *podman.home.rglob("*")):
@@ -107,6 +128,8 @@ def podman_user(name: str) -> Iterator[Podman]:
         podman.call("rm", "--all", "--force", "--time=5", check=False)
         podman.call("rmi", "--all", "--force", check=False)
         podman.call("unshare", "rm", "-rf", podman.home / ".local", check=False)
-        podman.call("system", "migrate", check=False)  # ends the process that holds the user's namespace
+        podman.call(
+            "system", "migrate", check=False
+        )  # ends the process that holds the user's namespace
         shutil.rmtree(runtime, ignore_errors=True)
         subprocess.run(["userdel", "--remove", name], check=False, capture_output=True)

@@ -15,10 +15,14 @@ def ordinary(policy: Policy | None = None, shape: Sequence[int] = (1, 8, 8)) -> 
     for name, usual in _USUAL.items():
         part = getattr(policy, name)
         changes[name] = part.model_copy(
-            update={field: value for field, value in usual.items() if field not in part.model_fields_set}
+            update={
+                field: value for field, value in usual.items() if field not in part.model_fields_set
+            }
         )
     if policy.data == DataPolicy():
-        changes["data"] = DataPolicy(kind="arrays", shape=tuple(shape), classes=2, captions=True, min_images=10**6)
+        changes["data"] = DataPolicy(
+            kind="arrays", shape=tuple(shape), classes=2, captions=True, min_images=10**6
+        )
     if "plans" not in policy.model_fields_set:
         changes["plans"] = policy.plans.model_copy(update={"accept": "policy"})
     return policy.model_copy(update=changes)

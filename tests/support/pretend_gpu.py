@@ -32,21 +32,29 @@ class PretendGpu(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other takes the address
+        self._sent: dict[
+            int, torch.UntypedStorage
+        ] = {}  # kept alive, so that no other takes the address
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where a tensor is: sent here or computed here, or not."""
         return GPU if tensor.untyped_storage().data_ptr() in self._sent else CPU
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         given = dict(kwargs or {})
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             return self.device_of(args[0])
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return self.device_of(args[0]) == GPU
-        if func == Tensor.pin_memory:  # of a tensor on the CPU; what is pinned is as good as what is not
+        if (
+            func == Tensor.pin_memory
+        ):  # of a tensor on the CPU; what is pinned is as good as what is not
             return args[0]
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu):
             return self._moved(func, *args, **given)
@@ -67,12 +75,20 @@ class PretendGpu(TorchFunctionMode):
             raise TypeError(f"{func.__name__} of a tensor on {GPU}")
         changed = func.__name__.endswith("_") and not func.__name__.endswith("__")
         fewest = 0 if changed and not here[0] else 1
-        others = [each for each, is_here in zip(tensors, here, strict=True) if not is_here and each.dim() >= fewest]
+        others = [
+            each
+            for each, is_here in zip(tensors, here, strict=True)
+            if not is_here and each.dim() >= fewest
+        ]
         if any(here) and others and func not in _CROSSING and not (func in _INDEXING and here[0]):
-            places = ", ".join(f"{tuple(tensor.shape)} on {self.device_of(tensor)}" for tensor in tensors)
+            places = ", ".join(
+                f"{tuple(tensor.shape)} on {self.device_of(tensor)}" for tensor in tensors
+            )
             raise RuntimeError(f"{func.__name__} of tensors on two devices: {places}")
 
-    def _moved(self, func: Callable[..., Any], tensor: Tensor, *args: Any, copy: bool = False, **given: Any) -> Tensor:
+    def _moved(
+        self, func: Callable[..., Any], tensor: Tensor, *args: Any, copy: bool = False, **given: Any
+    ) -> Tensor:
         before, dtype = self.device_of(tensor), None
         if func == Tensor.to and args and isinstance(args[0], Tensor):
             after, dtype = self.device_of(args[0]), args[0].dtype
@@ -82,7 +98,10 @@ class PretendGpu(TorchFunctionMode):
         else:
             after = GPU if func == Tensor.cuda else CPU
         result = tensor.to(dtype or tensor.dtype)
-        if copy or (after != before and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()):
+        if copy or (
+            after != before
+            and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        ):
             result = result.clone()
         if after == GPU:
             self._keep(result)

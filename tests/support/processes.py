@@ -14,7 +14,9 @@ def alive(pid: int) -> bool:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
-    return fields[0] not in ("Z", "X") or int(fields[17]) > 1  # its main thread has ended, others go on
+    return (
+        fields[0] not in ("Z", "X") or int(fields[17]) > 1
+    )  # its main thread has ended, others go on
 
 
 def children(pid: int) -> list[int]:

@@ -38,7 +38,11 @@ def opened(published: Published, release: Path, state: Path | None = None) -> Re
 
 def files(folder: Path) -> dict[str, str]:
     """Every file below a folder by its digest."""
-    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): sha256_file(path)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def receipts_key(tiny: TinyFederation) -> SigningKey:
@@ -50,7 +54,9 @@ def copied(published: Published, folder: Path) -> Published:
     """The federation alone, without the sites, in a new place."""
     federation = type(published.tiny.federation)(folder / "fed")
     shutil.copytree(published.tiny.federation.path, federation.path)
-    return Published(published.release, published.root, published.plan_id, TinyFederation(folder, federation, {}))
+    return Published(
+        published.release, published.root, published.plan_id, TinyFederation(folder, federation, {})
+    )
 
 
 def least_memory(release: Release, num: int = 1, batch: int = 1, steps: int = 1) -> int:

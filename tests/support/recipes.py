@@ -17,4 +17,6 @@ SMALL: dict[str, Any] = {
 def training(**changes: Any) -> Training:
     """Return a small recipe with some fields changed; a field changed to None is left out."""
     fields = SMALL | changes
-    return Training.model_validate({name: value for name, value in fields.items() if value is not None})
+    return Training.model_validate(
+        {name: value for name, value in fields.items() if value is not None}
+    )

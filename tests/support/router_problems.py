@@ -60,7 +60,9 @@ class Sharper:
         return factor_B[:, None] * self.router.log_likelihood(x_B, t_B)
 
 
-def make_world(shares: list[list[float]], sizes: list[int], shift: float = 0.0, seed: int = 0) -> World:
+def make_world(
+    shares: list[list[float]], sizes: list[int], shift: float = 0.0, seed: int = 0
+) -> World:
     """Draw a world; `shift` moves the last silo's images within their groups, which no histogram shows."""
     rng = np.random.default_rng(seed)
     centre = 1.5 * rng.standard_normal((GROUPS, SIDE * SIDE))
@@ -90,11 +92,17 @@ def one_each(num_silos: int) -> Layout:
 def clustered(num_silos: int = 2) -> Layout:
     """Two experts a silo, one for the first half of the groups."""
     halves = (tuple(range(GROUPS // 2)), tuple(range(GROUPS // 2, GROUPS)))
-    parts = [[Part(f"silo{k}-{c}", c, groups) for c, groups in enumerate(halves)] for k in range(num_silos)]
+    parts = [
+        [Part(f"silo{k}-{c}", c, groups) for c, groups in enumerate(halves)]
+        for k in range(num_silos)
+    ]
     return Layout.of(SiloClusterPartition(min_images=1), parts)
 
 
 def dealt(num_silos: int = 2) -> Layout:
     """Two experts a silo, its images dealt at random."""
-    parts = [[Part(f"silo{k}-{c}", None, tuple(range(GROUPS))) for c in range(2)] for k in range(num_silos)]
+    parts = [
+        [Part(f"silo{k}-{c}", None, tuple(range(GROUPS))) for c in range(2)]
+        for k in range(num_silos)
+    ]
     return Layout.of(RandomPartition(min_images=1, num_parts=2), parts)

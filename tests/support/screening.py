@@ -16,9 +16,17 @@ from tests.support.federation import images
 SHAPE = (1, 4, 4)
 ARCHITECTURE = Dit(patch=2, hidden=16, depth=1, heads=2)
 TRAINING = Training(
-    num_steps=200, batch_size=32, learning_rate=0.004, weight_decay=0.01, ema_decay=0.98, checkpoint_steps=200
+    num_steps=200,
+    batch_size=32,
+    learning_rate=0.004,
+    weight_decay=0.01,
+    ema_decay=0.98,
+    checkpoint_steps=200,
 )
-_FAST, _SLOW = 30.0, 0.3  # radians a unit of t: slower waves hardly tell two times apart, fast ones neighbours
+_FAST, _SLOW = (
+    30.0,
+    0.3,
+)  # radians a unit of t: slower waves hardly tell two times apart, fast ones neighbours
 _GAIN = 2.0
 
 
@@ -64,7 +72,9 @@ def wild_at(weights: dict[str, Tensor], t: float, factor: float) -> dict[str, Te
     bias = -(float(fast.sum()) - 2.0) / float(slow.sum())
     unit = int(found["time.mlp.2.weight"].norm(dim=0).argmin())
     entry = int(found["modulation.weight"].norm(dim=0).argmin())
-    waves = torch.cat([fast * torch.cos(frequency * t) + bias * slow, fast * torch.sin(frequency * t)])
+    waves = torch.cat(
+        [fast * torch.cos(frequency * t) + bias * slow, fast * torch.sin(frequency * t)]
+    )
     found["time.mlp.0.weight"][unit] = _GAIN * waves
     found["time.mlp.0.bias"][unit] = 0.0
     found["time.mlp.2.weight"][entry] = 0.0

@@ -43,18 +43,31 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
     def start(*words: object, log: str) -> None:
         with (folder / log).open("wb") as out:
-            started.append(subprocess.Popen([str(word) for word in words], stdout=out, stderr=out, env=environment))
+            started.append(
+                subprocess.Popen(
+                    [str(word) for word in words], stdout=out, stderr=out, env=environment
+                )
+            )
 
     environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
     try:
         subprocess.run([_program("mungekey"), "--create", f"--keyfile={munge / 'key'}"], check=True)
         files = (f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed"))
-        start(_program("munged"), "--foreground", "--force", f"--socket={munge / 'socket'}", *files, log="munged.out")
+        start(
+            _program("munged"),
+            "--foreground",
+            "--force",
+            f"--socket={munge / 'socket'}",
+            *files,
+            log="munged.out",
+        )
         wait_until((munge / "socket").exists, "munged")
         (folder / "slurm.conf").write_text(_configuration(folder))
         start(_program("slurmctld"), "-D", "-f", folder / "slurm.conf", log="slurmctld.out")
         for node in NODES:
-            start(_program("slurmd"), "-D", "-N", node, "-f", folder / "slurm.conf", log=f"{node}.out")
+            start(
+                _program("slurmd"), "-D", "-N", node, "-f", folder / "slurm.conf", log=f"{node}.out"
+            )
         wait_until(lambda: _num_idle(environment) == len(NODES), "two idle nodes", every_s=0.5)
         yield environment
     finally:

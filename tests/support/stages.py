@@ -13,7 +13,14 @@ import tomli_w
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
 from silo.worker.pause import pause, resume
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, recipe, write_policy
+from tests.support.federation import (
+    PASSPHRASE,
+    POLICY,
+    TinyFederation,
+    images,
+    recipe,
+    write_policy,
+)
 
 NORTH, SOUTH = "north", "south"
 
@@ -41,7 +48,10 @@ class Case:
     def typed(self, words: Sequence[str], at: Path) -> list[str]:
         """Return a command as it is typed for a copy of the federation."""
         known = {"{at}": str(at), "{draft}": _draft(at), "{root}": _root(at)}
-        return [reduce(lambda text, name: text.replace(name, known[name]), known, word) for word in words]
+        return [
+            reduce(lambda text, name: text.replace(name, known[name]), known, word)
+            for word in words
+        ]
 
 
 def _draft(at: Path) -> str:
@@ -82,8 +92,13 @@ def _work(at: Path) -> Iterator[tuple[str, Path]]:
     for path in (at / "pass", at / f"{NORTH}.npz", tiny.federation.path / "invitation.json"):
         shutil.copy(path, empty)
     yield "empty", empty
-    (at / "plan.toml").write_bytes(tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)).encode())
-    np.savez(at / "public.npz", images=np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)]))
+    (at / "plan.toml").write_bytes(
+        tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)).encode()
+    )
+    np.savez(
+        at / "public.npz",
+        images=np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)]),
+    )
     yield "founded", at
     plan_id = tiny.sign()
     for silo_id in (NORTH, SOUTH):
@@ -118,7 +133,17 @@ _AGAIN = ("aggregator", "publish", "{at}/fed", "--out", "{at}/again", *_KEYS)
 _NORTH = "{at}/north"
 _DECISIONS = ("silo", "log", "verify", _NORTH)
 _STATUS = ("aggregator", "status", "{at}/fed", "--json")
-ROTATED = ("root", "targets", "plans", "release", "online", "receipts", "log", "model-signing", "tls")
+ROTATED = (
+    "root",
+    "targets",
+    "plans",
+    "release",
+    "online",
+    "receipts",
+    "log",
+    "model-signing",
+    "tls",
+)
 DISTIL = ("ddm", "distill", "{at}/release", *_ROOT, "--num", "8", "--steps", "6", "--out", "{at}/student.safetensors",
           "--device", "cpu")  # fmt: skip
 

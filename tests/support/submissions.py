@@ -47,7 +47,9 @@ class Arrival:
         """Read the document as it stands."""
         return json.loads(self.document_path.read_bytes())
 
-    def rewrite(self, change: Callable[[dict], None], *, key: SigningKey | None = None, version: int = 1) -> None:
+    def rewrite(
+        self, change: Callable[[dict], None], *, key: SigningKey | None = None, version: int = 1
+    ) -> None:
         """Change the document, describe the files as they now are, and sign it all again as a cheating silo would."""
         document = self.document()
         for entry in document["experts"] + document["statistics"]:
@@ -59,15 +61,24 @@ class Arrival:
         prefix = f"{self.plan_id}/"
         signed = {f"{prefix}silos/{SILO}/submission.json": (len(encoded), sha256_hex(encoded))}
         for expert in document["experts"]:
-            signed[prefix + expert["file"]["path"]] = (expert["file"]["bytes"], expert["file"]["digest"])
-        role = sign_silo_metadata(self.plan_id, SILO, signed, key or self.key, version=version, now=now_utc())
+            signed[prefix + expert["file"]["path"]] = (
+                expert["file"]["bytes"],
+                expert["file"]["digest"],
+            )
+        role = sign_silo_metadata(
+            self.plan_id, SILO, signed, key or self.key, version=version, now=now_utc()
+        )
         self.role_path.write_bytes(role)
 
-    def change_counts(self, change: Callable[[torch.Tensor], torch.Tensor], kind: str = "counts") -> None:
+    def change_counts(
+        self, change: Callable[[torch.Tensor], torch.Tensor], kind: str = "counts"
+    ) -> None:
         """Change the histogram and sign it all again."""
         self.change_release(kind, "counts", change)
 
-    def change_release(self, kind: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def change_release(
+        self, kind: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         """Change one tensor of a release and sign it all again."""
         path = self.folder / f"{kind}.safetensors"
         tensors = load_file(path)
@@ -118,7 +129,9 @@ class Arrival:
         assert not self.folder.exists()
         assert not self.accepted.exists()
         assert not list(self.accepted.parent.glob("*.part"))
-        assert {path.name: path.read_bytes() for path in self.receipts.iterdir()} == {"1.unsigned": b"%d" % times}
+        assert {path.name: path.read_bytes() for path in self.receipts.iterdir()} == {
+            "1.unsigned": b"%d" % times
+        }
 
 
 def arrive(sent: tuple[TinyFederation, str], folder: Path) -> Arrival:

@@ -24,7 +24,14 @@ _BERT_LIKE = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_T5_LIKE = {"vocab_size": 16, "d_model": DIM, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+_T5_LIKE = {
+    "vocab_size": 16,
+    "d_model": DIM,
+    "d_kv": 4,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+}
 
 
 def network(kind: str, seed: int = 0) -> nn.Module:
@@ -36,12 +43,16 @@ def network(kind: str, seed: int = 0) -> nn.Module:
 
         settings: dict[str, Any] = {
             "T5EncoderModel": lambda: t.T5Config(**_T5_LIKE),
-            "T5Model": lambda: t.T5Config(**_T5_LIKE, num_decoder_layers=1, decoder_start_token_id=0),
+            "T5Model": lambda: t.T5Config(
+                **_T5_LIKE, num_decoder_layers=1, decoder_start_token_id=0
+            ),
             "FNetModel": lambda: t.FNetConfig(**_BERT_LIKE),
             "BertModel": lambda: t.BertConfig(**_BERT_LIKE),
             "LlamaModel": lambda: t.LlamaConfig(**_BERT_LIKE),
             "CLIPModel": lambda: t.CLIPConfig(
-                text_config=_BERT_LIKE, vision_config=_BERT_LIKE | {"image_size": 8, "patch_size": 4}, projection_dim=4
+                text_config=_BERT_LIKE,
+                vision_config=_BERT_LIKE | {"image_size": 8, "patch_size": 4},
+                projection_dim=4,
             ),
             "BartModel": lambda: t.BartConfig(
                 vocab_size=16,
@@ -67,8 +78,12 @@ def save(folder: Path, net: nn.Module, unknown: str | None = "<unk>") -> Path:
     config: Any = net.config
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     save_tensors(folder / "model.safetensors", net.state_dict())
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token=unknown or ""))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token=unknown or "")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder

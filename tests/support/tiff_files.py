@@ -38,7 +38,9 @@ def tiff(*pages: Mapping[str, Any], order: str = "<", big: bool = False) -> byte
         for tag in sorted(tags):
             kind, values = _typed(tags[tag])
             data = (
-                values if isinstance(values, bytes) else struct.pack(f"{order}{len(values)}{_LETTERS[kind]}", *values)
+                values
+                if isinstance(values, bytes)
+                else struct.pack(f"{order}{len(values)}{_LETTERS[kind]}", *values)
             )
             count = len(values) // (2 if kind == _RATIONAL else 1)
             if len(data) <= offset_size:
@@ -135,8 +137,14 @@ def _stored(part: np.ndarray, bits: int | None, order: str, predictor: int) -> n
         part = whole.view(f"u{size}")
     if predictor == 3:
         high_first = np.ascontiguousarray(part.astype(part.dtype.newbyteorder(">"))).view(np.uint8)
-        by_significance = high_first.reshape(len(part), -1, size).swapaxes(1, 2).reshape(len(part), -1, part.shape[-1])
-        return np.diff(by_significance, axis=1, prepend=np.zeros_like(by_significance[:, :1])).reshape(len(part), -1)
+        by_significance = (
+            high_first.reshape(len(part), -1, size)
+            .swapaxes(1, 2)
+            .reshape(len(part), -1, part.shape[-1])
+        )
+        return np.diff(
+            by_significance, axis=1, prepend=np.zeros_like(by_significance[:, :1])
+        ).reshape(len(part), -1)
     in_order = np.ascontiguousarray(part.astype(part.dtype.newbyteorder(order)))
     return in_order.view(np.uint8).reshape(len(part), -1)
 

@@ -39,7 +39,9 @@ class Tinyproxy:
             f'LogFile "{self.folder}/log"\nAllow 127.0.0.0/8\nBasicAuth {USER} {PASSWORD}\nConnectPort {self.to_port}\n'
         )
         (self.folder / "conf").write_text(settings)
-        self.process = subprocess.Popen(["tinyproxy", "-d", "-c", self.folder / "conf"], stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            ["tinyproxy", "-d", "-c", self.folder / "conf"], stdout=subprocess.DEVNULL
+        )
         wait_until(self.listens, "the proxy")
 
     def listens(self) -> bool:

@@ -20,7 +20,11 @@ TEXT = TextCondition(dim=3, max_tokens=2)
 
 def fresh(kind: str) -> nn.Module:
     """A network of either kind that several processes train."""
-    return build_expert(JOINT, SHAPE, condition=TEXT, seed=3) if kind == "mmdit" else build_expert(SMALL, SHAPE, seed=3)
+    return (
+        build_expert(JOINT, SHAPE, condition=TEXT, seed=3)
+        if kind == "mmdit"
+        else build_expert(SMALL, SHAPE, seed=3)
+    )
 
 
 def texts(kind: str, num: int = 40) -> Tensor | None:
@@ -39,15 +43,21 @@ def main(folder: Path) -> None:
         run.engine = Engine.model_validate(asked["engine"])
         try:
             # Only the first process is told, and all of them stop.
-            ema = run(lambda run=run, stop=asked["stop"]: bool(run.told) and run.told[-1].step == stop).ema
+            ema = run(
+                lambda run=run, stop=asked["stop"]: bool(run.told) and run.told[-1].step == stop
+            ).ema
         except KeyboardInterrupt:
             continue
         if ema:
             save_file(ema, folder / f"{name}.safetensors")
-            (folder / f"{name}.json").write_text(json.dumps([(told.step, told.loss) for told in run.told]))
+            (folder / f"{name}.json").write_text(
+                json.dumps([(told.step, told.loss) for told in run.told])
+            )
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # a thread of torch's that outlives the interpreter may abort; the files are written and closed
+    os._exit(
+        0
+    )  # a thread of torch's that outlives the interpreter may abort; the files are written and closed

@@ -16,7 +16,9 @@ from tests.support.stages import Case, make_stages
 PLAN_ID = re.compile(r"tiny-[0-9a-f]{8}")
 OLD_KEY = re.compile(r"(?<=model-signing-)[0-9a-f]{16}")
 PARTIAL = re.compile(r"(?<=\.p/)\d+$")
-UNREAD = re.compile(r"(^|/)(\.[^/]*\.(part|new)|ceremony\.part)(/|$)")  # what nobody reads, and the next try replaces
+UNREAD = re.compile(
+    r"(^|/)(\.[^/]*\.(part|new)|ceremony\.part)(/|$)"
+)  # what nobody reads, and the next try replaces
 DOCUMENTED = {8, 9}  # codes of a full disk
 SCREEN = 24  # lines
 
@@ -48,7 +50,9 @@ class Bench:
         thorough: whether to run all checks after a trial, in place of the first, which is quick.
     """
 
-    def __init__(self, folder: Path, commands: Commands, *, until: str = "published", thorough: bool = True) -> None:
+    def __init__(
+        self, folder: Path, commands: Commands, *, until: str = "published", thorough: bool = True
+    ) -> None:
         self.folder, self.commands, self.thorough = folder, commands, thorough
         self.stages = make_stages(folder / "stages", until)
         self._known: dict[str, Undisturbed] = {}
@@ -91,7 +95,9 @@ class Bench:
         with self.copy(case) as at:
             words = case.typed(case.words, at)
             killed = self.run(words, Fault([at], at_call))
-            assert killed.code == -9, f"ended with {killed.code} before call {at_call}: {killed.said}"
+            assert killed.code == -9, (
+                f"ended with {killed.code} before call {at_call}: {killed.said}"
+            )
             self._again(case, words, at)
             self._compare(case, at, expected)
             self._check(case, at)
@@ -133,7 +139,9 @@ class Bench:
 
     def _compare(self, case: Case, at: Path, expected: Undisturbed) -> None:
         found = read_tree(at)
-        assert found.keys() in (expected.once.keys(), expected.twice), found.keys() ^ expected.once.keys()
+        assert found.keys() in (expected.once.keys(), expected.twice), (
+            found.keys() ^ expected.once.keys()
+        )
         for name in case.same:
             assert found[name] == expected.once[name], name
         for public in (at / "fed" / "keys").glob("*.pub"):
@@ -147,7 +155,9 @@ def read_tree(at: Path) -> dict[str, str]:
     A plan's id and a key's fingerprint are random, and left out; so is the number of entries in a part of a tile of the
     log, of which there is one for each length that the log had when it was made public.
     """
-    names = {path.relative_to(at).as_posix(): path for path in sorted(at.rglob("*")) if path.is_file()}
+    names = {
+        path.relative_to(at).as_posix(): path for path in sorted(at.rglob("*")) if path.is_file()
+    }
     read = {name: path for name, path in names.items() if not UNREAD.search(name)}
     return {
         OLD_KEY.sub("{key}", PARTIAL.sub("n", PLAN_ID.sub("{plan}", name))): sha256_file(path)

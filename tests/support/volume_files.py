@@ -6,7 +6,18 @@ from typing import Any
 
 import numpy as np
 
-CODES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 512, "u4": 768, "i8": 1024, "u8": 1280}
+CODES = {
+    "u1": 2,
+    "i2": 4,
+    "i4": 8,
+    "f4": 16,
+    "f8": 64,
+    "i1": 256,
+    "u2": 512,
+    "u4": 768,
+    "i8": 1024,
+    "u8": 1280,
+}
 _WIDTHS = {"h": 2, "i": 4, "q": 8, "f": 4, "d": 8, "B": 1}
 # Offset and type of each field: nifti1.h and nifti2.h.
 _FIELDS = {
@@ -71,7 +82,9 @@ def nifti(
     extensions = b"\0\0\0\0"
     if extension:
         esize = -(-(8 + len(extension)) // 16) * 16
-        extensions = b"\1\0\0\0" + struct.pack(order + "ii", esize, 6) + extension.ljust(esize - 8, b"\0")
+        extensions = (
+            b"\1\0\0\0" + struct.pack(order + "ii", esize, 6) + extension.ljust(esize - 8, b"\0")
+        )
         offset += esize
     code = CODES.get(voxels.dtype.str[1:], 0)
     given: dict[str, Any] = {
@@ -107,8 +120,16 @@ def mgh(
     repetition_time: float | None = None,
 ) -> bytes:
     """Return a file of voxels (I, J, K, frames), with the direction of each axis in a column of `directions`."""
-    kind = {"u1": 0, "i4": 1, "f4": 3, "i2": 4, "u2": 10}[voxels.dtype.str[1:]] if code is None else code
+    kind = (
+        {"u1": 0, "i4": 1, "f4": 3, "i2": 4, "u2": 10}[voxels.dtype.str[1:]]
+        if code is None
+        else code
+    )
     header = struct.pack(">i4iiih", 1, *voxels.shape, kind, 0, has_axes)
     header += struct.pack(">15f", *sides, *np.asarray(directions, float).T.ravel(), 0, 0, 0)
     footer = b"" if repetition_time is None else struct.pack(">5f", repetition_time, 0, 0, 0, 0)
-    return header.ljust(284, b"\0") + voxels.astype(voxels.dtype.newbyteorder(">")).tobytes(order="F") + footer
+    return (
+        header.ljust(284, b"\0")
+        + voxels.astype(voxels.dtype.newbyteorder(">")).tobytes(order="F")
+        + footer
+    )

@@ -84,4 +84,12 @@ def client(url: str, cache: Path, root: bytes, *, patience_s: int = 30) -> Updat
     files.mkdir(parents=True, exist_ok=True)
     fetcher = Urllib3Fetcher(socket_timeout=patience_s)
     config = UpdaterConfig(prefix_targets_with_hash=False)
-    return Updater(str(cache), f"{url}/metadata/", str(files), f"{url}/targets/", fetcher, config, bootstrap=root)
+    return Updater(
+        str(cache),
+        f"{url}/metadata/",
+        str(files),
+        f"{url}/targets/",
+        fetcher,
+        config,
+        bootstrap=root,
+    )

@@ -107,7 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         known = self.path == "/submit/add-checkpoint"
-        status, answer = self.server.says or (self.server.add_checkpoint(body) if known else (404, b""))
+        status, answer = self.server.says or (
+            self.server.add_checkpoint(body) if known else (404, b"")
+        )
         self.server.said.append(status)
         self.send_response(status)
         self.send_header("Content-Type", "text/x.tlog.size" if status == 409 else "text/plain")

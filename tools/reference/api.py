@@ -34,7 +34,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Strategies": (
         "ddm.sampling.strategies.strategy_named",
-        *(f"ddm.sampling.strategies.{name}" for name in ("Full", "Sample", "Lock", "TopK", "TopOne", "Nucleus")),
+        *(
+            f"ddm.sampling.strategies.{name}"
+            for name in ("Full", "Sample", "Lock", "TopK", "TopOne", "Nucleus")
+        ),
         "ddm.sampling.strategies.Threshold",
     ),
     "Verify": (
@@ -87,8 +90,14 @@ def class_lines(module: Module, node: ast.ClassDef, shown: str) -> Iterator[str]
     """Yield a class: how it is made, its fields, its public methods and properties."""
     doc = parse(ast.get_docstring(node))
     yield f"### `{shown}`\n"
-    fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and is_public(ast.unparse(each.target))]
-    made = next((each for each in node.body if isinstance(each, Function) and each.name == "__init__"), None)
+    fields = [
+        each
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and is_public(ast.unparse(each.target))
+    ]
+    made = next(
+        (each for each in node.body if isinstance(each, Function) and each.name == "__init__"), None
+    )
     is_model = any(ast.unparse(base) in MODELS for base in node.bases)
     if made:
         yield code(node.name, parameters(module, made.args), "")
@@ -120,7 +129,12 @@ def row(module: Module, node: ast.AnnAssign, doc: Docstring) -> str:
     """Return one line of the table of a model's fields."""
     name = ast.unparse(node.target)
     default = f"`{module.text(node.value)}`" if node.value else "required"
-    cells = (f"`{name}`", f"`{module.annotation(node.annotation)}`", default, doc.entries("Attributes").get(name, ""))
+    cells = (
+        f"`{name}`",
+        f"`{module.annotation(node.annotation)}`",
+        default,
+        doc.entries("Attributes").get(name, ""),
+    )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -85,7 +85,9 @@ def aggregator_says(state: SiloState, *, held: bool = False) -> str:
 
 def plan_life_page() -> str:
     """Return the page."""
-    return "".join([_HEAD, *_states(), _EVENTS, *_events(), _STEPS, *_steps(), _LEAVING, *_leaving()])
+    return "".join(
+        [_HEAD, *_states(), _EVENTS, *_events(), _STEPS, *_steps(), _LEAVING, *_leaving()]
+    )
 
 
 def _states() -> Iterator[str]:

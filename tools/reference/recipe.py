@@ -48,7 +48,10 @@ class Table:
 
 def recipe_page() -> str:
     """Return the page."""
-    every = [*tables(Table("", Recipe)), Table("owner", OwnerRecipe, "Of `ddm split` alone; optional.")]
+    every = [
+        *tables(Table("", Recipe)),
+        Table("owner", OwnerRecipe, "Of `ddm split` alone; optional."),
+    ]
     return "\n".join([HEAD, *(line for table in every for line in section(table))])
 
 
@@ -60,7 +63,11 @@ def tables(table: Table) -> Iterator[Table]:
         for model in models:
             remark = "Required." if info.is_required() else "Optional."
             if isinstance(info.default, BaseModel) and len(models) > 1:
-                remark = "Used where the table is left out." if isinstance(info.default, model) else "Optional."
+                remark = (
+                    "Used where the table is left out."
+                    if isinstance(info.default, model)
+                    else "Optional."
+                )
             elif len(models) > 1 and info.is_required():
                 remark = "Required, in this kind or another."
             listed = get_origin(info.annotation) is tuple
@@ -75,7 +82,11 @@ def section(table: Table) -> Iterator[str]:
     text = docstring(table.model).text.partition("\n\n")[0]
     yield f"## {title}\n" if table.name else "## Top level\n"
     yield f"{text} {table.remark}".rstrip() + "\n"
-    rows = [row(table, name, info) for name, info in table.model.model_fields.items() if is_leaf(name, info)]
+    rows = [
+        row(table, name, info)
+        for name, info in table.model.model_fields.items()
+        if is_leaf(name, info)
+    ]
     if rows:
         yield TABLE
         yield from rows
@@ -95,13 +106,21 @@ def row(table: Table, name: str, info: FieldInfo) -> str:
         raise KeyError(f"{table.model.__name__}.{name} has no line under Attributes")
     meaning = says[name][0].upper() + says[name][1:]
     word, bounds = described(info.annotation, info.metadata)
-    line = {"name": name, "type": word, "default": default_of(info), "bounds": bounds, "meaning": meaning}
+    line = {
+        "name": name,
+        "type": word,
+        "default": default_of(info),
+        "bounds": bounds,
+        "meaning": meaning,
+    }
     return ROW.format(**{column: text.replace("|", "\\|") for column, text in line.items()})
 
 
 def is_leaf(name: str, info: FieldInfo) -> bool:
     """Whether a field is a row: neither a table of its own, nor the kind in the heading, nor always null."""
-    return name != "kind" and info.annotation is not NoneType and not any(models_in(info.annotation))
+    return (
+        name != "kind" and info.annotation is not NoneType and not any(models_in(info.annotation))
+    )
 
 
 def docstring(model: type) -> Docstring:
@@ -134,14 +153,18 @@ def described(annotation: Any, metadata: list[Any]) -> tuple[str, str]:
             inner, *more = get_args(annotation)
             return described(inner, [*flat(more), *metadata])
         case origin if origin is Literal:
-            return NAMES[type(arguments[0])], ", ".join(f"`{json.dumps(choice)}`" for choice in arguments)
+            return NAMES[type(arguments[0])], ", ".join(
+                f"`{json.dumps(choice)}`" for choice in arguments
+            )
         case origin if origin in (Union, UnionType):
             (inner,) = arguments
             return described(inner, metadata)
         case origin if origin is tuple:
             word, bounds = described(arguments[0], [])
             many = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
-            return f"list of {many}{word}s", "; ".join(filter(None, [length(metadata), bounds and f"each {bounds}"]))
+            return f"list of {many}{word}s", "; ".join(
+                filter(None, [length(metadata), bounds and f"each {bounds}"])
+            )
         case origin if origin is dict:
             return "table", length(metadata)
         case _:
@@ -150,12 +173,18 @@ def described(annotation: Any, metadata: list[Any]) -> tuple[str, str]:
 
 def flat(metadata: list[Any]) -> list[Any]:
     """Return constraints, with those inside a pydantic Field taken out of it."""
-    return [each for item in metadata for each in (flat(item.metadata) if isinstance(item, FieldInfo) else [item])]
+    return [
+        each
+        for item in metadata
+        for each in (flat(item.metadata) if isinstance(item, FieldInfo) else [item])
+    ]
 
 
 def bound(metadata: list[Any], name: str) -> Any:
     """Return one constraint's value, None where there is none."""
-    return next((value for item in metadata if (value := getattr(item, name, None)) is not None), None)
+    return next(
+        (value for item in metadata if (value := getattr(item, name, None)) is not None), None
+    )
 
 
 def length(metadata: list[Any]) -> str:
@@ -171,7 +200,11 @@ def limits(annotation: type, metadata: list[Any]) -> str:
     if annotation is str:
         pattern = bound(metadata, "pattern")
         most = bound(metadata, "max_length")
-        return "; ".join(filter(None, [pattern and f"matches `{pattern}`", most and f"at most {most} characters"]))
+        return "; ".join(
+            filter(
+                None, [pattern and f"matches `{pattern}`", most and f"at most {most} characters"]
+            )
+        )
     if annotation is int:
         least = above + 1 if above is not None else least
         most = below - 1 if below is not None else most

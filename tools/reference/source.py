@@ -71,17 +71,26 @@ def parameters(module: Module, arguments: ast.arguments) -> list[str]:
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(plain) - len(arguments.defaults)) + [*arguments.defaults]
     found = [
-        parameter(module, *pair) for pair in zip(plain, defaults, strict=True) if pair[0].arg not in ("self", "cls")
+        parameter(module, *pair)
+        for pair in zip(plain, defaults, strict=True)
+        if pair[0].arg not in ("self", "cls")
     ]
     if arguments.kwonlyargs:
         found.append("*")
-        found += [parameter(module, *pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+        found += [
+            parameter(module, *pair)
+            for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        ]
     return found
 
 
 def parameter(module: Module, argument: ast.arg, default: ast.expr | None) -> str:
     """Return one parameter as written."""
-    typed = f"{argument.arg}: {module.annotation(argument.annotation)}" if argument.annotation else argument.arg
+    typed = (
+        f"{argument.arg}: {module.annotation(argument.annotation)}"
+        if argument.annotation
+        else argument.arg
+    )
     return f"{typed} = {module.text(default)}" if default else typed
 
 
@@ -98,5 +107,11 @@ def code(name: str, parts: list[str], answer: str) -> str:
     """Return a signature as a block of Python, on one line where it fits."""
     line = f"{name}({', '.join(parts)}){answer}"
     if len(line) > LONGEST:
-        line = "\n".join([f"{name}(", *(f"    {part}," if part != "*" else "    *," for part in parts), f"){answer}"])
+        line = "\n".join(
+            [
+                f"{name}(",
+                *(f"    {part}," if part != "*" else "    *," for part in parts),
+                f"){answer}",
+            ]
+        )
     return f"```python\n{line}\n```\n"

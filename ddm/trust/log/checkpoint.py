@@ -12,7 +12,15 @@ from typing import Self
 from ddm.errors import DocumentError, SignatureError, TrustError
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.merkle import HASH_BYTES, MAX_SIZE
-from ddm.trust.log.note import COSIGNATURE, ED25519, Note, NoteSignature, VerifierKey, decode_base64, sign_note
+from ddm.trust.log.note import (
+    COSIGNATURE,
+    ED25519,
+    Note,
+    NoteSignature,
+    VerifierKey,
+    decode_base64,
+    sign_note,
+)
 
 _TIME_BYTES, _SIGNATURE_BYTES = 8, 64
 
@@ -50,7 +58,9 @@ class Checkpoint:
         size = parse_number(lines[1], subject)
         root = decode_base64(lines[2], subject)
         if len(root) != HASH_BYTES:
-            raise DocumentError(subject, expected=f"a root hash of {HASH_BYTES} bytes", got=f"{len(root)} bytes")
+            raise DocumentError(
+                subject, expected=f"a root hash of {HASH_BYTES} bytes", got=f"{len(root)} bytes"
+            )
         return cls(lines[0], size, root)
 
 
@@ -116,7 +126,9 @@ def open_checkpoint(data: bytes, keys: Sequence[VerifierKey], subject: str) -> S
     note.check(logs, subject)
     checkpoint = Checkpoint.parse(note.text, subject)
     if checkpoint.origin not in {key.name for key in logs}:
-        raise TrustError(subject, expected=f"a checkpoint of {logs[0].name}", got="a checkpoint of another log")
+        raise TrustError(
+            subject, expected=f"a checkpoint of {logs[0].name}", got="a checkpoint of another log"
+        )
     return SignedCheckpoint(checkpoint, note)
 
 
@@ -140,7 +152,9 @@ def check_cosignature(signed: SignedCheckpoint, witness: VerifierKey, subject: s
             witness.public.verify(signature, _cosigned(times[-1], signed.note.text))
         except SignatureError as error:
             got = "a cosignature that does not verify"
-            raise SignatureError(subject, expected=f"a valid cosignature by {witness.name}", got=got) from error
+            raise SignatureError(
+                subject, expected=f"a valid cosignature by {witness.name}", got=got
+            ) from error
     return max(times)
 
 

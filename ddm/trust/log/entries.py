@@ -16,7 +16,9 @@ from ddm.protocol.base import Digest, Model, PlanId, PositiveInt, ShortText, Sil
 MAX_ENTRY_BYTES = 8192  # an entry bundle of C2SP has room for 65,535
 MAX_ENTRIES = 65_536
 
-LoggedKey = Literal["root", "targets", "plans", "release", "online", "receipts", "log", "model-signing", "tls"]
+LoggedKey = Literal[
+    "root", "targets", "plans", "release", "online", "receipts", "log", "model-signing", "tls"
+]
 
 
 class Opened(Model):
@@ -89,7 +91,14 @@ class Released(Model):
 
 
 Entry = Annotated[
-    Opened | KeyChanged | SiloEnrolled | SiloRemoved | SiloRotated | PlanSigned | SiloWithdrawn | Released,
+    Opened
+    | KeyChanged
+    | SiloEnrolled
+    | SiloRemoved
+    | SiloRotated
+    | PlanSigned
+    | SiloWithdrawn
+    | Released,
     Field(discriminator="kind"),
 ]
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
@@ -113,7 +122,9 @@ def parse_entry(data: bytes, subject: str) -> Entry:
         got = f"{error.error_count()} fields that do not fit"
         raise DocumentError(subject, expected="an entry of a federation's log", got=got) from error
     if encode_entry(entry) != data:
-        raise DocumentError(subject, expected="canonical bytes", got="another encoding of the same entry")
+        raise DocumentError(
+            subject, expected="canonical bytes", got="another encoding of the same entry"
+        )
     return entry
 
 

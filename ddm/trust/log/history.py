@@ -40,14 +40,18 @@ def check_same_history(seen: View, shown: View, subject: str) -> None:
     earlier, later = sorted((seen, shown), key=lambda view: view.signed.size)
     old, new = earlier.signed, later.signed
     if old.checkpoint.origin != new.checkpoint.origin:
-        raise SplitViewError(subject, expected=f"log {seen.signed.checkpoint.origin}", got="a log of another name")
+        raise SplitViewError(
+            subject, expected=f"log {seen.signed.checkpoint.origin}", got="a log of another name"
+        )
     if old.size == new.size:
         if old.root != new.root:
             raise _split(seen, shown, subject)
         return
     proof = later.proofs.at(old.size)
     if proof is None:
-        expected = f"a proof that the log of {old.size} entries is the beginning of that of {new.size}"
+        expected = (
+            f"a proof that the log of {old.size} entries is the beginning of that of {new.size}"
+        )
         raise SplitViewError(subject, expected=expected, got="no proof from this size")
     try:
         check_consistency(old.size, old.root, new.size, new.root, proof, subject)
@@ -63,15 +67,26 @@ def check_against_entries(signed: SignedCheckpoint, entries: Sequence[bytes], su
         FormatError: the checkpoint is of more entries than there are.
     """
     if signed.size > len(entries):
-        remedy = "This copy of the log is older than the checkpoint. Fetch the log again, then compare."
+        remedy = (
+            "This copy of the log is older than the checkpoint. Fetch the log again, then compare."
+        )
         got = f"a checkpoint of {signed.size}"
-        raise FormatError(subject, expected=f"at most {len(entries)} entries", got=got, remedy=remedy)
+        raise FormatError(
+            subject, expected=f"at most {len(entries)} entries", got=got, remedy=remedy
+        )
     found = root_hash([leaf_hash(entry) for entry in entries[: signed.size]])
     if found != signed.root:
         expected = f"root {signed.root.hex()[:16]}... at {signed.size} entries, as the log signed"
-        raise SplitViewError(subject, expected=expected, got=f"entries with root {found.hex()[:16]}...")
+        raise SplitViewError(
+            subject, expected=expected, got=f"entries with root {found.hex()[:16]}..."
+        )
 
 
 def _split(seen: View, shown: View, subject: str) -> SplitViewError:
-    before, now = (f"{view.signed.size} entries with root {view.signed.root.hex()[:16]}..." for view in (seen, shown))
-    return SplitViewError(subject, expected=f"a log that continues {before}, as seen before", got=now)
+    before, now = (
+        f"{view.signed.size} entries with root {view.signed.root.hex()[:16]}..."
+        for view in (seen, shown)
+    )
+    return SplitViewError(
+        subject, expected=f"a log that continues {before}, as seen before", got=now
+    )

@@ -51,7 +51,9 @@ class LogMemory:
             data = read_small(self.folder, path.name, MAX_LOG_STATE_BYTES, subject=subject)
             record = LogRecord.parse(data, subject=subject)
             note = Note.parse(record.checkpoint.encode(), subject)
-            return View(SignedCheckpoint(Checkpoint.parse(note.text, subject), note), record.consistency)
+            return View(
+                SignedCheckpoint(Checkpoint.parse(note.text, subject), note), record.consistency
+            )
         except DocumentError as error:
             error.remedy = "The memory is damaged. Delete this file only if you know that the log is the right one."
             raise
@@ -79,7 +81,9 @@ class LogMemory:
             self.keep_evidence(error, seen.signed, shown.signed)
             raise
 
-    def keep_evidence(self, error: SplitViewError, seen: SignedCheckpoint, shown: SignedCheckpoint) -> None:
+    def keep_evidence(
+        self, error: SplitViewError, seen: SignedCheckpoint, shown: SignedCheckpoint
+    ) -> None:
         """Write both signed checkpoints into a folder of their own, and tell so in the error, which stands without."""
         both = sha256_hex(seen.encode() + shown.encode())
         folder = self.folder / f"split-view-{both[:16]}"
@@ -103,5 +107,7 @@ class LogMemory:
             self.check(shown, subject)
             seen = self.seen()
             if seen is None or shown.signed.size > seen.signed.size:
-                record = LogRecord(checkpoint=shown.signed.encode().decode(), consistency=shown.proofs)
+                record = LogRecord(
+                    checkpoint=shown.signed.encode().decode(), consistency=shown.proofs
+                )
                 write_atomic(self.folder / "log.json", record.encode())

@@ -51,7 +51,9 @@ def inclusion_proof(leaves: Sequence[bytes], index: int) -> list[bytes]:
         RFC 6962, section 2.1.1.
     """
     if not 0 <= index < len(leaves):
-        raise MathError("index of an inclusion proof", expected=f"0 to {len(leaves) - 1}", got=str(index))
+        raise MathError(
+            "index of an inclusion proof", expected=f"0 to {len(leaves) - 1}", got=str(index)
+        )
     proof = []
     for level in _levels(leaves)[:-1]:
         if (index ^ 1) < len(level):
@@ -70,7 +72,9 @@ def consistency_proof(leaves: Sequence[bytes], old_size: int) -> list[bytes]:
         RFC 6962, section 2.1.2.
     """
     if not 1 <= old_size <= len(leaves):
-        raise MathError("old size of a consistency proof", expected=f"1 to {len(leaves)}", got=str(old_size))
+        raise MathError(
+            "old size of a consistency proof", expected=f"1 to {len(leaves)}", got=str(old_size)
+        )
     proof: list[bytes] = []
     first, last, whole = 0, len(leaves), True
     while old_size != last - first:
@@ -86,7 +90,9 @@ def consistency_proof(leaves: Sequence[bytes], old_size: int) -> list[bytes]:
     return proof[::-1]
 
 
-def check_inclusion(leaf: bytes, index: int, size: int, root: bytes, proof: Sequence[bytes], subject: str) -> None:
+def check_inclusion(
+    leaf: bytes, index: int, size: int, root: bytes, proof: Sequence[bytes], subject: str
+) -> None:
     """Check an inclusion proof.
 
     Args:
@@ -110,7 +116,11 @@ def check_inclusion(leaf: bytes, index: int, size: int, root: bytes, proof: Sequ
     at, last, found = index, size - 1, leaf
     for sibling in proof:
         if last == 0:
-            raise FormatError(subject, expected=f"a proof for a tree of {size} entries", got=f"{len(proof)} hashes")
+            raise FormatError(
+                subject,
+                expected=f"a proof for a tree of {size} entries",
+                got=f"{len(proof)} hashes",
+            )
         if at % 2 or at == last:
             found = node_hash(sibling, found)
             while at and not at % 2:
@@ -119,7 +129,9 @@ def check_inclusion(leaf: bytes, index: int, size: int, root: bytes, proof: Sequ
             found = node_hash(found, sibling)
         at, last = at // 2, last // 2
     if last != 0:
-        raise FormatError(subject, expected=f"a proof for a tree of {size} entries", got=f"{len(proof)} hashes")
+        raise FormatError(
+            subject, expected=f"a proof for a tree of {size} entries", got=f"{len(proof)} hashes"
+        )
     if found != root:
         expected = f"a proof that leads to the root {root.hex()[:16]}... of {size} entries"
         raise TrustError(subject, expected=expected, got=f"one that leads to {found.hex()[:16]}...")
@@ -150,7 +162,9 @@ def check_consistency(
     _check_hashes(proof, subject)
     if old_size == size:
         if proof:
-            raise FormatError(subject, expected="no hashes between trees of one size", got=f"{len(proof)} hashes")
+            raise FormatError(
+                subject, expected="no hashes between trees of one size", got=f"{len(proof)} hashes"
+            )
         _check_root(old_root, root, size, subject)
         return
     # A complete earlier tree is a node of the later one, and the proof does not repeat its hash.
@@ -159,12 +173,16 @@ def check_consistency(
     while at % 2:
         at, last = at // 2, last // 2
     if not path:
-        raise FormatError(subject, expected=f"a proof from {old_size} to {size} entries", got="no hashes")
+        raise FormatError(
+            subject, expected=f"a proof from {old_size} to {size} entries", got="no hashes"
+        )
     old_found = found = path[0]
     for sibling in path[1:]:
         if last == 0:
             got = f"{len(proof)} hashes"
-            raise FormatError(subject, expected=f"a proof from {old_size} to {size} entries", got=got)
+            raise FormatError(
+                subject, expected=f"a proof from {old_size} to {size} entries", got=got
+            )
         if at % 2 or at == last:
             old_found, found = node_hash(sibling, old_found), node_hash(sibling, found)
             while at and not at % 2:
@@ -173,7 +191,11 @@ def check_consistency(
             found = node_hash(found, sibling)
         at, last = at // 2, last // 2
     if last != 0:
-        raise FormatError(subject, expected=f"a proof from {old_size} to {size} entries", got=f"{len(proof)} hashes")
+        raise FormatError(
+            subject,
+            expected=f"a proof from {old_size} to {size} entries",
+            got=f"{len(proof)} hashes",
+        )
     _check_root(old_found, old_root, old_size, subject)
     _check_root(found, root, size, subject)
 
@@ -190,10 +212,14 @@ def _levels(leaves: Sequence[bytes]) -> list[list[bytes]]:
 def _check_hashes(proof: Sequence[bytes], subject: str) -> None:
     if len(proof) > MAX_PROOF_HASHES or any(len(each) != HASH_BYTES for each in proof):
         expected = f"at most {MAX_PROOF_HASHES} hashes of {HASH_BYTES} bytes"
-        raise FormatError(subject, expected=expected, got=f"{len(proof)} hashes, or one of another length")
+        raise FormatError(
+            subject, expected=expected, got=f"{len(proof)} hashes, or one of another length"
+        )
 
 
 def _check_root(found: bytes, root: bytes, size: int, subject: str) -> None:
     if found != root:
         expected = f"the root {root.hex()[:16]}... of {size} entries"
-        raise TrustError(subject, expected=expected, got=f"a proof that leads to {found.hex()[:16]}...")
+        raise TrustError(
+            subject, expected=expected, got=f"a proof that leads to {found.hex()[:16]}..."
+        )

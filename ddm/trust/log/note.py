@@ -55,14 +55,20 @@ class VerifierKey:
         parts = text.split("+", 2) if len(text) <= MAX_VKEY else []
         if len(parts) != 3 or not re.fullmatch("[0-9a-f]{8}", parts[1]):
             expected = "NAME+HASH+KEY, with 8 hex digits and base64"
-            raise DocumentError("verifier key", expected=expected, got=f"{len(text)} characters of another form")
+            raise DocumentError(
+                "verifier key", expected=expected, got=f"{len(text)} characters of another form"
+            )
         data = decode_base64(parts[2], "verifier key")
         if len(data) != 33 or data[0] not in (ED25519, COSIGNATURE):
             got = f"{len(data)} bytes of kind {data[0] if data else 'unknown'}"
-            raise DocumentError("verifier key", expected="an Ed25519 key of a log or a witness", got=got)
+            raise DocumentError(
+                "verifier key", expected="an Ed25519 key of a log or a witness", got=got
+            )
         key = cls(parts[0], PublicKey(data[1:]), data[0])
         if key.key_id.hex() != parts[1]:
-            raise DocumentError("verifier key", expected=f"the hash of this key, {key.key_id.hex()}", got=parts[1])
+            raise DocumentError(
+                "verifier key", expected=f"the hash of this key, {key.key_id.hex()}", got=parts[1]
+            )
         return key
 
     def __str__(self) -> str:
@@ -107,7 +113,9 @@ class Note:
         lines = signed.splitlines() if signed.count("\n") <= MAX_SIGNATURES else []
         if not text or not lines or not signed.endswith("\n"):
             expected = f"a text, an empty line, and 1 to {MAX_SIGNATURES} signature lines"
-            raise DocumentError(subject, expected=expected, got=f"{signed.count(chr(10))} lines after the last one")
+            raise DocumentError(
+                subject, expected=expected, got=f"{signed.count(chr(10))} lines after the last one"
+            )
         return cls(text + "\n", tuple(_parse_signature(line, subject) for line in lines))
 
     def encode(self) -> bytes:
@@ -116,7 +124,9 @@ class Note:
 
     def of(self, key: VerifierKey) -> list[NoteSignature]:
         """Return the signatures that name this key."""
-        return [each for each in self.signatures if (each.name, each.key_id) == (key.name, key.key_id)]
+        return [
+            each for each in self.signatures if (each.name, each.key_id) == (key.name, key.key_id)
+        ]
 
     def check(self, keys: Sequence[VerifierKey], subject: str) -> None:
         """Check that one of these keys signed, and that no signature of any of them is invalid.
@@ -127,7 +137,8 @@ class Note:
         known = [(key, signature) for key in keys for signature in self.of(key)]
         if not known:
             expected = (
-                f"a signature by {' or '.join(f'{key.name} {key.key_id.hex()}' for key in keys) or 'a known key'}"
+                "a signature by "
+                f"{' or '.join(f'{key.name} {key.key_id.hex()}' for key in keys) or 'a known key'}"
             )
             got = f"{len(self.signatures)} signatures by other keys"
             raise SignatureError(subject, expected=expected, got=got)
@@ -136,7 +147,9 @@ class Note:
                 key.public.verify(signature.signature, self.text.encode())
             except SignatureError as error:
                 got = "a signature that does not verify"
-                raise SignatureError(subject, expected=f"a valid signature by {key.name}", got=got) from error
+                raise SignatureError(
+                    subject, expected=f"a valid signature by {key.name}", got=got
+                ) from error
 
 
 def sign_note(text: str, name: str, key: SigningKey) -> Note:
@@ -154,22 +167,32 @@ def decode_base64(text: str, subject: str) -> bytes:
     try:
         data = b64decode(text.encode("ascii"), validate=True)
     except (Base64Error, ValueError) as error:
-        raise DocumentError(subject, expected="base64", got=f"{len(text)} characters that are not") from error
+        raise DocumentError(
+            subject, expected="base64", got=f"{len(text)} characters that are not"
+        ) from error
     if b64encode(data).decode("ascii") != text:
-        raise DocumentError(subject, expected="canonical base64", got="another encoding of the same bytes")
+        raise DocumentError(
+            subject, expected="canonical base64", got="another encoding of the same bytes"
+        )
     return data
 
 
 def _decode(data: bytes, subject: str) -> str:
     if len(data) > MAX_NOTE_BYTES:
-        raise DocumentError(subject, expected=f"at most {MAX_NOTE_BYTES} bytes", got=f"{len(data)} bytes")
+        raise DocumentError(
+            subject, expected=f"at most {MAX_NOTE_BYTES} bytes", got=f"{len(data)} bytes"
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DocumentError(subject, expected="UTF-8 text", got=f"an invalid byte at {error.start}") from error
+        raise DocumentError(
+            subject, expected="UTF-8 text", got=f"an invalid byte at {error.start}"
+        ) from error
     # Stricter than the specification, and so that Python's other line ends cannot hide in a line.
     if not all(line.isprintable() for line in text.split("\n")):
-        raise DocumentError(subject, expected="printable text and newlines", got="a control character")
+        raise DocumentError(
+            subject, expected="printable text and newlines", got="a control character"
+        )
     return text
 
 
@@ -182,11 +205,20 @@ def _parse_signature(line: str, subject: str) -> NoteSignature:
     data = decode_base64(parts[2], f"{subject}, signature line")
     if len(data) <= _ID_BYTES:
         expected = f"more than {_ID_BYTES} bytes"
-        raise DocumentError(f"{subject}, signature line", expected=expected, got=f"{len(data)} bytes")
+        raise DocumentError(
+            f"{subject}, signature line", expected=expected, got=f"{len(data)} bytes"
+        )
     return NoteSignature(parts[1], data[:_ID_BYTES], data[_ID_BYTES:])
 
 
 def _check_name(name: str, subject: str) -> None:
-    if not 1 <= len(name) <= MAX_NAME or "+" in name or any(each.isspace() for each in name) or not name.isprintable():
+    if (
+        not 1 <= len(name) <= MAX_NAME
+        or "+" in name
+        or any(each.isspace() for each in name)
+        or not name.isprintable()
+    ):
         expected = f"a name of 1 to {MAX_NAME} characters without blanks and plus signs"
-        raise DocumentError(subject, expected=expected, got=f"{len(name)} characters of another form")
+        raise DocumentError(
+            subject, expected=expected, got=f"{len(name)} characters of another form"
+        )

@@ -42,12 +42,20 @@ class InclusionProof:
             DocumentError: too long, of another form, or of more than 64 hashes.
         """
         if len(data) > MAX_PROOF_BYTES:
-            raise DocumentError(subject, expected=f"at most {MAX_PROOF_BYTES} bytes", got=f"{len(data)} bytes")
+            raise DocumentError(
+                subject, expected=f"at most {MAX_PROOF_BYTES} bytes", got=f"{len(data)} bytes"
+            )
         head, empty, checkpoint = data.partition(b"\n\n")
         lines = head.split(b"\n")
-        if not empty or not 2 <= len(lines) <= 2 + MAX_PROOF_HASHES or lines[0] != PROOF_HEADER.encode():
+        if (
+            not empty
+            or not 2 <= len(lines) <= 2 + MAX_PROOF_HASHES
+            or lines[0] != PROOF_HEADER.encode()
+        ):
             expected = f"{PROOF_HEADER}, an index, at most {MAX_PROOF_HASHES} hashes, an empty line and a checkpoint"
-            raise DocumentError(subject, expected=expected, got=f"{len(lines)} lines of another form")
+            raise DocumentError(
+                subject, expected=expected, got=f"{len(lines)} lines of another form"
+            )
         texts = [line.decode("ascii", "replace") for line in lines[1:]]
         if not texts[0].startswith("index "):
             raise DocumentError(subject, expected="the entry's index", got="a line without one")
@@ -69,7 +77,9 @@ class InclusionProof:
             TrustError: the entry is not the one that stands there.
         """
         signed = open_checkpoint(self.checkpoint, keys, f"{subject}, checkpoint")
-        check_inclusion(leaf_hash(entry), self.index, signed.size, signed.root, self.hashes, subject)
+        check_inclusion(
+            leaf_hash(entry), self.index, signed.size, signed.root, self.hashes, subject
+        )
         return signed
 
 
@@ -104,9 +114,15 @@ class Consistency(Document):
     @classmethod
     def of(cls, leaves: Sequence[bytes], sizes: Sequence[int]) -> Self:
         """Prove that the log had these sizes before: at most the newest 1,024 of them."""
-        newest = sorted({size for size in sizes if 1 <= size <= len(leaves)})[-MAX_CONSISTENCY_PROOFS:]
-        hashes = {size: tuple(map(_encode_hash, consistency_proof(leaves, size))) for size in newest}
-        return cls(proofs=tuple(ConsistencyProof(size=size, hashes=hashes[size]) for size in newest))
+        newest = sorted({size for size in sizes if 1 <= size <= len(leaves)})[
+            -MAX_CONSISTENCY_PROOFS:
+        ]
+        hashes = {
+            size: tuple(map(_encode_hash, consistency_proof(leaves, size))) for size in newest
+        }
+        return cls(
+            proofs=tuple(ConsistencyProof(size=size, hashes=hashes[size]) for size in newest)
+        )
 
     def at(self, size: int) -> list[bytes] | None:
         """Return the proof from this size, None if there is none."""

@@ -37,7 +37,10 @@ def layout(entries: Sequence[bytes]) -> Iterator[tuple[str, bytes]]:
     level, hashes = 0, [leaf_hash(entry) for entry in entries]
     while hashes:
         for index, width in tiles_of(len(hashes)):
-            yield tile_path(level, index, width), b"".join(hashes[index * WIDTH : index * WIDTH + width])
+            yield (
+                tile_path(level, index, width),
+                b"".join(hashes[index * WIDTH : index * WIDTH + width]),
+            )
         full = range(len(hashes) // WIDTH)
         level, hashes = level + 1, [root_hash(hashes[i * WIDTH : (i + 1) * WIDTH]) for i in full]
 

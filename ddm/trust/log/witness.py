@@ -45,11 +45,15 @@ def parse_size(body: bytes, subject: str) -> int:
     """
     text = body.decode("ascii", "replace") if len(body) <= MAX_ANSWER_BYTES else ""
     if not text.endswith("\n"):
-        raise DocumentError(subject, expected="a size and a newline", got=f"{len(body)} bytes of another form")
+        raise DocumentError(
+            subject, expected="a size and a newline", got=f"{len(body)} bytes of another form"
+        )
     return parse_number(text[:-1], subject)
 
 
-def with_answer(signed: SignedCheckpoint, body: bytes, witness: VerifierKey, subject: str) -> SignedCheckpoint:
+def with_answer(
+    signed: SignedCheckpoint, body: bytes, witness: VerifierKey, subject: str
+) -> SignedCheckpoint:
     """Return a checkpoint with the cosignatures of a witness from its answer, in place of its earlier ones.
 
     Args:
@@ -63,7 +67,9 @@ def with_answer(signed: SignedCheckpoint, body: bytes, witness: VerifierKey, sub
         SignatureError: none of them is of this witness, or one does not verify.
     """
     if len(body) > MAX_ANSWER_BYTES:
-        raise DocumentError(subject, expected=f"at most {MAX_ANSWER_BYTES} bytes", got=f"{len(body)} bytes")
+        raise DocumentError(
+            subject, expected=f"at most {MAX_ANSWER_BYTES} bytes", got=f"{len(body)} bytes"
+        )
     answer = Note.parse(signed.note.text.encode() + b"\n" + body, subject)
     if answer.text != signed.note.text:
         raise DocumentError(subject, expected="signature lines", got="an empty line among them")
@@ -90,7 +96,9 @@ class Witnesses:
 
     def __post_init__(self) -> None:
         if others := [key.name for key in self.keys if key.kind != COSIGNATURE]:
-            raise DocumentError(f"key of {others[0]}", expected="a witness's key, which cosigns", got="a log's key")
+            raise DocumentError(
+                f"key of {others[0]}", expected="a witness's key, which cosigns", got="a log's key"
+            )
         if not 1 <= self.needed <= len(self.distinct):
             got, most = str(self.needed), len(self.distinct)
             raise MathError("quorum", expected=f"1 to {most}, the number of witnesses", got=got)
@@ -105,7 +113,9 @@ class Witnesses:
         """How many of them must have cosigned."""
         return len(self.distinct) if self.quorum is None else self.quorum
 
-    def check(self, copies: Sequence[SignedCheckpoint], remedy: str | None = None) -> Mapping[str, datetime]:
+    def check(
+        self, copies: Sequence[SignedCheckpoint], remedy: str | None = None
+    ) -> Mapping[str, datetime]:
         """Check that enough of them cosigned a checkpoint; return when each did, by name.
 
         Args:
@@ -119,10 +129,13 @@ class Witnesses:
         found: dict[str, datetime] = {}
         for key in self.distinct:
             if signed := [copy for copy in copies if copy.note.of(key)]:
-                found[key.name] = _time(max(check_cosignature(copy, key, "checkpoint") for copy in signed))
+                found[key.name] = _time(
+                    max(check_cosignature(copy, key, "checkpoint") for copy in signed)
+                )
         if len(found) < self.needed:
             expected = (
-                f"{self.needed} of {len(self.distinct)} witnesses under the checkpoint of {copies[0].size} entries"
+                f"{self.needed} of {len(self.distinct)} witnesses "
+                f"under the checkpoint of {copies[0].size} entries"
             )
             got = f"cosignatures of {', '.join(sorted(found))[:200] or 'none of them'}"
             raise SignatureError("checkpoint", expected=expected, got=got, remedy=remedy)
@@ -133,4 +146,6 @@ def _time(seconds: int) -> datetime:
     try:
         return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError) as error:
-        raise DocumentError("checkpoint, cosignature", expected="a time", got=f"{seconds} seconds") from error
+        raise DocumentError(
+            "checkpoint, cosignature", expected="a time", got=f"{seconds} seconds"
+        ) from error

@@ -56,13 +56,22 @@ _POLICY = {
 
 def _waiver(plan_digest: str) -> Waiver:
     until = now_utc() + timedelta(days=1)
-    terms: dict[str, Any] = {"plan_digest": plan_digest, "verdict": "inconclusive", "expires_at": until}
+    terms: dict[str, Any] = {
+        "plan_digest": plan_digest,
+        "verdict": "inconclusive",
+        "expires_at": until,
+    }
     return Waiver(role="benchmark", reason="made-up images", **terms)
 
 
 def recipe() -> Recipe:
     """The smallest possible plan; its architecture is replaced before it is signed."""
-    training = {"num_steps": NUM_STEPS, "batch_size": 8, "learning_rate": 0.002, "weight_decay": 0.01}
+    training = {
+        "num_steps": NUM_STEPS,
+        "batch_size": 8,
+        "learning_rate": 0.002,
+        "weight_decay": 0.01,
+    }
     tables = {
         "rehearsal": True,
         "data": {"shape": SHAPE, "range": [-1.0, 1.0]},
@@ -81,8 +90,18 @@ def recipe() -> Recipe:
             "sketch": {"epsilon": 7.0, "delta": 1e-5, "rank": 2},
         },
         "router": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 20},
-        "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
-        "limits": {"expert_bytes": 1 << 20, "statistic_bytes": 1 << 20, "train_s": 600, "gpu_hours": 1.0},
+        "audit": {
+            "required": True,
+            "min_holdout_units": 300,
+            "max_near_copy_rate": 0.01,
+            "max_mia_auc": 0.6,
+        },
+        "limits": {
+            "expert_bytes": 1 << 20,
+            "statistic_bytes": 1 << 20,
+            "train_s": 600,
+            "gpu_hours": 1.0,
+        },
     }
     return Recipe.model_validate_json(json.dumps(tables))
 
@@ -104,7 +123,11 @@ def write_expert(path: Path, architecture: Dit, *, seed: int, sparse: bool = Fal
     specs: dict[str, TensorSpec] = dict(sorted(expected_tensors(architecture, SHAPE).items()))
     header, end = {}, 0
     for name, spec in specs.items():
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + spec.bytes]}
+        header[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.bytes],
+        }
         end += spec.bytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -134,7 +157,9 @@ class MadeUp:
     def create(cls, path: Path, num_silos: int, architecture: Dit) -> "MadeUp":
         """Make the operator's folder and the silos' sites, enroll them, sign a plan for this architecture."""
         federation = Federation(path / "fed")
-        init_federation(federation, FederationSettings(name="bench", host="127.0.0.1", port=9092), PASSPHRASE)
+        init_federation(
+            federation, FederationSettings(name="bench", host="127.0.0.1", port=9092), PASSPHRASE
+        )
         root_digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
         sites = {}
         for number in range(num_silos):

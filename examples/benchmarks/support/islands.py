@@ -28,7 +28,9 @@ RANK, NUM_GROUPS, PUBLIC = 32, 64, 8000
 def read_fashion(folder: Path) -> tuple[Tensor, Tensor]:
     """Read the training images in [-1, 1], halved to (N, 1, 14, 14), and their classes."""
     pixels, label = (
-        np.frombuffer(gzip.decompress((folder / f"train-{name}.gz").read_bytes()), np.uint8, offset=offset)
+        np.frombuffer(
+            gzip.decompress((folder / f"train-{name}.gz").read_bytes()), np.uint8, offset=offset
+        )
         for name, offset in (("images-idx3-ubyte", 16), ("labels-idx1-ubyte", 8))
     )
     images = torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1.0).view(-1, 1, 28, 28)
@@ -45,7 +47,10 @@ def trained_experts(data: Path, work: Path, num_steps: int) -> list[nn.Module]:
         if not kept.exists():
             own = images[torch.isin(label, torch.tensor(classes))]
             save_tensors(kept, _train(expert, own, work / f"island-{k}-{num_steps}", num_steps))
-        specs = {name: TensorSpec("F32", tuple(value.shape)) for name, value in expert.state_dict().items()}
+        specs = {
+            name: TensorSpec("F32", tuple(value.shape))
+            for name, value in expert.state_dict().items()
+        }
         weights = load_tensors(kept, specs, max_bytes=kept.stat().st_size, max_abs=1e4)
         expert.load_state_dict(weights)
         experts.append(expert.eval().requires_grad_(False))
@@ -64,7 +69,9 @@ def _train(expert: nn.Module, images: Tensor, folder: Path, num_steps: int) -> d
 
     def tell(progress: Progress) -> None:
         if progress.step % 200 == 0:
-            say(f"{folder.name}: step {progress.step}, loss {progress.loss:.4f}, {progress.seconds:.0f} s")
+            say(
+                f"{folder.name}: step {progress.step}, loss {progress.loss:.4f}, {progress.seconds:.0f} s"
+            )
 
     folder.mkdir(parents=True, exist_ok=True)
     done = train(
@@ -89,7 +96,10 @@ def counts_router(data: Path) -> CountsRouter:
     group_N = torch.from_numpy(groups.astype(np.int64))
     sketch = Sketch.fit(images, group_N, RANK, NUM_GROUPS)
     count_KG = torch.stack(
-        [torch.bincount(group_N[torch.isin(label, torch.tensor(own))], minlength=NUM_GROUPS) for own in CLASSES]
+        [
+            torch.bincount(group_N[torch.isin(label, torch.tensor(own))], minlength=NUM_GROUPS)
+            for own in CLASSES
+        ]
     )
     share_KG = count_KG.double() / count_KG.sum(1, keepdim=True)
     return CountsRouter(sketch, share_KG.log(), LinearPath())

@@ -56,11 +56,19 @@ class Processes(threading.Thread):
     def _sample(self, pid: int) -> None:
         try:
             command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            peak = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in line)
+            peak = next(
+                line
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                if "VmHWM" in line
+            )
             times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         except (OSError, StopIteration):  # it has ended
             return
-        role = "this process" if pid == os.getpid() else next((r for part, r in _ROLES if part in command), "other")
+        role = (
+            "this process"
+            if pid == os.getpid()
+            else next((r for part, r in _ROLES if part in command), "other")
+        )
         self.peak_bytes[role] = max(self.peak_bytes.get(role, 0), int(peak.split()[1]) * 1024)
         self._cpu_s[pid] = (role, sum(map(int, times)) / os.sysconf("SC_CLK_TCK"))
 
@@ -71,7 +79,9 @@ class Processes(threading.Thread):
             found[role] = found.get(role, 0.0) + seconds
         return found
 
-    def rows(self, what: str, since: dict[str, float] | None = None) -> list[tuple[str, str, int, float]]:
+    def rows(
+        self, what: str, since: dict[str, float] | None = None
+    ) -> list[tuple[str, str, int, float]]:
         """One row a role: what was measured, the role, its peak in MiB, its processor time since `since`."""
         spent = self.cpu_s()
         return [
@@ -85,11 +95,15 @@ PROCESS_COLUMNS = ("run", "process", "peak_mib", "cpu_s")
 
 def parse(description: str | None, **defaults: float | str) -> argparse.Namespace:
     """Read --quick, --json, --out, --work and an option for each default."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a small size, to see that it works")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    parser.add_argument("--work", type=Path, default=Path("build/bench/work"), help="where the files go meanwhile")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/bench/work"), help="where the files go meanwhile"
+    )
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     arguments = parser.parse_args()
@@ -107,25 +121,43 @@ def require_space(folder: Path, num_bytes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(folder).free, num_bytes + 5 * 2**30
     if free < needed:
-        sys.exit(f"{folder}: expected {needed / 2**30:.0f} GiB free, got {free / 2**30:.0f}; choose another --work")
+        sys.exit(
+            f"{folder}: expected {needed / 2**30:.0f} GiB free, got {free / 2**30:.0f}; choose another --work"
+        )
 
 
 def require_memory(num_bytes: int) -> None:
     """Exit unless the machine has that much memory available."""
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
+    line = next(
+        line for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
+    )
     if (free := int(line.split()[1]) * 1024) < num_bytes:
-        sys.exit(f"memory: expected {num_bytes / 2**30:.0f} GiB available, got {free / 2**30:.0f}; try --quick")
+        sys.exit(
+            f"memory: expected {num_bytes / 2**30:.0f} GiB available, got {free / 2**30:.0f}; try --quick"
+        )
 
 
-def report(name: str, header: Sequence[str], rows: Sequence[Sequence[object]], arguments: argparse.Namespace) -> None:
+def report(
+    name: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    arguments: argparse.Namespace,
+) -> None:
     """Print the rows and write `<name>.csv`."""
     if arguments.json:
         print(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
     else:
-        cells = [tuple(header), *([f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows)]
+        cells = [
+            tuple(header),
+            *([f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows),
+        ]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         for row in cells:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            print(
+                "  ".join(
+                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                ).rstrip()
+            )
     arguments.out.mkdir(parents=True, exist_ok=True)
     with (arguments.out / f"{name}.csv").open("w", newline="") as handle:
         writer = csv.writer(handle)

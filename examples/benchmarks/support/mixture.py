@@ -38,7 +38,9 @@ class Mixture:
     @property
     def prior_K(self) -> Tensor:
         """Each silo's share."""
-        return torch.zeros(self.num_experts, dtype=torch.float64).index_add(0, self.silo_C, self.weight_C)
+        return torch.zeros(self.num_experts, dtype=torch.float64).index_add(
+            0, self.silo_C, self.weight_C
+        )
 
     def _log_joint(self, x_BD: Tensor, t_B: Tensor) -> Tensor:
         alpha_B1, sigma_B1 = self.path.alpha(t_B)[:, None], self.path.sigma(t_B)[:, None]
@@ -54,11 +56,22 @@ class Mixture:
             x_BD, t_B, dtype = x_BD.double(), t_B.double(), x_BD.dtype
             alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
             std_C1 = self.std_C[:, None]
-            residual_BCD = (x_BD[:, None] - alpha * self.mean_CD) / ((alpha * std_C1).square() + sigma.square())
+            residual_BCD = (x_BD[:, None] - alpha * self.mean_CD) / (
+                (alpha * std_C1).square() + sigma.square()
+            )
             x_0_BCD = self.mean_CD + alpha * std_C1.square() * residual_BCD
-            d_alpha, d_sigma = self.path.d_alpha(t_B)[:, None, None], self.path.d_sigma(t_B)[:, None, None]
-            of_BC = self._log_joint(x_BD, t_B).masked_fill(self.silo_C != silo, -torch.inf).softmax(1)
-            return (of_BC[..., None] * (d_alpha * x_0_BCD + d_sigma * sigma * residual_BCD)).sum(1).to(dtype)
+            d_alpha, d_sigma = (
+                self.path.d_alpha(t_B)[:, None, None],
+                self.path.d_sigma(t_B)[:, None, None],
+            )
+            of_BC = (
+                self._log_joint(x_BD, t_B).masked_fill(self.silo_C != silo, -torch.inf).softmax(1)
+            )
+            return (
+                (of_BC[..., None] * (d_alpha * x_0_BCD + d_sigma * sigma * residual_BCD))
+                .sum(1)
+                .to(dtype)
+            )
 
         return velocity
 
@@ -81,15 +94,22 @@ class Mixture:
         Along a direction the law is a mixture of Gaussians in one dimension.
         """
         random = torch.Generator().manual_seed(0)
-        direction_PD = torch.randn(_PROJECTIONS, self.mean_CD.shape[1], generator=random, dtype=torch.float64)
+        direction_PD = torch.randn(
+            _PROJECTIONS, self.mean_CD.shape[1], generator=random, dtype=torch.float64
+        )
         direction_PD /= direction_PD.norm(dim=1, keepdim=True)
         level_N = (torch.arange(num, dtype=torch.float64) + 0.5) / num
         found = []
         for mean_C in direction_PD @ self.mean_CD.T:
-            low, high = float((mean_C - 8 * self.std_C).min()), float((mean_C + 8 * self.std_C).max())
+            low, high = (
+                float((mean_C - 8 * self.std_C).min()),
+                float((mean_C + 8 * self.std_C).max()),
+            )
             at_G = torch.linspace(low, high, _GRID, dtype=torch.float64)
             below_GC = (1 + torch.erf((at_G[:, None] - mean_C) / (self.std_C * math.sqrt(2)))) / 2
-            found.append(at_G[torch.searchsorted(below_GC @ self.weight_C, level_N).clamp(max=_GRID - 1)])
+            found.append(
+                at_G[torch.searchsorted(below_GC @ self.weight_C, level_N).clamp(max=_GRID - 1)]
+            )
         return direction_PD, torch.stack(found)
 
 
@@ -100,7 +120,15 @@ def sliced_distance(x_ND: Tensor, direction_PD: Tensor, quantile_PN: Tensor) -> 
 
 def plane(path: Path) -> Mixture:
     """Four silos of unequal shares in the plane, with narrow components far from each other."""
-    mean = [[2.0, 2.0], [-2.0, 2.0], [0.0, 3.0], [2.0, -2.0], [0.0, -3.0], [-2.0, -1.5], [-3.5, 0.0]]
+    mean = [
+        [2.0, 2.0],
+        [-2.0, 2.0],
+        [0.0, 3.0],
+        [2.0, -2.0],
+        [0.0, -3.0],
+        [-2.0, -1.5],
+        [-3.5, 0.0],
+    ]
     weight, silo = [0.3, 0.25, 0.15, 0.12, 0.08, 0.08, 0.02], [0, 0, 0, 1, 1, 2, 3]
     std = [0.17, 0.2, 0.15, 0.2, 0.15, 0.18, 0.15]
     double = torch.float64

@@ -69,14 +69,18 @@ class ReferenceBlock(nn.Module):
         from timm.models.vision_transformer import Attention
 
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden, elementwise_affine=False, eps=1e-6) for _ in range(2))
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(hidden, elementwise_affine=False, eps=1e-6) for _ in range(2)
+        )
         self.attention = Attention(hidden, num_heads=heads, qkv_bias=True)
         self.network = Mlp(hidden, 4 * hidden, act_layer=lambda: nn.GELU(approximate="tanh"))
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden, 6 * hidden))
 
     def forward(self, h_BND: Tensor, c_BD: Tensor) -> Tensor:
         """Return the tokens after this block."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(c_BD)[:, None].chunk(6, -1)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(c_BD)[:, None].chunk(
+            6, -1
+        )
         h_BND = h_BND + gate_a * self.attention(self.norms[0](h_BND) * (1 + scale_a) + shift_a)
         out: Tensor = h_BND + gate_m * self.network(self.norms[1](h_BND) * (1 + scale_m) + shift_m)
         return out
@@ -96,10 +100,14 @@ class ReferenceDit(nn.Module):
         self.shape, self.patch = shape, patch
         self.embed = PatchEmbed(height, patch, channels, hidden)
         self.register_buffer("position_ND", torch.randn(self.embed.num_patches, hidden) * 0.02)
-        self.register_buffer("frequencies", 1000 * torch.exp(-math.log(10_000) * torch.arange(128) / 128))
+        self.register_buffer(
+            "frequencies", 1000 * torch.exp(-math.log(10_000) * torch.arange(128) / 128)
+        )
         self.time = nn.Sequential(nn.Linear(256, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
         self.classes = nn.Embedding(NUM_CLASSES + 1, hidden)
-        self.blocks = nn.ModuleList(ReferenceBlock(hidden, architecture.heads) for _ in range(architecture.depth))
+        self.blocks = nn.ModuleList(
+            ReferenceBlock(hidden, architecture.heads) for _ in range(architecture.depth)
+        )
         self.norm = nn.LayerNorm(hidden, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden, 2 * hidden))
         self.head = nn.Linear(hidden, channels * patch * patch)

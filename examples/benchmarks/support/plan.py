@@ -19,11 +19,19 @@ def small_plan(shape: Sequence[int], num_steps: int) -> Plan:
         "silos": silos,
         "agreed": {silo: {"images": 1024, "patients": None} for silo in silos},
         "receipt_key": "ed25519:" + "b" * 64,
-        "files": [{"path": f"plan/{name}.safetensors", "bytes": 8448, "digest": "a" * 64} for name in names],
+        "files": [
+            {"path": f"plan/{name}.safetensors", "bytes": 8448, "digest": "a" * 64}
+            for name in names
+        ],
         "data": {"shape": list(shape), "range": [-1.0, 1.0]},
         "latent": {"kind": "identity"},
         "encoder": {"kind": "pca", "path": "plan/encoder.safetensors", "dim": 32},
-        "clustering": {"path": "plan/centroids.safetensors", "num_fine": 64, "num_coarse": 3, "balanced": False},
+        "clustering": {
+            "path": "plan/centroids.safetensors",
+            "num_fine": 64,
+            "num_coarse": 3,
+            "balanced": False,
+        },
         "sketch": {"path": "plan/sketch.safetensors", "rank": 32},
         "partition": {"kind": "silo", "min_images": 50},
         "objective": {"path": "linear", "prediction": "velocity"},
@@ -54,7 +62,17 @@ def small_plan(shape: Sequence[int], num_steps: int) -> Plan:
             "class_counts": None,
         },
         "router": {"kind": "learned", "hidden": 128, "depth": 3, "num_steps": 2000},
-        "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
-        "limits": {"expert_bytes": 67108864, "statistic_bytes": 16777216, "train_s": 3600, "gpu_hours": 1.0},
+        "audit": {
+            "required": True,
+            "min_holdout_units": 300,
+            "max_near_copy_rate": 0.01,
+            "max_mia_auc": 0.6,
+        },
+        "limits": {
+            "expert_bytes": 67108864,
+            "statistic_bytes": 16777216,
+            "train_s": 3600,
+            "gpu_hours": 1.0,
+        },
     }
     return Plan.parse(json.dumps(document).encode(), subject="plan")

@@ -20,16 +20,34 @@ def draw(rows: Sequence[Sequence[str]], path: Path) -> None:
         how, _, bound = target.rpartition(" ")
         value, low, high = (_reached(float(number), float(bound), how) for number in numbers)
         colour = _MET if met == "yes" else _MISSED
-        axes.plot(sorted((low, high)), (place, place), color=colour, lw=2, alpha=0.5, solid_capstyle="round")
+        axes.plot(
+            sorted((low, high)),
+            (place, place),
+            color=colour,
+            lw=2,
+            alpha=0.5,
+            solid_capstyle="round",
+        )
         axes.plot(value, place, "o", color=colour, ms=7)
         axes.annotate(
-            numbers[0], (value, place), (0, 6), textcoords="offset points", ha="center", fontsize=7, color=_LINE
+            numbers[0],
+            (value, place),
+            (0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=7,
+            color=_LINE,
         )
-        axes.annotate(target, (1.005, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        axes.annotate(
+            target, (1.005, place), xycoords=("axes fraction", "data"), va="center", fontsize=8
+        )
     axes.axvline(1.0, color=_LINE, lw=1)
     axes.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("reached: right of the line is met; points are medians, bars quartiles of the rounds", fontsize=8)
+    axes.set_xlabel(
+        "reached: right of the line is met; points are medians, bars quartiles of the rounds",
+        fontsize=8,
+    )
     axes.grid(axis="x", alpha=0.25)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -83,7 +83,9 @@ def running(
     port = port or free_port()
     with ExitStack() as stack:
         couriers = [
-            stack.enter_context(Courier(site, address=address or f"127.0.0.1:{port}", max_bundle_bytes=2**32))
+            stack.enter_context(
+                Courier(site, address=address or f"127.0.0.1:{port}", max_bundle_bytes=2**32)
+            )
             for site in sites.values()
         ]
         runtime = stack.enter_context(

@@ -43,17 +43,29 @@ class Target:
 
     def row(self) -> tuple[str, ...]:
         """As `COLUMNS`; low and high are the quartiles of the rounds."""
-        low, _, high = statistics.quantiles(self.values, n=4) if len(self.values) > 1 else [self.value] * 3
+        low, _, high = (
+            statistics.quantiles(self.values, n=4) if len(self.values) > 1 else [self.value] * 3
+        )
         numbers = (f"{number:.4g}" for number in (self.value, low, high))
         target = f"{'at least' if self.at_least else 'at most'} {self.bound:g}"
-        return (self.figure, target, *numbers, "yes" if self.met else "no", commit(), hardware(), now())
+        return (
+            self.figure,
+            target,
+            *numbers,
+            "yes" if self.met else "no",
+            commit(),
+            hardware(),
+            now(),
+        )
 
 
 def report_targets(name: str, targets: Sequence[Target], arguments: argparse.Namespace) -> None:
     """Print the figures and write ``targets/<name>.csv``."""
     rows = [target.row() for target in targets]
     for row in rows:
-        print(f"{'met   ' if row[5] == 'yes' else 'MISSED'} {row[0]}: {row[2]} [{row[3]}, {row[4]}], {row[1]}")
+        print(
+            f"{'met   ' if row[5] == 'yes' else 'MISSED'} {row[0]}: {row[2]} [{row[3]}, {row[4]}], {row[1]}"
+        )
     folder: Path = arguments.out / "targets"
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / f"{name}.csv", rows)
@@ -70,7 +82,9 @@ def write_rows(path: Path, rows: Sequence[Sequence[str]]) -> None:
 def commit() -> str:
     """Return the measured commit, marked if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 
@@ -78,7 +92,11 @@ def hardware() -> str:
     """Processor or accelerator, and how many threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    names = [line.partition(":")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.partition(":")[2]
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
     return f"{(names or [platform.processor()])[0].strip()}, {torch.get_num_threads()} threads"
 
 

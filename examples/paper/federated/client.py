@@ -19,7 +19,9 @@ def train(message: Message, context: Context) -> Message:
     numbers = {"round": float(config["round"]), "mu": float(config.get("proximal-mu", 0.0))}
     learnt, told = ask(folder, silo, message.metadata.message_id, weights, numbers)
     arrays = ArrayRecord({name: Array(value) for name, value in learnt.items()})
-    metrics = MetricRecord({"num-examples": int(told["images"]), "flops": told["flops"], "diverged": told["diverged"]})
+    metrics = MetricRecord(
+        {"num-examples": int(told["images"]), "flops": told["flops"], "diverged": told["diverged"]}
+    )
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 

@@ -87,7 +87,9 @@ class Relay:
                     if self._over:
                         return
                     self._ends |= {client, server}
-                answers = threading.Thread(target=self._pump, args=(server, client, False), daemon=True)
+                answers = threading.Thread(
+                    target=self._pump, args=(server, client, False), daemon=True
+                )
                 answers.start()
                 self._pump(client, server, True)
                 answers.join()

@@ -16,4 +16,7 @@ def flat(state: Mapping[str, Tensor]) -> Tensor:
 def named(vector_D: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a vector's values under the names and in the shapes of `like`; the inverse of `flat`."""
     parts = torch.split(vector_D, [value.numel() for value in like.values()])
-    return {name: part.reshape(value.shape).clone() for (name, value), part in zip(like.items(), parts, strict=True)}
+    return {
+        name: part.reshape(value.shape).clone()
+        for (name, value), part in zip(like.items(), parts, strict=True)
+    }

@@ -35,12 +35,22 @@ def hand(path: Path, weights: Weights, numbers: Numbers) -> None:
 def handed(path: Path) -> tuple[Weights, Numbers]:
     """Read what was handed over."""
     with np.load(path, allow_pickle=False) as found:
-        weights = {name.removeprefix("weights/"): found[name] for name in found if name.startswith("weights/")}
-        numbers = {name.removeprefix("numbers/"): float(found[name]) for name in found if name.startswith("numbers/")}
+        weights = {
+            name.removeprefix("weights/"): found[name]
+            for name in found
+            if name.startswith("weights/")
+        }
+        numbers = {
+            name.removeprefix("numbers/"): float(found[name])
+            for name in found
+            if name.startswith("numbers/")
+        }
     return weights, numbers
 
 
-def ask(folder: Path, silo: int, name: str, weights: Weights, numbers: Numbers) -> tuple[Weights, Numbers]:
+def ask(
+    folder: Path, silo: int, name: str, weights: Weights, numbers: Numbers
+) -> tuple[Weights, Numbers]:
     """Hand weights and numbers to a silo's trainer, and wait for its answer; whoever started both ends a wait in vain.
 
     Args:

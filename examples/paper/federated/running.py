@@ -67,20 +67,30 @@ def run(folder: Path, terms: Terms, check: Check) -> Counted:
         NumericalError: training diverged.
     """
     write_atomic(folder / TERMS, terms.model_dump_json().encode())
-    kept = Counted.model_validate_json((folder / COUNTED).read_bytes()) if (folder / COUNTED).exists() else Counted()
+    kept = (
+        Counted.model_validate_json((folder / COUNTED).read_bytes())
+        if (folder / COUNTED).exists()
+        else Counted()
+    )
     if (folder / DONE).exists():
         return kept
     for former in (LOSE, FAILED):
         (folder / former).unlink(missing_ok=True)
     with _running(folder, terms) as flower:
-        before, started, rounds = (flower.relay.up, flower.relay.down), time.monotonic(), terms.done(folder)
+        before, started, rounds = (
+            (flower.relay.up, flower.relay.down),
+            time.monotonic(),
+            terms.done(folder),
+        )
         _submit(flower)
         while True:
             over = (folder / DONE).exists()
             if over or terms.done(folder) > rounds:
                 rounds = terms.done(folder)
                 up, down = flower.relay.up - before[0], flower.relay.down - before[1]
-                found = Counted(up=kept.up + up, down=kept.down + down, seconds=kept.seconds + _since(started))
+                found = Counted(
+                    up=kept.up + up, down=kept.down + down, seconds=kept.seconds + _since(started)
+                )
                 write_atomic(folder / COUNTED, found.model_dump_json().encode())
             if over:
                 return found
@@ -98,9 +108,15 @@ def _refuse_failure(folder: Path) -> None:
     if (folder / FAILED).exists():
         fault = (folder / FAILED).read_text()
         if fault == DIVERGED:
-            raise NumericalError("federated averaging", expected="finite weights", got="a silo whose training diverged")
+            raise NumericalError(
+                "federated averaging",
+                expected="finite weights",
+                got="a silo whose training diverged",
+            )
         remedy = f"Read the logs in {folder / 'flower'}; the same command goes on."
-        raise TransportError("federated averaging", expected="an answer of every silo", got=fault, remedy=remedy)
+        raise TransportError(
+            "federated averaging", expected="an answer of every silo", got=fault, remedy=remedy
+        )
 
 
 def _since(started: float) -> float:
@@ -112,14 +128,19 @@ def _running(folder: Path, terms: Terms) -> Iterator[_Flower]:
     """Run Flower without TLS on loopback, each silo's SuperNode through the relay that counts, and the trainers."""
     home = folder / "flower"
     home.mkdir(exist_ok=True)
-    environment = flower_environment(home) | {"PYTHONPATH": str(ROOT), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1"}
+    environment = flower_environment(home) | {
+        "PYTHONPATH": str(ROOT),
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1",
+    }
     port = free_port()  # all of the SuperLink's interfaces
     with ExitStack() as stack:
         children: list[Child] = []
         stack.callback(lambda: terminate_all(children))
 
         def start(name: str, command: Sequence[str]) -> Child:
-            children.append(spawn(command, log_path=home / f"{name}.log", env=environment, cwd=home))
+            children.append(
+                spawn(command, log_path=home / f"{name}.log", env=environment, cwd=home)
+            )
             return children[-1]
 
         def flower(name: str) -> list[str]:
@@ -147,15 +168,31 @@ def _submit(flower: _Flower) -> None:
     home = flower.folder / "flower"
     connection = {"address": f"{_HOST}:{flower.port}", "insecure": True}
     write_atomic(
-        home / "config.toml", tomli_w.dumps({"superlink": {"default": _CONNECTION, _CONNECTION: connection}}).encode()
+        home / "config.toml",
+        tomli_w.dumps({"superlink": {"default": _CONNECTION, _CONNECTION: connection}}).encode(),
     )
     settings = f'folder="{flower.folder.absolute()}"'
-    command = [str(program("flwr")), "run", str(_APP), _CONNECTION, "--run-config", settings, "--format", "json"]
+    command = [
+        str(program("flwr")),
+        "run",
+        str(_APP),
+        _CONNECTION,
+        "--run-config",
+        settings,
+        "--format",
+        "json",
+    ]
     started = time.monotonic()
     while True:
         try:
             answer = subprocess.run(
-                command, capture_output=True, text=True, check=False, env=flower.environment, cwd=home, timeout=_START_S
+                command,
+                capture_output=True,
+                text=True,
+                check=False,
+                env=flower.environment,
+                cwd=home,
+                timeout=_START_S,
             )
         except subprocess.TimeoutExpired:
             said = ""
@@ -166,7 +203,12 @@ def _submit(flower: _Flower) -> None:
         _alive(flower)
         if _since(started) > _START_S:
             got = " ".join(said.split())[-300:] or "no answer"
-            raise TransportError("flwr run", expected="a run that starts", got=got, remedy=f"Read the logs in {home}.")
+            raise TransportError(
+                "flwr run",
+                expected="a run that starts",
+                got=got,
+                remedy=f"Read the logs in {home}.",
+            )
 
 
 def _alive(flower: _Flower) -> None:
@@ -174,4 +216,6 @@ def _alive(flower: _Flower) -> None:
         if not child.running():
             remedy = f"Read {child.log_path}; the same command goes on."
             got = f"one that ended: {' '.join(child.log_tail(300).split())}"
-            raise TransportError(child.log_path.stem, expected="a program that runs", got=got, remedy=remedy)
+            raise TransportError(
+                child.log_path.stem, expected="a program that runs", got=got, remedy=remedy
+            )

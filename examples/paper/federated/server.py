@@ -15,7 +15,11 @@ from examples.paper.federated.flattening import WEIGHTS, flat, named
 from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, ROUND, Terms
 
 _MAX_BYTES = 1 << 32
-_FIRST_S, _PATIENCE, _SLACK_S = 3600.0, 2.0, 10.0  # a round is waited for twice as long as the longest before
+_FIRST_S, _PATIENCE, _SLACK_S = (
+    3600.0,
+    2.0,
+    10.0,
+)  # a round is waited for twice as long as the longest before
 
 app = ServerApp()
 
@@ -28,7 +32,11 @@ def main(grid: Grid, context: Context) -> None:
     wanted = terms.num_silos - (folder / LOST).exists()
     try:
         _until(lambda: len(list(grid.get_node_ids())) >= wanted)
-        fault = _collect(grid, folder, wanted) if terms.method == "collect" else _average(grid, folder, terms)
+        fault = (
+            _collect(grid, folder, wanted)
+            if terms.method == "collect"
+            else _average(grid, folder, terms)
+        )
     except Exception as error:  # else the runner would wait for ever
         fault = f"{type(error).__name__}: {error}"
     if fault:
@@ -49,7 +57,9 @@ def _average(grid: Grid, folder: Path, terms: Terms) -> str:
     """Average until all rounds are done; return what went wrong. A silo may be missing where it is lost, only there."""
     first = terms.done(folder)
     like = build_expert(terms.network, terms.shape, seed=terms.seed).state_dict()
-    state = load_tensors(folder / ROUND.format(first), None, max_bytes=_MAX_BYTES) if first else like
+    state = (
+        load_tensors(folder / ROUND.format(first), None, max_bytes=_MAX_BYTES) if first else like
+    )
     arrays, longest = ArrayRecord({WEIGHTS: Array(flat(state).numpy())}), 0.0
     for number in range(first, terms.rounds):
         if number == terms.lost_after and not (folder / LOST).exists():
@@ -57,7 +67,9 @@ def _average(grid: Grid, folder: Path, terms: Terms) -> str:
             _until((folder / LOST).exists)
         started, timeout = time.monotonic(), _PATIENCE * longest + _SLACK_S if longest else _FIRST_S
         config = ConfigRecord({"round": number})
-        result = _strategy(terms).start(grid, arrays, num_rounds=1, timeout=timeout, train_config=config)
+        result = _strategy(terms).start(
+            grid, arrays, num_rounds=1, timeout=timeout, train_config=config
+        )
         metrics = result.train_metrics_clientapp.get(1, MetricRecord({"silos": 0, "diverged": 0.0}))
         wanted = terms.num_silos - (terms.lost_after is not None and number >= terms.lost_after)
         if metrics["diverged"]:
@@ -67,13 +79,23 @@ def _average(grid: Grid, folder: Path, terms: Terms) -> str:
         arrays = result.arrays
         if number != terms.lost_after:
             longest = max(longest, time.monotonic() - started)
-        (folder / f"round-{number + 1:04d}.txt").write_text(f"{metrics['flops']} {metrics['silos']}\n")
-        save_tensors(folder / ROUND.format(number + 1), named(torch.from_numpy(arrays[WEIGHTS].numpy()), like))
+        (folder / f"round-{number + 1:04d}.txt").write_text(
+            f"{metrics['flops']} {metrics['silos']}\n"
+        )
+        save_tensors(
+            folder / ROUND.format(number + 1),
+            named(torch.from_numpy(arrays[WEIGHTS].numpy()), like),
+        )
     return ""
 
 
 def _strategy(terms: Terms) -> FedAvg:
-    how = {"fraction_evaluate": 0.0, "min_train_nodes": 1, "min_available_nodes": 1, "train_metrics_aggr_fn": _sums}
+    how = {
+        "fraction_evaluate": 0.0,
+        "min_train_nodes": 1,
+        "min_available_nodes": 1,
+        "train_metrics_aggr_fn": _sums,
+    }
     return FedProx(proximal_mu=terms.mu, **how) if terms.method == "fedprox" else FedAvg(**how)
 
 
@@ -86,10 +108,20 @@ def _sums(contents: list[RecordDict], _: str) -> MetricRecord:
 
 def _collect(grid: Grid, folder: Path, wanted: int) -> str:
     """Send every silo the plan's files, and take what it answers with; return what went wrong."""
-    bundle = {path.name: path.read_bytes() for path in sorted((folder / "bundle").rglob("*")) if path.is_file()}
+    bundle = {
+        path.name: path.read_bytes()
+        for path in sorted((folder / "bundle").rglob("*"))
+        if path.is_file()
+    }
     content = RecordDict({"bundle": ConfigRecord(bundle)})
-    messages = [Message(content, message_type="query", dst_node_id=node) for node in grid.get_node_ids()]
-    replies = [reply for reply in grid.send_and_receive(messages, timeout=_FIRST_S) if not reply.has_error()]
+    messages = [
+        Message(content, message_type="query", dst_node_id=node) for node in grid.get_node_ids()
+    ]
+    replies = [
+        reply
+        for reply in grid.send_and_receive(messages, timeout=_FIRST_S)
+        if not reply.has_error()
+    ]
     if len(replies) != wanted:
         return f"files of {len(replies)} silos of {wanted} within {_FIRST_S:.0f} s"
     for number, reply in enumerate(replies):

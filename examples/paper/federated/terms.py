@@ -57,4 +57,7 @@ class Terms(Model):
 
     def done(self, folder: Path) -> int:
         """Return how many rounds are done."""
-        return next((n for n in range(self.rounds) if not (folder / ROUND.format(n + 1)).exists()), self.rounds)
+        return next(
+            (n for n in range(self.rounds) if not (folder / ROUND.format(n + 1)).exists()),
+            self.rounds,
+        )

@@ -41,12 +41,20 @@ def main() -> None:
             state = named(torch.from_numpy(weights[WEIGHTS]), like)
             answer = own / asked.name.replace(ASKED, ANSWERED)
             try:
-                state, trained = learn(terms, silo, int(numbers["round"]), state, images, numbers["mu"])
-            except NumericalError:  # an answer all the same: Flower would only leave out a silo that fails
+                state, trained = learn(
+                    terms, silo, int(numbers["round"]), state, images, numbers["mu"]
+                )
+            except (
+                NumericalError
+            ):  # an answer all the same: Flower would only leave out a silo that fails
                 hand(answer, weights, {"images": len(images), "flops": 0.0, "diverged": 1.0})
             else:
                 learnt = flat({name: state[name] for name in like}).numpy()
-                hand(answer, {WEIGHTS: learnt}, {"images": len(images), "flops": trained.flops, "diverged": 0.0})
+                hand(
+                    answer,
+                    {WEIGHTS: learnt},
+                    {"images": len(images), "flops": trained.flops, "diverged": 0.0},
+                )
             asked.unlink()
         time.sleep(_POLL_S)
 

@@ -29,15 +29,25 @@ NUM_IMAGES = (100, 300, 1000, 3000)
 def main() -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--dataset", choices=tuple(PRIVATE_CLASSES), required=True)
     parser.add_argument("--data", type=Path, required=True, help="as examples.paper.run takes it")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--images", type=int, nargs="+", default=NUM_IMAGES, help="of the silos; default 100 to 3,000")
+    parser.add_argument(
+        "--images",
+        type=int,
+        nargs="+",
+        default=NUM_IMAGES,
+        help="of the silos; default 100 to 3,000",
+    )
     parser.add_argument("--choices", nargs="+", choices=tuple(CHOICES), default=tuple(CHOICES))
     parser.add_argument("--samples", type=int, default=2000, help="for FID; default 2000")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of all training steps; default 1")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="share of all training steps; default 1"
+    )
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
@@ -48,7 +58,9 @@ def run(asked: argparse.Namespace, command: str) -> None:
     """Measure what was asked for, and write the page after each."""
     world = read_world(asked.dataset, asked.data)
     data = Data.of(world, PRIVATE_CLASSES[asked.dataset])
-    work = asked.out / "work" / f"{asked.dataset}-{asked.scale:g}"  # experts of other images or steps are others
+    work = (
+        asked.out / "work" / f"{asked.dataset}-{asked.scale:g}"
+    )  # experts of other images or steps are others
     work.mkdir(parents=True, exist_ok=True)
     workshop = Workshop(data, world, work, asked.scale)
     base = workshop.base
@@ -83,7 +95,8 @@ def measured(silo: Silo, choice: str, num_samples: int) -> Cell:
         steps=silo.expert.plan.expert.training.num_steps,
         verdict=audit.verdict,
         reason=audit.reason,
-        figures=_strongest(audit) | {name: Figure.of(each) for name, each in silo.judge(num_samples).items()},
+        figures=_strongest(audit)
+        | {name: Figure.of(each) for name, each in silo.judge(num_samples).items()},
         noise_multiplier=paid.noise_multiplier if paid else None,
         training_s=training_s,
         audit_s=audit_s,
@@ -96,7 +109,9 @@ def measured(silo: Silo, choice: str, num_samples: int) -> Cell:
 def _strongest(audit: ExpertAudit) -> dict[str, Figure]:
     named = {"auc": audit.auc, "tpr": audit.tpr, "copies": audit.copies}
     worst = {name: max(figures, key=lambda each: each.value) for name, figures in named.items()}
-    return {name: Figure(value=each.value, low=each.low, high=each.high) for name, each in worst.items()}
+    return {
+        name: Figure(value=each.value, low=each.low, high=each.high) for name, each in worst.items()
+    }
 
 
 if __name__ == "__main__":

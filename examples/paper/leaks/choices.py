@@ -61,8 +61,16 @@ def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float
         "checkpoint_steps": steps,
     }
     expert = {
-        "architecture": {"kind": "dit", "patch": shape[-1] // _PATCHES, "hidden": 96, "depth": 4, "heads": 4},
-        "adaptation": {"kind": "lora", "rank": 8, "alpha": 8.0} if choice.lora else {"kind": "full"},
+        "architecture": {
+            "kind": "dit",
+            "patch": shape[-1] // _PATCHES,
+            "hidden": 96,
+            "depth": 4,
+            "heads": 4,
+        },
+        "adaptation": {"kind": "lora", "rank": 8, "alpha": 8.0}
+        if choice.lora
+        else {"kind": "full"},
         "training": training,
     }
     if choice.epsilon is not None:
@@ -76,5 +84,10 @@ def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float
         }
     counts = {"epsilon": 1.0, "num_groups": 1}
     statistics = {"unit": "image", "total": {"epsilon": 1.0, "delta": 0.0}, "counts": counts}
-    audit = {"required": True, "min_holdout_units": HELD_OUT * 5 // 6, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6}
+    audit = {
+        "required": True,
+        "min_holdout_units": HELD_OUT * 5 // 6,
+        "max_near_copy_rate": 0.01,
+        "max_mia_auc": 0.6,
+    }
     return plan_for(shape, statistics, expert=expert, audit=audit)

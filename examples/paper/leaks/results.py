@@ -11,7 +11,13 @@ from examples.paper.leaks.choices import CHOICES, HELD_OUT
 from examples.paper.tables.results import Figure
 
 _SHOWN = ("auc", "tpr", "copies", "fid", "kid")
-_COLOURS = {"whole": "#c8553d", "fewer": "#e0a458", "lora": "#1b6ca8", "lora-8": "#2e8b57", "lora-2": "#7b5ea7"}
+_COLOURS = {
+    "whole": "#c8553d",
+    "fewer": "#e0a458",
+    "lora": "#1b6ca8",
+    "lora-8": "#2e8b57",
+    "lora-2": "#7b5ea7",
+}
 
 
 class Cell(Model):
@@ -48,7 +54,12 @@ class Cell(Model):
 
 
 def write_report(
-    out: Path, dataset: str, cells: Sequence[Cell], base: Mapping[str, Estimate], command: str, share: float
+    out: Path,
+    dataset: str,
+    cells: Sequence[Cell],
+    base: Mapping[str, Estimate],
+    command: str,
+    share: float,
 ) -> None:
     """Write everything that was measured by now."""
     with (out / "leaks.csv").open("w", newline="") as file:
@@ -58,12 +69,34 @@ def write_report(
         writer.writerow(["dataset", "choice", "images", "steps", "verdict", *bounds, *last])
         for cell in cells:
             found = [cell.figures[name] for name in _SHOWN]
-            values = [_number(value) for each in found for value in (each.value, each.low, each.high)]
+            values = [
+                _number(value) for each in found for value in (each.value, each.low, each.high)
+            ]
             ends = [_number(cell.noise_multiplier), f"{cell.training_s:.1f}", f"{cell.audit_s:.1f}"]
             about = [cell.commit, cell.hardware, cell.utc]
-            writer.writerow([dataset, cell.choice, cell.images, cell.steps, cell.verdict, *values, *ends, *about])
+            writer.writerow(
+                [
+                    dataset,
+                    cell.choice,
+                    cell.images,
+                    cell.steps,
+                    cell.verdict,
+                    *values,
+                    *ends,
+                    *about,
+                ]
+            )
     _draw(out / "leaks.png", dataset, cells, base)
-    head = ("images", "trained by", "verdict", "AUC", "found at 1% false", "near copies", "FID", "KID")
+    head = (
+        "images",
+        "trained by",
+        "verdict",
+        "AUC",
+        "found at 1% false",
+        "near copies",
+        "FID",
+        "KID",
+    )
     rows = [
         (
             f"{cell.images:,}",
@@ -119,14 +152,24 @@ def _draw(path: Path, dataset: str, cells: Sequence[Cell], base: Mapping[str, Es
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), constrained_layout=True)
     for axis, (name, label) in zip(
-        axes, (("auc", "AUC of the strongest attack"), ("copies", "near copies"), ("fid", "FID")), strict=True
+        axes,
+        (("auc", "AUC of the strongest attack"), ("copies", "near copies"), ("fid", "FID")),
+        strict=True,
     ):
         for choice, colour in _COLOURS.items():
-            found = sorted((each for each in cells if each.choice == choice), key=lambda each: each.images)
+            found = sorted(
+                (each for each in cells if each.choice == choice), key=lambda each: each.images
+            )
             if found:
                 values = [each.figures[name] for each in found]
-                low = [max(each.value - (each.value if each.low is None else each.low), 0) for each in values]
-                high = [max((each.value if each.high is None else each.high) - each.value, 0) for each in values]
+                low = [
+                    max(each.value - (each.value if each.low is None else each.low), 0)
+                    for each in values
+                ]
+                high = [
+                    max((each.value if each.high is None else each.high) - each.value, 0)
+                    for each in values
+                ]
                 axis.errorbar(
                     [each.images for each in found],
                     [each.value for each in values],

@@ -73,12 +73,19 @@ class Data:
 
         public, train, test = world.public, world.train, world.test
         held = world.validation.images[private(world.validation)][:HELD_OUT]
-        return cls(train.images[private(train)], held, public.images[~private(public)], test.images[private(test)])
+        return cls(
+            train.images[private(train)],
+            held,
+            public.images[~private(public)],
+            test.images[private(test)],
+        )
 
 
 def cohort_of(images: Tensor) -> Cohort:
     """Return images as a cohort in which each is a unit of its own."""
-    return Cohort(images, sha256_hex(images.numpy().tobytes()), torch.arange(len(images)), len(images), None)
+    return Cohort(
+        images, sha256_hex(images.numpy().tobytes()), torch.arange(len(images)), len(images), None
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,9 @@ class Silo:
 
     def train(self) -> float:
         """Train the expert, unless it is there; return the seconds that training took, over all restarts."""
-        self.workshop.train(self.expert, self.cohort, torch.arange(self.num), self.file, self.choice.label)
+        self.workshop.train(
+            self.expert, self.cohort, torch.arange(self.num), self.file, self.choice.label
+        )
         return Result.parse(self.file.with_suffix(_RESULT).read_bytes(), subject="result").seconds
 
     def audit(self) -> ExpertAudit:
@@ -185,7 +194,9 @@ class Workshop:
         encoder = PcaEncoder.fit(images, _DIMS)
         features = encoder.encode(images)
         clusters = fit_clustering(features, _GROUPS, 1, _GROUPS, seed=0)
-        return PlanFiles(encoder, clusters, Sketch.fit(images, clusters.groups(features), _RANK, _GROUPS))
+        return PlanFiles(
+            encoder, clusters, Sketch.fit(images, clusters.groups(features), _RANK, _GROUPS)
+        )
 
     @cached_property
     def classifier(self) -> Classifier:
@@ -194,7 +205,9 @@ class Workshop:
         if not path.exists():
             with progress("training the classifier on public images") as tell:
                 part = self.world.public
-                train_classifier(part.images, part.label_N, self.world.data, on_progress=tell).save(path)
+                train_classifier(part.images, part.label_N, self.world.data, on_progress=tell).save(
+                    path
+                )
         return Classifier.load(path)
 
     @cached_property
@@ -206,7 +219,9 @@ class Workshop:
     def base(self) -> Base:
         """The public expert, trained once."""
         path, images = self.folder / "base" / "expert.safetensors", self.data.public
-        self.train(self.public_expert, cohort_of(images), torch.arange(len(images)), path, PUBLIC.label)
+        self.train(
+            self.public_expert, cohort_of(images), torch.arange(len(images)), path, PUBLIC.label
+        )
         return Base(path.parent, File.of(path.name, path))
 
     @cached_property
@@ -215,7 +230,9 @@ class Workshop:
         plan = plan_of(self.world.data.shape, PUBLIC, len(self.data.public), self.share)
         return PlannedExpert(plan, "public", 0, None, Engine())
 
-    def train(self, expert: PlannedExpert, cohort: Cohort, chosen: Tensor, path: Path, label: str) -> None:
+    def train(
+        self, expert: PlannedExpert, cohort: Cohort, chosen: Tensor, path: Path, label: str
+    ) -> None:
         """Train an expert as a job, from its last checkpoint where there is one; does nothing if it is there."""
         if path.with_suffix(_RESULT).exists():
             return
@@ -237,10 +254,14 @@ class Workshop:
     def judge(self, expert: PlannedExpert, file: Path, num_samples: int) -> dict[str, Estimate]:
         """Return FID and KID of an expert's samples against test images."""
         plan = expert.plan
-        network = load_expert(plan.expert.architecture, plan.expert_shape, file.parent, File.of(file.name, file))
+        network = load_expert(
+            plan.expert.architecture, plan.expert_shape, file.parent, File.of(file.name, file)
+        )
         path = path_named(plan.objective.ensemble_path)
         target = Target(network, path, "velocity", torch.device("cpu"))
-        blocks = draw_samples(target, path, plan.expert_shape, None, num_samples, 0, lambda num: None)
+        blocks = draw_samples(
+            target, path, plan.expert_shape, None, num_samples, 0, lambda num: None
+        )
         images = torch.cat(list(blocks)).clamp(-1.0, 1.0)
         found, _ = measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.reference)
         return {name: found[name] for name in ("fid", "kid")}

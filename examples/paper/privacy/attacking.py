@@ -33,31 +33,50 @@ def empirical_epsilons(presets: Presets, say: Callable[[str], None]) -> tuple[Em
     for statistic, (attack, delta, share) in ATTACKS.items():
         num = int(share * presets.attack_draws)
         bound, quartered = (
-            epsilon_bound(*attack(epsilon).scores(num), delta) for epsilon in (CLAIM, with_quarter_noise(CLAIM, delta))
+            epsilon_bound(*attack(epsilon).scores(num), delta)
+            for epsilon in (CLAIM, with_quarter_noise(CLAIM, delta))
         )
         name = f"{statistic} (delta {delta:g}, {num} draws)"
         found.append(Empirical(statistic=name, claim=CLAIM, bound=bound, bound_quartered=quartered))
-        say(f"membership attack on {statistic}: epsilon above {bound:.3f}, with a quarter of the noise {quartered:.3f}")
+        say(
+            f"membership attack on {statistic}: epsilon above {bound:.3f}, with a quarter of the noise {quartered:.3f}"
+        )
     return tuple(found)
 
 
-def reidentification_rates(world: World, parts: PublicParts, seed: int, say: Callable[[str], None]) -> Reidentification:
+def reidentification_rates(
+    world: World, parts: PublicParts, seed: int, say: Callable[[str], None]
+) -> Reidentification:
     """Match released sketches to their images, both by themselves and all together; the better attack counts."""
     images = torch.cat(world.silos)
-    cohort = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:COHORT]]
+    cohort = images[
+        torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:COHORT]
+    ]
     rank = world.dataset.released_rank
-    plan = make_plan({"sketch": {"epsilon": DEFAULT_EPSILON, "delta": DEFAULT_DELTA, "rank": rank}}, rank=rank)
+    plan = make_plan(
+        {"sketch": {"epsilon": DEFAULT_EPSILON, "delta": DEFAULT_DELTA, "rank": rank}}, rank=rank
+    )
     sketch = parts.sketch.head(rank)
     alpha, _ = noise_of(plan, sketch)
     source = make_source(plan, sketch, cohort, torch.zeros(len(cohort), dtype=torch.int64))
     average, outlying = 0.0, 0.0
     for together in (False, True):
         rates = [
-            reidentification(sketch.project(cohort), sketches_in_order(source), alpha, OUTLYING, together=together)
+            reidentification(
+                sketch.project(cohort),
+                sketches_in_order(source),
+                alpha,
+                OUTLYING,
+                together=together,
+            )
             for _ in range(REPEATS[together])
         ]
         average = max(average, sum(rate.average for rate in rates) / len(rates))
         outliers = [[rate.longest for rate in rates], [rate.loneliest for rate in rates]]
         outlying = max(outlying, *(sum(each) / len(each) for each in outliers))
-    say(f"re-identified among {len(cohort)}: {average:.2%}, of the {OUTLYING} most outlying {outlying:.2%}")
-    return Reidentification(num=len(cohort), epsilon=DEFAULT_EPSILON, average=average, outlying=outlying)
+    say(
+        f"re-identified among {len(cohort)}: {average:.2%}, of the {OUTLYING} most outlying {outlying:.2%}"
+    )
+    return Reidentification(
+        num=len(cohort), epsilon=DEFAULT_EPSILON, average=average, outlying=outlying
+    )

@@ -21,7 +21,9 @@ Scores = NDArray[np.float64]
 _TAILS_T = np.geomspace(1e-4, 0.5, 40)
 
 
-def epsilon_bound(first_N: Scores, second_N: Scores, delta: float, confidence: float = 0.999) -> float:
+def epsilon_bound(
+    first_N: Scores, second_N: Scores, delta: float, confidence: float = 0.999
+) -> float:
     """Return a lower confidence bound on the epsilon of a statistic, from the scores of independent experiments.
 
     ``epsilon >= log((TPR - delta) / FPR)`` for any test, and with the worlds exchanged ``log((TNR - delta) / FNR)``.
@@ -37,21 +39,29 @@ def epsilon_bound(first_N: Scores, second_N: Scores, delta: float, confidence: f
     chosen = []
     for hits_N, alarms_N in tests:
         shares_T = np.concatenate([_TAILS_T, 1 - _TAILS_T])
-        threshold_T = np.quantile(np.concatenate([hits_N[::2], alarms_N[::2]]), shares_T, method="higher")
+        threshold_T = np.quantile(
+            np.concatenate([hits_N[::2], alarms_N[::2]]), shares_T, method="higher"
+        )
         bound_T = _bounds(hits_N[::2], alarms_N[::2], threshold_T, delta, confidence)
         chosen.append((bound_T.max(), threshold_T[bound_T.argmax()]))
     better = int(chosen[1][0] > chosen[0][0])
     hits_N, alarms_N = tests[better]
-    found_T = _bounds(hits_N[1::2], alarms_N[1::2], np.array([chosen[better][1]]), delta, confidence)
+    found_T = _bounds(
+        hits_N[1::2], alarms_N[1::2], np.array([chosen[better][1]]), delta, confidence
+    )
     return max(0.0, float(found_T[0]))
 
 
-def _bounds(hits_N: Scores, alarms_N: Scores, threshold_T: Scores, delta: float, confidence: float) -> Scores:
+def _bounds(
+    hits_N: Scores, alarms_N: Scores, threshold_T: Scores, delta: float, confidence: float
+) -> Scores:
     """Return the bound from each threshold: a low hit rate over a high rate of false alarms."""
     miss = (1 - confidence) / 2  # of either rate
     hits_T = (hits_N[:, None] >= threshold_T).sum(0)
     alarms_T = (alarms_N[:, None] >= threshold_T).sum(0)
-    low_T = np.where(hits_T > 0, beta.ppf(miss, np.maximum(hits_T, 1), len(hits_N) - hits_T + 1), 0.0)
+    low_T = np.where(
+        hits_T > 0, beta.ppf(miss, np.maximum(hits_T, 1), len(hits_N) - hits_T + 1), 0.0
+    )
     others_T = len(alarms_N) - alarms_T
     high_T = np.where(others_T > 0, beta.ppf(1 - miss, alarms_T + 1, np.maximum(others_T, 1)), 1.0)
     return np.asarray(np.log(np.maximum(low_T - delta, 1e-300) / high_T))
@@ -91,7 +101,9 @@ def reidentification(
         together: assign each record once (the most likely permutation) instead of each sketch by itself.
     """
     squared_NN = torch.cdist(released_NR.double(), alpha * s_0_NR.double()).square()
-    found_N = linear_sum_assignment(squared_NN.numpy())[1] if together else squared_NN.argmin(1).numpy()
+    found_N = (
+        linear_sum_assignment(squared_NN.numpy())[1] if together else squared_NN.argmin(1).numpy()
+    )
     right_N = torch.from_numpy(found_N == np.arange(len(s_0_NR))).double()
     apart_NN = torch.cdist(s_0_NR.double(), s_0_NR.double()).fill_diagonal_(float("inf"))
     longest = s_0_NR.norm(dim=1).topk(outlying).indices
@@ -100,7 +112,13 @@ def reidentification(
 
 
 def reconstruct(
-    released_NR: Tensor, alpha: float, sigma: float, sketch: Sketch, guess_ND: Tensor, mean_R: Tensor, cov_RR: Tensor
+    released_NR: Tensor,
+    alpha: float,
+    sigma: float,
+    sketch: Sketch,
+    guess_ND: Tensor,
+    mean_R: Tensor,
+    cov_RR: Tensor,
 ) -> Tensor:
     """Return the images that are expected given their released sketches, under a Gaussian prior; shape (N, D).
 
@@ -125,5 +143,7 @@ def reconstruct(
 
 def error_reduction(images_ND: Tensor, guess_ND: Tensor, found_ND: Tensor) -> float:
     """Return how much smaller the squared error of `found_ND` is than that of `guess_ND`, as a share of the latter."""
-    found, guess = ((images_ND.double() - other.double()).square().sum() for other in (found_ND, guess_ND))
+    found, guess = (
+        (images_ND.double() - other.double()).square().sum() for other in (found_ND, guess_ND)
+    )
     return float(1 - found / guess)

@@ -58,7 +58,9 @@ def images_of(s_UR: Tensor, sketch: Sketch) -> Tensor:
     return (sketch.scale * s_UR @ sketch.basis_RD.double()).reshape(len(s_UR), 1, side, side)
 
 
-def make_source(plan: Plan, sketch: Sketch, images_U: Tensor, group_U: Tensor, images_each: int = 1) -> Source:
+def make_source(
+    plan: Plan, sketch: Sketch, images_U: Tensor, group_U: Tensor, images_each: int = 1
+) -> Source:
     images_N, group_N = (part.repeat_interleave(images_each, dim=0) for part in (images_U, group_U))
     unit_N = torch.arange(len(images_N))
     return Source(
@@ -77,7 +79,9 @@ def release(source: Source, kinds: tuple[Kind, ...], noise: Noise = OS_NOISE) ->
     """Draw statistics with the silos' code."""
     with tempfile.TemporaryDirectory() as scratch:
         budget = Budget(epsilon=1000.0, delta=0.5)
-        ledger = _Unmetered(Path(scratch) / "ledger.jsonl", budget=budget, unit=source.plan.statistics.unit)
+        ledger = _Unmetered(
+            Path(scratch) / "ledger.jsonl", budget=budget, unit=source.plan.statistics.unit
+        )
         ledger.draws.mkdir()
         paths = {kind: draw(kind, source, ledger, Path(scratch), noise=noise) for kind in kinds}
         return {kind: load_tensors(path, None, max_bytes=1 << 30) for kind, path in paths.items()}
@@ -93,7 +97,9 @@ def sketches_in_order(source: Source) -> Tensor:
     tape = _Tape()
     count_N = torch.arange(num, dtype=torch.float64) / num
     released_NR, blank_NR, counted_NR = (
-        release(replace(source, images=images), ("sketch",), tape.rewound())["sketch"]["sketch"].double()
+        release(replace(source, images=images), ("sketch",), tape.rewound())["sketch"][
+            "sketch"
+        ].double()
         for images in (source.images, *_markers(source, count_N))
     )
     alpha, _ = noise_of(source.plan, sketch)
@@ -133,7 +139,9 @@ class _Tape:
         return self._kept[self._next - 1]
 
     def below(self, bound: int) -> int:
-        raise NotImplementedError("random bits: expected a request for octets, as sketches make, got another one")
+        raise NotImplementedError(
+            "random bits: expected a request for octets, as sketches make, got another one"
+        )
 
 
 class _Unmetered(Ledger):

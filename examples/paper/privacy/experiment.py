@@ -19,7 +19,14 @@ from pydantic import ValidationError
 from ddm.protocol.base import sha256_hex
 from ddm.routers.base import Router
 from examples.paper.privacy.attacking import empirical_epsilons, reidentification_rates
-from examples.paper.privacy.families import Fitted, Terms, as_published, fit_exact, fit_family, fit_from_samples
+from examples.paper.privacy.families import (
+    Fitted,
+    Terms,
+    as_published,
+    fit_exact,
+    fit_family,
+    fit_from_samples,
+)
 from examples.paper.privacy.figure import draw_figure
 from examples.paper.privacy.measure import TIMES, Measured, measure
 from examples.paper.privacy.public import PublicParts, fit_public
@@ -42,7 +49,10 @@ def main() -> int:
     try:
         results = run_seeds(arguments, presets)
     except KeyboardInterrupt:
-        print(f"Stopped; the same command goes on from what is in {arguments.out / 'runs'}.", file=sys.stderr)
+        print(
+            f"Stopped; the same command goes on from what is in {arguments.out / 'runs'}.",
+            file=sys.stderr,
+        )
         return 130
     targets = check_targets(arguments.dataset, results)
     draw_figure(results, arguments.out / "privacy.png", arguments.dataset)
@@ -57,16 +67,28 @@ def main() -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
-    parser.add_argument("--data", type=Path, help="folder of the data set's files; digits need none")
-    parser.add_argument("--seeds", type=int, default=3, help="worlds: splits, encoders, statistics (default 3)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for figure, tables and unfinished runs")
+    parser.add_argument(
+        "--data", type=Path, help="folder of the data set's files; digits need none"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="worlds: splits, encoders, statistics (default 3)"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for figure, tables and unfinished runs"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     parser.add_argument(
-        "--quick", action="store_true", help="few steps, to see that everything runs; numbers mean nothing"
+        "--quick",
+        action="store_true",
+        help="few steps, to see that everything runs; numbers mean nothing",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time, each with one thread (default 1)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="seeds at a time, each with one thread (default 1)"
+    )
     arguments = parser.parse_args(argv)
     if arguments.check and arguments.quick:
         parser.error("--check: not with --quick, whose numbers mean nothing")
@@ -79,7 +101,9 @@ def run_seeds(arguments: argparse.Namespace, presets: Presets) -> list[SeedResul
     """Measure every world, `--jobs` of them at a time."""
     if arguments.jobs == 1:
         return [run_seed(arguments, presets, seed) for seed in range(arguments.seeds)]
-    with ProcessPoolExecutor(arguments.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(
+        arguments.jobs, get_context("spawn"), torch.set_num_threads, (1,)
+    ) as pool:
         try:
             return list(pool.map(partial(run_seed, arguments, presets), range(arguments.seeds)))
         except KeyboardInterrupt:
@@ -123,16 +147,24 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
     measured, prior = commit(), measure(None, world)
     records = [Record.of("prior", None, 0, prior, prior)]
     worlds = {name: world.grouped_by(name) for name in presets.encoders}
-    parts = {name: fit_public(worlds[name], name, presets.encoder_steps, seed, say) for name in presets.encoders}
+    parts = {
+        name: fit_public(worlds[name], name, presets.encoder_steps, seed, say)
+        for name in presets.encoders
+    }
     main_parts = parts[presets.encoders[0]]
     exact = as_published(fit_exact(world, main_parts), world, main_parts, seed)
     records += references(world, exact, presets, seed, prior, say)
     routers: dict[tuple[str, float], Fitted] = {}
     for encoder, fitted in parts.items():
         first = encoder == presets.encoders[0]
-        records += sweep(worlds[encoder], fitted, presets, seed, prior, encoder, first, routers, say)
+        records += sweep(
+            worlds[encoder], fitted, presets, seed, prior, encoder, first, routers, say
+        )
     experts = train_experts(world, scratch, presets.expert_steps, seed, say)
-    drawn = Fitted(fit_from_samples(world, experts, presets.samples_steps, seed), routers["counts", 1.0].evidence)
+    drawn = Fitted(
+        fit_from_samples(world, experts, presets.samples_steps, seed),
+        routers["counts", 1.0].evidence,
+    )
     samples = as_published(drawn, world, main_parts, seed)
     found = measure(samples, world)
     records.append(Record.of("samples", None, 0, found, prior, temperature=samples.temperature))
@@ -146,11 +178,15 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
         records=tuple(records),
         shares=sampler.compare(private, exact, say) if seed == 0 else (),
         empirical=empirical_epsilons(presets, say) if seed == 0 else (),
-        reidentification=reidentification_rates(world, main_parts, seed, say) if seed == 0 else None,
+        reidentification=reidentification_rates(world, main_parts, seed, say)
+        if seed == 0
+        else None,
     )
 
 
-def references(world: World, exact: Router, presets: Presets, seed: int, prior: Measured, say: Say) -> Sequence[Record]:
+def references(
+    world: World, exact: Router, presets: Presets, seed: int, prior: Measured, say: Say
+) -> Sequence[Record]:
     """Measure what the silos' own images allow: a tuned network, exact counts, and both together."""
     bench = Bench(world, seed)
     name, network = bench.best(presets.reference_steps, say)
@@ -159,7 +195,9 @@ def references(world: World, exact: Router, presets: Presets, seed: int, prior: 
     records = []
     for family, router in routers.items():
         found = measure(router, world)
-        records.append(Record.of(family, None, 0, found, prior, note=name if router is network else ""))
+        records.append(
+            Record.of(family, None, 0, found, prior, note=name if router is network else "")
+        )
         say(f"{family} {_mean(found):.4f}, prior {_mean(prior):.4f} nats")
     return records
 
@@ -182,18 +220,30 @@ def sweep(
         for family in ELIGIBLE if first else ("counts",):
             label = family if first else f"{family}, {encoder}"
             for draw in range(presets.draws):
-                fitted = fit_family(world, parts, Terms(family, epsilon, presets.learned_steps), seed)
+                fitted = fit_family(
+                    world, parts, Terms(family, epsilon, presets.learned_steps), seed
+                )
                 router = as_published(fitted, world, parts, seed)
                 found = measure(router, world)
                 against = counts[draw] if family == "learned" else None
                 records.append(
-                    Record.of(label, epsilon, draw, found, prior, against=against, temperature=router.temperature)
+                    Record.of(
+                        label,
+                        epsilon,
+                        draw,
+                        found,
+                        prior,
+                        against=against,
+                        temperature=router.temperature,
+                    )
                 )
                 if family == "counts":
                     counts.append(found)
                 if first:
                     routers.setdefault((family, epsilon), fitted)
-            say(f"{label} at epsilon {epsilon:g}: {_mean(found):.4f} nats, temperature {router.temperature:.2f}")
+            say(
+                f"{label} at epsilon {epsilon:g}: {_mean(found):.4f} nats, temperature {router.temperature:.2f}"
+            )
     return records
 
 

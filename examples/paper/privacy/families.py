@@ -39,7 +39,10 @@ DELTA = 1e-5
 PATH = LinearPath()
 CONCENTRATIONS = torch.logspace(-1, 4, 41, dtype=torch.float64)
 MAX_BYTES = 1 << 28
-COUNTS_SHARE = {"learned": 0.75, "moments": 0.2}  # of the total epsilon; the Gaussian statistic gets the rest
+COUNTS_SHARE = {
+    "learned": 0.75,
+    "moments": 0.2,
+}  # of the total epsilon; the Gaussian statistic gets the rest
 MOMENTS_RANK = 16
 IMAGES_PER_EXPERT = 600
 
@@ -117,10 +120,17 @@ def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fit
     counts = CountsRouter.from_counts(parts.sketch, noisy_KG, world.num_units, epsilon, PATH)
     router: Router = counts
     if terms.family == "moments":
-        sums, seconds = (torch.stack([each[name] for each in released["moments"]]) for name in ("sum", "second"))
+        sums, seconds = (
+            torch.stack([each[name] for each in released["moments"]]) for name in ("sum", "second")
+        )
         noise_std = moments_noise_std(plan)
-        router = MomentsRouter.from_moments(parts.sketch, sums, seconds, world.num_units, noise_std, PATH)
-    elif isinstance(plan.router, LearnedSettings) and (level := sketch_noise_level(plan, parts.sketch)) is not None:
+        router = MomentsRouter.from_moments(
+            parts.sketch, sums, seconds, world.num_units, noise_std, PATH
+        )
+    elif (
+        isinstance(plan.router, LearnedSettings)
+        and (level := sketch_noise_level(plan, parts.sketch)) is not None
+    ):
         sketches = {f"silo{k}": each["sketch"] for k, each in enumerate(released["sketch"])}
         router = fit_learned(
             counts,
@@ -136,15 +146,25 @@ def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fit
 
 def _layout(plan: Plan, parts: PublicParts, noisy_KG: Tensor) -> Layout:
     rows = zip(plan.silos, noisy_KG, strict=True)
-    return Layout.of(plan.partition, [silo_parts(plan.partition, name, parts.clusters, row) for name, row in rows])
+    return Layout.of(
+        plan.partition,
+        [silo_parts(plan.partition, name, parts.clusters, row) for name, row in rows],
+    )
 
 
-def fit_from_samples(world: World, experts: Sequence[nn.Module], num_steps: int, seed: int) -> Router:
+def fit_from_samples(
+    world: World, experts: Sequence[nn.Module], num_steps: int, seed: int
+) -> Router:
     """The samples router, trained on images that the experts draw."""
     shape = tuple(world.test.shape[1:])
     patch = 4 if shape[-1] >= 16 else 2
     settings = SamplesSettings(
-        patch=patch, hidden=64, depth=3, heads=4, num_steps=num_steps, images_per_expert=IMAGES_PER_EXPERT
+        patch=patch,
+        hidden=64,
+        depth=3,
+        heads=4,
+        num_steps=num_steps,
+        images_per_expert=IMAGES_PER_EXPERT,
     )
     drawn_EN = draw_from_experts(experts, shape, IMAGES_PER_EXPERT, seed, PATH, None)
     return fit_samples(Labelled.drawn(drawn_EN), settings, PATH, seed)
@@ -186,7 +206,9 @@ def make_plan(world: World, terms: Terms) -> Plan:
     return plan
 
 
-def release(plan: Plan, world: World, parts: PublicParts) -> Mapping[Kind, list[Mapping[str, Tensor]]]:
+def release(
+    plan: Plan, world: World, parts: PublicParts
+) -> Mapping[Kind, list[Mapping[str, Tensor]]]:
     """Draw every silo's statistics with the silos' own code: ledger, operating system's randomness, files."""
     kinds = tuple(mechanisms(plan))
     found: dict[Kind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}

@@ -34,7 +34,9 @@ def draw_figure(results: Sequence[SeedResult], path: Path, dataset: str) -> None
     for axis, (label, value) in zip(axes, PANELS, strict=True):
         _panel(axis, results, value)
         axis.set(
-            xlabel="total epsilon per image (replace-one, delta 1e-5)", ylabel=f"{label}, mean over t", xscale="log"
+            xlabel="total epsilon per image (replace-one, delta 1e-5)",
+            ylabel=f"{label}, mean over t",
+            xscale="log",
         )
         axis.grid(alpha=0.25)
     axes[2].set_yscale("log")
@@ -52,11 +54,28 @@ def _panel(axis: Axes, results: Sequence[SeedResult], value: Callable[[Record], 
     for family in dict.fromkeys(record.family for record in records if record.epsilon is not None):
         points = [(epsilon, *_bar(results, family, epsilon, value)) for epsilon in epsilons]
         x, mean, half = np.array([point for point in points if np.isfinite(point[1])]).T
-        axis.errorbar(x, mean, yerr=half, label=family, color=COLOURS[family], marker="o", ms=4, capsize=2.5, lw=1.5)
+        axis.errorbar(
+            x,
+            mean,
+            yerr=half,
+            label=family,
+            color=COLOURS[family],
+            marker="o",
+            ms=4,
+            capsize=2.5,
+            lw=1.5,
+        )
     infinite = epsilons[-1] * 2.2
     mean, half = _bar(results, "samples", None, value)
     axis.errorbar(
-        [infinite], [mean], yerr=[half], fmt="D", ms=5, capsize=2.5, color=COLOURS["samples"], label="samples"
+        [infinite],
+        [mean],
+        yerr=[half],
+        fmt="D",
+        ms=5,
+        capsize=2.5,
+        color=COLOURS["samples"],
+        label="samples",
     )
     styles = {
         "prior": ("0.4", ":"),
@@ -70,12 +89,19 @@ def _panel(axis: Axes, results: Sequence[SeedResult], value: Callable[[Record], 
 
 
 def _bar(
-    results: Sequence[SeedResult], family: str, epsilon: float | None, value: Callable[[Record], float]
+    results: Sequence[SeedResult],
+    family: str,
+    epsilon: float | None,
+    value: Callable[[Record], float],
 ) -> tuple[float, float]:
     """Return the mean over seeds, and half the length of its bar; not a number where there is nothing."""
     by_seed = []
     for result in results:
-        found = [value(record) for record in result.records if (record.family, record.epsilon) == (family, epsilon)]
+        found = [
+            value(record)
+            for record in result.records
+            if (record.family, record.epsilon) == (family, epsilon)
+        ]
         by_seed += [float(np.mean(found))] if found else []
     if not by_seed:
         return float("nan"), float("nan")

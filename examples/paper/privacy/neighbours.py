@@ -9,7 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddm.privacy.accounting import GaussianMechanism, gaussian_mu, moments_sensitivity, total_epsilon
+from ddm.privacy.accounting import (
+    GaussianMechanism,
+    gaussian_mu,
+    moments_sensitivity,
+    total_epsilon,
+)
 from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import Plan
@@ -80,18 +85,27 @@ def counts(epsilon: float, *, unit: Unit = "image", images_each: int = 1) -> Nei
     plan = make_plan({"counts": {"epsilon": epsilon, "num_groups": MAX_GROUPS}}, unit=unit)
     group_U = torch.arange(0, MAX_GROUPS, 2)
     images_U = torch.zeros(len(group_U), 1, 2, 2)
-    first, second = (make_source(plan, public_sketch(1), images_U, group_U + world, images_each) for world in (0, 1))
+    first, second = (
+        make_source(plan, public_sketch(1), images_U, group_U + world, images_each)
+        for world in (0, 1)
+    )
     moved = 1 if unit == "patient" else images_each
     return Neighbours(
-        ("counts",), (first, second), lambda found: moved_score(found["counts"]["counts"], moved, epsilon)
+        ("counts",),
+        (first, second),
+        lambda found: moved_score(found["counts"]["counts"], moved, epsilon),
     )
 
 
 def class_counts(epsilon: float) -> Neighbours:
     """Exchange each unit for one of the next class in the same group."""
     terms = {"epsilon": epsilon, "num_classes": CLASSES}
-    plan = make_plan({"counts": {"epsilon": 1.0, "num_groups": CLASS_GROUPS}, "class_counts": terms})
-    label_U, group_U = torch.cartesian_prod(torch.arange(0, CLASSES, 2), torch.arange(CLASS_GROUPS)).T
+    plan = make_plan(
+        {"counts": {"epsilon": 1.0, "num_groups": CLASS_GROUPS}, "class_counts": terms}
+    )
+    label_U, group_U = torch.cartesian_prod(
+        torch.arange(0, CLASSES, 2), torch.arange(CLASS_GROUPS)
+    ).T
     source = make_source(plan, public_sketch(1), torch.zeros(len(group_U), 1, 2, 2), group_U)
     first, second = (replace(source, label_N=label_U + world) for world in (0, 1))
 
@@ -123,11 +137,20 @@ def sketches(
         images_each: how many images a patient has; with the image as the unit each has a row.
         num: units of one statistic.
     """
-    plan = make_plan({"sketch": {"epsilon": epsilon, "delta": delta, "rank": rank}}, rank=rank, unit=unit)
+    plan = make_plan(
+        {"sketch": {"epsilon": epsilon, "delta": delta, "rank": rank}}, rank=rank, unit=unit
+    )
     sketch = public_sketch(rank, scale)
-    first, second = (_opposites(plan, sketch, num, side, torch.zeros(num).long(), images_each) for side in (1, -1))
+    first, second = (
+        _opposites(plan, sketch, num, side, torch.zeros(num).long(), images_each)
+        for side in (1, -1)
+    )
     rows = 1 if unit == "patient" else images_each
-    return Neighbours(("sketch",), (first, second), lambda found: _along(found, plan, sketch).reshape(num, rows).sum(1))
+    return Neighbours(
+        ("sketch",),
+        (first, second),
+        lambda found: _along(found, plan, sketch).reshape(num, rows).sum(1),
+    )
 
 
 def moments(epsilon: float, delta: float, *, degrees: float = 180.0) -> Neighbours:
@@ -147,7 +170,9 @@ def moments(epsilon: float, delta: float, *, degrees: float = 180.0) -> Neighbou
     for plane in planes:
         s_UR = torch.zeros(len(even), rank, dtype=torch.float64)
         s_UR[range(len(even)), even], s_UR[range(len(even)), even + 1] = plane
-        worlds.append(make_source(plan, sketch, images_of(s_UR, sketch), torch.zeros(len(even)).long()))
+        worlds.append(
+            make_source(plan, sketch, images_of(s_UR, sketch), torch.zeros(len(even)).long())
+        )
     by_sum = planes[0] - planes[1]
     by_second = torch.outer(planes[0], planes[0]) - torch.outer(planes[1], planes[1])
     std = moments_sensitivity(rank) / gaussian_mu(epsilon, delta)
@@ -155,7 +180,9 @@ def moments(epsilon: float, delta: float, *, degrees: float = 180.0) -> Neighbou
     def score(found: Released) -> Scores:
         total_U2 = found["moments"]["sum"].double().reshape(-1, 2)
         second = found["moments"]["second"].double()
-        second_U22 = torch.stack([second[even + i, even + j] for i in (0, 1) for j in (0, 1)], -1).reshape(-1, 2, 2)
+        second_U22 = torch.stack(
+            [second[even + i, even + j] for i in (0, 1) for j in (0, 1)], -1
+        ).reshape(-1, 2, 2)
         likelihood_U = (total_U2 * by_sum).sum(1) + (second_U22 * by_second).sum((1, 2)) / 2
         return likelihood_U.numpy() / std**2
 
@@ -166,13 +193,20 @@ def counts_and_sketches(counts_epsilon: float, epsilon: float, delta: float) -> 
     """Exchange each unit in two statistics of one plan: for its opposite, which lies in another group."""
     terms = {"epsilon": epsilon, "delta": delta, "rank": 2}
     counted = {"epsilon": counts_epsilon, "num_groups": MAX_GROUPS}
-    plan = make_plan({"counts": counted, "sketch": terms, "total": {"epsilon": 1000.0, "delta": delta}}, rank=2)
+    plan = make_plan(
+        {"counts": counted, "sketch": terms, "total": {"epsilon": 1000.0, "delta": delta}}, rank=2
+    )
     sketch, group_U = public_sketch(2, num_groups=MAX_GROUPS), torch.arange(0, MAX_GROUPS, 2)
-    first, second = (_opposites(plan, sketch, len(group_U), side, group_U + world) for world, side in ((0, 1), (1, -1)))
+    first, second = (
+        _opposites(plan, sketch, len(group_U), side, group_U + world)
+        for world, side in ((0, 1), (1, -1))
+    )
 
     def score(found: Released) -> Scores:
         # Any row may stand for any unit: given the world they are all drawn alike, and apart from the counts.
-        return moved_score(found["counts"]["counts"], 1, counts_epsilon) + _along(found, plan, sketch)
+        return moved_score(found["counts"]["counts"], 1, counts_epsilon) + _along(
+            found, plan, sketch
+        )
 
     return Neighbours(("counts", "sketch"), (first, second), score)
 
@@ -191,6 +225,8 @@ def _along(found: Released, plan: Plan, sketch: Sketch) -> Scores:
     return np.asarray(2 * alpha * along_N.numpy() / sigma_over_scale**2)
 
 
-def _opposites(plan: Plan, sketch: Sketch, num: int, side: int, group_U: Tensor, images_each: int = 1) -> Source:
+def _opposites(
+    plan: Plan, sketch: Sketch, num: int, side: int, group_U: Tensor, images_each: int = 1
+) -> Source:
     s_UR = torch.full((num, sketch.rank), side * 1.5 / sqrt(sketch.rank), dtype=torch.float64)
     return make_source(plan, sketch, images_of(s_UR, sketch), group_U, images_each)

@@ -56,7 +56,9 @@ class PublicParts:
         return PublicSketches.of(world.public, self.public_group_N, self.sketch, LinearPath())
 
 
-def fit_public(world: World, encoder: str, num_steps: int, seed: int, say: Callable[[str], None]) -> PublicParts:
+def fit_public(
+    world: World, encoder: str, num_steps: int, seed: int, say: Callable[[str], None]
+) -> PublicParts:
     """Fit the public parts.
 
     Args:
@@ -91,12 +93,16 @@ def fit_public(world: World, encoder: str, num_steps: int, seed: int, say: Calla
     )
 
 
-def _timm(world: World, num_steps: int, seed: int, say: Callable[[str], None]) -> Callable[[Tensor], Tensor]:
+def _timm(
+    world: World, num_steps: int, seed: int, say: Callable[[str], None]
+) -> Callable[[Tensor], Tensor]:
     """Train a small timm network on the public images' classes, save it, and open it as a plan would."""
     data = DataSpec(shape=tuple(world.public.shape[1:]), range=(-1.0, 1.0))
     untrained = TimmEncoder.random(TIMM_MODEL, data, seed, IMAGE_SIZE)
     torch.manual_seed(seed)
-    net: nn.Module = create_model(TIMM_MODEL, in_chans=1, num_classes=int(world.public_label.max()) + 1)
+    net: nn.Module = create_model(
+        TIMM_MODEL, in_chans=1, num_classes=int(world.public_label.max()) + 1
+    )
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(net.parameters(), LEARNING_RATE, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, num_steps)

@@ -24,7 +24,12 @@ class Mlp(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for width in (num_values + 4, hidden, hidden):
-            layers += [nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.SiLU(), nn.Dropout(dropout)]
+            layers += [
+                nn.Linear(width, hidden),
+                nn.LayerNorm(hidden),
+                nn.SiLU(),
+                nn.Dropout(dropout),
+            ]
         self.layers = nn.Sequential(*layers, nn.Linear(hidden, num_experts))
 
     def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
@@ -40,12 +45,16 @@ class ConvNet(nn.Module):
         super().__init__()
         widths = (1, width, 2 * width, 4 * width)
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(before, after, 3, 2, 1) for before, after in zip(widths, widths[1:], strict=False)
+            nn.Conv2d(before, after, 3, 2, 1)
+            for before, after in zip(widths, widths[1:], strict=False)
         )
         self.modulation = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 64), nn.SiLU(), nn.Linear(64, 2 * after)) for after in widths[1:]
+            nn.Sequential(nn.Linear(4, 64), nn.SiLU(), nn.Linear(64, 2 * after))
+            for after in widths[1:]
         )
-        self.head = nn.Sequential(nn.LazyLinear(256), nn.SiLU(), nn.Dropout(0.2), nn.Linear(256, num_experts))
+        self.head = nn.Sequential(
+            nn.LazyLinear(256), nn.SiLU(), nn.Dropout(0.2), nn.Linear(256, num_experts)
+        )
 
     def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return logits (B, K)."""
@@ -103,7 +112,9 @@ def candidates(world: World) -> dict[str, Candidate]:
     num_values, num_experts = world.test[0].numel(), len(world.silos)
     built = {"perceptron": Candidate(lambda: Mlp(num_values, num_experts, 512, 0.1), 1.0)}
     if world.test.shape[-1] >= 16:
-        built["convolutional"] = Candidate(lambda: ConvNet(num_experts, 24), 0.25)  # as long as the other takes
+        built["convolutional"] = Candidate(
+            lambda: ConvNet(num_experts, 24), 0.25
+        )  # as long as the other takes
     else:
         built["smaller perceptron"] = Candidate(lambda: Mlp(num_values, num_experts, 128, 0.3), 1.0)
     return built

@@ -54,7 +54,15 @@ def write_report(
     _write_records(out / "privacy.csv", results)
     _write_targets(out / "targets.csv", targets)
     families = _families(results)
-    head = ("family", "epsilon", "gain, nats", "of the reference's", "cross-entropy", "accuracy", "share error")
+    head = (
+        "family",
+        "epsilon",
+        "gain, nats",
+        "of the reference's",
+        "cross-entropy",
+        "accuracy",
+        "share error",
+    )
     rows = [
         (
             target.figure,
@@ -82,7 +90,11 @@ def write_report(
         "## Families",
         _fenced(table(families, head, width=UNBROKEN)),
         "## By t: cross-entropy, nats",
-        _fenced(table(_by_time(results), ("family", "epsilon", *(f"{t:g}" for t in TIMES)), width=UNBROKEN)),
+        _fenced(
+            table(
+                _by_time(results), ("family", "epsilon", *(f"{t:g}" for t in TIMES)), width=UNBROKEN
+            )
+        ),
         "## Settings",
         _fenced("\n".join(f"{name} = {value}" for name, value in presets.model_dump().items())),
     ]
@@ -105,7 +117,9 @@ def _families(results: Sequence[SeedResult]) -> list[tuple[str, ...]]:
     rows = []
     reference = float(np.mean([reference_gain(result) for result in results]))
     for (family, epsilon), by_seed in _groups(results).items():
-        gain = interval([float(np.mean([record.gain for record in records])) for records in by_seed])
+        gain = interval(
+            [float(np.mean([record.gain for record in records])) for records in by_seed]
+        )
         means = [
             float(np.mean([getattr(record, field) for records in by_seed for record in records]))
             for field in ("loss_T", "accuracy_T", "share_error_T")
@@ -140,7 +154,19 @@ def _range(target: Target) -> str:
 def _write_records(path: Path, results: Sequence[SeedResult]) -> None:
     with path.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)
-        writer.writerow(("seed", "family", "epsilon", "draw", "note", "t", "cross_entropy", "accuracy", "share_error"))
+        writer.writerow(
+            (
+                "seed",
+                "family",
+                "epsilon",
+                "draw",
+                "note",
+                "t",
+                "cross_entropy",
+                "accuracy",
+                "share_error",
+            )
+        )
         for result in results:
             for record in result.records:
                 for at, t in enumerate(TIMES):
@@ -155,7 +181,15 @@ def _write_targets(path: Path, targets: Sequence[Target]) -> None:
         writer.writerow(("figure", "target", "value", "low", "high", "met", "note"))
         for target in targets:
             writer.writerow(
-                (target.figure, target.target, target.value, target.low, target.high, target.met, target.note)
+                (
+                    target.figure,
+                    target.target,
+                    target.value,
+                    target.low,
+                    target.high,
+                    target.met,
+                    target.note,
+                )
             )
 
 

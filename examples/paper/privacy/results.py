@@ -41,9 +41,16 @@ def presets_for(dataset: str, *, quick: bool) -> Presets:
     )
     if not quick:
         return full
-    few = {"encoder_steps": 20, "reference_steps": 50, "learned_steps": 40, "expert_steps": 20, "samples_steps": 20}
+    few = {
+        "encoder_steps": 20,
+        "reference_steps": 50,
+        "learned_steps": 40,
+        "expert_steps": 20,
+        "samples_steps": 20,
+    }
     return full.model_copy(
-        update=few | {"epsilons": (0.3, 1.0, 4.0), "draws": 2, "num_samples": 64, "attack_draws": 20_000}
+        update=few
+        | {"epsilons": (0.3, 1.0, 4.0), "draws": 2, "num_samples": 64, "attack_draws": 20_000}
     )
 
 

@@ -34,7 +34,9 @@ def architecture(world: World) -> Dit:
     return Dit(patch=4 if side >= 16 else 2, hidden=64, depth=3, heads=4)
 
 
-def train_experts(world: World, folder: Path, num_steps: int, seed: int, say: Callable[[str], None]) -> list[nn.Module]:
+def train_experts(
+    world: World, folder: Path, num_steps: int, seed: int, say: Callable[[str], None]
+) -> list[nn.Module]:
     """Train one expert a silo; an interrupted training goes on from its last checkpoint."""
     settings = Training(
         num_steps=num_steps,
@@ -61,7 +63,9 @@ def train_experts(world: World, folder: Path, num_steps: int, seed: int, say: Ca
         )
         expert.load_state_dict(trained.ema)
         experts.append(expert.eval().requires_grad_(False))
-        say(f"expert {k + 1} of {len(world.silos)}: loss {trained.loss:.4f}, {trained.seconds:.0f} s")
+        say(
+            f"expert {k + 1} of {len(world.silos)}: loss {trained.loss:.4f}, {trained.seconds:.0f} s"
+        )
     return experts
 
 
@@ -117,10 +121,15 @@ class Sampler:
         counts = np.bincount(cell_N.numpy(), minlength=len(self.experts) * num_clusters)
         return counts.reshape(len(self.experts), num_clusters) / self.num
 
-    def compare(self, private: Router, exact: Router, say: Callable[[str], None]) -> tuple[Shares, ...]:
+    def compare(
+        self, private: Router, exact: Router, say: Callable[[str], None]
+    ) -> tuple[Shares, ...]:
         """Compare shares under the private router, and under controls, with those under the exact one."""
         found = []
-        controls: dict[str, Router] = {"prior only": PriorOnly(len(self.experts)), "silos confused": Confused(exact)}
+        controls: dict[str, Router] = {
+            "prior only": PriorOnly(len(self.experts)),
+            "silos confused": Confused(exact),
+        }
         for name, strategy in STRATEGIES.items():
             # Independent samples: with the same noise, two routers that answer alike draw the same silos by design.
             theirs = self.joint_shares(exact, strategy, self.seed + 1)

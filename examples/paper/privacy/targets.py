@@ -29,33 +29,74 @@ class Target:
 
 def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[Target]:
     """Hold the measurements against the targets; those for Fashion-MNIST alone are left out elsewhere."""
-    found = [_gain(results, 1.0, 0.97), _gain(results, 0.3, 0.90)] if dataset == "fashion-mnist" else []
+    found = (
+        [_gain(results, 1.0, 0.97), _gain(results, 0.3, 0.90)] if dataset == "fashion-mnist" else []
+    )
     if UNLABELLED in {record.family for result in results for record in result.records}:
         found.append(_gain(results, 1.0, 0.97, (UNLABELLED,), "no label anywhere, total epsilon 1"))
     found.append(_learned(results, 4.0))
     for result in results:
         for shares in result.shares:
-            name = f"silo-share error, {shares.strategy}, router at epsilon 1 against the exact router"
+            name = (
+                f"silo-share error, {shares.strategy}, router at epsilon 1 against the exact router"
+            )
             limit = f"at most the sampling error, {shares.sampling_error:.4f}"
-            found.append(Target(name, limit, shares.distance, None, None, shares.distance <= shares.sampling_error))
+            found.append(
+                Target(
+                    name,
+                    limit,
+                    shares.distance,
+                    None,
+                    None,
+                    shares.distance <= shares.sampling_error,
+                )
+            )
             name = f"silo shares within public clusters, {shares.strategy}, the same"
             least = min(shares.controls.values())
             limit = f"at most the sampling error, {shares.within_error:.4f}; controls above it"
             met = shares.within <= shares.within_error < least
-            note = ", ".join(f"{label} {distance:.3f}" for label, distance in shares.controls.items())
+            note = ", ".join(
+                f"{label} {distance:.3f}" for label, distance in shares.controls.items()
+            )
             found.append(Target(name, limit, shares.within, None, None, met, note))
         if result.reidentification:
             rates = result.reidentification
             name = f"re-identification among {rates.num}, sketch at epsilon {rates.epsilon:g}"
-            found.append(Target(f"{name}, average", "below 0.01", rates.average, None, None, rates.average < 0.01))
             found.append(
-                Target(f"{name}, 20 most outlying", "below 0.05", rates.outlying, None, None, rates.outlying < 0.05)
+                Target(
+                    f"{name}, average",
+                    "below 0.01",
+                    rates.average,
+                    None,
+                    None,
+                    rates.average < 0.01,
+                )
+            )
+            found.append(
+                Target(
+                    f"{name}, 20 most outlying",
+                    "below 0.05",
+                    rates.outlying,
+                    None,
+                    None,
+                    rates.outlying < 0.05,
+                )
             )
         for attack in result.empirical:
             met = attack.bound <= attack.claim < attack.bound_quartered
             note = f"with a quarter of the noise {attack.bound_quartered:.3f}"
             limit = f"at most {attack.claim:g}; above it with a quarter of the noise"
-            found.append(Target(f"empirical epsilon, {attack.statistic}", limit, attack.bound, None, None, met, note))
+            found.append(
+                Target(
+                    f"empirical epsilon, {attack.statistic}",
+                    limit,
+                    attack.bound,
+                    None,
+                    None,
+                    met,
+                    note,
+                )
+            )
     return found
 
 
@@ -99,20 +140,31 @@ def _learned(results: Sequence[SeedResult], epsilon: float) -> Target:
     by_seed = [_at(result, "learned", epsilon) for result in results]
     intervals = []
     for at in range(len(by_seed[0][0].difference_T)):
-        seeds = [math.fsum(record.difference_T[at] for record in records) / len(records) for records in by_seed]
+        seeds = [
+            math.fsum(record.difference_T[at] for record in records) / len(records)
+            for records in by_seed
+        ]
         # The seeds share their test images, so that this part of the variance does not shrink with their number.
-        images = math.fsum(record.difference_error_T[at] ** 2 for records in by_seed for record in records)
+        images = math.fsum(
+            record.difference_error_T[at] ** 2 for records in by_seed for record in records
+        )
         intervals.append(interval(seeds, images / sum(len(records) for records in by_seed)))
     worst = max(intervals, key=lambda each: each[1])
     wins = sum(high < 0 for _, _, high in intervals)
     name = f"learned less counts, both at total epsilon {epsilon:g}, nats, worst t"
     return Target(
-        name, "not above 0 beyond its interval", *worst, worst[1] <= 0, f"better at {wins} of {len(intervals)} t"
+        name,
+        "not above 0 beyond its interval",
+        *worst,
+        worst[1] <= 0,
+        f"better at {wins} of {len(intervals)} t",
     )
 
 
 def _at(result: SeedResult, family: str, epsilon: float) -> list[Record]:
-    return [record for record in result.records if (record.family, record.epsilon) == (family, epsilon)]
+    return [
+        record for record in result.records if (record.family, record.epsilon) == (family, epsilon)
+    ]
 
 
 def _mean_gain(result: SeedResult, family: str, epsilon: float) -> float:

@@ -46,7 +46,15 @@ class Dataset:
 
 DATASETS = {
     "fashion-mnist": Dataset(
-        "fashion-mnist", 8, 48_000, 2000, num_groups=64, rank=64, released_rank=12, pca_dim=64, hog_groups=128
+        "fashion-mnist",
+        8,
+        48_000,
+        2000,
+        num_groups=64,
+        rank=64,
+        released_rank=12,
+        pca_dim=64,
+        hog_groups=128,
     ),
     "digits": Dataset("digits", 3, 900, 120, num_groups=32, rank=32, released_rank=12, pca_dim=32),
 }
@@ -93,14 +101,24 @@ class World:
 
 def make_world(dataset: Dataset, data: Path | None, seed: int) -> World:
     """Split a data set into public, private and test images and deal the private ones to silos."""
-    (x, label), (test, test_label) = _digits(seed) if dataset.name == "digits" else _fashion_mnist(data)
+    (x, label), (test, test_label) = (
+        _digits(seed) if dataset.name == "digits" else _fashion_mnist(data)
+    )
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(x))
     first = dataset.num_private + dataset.num_held_out
-    private, held_out, public = order[: dataset.num_private], order[dataset.num_private : first], order[first:]
+    private, held_out, public = (
+        order[: dataset.num_private],
+        order[dataset.num_private : first],
+        order[first:],
+    )
     num_classes = int(label.max()) + 1
     share_CK = rng.dirichlet([CONCENTRATION] * dataset.num_silos, size=num_classes)
-    silo = (share_CK.cumsum(1)[label[private]] < rng.random((len(private), 1))).sum(1).clip(max=dataset.num_silos - 1)
+    silo = (
+        (share_CK.cumsum(1)[label[private]] < rng.random((len(private), 1)))
+        .sum(1)
+        .clip(max=dataset.num_silos - 1)
+    )
     held_CK = np.zeros((num_classes, dataset.num_silos))
     np.add.at(held_CK, (label[private], silo), 1.0)
     return World(
@@ -136,7 +154,9 @@ def _fashion_mnist(data: Path | None) -> tuple[Split, Split]:
 
     def split(part: str) -> Split:
         pixels = read_idx(data / f"{part}-images-idx3-ubyte.gz").astype(np.float32)
-        return pixels / 127.5 - 1.0, read_idx(data / f"{part}-labels-idx1-ubyte.gz").astype(np.int64)
+        return pixels / 127.5 - 1.0, read_idx(data / f"{part}-labels-idx1-ubyte.gz").astype(
+            np.int64
+        )
 
     return split("train"), split("t10k")
 

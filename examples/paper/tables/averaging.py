@@ -39,8 +39,14 @@ def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: st
         for silo in range(source.num):
             np.save(folder / f"silo{silo}.npy", shop.world.train.images[silo_N == silo].numpy())
         counted = _run(shop, folder, terms, f"{name}: rounds of {source.method} through Flower")
-        lines = [(folder / f"round-{number + 1:04d}.txt").read_text().split() for number in range(terms.rounds)]
-        save_tensors(folder / WEIGHTS, load_tensors(folder / ROUND.format(terms.rounds), None, max_bytes=_MAX_BYTES))
+        lines = [
+            (folder / f"round-{number + 1:04d}.txt").read_text().split()
+            for number in range(terms.rounds)
+        ]
+        save_tensors(
+            folder / WEIGHTS,
+            load_tensors(folder / ROUND.format(terms.rounds), None, max_bytes=_MAX_BYTES),
+        )
         cost = Cost(
             steps=terms.num_steps,
             batch_size=terms.batch_size,
@@ -94,14 +100,24 @@ def wire(shop: Workshop, source: Experts | Federated, name: str) -> dict[str, Fi
         with alone(shop.out, f"{name}-wire", wait=True):  # rows with the same ensemble share it
             counted = _collected(shop, source, name)
         seconds = Cost.model_validate_json((folder / RECORD).read_bytes()).seconds + counted.seconds
-    found = {"bytes_up": counted.up, "bytes_down": counted.down, "bytes": counted.up + counted.down, "wall_s": seconds}
+    found = {
+        "bytes_up": counted.up,
+        "bytes_down": counted.down,
+        "bytes": counted.up + counted.down,
+        "wall_s": seconds,
+    }
     return {key: Figure(value=float(value)) for key, value in found.items()}
 
 
 def _collected(shop: Workshop, source: Experts, name: str) -> Counted:
     folder, islands = shop.out / name / "wire", islands_of(shop, name)
     release = shop.out / name / "release"
-    terms = Terms(method="collect", num_silos=source.num, network=shop.preset.network, shape=shop.world.data.shape)
+    terms = Terms(
+        method="collect",
+        num_silos=source.num,
+        network=shop.preset.network,
+        shape=shop.world.data.shape,
+    )
     if not folder.exists():
         part = folder.with_name("wire.part")
         shutil.rmtree(part, ignore_errors=True)

@@ -47,7 +47,13 @@ def _strategies(preset: Preset) -> Table:
         ),
         Row(table=1, label=UNTUNED, source=Monolith(tuned=False)),
         Row(table=1, label=FORMER, source=Monolith(recipe="former")),
-        Row(table=1, label="sample, exact router (oracle)", source=experts, strategy="sample", router="exact"),
+        Row(
+            table=1,
+            label="sample, exact router (oracle)",
+            source=experts,
+            strategy="sample",
+            router="exact",
+        ),
         *(Row(table=1, label=name, source=experts, strategy=name) for name in STRATEGIES),
         *(
             Row(
@@ -78,7 +84,13 @@ def _strategies(preset: Preset) -> Table:
         "drawn from the router's weights at the last step. That of images counts the cluster in which a sample lies, "
         "by the principal components that divide the training images."
     )
-    return Table(1, f"Strategies of {preset.num_islands} experts at equal training FLOPs", columns, rows, note)
+    return Table(
+        1,
+        f"Strategies of {preset.num_islands} experts at equal training FLOPs",
+        columns,
+        rows,
+        note,
+    )
 
 
 def _numbers(preset: Preset) -> Table:
@@ -89,11 +101,21 @@ def _numbers(preset: Preset) -> Table:
             for name in ("lock(1)", "sample")
         ]
     note = "Every number of experts has a learning rate of its own, chosen as the others, among the same rates."
-    return Table(2, "Number of experts at equal training FLOPs", ("fid", "fid_pca", "kid", "recall"), rows, note)
+    return Table(
+        2,
+        "Number of experts at equal training FLOPs",
+        ("fid", "fid_pca", "kid", "recall"),
+        rows,
+        note,
+    )
 
 
 def _partitions(preset: Preset) -> Table:
-    ways: Mapping[Partition, str] = {"clusters": "feature clusters", "random": "random", "silos": "Dirichlet silos"}
+    ways: Mapping[Partition, str] = {
+        "clusters": "feature clusters",
+        "random": "random",
+        "silos": "Dirichlet silos",
+    }
     rows = [Row(table=3, label="monolith", source=Monolith())]
     for way, name in ways.items():
         experts = Experts(num=preset.num_islands, partition=way)
@@ -115,7 +137,10 @@ def _budgets(preset: Preset) -> Table:
     for budget in (*preset.budgets, 1.0):
         experts = Experts(num=preset.num_islands, budget=budget)
         for how in ("", BEST_BATCH):
-            names: dict[str, Monolith | Experts] = {"monolith": Monolith(budget=budget), "lock(1)": experts}
+            names: dict[str, Monolith | Experts] = {
+                "monolith": Monolith(budget=budget),
+                "lock(1)": experts,
+            }
             rows += [
                 Row(table=4, label=f"{name}{how}, budget {budget:g}", source=source, best=bool(how))
                 for name, source in names.items()
@@ -133,7 +158,16 @@ def _unequal(preset: Preset) -> Table:
     rows = [Row(table=7, label="monolith", source=Monolith())]
     rows += [
         Row(table=7, label=name, source=experts, strategy=name)
-        for name in ("full", "sample", "lock(1)", "lock(.5)", "top-1", "top-2", "nucleus(.9)", "threshold(.1)")
+        for name in (
+            "full",
+            "sample",
+            "lock(1)",
+            "lock(.5)",
+            "top-1",
+            "top-2",
+            "nucleus(.9)",
+            "threshold(.1)",
+        )
     ]
     rows += [
         Row(table=7, label=f"{name}, equal prior", source=experts, strategy=name, prior="equal")

@@ -89,7 +89,9 @@ class World:
         rng = np.random.default_rng([seed, num])
         share_CS = rng.dirichlet([CONCENTRATION] * num, size=self.num_classes).cumsum(1)
         drawn_N = rng.random((len(self.train), 1))
-        return torch.from_numpy((share_CS[self.train.label_N.numpy()] < drawn_N).sum(1).clip(max=num - 1))
+        return torch.from_numpy(
+            (share_CS[self.train.label_N.numpy()] < drawn_N).sum(1).clip(max=num - 1)
+        )
 
 
 def read_world(name: DatasetName, path: Path | None) -> World:
@@ -107,7 +109,12 @@ def read_world(name: DatasetName, path: Path | None) -> World:
     if name == "digits":
         return _divided(name, _digits(), None)
     if path is None:
-        raise SetupError("--data", expected=f"the files of {name}", got="no path", remedy="Name them: --data PATH.")
+        raise SetupError(
+            "--data",
+            expected=f"the files of {name}",
+            got="no path",
+            remedy="Name them: --data PATH.",
+        )
     if name == "fashion-mnist":
         return _divided(name, _idx(path, "train"), _idx(path, "t10k"))
     return _divided(name, *(_pneumonia(path) if name == "cxr" else (_npz(path), None)))
@@ -142,14 +149,20 @@ def _idx(folder: Path, part: str) -> Part:
     images = folder / f"{part}-images-idx3-ubyte.gz"
     if not images.is_file():
         remedy = "Name the folder that holds Fashion-MNIST's four idx gz files."
-        raise MissingFileError(str(folder), expected=images.name, got="a folder without it", remedy=remedy)
+        raise MissingFileError(
+            str(folder), expected=images.name, got="a folder without it", remedy=remedy
+        )
     return _part(read_idx(images), read_idx(labels_beside(images)))
 
 
 def _pneumonia(path: Path) -> tuple[Part, Part]:
     require_file(path, "the npz of PneumoniaMNIST")
-    if missing := {f"{part}_{what}" for part in _PARTS for what in ("images", "labels")} - set(npz_names(path)):
-        raise DataError(path.name, expected="the arrays of PneumoniaMNIST", got=f"none called {min(missing)}")
+    if missing := {f"{part}_{what}" for part in _PARTS for what in ("images", "labels")} - set(
+        npz_names(path)
+    ):
+        raise DataError(
+            path.name, expected="the arrays of PneumoniaMNIST", got=f"none called {min(missing)}"
+        )
     images, labels = (
         {part: read_array(path, f"{part}_{what}", max_bytes=_MAX_BYTES) for part in _PARTS}
         for what in ("images", "labels")

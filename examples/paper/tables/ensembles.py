@@ -80,7 +80,10 @@ def _train(shop: Workshop, islands: Islands, num: int, name: str) -> tuple[float
     seconds = flops = 0.0
     settings = TrainingSettings(device=shop.engine.device)
     for number in range(num):
-        with progress(f"{name}: expert {number + 1} of {num}") as tell, shop.clock.while_training() as is_over:
+        with (
+            progress(f"{name}: expert {number + 1} of {num}") as tell,
+            shop.clock.while_training() as is_over,
+        ):
 
             def show(done: Progress, tell: Callable[[int, int], None] = tell) -> None:
                 tell(done.step, done.num_steps)
@@ -97,7 +100,15 @@ def _assemble(shop: Workshop, islands: Islands, release: Path, seed: int, name: 
         shutil.rmtree(release)
     with shop.clock.progress(f"{name}: router") as step:
         check = shop.clock.check
-        assemble(islands, release, _PASSPHRASE, seed=seed, device=shop.device, on_progress=step, on_draw=check)
+        assemble(
+            islands,
+            release,
+            _PASSPHRASE,
+            seed=seed,
+            device=shop.device,
+            on_progress=step,
+            on_draw=check,
+        )
 
 
 def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) -> None:
@@ -120,7 +131,10 @@ def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) 
             "partition": {"kind": "silo_cluster", "min_images": 2},
             "condition": shop.condition(source.conditional).model_dump(),
             "objective": {"exceptions": tuple(others)} if others else {},
-            "expert": {"architecture": preset.network.model_dump(), "training": training.model_dump()},
+            "expert": {
+                "architecture": preset.network.model_dump(),
+                "training": training.model_dump(),
+            },
             "router": shop.router(source.budget, source.conditional).model_dump(),
             "owner": {
                 "name": "paper",

@@ -9,7 +9,9 @@ from ddm.sampling.guidance import ClassPrior, ClassPriors
 
 # Shape legend: B batch, N images, K experts.
 
-_NEVER = -1e30  # log-likelihood of a class that an expert has no image of; its prior given that class is 0
+_NEVER = (
+    -1e30
+)  # log-likelihood of a class that an expert has no image of; its prior given that class is 0
 
 
 class ExactRouter:
@@ -36,7 +38,9 @@ class ExactRouter:
                 found.append(torch.full_like(rows_B[:, 0], _NEVER))
                 continue
             images, squared = images.to(rows_B.device), squared.to(rows_B.device)
-            near_BN = precision_B1 * (2 * alpha_B1 * rows_B @ images.T - alpha_B1.square() * squared)
+            near_BN = precision_B1 * (
+                2 * alpha_B1 * rows_B @ images.T - alpha_B1.square() * squared
+            )
             found.append(near_BN.logsumexp(1) - torch.tensor(float(len(images))).log())
         return torch.stack(found, 1)
 
@@ -50,7 +54,9 @@ def exact_class_priors(images_K: Sequence[Tensor], label_KN: Sequence[Tensor]) -
     """
 
     def of(number: int) -> ClassPrior:
-        own_K = [images[label_N == number] for images, label_N in zip(images_K, label_KN, strict=True)]
+        own_K = [
+            images[label_N == number] for images, label_N in zip(images_K, label_KN, strict=True)
+        ]
         return ClassPrior([float(len(own)) for own in own_K], ExactRouter(own_K))
 
     return of

@@ -45,7 +45,9 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
     """
     bars = _BARS.get(table.number, ())
     height = 0.3 * len(cells) + 1.4 if bars else 4.2
-    figure, axes = plt.subplots(1, len(bars) or 1, figsize=(9, height), constrained_layout=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(bars) or 1, figsize=(9, height), constrained_layout=True, squeeze=False
+    )
     axis = axes[0, 0]
     for place, (name, title, unit) in enumerate(bars):
         _bars(axes[0, place], cells, name, title, names=place == 0, unit=unit)
@@ -62,7 +64,9 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
             _plain(axis.xaxis, (1, 2, 5), human_flops)
             _plain(axis.yaxis, (1, 2, 5), "{:g}".format)
         case 10:
-            _lines(axis, cells, lambda label: float(label.rsplit(",", 1)[1]), "evaluations a sample")
+            _lines(
+                axis, cells, lambda label: float(label.rsplit(",", 1)[1]), "evaluations a sample"
+            )
             axis.set(xscale="log", yscale="log")
             _plain(axis.xaxis, (1, 2, 5), "{:g}".format)
             _plain(axis.yaxis, (1, 2, 5), "{:g}".format)
@@ -77,7 +81,11 @@ def _point(cells: Mapping[int, Cell], name: str) -> tuple[float, float, float] |
     if found is None:
         return None
     mean, low, high = found
-    return mean, max(mean - (mean if low is None else low), 0.0), max((mean if high is None else high) - mean, 0.0)
+    return (
+        mean,
+        max(mean - (mean if low is None else low), 0.0),
+        max((mean if high is None else high) - mean, 0.0),
+    )
 
 
 def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit: float) -> None:
@@ -88,17 +96,34 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit:
             continue
         point = tuple(each / unit for each in found)
         if as_ratios and "floor" in label:  # far below all others
-            axis.text(0.0, place, f" {point[0]:.3g}", va="center", fontsize=7, transform=axis.get_yaxis_transform())
+            axis.text(
+                0.0,
+                place,
+                f" {point[0]:.3g}",
+                va="center",
+                fontsize=7,
+                transform=axis.get_yaxis_transform(),
+            )
             continue
-        colour = _RED if "monolith" in label else _GREY if "floor" in label or "oracle" in label else _BLUE
+        colour = (
+            _RED
+            if "monolith" in label
+            else _GREY
+            if "floor" in label or "oracle" in label
+            else _BLUE
+        )
         if as_ratios:
             axis.plot(point[0], place, marker="o", ms=5, color=colour, zorder=3)
         else:
             axis.barh(place, point[0], color=colour, height=0.7, alpha=0.85)
-        axis.errorbar(point[0], place, xerr=[[point[1]], [point[2]]], color=_ERRORS, capsize=2, lw=1)
+        axis.errorbar(
+            point[0], place, xerr=[[point[1]], [point[2]]], color=_ERRORS, capsize=2, lw=1
+        )
         axis.text(point[0] + point[2], place, f"  {_number(point[0])}", va="center", fontsize=7)
     axis.set_yticks(range(len(labels)), labels if names else [""] * len(labels), fontsize=8)
-    axis.set_ylim(len(labels) - 0.5, -0.5)  # rows without a bar take their place too, beside the other panel's
+    axis.set_ylim(
+        len(labels) - 0.5, -0.5
+    )  # rows without a bar take their place too, beside the other panel's
     if as_ratios:
         axis.set_xscale("log")
         _plain(axis.xaxis, (1, 2, 5), "{:g}".format)
@@ -129,13 +154,25 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
     colours: dict[str, str] = {}
     for name, points in lines.items():
         points.sort()
-        at_x, (y, down, up) = [place for place, _ in points], zip(*(each for _, each in points), strict=True)
+        at_x, (y, down, up) = (
+            [place for place, _ in points],
+            zip(*(each for _, each in points), strict=True),
+        )
         best = name.endswith(BEST_BATCH)
         kind = name.removesuffix(BEST_BATCH).split(", ")[-1]
         colours.setdefault(kind, _RED if kind == "monolith" else _LINES[len(colours) % len(_LINES)])
         style, colour = "--" if best or name.startswith("sample") else "-", colours[kind]
         axis.errorbar(
-            at_x, y, yerr=[down, up], label=name, marker="o", ms=4, capsize=2.5, lw=1.4, ls=style, color=colour
+            at_x,
+            y,
+            yerr=[down, up],
+            label=name,
+            marker="o",
+            ms=4,
+            capsize=2.5,
+            lw=1.4,
+            ls=style,
+            color=colour,
         )
     axis.set_xlabel(title)
     axis.set_ylabel("FID (small classifier)")

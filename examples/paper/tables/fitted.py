@@ -60,11 +60,17 @@ class Routers:
     fitted: dict[FittedRouter, Router | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, world: World, preset: Preset, made: Made, seed: int, device: torch.device) -> "Routers":
+    def of(
+        cls, world: World, preset: Preset, made: Made, seed: int, device: torch.device
+    ) -> "Routers":
         """Fit the public parts on the public images, and divide the private ones as the ensemble has them."""
-        silos, judging = (_silos(world, preset, made.own_K, part) for part in (world.test, world.validation))
+        silos, judging = (
+            _silos(world, preset, made.own_K, part) for part in (world.test, world.validation)
+        )
         parts = fit_public(silos, "pca", 0, seed, lambda _: None)
-        return cls(silos, judging, parts, made, preset.transformer, preset.learned_steps, seed, device)
+        return cls(
+            silos, judging, parts, made, preset.transformer, preset.learned_steps, seed, device
+        )
 
     def get(self, wanted: FittedRouter) -> Router | None:
         """Return a router; None for the prior alone."""
@@ -79,7 +85,9 @@ class Routers:
             case "own":
                 return self.made.ensemble.router
             case "labels":
-                return as_published(self._exactly(self._from_training_images()), self.silos, self.parts, self.seed)
+                return as_published(
+                    self._exactly(self._from_training_images()), self.silos, self.parts, self.seed
+                )
             case "samples":
                 evidence = self._private("counts", _EVIDENCE).evidence
                 found = Fitted(self._from_samples(), evidence)
@@ -92,17 +100,23 @@ class Routers:
                 return as_published(found, self.silos, self.parts, self.seed)
 
     def _private(self, family: str, epsilon: float) -> Fitted:
-        return fit_family(self.silos, self.parts, Terms(family, epsilon, self.learned_steps), self.seed)
+        return fit_family(
+            self.silos, self.parts, Terms(family, epsilon, self.learned_steps), self.seed
+        )
 
     def _from_samples(self) -> Router:
         ensemble, num = self.made.ensemble, self.settings.images_per_expert
         device = self.device
-        images_EN = draw_from_experts(ensemble.experts, ensemble.shape, num, self.seed, PATH, None, device=device)
+        images_EN = draw_from_experts(
+            ensemble.experts, ensemble.shape, num, self.seed, PATH, None, device=device
+        )
         return fit_samples(Labelled.drawn(images_EN), self.settings, PATH, self.seed, device=device)
 
     def _from_training_images(self) -> Router:
         own_K = self.silos.silos
-        silo_N = torch.arange(len(own_K)).repeat_interleave(torch.tensor([len(own) for own in own_K]))
+        silo_N = torch.arange(len(own_K)).repeat_interleave(
+            torch.tensor([len(own) for own in own_K])
+        )
         images = Labelled.of_experts(torch.cat(list(own_K)), silo_N, len(own_K))
         return fit_samples(images, self.settings, PATH, self.seed, device=self.device)
 
@@ -116,7 +130,10 @@ class Routers:
         Both are against the exact shares of each image's class, by which the silos were drawn. Routers are chosen by
         the cross-entropy on validation images.
         """
-        found, chosen_by = measure(self.get(wanted), self.silos), measure(self.get(wanted), self.judging)
+        found, chosen_by = (
+            measure(self.get(wanted), self.silos),
+            measure(self.get(wanted), self.judging),
+        )
         error = sum(found.share_error_T) / len(found.share_error_T)
         return {
             "cross_entropy": _mean(found.loss_TN.mean(0), self.seed),
@@ -125,11 +142,15 @@ class Routers:
         }
 
 
-def completion_error(ensemble: Ensemble, images: Tensor, strategy: Strategy, steps: int, seed: int) -> Figure:
+def completion_error(
+    ensemble: Ensemble, images: Tensor, strategy: Strategy, steps: int, seed: int
+) -> Figure:
     """Return how far completions of the left half of images are from their right half: root mean square, per image."""
     known = torch.zeros(images.shape[-2:], dtype=torch.bool)
     known[:, : images.shape[-1] // 2] = True
-    drawn = ensemble.inpaint(images, known, corrections=_CORRECTIONS, strategy=strategy, steps=steps, seed=seed)
+    drawn = ensemble.inpaint(
+        images, known, corrections=_CORRECTIONS, strategy=strategy, steps=steps, seed=seed
+    )
     wrong = (drawn.images.clamp(-1.0, 1.0).cpu() - images)[..., ~known]
     return _mean(wrong.flatten(1).double().square().mean(1).sqrt(), seed)
 
@@ -147,9 +168,13 @@ def _silos(world: World, preset: Preset, own_K: Sequence[Tensor], judged: Part) 
     public, values = world.public, world.train.images[0].numel()
     num_held_out = min(_MOST_HELD_OUT, len(public) // 3)
     num_public = len(public) - num_held_out
-    held_CK = torch.stack([world.train.label_N[own].bincount(minlength=world.num_classes) for own in own_K], 1).double()
+    held_CK = torch.stack(
+        [world.train.label_N[own].bincount(minlength=world.num_classes) for own in own_K], 1
+    ).double()
     prior_K = held_CK.sum(0) / held_CK.sum()
-    soft_CK = torch.where(held_CK.sum(1, keepdim=True) > 0, held_CK / held_CK.sum(1, keepdim=True), prior_K)
+    soft_CK = torch.where(
+        held_CK.sum(1, keepdim=True) > 0, held_CK / held_CK.sum(1, keepdim=True), prior_K
+    )
     rank = min(_RANK, values // 2)
     data = Dataset(
         name=world.name,

@@ -20,7 +20,12 @@ def students(preset: Preset) -> Table:
     experts = Experts(num=preset.num_islands)
 
     def distilled(**how: Any) -> Student:
-        return Student(num=preset.num_islands, num_samples=preset.own_samples, steps=preset.sampling_steps, **how)
+        return Student(
+            num=preset.num_islands,
+            num_samples=preset.own_samples,
+            steps=preset.sampling_steps,
+            **how,
+        )
 
     rows = [
         Row(table=5, label="monolith", source=Monolith()),
@@ -31,10 +36,23 @@ def students(preset: Preset) -> Table:
         Row(table=5, label=FROM_EXPERT, source=distilled(start="expert")),
         Row(table=5, label=LONGER, source=distilled(start="expert", updates=4)),
         Row(table=5, label="student, own samples, mixture", source=distilled(teacher="mixture")),
-        Row(table=5, label=f"{FROM_EXPERT}, mixture", source=distilled(start="expert", teacher="mixture")),
+        Row(
+            table=5,
+            label=f"{FROM_EXPERT}, mixture",
+            source=distilled(start="expert", teacher="mixture"),
+        ),
         Row(table=5, label="student, training images", source=distilled(images="training images")),
     ]
-    columns = ("fid", "fid_pca", "kid", "precision", "recall", "evaluations", "images_per_s", "flops")
+    columns = (
+        "fid",
+        "fid_pca",
+        "kid",
+        "precision",
+        "recall",
+        "evaluations",
+        "images_per_s",
+        "flops",
+    )
     note = (
         "The student is the monolith's network and takes as many steps, of a quarter of its images. Own samples are "
         f"{preset.own_samples}, by {preset.sampling_steps} steps of Heun, each with the expert that drew it, as "
@@ -60,13 +78,23 @@ def routers(preset: Preset) -> Table:
     }
     families: tuple[Literal["counts", "learned", "moments"], ...] = ("counts", "learned", "moments")
     for family in families:
-        known |= {f"{family}, epsilon {each:g}": FittedRouter(family=family, epsilon=each) for each in preset.epsilons}
+        known |= {
+            f"{family}, epsilon {each:g}": FittedRouter(family=family, epsilon=each)
+            for each in preset.epsilons
+        }
     rows = [
         Row(table=6, label=f"{name}, {strategy}", source=experts, strategy=strategy, router=router)
         for name, router in known.items()
         for strategy in STRATEGIES_OF_ROUTERS
     ]
-    columns = ("fid", "fid_pca", "cross_entropy", "completion_error", "share_error", "router_share_error")
+    columns = (
+        "fid",
+        "fid_pca",
+        "cross_entropy",
+        "completion_error",
+        "share_error",
+        "router_share_error",
+    )
     note = (
         f"One ensemble of {preset.num_islands} silos, Dirichlet(0.5), with one router after the other; a private one "
         "may be drawn anew for each of its two rows. Statistics are "
@@ -96,7 +124,11 @@ def federated(preset: Preset) -> Table:
         Row(table=8, label="one-shot ensemble, sample", source=experts, strategy="sample"),
         Row(table=8, label=f"{ONE_SHOT}, {lost}", source=experts, prior="lost"),
         Row(table=8, label=FEDAVG, source=one()),
-        Row(table=8, label=f"{FEDAVG}, {preset.fewer_rounds} rounds", source=one(preset.fewer_rounds)),
+        Row(
+            table=8,
+            label=f"{FEDAVG}, {preset.fewer_rounds} rounds",
+            source=one(preset.fewer_rounds),
+        ),
         Row(table=8, label="FedProx", source=one(method="fedprox"), best=True),
         Row(table=8, label=f"{FEDAVG}, {lost}", source=one(lost=True)),
     ]
@@ -116,12 +148,16 @@ def federated(preset: Preset) -> Table:
         "the ensemble goes on without its expert, "
         "and its bytes and FLOPs are those of all silos."
     )
-    return Table(8, "Federated averaging through Flower against the one-shot ensemble", columns, rows, note)
+    return Table(
+        8, "Federated averaging through Flower against the one-shot ensemble", columns, rows, note
+    )
 
 
 def objectives_and_classes(preset: Preset) -> Table:
     """Table 9: experts that learn different things in one ensemble; and classes, with guidance or without."""
-    plain, mixed = (Experts(num=preset.num_islands, objectives=which) for which in ("velocity", "mixed"))
+    plain, mixed = (
+        Experts(num=preset.num_islands, objectives=which) for which in ("velocity", "mixed")
+    )
     told = Experts(num=preset.num_islands, partition="silos", conditional=True)
     rows = [
         Row(table=9, label=f"{name}, {strategy}", source=source, strategy=strategy)
@@ -141,7 +177,13 @@ def objectives_and_classes(preset: Preset) -> Table:
                 guidance=scale,
             ),
             *(
-                Row(table=9, label=f"classes, g {scale:g}, {name}", source=told, strategy=name, guidance=scale)
+                Row(
+                    table=9,
+                    label=f"classes, g {scale:g}, {name}",
+                    source=told,
+                    strategy=name,
+                    guidance=scale,
+                )
                 for name in _GUIDED
             ),
         ]

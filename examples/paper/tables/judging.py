@@ -72,7 +72,10 @@ class Judge:
                 _train(world, preset, path, clock)
         classifier, test = Classifier.load(path), world.test
         if classifier.trained_on != digest_of_training(world.public.images, world.public.label_N):
-            expected, got = f"a classifier of the public images of {world.name}", "one of other images"
+            expected, got = (
+                f"a classifier of the public images of {world.name}",
+                "one of other images",
+            )
             remedy = "Give the --data of the earlier run, or another --out."
             raise SetupError(str(path), expected=expected, got=got, remedy=remedy)
         encoder = PcaEncoder.fit(world.public.images, preset.pca_dim)
@@ -80,7 +83,9 @@ class Judge:
         key = ("classifier", sha256_file(path), world.name)
         about = kept.read(key, Judged)
         if about is None:
-            about = Judged(digest=sha256_file(path), accuracy=classifier.accuracy(test.images, test.label_N))
+            about = Judged(
+                digest=sha256_file(path), accuracy=classifier.accuracy(test.images, test.label_N)
+            )
             kept.write(key, about)
         return cls(
             world,
@@ -95,7 +100,9 @@ class Judge:
 
     def validation_fid(self, images: Tensor) -> float:
         """Return the FID against the validation images, by which rates are chosen."""
-        return measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.validation)[0]["fid"].value
+        return measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.validation)[0][
+            "fid"
+        ].value
 
     def agreement(self, images: Tensor, classes: Tensor) -> Figure:
         """Return the share of samples in which the classifier finds the class that they were asked for."""
@@ -117,7 +124,9 @@ class Judge:
         if of_silos:
             smallest = len(UNEQUAL) - 1
             found["smallest_drawn"] = Figure.of(proportion(self.world.unequal(images) == smallest))
-            found["smallest_recall"] = Figure.of(proportion(both.recalled_M[self.silo_M == smallest]))
+            found["smallest_recall"] = Figure.of(
+                proportion(both.recalled_M[self.silo_M == smallest])
+            )
         return found
 
 

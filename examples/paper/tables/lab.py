@@ -28,10 +28,27 @@ from examples.paper.tables.models import Made, Workshop, monolith
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.published import Published
 from examples.paper.tables.rates import best_rate, kind_of, only_rate, settled, tuned_as
-from examples.paper.tables.results import Cell, Choice, Cost, Document, Figure, Kept, commit, hardware, utc
+from examples.paper.tables.results import (
+    Cell,
+    Choice,
+    Cost,
+    Document,
+    Figure,
+    Kept,
+    commit,
+    hardware,
+    utc,
+)
 from examples.paper.tables.rows import STRATEGIES, FittedRouter, Row
 from examples.paper.tables.sharing import alone
-from examples.paper.tables.sources import Experts, Federated, Monolith, Student, Trained, TrainingImages
+from examples.paper.tables.sources import (
+    Experts,
+    Federated,
+    Monolith,
+    Student,
+    Trained,
+    TrainingImages,
+)
 from examples.paper.tables.students import student
 
 _VERSION = 2  # of all that figures mean; whoever changes that raises it, and nothing measured before is used again
@@ -95,14 +112,18 @@ class Lab:
         Raises:
             BusyError: another process measures it, or trains the model that it needs.
         """
-        row = settled(row, self.preset, self.rate) or settled(row, self.preset, self._own_rate) or row
+        row = (
+            settled(row, self.preset, self.rate) or settled(row, self.preset, self._own_rate) or row
+        )
         if found := self.published.cell(row.table, row.label, seed, self.judge.about):
             return found
 
         def measure() -> Cell:
             self.clock.check()
             found = self._measured(row, seed)
-            say(f"table {row.table}, seed {seed}, {row.label}: FID {found.figures['fid'].value:.1f}")
+            say(
+                f"table {row.table}, seed {seed}, {row.label}: FID {found.figures['fid'].value:.1f}"
+            )
             return found
 
         return self._once(self.key(row, seed), partial(self._kept_cell, row, seed), measure)
@@ -113,9 +134,15 @@ class Lab:
         if found is None or found.cost is None or isinstance(row.source, TrainingImages):
             return found
         chosen = self.chosen(row.source)
-        return found if chosen and isclose(chosen.rate, found.cost.learning_rate, rel_tol=1e-4) else None
+        return (
+            found
+            if chosen and isclose(chosen.rate, found.cost.learning_rate, rel_tol=1e-4)
+            else None
+        )
 
-    def _once(self, key: object, read: Callable[[], Document | None], make: Callable[[], Document]) -> Document:
+    def _once(
+        self, key: object, read: Callable[[], Document | None], make: Callable[[], Document]
+    ) -> Document:
         """Return what is kept under a key, or make it as the only process that does."""
         if (found := read()) is None:
             with alone(self.out, self.kept.file(key).stem):
@@ -126,7 +153,11 @@ class Lab:
 
     def key(self, row: Row, seed: int) -> tuple[object, ...]:
         """Return what a row's cell is kept under."""
-        parts: list[object] = [row.model_dump(exclude={"table", "label"}), row.table == _SILOS, seed]
+        parts: list[object] = [
+            row.model_dump(exclude={"table", "label"}),
+            row.table == _SILOS,
+            seed,
+        ]
         if isinstance(row.source, Experts) and row.source.num != self.preset.num_islands:
             parts.append("of a rate of its own")
         if row.table == _WIRE:
@@ -137,7 +168,9 @@ class Lab:
 
     def found(self, row: Row, seed: int) -> Cell | None:
         """Return a row's figures if they were measured."""
-        known = settled(row, self.preset, self.chosen) or settled(row, self.preset, self._own_choice)
+        known = settled(row, self.preset, self.chosen) or settled(
+            row, self.preset, self._own_choice
+        )
         kept = self._kept_cell(known, seed) if known else None
         return kept or self.published.cell(row.table, row.label, seed, self.judge.about)
 
@@ -161,7 +194,9 @@ class Lab:
         kind, judge = kind_of(source, self.preset), self.judge.about.digest
 
         def choose() -> Choice:
-            found = best_rate(self.preset, judge, partial(self._tried, tuned_as(source, self.preset)))
+            found = best_rate(
+                self.preset, judge, partial(self._tried, tuned_as(source, self.preset))
+            )
             say(f"rate of {kind} {found.rate:g}, by FID on validation images: {found.in_words}")
             return found
 
@@ -184,7 +219,9 @@ class Lab:
     def _tried(self, source: Trained, rate: float) -> tuple[float, Cost]:
         """Return the FID on validation images of a model that is trained at a rate, and what training it took."""
         made = self._made(source, rate, _TUNING_SEED)
-        images = self._drawn(made.ensemble, Row(table=0, label="tuning", source=source), _TUNING_SEED).images
+        images = self._drawn(
+            made.ensemble, Row(table=0, label="tuning", source=source), _TUNING_SEED
+        ).images
         return self.judge.validation_fid(clipped(images)), made.cost
 
     def made(self, source: Trained, seed: int) -> Made:
@@ -195,12 +232,19 @@ class Lab:
         """
         if not (choice := self.rate(source)).trains:
             got = choice.in_words
-            raise NumericalError(f"rates of {kind_of(source, self.preset)}", expected="one that trains", got=got)
+            raise NumericalError(
+                f"rates of {kind_of(source, self.preset)}", expected="one that trains", got=got
+            )
         return self._made(source, choice.rate, seed)
 
     def name(self, source: Trained, rate: float, seed: int) -> str:
         """Name the folder of a model by all that it depends on."""
-        key = (_VERSION, self.world.name, len(self.world.train), self.preset.model_dump(include=_TRAINING))
+        key = (
+            _VERSION,
+            self.world.name,
+            len(self.world.train),
+            self.preset.model_dump(include=_TRAINING),
+        )
         return f"{source.kind}-{sha256_hex(repr((*key, source.model_dump(), rate, seed)).encode())[:10]}"
 
     def _made(self, source: Trained, rate: float, seed: int) -> Made:
@@ -227,7 +271,9 @@ class Lab:
     def _measured(self, row: Row, seed: int) -> Cell:
         num, of_silos = self.preset.num_samples, row.table == _SILOS
         if isinstance(row.source, TrainingImages):
-            order = torch.randperm(len(self.world.train), generator=torch.Generator().manual_seed(seed))
+            order = torch.randperm(
+                len(self.world.train), generator=torch.Generator().manual_seed(seed)
+            )
             figures = self.judge.figures(self.world.train.images[order[:num]], of_silos=of_silos)
             return self._cell(seed, min(num, len(order)), 0.0, figures, None, "")
         made = self.made(row.source, seed)
@@ -243,11 +289,17 @@ class Lab:
         if classes is not None:
             figures["agreement"] = self.judge.agreement(images, classes)
         evaluations = sum(expert.num for expert in counted) / num
-        figures["evaluations"], figures["images_per_s"] = Figure(value=evaluations), Figure(value=num / seconds)
+        figures["evaluations"], figures["images_per_s"] = (
+            Figure(value=evaluations),
+            Figure(value=num / seconds),
+        )
         figures["flops"] = Figure(value=made.cost.flops)
         if isinstance(row.router, FittedRouter):
             figures |= self._routers(made, seed).figures(row.router)
-            images, strategy = self.world.test.images[: self.preset.completed], STRATEGIES[row.strategy]
+            images, strategy = (
+                self.world.test.images[: self.preset.completed],
+                STRATEGIES[row.strategy],
+            )
             steps = self.preset.sampling_steps
             figures["completion_error"] = completion_error(ensemble, images, strategy, steps, seed)
         if isinstance(row.source, Experts):
@@ -255,16 +307,22 @@ class Lab:
             if row.source.partition == "clusters" and row.prior == "data":
                 figures["share_error_images"] = self._shares_of_images(images, row.source, seed)
         if row.table == _WIRE and isinstance(row.source, Experts | Federated):
-            figures |= wire(self.workshop, row.source, self.name(row.source, self.rate(row.source).rate, seed))
+            figures |= wire(
+                self.workshop, row.source, self.name(row.source, self.rate(row.source).rate, seed)
+            )
         return self._cell(seed, num, seconds, figures, made, router_of(ensemble, row))
 
     def _routers(self, made: Made, seed: int) -> Routers:
         """Return the routers for an ensemble, fitted now unless they are at hand."""
         if not self.routers or self.routers[0].made is not made:
-            self.routers[:] = [Routers.of(self.world, self.preset, made, seed, self.workshop.device)]
+            self.routers[:] = [
+                Routers.of(self.world, self.preset, made, seed, self.workshop.device)
+            ]
         return self.routers[0]
 
-    def _drawn(self, ensemble: Ensemble, row: Row, seed: int, classes: Tensor | None = None) -> Samples:
+    def _drawn(
+        self, ensemble: Ensemble, row: Row, seed: int, classes: Tensor | None = None
+    ) -> Samples:
         with self.clock.progress(f"{row.label}: drawing") as step:
             return drawn(ensemble, row, self.preset, seed, classes, step)
 
@@ -285,7 +343,13 @@ class Lab:
         return Figure.of(share_error(island_of(islands, images), prior, seed=seed).error)
 
     def _cell(
-        self, seed: int, num: int, seconds: float, figures: dict[str, Figure], made: Made | None, router: str
+        self,
+        seed: int,
+        num: int,
+        seconds: float,
+        figures: dict[str, Figure],
+        made: Made | None,
+        router: str,
     ) -> Cell:
         return Cell(
             seed=seed,
@@ -302,7 +366,9 @@ class Lab:
 
 def depends_on(world: World, preset: Preset) -> tuple[int, str, int, dict[str, object]]:
     """Return all that every figure depends on, beside its row, its seed and the classifier."""
-    sizes = preset.model_dump(include={*_TRAINING, "rates", "tuning", "num_samples", "sampling_steps"})
+    sizes = preset.model_dump(
+        include={*_TRAINING, "rates", "tuning", "num_samples", "sampling_steps"}
+    )
     return _VERSION, world.name, len(world.train), sizes
 
 

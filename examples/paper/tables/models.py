@@ -80,7 +80,9 @@ class Workshop:
         """Return the condition of models that are told the class of an image, or of those that are not."""
         return ClassCondition(num_classes=self.world.num_classes) if told else NoCondition()
 
-    def training(self, budget: float, batch_size: int, rate: float, seed: int, updates: int = 1) -> TrainingRecipe:
+    def training(
+        self, budget: float, batch_size: int, rate: float, seed: int, updates: int = 1
+    ) -> TrainingRecipe:
         """The recipe of all models alike; what it leaves out is the library's default.
 
         Args:
@@ -119,9 +121,15 @@ class Workshop:
     def router_flops(self, budget: float, num: int, told: bool) -> int:
         """Return what training it takes."""
         settings = self.router(budget, told)
-        return router_flops(num, self.world.data.shape, settings) if isinstance(settings, SamplesRouter) else 0
+        return (
+            router_flops(num, self.world.data.shape, settings)
+            if isinstance(settings, SamplesRouter)
+            else 0
+        )
 
-    def trained(self, name: str, told: bool, settings: Training, run: Run, *, teaching: float = 0.0) -> None:
+    def trained(
+        self, name: str, told: bool, settings: Training, run: Run, *, teaching: float = 0.0
+    ) -> None:
         """Train a dense model, unless it is there.
 
         Args:
@@ -135,10 +143,14 @@ class Workshop:
         if (folder / RECORD).exists():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        model = build_expert(network, self.world.data.shape, condition=self.condition(told), seed=settings.seed)
+        model = build_expert(
+            network, self.world.data.shape, condition=self.condition(told), seed=settings.seed
+        )
         with progress(f"{name}: training") as tell, self.clock.while_training() as is_over:
             checkpoints = folder / "checkpoints"
-            done = run(model, checkpoints, self.engine, lambda at: tell(at.step, at.num_steps), is_over)
+            done = run(
+                model, checkpoints, self.engine, lambda at: tell(at.step, at.num_steps), is_over
+            )
         save_tensors(folder / WEIGHTS, done.ema)
         cost = Cost(
             steps=done.steps,
@@ -159,7 +171,9 @@ class Workshop:
         expert = load_expert(self.preset.network, shape, folder, file, condition).to(self.device)
         cost = Cost.model_validate_json((folder / RECORD).read_bytes())
         chunk = self.preset.chunk
-        ensemble = Ensemble([expert], None, [1.0], shape, device=self.device, chunk_size=chunk, condition=condition)
+        ensemble = Ensemble(
+            [expert], None, [1.0], shape, device=self.device, chunk_size=chunk, condition=condition
+        )
         return Made(ensemble, cost)
 
 
@@ -174,12 +188,17 @@ def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str
         name: of its folder.
     """
     recipe = shop.dense_training(source.budget, rate, seed, source.conditional, source.updates)
-    recipe = recipe.model_copy(update={"batch_size": max(1, round(source.batch * recipe.batch_size))})
+    recipe = recipe.model_copy(
+        update={"batch_size": max(1, round(source.batch * recipe.batch_size))}
+    )
     settings = recipe.plain(shop.preset.network)
     times: TDistribution = LogitNormalT()
     if source.recipe == "former":
         same = {"num_steps": recipe.num_steps, "batch_size": recipe.batch_size, "seed": recipe.seed}
-        settings, times = FORMER.training.model_copy(update=same | {"learning_rate": rate}), FORMER.times
+        settings, times = (
+            FORMER.training.model_copy(update=same | {"learning_rate": rate}),
+            FORMER.times,
+        )
     part, condition = shop.world.train, shop.condition(source.conditional)
 
     def run(

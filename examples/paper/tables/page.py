@@ -74,24 +74,42 @@ class Report:
         reached = targets(self.found)
         write_targets(out / "targets.csv", reached)
         self.record.write(out)
-        parts = [self._head(), self._tuning(), *(self._section(table) for table in shown), self._targets(reached)]
+        parts = [
+            self._head(),
+            self._tuning(),
+            *(self._section(table) for table in shown),
+            self._targets(reached),
+        ]
         (out / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", "utf-8")
 
     def _cells(self) -> list[Cell]:
-        return [cell for cells in self.found.values() for by_seed in cells.values() for cell in by_seed.values()]
+        return [
+            cell
+            for cells in self.found.values()
+            for by_seed in cells.values()
+            for cell in by_seed.values()
+        ]
 
     def _origin(self, *tables: Cells) -> str:
         """Name data set and preset, and how many seeds the rows of these tables have, or of all."""
-        nums = {len(by_seed) for cells in tables or self.found.values() for by_seed in cells.values()}
+        nums = {
+            len(by_seed) for cells in tables or self.found.values() for by_seed in cells.values()
+        }
         least, most = min(nums), max(nums)
-        seeds = f"{most} seed{'s' if most != 1 else ''}" if least == most else f"{least} to {most} seeds"
+        seeds = (
+            f"{most} seed{'s' if most != 1 else ''}"
+            if least == most
+            else f"{least} to {most} seeds"
+        )
         return f"{self.world.name}, preset {self.preset.name}, {seeds}"
 
     def _head(self) -> str:
         world, network, preset = self.world, self.preset.network, self.preset
         cells = self._cells()
         seeds = sorted({cell.seed for cell in cells})
-        hardware = sorted({cell.hardware.split(" on ")[0].rpartition(", ")[0] or cell.hardware for cell in cells})
+        hardware = sorted(
+            {cell.hardware.split(" on ")[0].rpartition(", ")[0] or cell.hardware for cell in cells}
+        )
         days = sorted({cell.utc[:10] for cell in cells})
         points = [
             f"**Measured** {' to '.join(dict.fromkeys((days[0], days[-1])))}, {_seeds(seeds)}, on "
@@ -111,7 +129,11 @@ class Report:
             "images.",
             f"**Intervals** are 95%. {_intervals(cells)}",
         ]
-        lines = [f"# The paper's tables: {self._origin()}", self._commands(), "\n".join(map(_point, points))]
+        lines = [
+            f"# The paper's tables: {self._origin()}",
+            self._commands(),
+            "\n".join(map(_point, points)),
+        ]
         if self.missing:
             lines.append(_filled("Incomplete: " + "; ".join(self.missing) + "."))
         return "\n\n".join(lines)
@@ -123,7 +145,9 @@ class Report:
             for command in self.record.tables[number].commands:
                 of.setdefault(command, []).append(number)
         lines = [f"{command}    # {_numbers(numbers)}" for command, numbers in of.items()]
-        limited = "" if not any("rows" in each for each in self.missing) else f"\n\n{_filled(_LIMITED)}"
+        limited = (
+            "" if not any("rows" in each for each in self.missing) else f"\n\n{_filled(_LIMITED)}"
+        )
         return "\n".join(["```", *lines, "```"]) + limited
 
     def _judges(self) -> str:
@@ -145,10 +169,15 @@ class Report:
     def _routers(self) -> str:
         """Name the families of the ensembles' own routers, with their temperatures."""
         found: dict[str, list[str]] = {}
-        for name in sorted({cell.router for cell in self._cells()} - {"", "prior", "exact posterior"}):
+        for name in sorted(
+            {cell.router for cell in self._cells()} - {"", "prior", "exact posterior"}
+        ):
             family, _, temperature = name.partition(", T = ")
             found.setdefault(family, []).append(temperature)
-        each = (f"{family} (temperature {' to '.join(dict.fromkeys((t[0], t[-1])))})" for family, t in found.items())
+        each = (
+            f"{family} (temperature {' to '.join(dict.fromkeys((t[0], t[-1])))})"
+            for family, t in found.items()
+        )
         return ", ".join(each) or "none was asked"
 
     def _tuning(self) -> str:
@@ -157,8 +186,12 @@ class Report:
         rows = []
         for kind, choice in self.record.rates.items():
             tried = choice.in_words or "not tuned"
-            rows.append((kind, f"{choice.rate:.3g}", tried, str(choice.steps or ""), choice.judge[:8]))
-        table = _markdown(("model", "rate", "FID on validation images by rate", "steps", "classifier"), rows)
+            rows.append(
+                (kind, f"{choice.rate:.3g}", tried, str(choice.steps or ""), choice.judge[:8])
+            )
+        table = _markdown(
+            ("model", "rate", "FID on validation images by rate", "steps", "classifier"), rows
+        )
         text = (
             "Each was chosen on the validation images, by one seed of its own, in runs of as many steps as the last "
             f"column says ({self.preset.tuning:g} of all), and serves at every budget. Rates beyond the grid are tried "
@@ -167,7 +200,9 @@ class Report:
             "ones, and a longer student that of the shorter one."
         )
         if len({choice.judge for choice in self.record.rates.values() if choice.judge}) > 1:
-            text += " A rate that one classifier chose serves for the tables of another one as well."
+            text += (
+                " A rate that one classifier chose serves for the tables of another one as well."
+            )
         return f"## Learning rates\n\n{_filled(text)}\n\n{table}"
 
     def _section(self, table: Table) -> str:
@@ -178,13 +213,18 @@ class Report:
             values = [_shown(by_seed, name) for name in table.columns]
             took = dict.fromkeys(_TRAINING, "")
             if costs:
-                steps, flops = f"{costs[0].steps} x {costs[0].batch_size}", human_flops(costs[0].flops)
+                steps, flops = (
+                    f"{costs[0].steps} x {costs[0].batch_size}",
+                    human_flops(costs[0].flops),
+                )
                 seconds = human_seconds(median(cost.seconds for cost in costs))
                 took = dict(zip(_TRAINING, (steps, flops, seconds), strict=True))
             if "flops" in table.columns:  # the same figure
                 del took[_TRAINING[1]]
             rows.append((label, *values, *took.values(), str(len(by_seed))))
-        training = [title for title in _TRAINING if "flops" not in table.columns or title != _TRAINING[1]]
+        training = [
+            title for title in _TRAINING if "flops" not in table.columns or title != _TRAINING[1]
+        ]
         titles = ("", *(_TITLES[name] for name in table.columns), *training, "seeds")
         text = f"{table.note} {_by_chance(cells) if 'share_error' in table.columns else ''}".strip()
         number, note = table.number, f"{_filled(text)}\n\n" if text else ""
@@ -219,7 +259,9 @@ def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
     if name == "flops":
         return human_flops(mean)
     if name == "wall_s":
-        return human_seconds(median(cell.figures[name].value for cell in by_seed.values() if name in cell.figures))
+        return human_seconds(
+            median(cell.figures[name].value for cell in by_seed.values() if name in cell.figures)
+        )
     if name.startswith("bytes"):
         return f"{mean / 1e6:.2f} MB"
     places = _PLACES.get(name, 3)

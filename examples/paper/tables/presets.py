@@ -86,7 +86,10 @@ class Preset(Model):
         """Return it with this share of all training steps and samples."""
         steps = max(1, round(share * self.transformer.num_steps))
         transformer = self.transformer.model_copy(update={"num_steps": steps})
-        num = {name: max(1, round(share * getattr(self, name))) for name in ("num_steps", "num_samples")}
+        num = {
+            name: max(1, round(share * getattr(self, name)))
+            for name in ("num_steps", "num_samples")
+        }
         return self.model_copy(update=num | {"transformer": transformer})
 
 
@@ -105,7 +108,13 @@ def _smoke(patch: int) -> Preset:
         tuning=0.5,
         router="counts",
         transformer=SamplesRouter(
-            patch=patch, hidden=16, depth=1, heads=2, num_steps=30, batch_size=32, images_per_expert=64
+            patch=patch,
+            hidden=16,
+            depth=1,
+            heads=2,
+            num_steps=30,
+            batch_size=32,
+            images_per_expert=64,
         ),
         classifier_steps=150,
         num_islands=4,

@@ -72,10 +72,14 @@ class Record(Model):
         try:
             record = cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            raise DataError(path.name, expected="the record of published tables", got="something else") from error
+            raise DataError(
+                path.name, expected="the record of published tables", got="something else"
+            ) from error
         if record.settings != settings:
             remedy = "Name tables of the same data set, preset and scale, or measure all anew."
-            raise DataError(path.name, expected=f"settings {settings}", got=record.settings, remedy=remedy)
+            raise DataError(
+                path.name, expected=f"settings {settings}", got=record.settings, remedy=remedy
+            )
         return record
 
 
@@ -95,7 +99,9 @@ class Published:
     def read(cls, folder: Path, settings: str) -> "Published":
         """Read a folder that a run with the same settings wrote; see `Record.read`."""
         record = Record.read(folder, settings)
-        return cls(record, {number: read_cells(folder / f"table{number}.csv") for number in record.tables})
+        return cls(
+            record, {number: read_cells(folder / f"table{number}.csv") for number in record.tables}
+        )
 
     @classmethod
     def of(cls, out: Path, folder: Path | None, settings: str) -> "Published":
@@ -110,7 +116,11 @@ class Published:
             if folder:
                 (out / _PUBLISHED).mkdir(exist_ok=True)
                 return _brought(folder, out, settings)
-            return cls.read(out / _PUBLISHED, settings) if (out / _PUBLISHED / RECORD).exists() else cls()
+            return (
+                cls.read(out / _PUBLISHED, settings)
+                if (out / _PUBLISHED / RECORD).exists()
+                else cls()
+            )
 
     def rate(self, kind: str) -> Choice | None:
         """Return how the learning rate of a kind of model was chosen, if it was."""
@@ -148,14 +158,32 @@ def write_cells(path: Path, cells: Cells) -> None:
                 cost = cell.cost
                 spent: tuple[object, ...] = ("",) * len(_COST)
                 if cost:
-                    spent = (cost.steps, cost.batch_size, f"{cost.learning_rate:g}", f"{cost.flops:.6g}")
+                    spent = (
+                        cost.steps,
+                        cost.batch_size,
+                        f"{cost.learning_rate:g}",
+                        f"{cost.flops:.6g}",
+                    )
                     spent += (f"{cost.router_flops:.6g}", f"{cost.seconds:.1f}", cost.commit)
                 drawn = (cell.router, cell.num_samples, f"{cell.sampling_seconds:.1f}")
                 for name, figure in cell.figures.items():
                     numbers = (
-                        "" if each is None else f"{each:.6g}" for each in (figure.value, figure.low, figure.high)
+                        "" if each is None else f"{each:.6g}"
+                        for each in (figure.value, figure.low, figure.high)
                     )
-                    writer.writerow((label, seed, name, *numbers, *drawn, *spent, cell.commit, cell.hardware, cell.utc))
+                    writer.writerow(
+                        (
+                            label,
+                            seed,
+                            name,
+                            *numbers,
+                            *drawn,
+                            *spent,
+                            cell.commit,
+                            cell.hardware,
+                            cell.utc,
+                        )
+                    )
 
 
 def cells_of(folder: Path, number: int) -> Cells:
@@ -177,21 +205,31 @@ def read_cells(path: Path) -> dict[str, dict[int, Cell]]:
         with path.open(newline="", encoding="utf-8") as handle:
             reader = csv.DictReader(handle)
             if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise DataError(path.name, expected=f"the columns {', '.join(COLUMNS)}", got="others")
+                raise DataError(
+                    path.name, expected=f"the columns {', '.join(COLUMNS)}", got="others"
+                )
             lines = list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(path.name, expected="a table's figures as CSV", got="something else") from error
+        raise DataError(
+            path.name, expected="a table's figures as CSV", got="something else"
+        ) from error
     cells: dict[str, dict[int, Cell]] = {}
     try:
         for line in lines:
             by_seed = cells.setdefault(line["row"], {})
             seed = int(line["seed"])
             cell = by_seed.get(seed) or _cell(line)
-            value, low, high = (float(line[name]) if line[name] else None for name in ("value", "low", "high"))
+            value, low, high = (
+                float(line[name]) if line[name] else None for name in ("value", "low", "high")
+            )
             figure = Figure.model_validate({"value": value, "low": low, "high": high})
-            by_seed[seed] = cell.model_copy(update={"figures": {**cell.figures, line["figure"]: figure}})
+            by_seed[seed] = cell.model_copy(
+                update={"figures": {**cell.figures, line["figure"]: figure}}
+            )
     except (ValueError, TypeError) as error:  # pydantic's is a ValueError
-        raise DataError(path.name, expected="numbers as a run writes them", got="something else") from error
+        raise DataError(
+            path.name, expected="numbers as a run writes them", got="something else"
+        ) from error
     return cells
 
 

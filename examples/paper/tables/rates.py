@@ -9,7 +9,14 @@ from examples.paper.tables.models import FORMER
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Choice, Cost
 from examples.paper.tables.rows import Row
-from examples.paper.tables.sources import Experts, Federated, Monolith, Student, Trained, TrainingImages
+from examples.paper.tables.sources import (
+    Experts,
+    Federated,
+    Monolith,
+    Student,
+    Trained,
+    TrainingImages,
+)
 
 _MOST_BEYOND = 2  # rates beyond those of the preset
 

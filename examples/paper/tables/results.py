@@ -116,7 +116,10 @@ class Choice(Model):
     @property
     def in_words(self) -> str:
         """What was tried: the FID of each rate."""
-        return ", ".join(f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in self.tried.items())
+        return ", ".join(
+            f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}"
+            for rate, fid in self.tried.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,9 @@ class Kept:
         write_atomic(self.file(key), document.model_dump_json(indent=1).encode() + b"\n")
 
 
-def spread(values: Sequence[float], *, as_ratios: bool = False) -> tuple[float, float | None, float | None]:
+def spread(
+    values: Sequence[float], *, as_ratios: bool = False
+) -> tuple[float, float | None, float | None]:
     """Return the mean over seeds with its 95% interval by Student's t; without an interval for one seed.
 
     Args:
@@ -157,11 +162,15 @@ def spread(values: Sequence[float], *, as_ratios: bool = False) -> tuple[float, 
     num, mean = len(values), fsum(values) / len(values)
     if num == 1:
         return mean, None, None
-    half = float(student.ppf(0.975, num - 1)) * sqrt(fsum((value - mean) ** 2 for value in values) / (num - 1) / num)
+    half = float(student.ppf(0.975, num - 1)) * sqrt(
+        fsum((value - mean) ** 2 for value in values) / (num - 1) / num
+    )
     return mean, mean - half, mean + half
 
 
-def over_seeds(cells: Mapping[int, Cell], name: str) -> tuple[float, float | None, float | None] | None:
+def over_seeds(
+    cells: Mapping[int, Cell], name: str
+) -> tuple[float, float | None, float | None] | None:
     """Return a figure's mean over seeds with its interval; of one seed, with that of its images. None without one.
 
     FID has a geometric mean and an interval by logarithms, and that of a share ends at 0 and 1. Counts and rates have
@@ -193,16 +202,24 @@ def hardware(device: torch.device) -> str:
 def commit() -> str:
     """Return the commit that was there at the first call, with a mark where files differ from it."""
     words = ["git", "describe", "--always", "--dirty"]
-    answer = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     return answer.stdout.strip() or "unknown"
 
 
 def command_of(module: str, words: Sequence[str], *, left_out: str = "") -> str:
     """Return the command that was typed, without where files lie on this machine, and without one option."""
     named = {"--data": "DATA", "--out": "DIR", "--published": "PUBLISHED"}
-    apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    apart = [
+        part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])
+    ]
     pairs = zip(["", *apart], apart, strict=False)
-    shown = [named.get(before, word) for before, word in pairs if left_out not in (before, word) or not left_out]
+    shown = [
+        named.get(before, word)
+        for before, word in pairs
+        if left_out not in (before, word) or not left_out
+    ]
     return shlex.join(["python", "-m", module, *shown])
 
 

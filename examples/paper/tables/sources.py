@@ -55,7 +55,9 @@ class Experts(Model):
     num: int
     updates: Times = 1
     partition: Partition = "clusters"
-    objectives: Annotated[Objectives, Field(exclude_if=lambda which: which == "velocity")] = "velocity"
+    objectives: Annotated[Objectives, Field(exclude_if=lambda which: which == "velocity")] = (
+        "velocity"
+    )
     conditional: Told = False
 
 
@@ -80,7 +82,9 @@ class Student(Model):
     num_samples: int
     steps: int
     teacher: Literal["label", "mixture"] = "label"
-    start: Annotated[Literal["random", "expert"], Field(exclude_if=lambda start: start == "random")] = "random"
+    start: Annotated[
+        Literal["random", "expert"], Field(exclude_if=lambda start: start == "random")
+    ] = "random"
     updates: Times = 1
 
     @property

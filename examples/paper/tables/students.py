@@ -21,7 +21,9 @@ from examples.paper.tables.sources import Student
 QUARTER = 0.25
 
 
-def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: int, name: str) -> Made:
+def student(
+    shop: Workshop, source: Student, teachers: Made, rate: float, seed: int, name: str
+) -> Made:
     """Train a student by a quarter of the monolith's batch; its cost includes its teachers' evaluations.
 
     Args:
@@ -35,7 +37,11 @@ def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: 
     recipe = shop.dense_training(source.budget, rate, seed, updates=source.updates)
     batch = max(1, round(QUARTER * shop.preset.batch_size))
     settings = recipe.model_copy(update={"batch_size": batch}).plain(shop.preset.network)
-    asked = settings.num_steps * settings.batch_size * (source.num if source.teacher == "mixture" else 1)
+    asked = (
+        settings.num_steps
+        * settings.batch_size
+        * (source.num if source.teacher == "mixture" else 1)
+    )
     own = 2 * source.steps * source.num_samples if source.images == "own samples" else 0
     forward = count_flops(shop.preset.network, shop.world.data.shape)[0]
     if (shop.out / name / RECORD).exists():
@@ -74,11 +80,15 @@ def _largest(ensemble: Ensemble) -> nn.Module:
     prior = list(ensemble.prior)
     found = ensemble.experts[prior.index(max(prior))]
     if not isinstance(found, nn.Module):
-        raise SetupError("the student's start", expected="an expert that is a network", got=type(found).__name__)
+        raise SetupError(
+            "the student's start", expected="an expert that is a network", got=type(found).__name__
+        )
     return found
 
 
-def _images(shop: Workshop, source: Student, teachers: Made, seed: int, name: str) -> DistillationData:
+def _images(
+    shop: Workshop, source: Student, teachers: Made, seed: int, name: str
+) -> DistillationData:
     """Return the ensemble's own samples, drawn once, or the training images, each with its expert."""
     if source.images == "training images":
         expert_N = shop.world.train.label_N.new_empty(len(shop.world.train))

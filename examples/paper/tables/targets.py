@@ -7,7 +7,13 @@ from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from examples.paper.tables.further import FEDAVG, FROM_EXPERT, ONE_SHOT, STRATEGIES_OF_ROUTERS, STUDENT
+from examples.paper.tables.further import (
+    FEDAVG,
+    FROM_EXPERT,
+    ONE_SHOT,
+    STRATEGIES_OF_ROUTERS,
+    STUDENT,
+)
 from examples.paper.tables.published import Cells
 from examples.paper.tables.results import Cell, spread
 from examples.paper.tables.rows import BEST_BATCH, FORMER, UNTUNED
@@ -65,7 +71,14 @@ def targets(found: Mapping[int, Cells]) -> list[Target]:
         _flops(budgets),
         _ratio("FID of sample over that of lock(1)", 1.1, first, "sample", "lock(1)"),
         _ratio("FID of lock(.5) over that of top-1", 1.0, first, "lock(.5)", "top-1"),
-        _ratio("share error of lock(.5) over that of top-1", 0.2, first, "lock(.5)", "top-1", name="share_error"),
+        _ratio(
+            "share error of lock(.5) over that of top-1",
+            0.2,
+            first,
+            "lock(.5)",
+            "top-1",
+            name="share_error",
+        ),
     ]
     former = "FID of the default recipe over that of the former one, monoliths of the same FLOPs"
     rows += [
@@ -78,17 +91,24 @@ def targets(found: Mapping[int, Cells]) -> list[Target]:
 
 
 def _neutral(cells: Cells) -> Target:
-    figure, most = "FID of the best neutral strategy over the tuned monolith's, the best batch of each", 0.5
+    figure, most = (
+        "FID of the best neutral strategy over the tuned monolith's, the best batch of each",
+        0.5,
+    )
     best, monolith = best_neutral(cells), best_monolith(cells)
     found = _ratio(figure, most, cells, best, monolith)
     told = [len(seeds) for label, seeds in cells.items() if _shares(label, seeds)]
     if told and best is None:
-        return replace(found, met="no" if max(told) >= _SEEDS else "undecided", note="no strategy is neutral")
+        return replace(
+            found, met="no" if max(told) >= _SEEDS else "undecided", note="no strategy is neutral"
+        )
     return replace(found, note=f"{best}, over {monolith}") if found.value is not None else found
 
 
 def _student(cells: Cells) -> Target:
-    label = FROM_EXPERT if len(cells.get(FROM_EXPERT, {})) >= len(cells.get(STUDENT, {})) else STUDENT
+    label = (
+        FROM_EXPERT if len(cells.get(FROM_EXPERT, {})) >= len(cells.get(STUDENT, {})) else STUDENT
+    )
     figure = "FID of the student, by a quarter of the monolith's batch, over the monolith's"
     return _ratio(figure, 1.0, cells, label, "monolith")
 
@@ -96,7 +116,9 @@ def _student(cells: Cells) -> Target:
 def best_monolith(cells: Cells) -> str:
     """Return the monolith with the lowest mean FID, whatever its batch: chosen by what is measured, in its favour."""
     dense = "monolith"
-    return _lowest_fid(cells, lambda label: label.startswith(dense) and label not in (UNTUNED, FORMER), dense)
+    return _lowest_fid(
+        cells, lambda label: label.startswith(dense) and label not in (UNTUNED, FORMER), dense
+    )
 
 
 def _lowest_fid(cells: Cells, wanted: Callable[[str], bool], otherwise: str) -> str:
@@ -111,7 +133,9 @@ def _fid(cells: Iterable[Cell]) -> float:
 
 def _shares(label: str, seeds: Mapping[int, Cell]) -> list[Cell]:
     """Return the cells that say how far from the priors a strategy draws; none of the oracle's."""
-    return [cell for cell in seeds.values() if "share_error" in cell.figures and "oracle" not in label]
+    return [
+        cell for cell in seeds.values() if "share_error" in cell.figures and "oracle" not in label
+    ]
 
 
 def best_neutral(cells: Cells) -> str | None:
@@ -125,19 +149,25 @@ def best_neutral(cells: Cells) -> str | None:
         if not (each := _shares(label, seeds)):
             continue
         names = ("share_error", "share_by_chance", "share_mean_by_chance")
-        error, limit, expected = (sum(cell.figures[name].value for cell in each) / len(each) for name in names)
+        error, limit, expected = (
+            sum(cell.figures[name].value for cell in each) / len(each) for name in names
+        )
         if error < max(_NEUTRAL, expected + (limit - expected) / sqrt(len(each))):
             mean[label] = _fid(each)
     return min(mean, key=lambda label: mean[label]) if mean else None
 
 
-def _ratio(figure: str, most: float, cells: Cells, over: str | None, under: str, *, name: str = "fid") -> Target:
+def _ratio(
+    figure: str, most: float, cells: Cells, over: str | None, under: str, *, name: str = "fid"
+) -> Target:
     target = f"at most {most:g}"
     if over is None or over not in cells or under not in cells:
         return Target(figure, target)
     seeds = sorted(cells[over].keys() & cells[under].keys())
     pairs = [(cells[over][seed], cells[under][seed]) for seed in seeds]
-    values = [a.figures[name].value / b.figures[name].value for a, b in pairs if b.figures[name].value]
+    values = [
+        a.figures[name].value / b.figures[name].value for a, b in pairs if b.figures[name].value
+    ]
     return _target(figure, target, values, most, [cell for pair in pairs for cell in pair], over)
 
 
@@ -146,15 +176,23 @@ def _private_routers(cells: Cells) -> Target:
 
     Best is who has the lowest cross-entropy on validation images, so that nothing is chosen by what is measured.
     """
-    figure, most = "FID with a router of epsilon 1 over the exact one's, full and lock(.5), the larger", 1.02
-    private = _lowest(cells, [f"{family}, epsilon 1" for family in ("counts", "learned", "moments")])
+    figure, most = (
+        "FID with a router of epsilon 1 over the exact one's, full and lock(.5), the larger",
+        1.02,
+    )
+    private = _lowest(
+        cells, [f"{family}, epsilon 1" for family in ("counts", "learned", "moments")]
+    )
     exact = _lowest(cells, ["exact counts", "the ensemble's own", "labelled training images"])
     names = [(f"{private}, {each}", f"{exact}, {each}") for each in STRATEGIES_OF_ROUTERS]
     if not all(name in cells for pair in names for name in pair):
         return Target(figure, f"at most {most:g}")
     rows = [(cells[over], cells[under]) for over, under in names]
     seeds = sorted(set.intersection(*(set(by_seed) for pair in rows for by_seed in pair)))
-    values = [max(over[n].figures["fid"].value / under[n].figures["fid"].value for over, under in rows) for n in seeds]
+    values = [
+        max(over[n].figures["fid"].value / under[n].figures["fid"].value for over, under in rows)
+        for n in seeds
+    ]
     used = [by_seed[seed] for pair in rows for by_seed in pair for seed in seeds]
     return _target(figure, f"at most {most:g}", values, most, used, f"{private}, over {exact}")
 
@@ -163,12 +201,21 @@ def _one_shot(cells: Cells) -> Target:
     """Bytes of the ensemble over FedAvg's; met only where its FID is no worse than that of any FedAvg as well."""
     figure, most = "bytes of the one-shot ensemble over those of FedAvg; FID no worse", 0.01
     found = _ratio(figure, most, cells, ONE_SHOT, FEDAVG, name="bytes")
-    fid = _ratio(figure, 1.0, cells, ONE_SHOT, _lowest_fid(cells, lambda label: label.startswith(FEDAVG), FEDAVG))
+    fid = _ratio(
+        figure,
+        1.0,
+        cells,
+        ONE_SHOT,
+        _lowest_fid(cells, lambda label: label.startswith(FEDAVG), FEDAVG),
+    )
     if found.value is None or fid.value is None:
         return replace(found, target="under 0.01")
     met: Met = "no" if found.value >= most else fid.met
     return replace(
-        found, target="under 0.01", met=met, note=f"{ONE_SHOT}; its FID is {fid.value:.3g} of that of the best {FEDAVG}"
+        found,
+        target="under 0.01",
+        met=met,
+        note=f"{ONE_SHOT}; its FID is {fid.value:.3g} of that of the best {FEDAVG}",
     )
 
 
@@ -176,9 +223,15 @@ def _lowest(cells: Cells, names: Sequence[str]) -> str | None:
     """Return the router with the lowest mean cross-entropy over both strategies."""
     mean: dict[str, float] = {}
     for name in names:
-        each = [cell for strategy in STRATEGIES_OF_ROUTERS for cell in cells.get(f"{name}, {strategy}", {}).values()]
+        each = [
+            cell
+            for strategy in STRATEGIES_OF_ROUTERS
+            for cell in cells.get(f"{name}, {strategy}", {}).values()
+        ]
         if each:
-            mean[name] = sum(cell.figures["validation_cross_entropy"].value for cell in each) / len(each)
+            mean[name] = sum(cell.figures["validation_cross_entropy"].value for cell in each) / len(
+                each
+            )
     return min(mean, key=lambda name: mean[name], default=None)
 
 
@@ -187,7 +240,9 @@ def _flops(cells: Cells) -> Target:
     figure = "training FLOPs to the tuned monolith's best FID, over its own, batches chosen on validation images"
     most = 0.25
     cells = {label: by_seed for label, by_seed in cells.items() if BEST_BATCH in label}
-    budgets = [{label.removeprefix(kind) for label in cells if label.startswith(kind)} for kind in _CURVES]
+    budgets = [
+        {label.removeprefix(kind) for label in cells if label.startswith(kind)} for kind in _CURVES
+    ]
     if budgets[0] != budgets[1]:
         return Target(figure, f"at most {most:g}")
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in cells.values()))) if cells else []
@@ -202,8 +257,12 @@ def _flops(cells: Cells) -> Target:
     used = [by_seed[seed] for by_seed in cells.values() for seed in seeds]
     if seeds and len(values) < len(seeds):
         note = f"not reached with {len(seeds) - len(values)} of {len(seeds)} seeds"
-        met: Met = "no" if len(seeds) >= _SEEDS and all(value > most for value in values) else "undecided"
-        return Target(figure, f"at most {most:g}", seeds=len(seeds), met=met, note=note, **_origin(used))
+        met: Met = (
+            "no" if len(seeds) >= _SEEDS and all(value > most for value in values) else "undecided"
+        )
+        return Target(
+            figure, f"at most {most:g}", seeds=len(seeds), met=met, note=note, **_origin(used)
+        )
     found = _target(figure, f"at most {most:g}", values, most, used, notes[0] if notes else "")
     if bounds := sum(note == _BOUND for note in notes):
         note = f"{_BOUND}, with {bounds} of {len(seeds)} seeds"
@@ -238,7 +297,9 @@ def flops_to(curve: Sequence[tuple[float, float]], fid: float) -> tuple[float | 
     return None, "not reached"
 
 
-def _target(figure: str, target: str, values: Sequence[float], most: float, cells: Sequence[Cell], note: str) -> Target:
+def _target(
+    figure: str, target: str, values: Sequence[float], most: float, cells: Sequence[Cell], note: str
+) -> Target:
     if not values:
         return Target(figure, target)
     mean, low, high = spread(values, as_ratios=True)
@@ -264,8 +325,35 @@ def write_targets(path: Path, rows: Sequence[Target]) -> None:
     """Write targets.csv; a figure that was not measured has no value."""
     with path.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)
-        writer.writerow(("figure", "target", "value", "low", "high", "seeds", "met", "commit", "hardware", "utc"))
+        writer.writerow(
+            (
+                "figure",
+                "target",
+                "value",
+                "low",
+                "high",
+                "seeds",
+                "met",
+                "commit",
+                "hardware",
+                "utc",
+            )
+        )
         for row in rows:
-            numbers = ["" if number is None else f"{number:.4g}" for number in (row.value, row.low, row.high)]
+            numbers = [
+                "" if number is None else f"{number:.4g}"
+                for number in (row.value, row.low, row.high)
+            ]
             met = row.met or "not measured"
-            writer.writerow((row.figure, row.target, *numbers, row.seeds, met, row.commit, row.hardware, row.utc))
+            writer.writerow(
+                (
+                    row.figure,
+                    row.target,
+                    *numbers,
+                    row.seeds,
+                    met,
+                    row.commit,
+                    row.hardware,
+                    row.utc,
+                )
+            )

@@ -35,15 +35,30 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def test_founding_by_holders_and_a_rotation_from_first_to_last_command(run: Run, secret: Path, tmp_path: Path) -> None:
+def test_founding_by_holders_and_a_rotation_from_first_to_last_command(
+    run: Run, secret: Path, tmp_path: Path
+) -> None:
     fed, by = tmp_path / "fed", ("--passphrase-file", secret)
     for name in ("ada", "ben", "dan"):
         code, said = run("holder", tmp_path / f"{name}.key", *by)
         assert code == 0
         assert (tmp_path / f"{name}.pub").read_text().startswith("ed25519:")
     assert run("holder", tmp_path / "ada.key", *by)[0] == 3
-    named = [word for name in ("ada", "ben") for word in ("--root-holder", tmp_path / f"{name}.pub")]
-    words = ("init", fed, "--name", "tiny", "--address", "127.0.0.1:9092", *by, *named, "--root-threshold", 2)
+    named = [
+        word for name in ("ada", "ben") for word in ("--root-holder", tmp_path / f"{name}.pub")
+    ]
+    words = (
+        "init",
+        fed,
+        "--name",
+        "tiny",
+        "--address",
+        "127.0.0.1:9092",
+        *by,
+        *named,
+        "--root-threshold",
+        2,
+    )
     code, said = run(*words, "--targets-holder", tmp_path / "dan.pub")
     assert code == 0
     assert "root-1.json: 0 of 2 signatures" in said
@@ -51,7 +66,9 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(run: Run,
     assert run("complete", fed, *by)[0] == 3
     for name, document in (("ada", "root"), ("ben", "root"), ("dan", "targets")):
         waiting = fed / "ceremony" / f"{document}-1.json"
-        assert run("sign", waiting, "--key", tmp_path / f"{name}.key", *by)[0] == 3  # nobody to confirm
+        assert (
+            run("sign", waiting, "--key", tmp_path / f"{name}.key", *by)[0] == 3
+        )  # nobody to confirm
         code, said = run("sign", waiting, "--key", tmp_path / f"{name}.key", "--yes", *by)
         assert code == 0
         assert said.startswith(f"{document}, version 1 (the first version)")

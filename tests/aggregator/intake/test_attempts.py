@@ -51,7 +51,9 @@ def both_sent_once(
 
 
 @pytest.fixture
-def arrived(both_sent_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
+def arrived(
+    both_sent_once: tuple[TinyFederation, str], tmp_path: Path
+) -> tuple[TinyFederation, str]:
     """Both have arrived; nothing was taken in."""
 
     tiny, plan_id = both_sent_once
@@ -70,7 +72,9 @@ def in_another_process(act: Callable[[], object]) -> int:
     return -code
 
 
-def deadly(silo_id: str | None, real: Callable[..., object] = verify_submission) -> Callable[..., object]:
+def deadly(
+    silo_id: str | None, real: Callable[..., object] = verify_submission
+) -> Callable[..., object]:
     """Verify as intake does, except that one silo's submission has the process killed, as for want of memory."""
 
     def verify(arrived: object, expected: Expectation) -> object:
@@ -89,9 +93,14 @@ def answers(tiny: TinyFederation, plan_id: str, silo_id: str) -> dict[int, Recei
     return found
 
 
-@pytest.mark.parametrize(("poison", "deaths"), [(None, 0), ("north", MAX_ATTEMPTS)], ids=["control", "poison"])
+@pytest.mark.parametrize(
+    ("poison", "deaths"), [(None, 0), ("north", MAX_ATTEMPTS)], ids=["control", "poison"]
+)
 def test_submission_that_kills_intake_is_refused_after_three_attempts_and_the_other_silo_goes_on(
-    arrived: tuple[TinyFederation, str], monkeypatch: pytest.MonkeyPatch, poison: str | None, deaths: int
+    arrived: tuple[TinyFederation, str],
+    monkeypatch: pytest.MonkeyPatch,
+    poison: str | None,
+    deaths: int,
 ) -> None:
     tiny, plan_id = arrived
     monkeypatch.setattr(taking_in, "verify_submission", deadly(poison))
@@ -125,7 +134,9 @@ def test_silo_that_sends_poison_again_and_again_uses_up_few_restarts(
         assert answers(tiny, plan_id, "north")[sequence].verdict.kind == "refused"
         folder = tiny.federation.incoming / plan_id / "north" / str(sequence + 1)
         shutil.copytree(tiny.sites["north"].outbox / plan_id / "1", folder)
-        Arrival(tiny, plan_id, folder, tiny.key("north")).rewrite(lambda document: None, version=sequence + 1)
+        Arrival(tiny, plan_id, folder, tiny.key("north")).rewrite(
+            lambda document: None, version=sequence + 1
+        )
     assert deaths == MAX_ATTEMPTS_OF_SILO
     plan, _ = tiny.federation.current_plan()
     program = intake_program(tiny.federation, plan, PASSPHRASE)
@@ -144,7 +155,10 @@ def test_poison_that_nobody_is_known_to_have_signed_uses_up_few_restarts_and_ref
         while in_another_process(tiny.take_in):
             deaths += 1
         assert not (tiny.federation.incoming / plan_id / "north" / "1").exists()
-        shutil.copytree(tiny.sites["north"].outbox / plan_id / "1", tiny.federation.incoming / plan_id / "north" / "1")
+        shutil.copytree(
+            tiny.sites["north"].outbox / plan_id / "1",
+            tiny.federation.incoming / plan_id / "north" / "1",
+        )
     assert deaths == MAX_ATTEMPTS
     assert answers(tiny, plan_id, "north") == {}
     assert answers(tiny, plan_id, "south")[1].verdict.kind == "accepted"
@@ -166,7 +180,9 @@ def stays_at_work(tiny: TinyFederation, plan_id: str) -> "Iterator[subprocess.Po
             process.kill()
 
 
-def test_intake_that_is_asked_to_stop_ends_at_once_and_counts_no_attempt(arrived: tuple[TinyFederation, str]) -> None:
+def test_intake_that_is_asked_to_stop_ends_at_once_and_counts_no_attempt(
+    arrived: tuple[TinyFederation, str],
+) -> None:
     """Neither as a failed one nor as a good one: what a killed process left before, the control, is left still."""
     tiny, plan_id = arrived
     kept = tiny.federation.attempts / plan_id / "north" / "1"

@@ -7,7 +7,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from aggregator.intake.bounds import FAILURE, cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
+from aggregator.intake.bounds import (
+    FAILURE,
+    cell_noise_bound,
+    moments_bounds,
+    sketch_norm_bound,
+    total_noise_bound,
+)
 from tests.support.case import case
 
 
@@ -58,7 +64,9 @@ def test_moments_bounds_are_the_closed_form_where_the_noise_has_an_even_number_o
     noise_std, num_units, rank = 3.0, 500, 2
     first, second = moments_bounds(num_units, noise_std, rank)
     q_2 = math.sqrt(2 * math.log(2 / FAILURE))
-    q_3 = bisect(lambda q: math.erfc(q / math.sqrt(2)) + math.sqrt(2 / math.pi) * q * math.exp(-q * q / 2))
+    q_3 = bisect(
+        lambda q: math.erfc(q / math.sqrt(2)) + math.sqrt(2 / math.pi) * q * math.exp(-q * q / 2)
+    )
     assert first == pytest.approx(num_units + noise_std * q_2, rel=1e-4)
     assert second == pytest.approx(num_units + math.sqrt(2) * noise_std * q_3, rel=2e-4)
     assert first > num_units + noise_std * q_2
@@ -81,9 +89,13 @@ def test_moments_bounds_hold_what_the_release_itself_draws_and_not_what_is_twice
     s_R = np.eye(rank)[0]
     sums = num_units * s_R + noise_std * rng.standard_normal((num_draws, rank))
     upper = np.triu(noise_std * rng.standard_normal((num_draws, rank, rank)), 1)
-    diagonal = np.sqrt(2) * noise_std * rng.standard_normal((num_draws, rank))[..., None] * np.eye(rank)
+    diagonal = (
+        np.sqrt(2) * noise_std * rng.standard_normal((num_draws, rank))[..., None] * np.eye(rank)
+    )
     seconds = num_units * np.outer(s_R, s_R) + upper + upper.transpose(0, 2, 1) + diagonal
-    for bound, drawn in zip(moments_bounds(num_units, noise_std, rank), (sums, seconds), strict=True):
+    for bound, drawn in zip(
+        moments_bounds(num_units, noise_std, rank), (sums, seconds), strict=True
+    ):
         norms = np.sqrt(np.square(drawn.reshape(num_draws, -1)).sum(1))
         assert norms.max() < bound
         assert 3 * norms.max() > bound

@@ -30,11 +30,16 @@ WIDE_STATISTICS = {
 @pytest.fixture(scope="module")
 def sent_wide_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
     """A silo of patients, with an expert for each of two clusters and every kind of release, has its submission out."""
-    tiny = TinyFederation.create(tmp_path_factory.mktemp("wide"), {"north": 300, "south": 30}, patients=True)
-    write_policy(
-        tiny.sites[SILO], POLICY | {"privacy": {"unit": "patient", "max_epsilon": 20.0, "budget_epsilon": 20.0}}
+    tiny = TinyFederation.create(
+        tmp_path_factory.mktemp("wide"), {"north": 300, "south": 30}, patients=True
     )
-    plan_id = tiny.sign(recipe(partition={"kind": "silo_cluster", "min_images": 5}, statistics=WIDE_STATISTICS))
+    write_policy(
+        tiny.sites[SILO],
+        POLICY | {"privacy": {"unit": "patient", "max_epsilon": 20.0, "budget_epsilon": 20.0}},
+    )
+    plan_id = tiny.sign(
+        recipe(partition={"kind": "silo_cluster", "min_images": 5}, statistics=WIDE_STATISTICS)
+    )
     tiny.deliver_plan(SILO, plan_id)
     tiny.work(SILO)
     return tiny, plan_id
@@ -48,7 +53,12 @@ def wide(sent_wide_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
 def test_intake_accepts_every_kind_of_release_with_two_experts_by_patient(wide: Arrival) -> None:
     """The control of all refusals below."""
     document = wide.document()
-    assert [release["kind"] for release in document["statistics"]] == ["counts", "class_counts", "moments", "sketch"]
+    assert [release["kind"] for release in document["statistics"]] == [
+        "counts",
+        "class_counts",
+        "moments",
+        "sketch",
+    ]
     assert [(e["expert_id"], e["cluster"], e["num_images"]) for e in document["experts"]] == [
         ("north-0", 0, None),
         ("north-1", 1, None),
@@ -90,12 +100,16 @@ def one_cluster_less(wide: Arrival) -> str:
     moved = counts.clone()
     moved[kept[0]] += counts[lost.unique()].sum()
     moved[lost] = 0
-    assert [part.expert_id for part in silo_parts(plan.partition, SILO, clusters, moved)] == ["north-0"]
+    assert [part.expert_id for part in silo_parts(plan.partition, SILO, clusters, moved)] == [
+        "north-0"
+    ]
     wide.change_counts(lambda _: moved)
     return "north-1"
 
 
-def test_intake_refuses_an_expert_for_a_cluster_that_the_noised_histogram_does_not_tell(wide: Arrival) -> None:
+def test_intake_refuses_an_expert_for_a_cluster_that_the_noised_histogram_does_not_tell(
+    wide: Arrival,
+) -> None:
     one_cluster_less(wide)
     wide.refused(PolicyError, "experts", "as its noised counts imply")
 
@@ -134,19 +148,27 @@ def test_intake_refuses_two_experts_that_are_one_file(wide: Arrival) -> None:
     wide.refused(PolicyError, "experts")
 
 
-def test_intake_refuses_the_exact_number_of_an_experts_images_where_only_noise_may_tell(wide: Arrival) -> None:
+def test_intake_refuses_the_exact_number_of_an_experts_images_where_only_noise_may_tell(
+    wide: Arrival,
+) -> None:
     wide.rewrite(lambda document: document["experts"][0].update(num_images=20))
     wide.refused(PolicyError, "images of an expert")
 
 
-@pytest.mark.parametrize("attack", ["asymmetric", "a long sum", "long second moments", "not a number"])
+@pytest.mark.parametrize(
+    "attack", ["asymmetric", "a long sum", "long second moments", "not a number"]
+)
 def test_intake_refuses_moments_that_no_noise_explains(wide: Arrival, attack: str) -> None:
     plan, _ = wide.tiny.federation.current_plan()
     first, second = longest_moments(wide, plan)
     name, value, word = {
         "asymmetric": ("second", torch.eye(3) + torch.eye(3).roll(1, 0), "symmetric"),
         "a long sum": ("sum", torch.tensor([0.0, 1.001 * first, 0.0]), "a sum with a norm"),
-        "long second moments": ("second", torch.diag(torch.tensor([0.0, 0.0, 1.001 * second])), "second moments"),
+        "long second moments": (
+            "second",
+            torch.diag(torch.tensor([0.0, 0.0, 1.001 * second])),
+            "second moments",
+        ),
         "not a number": ("sum", torch.full((3,), torch.nan), "finite"),
     }[attack]
     wide.change_release("moments", name, lambda _: value)
@@ -157,7 +179,9 @@ def test_intake_accepts_moments_as_far_out_as_noise_may_carry_them(wide: Arrival
     plan, _ = wide.tiny.federation.current_plan()
     first, second = longest_moments(wide, plan)
     wide.change_release("moments", "sum", lambda _: torch.tensor([0.0, 0.999 * first, 0.0]))
-    wide.change_release("moments", "second", lambda _: torch.diag(torch.tensor([0.0, 0.0, 0.999 * second])))
+    wide.change_release(
+        "moments", "second", lambda _: torch.diag(torch.tensor([0.0, 0.0, 0.999 * second]))
+    )
     assert wide.verdict().verdict.kind == "accepted"
 
 
@@ -167,13 +191,20 @@ def longest_moments(wide: Arrival, plan: Plan) -> tuple[float, float]:
 
 @pytest.mark.parametrize("attack", ["a count below the noise", "units from nowhere"])
 def test_intake_refuses_class_counts_that_no_noise_explains(wide: Arrival, attack: str) -> None:
-    reach, num_units = cell_noise_bound(WIDE_STATISTICS["class_counts"]["epsilon"], 8), wide.document()["num_units"]  # type: ignore[index]
+    reach, num_units = (
+        cell_noise_bound(WIDE_STATISTICS["class_counts"]["epsilon"], 8),
+        wide.document()["num_units"],
+    )  # type: ignore[index]
     counts = {
         "a count below the noise": torch.tensor([[-reach - 1, reach + 1, num_units, 0], [0] * 4]),
         "units from nowhere": torch.full((2, 4), num_units + reach),
     }
     wide.change_counts(lambda _: counts[attack], "class_counts")
-    wide.refused(TensorFileError, "class_counts", "counts within" if attack == "a count below the noise" else "a sum")
+    wide.refused(
+        TensorFileError,
+        "class_counts",
+        "counts within" if attack == "a count below the noise" else "a sum",
+    )
 
 
 def test_intake_refuses_class_counts_laid_out_by_group_first(wide: Arrival) -> None:

@@ -45,14 +45,20 @@ def test_document_is_refused_when_it_changed_after_intake(published: Published) 
 def test_role_is_refused_when_somebody_else_signed_it(published: Published) -> None:
     role = accepted(published, f"metadata/{published.plan_id}.north.json")
     key = published.tiny.key("north").public
-    signed = verify_silo_metadata(role.read_bytes(), plan_id=published.plan_id, silo_id="north", key=key, now=now_utc())
+    signed = verify_silo_metadata(
+        role.read_bytes(), plan_id=published.plan_id, silo_id="north", key=key, now=now_utc()
+    )
     stranger = SigningKey.generate()
-    role.write_bytes(sign_silo_metadata(published.plan_id, "north", signed, stranger, version=1, now=now_utc()))
+    role.write_bytes(
+        sign_silo_metadata(published.plan_id, "north", signed, stranger, version=1, now=now_utc())
+    )
     with pytest.raises(SignatureError):
         take_inventory(published.tiny.federation)
 
 
-def test_nothing_is_published_when_an_expert_changed_after_intake(published: Published, tmp_path: Path) -> None:
+def test_nothing_is_published_when_an_expert_changed_after_intake(
+    published: Published, tmp_path: Path
+) -> None:
     expert = accepted(published, "silos/north/experts/north/expert.safetensors")
     shutil.copyfile(expert, tmp_path / "as signed")
     flip(expert, -3)
@@ -60,6 +66,8 @@ def test_nothing_is_published_when_an_expert_changed_after_intake(published: Pub
     with pytest.raises(DigestError, match="expert"):
         published.tiny.publish_only(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert {path.name for path in published.tiny.federation.releases.iterdir() if path.name.isdigit()} == before
+    assert {
+        path.name for path in published.tiny.federation.releases.iterdir() if path.name.isdigit()
+    } == before
     shutil.copyfile(tmp_path / "as signed", expert)
     published.tiny.publish_only(tmp_path / "out")

@@ -17,7 +17,15 @@ from aggregator.intake import quarantine
 from aggregator.intake import service as taking_in
 from aggregator.intake.examination import Examination, Examiner
 from aggregator.intake.inventory import take_inventory
-from aggregator.intake.quarantine import MAX_REASONS, Decision, decide, decision_on, decisions, held, is_admitted
+from aggregator.intake.quarantine import (
+    MAX_REASONS,
+    Decision,
+    decide,
+    decision_on,
+    decisions,
+    held,
+    is_admitted,
+)
 from aggregator.intake.screening import ExpertFigures
 from aggregator.intake.service import IntakeService
 from aggregator.router.train import train_router
@@ -70,7 +78,13 @@ def run(*arguments: object) -> int:
 def delivery(arrival: Arrival) -> SiloDelivery:
     fed = arrival.tiny.federation.path
     return SiloDelivery(
-        fed, arrival.plan_id, SILO, index=(), shard_bytes=1 << 20, max_submission_bytes=1 << 24, wait_s=1
+        fed,
+        arrival.plan_id,
+        SILO,
+        index=(),
+        shard_bytes=1 << 20,
+        max_submission_bytes=1 << 24,
+        wait_s=1,
     )
 
 
@@ -86,7 +100,10 @@ def test_random_weights_in_perfect_form_are_neither_accepted_nor_refused(poisone
     (one,) = waiting(poisoned)
     assert any("times that of answering 0" in reason for reason in one.why.reasons)
     assert set(one.why.figures) == {SILO}
-    assert sha256_file(one.submission / "silos" / SILO / "experts" / SILO / "expert.safetensors") == sent
+    assert (
+        sha256_file(one.submission / "silos" / SILO / "experts" / SILO / "expert.safetensors")
+        == sent
+    )
     assert not poisoned.accepted.exists() and not poisoned.receipts.exists()
     written = json.loads((one.folder / "reason.json").read_bytes())
     assert {"reasons", "figures", "at"} <= set(written)
@@ -119,7 +136,9 @@ def test_admitted_submission_is_accepted_with_a_receipt_that_binds_it(poisoned: 
     assert "high_loss" in silo.flags[SILO]
 
 
-def test_refused_submission_is_answered_with_the_reason_and_the_silo_may_try_again(poisoned: Arrival) -> None:
+def test_refused_submission_is_answered_with_the_reason_and_the_silo_may_try_again(
+    poisoned: Arrival,
+) -> None:
     poisoned.tiny.take_in()
     answer(poisoned, "refused", "the weights are noise")
     poisoned.refused(RefusedError, "the weights are noise", "by a person")
@@ -204,14 +223,18 @@ def test_kill_while_carrying_out_a_decision_is_mended_with_one_receipt(
     assert (poisoned.receipts / "final").exists() == (verdict == "admitted")
 
 
-def test_commands_list_and_admit_what_waits(poisoned: Arrival, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_list_and_admit_what_waits(
+    poisoned: Arrival, capsys: pytest.CaptureFixture[str]
+) -> None:
     fed = poisoned.tiny.federation.path
     assert run("quarantine", fed) == 0
     assert "Nothing waits" in capsys.readouterr().out
     poisoned.tiny.take_in()
     assert run("quarantine", fed, "--json") == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [each["silo_id"] for each in listed["waiting"]] == [SILO] and listed["waiting"][0]["reasons"]
+    assert [each["silo_id"] for each in listed["waiting"]] == [SILO] and listed["waiting"][0][
+        "reasons"
+    ]
     assert run("quarantine", fed) == 0
     assert "times that of answering 0" in capsys.readouterr().out
     assert run("admit", fed, SILO, "--reason", "a test\x1b[2J") == SetupError.exit_code
@@ -257,7 +280,9 @@ def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
     assert run("router", federation.path) == RefusedError.exit_code
     told = capsys.readouterr().err
     assert "east: expert east" in told and "aggregator admit" in told
-    assert run("admit", federation.path, "north", "--reason", "not this one") == SetupError.exit_code
+    assert (
+        run("admit", federation.path, "north", "--reason", "not this one") == SetupError.exit_code
+    )
     assert run("admit", federation.path, "east", "--reason", "they hold other images") == 0
     digest = take_inventory(federation).silos["east"].digest
     decision = decision_on(federation, digest)
@@ -298,7 +323,9 @@ def test_admission_covers_what_a_person_was_shown_and_nothing_else(
 def many_experts(published: Published, number: int) -> tuple[Submission, Path]:
     """North's submission as if it held its expert many times over, as one with many clusters does."""
     folder = published.tiny.federation.accepted / published.plan_id / "north"
-    sent = Submission.parse((folder / "silos" / "north" / "submission.json").read_bytes(), subject="submission")
+    sent = Submission.parse(
+        (folder / "silos" / "north" / "submission.json").read_bytes(), subject="submission"
+    )
     (expert,) = sent.experts
     experts = tuple(expert.model_copy(update={"expert_id": f"north-{n}"}) for n in range(number))
     return sent.model_copy(update={"experts": experts}), folder
@@ -311,9 +338,14 @@ def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_o
     federation = published.tiny.federation
     examiner = Examiner(federation, federation.current_plan()[0])
     submission, folder = many_experts(published, 250)
-    measured, real = list[str](), examiner._figures("north", folder, submission.experts[0], "a" * 64)
+    measured, real = (
+        list[str](),
+        examiner._figures("north", folder, submission.experts[0], "a" * 64),
+    )
 
-    def figures(self: Examiner, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str) -> ExpertFigures:
+    def figures(
+        self: Examiner, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str
+    ) -> ExpertFigures:
         if len(measured) == 100:
             raise KeyboardInterrupt
         measured.append(expert.expert_id)
@@ -325,7 +357,9 @@ def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_o
     measured.clear()
     with pytest.raises(KeyboardInterrupt):
         examiner.examine("north", submission, "a" * 64, folder)
-    assert measured[0] == "north-100", "what was measured before it was interrupted is not measured again"
+    assert measured[0] == "north-100", (
+        "what was measured before it was interrupted is not measured again"
+    )
     measured.clear()
     first = examiner.examine("north", submission, "a" * 64, folder)
     assert sum(len(row) for expert in first.experts for row in expert.losses) > MAX_VALUES
@@ -343,7 +377,10 @@ def test_quarantine_of_a_silo_with_thousands_of_bad_experts_can_be_read(
     monkeypatch.setattr(Examiner, "faults", lambda *_: many)
     assert poisoned.tiny.take_in() == []
     (one,) = waiting(poisoned)
-    assert (one.why.reasons[0], one.why.reasons[-1]) == (many[0], f"and {70_000 - MAX_REASONS} more")
+    assert (one.why.reasons[0], one.why.reasons[-1]) == (
+        many[0],
+        f"and {70_000 - MAX_REASONS} more",
+    )
     assert poisoned.tiny.take_in() == []
 
 

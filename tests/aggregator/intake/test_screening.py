@@ -70,7 +70,9 @@ def constant(weights: Weights) -> Weights:
 
 def random(weights: Weights) -> Weights:
     generator = torch.Generator().manual_seed(0)
-    return {name: 0.2 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+    return {
+        name: 0.2 * torch.randn(value.shape, generator=generator) for name, value in weights.items()
+    }
 
 
 def endless(weights: Weights) -> Weights:
@@ -95,19 +97,33 @@ def told(faults: list[Fault]) -> list[str]:
     return [str(fault) for fault in faults]
 
 
-def test_experts_of_different_silos_pass_every_check(honest: dict[str, Weights], trial: Trial) -> None:
-    found = {silo: figures(weights, trial, silo, "abcd"[k]) for k, (silo, weights) in enumerate(honest.items())}
+def test_experts_of_different_silos_pass_every_check(
+    honest: dict[str, Weights], trial: Trial
+) -> None:
+    found = {
+        silo: figures(weights, trial, silo, "abcd"[k])
+        for k, (silo, weights) in enumerate(honest.items())
+    }
     for silo, each in found.items():
         assert absolute_faults(each, trial.probe, TRAINING) == []
-        assert copies(each, {name: [other] for name, other in found.items() if name != silo}, TRAINING) == []
+        assert (
+            copies(each, {name: [other] for name, other in found.items() if name != silo}, TRAINING)
+            == []
+        )
     assert relative_faults({silo: [each] for silo, each in found.items()}) == {}
 
 
 @pytest.mark.parametrize(
-    ("attack", "words", "flag"), ATTACKS, ids=["scaled", "flipped", "random", "endless", "constant", "untrained"]
+    ("attack", "words", "flag"),
+    ATTACKS,
+    ids=["scaled", "flipped", "random", "endless", "constant", "untrained"],
 )
 def test_attack_on_a_trained_expert_is_found(
-    honest: dict[str, Weights], trial: Trial, attack: Callable[[Weights], Weights], words: str, flag: str
+    honest: dict[str, Weights],
+    trial: Trial,
+    attack: Callable[[Weights], Weights],
+    words: str,
+    flag: str,
 ) -> None:
     assert absolute_faults(figures(honest["north"], trial), trial.probe, TRAINING) == []
     found = absolute_faults(figures(attack(honest["north"]), trial), trial.probe, TRAINING)
@@ -131,14 +147,21 @@ def test_expert_of_few_steps_passes_in_a_rehearsal_alone(trial: Trial, tmp_path:
     assert travel(few) < TRAVEL <= travel(TRAINING)
     assert absolute_faults(made, trial.probe, few, rehearsal=True) == []
     assert "not_learnt" in {fault.flag for fault in absolute_faults(made, trial.probe, few)}
-    assert absolute_faults(made, trial.probe, TRAINING, rehearsal=True)  # a rehearsal that trains enough is judged
+    assert absolute_faults(
+        made, trial.probe, TRAINING, rehearsal=True
+    )  # a rehearsal that trains enough is judged
 
 
 def test_expert_of_a_plan_too_short_to_teach_anything_is_not_taken_for_a_trained_one(
     trial: Trial, tmp_path: Path
 ) -> None:
     """As in a trial of the product: 150 steps at the rate of a wide network, whose samples were pure noise."""
-    changed = {"num_steps": 150, "checkpoint_steps": 150, "learning_rate": 0.001, "schedule": "cosine"}
+    changed = {
+        "num_steps": 150,
+        "checkpoint_steps": 150,
+        "learning_rate": 0.001,
+        "schedule": "cosine",
+    }
     short = TRAINING.model_copy(update=changed)
     made = figures(trained(tmp_path, public(), short), trial)
     assert travel(short) < TRAVEL
@@ -146,7 +169,9 @@ def test_expert_of_a_plan_too_short_to_teach_anything_is_not_taken_for_a_trained
     assert flags & {"not_learnt", "far_images"}, flags
 
 
-def test_weights_beyond_the_reach_of_training_are_found(honest: dict[str, Weights], trial: Trial) -> None:
+def test_weights_beyond_the_reach_of_training_are_found(
+    honest: dict[str, Weights], trial: Trial
+) -> None:
     heavy = honest["north"] | {"head.bias": honest["north"]["head.bias"] + 2 * travel(TRAINING)}
     found = told(absolute_faults(figures(heavy, trial), trial.probe, TRAINING))
     assert any("tensor head.bias grew by" in fault for fault in found)
@@ -158,14 +183,22 @@ def test_no_fresh_expert_has_heavier_weights_than_a_fresh_one_may() -> None:
             assert float(value.square().mean().sqrt()) <= fresh_rms(value.shape), name
 
 
-@pytest.mark.parametrize("condition", [NoCondition(), ClassCondition(num_classes=3)], ids=["none", "class"])
+@pytest.mark.parametrize(
+    "condition", [NoCondition(), ClassCondition(num_classes=3)], ids=["none", "class"]
+)
 def test_no_fresh_unet_has_heavier_weights_than_a_fresh_one_may(condition: Condition) -> None:
-    unet = Unet(channels=(8, 8), attention=(False, True), num_res_blocks=1, head_channels=4, norm_groups=4)
-    for name, value in build_expert(unet, (1, 8, 8), condition=condition, seed=1).state_dict().items():
+    unet = Unet(
+        channels=(8, 8), attention=(False, True), num_res_blocks=1, head_channels=4, norm_groups=4
+    )
+    for name, value in (
+        build_expert(unet, (1, 8, 8), condition=condition, seed=1).state_dict().items()
+    ):
         assert float(value.square().mean().sqrt()) <= fresh_rms(value.shape, "unet"), name
 
 
-def test_copy_is_found_byte_for_byte_and_by_its_answers(honest: dict[str, Weights], trial: Trial) -> None:
+def test_copy_is_found_byte_for_byte_and_by_its_answers(
+    honest: dict[str, Weights], trial: Trial
+) -> None:
     mine, theirs = (figures(honest["north"], trial, name) for name in ("mine", "theirs"))
     assert "byte for byte" in told(copies(mine, {"north": [theirs]}, TRAINING))[0]
     nearly = {name: value * (1 + 1e-5) for name, value in honest["north"].items()}
@@ -182,7 +215,15 @@ def test_silo_that_is_slightly_worse_than_the_others_does_not_stand_apart() -> N
         worst = Excess(t=1.0, told="", times=0.5, num_over=0, num_rows=64)
         excess = {"excess_rms": 0.0, "excess_tensor": "none"}
         return [
-            ExpertFigures(expert_id=name, digest="a" * 64, losses=losses, answers=(), worst=worst, drawn=(), **excess)
+            ExpertFigures(
+                expert_id=name,
+                digest="a" * 64,
+                losses=losses,
+                answers=(),
+                worst=worst,
+                drawn=(),
+                **excess,
+            )
         ]
 
     by_silo = {"a": one("a", 0.50), "b": one("b", 0.51), "c": one("c", 0.49), "d": one("d", 0.8)}
@@ -208,30 +249,45 @@ def test_streamed_expert_answers_as_the_loaded_one_does(
     loaded = build_expert(ARCHITECTURE, SHAPE)
     x, t = torch.randn(5, *SHAPE), torch.rand(5)
     answer = StreamedExpert(ARCHITECTURE, SHAPE, stored)(x, t)
-    assert float((answer - loaded(x, t).detach()).abs().max()) > 0.1  # a fresh one answers otherwise
+    assert (
+        float((answer - loaded(x, t).detach()).abs().max()) > 0.1
+    )  # a fresh one answers otherwise
     loaded.load_state_dict(honest["north"])
     torch.testing.assert_close(answer, loaded(x, t).detach(), rtol=1e-5, atol=1e-6)
     for name, value in honest["north"].items():
-        assert stored[name].root_mean_square() == pytest.approx(float(value.square().mean().sqrt()), rel=1e-5)
+        assert stored[name].root_mean_square() == pytest.approx(
+            float(value.square().mean().sqrt()), rel=1e-5
+        )
 
 
-def test_streamed_expert_of_another_architecture_is_refused(honest: dict[str, Weights], tmp_path: Path) -> None:
+def test_streamed_expert_of_another_architecture_is_refused(
+    honest: dict[str, Weights], tmp_path: Path
+) -> None:
     save_tensors(tmp_path / "expert.safetensors", honest["north"])
     other = ARCHITECTURE.model_copy(update={"depth": 2})
     with pytest.raises(TensorFileError):
         stored_tensors(other, SHAPE, tmp_path / "expert.safetensors", 1 << 20)
 
 
-def test_streamed_expert_is_told_the_condition_of_each_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_expert_is_told_the_condition_of_each_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streamed, "_ACTIVATION_BYTES", 1)  # a sample at a time
     path, classes = tmp_path / "expert.safetensors", ClassCondition(num_classes=3)
     loaded = build_expert(ARCHITECTURE, SHAPE, condition=classes)
     generator = torch.Generator().manual_seed(0)
-    weights = {name: 0.3 * torch.randn(v.shape, generator=generator) for name, v in loaded.state_dict().items()}
+    weights = {
+        name: 0.3 * torch.randn(v.shape, generator=generator)
+        for name, v in loaded.state_dict().items()
+    }
     save_tensors(path, weights)
     loaded.load_state_dict(weights)
     stored = stored_tensors(ARCHITECTURE, SHAPE, path, 1 << 20, classes)
-    x, t, c = torch.randn(5, *SHAPE, generator=generator), torch.rand(5, generator=generator), torch.arange(5) % 4 - 1
+    x, t, c = (
+        torch.randn(5, *SHAPE, generator=generator),
+        torch.rand(5, generator=generator),
+        torch.arange(5) % 4 - 1,
+    )
     answer = StreamedExpert(ARCHITECTURE, SHAPE, stored, classes)
     torch.testing.assert_close(answer(x, t, c), loaded(x, t, c).detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(answer(x, t), loaded(x, t).detach(), rtol=1e-4, atol=1e-5)

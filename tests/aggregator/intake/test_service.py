@@ -38,7 +38,9 @@ from tests.support.submissions import SILO, Arrival
 pytestmark = pytest.mark.usefixtures("short_pages")
 
 
-def test_intake_accepts_what_the_silo_sent_and_signs_a_receipt_that_binds_it(arrival: Arrival) -> None:
+def test_intake_accepts_what_the_silo_sent_and_signs_a_receipt_that_binds_it(
+    arrival: Arrival,
+) -> None:
     digest = sha256_file(arrival.document_path)
     receipt = arrival.verdict()
     assert receipt.verdict.kind == "accepted"
@@ -127,8 +129,12 @@ def test_rubbish_in_a_silos_name_is_never_answered_however_often_it_comes(arriva
     assert arrival.verdict().verdict.kind == "accepted"
 
 
-@pytest.mark.parametrize("name", ["registry/notes.json", "federation.toml", f"registry/ledgers/{SILO}.json"])
-def test_nobody_is_answered_for_a_damaged_file_of_the_federation(arrival: Arrival, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["registry/notes.json", "federation.toml", f"registry/ledgers/{SILO}.json"]
+)
+def test_nobody_is_answered_for_a_damaged_file_of_the_federation(
+    arrival: Arrival, name: str
+) -> None:
     """What arrives meanwhile waits, rubbish is not refused in the silo's name, and no attempt is counted."""
     path = arrival.tiny.federation.path / name
     before = path.read_bytes() if path.exists() else None
@@ -172,7 +178,9 @@ def test_intake_throws_away_a_flipped_byte_in_a_release(arrival: Arrival) -> Non
     arrival.thrown_away()
 
 
-@pytest.mark.parametrize("name", ["counts.safetensors", "metadata", "silos/north/experts/north/expert.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["counts.safetensors", "metadata", "silos/north/experts/north/expert.safetensors"]
+)
 def test_intake_throws_away_what_lacks_a_file(arrival: Arrival, name: str) -> None:
     path = arrival.folder / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -248,7 +256,9 @@ def test_intake_refuses_a_document_of_another_form_that_the_silo_signed(arrival:
     arrival.refused(DocumentError)
 
 
-@pytest.mark.parametrize("attack", ["the smallest integer", "below the noise", "above the noise", "units from nowhere"])
+@pytest.mark.parametrize(
+    "attack", ["the smallest integer", "below the noise", "above the noise", "units from nowhere"]
+)
 def test_intake_refuses_counts_that_no_noise_explains(arrival: Arrival, attack: str) -> None:
     plan, _ = arrival.tiny.federation.current_plan()
     reach = cell_noise_bound(plan.statistics.counts.epsilon, plan.statistics.counts.num_groups)
@@ -266,7 +276,9 @@ def test_intake_refuses_counts_that_no_noise_explains(arrival: Arrival, attack: 
 def test_intake_accepts_counts_as_far_out_as_noise_may_carry_them(arrival: Arrival) -> None:
     plan, _ = arrival.tiny.federation.current_plan()
     reach = cell_noise_bound(plan.statistics.counts.epsilon, plan.statistics.counts.num_groups)
-    arrival.change_counts(lambda _: torch.tensor([-reach, arrival.document()["num_units"] + reach, 0, 0]))
+    arrival.change_counts(
+        lambda _: torch.tensor([-reach, arrival.document()["num_units"] + reach, 0, 0])
+    )
     assert arrival.verdict().verdict.kind == "accepted"
 
 
@@ -301,7 +313,9 @@ def test_what_was_answered_takes_no_room_any_more(arrival: Arrival) -> None:
     assert not arrival.folder.exists()
 
 
-def test_plan_ends_when_intake_was_killed_between_the_receipt_and_its_mark(arrival: Arrival) -> None:
+def test_plan_ends_when_intake_was_killed_between_the_receipt_and_its_mark(
+    arrival: Arrival,
+) -> None:
     assert arrival.verdict().verdict.kind == "accepted"
     (arrival.receipts / "final").unlink()
     assert arrival.tiny.take_in() == []
@@ -316,7 +330,9 @@ def test_refusal_is_not_the_end_when_intake_starts_again(arrival: Arrival) -> No
     assert not (arrival.receipts / "final").exists()
 
 
-def test_last_refusal_that_there_may_be_says_so_and_ends(arrival: Arrival, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_refusal_that_there_may_be_says_so_and_ends(
+    arrival: Arrival, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(taking_in, "MAX_SUBMISSIONS", 1)
     arrival.rewrite(lambda document: document.update(approval=None))
     arrival.refused(PolicyError, "approval", "the last of 1 submissions")
@@ -324,7 +340,9 @@ def test_last_refusal_that_there_may_be_says_so_and_ends(arrival: Arrival, monke
     assert plan_done(arrival.tiny.federation.path, arrival.plan_id, [SILO])
 
 
-def test_next_plan_is_refused_while_an_accepted_submission_is_in_no_release(arrival: Arrival, tmp_path: Path) -> None:
+def test_next_plan_is_refused_while_an_accepted_submission_is_in_no_release(
+    arrival: Arrival, tmp_path: Path
+) -> None:
     assert arrival.verdict().verdict.kind == "accepted"
     with pytest.raises(SetupError, match="north") as refused:
         arrival.tiny.sign()
@@ -338,11 +356,15 @@ def test_enrolled_key_is_the_one_that_signed(arrival: Arrival) -> None:
 
 
 def test_intake_refuses_a_release_that_the_plan_did_not_ask_for(arrival: Arrival) -> None:
-    save_file({"sum": torch.zeros(2), "second": torch.zeros(2, 2)}, arrival.folder / "moments.safetensors")
+    save_file(
+        {"sum": torch.zeros(2), "second": torch.zeros(2, 2)}, arrival.folder / "moments.safetensors"
+    )
     file = {"path": "moments.safetensors", "bytes": 1, "digest": "a" * 64}
     extra = {"kind": "moments", "epsilon": 1.0, "delta": 1e-6, "file": file}
     document = arrival.document()
-    arrival.document_path.write_text(json.dumps(document | {"statistics": [*document["statistics"], extra]}))
+    arrival.document_path.write_text(
+        json.dumps(document | {"statistics": [*document["statistics"], extra]})
+    )
     arrival.rewrite(lambda document: None)
     arrival.refused(PolicyError, "statistics", "moments")
 

@@ -65,20 +65,26 @@ def test_federation_is_founded_once_enough_holders_have_signed(tmp_path: Path) -
     assert not (keyed.federation.path / "invitation.json").exists()
     keyed.sign("root", "ada")
     keyed.complete()
-    invitation = Invitation.parse((keyed.federation.path / "invitation.json").read_bytes(), subject="invitation")
+    invitation = Invitation.parse(
+        (keyed.federation.path / "invitation.json").read_bytes(), subject="invitation"
+    )
     assert read_invitation(keyed.federation.path / "invitation.json", invitation.root_digest)
     assert invitation.root.encode() == keyed.root
     assert not {"root.key", "targets.key"} & {path.name for path in keyed.federation.keys.iterdir()}
     assert not list(keyed.federation.path.glob("ceremony*"))
 
 
-def test_plan_waits_for_the_holders_of_targets_and_the_old_plan_works_meanwhile(keyed: KeyedFederation) -> None:
+def test_plan_waits_for_the_holders_of_targets_and_the_old_plan_works_meanwhile(
+    keyed: KeyedFederation,
+) -> None:
     for number in (1, 2):
         waits = keyed.plan(number)
         assert waits[0].startswith(f"targets-{number + 1}.json: 0 of 2 signatures")
         if number == 2:
             assert keyed.federation.current_plan()[0].plan_id == "digits-00000001"
-            assert verify_release(keyed.publish(1, keyed.path / "meanwhile"), keyed.root, state=None)
+            assert verify_release(
+                keyed.publish(1, keyed.path / "meanwhile"), keyed.root, state=None
+            )
         keyed.sign("targets", *TARGETS)
         keyed.complete()
         plan, _ = keyed.federation.current_plan()
@@ -88,7 +94,9 @@ def test_plan_waits_for_the_holders_of_targets_and_the_old_plan_works_meanwhile(
 
 def test_only_one_change_waits_and_it_can_be_thrown_away(keyed: KeyedFederation) -> None:
     keyed.plan(1)
-    waiting = {path.name: path.read_bytes() for path in (keyed.federation.path / "ceremony").glob("*.json")}
+    waiting = {
+        path.name: path.read_bytes() for path in (keyed.federation.path / "ceremony").glob("*.json")
+    }
     for attempt in (
         lambda: keyed.plan(2),
         lambda: rotate(keyed.federation, "online", PASSPHRASE),
@@ -96,7 +104,9 @@ def test_only_one_change_waits_and_it_can_be_thrown_away(keyed: KeyedFederation)
     ):
         with pytest.raises(BusyError):
             attempt()
-    assert {path.name: path.read_bytes() for path in (keyed.federation.path / "ceremony").glob("*.json")} == waiting
+    assert {
+        path.name: path.read_bytes() for path in (keyed.federation.path / "ceremony").glob("*.json")
+    } == waiting
     assert abandon(keyed.federation) == "start the plan digits-00000001"
     with pytest.raises(MissingFileError):
         keyed.complete()
@@ -110,7 +120,9 @@ def test_founding_cannot_be_thrown_away(tmp_path: Path) -> None:
         abandon(keyed.federation)
 
 
-def test_signature_of_a_stranger_and_a_second_one_of_the_same_holder_are_refused(keyed: KeyedFederation) -> None:
+def test_signature_of_a_stranger_and_a_second_one_of_the_same_holder_are_refused(
+    keyed: KeyedFederation,
+) -> None:
     keyed.plan(1)
     keyed.holders["mallory"] = SigningKey.generate()
     for stranger in ("mallory", "ada"):  # ada holds root, not targets
@@ -146,7 +158,9 @@ def test_answer_with_any_field_forged_is_refused(keyed: KeyedFederation, forged:
 def test_answer_to_a_document_thrown_away_does_not_sign_another(keyed: KeyedFederation) -> None:
     keyed.plan(1)
     keyed.sign("targets", "dan", "eve")
-    answers = {path.name: path.read_bytes() for path in keyed.document("targets").parent.glob("*.sig")}
+    answers = {
+        path.name: path.read_bytes() for path in keyed.document("targets").parent.glob("*.sig")
+    }
     abandon(keyed.federation)
     keyed.plan(2)
     for name, data in answers.items():
@@ -155,7 +169,9 @@ def test_answer_to_a_document_thrown_away_does_not_sign_another(keyed: KeyedFede
         keyed.complete()
 
 
-def test_document_changed_after_it_was_signed_does_not_come_into_force(keyed: KeyedFederation) -> None:
+def test_document_changed_after_it_was_signed_does_not_come_into_force(
+    keyed: KeyedFederation,
+) -> None:
     """The attack: the operator's machine swaps a silo's key for its own after the holders have signed."""
     keyed.plan(1)
     keyed.sign("targets", "dan", "eve")
@@ -163,7 +179,9 @@ def test_document_changed_after_it_was_signed_does_not_come_into_force(keyed: Ke
     request = json.loads(path.read_bytes())
     for old in (keyed.silos["north"].public, keyed.holders["dan"].public):
         changed = request | {
-            "payload": request["payload"].replace(old.raw.hex(), SigningKey.generate().public.raw.hex())
+            "payload": request["payload"].replace(
+                old.raw.hex(), SigningKey.generate().public.raw.hex()
+            )
         }
         path.write_text(json.dumps(changed))
         if changed["payload"] != request["payload"]:
@@ -190,14 +208,18 @@ def test_holders_named_by_the_document_itself_do_not_count(keyed: KeyedFederatio
     assert not (keyed.federation.path / "plans" / "current.json").exists()
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[" * 50, b'{"format":"archipelago/ceremony/1","role":"plans"}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[" * 50, b'{"format":"archipelago/ceremony/1","role":"plans"}']
+)
 def test_document_that_is_none_is_refused_before_it_is_shown(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "root-1.json").write_bytes(data)
     with pytest.raises(DocumentError):
         read_request(tmp_path / "root-1.json")
 
 
-def test_words_name_every_key_that_comes_stays_or_goes_and_every_threshold(keyed: KeyedFederation) -> None:
+def test_words_name_every_key_that_comes_stays_or_goes_and_every_threshold(
+    keyed: KeyedFederation,
+) -> None:
     held = keyed.hold("ada", "ben", "fay", threshold=3)
     rotate(keyed.federation, "root", PASSPHRASE, held)
     lines = in_words(read_request(keyed.document("root"))).splitlines()
@@ -214,7 +236,9 @@ def test_words_name_every_key_that_comes_stays_or_goes_and_every_threshold(keyed
     assert "east" not in text
 
 
-def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refused(keyed: KeyedFederation) -> None:
+def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refused(
+    keyed: KeyedFederation,
+) -> None:
     keyed.plan(1, ("north",))
     path = keyed.document("targets")
     document = json.loads(path.read_bytes())
@@ -228,7 +252,9 @@ def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refu
         in_words(read_request(path))
 
 
-def test_root_passes_to_other_holders_when_enough_old_and_new_ones_sign(keyed: KeyedFederation) -> None:
+def test_root_passes_to_other_holders_when_enough_old_and_new_ones_sign(
+    keyed: KeyedFederation,
+) -> None:
     rotate(keyed.federation, "root", PASSPHRASE, keyed.hold("fay", "gus", threshold=2))
     keyed.sign("root", "fay", "gus", "ada")
     with pytest.raises(SetupError) as refused:
@@ -245,10 +271,17 @@ def test_root_passes_to_other_holders_when_enough_old_and_new_ones_sign(keyed: K
     keyed.plan(1)
     keyed.sign("targets", *TARGETS)
     keyed.complete()
-    assert verify_bundle(keyed.federation.bundle("digits-00000001"), keyed.root, state=None).versions["root"] == 3
+    assert (
+        verify_bundle(keyed.federation.bundle("digits-00000001"), keyed.root, state=None).versions[
+            "root"
+        ]
+        == 3
+    )
 
 
-def test_targets_passes_to_other_holders_with_a_new_root_and_new_delegations(keyed: KeyedFederation) -> None:
+def test_targets_passes_to_other_holders_with_a_new_root_and_new_delegations(
+    keyed: KeyedFederation,
+) -> None:
     rotate(keyed.federation, "targets", PASSPHRASE, keyed.hold("fay", threshold=1))
     keyed.sign("root", "ada", "ben")
     with pytest.raises(SignatureError):
@@ -281,7 +314,9 @@ def test_local_keys_leave_the_folder_when_root_and_targets_pass_to_holders(tmp_p
     assert len(keyed.repository.root().roles["root"].keyids) == 2
 
 
-def test_plan_that_names_a_silo_removed_meanwhile_does_not_come_into_force(keyed: KeyedFederation) -> None:
+def test_plan_that_names_a_silo_removed_meanwhile_does_not_come_into_force(
+    keyed: KeyedFederation,
+) -> None:
     keyed.plan(1)
     remove(keyed.federation, "east", "stolen laptop", PASSPHRASE)
     keyed.sign("targets", *TARGETS)
@@ -295,7 +330,9 @@ def test_plan_that_names_a_silo_removed_meanwhile_does_not_come_into_force(keyed
     assert keyed.federation.current_plan()[0].silos == ("north",)
 
 
-@pytest.mark.parametrize(("names", "threshold"), [(("ada",), 2), (("ada",), 0), (("ada", "ada"), 1), ((), 1)])
+@pytest.mark.parametrize(
+    ("names", "threshold"), [(("ada",), 2), (("ada",), 0), (("ada", "ada"), 1), ((), 1)]
+)
 def test_threshold_that_cannot_be_met_or_a_holder_named_twice_is_refused(
     names: tuple[str, ...], threshold: int
 ) -> None:

@@ -8,7 +8,14 @@ import pytest
 
 from aggregator.keys.removal import remove
 from aggregator.membership.registry import Removed, cards, read_card, taking_part
-from ddm.errors import ArchipelagoError, MissingFileError, PolicyError, RoleError, SetupError, UnlistedFileError
+from ddm.errors import (
+    ArchipelagoError,
+    MissingFileError,
+    PolicyError,
+    RoleError,
+    SetupError,
+    UnlistedFileError,
+)
 from ddm.trust.keys import SigningKey
 from ddm.trust.verify import verify_release
 from tests.conftest import Published
@@ -17,23 +24,33 @@ from tests.support.federation_keys import PASSPHRASE, KeyedFederation
 pytestmark = pytest.mark.usefixtures("short_pages")
 
 
-def test_removed_silo_leaves_the_registry_the_delegations_and_the_next_version(keyed: KeyedFederation) -> None:
+def test_removed_silo_leaves_the_registry_the_delegations_and_the_next_version(
+    keyed: KeyedFederation,
+) -> None:
     card = (keyed.federation.registry / "east.json").read_bytes()
     removal = remove(keyed.federation, "east", "left the federation", PASSPHRASE)
     assert (removal.plan_id, removal.missing) == ("digits-00000001", [])
     assert set(cards(keyed.federation)) == {"north"}
     (path,) = (keyed.federation.registry / "removed").iterdir()
     record = Removed.parse(path.read_bytes(), subject=path.name)
-    assert (record.silo_id, record.reason, record.card) == ("east", "left the federation", card.decode())
+    assert (record.silo_id, record.reason, record.card) == (
+        "east",
+        "left the federation",
+        card.decode(),
+    )
     assert read_card(record.card.encode()).signing_key == str(keyed.silos["east"].public)
     assert set(keyed.repository.delegates().silos) == {"north"}
     plan, _ = keyed.federation.current_plan()
     assert list(taking_part(keyed.federation, plan)) == ["north"]
-    verified = verify_release(keyed.publish(1, keyed.path / "second"), keyed.root, state=keyed.path / "state")
+    verified = verify_release(
+        keyed.publish(1, keyed.path / "second"), keyed.root, state=keyed.path / "state"
+    )
     assert set(verified.silo_keys) == {"north"}
 
 
-def test_what_a_removed_silo_signed_is_refused_with_the_new_metadata(keyed: KeyedFederation) -> None:
+def test_what_a_removed_silo_signed_is_refused_with_the_new_metadata(
+    keyed: KeyedFederation,
+) -> None:
     """The attacks: its files and its metadata put back into the new release; listed again by a thief of online."""
     remove(keyed.federation, "east", "stolen key", PASSPHRASE)
     second = keyed.publish(1, keyed.path / "second")
@@ -49,7 +66,9 @@ def test_what_a_removed_silo_signed_is_refused_with_the_new_metadata(keyed: Keye
         keyed.publish(1, keyed.path / "third", ("east", "north"))
 
 
-def test_last_silo_of_a_plan_can_be_removed_and_the_next_plan_signed(keyed: KeyedFederation) -> None:
+def test_last_silo_of_a_plan_can_be_removed_and_the_next_plan_signed(
+    keyed: KeyedFederation,
+) -> None:
     for silo_id in ("east", "north"):
         remove(keyed.federation, silo_id, "ended", PASSPHRASE)
     with pytest.raises(SetupError) as refused:
@@ -68,7 +87,9 @@ def test_silo_outside_the_plan_is_removed_without_a_signature(keyed: KeyedFedera
     assert set(cards(keyed.federation)) == {"east", "north"}
 
 
-def test_removed_silo_comes_back_with_new_keys_only_and_takes_part_from_the_next_plan(keyed: KeyedFederation) -> None:
+def test_removed_silo_comes_back_with_new_keys_only_and_takes_part_from_the_next_plan(
+    keyed: KeyedFederation,
+) -> None:
     old = keyed.silos["east"]
     remove(keyed.federation, "east", "laptop stolen", PASSPHRASE)
     for name in ("east", "west"):

@@ -25,12 +25,16 @@ from tests.support.forked import ended, forked
 TUF_KEYS = ("root", "targets", "plans", "release", "online")
 
 
-def verified_versions(keyed: KeyedFederation, release: Path, state: Path | None = None) -> dict[str, int]:
+def verified_versions(
+    keyed: KeyedFederation, release: Path, state: Path | None = None
+) -> dict[str, int]:
     return dict(verify_release(release, keyed.root, state=state).versions)
 
 
 @pytest.mark.parametrize("name", TUF_KEYS)
-def test_releases_verify_with_the_original_root_before_and_after_a_rotation(keyed: KeyedFederation, name: str) -> None:
+def test_releases_verify_with_the_original_root_before_and_after_a_rotation(
+    keyed: KeyedFederation, name: str
+) -> None:
     state, old_key = keyed.path / "state", load_key(keyed.federation, name, PASSPHRASE).public
     before = verified_versions(keyed, keyed.path / "first", state)
     assert rotate(keyed.federation, check_name(name), PASSPHRASE) == []
@@ -44,7 +48,9 @@ def test_releases_verify_with_the_original_root_before_and_after_a_rotation(keye
 
 
 @pytest.mark.parametrize("name", TUF_KEYS)
-def test_silo_that_knew_only_the_old_root_accepts_the_next_plan(keyed: KeyedFederation, name: str) -> None:
+def test_silo_that_knew_only_the_old_root_accepts_the_next_plan(
+    keyed: KeyedFederation, name: str
+) -> None:
     trust = keyed.path / "silo trust"
     verify_bundle(keyed.federation.bundle("digits-00000001"), keyed.root, state=trust)
     rotate(keyed.federation, check_name(name), PASSPHRASE)
@@ -70,7 +76,10 @@ def test_plan_in_progress_is_accepted_after_a_rotation_from_the_very_bundle_that
     following = keyed.federation.bundle("digits-00000002")
     for trust in (late, early):
         assert verify_bundle(following, keyed.root, state=trust).plan_id == "digits-00000002"
-    if name in ("targets", "online"):  # the control: who has seen the new keys takes nothing by the old ones
+    if name in (
+        "targets",
+        "online",
+    ):  # the control: who has seen the new keys takes nothing by the old ones
         with pytest.raises(SignatureError):
             verify_bundle(bundle, keyed.root, state=early)
 
@@ -98,7 +107,9 @@ def test_old_key_signs_nothing_any_more(keyed: KeyedFederation, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["targets", "online"])
-def test_reader_who_saw_the_rotation_refuses_what_the_old_key_signed(keyed: KeyedFederation, name: str) -> None:
+def test_reader_who_saw_the_rotation_refuses_what_the_old_key_signed(
+    keyed: KeyedFederation, name: str
+) -> None:
     state = keyed.path / "state"
     rotate(keyed.federation, check_name(name), PASSPHRASE)
     assert verified_versions(keyed, keyed.publish(1, keyed.path / "second"), state)
@@ -122,7 +133,9 @@ def test_receipts_key_takes_effect_with_the_next_plan_and_the_plan_in_progress_k
     assert not list(federation.keys.glob("receipts-next*"))
 
 
-def test_plan_drafted_before_the_receipts_key_was_rotated_is_not_signed(keyed: KeyedFederation) -> None:
+def test_plan_drafted_before_the_receipts_key_was_rotated_is_not_signed(
+    keyed: KeyedFederation,
+) -> None:
     from aggregator.planning.sign import sign_plan
 
     draft = keyed.draft(2)
@@ -154,7 +167,11 @@ def test_model_signing_key_changes_and_the_old_public_half_still_verifies_what_i
     old.verify(signature, b"model", algorithm)
     with pytest.raises(InvalidSignature):
         new.verify(signature, b"model", algorithm)
-    new.verify(load_model_signing_key(federation, PASSPHRASE).sign(b"model", algorithm), b"model", algorithm)
+    new.verify(
+        load_model_signing_key(federation, PASSPHRASE).sign(b"model", algorithm),
+        b"model",
+        algorithm,
+    )
     assert (federation.keys / "model-signing.key").stat().st_mode & 0o777 == 0o600
     with pytest.raises(PassphraseError):
         load_model_signing_key(federation, b"wrong")
@@ -172,14 +189,18 @@ def test_two_operators_cannot_sign_at_once(keyed: KeyedFederation) -> None:
     keyed.plan(2)
 
 
-def test_unknown_key_is_named_and_holders_of_a_key_that_has_none_are_refused(keyed: KeyedFederation) -> None:
+def test_unknown_key_is_named_and_holders_of_a_key_that_has_none_are_refused(
+    keyed: KeyedFederation,
+) -> None:
     with pytest.raises(SetupError, match="model-signing"):
         check_name("router")
     with pytest.raises(SetupError):
         rotate(keyed.federation, "online", PASSPHRASE, keyed.hold("ada", threshold=1))
 
 
-def test_tls_key_changes_under_the_same_authority_and_the_same_names(keyed: KeyedFederation) -> None:
+def test_tls_key_changes_under_the_same_authority_and_the_same_names(
+    keyed: KeyedFederation,
+) -> None:
     tls = keyed.federation.path / "tls"
     old_key = (tls / "server.key").read_bytes()
     authority = (tls / "ca.pem").read_bytes()
@@ -192,7 +213,9 @@ def test_tls_key_changes_under_the_same_authority_and_the_same_names(keyed: Keye
         handshake(tls, tls / "ca.pem", "evil.example.org")
 
 
-def test_tls_rotation_says_what_is_missing_when_the_authority_is_offline(keyed: KeyedFederation) -> None:
+def test_tls_rotation_says_what_is_missing_when_the_authority_is_offline(
+    keyed: KeyedFederation,
+) -> None:
     (keyed.federation.path / "tls" / "ca.key").unlink()
     with pytest.raises(MissingFileError) as refused:
         rotate(keyed.federation, "tls", PASSPHRASE)
@@ -207,7 +230,15 @@ def test_wrong_passphrase_rotates_nothing(keyed: KeyedFederation, name: str) -> 
     assert files(keyed.federation.path) == before
 
 
-CHANGING = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
+CHANGING = {
+    "os.rename",
+    "os.remove",
+    "os.link",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "shutil.rmtree",
+}
 
 
 def killed_at(number: int, work: Callable[[], object]) -> bool:
@@ -220,7 +251,11 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
 
     def watch(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal seen
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        writes = (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if writes or event in CHANGING:
             seen += 1
             if seen == number:
@@ -249,7 +284,8 @@ def state_of(keyed: KeyedFederation) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stride"), [("targets", 16), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ROTATED_KEYS)]
+    ("name", "stride"),
+    [("targets", 16), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ROTATED_KEYS)],
 )
 def test_rotation_killed_at_any_write_leaves_the_old_key_or_the_new_one_working(
     keyed: KeyedFederation, tmp_path_factory: pytest.TempPathFactory, name: str, stride: int
@@ -258,7 +294,9 @@ def test_rotation_killed_at_any_write_leaves_the_old_key_or_the_new_one_working(
     while True:
         number += stride
         broken = keyed.copy(tmp_path_factory.mktemp("broken"))
-        if not killed_at(number, lambda here=broken: rotate(here.federation, check_name(name), PASSPHRASE)):
+        if not killed_at(
+            number, lambda here=broken: rotate(here.federation, check_name(name), PASSPHRASE)
+        ):
             break
         broken.federation.require()
         decided.append(state_of(broken) != before)
@@ -285,5 +323,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and "ceremony" not in path.parts[len(folder.parts)] and not path.name.endswith(".lock")
+        if path.is_file()
+        and "ceremony" not in path.parts[len(folder.parts)]
+        and not path.name.endswith(".lock")
     }

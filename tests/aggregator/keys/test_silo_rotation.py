@@ -30,7 +30,9 @@ def test_history_is_whole_where_readers_take_it(keyed: KeyedFederation) -> None:
     )
 
 
-def test_history_that_is_too_long_for_readers_loses_what_is_longest_ago(keyed: KeyedFederation) -> None:
+def test_history_that_is_too_long_for_readers_loses_what_is_longest_ago(
+    keyed: KeyedFederation,
+) -> None:
     silos = [f"silo{number:02d}" for number in range(40)]
     for silo_id in ("east", "north"):
         keep(keyed, silo_id, ROTATIONS)

@@ -57,7 +57,9 @@ def test_server_is_refused_when_another_authority_signed_it(tmp_path):
 def test_keys_are_private_and_certificates_last_ten_years_when_made(tmp_path):
     pem = make_tls(tmp_path, [], passphrase=b"long enough")
     assert pem == (tmp_path / "ca.pem").read_bytes()
-    assert all((tmp_path / name).stat().st_mode & 0o777 == 0o600 for name in ("ca.key", "server.key"))
+    assert all(
+        (tmp_path / name).stat().st_mode & 0o777 == 0o600 for name in ("ca.key", "server.key")
+    )
     assert b"ENCRYPTED" in (tmp_path / "ca.key").read_bytes()
     certificate = x509.load_pem_x509_certificate(pem)
     lifetime = certificate.not_valid_after_utc - certificate.not_valid_before_utc

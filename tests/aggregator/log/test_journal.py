@@ -53,7 +53,10 @@ def said(federation: Federation) -> list[str]:
     """Kind and subject of every entry."""
     names = ("federation", "key", "silo_id", "plan_id")
     entries = [json.loads(line) for line in Journal.load(federation).entries]
-    return [f"{entry['kind']} {next(entry[name] for name in names if name in entry)}" for entry in entries]
+    return [
+        f"{entry['kind']} {next(entry[name] for name in names if name in entry)}"
+        for entry in entries
+    ]
 
 
 def sign(federation: Federation) -> Journal:
@@ -72,11 +75,23 @@ OPENED = [
 ]
 
 
-def test_every_command_that_changes_keys_or_signs_appends(keyed: KeyedFederation, tmp_path: Path) -> None:
+def test_every_command_that_changes_keys_or_signs_appends(
+    keyed: KeyedFederation, tmp_path: Path
+) -> None:
     federation = keyed.federation
     expected = [*OPENED, "silo_enrolled east", "silo_enrolled north", "plan digits-00000001"]
     assert said(federation) == expected
-    for name in ("online", "plans", "release", "targets", "root", "log", "receipts", "model-signing", "tls"):
+    for name in (
+        "online",
+        "plans",
+        "release",
+        "targets",
+        "root",
+        "log",
+        "receipts",
+        "model-signing",
+        "tls",
+    ):
         rotate(federation, name, PASSPHRASE)  # type: ignore[arg-type]
         expected.append(f"key {name}")
         with case(name=name):
@@ -85,13 +100,17 @@ def test_every_command_that_changes_keys_or_signs_appends(keyed: KeyedFederation
     withdraw(federation, "east", "asked to", load_key(federation, "receipts", PASSPHRASE))
     remove(federation, "east", "left", PASSPHRASE)
     expected += ["withdrawn digits-00000001", "silo_removed east"]
-    assert [line.replace("withdrawn east", "withdrawn digits-00000001") for line in said(federation)] == expected
+    assert [
+        line.replace("withdrawn east", "withdrawn digits-00000001") for line in said(federation)
+    ] == expected
     assert sign(federation).signed == Journal.load(federation).signed
     found = read_public_log(public_folder(federation), keyed.root, tmp_path / "state")
     assert len(found.entries) == len(expected)
 
 
-def test_log_of_a_rotated_key_goes_on_under_the_same_name(keyed: KeyedFederation, tmp_path: Path) -> None:
+def test_log_of_a_rotated_key_goes_on_under_the_same_name(
+    keyed: KeyedFederation, tmp_path: Path
+) -> None:
     before = Journal.load(keyed.federation).signed
     assert before is not None
     rotate(keyed.federation, "log", PASSPHRASE)
@@ -106,11 +125,17 @@ def test_log_of_a_rotated_key_goes_on_under_the_same_name(keyed: KeyedFederation
     found.compare(before.encode(), "a checkpoint of before")
 
 
-def test_repeating_the_last_word_adds_nothing_and_a_return_to_an_earlier_one_does(keyed: KeyedFederation) -> None:
+def test_repeating_the_last_word_adds_nothing_and_a_return_to_an_earlier_one_does(
+    keyed: KeyedFederation,
+) -> None:
     federation = keyed.federation
     here = SiloEnrolled(silo_id="east", key_fingerprint=keyed.silos["east"].public.fingerprint)
-    there = SiloRotated(silo_id="east", old_fingerprint=here.key_fingerprint, key_fingerprint="0" * 64)
-    back = SiloRotated(silo_id="east", old_fingerprint="0" * 64, key_fingerprint=here.key_fingerprint)
+    there = SiloRotated(
+        silo_id="east", old_fingerprint=here.key_fingerprint, key_fingerprint="0" * 64
+    )
+    back = SiloRotated(
+        silo_id="east", old_fingerprint="0" * 64, key_fingerprint=here.key_fingerprint
+    )
     size = len(Journal.load(federation).entries)
     append(federation, here)
     append(federation, here, here)
@@ -123,7 +148,11 @@ def test_edited_or_shortened_log_is_never_signed_again(keyed: KeyedFederation) -
     """The attack: without the checkpoint's root two histories would follow from one edit."""
     federation, path = keyed.federation, keyed.federation.path / ENTRIES
     whole = path.read_bytes()
-    for damaged in (whole.replace(b'"east"', b'"west"'), b"".join(whole.splitlines(keepends=True)[:-1]), b""):
+    for damaged in (
+        whole.replace(b'"east"', b'"west"'),
+        b"".join(whole.splitlines(keepends=True)[:-1]),
+        b"",
+    ):
         path.write_bytes(damaged)
         for act in (
             lambda: sign(federation),
@@ -146,7 +175,9 @@ def check_whole(federation: Federation, sizes: dict[int, bytes]) -> None:
         found.append(open_checkpoint(public.read_bytes(), log_keys(federation), "public"))
     for signed in found:
         assert sizes.setdefault(signed.size, signed.root) == signed.root
-        assert signed.root == root_hash([leaf_hash(entry) for entry in journal.entries[: signed.size]])
+        assert signed.root == root_hash(
+            [leaf_hash(entry) for entry in journal.entries[: signed.size]]
+        )
 
 
 def crash_everywhere(keyed: KeyedFederation, folder: Path, stride: int) -> int:
@@ -194,11 +225,15 @@ def test_public_copy_grows_and_keeps_every_file(keyed: KeyedFederation, tmp_path
     read_public_log(tmp_path / "served", keyed.root, tmp_path / "state")
 
 
-def test_cosignature_of_a_witness_is_kept_until_the_log_grows(keyed: KeyedFederation, tmp_path: Path) -> None:
+def test_cosignature_of_a_witness_is_kept_until_the_log_grows(
+    keyed: KeyedFederation, tmp_path: Path
+) -> None:
     federation, witness = keyed.federation, SigningKey.generate()
     signed = sign(federation).signed
     assert signed is not None
-    (tmp_path / "cosigned").write_bytes(cosign(signed, "witness.example/w1", witness, 1_700_000_000).encode())
+    (tmp_path / "cosigned").write_bytes(
+        cosign(signed, "witness.example/w1", witness, 1_700_000_000).encode()
+    )
     assert add_cosignatures(federation, tmp_path / "cosigned") == 1
     assert add_cosignatures(federation, tmp_path / "cosigned") == 0
     sign(federation)
@@ -243,7 +278,11 @@ def test_holders_read_which_log_they_sign_for(keyed: KeyedFederation) -> None:
     root = keyed.repository.root()
     (key,) = log_keys(keyed.federation)
     other = VerifierKey(key.name, SigningKey.generate().public)
-    for log_key, words in ((str(key), f"log: {key}"), (None, "log: LEAVES"), (str(other), f"log: {other} (was {key})")):
+    for log_key, words in (
+        (str(key), f"log: {key}"),
+        (None, "log: LEAVES"),
+        (str(other), f"log: {other} (was {key})"),
+    ):
         draft = draft_root(2, holders_of(root), keyed.now, log_key)
         assert words in in_words(Request.to_sign(draft, "because", root))
 

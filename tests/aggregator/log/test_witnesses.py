@@ -31,7 +31,9 @@ def founded_once(tmp_path_factory: pytest.TempPathFactory) -> KeyedFederation:
 
 
 @pytest.fixture
-def keyed(founded_once: KeyedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyedFederation:
+def keyed(
+    founded_once: KeyedFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> KeyedFederation:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     return founded_once.copy(tmp_path)
 
@@ -53,17 +55,25 @@ def name(federation: Federation, *servers: Witness) -> None:
     """Put witnesses into federation.toml."""
     path = federation.path / "federation.toml"
     named = tuple(WitnessSettings(url=server.url, key=server.vkey) for server in servers)
-    save_settings(load_settings(FederationSettings, path).model_copy(update={"witnesses": named}), path, "edited")
+    save_settings(
+        load_settings(FederationSettings, path).model_copy(update={"witnesses": named}),
+        path,
+        "edited",
+    )
 
 
 def log(keyed: KeyedFederation) -> Done:
     """Sign what waits, and ask the witnesses."""
-    return command("aggregator", "log", keyed.federation.path, "--passphrase-file", keyed.path / "pass")
+    return command(
+        "aggregator", "log", keyed.federation.path, "--passphrase-file", keyed.path / "pass"
+    )
 
 
 def read(keyed: KeyedFederation, *more: object) -> Done:
     root, state = keyed.federation.tuf / "1.root.json", keyed.path / "state"
-    return command("ddm", "log", public_folder(keyed.federation), "--root", root, "--state", state, *more)
+    return command(
+        "ddm", "log", public_folder(keyed.federation), "--root", root, "--state", state, *more
+    )
 
 
 def test_witnesses_cosign_a_log_each_time_it_grew_and_readers_demand_them(
@@ -72,28 +82,41 @@ def test_witnesses_cosign_a_log_each_time_it_grew_and_readers_demand_them(
     with witnessing("witness.example/w2", [log_key(keyed)]) as second:
         name(keyed.federation, witness, second)
         done = log(keyed)
-        assert (done.code, "Cosigned by witness.example/w1, witness.example/w2." in done.out) == (0, True)
+        assert (done.code, "Cosigned by witness.example/w1, witness.example/w2." in done.out) == (
+            0,
+            True,
+        )
         both = ("--witness", witness.vkey, "--witness", second.vkey)
         assert "cosigned by witness.example/w2 at" in read(keyed, *both).out
         rotate(keyed.federation, "online", PASSPHRASE)
-        assert read(keyed, *both).code == SignatureError.exit_code, "the log has grown, and nobody was asked yet"
+        assert read(keyed, *both).code == SignatureError.exit_code, (
+            "the log has grown, and nobody was asked yet"
+        )
         name(keyed.federation, witness)
         assert log(keyed).code == 0
         assert witness.said == [200, 409, 200], "it said which size it had seen last"
         assert read(keyed, *both).code == SignatureError.exit_code
         assert read(keyed, *both, "--quorum", 1).code == 0
         assert read(keyed, *both, "--quorum", 3).code == SetupError.exit_code
-        sizes = [path.name for path in sorted((public_folder(keyed.federation) / "cosigned").iterdir())]
+        sizes = [
+            path.name for path in sorted((public_folder(keyed.federation) / "cosigned").iterdir())
+        ]
         assert len(sizes) == 2, "readers of an earlier release find the checkpoint of its size"
         assert log(keyed).code == 0
         assert len(note_lines(keyed)) == 2, "a later cosignature takes the place of the earlier one"
 
 
 def note_lines(keyed: KeyedFederation) -> list[str]:
-    return [line for line in (keyed.federation.path / CHECKPOINT).read_text().splitlines() if line[:1] == "\u2014"]
+    return [
+        line
+        for line in (keyed.federation.path / CHECKPOINT).read_text().splitlines()
+        if line[:1] == "\u2014"
+    ]
 
 
-def test_witness_that_saw_a_second_history_says_so(keyed: KeyedFederation, witness: Witness, tmp_path: Path) -> None:
+def test_witness_that_saw_a_second_history_says_so(
+    keyed: KeyedFederation, witness: Witness, tmp_path: Path
+) -> None:
     """The folder is restored from a backup, and goes on differently."""
     before = keyed.copy(tmp_path / "backup")
     rotate(keyed.federation, "online", PASSPHRASE)
@@ -123,7 +146,11 @@ def test_witness_that_saw_a_second_history_says_so(keyed: KeyedFederation, witne
     ],
 )
 def test_witness_that_answers_otherwise_adds_nothing(
-    keyed: KeyedFederation, witness: Witness, says: tuple[int, bytes], error: type[Exception] | None, words: str
+    keyed: KeyedFederation,
+    witness: Witness,
+    says: tuple[int, bytes],
+    error: type[Exception] | None,
+    words: str,
 ) -> None:
     witness.says = says
     done = log(keyed)
@@ -149,13 +176,19 @@ def test_absent_witness_is_named_and_the_log_is_signed_all_the_same(keyed: Keyed
     assert read(keyed).code == 0
 
 
-def test_wrong_key_of_a_witness_stops_before_anything_is_signed(keyed: KeyedFederation, witness: Witness) -> None:
+def test_wrong_key_of_a_witness_stops_before_anything_is_signed(
+    keyed: KeyedFederation, witness: Witness
+) -> None:
     path = keyed.federation.path / "federation.toml"
     log_as_witness = WitnessSettings(url=witness.url, key=log_key(keyed))
     settings = load_settings(FederationSettings, path)
     save_settings(settings.model_copy(update={"witnesses": (log_as_witness,)}), path, "edited")
     done = log(keyed)
-    assert (done.code, "a witness's key" in done.err, witness.said) == (SetupError.exit_code, True, [])
+    assert (done.code, "a witness's key" in done.err, witness.said) == (
+        SetupError.exit_code,
+        True,
+        [],
+    )
 
 
 def test_key_named_twice_is_one_witness() -> None:

@@ -8,7 +8,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from aggregator.config import Federation
-from aggregator.membership.registry import cards, check_ledger, enroll, known_ledger, remember_ledger
+from aggregator.membership.registry import (
+    cards,
+    check_ledger,
+    enroll,
+    known_ledger,
+    remember_ledger,
+)
 from ddm.errors import (
     ArchipelagoError,
     BusyError,
@@ -50,17 +56,23 @@ def write_card(
     agreed: Agreed = Agreed(images=64),
 ) -> Path:
     signing_key = str((named or key).public)
-    card = Card(silo_id=silo_id, signing_key=signing_key, node_key=node, agreed=agreed, created_at=now_utc())
+    card = Card(
+        silo_id=silo_id, signing_key=signing_key, node_key=node, agreed=agreed, created_at=now_utc()
+    )
     path = folder / f"{silo_id}.card.json"
     path.write_bytes(seal(card.encode(), CARD_KIND, key))
     return path
 
 
-def test_enroll_keeps_a_card_and_takes_the_same_one_again(federation: Federation, tmp_path: Path) -> None:
+def test_enroll_keeps_a_card_and_takes_the_same_one_again(
+    federation: Federation, tmp_path: Path
+) -> None:
     key = SigningKey.generate()
     enroll(federation, write_card(tmp_path, "north", key))
     enroll(federation, write_card(tmp_path, "north", key))
-    assert {silo: card.signing_key for silo, card in cards(federation).items()} == {"north": str(key.public)}
+    assert {silo: card.signing_key for silo, card in cards(federation).items()} == {
+        "north": str(key.public)
+    }
 
 
 def test_enroll_takes_a_new_size_with_the_same_keys_and_refuses_one_above_what_the_operator_agrees_to(
@@ -79,7 +91,9 @@ def test_enroll_takes_a_new_size_with_the_same_keys_and_refuses_one_above_what_t
         enroll(federation, write_card(tmp_path, "north", key), patients=100)
 
 
-def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(federation: Federation, tmp_path: Path) -> None:
+def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(
+    federation: Federation, tmp_path: Path
+) -> None:
     path = write_card(tmp_path, "north", SigningKey.generate(), named=SigningKey.generate())
     with pytest.raises(DocumentError):
         enroll(federation, path)
@@ -88,7 +102,9 @@ def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(federation: F
 def test_enroll_refuses_a_node_key_that_is_none_and_would_stop_the_transfer_of_all(
     federation: Federation, tmp_path: Path
 ) -> None:
-    path = write_card(tmp_path, "north", SigningKey.generate(), node="ecdsa-sha2-nistp256 " + "A" * 40)
+    path = write_card(
+        tmp_path, "north", SigningKey.generate(), node="ecdsa-sha2-nistp256 " + "A" * 40
+    )
     with pytest.raises(DocumentError, match="node_key"):
         enroll(federation, path)
 
@@ -103,14 +119,18 @@ def test_enroll_refuses_a_tampered_card(federation: Federation, tmp_path: Path) 
     assert not cards(federation)
 
 
-def test_enroll_refuses_another_key_for_an_enrolled_silo(federation: Federation, tmp_path: Path) -> None:
+def test_enroll_refuses_another_key_for_an_enrolled_silo(
+    federation: Federation, tmp_path: Path
+) -> None:
     enroll(federation, write_card(tmp_path, "north", SigningKey.generate()))
     other = write_card(tmp_path, "north", SigningKey.generate(), node=OTHER_NODE)
     with pytest.raises(BusyError):
         enroll(federation, other)
 
 
-def test_enroll_refuses_another_spelling_of_a_node_key(federation: Federation, tmp_path: Path) -> None:
+def test_enroll_refuses_another_spelling_of_a_node_key(
+    federation: Federation, tmp_path: Path
+) -> None:
     """The attack: another silo's node key, spelt so that it differs as text, takes over that silo's conversation."""
     enroll(federation, write_card(tmp_path, "north", SigningKey.generate()))
     with pytest.raises(DocumentError, match="node_key"):
@@ -130,10 +150,15 @@ def test_enroll_refuses_a_card_that_keeps_one_public_key_of_a_silo_and_replaces_
         forged = write_card(tmp_path, "north", key, node=OTHER_NODE)
     with pytest.raises(BusyError):
         enroll(federation, forged)
-    assert (cards(federation)["north"].signing_key, cards(federation)["north"].node_key) == (str(key.public), NODE)
+    assert (cards(federation)["north"].signing_key, cards(federation)["north"].node_key) == (
+        str(key.public),
+        NODE,
+    )
 
 
-def test_enroll_refuses_a_key_that_another_silo_holds(federation: Federation, tmp_path: Path) -> None:
+def test_enroll_refuses_a_key_that_another_silo_holds(
+    federation: Federation, tmp_path: Path
+) -> None:
     key = SigningKey.generate()
     enroll(federation, write_card(tmp_path, "north", key))
     with pytest.raises(BusyError):

@@ -13,7 +13,14 @@ from aggregator.intake.inventory import take_inventory
 from aggregator.intake.service import IntakeService
 from aggregator.membership.withdrawal import read_withdrawal, withdraw
 from aggregator.router.train import train_router
-from ddm.errors import ArchipelagoError, BusyError, MissingFileError, RollbackError, SetupError, SubmissionRefusedError
+from ddm.errors import (
+    ArchipelagoError,
+    BusyError,
+    MissingFileError,
+    RollbackError,
+    SetupError,
+    SubmissionRefusedError,
+)
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
 from ddm.system.console import run_app
 from ddm.trust.envelope import open_sealed, seal
@@ -52,7 +59,9 @@ def test_withdrawn_silo_is_in_no_later_version(published: Published, tmp_path: P
     assert not [name for name in files(tmp_path / "without") if "north" in name]
     with pytest.raises(RollbackError):
         opened(published, published.release, tmp_path / "state")
-    assert opened(published, published.release).manifest.version == 1, "what was published stays as it is"
+    assert opened(published, published.release).manifest.version == 1, (
+        "what was published stays as it is"
+    )
 
 
 def test_files_of_a_withdrawn_silo_are_refused_where_its_host_puts_them_back(
@@ -75,7 +84,8 @@ def test_nothing_more_is_taken_from_a_withdrawn_silo(published: Published) -> No
     take_out(published)
     for sequence in (2, 3):
         shutil.copytree(
-            tiny.sites["north"].outbox / plan_id / "1", tiny.federation.incoming / plan_id / "north" / str(sequence)
+            tiny.sites["north"].outbox / plan_id / "1",
+            tiny.federation.incoming / plan_id / "north" / str(sequence),
         )
     verdicts = [receipt for receipt in tiny.take_in() if receipt.silo_id == "north"]
     assert {receipt.verdict.kind for receipt in verdicts} <= {"refused"}
@@ -84,7 +94,9 @@ def test_nothing_more_is_taken_from_a_withdrawn_silo(published: Published) -> No
     assert not any((tiny.federation.incoming / plan_id / "north").glob("[0-9]*"))
 
 
-def test_silo_that_never_answered_can_be_withdrawn(late: tuple[TinyFederation, str], tmp_path: Path) -> None:
+def test_silo_that_never_answered_can_be_withdrawn(
+    late: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
     tiny, plan_id = late
     withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
     tiny.collect("east", plan_id)
@@ -93,7 +105,9 @@ def test_silo_that_never_answered_can_be_withdrawn(late: tuple[TinyFederation, s
     assert (manifest.withdrawn_silos, manifest.missing_silos) == (("east",), ())
 
 
-def test_withdrawal_refuses_a_strange_silo_no_reason_and_a_busy_intake(published: Published) -> None:
+def test_withdrawal_refuses_a_strange_silo_no_reason_and_a_busy_intake(
+    published: Published,
+) -> None:
     federation, key = published.tiny.federation, receipts_key(published.tiny)
     with pytest.raises(SetupError, match="west"):
         withdraw(federation, "west", REASON, key)
@@ -115,7 +129,9 @@ def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
         desk.step()
         take_out(published)
         assert take_inventory(tiny.federation).withdrawn == ("north",), "from the record on"
-        assert (tiny.federation.accepted / plan_id / "north").is_dir(), "not under the hands of intake"
+        assert (tiny.federation.accepted / plan_id / "north").is_dir(), (
+            "not under the hands of intake"
+        )
         desk.step()
         assert (folder / "submission" / "silos").is_dir()
         assert not (tiny.federation.accepted / plan_id / "north").exists()
@@ -130,7 +146,9 @@ def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
     assert [receipt.verdict.kind for receipt in receipts(published)] == ["accepted", "withdrawn"]
 
 
-def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(late: tuple[TinyFederation, str]) -> None:
+def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(
+    late: tuple[TinyFederation, str],
+) -> None:
     """The race: the record is written when intake is in the midst of this silo's submission."""
     tiny, plan_id = late
     tiny.collect("east", plan_id)
@@ -148,7 +166,9 @@ def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(late
     assert set(take_inventory(tiny.federation).silos) == {"north"}
 
 
-def test_withdrawal_killed_at_any_step_and_run_again_is_complete(published: Published, tmp_path: Path) -> None:
+def test_withdrawal_killed_at_any_step_and_run_again_is_complete(
+    published: Published, tmp_path: Path
+) -> None:
     for step in range(1000):
         there = copied(published, tmp_path / str(step))
         federation, key = there.tiny.federation, receipts_key(there.tiny)
@@ -156,7 +176,10 @@ def test_withdrawal_killed_at_any_step_and_run_again_is_complete(published: Publ
         withdraw(federation, "north", "another reason", key)
         folder = federation.withdrawn / there.plan_id / "north"
         assert {path.name for path in folder.glob("[!.]*")} == {"withdrawal.json", "submission"}
-        assert read_withdrawal(federation, there.plan_id, "north").reason in (REASON, "another reason")
+        assert read_withdrawal(federation, there.plan_id, "north").reason in (
+            REASON,
+            "another reason",
+        )
         assert [receipt.verdict.kind for receipt in receipts(there)] == ["accepted", "withdrawn"]
         shutil.rmtree(tmp_path / str(step))
         if not killed:
@@ -167,7 +190,9 @@ def test_withdrawal_killed_at_any_step_and_run_again_is_complete(published: Publ
 def receipts(published: Published) -> Iterator[Receipt]:
     folder = published.tiny.federation.receipts / published.plan_id / "north"
     for path in sorted(folder.glob("[0-9]*.json")):
-        data, _ = open_sealed(path.read_bytes(), RECEIPT_KIND, receipts_key(published.tiny).public, 65536)
+        data, _ = open_sealed(
+            path.read_bytes(), RECEIPT_KIND, receipts_key(published.tiny).public, 65536
+        )
         yield Receipt.parse(data, subject="receipt")
 
 
@@ -184,7 +209,9 @@ def test_accepted_silo_learns_that_it_was_withdrawn(published: Published) -> Non
     assert tiny.work("north", until="withdrawn").state == "withdrawn", "it waits for the next plan"
 
 
-def test_silo_that_waits_for_its_receipt_learns_that_it_was_withdrawn(late: tuple[TinyFederation, str]) -> None:
+def test_silo_that_waits_for_its_receipt_learns_that_it_was_withdrawn(
+    late: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = late
     withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
     tiny.deliver_receipt("east", plan_id)
@@ -221,7 +248,9 @@ def test_commands_say_aloud_who_is_missing_and_publish_the_same_once(
 
     def said(*words: object) -> str:
         with pytest.raises(SystemExit) as ended:
-            run_app(aggregator.cli.app, [str(word) for word in (*words, "--passphrase-file", secret)])
+            run_app(
+                aggregator.cli.app, [str(word) for word in (*words, "--passphrase-file", secret)]
+            )
         assert ended.value.code == 0
         return capsys.readouterr().out
 

@@ -42,7 +42,9 @@ def fed(published: Published) -> Federation:
     return on_free_port(published.tiny.federation)
 
 
-def found_in(federation: Federation, now: datetime | None = None, against: str | None = None) -> Findings:
+def found_in(
+    federation: Federation, now: datetime | None = None, against: str | None = None
+) -> Findings:
     """What the doctor finds, without the checks that find nothing."""
     found = examine(Gathering(federation, now or now_utc()).facts(against))
     return {check: findings for check, findings in found.items() if findings}
@@ -67,7 +69,10 @@ def test_command_ends_with_3_and_says_what_to_do_when_something_is_wrong(fed: Fe
     command = [str(program("aggregator")), "doctor", str(fed.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 3
-    assert "expected: readable by its owner alone" in done.stdout and "found:    mode 644" in done.stdout
+    assert (
+        "expected: readable by its owner alone" in done.stdout
+        and "found:    mode 644" in done.stdout
+    )
     assert "to do:" in done.stdout and "16 checks, 1 found." in done.stdout
 
 
@@ -95,7 +100,9 @@ def another_root(fed: Federation) -> None:
 
 def damaged_database(fed: Federation) -> None:
     (fed.path / "flower").mkdir(exist_ok=True)
-    (fed.path / "flower" / "superlink.db").write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 64)
+    (fed.path / "flower" / "superlink.db").write_bytes(
+        b"SQLite format 3\0" + bytes(range(256)) * 64
+    )
 
 
 def another_plan_digest(fed: Federation) -> None:
@@ -110,7 +117,12 @@ def card_with_another_key(fed: Federation) -> None:
     site, other = Site(fed.path.parent / "impostor"), fed.path / "invitation.json"
     images = fed.path.parent / "north.npz"
     key = init_site(
-        site, "north", images, read_invitation(other, json.loads(other.read_text())["root_digest"]), b"x", None
+        site,
+        "north",
+        images,
+        read_invitation(other, json.loads(other.read_text())["root_digest"]),
+        b"x",
+        None,
     )
     write_policy(site, POLICY)
     (fed.registry / "north.json").write_bytes(make_card(site, key))
@@ -163,7 +175,9 @@ def test_fault_is_found_under_its_name(
     fault(fed)
     found = found_in(fed)
     assert check in found, found
-    assert any(word in f"{finding.subject} {finding.expected} {finding.got}" for finding in found[check])
+    assert any(
+        word in f"{finding.subject} {finding.expected} {finding.got}" for finding in found[check]
+    )
     assert all(finding.remedy for findings in found.values() for finding in findings)
 
 
@@ -188,7 +202,11 @@ def test_metadata_and_certificate_are_found_before_they_expire(fed: Federation) 
 
 def test_clock_that_is_two_days_behind_shows_by_what_was_signed(fed: Federation) -> None:
     found = found_in(fed, now_utc() - 2 * DAY)
-    assert set(found) == {"clock"} and "47 h" in found["clock"][0].got or "48 h" in found["clock"][0].got
+    assert (
+        set(found) == {"clock"}
+        and "47 h" in found["clock"][0].got
+        or "48 h" in found["clock"][0].got
+    )
 
 
 class Clock(BaseHTTPRequestHandler):
@@ -244,7 +262,9 @@ def test_old_nginx_is_found_and_a_missing_one_only_where_others_reach_the_addres
     assert examine(replace(facts, settings=public))["nginx"]
 
 
-def test_flower_of_another_version_is_found(fed: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flower_of_another_version_is_found(
+    fed: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "flwr-1.99.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: flwr\nVersion: 1.99.0\n")
@@ -268,11 +288,15 @@ def test_too_little_disk_or_memory_for_what_the_plan_expects_is_found(published:
     assert examine(poor)["disk"] and examine(poor)["memory"]
 
 
-def test_program_that_outlived_its_run_is_found_and_one_with_its_number_is_not(fed: Federation) -> None:
+def test_program_that_outlived_its_run_is_found_and_one_with_its_number_is_not(
+    fed: Federation,
+) -> None:
     (fed.path / "flower").mkdir(exist_ok=True)
     idle = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with ExitStack() as stack:
-        ours = stack.enter_context(subprocess.Popen([*idle, f"{fed.path}/flower/x.db"], stdin=subprocess.PIPE))
+        ours = stack.enter_context(
+            subprocess.Popen([*idle, f"{fed.path}/flower/x.db"], stdin=subprocess.PIPE)
+        )
         other = stack.enter_context(subprocess.Popen(idle, stdin=subprocess.PIPE))
         for process in (ours, other):
             stack.callback(process.send_signal, signal.SIGKILL)

@@ -59,7 +59,9 @@ class Live:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/"
 
-    def ask(self, method: str = "GET", path: str = "/", **headers: str) -> tuple[int, dict[str, str], str]:
+    def ask(
+        self, method: str = "GET", path: str = "/", **headers: str
+    ) -> tuple[int, dict[str, str], str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         try:
             connection.putrequest(method, path, skip_host="Host" in headers)
@@ -95,7 +97,9 @@ def served(stage: Stage) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def one_server(published_once: Published, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def one_server(
+    published_once: Published, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live") / "fed"
     shutil.copytree(published_once.tiny.federation.path, folder)
     with served(Stage(Federation(folder))) as live:
@@ -113,7 +117,9 @@ def card(browser: Chrome, silo_id: str) -> str:
     return browser.find_element(By.ID, f"silo-{silo_id}").text
 
 
-def test_page_shows_what_changes_in_the_folder_by_itself_with_scripts_off(live: Live, browser: Chrome) -> None:
+def test_page_shows_what_changes_in_the_folder_by_itself_with_scripts_off(
+    live: Live, browser: Chrome
+) -> None:
     scripts_off(browser)
     try:
         browser.get(live.url)
@@ -124,12 +130,16 @@ def test_page_shows_what_changes_in_the_folder_by_itself_with_scripts_off(live: 
         patience = WebDriverWait(browser, 4 * REFRESH_S, ignored_exceptions=[Exception])
         patience.until(lambda page: "working" in card(page, "north"))
         assert "73%" in card(browser, "north")
-        assert "refused (12)" in card(browser, "east") and "other bytes than were signed" in card(browser, "east")
+        assert "refused (12)" in card(browser, "east") and "other bytes than were signed" in card(
+            browser, "east"
+        )
     finally:
         scripts_off(browser, off=False)
 
 
-def test_hostile_text_is_text_and_a_phone_never_scrolls_sideways(live: Live, browser: Chrome) -> None:
+def test_hostile_text_is_text_and_a_phone_never_scrolls_sideways(
+    live: Live, browser: Chrome
+) -> None:
     live.stage.report("north", HOSTILE)
     live.stage.report("east", "in_outbox")
     live.stage.arrive("east", 1, of=4)
@@ -149,10 +159,17 @@ def test_progress_is_told_to_those_who_do_not_see_it(live: Live, browser: Chrome
     live.stage.report("north", "training", 40)
     live.stage.arrive("east", 1, of=4)
     browser.get(f"{live.url}?paused")
-    told = {bar.accessible_name: bar.get_attribute("value") for bar in browser.find_elements(By.TAG_NAME, "progress")}
+    told = {
+        bar.accessible_name: bar.get_attribute("value")
+        for bar in browser.find_elements(By.TAG_NAME, "progress")
+    }
     assert told == {"Training": "40", "Submission 1": "25"}
     assert browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
-    assert len(browser.find_elements(By.TAG_NAME, "main")) == len(browser.find_elements(By.TAG_NAME, "h1")) == 1
+    assert (
+        len(browser.find_elements(By.TAG_NAME, "main"))
+        == len(browser.find_elements(By.TAG_NAME, "h1"))
+        == 1
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -172,10 +189,15 @@ def test_json_beside_the_page_holds_the_same_facts_and_neither_holds_a_secret(li
     live.stage.report("north", "training", 40)
     status, headers, body = live.ask(path="/status.json")
     assert status == 200 and headers["content-type"] == "application/json"
-    assert {one["silo_id"]: one["standing"] for one in json.loads(body)["silos"]}["north"] == "working"
+    assert {one["silo_id"]: one["standing"] for one in json.loads(body)["silos"]}[
+        "north"
+    ] == "working"
     shown = body + live.ask()[2]
     secrets = [PASSPHRASE.decode(), str(live.stage.federation.path)]
-    for key in [*live.stage.federation.keys.glob("*.key"), live.stage.federation.path / "tls" / "server.key"]:
+    for key in [
+        *live.stage.federation.keys.glob("*.key"),
+        live.stage.federation.path / "tls" / "server.key",
+    ]:
         secrets += key.read_text().splitlines()[1:-1]
     assert len(secrets) > 8 and not [secret for secret in secrets if secret in shown]
 
@@ -186,12 +208,24 @@ def test_nothing_but_reading_is_answered(live: Live) -> None:
 
 
 def test_other_paths_lead_nowhere(live: Live) -> None:
-    for path in ("/../federation.toml", "/keys/online.key", "/static/../../etc/passwd", "//etc/passwd", "/%2e%2e/x"):
+    for path in (
+        "/../federation.toml",
+        "/keys/online.key",
+        "/static/../../etc/passwd",
+        "//etc/passwd",
+        "/%2e%2e/x",
+    ):
         assert live.ask(path=path)[0] == 404
 
 
 def test_page_led_here_by_a_name_is_refused(live: Live) -> None:
-    for host in ("evil.example", f"evil.example:{live.port}", "127.0.0.1.evil.example", "localhost.evil.example", ""):
+    for host in (
+        "evil.example",
+        f"evil.example:{live.port}",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "",
+    ):
         status, _, body = live.ask(Host=host)
         assert status in (400, 421) and "north" not in body, host
     for host in ("localhost", f"127.0.0.1:{live.port}", "[::1]:80"):
@@ -204,7 +238,9 @@ def test_page_led_here_by_a_name_is_refused(live: Live) -> None:
 def test_every_answer_keeps_other_pages_out(live: Live) -> None:
     for method, path in (("GET", "/"), ("HEAD", "/"), ("GET", "/nothing"), ("POST", "/")):
         status, headers, body = live.ask(method, path)
-        assert headers["content-security-policy"].startswith("default-src 'none'; style-src 'self'"), status
+        assert headers["content-security-policy"].startswith(
+            "default-src 'none'; style-src 'self'"
+        ), status
         assert headers["x-frame-options"] == "DENY" and headers["cache-control"] == "no-store"
         assert "access-control-allow-origin" not in headers and "server" not in headers
         assert body == "" or method != "HEAD"

@@ -51,7 +51,9 @@ def ended_process() -> int:
     return process.pid
 
 
-def test_published_federation_is_shown_with_receipts_router_and_release(published: Published) -> None:
+def test_published_federation_is_shown_with_receipts_router_and_release(
+    published: Published,
+) -> None:
     found = gather(published.tiny.federation, now_utc())
     assert [(silo.silo_id, silo.standing, silo.final) for silo in found.silos] == [
         ("east", "accepted", True),
@@ -59,8 +61,14 @@ def test_published_federation_is_shown_with_receipts_router_and_release(publishe
     ]
     assert found.router and found.router.silos == ("east", "north")
     (release,) = found.releases
-    assert (release.version, release.plan_id, release.silos) == (1, published.plan_id, ("east", "north"))
-    assert {"plan", "certificate", "metadata timestamp", "metadata 1.root"} <= {one.what for one in found.expiries}
+    assert (release.version, release.plan_id, release.silos) == (
+        1,
+        published.plan_id,
+        ("east", "north"),
+    )
+    assert {"plan", "certificate", "metadata timestamp", "metadata 1.root"} <= {
+        one.what for one in found.expiries
+    }
     assert not found.processes.running and not found.problems and not list(attention(found))
 
 
@@ -69,7 +77,9 @@ def test_command_prints_the_same_facts_as_json(published: Published) -> None:
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     told = FederationStatus.parse(done.stdout.encode(), subject="status")
     now = gather(published.tiny.federation, told.at)
-    assert told.model_copy(update={"disk_free_bytes": 0}) == now.model_copy(update={"disk_free_bytes": 0})
+    assert told.model_copy(update={"disk_free_bytes": 0}) == now.model_copy(
+        update={"disk_free_bytes": 0}
+    )
 
 
 def test_federation_without_a_plan_is_shown(published: Published) -> None:
@@ -133,10 +143,15 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
 ) -> None:
     federation = published.tiny.federation
     assert not list(attention(gather(federation, now_utc())))
-    withdraw(federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE))
+    withdraw(
+        federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE)
+    )
     remove(federation, "east", "left", PASSPHRASE)
     found = gather(federation, now_utc())
-    assert [(silo.standing, silo.final) for silo in found.silos] == [("removed", True), ("withdrawn", True)]
+    assert [(silo.standing, silo.final) for silo in found.silos] == [
+        ("removed", True),
+        ("withdrawn", True),
+    ]
     shown = describe(found)
     assert "removed from the federation" in shown and "withdrawn from this plan" in shown
     assert [text.split(":")[0] for text in attention(found)] == [
@@ -145,14 +160,22 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
     ]
     html = render("live.html.jinja", refresh_s=5, paused=False, **page_values(found))
     assert "removed from the federation" in html and "withdrawn from this plan" in html
-    assert [silo["standing"] for silo in json.loads(found.model_dump_json())["silos"]] == ["removed", "withdrawn"]
+    assert [silo["standing"] for silo in json.loads(found.model_dump_json())["silos"]] == [
+        "removed",
+        "withdrawn",
+    ]
 
 
 def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(published: Published) -> None:
     federation = published.tiny.federation
-    withdraw(federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE))
+    withdraw(
+        federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE)
+    )
     remove(federation, "north", "left", PASSPHRASE)
-    assert [silo.standing for silo in gather(federation, now_utc()).silos] == ["accepted", "removed"]
+    assert [silo.standing for silo in gather(federation, now_utc()).silos] == [
+        "accepted",
+        "removed",
+    ]
 
 
 def test_receipt_by_another_key_is_not_shown_as_an_acceptance(stage: Stage) -> None:
@@ -183,12 +206,17 @@ def test_silence_is_held_against_a_silo_only_while_the_aggregator_runs(stage: St
         assert look(stage).standing == "working"
         long_ago(flower / "run.json")
         assert look(stage).standing == "silent"
-        assert any("no answer from north" in text for text in attention(gather(stage.federation, now_utc())))
+        assert any(
+            "no answer from north" in text
+            for text in attention(gather(stage.federation, now_utc()))
+        )
 
 
 def test_ended_program_of_a_running_aggregator_is_named(stage: Stage) -> None:
     dead = ended_process()
-    stage.programs(pid=os.getpid(), superlink_pid=dead, num_restarts=3, restarts={"superlink": 3, "nginx": 0})
+    stage.programs(
+        pid=os.getpid(), superlink_pid=dead, num_restarts=3, restarts={"superlink": 3, "nginx": 0}
+    )
     with locked(stage.federation.path / "flower", "runtime"):
         found = gather(stage.federation, now_utc())
     assert found.processes.running and found.processes.num_restarts == 3
@@ -197,22 +225,30 @@ def test_ended_program_of_a_running_aggregator_is_named(stage: Stage) -> None:
     assert any("superlink has ended" in text for text in attention(found))
 
 
-def test_rubbish_in_the_folders_is_left_out_and_never_followed(stage: Stage, tmp_path: Path) -> None:
+def test_rubbish_in_the_folders_is_left_out_and_never_followed(
+    stage: Stage, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text(json.dumps({"state": "a private word"}))
     folder = stage.incoming("north")
     (folder / "status.json").symlink_to(secret)
     (folder / "1.part").mkdir()
-    (folder / "1.part" / ".progress.json").write_text('{"files": [{"num_bytes": -5}], "ranges": {"a": [[0]]}}')
+    (folder / "1.part" / ".progress.json").write_text(
+        '{"files": [{"num_bytes": -5}], "ranges": {"a": [[0]]}}'
+    )
     os.mkfifo(folder / "2.part")
     (folder / "99999999999999999999").mkdir()
     (folder / "²").mkdir()
     (stage.federation.path / "flower").mkdir(exist_ok=True)
-    (stage.federation.path / "flower" / "info.json").write_text('{"pid": "1; rm", "superlink_pid": -1}')
+    (stage.federation.path / "flower" / "info.json").write_text(
+        '{"pid": "1; rm", "superlink_pid": -1}'
+    )
     receipts = stage.federation.receipts / stage.plan.plan_id / "north"
     receipts.mkdir(parents=True)
     (receipts / "3.json").write_bytes(b"\xff" * 100)
-    stage.incoming("east").joinpath("status.json").write_text(json.dumps({"state": "x" * 5000, "progress": 1e9}))
+    stage.incoming("east").joinpath("status.json").write_text(
+        json.dumps({"state": "x" * 5000, "progress": 1e9})
+    )
     assert look(stage).state == "" and look(stage).arrival is None
     assert [one.verdict for one in look(stage).submissions] == ["unreadable"]
     assert (look(stage, "east").state, look(stage, "east").progress) == ("x" * 40, 0)
@@ -233,7 +269,21 @@ def test_standing_is_what_matters_most_to_the_operator() -> None:
         (["quarantined", "withdrawn"], False, "withdrawn", False, "withdrawn"),
         (["accepted"], False, "accepted", True, "accepted"),
     ]:
-        with case(verdicts=verdicts, arriving=arriving, state=state, silent=silent, expected=expected):
-            submissions = tuple(SubmissionStatus(sequence=n, verdict=verdict) for n, verdict in enumerate(verdicts, 1))
-            arrival = Arrival(sequence=9, bytes_here=1, bytes_total=2, bytes_per_s=0.0) if arriving else None
-            assert standing(submissions, arrival, state, answered=silent is not None, silent=bool(silent)) == expected
+        with case(
+            verdicts=verdicts, arriving=arriving, state=state, silent=silent, expected=expected
+        ):
+            submissions = tuple(
+                SubmissionStatus(sequence=n, verdict=verdict)
+                for n, verdict in enumerate(verdicts, 1)
+            )
+            arrival = (
+                Arrival(sequence=9, bytes_here=1, bytes_total=2, bytes_per_s=0.0)
+                if arriving
+                else None
+            )
+            assert (
+                standing(
+                    submissions, arrival, state, answered=silent is not None, silent=bool(silent)
+                )
+                == expected
+            )

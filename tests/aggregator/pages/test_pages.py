@@ -22,7 +22,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.pages.write import CARD_NAME, PAGE_NAMES, REPORT_NAME, PageInput, gather, pages, write_pages
+from aggregator.pages.write import (
+    CARD_NAME,
+    PAGE_NAMES,
+    REPORT_NAME,
+    PageInput,
+    gather,
+    pages,
+    write_pages,
+)
 from aggregator.router.train import load_report
 from ddm.cli.main import app as ddm
 from ddm.ensemble import Ensemble
@@ -85,12 +93,16 @@ def front_matter(card: str) -> dict[str, object]:
     return parsed
 
 
-def test_card_and_report_say_of_every_silo_what_the_manifest_says(given: PageInput, drawn: Mapping[str, str]) -> None:
+def test_card_and_report_say_of_every_silo_what_the_manifest_says(
+    given: PageInput, drawn: Mapping[str, str]
+) -> None:
     cards, listed = Reader(drawn[REPORT_NAME]).cards, front_matter(drawn[CARD_NAME])["silos"]
     assert isinstance(listed, list) and len(listed) == len(cards) == len(given.manifest.silos) == 2
     for silo, entry in zip(given.manifest.silos, listed, strict=True):
         submission, card = given.inventory.silos[silo.silo_id].submission, cards[silo.silo_id]
-        prior = sum(expert.prior for expert in given.manifest.experts if expert.silo_id == silo.silo_id)
+        prior = sum(
+            expert.prior for expert in given.manifest.experts if expert.silo_id == silo.silo_id
+        )
         assert entry == {
             "id": silo.silo_id,
             "key_fingerprint": silo.key_fingerprint,
@@ -112,18 +124,30 @@ def test_card_and_report_say_of_every_silo_what_the_manifest_says(given: PageInp
         assert card["leak audit"] == "waived by test operator: made-up images"
 
 
-def test_report_gives_steps_releases_comparisons_and_provenance(given: PageInput, drawn: Mapping[str, str]) -> None:
+def test_report_gives_steps_releases_comparisons_and_provenance(
+    given: PageInput, drawn: Mapping[str, str]
+) -> None:
     text = Reader(drawn[REPORT_NAME]).text
-    expected = [given.plan.plan_id, given.plan_digest, given.root_digest, given.manifest.router.file.digest]
+    expected = [
+        given.plan.plan_id,
+        given.plan_digest,
+        given.root_digest,
+        given.manifest.router.file.digest,
+    ]
     for silo in given.inventory.silos.values():
         expected += [silo.digest, *(str(expert.steps) for expert in silo.submission.experts)]
-        expected += [f"epsilon {release.epsilon:g}, delta {release.delta:g}" for release in silo.submission.statistics]
+        expected += [
+            f"epsilon {release.epsilon:g}, delta {release.delta:g}"
+            for release in silo.submission.statistics
+        ]
     assert given.report.bands and given.report.calibration
     expected += [f"{band.difference:+.5f}" for band in given.report.bands]
     expected += [f"{band.after[0]:.3f}" for band in given.report.calibration]
     assert all(band.bins for band in given.report.calibration)
     expected += [
-        f"at a probability of {each.confidence:.2f}" for band in given.report.calibration for each in band.bins
+        f"at a probability of {each.confidence:.2f}"
+        for band in given.report.calibration
+        for each in band.bins
     ]
     assert [what for what in expected if what not in text] == []
 
@@ -134,7 +158,9 @@ def test_silos_that_are_not_in_are_named_with_the_reason(given: PageInput) -> No
     for page in (partial[CARD_NAME], Reader(partial[REPORT_NAME]).text):
         assert re.search(r"south is missing", page) and re.search(r"west is withdrawn", page)
     whole = undrawn(given)
-    assert "Partial capacity" in partial[REPORT_NAME] and "Partial capacity" not in whole[REPORT_NAME]
+    assert (
+        "Partial capacity" in partial[REPORT_NAME] and "Partial capacity" not in whole[REPORT_NAME]
+    )
     assert front_matter(partial[CARD_NAME])["withdrawn_silos"] == ["west"]
 
 
@@ -158,7 +184,9 @@ def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_w
 
 def test_card_says_what_became_of_each_picture_where_the_plan_says_it(given: PageInput) -> None:
     asked = TransformSpec(channels="grey", padding=0.0)
-    card = undrawn(replace(given, plan=given.plan.model_copy(update={"transform": asked})))[CARD_NAME]
+    card = undrawn(replace(given, plan=given.plan.model_copy(update={"transform": asked})))[
+        CARD_NAME
+    ]
     assert f"- Each picture, at every silo: {'; '.join(asked.words)}" in card.splitlines()
     assert "Each picture" not in undrawn(given)[CARD_NAME]
 
@@ -183,27 +211,43 @@ def test_pages_name_the_classes_that_samples_can_be_asked_for(given: PageInput) 
     assert not [page for page in undrawn(given).values() if "--class" in page]
 
 
-def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_the_reason(given: PageInput) -> None:
+def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_the_reason(
+    given: PageInput,
+) -> None:
     """The reason is the operator's free text: markup in it stays text."""
     reason = "<script>alert(1)</script> | **129** by their own count"
     document = json.loads(given.manifest.encode())
     document["silos"][1] |= {"units": 30, "units_reason": reason}
     lowered = Manifest.parse(json.dumps(document).encode(), subject="manifest")
     pages = undrawn(replace(given, manifest=lowered))
-    silo_id, stated = lowered.silos[1].silo_id, given.inventory.silos[lowered.silos[1].silo_id].submission.num_units
-    assert f"{stated} stated, counted as 30: {reason}" in Reader(pages[REPORT_NAME]).cards[silo_id]["images"]
+    silo_id, stated = (
+        lowered.silos[1].silo_id,
+        given.inventory.silos[lowered.silos[1].silo_id].submission.num_units,
+    )
+    assert (
+        f"{stated} stated, counted as 30: {reason}"
+        in Reader(pages[REPORT_NAME]).cards[silo_id]["images"]
+    )
     assert alive(pages[REPORT_NAME]) == []
     assert f"{silo_id} counts as 30 of the {stated} images that it states" in pages[CARD_NAME]
     assert "<script>" not in pages[CARD_NAME]
     assert "stated, counted as" not in Reader(undrawn(given)[REPORT_NAME]).text
 
 
-def test_manifest_of_before_flags_is_read_and_a_flag_without_its_admission_is_refused(given: PageInput) -> None:
+def test_manifest_of_before_flags_is_read_and_a_flag_without_its_admission_is_refused(
+    given: PageInput,
+) -> None:
     document = json.loads(given.manifest.encode())
     old = document | {
         "format": "archipelago/manifest/1",
-        "silos": [{name: value for name, value in each.items() if name != "admitted"} for each in document["silos"]],
-        "experts": [{name: value for name, value in each.items() if name != "flags"} for each in document["experts"]],
+        "silos": [
+            {name: value for name, value in each.items() if name != "admitted"}
+            for each in document["silos"]
+        ],
+        "experts": [
+            {name: value for name, value in each.items() if name != "flags"}
+            for each in document["experts"]
+        ],
     }
     read = Manifest.parse(json.dumps(old).encode(), subject="manifest")
     assert [silo.admitted for silo in read.silos] == [False, False]
@@ -253,7 +297,9 @@ def test_markup_in_free_text_is_text_in_the_card(given: PageInput) -> None:
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
 
     def kinds(text: str) -> list[str]:
-        return [token.type for block in parser.parse(text) for token in (block, *(block.children or ()))]
+        return [
+            token.type for block in parser.parse(text) for token in (block, *(block.children or ()))
+        ]
 
     body = card.split("---\n", 2)[2]
     plain = [kind for kind in kinds(body) if kind != "text"]
@@ -284,18 +330,31 @@ def test_commands_of_the_card_verify_the_release(
     assert CliRunner().invoke(ddm, shlex.split(wrong.replace("\\\n", " "))).exit_code != 0
 
 
-def test_same_release_gives_the_same_pages(given: PageInput, drawn: Mapping[str, str], tmp_path: Path) -> None:
+def test_same_release_gives_the_same_pages(
+    given: PageInput, drawn: Mapping[str, str], tmp_path: Path
+) -> None:
     told: list[tuple[int, int]] = []
     write_pages(given, tmp_path, lambda done, total: told.append((done, total)))
     assert {name: (tmp_path / name).read_text("utf-8") for name in PAGE_NAMES} == drawn
     assert [done for done, _ in told] == list(range(1, told[0][1] + 1))
 
 
-def test_images_of_the_report_are_those_that_its_command_draws(given: PageInput, drawn: Mapping[str, str]) -> None:
-    sources = [value for tag, name, value in Reader(drawn[REPORT_NAME]).attributes if (tag, name) == ("img", "src")]
-    (num, steps, seed), *_ = re.findall(r"--num (\d+) --steps (\d+) --seed (\d+)", drawn[REPORT_NAME])
+def test_images_of_the_report_are_those_that_its_command_draws(
+    given: PageInput, drawn: Mapping[str, str]
+) -> None:
+    sources = [
+        value
+        for tag, name, value in Reader(drawn[REPORT_NAME]).attributes
+        if (tag, name) == ("img", "src")
+    ]
+    (num, steps, seed), *_ = re.findall(
+        r"--num (\d+) --steps (\d+) --seed (\d+)", drawn[REPORT_NAME]
+    )
     samples = given.ensemble.sample(int(num), strategy="lock", steps=int(steps), seed=int(seed))
-    shown = [np.asarray(Image.open(BytesIO(base64.b64decode(source.split(",")[1])))) for source in sources[: int(num)]]
+    shown = [
+        np.asarray(Image.open(BytesIO(base64.b64decode(source.split(",")[1]))))
+        for source in sources[: int(num)]
+    ]
     expected = ((samples.images.clamp(-1, 1) + 1) * 127.5).round().byte()[:, 0].numpy()
     assert np.array_equal(np.stack(shown)[..., 0], expected)
     assert expected.std() > 0
@@ -320,7 +379,10 @@ class Levels:
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         level_E, t_B1 = torch.tensor([-0.5, 0.0, 0.5]), t_B[:, None]
         precision_B1 = 20 * (1 - t_B1) / t_B1.clamp(min=0.05)
-        return -precision_B1 * (x_B.mean((1, 2, 3))[:, None] / (1 - t_B1).clamp(min=0.05) - level_E).square()
+        return (
+            -precision_B1
+            * (x_B.mean((1, 2, 3))[:, None] / (1 - t_B1).clamp(min=0.05) - level_E).square()
+        )
 
 
 def three() -> Ensemble:
@@ -331,7 +393,9 @@ def three() -> Ensemble:
 def test_a_silo_alone_is_drawn_from_all_of_its_experts_and_no_others() -> None:
     effort = drawing.Effort(own=32, mixed=8, strategies=("lock",), steps=4)
     found = drawing.draw(three(), (0, 0, 1), effort)
-    levels = [set((one.images.mean((1, 2, 3)) * 2).round().int().tolist()) for one in found.own.values()]
+    levels = [
+        set((one.images.mean((1, 2, 3)) * 2).round().int().tolist()) for one in found.own.values()
+    ]
     assert levels == [{-1, 0}, {1}]
     assert [set(one.silo_N) for one in found.own.values()] == [{0}, {1}]
 
@@ -354,7 +418,9 @@ def test_what_is_drawn_is_bounded_by_what_it_costs() -> None:
                 assert min(costs) > drawing.MAX_FLOPS
             else:
                 assert chosen.evaluations(3, 3) * flops <= drawing.MAX_FLOPS
-                assert all(cost > drawing.MAX_FLOPS for cost in costs[: drawing.EFFORTS.index(chosen)])
+                assert all(
+                    cost > drawing.MAX_FLOPS for cost in costs[: drawing.EFFORTS.index(chosen)]
+                )
 
 
 def test_report_of_experts_too_large_to_draw_from_says_so(given: PageInput) -> None:
@@ -367,11 +433,15 @@ def test_interval_of_a_share_is_wilsons(count: int, num: int) -> None:
     sample = drawing.Drawn(torch.zeros(num, 1, 1, 1), (0,) * count + (1,) * (num - count))
     share = charts.shares(sample, (0.5, 0.5))[0]
     oracle = binomtest(count, num).proportion_ci(method="wilson")
-    assert (share.value, share.low, share.high) == pytest.approx((count / num, oracle.low, oracle.high), abs=1e-6)
+    assert (share.value, share.low, share.high) == pytest.approx(
+        (count / num, oracle.low, oracle.high), abs=1e-6
+    )
 
 
 def test_areas_of_a_stack_fill_the_chart_without_overlap() -> None:
-    rows = torch.rand(21, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(1)
+    rows = torch.rand(
+        21, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).softmax(1)
     areas = charts.stack(rows.tolist(), 2)
     assert [area.silo for area in areas] == [2, 0, 1, 3]
 
@@ -382,7 +452,9 @@ def test_areas_of_a_stack_fill_the_chart_without_overlap() -> None:
     weight_T = torch.full((21,), 1 / 20, dtype=torch.float64)
     weight_T[[0, -1]] /= 2
     expected = [float(weight_T @ rows[:, area.silo]) for area in areas]
-    assert [surface(area) / (charts.WIDTH * charts.HEIGHT) for area in areas] == pytest.approx(expected, abs=2e-3)
+    assert [surface(area) / (charts.WIDTH * charts.HEIGHT) for area in areas] == pytest.approx(
+        expected, abs=2e-3
+    )
 
 
 def test_large_images_are_made_small_and_other_channels_are_left_out() -> None:
@@ -394,7 +466,9 @@ def test_large_images_are_made_small_and_other_channels_are_left_out() -> None:
     assert decoded.size == (MAX_PIXELS, MAX_PIXELS // 2)
     assert first(torch.rand(1, 2, 8, 8)) == ()
     (white,) = first(torch.ones(1, 1, 8, 8))
-    assert np.asarray(Image.open(BytesIO(base64.b64decode(white.source.split(",")[1])))).min() == 255
+    assert (
+        np.asarray(Image.open(BytesIO(base64.b64decode(white.source.split(",")[1])))).min() == 255
+    )
 
 
 @pytest.mark.parametrize("device", ["phone", "desktop"])
@@ -408,7 +482,9 @@ def test_report_fits_the_window_and_breaks_no_rule_of_its_own(
     browser.get(page.as_uri())
     assert overflow(browser) == 0
     assert browser.execute_script("return [...document.images].every(one => one.naturalWidth > 0)")
-    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
+    loaded = browser.execute_script(
+        "return performance.getEntriesByType('resource').map(one => one.name)"
+    )
     assert [name for name in loaded if not name.startswith("data:")] == []
     background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background))) < 200) == dark

@@ -20,11 +20,16 @@ from tests.support.federation import recipe
 def asked(**architecture: Any) -> Recipe:
     """The recipe of a tiny federation, with another network."""
     changed = recipe().model_dump()
-    return Recipe.model_validate(changed | {"expert": changed["expert"] | {"architecture": architecture}})
+    return Recipe.model_validate(
+        changed | {"expert": changed["expert"] | {"architecture": architecture}}
+    )
 
 
 def test_named_size_becomes_the_numbers_that_a_plan_holds() -> None:
-    named, numbers = asked(kind="dit", size="XL/2"), {"patch": 2, "hidden": 1152, "depth": 28, "heads": 16}
+    named, numbers = (
+        asked(kind="dit", size="XL/2"),
+        {"patch": 2, "hidden": 1152, "depth": 28, "heads": 16},
+    )
     assert type(named.expert) is Expert and named.expert.architecture == Dit(**numbers)
     assert named == asked(kind="dit", **numbers)
     assert named.model_dump()["expert"]["architecture"] == {"kind": "dit", **numbers}
@@ -49,7 +54,9 @@ def test_named_size_becomes_the_numbers_that_a_plan_holds() -> None:
         ({"kind": "unet", "size": "B/2"}, "size"),
     ],
 )
-def test_size_that_is_unknown_or_given_twice_is_refused(architecture: dict[str, Any], words: str) -> None:
+def test_size_that_is_unknown_or_given_twice_is_refused(
+    architecture: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValidationError, match=words):
         asked(**architecture)
 
@@ -65,7 +72,9 @@ def test_published_sizes_have_the_parameters_that_their_names_say() -> None:
     text = TextCondition(dim=4096, max_tokens=77)
     billions = num_parameters(empty(mmdit_size("3B/2"), (16, 32, 32), text)) / 1e9
     assert billions == pytest.approx(3.0, abs=0.01)
-    assert num_parameters(empty(mmdit_size("d24/2"), (16, 32, 32), text)) / 1e9 == pytest.approx(2.0, abs=0.05)
+    assert num_parameters(empty(mmdit_size("d24/2"), (16, 32, 32), text)) / 1e9 == pytest.approx(
+        2.0, abs=0.05
+    )
 
 
 def test_forward_flops_are_those_that_the_paper_states_and_a_third_of_training() -> None:
@@ -76,7 +85,9 @@ def test_forward_flops_are_those_that_the_paper_states_and_a_third_of_training()
     assert training_flops(dit_size("B/2"), (4, 32, 32), 5) == 5 * both
 
 
-def test_expert_too_large_to_try_is_estimated_and_a_small_one_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_too_large_to_try_is_estimated_and_a_small_one_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("aggregator.planning.cost.sketch_noise_level", lambda plan, sketch: None)
     document = plan_document()
     small = Plan.parse(to_bytes(document), subject="plan")
@@ -90,7 +101,11 @@ def test_expert_too_large_to_try_is_estimated_and_a_small_one_is_timed(monkeypat
     training = small.expert.training
     assert not large.timed
     assert large.training_flops * training.batch_size * 12 > MOST_TIMED_FLOPS
-    assert large.expert_bytes == 4 * large.parameters == 4 * num_parameters(empty(Dit(**sizes), small.expert_shape))
+    assert (
+        large.expert_bytes
+        == 4 * large.parameters
+        == 4 * num_parameters(empty(Dit(**sizes), small.expert_shape))
+    )
     assert large.train_s > 100 * timed.train_s
     assert large.training_bytes > 6 * large.expert_bytes > large.sampling_bytes > large.expert_bytes
 

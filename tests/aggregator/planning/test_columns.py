@@ -41,13 +41,20 @@ def public_file(folder: Path, **columns: np.ndarray) -> Path:
 
 def test_size_by_name_is_that_of_the_paper_and_the_plan_holds_numbers() -> None:
     chosen = recipe(
-        data={"shape": [3, 32, 32], "range": [-1.0, 1.0]}, router={"kind": "samples", "size": "B/2", "num_steps": 5}
+        data={"shape": [3, 32, 32], "range": [-1.0, 1.0]},
+        router={"kind": "samples", "size": "B/2", "num_steps": 5},
     ).router
     assert type(chosen) is SamplesRouter
     assert (chosen.patch, chosen.hidden, chosen.depth, chosen.heads) == (2, 768, 12, 12)
-    assert token_router_size(chosen, (4, 32, 32), 8).parameters == 129_529_352  # docs/explanation/architectures.md
+    assert (
+        token_router_size(chosen, (4, 32, 32), 8).parameters == 129_529_352
+    )  # docs/explanation/architectures.md
     written = {"patch": 2, "hidden": 768, "depth": 12, "heads": 12}
-    assert chosen.model_dump() == written | {"kind": "samples", "num_steps": 5, "images_per_expert": 1000}
+    assert chosen.model_dump() == written | {
+        "kind": "samples",
+        "num_steps": 5,
+        "images_per_expert": 1000,
+    }
     with pytest.raises(ValidationError, match="leave out hidden"):
         recipe(router={"kind": "samples", "size": "B/2", "hidden": 8, "num_steps": 5})
     with pytest.raises(ValidationError, match="S, B, L or XL"):
@@ -63,7 +70,9 @@ def test_recipes_whose_router_cannot_learn_what_it_is_to_read_are_refused() -> N
         recipe(router=SMALL | {"labels": "site"})
 
 
-def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(published: Published, tmp_path: Path) -> None:
+def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(
+    published: Published, tmp_path: Path
+) -> None:
     tiny, chosen = published.tiny, with_labels("silo")
     silos = np.array([*tiny.sites, "", "elsewhere"])[np.arange(240) % (len(tiny.sites) + 2)]
     classes = np.arange(240) % 2
@@ -89,7 +98,9 @@ def test_public_images_without_the_labels_that_the_router_needs_are_refused(
 
     def draft(chosen: Recipe, **columns: np.ndarray) -> None:
         (tmp_path / "draft").mkdir(exist_ok=True)
-        read = read_columns(open_image_set(public_file(tmp_path, **columns), chosen.data, None), chosen)
+        read = read_columns(
+            open_image_set(public_file(tmp_path, **columns), chosen.data, None), chosen
+        )
         draft_plan(tiny.federation, chosen, public, tmp_path / "draft", columns=read)
 
     with pytest.raises(DataError):

@@ -24,7 +24,9 @@ def card(silo_id: str, images: int, **policy: Any) -> Card:
     """A silo's card, whose fields of the policy may be left out."""
     key, node = f"ed25519:{'0' * 64}", "ecdsa-sha2-nistp256 AAAA"
     size = Agreed(images=images)
-    return Card(silo_id=silo_id, signing_key=key, node_key=node, agreed=size, created_at=now_utc(), **policy)
+    return Card(
+        silo_id=silo_id, signing_key=key, node_key=node, agreed=size, created_at=now_utc(), **policy
+    )
 
 
 CARDS = {"east": card("east", 64, max_epsilon=8.0), "north": card("north", 128)}
@@ -58,7 +60,9 @@ def test_training_too_short_to_teach_anything_is_refused_unless_it_is_a_rehearsa
     (number,) = re.findall(r"([0-9]+) steps", str(error.expected))
     assert "rehearsal = true" in error.remedy
     for steps, works in ((int(number) - 1, False), (int(number), True)):
-        tables = json.loads(changed("expert.training", num_steps=steps).model_dump_json(exclude_none=True))
+        tables = json.loads(
+            changed("expert.training", num_steps=steps).model_dump_json(exclude_none=True)
+        )
         chosen = Recipe.model_validate_json(json.dumps(tables | {"rehearsal": False}))
         if works:
             check_feasible(chosen, CARDS)
@@ -71,25 +75,42 @@ def test_more_images_than_a_card_allows_are_refused_with_the_silos_that_lack_the
     assert "east has at most 64" in str(error.got) and "north" not in str(error.got)
     check_feasible(recipe(partition={"kind": "silo", "min_images": 64}), CARDS)
     each = {"kind": "random", "num_parts": 4, "min_images": 17}
-    assert "68 images of each silo, 17 for each of 4 parts" in str(refused(recipe(partition=each)).got)
+    assert "68 images of each silo, 17 for each of 4 parts" in str(
+        refused(recipe(partition=each)).got
+    )
     check_feasible(recipe(partition=each | {"min_images": 16}), CARDS)
 
 
-def test_more_epsilon_than_a_card_lets_a_plan_spend_is_refused_with_the_silos_that_lack_it() -> None:
+def test_more_epsilon_than_a_card_lets_a_plan_spend_is_refused_with_the_silos_that_lack_it() -> (
+    None
+):
     usual = recipe()
     assert usual.statistics.total.epsilon == CARDS["east"].max_epsilon
-    private = {"kind": "dp_sgd", "epsilon": 4.0, "delta": 1e-6, "units_per_step": 4, "images_per_unit": 1, "draws": 2}
+    private = {
+        "kind": "dp_sgd",
+        "epsilon": 4.0,
+        "delta": 1e-6,
+        "units_per_step": 4,
+        "images_per_unit": 1,
+        "draws": 2,
+    }
     both = changed("expert", privacy=private)
     error = refused(both)
     assert "expert.privacy.epsilon" in error.subject and str(error.expected).endswith("card: 8")
-    assert "12, 8 for the router and 4 for the experts" in str(error.got) and "east allows 8" in str(error.got)
+    assert "12, 8 for the router and 4 for the experts" in str(
+        error.got
+    ) and "east allows 8" in str(error.got)
     assert "north" not in str(error.got), "whose card says nothing"
     check_feasible(both, {"east": card("east", 64), "north": card("north", 128, max_epsilon=12.0)})
-    with pytest.raises(SetupError, match=r"recipe, statistics\.total\.epsilon: expected at most .* 7\.9"):
+    with pytest.raises(
+        SetupError, match=r"recipe, statistics\.total\.epsilon: expected at most .* 7\.9"
+    ):
         check_feasible(usual, {"east": card("east", 64, max_epsilon=7.9)})
 
 
-def test_plan_of_images_is_refused_with_the_silos_whose_cards_say_that_they_protect_patients() -> None:
+def test_plan_of_images_is_refused_with_the_silos_whose_cards_say_that_they_protect_patients() -> (
+    None
+):
     by_image, by_patient = recipe(), changed("statistics", unit="patient")
     assert by_image.statistics.unit == "image"
     units = {"east": "patient", "north": "image", "west": None}
@@ -120,10 +141,15 @@ def test_nothing_is_fitted_for_a_plan_that_cannot_work(
         draft.draft_plan(published.tiny.federation, wanted, torch.zeros(240, 1, 4, 4), tmp_path)
 
 
-def test_plan_is_not_drafted_while_the_federation_runs_or_its_plan_cannot_be_replaced(published: Published) -> None:
+def test_plan_is_not_drafted_while_the_federation_runs_or_its_plan_cannot_be_replaced(
+    published: Published,
+) -> None:
     federation = published.tiny.federation
     check_signable(federation)
-    with locked(federation.accepted, "intake"), pytest.raises(BusyError, match="nobody runs") as busy:
+    with (
+        locked(federation.accepted, "intake"),
+        pytest.raises(BusyError, match="nobody runs") as busy,
+    ):
         check_signable(federation)
     assert "Stop `aggregator run`" in busy.value.remedy
     (federation.releases / "1").rename(federation.path / "gone")

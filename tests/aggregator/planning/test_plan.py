@@ -53,7 +53,10 @@ def test_old_plan_works_on_when_signing_stopped_and_signing_again_leaves_nothing
     shutil.rmtree(tiny.path / "scratch")
     again = tiny.sign()
     assert tiny.federation.current_plan()[0].plan_id == again
-    assert verify_bundle(tiny.federation.bundle(again), tiny.root.read_bytes(), state=None).plan_id == again
+    assert (
+        verify_bundle(tiny.federation.bundle(again), tiny.root.read_bytes(), state=None).plan_id
+        == again
+    )
     assert {path.name for path in (tiny.federation.path / "plans").iterdir()} == {
         published.plan_id,
         again,
@@ -77,7 +80,9 @@ def test_new_plan_is_current_when_signing_stopped_after_it_was_decided(
 
 def test_plan_is_not_replaced_while_intake_is_at_work(published: Published) -> None:
     tiny = published.tiny
-    desk = IntakeService(tiny.federation, load_key(tiny.federation, "receipts", PASSPHRASE), lambda receipt: None)
+    desk = IntakeService(
+        tiny.federation, load_key(tiny.federation, "receipts", PASSPHRASE), lambda receipt: None
+    )
     with desk.locked(), pytest.raises(BusyError):
         tiny.sign()
     assert tiny.federation.current_plan()[0].plan_id == published.plan_id
@@ -102,7 +107,10 @@ def test_plan_that_costs_more_than_its_total_is_refused_with_both_numbers_before
     assert "7.5" in refused.value.expected
     assert f"{composed:.4g}" in refused.value.got
     assert tiny.federation.current_plan()[0].plan_id == published.plan_id
-    assert {path.name for path in (tiny.federation.path / "plans").iterdir()} == {published.plan_id, "current.json"}
+    assert {path.name for path in (tiny.federation.path / "plans").iterdir()} == {
+        published.plan_id,
+        "current.json",
+    }
 
 
 def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
@@ -114,7 +122,11 @@ def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
 def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
     published_once: Published, tmp_path: Path
 ) -> None:
-    asked = {"range": {"kind": "values", "low": -160.0, "high": 240.0}, "fit": {"kind": "pad"}, "padding": 0.0}
+    asked = {
+        "range": {"kind": "values", "low": -160.0, "high": 240.0},
+        "fit": {"kind": "pad"},
+        "padding": 0.0,
+    }
     lines = shown(published_once.tiny, tmp_path, transform=asked).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("each picture"))
     steps = [line.removeprefix("each picture").strip() for line in lines[first : first + 4]]
@@ -130,10 +142,21 @@ def test_shown_costs_of_private_training_name_noise_chance_and_time_of_a_step(
     published_once: Published, tmp_path: Path
 ) -> None:
     expert = recipe().model_dump(mode="json")["expert"]
-    terms = {"kind": "dp_sgd", "epsilon": 2.0, "delta": 1e-6, "units_per_step": 32, "images_per_unit": 4, "draws": 2}
+    terms = {
+        "kind": "dp_sgd",
+        "epsilon": 2.0,
+        "delta": 1e-6,
+        "units_per_step": 32,
+        "images_per_unit": 4,
+        "draws": 2,
+    }
     asked = expert | {"privacy": terms}
     text = shown(published_once.tiny, tmp_path, expert=asked)
-    rows = dict(each for line in text.splitlines() if len(each := re.split(r"\s{2,}", line.strip(), maxsplit=1)) == 2)
+    rows = dict(
+        each
+        for line in text.splitlines()
+        if len(each := re.split(r"\s{2,}", line.strip(), maxsplit=1)) == 2
+    )
     assert rows["its sampling"] == "32 of 128 a step, each by chance, with probability 0.25"
     noise = noise_multiplier_for(2.0, 1e-6, 0.25, expert["training"]["num_steps"])
     assert rows["its noise"].startswith(f"{noise:.3g} x clip of 1 for 128 images")
@@ -157,10 +180,15 @@ def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_tog
     }
     gaussians = [GaussianMechanism(mu=gaussian_mu(epsilon, 1e-6)) for epsilon in (2.0, 3.0)]
     composed = total_epsilon(
-        [DiscreteLaplaceMechanism(epsilon=1.0), DiscreteLaplaceMechanism(epsilon=0.5), *gaussians], 1e-5
+        [DiscreteLaplaceMechanism(epsilon=1.0), DiscreteLaplaceMechanism(epsilon=0.5), *gaussians],
+        1e-5,
     )
     text = shown(published_once.tiny, tmp_path, statistics=parts)
-    lines = {line.split("  ")[0 if line[0] != " " else 1].strip(): line for line in text.splitlines() if line.strip()}
+    lines = {
+        line.split("  ")[0 if line[0] != " " else 1].strip(): line
+        for line in text.splitlines()
+        if line.strip()
+    }
     assert "epsilon 9, delta 1e-05 per patient, replace-one" in lines["total, stated"]
     assert f"epsilon {composed:.4g} at that delta" in lines["total, composed"]
     assert composed < 6.5  # composed, not added up
@@ -172,8 +200,14 @@ def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_tog
     assert lines["experts a silo"].split()[-1] == "1"
 
 
-def test_shown_costs_name_no_release_that_is_not_asked_for(published_once: Published, tmp_path: Path) -> None:
-    parts = {"unit": "image", "total": {"epsilon": 1.0, "delta": 1e-5}, "counts": {"epsilon": 1.0, "num_groups": 4}}
+def test_shown_costs_name_no_release_that_is_not_asked_for(
+    published_once: Published, tmp_path: Path
+) -> None:
+    parts = {
+        "unit": "image",
+        "total": {"epsilon": 1.0, "delta": 1e-5},
+        "counts": {"epsilon": 1.0, "num_groups": 4},
+    }
     text = shown(published_once.tiny, tmp_path, statistics=parts, router={"kind": "counts"})
     assert "counts" in text
     assert not any(name in text for name in ("sketches", "moments", "class counts"))
@@ -183,11 +217,18 @@ def test_shown_costs_name_no_release_that_is_not_asked_for(published_once: Publi
     ("partition", "expected"),
     [
         ({"kind": "silo_cluster", "min_images": 10}, "at most 2, one a coarse cluster"),
-        ({"kind": "random", "min_images": 10, "num_parts": 3}, "at most 3, on random shares, as a control"),
+        (
+            {"kind": "random", "min_images": 10, "num_parts": 3},
+            "at most 3, on random shares, as a control",
+        ),
     ],
 )
 def test_shown_costs_count_the_experts_and_their_training(
-    published_once: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: object, expected: str
+    published_once: Published,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    partition: object,
+    expected: str,
 ) -> None:
     monkeypatch.setattr("aggregator.planning.cost._measure_training", lambda plan, images: 60.0)
     text = shown(published_once.tiny, tmp_path, partition=partition)
@@ -195,8 +236,15 @@ def test_shown_costs_count_the_experts_and_their_training(
     assert f"about {human_seconds(60.0 * int(expected.split()[2].rstrip(',')))} a silo" in text
 
 
-def test_shown_costs_warn_of_an_encoder_with_random_weights(published_once: Published, tmp_path: Path) -> None:
-    network = {"kind": "timm", "model": "test_resnet", "random_weights": True, "image_size": [32, 32]}
+def test_shown_costs_warn_of_an_encoder_with_random_weights(
+    published_once: Published, tmp_path: Path
+) -> None:
+    network = {
+        "kind": "timm",
+        "model": "test_resnet",
+        "random_weights": True,
+        "image_size": [32, 32],
+    }
     text = shown(published_once.tiny, tmp_path, encoder=network)
     assert "test_resnet" in text
     assert "RANDOM WEIGHTS" in text
@@ -208,19 +256,25 @@ def test_plan_with_an_encoder_of_gradients_is_shown_and_opens_as_a_silo_opens_it
 ) -> None:
     tiny = published_once.tiny
     gradients = {"kind": "hog", "dim": 3, "cells": 2, "mirrored": True}
-    assert "3 principal components of their gradients in 2 x 2 cells" in shown(tiny, tmp_path, encoder=gradients)
+    assert "3 principal components of their gradients in 2 x 2 cells" in shown(
+        tiny, tmp_path, encoder=gradients
+    )
     public = torch.from_numpy(images(120, 0.5, seed=90))
     draft = draft_plan(tiny.federation, recipe(encoder=gradients), public, tmp_path / "draft")
     files = PlanFiles.load(draft.plan, tmp_path / "draft")
-    torch.testing.assert_close(files.encoder.encode(public.flip(3)), files.encoder.encode(public), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        files.encoder.encode(public.flip(3)), files.encoder.encode(public), atol=1e-5, rtol=0
+    )
     with pytest.raises(ValidationError, match="images of at least 9 pixels a side"):
         draft.plan.model_validate(
-            draft.plan.model_dump() | {"encoder": draft.plan.encoder.model_copy(update={"cells": 9})}
+            draft.plan.model_dump()
+            | {"encoder": draft.plan.encoder.model_copy(update={"cells": 9})}
         )
 
 
 @pytest.mark.parametrize(
-    ("num_images", "num_groups", "expected"), [(10_000, 32, 1024), (4096, 32, 1024), (4095, 32, 1023), (60, 32, 32)]
+    ("num_images", "num_groups", "expected"),
+    [(10_000, 32, 1024), (4096, 32, 1024), (4095, 32, 1023), (60, 32, 32)],
 )
 def test_fine_centroids_are_1024_where_public_images_allow_and_never_fewer_than_groups(
     num_images: int, num_groups: int, expected: int
@@ -229,19 +283,32 @@ def test_fine_centroids_are_1024_where_public_images_allow_and_never_fewer_than_
     assert ClusteringRecipe(num_fine=50, num_coarse=2).fine_for(num_images, num_groups) == 50
 
 
-def test_recipe_whose_training_ends_before_its_first_checkpoint_is_refused_as_every_silo_would() -> None:
+def test_recipe_whose_training_ends_before_its_first_checkpoint_is_refused_as_every_silo_would() -> (
+    None
+):
     tables = recipe().model_dump(mode="json")
     tables["expert"]["training"]["checkpoint_steps"] = tables["expert"]["training"]["num_steps"] + 1
     with pytest.raises(ValidationError, match="checkpoint_steps must be at most num_steps"):
         Recipe.model_validate(tables, strict=False)
 
 
-def test_recipe_of_pixels_far_from_the_scale_of_the_noise_is_refused_and_one_of_latents_is_not() -> None:
+def test_recipe_of_pixels_far_from_the_scale_of_the_noise_is_refused_and_one_of_latents_is_not() -> (
+    None
+):
     data = recipe().model_dump(mode="json")["data"]
     for wrong in ([0.0, 255.0], [-10.0, 10.1], [0.0, 0.49], [-1000.0, 3000.0]):
-        with case(wrong), pytest.raises(ValidationError, match=r"map to \[-1, 1\], or scale the arrays"):
+        with (
+            case(wrong),
+            pytest.raises(ValidationError, match=r"map to \[-1, 1\], or scale the arrays"),
+        ):
             recipe(data=data | {"range": wrong})
     for right in ([0.0, 1.0], [-10.0, 10.0], [1000.0, 1002.0], [0.0, 0.5]):
         recipe(data=data | {"range": right})
-    latents = {"kind": "autoencoder_kl", "weights": "a", "channels": [32], "attention": [False], "latent_channels": 2}
+    latents = {
+        "kind": "autoencoder_kl",
+        "weights": "a",
+        "channels": [32],
+        "attention": [False],
+        "latent_channels": 2,
+    }
     recipe(data=data | {"range": [0.0, 255.0]}, latent=latents)

@@ -48,13 +48,18 @@ def test_clutter_is_skipped_and_named_and_remarks_are_printed(
     assert done.code == 0, done.err
     said = " ".join(done.out.split())
     assert "2 files that hold no image were skipped: README.txt, Thumbs.db." in said
-    assert "1 of 100 public images are enlarged more than 2 times, up to 4 times (1 x 1 to 4 x 4)" in said
+    assert (
+        "1 of 100 public images are enlarged more than 2 times, up to 4 times (1 x 1 to 4 x 4)"
+        in said
+    )
     assert "fill 4" in said
     assert "of the plan's range -1 to 1: -1 to -0." in said
     assert "Signed plan" in said
 
 
-def test_bad_public_image_is_named_with_its_reason(tiny: TinyFederation, public: Path, tmp_path: Path) -> None:
+def test_bad_public_image_is_named_with_its_reason(
+    tiny: TinyFederation, public: Path, tmp_path: Path
+) -> None:
     bad = tmp_path / "bad"
     bad.mkdir()
     for file in public.iterdir():
@@ -66,7 +71,9 @@ def test_bad_public_image_is_named_with_its_reason(tiny: TinyFederation, public:
     assert "Signed" not in done.out
 
 
-def test_arrays_that_use_half_of_the_declared_range_are_remarked(tiny: TinyFederation, tmp_path: Path) -> None:
+def test_arrays_that_use_half_of_the_declared_range_are_remarked(
+    tiny: TinyFederation, tmp_path: Path
+) -> None:
     array = (images(100, 0.0, seed=4) + 1) / 2
     array[:, 0, 0, 0], array[:, 0, 0, 1] = 0.0, 1.0
     np.savez(tmp_path / "public.npz", images=array)

@@ -19,11 +19,26 @@ def test_admitted_expert_is_named_in_the_next_version_with_the_rules_that_it_bro
 ) -> None:
     federation, plan_id = published.tiny.federation, published.plan_id
     digest = take_inventory(federation).silos["east"].digest
-    remember_flags(federation, plan_id, digest, [Fault(expert_id="east", flag="stands_apart", words=": apart")])
-    assert not again(published.tiny, tmp_path / "same").fresh, "a flag alone changes nothing: nobody decided on it"
-    decision = {"plan_id": plan_id, "silo_id": "east", "submission_digest": digest, "reason": "a rare disease"}
+    remember_flags(
+        federation, plan_id, digest, [Fault(expert_id="east", flag="stands_apart", words=": apart")]
+    )
+    assert not again(published.tiny, tmp_path / "same").fresh, (
+        "a flag alone changes nothing: nobody decided on it"
+    )
+    decision = {
+        "plan_id": plan_id,
+        "silo_id": "east",
+        "submission_digest": digest,
+        "reason": "a rare disease",
+    }
     decide(federation, Decision(verdict="admitted", at=now_utc(), **decision))
     assert again(published.tiny, tmp_path / "next").fresh
     manifest = opened(published, tmp_path / "next").manifest
-    assert {silo.silo_id: silo.admitted for silo in manifest.silos} == {"east": True, "north": False}
-    assert {expert.expert_id: expert.flags for expert in manifest.experts} == {"east": ("stands_apart",), "north": ()}
+    assert {silo.silo_id: silo.admitted for silo in manifest.silos} == {
+        "east": True,
+        "north": False,
+    }
+    assert {expert.expert_id: expert.flags for expert in manifest.experts} == {
+        "east": ("stands_apart",),
+        "north": (),
+    }

@@ -18,7 +18,15 @@ import ddm.publishing.version
 from aggregator.config import FederationSettings
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
-from ddm.errors import BusyError, DigestError, DiskError, MissingFileError, PolicyError, RollbackError, SetupError
+from ddm.errors import (
+    BusyError,
+    DigestError,
+    DiskError,
+    MissingFileError,
+    PolicyError,
+    RollbackError,
+    SetupError,
+)
 from ddm.io.changes import Change, is_unsettled
 from ddm.io.settings import load_settings, save_settings
 from ddm.loading.public_log import read_public_log
@@ -47,13 +55,19 @@ def listed_manifests(tiny: TinyFederation) -> set[str]:
     """The manifests that the federation's present metadata list."""
     data = (tiny.federation.tuf / "release.json").read_bytes()
     targets = check_json(data, subject="release.json", limit=1 << 20)["signed"]["targets"]
-    return {target["hashes"]["sha256"] for name, target in targets.items() if name.endswith("/manifest.json")}
+    return {
+        target["hashes"]["sha256"]
+        for name, target in targets.items()
+        if name.endswith("/manifest.json")
+    }
 
 
 # Nothing is published twice
 
 
-def test_same_content_is_copied_out_again_and_makes_no_new_version(published: Published, tmp_path: Path) -> None:
+def test_same_content_is_copied_out_again_and_makes_no_new_version(
+    published: Published, tmp_path: Path
+) -> None:
     done = again(published.tiny, tmp_path / "same")
     assert (done.fresh, done.manifest.version, versions(published.tiny)) == (False, 1, ["1"])
     assert files(tmp_path / "same") == files(published.release)
@@ -68,7 +82,9 @@ def test_changed_content_or_an_aged_timestamp_makes_a_new_version(
     settle(published.tiny, licence="CC0-1.0")
     assert again(published.tiny, tmp_path / "licence").manifest.version == 2
     assert not again(published.tiny, tmp_path / "same").fresh
-    monkeypatch.setattr(aggregator.release.publish, "RENEWED_BEFORE", aggregator.release.publish.RENEWED_BEFORE * 4)
+    monkeypatch.setattr(
+        aggregator.release.publish, "RENEWED_BEFORE", aggregator.release.publish.RENEWED_BEFORE * 4
+    )
     assert again(published.tiny, tmp_path / "aged").manifest.version == 3
 
 
@@ -79,7 +95,9 @@ def settle(tiny: TinyFederation, **changes: object) -> None:
     save_settings(settings, path, "edited")
 
 
-def test_metadata_that_were_signed_since_make_a_new_version(published: Published, tmp_path: Path) -> None:
+def test_metadata_that_were_signed_since_make_a_new_version(
+    published: Published, tmp_path: Path
+) -> None:
     """The control is above: the same content under the same metadata makes none."""
     timestamp = published.tiny.federation.tuf / "timestamp.json"
     timestamp.write_bytes(timestamp.read_bytes() + b" ")
@@ -105,14 +123,19 @@ def test_unusable_out_uses_up_no_version(published: Published, tmp_path: Path) -
 def test_full_disk_at_out_uses_up_no_version(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch, pytest.raises(DiskError, match="1000 bytes free") as refusal:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DiskError, match="1000 bytes free") as refusal,
+    ):
         patch.setattr("ddm.io.space.free_bytes", lambda folder: 1000)
         again(published.tiny, tmp_path / "out", renew=True)
     assert str(tmp_path) in str(refusal.value) and "for a release" in str(refusal.value)
     assert (versions(published.tiny), list(tmp_path.glob("*out*"))) == (["1"], [])
 
 
-def test_version_number_of_a_lost_release_is_not_used_again(published: Published, tmp_path: Path) -> None:
+def test_version_number_of_a_lost_release_is_not_used_again(
+    published: Published, tmp_path: Path
+) -> None:
     again(published.tiny, tmp_path / "second", renew=True)
     shutil.rmtree(published.tiny.federation.releases / "2")
     with pytest.raises(SetupError, match="releases") as refused:
@@ -139,7 +162,9 @@ def check_crash(published: Published, folder: Path, step: int) -> bool:
     assert not is_unsettled(tiny.federation.path)
     check_none_lost(tiny.federation)
     log = read_public_log(public_folder(tiny.federation), there.root.read_bytes(), folder / "state")
-    assert [entry.version for entry in log.entries if isinstance(entry, Released)] == [1, 2], "once each, no orphan"
+    assert [entry.version for entry in log.entries if isinstance(entry, Released)] == [1, 2], (
+        "once each, no orphan"
+    )
     assert {path.name for path in folder.iterdir()} == {"fed", "out"}
     assert not list(tiny.federation.path.glob("*.part"))
     return killed
@@ -147,7 +172,9 @@ def check_crash(published: Published, folder: Path, step: int) -> bool:
 
 def check_listed(tiny: TinyFederation) -> None:
     """At every moment, also right after a crash, what the metadata list is there."""
-    manifests = {sha256_file(path) for path in tiny.federation.releases.glob("*/targets/*/manifest.json")}
+    manifests = {
+        sha256_file(path) for path in tiny.federation.releases.glob("*/targets/*/manifest.json")
+    }
     assert listed_manifests(tiny) <= manifests, "the metadata list a release that does not exist"
 
 
@@ -249,7 +276,9 @@ def operator(tiny: TinyFederation, out: Path, ready: tuple[int, int], go: tuple[
 def test_publishing_holds_two_experts_in_memory_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = TinyFederation.create(tmp_path / "tiny", {"east": 60, "north": 60, "south": 60, "west": 60})
+    tiny = TinyFederation.create(
+        tmp_path / "tiny", {"east": 60, "north": 60, "south": 60, "west": 60}
+    )
     real, seen, most = load_expert, list[weakref.ref[torch.nn.Module]](), list[int]()
 
     def load(*asked: Any) -> torch.nn.Module:
@@ -261,7 +290,9 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
     monkeypatch.setattr(ddm.loading.ensemble, "load_expert", load)
     monkeypatch.setattr(ddm.publishing.version, "_MEMORY_BYTES", 0)
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", WRITE_PAGES)
-    monkeypatch.setattr(ddm.publishing.drawing, "EFFORTS", (Effort(own=2, mixed=4, strategies=("lock", "full")),))
+    monkeypatch.setattr(
+        ddm.publishing.drawing, "EFFORTS", (Effort(own=2, mixed=4, strategies=("lock", "full")),)
+    )
     tiny.complete(tmp_path / "release")
     assert len(seen) >= 8, "for the pages, and to see that the release can be loaded"
     assert max(most) == 2
@@ -270,7 +301,9 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
 # Quorum, lateness
 
 
-def test_fewer_silos_than_the_quorum_are_not_published(late: tuple[TinyFederation, str], tmp_path: Path) -> None:
+def test_fewer_silos_than_the_quorum_are_not_published(
+    late: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
     tiny, _ = late
     with pytest.raises(PolicyError, match="at least 2") as refused:
         again(tiny, tmp_path / "out", quorum=2)
@@ -298,7 +331,9 @@ def test_late_silo_gives_a_next_version_that_retrains_only_the_router(
     assert second.router.file.digest != first.router.file.digest
     kept = next(expert for expert in second.experts if expert.silo_id == "north")
     assert kept.file == first.experts[0].file
-    where = [tiny.federation.releases / str(n) / "targets" / plan_id / kept.file.path for n in (1, 2)]
+    where = [
+        tiny.federation.releases / str(n) / "targets" / plan_id / kept.file.path for n in (1, 2)
+    ]
     where.append(tiny.federation.accepted / plan_id / "north" / kept.file.path)
     assert len({path.stat().st_ino for path in where}) == 1
     state = tmp_path / "state"
@@ -311,7 +346,9 @@ def test_late_silo_gives_a_next_version_that_retrains_only_the_router(
 # model.sig
 
 
-def test_published_model_signature_belongs_to_this_version_alone(published: Published, tmp_path: Path) -> None:
+def test_published_model_signature_belongs_to_this_version_alone(
+    published: Published, tmp_path: Path
+) -> None:
     """The host swaps in the one of the version before; TUF lists it, and so names it."""
     again(published.tiny, tmp_path / "second", renew=True)
     signature = tmp_path / "second" / "targets" / published.plan_id / "model.sig"
@@ -326,7 +363,11 @@ def test_model_signature_over_other_files_is_refused_although_tuf_lists_it(
 ) -> None:
     honest = ddm.publishing.version._digests
     with monkeypatch.context() as patch, pytest.raises(DigestError, match=r"model\.sig"):
-        patch.setattr(ddm.publishing.version, "_digests", lambda manifest: {**honest(manifest), "plan.json": "0" * 64})
+        patch.setattr(
+            ddm.publishing.version,
+            "_digests",
+            lambda manifest: {**honest(manifest), "plan.json": "0" * 64},
+        )
         again(published.tiny, tmp_path / "lie", renew=True)
     assert versions(published.tiny) == ["1"]
     again(published.tiny, tmp_path / "truth", renew=True)

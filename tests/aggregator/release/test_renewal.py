@@ -24,9 +24,18 @@ def test_renewal_lasts_longer_and_shares_every_expert_and_the_router_with_the_ve
     monkeypatch.setattr(aggregator.release.publish, "now_utc", lambda: now_utc() + LATER)
     assert again(published.tiny, tmp_path / "renewed", renew=True).manifest.version == 3
     assert timestamp_expiry(federation, 3) - timestamp_expiry(federation, 2) >= LATER
-    first, second = (federation.releases / str(version) / "targets" / published.plan_id for version in (2, 3))
+    first, second = (
+        federation.releases / str(version) / "targets" / published.plan_id for version in (2, 3)
+    )
     names = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
     same = {name.as_posix() for name in names if (first / name).samefile(second / name)}
-    made = {"manifest.json", "manifest.tlog-proof", "log-consistency.json", "model.sig", "README.md", "report.html"}
+    made = {
+        "manifest.json",
+        "manifest.tlog-proof",
+        "log-consistency.json",
+        "model.sig",
+        "README.md",
+        "report.html",
+    }
     assert {name.as_posix() for name in names} - same == made
     assert opened(published, tmp_path / "renewed", tmp_path / "state").manifest.version == 3

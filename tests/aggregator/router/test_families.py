@@ -53,7 +53,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 LABELLED = ROUTERS["samples"] | {"num_steps": 80, "learning_rate": 0.006, "warmup_steps": 5}
 ROUTERS |= {
-    f"samples by {labels}": LABELLED | {"labels": labels, "conditional": True, "images_per_expert": 40}
+    f"samples by {labels}": LABELLED
+    | {"labels": labels, "conditional": True, "images_per_expert": 40}
     for labels in ("group", "class", "silo", "experts")
 }
 
@@ -81,17 +82,23 @@ class Statistics:
 
     def _groups(self) -> dict[str, Tensor]:
         images = zip(self.silos, self.world.silos, strict=True)
-        return {silo: self.files.clusters.groups(self.files.encoder.encode(x)) for silo, x in images}
+        return {
+            silo: self.files.clusters.groups(self.files.encoder.encode(x)) for silo, x in images
+        }
 
     def counts(self) -> dict[str, Tensor]:
-        return {silo: torch.bincount(group, minlength=GROUPS) for silo, group in self._groups().items()}
+        return {
+            silo: torch.bincount(group, minlength=GROUPS) for silo, group in self._groups().items()
+        }
 
     def class_counts(self) -> dict[str, Tensor]:
         """Odd images are of class 1."""
         found = {}
         for silo, group in self._groups().items():
             cell = group + GROUPS * (torch.arange(len(group)) % NUM_CLASSES)
-            found[silo] = torch.bincount(cell, minlength=NUM_CLASSES * GROUPS).view(NUM_CLASSES, GROUPS)
+            found[silo] = torch.bincount(cell, minlength=NUM_CLASSES * GROUPS).view(
+                NUM_CLASSES, GROUPS
+            )
         return found
 
     def sketches(self) -> dict[str, Tensor]:
@@ -101,7 +108,9 @@ class Statistics:
     def moments(self) -> dict[str, dict[str, Tensor]]:
         std, found = moments_noise_std(self.plan), {}
         for index, (silo, x) in enumerate(zip(self.silos, self.world.silos, strict=True)):
-            noise = torch.randn(RELEASED, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+            noise = torch.randn(
+                RELEASED, generator=torch.Generator().manual_seed(index), dtype=torch.float64
+            )
             s = self.files.sketch.head(RELEASED).project(x)
             found[silo] = {"sum": (s.sum(0) + std * noise).float(), "second": (s.T @ s).float()}
         return found
@@ -113,7 +122,10 @@ class Statistics:
         counts = self.counts().items()
         return Layout.of(
             self.plan.partition,
-            [silo_parts(self.plan.partition, silo, self.files.clusters, noisy) for silo, noisy in counts],
+            [
+                silo_parts(self.plan.partition, silo, self.files.clusters, noisy)
+                for silo, noisy in counts
+            ],
         )
 
 
@@ -158,7 +170,9 @@ def files(world: World) -> PlanFiles:
     encoder = PcaEncoder.fit(fit, 8)
     clusters = fit_clustering(encoder.encode(fit), GROUPS, 2, GROUPS, seed=0)
     group = clusters.groups(encoder.encode(fit))
-    return PlanFiles(encoder, clusters, Sketch.fit(fit, group, RANK, GROUPS, released_rank=RELEASED))
+    return PlanFiles(
+        encoder, clusters, Sketch.fit(fit, group, RANK, GROUPS, released_rank=RELEASED)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +188,9 @@ def _plan(kind: str, partition: str) -> Plan:
     document["data"] = {"shape": [1, 4, 4], "range": [-4.0, 4.0]}
     document["sketch"] = {"path": "plan/sketch.safetensors", "rank": RANK}
     document["clustering"] |= {"num_fine": GROUPS, "num_coarse": 2}
-    document["partition"] = {"kind": partition, "min_images": 5} | ({"num_parts": 2} if partition == "random" else {})
+    document["partition"] = {"kind": partition, "min_images": 5} | (
+        {"num_parts": 2} if partition == "random" else {}
+    )
     document["expert"]["architecture"] |= {"hidden": 16, "depth": 1, "heads": 2}
     document["statistics"] |= {
         "counts": {"epsilon": 1.0, "num_groups": GROUPS},
@@ -185,7 +201,9 @@ def _plan(kind: str, partition: str) -> Plan:
     return Plan.model_validate_json(json.dumps(document))
 
 
-def _statistics(folder: Path, kind: str, partition: str, files: PlanFiles, world: World) -> Statistics:
+def _statistics(
+    folder: Path, kind: str, partition: str, files: PlanFiles, world: World
+) -> Statistics:
     """Lay out what the aggregator finds: public images, and experts of fresh weights."""
     group, columns = world.public_group[:600].numpy(), {}
     if kind.startswith("samples by"):
@@ -199,7 +217,9 @@ def _statistics(folder: Path, kind: str, partition: str, files: PlanFiles, world
     for k, silo in enumerate(found.silos):
         experts = []
         for e in [e for e, silo_k in enumerate(layout.silo_E) if silo_k == k]:
-            built = build_expert(plan.expert.architecture, plan.data.shape, condition=plan.condition, seed=e)
+            built = build_expert(
+                plan.expert.architecture, plan.data.shape, condition=plan.condition, seed=e
+            )
             weights = built.state_dict()
             save_tensors(folder / f"{e}.safetensors", weights)
             file = File.of(f"{e}.safetensors", folder / f"{e}.safetensors")
@@ -226,7 +246,9 @@ def _open(folder: Path, report: RouterReport, drawn: Statistics) -> Calibrated:
     )
     names, layout = list(drawn.silos), drawn.layout()
     experts = [
-        PublishedExpert(expert_id=part.expert_id, silo_id=names[k], cluster=part.cluster, prior=prior, file=file)
+        PublishedExpert(
+            expert_id=part.expert_id, silo_id=names[k], cluster=part.cluster, prior=prior, file=file
+        )
         for k, part, prior in zip(layout.silo_E, layout.parts, report.expert_priors, strict=True)
     ]
     plan, sketch = drawn.plan, drawn.files.sketch
@@ -255,7 +277,9 @@ def test_trained_router_is_published_judged_and_loaded(
     assert report.t_release == (T_R if report.published == "learned" else None)
     assert sum(report.expert_priors) == pytest.approx(1)
     for k, units in enumerate(world.num_units):
-        own = sum(p for p, silo in zip(report.expert_priors, layout.silo_E, strict=True) if silo == k)
+        own = sum(
+            p for p, silo in zip(report.expert_priors, layout.silo_E, strict=True) if silo == k
+        )
         assert own == pytest.approx(units / 500)
     assert report.minus_prior[2] < 0  # better than the prior, by the whole interval
     assert (report.sketches is not None) == (kind in ("learned", "moments"))
@@ -264,16 +288,24 @@ def test_trained_router_is_published_judged_and_loaded(
     names = [evaluation.metric for evaluation in report.evaluations()]
     assert len(set(names)) == len(names)
     router = _open(tmp_path, report, drawn)
-    w = posterior(router, world.silos[0], torch.zeros(300), torch.tensor(report.expert_priors).log())
+    w = posterior(
+        router, world.silos[0], torch.zeros(300), torch.tensor(report.expert_priors).log()
+    )
     east = w[:, torch.tensor(layout.silo_E) == 0].sum(1)
     assert float(east.mean()) > 0.7  # the prior would say 0.6
 
 
 @pytest.mark.parametrize(
-    ("labels", "partition"), [("group", "silo_cluster"), ("class", "silo_cluster"), ("silo", "silo")]
+    ("labels", "partition"),
+    [("group", "silo_cluster"), ("class", "silo_cluster"), ("silo", "silo")],
 )
 def test_samples_router_learns_whose_public_images_are_from_their_labels(
-    labels: str, partition: str, files: PlanFiles, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    labels: str,
+    partition: str,
+    files: PlanFiles,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none(*_: object) -> None:
         raise AssertionError("no expert is asked for images where public ones are labelled")
@@ -329,7 +361,12 @@ def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
                 return torch.stack([joint[:, self.silo_E == k].logsumexp(1) for k in (0, 1)], 1)
 
         label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
-        losses.append([band.value for band in cross_entropy(Silos(), torch.cat(world.silos), label, [0.5, 0.5])])
+        losses.append(
+            [
+                band.value
+                for band in cross_entropy(Silos(), torch.cat(world.silos), label, [0.5, 0.5])
+            ]
+        )
     np.testing.assert_allclose(losses[1], losses[0], atol=0.1)
 
 
@@ -354,7 +391,9 @@ def test_releases_that_contradict_the_public_data_are_refused_and_nothing_is_wri
     swap = list(range(GROUPS))
     swap[east], swap[north] = north, east
     flipped = replace(files.sketch, group_mean_GR=files.sketch.group_mean_GR[swap])
-    spoilt = Statistics(drawn.plan, PlanFiles(files.encoder, files.clusters, flipped), world, drawn.silos)
+    spoilt = Statistics(
+        drawn.plan, PlanFiles(files.encoder, files.clusters, flipped), world, drawn.silos
+    )
     with pytest.raises(RefusedError, match="counts router on public data"):
         train_router(Folder(tmp_path), spoilt, seed=0)  # type: ignore[arg-type]
     assert not under_test.router_path(Folder(tmp_path), "x").exists()  # type: ignore[arg-type]

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def weights(published: Published) -> dict[str, torch.Tensor]:
-    return load_tensors(router_path(published.tiny.federation, published.plan_id), None, max_bytes=1 << 20)
+    return load_tensors(
+        router_path(published.tiny.federation, published.plan_id), None, max_bytes=1 << 20
+    )
 
 
 def test_learned_router_changes_with_the_sketches_received(
@@ -39,7 +41,9 @@ def test_learned_router_changes_with_the_sketches_received(
         assert not torch.equal(weights(published)["mass"], before["mass"])
 
 
-def test_learned_router_starts_from_counts_but_moves_with_the_sketches(published_once: Published) -> None:
+def test_learned_router_starts_from_counts_but_moves_with_the_sketches(
+    published_once: Published,
+) -> None:
     from ddm.routers.refit import refit_shares
 
     inventory = take_inventory(published_once.tiny.federation)
@@ -59,7 +63,10 @@ def test_report_publishes_learned_only_where_it_is_nowhere_worse(published_once:
     compared = [*report.bands, report.sketches]
     worse = [band for band in compared if band.difference > 1e-9 and band.difference_low > 0.0]
     assert (report.published == "learned") <= (not worse)
-    assert all(band.difference == pytest.approx(band.candidate - band.counts, abs=1e-9) for band in compared)
+    assert all(
+        band.difference == pytest.approx(band.candidate - band.counts, abs=1e-9)
+        for band in compared
+    )
     assert report.published in describe(report)
 
 

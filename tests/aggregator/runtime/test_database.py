@@ -18,7 +18,9 @@ def make(path: Path, num_rows: int = 400) -> Path:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE}")
         connection.execute("CREATE TABLE node (id INTEGER PRIMARY KEY, key BLOB)")
-        connection.executemany("INSERT INTO node (key) VALUES (?)", [(os.urandom(200),) for _ in range(num_rows)])
+        connection.executemany(
+            "INSERT INTO node (key) VALUES (?)", [(os.urandom(200),) for _ in range(num_rows)]
+        )
         connection.commit()
     return path
 
@@ -116,7 +118,9 @@ def test_truncated_database_is_repaired_from_its_write_ahead_log(tmp_path: Path)
 def test_journal_that_cannot_be_played_back_goes_aside_with_its_database(tmp_path: Path) -> None:
     database = make(tmp_path / "superlink.db")
     assert ended(forked(lambda: killed_in_a_transaction(database))) == 9
-    (tmp_path / "superlink.db-journal").unlink()  # half the pages are new, and nobody knows how they were
+    (
+        tmp_path / "superlink.db-journal"
+    ).unlink()  # half the pages are new, and nobody knows how they were
     with database.open("r+b") as stream:
         stream.seek(2 * PAGE)
         stream.write(b"\xff" * (4 * PAGE))

@@ -79,4 +79,7 @@ def test_router_and_release_begin_on_no_full_and_no_read_only_disk(
     with monkeypatch.context() as patch, pytest.raises(DiskError, match="Read-only"):
         patch.setattr(os, "fsync", fails_to_sync(tiny.federation.path))
         act(tiny, tmp_path / "out")
-    assert sorted(path for path in tiny.federation.path.rglob("*") if ".lock" not in path.name) == before
+    assert (
+        sorted(path for path in tiny.federation.path.rglob("*") if ".lock" not in path.name)
+        == before
+    )

@@ -27,7 +27,9 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     def make(script: str) -> FlowerCommands:
         path.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{script}\n")
         path.chmod(0o755)
-        return FlowerCommands(tmp_path / "flower", dict(os.environ), address="127.0.0.1:1", ca_path=tmp_path / "ca")
+        return FlowerCommands(
+            tmp_path / "flower", dict(os.environ), address="127.0.0.1:1", ca_path=tmp_path / "ca"
+        )
 
     return make
 
@@ -63,7 +65,16 @@ def test_answer_of_the_command_is_read_whatever_else_it_says(flwr: Made) -> None
         ('echo \'{"success": false, "error-message": "no such run"}\'', "no such run"),
         ("echo '[17]'", "[17]"),
     ],
-    ids=["hangs", "leaves a child", "writes for ever", "nests for ever", "killed", "crashes", "refuses", "a list"],
+    ids=[
+        "hangs",
+        "leaves a child",
+        "writes for ever",
+        "nests for ever",
+        "killed",
+        "crashes",
+        "refuses",
+        "a list",
+    ],
 )
 def test_fault_of_the_command_is_an_error_with_a_remedy_in_time_and_leaves_no_process(
     flwr: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, got: str
@@ -92,7 +103,9 @@ def test_command_that_cannot_be_started_is_an_error_of_ours(flwr: Made, tmp_path
         commands.submit("plan")
 
 
-def test_many_nodes_are_registered_a_few_at_a_time_and_none_twice(flwr: Made, tmp_path: Path) -> None:
+def test_many_nodes_are_registered_a_few_at_a_time_and_none_twice(
+    flwr: Made, tmp_path: Path
+) -> None:
     counting = f"mkdir {tmp_path}/at-work.$$; ls -d {tmp_path}/at-work.* | wc -l >> {tmp_path}/most; sleep 0.1"
     commands = flwr(f"{counting}; rmdir {tmp_path}/at-work.$$; echo '{{\"success\": true}}'")
     nodes = {f"silo{number}": f"ecdsa-sha2-nistp256 key{number}" for number in range(9)}
@@ -101,14 +114,20 @@ def test_many_nodes_are_registered_a_few_at_a_time_and_none_twice(flwr: Made, tm
     at_work = [int(line) for line in (tmp_path / "most").read_text().split()]
     assert len(at_work) == 9
     assert 1 < max(at_work) <= 4
-    assert json.loads((tmp_path / "flower" / "registered.json").read_text()) == sorted(nodes.values())
+    assert json.loads((tmp_path / "flower" / "registered.json").read_text()) == sorted(
+        nodes.values()
+    )
     commands.register(nodes | {"another": "ecdsa-sha2-nistp256 another"})
     assert len((tmp_path / "most").read_text().split()) == 10
 
 
-def test_node_that_is_not_taken_is_named_and_those_before_it_are_remembered(flwr: Made, tmp_path: Path) -> None:
+def test_node_that_is_not_taken_is_named_and_those_before_it_are_remembered(
+    flwr: Made, tmp_path: Path
+) -> None:
     commands = flwr('case "$3" in *bad*) echo no;; *) echo \'{"success": true}\';; esac')
     nodes = {f"silo{number}": f"key{number}" for number in range(4)} | {"bad": "key"}
     with pytest.raises(TransportError, match="registering silo bad"):
         commands.register(nodes)
-    assert json.loads((tmp_path / "flower" / "registered.json").read_text()) == [f"key{number}" for number in range(4)]
+    assert json.loads((tmp_path / "flower" / "registered.json").read_text()) == [
+        f"key{number}" for number in range(4)
+    ]

@@ -56,8 +56,12 @@ def upstream_of(tls: Path) -> Iterator[Upstream]:
 
         def answer(self) -> None:
             chunked = self.headers.get("transfer-encoding") == "chunked"
-            body, whole = self.chunks() if chunked else self.known(int(self.headers.get("content-length", 0)))
-            found.requests.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+            body, whole = (
+                self.chunks() if chunked else self.known(int(self.headers.get("content-length", 0)))
+            )
+            found.requests.append(
+                (self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
+            )
             if not whole:
                 self.close_connection = True
                 return
@@ -122,8 +126,12 @@ class Proxy:
         return (self.fed / "flower" / "nginx.log").read_text()
 
     def connect(self, *, source: str = "127.0.0.1") -> ssl.SSLSocket:
-        plain = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S, source_address=(source, 0))
-        return ssl.create_default_context(cafile=str(self.ca)).wrap_socket(plain, server_hostname="127.0.0.1")
+        plain = socket.create_connection(
+            ("127.0.0.1", self.port), timeout=LIMIT_S, source_address=(source, 0)
+        )
+        return ssl.create_default_context(cafile=str(self.ca)).wrap_socket(
+            plain, server_hostname="127.0.0.1"
+        )
 
     def ask(self, data: bytes, *, source: str = "127.0.0.1") -> int:
         """Send these bytes; return the status of what comes back, 0 for a connection that was only closed."""
@@ -132,7 +140,9 @@ class Proxy:
                 connection.sendall(data)
             return status_of(connection)
 
-    def post(self, target: str = FLEET, *, source: str = "127.0.0.1", body: bytes = b"", more: str = "") -> int:
+    def post(
+        self, target: str = FLEET, *, source: str = "127.0.0.1", body: bytes = b"", more: str = ""
+    ) -> int:
         head = f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{more}Connection: close\r\n\r\n"
         return self.ask(head.encode() + body, source=source)
 
@@ -182,7 +192,10 @@ def door(running: Proxy) -> Proxy:
 
 @needs_nginx
 def test_request_of_a_silo_passes_as_it_was_sent(door: Proxy) -> None:
-    assert door.post(body=b"\0\1payload", more="flwr-signature: abc\r\nX-Forwarded-For: 6.6.6.6\r\n") == 200
+    assert (
+        door.post(body=b"\0\1payload", more="flwr-signature: abc\r\nX-Forwarded-For: 6.6.6.6\r\n")
+        == 200
+    )
     ((method, path, headers, body),) = door.upstream.requests
     assert (method, path, body) == ("POST", FLEET, b"\0\1payload")
     assert headers["flwr-signature"] == "abc"
@@ -252,7 +265,9 @@ def test_path_trick_reaches_nothing(door: Proxy) -> None:
 @needs_nginx
 def test_absolute_target_of_a_silos_path_goes_to_flower_and_nowhere_else(door: Proxy) -> None:
     assert door.post(f"https://evil.example{FLEET}") == 200
-    assert [(path, headers["host"]) for _, path, headers, _ in door.upstream.requests] == [(FLEET, "localhost")]
+    assert [(path, headers["host"]) for _, path, headers, _ in door.upstream.requests] == [
+        (FLEET, "localhost")
+    ]
 
 
 @needs_nginx
@@ -282,7 +297,9 @@ def test_plaintext_is_refused(door: Proxy) -> None:
 
 
 @needs_nginx
-def test_client_refuses_the_server_when_it_trusts_another_authority(door: Proxy, tmp_path: Path) -> None:
+def test_client_refuses_the_server_when_it_trusts_another_authority(
+    door: Proxy, tmp_path: Path
+) -> None:
     make_tls(tmp_path / "tls", ["127.0.0.1"])
     context = ssl.create_default_context(cafile=str(tmp_path / "tls" / "ca.pem"))
     with (
@@ -297,7 +314,10 @@ def test_client_refuses_the_server_when_it_trusts_another_authority(door: Proxy,
 def test_proxy_refuses_a_server_behind_it_that_another_authority_signed(tmp_path: Path) -> None:
     for name in ("fed", "other"):
         make_tls(tmp_path / name / "tls", ["127.0.0.1"])
-    with upstream_of(tmp_path / "other" / "tls") as foreign, proxy_of(tmp_path / "fed", foreign) as door:
+    with (
+        upstream_of(tmp_path / "other" / "tls") as foreign,
+        proxy_of(tmp_path / "fed", foreign) as door,
+    ):
         assert door.post() == 502
         assert not foreign.requests
 
@@ -307,7 +327,9 @@ def test_proxy_refuses_a_server_behind_it_that_another_authority_signed(tmp_path
     "bomb",
     [
         f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nX-Bomb: {'b' * 100_000}\r\n\r\n",
-        f"POST {FLEET} HTTP/1.1\r\nHost: x\r\n" + "".join(f"X-{i}: {'b' * 100}\r\n" for i in range(5000)) + "\r\n",
+        f"POST {FLEET} HTTP/1.1\r\nHost: x\r\n"
+        + "".join(f"X-{i}: {'b' * 100}\r\n" for i in range(5000))
+        + "\r\n",
         f"POST /{'a' * 100_000} HTTP/1.1\r\nHost: x\r\n\r\n",
         f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n",
         f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMITS.body_bytes + 1}\r\n\r\n",
@@ -335,7 +357,9 @@ def test_body_without_a_length_below_the_limit_passes(door: Proxy) -> None:
     assert door.ask(head + piece * 3 + b"0\r\n\r\n") == 200
     bodies = [body for *_, body in door.upstream.requests]
     assert b"b" * 3000 in bodies
-    assert max(map(len, bodies)) <= LIMITS.body_bytes  # one that was cut off a moment ago may come to its end only now
+    assert (
+        max(map(len, bodies)) <= LIMITS.body_bytes
+    )  # one that was cut off a moment ago may come to its end only now
 
 
 def trickle(connections: list[ssl.SSLSocket], data: bytes) -> float:
@@ -378,7 +402,9 @@ def test_slow_loris_is_dropped_while_others_are_served(hasty: Proxy) -> None:
         lorises = [stack.enter_context(hasty.connect()) for _ in range(20)]
         for loris in lorises:
             with suppress(OSError):  # dropped already
-                loris.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nflwr-signature: slow\r\n".encode())
+                loris.sendall(
+                    f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nflwr-signature: slow\r\n".encode()
+                )
         assert promptly(hasty) == 200
         assert trickle(lorises, b"X-Slow: 1\r\n") < BOUND_S
     # What the upstream was sent before may still come in, without a signature.
@@ -389,7 +415,9 @@ def test_slow_loris_is_dropped_while_others_are_served(hasty: Proxy) -> None:
 @needs_nginx
 def test_body_that_stops_midway_is_dropped(hasty: Proxy) -> None:
     with hasty.connect() as connection:
-        connection.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+        connection.sendall(
+            f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode()
+        )
         connection.settimeout(BOUND_S)
         assert status_of(connection) in (0, 408)
 
@@ -399,7 +427,9 @@ def test_one_address_cannot_take_up_all_requests(door: Proxy) -> None:
     with ExitStack() as stack:
         for _ in range(LIMITS.requests):
             connection = stack.enter_context(door.connect())
-            connection.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+            connection.sendall(
+                f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode()
+            )
         # nginx counts a request once it has read its headers, which it does after the connection was accepted.
         wait_until(lambda: door.post() == 429, "nginx to count the unfinished requests")
         assert door.post(source="127.0.0.2") == 200, "another address"
@@ -407,8 +437,16 @@ def test_one_address_cannot_take_up_all_requests(door: Proxy) -> None:
 
 @needs_nginx
 def test_refusals_are_logged_without_what_they_carried(door: Proxy) -> None:
-    for target in (f"/v1/control/x?{'s3cret' * 20}", "/" + "s3cret" * 20, "/v1/control/start-run\x1b[2Js3cret"):
-        door.post(target, body=b"s3cret", more="X-Token: s3cret\r\nReferer: s3cret\r\nUser-Agent: s3cret\r\n")
+    for target in (
+        f"/v1/control/x?{'s3cret' * 20}",
+        "/" + "s3cret" * 20,
+        "/v1/control/start-run\x1b[2Js3cret",
+    ):
+        door.post(
+            target,
+            body=b"s3cret",
+            more="X-Token: s3cret\r\nReferer: s3cret\r\nUser-Agent: s3cret\r\n",
+        )
     door.post("/v1/control/start-run")
     door.post()
     wait_until(lambda: " 403 /v1/control/start-run " in door.log, "a line in the log")
@@ -416,15 +454,23 @@ def test_refusals_are_logged_without_what_they_carried(door: Proxy) -> None:
     assert re.fullmatch(r"\S+ 127\.0\.0\.1 403 /v1/control/start-run [0-9]+ bytes [0-9.]+ s", line)
     assert "s3crets3crets3crets3crets3crets3crets3crets3crets3crets3crets3" not in door.log
     assert not any(word in door.log for word in ("X-Token", "Referer", "\x1b", "?s3cret"))
-    assert " 200 " not in door.log, "what is served is not logged: silos ask every few seconds for weeks"
+    assert " 200 " not in door.log, (
+        "what is served is not logged: silos ask every few seconds for weeks"
+    )
 
 
 @needs_nginx
 def test_nothing_is_written_outside_the_federation(door: Proxy) -> None:
     text = (door.fed / "flower" / "nginx.conf").read_text()
-    paths = re.findall(r"^\s*(?:pid|\w+_path|ssl_certificate\w*|proxy_ssl_trusted_certificate) (\S+);", text, re.M)
+    paths = re.findall(
+        r"^\s*(?:pid|\w+_path|ssl_certificate\w*|proxy_ssl_trusted_certificate) (\S+);", text, re.M
+    )
     assert len(paths) == 9 and not [path for path in paths if path.startswith("/")]
-    assert {path.name for path in (door.fed / "flower" / "nginx").iterdir()} >= {"nginx.pid", "body", "proxy"}
+    assert {path.name for path in (door.fed / "flower" / "nginx").iterdir()} >= {
+        "nginx.pid",
+        "body",
+        "proxy",
+    }
 
 
 @needs_nginx
@@ -455,7 +501,9 @@ def test_loopback_needs_no_nginx(host: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert is_loopback(host) and choose_proxy(host) is None
 
 
-def test_port_stays_closed_to_a_network_where_nginx_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_stays_closed_to_a_network_where_nginx_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for host in ["0.0.0.0", "::", "fed.example.org", "127.0.0.1.example.org", "10.0.0.1"]:
         with case(host=host):
             monkeypatch.setattr(proxy, "find_nginx", lambda: None)
@@ -469,6 +517,8 @@ def test_port_stays_closed_to_a_network_where_nginx_is_missing(monkeypatch: pyte
 def test_server_that_accepts_and_says_nothing_does_not_count_as_answering(tmp_path: Path) -> None:
     make_tls(tmp_path / "tls", ["127.0.0.1"])
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert not answers("127.0.0.1", silent.getsockname()[1], tmp_path / "tls" / "ca.pem", timeout_s=0.2)
+        assert not answers(
+            "127.0.0.1", silent.getsockname()[1], tmp_path / "tls" / "ca.pem", timeout_s=0.2
+        )
     with upstream_of(tmp_path / "tls") as control:
         assert answers("127.0.0.1", control.port, tmp_path / "tls" / "ca.pem")

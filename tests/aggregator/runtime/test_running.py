@@ -26,10 +26,18 @@ def test_lines_of_intake_are_logged_once_and_records_under_their_own_name(
     log.write_text("from before\n")
     news = IntakeNews(log)
     record = logging.getLogger("aggregator.runtime.intake_process").makeRecord(
-        "aggregator.runtime.intake_process", logging.WARNING, "", 0, "[%s] REFUSED", ("north",), None
+        "aggregator.runtime.intake_process",
+        logging.WARNING,
+        "",
+        0,
+        "[%s] REFUSED",
+        ("north",),
+        None,
     )
     with log.open("a") as lines:
-        lines.write("[north] submission 1 accepted\n" + JsonFormatter().format(record) + "\nhalf a li")
+        lines.write(
+            "[north] submission 1 accepted\n" + JsonFormatter().format(record) + "\nhalf a li"
+        )
     for _ in range(2):
         news.tell()
     assert caplog.record_tuples == [
@@ -44,7 +52,11 @@ def test_lines_of_intake_are_logged_once_and_records_under_their_own_name(
 
 @pytest.mark.parametrize(
     ("verbose", "as_json", "expected"),
-    [("0", "0", LogOptions()), ("1", "0", LogOptions(True, True)), ("0", "1", LogOptions(False, True))],
+    [
+        ("0", "0", LogOptions()),
+        ("1", "0", LogOptions(True, True)),
+        ("0", "1", LogOptions(False, True)),
+    ],
 )
 def test_intake_logs_records_where_a_line_must_keep_its_level(
     monkeypatch: pytest.MonkeyPatch, verbose: str, as_json: str, expected: LogOptions
@@ -54,12 +66,18 @@ def test_intake_logs_records_where_a_line_must_keep_its_level(
     assert _intake_logging() == expected
 
 
-def test_state_of_a_silo_is_logged_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_a_silo_is_logged_when_it_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     federation, plan = Federation(tmp_path), Plan.parse(to_bytes(plan_document()), subject="plan")
     news, silo_id = SiloNews(federation, plan), plan.silos[0]
     status = federation.incoming / plan.plan_id / silo_id / "status.json"
     status.parent.mkdir(parents=True)
-    for state in ({"state": "training", "progress": 5}, {"state": "training", "progress": 5}, {"state": "sending"}):
+    for state in (
+        {"state": "training", "progress": 5},
+        {"state": "training", "progress": 5},
+        {"state": "sending"},
+    ):
         status.write_text(json.dumps(state))
         news.tell()
     assert caplog.messages == [f"[{silo_id}] training 5%", f"[{silo_id}] sending"]

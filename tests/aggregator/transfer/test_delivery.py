@@ -11,7 +11,17 @@ import pytest
 
 from aggregator.transfer.delivery import SiloDelivery, _num_unsigned, note_unsigned
 from ddm.errors import FormatError
-from ddm.transport.messages import MAX_SUBMISSIONS, Ask, Envelope, FileEntry, Held, Offer, Report, Span, Status
+from ddm.transport.messages import (
+    MAX_SUBMISSIONS,
+    Ask,
+    Envelope,
+    FileEntry,
+    Held,
+    Offer,
+    Report,
+    Span,
+    Status,
+)
 from tests.support.waiting import LIMIT_S
 
 PLAN = "digits-3f9a1c2e"
@@ -21,7 +31,9 @@ ASK = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
 
 @pytest.fixture
 def delivery(tmp_path: Path) -> SiloDelivery:
-    return SiloDelivery(tmp_path, PLAN, "north", index=(), shard_bytes=1000, max_submission_bytes=1000, wait_s=0)
+    return SiloDelivery(
+        tmp_path, PLAN, "north", index=(), shard_bytes=1000, max_submission_bytes=1000, wait_s=0
+    )
 
 
 def announce(delivery: SiloDelivery, sequence: int) -> None:
@@ -31,7 +43,10 @@ def announce(delivery: SiloDelivery, sequence: int) -> None:
 
 
 def names(tmp_path: Path) -> set[str]:
-    return {path.name for path in (tmp_path / "incoming" / PLAN / "north").iterdir()} - {"status.json", "seen"}
+    return {path.name for path in (tmp_path / "incoming" / PLAN / "north").iterdir()} - {
+        "status.json",
+        "seen",
+    }
 
 
 def asked(delivery: SiloDelivery) -> int:
@@ -61,7 +76,9 @@ def test_submission_out_of_order_is_neither_fetched_nor_held_against_the_silo(
     assert names(tmp_path) == {"1"}
 
 
-def test_submission_beyond_the_last_that_may_be_refused_is_not_fetched(delivery: SiloDelivery, tmp_path: Path) -> None:
+def test_submission_beyond_the_last_that_may_be_refused_is_not_fetched(
+    delivery: SiloDelivery, tmp_path: Path
+) -> None:
     receipts = tmp_path / "receipts" / PLAN / "north"
     receipts.mkdir(parents=True)
     (receipts / f"{MAX_SUBMISSIONS}.json").write_bytes(b"refused")
@@ -131,7 +148,9 @@ with open(root / "fetched", "a") as log:
 
 
 @pytest.mark.parametrize("kill_at", [3, 5, 6])
-def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(tmp_path: Path, kill_at: int) -> None:
+def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(
+    tmp_path: Path, kill_at: int
+) -> None:
     """Killed between any two writes of a shard: its bytes, the note that they are there, the folders."""
     shard, size = 50_000, 1_000_000
     outbox = tmp_path / "site" / "outbox" / PLAN / "1"
@@ -148,7 +167,9 @@ def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(tmp_path:
     assert size <= fetched <= size + 2 * shard, "each kill costs one shard at most"
 
 
-def test_bundle_is_not_sent_a_thousand_times_when_a_silo_lacks_the_same_range_a_thousand_times(tmp_path: Path) -> None:
+def test_bundle_is_not_sent_a_thousand_times_when_a_silo_lacks_the_same_range_a_thousand_times(
+    tmp_path: Path,
+) -> None:
     index = (FileEntry(path="plan.json", num_bytes=10),)
     limits = {"shard_bytes": 100, "max_submission_bytes": 100, "wait_s": 0}
     delivery = SiloDelivery(tmp_path, PLAN, "north", index=index, **limits)

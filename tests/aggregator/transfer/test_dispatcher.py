@@ -75,7 +75,13 @@ class World:
     def delivery(self, silo_id: str) -> SiloDelivery:
         index = load_bundle(self.fed / "plans" / PLAN / "bundle")
         return SiloDelivery(
-            self.fed, PLAN, silo_id, index=index, shard_bytes=SHARD, max_submission_bytes=10**6, wait_s=0
+            self.fed,
+            PLAN,
+            silo_id,
+            index=index,
+            shard_bytes=SHARD,
+            max_submission_bytes=10**6,
+            wait_s=0,
         )
 
     def arrived(self, silo_id: str) -> Path:
@@ -122,7 +128,9 @@ def no_space(limits: SiteLimits) -> Behaviour:
     def full(request: Envelope[Request]) -> Envelope[Reply]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    return lambda request: full(request) if isinstance(request.message, Pull) else answer(request, limits)
+    return lambda request: (
+        full(request) if isinstance(request.message, Pull) else answer(request, limits)
+    )
 
 
 @pytest.mark.parametrize("bad", [garbage, other_kind, for_another_silo, never, stalled, no_space])
@@ -135,7 +143,11 @@ def test_honest_silo_is_served_when_the_other_one_is_not(
     flower = FakeFlower({b"south": behaviour, b"north": honest(world.silo("north"))})
     deliveries = {b"south": world.delivery("south"), b"north": world.delivery("north")}
     ended = time.monotonic() + LIMIT_S
-    Dispatcher(flower, deliveries, stopped=lambda: world.arrived("north").exists() or time.monotonic() > ended).run()
+    Dispatcher(
+        flower,
+        deliveries,
+        stopped=lambda: world.arrived("north").exists() or time.monotonic() > ended,
+    ).run()
     assert world.identical("north") and not world.arrived("south").exists()
 
 
@@ -145,7 +157,9 @@ def test_post_fails_when_a_line_meets_what_nobody_foresaw(world: World) -> None:
     def bug(request: Envelope[Request]) -> Envelope[Reply]:
         raise ZeroDivisionError
 
-    dispatcher = Dispatcher(FakeFlower({b"north": bug}), {b"north": world.delivery("north")}, stopped=lambda: False)
+    dispatcher = Dispatcher(
+        FakeFlower({b"north": bug}), {b"north": world.delivery("north")}, stopped=lambda: False
+    )
     with pytest.raises(ZeroDivisionError):
         dispatcher.run()
 
@@ -158,13 +172,17 @@ class Clock:
         return self.now
 
 
-def line_of(world: World, behaviour: Behaviour, clock: Clock, **settings: object) -> tuple[Line, FakeFlower]:
+def line_of(
+    world: World, behaviour: Behaviour, clock: Clock, **settings: object
+) -> tuple[Line, FakeFlower]:
     flower = FakeFlower({b"north": behaviour})
     settings = {"pull_bytes": lambda: SHARD, **settings}
     return Line(flower, world.delivery("north"), clock=clock, **settings), flower
 
 
-def walk(line: Line, clock: Clock, until: Callable[[], bool], node: Node = Node(0, "first")) -> float:
+def walk(
+    line: Line, clock: Clock, until: Callable[[], bool], node: Node = Node(0, "first")
+) -> float:
     for _ in range(4000):
         if until():
             return clock.now
@@ -182,7 +200,9 @@ def test_every_byte_is_asked_for_once(world: World) -> None:
     line, flower = line_of(world, honest(world.silo("north")), clock)
     walk(line, clock, world.arrived("north").exists)
     asked = [span.num_bytes for pull in pulls(flower) for span in pull.spans]
-    assert world.identical("north") and sum(asked) == SIZE - SHARD, "the first shard came with the news"
+    assert world.identical("north") and sum(asked) == SIZE - SHARD, (
+        "the first shard came with the news"
+    )
 
 
 def test_no_more_messages_are_under_way_than_allowed(world: World) -> None:
@@ -197,12 +217,18 @@ def test_no_more_messages_are_under_way_than_allowed(world: World) -> None:
     assert max(under_way) == 2
 
 
-def test_answers_are_smaller_when_the_silo_gives_less_and_nothing_is_fetched_twice(world: World) -> None:
+def test_answers_are_smaller_when_the_silo_gives_less_and_nothing_is_fetched_twice(
+    world: World,
+) -> None:
     clock, given = Clock(), []
     limits = world.silo("north")
 
     def little(request: Envelope[Request]) -> Envelope[Reply]:
-        reply = answer(request, SiteLimits(limits.site, 50_000, SHARD, 10**6, bytes_per_s=300), pause=lambda s: None)
+        reply = answer(
+            request,
+            SiteLimits(limits.site, 50_000, SHARD, 10**6, bytes_per_s=300),
+            pause=lambda s: None,
+        )
         given.append(len(reply.data))
         return reply
 
@@ -218,7 +244,9 @@ def test_shards_are_asked_for_no_faster_than_the_cap(world: World, rate: int) ->
     assert walk(line, clock, free.arrived("north").exists) < 20.0, "without a cap"
     clock = Clock()
     limits = world.silo("north", size=200_000)
-    line, flower = line_of(world, honest(limits), clock, paces=(Pace(rate, clock), Pace(10**9, clock)))
+    line, flower = line_of(
+        world, honest(limits), clock, paces=(Pace(rate, clock), Pace(10**9, clock))
+    )
     seconds = walk(line, clock, world.arrived("north").exists)
     asked = sum(span.num_bytes for pull in pulls(flower) for span in pull.spans)
     longest = max(sum(span.num_bytes for span in pull.spans) for pull in pulls(flower))
@@ -238,7 +266,9 @@ def test_lost_answer_is_asked_for_again_when_its_time_is_over(world: World) -> N
     line, flower = line_of(world, losing, clock)
     seconds = walk(line, clock, world.arrived("north").exists)
     asked = sum(span.num_bytes for pull in pulls(flower) for span in pull.spans)
-    assert world.identical("north") and seconds < 200 and asked == SIZE, "one shard came with the news, one twice"
+    assert world.identical("north") and seconds < 200 and asked == SIZE, (
+        "one shard came with the news, one twice"
+    )
 
 
 def test_answer_that_later_ones_overtook_is_not_waited_for_to_its_end(
@@ -264,7 +294,9 @@ def test_answer_that_later_ones_overtook_is_not_waited_for_to_its_end(
         return took
 
     overtaken, last = seconds_until_whole(lost_pull=1), seconds_until_whole(lost_pull=5)
-    assert overtaken < 100 < 600 < last, "nothing comes after the last shard, so it has its whole time"
+    assert overtaken < 100 < 600 < last, (
+        "nothing comes after the last shard, so it has its whole time"
+    )
 
 
 def test_answers_are_forgotten_when_the_supernode_connects_anew(world: World) -> None:
@@ -292,7 +324,9 @@ def test_shards_become_smaller_when_more_silos_send_at_once(world: World) -> Non
     names = [f"s{number}" for number in range(8)]
     limits = {name: world.silo(name) for name in names}
     flower = FakeFlower({name.encode(): honest(limits[name]) for name in names})
-    dispatcher = Dispatcher(flower, {name.encode(): world.delivery(name) for name in names}, stopped=lambda: True)
+    dispatcher = Dispatcher(
+        flower, {name.encode(): world.delivery(name) for name in names}, stopped=lambda: True
+    )
     alone = dispatcher._pull_bytes()
     for line in dispatcher._lines.values():
         while not line.delivery.pulling:

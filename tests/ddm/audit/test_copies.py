@@ -19,10 +19,15 @@ def neighbours(rows: Tensor) -> Tensor:
 
 
 def test_neighbours_found_block_by_block_are_those_of_brute_force() -> None:
-    rows, blocks = normal(40, 1), [(start, TRAINED[start : start + 130]) for start in range(0, 500, 130)]
+    rows, blocks = (
+        normal(40, 1),
+        [(start, TRAINED[start : start + 130]) for start in range(0, 500, 130)],
+    )
     apart, which = nearest_few(rows, blocks, 7)
     expected = torch.cdist(rows.double(), TRAINED.double()).square().topk(7, dim=1, largest=False)
-    assert torch.allclose(apart, expected.values, rtol=1e-9) and torch.equal(which, expected.indices)
+    assert torch.allclose(apart, expected.values, rtol=1e-9) and torch.equal(
+        which, expected.indices
+    )
     first = nearest(rows, TRAINED)
     assert torch.equal(which[:, 0], first[1]) and torch.allclose(apart[:, 0], first[0])
 
@@ -45,12 +50,18 @@ def test_floor_holds_where_held_out_images_are_copies_themselves_and_duplicates_
     held = torch.cat([TRAINED[:5], normal(295, 2)])
     assert duplicates(neighbours(held)).nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
     assert Scale.of(neighbours(held)).near == 0.0
-    assert Scale.of(neighbours(held)).near_copies(neighbours(TRAINED[10:20] + 0.1 * normal(10, 5))).all()
+    assert (
+        Scale.of(neighbours(held))
+        .near_copies(neighbours(TRAINED[10:20] + 0.1 * normal(10, 5)))
+        .all()
+    )
 
 
 def test_smooth_sample_between_many_training_images_is_no_copy_although_it_is_near() -> None:
     """The mean of all lies nearer to every image than any held-out one does, and to none in particular."""
-    trained, held = (torch.randn(num, 96, generator=torch.Generator().manual_seed(num)) for num in (500, 300))
+    trained, held = (
+        torch.randn(num, 96, generator=torch.Generator().manual_seed(num)) for num in (500, 300)
+    )
     scale = Scale.of(nearest_few(held, [(0, trained)], NEIGHBOURS)[0])
     middle = nearest_few(torch.zeros(1, 96), [(0, trained)], NEIGHBOURS)[0]
     assert float(middle[0, 0].sqrt()) < scale.near

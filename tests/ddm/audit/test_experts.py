@@ -69,7 +69,9 @@ def scored(network: nn.Module, learned: Tensor, held: Tensor) -> Scored:
 
 def samples(network: nn.Module, shape: tuple[int, ...], num: int) -> Tensor:
     target = Target(network.eval(), LinearPath(), "velocity", CPU)
-    return torch.cat(list(draw_samples(target, LinearPath(), shape, None, num, 0, lambda num: None)))
+    return torch.cat(
+        list(draw_samples(target, LinearPath(), shape, None, num, 0, lambda num: None))
+    )
 
 
 def near(rows: Tensor, learned: Tensor) -> Tensor:
@@ -100,21 +102,29 @@ def test_no_attack_sees_members_in_an_expert_that_knows_the_population_alone() -
 
 def test_samples_of_the_memoriser_are_copies_and_those_of_the_population_are_not() -> None:
     scale = Scale.of(near(HELD, LEARNED))
-    assert share_of_copies(scale, near(samples(Memoriser(LEARNED), SHAPE, 100), LEARNED)).value > 0.9
+    assert (
+        share_of_copies(scale, near(samples(Memoriser(LEARNED), SHAPE, 100), LEARNED)).value > 0.9
+    )
     assert share_of_copies(scale, near(samples(Population(), SHAPE, 300), LEARNED)).value <= 0.01
 
 
-def test_noise_of_an_image_does_not_depend_on_the_expert_and_so_cancels_in_the_calibration() -> None:
+def test_noise_of_an_image_does_not_depend_on_the_expert_and_so_cancels_in_the_calibration() -> (
+    None
+):
     one = scored(Population(), LEARNED, HELD)
     again = scored(Population(), LEARNED, HELD)
     assert torch.equal(one.member_IA, again.member_IA) and torch.equal(one.other_IA, again.other_IA)
-    assert {each.auc.value for each in membership(one, again).attacks if "calibrated" in each.name} == {0.5}
+    assert {
+        each.auc.value for each in membership(one, again).attacks if "calibrated" in each.name
+    } == {0.5}
 
 
 def test_attacks_leave_the_expert_as_it_was() -> None:
     expert = Population().requires_grad_(False)
     scored(expert, LEARNED[:3], HELD[:3])
-    assert not any(weight.requires_grad or weight.grad is not None for weight in expert.parameters())
+    assert not any(
+        weight.requires_grad or weight.grad is not None for weight in expert.parameters()
+    )
 
 
 @pytest.mark.parametrize("num_steps", [20_000, 200_000])
@@ -129,12 +139,21 @@ def test_audit_of_a_long_training_costs_a_tenth_of_it(num_steps: int) -> None:
 
 def settings(num_steps: int, **changes: object) -> Training:
     recipe = {"num_steps": num_steps, "batch_size": 32, "learning_rate": 0.003, "weight_decay": 0.0}
-    recipe |= {"ema_decay": 0.99, "precision": "fp32", "checkpoint_steps": num_steps, "warmup_steps": 20}
+    recipe |= {
+        "ema_decay": 0.99,
+        "precision": "fp32",
+        "checkpoint_steps": num_steps,
+        "warmup_steps": 20,
+    }
     return Training.model_validate(recipe | changes)
 
 
 def trained(
-    images: Tensor, recipe: Training, folder: Path, start: nn.Module | None = None, private: Private | None = None
+    images: Tensor,
+    recipe: Training,
+    folder: Path,
+    start: nn.Module | None = None,
+    private: Private | None = None,
 ) -> nn.Module:
     network = Dit.model_validate({"kind": "dit", "patch": 2, "hidden": 48, "depth": 2, "heads": 4})
     shape = images.shape[1:]
@@ -175,20 +194,34 @@ def audited(
     short = settings(found.reference_steps, ema_decay=0.9, warmup_steps=found.reference_steps // 5)
     reference = trained(learned[num:], short, folder / "reference")
     few = learned[: found.control_units]
-    control = trained(few, settings(found.control_steps, ema_decay=0.5, warmup_steps=0), folder / "control", expert)
+    control = trained(
+        few,
+        settings(found.control_steps, ema_decay=0.5, warmup_steps=0),
+        folder / "control",
+        expert,
+    )
     beside = scored(reference, learned[:num], held)
     held_HK = near(held, learned)
     scale = Scale.of(held_HK)
-    blurred = learned[:100] + 0.02 * torch.randn(learned[:100].shape, generator=torch.Generator().manual_seed(0))
+    blurred = learned[:100] + 0.02 * torch.randn(
+        learned[:100].shape, generator=torch.Generator().manual_seed(0)
+    )
     findings = Findings(
         num_holdout=int((~duplicates(held_HK)).sum()),
         membership=membership(scored(expert, learned[:num], held), beside),
         control=membership(
             scored(control, few, held),
-            Scored(beside.member_IA[: len(few)], beside.other_IA, beside.member_I[: len(few)], beside.other_I),
+            Scored(
+                beside.member_IA[: len(few)],
+                beside.other_IA,
+                beside.member_I[: len(few)],
+                beside.other_I,
+            ),
         ),
         unseen=unseen(beside),
-        copies={"pixels": share_of_copies(scale, near(samples(expert, learned.shape[1:], 500), learned))},
+        copies={
+            "pixels": share_of_copies(scale, near(samples(expert, learned.shape[1:], 500), learned))
+        },
         control_copies={"pixels": float(scale.near_copies(near(blurred, learned)).double().mean())},
     )
     return judge(findings, Audit(required=True))
@@ -217,7 +250,9 @@ def test_expert_of_400_digits_and_3000_steps_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_400_digits_and_steps_pass_with_private_training_at_epsilon_8(tmp_path: Path) -> None:
+def test_the_same_400_digits_and_steps_pass_with_private_training_at_epsilon_8(
+    tmp_path: Path,
+) -> None:
     images = digits()
     verdict, reason = audited(images[400:800], images[:400], 3000, tmp_path, privately(400, 3000))
     assert verdict == "pass", reason

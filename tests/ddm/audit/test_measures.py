@@ -12,14 +12,19 @@ from ddm.evaluation.intervals import wilson
 
 def test_auc_is_the_share_of_pairs_in_which_the_member_is_above_with_ties_half() -> None:
     random = torch.Generator().manual_seed(0)
-    member_M, other_N = (torch.randint(0, 6, (size,), generator=random).double() for size in (13, 17))
+    member_M, other_N = (
+        torch.randint(0, 6, (size,), generator=random).double() for size in (13, 17)
+    )
     above = (member_M[:, None] > other_N).double() + (member_M[:, None] == other_N).double() / 2
     assert auc(member_M, other_N).value == pytest.approx(float(above.mean()), abs=1e-12)
 
 
 def test_auc_of_shifted_normal_scores_is_that_of_the_closed_form_and_within_its_interval() -> None:
     random = torch.Generator().manual_seed(1)
-    member_M, other_N = torch.randn(4000, generator=random) + 0.5, torch.randn(4000, generator=random)
+    member_M, other_N = (
+        torch.randn(4000, generator=random) + 0.5,
+        torch.randn(4000, generator=random),
+    )
     expected, found = NormalDist().cdf(0.5 / sqrt(2)), auc(member_M, other_N)
     assert found.value == pytest.approx(expected, abs=0.01)
     assert found.low < expected < found.high
@@ -35,7 +40,11 @@ def test_interval_of_the_auc_covers_the_truth_95_times_in_100() -> None:
 
 def test_interval_of_separated_scores_keeps_a_width() -> None:
     found = auc(torch.arange(10.0) + 100, torch.arange(20.0))
-    assert found.value == 1.0 and found.low == pytest.approx(wilson(10, 10)[0]) and found.high == pytest.approx(1.0)
+    assert (
+        found.value == 1.0
+        and found.low == pytest.approx(wilson(10, 10)[0])
+        and found.high == pytest.approx(1.0)
+    )
 
 
 def test_true_positives_count_members_above_all_but_one_percent_of_the_others() -> None:
@@ -46,4 +55,6 @@ def test_true_positives_count_members_above_all_but_one_percent_of_the_others() 
 
 
 def test_true_positives_with_few_others_allow_no_false_one() -> None:
-    assert true_positives(torch.tensor([9.0, 9.5, 10.0]), torch.arange(10.0)).value == pytest.approx(2 / 3)
+    assert true_positives(
+        torch.tensor([9.0, 9.5, 10.0]), torch.arange(10.0)
+    ).value == pytest.approx(2 / 3)

@@ -15,7 +15,9 @@ LIMITS = Audit(required=True)
 
 
 def seen(value: float, half: float = 0.05, tpr: float = 0.01) -> Membership:
-    attack = Attack("loss 0.1", Estimate(value, value - half, value + half), Estimate(tpr, 0.0, tpr + 0.02))
+    attack = Attack(
+        "loss 0.1", Estimate(value, value - half, value + half), Estimate(tpr, 0.0, tpr + 0.02)
+    )
     return Membership((attack,), 300, 300, torch.zeros(300))
 
 
@@ -41,14 +43,24 @@ def test_expert_within_all_limits_passes() -> None:
         ({"membership": seen(0.55, tpr=0.2)}, "fail", "1% false positives"),
         ({"copies": {"features": Estimate(0.02, 0.01, 0.03)}}, "fail", "near copies in features"),
         ({"membership": seen(0.58)}, "inconclusive", "too few units or samples"),
-        ({"copies": {"pixels": Estimate(0.0, 0.0, 0.02)}}, "inconclusive", "too few units or samples"),
+        (
+            {"copies": {"pixels": Estimate(0.0, 0.0, 0.02)}},
+            "inconclusive",
+            "too few units or samples",
+        ),
         ({"control": seen(0.58)}, "inconclusive", "no attack sees a copy overfitted"),
         ({"unseen": False, "membership": seen(0.9)}, "inconclusive", "they differ"),
-        ({"control_copies": {"pixels": 0.5}}, "inconclusive", "only 50% of blurred training images"),
+        (
+            {"control_copies": {"pixels": 0.5}},
+            "inconclusive",
+            "only 50% of blurred training images",
+        ),
         ({"control": seen(0.5), "membership": seen(0.9)}, "fail", "AUC"),
     ],
 )
-def test_verdict_follows_from_what_was_found(changes: dict[str, object], verdict: str, reason: str) -> None:
+def test_verdict_follows_from_what_was_found(
+    changes: dict[str, object], verdict: str, reason: str
+) -> None:
     found, words = judge(replace(GOOD, **changes), LIMITS)  # type: ignore[arg-type]
     assert found == verdict and reason in words
 
@@ -66,14 +78,22 @@ def test_expert_that_learned_neither_side_must_not_tell_them_apart_in_either_dir
 
 
 def test_reference_takes_away_what_makes_an_image_easy_for_any_expert() -> None:
-    hard_M, hard_N = (torch.randn(300, 1, generator=torch.Generator().manual_seed(seed)) * 5 for seed in (3, 4))
+    hard_M, hard_N = (
+        torch.randn(300, 1, generator=torch.Generator().manual_seed(seed)) * 5 for seed in (3, 4)
+    )
     plain = scored(0.8)
     both = replace(plain, member_IA=plain.member_IA + hard_M, other_IA=plain.other_IA + hard_N)
-    reference = replace(plain, member_IA=hard_M.expand(-1, len(names())), other_IA=hard_N.expand(-1, len(names())))
+    reference = replace(
+        plain, member_IA=hard_M.expand(-1, len(names())), other_IA=hard_N.expand(-1, len(names()))
+    )
     assert membership(both).worst.auc.value < 0.6
     worst = membership(both, reference).worst
     assert worst.auc.value > 0.68 and "calibrated" in worst.name
 
 
 def test_unit_scores_as_its_most_suspicious_image() -> None:
-    assert by_unit(torch.tensor([1.0, 5.0, 2.0, 3.0]), torch.tensor([0, 0, 1, 2])).tolist() == [5.0, 2.0, 3.0]
+    assert by_unit(torch.tensor([1.0, 5.0, 2.0, 3.0]), torch.tensor([0, 0, 1, 2])).tolist() == [
+        5.0,
+        2.0,
+        3.0,
+    ]

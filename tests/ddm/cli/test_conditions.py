@@ -57,7 +57,15 @@ def real(path: Path) -> Reference:
 
 
 def evaluated(owner: Owner, reference: str, *words: object) -> dict[str, Any]:
-    known = ("--reference", owner.path / f"{reference}.npz", "--steps", 2, "--neighbours", 3, "--json")
+    known = (
+        "--reference",
+        owner.path / f"{reference}.npz",
+        "--steps",
+        2,
+        "--neighbours",
+        3,
+        "--json",
+    )
     done = owner.read("evaluate", "release", *known, *words)
     assert done.code == 0, done.err
     found: dict[str, Any] = json.loads(done.out)
@@ -68,7 +76,9 @@ def due(found: dict[str, Any]) -> list[float]:
     return [each["prior"] for each in found["per_silo"].values()]
 
 
-def test_classes_are_as_frequent_as_in_the_reference_and_each_island_is_due_its_share_of_them(owner: Owner) -> None:
+def test_classes_are_as_frequent_as_in_the_reference_and_each_island_is_due_its_share_of_them(
+    owner: Owner,
+) -> None:
     found = evaluated(owner, "real", "--num", 120)
     assert found["sampling"]["conditions"] == "each under the class of a reference image"
     label_N = digits()[1][:60]
@@ -77,10 +87,14 @@ def test_classes_are_as_frequent_as_in_the_reference_and_each_island_is_due_its_
     assert due(equal) == pytest.approx(shares_KC(owner).mean(1), abs=1e-6)
     told_nothing = evaluated(owner, "bare", "--num", 20)
     assert told_nothing["sampling"]["conditions"] == "without a class"
-    assert due(told_nothing) == pytest.approx([each.num_images / 600 for each in Islands(owner.run).split.islands])
+    assert due(told_nothing) == pytest.approx(
+        [each.num_images / 600 for each in Islands(owner.run).split.islands]
+    )
 
 
-def test_one_class_is_compared_with_its_own_reference_images_on_what_ddm_sample_draws(owner: Owner) -> None:
+def test_one_class_is_compared_with_its_own_reference_images_on_what_ddm_sample_draws(
+    owner: Owner,
+) -> None:
     told, out = ("--class", 3, "--guidance", 1.5), owner.path / "threes-drawn.npz"
     _, label_N = digits()
     np.savez(owner.path / "all.npz", images=digits()[0], labels=label_N)
@@ -94,14 +108,25 @@ def test_one_class_is_compared_with_its_own_reference_images_on_what_ddm_sample_
     again = evaluated(owner, "only", "--samples", out)
     for name, each in again["metrics"].items():
         assert found["metrics"][name] == pytest.approx(each, rel=1e-4, abs=1e-6), name
-    np.savez(owner.path / "threes.npz", images=digits()[0][label_N == 3], labels=label_N[label_N == 3])
+    np.savez(
+        owner.path / "threes.npz", images=digits()[0][label_N == 3], labels=label_N[label_N == 3]
+    )
     mixed, own = (
         evaluated(owner, "all", "--num", NUM, *told, "--holdout", owner.path / name)
         for name in ("all.npz", "threes.npz")
     )
     assert mixed["holdout"]["num"] == own["holdout"]["num"] == int((label_N == 3).sum())
     assert mixed["metrics"] == own["metrics"] and mixed["copies"] == own["copies"]
-    bare = ("--reference", owner.path / "all.npz", "--num", NUM, "--class", 3, "--holdout", owner.path / "bare.npz")
+    bare = (
+        "--reference",
+        owner.path / "all.npz",
+        "--num",
+        NUM,
+        "--class",
+        3,
+        "--holdout",
+        owner.path / "bare.npz",
+    )
     assert "--holdout" in owner.read("evaluate", "release", *bare).err
     other = evaluated(owner, "all", "--num", NUM, "--class", 4)
     assert other["metrics"]["kid"] != pytest.approx(found["metrics"]["kid"], rel=1e-3)
@@ -113,16 +138,23 @@ def test_order_of_conditions_takes_every_image_in_turn(tmp_path: Path) -> None:
 
     def told(num: int, seed: int, label: str | None = None) -> torch.Tensor:
         asked = Asked(label, None, None)
-        found = conditions_for(asked, CLASSES, real(tmp_path / "real.npz"), num, seed, counted=True).value
+        found = conditions_for(
+            asked, CLASSES, real(tmp_path / "real.npz"), num, seed, counted=True
+        ).value
         assert isinstance(found, torch.Tensor)
         return found
 
     assert sorted(told(7, 0).tolist()) == sorted(label_M.tolist())
-    assert torch.bincount(told(14, 0), minlength=10).tolist() == (2 * np.bincount(label_M, minlength=10)).tolist()
+    assert (
+        torch.bincount(told(14, 0), minlength=10).tolist()
+        == (2 * np.bincount(label_M, minlength=10)).tolist()
+    )
     assert torch.equal(told(70, 5), told(70, 5))
     assert not torch.equal(told(70, 5), told(70, 6))
     assert torch.bincount(told(30, 0, "equal")).tolist() == [3] * 10
-    uncounted = conditions_for(Asked(None, None, None), CLASSES, real(tmp_path / "real.npz"), 7, 0, counted=False)
+    uncounted = conditions_for(
+        Asked(None, None, None), CLASSES, real(tmp_path / "real.npz"), 7, 0, counted=False
+    )
     assert uncounted.value is None  # whose expert a class belongs to is not known
 
 
@@ -148,12 +180,16 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
         (("3", None, None), NoCondition(), "bare", SetupError, "Leave --class out"),
     ]:
         with case(asked=asked, reference=reference), pytest.raises(kind) as caught:
-            conditions_for(Asked(*asked), condition, real(tmp_path / f"{reference}.npz"), 8, 0, counted=True)
+            conditions_for(
+                Asked(*asked), condition, real(tmp_path / f"{reference}.npz"), 8, 0, counted=True
+            )
         assert said in f"{caught.value} {caught.value.remedy}"
     for words in (("3", "a cat", folder), (None, "a cat", None), (None, " ", folder)):
         with case(words=words), pytest.raises(SetupError):
             Asked(*words)
-    found = conditions_for(Asked(None, None, None), undropped, real(tmp_path / "bare.npz"), 10, 0, counted=True)
+    found = conditions_for(
+        Asked(None, None, None), undropped, real(tmp_path / "bare.npz"), 10, 0, counted=True
+    )
     assert found.words == "all 10 classes equally often"  # experts that never learned to do without
 
 
@@ -190,7 +226,9 @@ def opened(owner: Owner) -> Release:
     return open_release(owner.path / "release", root=owner.root, state=None, experts_later=True)
 
 
-def test_processes_share_samples_with_classes_of_their_own(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_samples_with_classes_of_their_own(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each process's part is run here; with one sample at a time not a byte may differ."""
 
     def in_turn(work: Job, num: int, *, on_report: Any, **_: Any) -> None:
@@ -199,7 +237,9 @@ def test_processes_share_samples_with_classes_of_their_own(owner: Owner, monkeyp
 
     monkeypatch.setattr("ddm.cli.drawing.do_together", in_turn)
     release = opened(owner)
-    source = ReleaseSource(release.plan, release.manifest, release.folder, None, Computing("cpu", Arithmetic(), 1))
+    source = ReleaseSource(
+        release.plan, release.manifest, release.folder, None, Computing("cpu", Arithmetic(), 1)
+    )
     told_N = torch.arange(11) % 10
     how = {"steps": 2, "condition": told_N, "condition_prior": None, "guidance": 0.5}
     job, quiet = Job(source, strategy_named("lock"), 0, how), lambda done, total: None
@@ -209,14 +249,20 @@ def test_processes_share_samples_with_classes_of_their_own(owner: Owner, monkeyp
     assert torch.equal(drawn.images, one.images) and torch.equal(drawn.expert_N, one.expert_N)
 
 
-def test_islands_are_distilled_into_a_student_that_is_told_the_class(owner: Owner, tmp_path: Path) -> None:
+def test_islands_are_distilled_into_a_student_that_is_told_the_class(
+    owner: Owner, tmp_path: Path
+) -> None:
     out = tmp_path / "student.safetensors"
     done = owner.read("distill", "release", "--num", 30, "--steps", 3, "--out", out)
     assert done.code == 0, done.err
     record, student = load_student(out)
     assert (record.condition, record.teacher) == (opened(owner).plan.condition, "label")
     expected = student.sample(5, steps=2, condition=3, guidance=1.0).images.clamp(-1, 1).numpy()
-    for words, tolerance in (((), 0.0), (("--set", "batch=2"), 1e-5), (("--dtype", "bfloat16"), 0.2)):
+    for words, tolerance in (
+        ((), 0.0),
+        (("--set", "batch=2"), 1e-5),
+        (("--dtype", "bfloat16"), 0.2),
+    ):
         drawn = tmp_path / "drawn.npz"
         how = ("--num", 5, "--steps", 2, "--class", 3, "--guidance", 1, "--device", "cpu")
         sampled = command("ddm", "sample-student", out, *how, *words, "--out", drawn)
@@ -247,7 +293,9 @@ def test_two_real_processes_draw_a_students_samples(owner: Owner, tmp_path: Path
     found = []
     for processes in (1, 2):
         how = ("--num", 5, "--steps", 2, "--class", 3, "--set", "batch=1", "--processes", processes)
-        done = command("ddm", "sample-student", out, *how, "--device", "cpu", "--out", tmp_path / "drawn.npz")
+        done = command(
+            "ddm", "sample-student", out, *how, "--device", "cpu", "--out", tmp_path / "drawn.npz"
+        )
         assert done.code == 0, done.err
         found.append(np.load(tmp_path / "drawn.npz")["images"])
     np.testing.assert_allclose(found[0], found[1], atol=1e-5, rtol=0)

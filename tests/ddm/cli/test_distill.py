@@ -26,7 +26,15 @@ def command(*words: object) -> int:
 
 def distilled(published: Published, out: Path, *more: object) -> int:
     return command(
-        "distill", published.release, "--root", published.root, "--state", out.parent / "state", "--out", out, *more
+        "distill",
+        published.release,
+        "--root",
+        published.root,
+        "--state",
+        out.parent / "state",
+        "--out",
+        out,
+        *more,
     )
 
 
@@ -51,14 +59,22 @@ def test_command_leaves_a_student_that_names_its_release_and_can_be_sampled_from
         load_student(out)
 
 
-def test_command_distils_at_given_images_into_another_architecture(published: Published, tmp_path: Path) -> None:
+def test_command_distils_at_given_images_into_another_architecture(
+    published: Published, tmp_path: Path
+) -> None:
     out, images = tmp_path / "student.safetensors", tmp_path / "public.npz"
-    np.savez(images, images=np.random.default_rng(0).uniform(-1, 1, (30, 1, 4, 4)).astype(np.float32))
+    np.savez(
+        images, images=np.random.default_rng(0).uniform(-1, 1, (30, 1, 4, 4)).astype(np.float32)
+    )
     toml = tmp_path / "wide.toml"
     toml.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 2\nheads = 2\n')
     assert distilled(published, out, "--data", images, "--architecture", toml, "--steps", 3) == 0
     record = Student.parse(out.with_suffix(".json").read_bytes(), subject="record")
-    assert record.images.model_dump() == {"kind": "given_images", "num": 30, "digest": sha256_hex(images.read_bytes())}
+    assert record.images.model_dump() == {
+        "kind": "given_images",
+        "num": 30,
+        "digest": sha256_hex(images.read_bytes()),
+    }
     assert (record.teacher, record.architecture.hidden) == ("drawn", 24)  # type: ignore[union-attr]
     assert load_student(out)[1].sample(1, steps=2).images.shape == (1, 1, 4, 4)
 
@@ -66,7 +82,9 @@ def test_command_distils_at_given_images_into_another_architecture(published: Pu
 def test_student_of_an_experts_form_starts_from_the_largest_one_and_others_from_random_weights(
     published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = Manifest.parse(next(published.release.glob("targets/*/manifest.json")).read_bytes(), subject="manifest")
+    manifest = Manifest.parse(
+        next(published.release.glob("targets/*/manifest.json")).read_bytes(), subject="manifest"
+    )
     largest = max(manifest.experts, key=lambda expert: expert.prior)
     asked = ("--num", 8, "--steps", 1, "--seed", 3)
 
@@ -80,15 +98,21 @@ def test_student_of_an_experts_form_starts_from_the_largest_one_and_others_from_
     assert record.base == largest.file.digest and other.base is None
     expert = load_file(next(published.release.glob(f"targets/*/{largest.file.path}")))
     near, far = (
-        sum(float((found[name] - expert[name]).square().sum()) for name in expert) for found in (weights, random)
+        sum(float((found[name] - expert[name]).square().sum()) for name in expert)
+        for found in (weights, random)
     )
     assert near < far / 10
-    assert distilled(published, tmp_path / "a.safetensors", *asked, "--start", "random") == SetupError.exit_code
+    assert (
+        distilled(published, tmp_path / "a.safetensors", *asked, "--start", "random")
+        == SetupError.exit_code
+    )
     assert "checkpoints" in capsys.readouterr().err
     toml = tmp_path / "wide.toml"
     toml.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 2\nheads = 2\n')
     assert made("c", "--architecture", toml)[0].base is None
-    wrong = distilled(published, tmp_path / "d.safetensors", *asked, "--architecture", toml, "--start", "expert")
+    wrong = distilled(
+        published, tmp_path / "d.safetensors", *asked, "--architecture", toml, "--start", "expert"
+    )
     assert wrong == SetupError.exit_code and "none of them" in capsys.readouterr().err
 
 
@@ -112,12 +136,20 @@ def test_command_takes_any_file_name_and_refuses_what_would_fail_when_all_is_don
     assert distilled(published, tmp_path / "b.safetensors", *asked, "--seed", 2**53 - 1) == 0
     out.with_suffix(".json").rename(tmp_path / "b.json")
     capsys.readouterr()
-    assert command("sample-student", tmp_path / "b.safetensors", "--num", 1, "--out", tmp_path / "a.png") == 12
+    assert (
+        command(
+            "sample-student", tmp_path / "b.safetensors", "--num", 1, "--out", tmp_path / "a.png"
+        )
+        == 12
+    )
     assert "or distil again" in capsys.readouterr().err, "nobody signed it, and no publisher has it"
 
 
 def test_training_that_memory_or_disk_ends_is_not_blamed_on_its_checkpoints(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    published: Published,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = {}
     for error in (torch.OutOfMemoryError("CUDA out of memory."), DiskError("student.work")):
@@ -130,7 +162,10 @@ def test_training_that_memory_or_disk_ends_is_not_blamed_on_its_checkpoints(
         code = distilled(published, out, "--num", 5, "--steps", 2)
         told[code] = capsys.readouterr().err
         assert "checkpoints" not in told[code] and "remove" not in told[code]
-    assert "memory of the GPU" in told[SetupError.exit_code] and "--device cpu" in told[SetupError.exit_code]
+    assert (
+        "memory of the GPU" in told[SetupError.exit_code]
+        and "--device cpu" in told[SetupError.exit_code]
+    )
     assert "student.work" in told[DiskError.exit_code]
 
 

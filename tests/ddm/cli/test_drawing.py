@@ -32,9 +32,16 @@ STRATEGIES = ("lock", "sample", "full")
 
 def job_of(published: Published, strategy: str = "lock", steps: int = 3, **how: Any) -> Job:
     release = opened(published, published.release)
-    source = ReleaseSource(release.plan, release.manifest, release.folder, None, Computing("cpu", Arithmetic(), 1))
+    source = ReleaseSource(
+        release.plan, release.manifest, release.folder, None, Computing("cpu", Arithmetic(), 1)
+    )
     prior = [expert.prior for expert in release.manifest.experts]
-    return Job(source, strategy_named(strategy), SEED, {"steps": steps, "prior": prior, "condition": None, **how})
+    return Job(
+        source,
+        strategy_named(strategy),
+        SEED,
+        {"steps": steps, "prior": prior, "condition": None, **how},
+    )
 
 
 def shares_of(job: Job) -> Tensor:
@@ -45,7 +52,9 @@ def alone(job: Job) -> Drawn:
     return job.draw(job.source.ensemble(), range(NUM), lambda done, total: None)
 
 
-def test_processes_draw_what_one_would(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_draw_what_one_would(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each process's part is run here, one after the other; with one sample at a time not a byte may differ."""
 
     def in_turn(work: Job, num: int, *, on_report: Any, **_: Any) -> None:
@@ -109,10 +118,23 @@ def test_two_real_processes_write_the_bytes_of_one(published: Published, tmp_pat
     found = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.npz"
-        flags = ("--num", NUM, "--steps", 3, "--set", "batch=1", "--out", out, "--processes", processes)
+        flags = (
+            "--num",
+            NUM,
+            "--steps",
+            3,
+            "--set",
+            "batch=1",
+            "--out",
+            out,
+            "--processes",
+            processes,
+        )
         environment = {**os.environ, "OMP_NUM_THREADS": "2" if processes == 2 else "1"}
         words = command(published, tmp_path, *flags)
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
         assert f"{NUM} samples in {out}" in done.stdout and not done.stderr
         with np.load(out) as file:
             found.append({name: file[name] for name in file.files})
@@ -137,15 +159,21 @@ def test_process_that_dies_ends_all_with_its_name(published: Published) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_ends_the_command_and_all_of_its_processes(published: Published, tmp_path: Path) -> None:
+def test_interrupt_ends_the_command_and_all_of_its_processes(
+    published: Published, tmp_path: Path
+) -> None:
     out = tmp_path / "never.npz"
-    words = command(published, tmp_path, "--num", 100, "--steps", 10_000, "--processes", 2, "--out", out)
+    words = command(
+        published, tmp_path, "--num", 100, "--steps", 10_000, "--processes", 2, "--out", out
+    )
     program = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     watchdog = threading.Timer(LIMIT_S, program.kill)
     watchdog.start()
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
     found: list[int] = []
-    while len(found) < 3 and program.poll() is None:  # the two, and the tracker that Python starts beside them
+    while (
+        len(found) < 3 and program.poll() is None
+    ):  # the two, and the tracker that Python starts beside them
         found = [int(pid) for pid in children.read_text().split()]
     program.send_signal(signal.SIGINT)
     _, told = program.communicate()
@@ -153,4 +181,6 @@ def test_interrupt_ends_the_command_and_all_of_its_processes(published: Publishe
     assert program.returncode == 130, told
     assert "Traceback" not in told
     assert not out.exists()
-    wait_until(lambda: not any(map(alive, found)), "the end of the processes")  # the tracker notices a moment later
+    wait_until(
+        lambda: not any(map(alive, found)), "the end of the processes"
+    )  # the tracker notices a moment later

@@ -54,7 +54,15 @@ def test_flag_that_means_nothing_is_refused_before_a_release_is_looked_for(tmp_p
         ("--class 1 --guidance 1 --set guidance-interval=low", "--set guidance-interval"),
     ]:
         with case(flags=flags, named=named):
-            words = ("nowhere", "--root", "nowhere", "--num", 4, "--out", tmp_path / "new" / "a.npz")
+            words = (
+                "nowhere",
+                "--root",
+                "nowhere",
+                "--num",
+                4,
+                "--out",
+                tmp_path / "new" / "a.npz",
+            )
             ended = sample(*words, *flags.split())
             assert isinstance(ended, SetupError)
             assert ended.subject == named
@@ -72,8 +80,12 @@ def test_size_is_read_with_its_unit(text: str, size: int) -> None:
 def test_prior_is_dealt_among_silos_that_have_data() -> None:
     """A silo's weight goes to its experts by their data; one whose experts have none cannot be given any."""
     silo_ids, own = ["east", "north", "east", "south"], [0.1, 0.0, 0.3, 0.6]
-    assert expert_weights("--prior", "equal", silo_ids, own) == pytest.approx([0.125, 0.0, 0.375, 0.5])
-    assert expert_weights("--prior", "east=3,south=1", silo_ids, own) == pytest.approx([0.1875, 0.0, 0.5625, 0.25])
+    assert expert_weights("--prior", "equal", silo_ids, own) == pytest.approx(
+        [0.125, 0.0, 0.375, 0.5]
+    )
+    assert expert_weights("--prior", "east=3,south=1", silo_ids, own) == pytest.approx(
+        [0.1875, 0.0, 0.5625, 0.25]
+    )
     assert expert_weights("--prior", "data", silo_ids, own) == own
     for wrong in ("north=1", "west=1", "east=-1", "east=nan", "east=1,east=2", "east=0", "east"):
         with pytest.raises(SetupError, match="--prior"):
@@ -82,7 +94,17 @@ def test_prior_is_dealt_among_silos_that_have_data() -> None:
 
 def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
     """Strategies, solvers and budgets give images; a budget gives the very same."""
-    words = (published.release, "--root", published.root, "--state", tmp_path / "state", "--num", 4, "--steps", 2)
+    words = (
+        published.release,
+        "--root",
+        published.root,
+        "--state",
+        tmp_path / "state",
+        "--num",
+        4,
+        "--steps",
+        2,
+    )
 
     def draw(flags: str) -> np.ndarray:
         out = tmp_path / "a.npz"
@@ -106,7 +128,17 @@ def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
 
 
 def test_images_of_ones_own_are_varied_and_completed(published: Published, tmp_path: Path) -> None:
-    words = (published.release, "--root", published.root, "--state", tmp_path / "state", "--steps", 3, "--num", 2)
+    words = (
+        published.release,
+        "--root",
+        published.root,
+        "--state",
+        tmp_path / "state",
+        "--steps",
+        3,
+        "--num",
+        2,
+    )
     plan = opened(published, published.release).plan
     images = np.zeros((1, *plan.data.shape), np.float32)
     mask = np.ones(plan.data.shape[1:], np.uint8)
@@ -128,8 +160,12 @@ def test_images_of_ones_own_are_varied_and_completed(published: Published, tmp_p
     inpaint = ("--inpaint", tmp_path / "images.npz", "--mask")
     completed = draw(*inpaint, tmp_path / "mask.png")
     assert not completed[:, :, mask == 0].any() and completed[:, :, mask == 1].all()
-    assert np.array_equal(completed, draw(*inpaint, tmp_path / "mask.npz", "--set", "corrections=9"))
-    assert not np.array_equal(completed, draw(*inpaint, tmp_path / "mask.png", "--strategy", "full"))
+    assert np.array_equal(
+        completed, draw(*inpaint, tmp_path / "mask.npz", "--set", "corrections=9")
+    )
+    assert not np.array_equal(
+        completed, draw(*inpaint, tmp_path / "mask.png", "--strategy", "full")
+    )
     np.savez(tmp_path / "three.npz", images=np.repeat(images, 3, 0))
     for flags, told in (
         (("--init", tmp_path / "three.npz", "--t-start", 0.5), "3 images"),
@@ -162,11 +198,19 @@ def test_shares_stand_beside_the_prior_given_the_class_that_was_asked_for() -> N
     ensemble, own, equal = two_experts(ClassCondition(num_classes=2)), [0.25, 0.75], [0.5, 0.5]
     held = condition_shares(ensemble, 1, None)
     given = "prior given class 1"
-    assert describe_shares(ensemble, (0.7, 0.3), own, held, 1) == f"east 0.70 ({given} 0.80), north 0.30 ({given} 0.20)"
+    assert (
+        describe_shares(ensemble, (0.7, 0.3), own, held, 1)
+        == f"east 0.70 ({given} 0.80), north 0.30 ({given} 0.20)"
+    )
     # Equal silos in place of 1 to 3: 0.8 / 0.25 to 0.2 / 0.75, as 12 to 1.
-    assert "east 0.70 (prior given class 1 0.92)" in describe_shares(ensemble, (0.7, 0.3), equal, held, 1)
+    assert "east 0.70 (prior given class 1 0.92)" in describe_shares(
+        ensemble, (0.7, 0.3), equal, held, 1
+    )
     assert condition_shares(ensemble, 1, equal) == equal
-    assert describe_shares(ensemble, (0.7, 0.3), own, None, None) == "east 0.70 (prior 0.25), north 0.30 (prior 0.75)"
+    assert (
+        describe_shares(ensemble, (0.7, 0.3), own, None, None)
+        == "east 0.70 (prior 0.25), north 0.30 (prior 0.75)"
+    )
     with pytest.raises(MathError, match="0 to 1"):
         condition_shares(ensemble, 2, None)
 

@@ -26,13 +26,24 @@ def test_name_that_does_not_exist_is_refused_with_those_that_do(word: str) -> No
         read_settings(SampleSettings, [word])
     assert refused.value.subject == "--set"
     assert all(
-        name in str(refused.value.expected) for name in ("mass", "least", "router-every", "class-prior", "batch")
+        name in str(refused.value.expected)
+        for name in ("mass", "least", "router-every", "class-prior", "batch")
     )
     assert repr(word) in str(refused.value.got)
 
 
 @pytest.mark.parametrize(
-    "word", ["mass=0", "mass=1.1", "mass=nan", "mass=", "least=-1", "router-every=0", "router-every=1.5", "batch=many"]
+    "word",
+    [
+        "mass=0",
+        "mass=1.1",
+        "mass=nan",
+        "mass=",
+        "least=-1",
+        "router-every=0",
+        "router-every=1.5",
+        "batch=many",
+    ],
 )
 def test_value_out_of_range_is_refused_with_the_range(word: str) -> None:
     name, _, value = word.partition("=")

@@ -86,7 +86,9 @@ def test_velocity_is_recovered_from_every_prediction(path: Path) -> None:
     u = velocity(path, x_0, eps, INNER)
     assert torch.allclose(velocity_from_eps(path, x, eps, INNER), u, atol=1e-10)
     assert torch.allclose(velocity_from_x_0(path, x, x_0, INNER), u, atol=1e-10)
-    assert torch.allclose(velocity_from_score(path, x, -eps / path.sigma(INNER)[:, None], INNER), u, atol=1e-10)
+    assert torch.allclose(
+        velocity_from_score(path, x, -eps / path.sigma(INNER)[:, None], INNER), u, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -96,23 +98,35 @@ def test_score_equals_gradient_of_log_density_of_a_gaussian_mixture(path: Path) 
     (gradient,) = torch.autograd.grad(mixture.log_density(x, INNER).sum(), x)
     found = score(path, x.detach(), mixture.velocity(x.detach(), INNER), INNER)
     assert torch.allclose(found, gradient, rtol=1e-9, atol=1e-9)
-    later = score(path, x.detach(), mixture.velocity(x.detach(), INNER), (INNER + 0.01).clamp(max=1.0))
+    later = score(
+        path, x.detach(), mixture.velocity(x.detach(), INNER), (INNER + 0.01).clamp(max=1.0)
+    )
     assert not torch.allclose(later, gradient, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(("canonical", "other"), [(LinearPath(), CosinePath()), (CosinePath(), LinearPath())])
-def test_velocity_expert_is_exact_on_the_canonical_path_when_trained_on_another(canonical: Path, other: Path) -> None:
+@pytest.mark.parametrize(
+    ("canonical", "other"), [(LinearPath(), CosinePath()), (CosinePath(), LinearPath())]
+)
+def test_velocity_expert_is_exact_on_the_canonical_path_when_trained_on_another(
+    canonical: Path, other: Path
+) -> None:
     x = noised(canonical, WHOLE)[2]
     converted = as_velocity(four_silos(other).velocity, "velocity", other, canonical)
     assert (converted(x, WHOLE) - four_silos(canonical).velocity(x, WHOLE)).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize(("canonical", "other"), [(LinearPath(), CosinePath()), (CosinePath(), CosinePath())])
-def test_eps_expert_is_exact_on_the_canonical_path_when_below_t_max(canonical: Path, other: Path) -> None:
+@pytest.mark.parametrize(
+    ("canonical", "other"), [(LinearPath(), CosinePath()), (CosinePath(), CosinePath())]
+)
+def test_eps_expert_is_exact_on_the_canonical_path_when_below_t_max(
+    canonical: Path, other: Path
+) -> None:
     t_B = WHOLE[WHOLE < 0.98]
     x = noised(canonical, t_B)[2]
     mixture = four_silos(other)
-    eps = as_velocity(lambda x, t: mixture.denoised(x, t, mixture.weight_C)[1], "eps", other, canonical)
+    eps = as_velocity(
+        lambda x, t: mixture.denoised(x, t, mixture.weight_C)[1], "eps", other, canonical
+    )
     assert (eps(x, t_B) - four_silos(canonical).velocity(x, t_B)).abs().max() < 1e-10
 
 

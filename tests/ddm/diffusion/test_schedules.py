@@ -28,7 +28,11 @@ from ddm.encoders.timm import import_torchvision
 from ddm.protocol.learning import ExpertObjective
 from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
-DISCRETE = {"ddpm_linear": "linear", "ddpm_cosine": "squaredcos_cap_v2", "scaled_linear": "scaled_linear"}
+DISCRETE = {
+    "ddpm_linear": "linear",
+    "ddpm_cosine": "squaredcos_cap_v2",
+    "scaled_linear": "scaled_linear",
+}
 PATHS: list[PathName] = list(get_args(PathName))
 PREDICTIONS: list[Prediction] = list(get_args(Prediction))
 INNER = torch.linspace(0.02, 0.97, 41, dtype=torch.float64)
@@ -41,7 +45,9 @@ def scheduler(name: str, kind: str = "DDPMScheduler", **changes: object) -> Any:
     import diffusers
 
     betas = {"beta_start": 0.00085, "beta_end": 0.012} if name == "scaled_linear" else {}
-    return getattr(diffusers, kind)(num_train_timesteps=1000, beta_schedule=DISCRETE[name], **betas, **changes)
+    return getattr(diffusers, kind)(
+        num_train_timesteps=1000, beta_schedule=DISCRETE[name], **betas, **changes
+    )
 
 
 def exact(mixture: GaussianMixture, prediction: Prediction) -> Expert:
@@ -62,15 +68,23 @@ def test_discrete_schedule_is_the_one_of_diffusers_at_every_step(name: PathName)
     t_S = torch.arange(1000, dtype=torch.float64) / 999
     # In log space, since the last alphas are almost 0; diffusers multiplies a thousand factors in float32.
     assert torch.allclose(path.alphas_cumprod().log(), theirs.log(), rtol=0, atol=2e-3)
-    assert torch.allclose(path.alpha(t_S).square().log(), path.alphas_cumprod().log(), rtol=0, atol=1e-9)
+    assert torch.allclose(
+        path.alpha(t_S).square().log(), path.alphas_cumprod().log(), rtol=0, atol=1e-9
+    )
     assert torch.allclose(path.step(t_S), torch.arange(1000, dtype=torch.float64))
     shifted = path.alpha((t_S + 1 / 999).clamp(max=1)).square().log()
-    assert not torch.allclose(shifted, theirs.log(), rtol=0, atol=2e-3), "one step later it is another"
+    assert not torch.allclose(shifted, theirs.log(), rtol=0, atol=2e-3), (
+        "one step later it is another"
+    )
 
 
 @pytest.mark.parametrize("name", DISCRETE)
 def test_x_t_and_v_are_those_of_diffusers(name: PathName) -> None:
-    theirs, path, steps = scheduler(name, "DDIMScheduler"), path_named(name), torch.tensor([0, 1, 250, 700, 998])
+    theirs, path, steps = (
+        scheduler(name, "DDIMScheduler"),
+        path_named(name),
+        torch.tensor([0, 1, 250, 700, 998]),
+    )
     x_0, eps = (torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     t_B = steps / 999
     v = target_of(path, "v", x_0, eps, t_B)
@@ -80,11 +94,17 @@ def test_x_t_and_v_are_those_of_diffusers(name: PathName) -> None:
 
 
 @pytest.mark.parametrize("name", DISCRETE)
-@pytest.mark.parametrize(("prediction", "theirs"), [("eps", "epsilon"), ("v", "v_prediction"), ("x_0", "sample")])
-def test_x_0_from_a_prediction_is_the_one_of_diffusers(name: PathName, prediction: Prediction, theirs: str) -> None:
+@pytest.mark.parametrize(
+    ("prediction", "theirs"), [("eps", "epsilon"), ("v", "v_prediction"), ("x_0", "sample")]
+)
+def test_x_0_from_a_prediction_is_the_one_of_diffusers(
+    name: PathName, prediction: Prediction, theirs: str
+) -> None:
     scheduled = scheduler(name, "DDIMScheduler", prediction_type=theirs, clip_sample=False)
     scheduled.set_timesteps(1000)
-    x, answer = (torch.randn(1, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    x, answer = (
+        torch.randn(1, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    )
     for step in (1, 400, 800):
         t_B = torch.tensor([step / 999])
         x_0, _ = x_0_and_eps_of(path_named(name), prediction, x, answer, t_B)
@@ -99,7 +119,9 @@ def test_karras_path_and_v_are_the_preconditioning_of_edm(sigma: float) -> None:
     from diffusers import EDMEulerScheduler
 
     theirs = EDMEulerScheduler(sigma_min=0.002, sigma_max=80.0, sigma_data=1.0)
-    noised, answer = (torch.randn(1, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    noised, answer = (
+        torch.randn(1, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    )
     path = KarrasPath()
     s = torch.tensor([sigma])
     t_B = path.time_of(torch.ones(1), s)
@@ -107,24 +129,34 @@ def test_karras_path_and_v_are_the_preconditioning_of_edm(sigma: float) -> None:
     seen = noised * path.alpha(t_B)
     assert torch.allclose(seen, theirs.precondition_inputs(noised, s), rtol=1e-4)
     denoised = theirs.precondition_outputs(noised, answer, s)
-    assert torch.allclose(x_0_and_eps_of(path, "v", seen, -answer, t_B)[0], denoised, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(
+        x_0_and_eps_of(path, "v", seen, -answer, t_B)[0], denoised, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_karras_path_has_the_sigmas_of_table_1() -> None:
     path, grid = KarrasPath(), torch.linspace(0, 1, 5, dtype=torch.float64)
     ends = 0.002 ** (1 / 7), 80 ** (1 / 7)
-    sigmas = torch.tensor([(ends[0] + t * (ends[1] - ends[0])) ** 7 for t in grid.tolist()], dtype=torch.float64)
+    sigmas = torch.tensor(
+        [(ends[0] + t * (ends[1] - ends[0])) ** 7 for t in grid.tolist()], dtype=torch.float64
+    )
     assert torch.allclose(path.sigma(grid) / path.alpha(grid), sigmas, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", [*DISCRETE, "edm"])
-def test_schedule_preserves_variance_and_its_derivatives_are_those_of_autograd(name: PathName) -> None:
+def test_schedule_preserves_variance_and_its_derivatives_are_those_of_autograd(
+    name: PathName,
+) -> None:
     path, t = path_named(name), INNER.clone().requires_grad_()
-    assert torch.allclose(path.alpha(INNER).square() + path.sigma(INNER).square(), torch.ones_like(INNER))
+    assert torch.allclose(
+        path.alpha(INNER).square() + path.sigma(INNER).square(), torch.ones_like(INNER)
+    )
     for value, derivative in ((path.alpha, path.d_alpha), (path.sigma, path.d_sigma)):
         (found,) = torch.autograd.grad(value(t).sum(), t)
         assert torch.allclose(found, derivative(INNER), rtol=1e-9)
-    assert torch.allclose(path.time_of(3 * path.alpha(INNER), 3 * path.sigma(INNER)), INNER, rtol=1e-9)
+    assert torch.allclose(
+        path.time_of(3 * path.alpha(INNER), 3 * path.sigma(INNER)), INNER, rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -137,9 +169,13 @@ def test_exact_velocity_of_gaussian_data_is_recovered_from_each_prediction_on_ea
         own_B = path.time_of(canonical.alpha(INNER), canonical.sigma(INNER))
         t_B = INNER[(own_B > 0.01) & (own_B < 0.99)]
         assert len(t_B) > 35
-        x = torch.randn(len(t_B), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        x = torch.randn(
+            len(t_B), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+        )
         truth = four_silos(canonical).velocity(x, t_B)
-        found = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(x, t_B)
+        found = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(
+            x, t_B
+        )
         other: Prediction = "eps" if prediction != "eps" else "v"
         mistaken = as_velocity(exact(four_silos(path), prediction), other, path, canonical)(x, t_B)
         assert (found - truth).abs().max() < 1e-7
@@ -154,10 +190,15 @@ def test_velocity_is_finite_and_close_to_the_truth_where_the_schedule_ends(
     canonicals: list[Path] = [LinearPath(), CosinePath()]
     for canonical, t in itertools.product(canonicals, (0.0, 1e-4, 0.9999, 1.0)):
         t_B = torch.full((50,), t, dtype=torch.float64)
-        x_0, eps = (four_silos().draw(50, seed=0), torch.randn(50, 2, generator=torch.Generator().manual_seed(1)))
+        x_0, eps = (
+            four_silos().draw(50, seed=0),
+            torch.randn(50, 2, generator=torch.Generator().manual_seed(1)),
+        )
         x = x_t(canonical, x_0, eps, t_B)
         truth = four_silos(canonical).velocity(x, t_B)
-        found = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(x, t_B)
+        found = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(
+            x, t_B
+        )
         # scaled_linear ends at alpha = 0.07, so its experts take pure noise for a twentieth of an image
         assert (found - truth).abs().max() < (2.0 if name == "scaled_linear" else 0.6)
         assert bool(found.isfinite().all())
@@ -167,7 +208,11 @@ def test_velocity_is_finite_and_close_to_the_truth_where_the_schedule_ends(
 def test_float32_times_find_their_steps(name: PathName) -> None:
     path, t_B = path_named(name), torch.linspace(0, 1, 1000)
     found = path.time_of(path.alpha(t_B), path.sigma(t_B))
-    assert (found - t_B).abs().max() < 1e-3 if name == "ddpm_cosine" else (found - t_B).abs().max() < 1e-4
+    assert (
+        (found - t_B).abs().max() < 1e-3
+        if name == "ddpm_cosine"
+        else (found - t_B).abs().max() < 1e-4
+    )
 
 
 def test_as_velocity_hands_the_condition_on() -> None:
@@ -177,7 +222,9 @@ def test_as_velocity_hands_the_condition_on() -> None:
         told.append(c_B)
         return x_B
 
-    as_velocity(expert, "v", DiscretePath("linear"), LinearPath())(torch.ones(2, 1), torch.full((2,), 0.5), "class")
+    as_velocity(expert, "v", DiscretePath("linear"), LinearPath())(
+        torch.ones(2, 1), torch.full((2,), 0.5), "class"
+    )
     assert told == ["class"]
 
 
@@ -185,9 +232,9 @@ def test_plans_name_the_paths_and_predictions_that_there_are() -> None:
     fields = ExpertObjective.model_fields
     assert set(get_args(fields["path"].annotation)) == set(PATHS)
     assert set(get_args(fields["prediction"].annotation)) == set(PREDICTIONS)
-    assert {name for name in PATHS if ExpertObjective(path=name, prediction="v").ensemble_path == name} == {
-        name for name in PATHS if path_is_whole(path_named(name))
-    }
+    assert {
+        name for name in PATHS if ExpertObjective(path=name, prediction="v").ensemble_path == name
+    } == {name for name in PATHS if path_is_whole(path_named(name))}
 
 
 def path_is_whole(path: Path) -> bool:

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.multistep import Memory, filled
-from ddm.diffusion.path import CosinePath, LinearPath, Path, Velocity, velocity_from_x_0, x_0_and_eps
+from ddm.diffusion.path import (
+    CosinePath,
+    LinearPath,
+    Path,
+    Velocity,
+    velocity_from_x_0,
+    x_0_and_eps,
+)
 from ddm.diffusion.solver import SolverName, follow, integrate, solver_named, uniform_times
 from ddm.errors import MathError
 from tests.support.case import case
@@ -19,7 +26,9 @@ from tests.support.gaussian_mixture import GaussianMixture, four_silos
 def one_gaussian(path: Path) -> GaussianMixture:
     """Its flow is ``x_t = alpha m + sqrt(alpha^2 v + sigma^2) x_1``, so noise x_1 ends at ``m + sqrt(v) x_1``."""
     mean, variance = torch.tensor([[1.5, -0.5]]), torch.tensor([[0.25, 0.04]])
-    return GaussianMixture(mean.double(), variance.double(), torch.ones(1).double(), torch.zeros(1).long(), path)
+    return GaussianMixture(
+        mean.double(), variance.double(), torch.ones(1).double(), torch.zeros(1).long(), path
+    )
 
 
 def error(path: Path, solver: SolverName, steps: int) -> float:
@@ -30,7 +39,9 @@ def error(path: Path, solver: SolverName, steps: int) -> float:
 
 
 def test_solver_converges_to_the_closed_form_with_its_order() -> None:
-    for path, (solver, order) in product([LinearPath(), CosinePath()], [("euler", 1), ("heun", 2), ("rk4", 4)]):
+    for path, (solver, order) in product(
+        [LinearPath(), CosinePath()], [("euler", 1), ("heun", 2), ("rk4", 4)]
+    ):
         with case(path=path, solver=solver, order=order):
             coarse, fine = error(path, solver, 100), error(path, solver, 200)
             assert abs(log2(coarse / fine) - order) < 0.15
@@ -41,7 +52,9 @@ def four_silos_error(path: Path, solver: SolverName, times: Sequence[float]) -> 
     """The mean error on four silos' mixture, against the Runge-Kutta solver on steps three times as fine."""
     mixture = four_silos(path)
     x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    fine = [t + (t_next - t) * n / 3 for t, t_next in pairwise(times) for n in range(3)] + [times[-1]]
+    fine = [t + (t_next - t) * n / 3 for t, t_next in pairwise(times) for n in range(3)] + [
+        times[-1]
+    ]
     truth = integrate(mixture.velocity, x, fine, "rk4")
     return float((integrate(mixture.velocity, x, times, solver, path) - truth).abs().mean())
 
@@ -66,7 +79,9 @@ def test_exponential_solver_is_of_more_than_first_order_from_end_to_end(path: Pa
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
-def test_unipc_is_of_a_higher_order_than_what_it_corrects_on_a_mixture_away_from_the_ends(path: Path) -> None:
+def test_unipc_is_of_a_higher_order_than_what_it_corrects_on_a_mixture_away_from_the_ends(
+    path: Path,
+) -> None:
     """The corrector adds one to the order of the predictor (Zhao et al. 2023, theorem 3.1)."""
 
     def at(steps: int) -> float:
@@ -78,7 +93,9 @@ def test_unipc_is_of_a_higher_order_than_what_it_corrects_on_a_mixture_away_from
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 @pytest.mark.parametrize("solver", ["exponential", "dpm", "unipc"])
-def test_multistep_solver_is_exact_when_the_data_are_one_point(path: Path, steps: int, solver: SolverName) -> None:
+def test_multistep_solver_is_exact_when_the_data_are_one_point(
+    path: Path, steps: int, solver: SolverName
+) -> None:
     """x_0 never changes then, and both ends are reached without a division by alpha or sigma."""
     point = torch.tensor([1.5, -0.5], dtype=torch.float64)
     x_1 = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -89,7 +106,9 @@ def test_multistep_solver_is_exact_when_the_data_are_one_point(path: Path, steps
     ends = integrate(velocity, x_1, uniform_times(steps), solver, path)
     assert (ends - point).abs().max() < 1e-12
     if steps > 1 and isinstance(path, CosinePath):
-        assert (integrate(velocity, x_1, uniform_times(steps)[:-1], "euler") - point).abs().max() > 1e-3
+        assert (
+            integrate(velocity, x_1, uniform_times(steps)[:-1], "euler") - point
+        ).abs().max() > 1e-3
 
 
 def test_dpm_solver_follows_its_paper_and_extrapolation_in_t_is_better_on_steps_even_in_t() -> None:
@@ -97,7 +116,9 @@ def test_dpm_solver_follows_its_paper_and_extrapolation_in_t_is_better_on_steps_
     for path in (LinearPath(), CosinePath()):
         for steps in (20, 40):
             mixture = four_silos(path)
-            x_1 = torch.randn(100, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            x_1 = torch.randn(
+                100, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            )
             truth = integrate(mixture.velocity, x_1, uniform_times(150), "rk4")
             ours = integrate(mixture.velocity, x_1, uniform_times(steps), "exponential", path)
             theirs = dpm_solver_2m(mixture.velocity, x_1, uniform_times(steps), path)
@@ -111,7 +132,9 @@ def dpm_solver_2m(velocity: Velocity, x: Tensor, times: Sequence[float], path: P
     before: tuple[Tensor, float] | None = None
     for t, t_next in pairwise(times):
         alpha, sigma, alpha_next, sigma_next = (
-            float(part(torch.tensor(s, dtype=torch.float64))) for s in (t, t_next) for part in (path.alpha, path.sigma)
+            float(part(torch.tensor(s, dtype=torch.float64)))
+            for s in (t, t_next)
+            for part in (path.alpha, path.sigma)
         )
         x_0 = x_0_and_eps(path, x, velocity(x, filled(x, t)), filled(x, t))[0]
         here = log(alpha / sigma) if alpha > 0 else -inf
@@ -137,8 +160,12 @@ def test_solver_forgets_a_sample_that_changed_its_expert_and_no_other(solver: So
         return follow(velocity, halfway, times[5:], step, known)[0]
 
     assert torch.equal(rest(first, memory.forget(changed))[~changed], rest(first, memory)[~changed])
-    assert torch.equal(rest(second, memory.forget(changed))[changed], rest(second, Memory.none(x_1))[changed])
-    assert (rest(second, memory)[changed] - rest(second, Memory.none(x_1))[changed]).abs().max() > 1e-3
+    assert torch.equal(
+        rest(second, memory.forget(changed))[changed], rest(second, Memory.none(x_1))[changed]
+    )
+    assert (
+        rest(second, memory)[changed] - rest(second, Memory.none(x_1))[changed]
+    ).abs().max() > 1e-3
 
 
 def test_heun_is_not_of_first_order() -> None:

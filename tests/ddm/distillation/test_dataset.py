@@ -21,7 +21,9 @@ from tests.support.gaussian_mixture import GaussianMixture, four_silos
 # Shape legend: B batch, C components, N images, D dimensions.
 
 MIXTURE = four_silos()
-CLASS_C = torch.tensor([0, 1, 1, 0, 1, 1, 0])  # of each component: the first two silos have both classes
+CLASS_C = torch.tensor(
+    [0, 1, 1, 0, 1, 1, 0]
+)  # of each component: the first two silos have both classes
 CONDITION = ClassCondition(num_classes=2, drop=0.25)
 
 
@@ -64,7 +66,13 @@ def class_prior(label: int) -> ClassPrior:
 def ensemble() -> Ensemble:
     experts = [Conditional(k) for k in range(4)]
     return Ensemble(
-        experts, MIXTURE, MIXTURE.prior_K, shape=(2,), condition=CONDITION, class_prior=class_prior, chunk_size=4096
+        experts,
+        MIXTURE,
+        MIXTURE.prior_K,
+        shape=(2,),
+        condition=CONDITION,
+        class_prior=class_prior,
+        chunk_size=4096,
     )
 
 
@@ -121,7 +129,9 @@ def test_mixture_given_each_samples_class_is_exact_and_given_another_is_not() ->
 
 
 @pytest.mark.parametrize("teacher", ["label", "drawn"])
-def test_one_experts_answer_given_the_class_means_the_mixture_given_the_class(teacher: Teacher) -> None:
+def test_one_experts_answer_given_the_class_means_the_mixture_given_the_class(
+    teacher: Teacher,
+) -> None:
     lessons = data(20_000)
     batch = batch_of(lessons)
     assert batch.condition is not None
@@ -129,24 +139,34 @@ def test_one_experts_answer_given_the_class_means_the_mixture_given_the_class(te
     expected = truth(x_BD, batch.t_B, batch.condition)
     found = answers(lessons, teacher, batch)
     assert float((found - expected).abs().max()) > 0.1, "of each x_t it is an estimate"
-    assert float(standard_scores(found - expected, x_BD, batch.t_B, batch.condition).abs().max()) < 4.5
+    assert (
+        float(standard_scores(found - expected, x_BD, batch.t_B, batch.condition).abs().max()) < 4.5
+    )
     untold = truth(x_BD, batch.t_B, torch.full_like(batch.condition, -1))
-    assert float(standard_scores(found - untold, x_BD, batch.t_B, batch.condition).abs().max()) > 20, "the class tells"
+    assert (
+        float(standard_scores(found - untold, x_BD, batch.t_B, batch.condition).abs().max()) > 20
+    ), "the class tells"
 
 
 def drawn(folder: Path, num: int = 2048, **changes: object) -> DistillationData:
     asked = {"condition": CONDITION} | changes
-    return own_samples(ensemble(), num, folder, source="x", steps=16, on_progress=lambda done, of: None, **asked)  # type: ignore[arg-type]
+    return own_samples(
+        ensemble(), num, folder, source="x", steps=16, on_progress=lambda done, of: None, **asked
+    )  # type: ignore[arg-type]
 
 
-def test_own_samples_have_the_class_they_are_told_and_those_told_none_have_the_law_of_the_whole(tmp_path: Path) -> None:
+def test_own_samples_have_the_class_they_are_told_and_those_told_none_have_the_law_of_the_whole(
+    tmp_path: Path,
+) -> None:
     lessons = drawn(tmp_path)
     assert lessons.labels is not None and lessons.expert_N is not None
     assert lessons.drop == 0, "what was drawn under a class is not shown as if it were under none"
     component_N = component_of(lessons.images.double())
     told = lessons.labels >= 0
     assert float((CLASS_C[component_N] == lessons.labels)[told].double().mean()) > 0.97
-    assert float((MIXTURE.silo_of(lessons.images.double()) == lessons.expert_N).double().mean()) > 0.95
+    assert (
+        float((MIXTURE.silo_of(lessons.images.double()) == lessons.expert_N).double().mean()) > 0.95
+    )
     assert float((~told).double().mean()) == pytest.approx(0.25, abs=0.04)
     for rows, prior in ((~told, MIXTURE.prior_K), (lessons.labels == 1, of_class(1).prior_K)):
         share_K = torch.bincount(lessons.expert_N[rows], minlength=4) / int(rows.sum())
@@ -168,7 +188,12 @@ def test_own_samples_of_readers_are_told_the_texts_given_or_none(tmp_path: Path)
     condition = TextCondition(dim=3, max_tokens=2, drop=0.5)
     readers = Ensemble([Reader()] * 2, None, [1.0, 3.0], shape=(2,), condition=condition)
     texts = torch.arange(1.0, 5.0)[:, None, None].expand(4, 2, 3)
-    asked = {"source": "x", "condition": condition, "steps": 2, "on_progress": lambda done, of: None}
+    asked = {
+        "source": "x",
+        "condition": condition,
+        "steps": 2,
+        "on_progress": lambda done, of: None,
+    }
     lessons = own_samples(readers, 512, tmp_path, texts=texts, **asked)  # type: ignore[arg-type]
     assert lessons.labels is not None and lessons.expert_N is not None
     totals, counts = np.unique(lessons.labels[:, 0, 0].numpy(), return_counts=True)
@@ -177,15 +202,21 @@ def test_own_samples_of_readers_are_told_the_texts_given_or_none(tmp_path: Path)
     noise = lessons.images + lessons.labels.sum((1, 2))[:, None]  # the constant velocity, undone
     assert float(noise.mean()) == pytest.approx(0, abs=0.15)
     told = teaching(readers, lessons, "label", source="x")(batch_of(lessons))
-    assert torch.allclose(told.eps - told.x_0, lessons.labels.sum((1, 2))[:, None].expand(512, 2), atol=1e-4)
+    assert torch.allclose(
+        told.eps - told.x_0, lessons.labels.sum((1, 2))[:, None].expand(512, 2), atol=1e-4
+    )
     with pytest.raises(SetupError, match="texts"):
         own_samples(readers, 5, tmp_path, **asked)  # type: ignore[arg-type]
 
 
-def test_classes_that_nobody_is_known_to_hold_are_refused_unless_the_teacher_needs_no_holder(tmp_path: Path) -> None:
+def test_classes_that_nobody_is_known_to_hold_are_refused_unless_the_teacher_needs_no_holder(
+    tmp_path: Path,
+) -> None:
     unknown, lessons = replace(ensemble(), class_prior=None), data(50)
     with pytest.raises(MathError, match="classes"):
-        own_samples(unknown, 5, tmp_path, source="x", condition=CONDITION, on_progress=lambda done, of: None)
+        own_samples(
+            unknown, 5, tmp_path, source="x", condition=CONDITION, on_progress=lambda done, of: None
+        )
     for teacher in ("drawn", "mixture"):
         with pytest.raises(MathError, match="classes"):
             teaching(unknown, lessons, teacher, source="x")  # type: ignore[arg-type]
@@ -194,7 +225,12 @@ def test_classes_that_nobody_is_known_to_hold_are_refused_unless_the_teacher_nee
 
 def test_conditions_that_experts_do_not_have_are_refused() -> None:
     lessons = data(50)
-    for told in (torch.full((50,), 2), torch.full((50,), -2), torch.zeros(50), torch.zeros(50, 1, 3)):
+    for told in (
+        torch.full((50,), 2),
+        torch.full((50,), -2),
+        torch.zeros(50),
+        torch.zeros(50, 1, 3),
+    ):
         with pytest.raises(ShapeError, match="classes"):
             teaching(ensemble(), replace(lessons, labels=told), "label", source="x")
     plain = Ensemble(MIXTURE.experts(), MIXTURE, MIXTURE.prior_K, shape=(2,))
@@ -209,7 +245,11 @@ def test_labels_are_read_as_the_condition_says_and_refused_otherwise(tmp_path: P
         np.savez(tmp_path / "labels.npz", **arrays)  # type: ignore[arg-type]
         return tmp_path / "labels.npz"
 
-    assert read_labels(saved(labels=np.array([1, -1, 0], np.int32)), CONDITION).tolist() == [1, -1, 0]
+    assert read_labels(saved(labels=np.array([1, -1, 0], np.int32)), CONDITION).tolist() == [
+        1,
+        -1,
+        0,
+    ]
     texts = TextCondition(dim=3, max_tokens=2)
     assert read_labels(saved(labels=np.ones((4, 2, 3))), texts).dtype == torch.float32
     for wrong in (np.array([0.5]), np.array([], np.int64), np.int64(1)):

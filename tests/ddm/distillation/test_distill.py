@@ -112,7 +112,9 @@ def relative_error(student: Trained) -> float:
     network.load_state_dict(student.ema)
     random = torch.Generator().manual_seed(7)
     t_B = torch.rand(4000, generator=random)
-    x_BD = (1 - t_B)[:, None] * MIXTURE.draw(4000, 8).float() + t_B[:, None] * torch.randn(4000, 2, generator=random)
+    x_BD = (1 - t_B)[:, None] * MIXTURE.draw(4000, 8).float() + t_B[:, None] * torch.randn(
+        4000, 2, generator=random
+    )
     exact_BD = MIXTURE.velocity(x_BD.double(), t_B.double())
     with torch.inference_mode():
         found_BD = network(x_BD, t_B)
@@ -120,7 +122,10 @@ def relative_error(student: Trained) -> float:
 
 
 def same_bytes(one: Trained, other: Trained) -> bool:
-    return all(one.ema[name].numpy().tobytes() == value.numpy().tobytes() for name, value in other.ema.items())
+    return all(
+        one.ema[name].numpy().tobytes() == value.numpy().tobytes()
+        for name, value in other.ema.items()
+    )
 
 
 def batch_of(lessons: DistillationData, seed: int = 5) -> Batch:
@@ -128,11 +133,16 @@ def batch_of(lessons: DistillationData, seed: int = 5) -> Batch:
     random = torch.Generator().manual_seed(seed)
     num = len(lessons.images)
     eps = torch.randn(num, 2, generator=random)
-    t_B, uniform_B = torch.rand(num, generator=random), torch.rand(num, generator=random, dtype=torch.float64)
+    t_B, uniform_B = (
+        torch.rand(num, generator=random),
+        torch.rand(num, generator=random, dtype=torch.float64),
+    )
     return Batch(lessons.images, eps, t_B, lessons.labels, None, torch.arange(num), uniform_B)
 
 
-def answers(ensemble: Ensemble, lessons: DistillationData, teacher: Teacher, batch: Batch) -> Tensor:
+def answers(
+    ensemble: Ensemble, lessons: DistillationData, teacher: Teacher, batch: Batch
+) -> Tensor:
     """What the teacher says at the batch's x_t, as the student is shown it."""
     shown = teaching(ensemble, lessons, teacher, source="test")(batch)
     return velocity(LinearPath(), shown.x_0, shown.eps, shown.t_B)
@@ -145,12 +155,16 @@ def test_a_teachers_answer_is_shown_at_the_same_x_t_and_as_its_velocity() -> Non
     x_B = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
     assert torch.allclose(x_t(LinearPath(), shown.x_0, shown.eps, shown.t_B), x_B, atol=1e-5)
     assert torch.allclose(
-        velocity(LinearPath(), shown.x_0, shown.eps, shown.t_B), MIXTURE.velocity(x_B, batch.t_B), atol=1e-4
+        velocity(LinearPath(), shown.x_0, shown.eps, shown.t_B),
+        MIXTURE.velocity(x_B, batch.t_B),
+        atol=1e-4,
     )
     assert not torch.allclose(shown.x_0, batch.x_0, atol=0.1)
 
 
-@pytest.mark.parametrize("learned", LEARNED, ids=lambda learned: f"{learned.path}-{learned.prediction}")
+@pytest.mark.parametrize(
+    "learned", LEARNED, ids=lambda learned: f"{learned.path}-{learned.prediction}"
+)
 @pytest.mark.parametrize("canonical", ["linear", "cosine_vp"])
 def test_label_teachers_answer_is_its_experts_velocity_whatever_the_expert_learned(
     canonical: PathName, learned: ExpertObjective
@@ -175,14 +189,25 @@ def test_label_teachers_answer_is_its_experts_velocity_whatever_the_expert_learn
         return velocity(path, shown.x_0, shown.eps, shown.t_B)
 
     torch.testing.assert_close(found(experts), exact_BD, atol=1e-10, rtol=1e-8)
-    assert not torch.allclose(found([*experts[1:], experts[0]]), exact_BD, atol=0.1), "each its own expert"
+    assert not torch.allclose(found([*experts[1:], experts[0]]), exact_BD, atol=0.1), (
+        "each its own expert"
+    )
     if (learned.path, learned.prediction) != (canonical, "velocity"):
-        assert not torch.allclose(found([exact_expert(k, learned) for k in range(4)]), exact_BD, atol=0.1)
+        assert not torch.allclose(
+            found([exact_expert(k, learned) for k in range(4)]), exact_BD, atol=0.1
+        )
 
 
 def standard_scores(difference_BD: Tensor, x_BD: Tensor, t_B: Tensor) -> Tensor:
     """How many standard errors the mean of a difference is from 0, weighted by functions of x_t and t, one each."""
-    waves = [torch.ones_like(t_B), x_BD[:, 0], x_BD[:, 1], t_B, (2 * x_BD[:, 0]).sin(), (2 * x_BD[:, 1]).sin()]
+    waves = [
+        torch.ones_like(t_B),
+        x_BD[:, 0],
+        x_BD[:, 1],
+        t_B,
+        (2 * x_BD[:, 0]).sin(),
+        (2 * x_BD[:, 1]).sin(),
+    ]
     product_FBD = torch.stack(waves)[..., None] * difference_BD
     return product_FBD.mean(1) / (product_FBD.std(1) / len(t_B) ** 0.5)
 
@@ -194,7 +219,9 @@ def test_one_experts_answer_is_an_unbiased_estimate_of_the_mixture(teacher: Teac
     x_B = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
     mixture_BD = MIXTURE.velocity(x_B, batch.t_B)
     found_BD = answers(ensemble_of(), lessons, teacher, batch)
-    assert not torch.allclose(found_BD, mixture_BD, atol=0.1)  # of each x_t it is an estimate, not the mixture
+    assert not torch.allclose(
+        found_BD, mixture_BD, atol=0.1
+    )  # of each x_t it is an estimate, not the mixture
     assert float(standard_scores(found_BD - mixture_BD, x_B, batch.t_B).abs().max()) < 4.5
     # The control: labels dealt to other images, and experts drawn by a router that knows nothing.
     assert lessons.expert_N is not None
@@ -215,7 +242,9 @@ def test_an_experts_answer_varies_less_around_the_mixture_than_the_images_own_ve
     assert float(of_expert) < 0.9 * float(of_image)
 
 
-def test_drawn_teachers_at_public_images_of_another_law_still_mean_the_mixture_and_labels_do_not() -> None:
+def test_drawn_teachers_at_public_images_of_another_law_still_mean_the_mixture_and_labels_do_not() -> (
+    None
+):
     x_ND = MIXTURE.draw(40_000, 0)
     silo_N = MIXTURE.silo_of(x_ND)
     chosen = torch.cat([(silo_N == 0).nonzero()[:2000, 0], (silo_N == 2).nonzero()[:2000, 0]])
@@ -224,7 +253,13 @@ def test_drawn_teachers_at_public_images_of_another_law_still_mean_the_mixture_a
     x_B = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
     mixture_BD = MIXTURE.velocity(x_B, batch.t_B)
     drawn, label = (
-        float(standard_scores(answers(ensemble_of(), lessons, teacher, batch) - mixture_BD, x_B, batch.t_B).abs().max())
+        float(
+            standard_scores(
+                answers(ensemble_of(), lessons, teacher, batch) - mixture_BD, x_B, batch.t_B
+            )
+            .abs()
+            .max()
+        )
         for teacher in ("drawn", "label")
     )
     assert drawn < 4.5
@@ -235,7 +270,12 @@ def test_student_of_the_ensembles_own_samples_learns_the_mixture_and_one_of_a_un
     tmp_path: Path,
 ) -> None:
     lessons = own_samples(
-        ensemble_of(), 1024, tmp_path / "samples", source="exact", steps=20, on_progress=lambda done, total: None
+        ensemble_of(),
+        1024,
+        tmp_path / "samples",
+        source="exact",
+        steps=20,
+        on_progress=lambda done, total: None,
     )
     right = taught(tmp_path / "right", ensemble_of(), lessons, "label", num_steps=400)
     wrong = taught(tmp_path / "wrong", blind(), lessons, "mixture", num_steps=400)
@@ -243,19 +283,34 @@ def test_student_of_the_ensembles_own_samples_learns_the_mixture_and_one_of_a_un
 
 
 @pytest.mark.parametrize("teacher", ["label", "drawn", "mixture"])
-def test_distillation_that_was_stopped_goes_on_to_the_same_bytes(tmp_path: Path, teacher: Teacher) -> None:
+def test_distillation_that_was_stopped_goes_on_to_the_same_bytes(
+    tmp_path: Path, teacher: Teacher
+) -> None:
     whole = taught(tmp_path / "whole", ensemble_of(), data(200), teacher)
     asked = iter(range(13))
     with pytest.raises(KeyboardInterrupt):
-        taught(tmp_path / "two", ensemble_of(), data(200), teacher, should_stop=lambda: next(asked, None) is None)
+        taught(
+            tmp_path / "two",
+            ensemble_of(),
+            data(200),
+            teacher,
+            should_stop=lambda: next(asked, None) is None,
+        )
     assert same_bytes(whole, taught(tmp_path / "two", ensemble_of(), data(200), teacher))
-    assert not same_bytes(whole, taught(tmp_path / "other", ensemble_of(), data(200, seed=1), teacher))
+    assert not same_bytes(
+        whole, taught(tmp_path / "other", ensemble_of(), data(200, seed=1), teacher)
+    )
 
 
 def test_parts_of_a_batch_are_taught_what_they_are_taught_together(tmp_path: Path) -> None:
     whole = taught(tmp_path / "whole", ensemble_of(), data(200), "drawn", num_steps=5)
     parts = taught(
-        tmp_path / "parts", ensemble_of(), data(200), "drawn", num_steps=5, engine=Engine(device="cpu", accumulate=3)
+        tmp_path / "parts",
+        ensemble_of(),
+        data(200),
+        "drawn",
+        num_steps=5,
+        engine=Engine(device="cpu", accumulate=3),
     )
     for name, value in whole.ema.items():
         torch.testing.assert_close(parts.ema[name], value, atol=1e-4, rtol=1e-3)
@@ -286,7 +341,9 @@ def test_teachers_that_cannot_answer_are_refused(tmp_path: Path) -> None:
         with pytest.raises(MathError, match="router"):
             taught(tmp_path, replace(ensemble_of(), router=None), lessons, teacher)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="labels"):
-        taught(tmp_path, ensemble_of(), DistillationData(lessons.images, lessons.expert_N + 4), "label")
+        taught(
+            tmp_path, ensemble_of(), DistillationData(lessons.images, lessons.expert_N + 4), "label"
+        )
     with pytest.raises(ShapeError, match="images"):
         taught(tmp_path, ensemble_of(), DistillationData(torch.zeros(4, 3)), "drawn")
     with pytest.raises(DataError):
@@ -301,17 +358,30 @@ def refuse(x_B: Tensor, t_B: Tensor) -> Tensor:
 def drawn_from(
     ensemble: Ensemble, folder: Path, num: int = 300, source: str = "one", seed: int = 0
 ) -> DistillationData:
-    return own_samples(ensemble, num, folder, source=source, steps=4, seed=seed, on_progress=lambda done, total: None)
+    return own_samples(
+        ensemble,
+        num,
+        folder,
+        source=source,
+        steps=4,
+        seed=seed,
+        on_progress=lambda done, total: None,
+    )
 
 
-def test_own_samples_are_kept_and_drawn_once_and_belong_to_the_expert_that_made_them(tmp_path: Path) -> None:
+def test_own_samples_are_kept_and_drawn_once_and_belong_to_the_expert_that_made_them(
+    tmp_path: Path,
+) -> None:
     first = drawn_from(ensemble_of(), tmp_path)
     idle = replace(ensemble_of(), experts=[refuse] * 4)
     again = drawn_from(idle, tmp_path)
     assert torch.equal(first.images, again.images)
     assert torch.equal(first.expert_N, again.expert_N)
     assert first.expert_N is not None
-    assert float(torch.eq(MIXTURE.silo_of(first.images.double()), first.expert_N).double().mean()) > 0.95
+    assert (
+        float(torch.eq(MIXTURE.silo_of(first.images.double()), first.expert_N).double().mean())
+        > 0.95
+    )
     assert torch.equal(drawn_from(ensemble_of(), tmp_path, num=100).images, first.images[:100])
     for others in ({"source": "two"}, {"seed": 1}):
         with pytest.raises(AssertionError, match="no expert"):
@@ -325,14 +395,25 @@ def test_own_samples_that_are_damaged_on_disk_are_drawn_again(tmp_path: Path) ->
     assert torch.equal(first.images, drawn_from(ensemble_of(), tmp_path).images)
 
 
-def test_own_samples_tell_of_every_step_and_those_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+def test_own_samples_tell_of_every_step_and_those_that_are_not_finite_are_not_kept(
+    tmp_path: Path,
+) -> None:
     told: list[tuple[int, int]] = []
-    own_samples(ensemble_of(), 300, tmp_path, source="a", steps=3, on_progress=lambda *pair: told.append(pair))
+    own_samples(
+        ensemble_of(),
+        300,
+        tmp_path,
+        source="a",
+        steps=3,
+        on_progress=lambda *pair: told.append(pair),
+    )
     assert [done for done, _ in told] == [256, 512, 768, 768, 812, 856, 900, 900]
     assert {total for _, total in told} == {900}
     wild = replace(ensemble_of(), experts=[lambda x_B, t_B: x_B / 0] * 4)
     with pytest.raises(NumericalError, match="own samples"):
-        own_samples(wild, 5, tmp_path / "wild", source="a", steps=3, on_progress=lambda done, total: None)
+        own_samples(
+            wild, 5, tmp_path / "wild", source="a", steps=3, on_progress=lambda done, total: None
+        )
     assert not (tmp_path / "wild").exists()
 
 
@@ -342,7 +423,10 @@ def test_own_samples_of_large_shapes_are_drawn_and_kept_few_at_a_time_and_are_th
     first = drawn_from(ensemble_of(), tmp_path / "one", num=40)
     monkeypatch.setattr("ddm.distillation.dataset._PART_BYTES", 8 * 16)  # of 16 points in the plane
     again = drawn_from(ensemble_of(), tmp_path / "few", num=40)
-    assert (len(list((tmp_path / "one").iterdir())), len(list((tmp_path / "few").iterdir()))) == (1, 3)
+    assert (len(list((tmp_path / "one").iterdir())), len(list((tmp_path / "few").iterdir()))) == (
+        1,
+        3,
+    )
     torch.testing.assert_close(again.images, first.images)
     assert torch.equal(again.expert_N, first.expert_N)
 
@@ -359,18 +443,24 @@ class Pixels:
 def published_experts(*clusters: int | None) -> list[PublishedExpert]:
     file = File(path="x", bytes=1, digest="0" * 64)
     return [
-        PublishedExpert(expert_id=f"s{k}", silo_id=f"s{k}", cluster=cluster, prior=(k + 1) / 6, file=file)
+        PublishedExpert(
+            expert_id=f"s{k}", silo_id=f"s{k}", cluster=cluster, prior=(k + 1) / 6, file=file
+        )
         for k, cluster in enumerate(clusters)
     ]
 
 
 def test_public_images_belong_to_experts_of_their_cluster_by_their_priors_or_to_nobody() -> None:
     centres_FD = torch.tensor([[0.0, 5.0], [5.0, 0.0], [-5.0, 0.0]])
-    clusters = Clusters(centres_FD, coarse_F=torch.tensor([0, 1, 2]), group_F=torch.tensor([0, 1, 2]))
+    clusters = Clusters(
+        centres_FD, coarse_F=torch.tensor([0, 1, 2]), group_F=torch.tensor([0, 1, 2])
+    )
     files = PlanFiles(encoder=Pixels(), clusters=clusters, sketch=None)  # type: ignore[arg-type]
     images = centres_FD.repeat_interleave(3000, 0)
     known_N, expert_N = by_cluster(images, files, published_experts(0, 1, 1), seed=0)
-    assert torch.equal(known_N.nonzero()[:, 0], torch.arange(6000))  # nobody's expert is made of the third cluster
+    assert torch.equal(
+        known_N.nonzero()[:, 0], torch.arange(6000)
+    )  # nobody's expert is made of the third cluster
     assert bool((expert_N[:3000] == 0).all())
     share = float((expert_N[3000:] == 2).double().mean())
     assert share == pytest.approx(3 / 5, abs=0.05)

@@ -26,12 +26,16 @@ def start(release: Release) -> str | None:
 
 def taught(release: Release, **predictions: str) -> Release:
     """The release as if these silos' experts predicted something else."""
-    exceptions = [SiloObjective(silo_id=silo, prediction=what) for silo, what in sorted(predictions.items())]
+    exceptions = [
+        SiloObjective(silo_id=silo, prediction=what) for silo, what in sorted(predictions.items())
+    ]
     objective = Objective(exceptions=tuple(exceptions))
     return replace(release, plan=release.plan.model_copy(update={"objective": objective}))
 
 
-def test_largest_expert_that_predicts_as_a_student_does_is_the_start(published_once: Published) -> None:
+def test_largest_expert_that_predicts_as_a_student_does_is_the_start(
+    published_once: Published,
+) -> None:
     release = opened(published_once)
     digests = {expert.silo_id: expert.file.digest for expert in release.manifest.experts}
     assert start(release) == digests["north"]

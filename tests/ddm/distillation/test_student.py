@@ -16,7 +16,14 @@ from ddm.cli.main import app
 from ddm.distillation.student import RECORD_SUFFIX, OwnSamples, Source, Student, autoencoder_beside
 from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.text import TextEncoder, pin
-from ddm.errors import DataError, DigestError, DocumentError, MathError, MissingFileError, SetupError
+from ddm.errors import (
+    DataError,
+    DigestError,
+    DocumentError,
+    MathError,
+    MissingFileError,
+    SetupError,
+)
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert
 from ddm.protocol.base import File
@@ -35,7 +42,9 @@ from ddm.system.console import EXIT_TERMINATED, run_app
 from tests.support.federation import TinyFederation, recipe
 from tests.support.text_encoders import network, save
 
-SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
+SIZE = AutoencoderSize(
+    channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4
+)
 PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
 RANGE = (-2.0, 2.0)
 ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
@@ -82,7 +91,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
 
 def distil(tiny: TinyFederation, out: Path, *more: object) -> int:
     release = tiny.path / "release"
-    return command("distill", release, "--root", tiny.root, "--state", out.parent / "state", "--out", out, *more)
+    return command(
+        "distill",
+        release,
+        "--root",
+        tiny.root,
+        "--state",
+        out.parent / "state",
+        "--out",
+        out,
+        *more,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +129,9 @@ def test_student_of_latents_and_classes_draws_pixels_of_the_class_asked_for(
     assert drawn.latents.shape == (4, *SEEN) and drawn.images.shape == (4, *PIXELS)
     ensemble = open_ensemble(tiny.path / "release", root=tiny.root)
     assert drawn.value_range == ensemble.value_range == RANGE
-    assert torch.equal(drawn.images, ensemble.latent.decode(drawn.latents)), "its autoencoder is the release's"
+    assert torch.equal(drawn.images, ensemble.latent.decode(drawn.latents)), (
+        "its autoencoder is the release's"
+    )
     other = alone.sample(4, steps=3, condition=0)
     assert not torch.equal(other.images, drawn.images)
     with pytest.raises(MathError, match="class"):
@@ -123,9 +144,15 @@ def test_student_that_was_interrupted_and_one_that_was_not_are_the_same_bytes(
     out = tmp_path / "student.safetensors"
     assert distil(tiny, out, "--num", 40) == 0
     assert out.read_bytes() == made.read_bytes()
-    for path in (out, out.with_suffix(RECORD_SUFFIX), *out.with_suffix(".work").glob("checkpoints/step-*12.*")):
+    for path in (
+        out,
+        out.with_suffix(RECORD_SUFFIX),
+        *out.with_suffix(".work").glob("checkpoints/step-*12.*"),
+    ):
         path.unlink()
-    assert len(list(out.with_suffix(".work").glob("checkpoints/*.json"))) == 1, "it goes on from step 8"
+    assert len(list(out.with_suffix(".work").glob("checkpoints/*.json"))) == 1, (
+        "it goes on from step 8"
+    )
     assert distil(tiny, out, "--num", 40) == 0
     assert out.read_bytes() == made.read_bytes()
 
@@ -140,13 +167,29 @@ def test_command_draws_from_a_student_and_says_where_it_comes_from(
     release = (tiny.path / "release", "--root", tiny.root, "--state", tmp_path / "state")
     assert command("sample", *release, "--num", 2, "--steps", 2, "--out", tmp_path / "e.npz") == 0
     assert "images in [-2, 2]" in capsys.readouterr().out
-    assert command("sample-student", *asked, "--out", tmp_path / "b.npz", "--class", 1, "--guidance", 2) == 0
+    assert (
+        command(
+            "sample-student", *asked, "--out", tmp_path / "b.npz", "--class", 1, "--guidance", 2
+        )
+        == 0
+    )
     images = [np.load(tmp_path / name)["images"] for name in ("a.npz", "b.npz")]
     assert images[0].shape == (3, *PIXELS) and not np.array_equal(*images)
-    assert command("sample-student", *asked, "--out", tmp_path / "c.npz", "--class", 2) == SetupError.exit_code
+    assert (
+        command("sample-student", *asked, "--out", tmp_path / "c.npz", "--class", 2)
+        == SetupError.exit_code
+    )
     assert command("sample-student", *asked, "--out", tmp_path / "d.gif") == SetupError.exit_code
-    for lone in (("--guidance", 1), ("--text", "a"), ("--text-encoder", tmp_path), ("--class", 1, "--text", "a")):
-        assert command("sample-student", *asked, "--out", tmp_path / "d.npz", *lone) == SetupError.exit_code
+    for lone in (
+        ("--guidance", 1),
+        ("--text", "a"),
+        ("--text-encoder", tmp_path),
+        ("--class", 1, "--text", "a"),
+    ):
+        assert (
+            command("sample-student", *asked, "--out", tmp_path / "d.npz", *lone)
+            == SetupError.exit_code
+        )
 
 
 def test_file_that_cannot_hold_the_samples_is_refused_before_any_is_drawn(
@@ -158,7 +201,9 @@ def test_file_that_cannot_hold_the_samples_is_refused_before_any_is_drawn(
     monkeypatch.setattr("ddm.cli.drawing.draw", draw)
     release = (tiny.path / "release", "--root", tiny.root, "--state", tmp_path / "state")
     for words in (("sample", *release), ("sample-student", student)):
-        codes = [command(*words, "--num", 1, "--out", tmp_path / name) for name in ("a.nii.gz", "a.npz")]
+        codes = [
+            command(*words, "--num", 1, "--out", tmp_path / name) for name in ("a.nii.gz", "a.npz")
+        ]
         assert codes == [SetupError.exit_code, 130]
 
 
@@ -167,7 +212,10 @@ def told_texts(folder: Path) -> Path:
     condition = pin(save(folder / "tiny-t5", network("T5EncoderModel")), max_tokens=6, drop=0.1)
     expert = build_expert(Dit.model_validate(ARCHITECTURE), PIXELS, condition=condition, seed=1)
     random = torch.Generator().manual_seed(0)
-    state = {name: torch.randn(value.shape, generator=random) / 5 for name, value in expert.state_dict().items()}
+    state = {
+        name: torch.randn(value.shape, generator=random) / 5
+        for name, value in expert.state_dict().items()
+    }
     weights = folder / "reader.safetensors"
     save_tensors(weights, state)
     record = Student(
@@ -206,7 +254,10 @@ def test_command_tells_a_student_the_prompt_through_the_pinned_encoder_alone(
         images = alone.sample(3, steps=2, condition=text, guidance=2).images
         assert np.array_equal(found[prompt], images.clamp(-0.5, 0.5).numpy())
     assert not np.allclose(*found.values(), atol=1e-3)
-    assert command("sample-student", *asked, "--text", "bright left", *reading, "--class", 1) == SetupError.exit_code
+    assert (
+        command("sample-student", *asked, "--text", "bright left", *reading, "--class", 1)
+        == SetupError.exit_code
+    )
     assert command("sample-student", *asked, "--class", 1) == SetupError.exit_code
     save(tmp_path / "other", network("T5EncoderModel", seed=1))
     other = ("--text", "bright left", "--text-encoder", tmp_path / "other")
@@ -232,13 +283,17 @@ def test_signal_ends_training_with_a_checkpoint_of_the_step_where_it_came(
         assert distil(tiny, out, "--num", 40) == EXIT_TERMINATED
     assert signal.getsignal(signal.SIGTERM) is before
     steps = sorted(path.stem for path in out.with_suffix(".work").glob("checkpoints/*.json"))
-    assert steps[-1] == "step-0000000010", "told of itself at step 10, between the plan's checkpoints at 8 and 12"
+    assert steps[-1] == "step-0000000010", (
+        "told of itself at step 10, between the plan's checkpoints at 8 and 12"
+    )
     assert not out.exists()
     assert distil(tiny, out, "--num", 40) == 0
     assert out.read_bytes() == made.read_bytes()
 
 
-def test_given_images_are_encoded_and_told_their_classes(tiny: TinyFederation, tmp_path: Path) -> None:
+def test_given_images_are_encoded_and_told_their_classes(
+    tiny: TinyFederation, tmp_path: Path
+) -> None:
     images = np.random.default_rng(0).uniform(-1, 1, (30, *PIXELS)).astype(np.float32)
     data, out = tmp_path / "public.npz", tmp_path / "student.safetensors"
     np.savez(data, images=images, labels=np.arange(30) % 2)
@@ -247,12 +302,20 @@ def test_given_images_are_encoded_and_told_their_classes(tiny: TinyFederation, t
     assert (record.images.num, record.teacher, record.condition.kind) == (30, "drawn", "class")
     assert alone.sample(2, steps=2, condition=0).images.shape == (2, *PIXELS)
     np.savez(data, images=images)
-    assert distil(tiny, tmp_path / "other.safetensors", "--data", data, "--steps", 3) == DataError.exit_code
+    assert (
+        distil(tiny, tmp_path / "other.safetensors", "--data", data, "--steps", 3)
+        == DataError.exit_code
+    )
     np.savez(data, images=images, labels=np.zeros(29, np.int64))
-    assert distil(tiny, tmp_path / "other.safetensors", "--data", data, "--steps", 3) == DataError.exit_code
+    assert (
+        distil(tiny, tmp_path / "other.safetensors", "--data", data, "--steps", 3)
+        == DataError.exit_code
+    )
 
 
-def test_student_without_condition_may_be_made_of_experts_that_have_one(tiny: TinyFederation, tmp_path: Path) -> None:
+def test_student_without_condition_may_be_made_of_experts_that_have_one(
+    tiny: TinyFederation, tmp_path: Path
+) -> None:
     out = tmp_path / "student.safetensors"
     assert distil(tiny, out, "--num", 20, "--steps", 2, "--unconditional") == 0
     record, alone = load_student(out)
@@ -260,10 +323,14 @@ def test_student_without_condition_may_be_made_of_experts_that_have_one(tiny: Ti
     assert alone.sample(2, steps=2).images.shape == (2, *PIXELS)
     with pytest.raises(MathError, match="condition"):
         alone.sample(2, condition=0)
-    assert distil(tiny, out, "--num", 20, "--steps", 2, "--texts", "texts.npz") == SetupError.exit_code
+    assert (
+        distil(tiny, out, "--num", 20, "--steps", 2, "--texts", "texts.npz") == SetupError.exit_code
+    )
 
 
-def test_student_with_another_or_no_autoencoder_or_a_record_without_is_refused(student: Path) -> None:
+def test_student_with_another_or_no_autoencoder_or_a_record_without_is_refused(
+    student: Path,
+) -> None:
     beside, record = autoencoder_beside(student), student.with_suffix(RECORD_SUFFIX)
     weights, text = bytearray(beside.read_bytes()), record.read_bytes()
     weights[-1] ^= 1

@@ -20,7 +20,9 @@ from tests.support.gaussian_mixture import GaussianMixture, four_silos
 # Shape legend: B batch, C components, D dimensions, K experts, L tokens.
 
 MIXTURE = four_silos()
-TEXT_C = torch.tensor([1, 2, 2, 1, 2, 2, 1])  # of each component: the first two silos have both texts, the others one
+TEXT_C = torch.tensor(
+    [1, 2, 2, 1, 2, 2, 1]
+)  # of each component: the first two silos have both texts, the others one
 CONDITION = TextCondition(dim=1, max_tokens=1, drop=0.25)
 
 
@@ -44,7 +46,9 @@ class Told:
         answer_BD = torch.empty_like(x_BD)
         for text in read(c_BLD).unique().tolist():
             rows = read(c_BLD) == text
-            answer_BD[rows] = of_text(text).expert(self.k)(x_BD[rows], t_B[rows]).nan_to_num().to(x_BD)
+            answer_BD[rows] = (
+                of_text(text).expert(self.k)(x_BD[rows], t_B[rows]).nan_to_num().to(x_BD)
+            )
         return answer_BD
 
 
@@ -56,7 +60,10 @@ class Given:
     num_experts: int = 4
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        rows = [of_text(int(c)).log_likelihood(x_B[i, None], t_B[i, None])[0] for i, c in enumerate(self.text_B)]
+        rows = [
+            of_text(int(c)).log_likelihood(x_B[i, None], t_B[i, None])[0]
+            for i, c in enumerate(self.text_B)
+        ]
         return torch.stack(rows).nan_to_num(nan=-1e3, neginf=-1e3)
 
 
@@ -80,7 +87,9 @@ class Reading:
 
 
 def ensemble(router: Router | None) -> Ensemble:
-    return Ensemble([Told(k) for k in range(4)], router, MIXTURE.prior_K, shape=(2,), condition=CONDITION)
+    return Ensemble(
+        [Told(k) for k in range(4)], router, MIXTURE.prior_K, shape=(2,), condition=CONDITION
+    )
 
 
 def data(num: int) -> DistillationData:
@@ -103,7 +112,10 @@ def truth(x_BD: Tensor, t_B: Tensor, text_B: Tensor, *, equal_shares: bool = Fal
         rows, mixture = text_B == text, of_text(text)
         if equal_shares and text:
             scale_K = torch.tensor(MIXTURE.prior_K) / torch.tensor(mixture.prior_K)
-            held = replace(mixture, weight_C=(mixture.weight_C * scale_K[mixture.silo_C]).nan_to_num(posinf=0.0))
+            held = replace(
+                mixture,
+                weight_C=(mixture.weight_C * scale_K[mixture.silo_C]).nan_to_num(posinf=0.0),
+            )
             mixture = held
         found_BD[rows] = mixture.velocity(x_BD[rows], t_B[rows]).to(x_BD)
     return found_BD
@@ -118,7 +130,9 @@ def test_teachers_weigh_experts_by_the_posterior_given_each_images_text() -> Non
     found_BD = answers(ensemble(Reading()), "mixture", batch, lessons)
     torch.testing.assert_close(found_BD, expected_BD, atol=2e-3, rtol=1e-3)
     drawn_BD = answers(ensemble(Reading()), "drawn", batch, lessons)
-    score_D = (drawn_BD - expected_BD).mean(0) / ((drawn_BD - expected_BD).std(0) / len(x_BD) ** 0.5)
+    score_D = (drawn_BD - expected_BD).mean(0) / (
+        (drawn_BD - expected_BD).std(0) / len(x_BD) ** 0.5
+    )
     assert float(score_D.abs().max()) < 4.5
     told = text_B > 0
     blind_BD = answers(ensemble(MIXTURE), "mixture", batch, lessons)  # a router that reads no text
@@ -126,7 +140,9 @@ def test_teachers_weigh_experts_by_the_posterior_given_each_images_text() -> Non
     torch.testing.assert_close(blind_BD[~told], expected_BD[~told], atol=2e-3, rtol=1e-3)
 
 
-def test_router_that_reads_texts_without_knowing_who_has_them_takes_the_prior_for_their_shares() -> None:
+def test_router_that_reads_texts_without_knowing_who_has_them_takes_the_prior_for_their_shares() -> (
+    None
+):
     lessons = data(400)
     batch = batch_of(lessons)
     assert batch.condition is not None
@@ -142,7 +158,12 @@ def test_own_samples_of_a_text_are_drawn_from_experts_that_have_it_where_the_rou
     tmp_path: Path, knows: bool
 ) -> None:
     texts = torch.tensor([1.0, 2.0])[:, None, None]
-    asked = {"source": "x", "condition": CONDITION, "steps": 2, "on_progress": lambda done, of: None}
+    asked = {
+        "source": "x",
+        "condition": CONDITION,
+        "steps": 2,
+        "on_progress": lambda done, of: None,
+    }
     drawn = own_samples(ensemble(Reading(knows_shares=knows)), 1024, tmp_path, texts=texts, **asked)  # type: ignore[arg-type]
     assert drawn.labels is not None and drawn.expert_N is not None
     for text in (0, 1, 2):

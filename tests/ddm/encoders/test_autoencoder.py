@@ -20,7 +20,9 @@ from ddm.io.tensors import save_tensors
 from ddm.protocol.base import File
 from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, IdentityLatent
 
-SIZE = AutoencoderSize(channels=(8, 16), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
+SIZE = AutoencoderSize(
+    channels=(8, 16), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4
+)
 SHAPES = [(2, 8, 12), (1, 4, 8, 6)]
 
 
@@ -108,7 +110,9 @@ def test_sides_that_the_levels_cannot_halve_are_refused_before_anything_is_built
         build_autoencoder(SIZE, (1, 7, 8))
 
 
-def test_autoencoder_without_monai_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autoencoder_without_monai_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "monai.networks.nets", None)
     with pytest.raises(SetupError, match="MONAI") as caught:
         build_autoencoder(SIZE, (1, 8, 8))
@@ -116,7 +120,9 @@ def test_autoencoder_without_monai_is_refused_with_what_to_install(monkeypatch: 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["2D", "3D"])
-def test_shapes_are_as_the_plan_says_and_no_samples_latent_depends_on_the_others(shape: tuple[int, ...]) -> None:
+def test_shapes_are_as_the_plan_says_and_no_samples_latent_depends_on_the_others(
+    shape: tuple[int, ...],
+) -> None:
     latent, x_N = latent_of(shape), samples(3, shape)
     seen = latent.encode(x_N)
     assert tuple(seen.shape[1:]) == SIZE.shape(shape)
@@ -142,14 +148,19 @@ def test_stored_autoencoder_opens_as_it_was_and_its_tensors_are_those_expected(
 def test_other_weights_than_the_plan_lists_or_its_sizes_imply_are_refused(tmp_path: Path) -> None:
     shape, path = SHAPES[0], tmp_path / "plan" / "autoencoder.safetensors"
     save_tensors(path, latent_of(shape).tensors())
-    listed, spec = File.of("plan/autoencoder.safetensors", path), AutoencoderKlLatent(**SIZE.model_dump(), scale=1.0)
+    listed, spec = (
+        File.of("plan/autoencoder.safetensors", path),
+        AutoencoderKlLatent(**SIZE.model_dump(), scale=1.0),
+    )
     save_tensors(path, latent_of(shape).tensors() | {"quant_conv_mu.conv.bias": torch.zeros(3)})
     with pytest.raises(DigestError):
         open_latent(spec, shape, listed, tmp_path)
     wider = spec.model_copy(update={"channels": (16, 16)})
     with pytest.raises(TensorFileError):
         open_latent(wider, shape, File.of(listed.path, path), tmp_path)
-    huge = {name: torch.full_like(tensor, 1e6) for name, tensor in latent_of(shape).tensors().items()}
+    huge = {
+        name: torch.full_like(tensor, 1e6) for name, tensor in latent_of(shape).tensors().items()
+    }
     save_tensors(path, huge)
     with pytest.raises(TensorFileError, match="magnitudes"):
         open_latent(spec, shape, File.of(listed.path, path), tmp_path)

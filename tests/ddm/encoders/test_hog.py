@@ -20,7 +20,10 @@ def _by_hand(image: np.ndarray, cells: int) -> np.ndarray:
     edge = np.pad(image, ((0, 0), (1, 1), (1, 1)), mode="edge")
     found = np.zeros((HOG_DIRECTIONS, cells, cells))
     for c, y, x in np.ndindex(channels, height, width):
-        right, down = edge[c, y + 1, x + 2] - edge[c, y + 1, x], edge[c, y + 2, x + 1] - edge[c, y, x + 1]
+        right, down = (
+            edge[c, y + 1, x + 2] - edge[c, y + 1, x],
+            edge[c, y + 2, x + 1] - edge[c, y, x + 1],
+        )
         place = np.arctan2(down, right) % np.pi / np.pi * HOG_DIRECTIONS
         low, share, row, column = int(place), place % 1, y * cells // height, x * cells // width
         found[low % HOG_DIRECTIONS, row, column] += np.hypot(right, down) * (1 - share)
@@ -51,12 +54,16 @@ def test_an_edge_lies_in_its_direction_and_brightness_does_not_count() -> None:
 
 def test_mirror_images_have_the_same_features_where_that_is_asked_for_and_not_otherwise() -> None:
     images = _images()
-    same, other = (HogEncoder.fit(images, 5, cells=3, mirrored=mirrored) for mirrored in (True, False))
+    same, other = (
+        HogEncoder.fit(images, 5, cells=3, mirrored=mirrored) for mirrored in (True, False)
+    )
     torch.testing.assert_close(same.encode(images.flip(3)), same.encode(images), atol=1e-5, rtol=0)
     assert (other.encode(images.flip(3)) - other.encode(images)).abs().max() > 0.1
 
 
-def test_features_do_not_depend_on_how_many_images_are_encoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_do_not_depend_on_how_many_images_are_encoded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     images = _images()
     encoder, told = HogEncoder.fit(images, 3, cells=4, mirrored=True), []
     whole = encoder.encode(images)
@@ -81,7 +88,10 @@ def test_images_that_have_too_few_pixels_or_no_edges_are_refused() -> None:
         histograms(torch.zeros(2, 1, 8, 8, 8), 2, mirrored=False)
     with pytest.raises(DataError, match="principal directions"):
         HogEncoder.fit(torch.zeros(20, 1, 8, 8), 1, cells=2, mirrored=False)
-    assert HogSpec(dim=3, cells=7, mirrored=False).misfit((1, 8, 6)) == "images of at least 7 pixels a side"
+    assert (
+        HogSpec(dim=3, cells=7, mirrored=False).misfit((1, 8, 6))
+        == "images of at least 7 pixels a side"
+    )
     assert "pca for volumes" in HogSpec(dim=3, cells=7, mirrored=False).misfit((1, 8, 8, 8))
 
 

@@ -23,7 +23,9 @@ def test_pca_features_match_scikit_learn_up_to_sign_and_half_whitening() -> None
     plain = np.abs(model.transform(flat))
     half = plain * np.sqrt(model.singular_values_[0] / model.singular_values_)
     np.testing.assert_allclose(np.abs(ours), half, atol=1e-4)
-    assert np.abs(plain - half).max() > 0.1  # the comparison can tell features that are not whitened
+    assert (
+        np.abs(plain - half).max() > 0.1
+    )  # the comparison can tell features that are not whitened
     assert np.abs(np.abs(flat @ model.components_.T) - plain).max() > 1  # nor centred
 
 
@@ -63,6 +65,8 @@ def test_pca_encoder_survives_its_file(tmp_path) -> None:
     encoder = PcaEncoder.fit(images, 3)
     save_tensors(tmp_path / "encoder.safetensors", encoder.tensors())
     specs = pca_specs(DataSpec(shape=(1, 6, 6), range=(-1.0, 1.0)), 3)
-    loaded = PcaEncoder.from_tensors(load_tensors(tmp_path / "encoder.safetensors", specs, max_bytes=10_000))
+    loaded = PcaEncoder.from_tensors(
+        load_tensors(tmp_path / "encoder.safetensors", specs, max_bytes=10_000)
+    )
     assert torch.equal(loaded.encode(images), encoder.encode(images))
     assert loaded.dim == 3

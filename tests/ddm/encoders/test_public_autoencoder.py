@@ -27,7 +27,9 @@ def images(num: int = 3, shape: tuple[int, ...] = SHAPE) -> Tensor:
     return torch.rand(num, *shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
-def opened(folder: Path, shape: tuple[int, ...] = SHAPE, tile: int = 0) -> tuple[AutoencoderKl, DiffusersKlLatent]:
+def opened(
+    folder: Path, shape: tuple[int, ...] = SHAPE, tile: int = 0
+) -> tuple[AutoencoderKl, DiffusersKlLatent]:
     """What a site opens: the published file, by its digest, as the plan describes it."""
     spec, weights = describe(folder, shape, tile)
     listed = File.of(WEIGHTS, weights)
@@ -41,7 +43,11 @@ def test_latents_and_images_are_those_of_diffusers(tmp_path: Path, layout: dict[
     theirs = write_autoencoder(tmp_path, layout)
     latent, spec = opened(tmp_path)
     x_N, shift, factor = images(), layout.get("shift_factor", 0.0), layout["scaling_factor"]
-    assert (spec.scaling_factor, spec.shift_factor, spec.latent_channels) == (factor, shift, layout["latent_channels"])
+    assert (spec.scaling_factor, spec.shift_factor, spec.latent_channels) == (
+        factor,
+        shift,
+        layout["latent_channels"],
+    )
     with torch.no_grad():
         expected = (theirs.encode(x_N).latent_dist.mode() - shift) * factor
         back = theirs.decode(expected / factor + shift).sample
@@ -50,10 +56,14 @@ def test_latents_and_images_are_those_of_diffusers(tmp_path: Path, layout: dict[
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(latent.decode(expected), back, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found, expected / factor, rtol=0.01), "the factor matters"
-    assert torch.allclose(expected, (expected / factor + shift) * factor) == (shift == 0), "and so does the shift"
+    assert torch.allclose(expected, (expected / factor + shift) * factor) == (shift == 0), (
+        "and so does the shift"
+    )
 
 
-def test_half_precision_files_are_computed_in_float32_and_take_half_the_bytes(tmp_path: Path) -> None:
+def test_half_precision_files_are_computed_in_float32_and_take_half_the_bytes(
+    tmp_path: Path,
+) -> None:
     for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
         with case(name):
             theirs = write_autoencoder(tmp_path / name, FLUX, dtype=dtype)
@@ -81,19 +91,35 @@ def test_tiles_are_those_of_diffusers_and_differ_from_the_whole(tmp_path: Path) 
 
 
 def test_tiles_bound_the_memory_of_large_images() -> None:
-    sizes = {"channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4, "norm_groups": 32}
-    parts = {"mid_attention": True, "quant_conv": True, "post_quant_conv": True, "scaling_factor": 0.18215}
+    sizes = {
+        "channels": (128, 256, 512, 512),
+        "layers_per_block": 2,
+        "latent_channels": 4,
+        "norm_groups": 32,
+    }
+    parts = {
+        "mid_attention": True,
+        "quant_conv": True,
+        "post_quant_conv": True,
+        "scaling_factor": 0.18215,
+    }
     tiled = DiffusersKlLatent(**sizes, **parts, tile=512)
     whole = DiffusersKlLatent(**sizes, **parts)
     one = autoencoder_size(whole, (3, 512, 512)).alive
     assert autoencoder_size(tiled, (3, 4096, 4096)).alive == one
     assert autoencoder_size(whole, (3, 4096, 4096)).alive == 64 * one
-    assert autoencoder_size(whole, (3, 512, 512)).parameters == 83_653_863, "as Stable Diffusion's is published"
+    assert autoencoder_size(whole, (3, 512, 512)).parameters == 83_653_863, (
+        "as Stable Diffusion's is published"
+    )
 
 
-@pytest.mark.parametrize("layout", [SD, FLUX, SD | {"mid_block_add_attention": False}], ids=["sd", "flux", "plain"])
+@pytest.mark.parametrize(
+    "layout", [SD, FLUX, SD | {"mid_block_add_attention": False}], ids=["sd", "flux", "plain"]
+)
 @pytest.mark.parametrize("channels", [(4,), (4, 8), (4, 12, 8, 8)])
-def test_parameters_are_counted_exactly(tmp_path: Path, layout: dict[str, Any], channels: tuple[int, ...]) -> None:
+def test_parameters_are_counted_exactly(
+    tmp_path: Path, layout: dict[str, Any], channels: tuple[int, ...]
+) -> None:
     write_autoencoder(tmp_path, layout, channels=channels)
     spec, _ = describe(tmp_path, SHAPE, 0)
     with torch.device("meta"):
@@ -114,7 +140,9 @@ def test_attention_under_its_old_names_is_read_too(tmp_path: Path) -> None:
     again, _ = opened(tmp_path)
     assert torch.equal(again.encode(images()), latent.encode(images()))
     mixed = {
-        name.replace("encoder.mid_block.attentions.0.query.", "encoder.mid_block.attentions.0.to_q."): value
+        name.replace(
+            "encoder.mid_block.attentions.0.query.", "encoder.mid_block.attentions.0.to_q."
+        ): value
         for name, value in renamed.items()
     }
     save_file(mixed, tmp_path / WEIGHTS)
@@ -144,7 +172,12 @@ def test_configuration_that_says_something_else_is_refused(tmp_path: Path) -> No
             (tmp_path / CONFIG).write_text(json.dumps(good | change))
             with pytest.raises(SetupError, match=words):
                 describe(tmp_path, SHAPE, 0)
-    for text in ("{", "[]", '{"_class_name": "AutoencoderKL", "_class_name": "AutoencoderKL"}', " " * 70_000):
+    for text in (
+        "{",
+        "[]",
+        '{"_class_name": "AutoencoderKL", "_class_name": "AutoencoderKL"}',
+        " " * 70_000,
+    ):
         (tmp_path / CONFIG).write_text(text)
         with pytest.raises((SetupError, Exception), match=CONFIG) as refused:
             describe(tmp_path, SHAPE, 0)
@@ -182,7 +215,9 @@ def test_tiles_that_would_cut_a_latent_are_refused(tmp_path: Path) -> None:
         describe(tmp_path, SHAPE, 24)
 
 
-def test_missing_diffusers_is_told_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_diffusers_is_told_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_autoencoder(tmp_path, SD)
     spec, _ = describe(tmp_path, SHAPE, 0)
     monkeypatch.setitem(sys.modules, "diffusers.models.autoencoders.autoencoder_kl", None)

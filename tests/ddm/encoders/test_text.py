@@ -38,13 +38,21 @@ def copied(folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("kind", ["T5EncoderModel", "T5Model", "CLIPModel", "BertModel", "LlamaModel", "FNetModel"])
-def test_vectors_are_what_the_network_itself_answers_and_zero_beyond(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["T5EncoderModel", "T5Model", "CLIPModel", "BertModel", "LlamaModel", "FNetModel"]
+)
+def test_vectors_are_what_the_network_itself_answers_and_zero_beyond(
+    kind: str, tmp_path: Path
+) -> None:
     net = network(kind)
-    encoder = TextEncoder.open(tmp_path / "e", pin(save(tmp_path / "e", net), max_tokens=L, drop=0.0))
+    encoder = TextEncoder.open(
+        tmp_path / "e", pin(save(tmp_path / "e", net), max_tokens=L, drop=0.0)
+    )
     tower = {"T5Model": "encoder", "CLIPModel": "text_model"}.get(kind)
     with torch.no_grad():
-        wanted = (getattr(net, tower) if tower else net)(torch.tensor([[3, 5, 1]])).last_hidden_state[0]
+        wanted = (getattr(net, tower) if tower else net)(
+            torch.tensor([[3, 5, 1]])
+        ).last_hidden_state[0]
     found = encoder.encode([SHORT, LONG])
     torch.testing.assert_close(found[0, :3], wanted, atol=1e-5, rtol=1e-4)
     assert not found[0, 3:].any() and found[1].any(-1).all()
@@ -70,7 +78,9 @@ def test_vectors_do_not_depend_on_the_texts_beside_and_blank_texts_are_none(
 
 @pytest.mark.parametrize("kind", ["T5EncoderModel", "CLIPModel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_vectors_are_the_same_bits_whatever_the_texts_beside_are(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_vectors_are_the_same_bits_whatever_the_texts_beside_are(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Private training hides a patient by the noise on its own gradient; its caption must not change others' inputs."""
     mine = save(tmp_path / "e", network(kind))
     opened = TextEncoder.open(mine, pin(mine, max_tokens=8, drop=0.0))
@@ -81,14 +91,18 @@ def test_vectors_are_the_same_bits_whatever_the_texts_beside_are(kind: str, dtyp
         for texts in ([own, *others], [own] * 3 + others, [own] * 70 + others):
             found = encoder.encode(texts)[-len(others) :]
             with case(own, len(texts)):
-                assert all(torch.equal(one, alone) for one, alone in zip(found, wanted, strict=True))
+                assert all(
+                    torch.equal(one, alone) for one, alone in zip(found, wanted, strict=True)
+                )
     assert all(each.any() for text, each in zip(others, wanted, strict=True) if text)
 
 
 def test_text_that_is_too_long_is_cut_and_counted(folder: Path, condition: TextCondition) -> None:
     encoder = TextEncoder.open(folder, condition)
     assert encoder.num_cut([SHORT, LONG, ""]) == 1
-    assert torch.equal(encoder.encode([LONG]), encoder.encode(["bright left dark right dark dark dark"]))
+    assert torch.equal(
+        encoder.encode([LONG]), encoder.encode(["bright left dark right dark dark dark"])
+    )
     assert not torch.equal(encoder.encode([LONG]), encoder.encode(["bright left dark left"]))
 
 
@@ -104,7 +118,10 @@ def test_another_file_than_the_pinned_one_is_refused(
     data[-3] ^= 1
     for changed in (bytes(data), bytes(data) + b" "):
         (mine / name).write_bytes(changed)
-        for refuse in (lambda: TextEncoder.open(mine, condition), lambda: check_files(mine, pinned)):
+        for refuse in (
+            lambda: TextEncoder.open(mine, condition),
+            lambda: check_files(mine, pinned),
+        ):
             with pytest.raises(DigestError, match=f"tiny-t5, {name}"):
                 refuse()
     (mine / name).unlink()
@@ -118,7 +135,9 @@ def test_nothing_but_the_pinned_files_is_read_no_code_runs_and_no_network_is_ask
 ) -> None:
     mine, ran = save(tmp_path / "mine", network("T5EncoderModel")), tmp_path / "ran"
     settings = json.loads((mine / "config.json").read_text())
-    settings["auto_map"] = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForTextEncoding"), "evil.Evil")
+    settings["auto_map"] = dict.fromkeys(
+        ("AutoConfig", "AutoModel", "AutoModelForTextEncoding"), "evil.Evil"
+    )
     settings["attn_implementation"] = "kernels-community/evil"  # code that transformers would fetch
     (mine / "config.json").write_text(json.dumps(settings))
     (mine / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
@@ -139,10 +158,22 @@ def test_nothing_but_the_pinned_files_is_read_no_code_runs_and_no_network_is_ask
     condition = pin(mine, max_tokens=L, drop=0.1)
     assert TextEncoder.open(mine, condition).encode([SHORT]).any()
     assert condition.encoder is not None
-    assert {file.path for file in condition.encoder.files} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert {file.path for file in condition.encoder.files} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
     assert not ran.exists()
-    elsewhere = {"model_type": "dpt", "backbone": "facebook/dinov2-small", "use_pretrained_backbone": True}
-    for asked in (elsewhere, elsewhere | {"model_type": "tvp"}, {"model_type": "llava", "vision_config": elsewhere}):
+    elsewhere = {
+        "model_type": "dpt",
+        "backbone": "facebook/dinov2-small",
+        "use_pretrained_backbone": True,
+    }
+    for asked in (
+        elsewhere,
+        elsewhere | {"model_type": "tvp"},
+        {"model_type": "llava", "vision_config": elsewhere},
+    ):
         (mine / "config.json").write_text(json.dumps(asked))
         with pytest.raises(SetupError, match="takes texts only|no model_type"):
             pin(mine, max_tokens=L, drop=0.1)
@@ -173,14 +204,18 @@ def test_pickled_incomplete_and_infinite_weights_are_refused(folder: Path, tmp_p
     save_file({name: value.clone() for name, value in whole.items() if name != lost}, weights)
     with pytest.raises(SetupError, match="1 weights are missing"):
         pin(mine, max_tokens=L, drop=0.0)
-    save_file({name: value.clone() for name, value in whole.items()} | {lost: whole[lost] / 0}, weights)
+    save_file(
+        {name: value.clone() for name, value in whole.items()} | {lost: whole[lost] / 0}, weights
+    )
     with pytest.raises(TensorFileError, match="finite"):
         pin(mine, max_tokens=L, drop=0.0)
     torch.save(whole, weights)
     with pytest.raises(TensorFileError, match="pickle"):
         pin(mine, max_tokens=L, drop=0.0)
     weights.write_bytes(b"")
-    with pytest.raises(SetupError, match="model.safetensors: expected a file that was copied whole"):
+    with pytest.raises(
+        SetupError, match="model.safetensors: expected a file that was copied whole"
+    ):
         pin(mine, max_tokens=L, drop=0.0)
     weights.rename(mine / "pytorch_model.bin")
     with pytest.raises(SetupError, match="no file of these names") as caught:
@@ -192,10 +227,16 @@ def test_weights_without_the_pooler_that_many_publish_none_of_are_whole(tmp_path
     net = network("BertModel")
     mine = save(tmp_path / "mine", net)
     wanted = TextEncoder.open(mine, pin(mine, max_tokens=L, drop=0.0)).encode([LONG])
-    without = {name: value.clone() for name, value in net.state_dict().items() if not name.startswith("pooler.")}
+    without = {
+        name: value.clone()
+        for name, value in net.state_dict().items()
+        if not name.startswith("pooler.")
+    }
     assert len(without) < len(net.state_dict())
     save_file(without, mine / "model.safetensors")
-    assert torch.equal(TextEncoder.open(mine, pin(mine, max_tokens=L, drop=0.0)).encode([LONG]), wanted)
+    assert torch.equal(
+        TextEncoder.open(mine, pin(mine, max_tokens=L, drop=0.0)).encode([LONG]), wanted
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +250,9 @@ def test_weights_without_the_pooler_that_many_publish_none_of_are_whole(tmp_path
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_settings_that_make_no_network_are_refused_in_one_line(settings: dict[str, object], tmp_path: Path) -> None:
+def test_settings_that_make_no_network_are_refused_in_one_line(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
     mine = save(tmp_path / "mine", network("BertModel"))
     config = json.loads((mine / "config.json").read_text())
     (mine / "config.json").write_text(json.dumps(config | settings))
@@ -225,7 +268,10 @@ def test_so_few_tokens_that_none_is_left_for_words_are_refused(folder: Path) -> 
 
 
 def test_networks_that_read_no_text_or_not_so_much_of_it_are_refused(tmp_path: Path) -> None:
-    bart, bert = save(tmp_path / "bart", network("BartModel")), save(tmp_path / "bert", network("BertModel"))
+    bart, bert = (
+        save(tmp_path / "bart", network("BartModel")),
+        save(tmp_path / "bert", network("BertModel")),
+    )
     with pytest.raises(SetupError, match="a network of transformers"):
         pin(bart, max_tokens=L, drop=0.0)
     pin(bert, max_tokens=12, drop=0.0)
@@ -254,11 +300,15 @@ def test_text_that_the_tokenizer_does_not_know_is_refused_without_saying_it(tmp_
     assert caught.value.__suppress_context__
 
 
-def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_without_a_text(tmp_path: Path) -> None:
+def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_without_a_text(
+    tmp_path: Path,
+) -> None:
     mine = save(tmp_path / "mine", network("T5EncoderModel"))
     tokenizer = Tokenizer.from_file(str(mine / "tokenizer.json"))
     tokenizer.normalizer = normalizers.Replace("~", "")
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])  # nothing at the end
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A", special_tokens=[]
+    )  # nothing at the end
     tokenizer.save(str(mine / "tokenizer.json"))
     condition = pin(mine, max_tokens=L, drop=0.0)
     assert isinstance(found := encoded("~bright", mine, condition), torch.Tensor) and found.any()
@@ -266,11 +316,18 @@ def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_w
         encoded("~~", mine, condition)
 
 
-def test_plan_without_an_encoder_keeps_its_bytes_and_one_with_it_is_read_back(condition: TextCondition) -> None:
+def test_plan_without_an_encoder_keeps_its_bytes_and_one_with_it_is_read_back(
+    condition: TextCondition,
+) -> None:
     plain = {"kind": "text", "dim": DIM, "max_tokens": L, "drop": 0.1}
     older = to_bytes(plan_document(condition=plain))
     read = Plan.parse(older, subject="plan")
     assert b"encoder" not in read.condition.model_dump_json().encode()
     assert read.encode() == Plan.parse(read.encode(), subject="plan").encode()
-    newer = Plan.parse(to_bytes(plan_document(condition=json.loads(condition.model_dump_json()))), subject="plan")
-    assert newer.condition == condition and Plan.parse(newer.encode(), subject="plan").condition == condition
+    newer = Plan.parse(
+        to_bytes(plan_document(condition=json.loads(condition.model_dump_json()))), subject="plan"
+    )
+    assert (
+        newer.condition == condition
+        and Plan.parse(newer.encode(), subject="plan").condition == condition
+    )

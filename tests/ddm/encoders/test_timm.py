@@ -55,12 +55,20 @@ def of_timm(encoder: TimmEncoder, x_NCHW: torch.Tensor, **changes: object) -> to
 
 
 @pytest.mark.parametrize("model", ["test_vit", "test_resnet"])
-def test_network_input_and_features_are_those_of_timms_own_pipeline(tmp_path: Path, model: str) -> None:
+def test_network_input_and_features_are_those_of_timms_own_pipeline(
+    tmp_path: Path, model: str
+) -> None:
     encoder = TimmEncoder.from_file(model, weights(tmp_path / "w.safetensors", model), COLOUR)
-    soft = (pictures(5) * 127 + 64).round() / 255  # no value that bicubic weights would carry beyond black or white
-    close = 1.5 / 255 / min(encoder.spec.std)  # PIL rounds to whole levels after each of its two passes
+    soft = (
+        pictures(5) * 127 + 64
+    ).round() / 255  # no value that bicubic weights would carry beyond black or white
+    close = (
+        1.5 / 255 / min(encoder.spec.std)
+    )  # PIL rounds to whole levels after each of its two passes
     torch.testing.assert_close(encoder.prepare(soft), of_timm(encoder, soft), atol=close, rtol=0)
-    assert (encoder.prepare(soft) - of_timm(encoder, soft, mean=(0.45, 0.45, 0.45))).abs().max() > 5 * close
+    assert (
+        encoder.prepare(soft) - of_timm(encoder, soft, mean=(0.45, 0.45, 0.45))
+    ).abs().max() > 5 * close
     hard = pictures(5)
     with torch.inference_mode():
         expected = encoder.net(of_timm(encoder, hard))
@@ -70,7 +78,9 @@ def test_network_input_and_features_are_those_of_timms_own_pipeline(tmp_path: Pa
 
 
 def test_features_are_the_same_whatever_the_split_into_batches(tmp_path: Path) -> None:
-    encoder = TimmEncoder.from_file("test_resnet", weights(tmp_path / "w.safetensors", "test_resnet"), COLOUR, (32, 32))
+    encoder = TimmEncoder.from_file(
+        "test_resnet", weights(tmp_path / "w.safetensors", "test_resnet"), COLOUR, (32, 32)
+    )
     x_NCHW = pictures(70)
     whole = encoder.encode(x_NCHW)
     assert whole.shape == (70, encoder.dim) and whole.dtype == torch.float32
@@ -80,22 +90,37 @@ def test_features_are_the_same_whatever_the_split_into_batches(tmp_path: Path) -
         assert torch.equal(torch.cat(parts), whole[:46])
 
 
-def test_grey_is_repeated_for_a_network_of_colours_and_taken_as_it_is_by_one_of_grey(tmp_path: Path) -> None:
+def test_grey_is_repeated_for_a_network_of_colours_and_taken_as_it_is_by_one_of_grey(
+    tmp_path: Path,
+) -> None:
     grey = pictures(3, GREY)
     colours = weights(tmp_path / "c.safetensors")
     of_grey = TimmEncoder.from_file("test_vit", colours, GREY, (32, 32)).encode(grey)
-    of_colour = TimmEncoder.from_file("test_vit", colours, COLOUR, (32, 32)).encode(grey.expand(-1, 3, -1, -1))
+    of_colour = TimmEncoder.from_file("test_vit", colours, COLOUR, (32, 32)).encode(
+        grey.expand(-1, 3, -1, -1)
+    )
     assert torch.equal(of_grey, of_colour)
-    single = TimmEncoder.from_file("test_vit", weights(tmp_path / "g.safetensors", in_chans=1), GREY, (32, 32))
+    single = TimmEncoder.from_file(
+        "test_vit", weights(tmp_path / "g.safetensors", in_chans=1), GREY, (32, 32)
+    )
     assert len(single.spec.mean) == 1 and single.prepare(grey).shape == (3, 1, 32, 32)
 
 
-def test_classifier_in_the_file_is_left_out_and_the_rest_survives_the_plans_file(tmp_path: Path) -> None:
-    encoder = TimmEncoder.from_file("test_resnet", weights(tmp_path / "w.safetensors", "test_resnet"), COLOUR)
-    assert any(name.startswith("fc.") for name in load_tensors(tmp_path / "w.safetensors", None, max_bytes=1 << 30))
+def test_classifier_in_the_file_is_left_out_and_the_rest_survives_the_plans_file(
+    tmp_path: Path,
+) -> None:
+    encoder = TimmEncoder.from_file(
+        "test_resnet", weights(tmp_path / "w.safetensors", "test_resnet"), COLOUR
+    )
+    assert any(
+        name.startswith("fc.")
+        for name in load_tensors(tmp_path / "w.safetensors", None, max_bytes=1 << 30)
+    )
     assert not any(name.startswith("fc.") for name in encoder.tensors())
     save_tensors(tmp_path / "plan.safetensors", encoder.tensors())
-    loaded = load_tensors(tmp_path / "plan.safetensors", timm_specs(encoder.spec), max_bytes=1 << 30)
+    loaded = load_tensors(
+        tmp_path / "plan.safetensors", timm_specs(encoder.spec), max_bytes=1 << 30
+    )
     again = TimmEncoder.from_tensors(loaded, encoder.spec, COLOUR)
     assert torch.equal(again.encode(pictures(3)), encoder.encode(pictures(3)))
 
@@ -144,7 +169,9 @@ def test_features_that_are_not_finite_are_refused() -> None:
 
 
 @pytest.mark.parametrize("chosen", [{}, {"weights": "a.safetensors", "random_weights": True}])
-def test_random_weights_are_refused_unless_asked_for_instead_of_a_file(chosen: dict[str, object]) -> None:
+def test_random_weights_are_refused_unless_asked_for_instead_of_a_file(
+    chosen: dict[str, object],
+) -> None:
     with pytest.raises(ValueError, match="random_weights"):
         TimmRecipe.model_validate({"kind": "timm", "model": "test_vit"} | chosen)
 
@@ -152,7 +179,11 @@ def test_random_weights_are_refused_unless_asked_for_instead_of_a_file(chosen: d
 @pytest.mark.parametrize("random", [False, True])
 def test_plan_records_the_network_and_its_files_open_again(tmp_path: Path, random: bool) -> None:
     tiny = TinyFederation.create(tmp_path, {"north": 40})
-    source = {"random_weights": True} if random else {"weights": str(weights(tmp_path / "w.safetensors"))}
+    source = (
+        {"random_weights": True}
+        if random
+        else {"weights": str(weights(tmp_path / "w.safetensors"))}
+    )
     chosen = recipe(encoder={"kind": "timm", "model": "test_vit", "image_size": [32, 32]} | source)
     public = torch.from_numpy(images(80, 0.2, seed=1))
     draft = draft_plan(tiny.federation, chosen, public, tmp_path / "draft")
@@ -165,7 +196,9 @@ def test_plan_records_the_network_and_its_files_open_again(tmp_path: Path, rando
 
 def test_opening_a_plan_of_principal_components_imports_no_timm() -> None:
     code = "import sys, ddm.loading.plan; sys.exit('timm' in sys.modules or 'torchvision' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 @pytest.mark.gpu

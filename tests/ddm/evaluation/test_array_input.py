@@ -91,7 +91,10 @@ def test_numbers_too_large_for_signed_ones_stay_large() -> None:
 
 def test_what_holds_no_real_numbers_is_refused_by_the_name_of_its_argument() -> None:
     for name, values in REFUSED.items():
-        with case(f"samples: {name}"), pytest.raises(DataError, match="^samples: expected an array or a tensor"):
+        with (
+            case(f"samples: {name}"),
+            pytest.raises(DataError, match="^samples: expected an array or a tensor"),
+        ):
             evaluate(values, REFERENCE)
         with case(f"reference: {name}"), pytest.raises(DataError, match="^reference"):
             Reference.of(values)
@@ -125,7 +128,9 @@ def test_silos_and_priors_that_do_not_fit_are_refused() -> None:
         with case(name), pytest.raises(ArchipelagoError) as caught:
             evaluate(SAMPLES, REFERENCE, silo_N=silo, prior=prior)
         assert caught.value.subject == subject, name
-    held_otherwise = evaluate(SAMPLES, REFERENCE, silo_N=silo_N[::-1].astype(">i8"), prior=np.array([1, 1], ">f4"))
+    held_otherwise = evaluate(
+        SAMPLES, REFERENCE, silo_N=silo_N[::-1].astype(">i8"), prior=np.array([1, 1], ">f4")
+    )
     assert [each.num for each in held_otherwise.per_silo.values()] == [20, 20]
     assert held_otherwise.share_error is not None
     assert held_otherwise.share_error.error.value == 0.0
@@ -152,9 +157,13 @@ def test_ensemble_takes_arrays_where_it_takes_tensors() -> None:
     x = RNG.normal(size=(4, 2))
     strange = x.astype(">f8")[::-1]
     once = torch.ones(4)
-    assert torch.equal(ensemble.posterior(strange, np.ones(4, ">f4")), ensemble.posterior(torch.tensor(x), once))
+    assert torch.equal(
+        ensemble.posterior(strange, np.ones(4, ">f4")), ensemble.posterior(torch.tensor(x), once)
+    )
     drawn = ensemble.sample(noise=strange, steps=2)
-    assert torch.equal(drawn.images, ensemble.sample(noise=torch.from_numpy(x[::-1].copy()), steps=2).images)
+    assert torch.equal(
+        drawn.images, ensemble.sample(noise=torch.from_numpy(x[::-1].copy()), steps=2).images
+    )
     assert len(ensemble.sample(2, numbers=np.array([5, 6]), steps=2).images) == 2
     for name, call in {
         "x_0": lambda: ensemble.sample(x_0=x + 1j, t_start=0.5),

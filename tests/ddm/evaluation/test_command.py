@@ -34,7 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("evaluation")
     for name, seed in (("reference", 70), ("holdout", 71)):
         arrays = [images(80, centre, seed=seed) for centre in (-0.5, 0.5)]
-        np.savez_compressed(found / f"{name}.npz", images=np.concatenate(arrays), silos=["east"] * 80 + ["north"] * 80)
+        np.savez_compressed(
+            found / f"{name}.npz",
+            images=np.concatenate(arrays),
+            silos=["east"] * 80 + ["north"] * 80,
+        )
     return found
 
 
@@ -77,14 +81,22 @@ def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
     published_once: Published, folder: Path, compared: str
 ) -> None:
     found = figures(compared)
-    assert found["strategy"] == "lock" and [each["strategy"] for each in found["compared"]] == ["sample"]
+    assert found["strategy"] == "lock" and [each["strategy"] for each in found["compared"]] == [
+        "sample"
+    ]
     out = folder / "drawn.npz"
     look = (published_once.release, "--root", published_once.root, "--state", folder / "state")
-    drawn = CliRunner().invoke(app, ["sample", *map(str, (*look, "--num", 60, "--steps", 4, "--out", out))])
+    drawn = CliRunner().invoke(
+        app, ["sample", *map(str, (*look, "--num", 60, "--steps", 4, "--out", out))]
+    )
     assert drawn.exception is None
     release = opened(published_once, published_once.release)
     encoder = PlanFiles.load(release.plan, release.folder).encoder
-    with np.load(out) as samples, np.load(folder / "reference.npz") as real, np.load(folder / "holdout.npz") as held:
+    with (
+        np.load(out) as samples,
+        np.load(folder / "reference.npz") as real,
+        np.load(folder / "holdout.npz") as held,
+    ):
         prior = [expert.prior for expert in release.manifest.experts]
         expected = evaluate(
             samples["images"],
@@ -100,12 +112,16 @@ def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
     assert found["share_error"] == pytest.approx(expected["share_error"])
     assert found["per_silo"]["east"]["prior"] == pytest.approx(60 / 180)
     assert found["copies"]["pixels"]["near_copies"] == expected["copies"]["pixels"]["near_copies"]
-    assert {each["num_reference"] for each in found["per_silo"].values()} == {80}  # the silo's own reference images
+    assert {each["num_reference"] for each in found["per_silo"].values()} == {
+        80
+    }  # the silo's own reference images
     assert set(found["recall_by"]) == {"east", "north"}
     assert found["release"]["manifest"] == sha256_file(release.folder / "manifest.json")
     assert found["reference"]["digest"] == sha256_file(folder / "reference.npz")
     assert found["features"]["digest"] == release.plan.file(release.plan.encoder.path).digest
-    printed, error = run(published_once, folder, "--samples", out, "--json", "--holdout", folder / "holdout.npz")
+    printed, error = run(
+        published_once, folder, "--samples", out, "--json", "--holdout", folder / "holdout.npz"
+    )
     assert error is None
     again = figures(printed)
     for name, each in found["metrics"].items():
@@ -113,12 +129,16 @@ def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
     assert again["sampling"] is None and again["per_silo"].keys() == found["per_silo"].keys()
 
 
-def test_page_shows_the_figures_and_reaches_nothing_outside_itself(folder: Path, compared: str) -> None:
+def test_page_shows_the_figures_and_reaches_nothing_outside_itself(
+    folder: Path, compared: str
+) -> None:
     page = (folder / "page" / "index.html").read_text("utf-8")
     assert json.loads((folder / "page" / "evaluation.json").read_text("utf-8")) == figures(compared)
     assert "default-src 'none'" in page and "<script" not in page
     assert not re.findall(r"""(?:src|href)=["'](?!data:image/png;base64,|#)""", page)
-    assert page.count("data:image/png;base64,") == 16 * 3 + 2 * 2 * 12  # reference, two silos, pairs in two spaces
+    assert (
+        page.count("data:image/png;base64,") == 16 * 3 + 2 * 2 * 12
+    )  # reference, two silos, pairs in two spaces
     for name in figures(compared)["metrics"]:
         assert f'<th scope="row">{name}</th>' in page
 
@@ -132,9 +152,19 @@ def test_page_fits_a_phone_and_a_desktop(folder: Path, compared: str, browser: C
 
 def test_table_names_what_the_figures_do_not_say(published_once: Published, folder: Path) -> None:
     np.savez(folder / "nine.npz", images=images(9, 0.0, seed=3))
-    printed, error = run(published_once, folder, "--samples", folder / "nine.npz", "--neighbours", 3)
+    printed, error = run(
+        published_once, folder, "--samples", folder / "nine.npz", "--neighbours", 3
+    )
     assert error is None
-    for word in ("kid", "95% interval", "floor", "diagnostic", "near copies by pixels", "biased upwards", "9 samples"):
+    for word in (
+        "kid",
+        "95% interval",
+        "floor",
+        "diagnostic",
+        "near copies by pixels",
+        "biased upwards",
+        "9 samples",
+    ):
         assert word in printed
     assert "share error" not in printed  # the file does not say which silo its samples came from
 
@@ -168,7 +198,9 @@ def test_wrong_files_and_flags_are_refused(published_once: Published, folder: Pa
             assert isinstance(error, kind) and said in str(error), error
 
 
-def test_samples_are_held_to_the_range_of_the_reference(published_once: Published, folder: Path) -> None:
+def test_samples_are_held_to_the_range_of_the_reference(
+    published_once: Published, folder: Path
+) -> None:
     """Other ways to write the same samples give the same figures; another range is refused, never clipped."""
     rows = images(60, 0.0, seed=9)
     rows.flat[:2] = -1.0, 1.0
@@ -200,7 +232,9 @@ def test_samples_are_held_to_the_range_of_the_reference(published_once: Publishe
     clipped = np.where(beyond, 1.0, rows)
     found, notes = judged(np.where(beyond, 1.3, rows))
     assert found["fid"]["value"] == pytest.approx(judged(clipped)[0]["fid"]["value"], abs=1e-6)
-    assert notes == [f"{beyond.mean():.2%} of the samples' values were beyond -1 to 1 and were clipped."]
+    assert notes == [
+        f"{beyond.mean():.2%} of the samples' values were beyond -1 to 1 and were clipped."
+    ]
 
     _, notes = judged((rows + 1) / 2)
     assert len(notes) == 1 and "fill 50% of the range -1 to 1: 0 to 1" in notes[0]
@@ -213,7 +247,9 @@ def test_samples_are_held_to_the_range_of_the_reference(published_once: Publishe
         "standardised": (rows - rows.mean()) / rows.std() * 2,
         "0 to 2": rows + 1,
         "one value far out": np.where(np.arange(rows.size).reshape(rows.shape) == 7, 9.0, rows),
-        "many values a little out": np.where(np.arange(rows.size).reshape(rows.shape) % 8, rows, 1.2),
+        "many values a little out": np.where(
+            np.arange(rows.size).reshape(rows.shape) % 8, rows, 1.2
+        ),
         "NaN": np.where(beyond, np.nan, rows),
         "infinity": np.where(beyond, np.inf, rows),
         "complex": rows + 0j,
@@ -242,7 +278,9 @@ def test_other_features_are_opened_by_their_names(published_once: Published, fol
         (folder / "classifier.safetensors", "classifier.safetensors", 64),
         (f"timm:{folder}/test_resnet.safetensors", "test_resnet.safetensors", None),
     ]:
-        printed, error = run(published_once, folder, "--samples", folder / "some.npz", "--features", named, "--json")
+        printed, error = run(
+            published_once, folder, "--samples", folder / "some.npz", "--features", named, "--json"
+        )
         assert error is None, error
         found = figures(printed)
         assert found["features"]["digest"] == sha256_file(folder / file)

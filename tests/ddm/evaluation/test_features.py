@@ -38,8 +38,13 @@ def test_classifier_learns_is_kept_and_opened_as_it_was(tmp_path: Path) -> None:
     trained = train_classifier(images, labels, SPEC, num_steps=30)
     fresh, truth = stripes(200, 1)
     assert trained.accuracy(fresh, truth) > 0.95
-    assert sum(each.numel() for each in Network(1, 10).parameters()) == pytest.approx(100_000, rel=0.02)
-    twice = [train_classifier(images, labels, SPEC, num_steps=2, seed=seed).encode(fresh[:5]) for seed in (1, 1, 2)]
+    assert sum(each.numel() for each in Network(1, 10).parameters()) == pytest.approx(
+        100_000, rel=0.02
+    )
+    twice = [
+        train_classifier(images, labels, SPEC, num_steps=2, seed=seed).encode(fresh[:5])
+        for seed in (1, 1, 2)
+    ]
     assert torch.equal(twice[0], twice[1]) and not torch.equal(twice[0], twice[2])
     trained.save(tmp_path / "c.safetensors")
     opened = Classifier.load(tmp_path / "c.safetensors")
@@ -53,7 +58,9 @@ def test_file_of_a_classifier_that_is_not_one_is_refused(tmp_path: Path) -> None
     train_classifier(images, labels, SPEC, num_steps=1).save(path)
     tensors = load_tensors(path, None, max_bytes=1 << 24)
     wrong = {
-        "a tensor missing": {name: each for name, each in tensors.items() if name != "features.bias"},
+        "a tensor missing": {
+            name: each for name, each in tensors.items() if name != "features.bias"
+        },
         "a tensor too many": tensors | {"more": torch.zeros(1)},
         "another shape": tensors | {"features.weight": torch.zeros(64, 3)},
         "not finite": tensors | {"features.bias": torch.full((64,), torch.nan)},
@@ -89,7 +96,9 @@ def test_clip_gives_the_image_embeddings_of_the_whole_network(tmp_path: Path) ->
     torch.testing.assert_close(opened.encode(images), expected, rtol=1e-4, atol=1e-5)
     assert opened.encode(images).shape == (70, opened.dim) == (70, 4)
     other = ClipVision.open(clip_folder(tmp_path / "other", seed=1)[0], SPEC)
-    assert other.digest != opened.digest and not torch.allclose(other.encode(images), expected, atol=1e-2)
+    assert other.digest != opened.digest and not torch.allclose(
+        other.encode(images), expected, atol=1e-2
+    )
     wide = ClipVision.open(folder, DataSpec(shape=(3, 10, 30), range=(-1.0, 1.0)))
     assert wide.prepare(torch.zeros(2, 3, 10, 30)).shape == (2, 3, 8, 8)
 
@@ -98,7 +107,9 @@ def test_folder_without_a_whole_clip_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         ClipVision.open(tmp_path, SPEC)
     folder, net = clip_folder(tmp_path / "clip")
-    lost = {name: each for name, each in net.state_dict().items() if "visual_projection" not in name}
+    lost = {
+        name: each for name, each in net.state_dict().items() if "visual_projection" not in name
+    }
     save_tensors(folder / "model.safetensors", lost)
     with pytest.raises(SetupError, match="missing"):
         ClipVision.open(folder, SPEC)
@@ -135,7 +146,10 @@ def test_reference_is_read_in_blocks_and_by_number(
 
 @pytest.mark.parametrize("kind", ["npz", "npy", "folder", "parts", "parquet"])
 def test_reference_may_be_any_kind_of_data(tmp_path: Path, kind: str) -> None:
-    grey, labels = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8), np.arange(40) % 3
+    grey, labels = (
+        np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8),
+        np.arange(40) % 3,
+    )
     path = tmp_path / {"npz": "r.npz", "npy": "r.npy", "parquet": "r.parquet"}.get(kind, "r")
     if kind == "npz":
         np.savez(path, images=grey, labels=labels)
@@ -149,7 +163,9 @@ def test_reference_may_be_any_kind_of_data(tmp_path: Path, kind: str) -> None:
         for number, part in enumerate(np.array_split(grey, 1 if kind == "folder" else 3)):
             np.save(path / ("images.npy" if kind == "folder" else f"images-{number}.npy"), part)
     found = open_reference(path, SPEC)
-    np.testing.assert_allclose(torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6)
+    np.testing.assert_allclose(
+        torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6
+    )
     assert list(found.groups) == ([] if kind == "npy" else [str(label) for label in labels])
     assert found.digest is not None
 
@@ -171,7 +187,9 @@ def test_samples_that_copy_the_reference_are_found_and_shown_first() -> None:
 def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_in_blocks() -> None:
     rng = np.random.default_rng(0)
     samples, real = rng.normal(size=(60, 4)), rng.normal(size=(90, 4))
-    plain = evaluate(samples, real, silo_N=np.arange(60) % 2, prior=[1, 1], groups=np.arange(90) % 2).to_json()
+    plain = evaluate(
+        samples, real, silo_N=np.arange(60) % 2, prior=[1, 1], groups=np.arange(90) % 2
+    ).to_json()
     torch_too = evaluate(
         torch.from_numpy(samples),
         Reference.of(torch.from_numpy(real), groups=[n % 2 for n in range(90)]),
@@ -180,7 +198,9 @@ def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_
     )
     assert json.dumps(torch_too.to_json()) == json.dumps(plain)
     assert plain["share_error"]["value"] == 0.0 and set(plain["recall_by"]) == {"0", "1"}
-    assert {each["num_reference"] for each in plain["per_silo"].values()} == {90}  # labels are no silos
+    assert {each["num_reference"] for each in plain["per_silo"].values()} == {
+        90
+    }  # labels are no silos
     with pytest.raises(ShapeError):
         evaluate(samples, real, silo_N=[0, 1])
     with pytest.raises(ShapeError):
@@ -188,13 +208,24 @@ def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_
 
 
 def test_reference_may_be_idx_with_its_labels_beside(tmp_path: Path) -> None:
-    grey, labels = np.random.default_rng(0).integers(0, 256, (6, 8, 8), np.uint8), np.arange(6, dtype=np.uint8) % 3
+    grey, labels = (
+        np.random.default_rng(0).integers(0, 256, (6, 8, 8), np.uint8),
+        np.arange(6, dtype=np.uint8) % 3,
+    )
     for name, array in (("t10k-images-idx3-ubyte", grey), ("t10k-labels-idx1-ubyte", labels)):
-        header = bytes([0, 0, 8, array.ndim]) + b"".join(side.to_bytes(4, "big") for side in array.shape)
+        header = bytes([0, 0, 8, array.ndim]) + b"".join(
+            side.to_bytes(4, "big") for side in array.shape
+        )
         (tmp_path / name).write_bytes(header + array.tobytes())
     found = open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC)
-    np.testing.assert_allclose(torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6)
-    assert (found.num, found.groups, found.group_name) == (6, ["0", "1", "2", "0", "1", "2"], "labels")
+    np.testing.assert_allclose(
+        torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6
+    )
+    assert (found.num, found.groups, found.group_name) == (
+        6,
+        ["0", "1", "2", "0", "1", "2"],
+        "labels",
+    )
     assert found.digest == sha256_file(tmp_path / "t10k-images-idx3-ubyte")
     classes = classes_of(found, Classes(3))
     assert classes is not None and classes.tolist() == labels.tolist()

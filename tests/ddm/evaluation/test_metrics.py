@@ -23,7 +23,9 @@ K = 5
 
 def rows(num: int, dim: int, seed: int, shift: float = 0.0, scale: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(dim, dim, generator=torch.Generator().manual_seed(99)) / dim**0.5 + torch.eye(dim)
+    mixing = torch.randn(
+        dim, dim, generator=torch.Generator().manual_seed(99)
+    ) / dim**0.5 + torch.eye(dim)
     return (scale * torch.randn(num, dim, generator=generator) @ mixing + shift).float()
 
 
@@ -51,8 +53,13 @@ def figures(samples: Tensor, reference: Tensor, k: int = K) -> dict[str, float]:
 
 def test_distance_of_two_gaussians_is_the_closed_form() -> None:
     """Of commuting covariances ``|m|^2 + sum (sqrt a - sqrt b)^2``; one rotation of both changes nothing."""
-    a, b, apart = (torch.tensor(part, dtype=torch.float64) for part in ([4.0, 1.0, 0.25], [1.0, 9.0, 0.25], [1, 0, 2]))
-    turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    a, b, apart = (
+        torch.tensor(part, dtype=torch.float64)
+        for part in ([4.0, 1.0, 0.25], [1.0, 9.0, 0.25], [1, 0, 2])
+    )
+    turn, _ = torch.linalg.qr(
+        torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )
     first = Moments(10, torch.zeros(3, dtype=torch.float64), turn @ a.diag() @ turn.T)
     second = Moments(10, apart, turn @ b.diag() @ turn.T)
     expected = float(apart.square().sum() + (a.sqrt() - b.sqrt()).square().sum())
@@ -64,7 +71,9 @@ def test_distance_of_two_gaussians_is_the_closed_form() -> None:
     assert frechet_distance(first, first) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_fid_is_that_of_torch_fidelity(pair: tuple[Tensor, Tensor], others: SimpleNamespace) -> None:
+def test_fid_is_that_of_torch_fidelity(
+    pair: tuple[Tensor, Tensor], others: SimpleNamespace
+) -> None:
     parts = [part.double().numpy() for part in pair]
     sides = [{"mu": part.mean(0), "sigma": np.cov(part, rowvar=False)} for part in parts]
     (expected,) = others.fid.fid_statistics_to_metric(*sides, verbose=False).values()
@@ -77,7 +86,9 @@ def test_kid_is_that_of_torch_fidelity_over_all_images_at_once(
     samples, reference = pair[0], pair[1][: len(pair[0])]  # its estimate wants sets of one size
     whole = {"kid_subsets": 1, "kid_subset_size": len(samples), "rng_seed": 0, "verbose": False}
     found = others.kid.kid_features_to_metric(samples.double(), reference.double(), **whole)
-    assert figures(samples, reference)["kid"] == pytest.approx(found["kernel_inception_distance_mean"], rel=1e-9)
+    assert figures(samples, reference)["kid"] == pytest.approx(
+        found["kernel_inception_distance_mean"], rel=1e-9
+    )
 
 
 @pytest.fixture
@@ -86,7 +97,9 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddm.evaluation.intervals.DRAWS", 400)
 
 
-def test_kid_of_one_distribution_is_zero_on_average_and_never_bounded_by_it(few_draws: None) -> None:
+def test_kid_of_one_distribution_is_zero_on_average_and_never_bounded_by_it(
+    few_draws: None,
+) -> None:
     found = [figures(rows(60, 4, 2 * n), rows(60, 4, 2 * n + 1))["kid"] for n in range(60)]
     assert abs(np.mean(found)) < 5 * np.std(found) / 60**0.5
     assert min(found) < 0  # the biased estimate never is
@@ -97,22 +110,33 @@ def test_precision_recall_density_and_coverage_are_those_of_prdc(
     pair: tuple[Tensor, Tensor], others: SimpleNamespace, k: int
 ) -> None:
     samples, reference = pair
-    expected = others.prdc.compute_prdc(real_features=reference.numpy(), fake_features=samples.numpy(), nearest_k=k)
+    expected = others.prdc.compute_prdc(
+        real_features=reference.numpy(), fake_features=samples.numpy(), nearest_k=k
+    )
     found = figures(samples, reference, k)
     for name, value in expected.items():
         assert found[name] == pytest.approx(float(value), abs=1e-9), name
     swapped = figures(reference, samples, k)
-    assert swapped["precision"] == pytest.approx(found["recall"]) and swapped["density"] != found["density"]
+    assert (
+        swapped["precision"] == pytest.approx(found["recall"])
+        and swapped["density"] != found["density"]
+    )
 
 
-def test_precision_and_recall_are_those_of_torch_fidelity(pair: tuple[Tensor, Tensor], others: SimpleNamespace) -> None:
-    found = others.prc.prc_features_to_metric(*pair, prc_neighborhood=3, prc_batch_size=100, verbose=False)
+def test_precision_and_recall_are_those_of_torch_fidelity(
+    pair: tuple[Tensor, Tensor], others: SimpleNamespace
+) -> None:
+    found = others.prc.prc_features_to_metric(
+        *pair, prc_neighborhood=3, prc_batch_size=100, verbose=False
+    )
     ours = figures(*pair, 3)
     assert found["precision"] == pytest.approx(ours["precision"], abs=1e-6)
     assert found["recall"] == pytest.approx(ours["recall"], abs=1e-6)
 
 
-def test_identical_sets_are_perfect_and_disjoint_ones_share_nothing(pair: tuple[Tensor, Tensor]) -> None:
+def test_identical_sets_are_perfect_and_disjoint_ones_share_nothing(
+    pair: tuple[Tensor, Tensor],
+) -> None:
     same = figures(pair[0], pair[0].clone())
     assert same["fid"] == pytest.approx(0.0, abs=1e-8)
     assert same["precision"] == same["recall"] == same["coverage"] == 1.0
@@ -126,12 +150,21 @@ def test_collapse_loses_recall_and_coverage_but_no_precision() -> None:
     """The control that tells the four apart: samples of one of two modes."""
     left, right = rows(300, 4, 1), rows(300, 4, 2, shift=40.0)
     found = figures(rows(300, 4, 3), torch.cat([left, right]))
-    assert found["precision"] > 0.9 and 0.35 < found["recall"] < 0.55 and 0.35 < found["coverage"] < 0.55
+    assert (
+        found["precision"] > 0.9
+        and 0.35 < found["recall"] < 0.55
+        and 0.35 < found["coverage"] < 0.55
+    )
 
 
-def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, pair: tuple[Tensor, Tensor]) -> None:
+def test_blocks_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Tensor, Tensor]
+) -> None:
     whole = figures(*pair)
-    for module, name, value in (("neighbours", "_BLOCK_BYTES", 8 * 500 * 7), ("neighbours", "_TILE", 33)):
+    for module, name, value in (
+        ("neighbours", "_BLOCK_BYTES", 8 * 500 * 7),
+        ("neighbours", "_TILE", 33),
+    ):
         monkeypatch.setattr(f"ddm.evaluation.{module}.{name}", value)
     monkeypatch.setattr("ddm.evaluation.frechet.BLOCK", 17)
     parts = figures(*pair)
@@ -151,14 +184,19 @@ def test_terms_are_the_derivative_of_the_distance(pair: tuple[Tensor, Tensor]) -
         weight[index] += step
         mean = weight @ samples
         moved = Moments(len(samples), mean, ((samples - mean).T * weight) @ (samples - mean))
-        biased = Moments(len(samples), a.mean_D, a.covariance_DD * (len(samples) - 1) / len(samples))
+        biased = Moments(
+            len(samples), a.mean_D, a.covariance_DD * (len(samples) - 1) / len(samples)
+        )
         slope = (frechet_distance(moved, b) - frechet_distance(biased, b)) / step
         assert slope == pytest.approx(float(terms[index]), rel=0.02, abs=0.02 * float(terms.std()))
 
 
 def test_intervals_are_as_wide_as_repeating_the_experiment(few_draws: None) -> None:
     """Their width over 3.92 is the spread of the metric over fresh images."""
-    runs = [measure(Side.of(rows(200, 4, n, 0.3), K), Side.of(rows(200, 4, 500 + n), K), seed=n)[0] for n in range(60)]
+    runs = [
+        measure(Side.of(rows(200, 4, n, 0.3), K), Side.of(rows(200, 4, 500 + n), K), seed=n)[0]
+        for n in range(60)
+    ]
     for name in ("fid", "kid", "precision", "recall"):
         spread = float(np.std([run[name].value for run in runs]))
         width = float(np.mean([(run[name].high - run[name].low) / 3.92 for run in runs]))
@@ -192,7 +230,9 @@ def test_share_error_and_what_chance_makes_of_it() -> None:
     assert found.by_chance < found.error.low
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(1000, [0.6, 0.3, 0.1], size=20_000) / 1000
-    assert found.by_chance == pytest.approx(np.quantile(np.abs(drawn - [0.6, 0.3, 0.1]).sum(1) / 2, 0.975), rel=0.1)
+    assert found.by_chance == pytest.approx(
+        np.quantile(np.abs(drawn - [0.6, 0.3, 0.1]).sum(1) / 2, 0.975), rel=0.1
+    )
     assert share_error(torch.zeros(50).long(), [1.0, 0.0]).error.value == 0.0
 
 
@@ -205,7 +245,9 @@ def test_interval_of_a_share_is_wilsons_and_of_a_mean_its_standard_error() -> No
         assert proportion(torch.arange(num) < count).value == count / num
     term_N = torch.randn(500, generator=torch.Generator().manual_seed(0))
     found = resampled(2.0, [term_N], seed=0)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * float(term_N.std()) / 500**0.5, rel=0.1)
+    assert found.high - found.low == pytest.approx(
+        2 * 1.96 * float(term_N.std()) / 500**0.5, rel=0.1
+    )
 
 
 def test_nearest_is_brute_force(pair: tuple[Tensor, Tensor]) -> None:
@@ -241,7 +283,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, metrics_bytes(1
 
 @pytest.mark.slow
 def test_ten_thousand_features_of_2048_values_fit_one_and_a_half_gibibytes() -> None:
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
     peak, foreseen = (int(word) for word in done.stdout.split())
     assert peak < 1.5 * 2**30
     assert metrics_bytes(10_000, 10_000, 2048, 0) == foreseen < 1.5 * 2**30

@@ -37,7 +37,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     tiny = TinyFederation.create(tmp_path_factory.mktemp("transformed"), {"north": 40})
     np.savez(tiny.path / "north.npz", images=raw(40))
     declare(tiny.sites["north"])
-    asked = recipe(transform=SPEC.model_dump(mode="json", exclude_none=True), router={"kind": "counts"})
+    asked = recipe(
+        transform=SPEC.model_dump(mode="json", exclude_none=True), router={"kind": "counts"}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
         plan_id = tiny.complete(tiny.path / "release", asked)
@@ -57,27 +59,44 @@ def folder(tmp_path: Path) -> Path:
 
 
 def evaluated(published: Published, reference: Path, *more: object) -> dict[str, Any]:
-    given = ("--reference", reference, "--num", 16, "--steps", 1, "--neighbours", 3, "--json", *more)
+    given = (
+        "--reference",
+        reference,
+        "--num",
+        16,
+        "--steps",
+        1,
+        "--neighbours",
+        3,
+        "--json",
+        *more,
+    )
     done = command("ddm", "evaluate", published.release, "--root", published.root, *given)
     assert done.code == 0, done.err
     found: dict[str, Any] = json.loads(done.out)
     return found
 
 
-def test_figures_are_the_same_whether_the_reference_is_raw_or_prepared(published: Published, folder: Path) -> None:
+def test_figures_are_the_same_whether_the_reference_is_raw_or_prepared(
+    published: Published, folder: Path
+) -> None:
     prepared = evaluated(published, folder / "prepared.npz")
     pictures = evaluated(published, folder / "pictures", "--holdout", folder / "raw.npz")
     array = evaluated(published, folder / "raw.npz")
     assert prepared["metrics"] == pictures["metrics"] == array["metrics"]
     assert prepared["recall_by"] == array["recall_by"] and set(array["recall_by"]) == {"0", "1"}
-    assert not pictures["recall_by"] and pictures["holdout"]["digest"] == sha256_file(folder / "raw.npz")
+    assert not pictures["recall_by"] and pictures["holdout"]["digest"] == sha256_file(
+        folder / "raw.npz"
+    )
     files = sorted((folder / "pictures").iterdir())
     assert pictures["reference"]["digest"] not in {None, *map(sha256_file, files)}
     files[0].unlink()
     assert evaluated(published, folder / "pictures")["reference"]["num"] == NUM - 1
 
 
-def test_student_is_the_same_whether_its_images_are_raw_or_prepared(published: Published, folder: Path) -> None:
+def test_student_is_the_same_whether_its_images_are_raw_or_prepared(
+    published: Published, folder: Path
+) -> None:
     students = []
     for name in ("pictures", "prepared.npz"):
         out = folder / f"{Path(name).stem}.safetensors"
@@ -86,7 +105,9 @@ def test_student_is_the_same_whether_its_images_are_raw_or_prepared(published: P
             "--teacher", "mixture", "--out", out,
         )  # fmt: skip
         assert done.code == 0, done.err
-        assert Student.parse(out.with_suffix(".json").read_bytes(), subject="record").images.num == NUM
+        assert (
+            Student.parse(out.with_suffix(".json").read_bytes(), subject="record").images.num == NUM
+        )
         students.append(out.read_bytes())
     assert students[0] == students[1]
 
@@ -98,8 +119,14 @@ def test_columns_follow_the_slices_of_a_volume(tmp_path: Path) -> None:
     assert found.num == 6 and found.groups == ["0", "0", "1", "1", "1", "1"]
     label_M = classes_of(found, Classes(2))
     assert label_M is not None and label_M.tolist() == [0, 0, 1, 1, 1, 1]
-    np.savez(tmp_path / "b.npz", images=raw(3, (1, 6, 8, 8)), labels=np.array(["normal", " Pneumonia", "1"]))
-    label_M = classes_of(open_reference(tmp_path / "b.npz", DATA, None, spec), Classes(2, ("Normal", "pneumonia")))
+    np.savez(
+        tmp_path / "b.npz",
+        images=raw(3, (1, 6, 8, 8)),
+        labels=np.array(["normal", " Pneumonia", "1"]),
+    )
+    label_M = classes_of(
+        open_reference(tmp_path / "b.npz", DATA, None, spec), Classes(2, ("Normal", "pneumonia"))
+    )
     assert label_M is not None and label_M.tolist() == [0, 0, 1, 1, 1, 1]
     assert sum(len(block) for block in found.blocks()) == found.num and found.num_bytes == 6 * 16
 
@@ -115,4 +142,7 @@ def test_what_no_reader_could_compare_with_is_refused(published: Published, fold
     look = (published.release, "--root", published.root)
     done = command("ddm", "evaluate", *look, "--reference", folder / "pictures", "--num", 16)
     assert done.code == DataError.exit_code and "note.png" in done.err
-    assert command("ddm", "evaluate", *look, "--reference", folder / "raw.npz").code == SetupError.exit_code
+    assert (
+        command("ddm", "evaluate", *look, "--reference", folder / "raw.npz").code
+        == SetupError.exit_code
+    )

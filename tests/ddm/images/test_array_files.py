@@ -75,7 +75,9 @@ def parts(path: Path, array: np.ndarray) -> Path:
 
 
 def tensors(path: Path, array: np.ndarray) -> Path:
-    table = pa.table({"image": pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(array))})
+    table = pa.table(
+        {"image": pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(array))}
+    )
     pq.write_table(table, path / "tensors.parquet", row_group_size=20)
     return path / "tensors.parquet"
 
@@ -84,7 +86,9 @@ def nested(path: Path, array: np.ndarray) -> Path:
     kind = pa.list_(pa.list_(pa.list_(pa.from_numpy_dtype(array.dtype))))
     (path / "nested").mkdir(exist_ok=True)
     for k, part in enumerate(np.array_split(array, 2)):
-        pq.write_table(pa.table({"image": pa.array(part.tolist(), kind)}), path / "nested" / f"{k}.parquet")
+        pq.write_table(
+            pa.table({"image": pa.array(part.tolist(), kind)}), path / "nested" / f"{k}.parquet"
+        )
     return path / "nested"
 
 
@@ -107,7 +111,9 @@ def opened(path: Path, kept: Path) -> Images:
 def test_every_source_gives_the_same_images_whole_by_blocks_and_by_rows(tmp_path: Path) -> None:
     rows = torch.tensor([49, 0, 7, 7, 31])
     for array in (BYTES, SHORTS, FLOATS):
-        expected = torch.from_numpy(array if array is FLOATS else array / (np.iinfo(array.dtype).max / 2) - 1).float()
+        expected = torch.from_numpy(
+            array if array is FLOATS else array / (np.iinfo(array.dtype).max / 2) - 1
+        ).float()
         for make in SOURCES:
             with case(source=make.__name__, dtype=str(array.dtype)):
                 path = make(tmp_path, array)
@@ -122,7 +128,9 @@ def test_every_source_gives_the_same_images_whole_by_blocks_and_by_rows(tmp_path
                 )
 
 
-def test_what_is_compressed_is_unpacked_once_in_its_own_type_and_again_when_it_changed(tmp_path: Path) -> None:
+def test_what_is_compressed_is_unpacked_once_in_its_own_type_and_again_when_it_changed(
+    tmp_path: Path,
+) -> None:
     path, kept = packed(tmp_path, BYTES), tmp_path / "kept"
     opened(path, kept)
     (made,) = kept.glob("unpacked-*")
@@ -131,13 +139,19 @@ def test_what_is_compressed_is_unpacked_once_in_its_own_type_and_again_when_it_c
     opened(path, kept)
     assert [(file, file.stat().st_mtime_ns) for file in kept.glob("unpacked-*")] == [(made, before)]
     packed(tmp_path, BYTES[:40])
-    assert torch.equal(opened(path, kept)[:], read_images(path, SPEC)) and len(list(kept.glob("unpacked-*"))) == 1
+    assert (
+        torch.equal(opened(path, kept)[:], read_images(path, SPEC))
+        and len(list(kept.glob("unpacked-*"))) == 1
+    )
     opened(npz(tmp_path, BYTES), tmp_path / "none")
     assert not (tmp_path / "none").exists()  # what is not compressed is read where it lies
 
 
 def test_row_that_is_out_of_range_or_not_finite_is_named(tmp_path: Path) -> None:
-    for value, said in ((np.nan, "NaN or infinite values in row 42"), (1.5, "outside this range in row 42")):
+    for value, said in (
+        (np.nan, "NaN or infinite values in row 42"),
+        (1.5, "outside this range in row 42"),
+    ):
         array = FLOATS.copy()
         array[42, 1, 2, 3] = value
         for make in SOURCES:
@@ -165,13 +179,23 @@ def test_header_of_another_shape_or_type_is_refused_before_anything_is_read(tmp_
     assert not (tmp_path / "kept").exists()
 
 
-def test_file_that_is_cut_short_holds_objects_or_says_more_than_it_has_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_cut_short_holds_objects_or_says_more_than_it_has_is_refused(
+    tmp_path: Path,
+) -> None:
     whole = npy(tmp_path, BYTES).read_bytes()
-    huge = whole.replace(b"(50, 2, 3, 4)", b"(9" + b"0" * 8 + b", 2, 3, 4)").replace(b" " * 8 + b"\n", b"\n")
+    huge = whole.replace(b"(50, 2, 3, 4)", b"(9" + b"0" * 8 + b", 2, 3, 4)").replace(
+        b" " * 8 + b"\n", b"\n"
+    )
     np.save(tmp_path / "objects.npy", np.array([{"a": 1}] * 3, dtype=object))
     objects = (tmp_path / "objects.npy").read_bytes()
     lied = b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + b" " * 100
-    for why, data in {"cut": whole[:-1], "huge": huge, "objects": objects, "header": lied, "empty": b""}.items():
+    for why, data in {
+        "cut": whole[:-1],
+        "huge": huge,
+        "objects": objects,
+        "header": lied,
+        "empty": b"",
+    }.items():
         with case(why=why), pytest.raises(DataError):
             (tmp_path / "x.npy").write_bytes(data)
             open_arrays(tmp_path / "x.npy")
@@ -217,7 +241,9 @@ def test_columns_lie_beside_the_images_in_every_source(tmp_path: Path) -> None:
     np.save(beside / "patients.npy", np.array(patients))
     np.save(beside / "labels.npy", labels)
     image = pa.FixedShapeTensorArray.from_numpy_ndarray(BYTES)
-    pq.write_table(pa.table({"image": image, "patient": patients, "label": labels}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"image": image, "patient": patients, "label": labels}), tmp_path / "a.parquet"
+    )
     for path in (tmp_path / "a.npz", beside, tmp_path / "a.parquet"):
         with case(path=path.name):
             source = open_arrays(path)
@@ -234,12 +260,18 @@ def test_latents_are_opened_where_there_are_no_images_and_never_as_images(tmp_pa
     np.savez(tmp_path / "a.npz", latents=latents)
     (tmp_path / "folder").mkdir()
     np.save(tmp_path / "folder" / "latents.npy", latents)
-    pq.write_table(pa.table({"latent": pa.FixedShapeTensorArray.from_numpy_ndarray(latents)}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"latent": pa.FixedShapeTensorArray.from_numpy_ndarray(latents)}),
+        tmp_path / "a.parquet",
+    )
     for path in (tmp_path / "a.npz", tmp_path / "folder", tmp_path / "a.parquet"):
         with case(path=path.name):
             source = open_arrays(path)
             assert source.name == "latents"
-            assert torch.equal(open_latents(source, (2, 3, 4), tmp_path / "kept")[:], torch.from_numpy(latents).float())
+            assert torch.equal(
+                open_latents(source, (2, 3, 4), tmp_path / "kept")[:],
+                torch.from_numpy(latents).float(),
+            )
             with pytest.raises(DataError, match="autoencoder"):
                 open_latents(source, (4, 3, 2), tmp_path / "kept")
             with pytest.raises(DataError, match="got latents"):

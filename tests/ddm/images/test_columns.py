@@ -17,10 +17,15 @@ Column = NDArray[np.generic]
 
 
 def test_spellings_of_one_value_are_joined_to_the_most_frequent() -> None:
-    column = text_column(np.array(["North", "north ", "south", "North", "NORTH", "north\u00a0"]), "site")
+    column = text_column(
+        np.array(["North", "north ", "south", "North", "NORTH", "north\u00a0"]), "site"
+    )
     assert column.values == ("North", "North", "south", "North", "North", "North")
     assert (column.num_joined, column.num_missing) == (2, 0)
-    assert text_column(np.array(["b", "B"]), "site").values == ("b", "b")  # of equally frequent ones, the first
+    assert text_column(np.array(["b", "B"]), "site").values == (
+        "b",
+        "b",
+    )  # of equally frequent ones, the first
     joined = {
         "letters of full width": ["\uff21", "a"],
         "composed and decomposed": ["K\u00e4se", "Ka\u0308se"],
@@ -74,7 +79,8 @@ def test_numbers_are_written_as_tables_write_them() -> None:
     assert texts_of(np.array([True, False]), "x") == ["1", "0"]
     assert names_of(np.array(["007", "7 ", ""])) == ["007", "7", ""]
     assert (
-        names_of(np.array(["Gef\u00e4\u00df".encode(), "Gef\u00e4\u00df".encode("latin-1")])) == ["Gef\u00e4\u00df"] * 2
+        names_of(np.array(["Gef\u00e4\u00df".encode(), "Gef\u00e4\u00df".encode("latin-1")]))
+        == ["Gef\u00e4\u00df"] * 2
     )
     for column_N in (
         np.zeros((2, 2)),
@@ -139,8 +145,26 @@ def test_look_alike_patients_are_listed_in_groups() -> None:
 def test_words_for_parts_mean_train_validation_or_test() -> None:
     words = {
         "train": ("train", "Training", " TRAIN ", "train_set", "Trainset", "training-data"),
-        "validation": ("val", "valid", "Validation", "dev", "validation set", "val_split", "tuning"),
-        "test": ("test", "TESTING", "hold-out", "holdout", "held out", "Test set", "test_images", "eval", "evaluation"),
+        "validation": (
+            "val",
+            "valid",
+            "Validation",
+            "dev",
+            "validation set",
+            "val_split",
+            "tuning",
+        ),
+        "test": (
+            "test",
+            "TESTING",
+            "hold-out",
+            "holdout",
+            "held out",
+            "Test set",
+            "test_images",
+            "eval",
+            "evaluation",
+        ),
     }
     for part, spellings in words.items():
         for spelling in spellings:

@@ -96,32 +96,49 @@ def test_pixels_of_every_transfer_syntax_are_those_of_pydicom(name: str, tmp_pat
 
 
 def test_rescaling_and_window_follow_the_standard(tmp_path: Path) -> None:
-    tags = tags_of(waves(), RescaleSlope=1, RescaleIntercept=-1024, WindowCenter=[40, 600], WindowWidth=[400, 1500])
+    tags = tags_of(
+        waves(),
+        RescaleSlope=1,
+        RescaleIntercept=-1024,
+        WindowCenter=[40, 600],
+        WindowWidth=[400, 1500],
+    )
     tags.PixelSpacing = [0.5, 0.75]
     picture = pictures(write(tags, tmp_path / "image"))[0]
-    assert picture.values.dtype == np.int16 and (picture.values[0] == waves().astype(int) - 1024).all()
+    assert (
+        picture.values.dtype == np.int16 and (picture.values[0] == waves().astype(int) - 1024).all()
+    )
     # PS3.3 C.11.2.1.2.1: below c - 0.5 - (w - 1) / 2 black, above c - 0.5 + (w - 1) / 2 white.
     assert picture.window == (40 - 0.5 - 399 / 2, 40 - 0.5 + 399 / 2)
     assert picture.full == (-1024, 3071) and picture.spacing == (0.5, 0.75)
     tags.RescaleSlope, tags.VOILUTFunction = 0.5, "LINEAR_EXACT"
     picture = pictures(write(tags, tmp_path / "image"))[0]
-    assert picture.values.dtype == np.float32 and np.allclose(picture.values[0], waves() * 0.5 - 1024)
+    assert picture.values.dtype == np.float32 and np.allclose(
+        picture.values[0], waves() * 0.5 - 1024
+    )
     assert picture.window == (-160, 240)
 
 
 def test_large_rescaled_values_do_not_wrap(tmp_path: Path) -> None:
     tags = tags_of(waves(high=65535), bits=16, RescaleSlope=3, RescaleIntercept=-70000)
     values = values_of(write(tags, tmp_path / "image"))
-    assert values.dtype == np.int32 and (values[0] == waves(high=65535).astype(int) * 3 - 70000).all()
+    assert (
+        values.dtype == np.int32 and (values[0] == waves(high=65535).astype(int) * 3 - 70000).all()
+    )
     tags.RescaleSlope, tags.RescaleIntercept = 1, -1024
     values = values_of(write(tags, tmp_path / "image"))
     assert values.dtype == np.int32 and (values[0] == waves(high=65535).astype(int) - 1024).all()
 
 
 def test_inverted_greys_are_turned_with_their_window(tmp_path: Path) -> None:
-    tags = tags_of(waves(), PhotometricInterpretation="MONOCHROME1", WindowCenter=1000.5, WindowWidth=1001)
+    tags = tags_of(
+        waves(), PhotometricInterpretation="MONOCHROME1", WindowCenter=1000.5, WindowWidth=1001
+    )
     picture = pictures(write(tags, tmp_path / "image"))[0]
-    assert (picture.values[0] == 4095 - waves()).all() and picture.window == (4095 - 1500, 4095 - 500)
+    assert (picture.values[0] == 4095 - waves()).all() and picture.window == (
+        4095 - 1500,
+        4095 - 500,
+    )
 
 
 def test_colours_come_as_rgb_from_ybr_and_palettes(tmp_path: Path) -> None:
@@ -133,11 +150,15 @@ def test_colours_come_as_rgb_from_ybr_and_palettes(tmp_path: Path) -> None:
         ],
         -1,
     )
-    assert (values_of(write(tags_of(rgb, bits=8), tmp_path / "rgb")) == np.moveaxis(rgb, -1, 0)).all()
+    assert (
+        values_of(write(tags_of(rgb, bits=8), tmp_path / "rgb")) == np.moveaxis(rgb, -1, 0)
+    ).all()
     ybr = write(tags_of(rgb, bits=8, PhotometricInterpretation="YBR_FULL"), tmp_path / "ybr")
     expected = convert_color_space(rgb, "YBR_FULL", "RGB")
     assert (values_of(ybr) == np.moveaxis(expected, -1, 0)).all()
-    tags = tags_of(waves(high=255, dtype=np.uint8), bits=8, PhotometricInterpretation="PALETTE COLOR")
+    tags = tags_of(
+        waves(high=255, dtype=np.uint8), bits=8, PhotometricInterpretation="PALETTE COLOR"
+    )
     tables = {
         name: np.roll(np.arange(256), shift).astype(np.uint16) * 257
         for name, shift in (("Red", 1), ("Green", 7), ("Blue", 90))
@@ -153,14 +174,18 @@ def test_colours_come_as_rgb_from_ybr_and_palettes(tmp_path: Path) -> None:
 def test_frames_make_a_volume_only_where_they_lie_evenly(tmp_path: Path) -> None:
     frames = waves((4, 6, 5))
     (volume,) = pictures(enhanced(frames, [30, 10, 20, 0], tmp_path / "volume"))
-    assert (volume.values[0] == frames[[3, 1, 2, 0]].astype(int) * 2 - 1000).all()  # from inferior to superior
+    assert (
+        volume.values[0] == frames[[3, 1, 2, 0]].astype(int) * 2 - 1000
+    ).all()  # from inferior to superior
     assert volume.spacing == (10, 0.5, 0.75)
     for places in ([0, 10, 20, 20], [0, 10, 20, 35]):
         apart = pictures(enhanced(frames, places, tmp_path / "frames"))
         assert [each.values.shape for each in apart] == [(1, 6, 5)] * 4
         assert (apart[2].values[0] == frames[2].astype(int) * 2 - 1000).all()
     clip = pictures(write(tags_of(frames), tmp_path / "clip"))
-    assert [(each.values[0] == frame).all() for each, frame in zip(clip, frames, strict=True)] == [True] * 4
+    assert [(each.values[0] == frame).all() for each, frame in zip(clip, frames, strict=True)] == [
+        True
+    ] * 4
 
 
 def icon() -> Sequence:
@@ -218,7 +243,9 @@ def test_broken_files_have_their_true_reason(tmp_path: Path) -> None:
     assert reason_of(write(unknown, tmp_path / "film")) is Reason.UNSUPPORTED
 
 
-def test_headers_that_announce_too_much_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_headers_that_announce_too_much_are_refused_before_anything_is_allocated(
+    tmp_path: Path,
+) -> None:
     tags = tags_of(waves())
     tags.Rows = tags.Columns = 65535
     assert reason_of(write(tags, tmp_path / "wide")) is Reason.TOO_LARGE
@@ -251,7 +278,10 @@ def test_every_file_that_pydicom_brings_loads_as_pydicom_loads_it_or_is_refused(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tags = pydicom.dcmread(path, force=True)
-            if tags.get("PhotometricInterpretation") not in ("MONOCHROME2", "RGB") or "RescaleSlope" in tags:
+            if (
+                tags.get("PhotometricInterpretation") not in ("MONOCHROME2", "RGB")
+                or "RescaleSlope" in tags
+            ):
                 continue
             try:
                 raw = tags.pixel_array
@@ -278,13 +308,23 @@ def test_control_inflating_file_is_small_and_its_data_set_large(tmp_path: Path) 
 def test_uncompressed_greys_are_those_of_pydicom_whatever_stands_in_unused_bits(
     tmp_path: Path, bits: int, signed: bool, frames: int
 ) -> None:
-    whole = np.random.default_rng(bits).integers(0, 256, (frames, 9, 7 * (1 if bits == 8 else 2)), dtype=np.uint8)
-    values = whole.view({(8, False): "u1", (8, True): "i1"}.get((bits, signed), "<i2" if signed else "<u2"))
+    whole = np.random.default_rng(bits).integers(
+        0, 256, (frames, 9, 7 * (1 if bits == 8 else 2)), dtype=np.uint8
+    )
+    values = whole.view(
+        {(8, False): "u1", (8, True): "i1"}.get((bits, signed), "<i2" if signed else "<u2")
+    )
     tags = tags_of(values if frames > 1 else values[0], bits=bits, PixelRepresentation=int(signed))
     for syntax in (pydicom.uid.ExplicitVRLittleEndian, pydicom.uid.ImplicitVRLittleEndian):
         tags.file_meta.TransferSyntaxUID = syntax
         path = tmp_path / "a.dcm"
-        pydicom.dcmwrite(path, tags, enforce_file_format=True, implicit_vr=syntax.is_implicit_VR, little_endian=True)
+        pydicom.dcmwrite(
+            path,
+            tags,
+            enforce_file_format=True,
+            implicit_vr=syntax.is_implicit_VR,
+            little_endian=True,
+        )
         found = np.stack([each.values[0] for each in pictures(path)])
         expected = pydicom.dcmread(path).pixel_array.reshape(found.shape)
         assert (found == expected).all() and found.dtype.kind == expected.dtype.kind
@@ -293,7 +333,9 @@ def test_uncompressed_greys_are_those_of_pydicom_whatever_stands_in_unused_bits(
 LARGE = waves((240, 200))  # more bytes than are read before they are asked for
 
 
-@pytest.mark.parametrize("syntax", ["explicit", "signed", "unused bits", "rescaled", "deflated", "RLE", "JPEG 2000"])
+@pytest.mark.parametrize(
+    "syntax", ["explicit", "signed", "unused bits", "rescaled", "deflated", "RLE", "JPEG 2000"]
+)
 def test_large_pixels_of_a_file_in_memory_are_those_of_pydicom(syntax: str, tmp_path: Path) -> None:
     path, tags = tmp_path / "image", tags_of(LARGE)
     if syntax == "signed":
@@ -329,7 +371,13 @@ def test_a_file_in_memory_that_ends_within_large_pixels_is_truncated(tmp_path: P
 
 def test_values_of_tags_are_those_that_pydicom_converts() -> None:
     checked = 0
-    for name in ("CT_small.dcm", "MR_small.dcm", "JPEG2000.dcm", "MR_small_bigendian.dcm", "MR_small_implicit.dcm"):
+    for name in (
+        "CT_small.dcm",
+        "MR_small.dcm",
+        "JPEG2000.dcm",
+        "MR_small_bigendian.dcm",
+        "MR_small_implicit.dcm",
+    ):
         path = get_testdata_file(name)
         tags, whole = pydicom.dcmread(path), pydicom.dcmread(path)
         for element in whole:
@@ -337,7 +385,9 @@ def test_values_of_tags_are_those_that_pydicom_converts() -> None:
                 continue
             if element.VR in ("DS", "IS"):
                 expected = element.value if element.VM > 1 else [element.value]
-                assert floats_of(tags, element.keyword) == [float(number) for number in expected], element.keyword
+                assert floats_of(tags, element.keyword) == [float(number) for number in expected], (
+                    element.keyword
+                )
             elif element.VR in ("CS", "UI"):
                 expected = element.value if element.VM > 1 else [element.value]
                 assert texts_of(tags, element.keyword) == list(expected), element.keyword

@@ -15,7 +15,9 @@ from tests.support.dicom_files import enhanced, tags_of, waves, write
 
 
 def pictures(path: Path) -> list[DecodedPicture]:
-    return [picture for picture in decode(FileContent.of(path)) if isinstance(picture, DecodedPicture)]
+    return [
+        picture for picture in decode(FileContent.of(path)) if isinstance(picture, DecodedPicture)
+    ]
 
 
 def test_spacing_is_that_of_the_first_tag_that_states_it(tmp_path: Path) -> None:
@@ -41,11 +43,15 @@ def test_spacing_is_that_of_the_first_tag_that_states_it(tmp_path: Path) -> None
                 assert picture.spacing == pytest.approx(spacing)
 
 
-def placed(values: np.ndarray, tmp_path: Path, change: Any = None, steps: list[float] | None = None) -> Path:
+def placed(
+    values: np.ndarray, tmp_path: Path, change: Any = None, steps: list[float] | None = None
+) -> Path:
     """Write frames 4 mm apart, after a change of the tags."""
     import pydicom
 
-    path = enhanced(values, steps or [4.0 * number for number in range(len(values))], tmp_path / "a.dcm")
+    path = enhanced(
+        values, steps or [4.0 * number for number in range(len(values))], tmp_path / "a.dcm"
+    )
     if change is not None:
         tags = pydicom.dcmread(path)
         change(tags)
@@ -58,11 +64,19 @@ def test_only_frames_at_even_steps_along_their_normal_make_a_volume(tmp_path: Pa
 
     def tilt(tags: Any) -> None:
         for number, group in enumerate(tags.PerFrameFunctionalGroupsSequence):
-            group.PlanePositionSequence[0].ImagePositionPatient = [10, 20 + 1.8652 * number, 4 * number]
+            group.PlanePositionSequence[0].ImagePositionPatient = [
+                10,
+                20 + 1.8652 * number,
+                4 * number,
+            ]
 
     def round_positions(tags: Any) -> None:
         for number, group in enumerate(tags.PerFrameFunctionalGroupsSequence):
-            group.PlanePositionSequence[0].ImagePositionPatient = [10 + 0.001 * number, 20, 4 * number + 0.0004]
+            group.PlanePositionSequence[0].ImagePositionPatient = [
+                10 + 0.001 * number,
+                20,
+                4 * number + 0.0004,
+            ]
 
     def orient(directions: list[float]) -> Any:
         def change(tags: Any) -> None:
@@ -73,7 +87,9 @@ def test_only_frames_at_even_steps_along_their_normal_make_a_volume(tmp_path: Pa
 
     def other_spacing(tags: Any) -> None:
         group = tags.PerFrameFunctionalGroupsSequence[3]
-        group.PixelMeasuresSequence = pydicom_sequence(tags.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0])
+        group.PixelMeasuresSequence = pydicom_sequence(
+            tags.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+        )
         group.PixelMeasuresSequence[0].PixelSpacing = [0.6, 0.75]
 
     for name, change, steps, is_volume in (
@@ -119,10 +135,14 @@ def test_an_oblique_volume_has_the_steps_along_its_normal(tmp_path: Path) -> Non
 
     def turn(tags: Any) -> None:
         orientation = tags.SharedFunctionalGroupsSequence[0].PlaneOrientationSequence[0]
-        orientation.ImageOrientationPatient = [round(float(number), 6) for number in (*row, *column)]
+        orientation.ImageOrientationPatient = [
+            round(float(number), 6) for number in (*row, *column)
+        ]
         for number, group in enumerate(tags.PerFrameFunctionalGroupsSequence):
             position = np.array([10, 20, 30]) + 3 * number * normal
-            group.PlanePositionSequence[0].ImagePositionPatient = [round(float(number), 4) for number in position]
+            group.PlanePositionSequence[0].ImagePositionPatient = [
+                round(float(number), 4) for number in position
+            ]
 
     (volume,) = pictures(placed(values, tmp_path, turn))
     assert volume.spacing == pytest.approx((3, 0.5, 0.75), abs=1e-3)
@@ -130,7 +150,9 @@ def test_an_oblique_volume_has_the_steps_along_its_normal(tmp_path: Path) -> Non
 
 
 def test_a_proportion_alone_gives_no_size_in_mm_of_a_slice(tmp_path: Path) -> None:
-    tags = tags_of(waves(), PixelAspectRatio=[2, 1], BodyPartExamined="HEAD", SeriesInstanceUID="1.2.3")
+    tags = tags_of(
+        waves(), PixelAspectRatio=[2, 1], BodyPartExamined="HEAD", SeriesInstanceUID="1.2.3"
+    )
     (picture,) = pictures(write(tags, tmp_path / "a.dcm"))
     assert picture.slice is not None and picture.slice.sides_mm is None
 

@@ -48,7 +48,16 @@ NATIVE = (IMPLICIT, EXPLICIT, BIG_ENDIAN, DEFLATED)
 FRAMES = (ENCAPSULATED_UNCOMPRESSED, DEFLATED_FRAMES, RLE)
 
 # BitsAllocated, BitsStored, HighBit: usual, in the middle of a cell, and at its upper end.
-CELLS = ((8, 8, 7), (8, 6, 5), (8, 6, 7), (16, 16, 15), (16, 12, 11), (16, 12, 13), (16, 12, 15), (16, 10, 9))
+CELLS = (
+    (8, 8, 7),
+    (8, 6, 5),
+    (8, 6, 7),
+    (16, 16, 15),
+    (16, 12, 11),
+    (16, 12, 13),
+    (16, 12, 15),
+    (16, 10, 9),
+)
 
 
 def drawn(shape: tuple[int, ...], bits: int, *, signed: bool = False, seed: int = 0) -> np.ndarray:
@@ -75,7 +84,9 @@ def refusal(content: bytes) -> ImageError:
     return caught.value
 
 
-def described(values: np.ndarray, allocated: int, stored: int, high_bit: int, **others: Any) -> dict[str, Any]:
+def described(
+    values: np.ndarray, allocated: int, stored: int, high_bit: int, **others: Any
+) -> dict[str, Any]:
     """Return the tags of an array of frames, (N, H, W) or (N, H, W, 3)."""
     samples = 3 if values.ndim == 4 else 1
     tags = {
@@ -104,7 +115,8 @@ def native(cells: np.ndarray, syntax: str, tags: dict[str, Any]) -> bytes:
     if syntax == DEFLATED_FRAMES:
         packers = [zlib.compressobj(9, zlib.DEFLATED, -15) for _ in cells]
         frames = [
-            packer.compress(frame.tobytes()) + packer.flush() for packer, frame in zip(packers, cells, strict=True)
+            packer.compress(frame.tobytes()) + packer.flush()
+            for packer, frame in zip(packers, cells, strict=True)
         ]
         return content_of(frames, syntax, **tags)
     if syntax == RLE:
@@ -116,10 +128,14 @@ def test_greys_of_every_cell_are_those_that_were_encoded() -> None:
     for syntax, (allocated, stored, high_bit), signed, num_frames, photometric in product(
         NATIVE + FRAMES, CELLS, (False, True), (1, 3), ("MONOCHROME1", "MONOCHROME2")
     ):
-        with case(syntax=syntax, allocated=allocated, stored=stored, high_bit=high_bit, signed=signed):
+        with case(
+            syntax=syntax, allocated=allocated, stored=stored, high_bit=high_bit, signed=signed
+        ):
             values = drawn((num_frames, 5, 7), stored, signed=signed)
             cells = cells_of(values, allocated, stored, high_bit, other_bits=0xA5A5)
-            tags = described(values, allocated, stored, high_bit, PhotometricInterpretation=photometric)
+            tags = described(
+                values, allocated, stored, high_bit, PhotometricInterpretation=photometric
+            )
             found = pictures(native(cells, syntax, tags))
             low = -(1 << (stored - 1)) if signed else 0
             full = (low, low + (1 << stored) - 1)
@@ -130,8 +146,12 @@ def test_greys_of_every_cell_are_those_that_were_encoded() -> None:
 
 
 def test_colours_of_every_cell_are_those_that_were_encoded() -> None:
-    for syntax, (allocated, stored, high_bit), planar, num_frames in product(NATIVE + FRAMES, CELLS, (0, 1), (1, 2)):
-        with case(syntax=syntax, allocated=allocated, stored=stored, high_bit=high_bit, planar=planar):
+    for syntax, (allocated, stored, high_bit), planar, num_frames in product(
+        NATIVE + FRAMES, CELLS, (0, 1), (1, 2)
+    ):
+        with case(
+            syntax=syntax, allocated=allocated, stored=stored, high_bit=high_bit, planar=planar
+        ):
             values = drawn((num_frames, 5, 7, 3), stored)
             cells = cells_of(values, allocated, stored, high_bit, other_bits=0xA5A5)
             tags = described(values, allocated, stored, high_bit, PlanarConfiguration=planar)
@@ -151,13 +171,18 @@ def test_single_bits_and_wide_cells_are_those_that_were_encoded() -> None:
             tags = described(values, 1, 1, 0)
             if syntax == ENCAPSULATED_UNCOMPRESSED:
                 content = content_of(
-                    [np.packbits(frame, bitorder="little").tobytes() for frame in values], syntax, **tags
+                    [np.packbits(frame, bitorder="little").tobytes() for frame in values],
+                    syntax,
+                    **tags,
                 )
             else:
                 # Frames follow each other bit by bit.
                 content = native(np.packbits(values.reshape(-1), bitorder="little"), syntax, tags)
             found = pictures(content)
-            assert all((picture.values[0] == frame).all() for picture, frame in zip(found, values, strict=True))
+            assert all(
+                (picture.values[0] == frame).all()
+                for picture, frame in zip(found, values, strict=True)
+            )
             assert found[0].full == (0, 1)
     for syntax, (allocated, stored), signed in product(
         (IMPLICIT, EXPLICIT, DEFLATED, RLE), ((32, 31), (32, 24), (32, 20), (64, 30)), (False, True)
@@ -165,7 +190,9 @@ def test_single_bits_and_wide_cells_are_those_that_were_encoded() -> None:
         with case(syntax=syntax, allocated=allocated, stored=stored, signed=signed):
             values = drawn((2, 5, 7), stored, signed=signed)
             cells = cells_of(values, allocated, stored, stored - 1)
-            found = pictures(native(cells, syntax, described(values, allocated, stored, stored - 1)))
+            found = pictures(
+                native(cells, syntax, described(values, allocated, stored, stored - 1))
+            )
             assert (found[1].values[0] == values[1]).all() and found[1].values.dtype == np.int32
 
 
@@ -180,15 +207,25 @@ def test_luminance_and_chrominance_become_the_colours_that_they_were_made_of() -
     ybr = forward_ybr(rgb)
     for syntax, planar in product(NATIVE + FRAMES, (0, 1)):
         with case(syntax=syntax, planar=planar):
-            tags = described(ybr, 8, 8, 7, PhotometricInterpretation="YBR_FULL", PlanarConfiguration=planar)
-            cells = np.ascontiguousarray(np.moveaxis(ybr, -1, 1)) if planar == 1 and syntax != RLE else ybr
+            tags = described(
+                ybr, 8, 8, 7, PhotometricInterpretation="YBR_FULL", PlanarConfiguration=planar
+            )
+            cells = (
+                np.ascontiguousarray(np.moveaxis(ybr, -1, 1))
+                if planar == 1 and syntax != RLE
+                else ybr
+            )
             found = pictures(native(cells, syntax, tags))
             # Each of three components was rounded by at most a half, and the largest sum of their weights is 2.8.
             assert np.abs(found[1].values - np.moveaxis(rgb[1], -1, 0).astype(int)).max() <= 2
     pairs = rgb.copy()
-    pairs[:, :, 1::2] = pairs[:, :, ::2]  # no colour is lost where both pixels of a pair have the same one
+    pairs[:, :, 1::2] = pairs[
+        :, :, ::2
+    ]  # no colour is lost where both pixels of a pair have the same one
     ybr = forward_ybr(pairs)
-    quadruples = np.stack([ybr[:, :, ::2, 0], ybr[:, :, 1::2, 0], ybr[:, :, ::2, 1], ybr[:, :, ::2, 2]], -1)
+    quadruples = np.stack(
+        [ybr[:, :, ::2, 0], ybr[:, :, 1::2, 0], ybr[:, :, ::2, 1], ybr[:, :, ::2, 2]], -1
+    )
     for syntax in (*NATIVE, ENCAPSULATED_UNCOMPRESSED, DEFLATED_FRAMES):
         with case(syntax=syntax):
             tags = described(rgb, 8, 8, 7, PhotometricInterpretation="YBR_FULL_422")
@@ -216,7 +253,10 @@ def test_palettes_of_every_form_give_the_colours_of_their_entries() -> None:
                 tags[f"{name}PaletteColorLookupTableData"] = data
             (picture,) = pictures(native(cells_of(values, 8, 8, 7), syntax, tags))
             places = (values[0] - first).clip(0, num_entries - 1)
-            assert (picture.values == tables[:, places]).all() and picture.full == (0, (1 << bits) - 1)
+            assert (picture.values == tables[:, places]).all() and picture.full == (
+                0,
+                (1 << bits) - 1,
+            )
 
 
 def test_segmented_palettes_are_unrolled() -> None:
@@ -231,7 +271,10 @@ def test_segmented_palettes_are_unrolled() -> None:
     (picture,) = pictures(native(cells_of(values, 8, 8, 7), EXPLICIT, tags))
     assert (picture.values[2].reshape(-1) == expected).all()
     tags["SegmentedRedPaletteColorLookupTableData"] = np.array(segments[:-2], "<u2").tobytes()
-    assert "SegmentedRedPaletteColorLookupTableData" in refusal(native(values.astype("u1"), EXPLICIT, tags)).detail
+    assert (
+        "SegmentedRedPaletteColorLookupTableData"
+        in refusal(native(values.astype("u1"), EXPLICIT, tags)).detail
+    )
 
 
 def test_floating_point_pixels_are_those_that_were_encoded() -> None:
@@ -244,7 +287,9 @@ def test_floating_point_pixels_are_those_that_were_encoded() -> None:
             for name in ("BitsStored", "HighBit", "PixelRepresentation"):
                 del tags[name]
             order = ">" if syntax == BIG_ENDIAN else "<"
-            content = float_content(values.astype(f"{order}f{size}").tobytes(), keyword, syntax, tags)
+            content = float_content(
+                values.astype(f"{order}f{size}").tobytes(), keyword, syntax, tags
+            )
             found = pictures(content)
             expected = -values if photometric == "MONOCHROME1" else values
             assert (found[1].values[0] == expected[1]).all() and found[1].full is None
@@ -262,7 +307,9 @@ def float_content(data: bytes, keyword: str, syntax: str, tags: dict[str, Any]) 
     return written.getvalue()
 
 
-def encoded_greys(values: np.ndarray, bits: int) -> Iterator[tuple[str, str, Callable[[np.ndarray], bytes], int]]:
+def encoded_greys(
+    values: np.ndarray, bits: int
+) -> Iterator[tuple[str, str, Callable[[np.ndarray], bytes], int]]:
     """Yield a name, a transfer syntax, its encoder of one frame, and the largest error that it may make."""
     signed = bool(values.min() < 0)
     kind = f"{'i' if signed else 'u'}{1 if bits <= 8 else 2}"
@@ -288,16 +335,25 @@ def encoded_greys(values: np.ndarray, bits: int) -> Iterator[tuple[str, str, Cal
             f"JPEG-LS, error {error}",
             NEAR_LOSSLESS if error else JPEG_LS,
             lambda frame, error=error: bytes(
-                jpeg_ls.encode_buffer(as_cells(frame).tobytes(), rows, columns, 1, bits, lossy_error=error)
+                jpeg_ls.encode_buffer(
+                    as_cells(frame).tobytes(), rows, columns, 1, bits, lossy_error=error
+                )
             ),
             0 if error == 0 else error,
         )
-    yield "JPEG 2000", JPEG_2000_LOSSLESS, lambda frame: encode_array(frame.astype(kind), bits_stored=bits), 0
+    yield (
+        "JPEG 2000",
+        JPEG_2000_LOSSLESS,
+        lambda frame: encode_array(frame.astype(kind), bits_stored=bits),
+        0,
+    )
 
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_compressed_greys_are_those_that_were_encoded(signed: bool) -> None:
-    for bits, num_frames, photometric in product((8, 12, 16), (1, 2), ("MONOCHROME1", "MONOCHROME2")):
+    for bits, num_frames, photometric in product(
+        (8, 12, 16), (1, 2), ("MONOCHROME1", "MONOCHROME2")
+    ):
         values = drawn((num_frames, 33, 34), bits, signed=signed)
         full = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
         for name, syntax, encode, error in encoded_greys(values, bits):
@@ -317,7 +373,11 @@ def test_compressed_greys_are_those_that_were_encoded(signed: bool) -> None:
                 )
                 tables = num_frames == 1 or name == "JPEG 2000"
                 frames = [bytes(encode(frame)) for frame in values]
-                found = pictures(content_of(frames, syntax, tables=tables, fragments=1 + (bits == 12) * 2, **tags))
+                found = pictures(
+                    content_of(
+                        frames, syntax, tables=tables, fragments=1 + (bits == 12) * 2, **tags
+                    )
+                )
                 expected = sum(full) - values if photometric == "MONOCHROME1" else values
                 assert len(found) == num_frames
                 for picture, frame in zip(found, expected, strict=True):
@@ -339,12 +399,23 @@ def test_compressed_colours_are_those_that_were_encoded() -> None:
 
     def by_openjpeg(values: np.ndarray, bits: int, *, use_mct: bool) -> bytes:
         return encode_array(
-            values.astype(f"u{bits // 8}"), bits_stored=bits, use_mct=use_mct, photometric_interpretation=1
+            values.astype(f"u{bits // 8}"),
+            bits_stored=bits,
+            use_mct=use_mct,
+            photometric_interpretation=1,
         )
 
     for name, syntax, frame, values, bits, photometric, error in (
         ("lossless", LOSSLESS_FIRST, lossless_jpeg(rgb[0], 8), rgb, 8, "RGB", 0),
-        ("lossless, Adobe", LOSSLESS_FIRST, lossless_jpeg(rgb[0], 8, 1, ADOBE_RGB, b"RGB"), rgb, 8, "RGB", 0),
+        (
+            "lossless, Adobe",
+            LOSSLESS_FIRST,
+            lossless_jpeg(rgb[0], 8, 1, ADOBE_RGB, b"RGB"),
+            rgb,
+            8,
+            "RGB",
+            0,
+        ),
         ("lossless, 16 bits", LOSSLESS, lossless_jpeg(wide[0], 16, 4), wide, 16, "RGB", 0),
         ("lossless, YBR", LOSSLESS, lossless_jpeg(ybr[0], 8, 2), rgb, 8, "YBR_FULL", 2),
         ("JPEG-LS by plane", JPEG_LS, by_charls(rgb[0], 8, 0), rgb, 8, "RGB", 0),
@@ -352,24 +423,68 @@ def test_compressed_colours_are_those_that_were_encoded() -> None:
         ("JPEG-LS by pixel", JPEG_LS, by_charls(rgb[0], 8, 2), rgb, 8, "RGB", 0),
         ("JPEG-LS, 16 bits", JPEG_LS, by_charls(wide[0], 16, 0), wide, 16, "RGB", 0),
         ("JPEG-LS, YBR", JPEG_LS, by_charls(ybr[0], 8, 2), rgb, 8, "YBR_FULL", 2),
-        ("JPEG 2000 with RCT", JPEG_2000_LOSSLESS, by_openjpeg(rgb[0], 8, use_mct=True), rgb, 8, "YBR_RCT", 0),
-        ("JPEG 2000 without RCT", JPEG_2000_LOSSLESS, by_openjpeg(rgb[0], 8, use_mct=False), rgb, 8, "RGB", 0),
-        ("JPEG 2000 of 16 bits", JPEG_2000_LOSSLESS, by_openjpeg(wide[0], 16, use_mct=True), wide, 16, "YBR_RCT", 0),
-        ("JPEG 2000, YBR", JPEG_2000_LOSSLESS, by_openjpeg(ybr[0], 8, use_mct=False), rgb, 8, "YBR_FULL", 2),
+        (
+            "JPEG 2000 with RCT",
+            JPEG_2000_LOSSLESS,
+            by_openjpeg(rgb[0], 8, use_mct=True),
+            rgb,
+            8,
+            "YBR_RCT",
+            0,
+        ),
+        (
+            "JPEG 2000 without RCT",
+            JPEG_2000_LOSSLESS,
+            by_openjpeg(rgb[0], 8, use_mct=False),
+            rgb,
+            8,
+            "RGB",
+            0,
+        ),
+        (
+            "JPEG 2000 of 16 bits",
+            JPEG_2000_LOSSLESS,
+            by_openjpeg(wide[0], 16, use_mct=True),
+            wide,
+            16,
+            "YBR_RCT",
+            0,
+        ),
+        (
+            "JPEG 2000, YBR",
+            JPEG_2000_LOSSLESS,
+            by_openjpeg(ybr[0], 8, use_mct=False),
+            rgb,
+            8,
+            "YBR_FULL",
+            2,
+        ),
     ):
         for planar in (0, 1):
             with case(name=name, planar=planar):
                 tags = described(
-                    values, bits, bits, bits - 1, PhotometricInterpretation=photometric, PlanarConfiguration=planar
+                    values,
+                    bits,
+                    bits,
+                    bits - 1,
+                    PhotometricInterpretation=photometric,
+                    PlanarConfiguration=planar,
                 )
                 (picture,) = pictures(content_of([frame], syntax, **tags))
-                assert np.abs(picture.values.astype(int) - np.moveaxis(values[0], -1, 0)).max() <= error
+                assert (
+                    np.abs(picture.values.astype(int) - np.moveaxis(values[0], -1, 0)).max()
+                    <= error
+                )
 
 
 def smooth(height: int, width: int) -> np.ndarray:
     """Return colours without sharp edges, which a lossy encoder keeps."""
     rows, columns = np.mgrid[:height, :width]
-    return np.stack([100 + 3 * rows, 220 - 2 * columns, 60 + rows + columns], -1).clip(0, 255).astype(np.uint8)
+    return (
+        np.stack([100 + 3 * rows, 220 - 2 * columns, 60 + rows + columns], -1)
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
 
 
 def test_the_code_stream_of_baseline_jpeg_decides_on_colours() -> None:
@@ -381,7 +496,11 @@ def test_the_code_stream_of_baseline_jpeg_decides_on_colours() -> None:
     subsampled = stream.getvalue()
     bare_subsampled = subsampled[:2] + subsampled[2 + 2 + int.from_bytes(subsampled[4:6], "big") :]
     for name, frame, interpretations in (
-        ("Adobe, not transformed", dct_jpeg(rgb, 8, ADOBE_RGB), ("RGB", "YBR_FULL_422", "YBR_FULL")),
+        (
+            "Adobe, not transformed",
+            dct_jpeg(rgb, 8, ADOBE_RGB),
+            ("RGB", "YBR_FULL_422", "YBR_FULL"),
+        ),
         ("components R, G, B", dct_jpeg(rgb, 8, b"", b"RGB"), ("RGB", "YBR_FULL_422")),
         ("Adobe, transformed", dct_jpeg(ybr, 8, ADOBE_YBR), ("RGB", "YBR_FULL_422", "YBR_FULL")),
         ("JFIF", dct_jpeg(ybr, 8, JFIF), ("RGB", "YBR_FULL_422")),
@@ -392,7 +511,14 @@ def test_the_code_stream_of_baseline_jpeg_decides_on_colours() -> None:
     ):
         for interpretation in interpretations:
             with case(name=name, interpretation=interpretation):
-                tags = described(rgb[None], 8, 8, 7, PhotometricInterpretation=interpretation, PlanarConfiguration=1)
+                tags = described(
+                    rgb[None],
+                    8,
+                    8,
+                    7,
+                    PhotometricInterpretation=interpretation,
+                    PlanarConfiguration=1,
+                )
                 (picture,) = pictures(content_of([frame], BASELINE, **tags))
                 assert np.abs(picture.values.astype(int) - np.moveaxis(rgb, -1, 0)).max() <= 12
 
@@ -411,17 +537,28 @@ def test_lossy_greys_are_within_the_error_of_their_encoder(tmp_path: Any) -> Non
         ("noise", encode_array(values, bits_stored=12, signal_noise_ratios=[60])),
     ):
         with case(name=name):
-            (picture,) = pictures(content_of([frame], JPEG_2000, **described(values[None], 16, 12, 11)))
+            (picture,) = pictures(
+                content_of([frame], JPEG_2000, **described(values[None], 16, 12, 11))
+            )
             # 60 dB below the range of 4095 is a mean error of 4; OpenJPEG comes close to what it is asked for.
             assert np.sqrt(np.square(picture.values[0].astype(int) - values).mean()) <= 8
     # GDCM writes greys of 12 bits as a code stream of 16; lossy JPEG has no such precision.
     values = (smooth(48, 40)[..., 0].astype(np.uint16) * 16)[None]
-    (tmp_path / "a.dcm").write_bytes(native(values.astype("<u2"), EXPLICIT, described(values, 16, 12, 11)))
-    for kind in ("JPEGLosslessProcess14", "JPEGLosslessProcess14_1", "JPEG2000Lossless", "JPEGLSLossless"):
+    (tmp_path / "a.dcm").write_bytes(
+        native(values.astype("<u2"), EXPLICIT, described(values, 16, 12, 11))
+    )
+    for kind in (
+        "JPEGLosslessProcess14",
+        "JPEGLosslessProcess14_1",
+        "JPEG2000Lossless",
+        "JPEGLSLossless",
+    ):
         with case(kind=kind):
             content = through_gdcm(tmp_path / "a.dcm", tmp_path / "b.dcm", kind).read_bytes()
             assert (pictures(content)[0].values[0] == values[0]).all()
-    content = through_gdcm(tmp_path / "a.dcm", tmp_path / "b.dcm", "JPEGExtendedProcess2_4").read_bytes()
+    content = through_gdcm(
+        tmp_path / "a.dcm", tmp_path / "b.dcm", "JPEGExtendedProcess2_4"
+    ).read_bytes()
     assert refusal(content).reason is Reason.UNSUPPORTED
 
 
@@ -433,8 +570,12 @@ def test_a_tag_that_would_change_what_a_code_stream_holds_is_refused() -> None:
     greys_jls = bytes(jpeg_ls.encode_buffer(grey.astype("<u2").tobytes(), 33, 34, 1, 12))
     signed = encode_array((grey[0] - 2048).astype("i2"), bits_stored=12)
     unsigned = encode_array(grey[0].astype("u2"), bits_stored=12)
-    transformed = encode_array(rgb[0].astype("u1"), bits_stored=8, use_mct=True, photometric_interpretation=1)
-    untransformed = encode_array(rgb[0].astype("u1"), bits_stored=8, use_mct=False, photometric_interpretation=1)
+    transformed = encode_array(
+        rgb[0].astype("u1"), bits_stored=8, use_mct=True, photometric_interpretation=1
+    )
+    untransformed = encode_array(
+        rgb[0].astype("u1"), bits_stored=8, use_mct=False, photometric_interpretation=1
+    )
     for keyword, frame, syntax, tags in (
         ("Rows", greys_jls, JPEG_LS, plain | {"Rows": 32}),
         ("SamplesPerPixel", greys_jls, JPEG_LS, colours),
@@ -443,8 +584,18 @@ def test_a_tag_that_would_change_what_a_code_stream_holds_is_refused() -> None:
         ("BitsStored", greys_jls, JPEG_LS, plain | {"BitsStored": 16, "PixelRepresentation": 1}),
         ("PixelRepresentation", signed, JPEG_2000_LOSSLESS, plain),
         ("PixelRepresentation", unsigned, JPEG_2000_LOSSLESS, plain | {"PixelRepresentation": 1}),
-        ("PhotometricInterpretation", transformed, JPEG_2000, colours | {"PhotometricInterpretation": "YBR_FULL"}),
-        ("PhotometricInterpretation", untransformed, JPEG_2000, colours | {"PhotometricInterpretation": "YBR_RCT"}),
+        (
+            "PhotometricInterpretation",
+            transformed,
+            JPEG_2000,
+            colours | {"PhotometricInterpretation": "YBR_FULL"},
+        ),
+        (
+            "PhotometricInterpretation",
+            untransformed,
+            JPEG_2000,
+            colours | {"PhotometricInterpretation": "YBR_RCT"},
+        ),
         (
             "PhotometricInterpretation",
             dct_jpeg(rgb[0], 8),
@@ -461,7 +612,11 @@ def test_a_tag_that_would_change_what_a_code_stream_holds_is_refused() -> None:
     ):
         with case(keyword=keyword, syntax=syntax):
             error = refusal(content_of([frame], syntax, tables=False, **tags))
-            assert error.reason is Reason.DAMAGED and keyword in error.detail and "contradict" in error.detail
+            assert (
+                error.reason is Reason.DAMAGED
+                and keyword in error.detail
+                and "contradict" in error.detail
+            )
 
 
 def test_tags_that_contradict_each_other_are_refused_by_name() -> None:
@@ -483,11 +638,27 @@ def test_tags_that_contradict_each_other_are_refused_by_name() -> None:
         ("PixelRepresentation", greys, plain | {"PixelRepresentation": 2}),
         ("SamplesPerPixel", greys, plain | {"SamplesPerPixel": None}),
         ("PhotometricInterpretation", greys, plain | {"PhotometricInterpretation": None}),
-        ("SamplesPerPixel PhotometricInterpretation", greys, plain | {"PhotometricInterpretation": "RGB"}),
-        ("SamplesPerPixel PhotometricInterpretation", colours, coloured | {"PhotometricInterpretation": "MONOCHROME2"}),
-        ("PhotometricInterpretation", colours, coloured | {"PhotometricInterpretation": "YBR_PARTIAL_422"}),
+        (
+            "SamplesPerPixel PhotometricInterpretation",
+            greys,
+            plain | {"PhotometricInterpretation": "RGB"},
+        ),
+        (
+            "SamplesPerPixel PhotometricInterpretation",
+            colours,
+            coloured | {"PhotometricInterpretation": "MONOCHROME2"},
+        ),
+        (
+            "PhotometricInterpretation",
+            colours,
+            coloured | {"PhotometricInterpretation": "YBR_PARTIAL_422"},
+        ),
         ("PhotometricInterpretation", colours, coloured | {"PhotometricInterpretation": "YBR_ICT"}),
-        ("PhotometricInterpretation", colours, coloured | {"PhotometricInterpretation": "YBR_FULL_422"}),
+        (
+            "PhotometricInterpretation",
+            colours,
+            coloured | {"PhotometricInterpretation": "YBR_FULL_422"},
+        ),
         ("PhotometricInterpretation", colours, coloured | {"PhotometricInterpretation": "HSV"}),
         ("PlanarConfiguration", colours, coloured | {"PlanarConfiguration": None}),
         ("PlanarConfiguration", colours, coloured | {"PlanarConfiguration": 2}),
@@ -503,4 +674,7 @@ def test_tags_that_contradict_each_other_are_refused_by_name() -> None:
             error = refusal(content_of(data, EXPLICIT, **tags))
             assert error.reason in (Reason.DAMAGED, Reason.UNSUPPORTED)
             assert all(keyword in error.detail for keyword in keywords.split())
-    assert refusal(content_of(greys, EXPLICIT, **plain | {"NumberOfFrames": 2})).reason is Reason.TRUNCATED
+    assert (
+        refusal(content_of(greys, EXPLICIT, **plain | {"NumberOfFrames": 2})).reason
+        is Reason.TRUNCATED
+    )

@@ -18,7 +18,15 @@ from ddm.images.transform import Transform
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import PercentilesRange, StretchFit, TransformSpec, WindowRange
 from tests.support.case import case
-from tests.support.dicom_files import cells_of, content_of, lossless_jpeg, run_length, tags_of, waves, write
+from tests.support.dicom_files import (
+    cells_of,
+    content_of,
+    lossless_jpeg,
+    run_length,
+    tags_of,
+    waves,
+    write,
+)
 
 LOSSLESS = "1.2.840.10008.1.2.4.70"
 RLE = "1.2.840.10008.1.2.5"
@@ -44,7 +52,9 @@ def sample_of(picture: DecodedPicture, kind: Any) -> np.ndarray:
     """Return what a plan makes of a picture, from 0 to 1."""
     height, width = picture.values.shape[-2:]
     spec = TransformSpec(range=kind, fit=StretchFit())
-    return Transform(spec, DataSpec(shape=(1, height, width), range=(0.0, 1.0))).apply(picture)[0][0]
+    return Transform(spec, DataSpec(shape=(1, height, width), range=(0.0, 1.0))).apply(picture)[0][
+        0
+    ]
 
 
 def test_windows_are_those_of_their_function_and_of_every_legal_width(tmp_path: Path) -> None:
@@ -77,7 +87,9 @@ def test_a_window_of_width_one_is_a_threshold(tmp_path: Path) -> None:
     values = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64)
     for photometric, expected in (("MONOCHROME2", values > 1999), ("MONOCHROME1", values < 2000)):
         with case(photometric=photometric):
-            tags = tags_of(values, WindowCenter=2000, WindowWidth=1, PhotometricInterpretation=photometric)
+            tags = tags_of(
+                values, WindowCenter=2000, WindowWidth=1, PhotometricInterpretation=photometric
+            )
             picture = picture_of(write(tags, tmp_path / "a.dcm"))
             assert (sample_of(picture, WindowRange()) == expected).all()
 
@@ -89,7 +101,9 @@ def test_a_table_of_the_display_window_gives_the_values_that_it_maps(tmp_path: P
             table.add_new("LUTDescriptor", "SS" if signed else "US", [256, first, 12])
             table.add_new("LUTData", "US", list(range(0, 4096, 16)))
             values = waves().astype(np.int16) - (2048 if signed else 0)
-            tags = tags_of(values, PixelRepresentation=int(signed), VOILUTSequence=Sequence([table]))
+            tags = tags_of(
+                values, PixelRepresentation=int(signed), VOILUTSequence=Sequence([table])
+            )
             assert picture_of(write(tags, tmp_path / "a.dcm")).window == window
 
 
@@ -110,7 +124,9 @@ def test_a_modality_table_gives_its_entries(tmp_path: Path) -> None:
     table = Dataset()
     table.add_new("LUTDescriptor", "US", [300, 0, 16])
     table.add_new("LUTData", "US", [1] * 299)
-    error = refusal(write(tags_of(values, ModalityLUTSequence=Sequence([table])), tmp_path / "a.dcm"))
+    error = refusal(
+        write(tags_of(values, ModalityLUTSequence=Sequence([table])), tmp_path / "a.dcm")
+    )
     assert "LUTData" in error.detail
 
 
@@ -132,7 +148,11 @@ def test_padding_is_background_and_out_of_percentiles(tmp_path: Path) -> None:
             least = body[~border].min() - 1024
             assert (picture.values[0] == np.where(border, least, body - 1024)).all()
             sample = sample_of(picture, PercentilesRange())
-            assert not sample[border].any() and sample[~border].min() == 0 and sample[~border].max() == 1
+            assert (
+                not sample[border].any()
+                and sample[~border].min() == 0
+                and sample[~border].max() == 1
+            )
             assert 0.4 < sample[~border].mean() < 0.6
 
 
@@ -143,7 +163,9 @@ def test_padding_of_inverted_greys_is_black(tmp_path: Path) -> None:
     picture = picture_of(write(tags, tmp_path / "a.dcm"))
     expected = 4095 - values.astype(int)
     expected[:, :9] = expected[:, 9:].min()
-    assert (picture.values[0] == expected).all() and picture.values.max() == 4095 - values[:, 9:].min()
+    assert (picture.values[0] == expected).all() and picture.values.max() == 4095 - values[
+        :, 9:
+    ].min()
 
 
 def test_padding_of_any_type_beside_it_is_found(tmp_path: Path) -> None:
@@ -159,7 +181,9 @@ def test_padding_of_any_type_beside_it_is_found(tmp_path: Path) -> None:
             tags = tags_of(values, bits=bits)
             tags.add_new("PixelPaddingValue", kind, value)
             picture = picture_of(write(tags, tmp_path / "a.dcm"))
-            assert (picture.values[0][0] == values[1:].min()).all() and (picture.values[0][1:] == values[1:]).all()
+            assert (picture.values[0][0] == values[1:].min()).all() and (
+                picture.values[0][1:] == values[1:]
+            ).all()
     cells = waves()
     cells[0] = 0xF830
     tags = tags_of(cells, bits=12)
@@ -170,7 +194,9 @@ def test_padding_of_any_type_beside_it_is_found(tmp_path: Path) -> None:
 def test_frames_of_nothing_but_padding_are_refused_alone(tmp_path: Path) -> None:
     values = waves((3, 40, 40)) + np.uint16(1)
     values[1] = 0
-    first, second, third = items(write(tags_of(values, bits=16, PixelPaddingValue=0), tmp_path / "a.dcm"))
+    first, second, third = items(
+        write(tags_of(values, bits=16, PixelPaddingValue=0), tmp_path / "a.dcm")
+    )
     assert isinstance(first, DecodedPicture) and isinstance(third, DecodedPicture)
     assert isinstance(second, ImageError) and "PixelPaddingValue" in second.detail
 
@@ -211,11 +237,18 @@ def test_each_frame_has_its_own_rescaling_and_the_bounds_hold_them_all(tmp_path:
     volume = picture_of(write(enhanced_mr(values, frames), tmp_path / "a.dcm"))
     expected = np.stack([values[0] * 1.0, values[1] * 2.5 - 100, values[2] * 3.0 + 7])
     assert np.allclose(volume.values[0], expected, rtol=1e-6)
-    assert volume.full == (-100, 4095 * 3 + 7) and volume.window == (-900, 2100) and volume.spacing == (2, 1, 1)
+    assert (
+        volume.full == (-100, 4095 * 3 + 7)
+        and volume.window == (-900, 2100)
+        and volume.spacing == (2, 1, 1)
+    )
     frames[1]["window"] = None
     assert picture_of(write(enhanced_mr(values, frames), tmp_path / "a.dcm")).window is None
     frames[2]["slope"] = 0
-    assert refusal(write(enhanced_mr(values, frames), tmp_path / "a.dcm")).detail == "RescaleSlope is zero"
+    assert (
+        refusal(write(enhanced_mr(values, frames), tmp_path / "a.dcm")).detail
+        == "RescaleSlope is zero"
+    )
 
 
 def test_padding_of_a_volume_is_the_lowest_value_of_all_its_frames(tmp_path: Path) -> None:
@@ -239,7 +272,9 @@ def test_padding_of_a_volume_is_exact_where_its_frames_have_other_types(tmp_path
         with case(slope=slope, intercept=intercept):
             frames = [{"slope": 1, "intercept": 0, "window": None}] * 2
             frames.append({"slope": slope, "intercept": intercept, "window": None})
-            volume = picture_of(write(enhanced_mr(values, frames, PixelPaddingValue=0), tmp_path / "a.dcm"))
+            volume = picture_of(
+                write(enhanced_mr(values, frames, PixelPaddingValue=0), tmp_path / "a.dcm")
+            )
             expected = values.astype(np.float64)
             expected[2] = expected[2] * slope + intercept
             expected[values == 0] = expected[values > 0].min()
@@ -253,7 +288,11 @@ def test_inverted_greys_of_a_volume_are_turned_within_the_same_bounds(tmp_path: 
     expected = (-5 + 2 * 4095 - 5) - (values.astype(int) * 2 - 5)
     assert (picture_of(write(tags, tmp_path / "a.dcm")).values[0] == expected).all()
     frames[1] = {"slope": 3, "intercept": -5, "window": None}
-    error = refusal(write(enhanced_mr(values, frames, PhotometricInterpretation="MONOCHROME1"), tmp_path / "a.dcm"))
+    error = refusal(
+        write(
+            enhanced_mr(values, frames, PhotometricInterpretation="MONOCHROME1"), tmp_path / "a.dcm"
+        )
+    )
     assert error.reason is Reason.UNSUPPORTED and "MONOCHROME1" in error.detail
 
 
@@ -264,13 +303,18 @@ def test_an_enhanced_file_has_one_functional_group_for_each_frame(tmp_path: Path
         with case(num_groups=num_groups):
             error = refusal(write(enhanced_mr(values, [frame] * num_groups), tmp_path / "a.dcm"))
             assert error.reason is Reason.DAMAGED
-            assert "NumberOfFrames" in error.detail and "PerFrameFunctionalGroupsSequence" in error.detail
+            assert (
+                "NumberOfFrames" in error.detail
+                and "PerFrameFunctionalGroupsSequence" in error.detail
+            )
 
 
 def test_slopes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
     for value in (b"zero", b"nan ", b"inf "):
         with case(value=value):
-            path = write(tags_of(waves(), RescaleSlope="9999", RescaleIntercept=0), tmp_path / "a.dcm")
+            path = write(
+                tags_of(waves(), RescaleSlope="9999", RescaleIntercept=0), tmp_path / "a.dcm"
+            )
             path.write_bytes(path.read_bytes().replace(b"9999", value))
             assert "RescaleSlope" in refusal(path).detail
 
@@ -304,9 +348,14 @@ def test_fragments_make_the_frames_that_tables_and_code_streams_say(tmp_path: Pa
         with case(name=name):
             content = content_of(frames, syntax, tables=tables, fragments=fragments, **tags)
             found = [
-                picture for picture in decode(FileContent(None, content, "a")) if not isinstance(picture, ImageError)
+                picture
+                for picture in decode(FileContent(None, content, "a"))
+                if not isinstance(picture, ImageError)
             ]
-            assert all((picture.values[0] == frame).all() for picture, frame in zip(found, values, strict=True))
+            assert all(
+                (picture.values[0] == frame).all()
+                for picture, frame in zip(found, values, strict=True)
+            )
             short = content_of(frames[:2], syntax, tables=tables, fragments=fragments, **tags)
             with pytest.raises(ImageError) as caught:
                 list(decode(FileContent(None, short, "a")))
@@ -320,7 +369,9 @@ def test_fragments_make_the_frames_that_tables_and_code_streams_say(tmp_path: Pa
         ("ExtendedOffsetTableLengths", np.full(3, 64, "<u8").tobytes()),
     ):
         with case(keyword=keyword), pytest.raises(ImageError) as caught:
-            content = content_of(pixels, LOSSLESS, representation="OB", **with_tables | {keyword: value})
+            content = content_of(
+                pixels, LOSSLESS, representation="OB", **with_tables | {keyword: value}
+            )
             list(decode(FileContent(None, content, "a")))
         assert caught.value.reason is Reason.DAMAGED
 

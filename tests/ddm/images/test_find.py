@@ -40,7 +40,11 @@ def reasons(path: Path, **options: bool) -> dict[str, Reason | None]:
 
 
 def rows(data: DataSet) -> dict[str, tuple[str | None, str | None]]:
-    return {Path(file.path).name: (file.row.label, file.row.patient) for file in data.files() if file.row is not None}
+    return {
+        Path(file.path).name: (file.row.label, file.row.patient)
+        for file in data.files()
+        if file.row is not None
+    }
 
 
 def test_kind_of_data_is_decided_once(tmp_path: Path) -> None:
@@ -103,21 +107,60 @@ def test_files_come_in_the_order_of_their_names_before_those_of_folders(tmp_path
     for name in ("b.png", "a/z.png", "a.png", "c/d/x.png", "c/y.png", "a/b/w.png"):
         image(tmp_path / name)
     data = find_data(tmp_path)
-    assert names(data, tmp_path) == ["a.png", "b.png", "a/z.png", "a/b/w.png", "c/y.png", "c/d/x.png"]
+    assert names(data, tmp_path) == [
+        "a.png",
+        "b.png",
+        "a/z.png",
+        "a/b/w.png",
+        "c/y.png",
+        "c/d/x.png",
+    ]
     assert [file.num_bytes for file in data.files()] == [(tmp_path / "a.png").stat().st_size] * 6
 
 
-def test_clutter_is_listed_with_its_reason_and_images_of_like_names_are_read(tmp_path: Path) -> None:
+def test_clutter_is_listed_with_its_reason_and_images_of_like_names_are_read(
+    tmp_path: Path,
+) -> None:
     clutter = (
-        *("README.txt", "README", "readme.md", "LICENSE", "LICENCE.de.txt", "licenses", "COPYING", "NOTICE.txt"),
-        *("Thumbs.db", "desktop.ini", ".DS_Store", "._a.png", ".hidden.png", "DICOMDIR", "SHA256SUMS", "a.md5"),
+        *(
+            "README.txt",
+            "README",
+            "readme.md",
+            "LICENSE",
+            "LICENCE.de.txt",
+            "licenses",
+            "COPYING",
+            "NOTICE.txt",
+        ),
+        *(
+            "Thumbs.db",
+            "desktop.ini",
+            ".DS_Store",
+            "._a.png",
+            ".hidden.png",
+            "DICOMDIR",
+            "SHA256SUMS",
+            "a.md5",
+        ),
         *("unused.csv", "unused.tsv", "table.xlsx", "CHANGELOG.md"),
     )
     documents = ("notes.txt", "report.pdf", "a.json", "index.html", "script.py", "ORDER.DOCX")
-    pictures = ("a.png", "readme.png", "license.dcm", "notice 1.jpg", "IM000001", "scan", "1.2.840.113619.2.55")
+    pictures = (
+        "a.png",
+        "readme.png",
+        "license.dcm",
+        "notice 1.jpg",
+        "IM000001",
+        "scan",
+        "1.2.840.113619.2.55",
+    )
     for name in (*clutter, *documents, *pictures):
         (tmp_path / name).write_bytes(b"x")
-    image(tmp_path / ".git/a.png"), image(tmp_path / "__MACOSX/b.png"), image(tmp_path / "deep/c.png")
+    (
+        image(tmp_path / ".git/a.png"),
+        image(tmp_path / "__MACOSX/b.png"),
+        image(tmp_path / "deep/c.png"),
+    )
     (tmp_path / "deep/labels.csv").write_text("path\nc.png\n")
     files = {Path(file.path).name: file for file in find_files(tmp_path)}
     for name in (*clutter, ".git", "__MACOSX", "labels.csv"):
@@ -126,7 +169,9 @@ def test_clutter_is_listed_with_its_reason_and_images_of_like_names_are_read(tmp
     for name in documents:
         with case(name):
             assert files[name].is_clutter and files.pop(name).reason is Reason.UNKNOWN
-    assert set(files) == {*pictures, "c.png"} and not any(file.is_clutter for file in files.values())
+    assert set(files) == {*pictures, "c.png"} and not any(
+        file.is_clutter for file in files.values()
+    )
 
 
 def test_parts_and_columns_of_an_array_are_one_file(tmp_path: Path) -> None:
@@ -148,11 +193,22 @@ def test_parts_are_in_the_order_of_their_numbers_with_their_own_columns(tmp_path
         np.save(tmp_path / f"labels-{number}.npy", np.zeros(2))
     (file,) = find_files(tmp_path)
     assert [Path(name).name for name in file.files] == [
-        *("images-1.npy", "images-2.npy", "images-10.npy", "labels-1.npy", "labels-2.npy", "labels-10.npy"),
+        *(
+            "images-1.npy",
+            "images-2.npy",
+            "images-10.npy",
+            "labels-1.npy",
+            "labels-2.npy",
+            "labels-10.npy",
+        ),
     ]
-    np.save(tmp_path / "images.npy", np.zeros((2, 4, 4), np.uint8))  # beside its parts: nothing tells which counts
+    np.save(
+        tmp_path / "images.npy", np.zeros((2, 4, 4), np.uint8)
+    )  # beside its parts: nothing tells which counts
     assert find_data(tmp_path).arrays is None and find_data(tmp_path).looks_like_arrays
-    assert [Path(file.path).name for file in find_files(tmp_path) if not file.is_clutter] == ["images-1.npy"]
+    assert [Path(file.path).name for file in find_files(tmp_path) if not file.is_clutter] == [
+        "images-1.npy"
+    ]
     tables = tmp_path / "with a table"
     tables.mkdir()
     np.save(tables / "images.npy", np.zeros((2, 4, 4), np.uint8))
@@ -160,7 +216,9 @@ def test_parts_are_in_the_order_of_their_numbers_with_their_own_columns(tmp_path
     assert "labels.csv" in find_data(tables).remarks()[0]
 
 
-def test_links_and_paths_that_lead_out_of_the_folder_are_refused_unless_allowed(tmp_path: Path) -> None:
+def test_links_and_paths_that_lead_out_of_the_folder_are_refused_unless_allowed(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "data"
     image(data / "a.png"), image(tmp_path / "secret.png"), image(tmp_path / "data2/b.png")
     (data / "inside.png").symlink_to("a.png")
@@ -182,16 +240,26 @@ def test_links_and_paths_that_lead_out_of_the_folder_are_refused_unless_allowed(
         "folder": Reason.FOLDER_LINK,
     }
     assert reasons(data) == expected
-    allowed = {name: None if reason is Reason.OUTSIDE else reason for name, reason in expected.items()}
+    allowed = {
+        name: None if reason is Reason.OUTSIDE else reason for name, reason in expected.items()
+    }
     assert reasons(data, outside=True) == allowed
-    (tmp_path / "entry").symlink_to("data")  # whoever runs the command names the folder, by a link or not
+    (tmp_path / "entry").symlink_to(
+        "data"
+    )  # whoever runs the command names the folder, by a link or not
     assert reasons(tmp_path / "entry") == expected
     (tmp_path / "elsewhere.csv").write_text("path,label\na.png,x\n")
     (data / "linked.csv").symlink_to("../elsewhere.csv")
     assert find_data(data).table is None and "leads outside" in find_data(data).remarks()[0]
     (data / "linked.csv").unlink()
     table = data / "table.csv"
-    paths = ["a.png", "../secret.png", str(tmp_path / "secret.png"), str(data / "inside.png"), "folder/b.png"]
+    paths = [
+        "a.png",
+        "../secret.png",
+        str(tmp_path / "secret.png"),
+        str(data / "inside.png"),
+        "folder/b.png",
+    ]
     paths += ["inner/../../secret.png", "inner/next.png", "/etc/passwd", "../data/a.png"]
     table.write_text("path\n" + "\n".join(paths) + "\n")
     got = [file.reason for file in find_files(table)]
@@ -211,14 +279,20 @@ def test_links_beside_arrays_that_lead_out_are_refused(tmp_path: Path) -> None:
             if name != "images.npy":
                 np.save(data / "images.npy", np.zeros((3, 4, 4), np.uint8))
             (data / name).symlink_to(secret)
-            assert find_data(data).arrays is None and find_data(data, outside=True).arrays is not None
+            assert (
+                find_data(data).arrays is None and find_data(data, outside=True).arrays is not None
+            )
             assert set(reasons(data).values()) == {Reason.OUTSIDE}
             with pytest.raises(DataError, match="leads outside"):
                 find_data(data).require_arrays()
 
 
 def test_paths_of_windows_and_other_cases_get_a_hint(tmp_path: Path) -> None:
-    image(tmp_path / "img/0.png"), image(tmp_path / "img/1.PNG"), image(tmp_path / "img/back\\slash.png")
+    (
+        image(tmp_path / "img/0.png"),
+        image(tmp_path / "img/1.PNG"),
+        image(tmp_path / "img/back\\slash.png"),
+    )
     image(tmp_path / "img/Käse.png")
     hints = {
         "img\\0.png": (None, ""),
@@ -242,7 +316,10 @@ def test_paths_of_windows_and_other_cases_get_a_hint(tmp_path: Path) -> None:
         with case(path):
             assert file.reason is reason and detail in file.detail
     remarks = " ".join(data.remarks())
-    assert "3 paths of the table have backslashes" in remarks and "3 paths of the table lead to no file" in remarks
+    assert (
+        "3 paths of the table have backslashes" in remarks
+        and "3 paths of the table lead to no file" in remarks
+    )
     assert sum(1 for _ in data.files()) == len(hints) and " ".join(data.remarks()) == remarks
 
 
@@ -298,7 +375,10 @@ def test_rows_are_led_to_files_once_and_what_they_lack_is_said(tmp_path: Path) -
     (tmp_path / "volumes.csv").write_text(
         "path,label\n0.png,x\nabsent.png,x\n./0.png,y\nnotes.txt,x\n.hidden.png,x\n../out.png,x\n"
     )
-    files = [(os.path.relpath(file.path, tmp_path), file.reason, bool(file.row)) for file in find_files(tmp_path)]
+    files = [
+        (os.path.relpath(file.path, tmp_path), file.reason, bool(file.row))
+        for file in find_files(tmp_path)
+    ]
     assert files == [
         ("0.png", Reason.REPEATED, True),
         (".hidden.png", None, True),  # whoever made the table means it
@@ -324,7 +404,9 @@ def test_table_beside_images_is_bounded_and_one_by_itself_streamed(
 @pytest.mark.measured
 def test_rows_of_a_table_leave_little_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    path.write_text("path,label\n" + "".join(f"folder/{number:064}.png,x\n" for number in range(50_000)))
+    path.write_text(
+        "path,label\n" + "".join(f"folder/{number:064}.png,x\n" for number in range(50_000))
+    )
 
     def count() -> None:
         assert sum(file.reason is Reason.MISSING for file in find_files(path)) == 50_000

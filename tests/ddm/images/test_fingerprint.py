@@ -23,10 +23,16 @@ def test_fingerprints_tell_contents_purposes_and_keys_apart_and_not_how_they_wer
 
 def test_pixels_of_another_shape_or_type_are_other_pixels() -> None:
     values = np.arange(64, dtype=np.uint8)
-    shapes = (values.reshape(1, 8, 8), values.reshape(1, 4, 16), values.view(np.uint16).reshape(1, 4, 8))
+    shapes = (
+        values.reshape(1, 8, 8),
+        values.reshape(1, 4, 16),
+        values.view(np.uint16).reshape(1, 4, 8),
+    )
     found = [record_of(DecodedPicture.of(Picture(each)), KEY).pixels for each in shapes]
     assert len(set(found)) == 3
     assert (
         found[0]
-        == record_of(DecodedPicture.of(Picture(values.reshape(1, 8, 8).copy()), patient="x", kind="PNG"), KEY).pixels
+        == record_of(
+            DecodedPicture.of(Picture(values.reshape(1, 8, 8).copy()), patient="x", kind="PNG"), KEY
+        ).pixels
     )

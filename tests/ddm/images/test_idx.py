@@ -19,13 +19,21 @@ SPEC = DataSpec(shape=(1, 2, 3), range=(-1.0, 1.0))
 
 
 def written(path: Path, array: np.ndarray, *, packed: bool) -> Path:
-    data = b"\0\0\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    data = (
+        b"\0\0\x08"
+        + bytes([array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
     path.write_bytes(gzip.compress(data) if packed else data)
     return path
 
 
 def test_images_and_labels_of_an_idx_file_are_read_packed_or_not(tmp_path: Path) -> None:
-    images, label_N = np.arange(24, dtype=np.uint8).reshape(4, 2, 3) * 10, np.array([3, 0, 1, 2], np.uint8)
+    images, label_N = (
+        np.arange(24, dtype=np.uint8).reshape(4, 2, 3) * 10,
+        np.array([3, 0, 1, 2], np.uint8),
+    )
     for packed in (False, True):
         with case(packed=packed):
             path = written(tmp_path / "train-images-idx3-ubyte", images, packed=packed)
@@ -51,7 +59,9 @@ def test_idx_file_that_is_cut_short_damaged_or_huge_is_refused(tmp_path: Path) -
     good = written(tmp_path / "good", np.zeros((4, 2, 3), np.uint8), packed=False).read_bytes()
     packed = gzip.compress(good)
     huge = b"\0\0\x08\x03" + struct.pack(">3I", 2**31, 2**31, 2**31)
-    for number, data in enumerate((good[:-1], good + b"\0", good[:6], packed[:-9], huge, b"\0\0\x0d\x01", b"")):
+    for number, data in enumerate(
+        (good[:-1], good + b"\0", good[:6], packed[:-9], huge, b"\0\0\x0d\x01", b"")
+    ):
         with case(number):
             (tmp_path / "bad").write_bytes(data)
             with pytest.raises(DataError):

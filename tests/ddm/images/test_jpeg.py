@@ -67,7 +67,13 @@ def near(found: np.ndarray, expected: np.ndarray, most: int = 3) -> bool:
 
 
 def test_greys_and_colours_are_read_in_each_way_of_coding(tmp_path: Path) -> None:
-    ways = ({}, {"progressive": True}, {"optimize": True}, {"restart_marker_blocks": 3}, {"restart_marker_rows": 1})
+    ways = (
+        {},
+        {"progressive": True},
+        {"optimize": True},
+        {"restart_marker_blocks": 3},
+        {"restart_marker_rows": 1},
+    )
     for options in ways:
         with case(**options):
             assert near(values(jpeg(GREY, **options)), GREY)
@@ -90,8 +96,12 @@ def test_adobes_marker_says_what_three_and_four_colours_are() -> None:
     assert near(values(cmyk), expected, 5)
     assert "APP14" in refusal(without(cmyk, 0xEE)).detail
     # YCCK is YCbCr of R = 255 - C and so on, where C is inverted ink (Adobe's note 5116): R is ink, K its inverse.
-    grey_inks = np.stack([GREY, np.full_like(GREY, 128), np.full_like(GREY, 128), np.full_like(GREY, 55)], -1)
-    ycck = bytearray(jpeg(255 - grey_inks, "CMYK"))  # Pillow inverts, so that the file holds `grey_inks`
+    grey_inks = np.stack(
+        [GREY, np.full_like(GREY, 128), np.full_like(GREY, 128), np.full_like(GREY, 55)], -1
+    )
+    ycck = bytearray(
+        jpeg(255 - grey_inks, "CMYK")
+    )  # Pillow inverts, so that the file holds `grey_inks`
     ycck[ycck.index(b"Adobe") + 11] = 2
     light_of_grey = np.stack([255 - GREY.astype(float)] * 3, -1) * 55 / 255
     assert near(values(bytes(ycck)), light_of_grey, 5)
@@ -127,7 +137,13 @@ def test_other_processes_than_baseline_and_progressive_of_8_bits_are_refused() -
             other = data[:frame] + bytes([0xFF, code]) + data[frame + 2 :]
             assert refusal(other).reason is Reason.UNSUPPORTED and "SOF" in refusal(other).detail
     for code in (0xC1, 0xC2):
-        deep = data[:frame] + bytes([0xFF, code]) + data[frame + 2 : frame + 4] + b"\x0c" + data[frame + 5 :]
+        deep = (
+            data[:frame]
+            + bytes([0xFF, code])
+            + data[frame + 2 : frame + 4]
+            + b"\x0c"
+            + data[frame + 5 :]
+        )
         assert "precision" in refusal(deep).detail
     two = data[:frame] + marker(0xC0, b"\x08\0\x28\0\x38\2\1\x11\0\2\x11\0") + data[frame + 13 :]
     assert "SOF" in refusal(two).detail
@@ -142,7 +158,10 @@ def test_what_is_missing_is_noticed() -> None:
             with case(length, **options):
                 assert refusal(data[:length]).reason is Reason.TRUNCATED
                 # A copy that was cut off is often filled up with zeros.
-                assert refusal(data[:length].ljust(len(data), b"\0")).reason in (Reason.TRUNCATED, Reason.DAMAGED)
+                assert refusal(data[:length].ljust(len(data), b"\0")).reason in (
+                    Reason.TRUNCATED,
+                    Reason.DAMAGED,
+                )
         assert (values(data + b"behind the end \xff\xd8\xff") == values(data)).all()
 
 
@@ -150,7 +169,11 @@ def test_restart_markers_are_counted_and_in_order() -> None:
     for options in ({}, {"subsampling": 2}, {"progressive": True}):
         data = jpeg(RGB, restart_marker_blocks=3, **options)
         assert values(data).shape == (40, 56, 3)
-        for before, after in ((b"\xff\xd1", b""), (b"\xff\xd1", b"\xff\xd3"), (b"\xff\xd1", b"\xff\xd1\0\xff\xd2")):
+        for before, after in (
+            (b"\xff\xd1", b""),
+            (b"\xff\xd1", b"\xff\xd3"),
+            (b"\xff\xd1", b"\xff\xd1\0\xff\xd2"),
+        ):
             with case(before, after, **options):
                 assert "restart" in refusal(data.replace(before, after, 1)).detail
     assert "DRI" in refusal(jpeg(RGB)[:-2] + b"\xff\xd0\xff\xd9").detail
@@ -158,7 +181,9 @@ def test_restart_markers_are_counted_and_in_order() -> None:
 
 def test_further_pictures_in_a_file_are_thumbnails() -> None:
     written = io.BytesIO()
-    Image.fromarray(RGB).save(written, "MPO", save_all=True, append_images=[Image.fromarray(RGB[::2, ::2])])
+    Image.fromarray(RGB).save(
+        written, "MPO", save_all=True, append_images=[Image.fromarray(RGB[::2, ::2])]
+    )
     assert picture(written.getvalue()).flags == {Flag.THUMBNAIL}
     assert picture(written.getvalue()).values.shape == (3, 40, 56)
     data = jpeg(RGB)

@@ -32,9 +32,15 @@ def test_labels_are_classes_by_name_or_number(labels: np.ndarray) -> None:
         (np.array([[0, 1]]), "int64, shape (1, 2)"),
     ],
 )
-def test_labels_that_are_no_classes_are_refused_and_never_quoted(labels: np.ndarray, got: str) -> None:
+def test_labels_that_are_no_classes_are_refused_and_never_quoted(
+    labels: np.ndarray, got: str
+) -> None:
     with pytest.raises(DataError) as refused:
         class_numbers(labels, CLASSES, "column labels", "Mend them.")
     error = refused.value
-    assert error.got == got and "DOE" not in f"{error} {error.expected}" and error.remedy == "Mend them."
+    assert (
+        error.got == got
+        and "DOE" not in f"{error} {error.expected}"
+        and error.remedy == "Mend them."
+    )
     assert "normal, Pneumonia, effusion" in str(error.expected)

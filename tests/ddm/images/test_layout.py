@@ -28,7 +28,13 @@ def reason_of(path: Path) -> Reason:
 
 def test_channels_are_first_or_last_where_only_one_of_them_can_be() -> None:
     for shape, is_last in (
-        *(((1, 6, 5), False), ((3, 6, 5), False), ((6, 5, 3), True), ((6, 5, 1), True), ((3, 6, 4), False)),
+        *(
+            ((1, 6, 5), False),
+            ((3, 6, 5), False),
+            ((6, 5, 3), True),
+            ((6, 5, 1), True),
+            ((3, 6, 4), False),
+        ),
         *(((2, 8, 6, 5), False), ((4, 8, 6, 5), False), ((8, 6, 5, 1), True), ((8, 6, 5, 4), True)),
     ):
         with case(shape):
@@ -40,7 +46,16 @@ def test_channels_are_first_or_last_where_only_one_of_them_can_be() -> None:
 
 def test_shapes_without_a_certain_meaning_are_refused() -> None:
     for shape in (
-        *((3, 6, 3), (1, 6, 3), (3, 6, 1), (1, 6, 1), (6, 5, 4), (4, 6, 5), (6, 5, 2), (28, 28, 28)),
+        *(
+            (3, 6, 3),
+            (1, 6, 3),
+            (3, 6, 1),
+            (1, 6, 1),
+            (6, 5, 4),
+            (4, 6, 5),
+            (6, 5, 2),
+            (28, 28, 28),
+        ),
         *((1, 8, 6, 3), (3, 8, 6, 4), (8, 8, 8, 8), (5,), (2, 3, 4, 5, 6), ()),
     ):
         with case(shape), pytest.raises(ImageError) as caught:
@@ -79,7 +94,10 @@ def test_every_type_and_order_of_numbers_gives_the_same_values(tmp_path: Path) -
                     with case(name, order, layout, path.suffix):
                         save(path, array)
                         pictures = list(decode(FileContent.of(path)))
-                        assert [np.array_equal(picture.values, values[k]) for k, picture in enumerate(pictures)] == [
+                        assert [
+                            np.array_equal(picture.values, values[k])
+                            for k, picture in enumerate(pictures)
+                        ] == [
                             True,
                             True,
                         ]

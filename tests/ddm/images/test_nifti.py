@@ -38,7 +38,9 @@ def in_file(values: np.ndarray) -> np.ndarray:
     return values.transpose(2, 1, 0)
 
 
-def of_places(order: tuple[int, ...], signs: tuple[int, ...], sides: tuple[float, ...]) -> tuple[np.ndarray, ...]:
+def of_places(
+    order: tuple[int, ...], signs: tuple[int, ...], sides: tuple[float, ...]
+) -> tuple[np.ndarray, ...]:
     """Return voxels that say where they are, and their matrix.
 
     Args:
@@ -64,7 +66,9 @@ def test_every_order_and_direction_of_axes_is_turned_to_the_patients() -> None:
         for signs in product((1, -1), repeat=3):
             with case(order, signs):
                 voxels, matrix = of_places(order, signs, sides)
-                length = [SHAPE[order.index(axis)] for axis in range(3)]  # to right, anterior, superior
+                length = [
+                    SHAPE[order.index(axis)] for axis in range(3)
+                ]  # to right, anterior, superior
                 d, h, w = np.indices((length[2], length[1], length[0]))
                 expected = 100 * d + 10 * (length[1] - 1 - h) + (length[0] - 1 - w)
                 for found in (
@@ -96,9 +100,13 @@ def test_axes_that_are_not_at_right_angles_are_refused_in_every_place() -> None:
             with case(row, column, shear):
                 if is_refused:
                     assert "shear" in refusal(nifti(voxels, affine=matrix)).detail
-                    assert "shear" in refusal(mgh(voxels[..., None], matrix[:3, :3]), "a.mgh").detail
+                    assert (
+                        "shear" in refusal(mgh(voxels[..., None], matrix[:3, :3]), "a.mgh").detail
+                    )
                 else:
-                    assert (picture(nifti(voxels, affine=matrix)).values[0] == in_file(voxels)).all()
+                    assert (
+                        picture(nifti(voxels, affine=matrix)).values[0] == in_file(voxels)
+                    ).all()
 
 
 def test_sform_comes_before_qform_and_qform_before_the_sides_of_voxels() -> None:
@@ -154,12 +162,17 @@ def test_every_type_byte_order_and_version_is_read_to_the_value(tmp_path: Path) 
         full = (float(np.iinfo(kind).min), float(np.iinfo(kind).max)) if small else None
         for order, version in product("<>", (1, 2)):
             with case(name, order, version):
-                data = nifti(voxels, affine=AXIAL, order=order, version=version, extension=b"anything")
+                data = nifti(
+                    voxels, affine=AXIAL, order=order, version=version, extension=b"anything"
+                )
                 path.write_bytes(gzip.compress(data))
                 (packed,) = decode(FileContent.of(path))
                 assert isinstance(packed, DecodedPicture)
                 for found in (picture(data), packed):
-                    assert np.allclose(found.values[0], in_file(voxels), rtol=1e-6) and found.full == full
+                    assert (
+                        np.allclose(found.values[0], in_file(voxels), rtol=1e-6)
+                        and found.full == full
+                    )
                     assert found.values.dtype.isnative
     for code in (1, 32, 1536, 1792, 2048, 9):
         assert "datatype" in refusal(nifti(voxels, affine=AXIAL, datatype=code)).detail
@@ -179,7 +192,11 @@ def test_scaling_is_done_where_the_slope_says_so() -> None:
     ):
         for version in (1, 2):
             with case(slope, intercept, version):
-                found = picture(nifti(voxels, affine=AXIAL, version=version, scl_slope=slope, scl_inter=intercept))
+                found = picture(
+                    nifti(
+                        voxels, affine=AXIAL, version=version, scl_slope=slope, scl_inter=intercept
+                    )
+                )
                 assert (found.values[0] == in_file(voxels) * expected[0] + expected[1]).all()
                 ends = sorted(bound * expected[0] + expected[1] for bound in (-32768, 32767))
                 assert found.full == tuple(ends)
@@ -188,13 +205,24 @@ def test_scaling_is_done_where_the_slope_says_so() -> None:
 
 def test_the_window_is_that_of_cal_min_and_cal_max() -> None:
     voxels = waves(SHAPE).astype(np.int16)
-    for low, high, window in ((0.0, 0.0, None), (-5.0, 80.0, (-5, 80)), (9.0, 3.0, None), (0.0, float("nan"), None)):
+    for low, high, window in (
+        (0.0, 0.0, None),
+        (-5.0, 80.0, (-5, 80)),
+        (9.0, 3.0, None),
+        (0.0, float("nan"), None),
+    ):
         with case(low, high):
             assert picture(nifti(voxels, affine=AXIAL, cal_min=low, cal_max=high)).window == window
 
 
-def pictures(data: bytes, name: str = "a.nii", limits: Limits | None = None) -> list[DecodedPicture]:
-    return [found for found in decode(FileContent(None, data, name), limits) if isinstance(found, DecodedPicture)]
+def pictures(
+    data: bytes, name: str = "a.nii", limits: Limits | None = None
+) -> list[DecodedPicture]:
+    return [
+        found
+        for found in decode(FileContent(None, data, name), limits)
+        if isinstance(found, DecodedPicture)
+    ]
 
 
 def test_a_fourth_axis_holds_channels_unless_it_is_time() -> None:
@@ -207,7 +235,11 @@ def test_a_fourth_axis_holds_channels_unless_it_is_time() -> None:
         for data in (series, gzip.compress(series)):
             with case(unit):
                 for found, volume in zip(pictures(data), expected, strict=True):
-                    assert (found.values == 2 * volume[None] + 1).all() and found.spacing == (1, 1, 1)
+                    assert (found.values == 2 * volume[None] + 1).all() and found.spacing == (
+                        1,
+                        1,
+                        1,
+                    )
     one = picture(nifti(voxels[..., :1], affine=AXIAL, xyzt_units=10))
     assert (one.values == expected[:1]).all()
     fifth = nifti(voxels.reshape(*SHAPE, 1, 3), affine=AXIAL, intent_code=1007, xyzt_units=10)
@@ -226,7 +258,11 @@ def test_each_time_of_a_series_is_a_volume_and_a_broken_file_gives_none() -> Non
     data = nifti(voxels, affine=AXIAL, xyzt_units=10)
     packed = gzip.compress(data)
     spoiled = packed[:-8] + bytes([packed[-8] ^ 1]) + packed[-7:]
-    for broken, reason in ((data[:-9], Reason.TRUNCATED), (packed[:-20], Reason.TRUNCATED), (spoiled, Reason.DAMAGED)):
+    for broken, reason in (
+        (data[:-9], Reason.TRUNCATED),
+        (packed[:-20], Reason.TRUNCATED),
+        (spoiled, Reason.DAMAGED),
+    ):
         content = FileContent(None, broken, "a.nii")
         with pytest.raises(ImageError) as caught:
             next(decode(content))
@@ -238,7 +274,11 @@ def test_each_time_of_a_series_is_a_volume_and_a_broken_file_gives_none() -> Non
     rgb = np.zeros((*SHAPE, 2), [("R", "u1"), ("G", "u1"), ("B", "u1")])
     rgb["G"][..., 1] = 7
     first, second = pictures(nifti(rgb, affine=AXIAL, datatype=128, xyzt_units=10))
-    assert not first.values.any() and (second.values[1] == 7).all() and second.values.shape == (3, 6, 5, 4)
+    assert (
+        not first.values.any()
+        and (second.values[1] == 7).all()
+        and second.values.shape == (3, 6, 5, 4)
+    )
     assert "channels" in refusal(nifti(rgb, affine=AXIAL, datatype=128)).detail
     fifth = nifti(voxels.reshape(*SHAPE, 3, 1)[..., [0, 0]], affine=AXIAL, xyzt_units=10)
     assert refusal(fifth).reason is Reason.SHAPE
@@ -251,9 +291,13 @@ def test_frames_of_mgh_hold_channels_unless_they_are_time() -> None:
         assert (found.values == voxels.transpose(3, 2, 1, 0)).all()
     series = mgh(voxels, AXIAL[:3, :3], repetition_time=2000.0)
     for data in (series, gzip.compress(series)):
-        for found, volume in zip(pictures(data, "a.mgz"), voxels.transpose(3, 2, 1, 0), strict=True):
+        for found, volume in zip(
+            pictures(data, "a.mgz"), voxels.transpose(3, 2, 1, 0), strict=True
+        ):
             assert (found.values == volume[None]).all()
-    assert picture(mgh(voxels[..., :1], AXIAL[:3, :3], repetition_time=2000.0), "a.mgh").values.shape == (1, 6, 5, 4)
+    assert picture(
+        mgh(voxels[..., :1], AXIAL[:3, :3], repetition_time=2000.0), "a.mgh"
+    ).values.shape == (1, 6, 5, 4)
 
 
 def test_types_of_mgh_are_read_to_the_value_and_one_without_axes_is_refused() -> None:
@@ -271,7 +315,23 @@ def test_types_of_mgh_are_read_to_the_value_and_one_without_axes_is_refused() ->
 
 def test_intents_other_than_tones_are_refused_and_statistics_are_not() -> None:
     voxels = waves(SHAPE).astype(np.int16)
-    for intent in (1002, 1003, 1004, 1005, 1006, 1008, 1009, 1010, 2001, 2002, 2004, 2005, 2006, 2018, 3001):
+    for intent in (
+        1002,
+        1003,
+        1004,
+        1005,
+        1006,
+        1008,
+        1009,
+        1010,
+        2001,
+        2002,
+        2004,
+        2005,
+        2006,
+        2018,
+        3001,
+    ):
         for version in (1, 2):
             with case(intent, version):
                 error = refusal(nifti(voxels, affine=AXIAL, version=version, intent_code=intent))
@@ -348,7 +408,9 @@ def test_broken_volumes_have_their_true_reason() -> None:
     data = nifti(waves((8, 8, 8)).astype(np.int16), affine=AXIAL)
     assert refusal(data[:-100]).reason is Reason.TRUNCATED
     assert refusal(gzip.compress(data[:-100])).reason is Reason.TRUNCATED
-    large = nifti(np.zeros((1, 1, 1), np.int16), affine=AXIAL, dim=[4, 32767, 32767, 32767, 32767, 1, 1, 1])
+    large = nifti(
+        np.zeros((1, 1, 1), np.int16), affine=AXIAL, dim=[4, 32767, 32767, 32767, 32767, 1, 1, 1]
+    )
     assert refusal(large).reason is Reason.TOO_LARGE
     assert refusal(gzip.compress(b"a text")).reason is Reason.ARCHIVE
     for floats in (np.full((8, 8, 8), np.nan, np.float32), np.full((8, 8, 8), 1e300)):
@@ -376,13 +438,17 @@ def test_nibabel_writes_what_is_read(tmp_path: Path) -> None:
     nibabel.save(image, tmp_path / "q.nii")
     (found,) = decode(FileContent.of(tmp_path / "q.nii"))
     assert isinstance(found, DecodedPicture)
-    assert (found.values == expected.values).all() and np.allclose(found.spacing or (), expected.spacing or ())
+    assert (found.values == expected.values).all() and np.allclose(
+        found.spacing or (), expected.spacing or ()
+    )
 
 
 def test_public_files_are_read_as_their_headers_say() -> None:
     # Of its sform, the first axis goes to the left, the second to the front and the third to the top, by 2 mm each.
     path = Path(data_path) / "anatomical.nii"
-    stored = np.frombuffer(path.read_bytes(), ">i2", 33 * 41 * 25, 352).reshape((33, 41, 25), order="F")
+    stored = np.frombuffer(path.read_bytes(), ">i2", 33 * 41 * 25, 352).reshape(
+        (33, 41, 25), order="F"
+    )
     (found,) = decode(FileContent.of(path))
     assert isinstance(found, DecodedPicture) and found.spacing == (2, 2, 2)
     assert (found.values[0] == stored[:, ::-1].transpose(2, 1, 0)).all()

@@ -38,7 +38,9 @@ def test_parts_are_paired_with_one_column_in_the_order_of_their_numbers(tmp_path
         "filled": [f"{number:02}" for number in range(1, 13)],
         "overflowing": [f"{number:02}" for number in range(95, 107)],
         "of": [f"{number}-of-12" for number in range(1, 13)],
-        "two numbers": [f"{year}-{month}" for year in (2020, 2021) for month in (1, 2, 3, 10, 11, 12)],
+        "two numbers": [
+            f"{year}-{month}" for year in (2020, 2021) for month in (1, 2, 3, 10, 11, 12)
+        ],
     }
     for name, suffixes in patterns.items():
         with case(name):
@@ -54,7 +56,15 @@ def test_parts_are_paired_with_one_column_in_the_order_of_their_numbers(tmp_path
 
 def test_names_that_state_no_order_are_never_paired_with_one_column(tmp_path: Path) -> None:
     for number, suffixes in enumerate(
-        (["a", "10"], ["01", "1"], ["1", "02"], ["a", "b"], ["north-1", "south-2"], ["1", "1-2"], ["1", "01"])
+        (
+            ["a", "10"],
+            ["01", "1"],
+            ["1", "02"],
+            ["a", "b"],
+            ["north-1", "south-2"],
+            ["1", "1-2"],
+            ["1", "01"],
+        )
     ):
         with case(suffixes):
             assert numeric_order(suffixes) is None
@@ -82,7 +92,9 @@ def test_columns_of_parts_belong_to_the_part_of_their_name(tmp_path: Path) -> No
                 assert (picture.label, picture.patient) == (str(place), f"p{place}" * place)
             source = open_arrays(folder)
             assert {"labels", "patients"} <= source.columns
-            assert source.column_shape("labels") == (len(source),) == source.column("labels", 8).shape
+            assert (
+                source.column_shape("labels") == (len(source),) == source.column("labels", 8).shape
+            )
             np.save(folder / f"labels-{suffixes[0]}.npy", np.arange(3))
             with pytest.raises(DataError, match="as the part has images"):
                 source.column("labels", 8)
@@ -103,7 +115,11 @@ def test_columns_that_do_not_belong_to_the_parts_are_refused(tmp_path: Path) -> 
             with pytest.raises(ImageError) as caught:
                 list(decode(FileContent.of(folder / "images-1.npy")))
             assert caught.value.reason is Reason.AMBIGUOUS
-    for name, column in {"longer": np.arange(5), "shorter": np.arange(3), "wide": np.zeros((4, 14))}.items():
+    for name, column in {
+        "longer": np.arange(5),
+        "shorter": np.arange(3),
+        "wide": np.zeros((4, 14)),
+    }.items():
         with case(name):
             folder = write_parts(tmp_path / name, ["1", "2"], labels=column)
             with pytest.raises(ImageError, match="one entry for each"):

@@ -35,7 +35,9 @@ def rows_of(path: Path) -> list[tuple[int, str | None, str | None, str | None]]:
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_whole_numbers_are_spread_over_the_plans_range(tmp_path: Path, dtype: type) -> None:
     most = np.iinfo(dtype).max
-    np.savez(tmp_path / "a.npz", images=np.array([[[0, most], [most // 3, most // 5]]], dtype=dtype))
+    np.savez(
+        tmp_path / "a.npz", images=np.array([[[0, most], [most // 3, most // 5]]], dtype=dtype)
+    )
     found = read_images(tmp_path / "a.npz", SPEC).flatten().tolist()
     assert found == pytest.approx([-1.0, 3.0, 1 / 3, -0.2], abs=1e-6)
 
@@ -51,8 +53,20 @@ def test_parts_of_a_data_set_come_with_their_own_columns(tmp_path: Path) -> None
     train = [(1, "train", "7", "a"), (1, "train", "8", "b")]
     test = [(2, "test", None, "c")]
     conventions = {
-        "MedMNIST": ("train_images", "train_labels", "train_patients", "test_images", "test_patients"),
-        "reversed": ("images_train", "labels_train", "patients_train", "images_test", "patients_test"),
+        "MedMNIST": (
+            "train_images",
+            "train_labels",
+            "train_patients",
+            "test_images",
+            "test_patients",
+        ),
+        "reversed": (
+            "images_train",
+            "labels_train",
+            "patients_train",
+            "images_test",
+            "patients_test",
+        ),
         "Keras": ("x_train", "y_train", "patients_train", "x_test", "patients_test"),
         "singular": ("train_images", "train_label", "train_patient", "test_images", "test_patient"),
         "capitals": ("X_train", "Y_train", "train_patient_id", "X_test", "test_patient_id"),
@@ -78,7 +92,11 @@ def test_columns_that_belong_to_no_part_in_particular_are_refused(tmp_path: Path
         "labels without images": {"train_images": train, "val_labels": [1, 2]},
         "two images of a part": {"train_images": train, "x_train": train},
         "two labels": {"images": train, "label": [1, 2], "labels": [1, 2]},
-        "two labels of a part": {"train_images": train, "train_labels": [1, 2], "train_label": [1, 2]},
+        "two labels of a part": {
+            "train_images": train,
+            "train_labels": [1, 2],
+            "train_label": [1, 2],
+        },
     }
     for name, arrays in wrong.items():
         with case(name):
@@ -88,7 +106,12 @@ def test_columns_that_belong_to_no_part_in_particular_are_refused(tmp_path: Path
             assert caught.value.reason is Reason.AMBIGUOUS
     unequal: dict[str, dict[str, Any]] = {
         "too long": {"train_images": train, "train_labels": [1, 2, 3]},
-        "of another part": {"train_images": train, "test_images": test, "train_labels": [1], "test_labels": [1]},
+        "of another part": {
+            "train_images": train,
+            "test_images": test,
+            "train_labels": [1],
+            "test_labels": [1],
+        },
         "several for each": {"train_images": train, "train_labels": np.zeros((2, 14))},
         "one value": {"images": train, "labels": 3},
     }
@@ -99,15 +122,23 @@ def test_columns_that_belong_to_no_part_in_particular_are_refused(tmp_path: Path
                 rows_of(tmp_path / "a.npz")
 
 
-def test_an_array_beside_the_images_may_be_anything_that_has_no_name_of_a_column(tmp_path: Path) -> None:
+def test_an_array_beside_the_images_may_be_anything_that_has_no_name_of_a_column(
+    tmp_path: Path,
+) -> None:
     np.savez(
-        tmp_path / "a.npz", images=images(2, 1), mask_images=images(5, 9), info=np.array([{}], object), split=["a", "b"]
+        tmp_path / "a.npz",
+        images=images(2, 1),
+        mask_images=images(5, 9),
+        info=np.array([{}], object),
+        split=["a", "b"],
     )
     assert [row[:2] for row in rows_of(tmp_path / "a.npz")] == [(1, "a"), (1, "b")]
     assert len(open_arrays(tmp_path / "a.npz")) == 2
 
 
-def test_an_archive_with_two_arrays_of_one_name_or_none_of_images_is_refused(tmp_path: Path) -> None:
+def test_an_archive_with_two_arrays_of_one_name_or_none_of_images_is_refused(
+    tmp_path: Path,
+) -> None:
     data = io.BytesIO()
     np.save(data, images(2, 1))
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
@@ -120,7 +151,9 @@ def test_an_archive_with_two_arrays_of_one_name_or_none_of_images_is_refused(tmp
         rows_of(tmp_path / "b.npz")
 
 
-def test_a_column_whose_entries_have_room_for_a_million_characters_is_refused_unread(tmp_path: Path) -> None:
+def test_a_column_whose_entries_have_room_for_a_million_characters_is_refused_unread(
+    tmp_path: Path,
+) -> None:
     header = "{'descr': '<U1000000', 'fortran_order': False, 'shape': (2,), }".ljust(117) + "\n"
     prefix = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
     np.savez_compressed(tmp_path / "a.npz", images=images(2, 1))
@@ -133,7 +166,10 @@ def test_a_column_whose_entries_have_room_for_a_million_characters_is_refused_un
 def test_a_flipped_byte_in_a_large_archive_is_an_error(tmp_path: Path) -> None:
     for save in (np.savez, np.savez_compressed):
         with case(save.__name__):
-            save(tmp_path / "a.npz", images=np.random.default_rng(0).integers(0, 256, (1000, 8, 8), np.uint8))
+            save(
+                tmp_path / "a.npz",
+                images=np.random.default_rng(0).integers(0, 256, (1000, 8, 8), np.uint8),
+            )
             data = bytearray((tmp_path / "a.npz").read_bytes())
             data[40_000] ^= 1  # beyond what is read with the header
             (tmp_path / "a.npz").write_bytes(data)

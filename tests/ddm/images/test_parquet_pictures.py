@@ -37,10 +37,14 @@ def metadata(**features: Any) -> dict[str, str]:
     return {"huggingface": json.dumps({"info": {"features": features}})}
 
 
-def write(path: Path, cells: list[Any], image: str = "image", kind: Any = BYTES_AND_PATH, **columns: Any) -> Path:
+def write(
+    path: Path, cells: list[Any], image: str = "image", kind: Any = BYTES_AND_PATH, **columns: Any
+) -> Path:
     """Write a file; `metadata` among the columns is the schema's."""
     schema_metadata = columns.pop("metadata", None)
-    table = pa.table({image: pa.array(cells, kind), **columns}).replace_schema_metadata(schema_metadata)
+    table = pa.table({image: pa.array(cells, kind), **columns}).replace_schema_metadata(
+        schema_metadata
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path, row_group_size=2)
     return path
@@ -58,7 +62,9 @@ def rows_of(path: Path, limits: Limits | None = None) -> list[Any]:
 
 def test_image_files_come_with_the_columns_beside_them(tmp_path: Path) -> None:
     cells = [{"bytes": png(value), "path": f"{value}.png"} for value in (1, 2, 3)]
-    features = metadata(image={"_type": "Image"}, label={"_type": "ClassLabel", "names": ["healthy", "ill"]})
+    features = metadata(
+        image={"_type": "Image"}, label={"_type": "ClassLabel", "names": ["healthy", "ill"]}
+    )
     path = write(
         tmp_path / "a.parquet",
         cells,
@@ -69,7 +75,11 @@ def test_image_files_come_with_the_columns_beside_them(tmp_path: Path) -> None:
         split=pa.array(["train", "train", "test"]),
     )
     assert rows_of(path) == [
-        *((1, "train", "ill", "a", "first"), (2, "train", "healthy", None, None), (3, "test", None, "c", None)),
+        *(
+            (1, "train", "ill", "a", "first"),
+            (2, "train", "healthy", None, None),
+            (3, "test", None, "c", None),
+        ),
     ]
     with pytest.raises(DataError, match="encoded pictures") as caught:
         open_arrays(path)
@@ -78,9 +88,17 @@ def test_image_files_come_with_the_columns_beside_them(tmp_path: Path) -> None:
     for kind in (pa.binary(), pa.large_binary()):
         for image in ("image", "img", "Image", "pixel_values", "images"):
             with case(kind, image):
-                path = write(tmp_path / "b.parquet", plain, image, kind, labels=pa.array([7.0, 8.5]))
+                path = write(
+                    tmp_path / "b.parquet", plain, image, kind, labels=pa.array([7.0, 8.5])
+                )
                 assert rows_of(path) == [(4, None, "7", None, None), (5, None, "8.5", None, None)]
-    path = write(tmp_path / "c.parquet", plain, "scan", pa.binary(), metadata=metadata(scan={"_type": "Image"}))
+    path = write(
+        tmp_path / "c.parquet",
+        plain,
+        "scan",
+        pa.binary(),
+        metadata=metadata(scan={"_type": "Image"}),
+    )
     assert [row[0] for row in rows_of(path)] == [4, 5]
 
 
@@ -101,7 +119,9 @@ def test_a_column_of_classes_has_their_names_in_arrays_too(tmp_path: Path) -> No
                 open_arrays(tmp_path / "a.parquet").column("labels", 64)
 
 
-def test_a_row_that_gives_no_picture_comes_as_its_reason_and_the_next_ones_follow(tmp_path: Path) -> None:
+def test_a_row_that_gives_no_picture_comes_as_its_reason_and_the_next_ones_follow(
+    tmp_path: Path,
+) -> None:
     inside = tmp_path / "data"
     (inside / "images").mkdir(parents=True)
     (inside / "images" / "x.png").write_bytes(png(9))
@@ -141,7 +161,9 @@ def test_a_row_that_gives_no_picture_comes_as_its_reason_and_the_next_ones_follo
             assert row == expected
 
 
-def test_splits_come_from_the_names_of_shards_where_all_files_follow_the_pattern(tmp_path: Path) -> None:
+def test_splits_come_from_the_names_of_shards_where_all_files_follow_the_pattern(
+    tmp_path: Path,
+) -> None:
     for name, split in {
         "train-00000-of-00002": "train",
         "train-00001-of-00002": "train",
@@ -159,7 +181,9 @@ def test_splits_come_from_the_names_of_shards_where_all_files_follow_the_pattern
         images = pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((3, 8, 8), np.uint8))
         (tmp_path / "arrays").mkdir(exist_ok=True)
         pq.write_table(pa.table({"image": images}), tmp_path / "arrays" / f"{name}.parquet")
-    assert {row[1] for row in rows_of(tmp_path / "arrays" / "test-00000-of-00001.parquet")} == {"test"}
+    assert {row[1] for row in rows_of(tmp_path / "arrays" / "test-00000-of-00001.parquet")} == {
+        "test"
+    }
     with pytest.raises(DataError, match="parts, such as train and test"):
         open_arrays(tmp_path / "arrays")
 
@@ -172,7 +196,11 @@ def test_columns_whose_meaning_is_not_certain_are_refused(tmp_path: Path) -> Non
         ("two labels", {"label": text, "labels": text}, Reason.AMBIGUOUS),
         ("two captions", {"caption": text, "text": text}, Reason.AMBIGUOUS),
         ("metadata", {"label": text, "metadata": {"huggingface": "{"}}, Reason.DAMAGED),
-        ("names", {"label": text, "metadata": metadata(label={"_type": "ClassLabel", "names": 3})}, Reason.DAMAGED),
+        (
+            "names",
+            {"label": text, "metadata": metadata(label={"_type": "ClassLabel", "names": 3})},
+            Reason.DAMAGED,
+        ),
     ):
         with case(name):
             path = write(tmp_path / "a.parquet", one, kind=pa.binary(), **columns)
@@ -185,11 +213,17 @@ def test_columns_whose_meaning_is_not_certain_are_refused(tmp_path: Path) -> Non
         "no name": pa.array([5]),
     }.items():
         with case(name):
-            names = metadata(label={"_type": "ClassLabel", "names": ["a"]}) if name == "no name" else None
+            names = (
+                metadata(label={"_type": "ClassLabel", "names": ["a"]})
+                if name == "no name"
+                else None
+            )
             path = write(tmp_path / "a.parquet", one, kind=pa.binary(), label=cell, metadata=names)
             assert rows_of(path)[0] in (Reason.TOO_LARGE, Reason.UNSUPPORTED, Reason.DAMAGED)
     two = metadata(left={"_type": "Image"}, right={"_type": "Image"})
-    path = write(tmp_path / "a.parquet", one, "left", pa.binary(), right=pa.array(one), metadata=two)
+    path = write(
+        tmp_path / "a.parquet", one, "left", pa.binary(), right=pa.array(one), metadata=two
+    )
     with pytest.raises(ImageError, match="may be the images"):
         rows_of(path)
 
@@ -204,7 +238,9 @@ def test_tensors_of_another_shape_in_a_second_file_are_refused(tmp_path: Path) -
 
 def test_an_image_file_larger_than_the_limit_is_refused_alone(tmp_path: Path) -> None:
     large = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)).save(large, "PNG")
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)).save(
+        large, "PNG"
+    )
     path = write(tmp_path / "a.parquet", [png(1), large.getvalue(), png(2)], kind=pa.binary())
     found = rows_of(path, Limits(values=4000))
     assert [found[0][0], found[1], found[2][0]] == [1, Reason.TOO_LARGE, 2]
@@ -239,11 +275,16 @@ def repeated(cell: bytes | str, num: int) -> pa.Array:
 def test_a_few_kilobytes_of_parquet_never_take_gigabytes(tmp_path: Path) -> None:
     tables: dict[str, tuple[pa.Table, str]] = {
         "repeated images": (pa.table({"image": repeated(bytes(40 << 20), 30)}), "UNKNOWN"),
-        "long captions": (pa.table({"image": repeated(png(1), 400), "text": repeated("x" * 10**6, 400)}), "TOO_LARGE"),
+        "long captions": (
+            pa.table({"image": repeated(png(1), 400), "text": repeated("x" * 10**6, 400)}),
+            "TOO_LARGE",
+        ),
         "many captions": (
             pa.table(
                 {
-                    "image": pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((100_000, 5, 5), np.uint8)),
+                    "image": pa.FixedShapeTensorArray.from_numpy_ndarray(
+                        np.zeros((100_000, 5, 5), np.uint8)
+                    ),
                     "text": repeated("x" * 16_000, 100_000),
                 }
             ),
@@ -258,13 +299,17 @@ def test_a_few_kilobytes_of_parquet_never_take_gigabytes(tmp_path: Path) -> None
     command = [sys.executable, "-c", BOUNDED, *paths]
     # The default allocator reserves a gigabyte of addresses, of which it uses little.
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
     for name, reasons in zip(tables, done.stdout.splitlines(), strict=True):
         with case(name):
             assert reasons == tables[name][1]
 
 
-def test_lists_of_very_many_equal_values_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_very_many_equal_values_are_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ddm.images.parquet._MAX_VALUES", 1 << 20)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"image": pa.array([np.zeros(1 << 21, np.uint8)])}), path)
@@ -272,12 +317,19 @@ def test_lists_of_very_many_equal_values_are_refused_unread(tmp_path: Path, monk
         rows_of(path)
 
 
-def test_pages_are_measured_by_their_own_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_measured_by_their_own_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = np.arange(60_000, dtype=np.int64)
     lists = pa.ListArray.from_arrays(pa.array(np.arange(0, 60_001, 3)), pa.array(values))
     table = pa.table({"a": pa.array(values[:20_000]), "b": lists, "c": pa.array(["x"] * 20_000)})
     path = tmp_path / "a.parquet"
-    for options in ({}, {"data_page_version": "2.0"}, {"use_dictionary": False}, {"compression": "none"}):
+    for options in (
+        {},
+        {"data_page_version": "2.0"},
+        {"use_dictionary": False},
+        {"compression": "none"},
+    ):
         pq.write_table(table, path, data_page_size=10_000, **options)
         group = pq.ParquetFile(path).metadata.row_group(0)
         for column, num_values in enumerate((20_000, 60_000, 20_000)):

@@ -68,7 +68,10 @@ def test_every_colour_type_depth_and_interlace_method_is_read_to_the_value(tmp_p
                 assert (np.moveaxis(found.values, 0, -1) == on_screen(samples, depth, colour)).all()
                 assert found.full == (0, 65535 if depth == 16 else 255)
                 (from_path,) = decode(FileContent.of(path))
-                assert isinstance(from_path, DecodedPicture) and (from_path.values == found.values).all()
+                assert (
+                    isinstance(from_path, DecodedPicture)
+                    and (from_path.values == found.values).all()
+                )
 
 
 def test_every_size_up_to_a_pass_of_interlacing_is_read() -> None:
@@ -109,7 +112,9 @@ def test_one_transparent_colour_is_black_at_every_depth() -> None:
             continue
         samples = noise(CHANNELS[colour], depth)
         clear = samples[5, 6]
-        expected = np.where((samples == clear).all(-1, keepdims=True), 0, on_screen(samples, depth, colour))
+        expected = np.where(
+            (samples == clear).all(-1, keepdims=True), 0, on_screen(samples, depth, colour)
+        )
         with case(colour, depth):
             data = png(samples, depth, colour, before=[(b"tRNS", clear.astype(">u2").tobytes())])
             assert (values(data) == expected).all()
@@ -141,28 +146,45 @@ def test_orientation_is_applied_to_every_kind_before_and_behind_the_pixels() -> 
         for orientation, expected in turns.items():
             with case(colour, depth, orientation):
                 block = (b"eXIf", exif(orientation, "<>"[orientation % 2]))
-                assert (values(png(samples, depth, colour, before=[*palette, block])) == expected).all()
-                assert (values(png(samples, depth, colour, before=palette, after=[block])) == expected).all()
-    assert "EXIF" in refusal(png(noise(1, 8), 8, GREY, before=[(b"eXIf", b"II*\0\xff\xff\xff\0")])).detail
+                assert (
+                    values(png(samples, depth, colour, before=[*palette, block])) == expected
+                ).all()
+                assert (
+                    values(png(samples, depth, colour, before=palette, after=[block])) == expected
+                ).all()
+    assert (
+        "EXIF"
+        in refusal(png(noise(1, 8), 8, GREY, before=[(b"eXIf", b"II*\0\xff\xff\xff\0")])).detail
+    )
 
 
 def test_chunks_on_colour_and_few_significant_bits_change_no_value() -> None:
     samples = noise(3, 8)
     profile = b"name\0\0" + zlib.compress(b"no profile")
-    chunks = [(b"gAMA", struct.pack(">I", 100000)), (b"iCCP", profile), (b"sBIT", bytes([5, 5, 5])), (b"sRGB", b"\0")]
+    chunks = [
+        (b"gAMA", struct.pack(">I", 100000)),
+        (b"iCCP", profile),
+        (b"sBIT", bytes([5, 5, 5])),
+        (b"sRGB", b"\0"),
+    ]
     for one in chunks:
         with case(one[0]):
             found = picture(png(samples, 8, RGB, before=[one]))
             assert (np.moveaxis(found.values, 0, -1) == samples).all() and found.full == (0, 255)
     background = (b"bKGD", struct.pack(">HHH", 255, 255, 255))
-    assert (values(png(noise(4, 8), 8, RGB_ALPHA, before=[background])) == on_screen(noise(4, 8), 8, RGB_ALPHA)).all()
+    assert (
+        values(png(noise(4, 8), 8, RGB_ALPHA, before=[background]))
+        == on_screen(noise(4, 8), 8, RGB_ALPHA)
+    ).all()
 
 
 def test_animations_and_apples_variant_are_refused() -> None:
     frames = [Image.fromarray(noise(1, 8)[..., 0].astype(np.uint8) // part) for part in (1, 2)]
     for default_image in (False, True):
         written = io.BytesIO()
-        frames[0].save(written, "PNG", save_all=True, append_images=frames, default_image=default_image)
+        frames[0].save(
+            written, "PNG", save_all=True, append_images=frames, default_image=default_image
+        )
         assert "acTL" in refusal(written.getvalue()).detail
     plain = png(noise(1, 8), 8, GREY)
     assert "CgBI" in refusal(SIGNATURE + chunk(b"CgBI", bytes(4)) + plain[8:]).detail
@@ -176,7 +198,12 @@ def test_pixels_that_are_not_square_have_spacings() -> None:
         (0, 2000, 1, None),
     ):
         with case(per_column, per_row, unit):
-            data = png(noise(1, 8), 8, GREY, before=[(b"pHYs", struct.pack(">IIB", per_column, per_row, unit))])
+            data = png(
+                noise(1, 8),
+                8,
+                GREY,
+                before=[(b"pHYs", struct.pack(">IIB", per_column, per_row, unit))],
+            )
             assert picture(data).spacing == spacing
 
 
@@ -204,7 +231,9 @@ def test_broken_files_have_their_true_reason() -> None:
     assert (values(whole + b"PK\x03\x04 another file") == samples).all()
 
     def with_pixels(raw: bytes, **sizes: int) -> bytes:
-        header = struct.pack(">IIBBBBB", sizes.get("width", W), sizes.get("height", H), 8, 2, 0, 0, 0)
+        header = struct.pack(
+            ">IIBBBBB", sizes.get("width", W), sizes.get("height", H), 8, 2, 0, 0, 0
+        )
         return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", raw) + chunk(b"IEND", b"")
 
     rows = b"".join(b"\0" + row.astype(np.uint8).tobytes() for row in samples.reshape(H, -1))
@@ -219,8 +248,15 @@ def test_broken_files_have_their_true_reason() -> None:
             assert refusal(with_pixels(raw)).reason in reason
     assert refusal(with_pixels(b"", width=1 << 17, height=1 << 17)).reason is Reason.TOO_LARGE
     assert refusal(with_pixels(b"", width=0)).reason is Reason.DAMAGED
-    assert refusal(SIGNATURE + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b"")).reason is Reason.DAMAGED
-    bad_depth = SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 4, 2, 0, 0, 0)) + chunk(b"IEND", b"")
+    assert (
+        refusal(SIGNATURE + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b"")).reason
+        is Reason.DAMAGED
+    )
+    bad_depth = (
+        SIGNATURE
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 4, 2, 0, 0, 0))
+        + chunk(b"IEND", b"")
+    )
     assert "IHDR" in refusal(bad_depth).detail
     assert refusal(png(samples, 8, RGB, before=[(b"ABCD", b"")])).reason is Reason.UNSUPPORTED
     no_pixels = SIGNATURE + whole[8:33] + chunk(b"IEND", b"")
@@ -230,7 +266,11 @@ def test_broken_files_have_their_true_reason() -> None:
 def test_huge_texts_and_profiles_ask_for_no_memory_and_are_still_looked_at() -> None:
     samples = noise(3, 8)
     bomb = zlib.compress(bytes(1 << 24))
-    texts = [(b"zTXt", b"a\0\0" + bomb), (b"iTXt", b"a\0\1\0\0\0" + bomb), (b"iCCP", b"a\0\0" + bomb)]
+    texts = [
+        (b"zTXt", b"a\0\0" + bomb),
+        (b"iTXt", b"a\0\1\0\0\0" + bomb),
+        (b"iCCP", b"a\0\0" + bomb),
+    ]
     found = picture(png(samples, 8, RGB, before=texts))
     assert (np.moveaxis(found.values, 0, -1) == samples).all() and not found.flags
     for text in (
@@ -249,7 +289,9 @@ def test_pypng_and_pillow_write_what_is_read() -> None:
         for interlace in (False, True):
             samples = noise(channels, 16)
             written = io.BytesIO()
-            writer = pypng.Writer(W, H, greyscale=channels < 3, bitdepth=16, interlace=interlace, **options)
+            writer = pypng.Writer(
+                W, H, greyscale=channels < 3, bitdepth=16, interlace=interlace, **options
+            )
             (writer.write_array if interlace else writer.write)(
                 written, samples.ravel().tolist() if interlace else samples.reshape(H, -1).tolist()
             )

@@ -33,26 +33,39 @@ def cells(path: Path, side: int, columns: int, gap: int = 4) -> list[np.ndarray]
     """The cells of the sheet's first row, cut out below its text."""
     sheet = rgb(path)
     edge = np.array((230, 159, 0))
-    top = int(np.flatnonzero((sheet[:, : side + 2 * gap] == edge).all(-1).sum(1) > side // 2)[0]) + 2
-    return [sheet[top : top + side, gap + n * (side + gap) : gap + n * (side + gap) + side] for n in range(columns)]
+    top = (
+        int(np.flatnonzero((sheet[:, : side + 2 * gap] == edge).all(-1).sum(1) > side // 2)[0]) + 2
+    )
+    return [
+        sheet[top : top + side, gap + n * (side + gap) : gap + n * (side + gap) + side]
+        for n in range(columns)
+    ]
 
 
 def test_the_sheet_shows_each_picture_before_and_after_side_by_side(tmp_path: Path) -> None:
     transform = Transform(
-        TransformSpec(range=FullRange(), fit=CentreFit()), DataSpec(shape=(1, 8, 8), range=(0.0, 1.0))
+        TransformSpec(range=FullRange(), fit=CentreFit()),
+        DataSpec(shape=(1, 8, 8), range=(0.0, 1.0)),
     )
     assert contact_sheet([halves()], transform, tmp_path / "a.png") == []
     before, after = cells(tmp_path / "a.png", 160, 2)
     for cell in (before, after):
-        assert abs(float(cell[:, :70].mean()) - 10) < 2 and abs(float(cell[:, 90:].mean()) - 240) < 2
-    edge_before, edge_after = (int((np.abs(np.diff(c[80, :, 0].astype(int))) > 40).sum()) for c in (before, after))
+        assert (
+            abs(float(cell[:, :70].mean()) - 10) < 2 and abs(float(cell[:, 90:].mean()) - 240) < 2
+        )
+    edge_before, edge_after = (
+        int((np.abs(np.diff(c[80, :, 0].astype(int))) > 40).sum()) for c in (before, after)
+    )
     assert edge_after == 1 and edge_before <= 8  # samples are enlarged by whole pixels
     assert stat.S_IMODE((tmp_path / "a.png").stat().st_mode) == 0o600
 
 
-def test_each_picture_has_its_number_in_the_corner_of_the_cell_that_shows_its_file(tmp_path: Path) -> None:
+def test_each_picture_has_its_number_in_the_corner_of_the_cell_that_shows_its_file(
+    tmp_path: Path,
+) -> None:
     transform = Transform(
-        TransformSpec(range=FullRange(), fit=CentreFit()), DataSpec(shape=(1, 8, 8), range=(0.0, 1.0))
+        TransformSpec(range=FullRange(), fit=CentreFit()),
+        DataSpec(shape=(1, 8, 8), range=(0.0, 1.0)),
     )
     contact_sheet([halves()] * 5, transform, tmp_path / "a.png")
     first, after_first, second, after_second = cells(tmp_path / "a.png", 160, 4)
@@ -68,7 +81,8 @@ def test_a_picture_without_a_window_whose_values_use_little_of_their_type_is_dra
 ) -> None:
     values = np.repeat(np.linspace(-1000, 1000, 80), 80).reshape(1, 80, 80).round().astype(np.int16)
     transform = Transform(
-        TransformSpec(range=FullRange(), fit=CentreFit()), DataSpec(shape=(1, 8, 8), range=(0.0, 1.0))
+        TransformSpec(range=FullRange(), fit=CentreFit()),
+        DataSpec(shape=(1, 8, 8), range=(0.0, 1.0)),
     )
     contact_sheet([Picture(values, full=(-32768.0, 32767.0))], transform, tmp_path / "a.png")
     before, _ = cells(tmp_path / "a.png", 160, 2)

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from ddm.images.ranges import EnlargementCounter, RangeCounter, RangeUse, ValueKind, range_of_type, range_remarks
+from ddm.images.ranges import (
+    EnlargementCounter,
+    RangeCounter,
+    RangeUse,
+    ValueKind,
+    range_of_type,
+    range_remarks,
+)
 from tests.support.case import case
 
 RNG = np.random.default_rng(0)
@@ -24,7 +31,9 @@ def use_of(array: np.ndarray) -> RangeUse | None:
     return counter.use()
 
 
-def remark(array: np.ndarray, value_range: tuple[float, float], kind: ValueKind = ValueKind.FLOATS) -> str:
+def remark(
+    array: np.ndarray, value_range: tuple[float, float], kind: ValueKind = ValueKind.FLOATS
+) -> str:
     return " ".join(range_remarks(use_of(array), value_range, kind))
 
 
@@ -44,7 +53,13 @@ def test_twelve_bits_in_sixteen_fill_six_percent_of_the_range_of_their_type() ->
 
 
 def test_share_that_is_used_decides_about_the_remark() -> None:
-    for low, high, expected in [(-1, 1, ""), (-1, 0.3, ""), (-1, 0.1, "55%"), (0.5, 1, "25%"), (0, 0.001, "less than")]:
+    for low, high, expected in [
+        (-1, 1, ""),
+        (-1, 0.3, ""),
+        (-1, 0.1, "55%"),
+        (0.5, 1, "25%"),
+        (0, 0.001, "less than"),
+    ]:
         with case((low, high)):
             found = remark(images(low, high), (-1.0, 1.0))
             assert bool(found) == bool(expected)
@@ -81,10 +96,17 @@ def test_counting_image_by_image_and_in_blocks_is_the_same() -> None:
 
 def test_images_enlarged_more_than_twice_are_counted_with_the_largest_as_example() -> None:
     counter = EnlargementCounter()
-    for sides, resampled in [((32, 32), (64, 64)), ((28, 28), (98, 98)), ((10, 40), (24, 96)), ((256, 256), (64, 64))]:
+    for sides, resampled in [
+        ((32, 32), (64, 64)),
+        ((28, 28), (98, 98)),
+        ((10, 40), (24, 96)),
+        ((256, 256), (64, 64)),
+    ]:
         counter.add(sides, resampled)
     [found] = counter.remarks("public images")
-    assert found.startswith("2 of 4 public images are enlarged more than 2 times, up to 3.5 times (28 x 28 to 98 x 98)")
+    assert found.startswith(
+        "2 of 4 public images are enlarged more than 2 times, up to 3.5 times (28 x 28 to 98 x 98)"
+    )
     few = EnlargementCounter()
     few.add((32, 32), (64, 64))
     assert few.remarks() == []

@@ -33,14 +33,20 @@ def reason_of(path: Path, limits: Limits | None = None) -> Reason:
 
 
 def colours(high: int, dtype: type, channels: int = 3) -> np.ndarray:
-    return np.stack([np.roll(waves(high=high, dtype=dtype), 3 * channel, 1) for channel in range(channels)], -1)
+    return np.stack(
+        [np.roll(waves(high=high, dtype=dtype), 3 * channel, 1) for channel in range(channels)], -1
+    )
 
 
 GREY, RGB, RGBA = waves(high=255, dtype=np.uint8), colours(255, np.uint8), colours(255, np.uint8, 4)
 
 
-@pytest.mark.parametrize(("ending", "options"), [("png", {}), ("tiff", {}), ("webp", {"lossless": True})])
-def test_eight_bit_colours_are_read_to_the_value(ending: str, options: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ending", "options"), [("png", {}), ("tiff", {}), ("webp", {"lossless": True})]
+)
+def test_eight_bit_colours_are_read_to_the_value(
+    ending: str, options: dict, tmp_path: Path
+) -> None:
     path = tmp_path / f"image.{ending}"
     Image.fromarray(RGB).save(path, **options)
     assert (values_of(path) == np.moveaxis(RGB, -1, 0)).all()
@@ -61,13 +67,17 @@ def test_greys_of_each_depth_are_read_to_the_value(tmp_path: Path) -> None:
 def test_sixteen_bit_colours_keep_all_bits(tmp_path: Path) -> None:
     deep = colours(65535, np.uint16)
     with (tmp_path / "image.png").open("wb") as handle:
-        png.Writer(40, 48, greyscale=False, bitdepth=16).write(handle, deep.reshape(48, -1).tolist())
+        png.Writer(40, 48, greyscale=False, bitdepth=16).write(
+            handle, deep.reshape(48, -1).tolist()
+        )
     tifffile.imwrite(tmp_path / "image.tiff", deep, photometric="rgb")
     for name in ("image.png", "image.tiff"):
         assert (values_of(tmp_path / name) == np.moveaxis(deep, -1, 0)).all()
     clear = np.concatenate([deep, np.full((48, 40, 1), 32768, np.uint16)], -1)
     with (tmp_path / "clear.png").open("wb") as handle:
-        png.Writer(40, 48, greyscale=False, bitdepth=16, alpha=True).write(handle, clear.reshape(48, -1).tolist())
+        png.Writer(40, 48, greyscale=False, bitdepth=16, alpha=True).write(
+            handle, clear.reshape(48, -1).tolist()
+        )
     expected = np.round(np.moveaxis(deep, -1, 0) * (32768 / 65535))
     assert (values_of(tmp_path / "clear.png") == expected).all()
 
@@ -98,9 +108,19 @@ def test_white_is_zero_is_turned_at_floating_point(tmp_path: Path) -> None:
 
 def test_a_tiff_keeps_the_sign_of_its_values(tmp_path: Path) -> None:
     numbers = waves(high=199).astype(np.int64) - 100
-    for dtype, values in ((np.int8, numbers), (np.int16, numbers), (np.int32, numbers), (np.uint32, numbers + 4e9)):
+    for dtype, values in (
+        (np.int8, numbers),
+        (np.int16, numbers),
+        (np.int32, numbers),
+        (np.uint32, numbers + 4e9),
+    ):
         for order in "<>" if dtype != np.uint32 else "<":
-            tifffile.imwrite(tmp_path / "image.tiff", values.astype(dtype), photometric="minisblack", byteorder=order)
+            tifffile.imwrite(
+                tmp_path / "image.tiff",
+                values.astype(dtype),
+                photometric="minisblack",
+                byteorder=order,
+            )
             (found,) = pictures(tmp_path / "image.tiff")
             assert (found.values[0] == values.astype(dtype).astype(found.values.dtype)).all(), dtype
             assert found.full == {np.int8: (-128, 127), np.int16: (-32768, 32767)}.get(dtype)
@@ -116,7 +136,10 @@ def test_orientation_of_a_camera_is_applied(tmp_path: Path) -> None:
 def test_pages_are_images_of_their_own_and_reduced_ones_thumbnails(tmp_path: Path) -> None:
     pages = np.stack([GREY, 255 - GREY])
     tifffile.imwrite(tmp_path / "pages.tiff", pages, photometric="minisblack")
-    assert [(each.values[0] == page).all() for each, page in zip(pictures(tmp_path / "pages.tiff"), pages, strict=True)]
+    assert [
+        (each.values[0] == page).all()
+        for each, page in zip(pictures(tmp_path / "pages.tiff"), pages, strict=True)
+    ]
     with tifffile.TiffWriter(tmp_path / "reduced.tiff") as writer:
         writer.write(GREY, photometric="minisblack")
         writer.write(GREY[::2, ::2], photometric="minisblack", subfiletype=1)
@@ -141,10 +164,14 @@ def test_thumbnails_and_screenshots_are_flagged(tmp_path: Path) -> None:
 
 def test_text_is_suspected_in_bright_and_dark_letters_and_not_in_noise(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    smooth = np.asarray(Image.fromarray(waves((32, 32), high=180, dtype=np.uint8)).resize((256, 256)))
+    smooth = np.asarray(
+        Image.fromarray(waves((32, 32), high=180, dtype=np.uint8)).resize((256, 256))
+    )
     for colour, size in ((255, 12), (255, 24), (0, 16)):
         image = Image.fromarray(smooth // 2 + 60)
-        ImageDraw.Draw(image).text((20, 100), "DOE JOHN 1961", fill=colour, font=ImageFont.load_default(size))
+        ImageDraw.Draw(image).text(
+            (20, 100), "DOE JOHN 1961", fill=colour, font=ImageFont.load_default(size)
+        )
         image.save(tmp_path / "image.png")
         assert pictures(tmp_path / "image.png")[0].flags == {Flag.SUSPECTED_TEXT}
     noise = [
@@ -161,11 +188,16 @@ def bomb(side: int) -> bytes:
     """Return a PNG of a few kilobytes that announces side x side greys."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(1000)))
+        + chunk(b"IEND", b"")
     )
 
 
@@ -183,7 +215,9 @@ def test_broken_and_hostile_files_have_their_true_reason(tmp_path: Path) -> None
     for data, reason in cases.items():
         path.write_bytes(data)
         assert reason_of(path) is reason
-    path.write_bytes(whole + b"PK\x03\x04 a second file")  # two files in one: the picture alone is read
+    path.write_bytes(
+        whole + b"PK\x03\x04 a second file"
+    )  # two files in one: the picture alone is read
     assert (values_of(path) == np.moveaxis(RGB, -1, 0)).all()
     path.write_bytes(whole[:60] + bytes([whole[60] ^ 255]) + whole[61:])
     assert reason_of(path) in (Reason.DAMAGED, Reason.TRUNCATED)

@@ -97,7 +97,12 @@ def test_table_says_what_belongs_to_pictures_and_missing_files_are_errors(tmp_pa
     (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
     first, gone, second = read_pictures(tmp_path / "table.csv")
     assert isinstance(first, DecodedPicture)
-    assert (first.label, first.patient, first.split, first.caption) == ("Cat", "7", "train", "a cat")
+    assert (first.label, first.patient, first.split, first.caption) == (
+        "Cat",
+        "7",
+        "train",
+        "a cat",
+    )
     assert isinstance(gone, ImageError)
     assert gone.reason is Reason.MISSING
     assert isinstance(second, DecodedPicture)
@@ -146,7 +151,9 @@ def test_importing_the_package_loads_neither_torch_nor_decoders() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_processes_and_this_process_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_and_this_process_read_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder_of(tmp_path / "public", 6)
     save(tmp_path / "public" / "colour.png", pixels(50, (8, 12, 3)))
     pages = [Image.fromarray(pixels(seed)) for seed in (60, 61)]
@@ -159,10 +166,16 @@ def test_processes_and_this_process_read_the_same(tmp_path: Path, monkeypatch: p
     assert len(here) == len(there) == 9
     assert np.array_equal(here.read(), there.read())
     assert here.files == there.files
-    assert here.remarks == there.remarks == ("2 files that hold no image were skipped: model.bin, notes.rtf.",)
+    assert (
+        here.remarks
+        == there.remarks
+        == ("2 files that hold no image were skipped: model.bin, notes.rtf.",)
+    )
 
 
-def test_bad_public_images_are_all_named_with_their_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_public_images_are_all_named_with_their_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     public = folder_of(tmp_path / "public", 12)
     (public / "p003.png").write_bytes(b"")
     (public / "p007.png").write_bytes((public / "p006.png").read_bytes()[:70])
@@ -197,17 +210,33 @@ def test_names_that_would_drive_a_terminal_are_escaped(tmp_path: Path) -> None:
 
 
 def test_classes_of_a_table_follow_their_pictures_and_their_slices(tmp_path: Path) -> None:
-    np.savez(tmp_path / "volumes.npz", images=np.random.default_rng(0).random((3, 1, 4, 8, 8)), labels=[2, 0, 1])
+    np.savez(
+        tmp_path / "volumes.npz",
+        images=np.random.default_rng(0).random((3, 1, 4, 8, 8)),
+        labels=[2, 0, 1],
+    )
     sliced = TransformSpec(slices=Slices(count=2))
-    assert open_image_set(tmp_path / "volumes.npz", DATA, sliced).column("labels").tolist() == [2, 2, 0, 0, 1, 1]
+    assert open_image_set(tmp_path / "volumes.npz", DATA, sliced).column("labels").tolist() == [
+        2,
+        2,
+        0,
+        0,
+        1,
+        1,
+    ]
     folder_of(tmp_path / "img", 3)
-    (tmp_path / "t.csv").write_text("path,label\nimg/p002.png,two\nimg/p000.png,zero\nimg/p001.png,\n")
+    (tmp_path / "t.csv").write_text(
+        "path,label\nimg/p002.png,two\nimg/p000.png,zero\nimg/p001.png,\n"
+    )
     images = open_image_set(tmp_path / "t.csv", DATA, SPEC)
     assert np.array_equal(images.read()[0], open_image_set(tmp_path / "img", DATA, SPEC).read()[2])
     with pytest.raises(DataError, match="none for 1 of 3 images"):
         images.column("labels")
     (tmp_path / "t.csv").write_text("path,label\nimg/p002.png,two\nimg/p000.png,zero\n")
-    assert open_image_set(tmp_path / "t.csv", DATA, SPEC).column("labels").tolist() == ["two", "zero"]
+    assert open_image_set(tmp_path / "t.csv", DATA, SPEC).column("labels").tolist() == [
+        "two",
+        "zero",
+    ]
 
 
 def test_range_and_enlargement_of_public_images_are_remarked(tmp_path: Path) -> None:
@@ -235,7 +264,9 @@ def test_range_and_enlargement_of_public_images_are_remarked(tmp_path: Path) -> 
     assert "1 of 1 images are enlarged more than 2 times" in remark
 
 
-def test_given_images_are_decoded_as_all_others_and_keep_the_values_of_their_type(tmp_path: Path) -> None:
+def test_given_images_are_decoded_as_all_others_and_keep_the_values_of_their_type(
+    tmp_path: Path,
+) -> None:
     array = pixels(3)
     expected = array.astype(np.float32) / 255 * 2 - 1
     save(tmp_path / "grey.png", array)
@@ -245,7 +276,9 @@ def test_given_images_are_decoded_as_all_others_and_keep_the_values_of_their_typ
     np.savez(tmp_path / "array.npz", images=array[None])
     for name in ("grey.png", "colour.png", "grey.tif", "sixteen.png", "array.npz"):
         with case(name):
-            np.testing.assert_allclose(read_given_images(tmp_path / name, DATA)[0, 0], expected, atol=1e-6)
+            np.testing.assert_allclose(
+                read_given_images(tmp_path / name, DATA)[0, 0], expected, atol=1e-6
+            )
     save(tmp_path / "large.png", pixels(0, (9, 8)))
     (tmp_path / "text.png").write_text("text")
     for name in ("large.png", "text.png"):

@@ -36,7 +36,9 @@ def test_a_folder_of_pictures_is_read_as_a_silo_reads_it(tmp_path: Path) -> None
     public = open_image_set(folder(tmp_path / "public"), DATA, SPEC).read()
     assert public.shape == (3, 1, 16, 16) and public.dtype == torch.float32
     asked = {"unit": "image", "num_classes": None, "min_images": 1, "salt": b"s"}
-    private = cohort_at(tmp_path / "public", DATA, folder=tmp_path / "private", transform=SPEC, **asked)
+    private = cohort_at(
+        tmp_path / "public", DATA, folder=tmp_path / "private", transform=SPEC, **asked
+    )
     assert torch.equal(private.images[:], public)
     assert torch.equal(Dataset.read(tmp_path / "public", DATA, SPEC).images, public)
     with Image.open(tmp_path / "public" / "b.png") as picture:
@@ -45,9 +47,15 @@ def test_a_folder_of_pictures_is_read_as_a_silo_reads_it(tmp_path: Path) -> None
     assert float((public[0, 0] - torch.from_numpy(wanted)).abs().max()) <= 2 * 2 / 255
 
 
-def test_without_a_transform_arrays_are_read_as_they_were_and_pictures_refused_with_what_to_do(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", images=np.random.default_rng(0).integers(0, 256, (4, 16, 16), np.uint8))
-    assert torch.equal(open_image_set(tmp_path / "a.npz", DATA, None).read(), read_images(tmp_path / "a.npz", DATA))
+def test_without_a_transform_arrays_are_read_as_they_were_and_pictures_refused_with_what_to_do(
+    tmp_path: Path,
+) -> None:
+    np.savez(
+        tmp_path / "a.npz", images=np.random.default_rng(0).integers(0, 256, (4, 16, 16), np.uint8)
+    )
+    assert torch.equal(
+        open_image_set(tmp_path / "a.npz", DATA, None).read(), read_images(tmp_path / "a.npz", DATA)
+    )
     with pytest.raises(DataError) as caught:
         open_image_set(folder(tmp_path / "public"), DATA, None).read()
     assert "[transform]" in caught.value.remedy
@@ -67,8 +75,12 @@ def test_arrays_beside_pictures_are_left_out_where_they_hold_none(tmp_path: Path
         open_image_set(tmp_path / "arrays", DATA, SPEC).read()
 
 
-def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its_file(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", images=np.random.default_rng(0).random((2, 1, 8, 20, 20), np.float32))
+def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its_file(
+    tmp_path: Path,
+) -> None:
+    np.savez(
+        tmp_path / "a.npz", images=np.random.default_rng(0).random((2, 1, 8, 20, 20), np.float32)
+    )
     found = open_image_set(tmp_path / "a.npz", DATA, TransformSpec(slices=Slices(count=3))).read()
     assert found.shape == (6, 1, 16, 16)
     with pytest.raises(DataError, match="a.npz: picture: expected an image"):

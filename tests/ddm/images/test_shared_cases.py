@@ -48,7 +48,9 @@ def picture(path: Path) -> DecodedPicture:
     return found
 
 
-def values_or_refusal(path: Path, expected: NDArray[np.generic], reasons: tuple[Reason, ...]) -> None:
+def values_or_refusal(
+    path: Path, expected: NDArray[np.generic], reasons: tuple[Reason, ...]
+) -> None:
     """Either the right values, or a refusal for one of these reasons; never other values."""
     found = one(path)
     if isinstance(found, ImageError):
@@ -64,7 +66,9 @@ def channels_first(array: NDArray[np.generic]) -> NDArray[np.generic]:
 def test_01_high_bit_is_obeyed_or_refused() -> None:
     expected = channels_first(np.load(CASES / "01-highbit" / "expected.npy"))
     np.testing.assert_array_equal(picture(folder("01-highbit") / "plain.dcm").values, expected)
-    values_or_refusal(folder("01-highbit") / "highbit15.dcm", expected, (Reason.UNSUPPORTED, Reason.DAMAGED))
+    values_or_refusal(
+        folder("01-highbit") / "highbit15.dcm", expected, (Reason.UNSUPPORTED, Reason.DAMAGED)
+    )
 
 
 def test_03_orientation_of_tiff_is_done_for_every_type_of_pixel() -> None:
@@ -75,7 +79,9 @@ def test_03_orientation_of_tiff_is_done_for_every_type_of_pixel() -> None:
         "grey16.tif": rgb[1:2].astype(np.uint16) * 257,
     }.items():
         with case(name):
-            np.testing.assert_array_equal(picture(folder("03-tiff-orientation") / name).values, expected)
+            np.testing.assert_array_equal(
+                picture(folder("03-tiff-orientation") / name).values, expected
+            )
     with case("grey32f.tif"):
         floats = picture(folder("03-tiff-orientation") / "grey32f.tif").values
         assert floats.dtype == np.float32
@@ -104,7 +110,11 @@ def test_05_tilted_slices_are_no_upright_volume() -> None:
             found = read(path / name)
             for each in found:
                 is_image = isinstance(each, DecodedPicture) and each.values.ndim == 3
-                is_volume = isinstance(each, DecodedPicture) and each.spacing is not None and each.values.ndim == 4
+                is_volume = (
+                    isinstance(each, DecodedPicture)
+                    and each.spacing is not None
+                    and each.values.ndim == 4
+                )
                 assert isinstance(each, ImageError) or is_image or is_volume
                 if isinstance(each, DecodedPicture) and each.values.ndim == 4:
                     assert each.spacing is not None
@@ -143,7 +153,9 @@ def test_13_every_frame_has_its_own_slope() -> None:
     pictures = [each for each in found if isinstance(each, DecodedPicture)]
     assert len(pictures) == len(found)
     values = np.concatenate([each.values.reshape(-1, *each.values.shape[-2:]) for each in pictures])
-    np.testing.assert_allclose(values[:, ::8, ::8], expected, rtol=1e-6)  # every eighth pixel is listed
+    np.testing.assert_allclose(
+        values[:, ::8, ::8], expected, rtol=1e-6
+    )  # every eighth pixel is listed
     for each in pictures:
         if each.full is not None:
             assert each.full[0] <= each.values.min()
@@ -155,7 +167,12 @@ def test_14_tables_as_offices_write_them() -> None:
     usual: list[str | None] = ["normal", "nodule"] * 3
     expected: dict[str, list[str | None]] = dict.fromkeys(
         [
-            *("absolute_blank_end.csv", "backslash.csv", "bom_semicolon_crlf.csv", "label_category.parquet"),
+            *(
+                "absolute_blank_end.csv",
+                "backslash.csv",
+                "bom_semicolon_crlf.csv",
+                "label_category.parquet",
+            ),
             *("mac_cr.csv", "patient_null.parquet", "sep_line.csv", "utf16.csv", "zeros.csv"),
         ],
         usual,
@@ -172,7 +189,10 @@ def test_14_tables_as_offices_write_them() -> None:
             assert [each.label for each in found if isinstance(each, DecodedPicture)] == labels
             assert len(found) == len(labels)
     # Two columns could be the label: neither is taken in silence.
-    for name, words in {"label_class.csv": "class and label", "label_twice.csv": "Label and label"}.items():
+    for name, words in {
+        "label_class.csv": "class and label",
+        "label_twice.csv": "Label and label",
+    }.items():
         with case(name):
             refusal = one(path / name)
             assert isinstance(refusal, ImageError)
@@ -225,8 +245,14 @@ def test_18_clutter_in_a_public_folder_is_skipped_and_a_bad_image_is_named() -> 
 def test_20_same_samples_give_the_same_figures() -> None:
     path = folder("20-evaluate-range")
     reference = open_image_set(path / "ref.npz", DATA, None).read()
-    right = evaluate(open_image_set(path / "right.npz", DATA, None).read(), reference).metrics["fid"].value
-    whole = evaluate(open_image_set(path / "u8.npz", DATA, None).read(), reference).metrics["fid"].value
+    right = (
+        evaluate(open_image_set(path / "right.npz", DATA, None).read(), reference)
+        .metrics["fid"]
+        .value
+    )
+    whole = (
+        evaluate(open_image_set(path / "u8.npz", DATA, None).read(), reference).metrics["fid"].value
+    )
     assert whole == pytest.approx(right, rel=0.05)
     with pytest.raises(DataError, match="within"):
         open_image_set(path / "f255.npz", DATA, None).read()
@@ -238,6 +264,11 @@ def test_34_spellings_of_a_column_are_one_value_and_blanks_are_counted() -> None
     assert len(set(column.values)) == 2
     assert column.num_joined == 1
     for name in ("blank.npz", "nan.npz"):
-        with case(name), pytest.raises(DataError, match=r"a value for each image, got none for \d+ of 200 images"):
+        with (
+            case(name),
+            pytest.raises(
+                DataError, match=r"a value for each image, got none for \d+ of 200 images"
+            ),
+        ):
             column = text_column(open_image_set(path / name, DATA, None).column("site"), "site")
             column.require_complete("site")

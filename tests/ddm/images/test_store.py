@@ -34,7 +34,9 @@ def items(num: int) -> Iterator[Item]:
     """Two samples of each picture, two pictures of each patient."""
     for number in range(num):
         pair = (sample(2 * number), sample(2 * number + 1))
-        yield Item(pair, patient=f" P{9 - number // 2}", label=number % 3, caption=f"picture {number}")
+        yield Item(
+            pair, patient=f" P{9 - number // 2}", label=number % 3, caption=f"picture {number}"
+        )
 
 
 def never() -> Iterator[Item]:
@@ -42,7 +44,9 @@ def never() -> Iterator[Item]:
     yield
 
 
-def test_a_cohort_is_written_once_and_read_back_with_what_belongs_to_each_row(tmp_path: Path) -> None:
+def test_a_cohort_is_written_once_and_read_back_with_what_belongs_to_each_row(
+    tmp_path: Path,
+) -> None:
     found = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(5), max_images=12)
     assert found.row == (np.dtype(np.uint8), (1, 4, 4)) and len(found) == 10
     assert found.column("patients", 8).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
@@ -60,21 +64,34 @@ def test_a_cohort_is_written_once_and_read_back_with_what_belongs_to_each_row(tm
 
 def test_no_identifier_of_a_patient_reaches_the_disk(tmp_path: Path) -> None:
     secret = "DOE^JANE 1961-03-14"
-    store_cohort(tmp_path, [], TRANSFORM, (Item((sample(n),), patient=secret) for n in range(3)), max_images=3)
+    store_cohort(
+        tmp_path,
+        [],
+        TRANSFORM,
+        (Item((sample(n),), patient=secret) for n in range(3)),
+        max_images=3,
+    )
     assert not any(b"DOE" in path.read_bytes() for path in tmp_path.iterdir())
 
 
-def test_other_inputs_or_another_transform_make_the_cohort_anew_and_remove_the_old_one(tmp_path: Path) -> None:
+def test_other_inputs_or_another_transform_make_the_cohort_anew_and_remove_the_old_one(
+    tmp_path: Path,
+) -> None:
     store_cohort(tmp_path, ["a"], TRANSFORM, items(3), max_images=6)
     before = set(tmp_path.glob("unpacked-*"))
     (tmp_path / "state.json").touch()
     for inputs, transform in ((["b"], TRANSFORM), (["b"], Transform(TransformSpec(), DATA))):
         with case(inputs=inputs), pytest.raises(AssertionError, match="decoded again"):
             store_cohort(tmp_path, inputs, transform, never(), max_images=6)
-    assert {path.name for path in tmp_path.iterdir()} == {"state.json", ".unpacking.lock"} and before
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "state.json",
+        ".unpacking.lock",
+    } and before
 
 
-def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     one = (sample(0),)
     for given, most, words in (
         ([], 4, "at least one"),
@@ -92,8 +109,12 @@ def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_n
         found.column("patients", 8)
 
 
-def test_room_is_looked_for_before_anything_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddm.io.space.os.statvfs", lambda folder: SimpleNamespace(f_bavail=10, f_frsize=4096))
+def test_room_is_looked_for_before_anything_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ddm.io.space.os.statvfs", lambda folder: SimpleNamespace(f_bavail=10, f_frsize=4096)
+    )
     with pytest.raises(DiskError, match="transformed images"):
         store_cohort(tmp_path, [], TRANSFORM, never(), max_images=100)
 
@@ -105,8 +126,12 @@ def killed_at(number: int) -> Iterator[Item]:
         yield item
 
 
-def test_a_process_killed_in_the_middle_leaves_no_cohort_and_the_next_one_is_whole(tmp_path: Path) -> None:
-    pid = forked(lambda: store_cohort(tmp_path, ["inputs"], TRANSFORM, killed_at(4500), max_images=10_000))
+def test_a_process_killed_in_the_middle_leaves_no_cohort_and_the_next_one_is_whole(
+    tmp_path: Path,
+) -> None:
+    pid = forked(
+        lambda: store_cohort(tmp_path, ["inputs"], TRANSFORM, killed_at(4500), max_images=10_000)
+    )
     assert ended(pid) == -signal.SIGKILL
     left = {path.name for path in tmp_path.iterdir()} - {".unpacking.lock"}
     assert left and all(name.startswith(".unpacked-") and name.endswith(".part") for name in left)
@@ -115,13 +140,22 @@ def test_a_process_killed_in_the_middle_leaves_no_cohort_and_the_next_one_is_who
     table = next(tmp_path.glob("*.parquet"))
     array = next(tmp_path.glob("*.npy"))
     array.unlink()  # as a crash between the two leaves it: the table alone
-    assert len(store_cohort(tmp_path, ["inputs"], TRANSFORM, items(3), max_images=100).column("labels", 8)) == 6
+    assert (
+        len(
+            store_cohort(tmp_path, ["inputs"], TRANSFORM, items(3), max_images=100).column(
+                "labels", 8
+            )
+        )
+        == 6
+    )
     assert table.exists()
 
 
 def load(path: Path, folder: Path, spec: TransformSpec, **asked: object) -> Cohort:
     plain = {"unit": "image", "num_classes": None}
-    return cohort_at(path, DATA, min_images=1, salt=b"s", folder=folder, transform=spec, **(plain | asked))
+    return cohort_at(
+        path, DATA, min_images=1, salt=b"s", folder=folder, transform=spec, **(plain | asked)
+    )
 
 
 def stamps(folder: Path) -> list[int]:
@@ -132,7 +166,12 @@ def stamps(folder: Path) -> list[int]:
 def test_a_silo_takes_every_picture_through_the_plans_transform_once(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 9, 12), np.uint8)
     path = tmp_path / "a.npz"
-    np.savez(path, images=pixels, patients=np.array(["b", "a", "b", "c", "c", "a"]), labels=np.arange(6) % 2)
+    np.savez(
+        path,
+        images=pixels,
+        patients=np.array(["b", "a", "b", "c", "c", "a"]),
+        labels=np.arange(6) % 2,
+    )
     spec = TransformSpec(channels="grey")
     cohort = load(path, tmp_path / "private", spec, unit="patient", num_classes=2)
     assert cohort.images.shape == (6, 1, 4, 4) and cohort.unit_N.tolist() == [0, 1, 0, 2, 2, 1]
@@ -143,7 +182,9 @@ def test_a_silo_takes_every_picture_through_the_plans_transform_once(tmp_path: P
     assert stamp == stamps(tmp_path / "private")
     other = load(path, tmp_path / "private", TransformSpec(channels="grey", storage="uint8"))
     assert other.digest != cohort.digest
-    blank = load(path, tmp_path / "private", TransformSpec()).images[:]  # three channels, and the plan has one
+    blank = load(path, tmp_path / "private", TransformSpec()).images[
+        :
+    ]  # three channels, and the plan has one
     assert blank.shape == (6, 1, 4, 4) and bool((blank == blank.min()).all())
     with pytest.raises(DataError, match="labels"):
         load(path, tmp_path / "private", spec, num_classes=1)
@@ -151,11 +192,16 @@ def test_a_silo_takes_every_picture_through_the_plans_transform_once(tmp_path: P
 
 def test_slices_of_a_volume_belong_to_its_patient_and_have_its_class(tmp_path: Path) -> None:
     volumes = np.random.default_rng(0).integers(0, 999, (3, 1, 8, 6, 6)).astype(np.uint16)
-    np.savez(tmp_path / "a.npz", images=volumes, patients=np.array([7, 8, 7]), labels=np.array([0, 1, 1]))
+    np.savez(
+        tmp_path / "a.npz", images=volumes, patients=np.array([7, 8, 7]), labels=np.array([0, 1, 1])
+    )
     spec = TransformSpec(slices=Slices(count=4, share=(0.25, 0.75)))
     cohort = load(tmp_path / "a.npz", tmp_path / "private", spec, unit="patient", num_classes=2)
     assert cohort.images.shape == (12, 1, 4, 4) and cohort.num_units == 2
-    assert cohort.unit_N.tolist() == [0] * 4 + [1] * 4 + [0] * 4 and cohort.label_N.tolist() == [0] * 4 + [1] * 8
+    assert (
+        cohort.unit_N.tolist() == [0] * 4 + [1] * 4 + [0] * 4
+        and cohort.label_N.tolist() == [0] * 4 + [1] * 8
+    )
 
 
 MANY = """
@@ -178,7 +224,11 @@ print(len(found), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_a_hundred_thousand_images(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", MANY, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     num, grown_kib = map(int, done.stdout.split())
     assert num == 100_000 and next(tmp_path.glob("*.npy")).stat().st_size > 390 << 20
-    assert grown_kib < 200 << 10  # of which pyarrow takes most; all images would be 391 MiB in their compact type
+    assert (
+        grown_kib < 200 << 10
+    )  # of which pyarrow takes most; all images would be 391 MiB in their compact type

@@ -50,7 +50,9 @@ def test_separators_line_ends_and_encodings_of_offices_are_read_alike(tmp_path: 
         "blanks around cells": CSV.replace(",", " , ").encode(),
         "quotes": CSV.replace("img/0.png", '"img/0.png"').encode(),
         "empty lines before the header": b"\n\n" + CSV.encode(),
-        "a comma in a quoted name": (b'"a, b";path;patient;label\n1;img/0.png;007;normal\n2;img/1.png;7;nodule\n'),
+        "a comma in a quoted name": (
+            b'"a, b";path;patient;label\n1;img/0.png;007;normal\n2;img/1.png;7;nodule\n'
+        ),
         "commas in cells of semicolons": b"path;patient;label;size\nimg/0.png;007;normal;1,5\nimg/1.png;7;nodule;2,5\n",
         "other names": b"Image Index,Patient ID,Class\nimg/0.png,007,normal\nimg/1.png,7,nodule\n",
         "names of Hugging Face": b"file_name,subject_id,labels\nimg/0.png,007,normal\nimg/1.png,7,nodule\n",
@@ -99,20 +101,42 @@ def test_two_columns_of_one_meaning_are_refused_by_name_or_one_is_chosen(tmp_pat
         with case(names):
             assert "--column patient=NAME" in refusal(path, f"path,{names}\na.png,x,y\n")
     assert "--column path=NAME" in refusal(path, "path,filename\na.png,a\n")
-    assert read(path, "path,Label,label\na.png,x,y\n", {"label": "Label"}) == [TableRow("a.png", "x")]
-    assert read(path, "path,label,class\na.png,x,y\n", {"label": "class"}) == [TableRow("a.png", "y")]
-    assert read(path, "path,finding, ,\na.png,x,,\n", {"label": "finding"}) == [TableRow("a.png", "x")]
+    assert read(path, "path,Label,label\na.png,x,y\n", {"label": "Label"}) == [
+        TableRow("a.png", "x")
+    ]
+    assert read(path, "path,label,class\na.png,x,y\n", {"label": "class"}) == [
+        TableRow("a.png", "y")
+    ]
+    assert read(path, "path,finding, ,\na.png,x,,\n", {"label": "finding"}) == [
+        TableRow("a.png", "x")
+    ]
     assert "label" in refusal(path, "path,label\na.png,x\n", {"label": "finding"})
 
 
 def test_missing_is_missing_in_every_column(tmp_path: Path) -> None:
     header = "path,label,patient,split,caption\n"
-    for word in ("", "  ", "NA", "nan", "NaN", "null", "NULL", "None", "N/A", "n/a", "<NA>", "#N/A", "NaT"):
+    for word in (
+        "",
+        "  ",
+        "NA",
+        "nan",
+        "NaN",
+        "null",
+        "NULL",
+        "None",
+        "N/A",
+        "n/a",
+        "<NA>",
+        "#N/A",
+        "NaT",
+    ):
         with case(word):
             row = ",".join(["a.png", *[word] * 4])
             assert read(tmp_path / "table.csv", header + row + "\n") == [TableRow("a.png")]
     row = "a.png,Nancy,0,national,nano\n"
-    assert read(tmp_path / "table.csv", header + row) == [TableRow("a.png", "Nancy", "0", "national", "nano")]
+    assert read(tmp_path / "table.csv", header + row) == [
+        TableRow("a.png", "Nancy", "0", "national", "nano")
+    ]
     assert "line 3" in refusal(tmp_path / "table.csv", header + "a.png,x,,,\nNA,x,,,\n")
 
 
@@ -137,11 +161,19 @@ def test_empty_rows_are_skipped_and_counted_and_ragged_ones_refused(tmp_path: Pa
             refusal(path, text)
 
 
-def test_identifiers_that_excel_rounded_are_counted_and_invisible_characters_dropped(tmp_path: Path) -> None:
+def test_identifiers_that_excel_rounded_are_counted_and_invisible_characters_dropped(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "table.csv"
     table = Table(path)
-    path.write_text("path,patient,label\na.png,1.23E+12,x\u200b y\nb.png,1E5,\u200b\nc.png,17e,x\n", "utf-8")
-    assert [(row.patient, row.label) for row in table.rows()] == [("1.23E+12", "x y"), ("1E5", None), ("17e", "x")]
+    path.write_text(
+        "path,patient,label\na.png,1.23E+12,x\u200b y\nb.png,1E5,\u200b\nc.png,17e,x\n", "utf-8"
+    )
+    assert [(row.patient, row.label) for row in table.rows()] == [
+        ("1.23E+12", "x y"),
+        ("1E5", None),
+        ("17e", "x"),
+    ]
     assert table.remarks()[0].startswith("2 patients are numbers as Excel rounds them")
 
 
@@ -178,7 +210,10 @@ def test_parquet_cells_of_every_type_are_text(tmp_path: Path) -> None:
         with case(name):
             pq.write_table(pa.table({"path": paths, "label": column}), path)
             assert is_table(path, {}) and [row.label for row in Table(path).rows()] == texts
-    for name, column in {"a list": pa.array([[1], [2], [3]]), "no UTF-8": pa.array([b"\xff", b"", b""])}.items():
+    for name, column in {
+        "a list": pa.array([[1], [2], [3]]),
+        "no UTF-8": pa.array([b"\xff", b"", b""]),
+    }.items():
         with case(name), pytest.raises(DataError):
             pq.write_table(pa.table({"path": paths, "label": column}), path)
             list(Table(path).rows())
@@ -232,21 +267,32 @@ def test_tables_that_unfold_are_refused_in_bounded_memory(tmp_path: Path) -> Non
     quoted = tmp_path / "quoted.csv"
     quoted.write_bytes(b"path,label\n" + b'"\n",' * (8 << 20))
     long_cell = tmp_path / "long.parquet"
-    pq.write_table(pa.table({"path": ["a.png"] * 1_000_000, "label": ["x"] * 999_999 + ["y" * (1 << 20)]}), long_cell)
+    pq.write_table(
+        pa.table({"path": ["a.png"] * 1_000_000, "label": ["x"] * 999_999 + ["y" * (1 << 20)]}),
+        long_cell,
+    )
     repeated = tmp_path / "repeated.parquet"
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1_000_000, pa.int32()), pa.array(["y" * 200_000]))
-    pq.write_table(pa.table({"path": ["a.png"] * 1_000_000, "label": column}), repeated, compression="zstd")
+    column = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 1_000_000, pa.int32()), pa.array(["y" * 200_000])
+    )
+    pq.write_table(
+        pa.table({"path": ["a.png"] * 1_000_000, "label": column}), repeated, compression="zstd"
+    )
     assert repeated.stat().st_size < 1 << 20
     for path in (huge, sparse, line, quoted, long_cell, repeated):
         with case(path.name):
-            outcome = attempt(lambda path=path: sum(1 for _ in Table(path).rows()), mib=300, cpu_s=5)
+            outcome = attempt(
+                lambda path=path: sum(1 for _ in Table(path).rows()), mib=300, cpu_s=5
+            )
             assert outcome.error == "DataError" and outcome.mib < 200, outcome
 
 
 @pytest.mark.measured
 def test_long_table_is_read_in_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
-    path.write_text("path,label\n" + "".join(f"folder/{number}.png,x\n" for number in range(100_000)))
+    path.write_text(
+        "path,label\n" + "".join(f"folder/{number}.png,x\n" for number in range(100_000))
+    )
 
     def count() -> None:
         assert sum(1 for _ in Table(path).rows()) == 100_000

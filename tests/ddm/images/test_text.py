@@ -17,24 +17,35 @@ from ddm.images.text_reader import reads_letters
 from tests.support.case import case
 from tests.support.dicom_files import waves
 
-needs_tesseract = pytest.mark.skipif(shutil.which("tesseract") is None, reason="tesseract is not installed")
+needs_tesseract = pytest.mark.skipif(
+    shutil.which("tesseract") is None, reason="tesseract is not installed"
+)
 
 
 def body(side: int) -> Image.Image:
     """A smooth image with grain, between 60 and 150."""
-    smooth = Image.fromarray(waves((32, 32), high=90, dtype=np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
+    smooth = Image.fromarray(waves((32, 32), high=90, dtype=np.uint8)).resize(
+        (side, side), Image.Resampling.BICUBIC
+    )
     grain = np.random.default_rng(side).normal(60, 2, (side, side))
     return Image.fromarray((np.asarray(smooth) + grain).astype(np.uint8))
 
 
-def written(image: Image.Image, words: str, place: tuple[int, int], size: int, fill: int) -> np.ndarray:
+def written(
+    image: Image.Image, words: str, place: tuple[int, int], size: int, fill: int
+) -> np.ndarray:
     copy = image.copy()
     ImageDraw.Draw(copy).text(place, words, fill=fill, font=ImageFont.load_default(size))
     return np.asarray(copy)[None]
 
 
 def test_dates_names_and_numbers_of_any_size_are_suspected_in_images_of_any_size() -> None:
-    for side, sizes in ((128, (7, 9, 12, 20)), (256, (8, 16, 32)), (512, (8, 24, 60)), (1024, (9, 40, 150))):
+    for side, sizes in (
+        (128, (7, 9, 12, 20)),
+        (256, (8, 16, 32)),
+        (512, (8, 24, 60)),
+        (1024, (9, 40, 150)),
+    ):
         image = body(side)
         for size in sizes:
             for words in ("12.03.1961", "DOE^JOHN", "1987-04-30", "Nowak"):
@@ -49,7 +60,10 @@ def test_faint_letters_are_suspected() -> None:
     for side, size in ((128, 10), (512, 16)):
         image = body(side)
         values = written(image, "12.03.1961", (5, side // 2), size, 0)
-        mask = written(Image.new("L", image.size, 0), "12.03.1961", (5, side // 2), size, 255)[0] / 255.0
+        mask = (
+            written(Image.new("L", image.size, 0), "12.03.1961", (5, side // 2), size, 255)[0]
+            / 255.0
+        )
         for step in (60, 40):
             faint = (np.asarray(image) + step * mask).astype(np.uint8)[None]
             with case(side=side, step=step):
@@ -99,7 +113,9 @@ def test_a_single_letter_that_marks_a_side_is_not_suspected() -> None:
         for size in sizes:
             for letter in ("L", "R"):
                 with case(side=side, size=size, letter=letter):
-                    assert not suspect_text(written(body(side), letter, (side - 2 * size, 6), size, 255))
+                    assert not suspect_text(
+                        written(body(side), letter, (side - 2 * size, 6), size, 255)
+                    )
 
 
 def test_noise_edges_stripes_and_boards_are_not_suspected() -> None:
@@ -115,7 +131,9 @@ def test_noise_edges_stripes_and_boards_are_not_suspected() -> None:
     images["rows"] = (rows // 3 % 2 * 255).astype(np.uint8)
     images["board"] = ((rows // 8 + columns // 8) % 2 * 255).astype(np.uint8)
     images["disc"] = ((rows - 128) ** 2 + (columns - 128) ** 2 < 90**2).astype(np.uint8) * 200
-    images["frame"] = ((rows > 40) & (rows < 200) & (columns > 30) & (columns < 220)).astype(np.uint8) * 200
+    images["frame"] = ((rows > 40) & (rows < 200) & (columns > 30) & (columns < 220)).astype(
+        np.uint8
+    ) * 200
     for name, image in images.items():
         with case(name):
             assert not suspect_text(image[None])
@@ -134,7 +152,9 @@ def test_one_line_on_an_empty_image_is_suspected() -> None:
     for side in (64, 128, 512):
         for row in range(20, 26):  # of which some are sampled
             with case(side=side, row=row):
-                assert suspect_text(written(Image.new("L", (side, side), 0), "1.3.1961", (2, row), 7, 255))
+                assert suspect_text(
+                    written(Image.new("L", (side, side), 0), "1.3.1961", (2, row), 7, 255)
+                )
 
 
 def test_images_too_small_for_text_are_not_searched() -> None:
@@ -201,16 +221,24 @@ def test_a_reader_that_hangs_fails_or_prints_nonsense_reads_nothing(
     assert not reads_letters(values, 40, 40, 10, 30)
 
 
-def test_a_reader_can_write_no_file_and_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_can_write_no_file_and_has_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It says by its word what its bounds are."""
     out = tmp_path / "out"
-    program = fake_reader(tmp_path, f'[ "$(ulimit -f)" = 0 ] && [ "$(ulimit -v)" = {1 << 20} ] && echo x > {out}')
+    program = fake_reader(
+        tmp_path, f'[ "$(ulimit -f)" = 0 ] && [ "$(ulimit -v)" = {1 << 20} ] && echo x > {out}'
+    )
     monkeypatch.setattr(text_reader, "reader_path", lambda: program)
     reads_letters(np.asarray(body(128)), 40, 40, 10, 30)
-    assert out.stat().st_size == 0  # the shell opened it, so that its bounds were these, and could write nothing
+    assert (
+        out.stat().st_size == 0
+    )  # the shell opened it, so that its bounds were these, and could write nothing
 
 
-def test_a_doubtful_turned_line_is_suspected_where_a_word_is_read_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_doubtful_turned_line_is_suspected_where_a_word_is_read_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = written(body(512), "DOE JOHN 12.03.1961", (40, 30), 20, 255)
     turned = np.ascontiguousarray(np.rot90(values, 1, (1, 2)))
     monkeypatch.setattr(text, "_SUSPICIOUS_TURNED_EDGES", 99.0)

@@ -25,7 +25,9 @@ def noise(dtype: Any = np.uint8, channels: int = 1, high: int | None = None) -> 
     if kind.kind == "f":
         return rng.normal(0, 1000, (H, W, channels)).astype(kind)
     bounds = np.iinfo(kind)
-    return rng.integers(bounds.min, bounds.max if high is None else high, (H, W, channels), kind, endpoint=True)
+    return rng.integers(
+        bounds.min, bounds.max if high is None else high, (H, W, channels), kind, endpoint=True
+    )
 
 
 def decoded(data: bytes, limits: Limits | None = None) -> list[DecodedPicture | ImageError]:
@@ -71,7 +73,17 @@ def turned(array: np.ndarray, orientation: int) -> np.ndarray:
     return found
 
 
-TYPES = (np.uint8, np.uint16, np.uint32, np.int8, np.int16, np.int32, np.float16, np.float32, np.float64)
+TYPES = (
+    np.uint8,
+    np.uint16,
+    np.uint32,
+    np.int8,
+    np.int16,
+    np.int32,
+    np.float16,
+    np.float32,
+    np.float64,
+)
 
 
 def layouts() -> Iterator[dict[str, Any]]:
@@ -85,14 +97,26 @@ def test_every_type_layout_byte_order_and_compression_is_read_to_the_value() -> 
     for dtype in TYPES:
         for channels in (1, 3):
             array = noise(dtype, channels)
-            expected = array.astype(np.float32) if array.dtype.kind == "f" or array.dtype == np.uint32 else array
+            expected = (
+                array.astype(np.float32)
+                if array.dtype.kind == "f" or array.dtype == np.uint32
+                else array
+            )
             for layout in layouts():
                 if layout["predictor"] == 3 and array.dtype.kind != "f":
                     continue
                 for number, order in enumerate("<>"):
                     with case(dtype, channels, order, **layout):
-                        options = {"planar": 1 + number, "order": order, "photometric": 2 if channels == 3 else 1}
-                        data = tiff(page(array, **options, **layout), order=order, big=layout["compression"] == LZW)
+                        options = {
+                            "planar": 1 + number,
+                            "order": order,
+                            "photometric": 2 if channels == 3 else 1,
+                        }
+                        data = tiff(
+                            page(array, **options, **layout),
+                            order=order,
+                            big=layout["compression"] == LZW,
+                        )
                         assert (values(data).astype(expected.dtype) == expected).all()
 
 
@@ -104,7 +128,11 @@ def test_few_and_odd_bits_are_read_to_the_value_in_either_byte_order() -> None:
         for channels in (1, 3):
             array = noise(np.uint8 if bits < 8 else np.uint16, channels, top)
             spread = 255 // top if bits in (1, 2, 4) else 1
-            for layout in ({}, {"tile": (16, 16), "order": ">", "compression": LZW}, {"planar": 2, "rows": 5}):
+            for layout in (
+                {},
+                {"tile": (16, 16), "order": ">", "compression": LZW},
+                {"planar": 2, "rows": 5},
+            ):
                 with case(bits, channels, **layout):
                     made = page(array, bits=bits, photometric=2 if channels == 3 else 1, **layout)
                     found = picture(tiff(made, order=layout.get("order", "<")))
@@ -115,13 +143,19 @@ def test_few_and_odd_bits_are_read_to_the_value_in_either_byte_order() -> None:
 def test_orientation_is_applied_to_every_type_from_path_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
     kinds = [(noise(dtype, channels), {}) for dtype in TYPES for channels in (1, 3)]
-    kinds += [(noise(np.uint16, 1, 4095), {"bits": 12}), (noise(np.uint8, 1, 1), {"bits": 1}), (noise(), {"bits": 8})]
+    kinds += [
+        (noise(np.uint16, 1, 4095), {"bits": 12}),
+        (noise(np.uint8, 1, 1), {"bits": 1}),
+        (noise(), {"bits": 8}),
+    ]
     for array, options in kinds:
         channels = array.shape[-1]
         straight = values(tiff(page(array, photometric=2 if channels == 3 else 1, **options)))
         for orientation in range(1, 9):
             with case(array.dtype, channels, orientation=orientation):
-                made = page(array, photometric=2 if channels == 3 else 1, tags={274: orientation}, **options)
+                made = page(
+                    array, photometric=2 if channels == 3 else 1, tags={274: orientation}, **options
+                )
                 path.write_bytes(tiff(made))
                 expected = turned(straight, orientation)
                 assert (values(path.read_bytes()) == expected).all()
@@ -195,12 +229,17 @@ def test_white_is_zero_is_turned_for_every_type() -> None:
             expected = np.iinfo(dtype).max - array.astype(int)
         with case(dtype):
             found = values(tiff(page(array, photometric=0)))
-            assert np.allclose(found, expected, rtol=1e-3 if dtype == np.float16 else 1e-6, atol=1e-3)
+            assert np.allclose(
+                found, expected, rtol=1e-3 if dtype == np.float16 else 1e-6, atol=1e-3
+            )
     for bits, top in ((1, 255), (2, 255), (4, 255), (12, 4095)):
         array = noise(np.uint16 if bits > 8 else np.uint8, 1, (1 << bits) - 1)
         spread = 255 // ((1 << bits) - 1) or 1
         with case(bits):
-            assert (values(tiff(page(array, bits=bits, photometric=0))) == top - array.astype(int) * spread).all()
+            assert (
+                values(tiff(page(array, bits=bits, photometric=0)))
+                == top - array.astype(int) * spread
+            ).all()
 
 
 def test_palettes_keep_eight_bits_or_sixteen_as_their_map_has_them() -> None:
@@ -211,9 +250,15 @@ def test_palettes_keep_eight_bits_or_sixteen_as_their_map_has_them() -> None:
         small = rng.integers(1, 256, (num, 3))
         deep = rng.integers(0, 65536, (num, 3))
         deep[0] = 256 * 3 + 7
-        for map_of_16, expected, full in ((small * 257, small, 255), (small * 256, small, 255), (deep, deep, 65535)):
+        for map_of_16, expected, full in (
+            (small * 257, small, 255),
+            (small * 256, small, 255),
+            (deep, deep, 65535),
+        ):
             with case(bits, full):
-                made = page(indices, bits=bits, photometric=3, tags={320: map_of_16.T.ravel().tolist()})
+                made = page(
+                    indices, bits=bits, photometric=3, tags={320: map_of_16.T.ravel().tolist()}
+                )
                 found = picture(tiff(made))
                 assert (np.moveaxis(found.values, 0, -1) == expected[indices[..., 0]]).all()
                 assert found.full == (0, full)
@@ -229,10 +274,19 @@ def test_inks_become_rgb_by_their_formula() -> None:
         light = (top - inks.astype(float)) / top
         expected = light[..., :3] * light[..., 3:] * top
         for planar in (1, 2):
-            assert np.abs(values(tiff(page(inks, photometric=5, planar=planar))) - expected).max() <= 0.5001
-        assert (values(tiff(page(np.concatenate([inks, inks[..., :1]], -1), photometric=5, extra=[0]))) >= 0).all()
+            assert (
+                np.abs(values(tiff(page(inks, photometric=5, planar=planar))) - expected).max()
+                <= 0.5001
+            )
+        assert (
+            values(tiff(page(np.concatenate([inks, inks[..., :1]], -1), photometric=5, extra=[0])))
+            >= 0
+        ).all()
     assert "InkSet" in refusal(tiff(page(noise(channels=4), photometric=5, tags={332: 2}))).detail
-    assert "DotRange" in refusal(tiff(page(noise(channels=4), photometric=5, tags={336: [16, 240]}))).detail
+    assert (
+        "DotRange"
+        in refusal(tiff(page(noise(channels=4), photometric=5, tags={336: [16, 240]}))).detail
+    )
 
 
 def test_fill_order_is_obeyed_for_one_bit_and_refused_else() -> None:
@@ -242,7 +296,9 @@ def test_fill_order_is_obeyed_for_one_bit_and_refused_else() -> None:
     made["segments"] = [segment.translate(reverse) for segment in made["segments"]]
     assert (values(tiff(made)) == bits * 255).all()
     assert "FillOrder" in refusal(tiff(page(noise(), tags={266: 2}))).detail
-    assert "FillOrder" in refusal(tiff(page(bits, bits=1, compression=DEFLATE, tags={266: 2}))).detail
+    assert (
+        "FillOrder" in refusal(tiff(page(bits, bits=1, compression=DEFLATE, tags={266: 2}))).detail
+    )
 
 
 def jpeg_of(array: np.ndarray, **options: Any) -> bytes:
@@ -268,12 +324,23 @@ def test_jpeg_has_the_colours_of_its_page_whatever_its_own_markers_say() -> None
     ):
         with case(photometric):
             num = expected.shape[-1]
-            tags: dict[int, Any] = {256: 64, 257: 48, 258: [8] * num, 259: JPEG, 262: photometric, 277: num}
+            tags: dict[int, Any] = {
+                256: 64,
+                257: 48,
+                258: [8] * num,
+                259: JPEG,
+                262: photometric,
+                277: num,
+            }
             tags |= {322: 64, 323: 48}
             found = values(tiff({"segments": [stream], "tags": tags}))
             assert np.abs(found.astype(int) - expected).max() <= 3
-            assert (values(tiff({"segments": [stream], "tags": tags | {257: 47}})) == found[:47]).all()
-    assert refusal(tiff({"segments": [stream] * 2, "tags": tags | {322: 32}})).reason is Reason.DAMAGED
+            assert (
+                values(tiff({"segments": [stream], "tags": tags | {257: 47}})) == found[:47]
+            ).all()
+    assert (
+        refusal(tiff({"segments": [stream] * 2, "tags": tags | {322: 32}})).reason is Reason.DAMAGED
+    )
 
 
 def test_jpeg_tables_are_put_before_each_stream() -> None:
@@ -320,7 +387,9 @@ def test_pages_are_images_of_their_own_whatever_their_shapes_and_a_bad_one_alone
     first, second = noise(), noise(np.uint16, 3)[:9]
     bad = page(noise(), compression=DEFLATE)
     bad["segments"] = [b"nothing"]
-    found = decoded(tiff(page(first), bad, page(second, photometric=2, tags={274: 6}), order="<", big=True))
+    found = decoded(
+        tiff(page(first), bad, page(second, photometric=2, tags={274: 6}), order="<", big=True)
+    )
     assert isinstance(found[0], DecodedPicture) and (found[0].values[0] == first[..., 0]).all()
     assert isinstance(found[1], ImageError) and found[1].reason is Reason.DAMAGED
     assert isinstance(found[2], DecodedPicture)
@@ -379,17 +448,30 @@ def test_stacks_whose_planes_have_no_pages_or_are_channels_are_refused(tmp_path:
 def test_tifffile_and_pillow_write_what_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
     for dtype in TYPES:
-        for options in ({}, {"byteorder": ">"}, {"bigtiff": True}, {"tile": (16, 16)}, {"compression": "zlib"}):
+        for options in (
+            {},
+            {"byteorder": ">"},
+            {"bigtiff": True},
+            {"tile": (16, 16)},
+            {"compression": "zlib"},
+        ):
             for channels in (1, 3, 4):
                 array = noise(dtype, channels)
                 extra = {"extrasamples": ["unspecified"]} if channels == 4 else {}
                 photometric = "minisblack" if channels == 1 else "rgb"
                 with case(dtype, channels, **options):
-                    tifffile.imwrite(path, array.squeeze(), photometric=photometric, **options, **extra)
+                    tifffile.imwrite(
+                        path, array.squeeze(), photometric=photometric, **options, **extra
+                    )
                     found = values(path.read_bytes())
                     assert np.allclose(found, array[..., :3].astype(np.float64), rtol=1e-6)
     for compression in (None, "tiff_lzw", "tiff_adobe_deflate", "packbits"):
-        for array in (noise(), noise(channels=3), noise(channels=3)[..., :1] > 127, noise(np.uint16)):
+        for array in (
+            noise(),
+            noise(channels=3),
+            noise(channels=3)[..., :1] > 127,
+            noise(np.uint16),
+        ):
             with case(compression, array.dtype):
                 Image.fromarray(array.squeeze()).save(path, compression=compression)
                 expected = array * np.uint8(255) if array.dtype == bool else array
@@ -439,7 +521,13 @@ def test_a_strip_that_lacks_its_last_bytes_is_refused_however_few_they_are() -> 
 
 
 def test_leftovers_of_other_kinds_of_images_change_nothing() -> None:
-    for tags in ({530: [2, 2]}, {347: (7, b"ab")}, {34412: (7, b"abcdefgh")}, {65000: 7}, {34665: 7}):
+    for tags in (
+        {530: [2, 2]},
+        {347: (7, b"ab")},
+        {34412: (7, b"abcdefgh")},
+        {65000: 7},
+        {34665: 7},
+    ):
         with case(tags):
             assert (values(tiff(page(noise(), tags=tags))) == noise()).all()
 
@@ -464,7 +552,10 @@ def test_broken_files_have_their_true_reason() -> None:
     ):
         made = page(noise(), rows=5)
         with case(tags):
-            assert refusal(tiff({"segments": made["segments"], "tags": made["tags"] | tags})).reason is reason
+            assert (
+                refusal(tiff({"segments": made["segments"], "tags": made["tags"] | tags})).reason
+                is reason
+            )
     unknown_type = whole.replace(b"\x02\x01\x03\x00", b"\x02\x01\x63\x00")  # of tag 258
     assert "BitsPerSample" in refusal(unknown_type).detail
     circle = bytearray(tiff(page(noise())))

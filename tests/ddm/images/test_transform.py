@@ -38,8 +38,12 @@ def floats(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random(shape, dtype=np.float32)
 
 
-def through(spec: TransformSpec, values: np.ndarray, shape: tuple[int, ...], **known: object) -> np.ndarray:
-    (found,) = Transform(spec, DataSpec(shape=shape, range=(0.0, 1.0))).apply(Picture(values, **known))
+def through(
+    spec: TransformSpec, values: np.ndarray, shape: tuple[int, ...], **known: object
+) -> np.ndarray:
+    (found,) = Transform(spec, DataSpec(shape=shape, range=(0.0, 1.0))).apply(
+        Picture(values, **known)
+    )
     return found
 
 
@@ -53,10 +57,17 @@ def triangle(old: int, new: int) -> np.ndarray:
 
 
 def test_resampling_is_that_of_pil_on_images_and_of_dense_matrices_on_volumes() -> None:
-    for sides, size in (((40, 31), (16, 16)), ((9, 50), (18, 7)), ((5, 5), (64, 64)), ((64, 48), (64, 48))):
+    for sides, size in (
+        ((40, 31), (16, 16)),
+        ((9, 50), (18, 7)),
+        ((5, 5), (64, 64)),
+        ((64, 48), (64, 48)),
+    ):
         with case(sides=sides, size=size):
             values = floats(1, *sides)
-            wanted = np.asarray(Image.fromarray(values[0]).resize(size[::-1], Image.Resampling.BILINEAR))
+            wanted = np.asarray(
+                Image.fromarray(values[0]).resize(size[::-1], Image.Resampling.BILINEAR)
+            )
             assert np.allclose(antialiased(values, size)[0], wanted, atol=1e-5)
     for solid, new_size in (((12, 9, 20), (5, 9, 8)), ((4, 7, 6), (9, 3, 6))):
         with case(solid=solid, new_size=new_size):
@@ -65,13 +76,21 @@ def test_resampling_is_that_of_pil_on_images_and_of_dense_matrices_on_volumes() 
             wanted = np.einsum("cdhw,xd,yh,zw->cxyz", values.astype(np.float64), *matrices)
             assert np.allclose(antialiased(values, new_size), wanted, atol=1e-5)
             nearest = values[
-                (slice(None), *np.ix_(*(np.arange(n) * o // n for o, n in zip(solid, new_size, strict=True))))
+                (
+                    slice(None),
+                    *np.ix_(*(np.arange(n) * o // n for o, n in zip(solid, new_size, strict=True))),
+                )
             ]
             assert not np.allclose(nearest, wanted, atol=1e-2)  # the control
 
 
 def test_a_constant_stays_and_a_ramp_stays_a_ramp_wherever_the_edge_does_not_reach() -> None:
-    for sides, shape in (((50, 40), (16, 16)), ((7, 9), (16, 16)), ((20, 30, 24), (8, 8, 8)), ((5, 6, 7), (8, 8, 8))):
+    for sides, shape in (
+        ((50, 40), (16, 16)),
+        ((7, 9), (16, 16)),
+        ((20, 30, 24), (8, 8, 8)),
+        ((5, 6, 7), (8, 8, 8)),
+    ):
         for chosen in (CropFit(), StretchFit(), PadFit(), CentreFit(), SpacingFit(mm=2.0)):
             with case(sides=sides, kind=chosen.kind):
                 spec = TransformSpec(range=AS_IT_IS, fit=chosen, padding=0.25)
@@ -90,33 +109,61 @@ def test_a_constant_stays_and_a_ramp_stays_a_ramp_wherever_the_edge_does_not_rea
 def test_sizes_keep_proportions_by_spacing_and_reach_the_plans_shape_on_one_side() -> None:
     for extent in product((3.0, 40.0, 90.0), (50.0, 7.5), (60.0, 61.0)):
         for shape in ((4, 6, 8), (16, 16, 16)):
-            for size, inside in ((covering_size(extent, shape), 1), (fitting_size(extent, shape), -1)):
+            for size, inside in (
+                (covering_size(extent, shape), 1),
+                (fitting_size(extent, shape), -1),
+            ):
                 with case(extent=extent, shape=shape, size=size):
-                    assert all(inside * (side - wanted) >= 0 for side, wanted in zip(size, shape, strict=True))
+                    assert all(
+                        inside * (side - wanted) >= 0
+                        for side, wanted in zip(size, shape, strict=True)
+                    )
                     tight = [i for i in range(3) if size[i] == shape[i]]
                     assert tight
                     off = [
-                        max(abs(e / (extent[i] / size[i]) - s) for e, s in zip(extent, size, strict=True))
+                        max(
+                            abs(e / (extent[i] / size[i]) - s)
+                            for e, s in zip(extent, size, strict=True)
+                        )
                         for i in tight
                     ]
-                    assert min(off) <= 0.5 + 1e-6 or 1 in size  # rounding alone, or a side that is thinner than a voxel
+                    assert (
+                        min(off) <= 0.5 + 1e-6 or 1 in size
+                    )  # rounding alone, or a side that is thinner than a voxel
 
 
 def test_a_ball_is_round_after_thick_slices_and_as_large_as_its_millimetres_say() -> None:
     spacing = (3.0, 1.0, 1.5)
     sides = (20, 60, 40)  # 60 mm each
-    grid = np.meshgrid(*[(np.arange(n) + 0.5) * mm - 30 for n, mm in zip(sides, spacing, strict=True)], indexing="ij")
+    grid = np.meshgrid(
+        *[(np.arange(n) + 0.5) * mm - 30 for n, mm in zip(sides, spacing, strict=True)],
+        indexing="ij",
+    )
     ball = (sum(axis**2 for axis in grid) <= 20.0**2).astype(np.float32)[None]
     for chosen, radius in ((CropFit(), 10.0), (PadFit(), 10.0), (SpacingFit(mm=2.5), 8.0)):
         with case(kind=chosen.kind):
-            found = through(TransformSpec(range=AS_IT_IS, fit=chosen), ball, (1, 30, 30, 30), spacing=spacing)[0]
+            found = through(
+                TransformSpec(range=AS_IT_IS, fit=chosen), ball, (1, 30, 30, 30), spacing=spacing
+            )[0]
             across = [
-                float(np.sqrt((found.sum((1, 2)), found.sum((0, 2)), found.sum((0, 1)))[axis].max() / np.pi))
+                float(
+                    np.sqrt(
+                        (found.sum((1, 2)), found.sum((0, 2)), found.sum((0, 1)))[axis].max()
+                        / np.pi
+                    )
+                )
                 for axis in range(3)
             ]
             assert np.allclose(across, radius, rtol=0.04)
-    stretched = through(TransformSpec(range=AS_IT_IS, fit=CropFit()), ball, (1, 30, 30, 30))  # the control: no spacing
-    assert np.ptp([float((stretched[0] > 0.5).any(others).sum()) for others in ((1, 2), (0, 2), (0, 1))]) > 5
+    stretched = through(
+        TransformSpec(range=AS_IT_IS, fit=CropFit()), ball, (1, 30, 30, 30)
+    )  # the control: no spacing
+    assert (
+        np.ptp(
+            [float((stretched[0] > 0.5).any(others).sum()) for others in ((1, 2), (0, 2), (0, 1))]
+        )
+        > 5
+    )
 
 
 def test_the_middle_stays_and_what_is_odd_is_lost_or_added_at_the_end() -> None:
@@ -141,7 +188,9 @@ def test_cutting_padding_and_content_are_those_of_monai() -> None:
     values[0, 2, 2] = 0.04  # below the threshold
     box = CropForeground(select_fn=lambda x: x > 0.05, allow_smaller=True)(values)
     found = through(
-        TransformSpec(range=AS_IT_IS, fit=CentreFit(), content=Content(threshold=0.05)), values, tuple(box.shape)
+        TransformSpec(range=AS_IT_IS, fit=CentreFit(), content=Content(threshold=0.05)),
+        values,
+        tuple(box.shape),
     )
     assert np.array_equal(found, box.numpy()) and box.shape == (2, 13, 28)
 
@@ -159,11 +208,17 @@ def test_each_range_maps_its_two_values_to_the_ends_and_clips_beyond(dtype: type
     ):
         with case(kind=chosen.kind):
             spec = TransformSpec(range=chosen, fit=CentreFit())
-            (found,) = Transform(spec, DataSpec(shape=(1, 2, 201), range=(-3.0, 5.0))).apply(Picture(values, **known))
+            (found,) = Transform(spec, DataSpec(shape=(1, 2, 201), range=(-3.0, 5.0))).apply(
+                Picture(values, **known)
+            )
             wanted = -3 + 8 * ((np.arange(201) - low) / (high - low)).clip(0, 1)
             assert np.allclose(found[0, 0], wanted, atol=1e-5)
     plain = TransformSpec(range=WindowRange(fallback="full"), fit=CentreFit())
-    assert np.allclose(through(plain, values, (1, 2, 201), full=(0.0, 250.0))[0, 0], np.arange(201) / 250, atol=1e-6)
+    assert np.allclose(
+        through(plain, values, (1, 2, 201), full=(0.0, 250.0))[0, 0],
+        np.arange(201) / 250,
+        atol=1e-6,
+    )
 
 
 def test_what_has_no_window_no_bounds_or_no_contrast_is_refused_with_the_reason() -> None:
@@ -195,11 +250,23 @@ def test_grey_is_pils_luminance_and_channels_are_repeated_or_picked_in_order() -
     found = through(grey, pixels, (1, 16, 16), **picture)
     assert np.abs(found[0] * 255 - wanted).max() <= 1.0  # PIL cuts to whole numbers
     assert np.abs(found[0] * 255 - pixels.mean(0)).max() > 10  # the control: luminance is no mean
-    one = through(TransformSpec(channels="rgb", range=FullRange(), fit=CentreFit()), pixels[:1], (3, 16, 16), **picture)
+    one = through(
+        TransformSpec(channels="rgb", range=FullRange(), fit=CentreFit()),
+        pixels[:1],
+        (3, 16, 16),
+        **picture,
+    )
     assert np.allclose(one, pixels[:1] / 255, atol=1e-6) and np.array_equal(one[0], one[2])
     picked = TransformSpec(channels="pick", pick=(2, 0), range=FullRange(), fit=CentreFit())
-    assert np.allclose(through(picked, pixels, (2, 16, 16), **picture), pixels[[2, 0]] / 255, atol=1e-6)
-    for spec, num, shape in ((TransformSpec(), 3, 1), (grey, 2, 1), (picked, 2, 2), (TransformSpec(), 1, 3)):
+    assert np.allclose(
+        through(picked, pixels, (2, 16, 16), **picture), pixels[[2, 0]] / 255, atol=1e-6
+    )
+    for spec, num, shape in (
+        (TransformSpec(), 3, 1),
+        (grey, 2, 1),
+        (picked, 2, 2),
+        (TransformSpec(), 1, 3),
+    ):
         with case(channels=spec.channels, num=num), pytest.raises(DataError, match="channels"):
             through(spec, pixels[:num], (shape, 16, 16), **picture)
 
@@ -224,7 +291,9 @@ def test_slices_are_upright_and_lie_where_the_share_says() -> None:
                 top, left = (10 - slice_.shape[1]) // 2, (10 - slice_.shape[2]) // 2
                 inside = image[:, top : top + slice_.shape[1], left : left + slice_.shape[2]]
                 assert np.allclose(inside, slice_, rtol=1e-5)
-    flat = Transform(spec, data).apply(Picture(numbers[:, 0]))  # an image among volumes counts as one of them
+    flat = Transform(spec, data).apply(
+        Picture(numbers[:, 0])
+    )  # an image among volumes counts as one of them
     assert len(flat) == 2 and np.array_equal(*flat)
     with pytest.raises(DataError, match="an image") as caught:
         Transform(TransformSpec(), data).apply(Picture(numbers))
@@ -234,7 +303,9 @@ def test_slices_are_upright_and_lie_where_the_share_says() -> None:
 def test_slices_of_a_volume_share_its_range_and_its_content() -> None:
     volume = np.zeros((1, 8, 8, 8), np.float32)
     volume[0, 1:7, 2:6, 2:6] = np.linspace(0.2, 1.0, 6)[:, None, None]
-    spec = TransformSpec(range=AS_IT_IS, content=Content(threshold=0.1), slices=Slices(count=6), fit=CentreFit())
+    spec = TransformSpec(
+        range=AS_IT_IS, content=Content(threshold=0.1), slices=Slices(count=6), fit=CentreFit()
+    )
     found = Transform(spec, DataSpec(shape=(1, 4, 4), range=(0.0, 1.0))).apply(Picture(volume))
     assert np.allclose([image.mean() for image in found], np.linspace(0.2, 1.0, 6), atol=1e-6)
 
@@ -247,13 +318,20 @@ def test_slices_are_as_many_as_asked_ascending_and_within_their_share(
     share = (low, min(1.0, low + part))
     found = slice_numbers(length, Slices(count=count, share=share))
     assert found == sorted(found) and len(found) == count  # whatever the length
-    assert all(share[0] * length - 1 <= number < share[1] * length + 1 and 0 <= number < length for number in found)
-    assert max(found.count(number) for number in found) <= max(1, np.ceil(count / ((share[1] - share[0]) * length)) + 1)
+    assert all(
+        share[0] * length - 1 <= number < share[1] * length + 1 and 0 <= number < length
+        for number in found
+    )
+    assert max(found.count(number) for number in found) <= max(
+        1, np.ceil(count / ((share[1] - share[0]) * length)) + 1
+    )
     if count <= (share[1] - share[0]) * length:
         assert len(set(found)) == count
 
 
-def test_sizes_are_refused_by_arithmetic_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_refused_by_arithmetic_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = DataSpec(shape=(1, 64, 64), range=(0.0, 1.0))
     never: list[tuple[int, ...]] = []
 
@@ -271,10 +349,16 @@ def test_sizes_are_refused_by_arithmetic_before_anything_is_made(monkeypatch: py
     refused(TransformSpec(range=AS_IT_IS), thin, 1 << 26)
     fine = Picture(floats(1, 64, 64), spacing=(500.0, 500.0))
     refused(TransformSpec(range=AS_IT_IS, fit=SpacingFit(mm=0.001)), fine, 1 << 40)
-    refused(TransformSpec(range=AS_IT_IS, fit=SpacingFit(mm=0.1)), Picture(floats(1, 64, 64), spacing=(5, 5)), 1 << 40)
+    refused(
+        TransformSpec(range=AS_IT_IS, fit=SpacingFit(mm=0.1)),
+        Picture(floats(1, 64, 64), spacing=(5, 5)),
+        1 << 40,
+    )
     for spacing in ((1e-300, 1e300), (5e-324, 1.0)):
         with pytest.raises(DataError, match="axes"):
-            Transform(TransformSpec(range=AS_IT_IS), data).apply(Picture(floats(1, 9, 9), spacing=spacing))
+            Transform(TransformSpec(range=AS_IT_IS), data).apply(
+                Picture(floats(1, 9, 9), spacing=spacing)
+            )
     whole = Picture(np.broadcast_to(np.uint8(1), (1, 1 << 16, 1 << 16)))  # 4 GiB that nobody holds
     refused(TransformSpec(range=AS_IT_IS), whole, 1 << 30)
     assert not never
@@ -296,7 +380,9 @@ def test_pictures_that_no_decoder_gives_are_refused() -> None:
             Transform(TransformSpec(range=AS_IT_IS), data).apply(picture)
 
 
-def test_whatever_a_plan_does_not_take_becomes_as_many_blank_samples_and_says_why_here_alone() -> None:
+def test_whatever_a_plan_does_not_take_becomes_as_many_blank_samples_and_says_why_here_alone() -> (
+    None
+):
     data = DataSpec(shape=(1, 8, 8), range=(-1.0, 1.0))
     image, volume = floats(1, 8, 8), floats(1, 5, 8, 8)
     huge = image.copy()
@@ -313,7 +399,11 @@ def test_whatever_a_plan_does_not_take_becomes_as_many_blank_samples_and_says_wh
         ("bytes of memory", {"fit": SpacingFit(mm=0.001)}, Picture(image, spacing=(9.0, 9.0))),
         ("axes", {}, Picture(image, spacing=(1e-300, 1e300))),
         ("ndim", {}, object()),  # no error of ours
-        ("threshold", {"range": AS_IT_IS, "content": Content(threshold=0.9), "slices": 3}, Picture(volume / 2)),
+        (
+            "threshold",
+            {"range": AS_IT_IS, "content": Content(threshold=0.9), "slices": 3},
+            Picture(volume / 2),
+        ),
         ("channels", {"slices": 3}, Picture(floats(2, 5, 8, 8))),
     ):
         with case(words=words, spec=spec):
@@ -325,16 +415,24 @@ def test_whatever_a_plan_does_not_take_becomes_as_many_blank_samples_and_says_wh
             assert all(each.shape == data.shape and np.all(each == -1.0) for each in samples)
             with pytest.raises((DataError, AttributeError)):
                 transform.apply(picture)
-    for wide in (TransformSpec(storage="float16"), TransformSpec(range=ValuesRange(low=-1e9, high=1e9))):
+    for wide in (
+        TransformSpec(storage="float16"),
+        TransformSpec(range=ValuesRange(low=-1e9, high=1e9)),
+    ):
         samples, problem = Transform(wide, data).apply_to_any(Picture(huge))
         assert problem is None and np.isfinite(samples[0]).all()
     samples, problem = Transform(TransformSpec(), data).apply_to_any(Picture(image))
-    assert problem is None and np.array_equal(samples, Transform(TransformSpec(), data).apply(Picture(image)))
+    assert problem is None and np.array_equal(
+        samples, Transform(TransformSpec(), data).apply(Picture(image))
+    )
 
 
 def test_a_picture_is_not_changed_and_gives_the_same_again() -> None:
     values = floats(1, 33, 47)
-    before, transform = values.copy(), Transform(TransformSpec(), DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0)))
+    before, transform = (
+        values.copy(),
+        Transform(TransformSpec(), DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0))),
+    )
     first, again = transform.apply(Picture(values)), transform.apply(Picture(values))
     assert np.array_equal(first[0], again[0]) and np.array_equal(values, before)
     assert first[0].dtype == np.float32 and first[0].flags.c_contiguous
@@ -348,13 +446,22 @@ def test_compact_types_are_read_back_within_half_a_step() -> None:
         for storage, step in (("uint8", (high - low) / 255), ("uint16", (high - low) / 65535)):
             with case(low=low, storage=storage):
                 kept = to_stored(values, storage, (low, high))
-                assert kept.dtype == storage and {int(kept.min()), int(kept.max())} == {0, np.iinfo(storage).max}
-                back = fit(kept, range(4), spec=DataSpec(shape=(1, 8, 8), range=(low, high))).numpy()
+                assert kept.dtype == storage and {int(kept.min()), int(kept.max())} == {
+                    0,
+                    np.iinfo(storage).max,
+                }
+                back = fit(
+                    kept, range(4), spec=DataSpec(shape=(1, 8, 8), range=(low, high))
+                ).numpy()
                 assert np.abs(back - values).max() <= step / 2 + 1e-6 * (high - low)
                 assert np.array_equal(to_stored(back, storage, (low, high)), kept)
         half = to_stored(values, "float16", (low, high))
         back = fit(half, range(4), spec=DataSpec(shape=(1, 8, 8), range=(low, high))).numpy()
-        assert np.abs(back - values).max() <= 2**-10 * max(-low, high) and back.min() >= low and back.max() <= high
+        assert (
+            np.abs(back - values).max() <= 2**-10 * max(-low, high)
+            and back.min() >= low
+            and back.max() <= high
+        )
 
 
 def test_a_ratio_of_sides_is_no_length() -> None:

@@ -16,7 +16,9 @@ from tests.support.case import case
 class Slow:
     """A source that waits, once its unpacking has begun, until it may go on."""
 
-    def __init__(self, source: ImageArrays, begun: Callable[[], object], may_go_on: threading.Event) -> None:
+    def __init__(
+        self, source: ImageArrays, begun: Callable[[], object], may_go_on: threading.Event
+    ) -> None:
         self._source, self._begun, self._may_go_on = source, begun, may_go_on
 
     def __getattr__(self, name: str) -> object:
@@ -37,7 +39,9 @@ def packed(path: Path, value: int) -> ImageArrays:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_whoever_unpacks_second_waits_and_takes_nothing_from_the_first(same: bool, tmp_path: Path) -> None:
+def test_whoever_unpacks_second_waits_and_takes_nothing_from_the_first(
+    same: bool, tmp_path: Path
+) -> None:
     sources = [packed(tmp_path / f"{value}.npz", value) for value in (1, 2)]
     begun, may_go_on, num_begun = threading.Event(), threading.Event(), []
 

@@ -21,7 +21,13 @@ def test_rows_of_arrays_come_with_their_columns_and_a_bad_one_alone_is_lost(tmp_
 
 def test_parts_of_a_data_set_and_channels_at_the_end_are_understood(tmp_path: Path) -> None:
     colours = waves((2, 6, 5, 3), high=255, dtype=np.uint8)
-    np.savez_compressed(tmp_path / "a.npz", val_images=colours, val_labels=[[1], [0]], train_images=colours[:1])
+    np.savez_compressed(
+        tmp_path / "a.npz", val_images=colours, val_labels=[[1], [0]], train_images=colours[:1]
+    )
     found = list(decode(FileContent.of(tmp_path / "a.npz")))
-    assert [(each.split, each.label) for each in found] == [("train", None), ("val", "1"), ("val", "0")]
+    assert [(each.split, each.label) for each in found] == [
+        ("train", None),
+        ("val", "1"),
+        ("val", "0"),
+    ]
     assert (found[2].values == np.moveaxis(colours[1], -1, 0)).all()

@@ -106,11 +106,15 @@ def test_names_longer_than_a_header_and_pax_records_are_understood(tmp_path: Pat
     for layout in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
         path = archive(tmp_path / "a.tar", members, format=layout)
         assert [row[:2] for row in rows_of(path)] == [(1, "1"), (2, None)]
-    path = archive(tmp_path / "b.tar", members, format=tarfile.PAX_FORMAT, pax_headers={"comment": "global"})
+    path = archive(
+        tmp_path / "b.tar", members, format=tarfile.PAX_FORMAT, pax_headers={"comment": "global"}
+    )
     assert [row[:2] for row in rows_of(path)] == [(1, "1"), (2, None)]
 
 
-def test_a_sample_whose_meaning_is_not_certain_is_refused_and_the_next_is_read(tmp_path: Path) -> None:
+def test_a_sample_whose_meaning_is_not_certain_is_refused_and_the_next_is_read(
+    tmp_path: Path,
+) -> None:
     image = ("a.png", encoded(1))
     wrong: dict[str, tuple[list[Any], Reason]] = {
         "two images": ([image, ("a.jpg", encoded(2, "JPEG"))], Reason.AMBIGUOUS),
@@ -127,17 +131,32 @@ def test_a_sample_whose_meaning_is_not_certain_is_refused_and_the_next_is_read(t
         "json number": ([image, ("a.json", b'{"label": ' + b"9" * 9999 + b"}")], Reason.DAMAGED),
         "no UTF-8": ([image, ("a.txt", b"\xff\xfe\xfa")], Reason.DAMAGED),
         "long label": ([image, ("a.cls", b"x" * 2000)], Reason.TOO_LARGE),
-        "long json label": ([image, ("a.json", json.dumps({"label": "x" * 2000}).encode())], Reason.TOO_LARGE),
-        "large json": ([image, ("a.json", b'{"a": "' + b"x" * (1 << 20) + b'"}')], Reason.TOO_LARGE),
+        "long json label": (
+            [image, ("a.json", json.dumps({"label": "x" * 2000}).encode())],
+            Reason.TOO_LARGE,
+        ),
+        "large json": (
+            [image, ("a.json", b'{"a": "' + b"x" * (1 << 20) + b'"}')],
+            Reason.TOO_LARGE,
+        ),
         "no image": ([("a.cls", b"1"), ("a.pth", b"")], Reason.NO_PIXELS),
         "no format": ([("a.ppm", encoded(1, "PPM"))], Reason.UNSUPPORTED),
         "no picture": ([("a.png", b"hello")], Reason.UNKNOWN),
         "container": ([("a.png", archive_data())], Reason.UNSUPPORTED),
-        "link": ([image, member("a.cls", type=tarfile.SYMTYPE, linkname="z.cls")], Reason.UNSUPPORTED),
-        "linked image": ([member("a.png", type=tarfile.LNKTYPE, linkname="z.png")], Reason.UNSUPPORTED),
+        "link": (
+            [image, member("a.cls", type=tarfile.SYMTYPE, linkname="z.cls")],
+            Reason.UNSUPPORTED,
+        ),
+        "linked image": (
+            [member("a.png", type=tarfile.LNKTYPE, linkname="z.png")],
+            Reason.UNSUPPORTED,
+        ),
         "device": ([member("a.png", type=tarfile.CHRTYPE)], Reason.UNSUPPORTED),
         "pipe": ([member("a.png", type=tarfile.FIFOTYPE)], Reason.UNSUPPORTED),
-        "old sparse": ([member("a.png", encoded(1), type=tarfile.GNUTYPE_SPARSE)], Reason.UNSUPPORTED),
+        "old sparse": (
+            [member("a.png", encoded(1), type=tarfile.GNUTYPE_SPARSE)],
+            Reason.UNSUPPORTED,
+        ),
         "sparse": ([sparse("a.png", encoded(1))], Reason.UNSUPPORTED),
         "absolute": ([("/etc/a.png", encoded(1))], Reason.UNSUPPORTED),
         "up": ([("../a.png", encoded(1))], Reason.UNSUPPORTED),
@@ -146,7 +165,9 @@ def test_a_sample_whose_meaning_is_not_certain_is_refused_and_the_next_is_read(t
     }
     for name, (members, reason) in wrong.items():
         with case(name):
-            path = archive(tmp_path / "a.tar", [*members, ("z.png", encoded(9))], format=tarfile.PAX_FORMAT)
+            path = archive(
+                tmp_path / "a.tar", [*members, ("z.png", encoded(9))], format=tarfile.PAX_FORMAT
+            )
             first, second = rows_of(path)
             assert first is reason and second == (9, None, None, None, None)
 
@@ -154,7 +175,9 @@ def test_a_sample_whose_meaning_is_not_certain_is_refused_and_the_next_is_read(t
 def sparse(name: str, data: bytes, sparse_map: bytes = b"") -> tuple[tarfile.TarInfo, bytes]:
     """A sparse member as GNU tar writes it in pax; by default its map lists one piece."""
     sparse_map = (sparse_map or f"1\n0\n{len(data)}\n".encode()).ljust(512, b"\0")
-    return member(name, sparse_map + data, pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})
+    return member(
+        name, sparse_map + data, pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+    )
 
 
 def archive_data() -> bytes:
@@ -167,11 +190,21 @@ def archive_data() -> bytes:
 def test_a_key_that_comes_again_after_others_is_refused(tmp_path: Path) -> None:
     members = [("a.png", encoded(1)), ("b.png", encoded(2)), ("a.cls", b"1"), ("c.png", encoded(3))]
     found = rows_of(archive(tmp_path / "a.tar", members))
-    assert [row[0] if isinstance(row, tuple) else row for row in found] == [1, 2, Reason.AMBIGUOUS, 3]
+    assert [row[0] if isinstance(row, tuple) else row for row in found] == [
+        1,
+        2,
+        Reason.AMBIGUOUS,
+        3,
+    ]
 
 
 def test_what_equals_itself_is_no_contradiction(tmp_path: Path) -> None:
-    members = [("a.png", encoded(1)), ("a.cls", b"1"), ("a.json", b'{"label": 1.0, "caption": null}'), ("a.txt", b"x")]
+    members = [
+        ("a.png", encoded(1)),
+        ("a.cls", b"1"),
+        ("a.json", b'{"label": 1.0, "caption": null}'),
+        ("a.txt", b"x"),
+    ]
     assert rows_of(archive(tmp_path / "a.tar", members)) == [(1, "1", "x", None, None)]
 
 
@@ -183,7 +216,14 @@ def test_an_archive_that_is_cut_short_ends_after_what_came_before(tmp_path: Path
         first = data.index(b"b.png")
         # Where the header of b is cut, nothing tells whether a has further members.
         before = {first: [], first + 100: [], first + 512: [(1, "1", None, None, None)]}
-        for end in (first, first + 100, first + 512, first + 532, first + 1024, data.index(b"b.cls")):
+        for end in (
+            first,
+            first + 100,
+            first + 512,
+            first + 532,
+            first + 1024,
+            data.index(b"b.cls"),
+        ):
             with case(mode, end):
                 cut = data[:end]
                 path = tmp_path / "cut.tar"
@@ -195,7 +235,9 @@ def test_an_archive_that_is_cut_short_ends_after_what_came_before(tmp_path: Path
             assert rows_of(tmp_path / "cut.tar")[-1] == ("end", Reason.TRUNCATED)
 
 
-def test_an_archive_with_damaged_headers_or_another_behind_it_ends_with_its_reason(tmp_path: Path) -> None:
+def test_an_archive_with_damaged_headers_or_another_behind_it_ends_with_its_reason(
+    tmp_path: Path,
+) -> None:
     whole = archive(tmp_path / "a.tar", [("a.png", encoded(1)), ("b.png", encoded(2))]).read_bytes()
     path = tmp_path / "b.tar"
     path.write_bytes(whole * 2)
@@ -244,7 +286,9 @@ def test_headers_of_one_member_are_bounded_together(tmp_path: Path) -> None:
     }
     for name, members in kinds.items():
         with case(name):
-            path = archive(tmp_path / "a.tar", [*members, ("z.png", encoded(1))], format=tarfile.PAX_FORMAT)
+            path = archive(
+                tmp_path / "a.tar", [*members, ("z.png", encoded(1))], format=tarfile.PAX_FORMAT
+            )
             assert rows_of(path) == [("end", Reason.TOO_LARGE)]
 
 

@@ -20,8 +20,14 @@ RGBA = RNG.integers(0, 256, (H, W, 4), np.uint8)
 
 def decoded(data: bytes, limits: Limits | None = None) -> list[np.ndarray]:
     found = list(decode(FileContent(None, data, "a"), limits))
-    assert all(isinstance(picture, DecodedPicture) and picture.full == (0, 255) for picture in found)
-    return [np.moveaxis(picture.values, 0, -1) for picture in found if isinstance(picture, DecodedPicture)]
+    assert all(
+        isinstance(picture, DecodedPicture) and picture.full == (0, 255) for picture in found
+    )
+    return [
+        np.moveaxis(picture.values, 0, -1)
+        for picture in found
+        if isinstance(picture, DecodedPicture)
+    ]
 
 
 def refusal(data: bytes, limits: Limits | None = None) -> ImageError:
@@ -49,7 +55,12 @@ def test_webp_keeps_every_value_and_lays_transparency_over_black() -> None:
 
 def test_webp_is_turned_as_its_exif_says() -> None:
     exif = Image.Exif()
-    for orientation, expected in ((1, RGB), (3, RGB[::-1, ::-1]), (6, np.rot90(RGB, -1)), (5, RGB.swapaxes(0, 1))):
+    for orientation, expected in (
+        (1, RGB),
+        (3, RGB[::-1, ::-1]),
+        (6, np.rot90(RGB, -1)),
+        (5, RGB.swapaxes(0, 1)),
+    ):
         exif[0x0112] = orientation
         with case(orientation):
             assert (decoded(webp(RGB, exif=exif))[0] == expected).all()
@@ -76,7 +87,13 @@ def test_broken_webp_has_its_true_reason() -> None:
 
 
 def bmp(
-    rows: np.ndarray, width: int, bits: int, *, palette: np.ndarray | None = None, header: int = 40, **fields: Any
+    rows: np.ndarray,
+    width: int,
+    bits: int,
+    *,
+    palette: np.ndarray | None = None,
+    header: int = 40,
+    **fields: Any,
 ) -> bytes:
     """Return a file of rows of bytes, top first; the height is negative if `top_down`."""
     height = len(rows)
@@ -90,7 +107,20 @@ def bmp(
         num = 0 if palette is None else len(palette)
         per_column, per_row = fields.get("density", (0, 0))
         compression = fields.get("compression", 0)
-        about = struct.pack("<IiiHHIIiiII", header, width, signed, 1, bits, compression, 0, per_column, per_row, num, 0)
+        about = struct.pack(
+            "<IiiHHIIiiII",
+            header,
+            width,
+            signed,
+            1,
+            bits,
+            compression,
+            0,
+            per_column,
+            per_row,
+            num,
+            0,
+        )
         about += masks[: header - 40].ljust(header - 40, b"\0")
         masks = masks[header - 40 :]
     colours = b""
@@ -98,7 +128,13 @@ def bmp(
         blue_first = palette[:, ::-1].astype(np.uint8)
         colours = (blue_first if header == 12 else np.pad(blue_first, ((0, 0), (0, 1)))).tobytes()
     start = 14 + len(about) + len(masks) + len(colours)
-    return struct.pack("<2sIII", b"BM", start + len(pixels), 0, start) + about + masks + colours + pixels
+    return (
+        struct.pack("<2sIII", b"BM", start + len(pixels), 0, start)
+        + about
+        + masks
+        + colours
+        + pixels
+    )
 
 
 MASKS = struct.pack("<IIII", 0xFF0000, 0xFF00, 0xFF, 0)
@@ -113,7 +149,9 @@ def test_bmp_of_each_depth_and_header_is_read_to_the_value() -> None:
             if options.get("header") != 12:
                 assert (decoded(bmp(padded, W, 32, **options))[0] == RGB).all()
     for header in (40, 56, 108, 124):
-        assert (decoded(bmp(padded, W, 32, header=header, compression=3, masks=MASKS))[0] == RGB).all()
+        assert (
+            decoded(bmp(padded, W, 32, header=header, compression=3, masks=MASKS))[0] == RGB
+        ).all()
     for bits in (1, 4, 8):
         num = 1 << bits
         indices = RNG.integers(0, num, (H, W), np.uint8)
@@ -123,15 +161,22 @@ def test_bmp_of_each_depth_and_header_is_read_to_the_value() -> None:
         grey = np.repeat(RNG.integers(0, 256, (num, 1)), 3, axis=1)
         for header in (12, 40, 124):
             with case(bits, header):
-                assert (decoded(bmp(rows, W, bits, palette=palette, header=header))[0] == palette[indices]).all()
+                assert (
+                    decoded(bmp(rows, W, bits, palette=palette, header=header))[0]
+                    == palette[indices]
+                ).all()
                 found = decoded(bmp(rows, W, bits, palette=grey, header=header))[0]
                 assert found.shape == (H, W, 1) and (found[..., 0] == grey[indices][..., 0]).all()
         short = bmp(rows, W, bits, palette=palette[:-1])
         assert "palette" in refusal(short).detail
     # Pillow takes these palettes for greys of 8 bits and of 1 bit.
     four = np.repeat(np.arange(16)[:, None], 3, axis=1)
-    assert "biClrUsed" in refusal(bmp(np.zeros((H, W // 2 + 1), np.uint8), W, 4, palette=four)).detail
-    assert "biClrUsed" in refusal(bmp(np.ones((H, W), np.uint8), W, 8, palette=four[:2] * 255)).detail
+    assert (
+        "biClrUsed" in refusal(bmp(np.zeros((H, W // 2 + 1), np.uint8), W, 4, palette=four)).detail
+    )
+    assert (
+        "biClrUsed" in refusal(bmp(np.ones((H, W), np.uint8), W, 8, palette=four[:2] * 255)).detail
+    )
 
 
 def test_pillow_writes_bmp_that_is_read() -> None:
@@ -148,11 +193,16 @@ def test_other_encodings_of_bmp_and_gif_are_refused() -> None:
     assert "biBitCount" in refusal(bmp(rows, W, 16)).detail
     four = np.zeros((H, 4 * W), np.uint8)
     alpha = MASKS[:12] + struct.pack("<I", 0xFF000000)
-    assert "transparency" in refusal(bmp(four, W, 32, header=108, compression=3, masks=alpha)).detail
+    assert (
+        "transparency" in refusal(bmp(four, W, 32, header=108, compression=3, masks=alpha)).detail
+    )
     other = struct.pack("<III", 0xFF, 0xFF00, 0xFF0000)
     assert "masks" in refusal(bmp(four, W, 32, compression=3, masks=other)).detail
     for compression in (1, 2, 4, 5):
-        assert "biCompression" in refusal(bmp(four, W, 8, palette=np.zeros((256, 3)), compression=compression)).detail
+        assert (
+            "biCompression"
+            in refusal(bmp(four, W, 8, palette=np.zeros((256, 3)), compression=compression)).detail
+        )
     whole = bmp(RGB.reshape(H, -1), W, 24)
     assert refusal(whole[:-5]).reason is Reason.TRUNCATED
     assert refusal(whole[:40]).reason is Reason.TRUNCATED
@@ -185,7 +235,12 @@ def test_images_of_formats_without_a_decoder_are_refused_by_name() -> None:
             with pytest.raises(ImageError) as caught:
                 list(decode(FileContent(None, data, name)))
             assert caught.value.reason is Reason.UNSUPPORTED and word in caught.value.detail
-    for name, data in (("a", b"P5 is a protein"), ("a", b"P2P network"), ("a.bin", analyze), ("a.txt", b"Object: x")):
+    for name, data in (
+        ("a", b"P5 is a protein"),
+        ("a", b"P2P network"),
+        ("a.bin", analyze),
+        ("a.txt", b"Object: x"),
+    ):
         with case(name=name, data=data[:9]):
             with pytest.raises(ImageError) as caught:
                 list(decode(FileContent(None, data, name)))

@@ -49,7 +49,9 @@ def test_copy_is_nobody_elses_when_the_writer_keeps_its_file_open(tmp_path: Path
 
 
 @pytest.mark.parametrize("in_kernel", [True, False])
-def test_copy_keeps_bytes_and_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
+def test_copy_keeps_bytes_and_holes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool
+) -> None:
     """A file system that cannot copy in the kernel, or two of them, cost time and nothing else."""
     (tmp_path / "in").mkdir()
     for name, at in (("begin", 0), ("middle", 5 * 2**20), ("end", 8 * 2**20 - 3)):
@@ -73,7 +75,9 @@ def test_copy_keeps_bytes_and_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert hole.st_size == 12 * 2**30 and hole.st_blocks == 0
 
 
-def test_copy_stops_when_a_file_becomes_shorter_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_stops_when_a_file_becomes_shorter_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a").write_bytes(b"x" * 100)
     copy_range = os.copy_file_range
@@ -96,7 +100,11 @@ def test_copy_of_documents_ends_at_the_first_that_fails_with_what_the_system_say
     for name in names:
         (source / name).write_bytes(name.encode())
     copy_documents(source, target)
-    found = {path.relative_to(target).as_posix(): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(target).as_posix(): path.read_bytes()
+        for path in target.rglob("*")
+        if path.is_file()
+    }
     assert found == {name: name.encode() for name in names}
 
     def full(path: Path, data: bytes) -> None:
@@ -107,5 +115,8 @@ def test_copy_of_documents_ends_at_the_first_that_fails_with_what_the_system_say
     monkeypatch.setattr("ddm.io.copying.write_atomic", full)
     with pytest.raises(OSError) as caught:
         copy_documents(source, tmp_path / "full")
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "full" / "below" / "b"))
+    assert (caught.value.errno, caught.value.filename) == (
+        errno.ENOSPC,
+        str(tmp_path / "full" / "below" / "b"),
+    )
     assert not (tmp_path / "full" / "c").exists()

@@ -21,7 +21,9 @@ def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path: Path) 
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
         "write_atomic(Path(sys.argv[1]), b'x' * 5000)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
     assert "OSError" in done.stderr
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
@@ -37,7 +39,9 @@ def test_file_that_must_not_be_overwritten_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", ["file", "link"])
-def test_what_lies_where_a_file_is_written_aside_is_never_written_into(tmp_path: Path, found: str) -> None:
+def test_what_lies_where_a_file_is_written_aside_is_never_written_into(
+    tmp_path: Path, found: str
+) -> None:
     """The attack: a file or link made there before would tell its maker what is secret, or lead the bytes elsewhere."""
     with replacing(tmp_path / "key"):
         (part,) = tmp_path.iterdir()
@@ -49,7 +53,9 @@ def test_what_lies_where_a_file_is_written_aside_is_never_written_into(tmp_path:
     assert stat.S_IMODE((tmp_path / "key").lstat().st_mode) == 0o600
 
 
-def test_streamed_file_is_there_when_it_was_written_to_its_end_and_not_before(tmp_path: Path) -> None:
+def test_streamed_file_is_there_when_it_was_written_to_its_end_and_not_before(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "f").write_bytes(b"old")
     with pytest.raises(ZeroDivisionError), replacing(tmp_path / "f") as handle:
         handle.write(b"half")
@@ -74,7 +80,10 @@ def test_folder_built_aside_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         write_atomic(part / "deep" / "f", b"x")
         assert not target.exists()
         move_into_place(part, target)
-    assert [path.relative_to(target).as_posix() for path in sorted(target.rglob("*"))] == ["deep", "deep/f"]
+    assert [path.relative_to(target).as_posix() for path in sorted(target.rglob("*"))] == [
+        "deep",
+        "deep/f",
+    ]
     assert list(target.parent.iterdir()) == [target]
 
 

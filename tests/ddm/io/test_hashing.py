@@ -21,7 +21,9 @@ def flip_last_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_expert_of_other_bytes_is_refused_whether_it_is_read_now_or_later(published: Published) -> None:
+def test_expert_of_other_bytes_is_refused_whether_it_is_read_now_or_later(
+    published: Published,
+) -> None:
     assert open_ensemble(published.release, root=published.root).expert_ids
     flip_last_byte(expert_of(published))
     with pytest.raises(DigestError, match="expert"):

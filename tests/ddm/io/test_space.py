@@ -25,7 +25,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_needed_and_free_bytes_are_told_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needed_and_free_bytes_are_told_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ddm.io.space.free_bytes", lambda folder: 1000)
     require_room({tmp_path: 1000}, "plan digits")
     with pytest.raises(DiskError) as refusal:
@@ -34,7 +36,9 @@ def test_needed_and_free_bytes_are_told_with_the_folder(tmp_path: Path, monkeypa
     assert str(refusal.value) == f"{tmp_path}: {expected}"
 
 
-def test_folders_of_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_one_disk_share_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ddm.io.space.free_bytes", lambda folder: 1000)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -43,7 +47,9 @@ def test_folders_of_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_folder_that_refuses_a_small_file_is_named(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_refuses_a_small_file_is_named(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What permissions do not tell: the write itself, or making it durable, fails."""
     (tmp_path / "fine").mkdir()
     (tmp_path / "bad").mkdir()

@@ -20,7 +20,15 @@ from safetensors.torch import load as reference_load
 from safetensors.torch import save as reference_save
 
 from ddm.errors import DigestError, TensorFileError
-from ddm.io.tensors import TensorSpec, check_file, check_tensors, load_tensors, read_header, save_tensors, spec_of
+from ddm.io.tensors import (
+    TensorSpec,
+    check_file,
+    check_tensors,
+    load_tensors,
+    read_header,
+    save_tensors,
+    spec_of,
+)
 from tests.support.bounded import attempt
 from tests.support.case import case
 
@@ -55,14 +63,18 @@ def path(tmp_path):
 def refused(path, data: bytes, **kwargs) -> TensorFileError:
     path.write_bytes(data)
     with pytest.raises(TensorFileError) as error:
-        load_tensors(path, kwargs.pop("expected", None), max_bytes=kwargs.pop("max_bytes", MANY), **kwargs)
+        load_tensors(
+            path, kwargs.pop("expected", None), max_bytes=kwargs.pop("max_bytes", MANY), **kwargs
+        )
     assert error.value.subject.startswith("x.safetensors")
     return error.value
 
 
 def test_file_round_trips_every_dtype(path):
     save_tensors(path, tensors(), {"format": "pt"})
-    loaded = load_tensors(path, {name: spec_of(tensor) for name, tensor in tensors().items()}, max_bytes=MANY)
+    loaded = load_tensors(
+        path, {name: spec_of(tensor) for name, tensor in tensors().items()}, max_bytes=MANY
+    )
     assert set(loaded) == set(tensors())
     for name, tensor in tensors().items():
         assert loaded[name].dtype == tensor.dtype
@@ -82,7 +94,10 @@ def test_library_reads_a_file_with_several_metadata_entries(path):
 
 def test_same_tensors_give_the_same_bytes_in_any_order_of_names_and_strides(path, tmp_path):
     save_tensors(path, tensors(), {"b": "2", "a": "1", "c": "3"})
-    turned = {name: tensor.T.contiguous().T if tensor.dim() == 2 else tensor for name, tensor in tensors().items()}
+    turned = {
+        name: tensor.T.contiguous().T if tensor.dim() == 2 else tensor
+        for name, tensor in tensors().items()
+    }
     assert not turned["blocks.0.weight"].is_contiguous()
     save_tensors(tmp_path / "again", dict(reversed(turned.items())), {"c": "3", "a": "1", "b": "2"})
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
@@ -145,7 +160,9 @@ def test_loading_needs_memory_for_about_one_file(path):
 
 def test_header_is_read_without_torch_and_agrees_with_the_tensors(path):
     save_tensors(path, tensors())
-    assert read_header(path, max_bytes=MANY) == {name: spec_of(tensor) for name, tensor in tensors().items()}
+    assert read_header(path, max_bytes=MANY) == {
+        name: spec_of(tensor) for name, tensor in tensors().items()
+    }
     program = (
         "import sys; from pathlib import Path; from ddm.io.tensors import read_header\n"
         "read_header(Path(sys.argv[1]), max_bytes=10**6); sys.exit('torch' in sys.modules)"
@@ -183,10 +200,19 @@ def test_malformed_file_is_refused(path):
         ("not UTF-8", raw(b'{"\xff": 1}')),
         ("leading blank", raw(b' {"a": 1}')),
         ("nested deeply", raw(b'{"a":' * 5000 + b"1" + b"}" * 5000)),
-        ("duplicate names", raw(b'{"a":%s,"a":%s}' % ((json.dumps(entry(0, 4)).encode(),) * 2), b"\0" * 4)),
-        ("duplicate fields", raw(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4)),
+        (
+            "duplicate names",
+            raw(b'{"a":%s,"a":%s}' % ((json.dumps(entry(0, 4)).encode(),) * 2), b"\0" * 4),
+        ),
+        (
+            "duplicate fields",
+            raw(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4),
+        ),
         ("overlapping offsets", raw({"a": entry(0, 4), "b": entry(0, 4)}, b"\0" * 4)),
-        ("partly overlapping offsets", raw({"a": entry(0, 8, shape=(2,)), "b": entry(4, 12, shape=(2,))}, b"\0" * 12)),
+        (
+            "partly overlapping offsets",
+            raw({"a": entry(0, 8, shape=(2,)), "b": entry(4, 12, shape=(2,))}, b"\0" * 12),
+        ),
         ("a gap", raw({"a": entry(0, 4), "b": entry(8, 12)}, b"\0" * 12)),
         ("a gap at the start", raw({"a": entry(4, 8)}, b"\0" * 8)),
         ("trailing bytes", raw({"a": entry(0, 4)}, b"\0" * 5)),
@@ -228,7 +254,8 @@ def test_file_above_its_bound_is_refused(path):
 
 def test_single_value_that_is_not_finite_is_refused(path):
     for value, dtype in product(
-        [float("nan"), float("inf"), -float("inf")], [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+        [float("nan"), float("inf"), -float("inf")],
+        [torch.float64, torch.float32, torch.float16, torch.bfloat16],
     ):
         with case(value=value, dtype=dtype):
             bad = torch.zeros(1000, dtype=dtype)
@@ -323,7 +350,10 @@ def test_any_bytes_are_read_or_refused_but_never_crash(path, header, data):
 
 
 @FUZZ
-@given(st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), entries, max_size=3), st.integers(0, 40))
+@given(
+    st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), entries, max_size=3),
+    st.integers(0, 40),
+)
 def test_whatever_is_accepted_the_library_reads_the_same(path, header, length):
     data = raw(header, b"\0" * length)
     path.write_bytes(data)
@@ -339,7 +369,8 @@ def test_whatever_is_accepted_the_library_reads_the_same(path, header, length):
     st.dictionaries(
         st.text(min_size=1, max_size=5).filter(lambda name: name != "__metadata__"),
         st.tuples(
-            st.sampled_from([torch.float32, torch.int8, torch.bfloat16]), st.lists(st.integers(1, 4), max_size=3)
+            st.sampled_from([torch.float32, torch.int8, torch.bfloat16]),
+            st.lists(st.integers(1, 4), max_size=3),
         ),
         max_size=5,
     )
@@ -361,7 +392,9 @@ def sparse(path, gib: float, last: float = 0.0) -> dict[str, TensorSpec]:
     specs = {"a": TensorSpec("F32", (3,)), "b": TensorSpec("F32", (int(gib * 2**28),))}
     size = sum(spec.bytes for spec in specs.values())
     with path.open("wb") as handle:
-        handle.write(raw({"a": entry(0, 12, shape=(3,)), "b": entry(12, size, shape=specs["b"].shape)}))
+        handle.write(
+            raw({"a": entry(0, 12, shape=(3,)), "b": entry(12, size, shape=specs["b"].shape)})
+        )
         handle.truncate(handle.tell() + size)
         handle.seek(-4, os.SEEK_END)
         handle.write(struct.pack("<f", last))
@@ -381,7 +414,13 @@ def test_other_bytes_are_called_that_and_nothing_else_whatever_is_in_them(path):
     """The attack: a file that nobody signed, which breaks every other rule as well."""
     for read, data in product(
         [load_tensors, check_file],
-        [b"", b"\x80\x05", raw(b"{{{"), raw({"b": entry(0, 4)}, b"abcd"), raw({"a": entry(0, 4)}, b"\0\0\xc0\x7f")],
+        [
+            b"",
+            b"\x80\x05",
+            raw(b"{{{"),
+            raw({"b": entry(0, 4)}, b"abcd"),
+            raw({"a": entry(0, 4)}, b"\0\0\xc0\x7f"),
+        ],
     ):
         with case(read=read, data=data):
             specs = {"a": TensorSpec("F32", (1,))}

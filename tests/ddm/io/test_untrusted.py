@@ -20,7 +20,9 @@ def test_scan_refuses_a_symbolic_link_however_deep(tmp_path: Path) -> None:
         scan(tmp_path)
 
 
-def test_scan_stops_at_its_bound_however_much_a_folder_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_stops_at_its_bound_however_much_a_folder_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The attack: a folder of more entries than fit into memory."""
     for number in range(50):
         (tmp_path / f"{number}").mkdir()
@@ -74,7 +76,10 @@ def test_file_is_not_opened_through_a_link_on_the_way_to_it(tmp_path: Path) -> N
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "door").symlink_to(tmp_path / "secret")
     for make in (False, True):
-        with pytest.raises(UnsafePathError), open_below(tmp_path / "in", "door/key", "file", make=make):
+        with (
+            pytest.raises(UnsafePathError),
+            open_below(tmp_path / "in", "door/key", "file", make=make),
+        ):
             pass
     with open_below(tmp_path, "secret/key", "file") as (handle, size):
         assert (handle.read(), size) == (b"", 0)

@@ -24,8 +24,16 @@ def task(owner: Owner, number: int, srun: str) -> tuple[int, str]:
     for name, text in (("srun", srun), ("scontrol", f'echo "$@" >> {asked}')):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    named = {"SLURM_SUBMIT_DIR": str(owner.path), "SLURM_ARRAY_TASK_ID": str(number), "SLURM_JOB_ID": "417"}
-    environment = {**os.environ, **named, "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    named = {
+        "SLURM_SUBMIT_DIR": str(owner.path),
+        "SLURM_ARRAY_TASK_ID": str(number),
+        "SLURM_JOB_ID": "417",
+    }
+    environment = {
+        **os.environ,
+        **named,
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     words = ["bash", "-c", script.replace("--device cuda", "--device cpu")]
     done = subprocess.run(words, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
     return done.returncode, asked.read_text()

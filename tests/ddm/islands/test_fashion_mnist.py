@@ -15,18 +15,29 @@ def test_fashion_mnist_in_eight_islands_is_sampled_by_their_shares(tmp_path: Pat
     folder = os.environ.get("FASHION_MNIST")
     if not folder:
         pytest.skip("the variable FASHION_MNIST does not name the folder of the data set's files")
-    recipe = RECIPE.replace("[1, 8, 8]", "[1, 28, 28]").replace("num_fine = 24", "num_fine = 128\nbalanced = true")
+    recipe = RECIPE.replace("[1, 8, 8]", "[1, 28, 28]").replace(
+        "num_fine = 24", "num_fine = 128\nbalanced = true"
+    )
     recipe = recipe.replace("checkpoint_steps = 5", "checkpoint_steps = 50").replace(
         "num_groups = 8", "num_groups = 32"
     )
     owner = Owner.make(tmp_path, steps=100, recipe=recipe + "fit_images = 6000\n")
-    known = ("--recipe", owner.path / "plan.toml", "--out", owner.run, "--passphrase-file", owner.path / "pass")
+    known = (
+        "--recipe",
+        owner.path / "plan.toml",
+        "--out",
+        owner.run,
+        "--passphrase-file",
+        owner.path / "pass",
+    )
     data = Path(folder) / "train-images-idx3-ubyte.gz"
     for done in (
         command("ddm", "split", "--data", data, "--islands", 8, *known),
         owner.train(),
         owner.assemble("release"),
-        owner.read("sample", "release", "--num", 256, "--steps", 4, "--out", tmp_path / "samples.npz"),
+        owner.read(
+            "sample", "release", "--num", 256, "--steps", 4, "--out", tmp_path / "samples.npz"
+        ),
     ):
         assert done.code == 0, done.err
     assert np.isfinite(np.load(tmp_path / "samples.npz")["images"]).all()

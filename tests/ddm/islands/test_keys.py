@@ -17,5 +17,7 @@ def test_key_of_an_island_is_that_of_rfc_5869_and_no_other_islands() -> None:
     wanted = hmac.digest(extracted, f"archipelago/{PLAN}.island0".encode() + b"\x01", "sha256")
     public = Ed25519PrivateKey.from_private_bytes(wanted).public_key().public_bytes_raw()
     assert island_key(source, PLAN, "island0").public.raw == public
-    derived = {island_key(source, plan, f"island{k}").public for plan in (PLAN, OTHER) for k in range(3)}
+    derived = {
+        island_key(source, plan, f"island{k}").public for plan in (PLAN, OTHER) for k in range(3)
+    }
     assert len(derived | {source.public}) == 7

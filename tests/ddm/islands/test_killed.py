@@ -25,7 +25,9 @@ def test_island_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) ->
     """By kill -9 right before a change on disk: while the second checkpoint is written, then the third."""
     owner = Owner.make(tmp_path / "one", steps=20)
     assert owner.split().code == 0
-    assert owner.train("--island", 1).code == 0  # here, so that the processes below need not import what it takes
+    assert (
+        owner.train("--island", 1).code == 0
+    )  # here, so that the processes below need not import what it takes
     shutil.copytree(owner.path, tmp_path / "two")
     wanted = trained(Owner(tmp_path / "two"))
     island, steps = Islands(owner.run).island(0), set[str]()
@@ -43,10 +45,19 @@ def test_two_processes_share_an_island_and_torchrun_starts_them_too(tmp_path: Pa
     owner = Owner.make(tmp_path, steps=20)
     assert owner.split().code == 0
     assert owner.train("--island", 0, "--processes", 2).code == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+    ]
     words = ["-m", "ddm.cli.main", "train", str(owner.run), "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
-    done = subprocess.run([*torchrun, *words], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*torchrun, *words], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("All 2 islands are trained") == 1
     assert [Islands(owner.run).island(number).is_trained for number in range(2)] == [True, True]

@@ -28,9 +28,15 @@ def published(folder: Path) -> str:
 def own(folder: Path) -> str:
     """Write an autoencoder of MONAI, and return its table."""
     size = AutoencoderSize(
-        channels=(8, 8), attention=(False, False), latent_channels=4, num_res_blocks=1, norm_groups=4
+        channels=(8, 8),
+        attention=(False, False),
+        latent_channels=4,
+        num_res_blocks=1,
+        norm_groups=4,
     )
-    save_tensors(folder / "vae.safetensors", dict(build_autoencoder(size, (1, 8, 8), seed=3).state_dict()))
+    save_tensors(
+        folder / "vae.safetensors", dict(build_autoencoder(size, (1, 8, 8), seed=3).state_dict())
+    )
     return (
         f'[latent]\nkind = "autoencoder_kl"\nweights = "{folder / "vae.safetensors"}"\nchannels = [8, 8]\n'
         "attention = [false, false]\nlatent_channels = 4\nnum_res_blocks = 1\nnorm_groups = 4\n"

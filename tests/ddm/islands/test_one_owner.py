@@ -46,18 +46,24 @@ def manifest(owner: Owner, release: str) -> dict[str, object]:
     return found
 
 
-def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(trained: Owner, tmp_path: Path) -> None:
+def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(
+    trained: Owner, tmp_path: Path
+) -> None:
     verified = trained.read("verify", "release")
     assert verified.code == 0, verified.err
     info = trained.read("info", "release")
     assert "island0" in info.out and "one owner had all of the data" in info.out
     card = next(trained.path.glob("release/targets/*/README.md")).read_text()
     for low, high in ((0, 0.2), (0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1)):
-        error = next(line for line in card.splitlines() if line.startswith(f"| t {low:g} to {high:g} |")).split("|")[2]
+        error = next(
+            line for line in card.splitlines() if line.startswith(f"| t {low:g} to {high:g} |")
+        ).split("|")[2]
         assert error.strip() in info.out
     for strategy in ("lock", "full"):
         out = tmp_path / f"{strategy}.npz"
-        sampled = trained.read("sample", "release", "--num", 6, "--steps", 3, "--strategy", strategy, "--out", out)
+        sampled = trained.read(
+            "sample", "release", "--num", 6, "--steps", 3, "--strategy", strategy, "--out", out
+        )
         assert sampled.code == 0, sampled.err
         images = np.load(out)["images"]
         assert images.shape == (6, 1, 8, 8)
@@ -73,19 +79,35 @@ def test_report_says_what_the_release_does_and_its_first_images_are_those_that_i
     assert listed["report.html"].digest == sha256_file(found.folder / "report.html")
     assert alive(page) == []
     read, islands = Reader(page), Islands(trained.run)
-    expected = ["digits", found.manifest.plan_id, found.manifest.plan_digest, found.manifest.router.file.digest]
+    expected = [
+        "digits",
+        found.manifest.plan_id,
+        found.manifest.plan_digest,
+        found.manifest.router.file.digest,
+    ]
     for number, island in enumerate(islands.split.islands):
         record = islands.trained(number)
-        expected += [island.island_id, str(island.num_images), f"{record.training.loss:.4f}", record.expert.digest]
+        expected += [
+            island.island_id,
+            str(island.num_images),
+            f"{record.training.loss:.4f}",
+            record.expert.digest,
+        ]
     assert [what for what in expected if what not in read.text] == []
     assert "silo" not in read.text
     shown = [value for tag, name, value in read.attributes if (tag, name) == ("img", "src")]
     (flags,) = re.findall(r"--root root.json (.*) --out samples.png", read.text)
-    drawn = trained.read("sample", "release", *flags.split(), "--device", "cpu", "--out", tmp_path / "drawn")
+    drawn = trained.read(
+        "sample", "release", *flags.split(), "--device", "cpu", "--out", tmp_path / "drawn"
+    )
     assert drawn.code == 0, drawn.err
     for source, picture in zip(shown, sorted((tmp_path / "drawn").iterdir())[:32], strict=False):
-        pixels = np.asarray(Image.open(BytesIO(base64.b64decode(source.split(",")[1]))).convert("L"), dtype=int)
-        assert np.abs(pixels - np.asarray(Image.open(picture).convert("L"), dtype=int)).max() <= 1  # of rounding
+        pixels = np.asarray(
+            Image.open(BytesIO(base64.b64decode(source.split(",")[1]))).convert("L"), dtype=int
+        )
+        assert (
+            np.abs(pixels - np.asarray(Image.open(picture).convert("L"), dtype=int)).max() <= 1
+        )  # of rounding
 
 
 def test_release_states_shares_of_the_images_and_no_privacy(trained: Owner) -> None:
@@ -95,12 +117,16 @@ def test_release_states_shares_of_the_images_and_no_privacy(trained: Owner) -> N
         [island.num_images / 600 for island in split.islands], abs=1e-12
     )
     assert not found.plan.statistics.private
-    assert [(silo.epsilon, silo.delta, silo.audit) for silo in found.manifest.silos] == [(None, None, "none")] * 2
+    assert [(silo.epsilon, silo.delta, silo.audit) for silo in found.manifest.silos] == [
+        (None, None, "none")
+    ] * 2
     assert b'"epsilon"' not in (found.folder / "manifest.json").read_bytes()
     assert [expert.cluster for expert in found.manifest.experts] == [0, 1]
 
 
-def test_islands_hold_every_image_once_in_the_cluster_of_its_nearest_centroid(trained: Owner) -> None:
+def test_islands_hold_every_image_once_in_the_cluster_of_its_nearest_centroid(
+    trained: Owner,
+) -> None:
     """Against distances by numpy, in float64."""
     islands, (images, _) = Islands(trained.run), digits()
     files = PlanFiles.load(islands.plan, islands.bundle)
@@ -121,7 +147,9 @@ def test_random_islands_are_equal_disjoint_and_whole(tmp_path: Path) -> None:
     rows = [map_array(islands.island(number).rows).tolist() for number in range(7)]
     assert sorted(row for part in rows for row in part) == list(range(600))
     assert {len(part) for part in rows} == {85, 86}
-    assert not any(part == sorted(range(part[0], part[0] + len(part))) for part in rows)  # not in the file's order
+    assert not any(
+        part == sorted(range(part[0], part[0] + len(part))) for part in rows
+    )  # not in the file's order
     assert (islands.split.by, islands.split.column) == ("random", None)
 
 
@@ -153,7 +181,12 @@ def test_missing_island_is_named_a_partial_release_renormalised_and_the_next_ver
     second = manifest(owner, "second")
     assert (second["version"], second["missing_silos"]) == (2, ["island1"])
     assert [expert["prior"] for expert in second["experts"]] == [1.0]  # type: ignore[attr-defined]
-    assert owner.read("sample", "second", "--num", 2, "--steps", 2, "--out", tmp_path / "some.npz").code == 0
+    assert (
+        owner.read(
+            "sample", "second", "--num", 2, "--steps", 2, "--out", tmp_path / "some.npz"
+        ).code
+        == 0
+    )
     trained_now = owner.train()
     assert "All 2 islands are trained" in trained_now.out
     assert owner.assemble("third").code == 0
@@ -177,7 +210,9 @@ def test_training_again_gives_the_same_expert_to_the_byte(trained: Owner, tmp_pa
     assert other != before
 
 
-def test_expert_that_changed_after_training_is_not_assembled(trained: Owner, tmp_path: Path) -> None:
+def test_expert_that_changed_after_training_is_not_assembled(
+    trained: Owner, tmp_path: Path
+) -> None:
     owner = copied(trained, tmp_path)
     expert = owner.run / "islands" / "0" / "expert.safetensors"
     data = bytearray(expert.read_bytes())
@@ -216,18 +251,24 @@ def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> 
     before = 'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40\n'
     reading = 'kind = "samples"\nhidden = 16\ndepth = 1\npatch = 4\nheads = 2\nnum_steps = 20\nconditional = true\n'
     assert before in RECIPE
-    owner = Owner.make(tmp_path / "owner", steps=5, recipe=RECIPE.replace(before, reading), extra=wanted)
+    owner = Owner.make(
+        tmp_path / "owner", steps=5, recipe=RECIPE.replace(before, reading), extra=wanted
+    )
     for done in (owner.split(), owner.train(), owner.assemble("release")):
         assert done.code == 0, done.err
     islands, (_, label_N) = Islands(owner.run), digits()
     rows = map_array(islands.island(1).rows).numpy()[:3]
     condition = islands.plan.condition
     assert isinstance(condition, TextCondition)
-    texts = TextEncoder.open(folder, condition).encode([f"the digit {label_N[row]}" for row in rows])
+    texts = TextEncoder.open(folder, condition).encode(
+        [f"the digit {label_N[row]}" for row in rows]
+    )
     assert torch.allclose(map_array(islands.island(1).labels)[:3], texts, atol=1e-6)
     words = ("--text", "the digit 3", "--text-encoder", folder, "--num", 2, "--steps", 2)
     sampled = owner.read("sample", "release", *words, "--out", tmp_path / "some.npz")
     assert sampled.code == 0, sampled.err
     (manifest,) = (tmp_path / "owner").rglob("release/targets/*/manifest.json")
-    reads = json.loads(manifest.read_text("utf-8"))["router"]["kind"] == "samples"  # else it was worse than counts
+    reads = (
+        json.loads(manifest.read_text("utf-8"))["router"]["kind"] == "samples"
+    )  # else it was worse than counts
     assert ("No release states" in sampled.out) != reads

@@ -40,7 +40,12 @@ def test_recipe_or_data_that_do_not_fit_are_refused_and_leave_no_folder(tmp_path
         ("range = [-1.0, 1.0]", "range = [0.0, 1.0]", 7, "within [0, 1]"),
         ("patch = 4", "patch = 3", 3, "patch"),
         ("min_images = 40", "min_images = 500", 7, "ask for fewer islands"),
-        ('kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40', 'kind = "moments"', 3, "moments"),
+        (
+            'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40',
+            'kind = "moments"',
+            3,
+            "moments",
+        ),
         (
             "[router]",
             '[expert.adaptation]\nkind = "own"\nplan_id = "digits-0123abcd"\n[router]',
@@ -61,7 +66,9 @@ def test_recipe_or_data_that_do_not_fit_are_refused_and_leave_no_folder(tmp_path
             assert [path.name for path in owner.path.iterdir() if "part" in path.name] == []
 
 
-def test_commands_with_a_wrong_folder_number_or_passphrase_say_what_is_right(split: Owner, tmp_path: Path) -> None:
+def test_commands_with_a_wrong_folder_number_or_passphrase_say_what_is_right(
+    split: Owner, tmp_path: Path
+) -> None:
     assert split.split().code == 6  # never overwritten
     assert "0 to 1" in split.train("--island", 2).err
     missing = Owner(tmp_path)
@@ -83,7 +90,10 @@ def test_folder_of_another_version_is_named_as_such(split: Owner, tmp_path: Path
     (owner.run / "split.json").write_text(json.dumps(other))
     done = owner.train()
     assert done.code == 3
-    assert "made by this version of ddm split" in done.err and "Use the version that made it" in done.err
+    assert (
+        "made by this version of ddm split" in done.err
+        and "Use the version that made it" in done.err
+    )
 
 
 def test_two_processes_never_train_one_island(split: Owner) -> None:
@@ -98,7 +108,9 @@ def test_two_processes_never_train_one_island(split: Owner) -> None:
     assert [Islands(split.run).island(number).is_trained for number in range(2)] == [False, True]
 
 
-def test_full_disk_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_noticed_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = Owner.make(tmp_path)
     monkeypatch.setattr(ddm.io.space, "free_bytes", lambda folder: 1000)
     done = owner.split()
@@ -115,14 +127,25 @@ def test_ctrl_c_while_dividing_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        divide(Dataset.read(owner.path / "data.npz", recipe.data), recipe, 2, "clusters", owner.run, b"x", interrupt)
+        divide(
+            Dataset.read(owner.path / "data.npz", recipe.data),
+            recipe,
+            2,
+            "clusters",
+            owner.run,
+            b"x",
+            interrupt,
+        )
     assert not owner.run.exists()
     assert not list(owner.path.glob(".run*"))
 
 
 def test_silo_refuses_an_owners_plan_and_a_federation_its_statistics(split: Owner) -> None:
     plan = Islands(split.run).plan
-    broken = {rule[0]: rule[2] for rule in broken_rules(plan, Policy(), silo_id="island0", now=plan.created_at)}
+    broken = {
+        rule[0]: rule[2]
+        for rule in broken_rules(plan, Policy(), silo_id="island0", now=plan.created_at)
+    }
     assert "one owner" in broken["relation of the statistics"]
     recipe = split.path / "federation.toml"
     federation = (
@@ -132,7 +155,9 @@ def test_silo_refuses_an_owners_plan_and_a_federation_its_statistics(split: Owne
         "[limits]\nexpert_bytes = 1000000\nstatistic_bytes = 1000000\ntrain_s = 10\ngpu_hours = 0.0\n"
     )
     without = RECIPE.replace('[owner]\nname = "digits"\nnum_groups = 8\n', "").format(steps=5)
-    without = without.replace('kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40', 'kind = "counts"')
+    without = without.replace(
+        'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40', 'kind = "counts"'
+    )
     recipe.write_text(without + federation.replace("RELATION", "none"))
     with pytest.raises(SetupError, match="replace_one"):
         load_settings(Recipe, recipe)

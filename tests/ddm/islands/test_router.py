@@ -30,7 +30,11 @@ def one_group_router() -> tuple[CountsRouter, torch.Tensor, torch.Tensor]:
     images, label_N = problem(2000, 0)
     sketch = Sketch.fit(images, torch.zeros(2000, dtype=torch.int64), 4, 1)
     num_units = torch.bincount(label_N).tolist()
-    return CountsRouter.from_counts(sketch, torch.tensor(num_units)[:, None], num_units, EXACT, PATH), images, label_N
+    return (
+        CountsRouter.from_counts(sketch, torch.tensor(num_units)[:, None], num_units, EXACT, PATH),
+        images,
+        label_N,
+    )
 
 
 def test_labelled_images_judge_a_router_as_its_cross_entropy_by_label_does() -> None:
@@ -39,7 +43,9 @@ def test_labelled_images_judge_a_router_as_its_cross_entropy_by_label_does() -> 
     images, label_N = problem(400, 1)
     num_units = [1300, 700]
     parts = [[Part(f"{k}", None, (0, 1))] for k in range(2)]
-    evidence = Evidence(torch.diag(torch.tensor(num_units)), num_units, EXACT, Layout.of(_silos(), parts))
+    evidence = Evidence(
+        torch.diag(torch.tensor(num_units)), num_units, EXACT, Layout.of(_silos(), parts)
+    )
     judged = PublicData(images, label_N, evidence, [0.65, 0.35], PATH, seed=3)
     shifted = _Leaning(router)
     by_label = cross_entropy(shifted, images, label_N, [0.65, 0.35], BANDS, 3)
@@ -47,7 +53,9 @@ def test_labelled_images_judge_a_router_as_its_cross_entropy_by_label_does() -> 
     assert means.tolist() == pytest.approx([band.value for band in by_label], rel=1e-5)
     value, low, high = minus_prior(shifted, judged)
     entropy = -(0.65 * torch.tensor(0.65).log() + 0.35 * torch.tensor(0.35).log())
-    assert value == pytest.approx(sum(band.value for band in by_label) / len(BANDS) - float(entropy), rel=1e-5)
+    assert value == pytest.approx(
+        sum(band.value for band in by_label) / len(BANDS) - float(entropy), rel=1e-5
+    )
     assert low < value < high
 
 
@@ -83,4 +91,6 @@ def test_network_trained_on_labels_tells_islands_apart_that_share_a_group() -> N
         return float((logits_BK.argmax(1) == fresh_N).double().mean())
 
     assert share_right(PublicSketches(s_NR, group_N, label_N)) > 0.95
-    assert share_right(PublicSketches(s_NR, group_N)) < 0.8  # the control: shares of a group tell nothing
+    assert (
+        share_right(PublicSketches(s_NR, group_N)) < 0.8
+    )  # the control: shares of a group tell nothing

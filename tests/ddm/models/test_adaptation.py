@@ -29,12 +29,16 @@ TEXT = TextCondition(dim=3, max_tokens=2)
 JOINT = Mmdit(patch=2, hidden=16, depth=2, heads=2, shared_depth=1)
 
 
-def public_expert(seed: int = 9, architecture: Dit | Mmdit = SMALL, condition: Condition = NoCondition()) -> nn.Module:
+def public_expert(
+    seed: int = 9, architecture: Dit | Mmdit = SMALL, condition: Condition = NoCondition()
+) -> nn.Module:
     """Weights that answer something, as trained ones do."""
     expert = build_expert(architecture, SHAPE, condition=condition, seed=seed)
     with torch.no_grad():
         for weight in expert.parameters():
-            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
+            weight.add_(
+                0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+            )
     return expert
 
 
@@ -62,7 +66,9 @@ def test_lora_adds_the_scaled_product_of_its_factors_and_nothing_of_higher_rank(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "condition"), [(SMALL, NoCondition()), (SMALL, TEXT), (JOINT, TEXT)], ids=["dit", "text", "mmdit"]
+    ("architecture", "condition"),
+    [(SMALL, NoCondition()), (SMALL, TEXT), (JOINT, TEXT)],
+    ids=["dit", "text", "mmdit"],
 )
 def test_merged_expert_answers_as_the_adapted_one_and_has_the_tensors_of_its_architecture(
     architecture: Dit | Mmdit, condition: Condition, tmp_path: Path
@@ -85,7 +91,9 @@ def test_merged_expert_answers_as_the_adapted_one_and_has_the_tensors_of_its_arc
         assert not torch.allclose(base(*asked), adapted(*asked), atol=1e-2)
 
 
-def test_lora_trains_its_factors_alone_and_the_released_update_has_their_rank(tmp_path: Path) -> None:
+def test_lora_trains_its_factors_alone_and_the_released_update_has_their_rank(
+    tmp_path: Path,
+) -> None:
     base, ema = weights(public_expert()), trained(tmp_path, LORA)
     for name, value in ema.items():
         if not name.endswith(("up_OR", "down_RI")):
@@ -99,10 +107,17 @@ def test_lora_trains_its_factors_alone_and_the_released_update_has_their_rank(tm
     }
     assert set(ranks.values()) == {2}
     free = trained(tmp_path / "full", FullAdaptation())
-    assert torch.linalg.matrix_rank((free["blocks.0.up.weight"] - base["blocks.0.up.weight"]).double(), atol=1e-6) > 2
+    assert (
+        torch.linalg.matrix_rank(
+            (free["blocks.0.up.weight"] - base["blocks.0.up.weight"]).double(), atol=1e-6
+        )
+        > 2
+    )
 
 
-def test_partial_adaptation_trains_the_named_weights_and_leaves_every_other_byte(tmp_path: Path) -> None:
+def test_partial_adaptation_trains_the_named_weights_and_leaves_every_other_byte(
+    tmp_path: Path,
+) -> None:
     base, whole = weights(public_expert()), merged(trained(tmp_path, PARTIAL), PARTIAL)
     changed = {name for name in base if not torch.equal(base[name], whole[name])}
     assert changed == {"blocks.0.up.weight", "blocks.0.up.bias", "head.bias"}

@@ -16,7 +16,9 @@ SHAPE = (1, 8, 8)
 
 
 def network() -> nn.Module:
-    found = build_expert(Dit(patch=2, hidden=32, depth=2, heads=2), SHAPE).eval().requires_grad_(False)
+    found = (
+        build_expert(Dit(patch=2, hidden=32, depth=2, heads=2), SHAPE).eval().requires_grad_(False)
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         for parameter in found.parameters():  # a fresh model answers 0 everywhere
@@ -42,7 +44,9 @@ def test_kept_bfloat16_weights_answer_as_autocast_would_to_the_byte() -> None:
     assert 0 < float((found - full).norm() / full.norm()) < 0.05
     products = [module for module in lowered.modules() if isinstance(module, nn.Linear)]
     assert all(module.weight.dtype == torch.bfloat16 for module in products)
-    assert {each.dtype for each in lowered.buffers()} == {torch.float32}, "times and positions stay as they are"
+    assert {each.dtype for each in lowered.buffers()} == {torch.float32}, (
+        "times and positions stay as they are"
+    )
 
 
 def test_float32_is_the_network_itself() -> None:
@@ -57,8 +61,12 @@ def test_device_refuses_what_it_does_not_have() -> None:
             Arithmetic(dtype).check(CPU)
 
 
-def test_products_of_float32_are_rounded_only_where_tf32_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)  # set back afterwards
+def test_products_of_float32_are_rounded_only_where_tf32_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32
+    )  # set back afterwards
     try:
         Arithmetic("tf32").settle()
         assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32

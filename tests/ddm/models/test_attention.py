@@ -55,7 +55,9 @@ def test_training_in_bf16_attends_as_in_float64(
     for mine, theirs in zip(found, exact, strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
-        error = (mine.grad.double() - theirs.grad.double()).norm() / theirs.grad.double().norm().clamp(min=1e-3)
+        error = (
+            mine.grad.double() - theirs.grad.double()
+        ).norm() / theirs.grad.double().norm().clamp(min=1e-3)
         assert error < 0.03
 
 

@@ -13,7 +13,14 @@ from ddm.io.tensors import spec_of
 from ddm.models import build_expert, expected_tensors, num_parameters, training_flops
 from ddm.models.dit import DiT
 from ddm.models.layers import sincos_positions
-from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition, dit_size
+from ddm.protocol.architecture import (
+    ClassCondition,
+    Condition,
+    Dit,
+    NoCondition,
+    TextCondition,
+    dit_size,
+)
 from tests.support.case import case
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "architectures.md"
@@ -40,7 +47,11 @@ RELEASED = {
 }
 
 
-def awake(shape: tuple[int, int, int] = (3, 4, 6), condition: Condition = NoCondition(), sizes: Dit = SMALL) -> DiT:
+def awake(
+    shape: tuple[int, int, int] = (3, 4, 6),
+    condition: Condition = NoCondition(),
+    sizes: Dit = SMALL,
+) -> DiT:
     """A small model whose zero gates have been given values, in float64."""
     model = DiT(sizes, shape, condition).double()
     generator = torch.Generator().manual_seed(0)
@@ -52,7 +63,9 @@ def awake(shape: tuple[int, int, int] = (3, 4, 6), condition: Condition = NoCond
 
 def inputs(shape: tuple[int, int, int] = (3, 4, 6), num: int = 5) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(num, *shape, generator=generator).double(), torch.linspace(0, 1, num).double()
+    return torch.randn(num, *shape, generator=generator).double(), torch.linspace(
+        0, 1, num
+    ).double()
 
 
 def texts() -> Tensor:
@@ -70,9 +83,13 @@ def plain_dit(model: DiT, image: Tensor, t: Tensor, c: Tensor | None = None) -> 
     tokens = []
     for row in range(rows):
         for column in range(columns):
-            part = image[:, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch].reshape(-1)
+            part = image[
+                :, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch
+            ].reshape(-1)
             tokens.append(model.embed(part) + model.position_ND[row * columns + column])
-    condition = model.time.mlp(torch.cat([(t * model.time.frequencies).cos(), (t * model.time.frequencies).sin()]))
+    condition = model.time.mlp(
+        torch.cat([(t * model.time.frequencies).cos(), (t * model.time.frequencies).sin()])
+    )
     if model.classes is not None:
         condition = condition + model.classes.table.weight[int(c) + 1]
     words = []
@@ -86,15 +103,21 @@ def plain_dit(model: DiT, image: Tensor, t: Tensor, c: Tensor | None = None) -> 
 
     for block in model.blocks:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (parts.pop(0) for _ in range(6))
-        projected = [list(block.qkv(normalised(token, shift_a, scale_a)).split(16)) for token in tokens]
+        projected = [
+            list(block.qkv(normalised(token, shift_a, scale_a)).split(16)) for token in tokens
+        ]
         for number, norm in enumerate(block.norms):
             for vectors in projected:
-                scaled = [head / (head.square().mean() + 1e-6).sqrt() for head in vectors[number].split(8)]
+                scaled = [
+                    head / (head.square().mean() + 1e-6).sqrt() for head in vectors[number].split(8)
+                ]
                 vectors[number] = torch.cat([head * (1 + norm.scale) for head in scaled])
         for i, token in enumerate(list(tokens)):
             heads = []
             for head in (slice(0, 8), slice(8, 16)):
-                logits = torch.stack([projected[i][0][head] @ key[head] / 8**0.5 for _, key, _ in projected])
+                logits = torch.stack(
+                    [projected[i][0][head] @ key[head] / 8**0.5 for _, key, _ in projected]
+                )
                 values = torch.stack([value[head] for _, _, value in projected])
                 heads.append(logits.softmax(dim=0) @ values)
             tokens[i] = token + gate_a * block.project(torch.cat(heads))
@@ -104,10 +127,14 @@ def plain_dit(model: DiT, image: Tensor, t: Tensor, c: Tensor | None = None) -> 
             heads = []
             for head in (slice(0, 8), slice(8, 16)):
                 logits = torch.stack([query[head] @ key[head] / 8**0.5 for key, _ in read])
-                heads.append(logits.softmax(dim=0) @ torch.stack([value[head] for _, value in read]))
+                heads.append(
+                    logits.softmax(dim=0) @ torch.stack([value[head] for _, value in read])
+                )
             tokens[i] = token + block.reader.project(torch.cat(heads))
         for i, token in enumerate(list(tokens)):
-            tokens[i] = token + gate_m * block.down(F.gelu(block.up(normalised(token, shift_m, scale_m))))
+            tokens[i] = token + gate_m * block.down(
+                F.gelu(block.up(normalised(token, shift_m, scale_m)))
+            )
     out = torch.empty_like(image)
     for i, token in enumerate(tokens):
         row, column = divmod(i, columns)
@@ -121,7 +148,9 @@ def test_dit_equals_its_definition_written_out() -> None:
     x, t_B = inputs()
     with torch.no_grad():
         found = model(x, t_B)
-        expected = torch.stack([plain_dit(model, image, t) for image, t in zip(x, t_B, strict=True)])
+        expected = torch.stack(
+            [plain_dit(model, image, t) for image, t in zip(x, t_B, strict=True)]
+        )
         assert torch.allclose(found, expected, atol=1e-10)
         assert not torch.allclose(model(x, t_B.flip(0)), expected, atol=1e-2)
         assert not torch.allclose(model(x.flip(3), t_B).flip(3), expected, atol=1e-2)
@@ -131,7 +160,9 @@ def test_queries_and_keys_are_normalised_in_every_head_where_the_architecture_sa
     model = awake(sizes=SMALL.model_copy(update={"qk_norm": True}))
     x, t_B = inputs()
     with torch.no_grad():
-        expected = torch.stack([plain_dit(model, image, t) for image, t in zip(x, t_B, strict=True)])
+        expected = torch.stack(
+            [plain_dit(model, image, t) for image, t in zip(x, t_B, strict=True)]
+        )
         assert torch.allclose(model(x, t_B), expected, atol=1e-10)
         for block in model.blocks:
             block.qkv.weight[:32] *= 1000.0  # and so attention stays what it was
@@ -141,10 +172,15 @@ def test_queries_and_keys_are_normalised_in_every_head_where_the_architecture_sa
 
 @pytest.mark.parametrize(
     ("condition", "c", "other"),
-    [(CLASSES, torch.tensor([0, 2, -1, 1, 1]), torch.tensor([1, 0, 0, 2, -1])), (TEXT, texts(), texts().roll(1, 0))],
+    [
+        (CLASSES, torch.tensor([0, 2, -1, 1, 1]), torch.tensor([1, 0, 0, 2, -1])),
+        (TEXT, texts(), texts().roll(1, 0)),
+    ],
     ids=["class", "text"],
 )
-def test_conditional_dit_equals_its_definition_written_out(condition: Condition, c: Tensor, other: Tensor) -> None:
+def test_conditional_dit_equals_its_definition_written_out(
+    condition: Condition, c: Tensor, other: Tensor
+) -> None:
     model = awake(condition=condition)
     x, t_B = inputs()
     with torch.no_grad():
@@ -258,14 +294,26 @@ def test_training_flops_equal_those_that_torch_counts_of_a_batch() -> None:
 
 def count(architecture: Dit, condition: Condition = NoCondition()) -> int:
     """Trained numbers on latents of 256 x 256 pictures, as published sizes are told."""
-    return sum(spec.bytes for spec in expected_tensors(architecture, (4, 32, 32), condition).values()) // 4
+    return (
+        sum(spec.bytes for spec in expected_tensors(architecture, (4, 32, 32), condition).values())
+        // 4
+    )
 
 
-def test_class_conditional_sizes_differ_from_the_published_ones_by_positions_and_the_variance() -> None:
+def test_class_conditional_sizes_differ_from_the_published_ones_by_positions_and_the_variance() -> (
+    None
+):
     imagenet = ClassCondition(num_classes=1000)
     positions, variance = 256 * 1152, 4 * 2 * 2 * (1152 + 1)
     assert count(dit_size("XL/2"), imagenet) == 675_129_632 - positions - variance == 674_816_272
-    published = {"S/2": 33e6, "B/2": 130e6, "L/2": 458e6, "XL/2": 675e6, "XL/4": 675e6, "XL/8": 676e6}
+    published = {
+        "S/2": 33e6,
+        "B/2": 130e6,
+        "L/2": 458e6,
+        "XL/2": 675e6,
+        "XL/4": 675e6,
+        "XL/8": 676e6,
+    }
     for name, about in published.items():
         assert count(dit_size(name), imagenet) == pytest.approx(about, rel=0.005)
     assert count(dit_size("L/2"), imagenet) != pytest.approx(675e6, rel=0.005)
@@ -273,9 +321,15 @@ def test_class_conditional_sizes_differ_from_the_published_ones_by_positions_and
 
 @pytest.mark.parametrize("name", ["S/2", "B/2", "L/2", "XL/2"])
 def test_sizes_are_as_documented(name: str) -> None:
-    conditions = (NoCondition(), ClassCondition(num_classes=1000), TextCondition(dim=768, max_tokens=77))
+    conditions = (
+        NoCondition(),
+        ClassCondition(num_classes=1000),
+        TextCondition(dim=768, max_tokens=77),
+    )
     counts = " | ".join(f"{count(dit_size(name), condition):,}" for condition in conditions)
-    row = next(line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {name} |"))
+    row = next(
+        line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {name} |")
+    )
     assert row.endswith(f"| {counts} |")
 
 
@@ -305,16 +359,21 @@ def test_unconditional_weights_have_the_names_and_numbers_of_released_ones() -> 
 
 def test_initial_weights_are_a_function_of_the_seed_and_leave_the_random_state_alone() -> None:
     before = torch.random.get_rng_state()
-    one, same, other = (build_expert(SMALL, (1, 4, 4), seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (
+        build_expert(SMALL, (1, 4, 4), seed=seed).state_dict() for seed in (1, 1, 2)
+    )
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["embed.weight"], other["embed.weight"])
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
-    ("shape", "architecture"), [((1, 5, 4), SMALL), ((1, 4, 5), SMALL), ((4, 4), SMALL), ((1, 8, 8, 8, 8), SMALL)]
+    ("shape", "architecture"),
+    [((1, 5, 4), SMALL), ((1, 4, 5), SMALL), ((4, 4), SMALL), ((1, 8, 8, 8, 8), SMALL)],
 )
-def test_architecture_is_refused_when_it_does_not_fit_the_shape(shape: tuple[int, ...], architecture: Dit) -> None:
+def test_architecture_is_refused_when_it_does_not_fit_the_shape(
+    shape: tuple[int, ...], architecture: Dit
+) -> None:
     with pytest.raises(ShapeError):
         build_expert(architecture, shape)
     with pytest.raises(ShapeError):
@@ -328,13 +387,18 @@ def test_volumes_are_sent_to_the_unet() -> None:
 
 def test_images_or_times_of_another_shape_are_refused() -> None:
     model = build_expert(SMALL, (1, 4, 4))
-    for x, t_B in ((torch.zeros(2, 1, 4, 6), torch.zeros(2)), (torch.zeros(2, 1, 4, 4), torch.zeros(3))):
+    for x, t_B in (
+        (torch.zeros(2, 1, 4, 6), torch.zeros(2)),
+        (torch.zeros(2, 1, 4, 4), torch.zeros(3)),
+    ):
         with pytest.raises(ShapeError):
             model(x, t_B)
 
 
 @pytest.mark.parametrize(
-    ("condition", "c"), [(CLASSES, torch.tensor([0, 2, -1, 1, 1])), (TEXT, texts().float())], ids=["class", "text"]
+    ("condition", "c"),
+    [(CLASSES, torch.tensor([0, 2, -1, 1, 1])), (TEXT, texts().float())],
+    ids=["class", "text"],
 )
 def test_conditional_dit_learns_in_bf16(condition: Condition, c: Tensor) -> None:
     model, (x, t_B) = awake(condition=condition).float(), inputs()
@@ -342,5 +406,8 @@ def test_conditional_dit_learns_in_bf16(condition: Condition, c: Tensor) -> None
     with torch.autocast("cpu", torch.bfloat16):
         rough = model(x.float(), t_B.float(), c)
     rough.float().square().mean().backward()
-    assert all(weight.grad is not None and bool(weight.grad.isfinite().all()) for weight in model.parameters())
+    assert all(
+        weight.grad is not None and bool(weight.grad.isfinite().all())
+        for weight in model.parameters()
+    )
     assert 0 < float((rough.detach() - exact).norm() / exact.norm()) < 0.05

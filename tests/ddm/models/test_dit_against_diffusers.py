@@ -52,9 +52,16 @@ def ours_of(net: Any) -> nn.Module:
         theirs["pos_embed.proj.weight"].flatten(1),
         theirs["pos_embed.proj.bias"],
     )
-    by_channel = torch.arange(patch * patch * SHAPE[0]).view(patch, patch, SHAPE[0]).permute(2, 0, 1).flatten()
+    by_channel = (
+        torch.arange(patch * patch * SHAPE[0])
+        .view(patch, patch, SHAPE[0])
+        .permute(2, 0, 1)
+        .flatten()
+    )
     time = "transformer_blocks.0.norm1.emb"
-    modulations = [f"transformer_blocks.{n}.norm1.linear" for n in range(DIT.depth)] + ["proj_out_1"]
+    modulations = [f"transformer_blocks.{n}.norm1.linear" for n in range(DIT.depth)] + [
+        "proj_out_1"
+    ]
     for kind in ("weight", "bias"):
         found[f"head.{kind}"] = theirs[f"proj_out_2.{kind}"][by_channel]
         found[f"time.mlp.0.{kind}"] = theirs[f"{time}.timestep_embedder.linear_1.{kind}"]
@@ -62,15 +69,21 @@ def ours_of(net: Any) -> nn.Module:
         found[f"modulation.{kind}"] = torch.cat([theirs[f"{name}.{kind}"] for name in modulations])
         for n in range(DIT.depth):
             block = f"transformer_blocks.{n}"
-            found[f"blocks.{n}.qkv.{kind}"] = torch.cat([theirs[f"{block}.attn1.to_{part}.{kind}"] for part in "qkv"])
+            found[f"blocks.{n}.qkv.{kind}"] = torch.cat(
+                [theirs[f"{block}.attn1.to_{part}.{kind}"] for part in "qkv"]
+            )
             found[f"blocks.{n}.project.{kind}"] = theirs[f"{block}.attn1.to_out.0.{kind}"]
             found[f"blocks.{n}.up.{kind}"] = theirs[f"{block}.ff.net.0.proj.{kind}"]
             found[f"blocks.{n}.down.{kind}"] = theirs[f"{block}.ff.net.2.{kind}"]
-    found["classes.table.weight"] = theirs[f"{time}.class_embedder.embedding_table.weight"].roll(1, 0)
+    found["classes.table.weight"] = theirs[f"{time}.class_embedder.embedding_table.weight"].roll(
+        1, 0
+    )
     ours.load_state_dict(found)
     # Diffusers' largest period is reached by the last frequency, and its columns come before its rows.
     half = len(ours.time.frequencies)
-    ours.time.frequencies.copy_(1000 * torch.exp(-math.log(10_000) * torch.arange(half) / (half - 1)))
+    ours.time.frequencies.copy_(
+        1000 * torch.exp(-math.log(10_000) * torch.arange(half) / (half - 1))
+    )
     positions = net.pos_embed.pos_embed[0]
     torch.testing.assert_close(ours.position_ND, positions.roll(hidden // 2, 1), rtol=0, atol=1e-5)
     ours.position_ND.copy_(positions)
@@ -90,7 +103,16 @@ def test_dit_answers_as_diffusers_does_with_the_same_weights() -> None:
         assert (ours(x_B, t_B.flip(0), c_B) - theirs).abs().max() > 0.01 * scale, "other times"
 
 
-def test_dit_has_as_many_weights_as_diffusers_but_for_the_embeddings_that_every_block_repeats() -> None:
-    net, ours = diffusers_dit(), build_expert(DIT, SHAPE, condition=ClassCondition(num_classes=CLASSES))
-    repeated = sum(each.numel() for each in net.transformer_blocks[0].norm1.emb.parameters()) * (DIT.depth - 1)
-    assert sum(each.numel() for each in net.parameters()) - repeated == sum(each.numel() for each in ours.parameters())
+def test_dit_has_as_many_weights_as_diffusers_but_for_the_embeddings_that_every_block_repeats() -> (
+    None
+):
+    net, ours = (
+        diffusers_dit(),
+        build_expert(DIT, SHAPE, condition=ClassCondition(num_classes=CLASSES)),
+    )
+    repeated = sum(each.numel() for each in net.transformer_blocks[0].norm1.emb.parameters()) * (
+        DIT.depth - 1
+    )
+    assert sum(each.numel() for each in net.parameters()) - repeated == sum(
+        each.numel() for each in ours.parameters()
+    )

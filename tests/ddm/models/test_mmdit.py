@@ -47,7 +47,9 @@ def normalised(token: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def scaled(part: Tensor, norm: HeadNorm) -> Tensor:
-    heads = [head / (head.square().mean() + 1e-6).sqrt() * (1 + norm.scale) for head in part.split(8)]
+    heads = [
+        head / (head.square().mean() + 1e-6).sqrt() * (1 + norm.scale) for head in part.split(8)
+    ]
     return torch.cat(heads)
 
 
@@ -63,10 +65,14 @@ def read(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 def plain_mmdit(model: MMDiT, image: Tensor, t: Tensor, c: Tensor) -> Tensor:
     """The definition for one image and the tokens of its text alone."""
     patches = image.reshape(3, 2, 2, 3, 2).permute(1, 3, 0, 2, 4).reshape(6, 12)
-    seen = [model.embed(patch) + place for patch, place in zip(patches, model.position_ND, strict=True)]
+    seen = [
+        model.embed(patch) + place for patch, place in zip(patches, model.position_ND, strict=True)
+    ]
     words = [model.text.mlp(word) for word in c if bool(word.any())] or [model.text.null]
     angle = t * model.time.frequencies
-    told = model.time.mlp(torch.cat([angle.cos(), angle.sin()])) + model.pooled(torch.stack(words).mean(0))
+    told = model.time.mlp(torch.cat([angle.cos(), angle.sin()])) + model.pooled(
+        torch.stack(words).mean(0)
+    )
     parts = list(model.modulation(F.silu(told)).split(16))
 
     def take(num: int) -> list[Tensor]:
@@ -87,11 +93,19 @@ def plain_mmdit(model: MMDiT, image: Tensor, t: Tensor, c: Tensor) -> Tensor:
             for i, token in enumerate(tokens):
                 mixed = read(scaled(queries[i][2], stream.norms[1]), keys, values)
                 token = token + gate_a * stream.project(mixed)
-                tokens[i] = token + gate_m * stream.down(F.gelu(stream.up(normalised(token, shift, scale))))
+                tokens[i] = token + gate_m * stream.down(
+                    F.gelu(stream.up(normalised(token, shift, scale)))
+                )
     for block in model.shared:
         shift, scale, gate = take(3)
-        wide = [block.wide(normalised(token, shift, scale)).split([16, 16, 16, 64]) for token in seen + words]
-        keys, values = [scaled(k, block.norms[0]) for k, _, _, _ in wide], [v for _, v, _, _ in wide]
+        wide = [
+            block.wide(normalised(token, shift, scale)).split([16, 16, 16, 64])
+            for token in seen + words
+        ]
+        keys, values = (
+            [scaled(k, block.norms[0]) for k, _, _, _ in wide],
+            [v for _, v, _, _ in wide],
+        )
         for i, (_, _, query, up) in enumerate(wide):
             both = torch.cat([read(scaled(query, block.norms[1]), keys, values), F.gelu(up)])
             owner, place = (seen, i) if i < len(seen) else (words, i - len(seen))
@@ -127,7 +141,11 @@ def test_every_weight_learns_and_a_fresh_model_answers_zero(shared_depth: int) -
     assert torch.equal(fresh(x.float(), t_B.float(), c.float()), torch.zeros(5, *SHAPE))
     model = awake(shared_depth)
     model(x, t_B, c).square().mean().backward()
-    assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+    assert [
+        name
+        for name, weight in model.named_parameters()
+        if weight.grad is None or not weight.grad.any()
+    ] == []
 
 
 def test_mmdit_learns_in_bf16() -> None:
@@ -178,12 +196,20 @@ def test_sizes_to_three_billion_are_as_documented() -> None:
         (2560, 30, 20, 29, 3_131_906_880),
         (2560, 30, 20, 0, 7_032_688_576),
     ]:
-        with case(hidden=hidden, depth=depth, heads=heads, shared_depth=shared_depth, expected=expected):
-            architecture = Mmdit(patch=2, hidden=hidden, depth=depth, heads=heads, shared_depth=shared_depth)
+        with case(
+            hidden=hidden, depth=depth, heads=heads, shared_depth=shared_depth, expected=expected
+        ):
+            architecture = Mmdit(
+                patch=2, hidden=hidden, depth=depth, heads=heads, shared_depth=shared_depth
+            )
             t5 = TextCondition(dim=4096, max_tokens=77)
             tensors = expected_tensors(architecture, (16, 32, 32), t5)
             assert sum(spec.bytes for spec in tensors.values()) // 4 == expected
             row = f"| {hidden} | {depth} | {heads} | {shared_depth} | {expected:,} |"
-            assert row in (Path(__file__).parents[3] / "docs" / "explanation" / "architectures.md").read_text("utf-8")
-            weights = 36 * (depth - shared_depth) + 15 * shared_depth  # times the width squared, without the ends
+            assert row in (
+                Path(__file__).parents[3] / "docs" / "explanation" / "architectures.md"
+            ).read_text("utf-8")
+            weights = (
+                36 * (depth - shared_depth) + 15 * shared_depth
+            )  # times the width squared, without the ends
             assert expected == pytest.approx(weights * hidden**2, rel=0.02)

@@ -16,25 +16,39 @@ def brute_force(rows: int, columns: int, hidden: int, grid: tuple[int, int]) -> 
     for r in range(rows):
         for c in range(columns):
             places = (r * grid[0] / rows, c * grid[1] / columns)
-            angles = [torch.tensor([place * f for f in frequency], dtype=torch.float64) for place in places]
+            angles = [
+                torch.tensor([place * f for f in frequency], dtype=torch.float64)
+                for place in places
+            ]
             out.append(torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())]))
     return torch.stack(out)
 
 
-@pytest.mark.parametrize(("rows", "columns", "grid"), [(8, 8, (4, 4)), (6, 10, (4, 5)), (7, 3, (5, 2)), (3, 3, (4, 4))])
-def test_positions_are_rescaled_to_the_range_that_was_trained(rows: int, columns: int, grid: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "grid"), [(8, 8, (4, 4)), (6, 10, (4, 5)), (7, 3, (5, 2)), (3, 3, (4, 4))]
+)
+def test_positions_are_rescaled_to_the_range_that_was_trained(
+    rows: int, columns: int, grid: tuple[int, int]
+) -> None:
     found = sincos_positions(rows, columns, 16, grid)
-    torch.testing.assert_close(found.double(), brute_force(rows, columns, 16, grid), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), brute_force(rows, columns, 16, grid), rtol=0, atol=1e-5
+    )
     unscaled = sincos_positions(rows, columns, 16)
     assert (found - unscaled).abs().max() > 0.3  # the control: without a grid they are others
 
 
 def test_positions_of_the_same_size_are_equal_to_the_bit() -> None:
     assert torch.equal(sincos_positions(5, 7, 24, (5, 7)), sincos_positions(5, 7, 24))
-    for architecture in (Dit(patch=2, hidden=16, depth=1, heads=2), Mmdit(patch=2, hidden=16, depth=1, heads=2)):
+    for architecture in (
+        Dit(patch=2, hidden=16, depth=1, heads=2),
+        Mmdit(patch=2, hidden=16, depth=1, heads=2),
+    ):
         condition = TextCondition(dim=4, max_tokens=3)
         gridded = architecture.model_copy(update={"position_grid": (4, 4)})
-        one, other = (build_expert(each, (1, 8, 8), condition=condition) for each in (architecture, gridded))
+        one, other = (
+            build_expert(each, (1, 8, 8), condition=condition) for each in (architecture, gridded)
+        )
         assert torch.equal(one.position_ND, other.position_ND)
 
 

@@ -24,7 +24,13 @@ MMDIT = Mmdit(patch=2, hidden=32, depth=2, heads=2, shared_depth=1)
 TEXT = TextCondition(dim=5, max_tokens=4)
 
 
-def check(architecture: Architecture, condition: Condition, path: Path, shape: tuple[int, ...], share: float) -> None:
+def check(
+    architecture: Architecture,
+    condition: Condition,
+    path: Path,
+    shape: tuple[int, ...],
+    share: float,
+) -> None:
     loaded = build_expert(architecture, shape, condition=condition).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -53,5 +59,7 @@ def test_streamed_transformer_answers_as_the_loaded_one_and_keeps_next_to_nothin
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 8, 8, 4)], ids=["2D", "3D"])
 def test_streamed_unet_answers_as_the_loaded_one(shape: tuple[int, ...], tmp_path: Path) -> None:
-    unet = Unet(channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4)
+    unet = Unet(
+        channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4
+    )
     check(unet, NoCondition(), tmp_path / "expert.safetensors", shape, share=1.01)

@@ -26,7 +26,11 @@ def test_fresh_router_answers_zero_for_every_expert() -> None:
 
 
 def test_answer_is_read_of_the_class_token_and_depends_on_the_image_and_the_time() -> None:
-    router, x, t_B = awake(), torch.randn(3, 3, 4, 6).double(), torch.tensor([0.1, 0.5, 0.9]).double()
+    router, x, t_B = (
+        awake(),
+        torch.randn(3, 3, 4, 6).double(),
+        torch.tensor([0.1, 0.5, 0.9]).double(),
+    )
     tokens = router.tokens(x, t_B)
     assert tokens.shape == (3, 1 + 6, 16)
     assert torch.equal(router(x, t_B), router.head(tokens[:, 0]))
@@ -41,13 +45,19 @@ def test_answer_is_read_of_the_class_token_and_depends_on_the_image_and_the_time
 def test_every_weight_of_the_router_learns() -> None:
     router = awake()
     router(torch.randn(3, 3, 4, 6).double(), torch.rand(3).double()).square().mean().backward()
-    assert [name for name, weight in router.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+    assert [
+        name
+        for name, weight in router.named_parameters()
+        if weight.grad is None or not weight.grad.any()
+    ] == []
 
 
 def test_router_takes_the_conditions_that_experts_take() -> None:
     x, t_B = torch.randn(2, 3, 4, 6).double(), torch.rand(2).double()
     router = awake(condition=ClassCondition(num_classes=3))
-    assert not torch.allclose(router(x, t_B, torch.tensor([0, 1])), router(x, t_B, torch.tensor([1, 2])), atol=1e-2)
+    assert not torch.allclose(
+        router(x, t_B, torch.tensor([0, 1])), router(x, t_B, torch.tensor([1, 2])), atol=1e-2
+    )
     with pytest.raises(ShapeError):
         TokenRouter(SMALL, (3, 4, 4, 6), 4)
 
@@ -63,7 +73,11 @@ def test_shares_of_a_condition_need_no_image_and_are_none_without_one() -> None:
         found = router.log_shares(told, 3)
         assert found.shape == (3, 4) and torch.equal(found[2], torch.zeros(4).double())
         assert not torch.allclose(found[0], found[1], atol=1e-3)
-        for none in (router.log_shares(null, 1), router.log_shares(None, 1), awake().log_shares(None, 1)):
+        for none in (
+            router.log_shares(null, 1),
+            router.log_shares(None, 1),
+            awake().log_shares(None, 1),
+        ):
             assert torch.equal(none, torch.zeros(1, 4).double())
         alone = told[:1, :1] if condition.kind == "text" else told[:1]  # without its padding
         torch.testing.assert_close(router.log_shares(alone, 1), found[:1])
@@ -72,7 +86,9 @@ def test_shares_of_a_condition_need_no_image_and_are_none_without_one() -> None:
 def test_router_of_scale_b_weighs_what_the_explanation_says() -> None:
     with torch.device("meta"):
         plain = num_parameters(TokenRouter(dit_size("B/2"), (4, 32, 32), 8))
-        reading = num_parameters(TokenRouter(dit_size("B/2"), (4, 32, 32), 8, TextCondition(dim=768, max_tokens=77)))
+        reading = num_parameters(
+            TokenRouter(dit_size("B/2"), (4, 32, 32), 8, TextCondition(dim=768, max_tokens=77))
+        )
     assert plain == 129_529_352
     assert reading == 159_065_872
     text_embedding, shares = 2 * (768**2 + 768) + 768, 8 * 768 + 8

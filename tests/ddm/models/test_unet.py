@@ -14,7 +14,9 @@ from ddm.models import build_expert, expected_tensors, num_parameters, training_
 from ddm.models.unet import TIME_SCALE, UNet
 from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, TextCondition, Unet
 
-SMALL = Unet(channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4)
+SMALL = Unet(
+    channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4
+)
 CLASSES = ClassCondition(num_classes=3)
 TEXT = TextCondition(dim=5, max_tokens=4)
 SHAPES = [(2, 8, 12), (1, 8, 4, 12)]
@@ -32,10 +34,14 @@ def awake(shape: tuple[int, ...], condition: Condition = NoCondition()) -> UNet:
 
 
 def inputs(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    return torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)), torch.tensor([0.1, 0.5, 0.9])
+    return torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)), torch.tensor(
+        [0.1, 0.5, 0.9]
+    )
 
 
-def test_unet_without_monai_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unet_without_monai_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "monai.networks.nets", None)
     with pytest.raises(SetupError, match="MONAI") as caught:
         build_expert(SMALL, (1, 8, 8))
@@ -49,7 +55,9 @@ def test_sides_that_the_levels_cannot_halve_are_refused(shape: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["2D", "3D"])
-def test_fresh_unet_answers_zero_and_every_weight_of_an_awake_one_learns(shape: tuple[int, ...]) -> None:
+def test_fresh_unet_answers_zero_and_every_weight_of_an_awake_one_learns(
+    shape: tuple[int, ...],
+) -> None:
     x, t_B = inputs(shape)
     assert torch.equal(build_expert(SMALL, shape)(x, t_B), torch.zeros_like(x))
     model = awake(shape)
@@ -62,7 +70,10 @@ def test_time_is_told_on_the_scale_that_monai_embeds() -> None:
     with torch.no_grad():
         assert torch.equal(model(x, t_B), model.net(x, TIME_SCALE * t_B))
         # Unscaled, all times look alike: they differ far less than they should.
-        spread = [float((model.net(x, s * t_B) - model.net(x, s * t_B.flip(0))).norm()) for s in (1.0, TIME_SCALE)]
+        spread = [
+            float((model.net(x, s * t_B) - model.net(x, s * t_B.flip(0))).norm())
+            for s in (1.0, TIME_SCALE)
+        ]
     assert spread[0] < 0.5 * spread[1]
 
 
@@ -71,7 +82,11 @@ def test_time_is_told_on_the_scale_that_monai_embeds() -> None:
     ("condition", "c", "nobody"),
     [
         (CLASSES, torch.tensor([0, 1, 2]), torch.tensor([-1, -1, -1])),
-        (TEXT, torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(2)), torch.zeros(3, 2, 5)),
+        (
+            TEXT,
+            torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(2)),
+            torch.zeros(3, 2, 5),
+        ),
     ],
     ids=["class", "text"],
 )
@@ -99,7 +114,9 @@ def test_what_a_text_means_does_not_depend_on_how_it_is_padded() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["2D", "3D"])
 @pytest.mark.parametrize("condition", [NoCondition(), CLASSES, TEXT], ids=["none", "class", "text"])
-def test_weights_are_known_before_the_model_is_built(shape: tuple[int, ...], condition: Condition) -> None:
+def test_weights_are_known_before_the_model_is_built(
+    shape: tuple[int, ...], condition: Condition
+) -> None:
     model = build_expert(SMALL, shape, condition=condition, seed=1)
     expected = expected_tensors(SMALL, shape, condition)
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == {
@@ -112,7 +129,9 @@ def test_weights_are_known_before_the_model_is_built(shape: tuple[int, ...], con
 @pytest.mark.parametrize("dims", [2, 3])
 def test_size_of_a_unet_of_one_level_is_the_one_counted_by_hand(dims: int) -> None:
     width, kernel = 8, 3**dims
-    one = Unet(channels=(width,), attention=(False,), num_res_blocks=1, head_channels=8, norm_groups=4)
+    one = Unet(
+        channels=(width,), attention=(False,), num_res_blocks=1, head_channels=8, norm_groups=4
+    )
     time, linear = 4 * width, width**2 + width
 
     def block(inner: int) -> int:
@@ -131,9 +150,15 @@ def test_size_of_a_unet_of_one_level_is_the_one_counted_by_hand(dims: int) -> No
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["2D", "3D"])
 @pytest.mark.parametrize("condition", [NoCondition(), CLASSES, TEXT], ids=["none", "class", "text"])
-def test_training_flops_equal_those_of_a_real_batch(shape: tuple[int, ...], condition: Condition) -> None:
+def test_training_flops_equal_those_of_a_real_batch(
+    shape: tuple[int, ...], condition: Condition
+) -> None:
     (x, t_B), model = inputs(shape), awake(shape, condition)
-    c = {"none": (), "class": (torch.zeros(3, dtype=torch.int64),), "text": (torch.zeros(3, 4, 5),)}[condition.kind]
+    c = {
+        "none": (),
+        "class": (torch.zeros(3, dtype=torch.int64),),
+        "text": (torch.zeros(3, 4, 5),),
+    }[condition.kind]
     # The processor's own attention kernel is one that torch does not count.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(x, t_B, *c).sum().backward()

@@ -10,7 +10,9 @@ from tests.support.threads import THREADS
 
 def _blobs(num_each: int = 20, offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Six tight blobs in the plane, in three pairs."""
-    centres = torch.tensor([[0.0, 0.0], [0.0, 1.0], [10.0, 0.0], [10.0, 1.0], [0.0, 10.0], [0.0, 11.0]])
+    centres = torch.tensor(
+        [[0.0, 0.0], [0.0, 1.0], [10.0, 0.0], [10.0, 1.0], [0.0, 10.0], [0.0, 11.0]]
+    )
     generator = torch.Generator().manual_seed(1)
     label = torch.arange(6).repeat_interleave(num_each)
     return centres[label] + 0.05 * torch.randn(len(label), 2, generator=generator) + offset, label
@@ -30,11 +32,15 @@ def test_fine_clusters_recover_the_blobs_and_coarse_clusters_their_pairs() -> No
     assert len(clusters.coarse_F.unique()) == 3
 
 
-def test_assignment_is_the_nearest_centroid_when_features_lie_far_from_the_origin(monkeypatch) -> None:
+def test_assignment_is_the_nearest_centroid_when_features_lie_far_from_the_origin(
+    monkeypatch,
+) -> None:
     generator = torch.Generator().manual_seed(2)
     centroids = torch.randn(40, 8, generator=generator) + 1000
     features = torch.randn(500, 8, generator=generator) + 1000
-    clusters = Clusters(centroids, torch.zeros(40, dtype=torch.int64), torch.zeros(40, dtype=torch.int64))
+    clusters = Clusters(
+        centroids, torch.zeros(40, dtype=torch.int64), torch.zeros(40, dtype=torch.int64)
+    )
     brute = (features[:, None].double() - centroids.double()).norm(dim=2).argmin(1)
     assert torch.equal(clusters.assign(features), brute)
     monkeypatch.setattr("ddm.partition.nearest._BLOCK", 33)
@@ -58,7 +64,9 @@ def test_clustering_refuses_more_fine_centroids_than_distinct_images() -> None:
 
 
 @pytest.mark.parametrize(("num_coarse", "num_groups"), [(4, 3), (3, 7)])
-def test_clustering_refuses_more_clusters_than_groups_than_fine_centroids(num_coarse: int, num_groups: int) -> None:
+def test_clustering_refuses_more_clusters_than_groups_than_fine_centroids(
+    num_coarse: int, num_groups: int
+) -> None:
     with pytest.raises(SetupError, match="no more coarse clusters than groups"):
         fit_clustering(_blobs()[0], 6, num_coarse, num_groups, seed=0)
 
@@ -127,7 +135,9 @@ def test_assignment_is_exact_on_near_ties_that_float32_scores_get_wrong(monkeypa
     generator = torch.Generator().manual_seed(5)
     centroids = torch.randn(70, 24, generator=generator)
     pairs = torch.randint(70, (2, 600), generator=generator)
-    features = centroids[pairs].mean(0) + 1e-7 * torch.randn(600, 24, generator=generator)  # on the borders of cells
+    features = centroids[pairs].mean(0) + 1e-7 * torch.randn(
+        600, 24, generator=generator
+    )  # on the borders of cells
     brute = (features[:, None].double() - centroids.double()).square().sum(2).argmin(1)
     scores = centroids.square().sum(1) / 2 - features @ centroids.T
     assert not torch.equal(scores.argmin(1), brute)  # rounding decides there
@@ -139,7 +149,9 @@ def test_assignment_is_exact_on_near_ties_that_float32_scores_get_wrong(monkeypa
 def test_assignment_is_the_same_on_any_number_of_threads() -> None:
     generator = torch.Generator().manual_seed(6)
     centroids = torch.randn(130, 48, generator=generator)
-    features = torch.cat([torch.randn(700, 48, generator=generator), (centroids[:65] + centroids[65:]) / 2])
+    features = torch.cat(
+        [torch.randn(700, 48, generator=generator), (centroids[:65] + centroids[65:]) / 2]
+    )
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -154,7 +166,9 @@ def test_assignment_gives_ties_to_the_lowest_index() -> None:
     for num_fine in [1, 31, 32, 33, 100]:
         with case(num_fine=num_fine):
             generator = torch.Generator().manual_seed(7)
-            centroids = torch.randint(-2, 3, (num_fine, 3), generator=generator).float()  # many of them twice
+            centroids = torch.randint(
+                -2, 3, (num_fine, 3), generator=generator
+            ).float()  # many of them twice
             features = torch.randint(-5, 6, (400, 3), generator=generator) / 2
             brute = (features[:, None].double() - centroids.double()).square().sum(2)
             if num_fine > 31:

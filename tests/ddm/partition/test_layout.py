@@ -35,8 +35,12 @@ def test_a_cluster_with_too_few_noised_images_joins_the_nearest_that_has_enough(
     assert [(part.cluster, part.groups) for part in parts] == [(1, (0, 1, 2, 3)), (2, (4, 5))]
 
 
-@pytest.mark.parametrize("noisy", [[5, 5, 20, 0, 9, 1], [5, 4, 20, 0, 30, 1], [-5, -4, 3, 0, -8, 1]])
-def test_parts_follow_from_the_clusters_with_an_expert_as_well_as_from_the_histogram(noisy: list[int]) -> None:
+@pytest.mark.parametrize(
+    "noisy", [[5, 5, 20, 0, 9, 1], [5, 4, 20, 0, 30, 1], [-5, -4, 3, 0, -8, 1]]
+)
+def test_parts_follow_from_the_clusters_with_an_expert_as_well_as_from_the_histogram(
+    noisy: list[int],
+) -> None:
     parts = silo_parts(CLUSTERS, "north", _clusters(), torch.tensor(noisy))
     kept = [part.cluster for part in parts if part.cluster is not None]
     assert known_parts(CLUSTERS, "north", _clusters(), kept) == parts
@@ -66,10 +70,16 @@ def test_a_random_partition_deals_images_evenly_whatever_their_group() -> None:
 
 
 @pytest.mark.parametrize("partition", [SILO, CLUSTERS, RANDOM])
-def test_split_mixtures_add_up_to_the_silos(partition: SiloPartition | SiloClusterPartition | RandomPartition) -> None:
+def test_split_mixtures_add_up_to_the_silos(
+    partition: SiloPartition | SiloClusterPartition | RandomPartition,
+) -> None:
     noisy = [torch.tensor([5, 4, 20, 0, 30, 1]), torch.tensor([50, 4, 0, 0, 0, 1])]
-    layout = Layout.of(partition, [silo_parts(partition, f"s{k}", _clusters(), row) for k, row in enumerate(noisy)])
-    mass_KG = torch.rand(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    layout = Layout.of(
+        partition, [silo_parts(partition, f"s{k}", _clusters(), row) for k, row in enumerate(noisy)]
+    )
+    mass_KG = (
+        torch.rand(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    )
     mass_KG = mass_KG / mass_KG.sum(1, keepdim=True)
     mass_EG, share_E = layout.split(mass_KG)
     torch.testing.assert_close(mass_EG.sum(1), torch.ones(len(layout.parts), dtype=torch.float64))

@@ -12,7 +12,9 @@ BFLOAT16, FLOAT32 = (torch.bfloat16,), (torch.float32,)
 
 def brute(features: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     blocks = features.double().split(100)
-    return torch.cat([(block[:, None] - centroids.double()).square().sum(2).argmin(1) for block in blocks])
+    return torch.cat(
+        [(block[:, None] - centroids.double()).square().sum(2).argmin(1) for block in blocks]
+    )
 
 
 def world(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +38,14 @@ def world(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_nearest_is_that_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     for (dtypes, by_numpy), kind in product(
         [(BFLOAT16, False), (FLOAT32, False), (FLOAT32, True), ((*BFLOAT16, *FLOAT32), True)],
-        ["noise", "close to centroids", "far from the origin", "far from the centroids", "of tiny size", "halfway"],
+        [
+            "noise",
+            "close to centroids",
+            "far from the origin",
+            "far from the centroids",
+            "of tiny size",
+            "halfway",
+        ],
     ):
         with case(dtypes=dtypes, by_numpy=by_numpy, kind=kind):
             features, centroids = world(kind)
@@ -49,7 +58,9 @@ def test_nearest_is_that_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bfloat16_alone_would_not_do() -> None:
     features, centroids = world("noise")
-    half = (centroids.square().sum(1) / 2 - (features.bfloat16() @ centroids.T.bfloat16()).float()).argmin(1)
+    half = (
+        centroids.square().sum(1) / 2 - (features.bfloat16() @ centroids.T.bfloat16()).float()
+    ).argmin(1)
     assert not torch.equal(half, brute(features, centroids))
 
 
@@ -58,7 +69,9 @@ def test_bound_on_rounding_is_needed_to_be_exact(
     dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features, centroids = world("halfway")
-    monkeypatch.setattr(Nearest, "_rounding", lambda self, energy_B, dim, dtype: torch.zeros_like(energy_B))
+    monkeypatch.setattr(
+        Nearest, "_rounding", lambda self, energy_B, dim, dtype: torch.zeros_like(energy_B)
+    )
     assert not torch.equal(Nearest(centroids, dtypes).find(features), brute(features, centroids))
 
 

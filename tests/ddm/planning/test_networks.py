@@ -33,7 +33,9 @@ def test_size_that_a_transformer_does_not_take_names_the_field_and_a_size_that_w
     assert "multiples of its patch of 16 x 16 pixels" in str(error.expected)
     assert "[32, 48]" in str(error.remedy)
     assert "160, 160" in str(error.remedy)
-    assert TimmEncoder.random("test_vit", GREY, 0, (32, 48)).encode(torch.zeros(2, 1, 32, 32)).shape == (2, 64)
+    assert TimmEncoder.random("test_vit", GREY, 0, (32, 48)).encode(
+        torch.zeros(2, 1, 32, 32)
+    ).shape == (2, 64)
 
 
 def test_sizes_that_networks_fail_on_are_errors_of_the_field_for_every_kind_of_network() -> None:
@@ -69,7 +71,12 @@ def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(
     public = torch.from_numpy(images(100, 0.2, seed=1))
     shape = tuple(public.shape[1:])
     assert shape == (1, 4, 4)
-    size: dict[str, Any] = {"channels": [4] * 5, "attention": [False] * 5, "latent_channels": 1, "norm_groups": 2}
+    size: dict[str, Any] = {
+        "channels": [4] * 5,
+        "attention": [False] * 5,
+        "latent_channels": 1,
+        "norm_groups": 2,
+    }
     timm = {"kind": "timm", "model": "test_vit", "random_weights": True, "image_size": [30, 30]}
     (tmp_path / "w.safetensors").write_bytes(b"")
     autoencoder = {"kind": "autoencoder_kl", "weights": str(tmp_path / "w.safetensors")} | size
@@ -82,14 +89,19 @@ def test_plan_on_networks_that_do_not_fit_names_the_field_of_the_recipe(
             fit_public(recipe(**changes), public, tmp_path)
         assert caught.value.subject == f"recipe, {field}"
 
-    fitting = AutoencoderSize(channels=(4, 4), attention=(False, False), latent_channels=1, norm_groups=2)
+    fitting = AutoencoderSize(
+        channels=(4, 4), attention=(False, False), latent_channels=1, norm_groups=2
+    )
     save_tensors(tmp_path / "w.safetensors", dict(build_autoencoder(fitting, shape).state_dict()))
 
     def fails(*args: object, **options: object) -> None:
         raise AssertionError("a library's own check")
 
     monkeypatch.setattr(AutoencoderKl, "encode", fails)
-    chosen = {"kind": "autoencoder_kl", "weights": str(tmp_path / "w.safetensors")} | fitting.model_dump(mode="json")
+    chosen = {
+        "kind": "autoencoder_kl",
+        "weights": str(tmp_path / "w.safetensors"),
+    } | fitting.model_dump(mode="json")
     with pytest.raises(SetupError) as caught:
         fit_public(recipe(latent=chosen), public, tmp_path)
     assert caught.value.subject == "recipe, latent"

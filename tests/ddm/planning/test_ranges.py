@@ -17,7 +17,9 @@ def drawn_spread(half_width: float) -> float:
         off = (x_B - alpha * 5) / (alpha**2 * std**2 + sigma**2)
         return sigma * off - (5 + alpha * std**2 * off)  # the mean of eps - x_0 given x_t
 
-    drawn = Ensemble([velocity], None, [1.0], shape=(1,), dtype=torch.float64).sample(4000, steps=25, seed=0)
+    drawn = Ensemble([velocity], None, [1.0], shape=(1,), dtype=torch.float64).sample(
+        4000, steps=25, seed=0
+    )
     return float(drawn.images.std()) / std
 
 

@@ -27,7 +27,9 @@ def expert(architecture: Mapping[str, object] = DIT, **training: object) -> Expe
         ({"kind": "mmdit", "size": "3B/2"}, 0.5 / 2560),
     ],
 )
-def test_learning_rate_follows_from_the_width(architecture: Mapping[str, object], rate: float) -> None:
+def test_learning_rate_follows_from_the_width(
+    architecture: Mapping[str, object], rate: float
+) -> None:
     assert expert(architecture).training.learning_rate == pytest.approx(rate, rel=1e-12)
 
 
@@ -39,7 +41,12 @@ def test_unet_needs_a_rate() -> None:
 
 
 def test_what_a_recipe_says_stands() -> None:
-    said = {"learning_rate": 0.003, "schedule": "constant", "weight_decay": 0.0, "precision": "fp32"}
+    said = {
+        "learning_rate": 0.003,
+        "schedule": "constant",
+        "weight_decay": 0.0,
+        "precision": "fp32",
+    }
     training = expert(**said, checkpoint_steps=7, ema_decay=0.9, betas=(0.8, 0.9)).training
     assert {name: getattr(training, name) for name in said} == said
     assert (training.checkpoint_steps, training.ema_decay, training.ema_width) == (7, 0.9, None)
@@ -52,11 +59,22 @@ def test_plan_states_every_number_and_reads_back_as_it_was() -> None:
     assert (training.schedule, training.precision, training.ema_width) == ("cosine", "auto", 0.1)
     assert training.checkpoint_steps == 500
     assert Training.model_validate_json(training.model_dump_json()) == training
-    stated = {"learning_rate", "schedule", "weight_decay", "precision", "checkpoint_steps", "ema_width"}
-    assert stated <= training.model_dump().keys(), "what later versions fill in otherwise must not be left out"
+    stated = {
+        "learning_rate",
+        "schedule",
+        "weight_decay",
+        "precision",
+        "checkpoint_steps",
+        "ema_width",
+    }
+    assert stated <= training.model_dump().keys(), (
+        "what later versions fill in otherwise must not be left out"
+    )
 
 
 def test_short_run_has_its_checkpoint_at_the_end() -> None:
     assert expert(num_steps=20).training.checkpoint_steps == 20
-    with pytest.raises(ValidationError, match="checkpoint_steps must be at most num_steps, 20, not 21"):
+    with pytest.raises(
+        ValidationError, match="checkpoint_steps must be at most num_steps, 20, not 21"
+    ):
         expert(num_steps=20, checkpoint_steps=21)

@@ -83,7 +83,8 @@ def test_gaussian_mu_refuses_what_no_gaussian_meets() -> None:
     [
         [DiscreteLaplaceMechanism(epsilon=1.0), GaussianMechanism(mu=1.49)],
         [DiscreteLaplaceMechanism(epsilon=1.0), DiscreteLaplaceMechanism(epsilon=0.5)],
-        [DiscreteLaplaceMechanism(epsilon=0.7)] * 2 + [GaussianMechanism(mu=0.5), GaussianMechanism(mu=0.4)],
+        [DiscreteLaplaceMechanism(epsilon=0.7)] * 2
+        + [GaussianMechanism(mu=0.5), GaussianMechanism(mu=0.4)],
     ],
 )
 def test_total_epsilon_is_a_tight_upper_bound_of_brute_force(mechanisms: list[Mechanism]) -> None:
@@ -101,21 +102,32 @@ def test_total_epsilon_is_closed_form_when_one_family_is_alone() -> None:
     assert total_epsilon([DiscreteLaplaceMechanism(epsilon=1.0)], 1e-5) <= 1.0
     assert total_epsilon(gaussians, 0.0) == math.inf
     assert total_epsilon([], 0.0) == 0.0
-    assert total_epsilon([DiscreteLaplaceMechanism(epsilon=450.0)] * 2, 1e-5) == 900.0  # too much to compose
+    assert (
+        total_epsilon([DiscreteLaplaceMechanism(epsilon=450.0)] * 2, 1e-5) == 900.0
+    )  # too much to compose
 
 
 def test_total_epsilon_of_a_plan_stays_within_the_sum_of_its_parts() -> None:
-    plan: list[Mechanism] = [DiscreteLaplaceMechanism(epsilon=1.0), GaussianMechanism(mu=gaussian_mu(7.0, 1e-5))]
+    plan: list[Mechanism] = [
+        DiscreteLaplaceMechanism(epsilon=1.0),
+        GaussianMechanism(mu=gaussian_mu(7.0, 1e-5)),
+    ]
     once = total_epsilon(plan, 1e-5)
     assert 7.0 < once < 8.0
     assert once < total_epsilon(plan * 2, 1e-5) < 2 * once
 
 
-def test_epsilon_never_rises_with_delta_so_that_one_more_plan_never_costs_less_than_nothing() -> None:
+def test_epsilon_never_rises_with_delta_so_that_one_more_plan_never_costs_less_than_nothing() -> (
+    None
+):
     steps: list[list[Mechanism]] = [
         [GaussianMechanism(mu=0.7)],
         [DiscreteLaplaceMechanism(epsilon=0.8), GaussianMechanism(mu=1.49)],
-        [DiscreteLaplaceMechanism(epsilon=0.3), DiscreteLaplaceMechanism(epsilon=0.4), GaussianMechanism(mu=3.0)],
+        [
+            DiscreteLaplaceMechanism(epsilon=0.3),
+            DiscreteLaplaceMechanism(epsilon=0.4),
+            GaussianMechanism(mu=3.0),
+        ],
         [GaussianMechanism(mu=1e-7)],
     ]
     for step in steps:
@@ -134,7 +146,9 @@ def test_hundred_plans_cost_what_their_shares_of_delta_cost_in_closed_form() -> 
     expected = sum(brentq(lambda e, d=d: gaussian_delta(mu, e) - d, 0, 50) for d in shares)
     found = adaptive_epsilon([[GaussianMechanism(mu=mu)]] * num, delta)
     assert found == pytest.approx(expected, rel=1e-6)
-    assert found > 3 * total_epsilon([GaussianMechanism(mu=mu)] * num, delta)  # what it costs that plans may adapt
+    assert found > 3 * total_epsilon(
+        [GaussianMechanism(mu=mu)] * num, delta
+    )  # what it costs that plans may adapt
 
 
 def test_one_plan_costs_its_composed_epsilon_and_pure_plans_their_sum() -> None:
@@ -146,13 +160,19 @@ def test_one_plan_costs_its_composed_epsilon_and_pure_plans_their_sum() -> None:
     assert adaptive_epsilon([], 1e-5) == 0.0
 
 
-@pytest.mark.parametrize(("total", "delta", "counts"), [(4.0, 1e-5, 1.0), (8.0, 1e-6, 0.5), (0.5, 1e-5, 0.4)])
-def test_gaussian_beside_counts_uses_up_the_total_and_no_more(total: float, delta: float, counts: float) -> None:
+@pytest.mark.parametrize(
+    ("total", "delta", "counts"), [(4.0, 1e-5, 1.0), (8.0, 1e-6, 0.5), (0.5, 1e-5, 0.4)]
+)
+def test_gaussian_beside_counts_uses_up_the_total_and_no_more(
+    total: float, delta: float, counts: float
+) -> None:
     mu = gaussian_mu_within(total, delta, counts)
     laplace = DiscreteLaplaceMechanism(epsilon=counts)
     assert total_epsilon([laplace, GaussianMechanism(mu=mu)], delta) <= total
     assert total_epsilon([laplace, GaussianMechanism(mu=mu * (1 + 1e-5))], delta) > total
-    assert mu > gaussian_mu(total - counts, delta) * 1.01  # splitting epsilon by hand gives some away
+    assert (
+        mu > gaussian_mu(total - counts, delta) * 1.01
+    )  # splitting epsilon by hand gives some away
 
 
 def test_gaussian_beside_counts_that_cost_the_total_is_refused() -> None:
@@ -203,14 +223,20 @@ def _moments_distance(s: np.ndarray, other: np.ndarray, grid: float) -> float:
         second = np.rint(np.outer(rounded, rounded) / grid) * grid
         parts.append((rounded, second))
     (first, second), (first_2, second_2) = parts
-    return math.hypot(np.linalg.norm(first - first_2), np.linalg.norm(second - second_2) / math.sqrt(2))
+    return math.hypot(
+        np.linalg.norm(first - first_2), np.linalg.norm(second - second_2) / math.sqrt(2)
+    )
 
 
 @pytest.mark.parametrize("rank", [1, 2, 8])
-def test_no_pair_of_records_moves_the_moments_further_than_their_sensitivity(rank: int, monkeypatch) -> None:
+def test_no_pair_of_records_moves_the_moments_further_than_their_sensitivity(
+    rank: int, monkeypatch
+) -> None:
     rng = np.random.default_rng(rank)
     points = rng.standard_normal((400, 2, rank))
-    points /= np.maximum(1.0, np.linalg.norm(points, axis=2, keepdims=True) * rng.choice([1.0, 0.8], (400, 1, 1)))
+    points /= np.maximum(
+        1.0, np.linalg.norm(points, axis=2, keepdims=True) * rng.choice([1.0, 0.8], (400, 1, 1))
+    )
     points /= np.maximum(1.0, np.linalg.norm(points, axis=2, keepdims=True))
     for grid in (2.0**-16, 2.0**-4):  # a coarse grid makes rounding visible
         monkeypatch.setattr(ddm.privacy.accounting, "GRID", grid)
@@ -245,7 +271,9 @@ def test_histogram_by_two_cells_costs_no_more_than_the_accounted_worst_case() ->
         real = float((two_cells[1] * np.clip(-np.expm1(threshold - two_cells[0]), 0, None)).sum())
         accounted = float((p * np.clip(-np.expm1(threshold - loss(2)), 0, None)).sum())
         assert real <= accounted + 1e-12
-    assert float(two_cells[0].max()) == pytest.approx(epsilon)  # with an L1 sensitivity of 1 it would be half of that
+    assert float(two_cells[0].max()) == pytest.approx(
+        epsilon
+    )  # with an L1 sensitivity of 1 it would be half of that
 
 
 def test_mechanisms_survive_json() -> None:
@@ -271,7 +299,9 @@ def moved_pair_epsilon(epsilons: Sequence[float], delta: float) -> float:
 
 
 def hockey_stick(losses: Mapping[float, float], epsilon: float) -> float:
-    return math.fsum(share * -math.expm1(epsilon - loss) for loss, share in losses.items() if loss > epsilon)
+    return math.fsum(
+        share * -math.expm1(epsilon - loss) for loss, share in losses.items() if loss > epsilon
+    )
 
 
 def test_loss_of_a_moved_count_is_that_of_the_histogram_itself() -> None:
@@ -287,7 +317,9 @@ def test_loss_of_a_moved_count_is_that_of_the_histogram_itself() -> None:
 
 
 @pytest.mark.parametrize("epsilons", [(1.0, 1.0), (1.0, 0.5, 0.25), (0.5,) * 8, (2.0, 2.0)])
-def test_histograms_cost_no_less_than_their_moved_counts_and_hardly_more(epsilons: tuple[float, ...]) -> None:
+def test_histograms_cost_no_less_than_their_moved_counts_and_hardly_more(
+    epsilons: tuple[float, ...],
+) -> None:
     for delta in (1e-6, 1e-5, 1e-3):
         exact = moved_pair_epsilon(epsilons, delta)
         found = total_epsilon([DiscreteLaplaceMechanism(epsilon=each) for each in epsilons], delta)
@@ -296,7 +328,13 @@ def test_histograms_cost_no_less_than_their_moved_counts_and_hardly_more(epsilon
 
 def test_histograms_cost_less_than_as_if_one_cell_moved_by_two() -> None:
     epsilons, delta = (0.5,) * 8, 1e-5
-    one = pld.from_discrete_laplace_mechanism(0.25, 2, value_discretization_interval=1e-4, use_connect_dots=True)
+    one = pld.from_discrete_laplace_mechanism(
+        0.25, 2, value_discretization_interval=1e-4, use_connect_dots=True
+    )
     by_two = one.self_compose(len(epsilons)).get_epsilon_for_delta(delta)
-    saved = 1 - total_epsilon([DiscreteLaplaceMechanism(epsilon=each) for each in epsilons], delta) / by_two
+    saved = (
+        1
+        - total_epsilon([DiscreteLaplaceMechanism(epsilon=each) for each in epsilons], delta)
+        / by_two
+    )
     assert 0.01 < saved < 0.2

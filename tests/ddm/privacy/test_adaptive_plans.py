@@ -13,7 +13,9 @@ from ddm.privacy.accounting import Curve, filter_epsilon
 
 DELTA = 0.1
 Outcomes = tuple[tuple[float, float], ...]
-State = tuple[tuple[int, bool], ...]  # steps in order: which plan, and whether its second part was drawn
+State = tuple[
+    tuple[int, bool], ...
+]  # steps in order: which plan, and whether its second part was drawn
 NOTHING: Outcomes = ((1.0, 1.0),)
 
 
@@ -58,9 +60,15 @@ def exact_curve(outcomes: Outcomes) -> Curve:
         for high in (*losses, math.inf):
             if divergence(outcomes, low) <= delta:
                 return low
-            over = [(p, q) for p, q in outcomes if p > 0 and (q == 0 or math.log(p / q) > low + 1e-12)]
+            over = [
+                (p, q) for p, q in outcomes if p > 0 and (q == 0 or math.log(p / q) > low + 1e-12)
+            ]
             p_over, q_over = sum(p for p, _ in over), sum(q for _, q in over)
-            if q_over > 0 and p_over > delta and (found := math.log((p_over - delta) / q_over)) <= high:
+            if (
+                q_over > 0
+                and p_over > delta
+                and (found := math.log((p_over - delta) / q_over)) <= high
+            ):
                 return found
             low = high
         return math.inf
@@ -68,7 +76,9 @@ def exact_curve(outcomes: Outcomes) -> Curve:
     return epsilon
 
 
-def worst_divergence(allowed: Callable[[tuple[int, ...]], float], budget: float, depth: int = 4) -> float:
+def worst_divergence(
+    allowed: Callable[[tuple[int, ...]], float], budget: float, depth: int = 4
+) -> float:
     """The largest delta at `budget` over every way to choose from the menu, one after another, or to stop."""
 
     def go(history: tuple[int, ...], p: float, q: float) -> float:
@@ -119,16 +129,22 @@ def test_no_adaptive_choice_of_mechanisms_passes_the_budget_under_the_filter(bud
 
 @pytest.mark.parametrize("budget", [0.5, 1.2, 1.8])
 @pytest.mark.parametrize("rule", [as_if_fixed_in_advance, each_at_all_of_delta])
-def test_other_rules_are_broken_by_an_adaptive_choice(rule: Callable[[tuple[int, ...]], float], budget: float) -> None:
+def test_other_rules_are_broken_by_an_adaptive_choice(
+    rule: Callable[[tuple[int, ...]], float], budget: float
+) -> None:
     assert worst_divergence(rule, budget) > 1.02 * DELTA
 
 
 def test_one_mechanism_costs_under_the_filter_what_it_costs_alone() -> None:
     for index in range(len(MENU)):
-        assert filtered((index,)) == as_if_fixed_in_advance((index,)) == each_at_all_of_delta((index,))
+        assert (
+            filtered((index,)) == as_if_fixed_in_advance((index,)) == each_at_all_of_delta((index,))
+        )
 
 
-def worst_divergence_of_parts(plans: tuple[tuple[Outcomes, Outcomes], ...], budget: float, *, whole: bool) -> float:
+def worst_divergence_of_parts(
+    plans: tuple[tuple[Outcomes, Outcomes], ...], budget: float, *, whole: bool
+) -> float:
     """As above, for plans of two parts of which the second may be drawn at any later time, or never.
 
     Args:
@@ -141,7 +157,9 @@ def worst_divergence_of_parts(plans: tuple[tuple[Outcomes, Outcomes], ...], budg
 
     @cache
     def cost(state: State) -> float:
-        return filter_epsilon([(wholes if whole or both else parts)[plan] for plan, both in state], DELTA)
+        return filter_epsilon(
+            [(wholes if whole or both else parts)[plan] for plan, both in state], DELTA
+        )
 
     def go(state: State, p: float, q: float, depth: int) -> float:
         worst = max(0.0, p - math.exp(budget) * q)
@@ -159,7 +177,9 @@ def worst_divergence_of_parts(plans: tuple[tuple[Outcomes, Outcomes], ...], budg
     return go((), 1.0, 1.0, 3)
 
 
-def test_plan_counts_whole_from_its_first_draw_because_whether_the_rest_is_drawn_may_hang_on_it() -> None:
+def test_plan_counts_whole_from_its_first_draw_because_whether_the_rest_is_drawn_may_hang_on_it() -> (
+    None
+):
     plans = ((MENU[1], MENU[2]), (MENU[0], NOTHING))
     assert worst_divergence_of_parts(plans, 1.2, whole=True) <= DELTA
     assert worst_divergence_of_parts(plans, 1.2, whole=False) > 1.05 * DELTA

@@ -11,7 +11,9 @@ from ddm.privacy.noise import discrete_laplace, one_per_unit, rounded_gaussian, 
 FALSE_ALARM = 1e-7
 
 
-def _chi_square_fails(sample: NDArray[np.int64], edges: NDArray[np.int64], probability: NDArray[np.float64]) -> bool:
+def _chi_square_fails(
+    sample: NDArray[np.int64], edges: NDArray[np.int64], probability: NDArray[np.float64]
+) -> bool:
     """Whole numbers clipped into the range of `edges`, against their probabilities."""
     observed = np.array([(np.clip(sample, edges[0], edges[-1]) == edge).sum() for edge in edges])
     expected = probability * len(sample)
@@ -91,7 +93,9 @@ def test_one_record_per_unit_is_drawn_uniformly() -> None:
     assert observed.sum() == num  # exactly one of them each time
     statistic = float(((observed - num / 5) ** 2 / (num / 5)).sum())
     assert statistic < chi2.isf(FALSE_ALARM, 4)
-    skewed = np.array([2, 1, 1, 1, 1]) / 6 * num  # one record twice as likely would have been caught
+    skewed = (
+        np.array([2, 1, 1, 1, 1]) / 6 * num
+    )  # one record twice as likely would have been caught
     assert float(((skewed - num / 5) ** 2 / (num / 5)).sum()) > 2 * chi2.isf(FALSE_ALARM, 4)
     assert (unit[one_per_unit(unit, 3)] == [0, 1, 2]).all()
 

@@ -3,7 +3,12 @@
 import pytest
 
 from ddm.errors import PolicyError
-from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, gaussian_delta, total_epsilon
+from ddm.privacy.accounting import (
+    DiscreteLaplaceMechanism,
+    GaussianMechanism,
+    gaussian_delta,
+    total_epsilon,
+)
 from ddm.privacy.plan_cost import check_total, mechanisms, plan_epsilon
 from ddm.protocol.plan import Plan
 from tests.support.documents import plan_document, to_bytes
@@ -52,8 +57,13 @@ def test_plan_that_states_less_than_it_costs_is_refused_with_both_figures() -> N
     with pytest.raises(PolicyError, match="as it states") as caught:
         check_total(plan(**ALL | {"total": {"epsilon": cost * 0.999, "delta": 1e-5}}))
     assert f"{cost:.4g}" in str(caught.value)
-    pure = {"counts": {"epsilon": 0.1, "num_groups": 32}, "class_counts": {"epsilon": 0.2, "num_classes": 10}}
-    check_total(plan(total={"epsilon": 0.3, "delta": 0.0}, **pure))  # 0.1 + 0.2 is a rounding above 0.3
+    pure = {
+        "counts": {"epsilon": 0.1, "num_groups": 32},
+        "class_counts": {"epsilon": 0.2, "num_classes": 10},
+    }
+    check_total(
+        plan(total={"epsilon": 0.3, "delta": 0.0}, **pure)
+    )  # 0.1 + 0.2 is a rounding above 0.3
 
 
 @pytest.mark.parametrize("kind", ["counts", "class_counts", "moments", "sketch"])

@@ -17,12 +17,20 @@ from ddm.privacy.accounting import (
     total_epsilon,
 )
 from ddm.privacy.noise import rounded_gaussian
-from ddm.privacy.secret_stream import SecretStream, make_secret, name_of_secret, read_secret, secret_generator
+from ddm.privacy.secret_stream import (
+    SecretStream,
+    make_secret,
+    name_of_secret,
+    read_secret,
+    secret_generator,
+)
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from tests.support.case import case
 
 
-def brute_delta(noise: float, rate: float, steps: int, epsilon: float, *, replaced: bool = True) -> float:
+def brute_delta(
+    noise: float, rate: float, steps: int, epsilon: float, *, replaced: bool = True
+) -> float:
     """Convolve the privacy losses of single steps on a fine grid of outputs, without dp-accounting."""
     y, cell = np.linspace(-9 * noise - 1, 9 * noise + 1, 400_001, retstep=True)
     hidden, one, other = (stats.norm.pdf(y, mean, noise) * cell for mean in (0.0, 1.0, -1.0))
@@ -104,7 +112,12 @@ def test_secret_is_for_its_owner_alone_and_made_once(tmp_path: Path) -> None:
 def test_stream_depends_on_secret_purpose_step_and_unit_alone() -> None:
     one, other = bytes(32), bytes(31) + b"\1"
     assert SecretStream(one, "noise", 3).octets(64) == SecretStream(one, "noise", 3).octets(64)
-    kinds = [(one, "noise", 3, 0), (other, "noise", 3, 0), (one, "sampling", 3, 0), (one, "noise", 4, 0)]
+    kinds = [
+        (one, "noise", 3, 0),
+        (other, "noise", 3, 0),
+        (one, "sampling", 3, 0),
+        (one, "noise", 4, 0),
+    ]
     kinds.append((one, "noise", 3, 1))
     found = {SecretStream(*each).octets(64) for each in kinds}  # type: ignore[arg-type]
     assert len(found) == len(kinds)

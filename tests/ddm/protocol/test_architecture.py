@@ -24,11 +24,21 @@ CLASSES = {"kind": "class", "num_classes": 10, "drop": 0.2}
 TEXT = {"kind": "text", "dim": 16, "max_tokens": 8, "drop": 0.1}
 NONE = {"kind": "none"}
 VOLUME = [1, 8, 8, 4]
-SAMPLES = {"kind": "samples", "patch": 2, "hidden": 8, "depth": 1, "heads": 2, "num_steps": 5, "images_per_expert": 9}
+SAMPLES = {
+    "kind": "samples",
+    "patch": 2,
+    "hidden": 8,
+    "depth": 1,
+    "heads": 2,
+    "num_steps": 5,
+    "images_per_expert": 9,
+}
 TIMM = {"kind": "timm", "dim": 8, "model": "net", "image_size": [8, 8], "mean": [0.5], "std": [0.5]}
 
 
-def document(architecture: dict[str, Any], condition: dict[str, Any], shape: list[int], **more: Any) -> dict[str, Any]:
+def document(
+    architecture: dict[str, Any], condition: dict[str, Any], shape: list[int], **more: Any
+) -> dict[str, Any]:
     plan = plan_document(condition=condition, data={"shape": shape, "range": [-1.0, 1.0]}, **more)
     return plan | {"expert": plan["expert"] | {"architecture": architecture}}
 

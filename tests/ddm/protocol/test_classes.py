@@ -51,6 +51,9 @@ def test_names_that_do_not_tell_classes_apart_are_refused(names: tuple[str, ...]
 
 
 def test_document_without_names_is_the_same_as_before() -> None:
-    assert ClassCondition(num_classes=2).model_dump_json() == '{"kind":"class","num_classes":2,"drop":0.1}'
+    assert (
+        ClassCondition(num_classes=2).model_dump_json()
+        == '{"kind":"class","num_classes":2,"drop":0.1}'
+    )
     named = ClassCondition(num_classes=2, names=("normal", "R\u00f6ntgen"))
     assert ClassCondition.model_validate_json(named.model_dump_json()) == named

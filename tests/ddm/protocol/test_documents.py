@@ -51,7 +51,9 @@ def test_document_refuses_more_bytes_than_its_limit() -> None:
 
 
 def test_brackets_inside_strings_do_not_count_as_nesting() -> None:
-    assert check_json(json.dumps({"a": '["' * 100}).encode(), subject="x", limit=10_000) == {"a": '["' * 100}
+    assert check_json(json.dumps({"a": '["' * 100}).encode(), subject="x", limit=10_000) == {
+        "a": '["' * 100
+    }
 
 
 def test_closing_brackets_inside_strings_do_not_hide_nesting() -> None:
@@ -68,7 +70,17 @@ def test_document_parsers_raise_nothing_but_their_error(data: bytes) -> None:
 
 
 def test_file_refuses_a_path_that_leads_elsewhere() -> None:
-    for path in ["../x", "/etc/passwd", "a/../b", ".hidden", "a//b", "a/", "a\\b", "a/" * 9 + "b", ""]:
+    for path in [
+        "../x",
+        "/etc/passwd",
+        "a/../b",
+        ".hidden",
+        "a//b",
+        "a/",
+        "a\\b",
+        "a/" * 9 + "b",
+        "",
+    ]:
         with case(path=path):
             document = plan_document()
             document["files"][0]["path"] = path

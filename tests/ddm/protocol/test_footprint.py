@@ -8,7 +8,16 @@ import torch
 
 from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert
-from ddm.protocol.architecture import Architecture, Condition, Dit, Mmdit, NoCondition, Shape, TextCondition, Unet
+from ddm.protocol.architecture import (
+    Architecture,
+    Condition,
+    Dit,
+    Mmdit,
+    NoCondition,
+    Shape,
+    TextCondition,
+    Unet,
+)
 from ddm.protocol.footprint import (
     expert_size,
     file_bytes,
@@ -33,10 +42,14 @@ MOST = 5.0
 
 def peak_bytes(act: Callable[[], object]) -> int:
     """The most bytes of tensors that were alive at once in a call, by the allocator's own account."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         act()
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
     return max(accumulate(change for _, change in changes))
 
 
@@ -57,7 +70,10 @@ CASES: list[tuple[Architecture, Shape, Condition, int]] = [
 def test_memory_of_a_step_and_of_a_forward_pass_is_bracketed(
     architecture: Architecture, shape: Shape, condition: Condition, batch: int
 ) -> None:
-    size, model = network_size(architecture, shape, condition), build_expert(architecture, shape, condition=condition)
+    size, model = (
+        network_size(architecture, shape, condition),
+        build_expert(architecture, shape, condition=condition),
+    )
     given = [torch.randn(batch, TEXT.max_tokens, TEXT.dim)] if condition is TEXT else []
     x_B, t_B = torch.randn(batch, *shape), torch.rand(batch)
 
@@ -73,7 +89,10 @@ def test_memory_of_a_step_and_of_a_forward_pass_is_bracketed(
         assert averaged
 
     # The weights themselves are there before.
-    for act, needed in ((forward, size.forward_bytes(batch)), (step, size.training_bytes(batch) - size.bytes)):
+    for act, needed in (
+        (forward, size.forward_bytes(batch)),
+        (step, size.training_bytes(batch) - size.bytes),
+    ):
         assert peak_bytes(act) <= needed <= MOST * peak_bytes(act)
 
 
@@ -94,14 +113,30 @@ def test_more_of_anything_takes_more_memory() -> None:
 
 def test_memory_of_a_private_step_is_bracketed() -> None:
     document = plan_document(data={"shape": [1, 4, 4], "range": [-1.0, 1.0]})
-    document["expert"]["architecture"] = {"kind": "dit", "patch": 2, "hidden": 128, "depth": 4, "heads": 4}
-    terms = {"kind": "dp_sgd", "epsilon": 8.0, "delta": 1e-5, "units_per_step": 4, "images_per_unit": 2, "draws": 2}
+    document["expert"]["architecture"] = {
+        "kind": "dit",
+        "patch": 2,
+        "hidden": 128,
+        "depth": 4,
+        "heads": 4,
+    }
+    terms = {
+        "kind": "dp_sgd",
+        "epsilon": 8.0,
+        "delta": 1e-5,
+        "units_per_step": 4,
+        "images_per_unit": 2,
+        "draws": 2,
+    }
     document["expert"]["privacy"] = terms
     document["expert"]["training"]["batch_size"] = 4
     asked = Plan.parse(to_bytes(document), subject="plan.json")
     expert, paid = asked.expert, DpSgdMechanism(noise_multiplier=0.8, rate=1.0, steps=1)
     assert expert.privacy is not None
-    private, images = Private(expert.privacy, paid, torch.arange(3), b"s" * 32), Examples(torch.rand(3, 1, 4, 4))
+    private, images = (
+        Private(expert.privacy, paid, torch.arange(3), b"s" * 32),
+        Examples(torch.rand(3, 1, 4, 4)),
+    )
     model = build_expert(expert.architecture, asked.expert_shape)
 
     def step() -> None:
@@ -121,6 +156,12 @@ def test_bytes_of_files_and_statistics_are_those_of_their_tensors() -> None:
         "plan/centroids.safetensors": 4 * 64 * 32 + 2 * 8 * 64 + header,
         "plan/sketch.safetensors": 4 * (32 * 64 + 64 + 1 + 32 * (32 + 32 * 32 + 1)) + header,
     }
-    gradients = {"kind": "hog", "path": "plan/encoder.safetensors", "dim": 32, "cells": 4, "mirrored": False}
+    gradients = {
+        "kind": "hog",
+        "path": "plan/encoder.safetensors",
+        "dim": 32,
+        "cells": 4,
+        "mirrored": False,
+    }
     assert file_bytes(plan(encoder=gradients))["plan/encoder.safetensors"] == 4 * 33 * 128 + header
     assert statistic_bytes(asked, num_units=100) == {"counts": 8 * 32, "sketch": 4 * 8 * 100}

@@ -71,6 +71,8 @@ def test_architecture_is_held_to_the_latents_and_not_to_the_pixels() -> None:
     ],
     ids=["file not listed", "groups", "levels", "scale", "channels", "kind", "too many levels"],
 )
-def test_latents_that_no_autoencoder_could_have_are_refused(changes: dict[str, Any], told: str) -> None:
+def test_latents_that_no_autoencoder_could_have_are_refused(
+    changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(DocumentError, match=told):
         parse(AUTOENCODER | changes)

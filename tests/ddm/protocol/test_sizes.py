@@ -29,20 +29,42 @@ from ddm.protocol.sizes import (
     token_router_size,
 )
 
-NONE, CLASS, TEXT = NoCondition(), ClassCondition(num_classes=10), TextCondition(dim=24, max_tokens=5)
+NONE, CLASS, TEXT = (
+    NoCondition(),
+    ClassCondition(num_classes=10),
+    TextCondition(dim=24, max_tokens=5),
+)
 UNETS = (
     Unet(channels=(8,), attention=(False,), num_res_blocks=1, head_channels=4, norm_groups=4),
-    Unet(channels=(8, 16), attention=(False, True), num_res_blocks=2, head_channels=8, norm_groups=4),
-    Unet(channels=(8, 8, 24), attention=(True, False, True), num_res_blocks=3, head_channels=8, norm_groups=4),
-    Unet(channels=(16, 8), attention=(False, False), num_res_blocks=1, head_channels=8, norm_groups=8),
+    Unet(
+        channels=(8, 16), attention=(False, True), num_res_blocks=2, head_channels=8, norm_groups=4
+    ),
+    Unet(
+        channels=(8, 8, 24),
+        attention=(True, False, True),
+        num_res_blocks=3,
+        head_channels=8,
+        norm_groups=4,
+    ),
+    Unet(
+        channels=(16, 8), attention=(False, False), num_res_blocks=1, head_channels=8, norm_groups=8
+    ),
 )
 EXPERTS: list[tuple[Architecture, Shape, Condition]] = [
     *(
         (Dit(patch=patch, hidden=hidden, depth=depth, heads=heads), (3, 16, 8), condition)
-        for patch, hidden, depth, heads in ((1, 8, 1, 2), (2, 48, 3, 4), (4, 64, 2, 1), (8, 12, 5, 6))
+        for patch, hidden, depth, heads in (
+            (1, 8, 1, 2),
+            (2, 48, 3, 4),
+            (4, 64, 2, 1),
+            (8, 12, 5, 6),
+        )
         for condition in (NONE, CLASS, TEXT)
     ),
-    *((Dit(patch=2, hidden=48, depth=3, heads=4, qk_norm=True), (3, 16, 8), condition) for condition in (NONE, TEXT)),
+    *(
+        (Dit(patch=2, hidden=48, depth=3, heads=4, qk_norm=True), (3, 16, 8), condition)
+        for condition in (NONE, TEXT)
+    ),
     *(
         (Mmdit(patch=2, hidden=32, depth=depth, heads=4, shared_depth=shared), (4, 8, 8), TEXT)
         for depth, shared in ((1, 0), (3, 0), (3, 1), (4, 4), (1, 1))
@@ -79,11 +101,15 @@ def test_parameters_of_a_low_rank_adaptation_are_counted_exactly(
 @pytest.mark.parametrize(
     "condition", [NoCondition(), ClassCondition(num_classes=5), TextCondition(dim=6, max_tokens=3)]
 )
-def test_parameters_of_the_samples_router_are_counted_exactly(num_experts: int, condition: Condition) -> None:
+def test_parameters_of_the_samples_router_are_counted_exactly(
+    num_experts: int, condition: Condition
+) -> None:
     sizes, shape = TransformerSize(patch=2, hidden=24, depth=2, heads=3), (3, 8, 4)
     with torch.device("meta"):
         built = TokenRouter(Dit(**sizes.model_dump()), shape, num_experts, condition)
-    assert token_router_size(sizes, shape, num_experts, condition).parameters == num_parameters(built)
+    assert token_router_size(sizes, shape, num_experts, condition).parameters == num_parameters(
+        built
+    )
 
 
 @pytest.mark.parametrize("channels", [(8,), (8, 16), (16, 8, 24)])
@@ -93,7 +119,11 @@ def test_parameters_of_an_autoencoder_are_counted_exactly(
     channels: tuple[int, ...], attends: bool, shape: Shape
 ) -> None:
     size = AutoencoderSize(
-        channels=channels, attention=(attends,) * len(channels), latent_channels=3, num_res_blocks=2, norm_groups=4
+        channels=channels,
+        attention=(attends,) * len(channels),
+        latent_channels=3,
+        num_res_blocks=2,
+        norm_groups=4,
     )
     with torch.device("meta"):
         built = build_autoencoder(size, shape)

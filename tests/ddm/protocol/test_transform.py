@@ -37,7 +37,11 @@ def test_a_plan_without_the_table_is_the_document_that_it_was() -> None:
 
 def test_defaults_are_the_steps_of_plans_without_the_table() -> None:
     plain = TransformSpec()
-    assert (plain.channels, plain.range, plain.fit.kind) == ("keep", PercentilesRange(low=0.5, high=99.5), "crop")
+    assert (plain.channels, plain.range, plain.fit.kind) == (
+        "keep",
+        PercentilesRange(low=0.5, high=99.5),
+        "crop",
+    )
     assert plain.content is None and plain.slices is None
 
 
@@ -97,10 +101,16 @@ def test_a_transform_that_does_not_fit_shape_range_or_unit_is_refused_in_the_pla
 
 def test_an_expert_goes_on_only_under_the_same_transform() -> None:
     with_table = {"fit": {"kind": "pad"}}
-    for before, now in ((None, with_table), (with_table, None), (with_table, {"fit": {"kind": "crop"}})):
+    for before, now in (
+        (None, with_table),
+        (with_table, None),
+        (with_table, {"fit": {"kind": "crop"}}),
+    ):
         old, new = (parsed(**({"transform": each} if each else {})) for each in (before, now))
         with case(before=before, now=now):
-            assert any(name.startswith("transform") for name, _, _ in differences(old, new, "north"))
+            assert any(
+                name.startswith("transform") for name, _, _ in differences(old, new, "north")
+            )
     assert not differences(parsed(transform=with_table), parsed(transform=with_table), "north")
 
 
@@ -122,5 +132,15 @@ def test_words_name_every_step_and_nothing_that_is_not_done() -> None:
         """
     ).words
     said = "; ".join(every)
-    for part in ("luminance", "-160 to 240", "0.1", "margin of 5%", "9 coronal", "25% to 75%", "1.5 mm", "-1", "uint8"):
+    for part in (
+        "luminance",
+        "-160 to 240",
+        "0.1",
+        "margin of 5%",
+        "9 coronal",
+        "25% to 75%",
+        "1.5 mm",
+        "-1",
+        "uint8",
+    ):
         assert part in said

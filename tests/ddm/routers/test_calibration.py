@@ -39,7 +39,9 @@ def counts(world: World) -> CountsRouter:
     return CountsRouter.from_counts(world.sketch(), world.histogram(), world.num_units, 20.0, PATH)
 
 
-def test_overconfident_router_is_cooled_to_where_it_was(counts: CountsRouter, public: PublicData) -> None:
+def test_overconfident_router_is_cooled_to_where_it_was(
+    counts: CountsRouter, public: PublicData
+) -> None:
     found = calibrate(Sharper(counts, 3.0), public)
     assert found.temperature == pytest.approx(3.0, rel=0.1)
     for error in found.errors[:4]:
@@ -49,11 +51,17 @@ def test_overconfident_router_is_cooled_to_where_it_was(counts: CountsRouter, pu
     assert found.errors[1].after[2] < found.errors[1].before[1]  # the intervals do not touch
 
 
-def test_temperature_leaves_noise_as_it_is_and_is_whole_without(counts: CountsRouter, world: World) -> None:
+def test_temperature_leaves_noise_as_it_is_and_is_whole_without(
+    counts: CountsRouter, world: World
+) -> None:
     x = world.silos[0][:5]
     for path in (LinearPath(), CosinePath()):
         warm = Calibrated(counts, 3.0, [1, 1], path)
-        for t, temperature in ((0.0, 3.0), (1.0, 1.0), (0.4, 1 + 2 * float(path.alpha(torch.tensor(0.4))) ** 2)):
+        for t, temperature in (
+            (0.0, 3.0),
+            (1.0, 1.0),
+            (0.4, 1 + 2 * float(path.alpha(torch.tensor(0.4))) ** 2),
+        ):
             at = torch.full((5,), t)
             odds, cooled = (router.log_likelihood(x, at).diff(dim=1) for router in (counts, warm))
             torch.testing.assert_close(temperature * cooled, odds, rtol=1e-4, atol=1e-4)
@@ -83,19 +91,25 @@ def test_calibrated_router_keeps_temperature_1(counts: CountsRouter, public: Pub
 
 def test_calibration_error_matches_its_definition_written_out(world: World) -> None:
     group = torch.tensor([0, 0, 1, 1, 2, 3])
-    weights = PublicWeights(Evidence(world.histogram(), world.num_units, 20.0, one_each(2)), group, 0)
+    weights = PublicWeights(
+        Evidence(world.histogram(), world.num_units, 20.0, one_each(2)), group, 0
+    )
     first = np.random.default_rng(0).random((2, 6))
     w_DNE = torch.from_numpy(np.stack([first, 1 - first], -1))
     gaps = np.zeros(15)
     for w_NE in w_DNE.numpy():
         for w_E, weight_E in zip(w_NE, weights.weight_NE, strict=True):
-            gaps[min(int(15 * w_E.max()), 14)] += (w_E.max() * weight_E.sum() - weight_E[w_E.argmax()]) / 2
+            gaps[min(int(15 * w_E.max()), 14)] += (
+                w_E.max() * weight_E.sum() - weight_E[w_E.argmax()]
+            ) / 2
     (value, low, high), _ = reliability(weights, w_DNE)
     assert value == pytest.approx(np.abs(gaps).sum())
     assert 0 <= low < high
 
 
-def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_band(counts: CountsRouter) -> None:
+def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_band(
+    counts: CountsRouter,
+) -> None:
     """Islands judge a router on images of known islands, as many of each as it has: the plain error."""
     label_N = (
         torch.arange(300) % 10 // 7
@@ -109,11 +123,18 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
     found = calibrate(Sharper(counts, 2.0), data)
     _, judge_N = halves(label_N, 0)
     log_prior_E = (size.double() / 300).log()
-    assert [(band.low, band.high) for band in found.errors] == list(BANDS) and found.temperature != 1.0
+    assert [(band.low, band.high) for band in found.errors] == list(
+        BANDS
+    ) and found.temperature != 1.0
     for index, band in enumerate(BANDS):
         log_DNE = data.log_likelihoods(Sharper(counts, 2.0), band, index)[:, judge_N]
-        for temperature, error in ((1.0, found.errors[index].before), (found.temperature, found.errors[index].after)):
-            divisor_DN = 1 + (temperature - 1) * (1 - data.times(band, index)[:, judge_N].double()).square()
+        for temperature, error in (
+            (1.0, found.errors[index].before),
+            (found.temperature, found.errors[index].after),
+        ):
+            divisor_DN = (
+                1 + (temperature - 1) * (1 - data.times(band, index)[:, judge_N].double()).square()
+            )
             w_DNE = (log_DNE / divisor_DN[..., None] + log_prior_E).softmax(2)
             confidence, top = (part.flatten().numpy() for part in w_DNE.max(2))
             hit = top == label_N[judge_N].repeat(len(w_DNE)).numpy()
@@ -121,11 +142,15 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
             share, _ = np.histogram(confidence, np.linspace(0, 1, 16))
             theirs = float((share[share > 0] / share.sum() * np.abs(right - claimed)).sum())
             assert error[0] == pytest.approx(theirs, abs=1e-6) and error[1] <= error[0] <= error[2]
-        seen = share[share > 0] / share.sum() >= 0.01  # the diagram is of the published temperature, the last one
+        seen = (
+            share[share > 0] / share.sum() >= 0.01
+        )  # the diagram is of the published temperature, the last one
         bins = found.errors[index].bins
         assert [each.confidence for each in bins] == pytest.approx(list(claimed[seen]), abs=1e-6)
         assert [each.accuracy[0] for each in bins] == pytest.approx(list(right[seen]), abs=1e-6)
-        assert all(0 <= each.accuracy[1] <= each.accuracy[0] <= each.accuracy[2] <= 1 for each in bins)
+        assert all(
+            0 <= each.accuracy[1] <= each.accuracy[0] <= each.accuracy[2] <= 1 for each in bins
+        )
         assert sum(each.share for each in bins) == pytest.approx(1, abs=0.05)
 
 
@@ -135,7 +160,9 @@ def test_calibration_is_read_back_from_a_manifest_as_it_was_measured() -> None:
         for low, high in BANDS
     ]
     listed = [figure for band in reversed(bands) for figure in band.evaluations()]
-    other = listed[0].model_copy(update={"metric": "router_cross_entropy_counts_minus_prior_t_0.00_0.20"})
+    other = listed[0].model_copy(
+        update={"metric": "router_cross_entropy_counts_minus_prior_t_0.00_0.20"}
+    )
     assert calibration_bands([other, *listed]) == bands
     assert calibration_bands(listed[1:])[-1] == bands[-2]  # half of a band is none
     rows = calibration_rows(bands)
@@ -144,8 +171,12 @@ def test_calibration_is_read_back_from_a_manifest_as_it_was_measured() -> None:
 
 def test_weights_are_the_silos_shares_spread_over_the_images_of_a_group(world: World) -> None:
     histogram = world.histogram().double()
-    weights = PublicWeights(Evidence(world.histogram(), world.num_units, 20.0, one_each(2)), world.public_group, 0)
-    expected = (histogram / histogram.sum() / torch.bincount(world.public_group, minlength=GROUPS)).T
+    weights = PublicWeights(
+        Evidence(world.histogram(), world.num_units, 20.0, one_each(2)), world.public_group, 0
+    )
+    expected = (
+        histogram / histogram.sum() / torch.bincount(world.public_group, minlength=GROUPS)
+    ).T
     np.testing.assert_allclose(weights.weight_NE, expected[world.public_group].numpy())
 
 
@@ -164,24 +195,45 @@ def test_temperature_and_training_prior_are_taken_off(counts: CountsRouter, worl
     log_prior = torch.tensor(PRIOR).log()
     truth = posterior(counts, x, at, log_prior)
     torch.testing.assert_close(
-        posterior(Calibrated(Biased(), 1.0, [9, 1], PATH), x, at, log_prior), truth, atol=1e-5, rtol=0
+        posterior(Calibrated(Biased(), 1.0, [9, 1], PATH), x, at, log_prior),
+        truth,
+        atol=1e-5,
+        rtol=0,
     )
-    assert float((posterior(Calibrated(Biased(), 1.0, [1, 1], PATH), x, at, log_prior) - truth).abs().max()) > 0.1
+    assert (
+        float(
+            (posterior(Calibrated(Biased(), 1.0, [1, 1], PATH), x, at, log_prior) - truth)
+            .abs()
+            .max()
+        )
+        > 0.1
+    )
     sharp = Calibrated(Sharper(counts, 3.0), 3.0, [1, 1], PATH)
     torch.testing.assert_close(posterior(sharp, x, at, log_prior), truth, atol=1e-5, rtol=0)
     pure = torch.ones(50, dtype=torch.float64)
-    for router in (Calibrated(Biased(), 4.0, [9, 1], PATH), sharp, Calibrated(counts, 0.2, [1, 1], PATH)):
+    for router in (
+        Calibrated(Biased(), 4.0, [9, 1], PATH),
+        sharp,
+        Calibrated(counts, 0.2, [1, 1], PATH),
+    ):
         w = posterior(router, x.double(), pure, log_prior.double())
         torch.testing.assert_close(w, log_prior.double().exp().expand(50, 2), atol=1e-6, rtol=0)
 
 
-def test_calibrated_router_answers_for_sketches_as_for_images(counts: CountsRouter, world: World) -> None:
+def test_calibrated_router_answers_for_sketches_as_for_images(
+    counts: CountsRouter, world: World
+) -> None:
     assert isinstance(counts, SketchRouter)
     router = Calibrated(counts, 2.0, [1, 1], PATH)
     answer = router.on_sketches(counts.sketch.rank)
-    assert answer is not None and Calibrated(Sharper(counts, 1.0), 1.0, [1, 1], PATH).on_sketches(2) is None
+    assert (
+        answer is not None
+        and Calibrated(Sharper(counts, 1.0), 1.0, [1, 1], PATH).on_sketches(2) is None
+    )
     x, at = world.silos[0][:20], torch.full((20,), 0.4)
-    torch.testing.assert_close(answer(counts.sketch.of(x, at, PATH), at), router.log_likelihood(x, at))
+    torch.testing.assert_close(
+        answer(counts.sketch.of(x, at, PATH), at), router.log_likelihood(x, at)
+    )
 
 
 def test_manipulated_temperature_is_refused(counts: CountsRouter) -> None:

@@ -19,7 +19,16 @@ from ddm.routers.learned import LearnedRouter
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import Residual
-from tests.support.router_problems import GROUPS, PATH, RANK, World, clustered, dealt, make_world, one_each
+from tests.support.router_problems import (
+    GROUPS,
+    PATH,
+    RANK,
+    World,
+    clustered,
+    dealt,
+    make_world,
+    one_each,
+)
 from tests.support.seeded import Seeded
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
@@ -32,7 +41,9 @@ def world() -> World:
     return make_world(SHARES, [600, 300])
 
 
-def _counts(world: World, noise: Tensor | None = None, epsilon: float = 2.0) -> tuple[CountsRouter, Tensor]:
+def _counts(
+    world: World, noise: Tensor | None = None, epsilon: float = 2.0
+) -> tuple[CountsRouter, Tensor]:
     noisy = world.histogram() + (0 if noise is None else noise)
     return CountsRouter.from_counts(world.sketch(), noisy, world.num_units, epsilon, PATH), noisy
 
@@ -53,18 +64,29 @@ def _public(
     return PublicData(images, group, evidence, prior or [2 / 3, 1 / 3], PATH, seed=0)
 
 
-def _compare(world: World, counts: CountsRouter, candidate: Router, noisy: Tensor, bands=BANDS) -> Comparison:
-    held_out = HeldOut(list(world.released(counts.sketch, T_R, seed=7).values()), counts.sketch, T_R)
+def _compare(
+    world: World, counts: CountsRouter, candidate: Router, noisy: Tensor, bands=BANDS
+) -> Comparison:
+    held_out = HeldOut(
+        list(world.released(counts.sketch, T_R, seed=7).values()), counts.sketch, T_R
+    )
     return compare(_plain(counts), _plain(candidate), _public(world, noisy), held_out, bands=bands)
 
 
 def test_public_comparison_finds_the_silos_own_cross_entropy(world: World) -> None:
     counts, noisy = _counts(world)
     found = _compare(world, counts, _silent(counts), noisy)
-    x, label = torch.cat(world.silos), torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
-    for public, silo in zip(found.bands, cross_entropy(counts, x, label, world.num_units), strict=True):
+    x, label = (
+        torch.cat(world.silos),
+        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
+    )
+    for public, silo in zip(
+        found.bands, cross_entropy(counts, x, label, world.num_units), strict=True
+    ):
         assert abs(public.counts - silo.value) < 5 * silo.error
-        assert public.prior == pytest.approx(-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), abs=1e-6)
+        assert public.prior == pytest.approx(
+            -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), abs=1e-6
+        )
 
 
 def test_router_is_not_worse_than_itself(world: World) -> None:
@@ -75,7 +97,9 @@ def test_router_is_not_worse_than_itself(world: World) -> None:
     assert not _silent(counts).differs(counts)
 
 
-def test_router_refitted_on_good_sketches_is_nowhere_worse_when_counts_were_noisy(world: World) -> None:
+def test_router_refitted_on_good_sketches_is_nowhere_worse_when_counts_were_noisy(
+    world: World,
+) -> None:
     counts, noisy = _counts(world, torch.tensor([[8, -6, 3, -4], [-5, 9, -7, 2]]))
     refitted = refit_shares(counts, list(world.released(counts.sketch, 0.2).values()), 0.2)
     assert not _compare(world, counts, _silent(refitted), noisy).worse
@@ -90,7 +114,9 @@ def test_harmful_network_is_found_worse_where_it_speaks(world: World) -> None:
     found = _compare(world, counts, harmful, noisy)
     assert harmful.differs(counts)
     assert found.worse[0] == found.bands[0]  # near the data it speaks loudest
-    assert found.sketches is not None and not found.sketches.worse  # the network needs more than is released
+    assert (
+        found.sketches is not None and not found.sketches.worse
+    )  # the network needs more than is released
 
 
 def test_spoilt_router_of_any_family_is_found_worse(world: World) -> None:
@@ -104,7 +130,9 @@ def test_spoilt_router_of_any_family_is_found_worse(world: World) -> None:
         def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
             return counts.log_likelihood(x_B, t_B).flip(1)
 
-    assert _compare(world, counts, CountsRouter(counts.sketch, counts.log_mass_KG.flip(0), PATH), noisy).worse
+    assert _compare(
+        world, counts, CountsRouter(counts.sketch, counts.log_mass_KG.flip(0), PATH), noisy
+    ).worse
     found = _compare(world, counts, Opposite(), noisy)
     assert found.worse and found.sketches is None
 
@@ -118,7 +146,9 @@ def test_router_that_public_data_contradict_is_refused(world: World) -> None:
 
 
 @pytest.mark.parametrize("layout", [clustered(), dealt()])
-def test_experts_of_silos_are_judged_by_their_own_part_of_the_public_images(world: World, layout: Layout) -> None:
+def test_experts_of_silos_are_judged_by_their_own_part_of_the_public_images(
+    world: World, layout: Layout
+) -> None:
     counts, noisy = _counts(world)
     _, share = layout.split(counts.log_mass_KG.exp())
     prior = [p * float(s) for p, s in zip([2 / 3, 2 / 3, 1 / 3, 1 / 3], share, strict=True)]
@@ -129,16 +159,26 @@ def test_experts_of_silos_are_judged_by_their_own_part_of_the_public_images(worl
     group = torch.cat(world.silo_group)
     silo = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
     half = (group >= GROUPS // 2).long() if layout == clustered() else torch.arange(len(x)) % 2
-    for band, truth in zip(found.bands, cross_entropy(experts, x, 2 * silo + half, prior), strict=True):
+    for band, truth in zip(
+        found.bands, cross_entropy(experts, x, 2 * silo + half, prior), strict=True
+    ):
         assert abs(band.counts - truth.value) < 5 * truth.error + 0.01
-    swapped = _plain(CountsRouter(counts.sketch, counts.split(layout).log_mass_KG[[1, 0, 3, 2]], PATH))
+    swapped = _plain(
+        CountsRouter(counts.sketch, counts.split(layout).log_mass_KG[[1, 0, 3, 2]], PATH)
+    )
     assert bool(compare(experts, swapped, public).worse) == (layout == clustered())
 
 
-def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_of_the_release(world: World) -> None:
+def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_of_the_release(
+    world: World,
+) -> None:
     exact, histogram = _counts(world)
-    fixed = CountsRouter(exact.sketch, torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.2, 0.2, 0.2, 0.4]]).log(), PATH)
-    other = CountsRouter(exact.sketch, torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH)
+    fixed = CountsRouter(
+        exact.sketch, torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.2, 0.2, 0.2, 0.4]]).log(), PATH
+    )
+    other = CountsRouter(
+        exact.sketch, torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH
+    )
     band = BANDS[1:2]
 
     def difference(noisy: Tensor) -> tuple[float, float, float]:
@@ -146,21 +186,32 @@ def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_o
         return found.difference, found.difference_low, found.difference_high
 
     truth = difference(histogram)[0]
-    noise = (torch.from_numpy(discrete_laplace(2 * GROUPS, 2.0, Seeded(n)).reshape(2, GROUPS)) for n in range(12))
+    noise = (
+        torch.from_numpy(discrete_laplace(2 * GROUPS, 2.0, Seeded(n)).reshape(2, GROUPS))
+        for n in range(12)
+    )
     found = [difference(histogram + one) for one in noise]
     values = [value for value, _, _ in found]
     assert abs(np.mean(values) - truth) < 6 * np.std(values) / math.sqrt(12) + 1e-6
-    assert sum(low <= truth <= high for _, low, high in found) >= 6  # of 12 at 95%: fewer in one of a million
+    assert (
+        sum(low <= truth <= high for _, low, high in found) >= 6
+    )  # of 12 at 95%: fewer in one of a million
 
 
 def test_intervals_widen_with_the_number_of_looks(world: World) -> None:
     counts, noisy = _counts(world)
-    other = CountsRouter(counts.sketch, torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH)
+    other = CountsRouter(
+        counts.sketch, torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH
+    )
     alone = compare(_plain(counts), _plain(other), _public(world, noisy), bands=BANDS[:1]).bands[0]
     among = compare(_plain(counts), _plain(other), _public(world, noisy)).bands[0]
     assert among.difference == pytest.approx(alone.difference)
-    ratio = (among.difference_high - among.difference_low) / (alone.difference_high - alone.difference_low)
-    assert ratio == pytest.approx(2.576 / 1.960, rel=0.15)  # the normal quantiles at 5% / 5 and at 5%
+    ratio = (among.difference_high - among.difference_low) / (
+        alone.difference_high - alone.difference_low
+    )
+    assert ratio == pytest.approx(
+        2.576 / 1.960, rel=0.15
+    )  # the normal quantiles at 5% / 5 and at 5%
 
 
 def test_public_comparison_refuses_releases_of_another_number_of_experts(world: World) -> None:
@@ -178,11 +229,17 @@ def test_public_comparison_refuses_releases_of_another_number_of_experts(world: 
 def test_bootstrap_of_exact_counts_is_the_limit_of_that_of_noised_ones() -> None:
     """Two ways to the same numbers: exact counts leave the images to resample, noise next to none hardly more."""
     size, group_N = torch.arange(10, 22), torch.arange(60) * 7 % 12
-    layout = Layout.of(SiloPartition(min_images=1), [[Part(f"{k}", None, tuple(range(12)))] for k in range(12)])
+    layout = Layout.of(
+        SiloPartition(min_images=1), [[Part(f"{k}", None, tuple(range(12)))] for k in range(12)]
+    )
     figure_MNE = np.random.default_rng(0).random((2, 60, 12))
     exact, noised = (
-        Evidence(torch.diag(size), size.tolist(), epsilon, layout).weights(group_N, 0) for epsilon in (EXACT, 60.0)
+        Evidence(torch.diag(size), size.tolist(), epsilon, layout).weights(group_N, 0)
+        for epsilon in (EXACT, 60.0)
     )
     np.testing.assert_allclose(exact.means(figure_MNE), noised.means(figure_MNE), atol=1e-12)
-    ends = [np.quantile(each.bootstrap(figure_MNE), [0.025, 0.5, 0.975], axis=0) for each in (exact, noised)]
+    ends = [
+        np.quantile(each.bootstrap(figure_MNE), [0.025, 0.5, 0.975], axis=0)
+        for each in (exact, noised)
+    ]
     assert float(np.abs(ends[0] - ends[1]).max()) < 0.05 * float((ends[0][2] - ends[0][0]).min())

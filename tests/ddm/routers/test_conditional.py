@@ -36,7 +36,9 @@ def _held() -> Tensor:
 
 def _noised(epsilon: float, seed: int = 0) -> Tensor:
     held = _held()
-    return held + torch.from_numpy(discrete_laplace(held.numel(), epsilon, Seeded(seed)).reshape(held.shape))
+    return held + torch.from_numpy(
+        discrete_laplace(held.numel(), epsilon, Seeded(seed)).reshape(held.shape)
+    )
 
 
 def test_conditional_prior_is_who_holds_the_class(sketch: Sketch) -> None:
@@ -44,10 +46,14 @@ def test_conditional_prior_is_who_holds_the_class(sketch: Sketch) -> None:
     held = _held().double()
     expected = held.sum(2) / held.sum((0, 2)).clamp(min=1)
     for label in (0, 1):
-        torch.testing.assert_close(found.log_prior(label).exp(), expected[:, label], atol=0.03, rtol=0)
+        torch.testing.assert_close(
+            found.log_prior(label).exp(), expected[:, label], atol=0.03, rtol=0
+        )
     shares = held[0, 0] / held[0, 0].sum()
     torch.testing.assert_close(found.mass_ECG[0, 0], shares, atol=0.03, rtol=0)
-    assert float((found.log_prior(0).exp() - torch.tensor([2 / 3, 1 / 3])).abs().max()) > 0.3  # not the plain prior
+    assert (
+        float((found.log_prior(0).exp() - torch.tensor([2 / 3, 1 / 3])).abs().max()) > 0.3
+    )  # not the plain prior
 
 
 def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> None:
@@ -59,7 +65,9 @@ def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> Non
         off.append(float((found.log_prior(2).exp() - prior).abs().max()))
         counts = noisy[:, 2].clamp(min=0).sum(1) + 1e-3 * prior
         off_at_their_word.append(float((counts / counts.sum() - prior).abs().max()))
-    assert np.mean(off) < 0.15 < 0.25 < np.mean(off_at_their_word)  # the noise alone would name a silo
+    assert (
+        np.mean(off) < 0.15 < 0.25 < np.mean(off_at_their_word)
+    )  # the noise alone would name a silo
 
 
 def test_experts_of_a_silo_split_its_share_of_a_class_by_their_groups(sketch: Sketch) -> None:
@@ -67,7 +75,9 @@ def test_experts_of_a_silo_split_its_share_of_a_class_by_their_groups(sketch: Sk
     experts = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 100.0, clustered())
     together = experts.prior_CE.view(CLASSES, 2, 2).sum(2)
     torch.testing.assert_close(together, silos.prior_CE)
-    assert float(experts.prior_CE[0, 0]) == pytest.approx(0.9, abs=0.03)  # class 0 lies in the first half of groups
+    assert float(experts.prior_CE[0, 0]) == pytest.approx(
+        0.9, abs=0.03
+    )  # class 0 lies in the first half of groups
     assert float(experts.mass_ECG[0, 0, GROUPS // 2 :].abs().max()) == 0
 
 
@@ -90,23 +100,37 @@ def test_conditional_prior_refuses_what_is_no_prior(sketch: Sketch) -> None:
             found.log_prior(label)
 
 
-def test_router_given_a_class_tells_experts_apart_by_where_the_class_lies_in_them(sketch: Sketch) -> None:
+def test_router_given_a_class_tells_experts_apart_by_where_the_class_lies_in_them(
+    sketch: Sketch,
+) -> None:
     """Brute force at one point: the groups' Gaussians, weighted by where class 1 lies in each expert."""
     found = ConditionalPrior.from_counts(sketch, _noised(2.0), NUM_UNITS, 2.0, one_each(2))
     path, t = LinearPath(), 0.4
-    x_t = torch.randn(3, sketch.mean_D.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x_t = torch.randn(
+        3, sketch.mean_D.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     s_BR = sketch.of(x_t, torch.full((3,), t), path).double()
     noise = (t / sketch.scale) ** 2 * torch.eye(sketch.rank, dtype=torch.float64)
     groups = [
-        torch.distributions.MultivariateNormal((1 - t) * mean, (1 - t) ** 2 * cov + noise).log_prob(s_BR)
-        for mean, cov in zip(sketch.group_mean_GR.double(), sketch.group_cov_GRR.double(), strict=True)
+        torch.distributions.MultivariateNormal((1 - t) * mean, (1 - t) ** 2 * cov + noise).log_prob(
+            s_BR
+        )
+        for mean, cov in zip(
+            sketch.group_mean_GR.double(), sketch.group_cov_GRR.double(), strict=True
+        )
     ]
     density_BG = torch.stack(groups, 1)
-    expected_BK = torch.stack([(density_BG + found.mass_ECG[k, 1].log()).logsumexp(1) for k in (0, 1)], 1)
-    answer_BK = found.router(1, sketch, path).log_likelihood(x_t, torch.full((3,), t, dtype=torch.float64))
+    expected_BK = torch.stack(
+        [(density_BG + found.mass_ECG[k, 1].log()).logsumexp(1) for k in (0, 1)], 1
+    )
+    answer_BK = found.router(1, sketch, path).log_likelihood(
+        x_t, torch.full((3,), t, dtype=torch.float64)
+    )
     difference = (answer_BK - expected_BK).double()
     assert float((difference - difference[:, :1]).abs().max()) < 1e-6
-    other = found.router(0, sketch, path).log_likelihood(x_t, torch.full((3,), t, dtype=torch.float64))
+    other = found.router(0, sketch, path).log_likelihood(
+        x_t, torch.full((3,), t, dtype=torch.float64)
+    )
     assert float(((other - answer_BK) - (other - answer_BK)[:, :1]).abs().max()) > 1e-3
     with pytest.raises(ShapeError):
         found.router(CLASSES, sketch, path)

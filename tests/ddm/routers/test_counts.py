@@ -37,7 +37,9 @@ def test_counts_likelihood_matches_the_mixture_written_out() -> None:
             router = CountsRouter(SKETCH, LOG_MASS, PATH)
             generator = torch.Generator().manual_seed(1)
             s = torch.randn(40, RANK, generator=generator, dtype=torch.float64)
-            found = router.sketch_log_likelihood(s, torch.full((40,), t, dtype=torch.float64)).numpy()
+            found = router.sketch_log_likelihood(
+                s, torch.full((40,), t, dtype=torch.float64)
+            ).numpy()
             shares = np.array(SHARES) / np.array(SHARES).sum(1, keepdims=True)
             expected = _brute(SKETCH, shares, s.numpy(), t)
 
@@ -47,7 +49,9 @@ def test_counts_likelihood_matches_the_mixture_written_out() -> None:
             np.testing.assert_allclose(ratios(found), ratios(expected), atol=1e-6)
             wrong = _brute(SKETCH, shares[[1, 0, 2]], s.numpy(), t)
             if t < 0.9:
-                assert np.abs(ratios(found) - ratios(wrong)).max() > 0.1  # swapped shares would show
+                assert (
+                    np.abs(ratios(found) - ratios(wrong)).max() > 0.1
+                )  # swapped shares would show
 
 
 def test_counts_router_takes_images_with_a_time_each() -> None:
@@ -57,16 +61,22 @@ def test_counts_router_takes_images_with_a_time_each() -> None:
     t = torch.linspace(0, 1, 6)
     together = router.log_likelihood(x, t)
     alone = torch.cat([router.log_likelihood(x[i : i + 1], t[i : i + 1]) for i in range(6)])
-    torch.testing.assert_close(together - together[:, :1], alone - alone[:, :1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        together - together[:, :1], alone - alone[:, :1], atol=1e-5, rtol=1e-4
+    )
     assert together.shape == (6, 3)
 
 
 def test_counts_router_answers_the_prior_at_pure_noise_after_its_file(tmp_path) -> None:
     router = CountsRouter(SKETCH, LOG_MASS, PATH)
     save_tensors(tmp_path / "router.safetensors", router.tensors())
-    loaded = load_tensors(tmp_path / "router.safetensors", counts_router_specs(3, GROUPS), max_bytes=10_000)
+    loaded = load_tensors(
+        tmp_path / "router.safetensors", counts_router_specs(3, GROUPS), max_bytes=10_000
+    )
     again = CountsRouter.from_tensors(loaded, SKETCH, PATH)
-    x = 3 * torch.randn(50, 1, 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x = 3 * torch.randn(
+        50, 1, 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     prior = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
     for candidate in (router, again):
         w = posterior(candidate, x, torch.ones(50, dtype=torch.float64), prior.log())
@@ -111,22 +121,36 @@ def test_float32_answers_of_a_wide_sketch_are_those_of_float64() -> None:
     for t in [0.0, 1e-4, 0.05, 0.5, 1.0]:
         with case(t=t):
             sketch = _wide(groups=32, rank=48)
-            share = torch.from_numpy(np.random.default_rng(0).dirichlet(np.full(32, 0.3), size=5)).clamp(min=1e-9)
+            share = torch.from_numpy(
+                np.random.default_rng(0).dirichlet(np.full(32, 0.3), size=5)
+            ).clamp(min=1e-9)
             router = CountsRouter(sketch, (share / share.sum(1, keepdim=True)).log(), PATH)
             s = torch.cat([sketch.group_mean_GR, sketch.group_mean_GR + 0.5]).repeat(20, 1)
-            s = (1 - t) * s + t / sketch.scale * torch.randn(s.shape, generator=torch.Generator().manual_seed(1))
+            s = (1 - t) * s + t / sketch.scale * torch.randn(
+                s.shape, generator=torch.Generator().manual_seed(1)
+            )
             at = torch.full((len(s),), t)
-            single, double = router.sketch_log_likelihood(s, at), router.sketch_log_likelihood(s.double(), at.double())
+            single, double = (
+                router.sketch_log_likelihood(s, at),
+                router.sketch_log_likelihood(s.double(), at.double()),
+            )
             assert single.dtype == torch.float32
-            torch.testing.assert_close(single.softmax(1).double(), double.softmax(1), atol=5e-4, rtol=0)
-            half = router.group_log_density(s.half().float(), at)  # the tolerance would show a lower precision
+            torch.testing.assert_close(
+                single.softmax(1).double(), double.softmax(1), atol=5e-4, rtol=0
+            )
+            half = router.group_log_density(
+                s.half().float(), at
+            )  # the tolerance would show a lower precision
             if t < 1:
                 assert float((half - router.group_log_density(s, at)).abs().max()) > 1e-2
 
 
 def test_blocks_do_not_change_the_answer(monkeypatch) -> None:
     router = CountsRouter(SKETCH, LOG_MASS, PATH)
-    s, at = torch.randn(50, RANK, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 50)
+    s, at = (
+        torch.randn(50, RANK, generator=torch.Generator().manual_seed(0)),
+        torch.linspace(0, 1, 50),
+    )
     whole = router.sketch_log_likelihood(s, at)
     monkeypatch.setattr("ddm.routers.gaussians._BLOCK", 3 * GROUPS * RANK)
     torch.testing.assert_close(router.sketch_log_likelihood(s, at), whole, atol=1e-5, rtol=1e-5)
@@ -145,13 +169,17 @@ def test_experts_of_a_silo_together_are_the_silo(layout, tmp_path) -> None:
     silos = CountsRouter.from_counts(SKETCH, WORLD.histogram(), WORLD.num_units, 1.0, PATH)
     experts = silos.split(layout)
     save_tensors(tmp_path / "router.safetensors", experts.tensors())
-    loaded = load_tensors(tmp_path / "router.safetensors", counts_router_specs(6, GROUPS), max_bytes=10_000)
+    loaded = load_tensors(
+        tmp_path / "router.safetensors", counts_router_specs(6, GROUPS), max_bytes=10_000
+    )
     again = CountsRouter.from_tensors(loaded, SKETCH, PATH)
     _, share = layout.split(silos.log_mass_KG.exp())
     s = torch.randn(40, RANK, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     at = torch.full((40,), 0.3, dtype=torch.float64)
     joint = (again.sketch_log_likelihood(s, at) + share.log()).view(40, 3, 2)
-    torch.testing.assert_close(joint.logsumexp(2), silos.sketch_log_likelihood(s, at), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        joint.logsumexp(2), silos.sketch_log_likelihood(s, at), atol=1e-5, rtol=0
+    )
     swapped = (again.sketch_log_likelihood(s, at) + share.flip(0).log()).view(40, 3, 2)
     if share.std() > 0:
         assert float((swapped.logsumexp(2) - silos.sketch_log_likelihood(s, at)).abs().max()) > 0.05

@@ -39,7 +39,10 @@ def world() -> World:
 
 
 def test_cross_entropy_of_a_flat_router_is_the_entropy_of_the_prior(world: World) -> None:
-    x, label = torch.cat(world.silos), torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
+    x, label = (
+        torch.cat(world.silos),
+        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
+    )
     for prior in ([600, 300], [0.5, 0.5], [0.9, 0.1]):
         p = np.array(prior) / sum(prior)
         for band in cross_entropy(Flat(), x, label, prior):
@@ -51,13 +54,17 @@ def test_cross_entropy_of_the_exact_router_matches_numerical_integration() -> No
     label = torch.arange(20_000) % 2
     x = (2 * label - 1)[:, None] + 0.5 * torch.randn(20_000, 1, generator=generator)
     prior = np.array([0.7, 0.3])
-    for (low, high), band in zip(BANDS, cross_entropy(TwoNormals(), x, label, prior.tolist()), strict=True):
+    for (low, high), band in zip(
+        BANDS, cross_entropy(TwoNormals(), x, label, prior.tolist()), strict=True
+    ):
         grid = np.linspace(-7, 7, 2001)
         total = 0.0
         times = np.linspace(low, high, 41)[:-1] + (high - low) / 80
         for t in times:
             std = math.sqrt(0.25 * (1 - t) ** 2 + t**2)
-            density = np.stack([np.exp(-0.5 * ((grid - (1 - t) * m) / std) ** 2) / std for m in (-1, 1)])
+            density = np.stack(
+                [np.exp(-0.5 * ((grid - (1 - t) * m) / std) ** 2) / std for m in (-1, 1)]
+            )
             density /= density.sum(1, keepdims=True)
             joint = prior[:, None] * density
             total -= (joint * np.log(joint / joint.sum(0))).sum() / len(times)

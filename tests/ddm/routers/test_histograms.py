@@ -34,7 +34,9 @@ def test_expected_counts_match_bayes_by_enumeration(monkeypatch) -> None:
         density = rate ** (8 * w - 1) * (1 - rate) ** (8 * (1 - w) - 1)
         density /= density.sum()
         n = np.arange(num + 1)
-        prior = np.array([math.comb(num, k) * (density * rate**k * (1 - rate) ** (num - k)).sum() for k in n])
+        prior = np.array(
+            [math.comb(num, k) * (density * rate**k * (1 - rate) ** (num - k)).sum() for k in n]
+        )
         posterior_n = prior * np.exp(-epsilon / 2 * np.abs(y - n))
         posterior_n /= posterior_n.sum()
         means.append((posterior_n * n).sum())
@@ -70,7 +72,9 @@ def _world(*, alike: bool) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_like_groups_tell_what_noise_hides_and_change_little_where_they_do_not_agree(alike: bool) -> None:
+def test_like_groups_tell_what_noise_hides_and_change_little_where_they_do_not_agree(
+    alike: bool,
+) -> None:
     weight, mean, share = _world(alike=alike)
     rng, noise, plain, ours = np.random.default_rng(2), Seeded(0), 0.0, 0.0
     for _ in range(20):
@@ -86,8 +90,12 @@ def test_like_groups_tell_what_noise_hides_and_change_little_where_they_do_not_a
 def test_a_single_group_and_groups_at_one_place_are_estimated() -> None:
     (found,) = expected_by_likeness(np.array([[93]]), [100], 1.0, np.ones(1), torch.zeros(1, 3))
     assert found.mean_G == pytest.approx([100])
-    (found,) = expected_by_likeness(np.array([[93, 2]]), [100], 1.0, np.full(2, 0.5), torch.zeros(2, 3))
+    (found,) = expected_by_likeness(
+        np.array([[93, 2]]), [100], 1.0, np.full(2, 0.5), torch.zeros(2, 3)
+    )
     assert found.mean_G.sum() == pytest.approx(100) and np.isfinite(found.deviation_G).all()
     some = torch.tensor([[0.0], [0.0], [0.0], [5.0]], dtype=torch.float64)
-    (found,) = expected_by_likeness(np.array([[40, 30, 20, 10]]), [100], 1.0, np.full(4, 0.25), some)
+    (found,) = expected_by_likeness(
+        np.array([[40, 30, 20, 10]]), [100], 1.0, np.full(4, 0.25), some
+    )
     assert found.mean_G.sum() == pytest.approx(100)

@@ -60,8 +60,12 @@ def test_shares_below_the_cap_stay_as_they_are() -> None:
     assert capped_shares([6, 3, 1], 0.5) == pytest.approx((0.5, 0.375, 0.125))
 
 
-@pytest.mark.parametrize(("num_units", "cap"), [([1, 2], 0.0), ([1, 2], 1.5), ([0, 2], 0.5), ([], 0.5)])
-def test_shares_of_nobody_or_a_cap_out_of_range_are_refused(num_units: list[int], cap: float) -> None:
+@pytest.mark.parametrize(
+    ("num_units", "cap"), [([1, 2], 0.0), ([1, 2], 1.5), ([0, 2], 0.5), ([], 0.5)]
+)
+def test_shares_of_nobody_or_a_cap_out_of_range_are_refused(
+    num_units: list[int], cap: float
+) -> None:
     with pytest.raises(MathError):
         capped_shares(num_units, cap)
 
@@ -77,7 +81,9 @@ def test_likelihoods_of_two_silos_do_not_depend_on_what_a_third_claims(world: Wo
     assert all(torch.equal(honest, bold) for honest, bold in zip(*found, strict=True))
 
 
-def test_temperature_stays_when_a_silo_claims_a_billion_units_only_under_the_cap(world: World) -> None:
+def test_temperature_stays_when_a_silo_claims_a_billion_units_only_under_the_cap(
+    world: World,
+) -> None:
     """The temperature scales every log odds, so those of two other silos may move by 5%; without the cap, threefold."""
     honest = _temperature(world, HONEST, CAP)
     assert honest == pytest.approx(3.0, rel=0.05)
@@ -85,11 +91,16 @@ def test_temperature_stays_when_a_silo_claims_a_billion_units_only_under_the_cap
     assert _temperature(world, BOLD, NO_CAP) == 1.0
 
 
-def test_network_still_tells_two_silos_apart_when_a_third_claims_a_billion_units_only_under_the_cap() -> None:
+def test_network_still_tells_two_silos_apart_when_a_third_claims_a_billion_units_only_under_the_cap() -> (
+    None
+):
     public, group = _two_lobes(1200, seed=0)
     sketch = Sketch.fit(public, group, 2, 2)
     shares = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]])
-    mixture, lessons = CountsRouter(sketch, shares.log(), PATH), PublicSketches.of(public, group, sketch, PATH)
+    mixture, lessons = (
+        CountsRouter(sketch, shares.log(), PATH),
+        PublicSketches.of(public, group, sketch, PATH),
+    )
 
     def odds(claim: int, cap: float) -> Tensor:
         """What the network adds to the log odds of the first two silos at public images, t = 0.1."""
@@ -102,7 +113,9 @@ def test_network_still_tells_two_silos_apart_when_a_third_claims_a_billion_units
     size = float(honest.abs().mean())
     assert size > 0.3
     assert float((bold - honest).abs().mean()) < 0.2 * size
-    assert torch.equal(bold, odds(2 * HONEST, CAP))  # more than all others together state buys nothing
+    assert torch.equal(
+        bold, odds(2 * HONEST, CAP)
+    )  # more than all others together state buys nothing
     assert float((odds(BOLD, NO_CAP) - honest).abs().mean()) > 0.8 * size
 
 
@@ -115,7 +128,9 @@ def test_learned_router_teaches_its_network_with_the_shares_it_is_given() -> Non
     settings = Settings(hidden=8, depth=1, num_steps=60)
 
     def network(shares: list[float] | None) -> Tensor:
-        found = fit_learned(mixture, released, [30, 10], lessons, settings, 0, t_release=0.5, share_K=shares)
+        found = fit_learned(
+            mixture, released, [30, 10], lessons, settings, 0, t_release=0.5, share_K=shares
+        )
         return torch.cat([weight.flatten() for weight in found.residual.parameters()])
 
     assert torch.equal(network(None), network([0.75, 0.25]))

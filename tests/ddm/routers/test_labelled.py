@@ -23,9 +23,13 @@ def test_image_is_of_an_expert_with_the_probability_of_bayes_rule_under_equal_pr
     assert images.condition_N is not None and images.condition_N.tolist() == list(range(60))
     for image in (0, 25, 59):
         share_E = SHARES[:, CELLS[image]]
-        assert images.target_JE[images.cell_N[image]].tolist() == pytest.approx((share_E / share_E.sum()).tolist())
+        assert images.target_JE[images.cell_N[image]].tolist() == pytest.approx(
+            (share_E / share_E.sum()).tolist()
+        )
     expected = {0: (0.7 + 0.1) / 2 / 20, 1: (0.2 + 0.1) / 2 / 10, 2: (0.1 + 0.8) / 2 / 30}
-    assert images.weight_N.tolist() == pytest.approx([expected[int(cell)] for cell in images.cell_N])
+    assert images.weight_N.tolist() == pytest.approx(
+        [expected[int(cell)] for cell in images.cell_N]
+    )
     assert float(images.weight_N.sum()) == pytest.approx(1)
 
 
@@ -45,7 +49,9 @@ def test_one_image_in_ten_of_each_cell_checks_the_training_and_no_image_does_bot
     assert sorted([*train.images[:, 0].tolist(), *check.images[:, 0].tolist()]) == list(range(60))
     assert torch.bincount(check.cell_N).tolist() == [2, 1, 3]
     for part in (train, check):
-        assert part.condition_N is not None and torch.equal(part.condition_N, part.images[:, 0].long())
+        assert part.condition_N is not None and torch.equal(
+            part.condition_N, part.images[:, 0].long()
+        )
         assert torch.equal(part.weight_N, images.weight_N[part.images[:, 0].long()])
 
 
@@ -67,7 +73,9 @@ def test_experts_of_whom_no_image_is_are_refused() -> None:
         single.divided(torch.Generator())
 
 
-def test_shares_of_classes_and_groups_are_those_of_the_counts_within_what_an_expert_covers() -> None:
+def test_shares_of_classes_and_groups_are_those_of_the_counts_within_what_an_expert_covers() -> (
+    None
+):
     count_KCG = torch.randint(1, 50, (2, 3, 4), generator=torch.Generator().manual_seed(0)).double()
     for layout in (one_each(2), clustered(), dealt()):
         found = class_shares(count_KCG, layout).view(-1, 3, 4)
@@ -86,7 +94,9 @@ def test_shares_of_silos_and_groups_are_those_of_the_images_that_are_said_to_be_
     assert found[0].tolist() == [pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]), [0, 0, 0, 0]]
     assert found[1].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]]
     parts = [[Part("a-0", 0, (0, 1)), Part("a-1", 1, (2, 3))], [Part("b", 0, (0, 1, 2, 3))]]
-    by_cluster = silo_shares(silo_N, group_N, 4, Layout.of(SiloClusterPartition(min_images=1), parts)).view(3, 2, 4)
+    by_cluster = silo_shares(
+        silo_N, group_N, 4, Layout.of(SiloClusterPartition(min_images=1), parts)
+    ).view(3, 2, 4)
     assert by_cluster[:, 0].tolist() == [[0.5, 0.5, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
     images = Labelled.of_cells(torch.zeros(5, 1), silo_N * 4 + group_N, by_cluster.flatten(1))
     assert images.target_JE[images.cell_N].argmax(1).tolist() == [0, 0, 1, 2, 2]

@@ -22,7 +22,9 @@ T_R = 0.6
 
 def _vague(world: World) -> CountsRouter:
     """A counts router that knows next to nothing: public shares, wide errors."""
-    return CountsRouter(world.sketch(), torch.full((2, GROUPS), -np.log(GROUPS)), PATH, torch.full((2, GROUPS), 0.2))
+    return CountsRouter(
+        world.sketch(), torch.full((2, GROUPS), -np.log(GROUPS)), PATH, torch.full((2, GROUPS), 0.2)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,9 @@ def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(world: W
         return float(-np.log(density @ mass).sum() - (shape * np.log(mass) - rate * mass).sum())
 
     simplex = {"type": "eq", "fun": lambda mass: mass.sum() - 1}
-    best = minimize(loss, np.full(GROUPS, 0.25), bounds=[(1e-9, 1)] * GROUPS, constraints=simplex, tol=1e-12)
+    best = minimize(
+        loss, np.full(GROUPS, 0.25), bounds=[(1e-9, 1)] * GROUPS, constraints=simplex, tol=1e-12
+    )
     np.testing.assert_allclose(found[0], best.x, atol=2e-4)
     assert loss(found[0]) <= best.fun + 1e-6
     assert loss(np.full(GROUPS, 0.25)) > best.fun + 1  # where it started is not where it should end
@@ -57,7 +61,9 @@ def test_refitted_shares_recover_the_truth_that_the_counts_did_not_know(world: W
 
 
 def test_refitted_shares_stay_with_counts_that_are_certain(world: World) -> None:
-    sure = CountsRouter(world.sketch(), _vague(world).log_mass_KG, PATH, torch.full((2, GROUPS), 1e-4))
+    sure = CountsRouter(
+        world.sketch(), _vague(world).log_mass_KG, PATH, torch.full((2, GROUPS), 1e-4)
+    )
     refitted = refit_shares(sure, list(world.released(sure.sketch, T_R).values()), T_R)
     torch.testing.assert_close(refitted.log_mass_KG, sure.log_mass_KG, atol=1e-3, rtol=0)
 
@@ -65,8 +71,13 @@ def test_refitted_shares_stay_with_counts_that_are_certain(world: World) -> None
 def test_refitted_router_is_better_for_every_t_when_counts_were_noisy(world: World) -> None:
     counts = _vague(world)
     learned = refit_shares(counts, list(world.released(counts.sketch, 0.3).values()), 0.3)
-    x, label = torch.cat(world.silos), torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
-    before, after = (cross_entropy(router, x, label, world.num_units) for router in (counts, learned))
+    x, label = (
+        torch.cat(world.silos),
+        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
+    )
+    before, after = (
+        cross_entropy(router, x, label, world.num_units) for router in (counts, learned)
+    )
     assert all(b.value < a.value for a, b in zip(before, after, strict=True))
     assert after[0].value < before[0].value - 0.05
 
@@ -95,7 +106,9 @@ def test_network_is_silent_at_pure_noise_and_nowhere_else(world: World) -> None:
         assert (moved < 1e-6) == silent, t
 
 
-def test_learned_router_answers_the_prior_at_pure_noise_after_its_file(world: World, tmp_path) -> None:
+def test_learned_router_answers_the_prior_at_pure_noise_after_its_file(
+    world: World, tmp_path
+) -> None:
     loud = _with_loud_network(world)
     save_tensors(tmp_path / "router.safetensors", loud.tensors())
     settings = Settings(hidden=8, depth=1, num_steps=1)
@@ -107,7 +120,9 @@ def test_learned_router_answers_the_prior_at_pure_noise_after_its_file(world: Wo
     w = posterior(again, x, torch.ones(30), prior.log())
     torch.testing.assert_close(w, prior.expand(30, 2), atol=1e-6, rtol=0)
     at = torch.full((30,), 0.8)
-    torch.testing.assert_close(again.log_likelihood(x, at), loud.log_likelihood(x, at), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        again.log_likelihood(x, at), loud.log_likelihood(x, at), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_training_is_the_same_for_the_same_seed_and_reports_progress(world: World) -> None:
@@ -127,16 +142,28 @@ def test_training_is_the_same_for_the_same_seed_and_reports_progress(world: Worl
         )
         for _ in range(2)
     )
-    assert all(torch.equal(a, b) for a, b in zip(one.tensors().values(), two.tensors().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.tensors().values(), two.tensors().values(), strict=True)
+    )
     assert seen[-1] == SETTINGS.num_steps and len(seen) >= 20
 
 
-def test_learned_router_beats_counts_where_these_were_noisy_and_says_what_changed(world: World) -> None:
+def test_learned_router_beats_counts_where_these_were_noisy_and_says_what_changed(
+    world: World,
+) -> None:
     counts = _vague(world)
     released = world.released(counts.sketch, 0.3)
-    learned = fit_learned(counts, released, world.num_units, _lessons(world, counts), SETTINGS, 0, t_release=0.3)
-    x, label = torch.cat(world.silos), torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
-    before, after = (cross_entropy(router, x, label, world.num_units) for router in (counts, learned))
+    learned = fit_learned(
+        counts, released, world.num_units, _lessons(world, counts), SETTINGS, 0, t_release=0.3
+    )
+    x, label = (
+        torch.cat(world.silos),
+        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
+    )
+    before, after = (
+        cross_entropy(router, x, label, world.num_units) for router in (counts, learned)
+    )
     assert all(b.value < a.value for a, b in zip(before, after, strict=True))
     assert learned.differs(counts)
     silent = Residual(counts.sketch, 2, 8, 1, PATH)
@@ -164,20 +191,32 @@ def test_training_refuses_sketches_of_another_number_of_silos(world: World) -> N
 def _released(world: World, rank: int, t_r: float) -> tuple[CountsRouter, dict[str, torch.Tensor]]:
     """A wide counts router that knows nothing, and sketches of its leading dimensions."""
     wide = Sketch.fit(world.public, world.public_group, 8, GROUPS, released_rank=rank)
-    vague = CountsRouter(wide, torch.full((2, GROUPS), -np.log(GROUPS)), PATH, torch.full((2, GROUPS), 0.2))
+    vague = CountsRouter(
+        wide, torch.full((2, GROUPS), -np.log(GROUPS)), PATH, torch.full((2, GROUPS), 0.2)
+    )
     return vague, world.released(wide.head(rank), t_r)
 
 
 def test_refit_on_narrow_sketches_serves_the_wide_mixture(world: World) -> None:
     counts, released = _released(world, RANK, 0.1)
-    learned = fit_learned(counts, released, world.num_units, _lessons(world, counts), SETTINGS, 0, t_release=0.1)
+    learned = fit_learned(
+        counts, released, world.num_units, _lessons(world, counts), SETTINGS, 0, t_release=0.1
+    )
     assert learned.mixture.sketch.rank == 8 and learned.head(RANK).sketch.rank == RANK
     truth = (world.histogram() / torch.tensor(world.num_units)[:, None]).double()
     assert float((learned.mixture.log_mass_KG.exp() - truth).abs().max()) < 0.04
-    x, label = torch.cat(world.silos), torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
+    x, label = (
+        torch.cat(world.silos),
+        torch.arange(2).repeat_interleave(torch.tensor(world.num_units)),
+    )
     # In the middle of t: near the data both know every sample's silo.
-    wide, narrow = (cross_entropy(router, x, label, world.num_units)[2] for router in (learned, learned.head(RANK)))
-    assert wide.value < narrow.value - 1e-4  # the dimensions that nobody released still tell silos apart
+    wide, narrow = (
+        cross_entropy(router, x, label, world.num_units)[2]
+        for router in (learned, learned.head(RANK))
+    )
+    assert (
+        wide.value < narrow.value - 1e-4
+    )  # the dimensions that nobody released still tell silos apart
 
 
 def test_experts_of_a_silo_together_are_the_silo(world: World) -> None:

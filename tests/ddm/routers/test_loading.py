@@ -61,7 +61,9 @@ def _plan(kind: str, **statistics: object) -> Plan:
 
 def _experts(silo_ids: Sequence[str]) -> list[PublishedExpert]:
     file = File(path="silos/x/experts/x/expert.safetensors", bytes=1, digest="a" * 64)
-    numbered = [f"{silo}-{sum(other == silo for other in silo_ids[:e])}" for e, silo in enumerate(silo_ids)]
+    numbered = [
+        f"{silo}-{sum(other == silo for other in silo_ids[:e])}" for e, silo in enumerate(silo_ids)
+    ]
     return [
         PublishedExpert(expert_id=name, silo_id=silo, prior=1 / len(silo_ids), file=file)
         for name, silo in zip(numbered, silo_ids, strict=True)
@@ -81,7 +83,12 @@ def _learned() -> LearnedRouter:
 
 def _moments() -> MomentsRouter:
     s = [SKETCH.head(RELEASED).project(silo) for silo in WORLD.silos]
-    return MomentsRouter(SKETCH, torch.stack([one.mean(0) for one in s]), torch.stack([one.T.cov() for one in s]), PATH)
+    return MomentsRouter(
+        SKETCH,
+        torch.stack([one.mean(0) for one in s]),
+        torch.stack([one.T.cov() for one in s]),
+        PATH,
+    )
 
 
 def _samples(num_experts: int) -> SamplesRouter:
@@ -116,7 +123,9 @@ FAMILIES: list[tuple[str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "build"), FAMILIES)
-def test_router_of_every_family_answers_after_its_file_as_before(kind: str, build: Callable[[], Any], tmp_path) -> None:
+def test_router_of_every_family_answers_after_its_file_as_before(
+    kind: str, build: Callable[[], Any], tmp_path
+) -> None:
     router = build()
     published = _publish(tmp_path, kind, router.tensors(), 4)
     experts = _experts(["east", "east", "north", "north"])
@@ -126,13 +135,17 @@ def test_router_of_every_family_answers_after_its_file_as_before(kind: str, buil
     for t in (0.1, 0.85, 1.0):
         at = torch.full((len(x),), t)
         expected = posterior(router, x, at, prior.log())
-        torch.testing.assert_close(posterior(loaded, x, at, prior.log()), expected, atol=2e-4, rtol=0)
+        torch.testing.assert_close(
+            posterior(loaded, x, at, prior.log()), expected, atol=2e-4, rtol=0
+        )
         assert (float((expected - 0.25).abs().max()) > 0.01) == (t < 1)
 
 
 def test_temperature_and_training_prior_of_the_manifest_are_applied(tmp_path) -> None:
     counts, experts = _counts(), _experts(["east", "north"])
-    published = _publish(tmp_path, "counts", counts.tensors(), 2, temperature=2.5, training_prior=(0.8, 0.2))
+    published = _publish(
+        tmp_path, "counts", counts.tensors(), 2, temperature=2.5, training_prior=(0.8, 0.2)
+    )
     loaded = load_router(published, tmp_path, plan=_plan("counts"), sketch=SKETCH, experts=experts)
     x, at = torch.cat(WORLD.silos), torch.full((100,), 0.4)
     expected = Calibrated(counts, 2.5, [0.8, 0.2], PATH).log_likelihood(x, at)
@@ -142,12 +155,25 @@ def test_temperature_and_training_prior_of_the_manifest_are_applied(tmp_path) ->
 
 @pytest.mark.parametrize(
     "changes",
-    [{"temperature": 0.01}, {"temperature": 50.0}, {"training_prior": (1.0, 0.0)}, {"training_prior": (0.5, 0.3, 0.2)}],
+    [
+        {"temperature": 0.01},
+        {"temperature": 50.0},
+        {"training_prior": (1.0, 0.0)},
+        {"training_prior": (0.5, 0.3, 0.2)},
+    ],
 )
-def test_manifest_with_an_absurd_calibration_is_refused(changes: dict[str, object], tmp_path) -> None:
+def test_manifest_with_an_absurd_calibration_is_refused(
+    changes: dict[str, object], tmp_path
+) -> None:
     published = _publish(tmp_path, "counts", _counts().tensors(), 2, **changes)
     with pytest.raises(DocumentError, match="manifest.json"):
-        load_router(published, tmp_path, plan=_plan("counts"), sketch=SKETCH, experts=_experts(["east", "north"]))
+        load_router(
+            published,
+            tmp_path,
+            plan=_plan("counts"),
+            sketch=SKETCH,
+            experts=_experts(["east", "north"]),
+        )
 
 
 def test_router_of_another_family_than_the_plans_is_refused(tmp_path) -> None:
@@ -174,7 +200,9 @@ def test_router_for_another_number_of_experts_or_silos_is_refused(tmp_path) -> N
 def test_exchanged_file_and_numbers_that_are_no_router_are_refused(tmp_path) -> None:
     experts = _experts(["east", "north"])
     published = _publish(tmp_path, "counts", _counts().tensors(), 2)
-    _publish(tmp_path, "counts", {name: tensor + 0.01 for name, tensor in _counts().tensors().items()}, 2)
+    _publish(
+        tmp_path, "counts", {name: tensor + 0.01 for name, tensor in _counts().tensors().items()}, 2
+    )
     with pytest.raises(DigestError):
         load_router(published, tmp_path, plan=_plan("counts"), sketch=SKETCH, experts=experts)
     spoilt = _moments().tensors() | {"cov": -torch.eye(RELEASED).repeat(2, 1, 1)}

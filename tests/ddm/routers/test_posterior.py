@@ -41,15 +41,27 @@ def learned() -> LearnedRouter:
 
 def moments() -> MomentsRouter:
     s = [SKETCH.project(silo) for silo in WORLD.silos]
-    return MomentsRouter(SKETCH, torch.stack([one.mean(0) for one in s]), torch.stack([one.T.cov() for one in s]), PATH)
+    return MomentsRouter(
+        SKETCH,
+        torch.stack([one.mean(0) for one in s]),
+        torch.stack([one.T.cov() for one in s]),
+        PATH,
+    )
 
 
 def samples(condition: Condition, *, knows: bool) -> SamplesRouter:
     """A router with weights of chance."""
     settings = Settings(
-        patch=2, hidden=8, depth=1, heads=2, num_steps=1, conditional=not isinstance(condition, NoCondition)
+        patch=2,
+        hidden=8,
+        depth=1,
+        heads=2,
+        num_steps=1,
+        conditional=not isinstance(condition, NoCondition),
     )
-    told = {"none": None, "class": torch.arange(8) % 3, "text": TEXT_BLD[torch.arange(8) % 6]}[condition.kind]
+    told = {"none": None, "class": torch.arange(8) % 3, "text": TEXT_BLD[torch.arange(8) % 6]}[
+        condition.kind
+    ]
     images = Labelled.of_experts(torch.randn(8, 1, 4, 4), torch.arange(8) // 2, 4, told)
     router = fit_samples(images, settings, PATH, 0, condition=condition, knows_shares=knows)
     generator = torch.Generator().manual_seed(0)
@@ -82,7 +94,9 @@ def ensemble(name: str, condition: Condition, **more: Any) -> Ensemble:
 
 def noised(num: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.cat(WORLD.silos)[:num] + 0.1 * torch.randn(num, 1, 4, 4, generator=generator), torch.full((num,), 0.3)
+    return torch.cat(WORLD.silos)[:num] + 0.1 * torch.randn(
+        num, 1, 4, 4, generator=generator
+    ), torch.full((num,), 0.3)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -92,7 +106,9 @@ def test_posterior_under_a_condition_is_likelihood_times_the_shares_that_the_cal
 ) -> None:
     opened = ensemble(name, condition)
     (x, at), shares = noised(), [0.1, 0.5, 0.2, 0.2]
-    several = torch.tensor([0, 1, 2, 0, 1, 2]) if isinstance(condition, ClassCondition) else TEXT_BLD
+    several = (
+        torch.tensor([0, 1, 2, 0, 1, 2]) if isinstance(condition, ClassCondition) else TEXT_BLD
+    )
     each = opened.posterior(x, at, several, condition_prior=shares)
     assert each.shape == (6, 4)
     torch.testing.assert_close(each.exp().sum(1), torch.ones(6, dtype=each.dtype))
@@ -101,15 +117,21 @@ def test_posterior_under_a_condition_is_likelihood_times_the_shares_that_the_cal
         alone = opened.posterior(x[row : row + 1], at[:1], one, condition_prior=shares)
         torch.testing.assert_close(alone, each[row : row + 1], atol=1e-4, rtol=0, check_dtype=False)
     pure = opened.posterior(x, torch.ones(6), several, condition_prior=shares).exp()
-    torch.testing.assert_close(pure, torch.tensor(shares).expand(6, 4), check_dtype=False, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        pure, torch.tensor(shares).expand(6, 4), check_dtype=False, atol=1e-6, rtol=0
+    )
     same_shares = opened.posterior(x, at, several, condition_prior=PRIOR)
     reads = "samples" in name and name != "samples"
-    assert torch.allclose(same_shares.double(), opened.posterior(x, at).double(), atol=1e-4) == (not reads)
+    assert torch.allclose(same_shares.double(), opened.posterior(x, at).double(), atol=1e-4) == (
+        not reads
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("condition", [CLASSES, TEXTS], ids=["class", "text"])
-def test_without_declared_shares_only_a_router_that_learned_them_answers(name: str, condition: Condition) -> None:
+def test_without_declared_shares_only_a_router_that_learned_them_answers(
+    name: str, condition: Condition
+) -> None:
     opened, (x, at) = ensemble(name, condition), noised()
     one = 1 if isinstance(condition, ClassCondition) else TEXT_BLD[0]
     if name != "knowing samples":
@@ -127,7 +149,9 @@ def test_without_declared_shares_only_a_router_that_learned_them_answers(name: s
 def test_class_counts_state_the_shares_of_a_class_whatever_the_family() -> None:
     (x, at), class_N = noised(), torch.tensor([0, 1, 2, 0, 1, 2])
     cells = torch.randint(1, 9, (2, 3, GROUPS), generator=torch.Generator().manual_seed(3))
-    conditional = ConditionalPrior.from_counts(SKETCH, cells, cells.sum((1, 2)).tolist(), EXACT, LAYOUT)
+    conditional = ConditionalPrior.from_counts(
+        SKETCH, cells, cells.sum((1, 2)).tolist(), EXACT, LAYOUT
+    )
     for name in FAMILIES:
         opened = ensemble(name, CLASSES)
 
@@ -135,7 +159,11 @@ def test_class_counts_state_the_shares_of_a_class_whatever_the_family() -> None:
             own = None if name.endswith(" samples") else conditional.router(label, SKETCH, PATH)
             return ClassPrior(conditional.prior_CE[label].tolist(), own)
 
-        opened = Ensemble(opened.experts, opened.router, PRIOR, (1, 4, 4), condition=CLASSES, class_prior=known)
+        opened = Ensemble(
+            opened.experts, opened.router, PRIOR, (1, 4, 4), condition=CLASSES, class_prior=known
+        )
         pure = opened.posterior(x, torch.ones(6), class_N).exp()
-        torch.testing.assert_close(pure, conditional.prior_CE[class_N], check_dtype=False, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            pure, conditional.prior_CE[class_N], check_dtype=False, atol=1e-6, rtol=0
+        )
         assert bool(opened.posterior(x, at, class_N).isfinite().all())

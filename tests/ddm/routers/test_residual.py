@@ -42,18 +42,26 @@ def test_residual_finds_what_the_gaussians_miss_near_the_data() -> None:
     public, group_N = _two_lobes(1200, seed=0)
     sketch = Sketch.fit(public, group_N, 2, 2)
     mixture = CountsRouter(sketch, SHARES.log(), PATH)
-    residual = fit_residual(mixture, PublicSketches.of(public, group_N, sketch, PATH), PRIOR, SETTINGS, seed=0)
+    residual = fit_residual(
+        mixture, PublicSketches.of(public, group_N, sketch, PATH), PRIOR, SETTINGS, seed=0
+    )
     assert residual.is_nonzero
     fresh, fresh_group = _two_lobes(2000, seed=1)
     target = SHARES.T[fresh_group]
     for t in (0.1, 0.3):
-        noised = (1 - t) * fresh + t * torch.randn(fresh.shape, generator=torch.Generator().manual_seed(2))
+        noised = (1 - t) * fresh + t * torch.randn(
+            fresh.shape, generator=torch.Generator().manual_seed(2)
+        )
         t_B = torch.full((2000,), t)
         s_BR = sketch.of(noised, t_B, PATH)
         base = mixture.sketch_log_likelihood(s_BR, t_B).float()
         losses = [
             float(-(target * logits.log_softmax(1)).sum(1).mean())
-            for logits in (base, base + residual(s_BR, t_B), _lobes_log_likelihood(noised[:, 0, 0, 0], t))
+            for logits in (
+                base,
+                base + residual(s_BR, t_B),
+                _lobes_log_likelihood(noised[:, 0, 0, 0], t),
+            )
         ]
         gaussians, corrected, exact = losses
         assert gaussians - exact > 0.02  # there is something to find
@@ -63,10 +71,15 @@ def test_residual_finds_what_the_gaussians_miss_near_the_data() -> None:
 def test_residual_stays_silent_where_the_mixture_is_the_truth() -> None:
     world = make_world([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [50, 50])
     sketch = Sketch.fit(world.public, world.public_group, 16, GROUPS)
-    mixture = CountsRouter(sketch, torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH)
+    mixture = CountsRouter(
+        sketch, torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH
+    )
     lessons = PublicSketches.of(world.public, world.public_group, sketch, PATH)
     residual = fit_residual(mixture, lessons, PRIOR, SETTINGS, seed=0)
-    s_BR, t_B = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)), torch.full((64,), 0.3)
+    s_BR, t_B = (
+        torch.randn(64, 16, generator=torch.Generator().manual_seed(0)),
+        torch.full((64,), 0.3),
+    )
     assert not residual.is_nonzero
     assert not bool(residual(s_BR, t_B).any())
 
@@ -87,7 +100,9 @@ def test_residual_answers_the_same_for_the_same_seed_and_another_for_another() -
     mixture = CountsRouter(sketch, SHARES.log(), PATH)
     lessons = PublicSketches.of(public, group_N, sketch, PATH)
     few = SETTINGS.model_copy(update={"num_steps": 40})
-    first, again, other = (fit_residual(mixture, lessons, PRIOR, few, seed=seed).layers[0].weight for seed in (0, 0, 1))
+    first, again, other = (
+        fit_residual(mixture, lessons, PRIOR, few, seed=seed).layers[0].weight for seed in (0, 0, 1)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 

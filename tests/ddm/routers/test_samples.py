@@ -13,7 +13,13 @@ from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Router, posterior
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.labelled import Labelled
-from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples, samples_router_specs, training_flops
+from ddm.routers.samples import (
+    SamplesRouter,
+    draw_from_experts,
+    fit_samples,
+    samples_router_specs,
+    training_flops,
+)
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
 PATH = LinearPath()
@@ -64,18 +70,23 @@ def test_each_expert_draws_its_own_silos_data(mixture: GaussianMixture, drawn: T
         assert float((mixture.silo_of(x) == k).double().mean()) > 0.97
 
 
-def test_trained_router_comes_close_to_the_exact_one(mixture: GaussianMixture, router: SamplesRouter) -> None:
+def test_trained_router_comes_close_to_the_exact_one(
+    mixture: GaussianMixture, router: SamplesRouter
+) -> None:
     x = mixture.draw(4000, seed=5)
     label = mixture.silo_of(x)
     x, prior = x.float().view(-1, *SHAPE), mixture.prior_K
     exact, ours, nothing = (
-        cross_entropy(candidate, x, label, prior) for candidate in (AsImages(mixture), router, UninformedRouter(4))
+        cross_entropy(candidate, x, label, prior)
+        for candidate in (AsImages(mixture), router, UninformedRouter(4))
     )
     for best, found, prior_alone in zip(exact[:4], ours[:4], nothing[:4], strict=True):
         assert found.value - best.value < 0.3 * (prior_alone.value - best.value)
 
 
-def test_samples_router_answers_the_prior_at_pure_noise_after_its_file(router: SamplesRouter, tmp_path) -> None:
+def test_samples_router_answers_the_prior_at_pure_noise_after_its_file(
+    router: SamplesRouter, tmp_path
+) -> None:
     assert isinstance(router, Router)
     save_tensors(tmp_path / "router.safetensors", router.tensors())
     specs = samples_router_specs(4, SHAPE, SETTINGS)
@@ -83,7 +94,9 @@ def test_samples_router_answers_the_prior_at_pure_noise_after_its_file(router: S
     again = SamplesRouter.from_tensors(loaded, 4, SHAPE, SETTINGS, PATH)
     x = 3 * torch.randn(40, *SHAPE, generator=torch.Generator().manual_seed(0))
     prior = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    assert torch.equal(posterior(again, x, torch.ones(40), prior.log()), prior.log().softmax(0).expand(40, 4))
+    assert torch.equal(
+        posterior(again, x, torch.ones(40), prior.log()), prior.log().softmax(0).expand(40, 4)
+    )
     at = torch.full((40,), 0.5)
     assert torch.equal(again.log_likelihood(x, at), router.log_likelihood(x, at))
     assert float((posterior(again, x, at, prior.log()) - prior).abs().max()) > 0.3
@@ -92,9 +105,13 @@ def test_samples_router_answers_the_prior_at_pure_noise_after_its_file(router: S
 def test_training_is_the_same_for_the_same_seed_and_reports_progress(drawn: Tensor) -> None:
     few, seen = SETTINGS.model_copy(update={"num_steps": 20}), []
     one, two, other = (
-        fit_samples(Labelled.drawn(drawn), few, PATH, s, lambda step, *_: seen.append(step)) for s in (3, 3, 4)
+        fit_samples(Labelled.drawn(drawn), few, PATH, s, lambda step, *_: seen.append(step))
+        for s in (3, 3, 4)
     )
-    assert all(torch.equal(a, b) for a, b in zip(one.tensors().values(), two.tensors().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.tensors().values(), two.tensors().values(), strict=True)
+    )
     assert not torch.equal(one.tensors()["net.embed.weight"], other.tensors()["net.embed.weight"])
     assert seen[-1] == 20 and len(seen) == 30
 
@@ -110,7 +127,9 @@ def test_router_trained_in_bf16_is_as_good_and_auto_follows_the_machine(
         return fit_samples(Labelled.drawn(drawn), SETTINGS.model_copy(update=changes), PATH, 0)
 
     lower = trained("bf16")
-    losses = [[band.value for band in cross_entropy(each, x, label, prior)] for each in (router, lower)]
+    losses = [
+        [band.value for band in cross_entropy(each, x, label, prior)] for each in (router, lower)
+    ]
     assert losses[1] == pytest.approx(losses[0], abs=0.02)
     assert not torch.equal(lower.net.head.weight, router.net.head.weight)
     assert {tensor.dtype for tensor in lower.tensors().values()} == {torch.float32}
@@ -121,7 +140,9 @@ def test_router_trained_in_bf16_is_as_good_and_auto_follows_the_machine(
 
 
 def test_router_stays_untrained_where_experts_draw_the_same() -> None:
-    same = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 60, *SHAPE), dtype=np.float32))
+    same = torch.from_numpy(
+        np.random.default_rng(0).standard_normal((1, 60, *SHAPE), dtype=np.float32)
+    )
     few = SETTINGS.model_copy(update={"num_steps": 30})
     router = fit_samples(Labelled.drawn(same.repeat(3, 1, 1, 1, 1)), few, PATH, 0)
     w = router.log_likelihood(same[0], torch.full((60,), 0.3)).softmax(1)

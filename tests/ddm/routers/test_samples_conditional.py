@@ -52,7 +52,9 @@ def draw(num: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     expert_N = torch.arange(num) % 2
     class_N = (torch.rand(num, generator=generator) > SHARE_KC[expert_N, 0]).long()
-    x = MEAN_KCD[expert_N, class_N] + STD * torch.randn(num, 2, generator=generator, dtype=torch.float64)
+    x = MEAN_KCD[expert_N, class_N] + STD * torch.randn(
+        num, 2, generator=generator, dtype=torch.float64
+    )
     return x.float().view(-1, *SHAPE), expert_N, class_N
 
 
@@ -71,7 +73,9 @@ def trained(request: pytest.FixtureRequest) -> tuple[Condition, SamplesRouter]:
     return condition, fit_samples(images, SETTINGS, PATH, 0, condition=condition, knows_shares=True)
 
 
-def test_posterior_given_a_condition_comes_close_to_bayes_rule(trained: tuple[Condition, SamplesRouter]) -> None:
+def test_posterior_given_a_condition_comes_close_to_bayes_rule(
+    trained: tuple[Condition, SamplesRouter],
+) -> None:
     condition, router = trained
     ensemble = Ensemble([lambda x, t, c: x] * 2, router, PRIOR, SHAPE, condition=condition)
     x, _, class_N = draw(400, 1)
@@ -103,19 +107,33 @@ def test_at_pure_noise_the_posterior_is_the_experts_share_of_the_condition(
         share_K = torch.tensor(PRIOR).double() * SHARE_KC[:, label]
         found = ensemble.posterior(x, at, one).exp()
         torch.testing.assert_close(found, (share_K / share_K.sum()).expand(5, 2), atol=0.08, rtol=0)
-        known = condition_shares(ensemble, one, None)  # what the command `ddm sample` says and samples by
-        torch.testing.assert_close(torch.tensor([known]).expand(5, 2), found, atol=1e-6, rtol=0, check_dtype=False)
+        known = condition_shares(
+            ensemble, one, None
+        )  # what the command `ddm sample` says and samples by
+        torch.testing.assert_close(
+            torch.tensor([known]).expand(5, 2), found, atol=1e-6, rtol=0, check_dtype=False
+        )
         declared = ensemble.posterior(x, at, one, condition_prior=[0.9, 0.1]).exp()
         torch.testing.assert_close(declared, torch.tensor([[0.9, 0.1]]).double().expand(5, 2))
-    torch.testing.assert_close(ensemble.posterior(x, at).exp(), torch.tensor([PRIOR]).double().expand(5, 2))
+    torch.testing.assert_close(
+        ensemble.posterior(x, at).exp(), torch.tensor([PRIOR]).double().expand(5, 2)
+    )
     drawn = ensemble.sample(2000, steps=1, condition=one, solver="euler")
-    assert drawn.shares[0] == pytest.approx(float(share_K[0] / share_K.sum()), abs=0.08 + 5 * 0.5 / 2000**0.5)
+    assert drawn.shares[0] == pytest.approx(
+        float(share_K[0] / share_K.sum()), abs=0.08 + 5 * 0.5 / 2000**0.5
+    )
 
 
-def test_conditions_of_samples_are_read_row_by_row(trained: tuple[Condition, SamplesRouter]) -> None:
+def test_conditions_of_samples_are_read_row_by_row(
+    trained: tuple[Condition, SamplesRouter],
+) -> None:
     condition, router = trained
     ensemble = Ensemble(
-        [lambda x, t, c: x] * 2, Calibrated(router, 2.0, [1, 1], router.path), PRIOR, SHAPE, condition=condition
+        [lambda x, t, c: x] * 2,
+        Calibrated(router, 2.0, [1, 1], router.path),
+        PRIOR,
+        SHAPE,
+        condition=condition,
     )
     x, _, class_N = draw(12, 3)
     t_B = torch.linspace(0.05, 0.95, 12)
@@ -124,10 +142,14 @@ def test_conditions_of_samples_are_read_row_by_row(trained: tuple[Condition, Sam
         one = int(class_N[row]) if isinstance(condition, ClassCondition) else TEXTS[class_N[row]]
         alone = ensemble.posterior(x[row : row + 1], t_B[row : row + 1], one)
         torch.testing.assert_close(each[row : row + 1], alone, atol=1e-5, rtol=0)
-    assert not torch.allclose(each, ensemble.posterior(x, t_B, told(1 - class_N, condition)), atol=0.1)
+    assert not torch.allclose(
+        each, ensemble.posterior(x, t_B, told(1 - class_N, condition)), atol=0.1
+    )
 
 
-def test_temperature_divides_the_likelihood_and_not_the_shares(trained: tuple[Condition, SamplesRouter]) -> None:
+def test_temperature_divides_the_likelihood_and_not_the_shares(
+    trained: tuple[Condition, SamplesRouter],
+) -> None:
     condition, router = trained
     hot = Calibrated(router, 3.0, [1, 1], router.path)
     assert isinstance(hot, ConditionalRouter) and hot.knows_shares
@@ -137,12 +159,16 @@ def test_temperature_divides_the_likelihood_and_not_the_shares(trained: tuple[Co
     odds, cooled = (each.given(c_B).log_likelihood(x, at).diff(dim=1) for each in (router, hot))
     torch.testing.assert_close((1 + 2 * 0.7**2) * cooled, odds)
     null = told(torch.full((8,), -1), condition)
-    torch.testing.assert_close(router.given(null).log_likelihood(x, at), router.log_likelihood(x, at))
+    torch.testing.assert_close(
+        router.given(null).log_likelihood(x, at), router.log_likelihood(x, at)
+    )
     uniform = posterior(hot.given(c_B), x, torch.ones(8), torch.tensor([0.5, 0.5]).log())
     assert torch.equal(uniform, torch.full((8, 2), 0.5))
 
 
-def test_router_that_only_saw_what_experts_were_told_to_draw_leaves_the_shares_to_the_caller() -> None:
+def test_router_that_only_saw_what_experts_were_told_to_draw_leaves_the_shares_to_the_caller() -> (
+    None
+):
     condition = ClassCondition(num_classes=2)
     x, expert_N, class_N = draw(60, 0)
     images = Labelled.of_experts(x, expert_N, 2, class_N)
@@ -161,4 +187,6 @@ def test_experts_draw_what_they_are_told() -> None:
 
     class_EN = torch.tensor([[0, 1, 1], [1, 0, 0]])
     drawn = draw_from_experts([expert, expert], SHAPE, 3, 0, PATH, None, condition_EN=class_EN)
-    torch.testing.assert_close(drawn, (4.0 * class_EN).view(2, 3, 1, 1, 1).expand(2, 3, *SHAPE), atol=0.4, rtol=0)
+    torch.testing.assert_close(
+        drawn, (4.0 * class_EN).view(2, 3, 1, 1, 1).expand(2, 3, *SHAPE), atol=0.4, rtol=0
+    )

@@ -20,7 +20,9 @@ def _public(num: int = 600) -> tuple[torch.Tensor, torch.Tensor]:
     group = torch.arange(num) % GROUPS
     centre = 2 * torch.randn(GROUPS, 25, generator=generator)
     spread = torch.linspace(1.5, 0.2, 25)
-    return (3 + centre[group] + spread * torch.randn(num, 25, generator=generator)).view(num, 1, 5, 5), group
+    return (3 + centre[group] + spread * torch.randn(num, 25, generator=generator)).view(
+        num, 1, 5, 5
+    ), group
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,9 @@ def test_sketch_commutes_with_noising(sketch: Sketch, path) -> None:
     expected = path.alpha(t)[:, None] * s_0 + path.sigma(t)[:, None] / sketch.scale * n
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
     uncentred = x_t(path, x_0, eps, t).flatten(1) @ sketch.basis_RD.double().T / sketch.scale
-    assert float((uncentred - expected).abs().max()) > 0.1  # the mean must be scaled by alpha, not left out
+    assert (
+        float((uncentred - expected).abs().max()) > 0.1
+    )  # the mean must be scaled by alpha, not left out
 
 
 def test_sketch_noise_is_standard_because_its_rows_are_orthonormal(sketch: Sketch) -> None:
@@ -73,7 +77,9 @@ def test_renoised_sketches_follow_the_law_of_the_later_level(sketch: Sketch) -> 
     error = std / math.sqrt(num)
     assert float((found.mean(0) - (1 - t) * s_0).abs().max()) < 5 * error
     assert float((found.std(0) / std - 1).abs().max()) < 5 / math.sqrt(2 * num)
-    direct = s_r + (found - (1 - t) / (1 - t_r) * s_r)  # the same noise added without shrinking the sketch first
+    direct = s_r + (
+        found - (1 - t) / (1 - t_r) * s_r
+    )  # the same noise added without shrinking the sketch first
     assert float((direct.std(0) / std - 1).abs().max()) > 20 / math.sqrt(2 * num)
 
 
@@ -85,15 +91,21 @@ def test_renoising_to_its_own_level_changes_nothing(sketch: Sketch) -> None:
 
 def test_renoising_backwards_is_refused(sketch: Sketch) -> None:
     with pytest.raises(NumericalError, match="re-noising"):
-        sketch.renoise(torch.zeros(2, RANK), 0.6, torch.tensor([0.7, 0.5]), LinearPath(), torch.Generator())
+        sketch.renoise(
+            torch.zeros(2, RANK), 0.6, torch.tensor([0.7, 0.5]), LinearPath(), torch.Generator()
+        )
 
 
 def test_group_statistics_are_those_of_the_groups_when_they_are_large(sketch: Sketch) -> None:
     images, group = _public()
     s_0 = sketch.of(images, torch.zeros(len(images)), LinearPath()).double()
     for g in range(GROUPS):
-        torch.testing.assert_close(sketch.group_mean_GR[g].double(), s_0[group == g].mean(0), atol=1e-6, rtol=0)
-        torch.testing.assert_close(sketch.group_cov_GRR[g].double(), s_0[group == g].T.cov(), atol=2e-3, rtol=0.15)
+        torch.testing.assert_close(
+            sketch.group_mean_GR[g].double(), s_0[group == g].mean(0), atol=1e-6, rtol=0
+        )
+        torch.testing.assert_close(
+            sketch.group_cov_GRR[g].double(), s_0[group == g].T.cov(), atol=2e-3, rtol=0.15
+        )
     assert float((sketch.group_mean_GR[0] - sketch.group_mean_GR[1]).abs().max()) > 0.1
 
 
@@ -142,7 +154,9 @@ def test_malicious_plan_with_false_group_statistics_is_refused(sketch: Sketch) -
 def test_sketch_survives_its_file(sketch: Sketch, tmp_path) -> None:
     save_tensors(tmp_path / "sketch.safetensors", sketch.tensors())
     specs = sketch_specs(DataSpec(shape=(1, 5, 5), range=(-1.0, 1.0)), RANK, GROUPS)
-    loaded = Sketch.from_tensors(load_tensors(tmp_path / "sketch.safetensors", specs, max_bytes=10_000))
+    loaded = Sketch.from_tensors(
+        load_tensors(tmp_path / "sketch.safetensors", specs, max_bytes=10_000)
+    )
     assert loaded.scale == sketch.scale
     assert torch.equal(loaded.project(_public()[0]), sketch.project(_public()[0]))
 
@@ -154,7 +168,9 @@ def test_head_of_a_sketch_is_the_sketch_of_its_leading_dimensions(sketch: Sketch
     assert narrow.scale == pytest.approx(alone.scale)
     torch.testing.assert_close(narrow.project(images), alone.project(images), atol=1e-6, rtol=0)
     torch.testing.assert_close(narrow.group_mean_GR, alone.group_mean_GR, atol=1e-6, rtol=0)
-    assert Sketch.fit(images, group, RANK, GROUPS).scale > alone.scale  # C is about what is released
+    assert (
+        Sketch.fit(images, group, RANK, GROUPS).scale > alone.scale
+    )  # C is about what is released
     narrow.check()
     for rank in (0, RANK + 1):
         with pytest.raises(ShapeError, match="dimensions"):
@@ -166,4 +182,7 @@ def test_scale_of_a_wide_sketch_leaves_under_one_percent_of_what_is_released_out
     wide = Sketch.fit(images, group, RANK, GROUPS, released_rank=2)
     norm = wide.head(2).of(images, torch.zeros(600), LinearPath()).norm(dim=1)
     assert 0 < float((norm > 1 + 1e-6).float().mean()) < 0.01
-    assert float(wide.of(images, torch.zeros(600), LinearPath()).norm(dim=1).mean()) > float(norm.mean()) + 0.01
+    assert (
+        float(wide.of(images, torch.zeros(600), LinearPath()).norm(dim=1).mean())
+        > float(norm.mean()) + 0.01
+    )

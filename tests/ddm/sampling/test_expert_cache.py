@@ -83,7 +83,9 @@ def test_samples_are_the_same_within_any_budget_and_it_is_kept() -> None:
             with case(strategy=strategy, budget=budget):
                 experts, disk = lazy(10 * budget)
                 gc.collect()
-                assert torch.equal(ensemble(experts).sample(60, strategy=strategy, steps=3).images, whole.images)
+                assert torch.equal(
+                    ensemble(experts).sample(60, strategy=strategy, steps=3).images, whole.images
+                )
                 assert disk.most_alive == min(budget, len(set(disk.loaded)))
                 assert len(set(disk.loaded)) > 2
 
@@ -94,7 +96,9 @@ def test_locked_samples_load_each_expert_once_and_sampled_ones_again_and_again()
     assert disk.loaded == [0, 1, 2, 3]
     experts, disk = lazy(20)
     ensemble(experts).sample(200, strategy="sample", steps=5)
-    assert len(disk.loaded) == 4 + 4 * 2  # there and back: the last two of each step are still there for the next
+    assert (
+        len(disk.loaded) == 4 + 4 * 2
+    )  # there and back: the last two of each step are still there for the next
     experts, disk = lazy(20)
     ensemble(experts).sample(200, strategy="sample", steps=10, router_every=2)
     assert len(disk.loaded) == 4 + 4 * 2
@@ -123,7 +127,10 @@ def test_expert_is_verified_each_time_it_is_loaded(published: Published) -> None
 def test_release_is_refused_a_budget_that_holds_no_expert(published: Published) -> None:
     release = open_release(published.release, root=published.root, state=None, experts_later=True)
     least = least_memory(release)
-    with pytest.raises(MemoryLimitError, match="at most .* of memory, as --memory or memory_bytes says, got .* needed"):
+    with pytest.raises(
+        MemoryLimitError,
+        match="at most .* of memory, as --memory or memory_bytes says, got .* needed",
+    ):
         load_ensemble(release, memory_bytes=least - 1)
     load_ensemble(release, memory_bytes=least)
 

@@ -48,7 +48,9 @@ class ClassRouter:
             weight_C = torch.where(mixture.silo_C == k, within(self.label), 0.0)
             known = float(weight_C.sum()) > 0
             weight_C = weight_C / weight_C.sum() if known else mixture.weights_of(k)
-            columns.append(mixture.log_joint(x_B, t_B, weight_C).logsumexp(dim=-1) + (0.0 if known else 50.0))
+            columns.append(
+                mixture.log_joint(x_B, t_B, weight_C).logsumexp(dim=-1) + (0.0 if known else 50.0)
+            )
         return torch.stack(columns, dim=-1)
 
 
@@ -62,7 +64,9 @@ def conditional_expert(mixture: GaussianMixture, k: int) -> Expert:
             if float(weight_C.sum()) == 0:
                 raise RuntimeError("an expert was asked about a class that it never saw")
             assert c_B is not None
-            u_B = torch.where((c_B == label)[:, None], mixture.velocity_under(weight_C)(x_B, t_B), u_B)
+            u_B = torch.where(
+                (c_B == label)[:, None], mixture.velocity_under(weight_C)(x_B, t_B), u_B
+            )
         return u_B
 
     return expert
@@ -91,7 +95,9 @@ def noised() -> tuple[Tensor, Tensor]:
 def truth(label: int, guidance: float, x: Tensor, t_B: Tensor) -> Tensor:
     """Guidance of the pooled data's own velocities: no silo appears in it."""
     mixture = four_silos()
-    return (1 + guidance) * mixture.velocity_under(within(label))(x, t_B) - guidance * mixture.velocity(x, t_B)
+    return (1 + guidance) * mixture.velocity_under(within(label))(
+        x, t_B
+    ) - guidance * mixture.velocity(x, t_B)
 
 
 def test_guided_mixture_is_the_guided_velocity_of_the_pooled_data() -> None:
@@ -108,12 +114,15 @@ def test_guided_mixture_is_wrong_with_one_set_of_weights_for_both_branches() -> 
     for given in (
         ClassPrior(prior_given(0), four_silos()),  # the router of no condition
         ClassPrior(
-            [p if q else 0.0 for p, q in zip(four_silos().prior_K, prior_given(0), strict=True)], ClassRouter(0)
+            [p if q else 0.0 for p, q in zip(four_silos().prior_K, prior_given(0), strict=True)],
+            ClassRouter(0),
         ),
         ClassPrior(prior_given(0), UninformedRouter(4)),
     ):
         wrong = exact(class_prior=lambda label, given=given: given)
-        off = (wrong.velocity(x, t_B, condition=0, guidance=1.0) - truth(0, 1.0, x, t_B)).abs().max()
+        off = (
+            (wrong.velocity(x, t_B, condition=0, guidance=1.0) - truth(0, 1.0, x, t_B)).abs().max()
+        )
         assert off > 0.05
 
 
@@ -138,7 +147,11 @@ def test_conditional_samples_have_the_class_and_the_shares_of_those_who_hold_it(
             expected = expected / expected.sum()
             drawn = exact().sample(num, strategy=strategy, steps=25, solver="heun", condition=0)
             silo_N = four_silos().silo_of(drawn.images)
-            component_N = four_silos().log_joint(drawn.images, torch.zeros(num), four_silos().weight_C).argmax(dim=-1)
+            component_N = (
+                four_silos()
+                .log_joint(drawn.images, torch.zeros(num), four_silos().weight_C)
+                .argmax(dim=-1)
+            )
             assert (CLASS_C[component_N] == 0).double().mean() > 0.99
             found = torch.bincount(silo_N, minlength=4).double() / num
             error = (expected * (1 - expected) / num).sqrt()
@@ -150,10 +163,14 @@ def test_sample_and_lock_are_approximations_under_guidance_alone() -> None:
     """Guidance draws a class's samples together; following one expert at a time it does so less."""
 
     def spread(strategy: str, guidance: float) -> float:
-        drawn = exact().sample(1000, strategy=strategy, steps=16, solver="heun", condition=1, guidance=guidance)
+        drawn = exact().sample(
+            1000, strategy=strategy, steps=16, solver="heun", condition=1, guidance=guidance
+        )
         return float(drawn.images[:, 0].std())
 
-    plain, guided = ([spread(strategy, g) for strategy in ("full", "sample", "lock")] for g in (0.0, 3.0))
+    plain, guided = (
+        [spread(strategy, g) for strategy in ("full", "sample", "lock")] for g in (0.0, 3.0)
+    )
     assert max(plain) - min(plain) < 0.05
     assert guided[1] - guided[0] > 0.05
     assert guided[2] - guided[0] > 0.1
@@ -177,17 +194,23 @@ def test_expert_is_visited_once_for_both_branches() -> None:
 
 def test_silo_that_holds_no_image_of_a_class_declared_so_is_never_asked() -> None:
     declared = (0.0, 1.0, 0.0, 1.0)
-    drawn = exact(class_prior=None).sample(200, strategy="sample", steps=5, condition=0, condition_prior=declared)
+    drawn = exact(class_prior=None).sample(
+        200, strategy="sample", steps=5, condition=0, condition_prior=declared
+    )
     assert drawn.shares[0] == drawn.shares[2] == 0.0
 
 
 @pytest.mark.parametrize("strategy", ["full", Lock(), TopOne()])
-def test_expert_of_prior_0_makes_nothing_under_a_condition_whatever_it_holds(strategy: str | Strategy) -> None:
+def test_expert_of_prior_0_makes_nothing_under_a_condition_whatever_it_holds(
+    strategy: str | Strategy,
+) -> None:
     """Without a condition it makes nothing either; the histograms of a class still tell what it once held."""
     prior = (0.0, *four_silos().prior_K[1:])
     drawn = exact(prior=prior).sample(200, strategy=strategy, steps=4, condition=0, guidance=1.0)
     assert drawn.shares[0] == 0.0
-    assert exact().sample(200, strategy=strategy, steps=4, condition=0, guidance=1.0).shares[0] > 0.1
+    assert (
+        exact().sample(200, strategy=strategy, steps=4, condition=0, guidance=1.0).shares[0] > 0.1
+    )
     back = exact(prior=prior).sample(200, steps=4, condition=0, prior=(1.0, 1.0, 0.0, 0.0))
     assert back.shares[0] > 0.1  # asked for by name
 
@@ -203,7 +226,14 @@ def test_text_is_told_with_zeros_as_no_text() -> None:
     text = torch.ones(4, 3)
     spoken.sample(2, steps=1, solver="euler", condition=text, condition_prior=(1.0,), guidance=1.0)
     assert torch.equal(told[0], torch.cat([text.expand(2, 4, 3), torch.zeros(2, 4, 3)]))
-    wrong: list[Any] = [0, "a text", np.ones((4, 3)), torch.ones(5, 3), torch.ones(4, 2), torch.ones(0, 3)]
+    wrong: list[Any] = [
+        0,
+        "a text",
+        np.ones((4, 3)),
+        torch.ones(5, 3),
+        torch.ones(4, 2),
+        torch.ones(0, 3),
+    ]
     for asked in wrong:
         with pytest.raises(ShapeError, match="condition"):
             spoken.sample(2, condition=asked, condition_prior=(1.0,))
@@ -215,32 +245,50 @@ def refused(ensemble: Ensemble, about: str, **arguments: object) -> None:
 
 
 @pytest.mark.parametrize("prior", [None, (1.0, 1.0, 1.0, 1.0)])
-def test_condition_is_refused_when_it_means_nothing_or_nobody_knows_who_holds_it(prior: Sequence[float] | None) -> None:
+def test_condition_is_refused_when_it_means_nothing_or_nobody_knows_who_holds_it(
+    prior: Sequence[float] | None,
+) -> None:
     refused(exact(), "condition", condition=2, condition_prior=prior)
     refused(exact(), "condition", condition=torch.ones(1, 3), condition_prior=prior)
-    refused(Ensemble(four_silos().experts(), None, (1.0,) * 4, (2,)), "condition", condition=0, condition_prior=prior)
+    refused(
+        Ensemble(four_silos().experts(), None, (1.0,) * 4, (2,)),
+        "condition",
+        condition=0,
+        condition_prior=prior,
+    )
     refused(exact(), "guidance", guidance=1.0, condition_prior=prior)
     refused(exact(), "guidance", condition=0, guidance=-1.0)
     refused(exact(), "guidance", condition=0, guidance=float("nan"))
     refused(exact(class_prior=None), "each expert.s share", condition=0)
     refused(exact(), "data of this condition", condition=0, prior=(0.0, 0.0, 1.0, 0.0))
     refused(exact(), "a class, 0 to 1, got 'red'", condition="red")
-    assert torch.equal(exact().sample(2, condition=" 1").images, exact().sample(2, condition=1).images)
+    assert torch.equal(
+        exact().sample(2, condition=" 1").images, exact().sample(2, condition=1).images
+    )
     refused(exact(), "int, 0 to 1, got int64", condition=np.int64(1))
 
 
 def test_each_sample_may_have_a_class_of_its_own() -> None:
     """Alone it would have gone the same way: prior, router and the experts' condition are those of its class."""
     label_N = torch.tensor([0, 1, 1, 0, 0, 1] * 4)
-    for strategy, guidance in product(["full", Sample(), Lock(), Lock(0.5), TopK(2), TopOne()], [0.0, 2.0]):
+    for strategy, guidance in product(
+        ["full", Sample(), Lock(), Lock(0.5), TopK(2), TopOne()], [0.0, 2.0]
+    ):
         with case(strategy=strategy, guidance=guidance):
-            how: dict[str, Any] = {"strategy": strategy, "steps": 5, "seed": 4, "guidance": guidance}
+            how: dict[str, Any] = {
+                "strategy": strategy,
+                "steps": 5,
+                "seed": 4,
+                "guidance": guidance,
+            }
             together = exact(chunk_size=7).sample(condition=label_N, **how)
             for label in (0, 1):
                 alone = exact(chunk_size=7).sample(24, condition=label, **how)
                 rows = label_N == label
                 assert torch.equal(together.expert_N[rows], alone.expert_N[rows])
-                torch.testing.assert_close(together.images[rows], alone.images[rows], atol=5e-5, rtol=0)
+                torch.testing.assert_close(
+                    together.images[rows], alone.images[rows], atol=5e-5, rtol=0
+                )
     x, t_B = noised()
     mixed_B = torch.arange(300) % 2
     found = exact().velocity(x, t_B, condition=mixed_B, guidance=1.5)
@@ -256,12 +304,18 @@ def test_each_sample_may_have_a_text_of_its_own() -> None:
 
     def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
         told.append(c_B)
-        return (x_B - c_B.mean((1, 2))[:, None]) / t_B.clamp(min=1e-3)[:, None]  # all data are the text's mean
+        return (x_B - c_B.mean((1, 2))[:, None]) / t_B.clamp(min=1e-3)[
+            :, None
+        ]  # all data are the text's mean
 
-    spoken = Ensemble([expert, expert], None, (1.0, 1.0), (2,), condition=TextCondition(dim=3, max_tokens=4))
+    spoken = Ensemble(
+        [expert, expert], None, (1.0, 1.0), (2,), condition=TextCondition(dim=3, max_tokens=4)
+    )
     text_N = torch.arange(5.0)[:, None, None].expand(5, 4, 3)
     drawn = spoken.sample(condition=text_N, condition_prior=(1.0, 1.0), steps=3, solver="euler")
-    torch.testing.assert_close(drawn.images, torch.arange(5.0)[:, None].expand(5, 2), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        drawn.images, torch.arange(5.0)[:, None].expand(5, 2), atol=1e-4, rtol=0
+    )
     assert sum(len(each) for each in told) == 15
     for wrong in (text_N[:, :, :2], text_N[:0], torch.ones(5, 5, 3)):
         with pytest.raises(ShapeError, match="condition"):
@@ -281,13 +335,17 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        made = isinstance(found, Tensor) and found.untyped_storage().nbytes() // found.element_size()
+        made = (
+            isinstance(found, Tensor) and found.untyped_storage().nbytes() // found.element_size()
+        )
         self.values = max(self.values, made)
         return found
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_texts_of_a_mixture_are_laid_out_for_as_many_samples_as_an_expert_is_given_at_once(own: bool) -> None:
+def test_texts_of_a_mixture_are_laid_out_for_as_many_samples_as_an_expert_is_given_at_once(
+    own: bool,
+) -> None:
     text = torch.ones(64, 8)
 
     def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
@@ -308,7 +366,9 @@ def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() 
     x, t_B = noised()
     found = exact().velocity(x, t_B, condition=1, guidance=2.0, guidance_interval=(0.3, 0.6))
     inside = ((t_B >= 0.3) & (t_B <= 0.6))[:, None]
-    assert (found - torch.where(inside, truth(1, 2.0, x, t_B), truth(1, 0.0, x, t_B))).abs().max() < 1e-8
+    assert (
+        found - torch.where(inside, truth(1, 2.0, x, t_B), truth(1, 0.0, x, t_B))
+    ).abs().max() < 1e-8
     asked: list[tuple[float, int]] = []
 
     def watched(k: int) -> Expert:
@@ -322,13 +382,25 @@ def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() 
     for every in (1, 2):
         asked.clear()
         ensemble.sample(
-            20, steps=5, solver="euler", condition=0, guidance=1.0, guidance_interval=(0.4, 0.6), router_every=every
+            20,
+            steps=5,
+            solver="euler",
+            condition=0,
+            guidance=1.0,
+            guidance_interval=(0.4, 0.6),
+            router_every=every,
         )
         rows = {t: sum(num for at, num in asked if at == t) for t in (1.0, 0.8, 0.6, 0.4, 0.2)}
         assert rows == {1.0: 20, 0.8: 20, 0.6: 40, 0.4: 40, 0.2: 20}
     for strategy in ("full", "top-k"):
         ensemble.sample(
-            9, steps=5, strategy=strategy, condition=0, guidance=1.0, guidance_interval=(0.4, 0.6), router_every=2
+            9,
+            steps=5,
+            strategy=strategy,
+            condition=0,
+            guidance=1.0,
+            guidance_interval=(0.4, 0.6),
+            router_every=2,
         )
     plain, guided, within = (
         exact().sample(500, steps=10, strategy="full", condition=1, **more).images  # type: ignore[arg-type]

@@ -31,7 +31,12 @@ def two_silos(path: Path | None = None) -> GaussianMixture:
 
 
 def of_mixture(mixture: GaussianMixture, **changes: object) -> Ensemble:
-    settings = {"experts": mixture.experts(), "router": mixture, "prior": mixture.prior_K, "shape": (2,)}
+    settings = {
+        "experts": mixture.experts(),
+        "router": mixture,
+        "prior": mixture.prior_K,
+        "shape": (2,),
+    }
     return Ensemble(**(settings | {"path": mixture.path, "chunk_size": 1024} | changes))  # type: ignore[arg-type]
 
 
@@ -49,7 +54,9 @@ def inpainted(mixture: GaussianMixture, first: float, **how: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
-def test_unknown_part_follows_its_conditional_law_with_corrections_and_not_without(path: Path) -> None:
+def test_unknown_part_follows_its_conditional_law_with_corrections_and_not_without(
+    path: Path,
+) -> None:
     mixture = two_silos(path)
     found = inpainted(mixture, -1.5, strategy="full")
     assert share_above(mixture, -1.5) > 0.99
@@ -75,7 +82,10 @@ def by_repaint(mixture: GaussianMixture, first: float, steps: int, resampling: i
     for n in range(steps):
         t, t_next = 1 - n / steps, 1 - (n + 1) / steps
         for again in range(resampling):
-            x = put(x + (t_next - t) * mixture.velocity(x, torch.full((NUM,), t, dtype=torch.float64)), t_next)
+            x = put(
+                x + (t_next - t) * mixture.velocity(x, torch.full((NUM,), t, dtype=torch.float64)),
+                t_next,
+            )
             if again < resampling - 1:
                 kept = (1 - t) / (1 - t_next)
                 x = put(kept * x + (t**2 - (kept * t_next) ** 2) ** 0.5 * noise(), t)
@@ -90,7 +100,17 @@ def test_corrections_come_closer_than_the_resampling_of_repaint_with_as_many_eva
 
 
 @pytest.mark.parametrize(
-    "strategy", [Full(), Sample(), Lock(0.3), Lock(0.3, "full"), TopK(2), Nucleus(0.9), Threshold(0.1), TopOne()]
+    "strategy",
+    [
+        Full(),
+        Sample(),
+        Lock(0.3),
+        Lock(0.3, "full"),
+        TopK(2),
+        Nucleus(0.9),
+        Threshold(0.1),
+        TopOne(),
+    ],
 )
 def test_every_strategy_fits_the_unknown_part_to_what_is_known(strategy: Strategy) -> None:
     found = inpainted(two_silos(), -1.5, strategy=strategy, steps=12)
@@ -121,9 +141,13 @@ def test_experts_and_router_are_asked_where_the_known_part_is_noised_to_their_ti
             return mixture.log_likelihood(x_B, t_B)
 
     images = torch.tensor([[3.0, 0.0]]).expand(NUM, 2)
-    of_mixture(mixture, router=Watching()).inpaint(images, LEFT, steps=5, solver="euler", corrections=2)
+    of_mixture(mixture, router=Watching()).inpaint(
+        images, LEFT, steps=5, solver="euler", corrections=2
+    )
     times = [0.8, 0.6, 0.4, 0.2]
-    assert [t for t, _ in asked] == pytest.approx([t for t in times for _ in range(3)])  # two corrections and a step
+    assert [t for t, _ in asked] == pytest.approx(
+        [t for t in times for _ in range(3)]
+    )  # two corrections and a step
     for t, x in asked:
         assert float(x.mean()) == pytest.approx((1 - t) * 3.0, abs=6 * t / NUM**0.5)
         assert float(x.std()) == pytest.approx(t, rel=0.2)
@@ -135,11 +159,15 @@ def test_sample_i_is_inpainted_the_same_for_every_number_and_grouping() -> None:
     def draw(num: int, chunk_size: int, strategy: str) -> Tensor:
         images = torch.tensor([[2.0, 0.0]]).expand(num, 2)
         ensemble = of_mixture(mixture, chunk_size=chunk_size)
-        return ensemble.inpaint(images, LEFT, strategy=strategy, steps=4, corrections=2, seed=5).images
+        return ensemble.inpaint(
+            images, LEFT, strategy=strategy, steps=4, corrections=2, seed=5
+        ).images
 
     for strategy in ("sample", "full", "lock", "top-k"):
         with case(strategy=strategy):
-            torch.testing.assert_close(draw(9, 4, strategy), draw(30, 64, strategy)[:9], atol=5e-5, rtol=0)
+            torch.testing.assert_close(
+                draw(9, 4, strategy), draw(30, 64, strategy)[:9], atol=5e-5, rtol=0
+            )
             assert torch.equal(draw(3, 1, strategy), draw(8, 1, strategy)[:3])
 
 
@@ -179,14 +207,20 @@ def test_latents_are_known_where_all_their_pixels_are_and_known_pixels_are_put_b
         return (x_B - 5) / t_B.clamp(min=1e-3).view(-1, 1, 1, 1)
 
     ensemble = Ensemble([expert], None, [1.0], (1, 1, 2), latent=Halves())  # type: ignore[arg-type]
-    drawn = ensemble.inpaint(torch.tensor([[[[1.0, 2.0, 3.0, 0.0]]]]), known[0], steps=6, solver="euler")
-    torch.testing.assert_close(drawn.images.flatten(), torch.tensor([1.0, 2.0, 3.0, 5.0]), atol=1e-3, rtol=0)
+    drawn = ensemble.inpaint(
+        torch.tensor([[[[1.0, 2.0, 3.0, 0.0]]]]), known[0], steps=6, solver="euler"
+    )
+    torch.testing.assert_close(
+        drawn.images.flatten(), torch.tensor([1.0, 2.0, 3.0, 5.0]), atol=1e-3, rtol=0
+    )
     assert drawn.latents.flatten()[0] == pytest.approx(1.5)
     varied = ensemble.image_to_image(torch.ones(2, 1, 1, 4), 0.5, steps=3, solver="euler")
     torch.testing.assert_close(varied.images, torch.full((2, 1, 1, 4), 5.0), atol=1e-3, rtol=0)
 
 
-def test_times_that_end_in_noise_and_a_router_asked_now_and_then_are_refused_beside_known_parts() -> None:
+def test_times_that_end_in_noise_and_a_router_asked_now_and_then_are_refused_beside_known_parts() -> (
+    None
+):
     ensemble, images = of_mixture(two_silos()), torch.zeros(3, 2)
     for corrections in (0, 9):
         with case(corrections=corrections), pytest.raises(MathError, match="times that end at 0"):

@@ -26,17 +26,25 @@ def ensemble(architecture: object = DIT, condition: object = CLASS) -> Ensemble:
 
 
 def test_network_computes_in_float64_what_its_copy_in_float64_does() -> None:
-    for architecture, condition, asked in ((DIT, CLASS, 1), (UNET, CLASS, 0), (MMDIT, TEXT, torch.ones(2, 6))):
+    for architecture, condition, asked in (
+        (DIT, CLASS, 1),
+        (UNET, CLASS, 0),
+        (MMDIT, TEXT, torch.ones(2, 6)),
+    ):
         with case(architecture=architecture.kind):  # type: ignore[attr-defined]
             made = ensemble(architecture, condition)
-            x = torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            x = torch.randn(
+                3, *SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+            )
             t = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
             told = {"condition": asked, "condition_prior": [0.5, 0.5]}
             wide = made.velocity(x, t, **told)  # type: ignore[arg-type]
             copies = [copy.deepcopy(net).double() for net in made.experts]  # type: ignore[attr-defined]
             expected = Ensemble(copies, UninformedRouter(2), [1.0, 2.0], SHAPE, condition=condition)  # type: ignore[arg-type]
             assert wide.dtype is torch.float64
-            torch.testing.assert_close(wide, expected.velocity(x, t, **told), atol=1e-12, rtol=1e-12)  # type: ignore[arg-type]
+            torch.testing.assert_close(
+                wide, expected.velocity(x, t, **told), atol=1e-12, rtol=1e-12
+            )  # type: ignore[arg-type]
             narrow = made.velocity(x.float(), t.float(), **told)  # type: ignore[arg-type]
             torch.testing.assert_close(narrow.double(), wide, atol=1e-4, rtol=1e-4)
             assert not torch.equal(narrow.double(), wide)
@@ -44,8 +52,16 @@ def test_network_computes_in_float64_what_its_copy_in_float64_does() -> None:
 
 def test_samples_are_drawn_in_the_arithmetic_that_is_asked_for() -> None:
     made = ensemble()
-    how = {"steps": 3, "strategy": "full", "condition": 1, "condition_prior": [0.5, 0.5], "guidance": 1.0}
-    drawn = {dtype: made.sample(4, dtype=dtype, **how) for dtype in (None, torch.bfloat16, torch.float64)}  # type: ignore[arg-type]
+    how = {
+        "steps": 3,
+        "strategy": "full",
+        "condition": 1,
+        "condition_prior": [0.5, 0.5],
+        "guidance": 1.0,
+    }
+    drawn = {
+        dtype: made.sample(4, dtype=dtype, **how) for dtype in (None, torch.bfloat16, torch.float64)
+    }  # type: ignore[arg-type]
     assert {each.images.dtype for each in (drawn[None], drawn[torch.bfloat16])} == {torch.float32}
     assert drawn[torch.float64].images.dtype is torch.float64
     exact = drawn[torch.float64].images
@@ -65,22 +81,30 @@ def test_autocast_region_of_the_caller_lowers_experts_alone(published: Published
         with torch.autocast("cpu", torch.bfloat16):
             inside = made.sample(3, strategy=strategy, steps=2)
         assert inside.images.dtype is torch.float32
-        assert torch.equal(inside.images, made.sample(3, strategy=strategy, steps=2, dtype=torch.bfloat16).images)
+        assert torch.equal(
+            inside.images, made.sample(3, strategy=strategy, steps=2, dtype=torch.bfloat16).images
+        )
         assert 0 < float((inside.images - plain.images).abs().max()) < 0.5
-    x, t = torch.randn(3, *made.shape, generator=torch.Generator().manual_seed(1)), torch.full((3,), 0.4)
+    x, t = (
+        torch.randn(3, *made.shape, generator=torch.Generator().manual_seed(1)),
+        torch.full((3,), 0.4),
+    )
     expected = made.posterior(x, t)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(made.posterior(x, t), expected)
         assert made.velocity(x, t).dtype is torch.float32
     assert made.velocity(x.double(), t.double()).dtype is torch.float64
-    torch.testing.assert_close(made.posterior(x.double(), t.double()).float(), expected.float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        made.posterior(x.double(), t.double()).float(), expected.float(), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_function_of_float64_is_sampled_with_its_precision() -> None:
     mixture = four_silos()
     exact = Ensemble(mixture.experts(), mixture, mixture.prior_K, (2,), dtype=torch.float64)
     one, other = (
-        exact.sample(1, steps=20, strategy="full", solver="rk4", dtype=each) for each in (None, torch.float32)
+        exact.sample(1, steps=20, strategy="full", solver="rk4", dtype=each)
+        for each in (None, torch.float32)
     )
     assert one.latents.dtype is torch.float64 and other.latents.dtype is torch.float32
     assert 0 < float((one.latents - other.latents).abs().max()) < 1e-4
@@ -92,12 +116,26 @@ def test_ensemble_is_copied_to_a_device_and_says_where_it_is() -> None:
         there = made.to("cuda", torch.bfloat16)
         nets = [there.experts[k] for k in range(2)]
         assert all(gpu.device_of(each).type == "cuda" for net in nets for each in net.parameters())  # type: ignore[attr-defined]
-        assert all(gpu.device_of(each).type == "cpu" for net in made.experts for each in net.parameters())  # type: ignore[attr-defined]
-        images = there.to(torch.float32).sample(2, steps=2, condition=1, condition_prior=[0.5, 0.5]).images
-    assert torch.equal(images, made.sample(2, steps=2, condition=1, condition_prior=[0.5, 0.5]).images)
+        networks = [made.experts[k] for k in range(2)]
+        assert all(
+            gpu.device_of(weight).type == "cpu"
+            for network in networks
+            for weight in network.parameters()  # type: ignore[attr-defined]
+        )
+        images = (
+            there.to(torch.float32)
+            .sample(2, steps=2, condition=1, condition_prior=[0.5, 0.5])
+            .images
+        )
+    assert torch.equal(
+        images, made.sample(2, steps=2, condition=1, condition_prior=[0.5, 0.5]).images
+    )
     told = repr(there)
     assert len(told.splitlines()) == 2 and "tensor" not in told
-    assert all(word in told for word in ("2 experts", str(SHAPE), "LinearPath", "UninformedRouter", "cuda", "bfloat16"))
+    assert all(
+        word in told
+        for word in ("2 experts", str(SHAPE), "LinearPath", "UninformedRouter", "cuda", "bfloat16")
+    )
     assert made.to("cpu").experts[0] is made.experts[0]
     function = four_silos().expert(0)
     assert moved([function], "cpu")[0] is function
@@ -119,6 +157,13 @@ def test_expert_on_another_path_is_a_network_like_any_other() -> None:
 
 
 def test_state_may_be_named_by_a_text(published: Published, tmp_path: object) -> None:
-    opened = open_ensemble(str(published.release), root=str(published.root), state=f"{tmp_path}/state")
-    assert opened.release == open_release(published.release, root=published.root, state=None).manifest_digest
-    assert opened.sample(1, steps=1).release == opened.release and len(repr(opened).splitlines()) == 2
+    opened = open_ensemble(
+        str(published.release), root=str(published.root), state=f"{tmp_path}/state"
+    )
+    assert (
+        opened.release
+        == open_release(published.release, root=published.root, state=None).manifest_digest
+    )
+    assert (
+        opened.sample(1, steps=1).release == opened.release and len(repr(opened).splitlines()) == 2
+    )

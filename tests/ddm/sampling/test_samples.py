@@ -54,8 +54,14 @@ def test_npz_bears_the_mark_and_the_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "a.npz").read_bytes() == first
 
 
-def test_values_are_clipped_to_the_range_of_the_data_whose_ends_are_black_and_white(tmp_path: Path) -> None:
-    drawn = replace(samples(1, 8, 8), images=torch.linspace(-60, 315, 64).view(1, 1, 8, 8), value_range=(0.0, 255.0))
+def test_values_are_clipped_to_the_range_of_the_data_whose_ends_are_black_and_white(
+    tmp_path: Path,
+) -> None:
+    drawn = replace(
+        samples(1, 8, 8),
+        images=torch.linspace(-60, 315, 64).view(1, 1, 8, 8),
+        value_range=(0.0, 255.0),
+    )
     drawn = replace(drawn, expert_N=torch.tensor([0]))
     clipped = drawn.images[0, 0].clamp(0, 255)
     assert drawn.save(tmp_path / "a.npz") == "float32 images in [0, 255]"
@@ -71,11 +77,21 @@ def test_values_are_clipped_to_the_range_of_the_data_whose_ends_are_black_and_wh
 
 
 @pytest.mark.parametrize("channels", [1, 2])
-def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(tmp_path: Path, channels: int) -> None:
+def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(
+    tmp_path: Path, channels: int
+) -> None:
     drawn = samples(channels, 4, 5, 6)
     assert drawn.save(tmp_path / "folder") == "3 NIfTI files"
-    assert drawn.save(tmp_path / "all.nii.gz") == drawn.save(tmp_path / "all.nii") == "volumes in one file"
-    files = [*sorted((tmp_path / "folder").iterdir()), tmp_path / "all.nii.gz", tmp_path / "all.nii"]
+    assert (
+        drawn.save(tmp_path / "all.nii.gz")
+        == drawn.save(tmp_path / "all.nii")
+        == "volumes in one file"
+    )
+    files = [
+        *sorted((tmp_path / "folder").iterdir()),
+        tmp_path / "all.nii.gz",
+        tmp_path / "all.nii",
+    ]
     for file in files:
         image = nibabel.load(file)
         assert bytes(image.header["descrip"]).rstrip(b"\0") == f"synthetic {DIGEST}".encode()  # type: ignore[attr-defined]
@@ -92,9 +108,13 @@ def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(tmp_path: Path,
     )
     read = [
         torch.from_numpy(volume)
-        for volume in (picture.values.astype(np.float32) for picture in pictures(tmp_path / "folder"))
+        for volume in (
+            picture.values.astype(np.float32) for picture in pictures(tmp_path / "folder")
+        )
     ]
-    for one, other in zip(read, drawn.images.clamp(-1, 1), strict=True):  # values are stretched to the range in between
+    for one, other in zip(
+        read, drawn.images.clamp(-1, 1), strict=True
+    ):  # values are stretched to the range in between
         assert float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) > 0.999
 
 
@@ -133,7 +153,10 @@ def test_picture_and_mask_that_a_user_gives_are_read_or_refused(tmp_path: Path) 
     for name in ("grey.png", "black.png", "text.png", "float.npz"):
         with case(name=name), pytest.raises(DataError):
             read_mask(tmp_path / name, spec)
-    for other in (DataSpec(shape=(3, 6, 4), range=(0.0, 1.0)), DataSpec(shape=(2, 4, 6), range=(0.0, 1.0))):
+    for other in (
+        DataSpec(shape=(3, 6, 4), range=(0.0, 1.0)),
+        DataSpec(shape=(2, 4, 6), range=(0.0, 1.0)),
+    ):
         with pytest.raises(DataError):
             read_given_images(tmp_path / "a.png", other)
 

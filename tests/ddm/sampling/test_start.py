@@ -19,13 +19,28 @@ from ddm.sampling.trajectories import draw_noise
 from tests.support.case import case
 from tests.support.gaussian_mixture import four_silos
 
-ALL = (Full(), Sample(), Lock(), Lock(0.5), Lock(0.5, "full"), TopOne(), TopK(2), Nucleus(), Threshold())
+ALL = (
+    Full(),
+    Sample(),
+    Lock(),
+    Lock(0.5),
+    Lock(0.5, "full"),
+    TopOne(),
+    TopK(2),
+    Nucleus(),
+    Threshold(),
+)
 EXACT: tuple[Strategy, ...] = (Full(), Sample(), Lock(), Lock(0.3), Lock(0.3, "full"))
 
 
 def exact(path: Path | None = None, **changes: object) -> Ensemble:
     mixture = four_silos(path)
-    settings = {"experts": mixture.experts(), "router": mixture, "prior": mixture.prior_K, "shape": (2,)}
+    settings = {
+        "experts": mixture.experts(),
+        "router": mixture,
+        "prior": mixture.prior_K,
+        "shape": (2,),
+    }
     return Ensemble(**(settings | {"path": path or LinearPath(), "chunk_size": 1024} | changes))  # type: ignore[arg-type]
 
 
@@ -39,7 +54,9 @@ def test_examples_in_the_docstrings_run() -> None:
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
-def test_data_noised_and_followed_back_keep_their_law_and_change_silos_as_the_posterior_says(path: Path) -> None:
+def test_data_noised_and_followed_back_keep_their_law_and_change_silos_as_the_posterior_says(
+    path: Path,
+) -> None:
     """Silo j follows silo k with probability ``E[w_j(x_t) | x_0 of k]``; the law of all data stays as it was."""
     num, t, mixture = 1000, 0.7, four_silos(path)
     of_two = torch.tensor([2.0, -2.0]).expand(num, 2)  # a centre of silo 1
@@ -64,7 +81,9 @@ def test_data_noised_and_followed_back_keep_their_law_and_change_silos_as_the_po
     for strategy in EXACT:
         with case(strategy=strategy):
             back = exact(path).image_to_image(data, 0.8, steps=12, strategy=strategy).images
-            assert ((counts(back) / num - share).abs() < 5 * (share * (1 - share) / num).sqrt() * 2**0.5).all()
+            assert (
+                (counts(back) / num - share).abs() < 5 * (share * (1 - share) / num).sqrt() * 2**0.5
+            ).all()
             near = mixture.mean_CD.float()
             assert torch.cdist(back, near).min(1).values.mean() == pytest.approx(
                 float(torch.cdist(data, near).min(1).values.mean()), rel=0.12
@@ -85,9 +104,15 @@ def test_router_is_asked_at_the_noised_image_and_not_at_the_prior() -> None:
 
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("solver", ["heun", "exponential"])
-def test_given_noise_start_and_times_are_the_same_way(strategy: Strategy, solver: SolverName) -> None:
+def test_given_noise_start_and_times_are_the_same_way(
+    strategy: Strategy, solver: SolverName
+) -> None:
     def draw(num: int | None = None, **asked: Any) -> Tensor:
-        return exact(chunk_size=7).sample(num, strategy=strategy, solver=solver, seed=3, **asked).images
+        return (
+            exact(chunk_size=7)
+            .sample(num, strategy=strategy, solver=solver, seed=3, **asked)
+            .images
+        )
 
     noise, _ = draw_noise(range(12), (2,), 3, 4)
     own = draw(12, steps=4)
@@ -106,7 +131,9 @@ def test_given_noise_start_and_times_are_the_same_way(strategy: Strategy, solver
 def test_trajectory_in_two_parts_has_the_law_of_one() -> None:
     for strategy in (Full(), Sample(), Lock(0.4)):
         with case(strategy=strategy):
-            half = exact().sample(1000, strategy=strategy, times=[1 - n / 20 for n in range(11)], seed=1)
+            half = exact().sample(
+                1000, strategy=strategy, times=[1 - n / 20 for n in range(11)], seed=1
+            )
             assert half.images.norm(dim=1).mean() < 2.2  # still half noise
             done = exact().sample(x=half.latents, t_start=0.5, steps=10, strategy=strategy, seed=2)
             share = torch.tensor(four_silos().prior_K)
@@ -140,7 +167,9 @@ def test_callback_sees_every_step_of_all_samples_and_may_move_them() -> None:
         with case(strategy=strategy):
             for told in (seen, last, followed):
                 told.clear()  # type: ignore[attr-defined]
-            drawn = exact(chunk_size=4).sample(30, steps=4, strategy=strategy, callback=watch, router_every=2)
+            drawn = exact(chunk_size=4).sample(
+                30, steps=4, strategy=strategy, callback=watch, router_every=2
+            )
             assert seen == [(0, 0.75), (1, 0.5), (2, 0.25), (3, 0.0)]
             assert torch.equal(last[-1], drawn.images)
             torch.testing.assert_close(
@@ -156,7 +185,9 @@ def test_callback_sees_every_step_of_all_samples_and_may_move_them() -> None:
                 for n, t in enumerate((1.0, 0.75, 0.5, 0.25)):
                     current = changes.get(t, current)
                     assert set(followed[n][i].nonzero()[:, 0].tolist()) == current
-    held = exact().sample(5, steps=3, callback=lambda step, t, x, experts: torch.zeros_like(x)).images
+    held = (
+        exact().sample(5, steps=3, callback=lambda step, t, x, experts: torch.zeros_like(x)).images
+    )
     assert not held.any()
     with pytest.raises(ShapeError, match="callback"):
         exact().sample(5, steps=3, callback=lambda step, t, x, experts: x[:2])
@@ -169,13 +200,18 @@ def test_provenance_tells_each_change_and_is_bounded(monkeypatch: pytest.MonkeyP
     for i in range(300):
         assert table[i][0].t == 1.0 and all(len(experts) == 1 for _, experts in table[i])
         assert table[i][-1].experts == (int(drawn.expert_N[i]),)
-        assert all(one.experts != two.experts for one, two in zip(table[i], table[i][1:], strict=False))
+        assert all(
+            one.experts != two.experts for one, two in zip(table[i], table[i][1:], strict=False)
+        )
         assert [part.t for part in table[i]] == sorted((part.t for part in table[i]), reverse=True)
     assert max(len(table[i]) for i in range(300)) > 2
     full = exact().sample(2, strategy="full", steps=3, prior=(0.5, 0.5, 0, 0)).provenance
     assert full is not None and [tuple(part) for part in full[1]] == [(1.0, (0, 1))]
     halves = (range(150), range(150, 300))
-    parts = [exact(chunk_size=16).sample(150, strategy="sample", steps=8, numbers=half) for half in halves]
+    parts = [
+        exact(chunk_size=16).sample(150, strategy="sample", steps=8, numbers=half)
+        for half in halves
+    ]
     both = concatenate(parts)
     assert [both.provenance[i] for i in range(300)] == [table[i] for i in range(300)]  # type: ignore[index]
     assert torch.equal(both.expert_N, drawn.expert_N) and "300 samples" in repr(joined([table]))
@@ -217,8 +253,13 @@ def test_arguments_that_do_not_go_together_are_refused_in_one_sentence() -> None
             exact().sample(steps=2, **asked)
 
 
-def test_posterior_is_the_log_probability_of_each_expert_even_where_it_is_too_small_for_a_number() -> None:
-    mixture, x = four_silos(), torch.cat([four_silos().draw(50, seed=1), torch.tensor([[2.0, 2.0]])])
+def test_posterior_is_the_log_probability_of_each_expert_even_where_it_is_too_small_for_a_number() -> (
+    None
+):
+    mixture, x = (
+        four_silos(),
+        torch.cat([four_silos().draw(50, seed=1), torch.tensor([[2.0, 2.0]])]),
+    )
     t = torch.full((51,), 0.3, dtype=torch.float64)
     expected = torch.log_softmax(
         mixture.log_likelihood(x, t) + torch.tensor(mixture.prior_K, dtype=torch.float64).log(), 1

@@ -10,12 +10,19 @@ from ddm.sampling.strategies import SETTINGS, Follow, Prefix, segments, strategy
 from tests.support.case import case
 from tests.support.gaussian_mixture import four_silos
 
-W_BK = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.1, 0.7, 0.1], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
+W_BK = torch.tensor(
+    [[0.5, 0.3, 0.2, 0.0], [0.1, 0.1, 0.7, 0.1], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64
+)
 
 
 def exact(**changes: object) -> Ensemble:
     mixture = four_silos()
-    settings = {"experts": mixture.experts(), "router": mixture, "prior": mixture.prior_K, "shape": (2,)}
+    settings = {
+        "experts": mixture.experts(),
+        "router": mixture,
+        "prior": mixture.prior_K,
+        "shape": (2,),
+    }
     return Ensemble(**(settings | {"chunk_size": 1024} | changes))  # type: ignore[arg-type]
 
 
@@ -34,12 +41,17 @@ def test_strategy_selects_the_experts_that_its_name_says() -> None:
     for strategy, expected in promised:
         with case(strategy=strategy, expected=expected):
             chosen = strategy.select(W_BK)
-            assert ["".join(str(k) for k in row.nonzero()[:, 0].tolist()) for row in chosen] == expected
+            assert [
+                "".join(str(k) for k in row.nonzero()[:, 0].tolist()) for row in chosen
+            ] == expected
 
 
 @pytest.mark.parametrize("strategy", [TopK(4), Nucleus(1.0), Threshold(0.0)])
 def test_strategy_that_selects_all_is_the_full_mixture(strategy: Strategy) -> None:
-    full, other = (exact().sample(64, strategy=each, steps=8, solver="heun", seed=2) for each in (Full(), strategy))
+    full, other = (
+        exact().sample(64, strategy=each, steps=8, solver="heun", seed=2)
+        for each in (Full(), strategy)
+    )
     torch.testing.assert_close(full.images, other.images, atol=1e-5, rtol=0)
     assert torch.equal(full.expert_N, other.expert_N)
 
@@ -47,11 +59,16 @@ def test_strategy_that_selects_all_is_the_full_mixture(strategy: Strategy) -> No
 def weighted(x: Tensor, t_B: Tensor, k: int) -> Tensor:
     """Brute force, sample by sample: the k most probable experts, their probabilities divided by their sum."""
     mixture, rows = four_silos(), []
-    w_BK = (mixture.log_likelihood(x, t_B) + torch.tensor(mixture.prior_K, dtype=x.dtype).log()).softmax(1)
+    w_BK = (
+        mixture.log_likelihood(x, t_B) + torch.tensor(mixture.prior_K, dtype=x.dtype).log()
+    ).softmax(1)
     for n in range(len(x)):
         chosen = sorted(range(4), key=lambda j: -float(w_BK[n, j]))[:k]
         total = sum(float(w_BK[n, j]) for j in chosen)
-        parts = [float(w_BK[n, j]) / total * mixture.expert(j)(x[n : n + 1], t_B[n : n + 1]) for j in chosen]
+        parts = [
+            float(w_BK[n, j]) / total * mixture.expert(j)(x[n : n + 1], t_B[n : n + 1])
+            for j in chosen
+        ]
         rows.append(torch.stack(parts).sum(0))
     return torch.cat(rows)
 
@@ -65,7 +82,8 @@ def test_weights_of_the_selected_are_renormalised() -> None:
             x = x - weighted(x, torch.full((12,), t, dtype=torch.float64), k) / 3
         torch.testing.assert_close(drawn.images.double(), x, atol=1e-4, rtol=0)
         assert (
-            drawn.images - ensemble.sample(12, strategy=Full(), steps=3, solver="euler", seed=1).images
+            drawn.images
+            - ensemble.sample(12, strategy=Full(), steps=3, solver="euler", seed=1).images
         ).abs().max() > 0.1
 
 
@@ -76,7 +94,9 @@ def noise(i: int) -> Tensor:
 
 
 def shares_off(strategy: Strategy, num: int = 2048, **arguments: int) -> float:
-    images = exact().sample(num, strategy=strategy, steps=24, solver="heun", seed=1, **arguments).images
+    images = (
+        exact().sample(num, strategy=strategy, steps=24, solver="heun", seed=1, **arguments).images
+    )
     expected = torch.tensor(four_silos().prior_K, dtype=torch.float64)
     found = torch.bincount(four_silos().silo_of(images), minlength=4).double() / num
     return float(((found - expected).abs() / (expected * (1 - expected) / num).sqrt()).max())
@@ -88,7 +108,9 @@ def test_selecting_does_not_keep_the_shares_of_the_silos(strategy: Strategy) -> 
     assert shares_off(strategy, 1024) > 6
 
 
-@pytest.mark.parametrize(("strategy", "every"), [(Sample(), 3), (Sample(), 24), (Lock(0.5), 5), (Lock(0.5, "full"), 1)])
+@pytest.mark.parametrize(
+    ("strategy", "every"), [(Sample(), 3), (Sample(), 24), (Lock(0.5), 5), (Lock(0.5, "full"), 1)]
+)
 def test_shares_are_kept_when_a_drawn_expert_is_held_until_the_router_is_asked_again(
     strategy: Strategy, every: int
 ) -> None:
@@ -117,7 +139,9 @@ def test_router_is_asked_at_every_nth_step_alone(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize(("prefix", "before"), [("full", Follow.MEAN), ("sample", Follow.DRAW)])
-def test_lock_draws_at_its_time_even_where_the_router_would_rest(prefix: Prefix, before: Follow) -> None:
+def test_lock_draws_at_its_time_even_where_the_router_would_rest(
+    prefix: Prefix, before: Follow
+) -> None:
     cut = segments(Lock(0.7, prefix), (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), router_every=4)
     assert [(part.first, part.follow) for part in cut] == [(0, before), (2, Follow.LOCK)]
     router = Counting()

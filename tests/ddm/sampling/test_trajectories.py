@@ -28,15 +28,25 @@ STRATEGIES = (
 class Alone:
     """One sample on its way: what it may follow, and what the exponential solver remembers."""
 
-    def __init__(self, mixture: GaussianMixture, strategy: Strategy, every: int, uniform_S: Tensor) -> None:
-        self.mixture, self.strategy, self.every, self.uniform_S = mixture, strategy, every, uniform_S
+    def __init__(
+        self, mixture: GaussianMixture, strategy: Strategy, every: int, uniform_S: Tensor
+    ) -> None:
+        self.mixture, self.strategy, self.every, self.uniform_S = (
+            mixture,
+            strategy,
+            every,
+            uniform_S,
+        )
         self.prior_K = torch.tensor(mixture.prior_K, dtype=torch.float64)
         self.allowed: set[int] = set()
         self.held_K = self.prior_K
         self.before: tuple[Tensor, float] | None = None
 
     def posterior(self, x_D: Tensor, t: float) -> Tensor:
-        joint_K = self.prior_K * self.mixture.log_likelihood(x_D[None], torch.full((1,), t).double())[0].exp()
+        joint_K = (
+            self.prior_K
+            * self.mixture.log_likelihood(x_D[None], torch.full((1,), t).double())[0].exp()
+        )
         return joint_K / joint_K.sum() if t < 1 else self.prior_K
 
     def decide(self, n: int, x_D: Tensor, t: float) -> None:
@@ -57,7 +67,9 @@ class Alone:
             case TopK(k=k):
                 chosen = set(order[:k])
             case Nucleus(mass=mass):
-                chosen = {k for place, k in enumerate(order) if float(w_K[order[:place]].sum()) < mass}
+                chosen = {
+                    k for place, k in enumerate(order) if float(w_K[order[:place]].sum()) < mass
+                }
             case Threshold(least=least):
                 chosen = {k for k in range(4) if float(w_K[k]) >= least} | {order[0]}
         if fresh:
@@ -80,9 +92,15 @@ class Alone:
             path.alpha(at) * path.d_sigma(at) - path.sigma(at) * path.d_alpha(at)
         )
         data = (u_D - path.d_sigma(at) * noise) / path.d_alpha(at)
-        held = data if self.before is None else data + h / (2 * (t - self.before[1])) * (data - self.before[0])
+        held = (
+            data
+            if self.before is None
+            else data + h / (2 * (t - self.before[1])) * (data - self.before[0])
+        )
         self.before = data, t
-        return path.alpha(then) * held + path.sigma(then) * (x_D - path.alpha(at) * held) / path.sigma(at)
+        return path.alpha(then) * held + path.sigma(then) * (
+            x_D - path.alpha(at) * held
+        ) / path.sigma(at)
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
@@ -92,9 +110,9 @@ def test_samples_travel_in_groups_as_each_would_alone(
     path: Path, strategy: Strategy, solver: SolverName, every: int
 ) -> None:
     mixture = four_silos(path)
-    together = Ensemble(mixture.experts(), mixture, mixture.prior_K, (2,), path, chunk_size=4).sample(
-        NUM, strategy=strategy, steps=STEPS, solver=solver, seed=SEED, router_every=every
-    )
+    together = Ensemble(
+        mixture.experts(), mixture, mixture.prior_K, (2,), path, chunk_size=4
+    ).sample(NUM, strategy=strategy, steps=STEPS, solver=solver, seed=SEED, router_every=every)
     noise, uniform_BS = draw_noise(range(NUM), (2,), SEED, STEPS)
     for i in range(NUM):
         alone, x_D = Alone(mixture, strategy, every, uniform_BS[i]), noise[i].double()
@@ -110,6 +128,9 @@ def test_strategies_lead_elsewhere() -> None:
     """Otherwise the journeys above could agree whatever is followed."""
     mixture = four_silos()
     ensemble = Ensemble(mixture.experts(), mixture, mixture.prior_K, (2,))
-    ends = [ensemble.sample(40, strategy=strategy, steps=STEPS, seed=SEED).images for strategy in STRATEGIES]
+    ends = [
+        ensemble.sample(40, strategy=strategy, steps=STEPS, seed=SEED).images
+        for strategy in STRATEGIES
+    ]
     for i, one in enumerate(ends):
         assert all((one - other).abs().max() > 1e-2 for other in ends[:i])

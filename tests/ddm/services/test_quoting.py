@@ -7,11 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddm.errors import ArchipelagoError, BusyError, SetupError
-from ddm.services.quoting import Quoted, command_line, image_name, mount, shell_word, unit_word, user_name
+from ddm.services.quoting import (
+    Quoted,
+    command_line,
+    image_name,
+    mount,
+    shell_word,
+    unit_word,
+    user_name,
+)
 from ddm.services.rendering import _environment, write_services
 from tests.support.services import words_of
 
-printable = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
+printable = st.text(
+    st.characters(codec="utf-8", exclude_categories=["C", "Z"], include_characters=" "), min_size=1
+)
 AWKWARD = (
     "/srv/Klinik Süd/Bilder",
     '/a"b',
@@ -31,7 +41,9 @@ AWKWARD = (
 @pytest.mark.parametrize("text", AWKWARD)
 def test_awkward_path_is_one_word_of_a_unit_and_of_a_script(text: str) -> None:
     assert words_of(unit_word(text)) == [text]
-    said = subprocess.run(["sh", "-c", f"printf %s {shell_word(text)}"], capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        ["sh", "-c", f"printf %s {shell_word(text)}"], capture_output=True, text=True, check=True
+    )
     assert said.stdout == text
 
 
@@ -58,7 +70,10 @@ def test_name_of_a_user_or_image_that_could_be_more_is_refused(name: str) -> Non
 
 
 def test_path_with_a_comma_or_colon_is_refused_for_a_mount(tmp_path) -> None:
-    assert mount(tmp_path / "Süd 1") == f"--mount=type=bind,src={tmp_path}/Süd 1,dst={tmp_path}/Süd 1,ro=true"
+    assert (
+        mount(tmp_path / "Süd 1")
+        == f"--mount=type=bind,src={tmp_path}/Süd 1,dst={tmp_path}/Süd 1,ro=true"
+    )
     for sign in ",:":
         with pytest.raises(SetupError) as refused:
             mount(tmp_path / f"a{sign}b")

@@ -79,8 +79,14 @@ def test_errors_are_records_of_the_log_where_all_of_standard_error_is_json(
 
     monkeypatch.setenv(JSON_VARIABLE, "1")
     start_logging(LogOptions.from_environment())
-    assert fail(SetupError("--num", expected="a number", got="'x'", remedy="Give one.")) == SetupError.exit_code
+    assert (
+        fail(SetupError("--num", expected="a number", got="'x'", remedy="Give one."))
+        == SetupError.exit_code
+    )
     say("WARNING: look", error=True)
     said = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [record["message"] for record in said] == ["--num: expected a number, got 'x'. Give one.", "WARNING: look"]
+    assert [record["message"] for record in said] == [
+        "--num: expected a number, got 'x'. Give one.",
+        "WARNING: look",
+    ]
     assert {record["level"] for record in said} == {"ERROR"}

@@ -49,9 +49,14 @@ SHAPE = (1, 8, 8)
 NOTHING = NoCondition()
 CLASS, TEXT = ClassCondition(num_classes=3, drop=0.1), TextCondition(dim=6, max_tokens=4, drop=0.1)
 DIT, MMDIT = Dit(patch=2, hidden=16, depth=1, heads=2), Mmdit(patch=2, hidden=16, depth=1, heads=2)
-UNET = Unet(channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4)
+UNET = Unet(
+    channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4
+)
 MASKED = {"mask_ratio": 0.5, "unmasked_share": 0.2}
-ASKED: dict[str, object] = {"class": 1, "text": torch.rand(2, 6, generator=torch.Generator().manual_seed(1))}
+ASKED: dict[str, object] = {
+    "class": 1,
+    "text": torch.rand(2, 6, generator=torch.Generator().manual_seed(1)),
+}
 
 
 def test_device_is_the_gpu_where_there_is_one_and_a_gpu_that_is_not_there_is_refused() -> None:
@@ -71,7 +76,11 @@ def test_pretended_gpu_refuses_what_a_gpu_refuses() -> None:
             net(x)
         net.to("cuda")
         assert net(x).device == net.weight.device == (x + torch.ones(())).device == GPU
-        assert gpu.device_of(torch.zeros(2, device="cuda")) == gpu.device_of(torch.zeros_like(x)) == GPU
+        assert (
+            gpu.device_of(torch.zeros(2, device="cuda"))
+            == gpu.device_of(torch.zeros_like(x))
+            == GPU
+        )
         for wrong in (
             lambda: x + torch.ones(2),
             lambda: torch.ones(3)[x.bool()[:, 0]],
@@ -89,26 +98,46 @@ def experts(architecture: Architecture, condition: Condition, device: str) -> li
     """Two networks, of which one learned eps on another path."""
     built = [build_expert(architecture, SHAPE, condition=condition, seed=seed) for seed in range(2)]
     for net in built:
-        for name, parameter in net.named_parameters():  # what begins at 0 would hide what lies before it
+        for (
+            name,
+            parameter,
+        ) in net.named_parameters():  # what begins at 0 would hide what lies before it
             generator = torch.Generator().manual_seed(len(name))
-            nn.init.normal_(parameter, std=0.1, generator=generator) if not parameter.any() else None
+            nn.init.normal_(
+                parameter, std=0.1, generator=generator
+            ) if not parameter.any() else None
     first, second = (net.eval().requires_grad_(False).to(device) for net in built)
-    return [first, on_path(second, ExpertObjective(path="cosine_vp", prediction="eps"), LinearPath())]
+    return [
+        first,
+        on_path(second, ExpertObjective(path="cosine_vp", prediction="eps"), LinearPath()),
+    ]
 
 
 @pytest.mark.parametrize(
     ("architecture", "condition"),
-    [(DIT, NOTHING), (DIT, CLASS), (DIT, TEXT), (MMDIT, TEXT), (UNET, NOTHING), (UNET, CLASS), (UNET, TEXT)],
+    [
+        (DIT, NOTHING),
+        (DIT, CLASS),
+        (DIT, TEXT),
+        (MMDIT, TEXT),
+        (UNET, NOTHING),
+        (UNET, CLASS),
+        (UNET, TEXT),
+    ],
     ids=lambda each: each.kind,
 )
-def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(architecture: Architecture, condition: Condition) -> None:
+def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(
+    architecture: Architecture, condition: Condition
+) -> None:
     told = {"condition": ASKED.get(condition.kind), "condition_prior": [0.5, 0.5], "guidance": 1.5}
     words = {} if condition is NOTHING else told
 
     def drawn(device: str, strategy: str) -> Tensor:
         nets, router = experts(architecture, condition, device), UninformedRouter(2)
         made = Ensemble(nets, router, [1.0, 2.0], SHAPE, device=device, condition=condition)
-        return made.sample(3, strategy=strategy, steps=2, solver="exponential", seed=1, **words).images  # type: ignore[arg-type]
+        return made.sample(
+            3, strategy=strategy, steps=2, solver="exponential", seed=1, **words
+        ).images  # type: ignore[arg-type]
 
     for strategy in ("full", "lock"):
         here = drawn("cpu", strategy)
@@ -119,13 +148,23 @@ def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(architecture: Architecture
 
 
 @pytest.mark.parametrize("little", [False, True])
-@pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1", "top-k", "nucleus", "threshold"])
-def test_release_is_sampled_on_a_gpu_as_on_a_cpu(published: Published, strategy: str, little: bool) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["full", "sample", "lock", "top-1", "top-k", "nucleus", "threshold"]
+)
+def test_release_is_sampled_on_a_gpu_as_on_a_cpu(
+    published: Published, strategy: str, little: bool
+) -> None:
     release = open_release(published.release, root=published.root, state=None)
-    draw: Callable[[Ensemble], object] = partial(Ensemble.sample, num=4, strategy=strategy, steps=3, router_every=2)
+    draw: Callable[[Ensemble], object] = partial(
+        Ensemble.sample, num=4, strategy=strategy, steps=3, router_every=2
+    )
     here = draw(load_ensemble(release))
     with pretend_gpu():
-        there = draw(load_ensemble(release, device="cuda", memory_bytes=least_memory(release) if little else None))
+        there = draw(
+            load_ensemble(
+                release, device="cuda", memory_bytes=least_memory(release) if little else None
+            )
+        )
     assert torch.equal(here.images, there.images) and torch.equal(here.expert_N, there.expert_N)  # type: ignore[attr-defined]
 
 
@@ -136,21 +175,30 @@ def test_own_samples_of_readers_are_drawn_on_a_gpu_as_on_a_cpu(tmp_path: Path) -
         nets, router = experts(DIT, TEXT, device), UninformedRouter(2)
         teacher = Ensemble(nets, router, [1.0, 2.0], SHAPE, device=device, condition=TEXT)
         asked = {"source": "here", "condition": TEXT, "texts": texts_NLD, "steps": 2}
-        return own_samples(teacher, 4, tmp_path / device, on_progress=lambda done, total: None, **asked).images  # type: ignore[arg-type]
+        return own_samples(
+            teacher, 4, tmp_path / device, on_progress=lambda done, total: None, **asked
+        ).images  # type: ignore[arg-type]
 
     here = drawn("cpu")
     with pretend_gpu():
         assert torch.equal(drawn("cuda"), here)
 
 
-def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(published: Published, tmp_path: Path) -> None:
+def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
+    published: Published, tmp_path: Path
+) -> None:
     release = open_release(published.release, root=published.root, state=None)
     found: dict[str, dict[str, Tensor]] = {}
 
     def taught(name: str, device: str, teacher: str) -> dict[str, Tensor]:
         ensemble, plan = load_ensemble(release, device=device), release.plan
         lessons = own_samples(
-            ensemble, 8, tmp_path / name, source="here", steps=2, on_progress=lambda done, total: None
+            ensemble,
+            8,
+            tmp_path / name,
+            source="here",
+            steps=2,
+            on_progress=lambda done, total: None,
         )
         trained = distill(
             ensemble,
@@ -186,7 +234,13 @@ def test_expert_is_trained_in_two_goes_on_a_gpu_as_in_one_on_a_cpu(
 ) -> None:
     def trained(folder: Path, device: str, stop: bool = False) -> dict[str, Tensor]:
         engine = Engine.model_validate({"device": device, "accumulate": 2})
-        run = Run(folder, settings(num_steps=9, **recipe), model=fresh(kind), labels=texts(kind), engine=engine)
+        run = Run(
+            folder,
+            settings(num_steps=9, **recipe),
+            model=fresh(kind),
+            labels=texts(kind),
+            engine=engine,
+        )
         return run((lambda: len(list(folder.glob("*.json"))) > 0) if stop else (lambda: False)).ema
 
     here = trained(tmp_path / "cpu", "cpu")
@@ -199,7 +253,11 @@ def test_expert_is_trained_in_two_goes_on_a_gpu_as_in_one_on_a_cpu(
 
 def test_latents_are_encoded_and_decoded_on_a_gpu_as_on_a_cpu() -> None:
     size = AutoencoderSize(
-        channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4
+        channels=(8, 8),
+        attention=(False, False),
+        latent_channels=3,
+        num_res_blocks=1,
+        norm_groups=4,
     )
     x = torch.rand(3, *SHAPE, generator=torch.Generator().manual_seed(0))
 
@@ -229,10 +287,12 @@ def test_samples_router_is_trained_on_a_gpu_as_on_a_cpu() -> None:
     sizes = SamplesRouter(patch=4, hidden=16, depth=1, heads=2, num_steps=6, images_per_expert=8)
 
     def fitted(device: str) -> dict[str, Tensor]:
-        drawn_EN = draw_from_experts(experts(DIT, NOTHING, device), SHAPE, 8, 0, LinearPath(), None, device=device)
-        return fit_samples(Labelled.drawn(drawn_EN), sizes, LinearPath(), 0, device=device).tensors() | {
-            "drawn": drawn_EN
-        }
+        drawn_EN = draw_from_experts(
+            experts(DIT, NOTHING, device), SHAPE, 8, 0, LinearPath(), None, device=device
+        )
+        return fit_samples(
+            Labelled.drawn(drawn_EN), sizes, LinearPath(), 0, device=device
+        ).tensors() | {"drawn": drawn_EN}
 
     here = fitted("cpu")
     with pretend_gpu() as gpu:

@@ -48,11 +48,16 @@ def test_log_is_plain_lines_and_marks_warnings(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "[north] training\nwarning: the disk is full\\n\\x1b[2J\n"
 
 
-def test_verbose_log_holds_details_with_time_level_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_log_holds_details_with_time_level_and_logger(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     start_logging(LogOptions(verbose=True))
     LOG.debug("a detail")
     time, level, logger, *message = capsys.readouterr().err.split()
-    assert datetime.fromisoformat(time).tzinfo and (level, logger) == ("DEBUG", "silo.worker.made_up:")
+    assert datetime.fromisoformat(time).tzinfo and (level, logger) == (
+        "DEBUG",
+        "silo.worker.made_up:",
+    )
     assert message == ["a", "detail"]
 
 
@@ -66,12 +71,17 @@ def test_json_log_is_one_ascii_object_a_line(capsys: pytest.CaptureFixture[str])
     assert record["message"] == "first\nsecond \x1b[2J \u202e"
 
 
-@pytest.mark.parametrize("formatter", [PlainFormatter(), PlainFormatter(details=True), JsonFormatter()])
+@pytest.mark.parametrize(
+    "formatter", [PlainFormatter(), PlainFormatter(details=True), JsonFormatter()]
+)
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
         (ValueError("patient Smith"), "ValueError"),
-        (FileNotFoundError(2, "No such file or directory", "/data/smith.png"), "No such file or directory"),
+        (
+            FileNotFoundError(2, "No such file or directory", "/data/smith.png"),
+            "No such file or directory",
+        ),
         (DataError("images", expected="pixels", got="none"), "images: expected pixels"),
     ],
 )
@@ -108,7 +118,9 @@ def test_processes_log_as_the_one_that_started_them(capfd: pytest.CaptureFixture
     assert json.loads(capfd.readouterr().err)["message"] == "from a child"
 
 
-def test_a_library_that_nobody_started_as_a_command_leaves_logging_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_nobody_started_as_a_command_leaves_logging_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(VERBOSE_VARIABLE)
     follow_logging()
     assert not any(logging.getLogger(package).handlers for package in PACKAGES)
@@ -118,7 +130,9 @@ def test_records_of_another_process_are_logged_again_and_other_lines_are_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     start_logging(LogOptions(verbose=True))
-    record = LOG.makeRecord("aggregator.runtime.made_up", logging.WARNING, "", 0, "100%% of %s", ("it",), None)
+    record = LOG.makeRecord(
+        "aggregator.runtime.made_up", logging.WARNING, "", 0, "100%% of %s", ("it",), None
+    )
     assert replay(JsonFormatter().format(record))
     assert capsys.readouterr().err.endswith("WARNING aggregator.runtime.made_up: 100% of it\n")
     for line in (
@@ -138,7 +152,14 @@ def test_options_before_the_command_choose_the_log(published: Published, tmp_pat
     command = [str(program("ddm")), "--verbose", "--log-json", *map(str, look)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     records = [json.loads(line) for line in done.stderr.splitlines()]
-    assert any(record["level"] == "DEBUG" and record["message"].startswith("verified ") for record in records)
+    assert any(
+        record["level"] == "DEBUG" and record["message"].startswith("verified ")
+        for record in records
+    )
     assert done.stdout.startswith("Verified ")
-    refused = subprocess.run([*command[:-2], "--state", "/dev/null/x"], capture_output=True, text=True, check=False)
-    assert refused.returncode and all(json.loads(line)["time"] for line in refused.stderr.splitlines())
+    refused = subprocess.run(
+        [*command[:-2], "--state", "/dev/null/x"], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode and all(
+        json.loads(line)["time"] for line in refused.stderr.splitlines()
+    )

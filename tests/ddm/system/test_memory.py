@@ -13,7 +13,9 @@ from tests.support.forked import ended, forked
 GIB = 2**30
 
 
-def test_limit_is_what_was_asked_for_or_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_is_what_was_asked_for_or_a_share_of_what_is_available(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert memory_limit(5).bytes == 5
     monkeypatch.setattr(memory, "available_bytes", lambda: 100)
     assert memory_limit().bytes == int(SHARE * 100)

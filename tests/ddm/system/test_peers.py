@@ -50,7 +50,9 @@ def test_connection_of_another_user_is_never_ones_own_however_it_is_closed() -> 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         command = [sys.executable, "-c", CONNECT, "127.0.0.1", str(port), str(STRANGER)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
             assert process.stdin
             assert process.stdout
             assert process.stdout.readline() == "connected\n"

@@ -78,7 +78,10 @@ def test_program_is_gone_when_its_guard_is_killed(tree):
 def test_tree_is_gone_when_its_supervisor_is_killed(tmp_path, number):
     log = tmp_path / "log"
     supervisor = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, TREE, str(log)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", SUPERVISOR, TREE, str(log)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     with supervisor:
         guard_pid = int(supervisor.stdout.readline().split()[1])
@@ -90,7 +93,9 @@ def test_tree_is_gone_when_its_supervisor_is_killed(tmp_path, number):
 
 
 def test_child_reports_the_exit_code_and_output_when_its_program_ends(tmp_path):
-    child = spawn([sys.executable, "-c", "print('bye'); raise SystemExit(7)"], log_path=tmp_path / "log")
+    child = spawn(
+        [sys.executable, "-c", "print('bye'); raise SystemExit(7)"], log_path=tmp_path / "log"
+    )
     assert child.wait(60.0) and child.returncode == 7
     assert child.log_tail() == "bye\n"
 

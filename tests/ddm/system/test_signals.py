@@ -8,16 +8,27 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddm.system.signals import STOPPING, blocked, handled, interrupted_by_sigterm, stop_on_first_signal, stop_on_signals
+from ddm.system.signals import (
+    STOPPING,
+    blocked,
+    handled,
+    interrupted_by_sigterm,
+    stop_on_first_signal,
+    stop_on_signals,
+)
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """The handlers of a command at a terminal, which every block must bring back."""
     usual = (signal.default_int_handler, signal.SIG_DFL)
-    before = [signal.signal(number, handler) for number, handler in zip(STOPPING, usual, strict=True)]
+    before = [
+        signal.signal(number, handler) for number, handler in zip(STOPPING, usual, strict=True)
+    ]
     yield
-    found = [signal.signal(number, handler) for number, handler in zip(STOPPING, before, strict=True)]
+    found = [
+        signal.signal(number, handler) for number, handler in zip(STOPPING, before, strict=True)
+    ]
     assert found == list(usual)
 
 

@@ -63,11 +63,16 @@ def check_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
 
 
 def test_program_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    with kept(worker(tmp_path, silent_s=60.0)) as supervisor:  # on a loaded machine it takes a while to start
+    with kept(
+        worker(tmp_path, silent_s=60.0)
+    ) as supervisor:  # on a loaded machine it takes a while to start
         supervisor.start("worker", timeout_s=LIMIT_S)
         first = supervisor.pids()["worker"]
         os.kill(first, signal.SIGKILL)
-        check_until(supervisor, lambda: supervisor.num_restarts()["worker"] == 1 and supervisor.ready("worker"))
+        check_until(
+            supervisor,
+            lambda: supervisor.num_restarts()["worker"] == 1 and supervisor.ready("worker"),
+        )
         assert supervisor.pids()["worker"] != first
 
 
@@ -99,9 +104,13 @@ def test_program_is_left_alone_while_it_works(tmp_path: Path) -> None:
         assert supervisor.pids() == first and supervisor.num_restarts() == {"worker": 0}
 
 
-def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_program(tmp_path: Path) -> None:
+def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_program(
+    tmp_path: Path,
+) -> None:
     clock, answers = Clock(), iter([True, False, True])
-    program = Program("worker", starter(tmp_path, "import time; time.sleep(60)"), works=lambda: next(answers))
+    program = Program(
+        "worker", starter(tmp_path, "import time; time.sleep(60)"), works=lambda: next(answers)
+    )
     with kept(program, clock=clock) as supervisor:
         supervisor.start("worker")
         for passed in (10.0, 100_000.0, 10.0):
@@ -124,14 +133,18 @@ def test_supervisor_gives_up_on_a_program_that_cannot_run(tmp_path: Path) -> Non
                     clock.now += 120.0
                 time.sleep(0.01)
 
-        with pytest.raises(TransportError, match="broken: expected at most 3 restarts an hour, got no such thing"):
+        with pytest.raises(
+            TransportError, match="broken: expected at most 3 restarts an hour, got no such thing"
+        ):
             fail()
         assert supervisor.num_restarts() == {"broken": 3}
 
 
 def test_start_is_refused_when_the_program_ends_or_never_works(tmp_path: Path) -> None:
     dying = Program("dying", starter(tmp_path, "print('bad luck')", "dying"), works=lambda: False)
-    idle = Program("idle", starter(tmp_path, "import time; time.sleep(60)", "idle"), works=lambda: False)
+    idle = Program(
+        "idle", starter(tmp_path, "import time; time.sleep(60)", "idle"), works=lambda: False
+    )
     with kept(dying, idle) as supervisor:
         with pytest.raises(TransportError, match="bad luck"):
             supervisor.start("dying", timeout_s=LIMIT_S)

@@ -67,10 +67,14 @@ def averages_of(exponent: float) -> np.ndarray:  # type: ignore[type-arg]
 @pytest.mark.parametrize("width", [0.06, 0.08, 0.12, 0.15])
 def test_other_widths_are_found_afterwards(width: float) -> None:
     """As in the source: two widths kept every 25 steps of 400 give the others of the whole run."""
-    tracks = {exponent: averages_of(exponent) for exponent in (exponent_of(0.05), exponent_of(0.10))}
+    tracks = {
+        exponent: averages_of(exponent) for exponent in (exponent_of(0.05), exponent_of(0.10))
+    }
     kept = [Profile(exponent, float(step)) for exponent in tracks for step in range(25, 401, 25)]
     factors = average_of(kept, Profile(exponent_of(width), 400.0))
-    found = sum(f * tracks[each.exponent][int(each.step) - 1] for f, each in zip(factors, kept, strict=True))
+    found = sum(
+        f * tracks[each.exponent][int(each.step) - 1] for f, each in zip(factors, kept, strict=True)
+    )
     true = averages_of(exponent_of(width))[-1]
     last = np.cumsum(VALUES)[-1]
     assert abs(true - last) > 0.5, "the average must not be the last value"

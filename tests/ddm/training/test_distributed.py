@@ -19,7 +19,15 @@ from ddm.models import build_expert
 from ddm.training.config import Engine
 from ddm.training.distributed import blocks_of
 from ddm.training.loop import Progress
-from tests.ddm.training.test_loop import REPOSITORY, SHAPE, SMALL, Run, same_bytes, settings, stop_at
+from tests.ddm.training.test_loop import (
+    REPOSITORY,
+    SHAPE,
+    SMALL,
+    Run,
+    same_bytes,
+    settings,
+    stop_at,
+)
 from tests.support.torchrun_program import fresh, texts
 
 TOLERANCE = 2e-5  # of weights of about 0.1 after 30 steps
@@ -62,18 +70,31 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     with pytest.raises(KeyboardInterrupt):
         Run(folder / "continued")(stop_at(15))
-    runs = {name: {"recipe": {}, "stop": None, "kind": "dit", "folder": None} | asked for name, asked in RUNS.items()}
+    runs = {
+        name: {"recipe": {}, "stop": None, "kind": "dit", "folder": None} | asked
+        for name, asked in RUNS.items()
+    }
     (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+    ]
     command = [*launcher, "--nproc-per-node=2", "-m", "tests.support.torchrun_program", str(folder)]
     loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=loopback, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=loopback, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
 @pytest.mark.parametrize("name", ["replicas", "sharded", "continued"])
-def test_two_processes_train_the_expert_and_the_loss_curve_of_one(two: Path, alone: Finished, name: str) -> None:
+def test_two_processes_train_the_expert_and_the_loss_curve_of_one(
+    two: Path, alone: Finished, name: str
+) -> None:
     weights = load_file(two / f"{name}.safetensors")
     assert apart(weights, alone.ema) < TOLERANCE
     assert apart(load_file(two / "other_seed.safetensors"), alone.ema) > 100 * TOLERANCE
@@ -84,7 +105,9 @@ def test_two_processes_train_the_expert_and_the_loss_curve_of_one(two: Path, alo
     assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in expected], rel=1e-5)
 
 
-def test_sharded_text_expert_resumes_to_the_same_bytes_and_is_that_of_one_process(two: Path, tmp_path: Path) -> None:
+def test_sharded_text_expert_resumes_to_the_same_bytes_and_is_that_of_one_process(
+    two: Path, tmp_path: Path
+) -> None:
     sharded = load_file(two / "joint.safetensors")
     assert same_bytes(load_file(two / "joint_resumed.safetensors"), sharded)
     one = Run(tmp_path, model=fresh("mmdit"), labels=texts("mmdit"))().ema
@@ -92,7 +115,9 @@ def test_sharded_text_expert_resumes_to_the_same_bytes_and_is_that_of_one_proces
     assert apart(fresh("mmdit").state_dict(), one) > 100 * TOLERANCE
 
 
-def test_checkpoint_of_two_processes_continues_in_one(two: Path, alone: Finished, tmp_path: Path) -> None:
+def test_checkpoint_of_two_processes_continues_in_one(
+    two: Path, alone: Finished, tmp_path: Path
+) -> None:
     shutil.copytree(two / "stopped", tmp_path / "stopped")
     asked: list[int] = []
     ema = Run(tmp_path / "stopped")(lambda: bool(asked.append(1))).ema
@@ -100,7 +125,9 @@ def test_checkpoint_of_two_processes_continues_in_one(two: Path, alone: Finished
     assert apart(ema, alone.ema) < TOLERANCE
 
 
-def test_two_processes_in_bf16_train_another_expert_of_the_same_precision(two: Path, tmp_path: Path) -> None:
+def test_two_processes_in_bf16_train_another_expert_of_the_same_precision(
+    two: Path, tmp_path: Path
+) -> None:
     half = load_file(two / "half.safetensors")
     one = Run(tmp_path, settings(precision="bf16"))().ema
     full = load_file(two / "replicas.safetensors")
@@ -109,9 +136,13 @@ def test_two_processes_in_bf16_train_another_expert_of_the_same_precision(two: P
 
 
 @pytest.mark.parametrize("kind", ["dit", "mmdit"])
-def test_expert_in_bf16_is_near_that_in_float32_and_kept_in_float32(tmp_path: Path, kind: str) -> None:
+def test_expert_in_bf16_is_near_that_in_float32_and_kept_in_float32(
+    tmp_path: Path, kind: str
+) -> None:
     def run(folder: Path, precision: str) -> dict[str, Tensor]:
-        return Run(folder, settings(precision=precision), model=fresh(kind), labels=texts(kind))().ema
+        return Run(
+            folder, settings(precision=precision), model=fresh(kind), labels=texts(kind)
+        )().ema
 
     half, full = run(tmp_path / "half", "bf16"), run(tmp_path / "full", "fp32")
     assert all(value.dtype == torch.float32 for value in half.values())
@@ -124,7 +155,9 @@ def test_batch_in_parts_trains_the_same_expert_even_when_the_parts_differ_in_siz
 ) -> None:
     run = Run(tmp_path, engine=Engine(device="cpu", accumulate=parts))
     assert apart(run().ema, alone.ema) < TOLERANCE
-    assert [told.loss for told in run.told] == pytest.approx([told.loss for told in alone.told], rel=1e-5)
+    assert [told.loss for told in run.told] == pytest.approx(
+        [told.loss for told in alone.told], rel=1e-5
+    )
 
 
 def test_process_alone_is_refused_where_several_are_asked_for(tmp_path: Path) -> None:
@@ -160,7 +193,9 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch, about parts of itself
 @pytest.mark.usefixtures("fresh_cache")
-def test_compiled_expert_trains_the_same_weights_up_to_rounding(alone: Finished, tmp_path: Path) -> None:
+def test_compiled_expert_trains_the_same_weights_up_to_rounding(
+    alone: Finished, tmp_path: Path
+) -> None:
     compiled = Run(tmp_path, engine=Engine(device="cpu", compile=True))()
     assert 0 < apart(compiled.ema, alone.ema) < TOLERANCE
     assert apart(compiled.ema, build_expert(SMALL, SHAPE, seed=3).state_dict()) > 100 * TOLERANCE
@@ -169,12 +204,16 @@ def test_compiled_expert_trains_the_same_weights_up_to_rounding(alone: Finished,
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @pytest.mark.usefixtures("fresh_cache")
-def test_compiled_expert_that_recomputes_blocks_and_leaves_tokens_out_trains_the_same_weights(tmp_path: Path) -> None:
+def test_compiled_expert_that_recomputes_blocks_and_leaves_tokens_out_trains_the_same_weights(
+    tmp_path: Path,
+) -> None:
     recipe = settings(mask_ratio=0.5, unmasked_share=0.2)
     engine = Engine(device="cpu", compile=True, recompute=True, accumulate=3)
     compiled = Run(tmp_path / "compiled", recipe, engine=engine)().ema
     assert 0 < apart(compiled, Run(tmp_path / "plain", recipe)().ema) < TOLERANCE
-    assert apart(compiled, Run(tmp_path / "whole")().ema) > 10 * TOLERANCE, "leaving tokens out tells"
+    assert apart(compiled, Run(tmp_path / "whole")().ema) > 10 * TOLERANCE, (
+        "leaving tokens out tells"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

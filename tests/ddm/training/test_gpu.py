@@ -15,19 +15,28 @@ from tests.ddm.training.test_loop import Run, settings
 from tests.support.jobs import Trial
 from tests.support.torchrun_program import fresh, texts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TOLERANCE = 1e-3  # of weights of about 0.1 after 30 steps; kernels of a GPU add in another order
 
 
 def trained(folder: Path, kind: str, engine: Engine, **recipe: object) -> dict[str, Tensor]:
-    return Run(folder, settings(**recipe), model=fresh(kind), labels=texts(kind), engine=engine)().ema
+    return Run(
+        folder, settings(**recipe), model=fresh(kind), labels=texts(kind), engine=engine
+    )().ema
 
 
 @pytest.mark.parametrize("kind", ["dit", "mmdit"])
-@pytest.mark.parametrize("asked", [{}, {"recompute": True}, {"accumulate": 2}, {"compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [{}, {"recompute": True}, {"accumulate": 2}, {"compile": True}], ids=str
+)
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch, about parts of itself
-def test_gpu_trains_the_expert_of_a_cpu(tmp_path: Path, kind: str, asked: dict[str, object]) -> None:
+def test_gpu_trains_the_expert_of_a_cpu(
+    tmp_path: Path, kind: str, asked: dict[str, object]
+) -> None:
     there = trained(tmp_path / "gpu", kind, Engine.model_validate({"device": "cuda"} | asked))
     here = trained(tmp_path / "cpu", kind, Engine(device="cpu"))
     assert all(value.device.type == "cpu" for value in there.values())
@@ -39,7 +48,9 @@ def test_gpu_trains_the_expert_of_a_cpu(tmp_path: Path, kind: str, asked: dict[s
 def test_gpu_trains_in_bf16_and_keeps_float32(tmp_path: Path, kind: str) -> None:
     half = trained(tmp_path / "half", kind, Engine(device="cuda"), precision="bf16")
     full = trained(tmp_path / "full", kind, Engine(device="cuda"))
-    assert all(value.dtype == torch.float32 and bool(value.isfinite().all()) for value in half.values())
+    assert all(
+        value.dtype == torch.float32 and bool(value.isfinite().all()) for value in half.values()
+    )
     assert 0 < apart(half, full) < apart(dict(fresh(kind).state_dict()), full)
 
 

@@ -16,7 +16,14 @@ import yaml
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from ddm.errors import ArchipelagoError, DigestError, DocumentError, NumericalError, SetupError, TensorFileError
+from ddm.errors import (
+    ArchipelagoError,
+    DigestError,
+    DocumentError,
+    NumericalError,
+    SetupError,
+    TensorFileError,
+)
 from ddm.images.fit import as_floats
 from ddm.images.npz import open_npy
 from ddm.images.rows import FileArray, Images, JoinedArrays, Scaled, Selected, StoredImages
@@ -26,7 +33,16 @@ from ddm.training.config import TrainingSettings, filled
 from ddm.training.following import STILL_S, Follower, Signs, cause, judge
 from ddm.training.group import Member, member_of
 from ddm.training.inputs import keep_inputs, open_input
-from ddm.training.job import Beat, Failure, JobFolder, Launch, Result, read_word, write_passing, write_word
+from ddm.training.job import (
+    Beat,
+    Failure,
+    JobFolder,
+    Launch,
+    Result,
+    read_word,
+    write_passing,
+    write_word,
+)
 from ddm.training.launcher import Command, Condition
 from ddm.training.process import train_folder
 from silo.config import SiloSettings
@@ -40,7 +56,9 @@ BY_COMMAND = TrainingSettings(launcher=("true", "{folder}"), silence_s=10.0)
 
 
 def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
-    def verdict(condition: Condition, alive: bool, ended: bool, silent_s: float, ours: bool = False) -> str:
+    def verdict(
+        condition: Condition, alive: bool, ended: bool, silent_s: float, ours: bool = False
+    ) -> str:
         return judge(Signs(condition, alive, ended, silent_s, ours), SETTINGS)
 
     for asked, expected in [
@@ -48,7 +66,10 @@ def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
         (("well", False, False, 999.0), "wait"),  # in sbatch's
         (("well", False, False, 1000.0), "lost"),
         (("badly", False, False, 0.0), "ended"),  # the command itself failed
-        (("badly", True, False, STILL_S - 1), "wait"),  # the connection failed, perhaps, and the job goes on
+        (
+            ("badly", True, False, STILL_S - 1),
+            "wait",
+        ),  # the connection failed, perhaps, and the job goes on
         (("badly", True, False, STILL_S), "ended"),
         (("running", True, False, 99.0), "wait"),
         (("running", True, False, 100.0), "lost"),
@@ -73,12 +94,24 @@ def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
 
 def test_error_behind_all_others_is_raised() -> None:
     gone = Failure(rank=0, kind="other", subject="connection closed by peer")
-    broken = Failure(rank=1, kind="ours", code=NumericalError.exit_code, subject="loss", got="nan", remedy="Slower.")
+    broken = Failure(
+        rank=1,
+        kind="ours",
+        code=NumericalError.exit_code,
+        subject="loss",
+        got="nan",
+        remedy="Slower.",
+    )
     full = Failure(rank=1, kind="system", code=28, subject="No space left on device")
     died = ["training process 2 of 2: SIGKILL"]
     assert cause([], [], 2, again=False) is None
     for failures, deaths, kind, words in [
-        ([gone], died, SetupError, "training process 2 of 2: expected its answer, got its end: SIGKILL"),
+        (
+            [gone],
+            died,
+            SetupError,
+            "training process 2 of 2: expected its answer, got its end: SIGKILL",
+        ),
         ([gone, broken], died, NumericalError, "loss: got nan"),
         ([full], [], OSError, "No space left"),
         ([gone], [], RuntimeError, "training process 1 of 2:\nconnection closed by peer"),
@@ -91,15 +124,28 @@ def test_error_behind_all_others_is_raised() -> None:
 
 def test_process_knows_who_it_is_from_whoever_started_it() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    slurm = {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+    }
     step = slurm | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
-    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    mpi = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    }
     for environment, expected in [
         ({}, Member(0, 1, 0, True)),
         (torchrun, Member(3, 4, 1, False, "--")),
         (torchrun | {"LOCAL_WORLD_SIZE": "4"}, Member(3, 4, 1, True, "--")),
         (step, Member(1, 2, 0, False, "7-0-")),
-        (step | {"SLURM_STEP_NUM_NODES": "1", "SLURM_RESTART_COUNT": "2"}, Member(1, 2, 0, True, "7-0-2")),
+        (
+            step | {"SLURM_STEP_NUM_NODES": "1", "SLURM_RESTART_COUNT": "2"},
+            Member(1, 2, 0, True, "7-0-2"),
+        ),
         (slurm, Member(0, 1, 0, True)),  # a batch script, which is one process whatever the job has
         (mpi, Member(1, 2, 1, False, "--")),
         (torchrun | slurm, Member(3, 4, 1, False, "7-0-")),
@@ -116,7 +162,11 @@ def test_process_knows_who_it_is_from_whoever_started_it() -> None:
 
 def test_launcher_is_words_that_no_shell_reads(tmp_path: Path) -> None:
     path = tmp_path / "silo.toml"
-    head = 'silo_id = "north"\ndata = "d"\nfederation = "f"\naddress = "a:1"\nroot_digest = "' + "a" * 64 + '"\n'
+    head = (
+        'silo_id = "north"\ndata = "d"\nfederation = "f"\naddress = "a:1"\nroot_digest = "'
+        + "a" * 64
+        + '"\n'
+    )
 
     def of(line: str) -> TrainingSettings:
         path.write_text(f"{head}[training]\n{line}\n")
@@ -126,11 +176,21 @@ def test_launcher_is_words_that_no_shell_reads(tmp_path: Path) -> None:
     words = ("srun", "-N", "2", "--comment=two words", "{python}", "-m", "ddm.training", "{folder}")
     text = "launcher = \"srun -N 2 '--comment=two words' {python} -m ddm.training {folder}\""
     assert of(text).launcher == of(f"launcher = {json.dumps(words)}").launcher == words
-    values = {"python": "/usr/bin/python3", "folder": "/a folder/ü", "processes": "2", "launch": "x"}
+    values = {
+        "python": "/usr/bin/python3",
+        "folder": "/a folder/ü",
+        "processes": "2",
+        "launch": "x",
+    }
     assert filled(words, values)[-4:] == ["/usr/bin/python3", "-m", "ddm.training", "/a folder/ü"]
-    assert filled(('{"image": "x", "command": "{folder}"}',), values) == ['{"image": "x", "command": "/a folder/ü"}']
+    assert filled(('{"image": "x", "command": "{folder}"}',), values) == [
+        '{"image": "x", "command": "/a folder/ü"}'
+    ]
     for line, said in [
-        ('launcher = "srun train {folder} | tee log"', "no shell reads this command, so '|' means nothing in it"),
+        (
+            'launcher = "srun train {folder} | tee log"',
+            "no shell reads this command, so '|' means nothing in it",
+        ),
         ('launcher = "srun $HOME {folder}"', "'$' means nothing"),
         (
             'launcher = ["srun", "{fodler}", "{folder}"]',
@@ -177,7 +237,9 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
                 found, told = open_input(kept["images"], folder), open_input(kept["labels"], folder)
                 assert torch.equal(found[:], images[:]) and torch.equal(
                     found[torch.tensor([2, 0])],
-                    images[[2, 0]] if isinstance(images, torch.Tensor) else images[torch.tensor([2, 0])],
+                    images[[2, 0]]
+                    if isinstance(images, torch.Tensor)
+                    else images[torch.tensor([2, 0])],
                 )
                 assert torch.equal(torch.as_tensor(told), labels) and told.dtype == labels.dtype  # type: ignore[attr-defined]
                 refers = not alone and isinstance(images, StoredImages | Selected)
@@ -266,11 +328,20 @@ def test_result_of_other_work_is_not_taken(tmp_path: Path) -> None:
 
 
 def launch(**changes: object) -> Launch:
-    known = {"launch_id": "one", "work": wanted_of().work, "by": "command", "host": "h", "pid": 1, "started": 0}
+    known = {
+        "launch_id": "one",
+        "work": wanted_of().work,
+        "by": "command",
+        "host": "h",
+        "pid": 1,
+        "started": 0,
+    }
     return Launch.model_validate(known | changes)
 
 
-def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_twice(tmp_path: Path) -> None:
+def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_twice(
+    tmp_path: Path,
+) -> None:
     """The worker that started it is dead: another finds launch.json, and takes what the job leaves."""
     marks = tmp_path / "started"
     settings = TrainingSettings(launcher=("touch", str(marks), "{folder}"), device="cpu")
@@ -282,7 +353,13 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
     def job() -> None:
         for count in range(1, 4):
             seen.wait(0.2)
-            told = {"step": 10 * count, "num_steps": 100, "loss": 0.5, "steps_per_second": 1.0, "seconds": 1.0}
+            told = {
+                "step": 10 * count,
+                "num_steps": 100,
+                "loss": 0.5,
+                "steps_per_second": 1.0,
+                "seconds": 1.0,
+            }
             write_passing(Beat(count=count).model_copy(update=told), run.beat)
         write_word(result_of(trial), trial.folder.result)
 
@@ -296,8 +373,16 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
     assert not marks.exists()
 
 
-def test_command_that_fails_is_started_again_and_at_last_named_with_what_it_said(tmp_path: Path) -> None:
-    words = ("bash", "-c", 'echo x >> "$1/../starts"; echo no such partition; exit 3', "-", "{folder}")
+def test_command_that_fails_is_started_again_and_at_last_named_with_what_it_said(
+    tmp_path: Path,
+) -> None:
+    words = (
+        "bash",
+        "-c",
+        'echo x >> "$1/../starts"; echo no such partition; exit 3',
+        "-",
+        "{folder}",
+    )
     trial = Trial(tmp_path, TrainingSettings(launcher=words, device="cpu", retries=2))
     with pytest.raises(SetupError, match="2 starts in a row.*no such partition"):
         trial()
@@ -310,7 +395,9 @@ def test_command_that_is_not_there_is_named(tmp_path: Path) -> None:
         trial()
 
 
-def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_noted(tmp_path: Path) -> None:
+def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_noted(
+    tmp_path: Path,
+) -> None:
     script = 'cd "$1/.."; ls -l /proc/self/fd > fds; ps -o sid= -p $$ > sid; echo $$ > pid'
     words = ("bash", "-c", script, "-", "{folder}")
     trial = Trial(tmp_path, TrainingSettings(launcher=words, device="cpu", start_s=1.0, retries=1))
@@ -319,7 +406,9 @@ def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_note
         with pytest.raises(SetupError, match="1 starts in a row"):
             trial()
     assert str(tmp_path / "open") not in (tmp_path / "fds").read_text()
-    assert (tmp_path / "sid").read_text().strip() == (tmp_path / "pid").read_text().strip(), "it leads its own session"
+    assert (tmp_path / "sid").read_text().strip() == (tmp_path / "pid").read_text().strip(), (
+        "it leads its own session"
+    )
 
 
 def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> None:
@@ -334,7 +423,10 @@ def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> No
     thread = threading.Thread(target=lambda: codes.append(train_folder(trial.folder, "late", stop)))
     thread.start()
     try:
-        wait_until(lambda: (beat := read_word(Beat, trial.folder.run("late").beat)) and beat.step, "progress")
+        wait_until(
+            lambda: (beat := read_word(Beat, trial.folder.run("late").beat)) and beat.step,
+            "progress",
+        )
         write_word(launch(launch_id="two"), trial.folder.launch)
         thread.join(60)
     finally:
@@ -360,16 +452,24 @@ def test_job_whose_plan_was_changed_is_refused(tmp_path: Path) -> None:
     assert (said.kind, said.code, said.subject) == ("ours", DigestError.exit_code, "plan.json")
 
 
-def test_as_many_processes_train_as_the_job_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_processes_train_as_the_job_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two that each believe to be alone would write into one folder."""
     from ddm.training.jobs import _prepare
 
-    trial = Trial(tmp_path, TrainingSettings(device="cpu", processes=2, launcher=("srun", "{folder}")))
+    trial = Trial(
+        tmp_path, TrainingSettings(device="cpu", processes=2, launcher=("srun", "{folder}"))
+    )
     trial.folder.path.mkdir()
     _prepare(trial.wanted, trial.folder, trial.settings)
     assert train_folder(trial.folder, None, threading.Event()) == SetupError.exit_code
     (said,) = trial.folder.run("byhand").failures()
-    assert said.subject == "training.processes" and said.got is not None and said.got.startswith("1, as")
+    assert (
+        said.subject == "training.processes"
+        and said.got is not None
+        and said.got.startswith("1, as")
+    )
 
 
 def test_stopped_follower_stops_the_job(tmp_path: Path) -> None:
@@ -392,7 +492,10 @@ def test_stopped_follower_stops_the_job(tmp_path: Path) -> None:
 
 
 def test_job_of_a_plan_that_was_given_up_ends_and_its_images_go(tmp_path: Path) -> None:
-    mine, other = (JobFolder(tmp_path / "jobs" / plan / "north") for plan in ("mine-00000001", "other-00000001"))
+    mine, other = (
+        JobFolder(tmp_path / "jobs" / plan / "north")
+        for plan in ("mine-00000001", "other-00000001")
+    )
     for folder in (mine, other):
         keep_inputs(wanted_of().inputs, {}, folder, alone=True)
     discard_others(tmp_path / "jobs", "mine-00000001")
@@ -403,28 +506,44 @@ TEMPLATES = Path(__file__).parents[3] / "examples" / "launchers"
 
 
 def test_templates_of_launchers_parse_and_name_what_exists(tmp_path: Path) -> None:
-    head = {"silo_id": "north", "data": "d", "federation": "f", "address": "a:1", "root_digest": "a" * 64}
+    head = {
+        "silo_id": "north",
+        "data": "d",
+        "federation": "f",
+        "address": "a:1",
+        "root_digest": "a" * 64,
+    }
     found = sorted(TEMPLATES.glob("*.toml"))
     assert len(found) >= 4
     for path in found:
         with case(template=path.name):
             settings = SiloSettings.model_validate(head | tomllib.loads(path.read_text())).training
             assert settings.launcher != "local"
-            named = [TEMPLATES / Path(word).name for word in settings.launcher if word.startswith("/srv/")]
+            named = [
+                TEMPLATES / Path(word).name
+                for word in settings.launcher
+                if word.startswith("/srv/")
+            ]
             assert all(each.is_file() for each in named), named
             said = " ".join([*settings.launcher, *(each.read_text() for each in named)])
-            assert "{launch}" in said, "a start that was given up could not be told from the one in force"
+            assert "{launch}" in said, (
+                "a start that was given up could not be told from the one in force"
+            )
             if "kubectl" not in said:
                 assert "-m ddm.training" in said
     batch = (TEMPLATES / "archipelago.sbatch").read_text()
     assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0
     (number,) = re.findall(r"^#SBATCH --ntasks=(\d+)$", batch, re.MULTILINE)
-    assert tomllib.loads((TEMPLATES / "slurm-batch.toml").read_text())["training"]["processes"] == int(number)
+    assert tomllib.loads((TEMPLATES / "slurm-batch.toml").read_text())["training"][
+        "processes"
+    ] == int(number)
 
 
 def kubernetes(*words: str) -> subprocess.CompletedProcess[str]:
     script = ["bash", str(TEMPLATES / "kubernetes-launch.sh"), *words]
-    return subprocess.run(script, env=os.environ | {"PRINT": "1"}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        script, env=os.environ | {"PRINT": "1"}, capture_output=True, text=True, check=False
+    )
 
 
 def test_template_of_kubernetes_starts_each_process_with_its_number(tmp_path: Path) -> None:

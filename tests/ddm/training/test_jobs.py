@@ -102,11 +102,17 @@ while True:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
-def test_other_user_of_the_machine_who_connects_in_a_process_s_place_is_refused(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-I", "-c", INTRUDER], stdout=subprocess.PIPE) as intruder:
+def test_other_user_of_the_machine_who_connects_in_a_process_s_place_is_refused(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", INTRUDER], stdout=subprocess.PIPE
+    ) as intruder:
         try:
             assert intruder.stdout is not None and intruder.stdout.readline() == b"ready\n"
-            with pytest.raises(TrustError, match="expected connections with its own user's processes alone"):
+            with pytest.raises(
+                TrustError, match="expected connections with its own user's processes alone"
+            ):
                 Trial(tmp_path, TWO)()
         finally:
             intruder.kill()
@@ -129,7 +135,9 @@ def test_expert_has_the_same_bytes_when_a_process_was_killed_and_when_all_were_s
             if _steps(trial) > before and len(pids := running()) == 2:
                 os.kill(pids[rank], signal.SIGKILL)
 
-        with pytest.raises(SetupError, match=f"process {rank + 1} of 2: expected its answer, got its end: SIGKILL"):
+        with pytest.raises(
+            SetupError, match=f"process {rank + 1} of 2: expected its answer, got its end: SIGKILL"
+        ):
             trial(kill)
         assert not running()
     before = _steps(trial)
@@ -171,7 +179,9 @@ def test_torchrun_is_a_launcher_and_starts_again_by_itself_what_dies(tmp_path: P
             os.kill(victims[0], signal.SIGKILL)
 
     trial(kill)
-    assert killed and len(list(trial.folder.runs.iterdir())) == 1, "torchrun alone started them again"
+    assert killed and len(list(trial.folder.runs.iterdir())) == 1, (
+        "torchrun alone started them again"
+    )
     assert trial.expert.read_bytes() == whole.expert.read_bytes()
     wait_until(lambda: not running(), "the end of all")
 
@@ -185,4 +195,6 @@ def _rank(pid: int) -> str | None:
 
 
 def _steps(trial: Trial) -> int:
-    return max((int(path.stem[5:]) for path in trial.folder.checkpoints.glob("step-*.json")), default=0)
+    return max(
+        (int(path.stem[5:]) for path in trial.folder.checkpoints.glob("step-*.json")), default=0
+    )

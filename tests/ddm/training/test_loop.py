@@ -76,7 +76,9 @@ class Run:
 
 
 def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(one[k].numpy().tobytes() == other[k].numpy().tobytes() for k in one)
+    return one.keys() == other.keys() and all(
+        one[k].numpy().tobytes() == other[k].numpy().tobytes() for k in one
+    )
 
 
 def stop_at(step: int) -> Callable[[], bool]:
@@ -122,7 +124,9 @@ def kill_in_mid_training(folder: Path, after_step: int) -> None:
     assert child.wait() == -signal.SIGKILL
 
 
-def test_resumed_weights_are_byte_identical_when_the_process_was_killed_twice_in_mid_training(tmp_path: Path) -> None:
+def test_resumed_weights_are_byte_identical_when_the_process_was_killed_twice_in_mid_training(
+    tmp_path: Path,
+) -> None:
     whole = Run(tmp_path / "whole", settings(**LONG))()
     kill_in_mid_training(tmp_path / "killed", after_step=20)
     kill_in_mid_training(tmp_path / "killed", after_step=60)
@@ -162,7 +166,9 @@ def test_finished_run_is_returned_without_another_step(tmp_path: Path) -> None:
 OTHER = {"schedule": "cosine", "warmup_steps": 4, "betas": (0.8, 0.95), "max_gradient_norm": 0.1}
 
 
-@pytest.mark.parametrize("changes", [{}, OTHER, OTHER | {"loss_weighting": "min_snr", "order": "epochs"}])
+@pytest.mark.parametrize(
+    "changes", [{}, OTHER, OTHER | {"loss_weighting": "min_snr", "order": "epochs"}]
+)
 def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[str, Any]) -> None:
     recipe = settings(num_steps=12, **changes)
     decay_1, decay_2 = recipe.betas
@@ -176,10 +182,14 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[
         batch = draw_batch(Examples(images()), recipe, n, UniformT())
         x_0, eps, t_B, t = batch.x_0, batch.eps, batch.t_B, batch.t_B[:, None, None, None]
         squares = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square()
-        if recipe.loss_weighting == "min_snr":  # min(snr, 5) / snr of eps, whose error is 1 - t of the velocity's
+        if (
+            recipe.loss_weighting == "min_snr"
+        ):  # min(snr, 5) / snr of eps, whose error is 1 - t of the velocity's
             squares = squares * torch.minimum((1 - t).square(), 5 * t.square())
         loss = squares.mean()
-        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+        gradients = dict(
+            zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True)
+        )
         norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
         rate = 0.01 * min(1.0, (n + 1) / recipe.warmup_steps)
         if recipe.schedule == "cosine":
@@ -201,7 +211,9 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[
 
 
 def test_average_of_another_width_is_found_after_an_interrupted_run(tmp_path: Path) -> None:
-    recipe = settings(num_steps=40, checkpoint_steps=10, ema_decay=None, ema_width=0.1, ema_snapshots=8)
+    recipe = settings(
+        num_steps=40, checkpoint_steps=10, ema_decay=None, ema_width=0.1, ema_snapshots=8
+    )
     with pytest.raises(KeyboardInterrupt):
         Run(tmp_path, recipe)(stop_at(17))
     found = Run(tmp_path, recipe)()
@@ -220,7 +232,9 @@ def flat(state: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
-def test_running_average_is_the_exact_decayed_mean_and_a_constant_weight_is_not(decay: float) -> None:
+def test_running_average_is_the_exact_decayed_mean_and_a_constant_weight_is_not(
+    decay: float,
+) -> None:
     values = np.random.default_rng(0).normal(size=50)
     running, constant = 123.0, 123.0
     for n, value in enumerate(values, start=1):
@@ -232,12 +246,16 @@ def test_running_average_is_the_exact_decayed_mean_and_a_constant_weight_is_not(
 
 
 @pytest.mark.parametrize("distribution", [UniformT(), LogitNormalT(mean=-0.5, std=1.2)])
-def test_times_cover_every_quantile_of_their_distribution_in_each_batch(distribution: UniformT | LogitNormalT) -> None:
+def test_times_cover_every_quantile_of_their_distribution_in_each_batch(
+    distribution: UniformT | LogitNormalT,
+) -> None:
     for seed in range(20):
         t_B = draw_times(distribution, 64, np.random.default_rng(seed)).double()
         if isinstance(distribution, LogitNormalT):
             t_B = torch.special.ndtr((torch.logit(t_B) - distribution.mean) / distribution.std)
-        assert sorted((t_B * 64).floor().clamp(max=63).int().tolist()) == pytest.approx(list(range(64)), abs=1)
+        assert sorted((t_B * 64).floor().clamp(max=63).int().tolist()) == pytest.approx(
+            list(range(64)), abs=1
+        )
         assert t_B.sort().values.diff().max() < 2 / 64
 
 
@@ -254,7 +272,12 @@ def test_loss_reaches_the_known_optimum_when_the_data_is_gaussian(tmp_path: Path
 
     data = 0.5 * torch.randn(2000, *SHAPE, generator=torch.Generator().manual_seed(1))
     recipe = settings(
-        num_steps=400, batch_size=128, weight_decay=0.0, learning_rate=0.03, checkpoint_steps=400, ema_decay=0.98
+        num_steps=400,
+        batch_size=128,
+        weight_decay=0.0,
+        learning_rate=0.03,
+        checkpoint_steps=400,
+        ema_decay=0.98,
     )
     trained = Run(tmp_path, recipe, data, LinearVelocity())()
     t = (torch.arange(20) + 0.5) / 20
@@ -349,7 +372,9 @@ class Breaking(nn.Module):
         if self.calls <= self.after:
             return x * self.weight
         # The square root of 0 is finite, its derivative is not.
-        return x * (self.weight * 0).sqrt() if self.gradient_only else x * self.weight * float("inf")
+        return (
+            x * (self.weight * 0).sqrt() if self.gradient_only else x * self.weight * float("inf")
+        )
 
 
 @pytest.mark.parametrize("gradient_only", [True, False])
@@ -362,7 +387,9 @@ def test_training_ends_with_an_error_and_a_finite_checkpoint_when_loss_or_gradie
     assert [path.stem for path in sorted(tmp_path.iterdir())] == ["step-0000000007"] * 2
 
 
-def test_step_that_needs_more_memory_than_a_gpu_has_is_refused_with_what_to_change(tmp_path: Path) -> None:
+def test_step_that_needs_more_memory_than_a_gpu_has_is_refused_with_what_to_change(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path)
 
     def full(module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -394,7 +421,9 @@ def test_seconds_add_up_over_restarts(tmp_path: Path) -> None:
 
 def test_bf16_training_gives_finite_float32_weights_that_differ_from_fp32(tmp_path: Path) -> None:
     half = Run(tmp_path / "bf16", settings(precision="bf16"))()
-    assert all(value.dtype == torch.float32 and bool(value.isfinite().all()) for value in half.ema.values())
+    assert all(
+        value.dtype == torch.float32 and bool(value.isfinite().all()) for value in half.ema.values()
+    )
     assert not same_bytes(half.ema, Run(tmp_path / "fp32")().ema)
 
 

@@ -49,7 +49,9 @@ def exact_expert(k: int, learned: ExpertObjective) -> Velocity:
 
 
 @pytest.mark.parametrize("canonical", ["linear", "cosine_vp"])
-def test_exact_experts_of_four_objectives_mix_to_the_exact_velocity_and_unconverted_ones_do_not(canonical: str) -> None:
+def test_exact_experts_of_four_objectives_mix_to_the_exact_velocity_and_unconverted_ones_do_not(
+    canonical: str,
+) -> None:
     path = path_named(canonical)  # type: ignore[arg-type]
     mixture = four_silos(path)
     # where an eps-expert is asked at times below the one beyond which its answer is continued
@@ -57,7 +59,9 @@ def test_exact_experts_of_four_objectives_mix_to_the_exact_velocity_and_unconver
     x_B = 2 * torch.randn(200, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     w_BK = posterior(mixture, x_B, t_B, log_prior(mixture.prior_K, 4))
     plain = [exact_expert(k, learned) for k, learned in enumerate(LEARNED)]
-    wrapped = [on_path(expert, learned, path) for expert, learned in zip(plain, LEARNED, strict=True)]
+    wrapped = [
+        on_path(expert, learned, path) for expert, learned in zip(plain, LEARNED, strict=True)
+    ]
     exact = mixture.velocity(x_B, t_B)
     assert (mix_velocity(wrapped, x_B, t_B, w_BK) - exact).abs().max() < 1e-10
     assert (mix_velocity(plain, x_B, t_B, w_BK) - exact).abs().max() > 0.1
@@ -71,9 +75,13 @@ def test_silo_learns_its_exception_and_every_other_the_objective_of_the_plan() -
 
 
 @pytest.mark.parametrize("silos", [("nobody",), ("north", "east"), ("north", "north")])
-def test_plan_with_exceptions_for_strangers_or_out_of_order_is_refused(silos: tuple[str, ...]) -> None:
+def test_plan_with_exceptions_for_strangers_or_out_of_order_is_refused(
+    silos: tuple[str, ...],
+) -> None:
     exceptions = [{"silo_id": silo, "path": "linear", "prediction": "eps"} for silo in silos]
-    document = plan_document(objective={"path": "linear", "prediction": "velocity", "exceptions": exceptions})
+    document = plan_document(
+        objective={"path": "linear", "prediction": "velocity", "exceptions": exceptions}
+    )
     with pytest.raises(Exception, match="exceptions of the objective"):
         Plan.parse(to_bytes(document), subject="plan")
 
@@ -92,9 +100,13 @@ def test_shifted_time_loses_as_much_as_s_times_the_noise_ratio(shift: float) -> 
         (UniformT(), UniformT(shift=shift)),
         (LogitNormalT(mean=0.3), LogitNormalT(mean=0.3, shift=shift)),
     ):
-        t_B, s_B = (draw_times(kind, 64, np.random.default_rng(5)).double() for kind in (plain, shifted))
+        t_B, s_B = (
+            draw_times(kind, 64, np.random.default_rng(5)).double() for kind in (plain, shifted)
+        )
         inside = (t_B > 1e-3) & (t_B < 1 - 1e-3)
-        assert torch.allclose((s_B / (1 - s_B))[inside], shift * (t_B / (1 - t_B))[inside], rtol=1e-4)
+        assert torch.allclose(
+            (s_B / (1 - s_B))[inside], shift * (t_B / (1 - t_B))[inside], rtol=1e-4
+        )
         assert torch.equal(t_B, s_B) == (shift == 1.0)
 
 
@@ -145,7 +157,9 @@ def conditional(folder: Path, label_N: Tensor, drop: float, **changes: object) -
     )
 
 
-def test_expert_that_is_told_classes_tells_them_apart_where_noise_hides_them(tmp_path: Path) -> None:
+def test_expert_that_is_told_classes_tells_them_apart_where_noise_hides_them(
+    tmp_path: Path,
+) -> None:
     label_N = torch.arange(40) % 2
 
     def error(drop: float) -> float:
@@ -186,15 +200,22 @@ def test_masked_network_sees_the_kept_tokens_alone_and_all_of_them_as_the_whole_
     hidden[:, :, :2, 2:] = 7.0  # the second token
     with torch.no_grad():
         patches = model(x, t, kept_BM=every)
-        assert torch.allclose(patches[:, 0].reshape(5, 1, 2, 2), model(x, t)[:, :, :2, :2], atol=1e-6)
+        assert torch.allclose(
+            patches[:, 0].reshape(5, 1, 2, 2), model(x, t)[:, :, :2, :2], atol=1e-6
+        )
         assert torch.equal(model(x, t, kept_BM=some), model(hidden, t, kept_BM=some))
-        assert not torch.allclose(model(x, t)[:, :, :2, :2], model(hidden, t)[:, :, :2, :2], atol=1e-3)
+        assert not torch.allclose(
+            model(x, t)[:, :, :2, :2], model(hidden, t)[:, :, :2, :2], atol=1e-3
+        )
 
 
 def test_last_steps_leave_nothing_out_and_the_operations_counted_are_fewer(tmp_path: Path) -> None:
     recipe = settings(mask_ratio=0.5, unmasked_share=0.2)
     assert first_whole_step(recipe) == 24
-    kept = [draw_batch(Examples(images()), recipe, n, UniformT(), num_tokens=4).kept_BM for n in (0, 23, 24, 29)]
+    kept = [
+        draw_batch(Examples(images()), recipe, n, UniformT(), num_tokens=4).kept_BM
+        for n in (0, 23, 24, 29)
+    ]
     assert [part is None for part in kept] == [False, False, True, True]
     masked, whole = Run(tmp_path / "masked", recipe)(), Run(tmp_path / "whole")()
     assert masked.flops < 0.8 * whole.flops
@@ -207,7 +228,9 @@ def test_masked_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     for _ in range(2):
         asked: list[int] = []
         with pytest.raises(KeyboardInterrupt):
-            Run(tmp_path / "stopped", recipe)(lambda asked=asked: len(asked) == 13 or bool(asked.append(1)))
+            Run(tmp_path / "stopped", recipe)(
+                lambda asked=asked: len(asked) == 13 or bool(asked.append(1))
+            )
     assert same_bytes(Run(tmp_path / "stopped", recipe)().ema, whole.ema)
 
 
@@ -228,6 +251,8 @@ def test_objectives_out_of_range_are_refused(kind: type[Model], values: dict[str
 def test_plan_that_leaves_tokens_out_of_a_network_without_tokens_is_refused() -> None:
     unet = {"kind": "unet", "channels": (32,), "attention": (False,)}
     recipe = settings(mask_ratio=0.5).model_dump()
-    Expert.model_validate({"architecture": Dit(patch=2, hidden=8, depth=1, heads=1), "training": recipe})
+    Expert.model_validate(
+        {"architecture": Dit(patch=2, hidden=8, depth=1, heads=1), "training": recipe}
+    )
     with pytest.raises(ValidationError, match="mask_ratio"):
         Expert.model_validate({"architecture": unet, "training": recipe})

@@ -14,7 +14,15 @@ from ddm.images.array_files import open_arrays, open_images
 from ddm.protocol.plan import DataSpec
 from ddm.training.batches import Batch
 from ddm.training.prefetch import drawing_threads, drawn_ahead
-from tests.ddm.training.test_loop import SHAPE, Run, images, kill_in_mid_training, same_bytes, settings, stop_at
+from tests.ddm.training.test_loop import (
+    SHAPE,
+    Run,
+    images,
+    kill_in_mid_training,
+    same_bytes,
+    settings,
+    stop_at,
+)
 from tests.support.waiting import LIMIT_S
 
 
@@ -82,10 +90,14 @@ def test_weights_are_the_same_bytes_however_many_threads_draw_and_wherever_the_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.save(tmp_path / "a.npy", images().numpy())
-    lazy = open_images(open_arrays(tmp_path / "a.npy"), DataSpec(shape=SHAPE, range=(-1.0, 1.0)), tmp_path)
+    lazy = open_images(
+        open_arrays(tmp_path / "a.npy"), DataSpec(shape=SHAPE, range=(-1.0, 1.0)), tmp_path
+    )
     found = {}
     for threads, data in ((0, images()), (1, images()), (3, lazy)):
-        monkeypatch.setattr(ddm.training.loop, "drawing_threads", lambda *_, threads=threads: threads)
+        monkeypatch.setattr(
+            ddm.training.loop, "drawing_threads", lambda *_, threads=threads: threads
+        )
         run = Run(tmp_path / f"{threads}", data=data)  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             run(stop_at(11 + threads))
@@ -107,7 +119,9 @@ def test_run_that_was_killed_ends_with_the_same_bytes_when_it_goes_on_with_batch
     assert same_bytes(Run(tmp_path / "whole", long)().ema, in_line.ema)
 
 
-def test_batches_are_drawn_ahead_for_a_gpu_and_in_line_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_drawn_ahead_for_a_gpu_and_in_line_for_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)), raising=False)
     assert [drawing_threads(torch.device("cpu"), num) for num in (1, 2)] == [0, 0]
     assert [drawing_threads(torch.device("cuda"), num) for num in (1, 2, 8)] == [4, 2, 1]

@@ -23,7 +23,14 @@ from ddm.training.config import Engine, TrainingSettings
 from ddm.training.distributed import machine_of
 from ddm.training.jobs import Wanted
 from ddm.training.planned import PlannedExpert
-from ddm.training.private import STEPS_PER_CLIP, Private, PrivateSteps, clipped, noise_of, sensitivity
+from ddm.training.private import (
+    STEPS_PER_CLIP,
+    Private,
+    PrivateSteps,
+    clipped,
+    noise_of,
+    sensitivity,
+)
 from ddm.training.state import State
 from ddm.training.unit_gradients import UnitSamples
 from tests.support.case import case
@@ -42,7 +49,9 @@ def paid(noise: float) -> DpSgdMechanism:
     return PAID.model_copy(update={"noise_multiplier": noise})
 
 
-def wanted(noise: float = PAID.noise_multiplier, unit_N: Tensor = UNIT_N, **training: object) -> Wanted:
+def wanted(
+    noise: float = PAID.noise_multiplier, unit_N: Tensor = UNIT_N, **training: object
+) -> Wanted:
     """An expert to train privately; patients have up to three images, of which a step takes two."""
     document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]})
     changed = RECIPE | {"num_steps": 30, "checkpoint_steps": 5} | training
@@ -73,7 +82,9 @@ def private(secret: bytes = b"s" * 32, unit_N: Tensor = UNIT_N, **terms: object)
 def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
     """The secret is fixed, so in no run or in all; the bounds are those of a chance of one in a million."""
     source, num_steps = private(), 4000
-    entered = np.stack([np.bincount(source.sampled(step), minlength=14) for step in range(num_steps)])
+    entered = np.stack(
+        [np.bincount(source.sampled(step), minlength=14) for step in range(num_steps)]
+    )
     assert entered.max() == 1
     rate, mean = 4 / 14, entered.mean(0)
     assert np.abs(mean - rate).max() < 5.5 * np.sqrt(rate * (1 - rate) / num_steps)
@@ -105,14 +116,21 @@ def test_units_must_be_numbered_without_a_gap_and_one_for_each_image(tmp_path: P
         trial(tmp_path, unit_N=UNIT_N[:-1])()
 
 
-def test_machine_that_cannot_tell_units_apart_is_told_which_setting_to_change(tmp_path: Path) -> None:
+def test_machine_that_cannot_tell_units_apart_is_told_which_setting_to_change(
+    tmp_path: Path,
+) -> None:
     for name in ("compile", "recompute", "shard"):
         run = trial(tmp_path / name)
         engine = run.wanted.expert.engine.model_copy(update={name: True})
         expert = PlannedExpert(run.wanted.expert.plan, "north", 0, None, engine, paid=PAID)
         with case(name), pytest.raises(SetupError, match=f"training.{name}"):
             expert.train(
-                run.wanted.inputs, run.expert, run.folder.checkpoints, print, lambda: False, secret=run.folder.secret
+                run.wanted.inputs,
+                run.expert,
+                run.folder.checkpoints,
+                print,
+                lambda: False,
+                secret=run.folder.secret,
             )
 
 
@@ -167,7 +185,9 @@ def train_until_killed(folder: str) -> None:
     run(wait)
 
 
-def test_training_that_was_killed_ends_in_the_same_bytes_with_no_second_draw(tmp_path: Path) -> None:
+def test_training_that_was_killed_ends_in_the_same_bytes_with_no_second_draw(
+    tmp_path: Path,
+) -> None:
     whole, killed = trial(tmp_path / "whole"), trial(tmp_path / "killed")
     whole()
     code = "import sys; from tests.ddm.training.test_private import train_until_killed; train_until_killed(sys.argv[1])"
@@ -202,20 +222,27 @@ def test_two_processes_share_the_units_and_add_the_noise_once(tmp_path: Path) ->
         run()
     one, two, more = (load_file(run.expert) for run in (alone, together, noisier))
     apart = max(float((one[name] - two[name]).abs().max()) for name in one)
-    assert apart < 1e-4 < 0.01 * max(float((one[name] - more[name]).abs().max()) for name in one) * 100
+    assert (
+        apart < 1e-4 < 0.01 * max(float((one[name] - more[name]).abs().max()) for name in one) * 100
+    )
 
 
 def test_what_a_unit_goes_through_depends_on_no_other_unit() -> None:
     """Replacing a patient by one of other images, and of another number of them, changes no other patient's draws."""
     plan = wanted().expert.plan
     drawn: list[list[UnitSamples]] = []
-    for unit_N in (UNIT_N, torch.cat([torch.tensor([0]), UNIT_N[3:]])):  # the first patient has 3 images, or 1
+    for unit_N in (
+        UNIT_N,
+        torch.cat([torch.tensor([0]), UNIT_N[3:]]),
+    ):  # the first patient has 3 images, or 1
         images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0))[-len(unit_N) :]
         model = build_expert(plan.expert.architecture, SHAPE, seed=0)
         state = State(model, plan.expert.training, machine_of(Engine(device="cpu")), 1)
         source = private(unit_N=unit_N, units_per_step=14)
         drawn.append(
-            PrivateSteps(state, source, Examples(images), path_named("linear"), "velocity", UniformT()).draw(3)
+            PrivateSteps(
+                state, source, Examples(images), path_named("linear"), "velocity", UniformT()
+            ).draw(3)
         )
     assert [len(each) for each in drawn] == [14, 14]
     for one, other in zip(drawn[0][1:], drawn[1][1:], strict=True):
@@ -235,18 +262,25 @@ class Patients:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, lora: bool) -> None:
         self.monkeypatch, self.lora = monkeypatch, lora
-        self.images = [torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(unit)) for unit in range(9)]
+        self.images = [
+            torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(unit))
+            for unit in range(9)
+        ]
 
     def total(self, entering: list[int], **changed: Tensor) -> Tensor:
         """The sum of the clipped gradients of the units that enter; all units have an image but those changed."""
         images = [changed.get(f"unit{unit}", own[:1]) for unit, own in enumerate(self.images)]
         unit_N = torch.cat([torch.full((len(own),), unit) for unit, own in enumerate(images)])
         random = torch.Generator().manual_seed(1)
-        model = adapt(build_expert(ONE_TOKEN, (1, 8, 8), seed=0), LoraAdaptation(rank=4, alpha=4.0), seed=1)
+        model = adapt(
+            build_expert(ONE_TOKEN, (1, 8, 8), seed=0), LoraAdaptation(rank=4, alpha=4.0), seed=1
+        )
         if not self.lora:
             model = adapt(build_expert(ONE_TOKEN, (1, 8, 8), seed=0), FullAdaptation(), seed=1)
         for weight in model.parameters():
-            spread = 10 / (3 * weight[0].numel()) ** 0.5 if weight.dim() > 1 else 0.1  # ten times that of a start
+            spread = (
+                10 / (3 * weight[0].numel()) ** 0.5 if weight.dim() > 1 else 0.1
+            )  # ten times that of a start
             weight.data = torch.randn(weight.shape, generator=random) * spread
         state = State(model, training(), machine_of(Engine(device="cpu")), 1)
         source, sums = private(unit_N=unit_N), []
@@ -259,7 +293,9 @@ class Patients:
         self.monkeypatch.setattr("ddm.training.private.clipped", seen)
         self.monkeypatch.setattr(Private, "sampled", lambda *_: np.array(entering))
         path = path_named("linear")
-        steps = PrivateSteps(state, source, Examples(torch.cat(images)), path, "velocity", UniformT())
+        steps = PrivateSteps(
+            state, source, Examples(torch.cat(images)), path, "velocity", UniformT()
+        )
         steps.advance(steps.draw(0))
         return torch.stack(sums).sum(0)
 
@@ -276,23 +312,39 @@ def test_replaced_added_or_removed_unit_moves_the_sum_of_the_others_by_nothing_a
         others = patients.total([unit for unit in everyone if unit != own])
         assert torch.equal(others, alone.sum(0) - alone[own])
         first, longer = patients.images[own][:1], patients.images[own][:2]
-        for name, changed in {"one": first, "two": longer, "other": -3 * first, "lost": torch.nan * longer}.items():
+        for name, changed in {
+            "one": first,
+            "two": longer,
+            "other": -3 * first,
+            "lost": torch.nan * longer,
+        }.items():
             told = {f"unit{own}": changed}
             with case(own, name):
-                assert torch.equal(patients.total(everyone, **told) - patients.total([own], **told), others)
+                assert torch.equal(
+                    patients.total(everyone, **told) - patients.total([own], **told), others
+                )
 
 
-def test_process_that_computes_a_unit_does_not_depend_on_who_else_enters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_computes_a_unit_does_not_depend_on_who_else_enters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Processes may have different devices, whose rounding differs."""
     plan = wanted().expert.plan
-    state = State(build_expert(plan.expert.architecture, SHAPE, seed=0), plan.expert.training, machine_of(Engine()), 1)
+    state = State(
+        build_expert(plan.expert.architecture, SHAPE, seed=0),
+        plan.expert.training,
+        machine_of(Engine()),
+        1,
+    )
     images = Examples(torch.rand(NUM, *SHAPE))
     drawn = {}
     for entering in ([1, 2, 5, 9], [1, 5, 9], [0, 1, 2, 5, 9]):
         monkeypatch.setattr(Private, "sampled", lambda *_, entering=entering: np.array(entering))
         for rank in range(3):
             state.machine = Ranked(rank)  # type: ignore[assignment]
-            steps = PrivateSteps(state, private(), images, path_named("linear"), "velocity", UniformT())
+            steps = PrivateSteps(
+                state, private(), images, path_named("linear"), "velocity", UniformT()
+            )
             for unit in steps.draw(0):
                 drawn.setdefault(unit.eps.numpy().tobytes(), set()).add(rank)
     assert len(drawn) == 5

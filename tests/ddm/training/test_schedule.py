@@ -29,7 +29,9 @@ def test_rate_is_whole_at_once_without_warm_up() -> None:
 @pytest.mark.parametrize("num_steps", [1, 7, 1000, 9_999, 30_001])
 def test_travel_is_the_sum_of_the_rates(num_steps: int) -> None:
     recipe = training(num_steps=num_steps, schedule="cosine", learning_rate=0.01, warmup_steps=30)
-    assert travel(recipe) == pytest.approx(sum(learning_rate(recipe, n) for n in range(num_steps)), rel=1e-3)
+    assert travel(recipe) == pytest.approx(
+        sum(learning_rate(recipe, n) for n in range(num_steps)), rel=1e-3
+    )
 
 
 def test_travel_of_the_longest_run_is_computed_as_fast() -> None:

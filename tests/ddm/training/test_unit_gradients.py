@@ -38,7 +38,13 @@ EXPERTS: dict[str, tuple[Architecture, Condition]] = {
     "dit of classes": (Dit(patch=2, hidden=32, depth=2, heads=2), ClassCondition(num_classes=3)),
     "mmdit": (Mmdit(patch=2, hidden=32, depth=2, heads=2), TEXT),
     "unet": (
-        Unet(channels=(16, 32), num_res_blocks=1, attention=(False, True), norm_groups=8, head_channels=16),
+        Unet(
+            channels=(16, 32),
+            num_res_blocks=1,
+            attention=(False, True),
+            norm_groups=8,
+            head_channels=16,
+        ),
         NoCondition(),
     ),
 }
@@ -51,7 +57,9 @@ def expert_of(name: str, adaptation: Adaptation) -> nn.Module:
     model = build_expert(architecture, SHAPE, condition=condition, seed=0)
     for spread in (0.05, 0.1):
         for weight in model.parameters():
-            weight.data += spread * weight.requires_grad * torch.randn(weight.shape, generator=random)
+            weight.data += (
+                spread * weight.requires_grad * torch.randn(weight.shape, generator=random)
+            )
         if spread == 0.05:
             model = adapt(model, adaptation, seed=1)
     return model
@@ -79,10 +87,14 @@ def one_by_one(model: nn.Module, unit: UnitSamples) -> Iterator[Tensor]:
     for sample in range(len(unit)):
         x_0, eps, t_B = (each[sample][None] for each in (unit.x_0, unit.eps, unit.t_S))
         condition = () if unit.condition is None else (unit.condition[sample][None],)
-        error = model(x_t(PATH, x_0, eps, t_B), t_B, *condition) - target_of(PATH, "velocity", x_0, eps, t_B)
+        error = model(x_t(PATH, x_0, eps, t_B), t_B, *condition) - target_of(
+            PATH, "velocity", x_0, eps, t_B
+        )
         (error.square().mean() / len(unit)).backward()
     yield from (
-        weight.grad.clone() for weight in model.parameters() if weight.grad is not None and weight.requires_grad
+        weight.grad.clone()
+        for weight in model.parameters()
+        if weight.grad is not None and weight.requires_grad
     )
 
 
@@ -93,7 +105,9 @@ def test_gradient_of_a_unit_is_the_mean_over_its_samples(name: str) -> None:
         adaptations.append(PartialAdaptation(trained=("blocks",)))
     for adaptation in adaptations:
         model, unit = expert_of(name, adaptation), unit_of(name)
-        found, _ = unit_gradient(UnitLoss(model, training(), PATH, "velocity"), trained(model), unit)
+        found, _ = unit_gradient(
+            UnitLoss(model, training(), PATH, "velocity"), trained(model), unit
+        )
         with case(adaptation.kind):
             for gradient, expected in zip(found.values(), one_by_one(model, unit), strict=True):
                 torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=2e-6)
@@ -104,8 +118,13 @@ def test_gradient_is_the_same_bits_wherever_the_unit_lies_in_memory() -> None:
     loss = UnitLoss(model, training(), PATH, "velocity")
     found = []
     for shift in (0, 1, 3):
-        moved = [torch.cat([torch.zeros(shift), each.flatten()])[shift:].view(each.shape) for each in unit.fields]
-        gradient, _ = unit_gradient(loss, trained(model), UnitSamples(*moved).copied(torch.device("cpu")))
+        moved = [
+            torch.cat([torch.zeros(shift), each.flatten()])[shift:].view(each.shape)
+            for each in unit.fields
+        ]
+        gradient, _ = unit_gradient(
+            loss, trained(model), UnitSamples(*moved).copied(torch.device("cpu"))
+        )
         found.append(gradient)
     assert all(torch.equal(each[name], found[0][name]) for each in found for name in each)
 
@@ -113,16 +132,23 @@ def test_gradient_is_the_same_bits_wherever_the_unit_lies_in_memory() -> None:
 def test_bfloat16_leaves_gradients_of_float32() -> None:
     model, unit = expert_of("dit", LORA), unit_of("dit")
     exact, _ = unit_gradient(UnitLoss(model, training(), PATH, "velocity"), trained(model), unit)
-    found, _ = unit_gradient(UnitLoss(model, training(), PATH, "velocity", in_bf16=True), trained(model), unit)
+    found, _ = unit_gradient(
+        UnitLoss(model, training(), PATH, "velocity", in_bf16=True), trained(model), unit
+    )
     assert {each.dtype for each in found.values()} == {torch.float32}
     whole = [torch.cat([each.flatten() for each in grads.values()]) for grads in (exact, found)]
     assert torch.nn.functional.cosine_similarity(*whole, dim=0) > 0.99
 
 
-def test_clipped_gradient_stays_within_the_clip_norm_keeps_its_direction_and_lies_on_the_grid() -> None:
+def test_clipped_gradient_stays_within_the_clip_norm_keeps_its_direction_and_lies_on_the_grid() -> (
+    None
+):
     random = torch.Generator().manual_seed(3)
     for scale in (1e-12, 1e-3, 1.0, 1e6, 1e30):
-        given = {"a": scale * torch.randn(40, 3, generator=random), "b": scale * torch.randn(7, generator=random)}
+        given = {
+            "a": scale * torch.randn(40, 3, generator=random),
+            "b": scale * torch.randn(7, generator=random),
+        }
         for clip in (0.01, 1.0, 50.0):
             flat_P = torch.cat([each.flatten().double() for each in clipped(given, clip).values()])
             raw_P = torch.cat([each.flatten().double() for each in given.values()])
@@ -151,9 +177,14 @@ def test_gradient_that_is_not_finite_counts_as_none() -> None:
     assert all((each == 0).all() for each in clipped({"a": torch.zeros(4)}, 1.0).values())
 
 
-def test_replacing_a_unit_moves_the_sum_by_at_most_twice_the_sensitivity_and_without_clipping_by_more() -> None:
+def test_replacing_a_unit_moves_the_sum_by_at_most_twice_the_sensitivity_and_without_clipping_by_more() -> (
+    None
+):
     model, unit, clip = expert_of("dit", LORA), unit_of("dit"), 0.01
-    loss, num = UnitLoss(model, training(), PATH, "velocity"), sum(each.numel() for each in trained(model).values())
+    loss, num = (
+        UnitLoss(model, training(), PATH, "velocity"),
+        sum(each.numel() for each in trained(model).values()),
+    )
 
     def gradients() -> tuple[Tensor, Tensor]:
         gradient, _ = unit_gradient(loss, trained(model), unit)
@@ -165,5 +196,7 @@ def test_replacing_a_unit_moves_the_sum_by_at_most_twice_the_sensitivity_and_wit
     after, raw_after = gradients()
     moved = float((after - before).norm())
     assert 0.1 * sensitivity(num) < moved <= 2 * sensitivity(num)
-    assert float((raw_after - raw_before).norm()) / clip > 3, "control: what is not clipped moves by more"
+    assert float((raw_after - raw_before).norm()) / clip > 3, (
+        "control: what is not clipped moves by more"
+    )
     assert sensitivity(num) == pytest.approx(STEPS_PER_CLIP * (1 + 2**-10) + sqrt(num) / 2)

@@ -28,10 +28,14 @@ def test_weights_of_eps_are_the_published_ones(kind: Any, path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["min_snr", "sigmoid"])
 @pytest.mark.parametrize("prediction", ["velocity", "v", "x_0"])
-def test_other_predictions_have_the_loss_that_their_eps_would_have(prediction: Any, kind: Any, path: Path) -> None:
+def test_other_predictions_have_the_loss_that_their_eps_would_have(
+    prediction: Any, kind: Any, path: Path
+) -> None:
     random = torch.Generator().manual_seed(0)
     x, u, off = (torch.randn(50, 3, generator=random, dtype=torch.float64) for _ in range(3))
-    wrong, right = (x_0_and_eps_of(path, prediction, x, answer, TIMES)[1] for answer in (u + off, u))
+    wrong, right = (
+        x_0_and_eps_of(path, prediction, x, answer, TIMES)[1] for answer in (u + off, u)
+    )
     error = wrong - right
     weights = loss_weights(kind, path, prediction, TIMES)
     assert weights is not None
@@ -54,4 +58,6 @@ def test_equal_weights_are_none_and_the_mean_is_plain() -> None:
     squares = torch.rand(50, 2, 3, generator=torch.Generator().manual_seed(0))
     assert weighted_mean(squares, None) == squares.mean()
     weights = torch.rand(50, generator=torch.Generator().manual_seed(1))
-    assert weighted_mean(squares, weights) == pytest.approx(float((squares * weights[:, None, None]).mean()), rel=1e-6)
+    assert weighted_mean(squares, weights) == pytest.approx(
+        float((squares * weights[:, None, None]).mean()), rel=1e-6
+    )

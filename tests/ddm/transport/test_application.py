@@ -37,7 +37,9 @@ def packed(files: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
     return buffer.getvalue()
 
 
-def test_application_of_this_package_is_the_pinned_one_however_it_was_packed(shipped: bytes) -> None:
+def test_application_of_this_package_is_the_pinned_one_however_it_was_packed(
+    shipped: bytes,
+) -> None:
     """A change of `flower_app` needs its new digest in `ddm.transport.application`, and both sides the new version."""
     check_application(shipped)
     files = files_of(shipped)
@@ -54,7 +56,10 @@ def test_application_of_this_package_is_the_pinned_one_however_it_was_packed(shi
         lambda files: {**files, "archipelago_app/more.py": b""},
         lambda files: {**files, "sitecustomize.py": b"import os"},
         lambda files: {name: data for name, data in files.items() if name != CLIENT},
-        lambda files: {**files, "pyproject.toml": files["pyproject.toml"].replace(b"client:app", b"server:app")},
+        lambda files: {
+            **files,
+            "pyproject.toml": files["pyproject.toml"].replace(b"client:app", b"server:app"),
+        },
         lambda files: {**files, "pyproject.toml": b"= no settings"},
         lambda files: {**files, "a": b"0" * (MAX_APPLICATION_BYTES + 1)},
         lambda files: {**files, **{f"{number}": b"" for number in range(20)}},
@@ -83,8 +88,12 @@ def test_no_flipped_byte_of_the_archive_passes_but_where_it_means_nothing(shippe
         flipped = shipped[:at] + bytes([shipped[at] ^ 1]) + shipped[at + 1 :]
         if application_digest(flipped) == application_digest(shipped):
             with zipfile.ZipFile(io.BytesIO(flipped)) as opened:
-                kept = {name: opened.read(name) for name in opened.namelist() if name != ".info/CONTENT"}
-            assert kept == {name: data for name, data in files_of(shipped).items() if name != ".info/CONTENT"}
+                kept = {
+                    name: opened.read(name) for name in opened.namelist() if name != ".info/CONTENT"
+                }
+            assert kept == {
+                name: data for name, data in files_of(shipped).items() if name != ".info/CONTENT"
+            }
 
 
 def test_rubbish_in_place_of_an_archive_is_refused() -> None:

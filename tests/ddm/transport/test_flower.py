@@ -33,7 +33,13 @@ SPAN = Span(path="targets/plan.json", offset=0, num_bytes=6)
 def raw(document, data=None, **array):
     records = RecordDict({"head": ConfigRecord({"document": json.dumps(document)})})
     if data is not None:
-        fields = {"dtype": "uint8", "shape": (len(data),), "stype": "archipelago.bytes", "data": data, **array}
+        fields = {
+            "dtype": "uint8",
+            "shape": (len(data),),
+            "stype": "archipelago.bytes",
+            "data": data,
+            **array,
+        }
         records["data"] = ArrayRecord({"bytes": Array(**fields)})
     return records
 
@@ -42,7 +48,15 @@ def test_request_survives_the_wire_when_valid():
     for envelope in [
         Envelope(Offer(plan_id=PLAN, files=(FILE,), spans=(SPAN,)), b"abcdef"),
         Envelope(Offer(plan_id=PLAN, files=(FILE,))),
-        Envelope(Ask(plan_id=PLAN, known=Status(state="training", progress=5), received=0, max_bytes=9, wait_s=20)),
+        Envelope(
+            Ask(
+                plan_id=PLAN,
+                known=Status(state="training", progress=5),
+                received=0,
+                max_bytes=9,
+                wait_s=20,
+            )
+        ),
         Envelope(Pull(plan_id=PLAN, sequence=1, spans=(SPAN,))),
         Envelope(Deliver(plan_id=PLAN, sequence=1), b"{}"),
     ]:
@@ -53,7 +67,10 @@ def test_request_survives_the_wire_when_valid():
     "envelope",
     [
         Envelope(Held(missing=(SPAN,))),
-        Envelope(Report(status=Status(state="in_outbox"), sequence=1, files=(FILE,), spans=(SPAN,)), b"abcdef"),
+        Envelope(
+            Report(status=Status(state="in_outbox"), sequence=1, files=(FILE,), spans=(SPAN,)),
+            b"abcdef",
+        ),
         Envelope(Shards(spans=(SPAN, SPAN)), b"abcdefghijkl"),
         Envelope(Delivered(code=23)),
     ],
@@ -65,7 +82,9 @@ def test_reply_survives_the_wire_when_valid(envelope):
 @given(pieces=st.lists(st.binary(max_size=40), min_size=1, max_size=8))
 @settings(max_examples=50)
 def test_pieces_come_back_as_cut_when_sent_as_one_run(pieces):
-    spans = tuple(Span(path=f"f{i}", offset=0, num_bytes=len(piece)) for i, piece in enumerate(pieces))
+    spans = tuple(
+        Span(path=f"f{i}", offset=0, num_bytes=len(piece)) for i, piece in enumerate(pieces)
+    )
     received = decode_reply(encode(Envelope(Shards(spans=spans), b"".join(pieces))), max_bytes=1000)
     assert received.pieces() == pieces
 

@@ -14,7 +14,9 @@ from ddm.transport import own_user
 from ddm.transport.own_user import MAX_BODY_BYTES, OwnUserOnly, Receive, Scope, Send
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whose a connection is")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells whose a connection is"
+)
 OPEN = r"/v1/fleet/[a-z-]{1,40}"
 POST = """
 import http.client, os, sys
@@ -42,7 +44,9 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 def port() -> Iterator[int]:
     """A real server whose fleet is open to all."""
-    config = uvicorn.Config(OwnUserOnly(answer, open_to_all=OPEN), host="127.0.0.1", port=0, lifespan="off", ws="none")
+    config = uvicorn.Config(
+        OwnUserOnly(answer, open_to_all=OPEN), host="127.0.0.1", port=0, lifespan="off", ws="none"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -86,7 +90,9 @@ def test_open_path_is_answered_without_a_look_at_everybodys_connections(
     monkeypatch.setattr(own_user, "user_of", lambda *ends: asked.append(ends))
     assert httpx.post(f"http://127.0.0.1:{port}/v1/fleet/get-fab", content=b"x").status_code == 200
     assert not asked, "the table is as long as strangers make it"
-    assert httpx.post(f"http://127.0.0.1:{port}/v1/runtime/get-fab", content=b"x").status_code == 403
+    assert (
+        httpx.post(f"http://127.0.0.1:{port}/v1/runtime/get-fab", content=b"x").status_code == 403
+    )
     assert len(asked) == 1
 
 
@@ -99,10 +105,23 @@ def test_request_that_no_address_is_known_of_is_refused() -> None:
     async def receive() -> dict[str, object]:
         raise AssertionError("no byte of a body is read")
 
-    for scope in ({"type": "http", "client": None, "server": None, "method": "POST", "path": "/", "headers": []},):
+    for scope in (
+        {
+            "type": "http",
+            "client": None,
+            "server": None,
+            "method": "POST",
+            "path": "/",
+            "headers": [],
+        },
+    ):
         with pytest.raises(StopIteration):
             OwnUserOnly(answer)(scope, receive, send).__await__().send(None)  # type: ignore[attr-defined, arg-type]
-    assert sent[0] == {"type": "http.response.start", "status": 403, "headers": [(b"connection", b"close")]}
+    assert sent[0] == {
+        "type": "http.response.start",
+        "status": 403,
+        "headers": [(b"connection", b"close")],
+    }
     with pytest.raises(StopIteration):
         closed = OwnUserOnly(answer)({"type": "websocket"}, receive, send)  # type: ignore[arg-type]
         closed.__await__().send(None)  # type: ignore[attr-defined]

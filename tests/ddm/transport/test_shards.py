@@ -23,12 +23,18 @@ def sent(tmp_path):
 
 
 def contents(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @given(data=st.data())
 @settings(max_examples=8)
-def test_folder_arrives_identical_when_its_ranges_come_in_any_order_with_restarts(tmp_path_factory, data):
+def test_folder_arrives_identical_when_its_ranges_come_in_any_order_with_restarts(
+    tmp_path_factory, data
+):
     root = tmp_path_factory.mktemp("arrival")
     sizes = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
     source = root / "source"
@@ -122,7 +128,9 @@ def test_range_is_refused_when_it_ends_beyond_its_file(sent):
         read_spans(sent, [Span(path="nothing", offset=0, num_bytes=1)])
 
 
-@pytest.mark.parametrize("limit", [{"max_files": 2, "max_bytes": 10_000}, {"max_files": 10, "max_bytes": 1000}])
+@pytest.mark.parametrize(
+    "limit", [{"max_files": 2, "max_bytes": 10_000}, {"max_files": 10, "max_bytes": 1000}]
+)
 def test_listing_is_refused_when_the_folder_is_over_a_limit(sent, limit):
     with pytest.raises(FormatError):
         list_folder(sent, **limit)
@@ -148,7 +156,10 @@ def test_first_ranges_start_where_the_ranges_do():
 def test_range_on_its_way_is_not_named_again_however_it_was_cut(sent, tmp_path):
     part = PartFolder(tmp_path / "new", list_folder(sent, **LIMITS))
     part.write([(Span(path="deep/er/a.bin", offset=0, num_bytes=100), bytes(100))])
-    coming = [Span(path="deep/er/a.bin", offset=300, num_bytes=200), Span(path="empty", offset=0, num_bytes=0)]
+    coming = [
+        Span(path="deep/er/a.bin", offset=300, num_bytes=200),
+        Span(path="empty", offset=0, num_bytes=0),
+    ]
     found = part.missing(150, coming=coming)
     assert [(span.path, span.offset, span.num_bytes) for span in found] == [
         ("b.json", 0, 2),
@@ -166,7 +177,14 @@ def test_folder_of_many_gibibytes_takes_no_memory_and_no_disk_where_it_is_empty(
     """A range far out in a file of 12 GiB is written without anything before it."""
     entry = FileEntry(path="expert", num_bytes=12 * 2**30)
     part = PartFolder(tmp_path / "new", [entry])
-    part.write([(Span(path="expert", offset=entry.num_bytes - 10, num_bytes=10), memoryview(b"0123456789"))])
+    part.write(
+        [
+            (
+                Span(path="expert", offset=entry.num_bytes - 10, num_bytes=10),
+                memoryview(b"0123456789"),
+            )
+        ]
+    )
     stored = (tmp_path / "new.part" / "expert").stat()
     assert stored.st_size == entry.num_bytes and stored.st_blocks * 512 < 2**20
     assert part.missing(2**40) == [Span(path="expert", offset=0, num_bytes=entry.num_bytes - 10)]

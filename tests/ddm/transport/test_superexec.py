@@ -28,14 +28,18 @@ def test_program_reads_its_token_from_a_descriptor_and_its_command_line_holds_no
     script.write_text(f"#!{sys.executable}\n{PROGRAM}")
     script.chmod(0o700)
     monkeypatch.setattr(superexec, "program", lambda name: tmp_path / name)
-    with superexec.start_task(superexec.CLIENT_APP, "127.0.0.1:1", tmp_path / "ca.pem", TOKEN) as process:
+    with superexec.start_task(
+        superexec.CLIENT_APP, "127.0.0.1:1", tmp_path / "ca.pem", TOKEN
+    ) as process:
         assert TOKEN not in " ".join(map(str, process.args))  # type: ignore[arg-type]
         assert process.wait(120) == 0
     assert capfd.readouterr().out == f"{TOKEN} False\n"
 
 
 def test_nothing_but_the_two_kinds_of_programs_is_started(tmp_path: Path) -> None:
-    command = superexec.superexec_command("127.0.0.1:1", tmp_path / "ca", tmp_path / "secret", "flwr-connector")
+    command = superexec.superexec_command(
+        "127.0.0.1:1", tmp_path / "ca", tmp_path / "secret", "flwr-connector"
+    )
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode
     assert b"flwr-connector" in done.stderr

@@ -50,7 +50,9 @@ class Federation:
         targets = draft_targets(1, Delegates(public["plans"], public["release"]), self.now)
         self.repository = Repository.create(
             self.folder,
-            root=sign_metadata(draft_root(1, held, self.now), [self.keys["root"], self.keys["root2"]]),
+            root=sign_metadata(
+                draft_root(1, held, self.now), [self.keys["root"], self.keys["root2"]]
+            ),
             targets=sign_metadata(targets, [self.keys["targets"]]),
             plans_key=self.keys["plans"],
             release_key=self.keys["release"],
@@ -89,14 +91,22 @@ class Federation:
 
     def plan_targets(self, silos: Mapping[str, PublicKey]) -> bytes:
         """The next targets, which delegates to these silos, signed by its holder."""
-        delegates = Delegates(self.keys["plans"].public, self.keys["release"].public, self.plan_id, silos)
-        return sign_metadata(self.repository.next_targets(delegates, self.now), [self.keys["targets"]])
+        delegates = Delegates(
+            self.keys["plans"].public, self.keys["release"].public, self.plan_id, silos
+        )
+        return sign_metadata(
+            self.repository.next_targets(delegates, self.now), [self.keys["targets"]]
+        )
 
     def silo_metadata(self, silo_id: str, version: int = 1) -> bytes:
         files = listed(self.silo_files(silo_id))
-        return sign_silo_metadata(self.plan_id, silo_id, files, self.keys[silo_id], version=version, now=self.now)
+        return sign_silo_metadata(
+            self.plan_id, silo_id, files, self.keys[silo_id], version=version, now=self.now
+        )
 
-    def publish(self, manifest: bytes = b'{"manifest": 1}', silos: tuple[str, ...] = ("north", "east")) -> None:
+    def publish(
+        self, manifest: bytes = b'{"manifest": 1}', silos: tuple[str, ...] = ("north", "east")
+    ) -> None:
         release = {
             f"{self.plan_id}/manifest.json": manifest,
             f"{self.plan_id}/router.safetensors": b"router",
@@ -130,11 +140,15 @@ class Federation:
 
 @pytest.fixture(scope="session")
 def make_federation(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Federation]:
-    return lambda **kwargs: Federation(tmp_path_factory.mktemp("fed") / "tuf" / "metadata", **kwargs)
+    return lambda **kwargs: Federation(
+        tmp_path_factory.mktemp("fed") / "tuf" / "metadata", **kwargs
+    )
 
 
 @pytest.fixture(scope="session")
-def _published(make_federation, tmp_path_factory: pytest.TempPathFactory) -> tuple[Federation, Path]:
+def _published(
+    make_federation, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Federation, Path]:
     federation = make_federation()
     federation.start_plan()
     federation.publish()

@@ -49,7 +49,9 @@ def test_envelope_of_one_kind_refused_as_another_also_when_relabelled():
     with pytest.raises(DocumentError):
         open_sealed(SEALED, "receipt", KEY.public, 4096)
     with pytest.raises(SignatureError):
-        open_sealed(canonical(json.loads(SEALED) | {"kind": "receipt"}), "receipt", KEY.public, 4096)
+        open_sealed(
+            canonical(json.loads(SEALED) | {"kind": "receipt"}), "receipt", KEY.public, 4096
+        )
 
 
 def test_envelope_refused_when_longer_than_its_limit():
@@ -70,7 +72,8 @@ def test_envelope_refused_in_another_encoding_of_the_same_values():
 
 
 @pytest.mark.parametrize(
-    "change", [{"extra": 1}, {"format": "archipelago/envelope/2"}, {"payload": 3}, {"payload": "\ud800"}]
+    "change",
+    [{"extra": 1}, {"format": "archipelago/envelope/2"}, {"payload": 3}, {"payload": "\ud800"}],
 )
 def test_envelope_refused_with_unknown_fields_formats_or_payloads(change):
     data = json.dumps(json.loads(SEALED) | change, sort_keys=True, separators=(",", ":")).encode()
@@ -87,7 +90,8 @@ def test_seal_refuses_a_kind_that_could_blur_into_the_payload_and_a_payload_that
 
 
 @given(
-    st.binary(max_size=200) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode)
+    st.binary(max_size=200)
+    | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode)
 )
 def test_envelope_raises_only_our_errors_on_any_bytes(data):
     with pytest.raises(ArchipelagoError):

@@ -6,7 +6,12 @@ import sys
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
 from securesystemslib.exceptions import UnverifiedSignatureError
 from securesystemslib.signer import Signature
 
@@ -65,7 +70,9 @@ def test_key_file_missing_is_said_so(tmp_path):
 
 def test_key_file_refused_when_it_is_not_an_encrypted_ed25519_key(tmp_path):
     key = ec.generate_private_key(ec.SECP256R1())
-    encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"open"))
+    encrypted = key.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"open")
+    )
     plain = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     for data in (encrypted, plain, b"hello"):
         (tmp_path / "k.pem").write_bytes(data)

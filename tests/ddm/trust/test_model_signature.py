@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 
 from ddm.errors import DigestError, DocumentError
 from ddm.protocol.base import sha256_file
@@ -52,12 +57,27 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: sha256_file(folder / name) for name in FILES}
 
 
-def verify(folder: Path, public: Path | None = None, *options: str) -> subprocess.CompletedProcess[str]:
+def verify(
+    folder: Path, public: Path | None = None, *options: str
+) -> subprocess.CompletedProcess[str]:
     """What a stranger runs: the public package's command line, in a process of its own."""
     public = public or folder.parent / "public.pem"
-    arguments = ["verify", "key", str(folder), "--signature", str(folder / "model.sig"), "--public_key", str(public)]
+    arguments = [
+        "verify",
+        "key",
+        str(folder),
+        "--signature",
+        str(folder / "model.sig"),
+        "--public_key",
+        str(public),
+    ]
     return subprocess.run(
-        [*COMMAND, *arguments, *options], capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=LIMIT_S
+        [*COMMAND, *arguments, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+        timeout=LIMIT_S,
     )
 
 
@@ -97,7 +117,9 @@ def test_public_package_looks_at_git_paths_only_when_told_to(model: Path) -> Non
 
 def test_public_package_refuses_another_key(model: Path, tmp_path: Path) -> None:
     stranger = ec.generate_private_key(ec.SECP256R1()).public_key()
-    (tmp_path / "other.pem").write_bytes(stranger.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    (tmp_path / "other.pem").write_bytes(
+        stranger.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
     assert verify(model, tmp_path / "other.pem").returncode != 0
 
 
@@ -119,8 +141,19 @@ def test_statement_is_the_one_that_the_public_package_makes(
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     theirs = tmp_path / "theirs.sig"
     ignored = ["--ignore-paths", str(model / "model.sig"), "--no-ignore-git-paths"]
-    made = ["sign", "key", str(model), "--private_key", str(private), "--signature", str(theirs), *ignored]
-    subprocess.run([*COMMAND, *made], check=True, capture_output=True, env=ENVIRONMENT, timeout=LIMIT_S)
+    made = [
+        "sign",
+        "key",
+        str(model),
+        "--private_key",
+        str(private),
+        "--signature",
+        str(theirs),
+        *ignored,
+    ]
+    subprocess.run(
+        [*COMMAND, *made], check=True, capture_output=True, env=ENVIRONMENT, timeout=LIMIT_S
+    )
 
     def opened(path: Path) -> tuple[dict, dict]:
         bundle = json.loads(path.read_bytes())
@@ -156,6 +189,12 @@ def test_check_accepts_the_files_that_were_signed_and_no_others(model: Path) -> 
 
 
 def test_check_refuses_what_is_no_bundle() -> None:
-    for data in [b"", b"[]", b'{"dsseEnvelope": 3}', b'{"dsseEnvelope": {}}', b"[" * 100 + b"]" * 100]:
+    for data in [
+        b"",
+        b"[]",
+        b'{"dsseEnvelope": 3}',
+        b'{"dsseEnvelope": {}}',
+        b"[" * 100 + b"]" * 100,
+    ]:
         with case(data=data), pytest.raises(DocumentError):
             check_model_signature(data, NAME, {})

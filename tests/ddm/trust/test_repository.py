@@ -4,7 +4,14 @@ import stat
 import pytest
 from tuf.api.metadata import Metadata, Snapshot
 
-from ddm.errors import MissingFileError, RoleError, RollbackError, SetupError, SignatureError, UnsafePathError
+from ddm.errors import (
+    MissingFileError,
+    RoleError,
+    RollbackError,
+    SetupError,
+    SignatureError,
+    UnsafePathError,
+)
 from ddm.trust.keys import SigningKey
 from ddm.trust.repository import Repository
 from ddm.trust.verify import verify_release
@@ -19,7 +26,10 @@ def read(federation, name: str) -> dict:
 def test_new_federation_holds_every_role_at_version_one(make_federation):
     own = make_federation()
     names = {path.name for path in own.folder.iterdir()}
-    assert names == {"1.root.json", *(f"{r}.json" for r in ("targets", "plans", "release", "snapshot", "timestamp"))}
+    assert names == {
+        "1.root.json",
+        *(f"{r}.json" for r in ("targets", "plans", "release", "snapshot", "timestamp")),
+    }
     assert {read(own, name.removesuffix(".json"))["version"] for name in names} == {1}
     assert read(own, "1.root")["consistent_snapshot"] is False
     assert read(own, "targets")["targets"] == {}
@@ -50,13 +60,22 @@ def test_publishing_interrupted_before_the_timestamp_can_be_run_again(federation
 
 def test_versions_increase_by_one_and_snapshot_carries_length_and_digest(federation):
     before = {
-        name: read(federation, name)["version"] for name in ("targets", "plans", "release", "snapshot", "timestamp")
+        name: read(federation, name)["version"]
+        for name in ("targets", "plans", "release", "snapshot", "timestamp")
     }
     federation.publish()
     after = {name: read(federation, name)["version"] for name in before}
-    assert after == before | {name: before[name] + 1 for name in ("release", "snapshot", "timestamp")}
+    assert after == before | {
+        name: before[name] + 1 for name in ("release", "snapshot", "timestamp")
+    }
     meta = read(federation, "snapshot")["meta"]
-    assert set(meta) == {"targets.json", "plans.json", "release.json", f"{PLAN}.north.json", f"{PLAN}.east.json"}
+    assert set(meta) == {
+        "targets.json",
+        "plans.json",
+        "release.json",
+        f"{PLAN}.north.json",
+        f"{PLAN}.east.json",
+    }
     for name, entry in meta.items():
         assert entry["length"] == (federation.folder / name).stat().st_size
         assert set(entry["hashes"]) == {"sha256"}
@@ -65,10 +84,14 @@ def test_versions_increase_by_one_and_snapshot_carries_length_and_digest(federat
 def test_silo_metadata_is_republished_byte_for_byte(federation, tmp_path):
     release = federation.export(tmp_path / "r")
     for silo in ("north", "east"):
-        assert (release / "metadata" / f"{PLAN}.{silo}.json").read_bytes() == federation.silo_metadata(silo)
+        assert (
+            release / "metadata" / f"{PLAN}.{silo}.json"
+        ).read_bytes() == federation.silo_metadata(silo)
 
 
-def test_new_plan_delegates_to_its_own_silos_only_and_keeps_old_ones_outdated_in_the_snapshot(federation):
+def test_new_plan_delegates_to_its_own_silos_only_and_keeps_old_ones_outdated_in_the_snapshot(
+    federation,
+):
     federation.plan_id = "digits-00000002"
     federation.start_plan(silos=("north",))
     roles = [role["name"] for role in read(federation, "targets")["delegations"]["roles"]]
@@ -169,7 +192,9 @@ def test_everything_written_parses_with_python_tuf_alone(federation):
     for path in federation.folder.iterdir():
         metadata = Metadata.from_file(str(path))
         assert metadata.to_bytes() == path.read_bytes()
-    assert isinstance(Metadata[Snapshot].from_file(str(federation.folder / "snapshot.json")).signed, Snapshot)
+    assert isinstance(
+        Metadata[Snapshot].from_file(str(federation.folder / "snapshot.json")).signed, Snapshot
+    )
 
 
 def test_no_temporary_files_remain_and_everything_is_readable(federation):

@@ -46,7 +46,9 @@ def replace_key(keys, role: str, old: str, new: str):
     return change
 
 
-def test_release_verifies_through_a_rotation_signed_by_the_old_root_and_the_new(federation, rotate, tmp_path):
+def test_release_verifies_through_a_rotation_signed_by_the_old_root_and_the_new(
+    federation, rotate, tmp_path
+):
     rotate(replace_key(federation.keys, "root", "root2", "root3"), "root", "root2", "root3")
     verified = verify_release(federation.export(tmp_path / "r"), federation.root, state=None)
     assert verified.versions["root"] == 2
@@ -134,7 +136,9 @@ def test_root_under_a_name_outside_the_chain_is_refused(federation, tmp_path, na
         verify_release(release, federation.root, state=None)
 
 
-def test_key_revoked_by_a_root_stays_revoked_when_the_rotation_is_hidden_later(federation, rotate, tmp_path):
+def test_key_revoked_by_a_root_stays_revoked_when_the_rotation_is_hidden_later(
+    federation, rotate, tmp_path
+):
     """The thief of a revoked online key serves another plan's release that knows no rotation."""
     state = tmp_path / "state"
     federation.keys["online2"] = SigningKey.generate()
@@ -156,7 +160,9 @@ def test_key_revoked_by_a_root_stays_revoked_when_the_rotation_is_hidden_later(f
     assert verify_release(thief, federation.root, state=tmp_path / "fresh")
 
 
-def test_older_plan_still_verifies_after_a_rotation_that_revoked_nothing_of_it(federation, rotate, tmp_path):
+def test_older_plan_still_verifies_after_a_rotation_that_revoked_nothing_of_it(
+    federation, rotate, tmp_path
+):
     state = tmp_path / "state"
     old = federation.export(tmp_path / "old")
     rotate(replace_key(federation.keys, "root", "root2", "root3"), "root", "root2", "root3")
@@ -175,7 +181,11 @@ def test_two_different_roots_of_one_version_are_noticed(federation, rotate, tmp_
     federation.plan_id = "digits-00000002"
     federation.start_plan()
     federation.publish()
-    rotate(lambda root: setattr(root, "expires", root.expires.replace(year=root.expires.year - 1)), "root", "root2")
+    rotate(
+        lambda root: setattr(root, "expires", root.expires.replace(year=root.expires.year - 1)),
+        "root",
+        "root2",
+    )
     with pytest.raises(RollbackError) as error:
         verify_release(federation.export(tmp_path / "b"), federation.root, state=state)
     assert error.value.subject == "metadata/2.root.json"

@@ -64,7 +64,12 @@ def test_submission_signed_by_another_silos_key_is_refused(sealed, now):
 
 
 def test_submission_with_a_second_signature_is_refused(now):
-    targets = Targets(1, None, now + METADATA_LIFE, {path: TargetFile(1, {"sha256": "a" * 64}, path) for path in FILES})
+    targets = Targets(
+        1,
+        None,
+        now + METADATA_LIFE,
+        {path: TargetFile(1, {"sha256": "a" * 64}, path) for path in FILES},
+    )
     with pytest.raises(SignatureError):
         check(sign_metadata(targets, [KEY, SigningKey.generate()]), now)
 
@@ -92,13 +97,20 @@ def test_submission_that_lists_a_path_of_another_role_is_refused(now):
             with pytest.raises(RoleError):
                 check(signed_listing(now, f"{PLAN}/silos/north/submission.json", path), now)
             with pytest.raises(RoleError):
-                sign_silo_metadata(PLAN, "north", FILES | {path: (1, "a" * 64)}, KEY, version=1, now=now)
+                sign_silo_metadata(
+                    PLAN, "north", FILES | {path: (1, "a" * 64)}, KEY, version=1, now=now
+                )
 
 
 def test_submission_that_lists_an_unsafe_path_is_refused(now):
     for tail in ["../east/x", "..", ".hidden", "a\\b", "a//b", "", "a b", "caf\u00e9"]:
         with case(tail=tail), pytest.raises((UnsafePathError, DocumentError)):
-            check(signed_listing(now, f"{PLAN}/silos/north/submission.json", f"{PLAN}/silos/north/{tail}"), now)
+            check(
+                signed_listing(
+                    now, f"{PLAN}/silos/north/submission.json", f"{PLAN}/silos/north/{tail}"
+                ),
+                now,
+            )
 
 
 def test_submission_that_lists_no_submission_is_refused(now):
@@ -115,7 +127,9 @@ def test_submission_that_expired_is_refused(sealed, now, later):
 def test_submission_that_delegates_is_refused(now):
     key = KEY.public.tuf_key()
     role = DelegatedRole("other", [key.keyid], 1, True, ["*"])
-    targets = Targets(1, None, now + METADATA_LIFE, {}, Delegations({key.keyid: key}, {"other": role}))
+    targets = Targets(
+        1, None, now + METADATA_LIFE, {}, Delegations({key.keyid: key}, {"other": role})
+    )
     with pytest.raises(RoleError):
         check(sign_metadata(targets, [KEY]), now)
 
@@ -142,9 +156,19 @@ def test_signing_refuses_ids_that_are_none_and_a_time_without_zone(now):
 
 
 def values():
-    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("a" * 64)
+    leaves = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=20)
+        | st.just("a" * 64)
+    )
     return st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+        ),
     )
 
 
@@ -153,7 +177,9 @@ def values():
 def test_submission_role_raises_only_our_errors_on_any_fields(data, now, sealed):
     value = json.loads(sealed)
     place = data.draw(
-        st.sampled_from([value, value["signed"], value["signatures"][0], *value["signed"]["targets"].values()])
+        st.sampled_from(
+            [value, value["signed"], value["signatures"][0], *value["signed"]["targets"].values()]
+        )
     )
     place[data.draw(st.sampled_from([*place, "delegations", "extra"]))] = data.draw(values())
     changed = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
@@ -190,7 +216,9 @@ segments = st.sampled_from(
 def test_owner_agrees_with_the_patterns_that_tuf_is_given(path):
     roles = ["plans", "release", silo_role(PLAN, "north"), silo_role(PLAN, "east")]
     matching = [
-        role for role in roles if DelegatedRole(role, [], 1, True, delegated_paths(PLAN, role)).is_delegated_path(path)
+        role
+        for role in roles
+        if DelegatedRole(role, [], 1, True, delegated_paths(PLAN, role)).is_delegated_path(path)
     ]
     expected = owner(path, PLAN)
     assert matching == ([expected] if expected in roles else [])

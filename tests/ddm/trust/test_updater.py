@@ -75,20 +75,27 @@ def test_untouched_release_is_accepted_to_the_last_file(federation, www, client)
 
 
 @pytest.mark.parametrize("role", ["root", "targets", "online", "plans", "release"])
-def test_release_after_a_rotation_is_accepted_by_clients_old_and_new(federation, www, client, role) -> None:
+def test_release_after_a_rotation_is_accepted_by_clients_old_and_new(
+    federation, www, client, role
+) -> None:
     serve(federation, www)
     client().refresh()
     keys, repository, now = federation.keys, federation.repository, federation.now
     made = SigningKey.generate()
     new = Holders((made.public,))
     if role in ("plans", "release"):
-        targets = repository.next_targets(replace(repository.delegates(), **{role: made.public}), now)
+        targets = repository.next_targets(
+            replace(repository.delegates(), **{role: made.public}), now
+        )
         signed = sign_metadata(targets, [keys["targets"]])
-        repository.renew(targets=signed, online_key=keys["online"], now=now, **{f"{role}_key": made})
+        repository.renew(
+            targets=signed, online_key=keys["online"], now=now, **{f"{role}_key": made}
+        )
     else:
         changed = {"snapshot": new, "timestamp": new} if role == "online" else {role: new}
         root = sign_metadata(
-            repository.next_root(changed, now), [keys["root"], keys["root2"], *([made] if role == "root" else [])]
+            repository.next_root(changed, now),
+            [keys["root"], keys["root2"], *([made] if role == "root" else [])],
         )
         again = repository.next_targets(repository.delegates(), now) if role == "targets" else None
         repository.renew(
@@ -115,7 +122,9 @@ def test_rollback_to_an_older_release_is_refused(federation, www, client) -> Non
         client().refresh()
 
 
-def test_freeze_at_a_release_whose_timestamp_expired_is_refused(make_federation, www, host, tmp_path, now) -> None:
+def test_freeze_at_a_release_whose_timestamp_expired_is_refused(
+    make_federation, www, host, tmp_path, now
+) -> None:
     frozen = make_federation(now=now - timedelta(days=91))
     frozen.start_plan()
     frozen.publish()
@@ -125,7 +134,9 @@ def test_freeze_at_a_release_whose_timestamp_expired_is_refused(make_federation,
         Updater(str(tmp_path / "cache"), url, bootstrap=frozen.root).refresh()
 
 
-@pytest.mark.parametrize("name", ["snapshot.json", "targets.json", "release.json", f"{PLAN}.north.json"])
+@pytest.mark.parametrize(
+    "name", ["snapshot.json", "targets.json", "release.json", f"{PLAN}.north.json"]
+)
 def test_mix_of_metadata_of_two_versions_is_refused(federation, www, client, name) -> None:
     serve(federation, www)
     older = shutil.copytree(www, www.parent / "older")
@@ -136,7 +147,10 @@ def test_mix_of_metadata_of_two_versions_is_refused(federation, www, client, nam
     serve(federation, www)
     shutil.copy(older / "metadata" / name, www / "metadata" / name)
     with pytest.raises(RepositoryError):
-        fetch(client(), f"{PLAN}/silos/north/submission.json" if "north" in name else f"{PLAN}/manifest.json")
+        fetch(
+            client(),
+            f"{PLAN}/silos/north/submission.json" if "north" in name else f"{PLAN}/manifest.json",
+        )
 
 
 def test_target_file_of_another_version_is_refused(federation, www, client) -> None:
@@ -149,9 +163,16 @@ def test_target_file_of_another_version_is_refused(federation, www, client) -> N
 
 @pytest.mark.parametrize(
     "path",
-    ["metadata/2.root.json", "metadata/timestamp.json", "metadata/snapshot.json", f"targets/{PLAN}/router.safetensors"],
+    [
+        "metadata/2.root.json",
+        "metadata/timestamp.json",
+        "metadata/snapshot.json",
+        f"targets/{PLAN}/router.safetensors",
+    ],
 )
-def test_endless_data_are_refused_after_a_bounded_number_of_bytes(federation, www, host, client, path) -> None:
+def test_endless_data_are_refused_after_a_bounded_number_of_bytes(
+    federation, www, host, client, path
+) -> None:
     serve(federation, www)
     host.endless.add(f"/{path}")
     with pytest.raises(DownloadLengthMismatchError):
@@ -159,7 +180,9 @@ def test_endless_data_are_refused_after_a_bounded_number_of_bytes(federation, ww
     assert host.sent < 64 * 1024**2
 
 
-@pytest.mark.parametrize("thief", [False, True], ids=["files put back", "and listed by a thief of the online key"])
+@pytest.mark.parametrize(
+    "thief", [False, True], ids=["files put back", "and listed by a thief of the online key"]
+)
 def test_target_of_a_removed_silo_is_refused(federation, www, client, thief) -> None:
     path = f"{PLAN}/silos/east/submission.json"
     serve(federation, www)
@@ -168,18 +191,25 @@ def test_target_of_a_removed_silo_is_refused(federation, www, client, thief) -> 
     renew(federation, silos={"north": federation.keys["north"].public})
     federation.publish(manifest=b'{"manifest": 2}', silos=("north",))
     serve(federation, www)
-    shutil.copytree(older / "targets" / PLAN / "silos" / "east", www / "targets" / PLAN / "silos" / "east")
+    shutil.copytree(
+        older / "targets" / PLAN / "silos" / "east", www / "targets" / PLAN / "silos" / "east"
+    )
     role = www / "metadata" / f"{PLAN}.east.json"
     shutil.copy(older / "metadata" / role.name, role)
     if thief:
         list_again(federation, www, role)
     updater = client()
     assert updater.get_targetinfo(path) is None
-    assert fetch(updater, f"{PLAN}/silos/north/submission.json") == federation.files[path.replace("east", "north")]
+    assert (
+        fetch(updater, f"{PLAN}/silos/north/submission.json")
+        == federation.files[path.replace("east", "north")]
+    )
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known before", "never seen"])
-def test_target_of_a_silo_that_left_is_refused_although_its_key_may_still_sign(federation, www, client, known) -> None:
+def test_target_of_a_silo_that_left_is_refused_although_its_key_may_still_sign(
+    federation, www, client, known
+) -> None:
     """The attack: the host of a release without this silo puts its files and its signed metadata back."""
     path = f"{PLAN}/silos/east/submission.json"
     serve(federation, www)
@@ -188,7 +218,9 @@ def test_target_of_a_silo_that_left_is_refused_although_its_key_may_still_sign(f
         assert fetch(client(), path) == federation.files[path]
     federation.publish(manifest=b'{"manifest": 2}', silos=("north",))
     serve(federation, www)
-    shutil.copytree(older / "targets" / PLAN / "silos" / "east", www / "targets" / PLAN / "silos" / "east")
+    shutil.copytree(
+        older / "targets" / PLAN / "silos" / "east", www / "targets" / PLAN / "silos" / "east"
+    )
     shutil.copy(older / "metadata" / f"{PLAN}.east.json", www / "metadata")
     with pytest.raises(BadVersionNumberError):
         client().get_targetinfo(path)
@@ -211,7 +243,9 @@ def list_again(federation, www: Path, role: Path) -> None:
 
 def test_root_signed_by_too_few_holders_is_refused(federation, www, client) -> None:
     """The attack: one of two holders makes a root that needs nobody else."""
-    alone = federation.repository.next_root({"root": Holders((federation.keys["root"].public,))}, federation.now)
+    alone = federation.repository.next_root(
+        {"root": Holders((federation.keys["root"].public,))}, federation.now
+    )
     serve(federation, www)
     (www / "metadata" / "2.root.json").write_bytes(sign_metadata(alone, [federation.keys["root"]]))
     with pytest.raises(UnsignedMetadataError):

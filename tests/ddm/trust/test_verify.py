@@ -64,11 +64,16 @@ def updater(folder: Path, cache: Path, root: bytes) -> Updater:
 
 
 def files_of(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def resign(
-    release: Path, keys: dict[str, SigningKey], changed: dict[str, bytes], online: SigningKey | None = None
+    release: Path,
+    keys: dict[str, SigningKey],
+    changed: dict[str, bytes],
+    online: SigningKey | None = None,
 ) -> None:
     """Do what a thief of the online key can: put metadata files in place and sign snapshot and timestamp over them."""
     online = online or keys["online"]
@@ -89,7 +94,12 @@ def resign(
 
 def listing(now, *paths: str, version: int = 2, data: bytes = b"x") -> Targets:
     digest = hashlib.sha256(data).hexdigest()
-    return Targets(version, None, now + METADATA_LIFE, {p: TargetFile(len(data), {"sha256": digest}, p) for p in paths})
+    return Targets(
+        version,
+        None,
+        now + METADATA_LIFE,
+        {p: TargetFile(len(data), {"sha256": digest}, p) for p in paths},
+    )
 
 
 def test_release_verifies_and_says_what_it_holds(published, root, keys):
@@ -99,7 +109,9 @@ def test_release_verifies_and_says_what_it_holds(published, root, keys):
     assert verified.silo_keys == {silo: keys[silo].public.fingerprint for silo in ("north", "east")}
     assert not verified.expired
     assert set(verified.files) == {
-        name.removeprefix(f"targets/{PLAN}/") for name in files_of(published) if name.startswith("targets/")
+        name.removeprefix(f"targets/{PLAN}/")
+        for name in files_of(published)
+        if name.startswith("targets/")
     }
     for file in verified.files.values():
         data = file.path.read_bytes()
@@ -121,7 +133,14 @@ def test_every_file_is_refused_by_name_after_one_byte_changes(release, root):
     for name in files_of(release):
         path = release / name
         original = path.read_bytes()
-        offsets = {0, 1, len(original) // 3, len(original) // 2, 2 * len(original) // 3, len(original) - 1}
+        offsets = {
+            0,
+            1,
+            len(original) // 3,
+            len(original) // 2,
+            2 * len(original) // 3,
+            len(original) - 1,
+        }
         for offset in offsets:
             for flip in (0x01, 0x20, 0x80):
                 damaged = bytearray(original)
@@ -147,7 +166,9 @@ def test_every_single_byte_of_the_files_that_nothing_hashes_counts(release, root
         assert error.value.subject == name, offset
 
 
-@pytest.mark.parametrize("change", [lambda data: data + b"\n", lambda data: data[:-1], lambda data: b""])
+@pytest.mark.parametrize(
+    "change", [lambda data: data + b"\n", lambda data: data[:-1], lambda data: b""]
+)
 def test_every_file_is_refused_by_name_when_lengthened_shortened_or_emptied(release, root, change):
     for name in files_of(release):
         original = (release / name).read_bytes()
@@ -236,9 +257,15 @@ def test_release_refused_with_hidden_or_odd_names(release, root, name):
         f"{PLAN}/plan/" + "a" * 300,
     ],
 )
-def test_release_refused_when_signed_metadata_lists_a_path_that_escapes(release, root, keys, now, path):
+def test_release_refused_when_signed_metadata_lists_a_path_that_escapes(
+    release, root, keys, now, path
+):
     (release.parent / "outside").write_bytes(b"x")
-    resign(release, keys, {"plans": sign_metadata(listing(now, f"{PLAN}/plan.json", path), [keys["plans"]])})
+    resign(
+        release,
+        keys,
+        {"plans": sign_metadata(listing(now, f"{PLAN}/plan.json", path), [keys["plans"]])},
+    )
     with pytest.raises(UnsafePathError) as error:
         verify_release(release, root, state=None)
     assert error.value.subject == "metadata/plans.json"
@@ -303,7 +330,9 @@ def test_targets_that_lists_files_itself_is_refused(release, root, keys):
 @pytest.mark.parametrize(
     "attack", ["wider paths", "two keys", "shared key", "stranger", "other plan", "not terminating"]
 )
-def test_targets_that_delegates_otherwise_than_the_repository_does_is_refused(release, root, keys, attack):
+def test_targets_that_delegates_otherwise_than_the_repository_does_is_refused(
+    release, root, keys, attack
+):
     targets = Metadata[Targets].from_file(str(release / "metadata" / "targets.json")).signed
     roles = targets.delegations.roles
     north = roles[f"{PLAN}.north"]
@@ -316,10 +345,16 @@ def test_targets_that_delegates_otherwise_than_the_repository_does_is_refused(re
     elif attack == "stranger":
         roles["stranger"] = type(north)("stranger", north.keyids, 1, True, ["x"])
     elif attack == "other plan":
-        roles["other-00000000.north"] = type(north)("other-00000000.north", north.keyids, 1, True, ["x"])
+        roles["other-00000000.north"] = type(north)(
+            "other-00000000.north", north.keyids, 1, True, ["x"]
+        )
     else:
         north.terminating = False
-    data = sign_metadata(targets, [keys["targets"]]) if attack != "not terminating" else sign_loosely(targets, keys)
+    data = (
+        sign_metadata(targets, [keys["targets"]])
+        if attack != "not terminating"
+        else sign_loosely(targets, keys)
+    )
     resign(release, keys, {"targets": data})
     with pytest.raises((RoleError, DocumentError)) as error:
         verify_release(release, root, state=None)
@@ -359,7 +394,9 @@ def test_mixed_metadata_of_two_releases_is_refused(federation, tmp_path):
         wanted = "snapshot.json" if name == "timestamp.json" else name
         assert error.value.subject == f"metadata/{wanted}"
     mixed = Path(shutil.copytree(new, tmp_path / "mixed-target"))
-    shutil.copy(old / "targets" / PLAN / "manifest.json", mixed / "targets" / PLAN / "manifest.json")
+    shutil.copy(
+        old / "targets" / PLAN / "manifest.json", mixed / "targets" / PLAN / "manifest.json"
+    )
     with pytest.raises(DigestError) as error:
         verify_release(mixed, federation.root, state=None)
     assert error.value.subject == f"targets/{PLAN}/manifest.json"
@@ -377,12 +414,16 @@ def test_older_release_served_to_the_same_state_is_refused(federation, tmp_path)
     assert verify_release(old, federation.root, state=tmp_path / "another state")
 
 
-def test_same_versions_with_other_content_are_refused_by_the_same_state(release, root, keys, tmp_path):
+def test_same_versions_with_other_content_are_refused_by_the_same_state(
+    release, root, keys, tmp_path
+):
     state = tmp_path / "state"
     verify_release(release, root, state=state)
     timestamp = Metadata[Timestamp].from_file(str(release / "metadata" / "timestamp.json")).signed
     timestamp.expires = timestamp.expires.replace(year=timestamp.expires.year + 1)
-    (release / "metadata" / "timestamp.json").write_bytes(sign_metadata(timestamp, [keys["online"]]))
+    (release / "metadata" / "timestamp.json").write_bytes(
+        sign_metadata(timestamp, [keys["online"]])
+    )
     assert verify_release(release, root, state=None)
     with pytest.raises(RollbackError) as error:
         verify_release(release, root, state=state)
@@ -511,7 +552,12 @@ def test_pinned_silo_keys_must_match_and_must_be_there(published, root, keys):
 
 
 def test_oversized_metadata_is_refused_before_it_is_parsed(release, root):
-    for name, size in (("timestamp", 16_385), ("snapshot", 2_000_001), ("1.root", 512_001), ("plans", 5_000_001)):
+    for name, size in (
+        ("timestamp", 16_385),
+        ("snapshot", 2_000_001),
+        ("1.root", 512_001),
+        ("plans", 5_000_001),
+    ):
         path = release / "metadata" / f"{name}.json"
         original = path.read_bytes()
         path.write_bytes(b"[" * size)
@@ -527,9 +573,25 @@ UNSIGNED_CHANGES = pytest.mark.parametrize(
         lambda value: value | {"note": "unsigned"},
         lambda value: value | {"signatures": value["signatures"] * 2},
         lambda value: value | {"signatures": [value["signatures"][0] | {"note": "unsigned"}]},
-        lambda value: value | {"signatures": [value["signatures"][0] | {"sig": value["signatures"][0]["sig"].upper()}]},
-        lambda value: value | {"signatures": [value["signatures"][0] | {"sig": " " + value["signatures"][0]["sig"]}]},
-        lambda value: value | {"signatures": [*value["signatures"], {"keyid": "f" * 64, "sig": "0" * 128}]},
+        lambda value: (
+            value
+            | {
+                "signatures": [
+                    value["signatures"][0] | {"sig": value["signatures"][0]["sig"].upper()}
+                ]
+            }
+        ),
+        lambda value: (
+            value
+            | {
+                "signatures": [
+                    value["signatures"][0] | {"sig": " " + value["signatures"][0]["sig"]}
+                ]
+            }
+        ),
+        lambda value: (
+            value | {"signatures": [*value["signatures"], {"keyid": "f" * 64, "sig": "0" * 128}]}
+        ),
         lambda value: value | {"signatures": []},
     ],
 )
@@ -562,7 +624,9 @@ def test_release_not_yet_published_is_refused(make_federation, tmp_path):
     assert error.value.subject == f"targets/{PLAN}/manifest.json"
 
 
-def test_bundle_verifies_before_any_silo_has_answered_and_is_as_strict(make_federation, tmp_path, later):
+def test_bundle_verifies_before_any_silo_has_answered_and_is_as_strict(
+    make_federation, tmp_path, later
+):
     own = make_federation()
     own.start_plan()
     bundle = own.export(tmp_path / "bundle", bundle=True)
@@ -602,16 +666,25 @@ def test_tufs_own_updater_finds_and_verifies_every_published_file(published, roo
     for name in files_of(published / "targets"):
         info = client.get_targetinfo(name)
         assert info is not None, name
-        assert Path(client.download_target(info)).read_bytes() == (published / "targets" / name).read_bytes()
+        assert (
+            Path(client.download_target(info)).read_bytes()
+            == (published / "targets" / name).read_bytes()
+        )
     assert client.get_targetinfo(f"{PLAN}/silos/west/submission.json") is None
 
 
-def test_tufs_own_updater_follows_the_repository_through_plans_and_withdrawals_with_its_cache(federation, tmp_path):
+def test_tufs_own_updater_follows_the_repository_through_plans_and_withdrawals_with_its_cache(
+    federation, tmp_path
+):
     cache = tmp_path / "cache"
     steps = [
         lambda: None,
         lambda: federation.publish(manifest=b'{"manifest": 2}', silos=("north",)),
-        lambda: (setattr(federation, "plan_id", "digits-00000002"), federation.start_plan(), federation.publish()),
+        lambda: (
+            setattr(federation, "plan_id", "digits-00000002"),
+            federation.start_plan(),
+            federation.publish(),
+        ),
     ]
     for number, step in enumerate(steps):
         step()

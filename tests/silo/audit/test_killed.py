@@ -56,7 +56,9 @@ def found(tiny: TinyFederation, plan_id: str) -> dict[str, bytes]:
     """What an audit leaves behind: its report but for the random number in it, and the worst pairs."""
     work = open_workspace(tiny.sites[SILO], plan_id)
     report: AuditReport = read_report(work.audit_path).model_copy(update={"salt": "0" * 64})
-    return {"report": report.encode()} | {path.name: path.read_bytes() for path in work.audit_folder(SILO).iterdir()}
+    return {"report": report.encode()} | {
+        path.name: path.read_bytes() for path in work.audit_folder(SILO).iterdir()
+    }
 
 
 def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
@@ -65,7 +67,10 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
     tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 80})
     plan_id = tiny.sign(recipe(audit=LOOSE))
     tiny.deliver_plan(SILO, plan_id)
-    write_policy(tiny.sites[SILO], POLICY | {"audit": HOLDS | {"waiver": tiny.sites[SILO].policy().audit.waiver}})
+    write_policy(
+        tiny.sites[SILO],
+        POLICY | {"audit": HOLDS | {"waiver": tiny.sites[SILO].policy().audit.waiver}},
+    )
     tiny.work(SILO, until="training")
     killed = tiny.copy(tmp_path / "killed")
     told: list[int] = []
@@ -86,7 +91,9 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
             assert load_state(state_path(site.private)).state == "training"
             folder = open_workspace(site, plan_id)
             assert not folder.audit_path.exists() and not list(site.outbox.glob(f"{plan_id}/*"))
-            parts.add(frozenset(path.stem for path in folder.audit_folder(SILO).rglob("*.safetensors")))
+            parts.add(
+                frozenset(path.stem for path in folder.audit_folder(SILO).rglob("*.safetensors"))
+            )
     assert len(parts) >= 5, "killed at places where other parts were done"
     killed.work(SILO, until="audited")
     assert found(killed, plan_id) == undisturbed

@@ -29,7 +29,13 @@ from tests.support.parsers import submission_document
 SILO, NUM, HELD = "north", 80, 20
 EXPERT = recipe().model_dump(mode="json")["expert"]
 EXPERT["training"] |= {"num_steps": 4, "checkpoint_steps": 2}
-EXPERT["privacy"] = {"kind": "dp_sgd", "epsilon": 4.0, "delta": 1e-6, "units_per_step": 8, "draws": 1}
+EXPERT["privacy"] = {
+    "kind": "dp_sgd",
+    "epsilon": 4.0,
+    "delta": 1e-6,
+    "units_per_step": 8,
+    "draws": 1,
+}
 STATISTICS = {
     "unit": "image",
     "total": {"epsilon": 2.0, "delta": 0.0},
@@ -49,7 +55,9 @@ HOLDS = {"required": True, "holdout_share": 0.25, "min_holdout_units": 10, "num_
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
     """A site that holds 20 of 80 images out, and the plan of private experts; nobody waives anything."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("private"), {SILO: NUM})
-    plan_id = tiny.sign(recipe(expert=EXPERT, audit=STRICT, statistics=STATISTICS, router={"kind": "counts"}))
+    plan_id = tiny.sign(
+        recipe(expert=EXPERT, audit=STRICT, statistics=STATISTICS, router={"kind": "counts"})
+    )
     tiny.deliver_plan(SILO, plan_id)
     write_policy(tiny.sites[SILO], POLICY | {"audit": HOLDS})
     return tiny, plan_id
@@ -69,7 +77,9 @@ def with_a_duplicate(tiny: TinyFederation) -> None:
     np.savez(data, **arrays)
 
 
-def leave(tiny: TinyFederation, plan_id: str) -> tuple[dict[str, Any], list[str], dict[str, int], Verdict]:
+def leave(
+    tiny: TinyFederation, plan_id: str
+) -> tuple[dict[str, Any], list[str], dict[str, int], Verdict]:
     """Send a submission; return its document, the states on the way, the sizes of its files, and the verdict here."""
     site, states = tiny.sites[SILO], []
     worker = Worker(site, tiny.key(SILO), lambda state: states.append(state.state))
@@ -78,10 +88,21 @@ def leave(tiny: TinyFederation, plan_id: str) -> tuple[dict[str, Any], list[str]
         worker.step()
     told = json.loads((site.outbox / "status.json").read_bytes())
     folder = site.outbox / plan_id / "1"
-    sizes = {str(each.relative_to(folder)): each.stat().st_size for each in folder.rglob("*") if each.is_file()}
+    sizes = {
+        str(each.relative_to(folder)): each.stat().st_size
+        for each in folder.rglob("*")
+        if each.is_file()
+    }
     document = json.loads((folder / submission_path(SILO)).read_bytes())
-    entered = [state for state, before in zip(states, [None, *states], strict=False) if state != before]
-    return document, [*entered, str(told)], sizes, read_report(open_workspace(site, plan_id).audit_path).verdict
+    entered = [
+        state for state, before in zip(states, [None, *states], strict=False) if state != before
+    ]
+    return (
+        document,
+        [*entered, str(told)],
+        sizes,
+        read_report(open_workspace(site, plan_id).audit_path).verdict,
+    )
 
 
 def drawn_in_private(document: dict[str, Any]) -> bytes:
@@ -94,7 +115,9 @@ def drawn_in_private(document: dict[str, Any]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def left(planned: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Site]:
+def left(
+    planned: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Any, Site]:
     """What leaves of two sites whose data differ in one image."""
     folder = tmp_path_factory.mktemp("neighbours")
     one, other = (planned[0].copy(folder / name) for name in ("one", "other"))
@@ -102,7 +125,9 @@ def left(planned: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathF
         for site in tiny.sites.values():
             settings = site.settings()
             text = (site.path / "silo.toml").read_text()
-            (site.path / "silo.toml").write_text(text.replace(str(settings.data), str(tiny.path / f"{SILO}.npz")))
+            (site.path / "silo.toml").write_text(
+                text.replace(str(settings.data), str(tiny.path / f"{SILO}.npz"))
+            )
     with_a_duplicate(other)
     return leave(one, planned[1]), leave(other, planned[1]), one.sites[SILO]
 
@@ -111,14 +136,18 @@ def test_audits_of_two_neighbours_end_differently(left: tuple[Any, Any, Site]) -
     assert (left[0][3], left[1][3]) == ("fail", "inconclusive")
 
 
-def test_all_that_leaves_of_two_neighbours_is_the_same_but_for_what_is_drawn(left: tuple[Any, Any, Site]) -> None:
+def test_all_that_leaves_of_two_neighbours_is_the_same_but_for_what_is_drawn(
+    left: tuple[Any, Any, Site],
+) -> None:
     one, other = left[0], left[1]
     assert one[0]["audit"] == {"verdict": "bounded", "waiver": None}
     assert drawn_in_private(one[0]) == drawn_in_private(other[0])
     assert one[1:3] == other[1:3], "states, what the courier tells, names and sizes of files"
 
 
-def test_person_at_the_site_sees_what_the_audit_found(planned: tuple[TinyFederation, str], tmp_path: Path) -> None:
+def test_person_at_the_site_sees_what_the_audit_found(
+    planned: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
     tiny = planned[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"audit": HOLDS, "approval": {"kind": "person"}})
@@ -157,8 +186,10 @@ def test_reader_refuses_a_verdict_that_says_more_than_epsilon_and_bounded_withou
     private["experts"] = [each | {"privacy": stated} for each in plain["experts"]]
     assert Submission.parse(to_bytes(private), subject="submission.json").audit.digest is None
     refused = {
-        "pass of a private expert": private | {"audit": {"verdict": "pass", "digest": "a" * 64, "waiver": None}},
-        "a digest beside bounded": private | {"audit": {"verdict": "bounded", "digest": "a" * 64, "waiver": None}},
+        "pass of a private expert": private
+        | {"audit": {"verdict": "pass", "digest": "a" * 64, "waiver": None}},
+        "a digest beside bounded": private
+        | {"audit": {"verdict": "bounded", "digest": "a" * 64, "waiver": None}},
         "bounded without epsilon": plain | {"audit": {"verdict": "bounded", "waiver": None}},
         "pass without a digest": plain | {"audit": {"verdict": "pass", "waiver": None}},
     }

@@ -38,7 +38,10 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, s
     tiny = TinyFederation.create(tmp_path_factory.mktemp("audit"), {SILO: 80})
     plan_id = tiny.sign(recipe(audit=LOOSE))
     tiny.deliver_plan(SILO, plan_id)
-    write_policy(tiny.sites[SILO], POLICY | {"audit": {"required": True, **HOLDS}, "approval": {"kind": "person"}})
+    write_policy(
+        tiny.sites[SILO],
+        POLICY | {"audit": {"required": True, **HOLDS}, "approval": {"kind": "person"}},
+    )
     bundle = tiny.federation.bundle(plan_id)
     waive(tiny.sites[SILO], sha256_hex((bundle / "targets" / plan_id / "plan.json").read_bytes()))
     tiny.work(SILO, until="audited")
@@ -56,7 +59,10 @@ def test_audit_attacks_as_many_members_as_are_held_out_and_keeps_every_figure(
     report = report_of(*audited)
     (expert,) = report.experts
     assert (report.num_holdout_units, expert.num_members, expert.num_samples) == (20, 20, 40)
-    assert len(expert.auc) == len(expert.tpr) > 20 and {each.name for each in expert.copies} == {"pixels", "features"}
+    assert len(expert.auc) == len(expert.tpr) > 20 and {each.name for each in expert.copies} == {
+        "pixels",
+        "features",
+    }
     assert expert.control is not None and report.reason
 
 
@@ -69,7 +75,9 @@ def test_audit_leaves_the_worst_pairs_in_the_private_folder_and_no_other_trace(
     found = read_worst(folder)
     assert found is not None
     assert len(found[0].pair_images) == len(found[1]["images"]) == 12
-    assert not list((open_workspace(tiny.sites[SILO], plan_id).folder / "experts").glob("audit-*/*/*"))
+    assert not list(
+        (open_workspace(tiny.sites[SILO], plan_id).folder / "experts").glob("audit-*/*/*")
+    )
 
 
 def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_them(
@@ -102,7 +110,9 @@ def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figure
     work.audit_path.unlink()
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
     images = worker._cohort(worker._plan())
-    again = gather(tiny.sites[SILO], worker._plan(), work, worker.policy, images, worker._cohort_path)
+    again = gather(
+        tiny.sites[SILO], worker._plan(), work, worker.policy, images, worker._cohort_path
+    )
 
     def tell(done: int, total: int) -> None:
         scored.append(done)
@@ -123,13 +133,17 @@ def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederati
     tiny, plan_id = audited
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
     accepted, images = worker._plan(), worker._cohort(worker._plan())
-    found = gather(tiny.sites[SILO], accepted, worker._work(), worker.policy, images, worker._cohort_path)
+    found = gather(
+        tiny.sites[SILO], accepted, worker._work(), worker.policy, images, worker._cohort_path
+    )
     assert int(found.held_N.sum()) == 20
     assert torch.equal(found.held_N, held_out(images, worker.policy))
     assert worker._work().record(SILO).num_images == 60
 
 
-def test_same_figures_have_another_digest_whenever_they_are_written_down(audited: tuple[TinyFederation, str]) -> None:
+def test_same_figures_have_another_digest_whenever_they_are_written_down(
+    audited: tuple[TinyFederation, str],
+) -> None:
     report = report_of(*audited)
     figures = report.model_dump(exclude={"salt", "format"})
     again = AuditReport.model_validate(figures)
@@ -154,7 +168,9 @@ def test_statistics_and_number_of_units_count_the_units_held_out(
     assert not names & {"worst.json", "pairs.safetensors", "audit.json"}
 
 
-def cohort_of(tmp_path: Path, num: int, *, patients: bool = False, salt: bytes = b"s" * 32) -> Cohort:
+def cohort_of(
+    tmp_path: Path, num: int, *, patients: bool = False, salt: bytes = b"s" * 32
+) -> Cohort:
     np.savez(tmp_path / "data.npz", **cohort(num, 0.5, seed=0, patients=patients))  # type: ignore[arg-type]
     return cohort_at(
         tmp_path / "data.npz",
@@ -171,7 +187,10 @@ def policy(**audit: float) -> Policy:
 
 
 def test_holdout_is_secret_and_the_same_whenever_it_is_drawn(tmp_path: Path) -> None:
-    first, again = held_out(cohort_of(tmp_path, 80), policy()), held_out(cohort_of(tmp_path, 80), policy())
+    first, again = (
+        held_out(cohort_of(tmp_path, 80), policy()),
+        held_out(cohort_of(tmp_path, 80), policy()),
+    )
     other = held_out(cohort_of(tmp_path, 80, salt=b"t" * 32), policy())
     assert torch.equal(first, again) and not torch.equal(first, other) and int(first.sum()) == 20
 
@@ -198,7 +217,9 @@ def test_small_sites_hold_nothing_out(num: int, terms: dict[str, float], expecte
     assert num_held_out(num, Policy.model_validate({"audit": terms})) == expected
 
 
-def test_plan_that_a_site_holds_too_little_out_for_is_refused_before_training(tmp_path: Path) -> None:
+def test_plan_that_a_site_holds_too_little_out_for_is_refused_before_training(
+    tmp_path: Path,
+) -> None:
     tiny = TinyFederation.create(tmp_path, {SILO: 80})
     plan_id = tiny.sign(recipe(audit=LOOSE | {"min_holdout_units": 21}))
     tiny.deliver_plan(SILO, plan_id)
@@ -209,7 +230,9 @@ def test_plan_that_a_site_holds_too_little_out_for_is_refused_before_training(tm
 
 
 @pytest.mark.slow
-def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and_by_class(tmp_path: Path) -> None:
+def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and_by_class(
+    tmp_path: Path,
+) -> None:
     tiny = TinyFederation.create(tmp_path, {SILO: 200}, patients=True)
     plan_id = tiny.sign(
         recipe(
@@ -226,7 +249,12 @@ def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and
         )
     )
     tiny.deliver_plan(SILO, plan_id)
-    terms = {"required": True, "holdout_share": 0.4, "min_holdout_units": 4, "num_samples": 20} | MOST
+    terms = {
+        "required": True,
+        "holdout_share": 0.4,
+        "min_holdout_units": 4,
+        "num_samples": 20,
+    } | MOST
     privacy = {"unit": "patient", "max_epsilon": 20.0, "budget_epsilon": 20.0}
     write_policy(tiny.sites[SILO], POLICY | {"audit": terms, "privacy": privacy})
     bundle = tiny.federation.bundle(plan_id)
@@ -235,6 +263,10 @@ def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and
     report = report_of(tiny, plan_id)
     assert [each.expert_id for each in report.experts] == [f"{SILO}-0", f"{SILO}-1"]
     measured = [each for each in report.experts if each.auc]
-    assert measured and all(4 <= each.num_holdout_units <= report.num_holdout_units for each in measured)
-    fewest = min(each.num_holdout_units for each in report.experts)  # the larger expert may meet every patient
+    assert measured and all(
+        4 <= each.num_holdout_units <= report.num_holdout_units for each in measured
+    )
+    fewest = min(
+        each.num_holdout_units for each in report.experts
+    )  # the larger expert may meet every patient
     assert fewest < report.num_holdout_units

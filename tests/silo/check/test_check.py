@@ -47,7 +47,9 @@ def site(tiny: TinyFederation) -> Site:
 
 def found_at(site: Site) -> Findings:
     """What is found, without the checks that find nothing."""
-    return {check: findings for check, findings in examine(Gathering(site).facts()).items() if findings}
+    return {
+        check: findings for check, findings in examine(Gathering(site).facts()).items() if findings
+    }
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -70,7 +72,9 @@ class Listener:
     def _serve(self) -> None:
         with suppress(OSError):
             while True:
-                threading.Thread(target=self._guarded, args=(self._socket.accept()[0],), daemon=True).start()
+                threading.Thread(
+                    target=self._guarded, args=(self._socket.accept()[0],), daemon=True
+                ).start()
 
     def _guarded(self, link: socket.socket) -> None:
         with suppress(OSError), link:
@@ -92,7 +96,9 @@ class TlsServer(Listener):
         with self._context.wrap_socket(link, server_side=True) as secured:
             if secured.recv(4096):
                 date = datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-                secured.sendall(f"HTTP/1.1 200 OK\r\nDate: {date}\r\nContent-Length: 0\r\n\r\n".encode())
+                secured.sendall(
+                    f"HTTP/1.1 200 OK\r\nDate: {date}\r\nContent-Length: 0\r\n\r\n".encode()
+                )
 
 
 class Proxy(Listener):
@@ -138,7 +144,9 @@ def at_port(site: Site, port: int) -> Site:
     return site
 
 
-def test_healthy_site_is_told_of_one_user_for_both_halves_and_of_nothing_else(site: Site, server: TlsServer) -> None:
+def test_healthy_site_is_told_of_one_user_for_both_halves_and_of_nothing_else(
+    site: Site, server: TlsServer
+) -> None:
     done = subprocess.run(
         [str(program("silo")), "check", str(at_port(site, server.port).path), "--json"],
         capture_output=True,
@@ -147,21 +155,28 @@ def test_healthy_site_is_told_of_one_user_for_both_halves_and_of_nothing_else(si
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {check: findings for check, findings in json.loads(done.stdout).items() if findings}
-    assert found.pop("ledger")[0]["level"] == "warn"  # one plan of epsilon 8 leaves less than 8 of the site's 10
+    assert (
+        found.pop("ledger")[0]["level"] == "warn"
+    )  # one plan of epsilon 8 leaves less than 8 of the site's 10
     assert [each["subject"] for each in found.pop("isolation")] == ["worker and courier"]
     if shutil.which("tesseract") is None:
         assert [each["level"] for each in found.pop("burned-in text")] == ["warn"]
     assert not found
 
 
-def test_a_missing_tesseract_is_a_remark_that_says_what_to_install(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tesseract_is_a_remark_that_says_what_to_install(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in (None, "/usr/bin/tesseract"):
         monkeypatch.setattr(gathering, "reader_path", lambda path=path: path)
         remarks = found_at(site).get("burned-in text", ())
         with case(path):
             assert [remark.level for remark in remarks] == (["warn"] if path is None else [])
             for remark in remarks:
-                assert "by shapes alone" in remark.got and remark.remedy == "apt-get install tesseract-ocr"
+                assert (
+                    "by shapes alone" in remark.got
+                    and remark.remedy == "apt-get install tesseract-ocr"
+                )
 
 
 def test_what_fails_is_named_with_what_to_do_and_the_exit_code_says_so(
@@ -172,7 +187,11 @@ def test_what_fails_is_named_with_what_to_do_and_the_exit_code_says_so(
         run_app(app, ["check", str(site.path)])
     assert ended.value.code == 3
     printed = capsys.readouterr().out
-    assert "FAIL permissions" in printed and f"chmod go= {site.key_path}" in printed and "ok   packages" in printed
+    assert (
+        "FAIL permissions" in printed
+        and f"chmod go= {site.key_path}" in printed
+        and "ok   packages" in printed
+    )
 
 
 def test_each_thing_that_goes_wrong_is_found_by_its_check(site: Site, tmp_path: Path) -> None:
@@ -188,24 +207,35 @@ def test_each_thing_that_goes_wrong_is_found_by_its_check(site: Site, tmp_path: 
     found = found_at(site)
     levels = {check: {each.level for each in findings} for check, findings in found.items()}
     expected = {check: {"fail"} for check in ("permissions", "keys", "ledger", "data")}
-    assert levels == expected | {check: {"warn"} for check in ("device", "connection", "isolation", "work")}
+    assert levels == expected | {
+        check: {"warn"} for check in ("device", "connection", "isolation", "work")
+    }
     assert (
         found["keys"][0].subject.endswith("courier/node.key")
         and found["work"][0].got == "the plan asks for more (code 30)"
     )
 
 
-def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(site: Site, tmp_path: Path) -> None:
+def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(
+    site: Site, tmp_path: Path
+) -> None:
     jobs, there = tmp_path / "jobs", str(program("silo"))
     jobs.mkdir(mode=0o700)
 
     def found(launcher: list[str], folder: Path | None = jobs) -> list[tuple[str, str, str]]:
         engine = TrainingSettings(launcher=(*launcher, "{folder}"), jobs=folder)
-        save_settings(site.settings().model_copy(update={"training": engine}), site.path / "silo.toml", "test")
+        save_settings(
+            site.settings().model_copy(update={"training": engine}), site.path / "silo.toml", "test"
+        )
         return [(each.level, each.subject, each.got) for each in found_at(site).get("launcher", ())]
 
-    assert found([there]) == found(["{python}", "-m", "x"], None) == found(["env", "A=b", there]) == []
-    for words in (["srun-that-is-not-there"], ["env", "A=b", "srun-that-is-not-there", "--nodes=2"]):
+    assert (
+        found([there]) == found(["{python}", "-m", "x"], None) == found(["env", "A=b", there]) == []
+    )
+    for words in (
+        ["srun-that-is-not-there"],
+        ["env", "A=b", "srun-that-is-not-there", "--nodes=2"],
+    ):
         with case(words=words):
             gone = "srun-that-is-not-there, which is not found"
             assert found(words) == [("fail", "training.launcher", gone)]
@@ -214,7 +244,9 @@ def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(sit
     for folder in (Path("/proc/1"), tmp_path / "file"):  # nobody writes to the first, root neither
         with case(folder=folder):
             (tmp_path / "file").touch()
-            assert [(level, subject) for level, subject, _ in found([there], folder)] == [("fail", str(folder))]
+            assert [(level, subject) for level, subject, _ in found([there], folder)] == [
+                ("fail", str(folder))
+            ]
     jobs.chmod(0o755)
     assert found([there]) == [("warn", str(jobs), "mode 755")]
     assert not list(jobs.iterdir())
@@ -241,10 +273,21 @@ def test_too_little_memory_or_disk_and_a_wrong_clock_are_found(site: Site) -> No
     assert poor["memory"] and poor["disk"] and "15 minutes ahead" in poor["clock"][0].got
 
 
-def test_another_server_at_the_address_is_told_from_none(site: Site, server: TlsServer, tmp_path: Path) -> None:
+def test_another_server_at_the_address_is_told_from_none(
+    site: Site, server: TlsServer, tmp_path: Path
+) -> None:
     address = f"127.0.0.1:{server.port}"
     assert try_connection(address, site.courier / "ca.pem") is None
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     other = tmp_path / "other.pem"
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
@@ -271,7 +314,11 @@ def test_proxy_with_user_and_password_is_taken_and_its_password_never_shown(
         assert [asked.split()[1] for asked in proxy.asked] == [address]
         monkeypatch.setenv("https_proxy", f"http://ward:wrong@127.0.0.1:{proxy.port}")
         (finding,) = found_at(site)["connection"]
-        assert "407" in finding.got and f"127.0.0.1:{proxy.port}" in finding.expected and "wrong" not in repr(finding)
+        assert (
+            "407" in finding.got
+            and f"127.0.0.1:{proxy.port}" in finding.expected
+            and "wrong" not in repr(finding)
+        )
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         assert "connection" not in found_at(site)
     finally:
@@ -290,7 +337,10 @@ def test_worker_in_a_container_that_hides_the_courier_is_isolated_and_misses_no_
 
 
 def test_ledger_is_shown_and_verified(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["ledger", "show", str(site.path), "--json"], ["ledger", "verify", str(site.path)]):
+    for arguments in (
+        ["ledger", "show", str(site.path), "--json"],
+        ["ledger", "verify", str(site.path)],
+    ):
         with pytest.raises(SystemExit) as ended:
             run_app(app, arguments)
         assert ended.value.code == 0
@@ -299,7 +349,9 @@ def test_ledger_is_shown_and_verified(site: Site, capsys: pytest.CaptureFixture[
             shown = json.loads(printed)
     (line,) = shown["lines"]
     assert line["drawn"] == line["mechanisms"] == ["counts", "sketch"]
-    assert 0 < line["epsilon"] <= shown["spent"] and shown["left"] == pytest.approx(10.0 - shown["spent"])
+    assert 0 < line["epsilon"] <= shown["spent"] and shown["left"] == pytest.approx(
+        10.0 - shown["spent"]
+    )
     assert shown["head"] in printed and "3 records, unbroken" in printed
     with site.ledger_path.open("ab") as handle:
         handle.write(b"{}\n")

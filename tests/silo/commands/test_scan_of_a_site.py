@@ -29,19 +29,29 @@ def of_pictures(planned: Planned, folder: Path) -> Site:
     return site
 
 
-def test_limits_given_to_a_scan_of_a_site_hold_for_all_of_it(planned_once: Planned, tmp_path: Path) -> None:
+def test_limits_given_to_a_scan_of_a_site_hold_for_all_of_it(
+    planned_once: Planned, tmp_path: Path
+) -> None:
     site = of_pictures(planned_once, tmp_path)
     words = ("silo", "scan", site.path, "--seconds", 30, "--memory", 2048)
     first = command(*words)
-    assert "2 files were decoded now" in first.out and "The data match the table [data] of policy.toml" in first.out
+    assert (
+        "2 files were decoded now" in first.out
+        and "The data match the table [data] of policy.toml" in first.out
+    )
     assert "0 files were decoded now" in command(*words).out
 
 
-def test_advice_about_limits_is_a_line_of_silo_toml_where_the_images_are_those_of_a_site(tmp_path: Path) -> None:
+def test_advice_about_limits_is_a_line_of_silo_toml_where_the_images_are_those_of_a_site(
+    tmp_path: Path,
+) -> None:
     summary = Summary()
     for reason in ("too much memory", "too much time"):
         summary.add(ScannedImage("a", None, reason=reason))
     said = report(summary, tmp_path, of_site=True, review_command="silo review")
-    assert "raise images.memory_mib in silo.toml" in said and "raise images.seconds in silo.toml" in said
+    assert (
+        "raise images.memory_mib in silo.toml" in said
+        and "raise images.seconds in silo.toml" in said
+    )
     said = report(summary, tmp_path, of_site=False, review_command="silo review")
     assert "raise the limit with --memory" in said and "raise the limit with --seconds" in said

@@ -36,7 +36,9 @@ def server(folder: Path, date: str | None) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as served:
         served.daemon_threads = True
         # TLS is agreed in a request's own thread, so that a stranger who finds this port keeps nobody waiting.
-        served.socket = context.wrap_socket(served.socket, server_side=True, do_handshake_on_connect=False)
+        served.socket = context.wrap_socket(
+            served.socket, server_side=True, do_handshake_on_connect=False
+        )
         thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"127.0.0.1:{served.server_port}"
@@ -46,7 +48,9 @@ def server(folder: Path, date: str | None) -> Iterator[str]:
 
 @pytest.mark.parametrize("days", [-2, 0, 2])
 def test_clock_is_compared_with_the_aggregators(tmp_path: Path, days: int) -> None:
-    with server(tmp_path / "tls", format_datetime(datetime.now(UTC) - timedelta(days=days), usegmt=True)) as address:
+    with server(
+        tmp_path / "tls", format_datetime(datetime.now(UTC) - timedelta(days=days), usegmt=True)
+    ) as address:
         ahead = seconds_ahead(address)
     assert ahead == pytest.approx(days * 86400, abs=30)
     told = describe(ahead)
@@ -56,7 +60,9 @@ def test_clock_is_compared_with_the_aggregators(tmp_path: Path, days: int) -> No
 
 
 @pytest.mark.parametrize("date", [None, "yesterday", "Mon, 99 Nov 2026 99:00:00 GMT"])
-def test_clock_stays_unknown_when_a_stranger_answers_nonsense(tmp_path: Path, date: str | None) -> None:
+def test_clock_stays_unknown_when_a_stranger_answers_nonsense(
+    tmp_path: Path, date: str | None
+) -> None:
     with server(tmp_path / "tls", date) as address:
         assert seconds_ahead(address) is None
     assert describe(None) is None

@@ -31,13 +31,23 @@ def connection(content: bytes) -> AbstractContextManager[Any]:
 
     @contextmanager
     def connect(address: str, *, insecure: bool) -> Iterator[tuple[object, ...]]:
-        yield (42, "receive", "send", "get_run", lambda digest, run_id: Fab(digest, content, {}), address, insecure)
+        yield (
+            42,
+            "receive",
+            "send",
+            "get_run",
+            lambda digest, run_id: Fab(digest, content, {}),
+            address,
+            insecure,
+        )
 
     made: AbstractContextManager[Any] = node.pin_application(connect)("host:1", insecure=False)
     return made
 
 
-def test_supernode_takes_the_package_s_own_application_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_supernode_takes_the_package_s_own_application_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     own = build_fab_from_disk(FOLDER)
     with connection(own) as (node_id, receive, _, _, get_fab, address, insecure):
         assert (node_id, receive, address, insecure) == (42, "receive", "host:1", False)
@@ -52,7 +62,9 @@ def test_supernode_takes_the_package_s_own_application_and_no_other(caplog: pyte
     assert APPLICATION_REFUSED in _PROBLEMS
 
 
-def test_secret_and_certificate_are_new_at_every_start_and_nobody_else_reads_them(tmp_path: Path) -> None:
+def test_secret_and_certificate_are_new_at_every_start_and_nobody_else_reads_them(
+    tmp_path: Path,
+) -> None:
     first = {name: path.read_bytes() for name, path in node.make_secrets(tmp_path).items()}
     second = node.make_secrets(tmp_path)
     for name, path in second.items():
@@ -62,7 +74,10 @@ def test_secret_and_certificate_are_new_at_every_start_and_nobody_else_reads_the
     served.load_cert_chain(second["node.pem"], second["node.key"])
     context = ssl.create_default_context(cafile=str(second["node.pem"]))
     client, server = (ssl.MemoryBIO(), ssl.MemoryBIO()), (ssl.MemoryBIO(), ssl.MemoryBIO())
-    ends = (context.wrap_bio(*client, server_hostname=node.HOST), served.wrap_bio(*server, server_side=True))
+    ends = (
+        context.wrap_bio(*client, server_hostname=node.HOST),
+        served.wrap_bio(*server, server_side=True),
+    )
     for _ in range(4):
         for end, (_, sent), (received, _) in ((ends[0], client, server), (ends[1], server, client)):
             with suppress(ssl.SSLWantReadError):

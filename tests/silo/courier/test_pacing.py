@@ -19,10 +19,14 @@ def limits(tmp_path: Path) -> SiteLimits:
     (tmp_path / "inbox").mkdir()
     (folder / "a").write_bytes(bytes(900))
     (folder / "b").write_bytes(bytes(900))
-    return SiteLimits(tmp_path, bundle_bytes=1, shard_bytes=5000, submission_bytes=5000, bytes_per_s=RATE)
+    return SiteLimits(
+        tmp_path, bundle_bytes=1, shard_bytes=5000, submission_bytes=5000, bytes_per_s=RATE
+    )
 
 
-PULL = Pull(plan_id=PLAN, sequence=1, spans=tuple(Span(path=name, offset=0, num_bytes=900) for name in "ab"))
+PULL = Pull(
+    plan_id=PLAN, sequence=1, spans=tuple(Span(path=name, offset=0, num_bytes=900) for name in "ab")
+)
 
 
 def paced(request: Ask | Pull | Offer, limits: SiteLimits) -> tuple[Envelope, float]:
@@ -37,12 +41,16 @@ def test_answer_is_cut_to_ten_seconds_and_held_back_for_them(limits: SiteLimits)
 
 
 def test_news_of_a_submission_is_held_back_as_well(limits: SiteLimits) -> None:
-    reply, waited = paced(Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1200, wait_s=0), limits)
+    reply, waited = paced(
+        Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1200, wait_s=0), limits
+    )
     assert isinstance(reply.message, Report) and len(reply.data) == 1000 and waited == 10.0
 
 
 def test_answer_without_bytes_is_not_held_back(limits: SiteLimits) -> None:
-    assert paced(Ask(plan_id=PLAN, known=Status(), received=1, max_bytes=9, wait_s=0), limits)[1] == 0
+    assert (
+        paced(Ask(plan_id=PLAN, known=Status(), received=1, max_bytes=9, wait_s=0), limits)[1] == 0
+    )
     assert paced(replace_sequence(PULL), limits)[1] == 0
 
 

@@ -47,12 +47,18 @@ def broken() -> None:
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = threading.Event.wait
     # Who waits without a limit, as a thread's start does, needs what it waits for.
-    monkeypatch.setattr(threading.Event, "wait", lambda event, limit=None: wait(event, limit and min(limit, 0.01)))
+    monkeypatch.setattr(
+        threading.Event, "wait", lambda event, limit=None: wait(event, limit and min(limit, 0.01))
+    )
 
 
-def test_reason_is_logged_once_and_a_full_disk_is_no_end(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_reason_is_logged_once_and_a_full_disk_is_no_end(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     caplog.set_level(logging.INFO, "silo")
-    courier = Scripted(*2 * [lambda: "no way in"], full_disk, full_disk, *2 * [lambda: None], lambda: "no way in")
+    courier = Scripted(
+        *2 * [lambda: "no way in"], full_disk, full_disk, *2 * [lambda: None], lambda: "no way in"
+    )
     look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
     assert caplog.messages == [
         "courier: no way in",
@@ -93,5 +99,9 @@ def test_missing_connection_is_explained_once_and_again_after_the_next_success(
     caplog.set_level(logging.INFO, "silo")
     courier = Scripted(*3 * [lambda: UNREACHABLE], lambda: None, *2 * [lambda: UNREACHABLE])
     look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
-    assert caplog.messages == ["courier: the proxy says no. Ask it.", "courier: connected", f"courier: {UNREACHABLE}"]
+    assert caplog.messages == [
+        "courier: the proxy says no. Ask it.",
+        "courier: connected",
+        f"courier: {UNREACHABLE}",
+    ]
     assert courier.num_asked == 2

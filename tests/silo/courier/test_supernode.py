@@ -25,7 +25,9 @@ from tests.support.waiting import wait_until
 def test_node_key_fits_its_public_line_and_the_card_when_made(tmp_path):
     line = make_node_key(tmp_path / "node.key")
     private = load_ssh_private_key((tmp_path / "node.key").read_bytes(), None)
-    assert load_ssh_public_key(line.encode()).public_numbers() == private.public_key().public_numbers()
+    assert (
+        load_ssh_public_key(line.encode()).public_numbers() == private.public_key().public_numbers()
+    )
     assert (tmp_path / "node.key").stat().st_mode & 0o777 == 0o600
     Card.__pydantic_validator__.validate_assignment(Card.model_construct(), "node_key", line)
     pem = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -91,7 +93,9 @@ def courier(tmp_path, monkeypatch):
     """A courier whose SuperNode is a program that stays, with a helper beside it."""
 
     def make():
-        monkeypatch.setattr(supernode, "script_command", lambda name: [sys.executable, "-c", SUPERNODE])
+        monkeypatch.setattr(
+            supernode, "script_command", lambda name: [sys.executable, "-c", SUPERNODE]
+        )
         for name in ("courier", "courier/flwr"):
             (tmp_path / name).mkdir()
         for name in ("node.key", "ca.pem"):
@@ -123,7 +127,11 @@ def test_supernode_that_was_killed_is_signed_off_and_started_again(courier, tmp_
         check_until(kept, lambda: kept.info()["num_restarts"] == 1)
         second = kept.info()
         assert second["supernode_pid"] != first["supernode_pid"] and signed_off == [False, True]
-    assert not alive(first["guard_pid"]) and not alive(second["supernode_pid"]) and not alive(second["guard_pid"])
+    assert (
+        not alive(first["guard_pid"])
+        and not alive(second["supernode_pid"])
+        and not alive(second["guard_pid"])
+    )
     kept.check()
     assert kept.info()["supernode_pid"] is None, "one that was stopped is not started again"
 

@@ -50,13 +50,22 @@ TRAINING = {
     "schedule": "constant",
     "precision": "fp32",
 }
-COUNTS = {"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 4.0, "num_groups": 4}}
+COUNTS = {
+    "unit": "image",
+    "total": {"epsilon": 8.0, "delta": 0.0},
+    "counts": {"epsilon": 4.0, "num_groups": 4},
+}
 
 
 def load(path: Path, captions: object, **options: Any) -> Cohort:
     arrays = {"images": IMAGES} | ({} if captions is None else {"captions": captions})
     np.savez(path / "a.npz", **arrays)  # type: ignore[arg-type]
-    asked: dict[str, Any] = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None}
+    asked: dict[str, Any] = {
+        "min_images": 1,
+        "salt": b"s" * 32,
+        "unit": "image",
+        "num_classes": None,
+    }
     return cohort_at(path / "a.npz", SPEC, captions=True, **(asked | options))
 
 
@@ -71,7 +80,9 @@ def with_captions(path: Path, silo_ids: dict[str, int], folder: Path) -> TinyFed
         captions[:4] = ["", SECRET, "nan", f"{captions[3]} " * L]
         np.savez(data, images=images, captions=np.array(captions))
         write_policy(
-            site, POLICY | {"data": {"kind": "arrays", "shape": [1, 4, 4], "range": [-1, 1], "captions": True}}
+            site,
+            POLICY
+            | {"data": {"kind": "arrays", "shape": [1, 4, 4], "range": [-1, 1], "captions": True}},
         )
         settings = site.settings().model_copy(update={"text": TextSettings(encoder=str(folder))})
         save_settings(settings, site.path / "silo.toml", "test")
@@ -105,7 +116,12 @@ def published(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyFed
 def cohort_of(tiny: TinyFederation, silo_id: str) -> Cohort:
     """What the silo's worker reads of its data."""
     site = tiny.sites[silo_id]
-    asked: dict[str, Any] = {"min_images": 1, "salt": site.salt(), "unit": "image", "num_classes": None}
+    asked: dict[str, Any] = {
+        "min_images": 1,
+        "salt": site.salt(),
+        "unit": "image",
+        "num_classes": None,
+    }
     return cohort_at(tiny.path / f"{silo_id}.npz", SPEC, captions=True, **asked)
 
 
@@ -115,12 +131,23 @@ def bright_left(images: torch.Tensor) -> torch.Tensor:
 
 
 def command(tiny: TinyFederation, out: Path, *words: object) -> tuple[str, BaseException | None]:
-    given = (tiny.path / "release", "--root", tiny.root, "--state", out.parent / "state", "--out", out, *words)
+    given = (
+        tiny.path / "release",
+        "--root",
+        tiny.root,
+        "--state",
+        out.parent / "state",
+        "--out",
+        out,
+        *words,
+    )
     result = CliRunner().invoke(app, ["sample", *map(str, given)])
     return result.output, result.exception
 
 
-def test_captions_are_read_from_text_and_bytes_and_blank_where_there_is_none(tmp_path: Path) -> None:
+def test_captions_are_read_from_text_and_bytes_and_blank_where_there_is_none(
+    tmp_path: Path,
+) -> None:
     texts = ["no  finding\n", "nan", "", "Pleuraerguß links"]
     wanted = ("no finding", "", "", "Pleuraerguß links")
     assert load(tmp_path, texts).captions == wanted
@@ -140,7 +167,17 @@ def test_captions_are_read_from_text_and_bytes_and_blank_where_there_is_none(tmp
         ([1, 2, 3, 4], "text"),
         (np.array(["secret", None, "b", "c"], dtype=object), "pickled"),
     ],
-    ids=["missing", "too few", "blank", "long", "huge", "no UTF-8", "surrogate", "numbers", "objects"],
+    ids=[
+        "missing",
+        "too few",
+        "blank",
+        "long",
+        "huge",
+        "no UTF-8",
+        "surrogate",
+        "numbers",
+        "objects",
+    ],
 )
 def test_captions_that_cannot_be_used_are_refused_without_saying_what_they_say(
     tmp_path: Path, captions: object, said: str
@@ -169,7 +206,9 @@ def test_image_that_was_asked_for_in_words_is_drawn_from_a_published_release(
     encoder = TextEncoder.open(folder, ensemble.condition)
 
     def share_of_bright_left(prompt: str | None) -> float:
-        asked = {} if prompt is None else {"condition": encoder.encode([prompt])[0], "guidance": 1.0}
+        asked = (
+            {} if prompt is None else {"condition": encoder.encode([prompt])[0], "guidance": 1.0}
+        )
         asked |= {} if prompt is None else {"condition_prior": ensemble.prior}
         images = ensemble.sample(64, strategy="full", steps=8, seed=0, **asked).images  # type: ignore[arg-type]
         return float((bright_left(images) > 0).float().mean())
@@ -185,7 +224,18 @@ def test_command_draws_the_same_images_for_the_same_prompt_and_others_for_anothe
     published: TinyFederation, folder: Path, tmp_path: Path
 ) -> None:
     def drawn(prompt: str) -> np.ndarray:
-        flags = ("--num", 4, "--steps", 2, "--text", prompt, "--text-encoder", folder, "--guidance", 1)
+        flags = (
+            "--num",
+            4,
+            "--steps",
+            2,
+            "--text",
+            prompt,
+            "--text-encoder",
+            folder,
+            "--guidance",
+            1,
+        )
         output, ended = command(published, tmp_path / "a.npz", *flags)
         assert ended is None, output
         assert "No release states who holds images of this text" in output
@@ -199,7 +249,9 @@ def test_command_draws_the_same_images_for_the_same_prompt_and_others_for_anothe
     drawn("bright left bright left bright left")
 
 
-def test_prompt_is_refused_with_another_encoder_than_the_pinned_one(published: TinyFederation, tmp_path: Path) -> None:
+def test_prompt_is_refused_with_another_encoder_than_the_pinned_one(
+    published: TinyFederation, tmp_path: Path
+) -> None:
     other = save(tmp_path / "other", network("T5EncoderModel", seed=1))
     flags = ("--num", 2, "--text", "bright left", "--text-encoder", other)
     _, ended = command(published, tmp_path / "a.npz", *flags)
@@ -207,9 +259,15 @@ def test_prompt_is_refused_with_another_encoder_than_the_pinned_one(published: T
     assert not (tmp_path / "a.npz").exists()
 
 
-def test_no_caption_and_no_vector_of_one_is_in_anything_that_leaves(published: TinyFederation) -> None:
-    left = [file for silo_id in published.sites for file in published.sites[silo_id].outbox.rglob("*")]
-    left += list((published.path / "release").rglob("*")) + list((published.federation.accepted).rglob("*"))
+def test_no_caption_and_no_vector_of_one_is_in_anything_that_leaves(
+    published: TinyFederation,
+) -> None:
+    left = [
+        file for silo_id in published.sites for file in published.sites[silo_id].outbox.rglob("*")
+    ]
+    left += list((published.path / "release").rglob("*")) + list(
+        (published.federation.accepted).rglob("*")
+    )
     contents = [file.read_bytes() for file in left if file.is_file()]
     assert len(contents) > 10
     words = [prompt.encode() for prompt in (*PROMPTS, SECRET)]
@@ -254,7 +312,9 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
     assert found is not None and np.array_equal(found.numpy(), kept[0])
     wanted = TextEncoder.open(folder, plan.condition).encode(cohort.captions or ())
     torch.testing.assert_close(found, wanted)
-    assert [bool(row.any()) for row in found[:4]] == [False, True, False, True], "blank captions are no text"
+    assert [bool(row.any()) for row in found[:4]] == [False, True, False, True], (
+        "blank captions are no text"
+    )
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
     changed = replace(cohort, digest="0" * 64)
     with pytest.raises(DataError, match="captions"):
@@ -263,7 +323,9 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
     assert len(list(tmp_path.iterdir())) == 1, "those of the other data set are gone"
 
 
-def test_texts_of_a_part_of_the_images_take_neither_memory_nor_room_for_padding(tmp_path: Path) -> None:
+def test_texts_of_a_part_of_the_images_take_neither_memory_nor_room_for_padding(
+    tmp_path: Path,
+) -> None:
     def anonymous() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
@@ -288,7 +350,11 @@ def test_expert_of_some_images_is_told_their_texts_and_one_of_all_reads_the_file
     text_NLD = cohort.text_NLD
     assert text_NLD is not None and labels_of(plan, cohort, torch.arange(70), tmp_path) is text_NLD
     some = labels_of(plan, cohort, torch.tensor([0, 1, 69]), tmp_path)
-    assert some is not None and torch.equal(some, text_NLD[[0, 1, 69]]) and not torch.equal(some[1], some[2])
+    assert (
+        some is not None
+        and torch.equal(some, text_NLD[[0, 1, 69]])
+        and not torch.equal(some[1], some[2])
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
@@ -298,11 +364,18 @@ def test_full_disk_while_captions_are_encoded_is_an_error_and_not_the_end_of_the
     site, state = published.sites["north"], published.state_of("north")
     plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
     (private := tmp_path / "private").mkdir()
-    with small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")), pytest.raises(OSError, match="No space left"):
-        keep_texts(cohort_of(published, "north"), plan, site.settings(), private, lambda done, total: None)
+    with (
+        small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        keep_texts(
+            cohort_of(published, "north"), plan, site.settings(), private, lambda done, total: None
+        )
 
 
-def test_mmdit_learns_from_captions_as_well(published: TinyFederation, folder: Path, tmp_path: Path) -> None:
+def test_mmdit_learns_from_captions_as_well(
+    published: TinyFederation, folder: Path, tmp_path: Path
+) -> None:
     site = published.sites["east"]
     state = published.state_of("east")
     accepted = load_accepted(site, str(state.plan_id), str(state.plan_digest))
@@ -331,8 +404,12 @@ def test_mmdit_learns_from_captions_as_well(published: TinyFederation, folder: P
     encoder = TextEncoder.open(folder, plan.condition)  # type: ignore[arg-type]
     x_B, t_B = torch.zeros(1, 1, 4, 4), torch.full((1,), 0.9)
     with torch.inference_mode():
-        right, left = (bright_left(-trained(x_B, t_B, encoder.encode([prompt]))) for prompt in PROMPTS)
-    assert float(left) > float(right) + 0.1, "the way from noise to data leads to what the text says"
+        right, left = (
+            bright_left(-trained(x_B, t_B, encoder.encode([prompt]))) for prompt in PROMPTS
+        )
+    assert float(left) > float(right) + 0.1, (
+        "the way from noise to data leads to what the text says"
+    )
 
 
 def test_site_without_captions_without_the_encoder_or_with_another_refuses_before_anything_is_debited(
@@ -344,7 +421,9 @@ def test_site_without_captions_without_the_encoder_or_with_another_refuses_befor
     tiny.work("east", until="plan_accepted")
     settings, whole = site.settings(), data.read_bytes()
     shutil.copytree(folder, tmp_path / "other")
-    (tmp_path / "other" / "config.json").write_text("{}" + " " * ((folder / "config.json").stat().st_size - 2))
+    (tmp_path / "other" / "config.json").write_text(
+        "{}" + " " * ((folder / "config.json").stat().st_size - 2)
+    )
 
     def scanned(encoder: Path | None) -> None:
         text = TextSettings(encoder=str(encoder)) if encoder else None

@@ -24,8 +24,12 @@ def save(path: Path, **arrays: object) -> Path:
     return path
 
 
-def load(path: Path, min_images: int = 1, unit: Unit = "image", num_classes: int | None = None) -> Cohort:
-    return cohort_at(path, SPEC, min_images=min_images, salt=SALT, unit=unit, num_classes=num_classes)
+def load(
+    path: Path, min_images: int = 1, unit: Unit = "image", num_classes: int | None = None
+) -> Cohort:
+    return cohort_at(
+        path, SPEC, min_images=min_images, salt=SALT, unit=unit, num_classes=num_classes
+    )
 
 
 def by_patient(path: Path, patients: object, **kwargs) -> Cohort:
@@ -63,7 +67,9 @@ def test_cohort_scales_bytes_to_the_plans_range(tmp_path: Path) -> None:
     ],
     ids=["size", "channels", "flat", "range", "nan", "integers", "pickled objects"],
 )
-def test_cohort_refuses_images_that_the_plan_did_not_ask_for(tmp_path: Path, array: np.ndarray) -> None:
+def test_cohort_refuses_images_that_the_plan_did_not_ask_for(
+    tmp_path: Path, array: np.ndarray
+) -> None:
     with pytest.raises(DataError):
         load(save(tmp_path / "a.npz", images=array))
 
@@ -116,7 +122,9 @@ def test_every_image_is_its_own_unit_unless_the_plan_protects_patients(tmp_path:
     ],
     ids=["text", "bytes", "blanks", "numbers", "large numbers", "floating point"],
 )
-def test_patients_become_numbers_in_order_of_first_appearance(tmp_path: Path, patients: object) -> None:
+def test_patients_become_numbers_in_order_of_first_appearance(
+    tmp_path: Path, patients: object
+) -> None:
     cohort = by_patient(tmp_path, patients)
     assert cohort.unit_N.tolist() == [0, 1, 0, 2, 1, 0]
     assert cohort.unit_N.dtype == torch.int64
@@ -136,7 +144,17 @@ def test_patients_become_numbers_in_order_of_first_appearance(tmp_path: Path, pa
         ([True] * 6, "text"),
         (["secret" * 1000] * 6, "at most"),
     ],
-    ids=["too few", "2-D", "nan", "missing text", "missing bytes", "objects", "dates", "booleans", "huge"],
+    ids=[
+        "too few",
+        "2-D",
+        "nan",
+        "missing text",
+        "missing bytes",
+        "objects",
+        "dates",
+        "booleans",
+        "huge",
+    ],
 )
 def test_patients_that_cannot_be_counted_are_refused_without_saying_who_they_are(
     tmp_path: Path, patients: object, said: str
@@ -157,13 +175,17 @@ def test_fewest_images_are_counted_in_images_and_not_in_patients(tmp_path: Path)
         by_patient(tmp_path, [1] * 5 + [2], min_images=7)
 
 
-def test_one_patient_alone_is_refused_since_no_router_can_be_made_of_one_sketch(tmp_path: Path) -> None:
+def test_one_patient_alone_is_refused_since_no_router_can_be_made_of_one_sketch(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DataError, match="patients: expected at least 2, got 1"):
         by_patient(tmp_path, [1] * 6)
 
 
 def test_labels_are_read_where_the_plan_asks_for_classes(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.npz", images=IMAGES, labels=np.array([0, 1, 2, 0, 1, 2], dtype=np.uint8))
+    path = save(
+        tmp_path / "a.npz", images=IMAGES, labels=np.array([0, 1, 2, 0, 1, 2], dtype=np.uint8)
+    )
     labels = load(path, num_classes=3).label_N
     assert labels is not None
     assert (labels.tolist(), labels.dtype) == ([0, 1, 2, 0, 1, 2], torch.int64)
@@ -178,11 +200,17 @@ def test_labels_outside_the_plans_classes_are_refused(tmp_path: Path) -> None:
                 load(save(tmp_path / "a.npz", **arrays), num_classes=3)
 
 
-def test_a_number_among_the_labels_means_what_the_site_calls_by_it_and_not_what_the_plan_does(tmp_path: Path) -> None:
+def test_a_number_among_the_labels_means_what_the_site_calls_by_it_and_not_what_the_plan_does(
+    tmp_path: Path,
+) -> None:
     plan = {"num_classes": 3, "class_names": ("malignant", "other", "benign")}
     for labels, own, expected in [
         ([0, 1, 0, 1, 1, 0], Classes(2, ("benign", "malignant")), [2, 0, 2, 0, 0, 2]),
-        (["0", "1", "benign", "Malignant", "1", "0"], Classes(2, ("benign", "malignant")), [2, 0, 2, 0, 0, 2]),
+        (
+            ["0", "1", "benign", "Malignant", "1", "0"],
+            Classes(2, ("benign", "malignant")),
+            [2, 0, 2, 0, 0, 2],
+        ),
         ([0, 1, 0, 1, 1, 0], Classes(2), [0, 1, 0, 1, 1, 0]),
         ([0, 1, 2, 1, 1, 0], None, [0, 1, 2, 1, 1, 0]),
     ]:
@@ -196,7 +224,11 @@ def test_a_number_among_the_labels_means_what_the_site_calls_by_it_and_not_what_
 def test_digest_covers_the_grouping_by_patient_and_the_labels_that_are_used(tmp_path: Path) -> None:
     patients, other = ["a", "b", "a", "c", "b", "a"], ["a", "b", "a", "c", "b", "c"]
     digests = [
-        load(save(tmp_path / "a.npz", images=IMAGES, patients=p, labels=label), unit=unit, num_classes=n).digest
+        load(
+            save(tmp_path / "a.npz", images=IMAGES, patients=p, labels=label),
+            unit=unit,
+            num_classes=n,
+        ).digest
         for p, label, unit, n in [
             (patients, [0] * 6, "image", None),
             (patients, [0] * 6, "patient", None),
@@ -212,7 +244,9 @@ def test_digest_covers_the_grouping_by_patient_and_the_labels_that_are_used(tmp_
     assert by_patient(tmp_path, renamed).digest == digests[1]  # the same patients under other names
 
 
-def test_cohort_takes_volumes_from_an_npz_where_the_plan_asks_for_them_and_there_alone(tmp_path: Path) -> None:
+def test_cohort_takes_volumes_from_an_npz_where_the_plan_asks_for_them_and_there_alone(
+    tmp_path: Path,
+) -> None:
     array = np.linspace(-1, 1, 3 * 64, dtype=np.float32).reshape(3, 1, 4, 4, 4)
     path = save(tmp_path / "a.npz", images=array)
     spec = DataSpec(shape=(1, 4, 4, 4), range=(-1.0, 1.0))

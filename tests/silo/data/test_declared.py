@@ -17,6 +17,9 @@ def test_declared_names_of_which_one_could_mean_two_classes_are_refused(tmp_path
     source = source_at(path, tmp_path / "scans")
     np.savez(path, images=np.zeros((400, 4, 4), np.uint8), labels=[0, 1] * 200)
     check_declared(source, Policy(data=DataPolicy(**kind, classes=("benign", "malignant"))))  # type: ignore[arg-type]
-    for names, said in ((("1", "0"), "'1' is not 0"), (("grade", "Grade"), "differ by more than case")):
+    for names, said in (
+        (("1", "0"), "'1' is not 0"),
+        (("grade", "Grade"), "differ by more than case"),
+    ):
         with case(names=names), pytest.raises(DataError, match=said):
             check_declared(source, Policy(data=DataPolicy(**kind, classes=names)))  # type: ignore[arg-type]

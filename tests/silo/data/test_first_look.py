@@ -30,20 +30,39 @@ def pictures(folder: Path, num: int) -> Path:
 
 def test_all_that_no_plan_could_take_is_named_at_once_and_nobody_in_it(tmp_path: Path) -> None:
     """By headers: what the columns hold is looked at when a plan asks for it."""
-    columns = {"patients": ["secret"] * 5, "captions": ["secret"] * 6, "labels": [[1] * 6], "site": ["secret"] * 2}
-    whole = save(tmp_path / "whole.npz", images=IMAGES, patients=["a"] * 6, labels=["x"] * 6, site=["b"])
+    columns = {
+        "patients": ["secret"] * 5,
+        "captions": ["secret"] * 6,
+        "labels": [[1] * 6],
+        "site": ["secret"] * 2,
+    }
+    whole = save(
+        tmp_path / "whole.npz", images=IMAGES, patients=["a"] * 6, labels=["x"] * 6, site=["b"]
+    )
     look_at(source_at(whole, tmp_path / "scans"))
     with pytest.raises(DataError) as caught:
-        look_at(source_at(save(tmp_path / "a.npz", images=IMAGES.astype(np.int64), **columns), tmp_path / "scans"))
+        look_at(
+            source_at(
+                save(tmp_path / "a.npz", images=IMAGES.astype(np.int64), **columns),
+                tmp_path / "scans",
+            )
+        )
     said = f"{caught.value} {caught.value.remedy}"
-    for part in ("image values: expected", "patients: expected shape (6,)", "got shape (5,)", "labels: expected shape"):
+    for part in (
+        "image values: expected",
+        "patients: expected shape (6,)",
+        "got shape (5,)",
+        "labels: expected shape",
+    ):
         assert part in said
     assert "captions" not in said and "site" not in said and "secret" not in said
     folder = tmp_path / "folder"
     folder.mkdir()
     np.save(folder / "images.npy", IMAGES)
     np.save(folder / "captions.npy", np.array(["secret"] * 7))
-    with pytest.raises(DataError, match=r"^captions: expected shape \(6,\), one for each image, got shape \(7,\)$"):
+    with pytest.raises(
+        DataError, match=r"^captions: expected shape \(6,\), one for each image, got shape \(7,\)$"
+    ):
         look_at(source_at(folder, tmp_path / "scans"))
     np.save(folder / "captions.npy", np.array(["secret", None], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match="pickled"):
@@ -55,7 +74,10 @@ def test_folders_tables_and_dicom_are_scanned_once_and_counted(tmp_path: Path) -
     (data / "notes.txt").write_text("DOE^JOHN")
     write(tags_of(waves(), PatientID="MRN1"), data / "a.dcm")
     look = look_at(source_at(data, scans))
-    assert look.summary and (look.summary.accepted, look.summary.reasons) == (4, {"not an image": 1})
+    assert look.summary and (look.summary.accepted, look.summary.reasons) == (
+        4,
+        {"not an image": 1},
+    )
     assert count_units(source_at(data, scans), patients=False) == UnitCounts(4, None)
     with pytest.raises(DataError, match="none for 3 of 4 images"):
         count_units(source_at(data, scans), patients=True)
@@ -70,7 +92,9 @@ def test_folders_tables_and_dicom_are_scanned_once_and_counted(tmp_path: Path) -
 def test_data_that_no_plan_can_use_are_refused_by_reason(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export/DOE.txt").write_text("no image")
-    with pytest.raises(DataError, match=r"none accepted, 1 in quarantine \(1 not an image\)") as caught:
+    with pytest.raises(
+        DataError, match=r"none accepted, 1 in quarantine \(1 not an image\)"
+    ) as caught:
         look_at(source_at(tmp_path / "export", tmp_path / "scans"))
     assert "DOE" not in str(caught.value)
     with pytest.raises(MissingFileError):
@@ -78,7 +102,10 @@ def test_data_that_no_plan_can_use_are_refused_by_reason(tmp_path: Path) -> None
 
 
 def test_arrays_that_plans_with_a_transform_alone_take_are_told_apart(tmp_path: Path) -> None:
-    assert look_at(source_at(save(tmp_path / "plain.npz", images=IMAGES), tmp_path / "scans")).summary is None
+    assert (
+        look_at(source_at(save(tmp_path / "plain.npz", images=IMAGES), tmp_path / "scans")).summary
+        is None
+    )
     assert not (tmp_path / "scans").exists()
     colours = np.random.default_rng(0).integers(0, 4096, (4, 20, 20, 3), dtype=np.int32)
     look = look_at(source_at(save(tmp_path / "odd.npz", images=colours), tmp_path / "scans"))

@@ -24,7 +24,9 @@ from tests.faults.test_disk_full import small_disk
 from tests.support.cohorts import cohort_at
 from tests.support.federation import TinyFederation, recipe
 
-SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
+SIZE = AutoencoderSize(
+    channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4
+)
 PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
 
 
@@ -57,7 +59,9 @@ def test_experts_sketches_and_sampling_work_on_latents_and_what_is_drawn_is_pixe
     tiny, plan, release = federation
     assert plan.expert_shape == SEEN
     files = files_of(tiny, plan)
-    assert files.sketch.mean_D.numel() == 12 and files.encoder.encode(torch.zeros(1, *PIXELS)).shape == (1, 4)
+    assert files.sketch.mean_D.numel() == 12 and files.encoder.encode(
+        torch.zeros(1, *PIXELS)
+    ).shape == (1, 4)
     ensemble = open_ensemble(release, root=tiny.root)
     drawn = ensemble.sample(3, steps=2)
     assert drawn.latents.shape == (3, *SEEN) and drawn.images.shape == (3, *PIXELS)
@@ -66,10 +70,15 @@ def test_experts_sketches_and_sampling_work_on_latents_and_what_is_drawn_is_pixe
     assert torch.equal(undecoded.images, drawn.latents)
 
 
-def test_scale_of_a_plan_gives_public_latents_unit_deviation(federation: tuple[TinyFederation, Plan, Path]) -> None:
+def test_scale_of_a_plan_gives_public_latents_unit_deviation(
+    federation: tuple[TinyFederation, Plan, Path],
+) -> None:
     tiny, plan, _ = federation
     with np.load(tiny.federation.plan_folder(plan.plan_id) / "public.npz") as public:
-        seen, pixels = torch.from_numpy(public["fitted_latents"]), torch.from_numpy(public["fitted"])
+        seen, pixels = (
+            torch.from_numpy(public["fitted_latents"]),
+            torch.from_numpy(public["fitted"]),
+        )
     assert seen.double().std() == pytest.approx(1.0, abs=1e-5)
     assert torch.allclose(files_of(tiny, plan).latent.encode(pixels), seen, atol=1e-5)
     assert isinstance(plan.latent, AutoencoderKlLatent) and abs(plan.latent.scale - 1) > 0.01
@@ -85,9 +94,13 @@ def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latent
     calls: list[tuple[int, int]] = []
     latent = files_of(tiny, plan).latent
     for _ in range(2):
-        keep_latents(cohort, latent, plan, tmp_path, lambda done, total: calls.append((done, total)))
+        keep_latents(
+            cohort, latent, plan, tmp_path, lambda done, total: calls.append((done, total))
+        )
     assert calls == [(60, 60)]
-    assert torch.equal(training_inputs(cohort, plan, tmp_path).images[:], latent.encode(cohort.images[:]))
+    assert torch.equal(
+        training_inputs(cohort, plan, tmp_path).images[:], latent.encode(cohort.images[:])
+    )
     assert training_inputs(cohort, plan, tmp_path).digest == cohort.digest
     with pytest.raises(DataError, match="latents"):
         training_inputs(replace(cohort, digest="0" * 64), plan, tmp_path)
@@ -148,7 +161,10 @@ def test_full_disk_while_images_are_encoded_is_an_error_and_not_the_end_of_the_p
     cohort, latent = cohort_of(tiny, plan), files_of(tiny, plan).latent
     cohort = replace(cohort, images=cohort.images[:].repeat(4, 1, 1, 1))
     (private := tmp_path / "private").mkdir()
-    with small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")), pytest.raises(OSError, match="No space left"):
+    with (
+        small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")),
+        pytest.raises(OSError, match="No space left"),
+    ):
         keep_latents(cohort, latent, plan, private, lambda done, total: None)
 
 
@@ -156,7 +172,9 @@ def test_other_autoencoder_in_place_of_the_listed_one_is_refused(
     federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
 ) -> None:
     tiny, plan, _ = federation
-    shutil.copytree(tiny.federation.bundle(plan.plan_id) / "targets" / plan.plan_id, tmp_path / "plan")
+    shutil.copytree(
+        tiny.federation.bundle(plan.plan_id) / "targets" / plan.plan_id, tmp_path / "plan"
+    )
     other = build_autoencoder(SIZE, PIXELS, seed=1)
     save_tensors(tmp_path / "plan" / "plan" / "autoencoder.safetensors", other.state_dict())
     with pytest.raises(DigestError):
@@ -173,7 +191,13 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
     expected = training_inputs(pixels, plan, tmp_path).images[:]
     (brought := tmp_path / "brought").mkdir()
     np.save(brought / "latents.npy", (expected * plan.latent.scale).numpy())
-    asked = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None, "folder": tmp_path}
+    asked = {
+        "min_images": 1,
+        "salt": b"s" * 32,
+        "unit": "image",
+        "num_classes": None,
+        "folder": tmp_path,
+    }
     cohort = cohort_at(brought, plan.data, latent_shape=SEEN, **asked)  # type: ignore[arg-type]
     assert cohort.latent and cohort.digest != pixels.digest
     keep_latents(cohort, files.latent, plan, tmp_path / "none", lambda done, total: None)
@@ -181,7 +205,9 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
     inputs = training_inputs(cohort, plan, tmp_path)
     assert torch.allclose(inputs.images[:], expected, rtol=1e-6)
     shown = pixels_of(cohort, files.latent, plan)
-    assert torch.allclose(shown[:], files.latent.decode(expected).clamp(*plan.data.range), atol=1e-4)
+    assert torch.allclose(
+        shown[:], files.latent.decode(expected).clamp(*plan.data.range), atol=1e-4
+    )
     assert pixels_of(pixels, files.latent, plan) is pixels.images
     assign(cohort, files, tmp_path / "cohort.parquet", lambda done, total: None, pixels=shown)
     assert torch.equal(

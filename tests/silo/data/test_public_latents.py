@@ -28,7 +28,9 @@ def asked(folder: Path) -> dict[str, object]:
     return {"kind": "diffusers_kl", "folder": str(folder)}
 
 
-def test_plan_takes_the_file_as_it_was_published_and_the_factors_from_its_configuration(tmp_path: Path) -> None:
+def test_plan_takes_the_file_as_it_was_published_and_the_factors_from_its_configuration(
+    tmp_path: Path,
+) -> None:
     theirs = write_autoencoder(tmp_path / "vae", LAYOUT, channels=(8, 8), images=1)
     wanted = recipe(latent=asked(tmp_path / "vae"))
     public = torch.from_numpy(images(120, 0.1, seed=0))
@@ -36,7 +38,9 @@ def test_plan_takes_the_file_as_it_was_published_and_the_factors_from_its_config
     assert isinstance(fitted.latent, DiffusersKlLatent)
     assert (fitted.latent.scaling_factor, fitted.latent.channels) == (0.18215, (8, 8))
     assert AUTOENCODER_PATH in fitted.paths
-    assert sha256_file(tmp_path / "plan-files" / AUTOENCODER_PATH) == sha256_file(tmp_path / "vae" / WEIGHTS)
+    assert sha256_file(tmp_path / "plan-files" / AUTOENCODER_PATH) == sha256_file(
+        tmp_path / "vae" / WEIGHTS
+    )
     assert fitted.images.latents is not None
     with torch.no_grad():
         expected = theirs.encode(fitted.images.fitted).latent_dist.mode() * 0.18215
@@ -55,7 +59,14 @@ def test_silo_trains_on_published_latents_and_the_release_decodes_samples(tmp_pa
     assert listed.bytes <= file_bytes(plan)[AUTOENCODER_PATH]
     assert min(looking_bytes(plan), encoding_bytes(plan)) > listed.bytes // 2
     files = PlanFiles.load(plan, tiny.federation.bundle(plan_id) / "targets" / plan_id)
-    cohort = cohort_at(tiny.path / "north.npz", plan.data, min_images=1, salt=b"s" * 32, unit="image", num_classes=None)
+    cohort = cohort_at(
+        tiny.path / "north.npz",
+        plan.data,
+        min_images=1,
+        salt=b"s" * 32,
+        unit="image",
+        num_classes=None,
+    )
     folder = tmp_path / "private"
     folder.mkdir()
     keep_latents(cohort, files.latent, plan, folder, lambda done, total: None)
@@ -68,8 +79,12 @@ def test_silo_trains_on_published_latents_and_the_release_decodes_samples(tmp_pa
         decoded = theirs.decode(drawn.latents / 0.18215).sample
     torch.testing.assert_close(drawn.images, decoded, rtol=1e-4, atol=1e-5)
 
-    tiny.join("east", 50, 2)  # and the plan that carries them over keeps the autoencoder, byte for byte
-    write_autoencoder(tmp_path / "other", LAYOUT | {"scaling_factor": 0.13025}, channels=(8, 8), images=1)
+    tiny.join(
+        "east", 50, 2
+    )  # and the plan that carries them over keeps the autoencoder, byte for byte
+    write_autoencoder(
+        tmp_path / "other", LAYOUT | {"scaling_factor": 0.13025}, channels=(8, 8), images=1
+    )
     with pytest.raises(SetupError, match="scaling_factor"):
         tiny.grow(chosen=recipe(latent=asked(tmp_path / "other")))
     (tmp_path / "other" / CONFIG).write_bytes((tmp_path / "vae" / CONFIG).read_bytes())

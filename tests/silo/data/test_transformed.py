@@ -33,7 +33,9 @@ from tests.support.dicom_files import tags_of, waves, write
 from tests.support.forked import ended, forked
 
 DATA = DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0))
-SPEC = TransformSpec(channels="grey", range={"kind": "full"}, fit={"kind": "stretch"}, storage="uint8")
+SPEC = TransformSpec(
+    channels="grey", range={"kind": "full"}, fit={"kind": "stretch"}, storage="uint8"
+)
 TRANSFORM = Transform(SPEC, DATA)
 ONE = ImagesSettings(processes=1)
 
@@ -58,7 +60,9 @@ def source_of(data: Path, private: Path, settings: ImagesSettings = ONE) -> Imag
 
 
 def levels(folder: Path, private: Path, **how: object) -> list[int]:
-    rows = open_transformed(source_of(folder, private), TRANSFORM, RequiredColumns(), private, **how)  # type: ignore[arg-type]
+    rows = open_transformed(
+        source_of(folder, private), TRANSFORM, RequiredColumns(), private, **how
+    )  # type: ignore[arg-type]
     return [int(row.max()) for block in rows.unpacked() for row in block]
 
 
@@ -79,7 +83,9 @@ def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay
     (folder / "00-DOE^JOHN.txt").write_text("MRN0017")
     (folder / "00z.png").write_bytes((folder / "00.png").read_bytes()[:60])
     Image.new("RGB", (1280, 720)).save(folder / "01-DOE.png")  # as large as a screen
-    Image.fromarray(np.zeros((40, 40), np.float32)).save(folder / "01z.tif")  # floating point has no full range
+    Image.fromarray(np.zeros((40, 40), np.float32)).save(
+        folder / "01z.tif"
+    )  # floating point has no full range
     (folder / "more").mkdir()
     Image.fromarray(tone(40)).save(folder / "more/04.png")
     caplog.set_level("INFO")
@@ -94,14 +100,18 @@ def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay
     assert "1 of 5 images are blank to this plan" in caplog.text
     assert "DOE" not in caplog.text and "MRN" not in caplog.text
     assert (private / "images" / LEFT_OUT).stat().st_mode & 0o777 == 0o600
-    assert len(open_image_set(folder / "01-DOE.png", DATA, SPEC).read()) == 1  # whoever has looked at it may use it
+    assert (
+        len(open_image_set(folder / "01-DOE.png", DATA, SPEC).read()) == 1
+    )  # whoever has looked at it may use it
 
 
 def test_pictures_keep_the_order_of_their_files_whatever_decodes_them(tmp_path: Path) -> None:
     folder = export(tmp_path / "export", [])
     for number in range(24):  # large ones between small ones, and one file of many
         side = 900 if number % 5 == 0 else 40
-        Image.fromarray(np.full((side, side), 10 * number, np.uint8)).save(folder / f"{number:02d}.png")
+        Image.fromarray(np.full((side, side), 10 * number, np.uint8)).save(
+            folder / f"{number:02d}.png"
+        )
     pages = [Image.fromarray(tone(level)) for level in (71, 72, 73)]
     pages[0].save(folder / "07z.tif", save_all=True, append_images=pages[1:])
     wanted = [*range(0, 80, 10), 71, 72, 73, *range(80, 240, 10)]
@@ -141,7 +151,10 @@ def test_what_a_person_decided_counts(tmp_path: Path) -> None:
     folder, private = export(tmp_path / "export", [10]), tmp_path / "private"
     write(tags_of(waves(high=255, dtype=np.uint8), bits=8, Modality="US"), folder / "us.dcm")
     assert levels(folder, private) == [10]
-    with ScanMemory.opened(private / "images", "") as memory, Decisions.opened(private / "images") as decisions:
+    with (
+        ScanMemory.opened(private / "images", "") as memory,
+        Decisions.opened(private / "images") as decisions,
+    ):
         images = ScannedImages(source_of(folder, private), memory, decisions)
         with pytest.raises(DataError, match="new or changed files"):  # of another recipe
             images.digest(())
@@ -155,16 +168,27 @@ def test_what_a_person_decided_counts(tmp_path: Path) -> None:
     assert levels(folder, private) == [10]
 
 
-def test_patients_labels_and_captions_come_from_the_table_and_patients_from_dicom_too(tmp_path: Path) -> None:
+def test_patients_labels_and_captions_come_from_the_table_and_patients_from_dicom_too(
+    tmp_path: Path,
+) -> None:
     export(tmp_path / "export", [10, 20, 30, 40])
     for number, patient in enumerate(("MRN1", "MRN2")):
-        write(tags_of(waves(high=255, dtype=np.uint8), bits=8, PatientID=patient), tmp_path / f"export/d{number}.dcm")
-    rows = ["path,patient,finding,caption", "export/01.png,P2,Pneumonia,left lung", "export/00.png,P1, normal ,"]
+        write(
+            tags_of(waves(high=255, dtype=np.uint8), bits=8, PatientID=patient),
+            tmp_path / f"export/d{number}.dcm",
+        )
+    rows = [
+        "path,patient,finding,caption",
+        "export/01.png,P2,Pneumonia,left lung",
+        "export/00.png,P1, normal ,",
+    ]
     rows += ["export/03.png,P2,1,right", "export/d1.dcm,,PNEUMONIA,", "export/d0.dcm,MRN2,0,"]
     (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
     settings = ImagesSettings(processes=1, columns={"label": "finding"})
     names = {"num_classes": 2, "class_names": ("normal", "pneumonia"), "settings": settings}
-    cohort = load(tmp_path / "table.csv", tmp_path / "private", unit="patient", captions=True, **names)
+    cohort = load(
+        tmp_path / "table.csv", tmp_path / "private", unit="patient", captions=True, **names
+    )
     assert cohort.unit_N.tolist() == [0, 1, 0, 2, 2]  # the table's MRN2 is the file's
     assert cohort.label_N is not None and cohort.label_N.tolist() == [1, 0, 1, 1, 0]
     assert cohort.captions == ("left lung", "", "right", "", "")
@@ -173,7 +197,9 @@ def test_patients_labels_and_captions_come_from_the_table_and_patients_from_dico
     assert b"MRN" not in everything and b"P2" not in everything
 
 
-def test_a_number_in_a_table_means_what_the_site_calls_by_it_and_not_what_the_plan_does(tmp_path: Path) -> None:
+def test_a_number_in_a_table_means_what_the_site_calls_by_it_and_not_what_the_plan_does(
+    tmp_path: Path,
+) -> None:
     export(tmp_path / "export", [10, 20, 30, 40])
     labels = ("0", "1.0", "Malignant", "benign")
     rows = [f"export/{number:02d}.png,{label}" for number, label in enumerate(labels)]
@@ -186,7 +212,11 @@ def test_a_number_in_a_table_means_what_the_site_calls_by_it_and_not_what_the_pl
 
 def test_arrays_bring_their_columns_and_latents_stay_as_they_are(tmp_path: Path) -> None:
     pixels = np.stack([tone(level) for level in (10, 20, 30)])
-    columns = {"patients": ["a", "b", "a"], "labels": ["Cat", "dog", "cat"], "captions": ["one", "", "three"]}
+    columns = {
+        "patients": ["a", "b", "a"],
+        "labels": ["Cat", "dog", "cat"],
+        "captions": ["one", "", "three"],
+    }
     np.savez(tmp_path / "a.npz", images=pixels, **columns)
     names = {"num_classes": 2, "class_names": ("cat", "dog")}
     cohort = load(tmp_path / "a.npz", tmp_path / "private", unit="patient", captions=True, **names)
@@ -203,7 +233,9 @@ def test_what_the_plan_needs_and_pictures_lack_is_told_at_once_before_anything_i
     rows = "path,patient,label\nexport/00.png,P1,secret\nexport/01.png,,\nexport/02.png,P1,normal\n"
     (tmp_path / "table.csv").write_text(rows)
     monkeypatch.setattr(ScannedImages, "decoded", None)
-    required = RequiredColumns(patients=True, classes=Classes(2, ("normal", "pneumonia")), captions=True)
+    required = RequiredColumns(
+        patients=True, classes=Classes(2, ("normal", "pneumonia")), captions=True
+    )
     private = tmp_path / "private"
     with pytest.raises(DataError) as caught:
         open_transformed(source_of(tmp_path / "table.csv", private), TRANSFORM, required, private)
@@ -226,7 +258,10 @@ def test_data_of_which_nothing_is_left_say_why(tmp_path: Path) -> None:
     with case("no files"), pytest.raises(DataError, match="no files at all"):
         levels(folder, tmp_path / "private")
     (folder / "DOE.txt").write_text("x")
-    with case("no images"), pytest.raises(DataError, match="none; left out: 1 not an image") as caught:
+    with (
+        case("no images"),
+        pytest.raises(DataError, match="none; left out: 1 not an image") as caught,
+    ):
         levels(folder, tmp_path / "private")
     assert "DOE" not in str(caught.value)
     assert not list((tmp_path / "private").glob("unpacked-*"))
@@ -261,7 +296,9 @@ def test_what_a_scan_accepted_and_no_longer_decodes_is_blank_and_counts(
 
 
 @pytest.mark.slow
-def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_whole(tmp_path: Path) -> None:
+def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_whole(
+    tmp_path: Path,
+) -> None:
     folder, private = export(tmp_path / "export", list(range(0, 200, 10))), tmp_path / "private"
 
     def stop(done: int, num: int) -> None:
@@ -281,7 +318,9 @@ def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_who
     assert not list(private.glob(".unpacked-*"))
 
 
-def test_files_that_change_between_scan_and_decoding_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_change_between_scan_and_decoding_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, check = export(tmp_path / "export", [10, 20]), transformed._CohortInTheMaking.check
 
     def changing(self: transformed._CohortInTheMaking) -> int:
@@ -297,7 +336,9 @@ def test_files_that_change_between_scan_and_decoding_end_it(tmp_path: Path, monk
 
 def test_table_of_a_folder_belongs_to_its_files(tmp_path: Path) -> None:
     folder = export(tmp_path / "export", [10, 20, 30])
-    (folder / "volumes.csv").write_text("file,patient,label\n02.png,B,1\n00.png,A,0\nabsent.png,A,0\n")
+    (folder / "volumes.csv").write_text(
+        "file,patient,label\n02.png,B,1\n00.png,A,0\nabsent.png,A,0\n"
+    )
     with pytest.raises(DataError, match="none for 1 of 3 images"):
         load(folder, tmp_path / "private", unit="patient")
     (folder / "01.png").unlink()
@@ -306,7 +347,9 @@ def test_table_of_a_folder_belongs_to_its_files(tmp_path: Path) -> None:
     assert left_out(tmp_path / "private") == [("absent.png", "no such file")]
 
 
-def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_anew(tmp_path: Path) -> None:
+def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_anew(
+    tmp_path: Path,
+) -> None:
     """By the patient of a table, of a DICOM file or of an array, who has the same place in each."""
     names = [f"MRN-{number}" for number in range(24)]
     values = waves(high=255, dtype=np.uint8)
@@ -324,7 +367,11 @@ def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_
         return folder
 
     def arrayed(folder: Path, patients: list[str]) -> Path:
-        np.savez(folder.with_suffix(".npz"), images=np.stack([tone(5)] * len(patients)), patients=np.array(patients))
+        np.savez(
+            folder.with_suffix(".npz"),
+            images=np.stack([tone(5)] * len(patients)),
+            patients=np.array(patients),
+        )
         return folder.with_suffix(".npz")
 
     def ranks(path: Path, private: str, patients: list[str], **asked: object) -> dict[str, float]:
@@ -344,7 +391,9 @@ def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_
     ):
         with case(kind):
             after = ranks(path, private, more, **asked)
-            assert {name: after[name] for name in names[3:]} == {name: before[name] for name in names[3:]}
+            assert {name: after[name] for name in names[3:]} == {
+                name: before[name] for name in names[3:]
+            }
     other = ranks(tmp_path / "after.csv", "one", more)
     assert other == ranks(tmp_path / "after.csv", "five", more)
     salted = cohort_at(

@@ -24,7 +24,9 @@ from tests.support.cohorts import cohort_at, source_at
 from tests.support.pictures import pictures
 
 SPEC = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
-RAS = np.diag([1.0, 1.0, 1.0, 1.0])  # the first axis of a file runs to the right, the second forwards, the third up
+RAS = np.diag(
+    [1.0, 1.0, 1.0, 1.0]
+)  # the first axis of a file runs to the right, the second forwards, the third up
 STEP = 2 / 65535  # of the copy on disk
 
 
@@ -42,7 +44,11 @@ def scan(seed: int, shape: tuple[int, ...] = (8, 8, 8)) -> np.ndarray:
 
 
 def load(path: Path, spec: DataSpec = SPEC, **asked: Any) -> Cohort:
-    given: dict[str, Any] = {"unit": "image", "num_classes": None, "folder": path.parent / "private"} | asked
+    given: dict[str, Any] = {
+        "unit": "image",
+        "num_classes": None,
+        "folder": path.parent / "private",
+    } | asked
     return cohort_at(path, spec, min_images=1, salt=b"s" * 32, **given)
 
 
@@ -54,7 +60,9 @@ def into_range(values: np.ndarray, low: float, high: float) -> np.ndarray:
 
 def test_volumes_of_plans_without_a_transform_go_through_its_defaults(tmp_path: Path) -> None:
     spec = DataSpec(shape=(1, 6, 9, 8), range=(-1.0, 1.0))
-    for number, (sides, spacing) in enumerate((((20, 24, 10), (1.0, 1.0, 2.5)), ((5, 6, 4), (2.0, 2.0, 2.0)))):
+    for number, (sides, spacing) in enumerate(
+        (((20, 24, 10), (1.0, 1.0, 2.5)), ((5, 6, 4), (2.0, 2.0, 2.0)))
+    ):
         save(tmp_path / "data" / f"{number}.nii", scan(number, sides), np.diag([*spacing, 1.0]))
     found = load(tmp_path / "data", spec).images[:]
     transform = Transform(TransformSpec(), spec)
@@ -83,7 +91,9 @@ def test_volumes_that_may_show_a_face_wait_under_every_plan(tmp_path: Path) -> N
 
 def test_volume_lies_as_radiology_shows_it_however_its_file_was_turned(tmp_path: Path) -> None:
     values, data = scan(0), tmp_path / "data"
-    expected = into_range(values, -1.0, 1.0).transpose(2, 1, 0)[:, ::-1, ::-1]  # up, backwards, to the left
+    expected = into_range(values, -1.0, 1.0).transpose(2, 1, 0)[
+        :, ::-1, ::-1
+    ]  # up, backwards, to the left
     save(data / "a.nii", values)
     save(data / "b.nii.gz", values[::-1].copy(), np.diag([-1.0, 1.0, 1.0, 1.0]))
     swapped = RAS[:, [2, 0, 1, 3]]
@@ -94,14 +104,20 @@ def test_volume_lies_as_radiology_shows_it_however_its_file_was_turned(tmp_path:
     assert not np.allclose(load(data).images[:][0, 0].numpy(), expected, atol=0.1)
 
 
-def test_damaged_volumes_are_left_out_and_those_with_another_number_of_channels_are_blank(tmp_path: Path) -> None:
+def test_damaged_volumes_are_left_out_and_those_with_another_number_of_channels_are_blank(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "data"
     for number in (0, 1):
         save(data / f"{number}.nii", scan(number))
     save(data / "Doe_Jane.nii", np.stack([scan(0), scan(1)], -1))
     (data / "Doe_John.nii").write_bytes(b"no volume at all")
     found = load(data).images[:]
-    assert len(found) == 3 and [bool((each == -1.0).all()) for each in found] == [False, False, True]
+    assert len(found) == 3 and [bool((each == -1.0).all()) for each in found] == [
+        False,
+        False,
+        True,
+    ]
     for name in ("0.nii", "1.nii", "Doe_Jane.nii"):
         (data / name).unlink()
     with pytest.raises(DataError) as caught:
@@ -109,7 +125,9 @@ def test_damaged_volumes_are_left_out_and_those_with_another_number_of_channels_
     assert "Doe" not in f"{caught.value} {caught.value.remedy}"
 
 
-def test_patients_and_classes_come_from_the_table_in_whatever_order_it_lists_them(tmp_path: Path) -> None:
+def test_patients_and_classes_come_from_the_table_in_whatever_order_it_lists_them(
+    tmp_path: Path,
+) -> None:
     data, asked = tmp_path / "data", {"unit": "patient", "num_classes": 3}
     for number, name in enumerate(("a", "b", "c")):
         save(data / f"{name}.nii", scan(number))
@@ -137,9 +155,16 @@ def test_unet_learns_from_nifti_files_and_the_expert_it_leaves_is_sampled(tmp_pa
         save(tmp_path / "data" / f"{number}.nii.gz", bright)
     volumes = load(tmp_path / "data").images[:]
     assert float(volumes[:, :, 4:].mean()) > 0.3 > -0.3 > float(volumes[:, :, :4].mean())
-    architecture = Unet(channels=(8, 16), attention=(False, False), num_res_blocks=1, head_channels=8, norm_groups=4)
+    architecture = Unet(
+        channels=(8, 16), attention=(False, False), num_res_blocks=1, head_channels=8, norm_groups=4
+    )
     settings = Training(
-        num_steps=60, batch_size=6, learning_rate=5e-3, weight_decay=0.0, ema_decay=0.9, checkpoint_steps=60
+        num_steps=60,
+        batch_size=6,
+        learning_rate=5e-3,
+        weight_decay=0.0,
+        ema_decay=0.9,
+        checkpoint_steps=60,
     )
     trained = train(
         build_expert(architecture, SPEC.shape),
@@ -156,6 +181,12 @@ def test_unet_learns_from_nifti_files_and_the_expert_it_leaves_is_sampled(tmp_pa
     expert = load_expert(architecture, SPEC.shape, tmp_path, file)
     drawn = Ensemble([expert], None, [1.0], SPEC.shape).sample(4, steps=6).images
     assert drawn.shape == (4, *SPEC.shape)
-    untrained = Ensemble([build_expert(architecture, SPEC.shape)], None, [1.0], SPEC.shape).sample(4, steps=6).images
-    halves = [float(images[:, :, 4:].mean() - images[:, :, :4].mean()) for images in (drawn, untrained)]
+    untrained = (
+        Ensemble([build_expert(architecture, SPEC.shape)], None, [1.0], SPEC.shape)
+        .sample(4, steps=6)
+        .images
+    )
+    halves = [
+        float(images[:, :, 4:].mean() - images[:, :, :4].mean()) for images in (drawn, untrained)
+    ]
     assert halves[0] > 0.3 > abs(halves[1])

@@ -32,18 +32,29 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for number in range(3):
         write(tags_of(waves((48, 40 + number)), Modality="US"), folder / f"us{number}.dcm")
-        Image.fromarray(waves((40, 40 + number), high=255, dtype=np.uint8)).save(folder / f"{number}.png")
+        Image.fromarray(waves((40, 40 + number), high=255, dtype=np.uint8)).save(
+            folder / f"{number}.png"
+        )
     return folder
 
 
 def scan_and_decide(data: Path) -> None:
     """Clear one image, leave out two others, one of which nothing is the matter with."""
     assert command("silo", "scan", "--data", data).code == 0
-    words = ("--clear", data / "us0.dcm", "--leave-out", data / "us1.dcm", "--leave-out", data / "2.png")
+    words = (
+        "--clear",
+        data / "us0.dcm",
+        "--leave-out",
+        data / "us1.dcm",
+        "--leave-out",
+        data / "2.png",
+    )
     assert command("silo", "review", "--images", "--data", data, *words).code == 0
 
 
-def test_decisions_before_init_hold_in_the_site_and_nothing_is_decoded_again(data: Path, tmp_path: Path) -> None:
+def test_decisions_before_init_hold_in_the_site_and_nothing_is_decoded_again(
+    data: Path, tmp_path: Path
+) -> None:
     scan_and_decide(data)
     site = Site(tmp_path / "site")
     source = new_source(site, data, ImagesSettings())
@@ -54,15 +65,23 @@ def test_decisions_before_init_hold_in_the_site_and_nothing_is_decoded_again(dat
     assert look.summary.num_decoded == 0
     for name in DECIDED:
         assert stat.S_IMODE((source.folder / name).stat().st_mode) == 0o600
-    with Decisions.opened(source.folder) as decisions, ScanMemory.opened(source.folder, "") as memory:
+    with (
+        Decisions.opened(source.folder) as decisions,
+        ScanMemory.opened(source.folder, "") as memory,
+    ):
         review = Review.of(memory, decisions)
         review.decide(review.listed(Decision.LEAVE_OUT), None)
     assert scan(source).reasons == {"ultrasound": 2}
     # What was decided in the site does not reach back.
-    assert scan(source_at(data, default_folder(data))).reasons == {"ultrasound": 1, "left out by a person": 2}
+    assert scan(source_at(data, default_folder(data))).reasons == {
+        "ultrasound": 1,
+        "left out by a person": 2,
+    }
 
 
-def test_nothing_is_carried_over_where_nothing_was_decided_or_the_site_has_its_own(data: Path, tmp_path: Path) -> None:
+def test_nothing_is_carried_over_where_nothing_was_decided_or_the_site_has_its_own(
+    data: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "private"
     assert adopt_decisions(default_folder(data), folder) == 0 and not folder.exists()
     assert command("silo", "scan", "--data", data).code == 0

@@ -29,7 +29,10 @@ def test_a_decision_holds_for_these_pixels_and_flags_until_it_is_taken_back(tmp_
         assert decisions.verdict(seen(1, CAPTURE)) == CAPTURE and decisions.verdict(seen(1)) is None
         decisions.record([seen(1, CAPTURE), seen(2, TEXT, CAPTURE)], Decision.CLEAR)
     with Decisions.opened(tmp_path) as decisions:
-        assert decisions.verdict(seen(1, CAPTURE)) is None and decisions.verdict(seen(2, CAPTURE, TEXT)) is None
+        assert (
+            decisions.verdict(seen(1, CAPTURE)) is None
+            and decisions.verdict(seen(2, CAPTURE, TEXT)) is None
+        )
         assert decisions.verdict(seen(1, CAPTURE, TEXT)) == CAPTURE  # a flag that nobody saw
         assert decisions.verdict(seen(3, CAPTURE)) == CAPTURE
         assert decisions.verdict(PictureRecord(reason=Reason.DAMAGED.value)) == "damaged"
@@ -37,13 +40,20 @@ def test_a_decision_holds_for_these_pixels_and_flags_until_it_is_taken_back(tmp_
         assert decisions.verdict(seen(1, CAPTURE)) == CAPTURE
 
 
-def test_what_was_left_out_stays_out_whatever_its_flags_and_clearing_it_lets_it_in(tmp_path: Path) -> None:
+def test_what_was_left_out_stays_out_whatever_its_flags_and_clearing_it_lets_it_in(
+    tmp_path: Path,
+) -> None:
     with Decisions.opened(tmp_path) as decisions:
         decisions.record([seen(1, CAPTURE)], Decision.LEAVE_OUT)
-        assert [decisions.verdict(seen(1, *flags)) for flags in ((CAPTURE,), (), (TEXT,))] == [LEFT_OUT] * 3
+        assert [decisions.verdict(seen(1, *flags)) for flags in ((CAPTURE,), (), (TEXT,))] == [
+            LEFT_OUT
+        ] * 3
         assert decisions.verdict(seen(2)) is None
         decisions.record([seen(1, TEXT)], Decision.CLEAR)
-        assert decisions.verdict(seen(1, TEXT)) is None and decisions.verdict(seen(1, CAPTURE)) == CAPTURE
+        assert (
+            decisions.verdict(seen(1, TEXT)) is None
+            and decisions.verdict(seen(1, CAPTURE)) == CAPTURE
+        )
 
 
 def test_a_scan_takes_what_was_cleared_and_counts_what_was_left_out(tmp_path: Path) -> None:
@@ -54,7 +64,9 @@ def test_a_scan_takes_what_was_cleared_and_counts_what_was_left_out(tmp_path: Pa
     limits = Limits(memory_bytes=2 << 30)
     assert scan_at(data, private, limits).reasons == {"ultrasound": 3}
     with Decisions.opened(private) as decisions:
-        waiting = sorted((each for each in known(private) if each.flags), key=lambda each: each.shape)
+        waiting = sorted(
+            (each for each in known(private) if each.flags), key=lambda each: each.shape
+        )
         decisions.record(waiting[:1], Decision.CLEAR)
         decisions.record(waiting[1:2], Decision.LEAVE_OUT)
     found = scan_at(data, private, limits)
@@ -70,7 +82,10 @@ def known(private: Path) -> list[PictureRecord]:
 
     database = sqlite3.connect(private / "memory.sqlite")
     try:
-        return [PictureRecord.model_validate_json(text) for (text,) in database.execute("select record from pictures")]
+        return [
+            PictureRecord.model_validate_json(text)
+            for (text,) in database.execute("select record from pictures")
+        ]
     finally:
         database.close()
 
@@ -89,14 +104,18 @@ with Decisions.opened(Path(sys.argv[1])) as decisions:
 
 
 def test_what_was_recorded_survives_a_kill_and_pairs_stay_whole(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", DECIDING, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", DECIDING, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as process:
         last = 0
         while last < 20:
             last = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
         last = max([last, *map(int, process.stdout.read().split())])
     with Decisions.opened(tmp_path) as decisions:
-        held = [decisions.verdict(seen(number, "overlay")) is None for number in range(2 * last + 8)]
+        held = [
+            decisions.verdict(seen(number, "overlay")) is None for number in range(2 * last + 8)
+        ]
     assert all(held[: 2 * last + 2]) and held[::2] == held[1::2]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in tmp_path.iterdir())
 

@@ -46,7 +46,9 @@ def job(name: str) -> DecodeJob:
     return DecodeJob(name, (name,), 1)
 
 
-def test_decoder_that_never_begins_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_that_never_begins_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     instead(SLEEPS, tmp_path, monkeypatch)
     monkeypatch.setattr(workers, "_START_S", 0.2)
     with pytest.raises(SetupError, match="decoder"):
@@ -58,7 +60,9 @@ def test_file_with_which_a_decoder_ends_as_if_all_were_well_is_not_tried_for_eve
 ) -> None:
     instead(ENDS, tmp_path, monkeypatch)
     answers = list(decode_files([job("a"), job("b")], DecoderOptions(Limits(), KEY)))
-    ends = [(answer.job.path, answer.reason) for answer in answers if isinstance(answer, DecodedFile)]
+    ends = [
+        (answer.job.path, answer.reason) for answer in answers if isinstance(answer, DecodedFile)
+    ]
     assert ends == [("a", Reason.CRASHED), ("b", Reason.CRASHED)]
 
 
@@ -71,7 +75,9 @@ def test_names_that_fill_a_pipe_are_not_written_before_somebody_reads(
         list(decode_files([job("a" * 15_000), job("b" * 20_000)], DecoderOptions(Limits(), KEY)))
 
 
-def test_viewer_ends_although_a_decoder_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewer_ends_although_a_decoder_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     instead(SLEEPS, tmp_path, monkeypatch)
     before = set(children(os.getpid()))
     with Viewer(Limits(), 1, KEY) as shown:
@@ -81,7 +87,9 @@ def test_viewer_ends_although_a_decoder_does_not_answer(tmp_path: Path, monkeypa
     assert time.monotonic() - left < 30.0
 
 
-def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(*given: object, **named: object) -> Iterator[DecodedFile]:
         raise RuntimeError("of no kind that anybody thought of")
 
@@ -90,4 +98,8 @@ def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(monk
     with Viewer(Limits(), 1, KEY) as shown:
         shown.request([wanted])
         wait_until(lambda: shown.view(wanted) is not None, "an answer")
-        assert (view := shown.view(wanted)) and "RuntimeError" in view.problem and "thought" not in view.problem
+        assert (
+            (view := shown.view(wanted))
+            and "RuntimeError" in view.problem
+            and "thought" not in view.problem
+        )

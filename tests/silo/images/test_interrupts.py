@@ -28,7 +28,9 @@ def images(folder: Path) -> Path:
     data = folder / "data"
     data.mkdir()
     for number in range(NUM):
-        values = np.random.default_rng(number % 8).integers(0, 255, (300, 300), dtype=np.uint8) + np.uint8(number % 2)
+        values = np.random.default_rng(number % 8).integers(
+            0, 255, (300, 300), dtype=np.uint8
+        ) + np.uint8(number % 2)
         values[0, 0] = number
         Image.fromarray(values).save(data / f"{number:03d}.png", compress_level=1)
     return data
@@ -37,7 +39,19 @@ def images(folder: Path) -> Path:
 @contextmanager
 def started(data: Path, private: Path) -> "Iterator[subprocess.Popen[str]]":
     """A scan that does not outlive a test that fails."""
-    words = [str(word) for word in (program("silo"), "scan", "--data", data, "--private", private, "--processes", 2)]
+    words = [
+        str(word)
+        for word in (
+            program("silo"),
+            "scan",
+            "--data",
+            data,
+            "--private",
+            private,
+            "--processes",
+            2,
+        )
+    ]
     # In a group of its own, as at a terminal: Ctrl-C goes to all of the group.
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -62,14 +76,25 @@ def seconds(pid: int) -> float:
     [pytest.param(None, marks=pytest.mark.slow), pytest.param(0.0, marks=pytest.mark.slow), 1.2],
     ids=["begin", "decoders", "middle"],
 )
-def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(tmp_path: Path, after_s: float | None) -> None:
+def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
+    tmp_path: Path, after_s: float | None
+) -> None:
     data, private = images(tmp_path), tmp_path / "private"
     with started(data, private) as process:
-        wait_until(lambda: private.exists() if after_s is None else len(children(process.pid)) == 2, "the scan")
+        wait_until(
+            lambda: private.exists() if after_s is None else len(children(process.pid)) == 2,
+            "the scan",
+        )
         decoders = children(process.pid)
-        wait_until(lambda: sum(map(seconds, decoders)) >= (after_s or 0.0) or process.poll() is not None, "work")
+        wait_until(
+            lambda: sum(map(seconds, decoders)) >= (after_s or 0.0) or process.poll() is not None,
+            "work",
+        )
         if after_s:  # what decoders compute may be their start alone: until something is kept
-            wait_until(lambda: (private / "memory.sqlite-journal").exists() or process.poll() is not None, "an answer")
+            wait_until(
+                lambda: (private / "memory.sqlite-journal").exists() or process.poll() is not None,
+                "an answer",
+            )
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT_S)
     if process.returncode == 0:
@@ -77,7 +102,10 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(tmp_path: Path,
     assert process.returncode == 130 and out == ""
     assert err.strip() == "Interrupted. Nothing is lost; run the same command to go on."
     assert not any(map(alive, decoders))
-    assert not [path for path in private.iterdir() if path.suffix == ".part"] and not (private / QUARANTINE).exists()
+    assert (
+        not [path for path in private.iterdir() if path.suffix == ".part"]
+        and not (private / QUARANTINE).exists()
+    )
     found = scan_at(data, private, LIMITS, processes=2)
     assert (found.accepted, found.quarantined) == (NUM, 0)
     assert found.num_decoded < NUM if after_s else found.num_decoded <= NUM
@@ -85,7 +113,9 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(tmp_path: Path,
 
 def kill_in_the_middle(data: Path, private: Path) -> None:
     with started(data, private) as process:
-        wait_until(lambda: len(children(process.pid)) == 2 or process.poll() is not None, "decoders")
+        wait_until(
+            lambda: len(children(process.pid)) == 2 or process.poll() is not None, "decoders"
+        )
         decoders = children(process.pid)
         wait_until(lambda: sum(map(seconds, decoders)) >= 1.2 or process.poll() is not None, "work")
         process.kill()
@@ -94,7 +124,9 @@ def kill_in_the_middle(data: Path, private: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_loses_at_most_what_was_not_yet_written_and_leaves_no_decoder(tmp_path: Path) -> None:
+def test_kill_9_loses_at_most_what_was_not_yet_written_and_leaves_no_decoder(
+    tmp_path: Path,
+) -> None:
     data, private = images(tmp_path), tmp_path / "private"
     for _ in range(3):
         kill_in_the_middle(data, private)

@@ -49,11 +49,19 @@ def test_what_the_machine_did_not_read_is_tried_again_by_the_next_scan_and_not_b
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = subprocess.Popen
-    for name, reason in {"forbidden": "cannot be read", "stale": "cannot be read", "killed": "too much memory"}.items():
+    for name, reason in {
+        "forbidden": "cannot be read",
+        "stale": "cannot be read",
+        "killed": "too much memory",
+    }.items():
         with case(name=name):
             data, private = images(tmp_path / name, "a", name), tmp_path / f"private-{name}"
             with monkeypatch.context() as failing:
-                failing.setattr(subprocess, "Popen", lambda _, **how: start([sys.executable, "-P", "-c", FAILS], **how))
+                failing.setattr(
+                    subprocess,
+                    "Popen",
+                    lambda _, **how: start([sys.executable, "-P", "-c", FAILS], **how),
+                )
                 for read in (2, 1):  # the second scan tries the one file again, once
                     found = scan_at(data, private, LIMITS)
                     assert (found.accepted, found.reasons, found.num_read) == (1, {reason: 1}, read)
@@ -64,16 +72,24 @@ def test_what_the_machine_did_not_read_is_tried_again_by_the_next_scan_and_not_b
                 assert (found.accepted, found.quarantined, found.num_read) == (2, 0, read)
 
 
-def test_patient_is_one_after_the_key_was_lost_and_decisions_are_not_forgotten_with_it(tmp_path: Path) -> None:
+def test_patient_is_one_after_the_key_was_lost_and_decisions_are_not_forgotten_with_it(
+    tmp_path: Path,
+) -> None:
     data, private = tmp_path / "data", tmp_path / "private"
     data.mkdir()
     for number in range(3):
         if number == 2:
             (private / "key").unlink()
-        write(tags_of(waves(high=255, dtype=np.uint8) // (1 + number), bits=8, PatientID="P1"), data / f"{number}.dcm")
+        write(
+            tags_of(waves(high=255, dtype=np.uint8) // (1 + number), bits=8, PatientID="P1"),
+            data / f"{number}.dcm",
+        )
         found = scan_at(data, private, LIMITS)
         assert (found.accepted, found.patients) == (number + 1, 1)
-    with ScannedImages.opened(source_at(data, private, SETTINGS)) as pictures, Decisions.opened(private) as decisions:
+    with (
+        ScannedImages.opened(source_at(data, private, SETTINGS)) as pictures,
+        Decisions.opened(private) as decisions,
+    ):
         seen = [each.record for each in pictures if each.record]
         decisions.record(seen[:1], Decision.LEAVE_OUT)
     kept = (private / "memory.sqlite").read_bytes()

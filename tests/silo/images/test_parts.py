@@ -46,25 +46,39 @@ def test_scan_counts_the_test_part_apart(tmp_path: Path) -> None:
     assert "Not used: 2 of part test." in report(
         summary, tmp_path / "scans", of_site=True, review_command="silo review"
     )
-    result = command("silo", "scan", "--data", tmp_path / "table.csv", "--json", "--private", tmp_path / "scans")
+    result = command(
+        "silo", "scan", "--data", tmp_path / "table.csv", "--json", "--private", tmp_path / "scans"
+    )
     assert json.loads(result.out)["other_parts"] == {"test": 2}
 
 
 def test_cohort_and_card_hold_the_parts_that_are_used(tmp_path: Path) -> None:
     path = table(tmp_path)
-    cases = {None: USED_BY_DEFAULT, ("test",): [40, 50, 60], ("train", "test"): [10, 20, 40, 50, 60]}
+    cases = {
+        None: USED_BY_DEFAULT,
+        ("test",): [40, 50, 60],
+        ("train", "test"): [10, 20, 40, 50, 60],
+    }
     for number, (parts, levels) in enumerate(cases.items()):
         with case(parts):
             folder = tmp_path / f"private-{number}"
-            cohort = cohort_at(path, DATA, salt=b"s", unit="image", transform=SPEC, folder=folder, parts=parts)
+            cohort = cohort_at(
+                path, DATA, salt=b"s", unit="image", transform=SPEC, folder=folder, parts=parts
+            )
             assert levels_of(cohort) == levels
-            assert count_units(source_at(path, folder / "images", parts=parts), patients=False).images == len(levels)
+            assert count_units(
+                source_at(path, folder / "images", parts=parts), patients=False
+            ).images == len(levels)
 
 
 def test_arrays_with_a_column_of_parts_give_the_rows_that_are_used(tmp_path: Path) -> None:
     spec = DataSpec(shape=(1, 4, 4), range=(0.0, 255.0))
     images = np.stack([np.full((4, 4), level, np.uint8) for level in (1, 2, 3, 4)])
-    columns = {"labels": [0, 1, 0, 1], "patients": ["a", "b", "c", "d"], "splits": ["train", "test", "val", ""]}
+    columns = {
+        "labels": [0, 1, 0, 1],
+        "patients": ["a", "b", "c", "d"],
+        "splits": ["train", "test", "val", ""],
+    }
     path = tmp_path / "a.npz"
     request = {"unit": "patient", "num_classes": 2, "salt": b"s"}
     for name, save in {"in place": np.savez, "packed": np.savez_compressed}.items():
@@ -77,7 +91,11 @@ def test_arrays_with_a_column_of_parts_give_the_rows_that_are_used(tmp_path: Pat
                 assert cohort.num_units == 3
     counts = count_units(source_at(path, tmp_path / "scans"), patients=True)
     assert counts == UnitCounts(3, 3, Counter(test=1))
-    assert look_at(source_at(path, tmp_path / "scans")).remarks[-1].startswith("Not used: 1 of part test.")
+    assert (
+        look_at(source_at(path, tmp_path / "scans"))
+        .remarks[-1]
+        .startswith("Not used: 1 of part test.")
+    )
 
 
 def test_arrays_of_other_parts_alone_are_refused(tmp_path: Path) -> None:
@@ -95,4 +113,7 @@ def test_card_of_medmnist_counts_train_and_validation(tmp_path: Path) -> None:
     }
     labels = {f"{part}_labels": np.zeros((num, 1), np.uint8) for part, num in rows.items()}
     np.savez(tmp_path / "mnist.npz", **arrays, **labels)
-    assert count_units(source_at(tmp_path / "mnist.npz", tmp_path / "scans"), patients=False).images == 8
+    assert (
+        count_units(source_at(tmp_path / "mnist.npz", tmp_path / "scans"), patients=False).images
+        == 8
+    )

@@ -31,21 +31,29 @@ def made(folder: Path) -> Path:
     data = folder / "data"
     data.mkdir()
     for number in range(3):
-        Image.fromarray(waves((40, 40 + number), high=255, dtype=np.uint8)).save(data / f"{number}.png")
+        Image.fromarray(waves((40, 40 + number), high=255, dtype=np.uint8)).save(
+            data / f"{number}.png"
+        )
     Image.fromarray(waves((40, 40), high=255, dtype=np.uint8)).save(data / "copy.png")
     Image.fromarray(np.full((40, 40, 3), (200, 20, 20), np.uint8)).save(data / "red.png")
-    Image.fromarray(waves((40, 44), high=255, dtype=np.uint8)).convert("RGBA").save(data / "alpha.png")
+    Image.fromarray(waves((40, 44), high=255, dtype=np.uint8)).convert("RGBA").save(
+        data / "alpha.png"
+    )
     write(tags_of(waves(), Modality="US"), data / "flagged.dcm")
     (folder / "recipe.toml").write_text(RECIPE)
     return data
 
 
-def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(tmp_path: Path) -> None:
+def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(
+    tmp_path: Path,
+) -> None:
     data, sheet = made(tmp_path), tmp_path / "sheet.png"
     scan = ("silo", "scan", "--data", data, "--private", tmp_path / "private")
     done = command(*scan, "--preview", sheet, "--plan", tmp_path / "recipe.toml")
     assert done.code == 0, done.err
-    assert str(sheet) in done.out and "1 in quarantine" in done.out and "picture 5: values" in done.out
+    assert (
+        str(sheet) in done.out and "1 in quarantine" in done.out and "picture 5: values" in done.out
+    )
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
     pixels = np.asarray(Image.open(sheet).convert("RGB"))
     edges = (pixels == (230, 159, 0)).all(-1)  # around each picture as its file shows it
@@ -60,7 +68,9 @@ def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(
         ("5", "red.png", "0"),
     ]
     for path in (index, tmp_path / "private/preview.csv"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_bytes() == index.read_bytes()
+        assert (
+            stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_bytes() == index.read_bytes()
+        )
     quiet = command(*scan, "--json", "--preview", sheet, "--plan", tmp_path / "recipe.toml")
     assert quiet.out.count("\n") == 1 and quiet.out.startswith("{")
 
@@ -70,9 +80,17 @@ def test_no_sheet_without_a_transform_that_fits_and_a_place_for_it(tmp_path: Pat
     recipe, sheet = tmp_path / "recipe.toml", tmp_path / "sheet.png"
     assert command(*scan, "--preview", sheet).code == SetupError.exit_code
     assert command(*scan, "--plan", recipe).code == SetupError.exit_code
-    assert command(*scan, "--preview", sheet, "--plan", tmp_path / "none").code == MissingFileError.exit_code
-    assert command(*scan, "--preview", tmp_path / "x/y.png", "--plan", recipe).code == MissingFileError.exit_code
-    demo = command(*scan, "--preview", sheet, "--plan", ROOT / "examples/digits_three_silos/plan.toml")
+    assert (
+        command(*scan, "--preview", sheet, "--plan", tmp_path / "none").code
+        == MissingFileError.exit_code
+    )
+    assert (
+        command(*scan, "--preview", tmp_path / "x/y.png", "--plan", recipe).code
+        == MissingFileError.exit_code
+    )
+    demo = command(
+        *scan, "--preview", sheet, "--plan", ROOT / "examples/digits_three_silos/plan.toml"
+    )
     assert demo.code == SetupError.exit_code and "field transform" in demo.err
     recipe.write_text(RECIPE.replace("[1, 16", "[3, 16"))
     unfit = command(*scan, "--preview", sheet, "--plan", recipe)
@@ -85,7 +103,11 @@ def test_no_sheet_without_a_transform_that_fits_and_a_place_for_it(tmp_path: Pat
 def test_the_same_pictures_are_chosen_whatever_their_order_and_bad_ones_never() -> None:
     found = [
         ScannedImage(
-            f"{number}.png", None, 0, PictureRecord(shape=(1, 2, 2), pixels=f"{(7919 * number) % 1009:032x}"), reason
+            f"{number}.png",
+            None,
+            0,
+            PictureRecord(shape=(1, 2, 2), pixels=f"{(7919 * number) % 1009:032x}"),
+            reason,
         )
         for number in range(300)
         for reason in (None, "damaged")

@@ -78,11 +78,22 @@ def reviewed(made: Case) -> Iterator[Review]:
         yield found
 
 
-def test_decisions_go_with_equal_pixels_and_whole_files_and_are_undone_one_by_one(tmp_path: Path) -> None:
+def test_decisions_go_with_equal_pixels_and_whole_files_and_are_undone_one_by_one(
+    tmp_path: Path,
+) -> None:
     made = scanned(tmp_path)
     with reviewed(made) as review:
         names = [Path(each.path).name for each in review.pictures]
-        assert names == ["00.dcm", "01.dcm", "02.dcm", "03.dcm", "copy.dcm", "clip.dcm", "clip.dcm", "clip.dcm"]
+        assert names == [
+            "00.dcm",
+            "01.dcm",
+            "02.dcm",
+            "03.dcm",
+            "copy.dcm",
+            "clip.dcm",
+            "clip.dcm",
+            "clip.dcm",
+        ]
         assert review.with_others(6) == [5, 6, 7] and review.below(made.data / "deep") == [5, 6, 7]
         assert review.flags(WAITING) == {"ultrasound": 8}
         review.decide([0], Decision.LEAVE_OUT)
@@ -102,7 +113,9 @@ def test_decisions_go_with_equal_pixels_and_whole_files_and_are_undone_one_by_on
     assert made.scan() == {"ultrasound": 7}
 
 
-def test_names_on_the_command_line_hold_in_any_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_on_the_command_line_hold_in_any_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = scanned(tmp_path)
     review = ("silo", "review", "--images", "--private", made.private)
     monkeypatch.chdir(made.data.parent)
@@ -117,7 +130,11 @@ def test_names_on_the_command_line_hold_in_any_working_folder(tmp_path: Path, mo
 def test_command_lists_what_waits_and_decides_by_names(tmp_path: Path) -> None:
     made = scanned(tmp_path)
     done = command("silo", "review", "--images", *made.options, "--list")
-    assert done.code == 0 and str(made.data / "copy.dcm") in done.out and "8 images wait, 0 are cleared" in done.out
+    assert (
+        done.code == 0
+        and str(made.data / "copy.dcm") in done.out
+        and "8 images wait, 0 are cleared" in done.out
+    )
     done = command(
         *("silo", "review", "--images", *made.options, "--clear", made.data / "deep"),
         *("--leave-out", made.data / "copy.dcm"),
@@ -130,8 +147,14 @@ def test_command_lists_what_waits_and_decides_by_names(tmp_path: Path) -> None:
     assert "3 images wait, 0 are cleared, 5 left out" in again.out
     for words in (["--images"], ["--list"], []):
         assert command("silo", "review", *words).code == SetupError.exit_code
-    other = command("silo", "review", "--images", "--data", tmp_path, "--private", tmp_path / "none")
-    assert other.code == MissingFileError.exit_code and "silo scan" in other.err and not (tmp_path / "none").exists()
+    other = command(
+        "silo", "review", "--images", "--data", tmp_path, "--private", tmp_path / "none"
+    )
+    assert (
+        other.code == MissingFileError.exit_code
+        and "silo scan" in other.err
+        and not (tmp_path / "none").exists()
+    )
 
 
 PLAN = """
@@ -148,7 +171,9 @@ def with_sheet(folder: Path) -> Case:
     made = Case(folder / "data", folder / "private")
     (made.data / "deep").mkdir(parents=True)
     for number in range(3):
-        Image.fromarray(waves((40, 40 + number), high=255, dtype=np.uint8)).save(made.data / f"{number}.png")
+        Image.fromarray(waves((40, 40 + number), high=255, dtype=np.uint8)).save(
+            made.data / f"{number}.png"
+        )
     Image.fromarray(waves((40, 50), high=255, dtype=np.uint8)).save(made.data / "deep/3.png")
     Image.fromarray(waves((40, 41), high=255, dtype=np.uint8)).save(made.data / "deep/copy.png")
     write(tags_of(waves((48, 40)), Modality="US"), made.data / "us.dcm")
@@ -175,7 +200,11 @@ def test_accepted_images_are_left_out_by_number_or_name_and_taken_back(tmp_path:
     assert made.scan() == {"ultrasound": 1, "left out by a person": 3}
     with reviewed(made) as pictures:
         left_out = pictures.listed(Decision.LEAVE_OUT)
-        assert [Path(pictures.pictures[number].path).name for number in left_out] == ["1.png", "3.png", "copy.png"]
+        assert [Path(pictures.pictures[number].path).name for number in left_out] == [
+            "1.png",
+            "3.png",
+            "copy.png",
+        ]
         pictures.decide(left_out[:1], None)
         assert pictures.counts == {WAITING: 1, "clear": 0, "leave out": 1}
         pictures.decide(left_out[1:2], Decision.CLEAR)  # without a flag: it is accepted again
@@ -208,18 +237,25 @@ def test_a_wrong_name_or_number_decides_nothing_and_says_what_to_do(tmp_path: Pa
     assert done.code == MissingFileError.exit_code and "silo scan --preview" in done.err
 
 
-def test_the_page_leaves_out_pictures_of_the_last_sheet_and_accepts_them_again(tmp_path: Path, browser: Chrome) -> None:
+def test_the_page_leaves_out_pictures_of_the_last_sheet_and_accepts_them_again(
+    tmp_path: Path, browser: Chrome
+) -> None:
     made = with_sheet(tmp_path)
     with served(made) as page:
         browser.get(page.url)
         until_left(browser, 1, 1)
         show = Select(browser.find_element(By.ID, "show"))
         show.select_by_value("accepted")
-        wait_until(lambda: shown(browser) == ["0.png", "1.png", "2.png", "3.png"], "the pictures of the sheet")
+        wait_until(
+            lambda: shown(browser) == ["0.png", "1.png", "2.png", "3.png"],
+            "the pictures of the sheet",
+        )
         option = browser.find_element(By.ID, "show-accepted").text
         assert option == "accepted, of the last preview sheet (4)"
         visible = [
-            button.text for button in browser.find_elements(By.CSS_SELECTOR, ".tile .tools button") if button.text
+            button.text
+            for button in browser.find_elements(By.CSS_SELECTOR, ".tile .tools button")
+            if button.text
         ]
         assert set(visible) == {"Leave out"}
         browser.find_element(By.CSS_SELECTOR, ".tile .bad").click()
@@ -227,7 +263,9 @@ def test_the_page_leaves_out_pictures_of_the_last_sheet_and_accepts_them_again(t
         show.select_by_value("leave out")
         wait_until(lambda: shown(browser) == ["0.png"], "what is left out")
         visible = [
-            button.text for button in browser.find_elements(By.CSS_SELECTOR, ".tile .tools button") if button.text
+            button.text
+            for button in browser.find_elements(By.CSS_SELECTOR, ".tile .tools button")
+            if button.text
         ]
         assert visible == ["Accept again"]
         browser.find_element(By.ID, "undo").click()
@@ -245,7 +283,9 @@ class Page:
     process: "subprocess.Popen[str]"
     url: str
 
-    def ask(self, method: str, path: str, body: str = "", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    def ask(
+        self, method: str, path: str, body: str = "", **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=LIMIT_S)
         try:
@@ -256,7 +296,11 @@ class Page:
                 connection.putheader("Content-Length", str(len(body)))
             connection.endheaders(body.encode())
             answer = connection.getresponse()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+            return (
+                answer.status,
+                {name.lower(): value for name, value in answer.getheaders()},
+                answer.read(),
+            )
         finally:
             connection.close()
 
@@ -272,7 +316,9 @@ class Page:
 @contextmanager
 def served(made: Case) -> Iterator[Page]:
     words = [str(word) for word in (program("silo"), "review", "--images", *made.options)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             line = process.stdout.readline()
             if "http://127.0.0.1:" not in line:
@@ -290,12 +336,24 @@ def one_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def test_nobody_without_the_secret_address_sees_or_changes_anything(one_page: Page) -> None:
-    for path in ("/", "/state", "/x/state", f"{one_page.path[:-3]}/state", f"{one_page.path}../etc/passwd"):
+    for path in (
+        "/",
+        "/state",
+        "/x/state",
+        f"{one_page.path[:-3]}/state",
+        f"{one_page.path}../etc/passwd",
+    ):
         status, _, answer = one_page.ask("GET", path)
         assert status == 404 and b"dcm" not in answer, path
     state = f"{one_page.path}state"
     assert b"clip.dcm" in one_page.ask("GET", state)[2]
-    for host in ("evil.example", "127.0.0.1.evil.example", "192.0.2.1", "localhost.evil.example", ""):
+    for host in (
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "192.0.2.1",
+        "localhost.evil.example",
+        "",
+    ):
         status, _, answer = one_page.ask("GET", state, Host=host)
         assert status in (400, 421) and b"dcm" not in answer, host
     decision, kind = json.dumps({"numbers": [0], "decision": "clear"}), "application/json"
@@ -305,7 +363,9 @@ def test_nobody_without_the_secret_address_sees_or_changes_anything(one_page: Pa
         {"Content_Type": kind, "Origin": "null"},
         {"Content_Type": "text/plain", "Origin": one_page.origin},
     ):
-        assert one_page.ask("POST", f"{one_page.path}decide", decision, **headers)[0] == 403, headers
+        assert one_page.ask("POST", f"{one_page.path}decide", decision, **headers)[0] == 403, (
+            headers
+        )
     assert one_page.ask("GET", f"{one_page.path}decide")[0] == 405
     for body in (
         "{}",
@@ -320,11 +380,17 @@ def test_nobody_without_the_secret_address_sees_or_changes_anything(one_page: Pa
 
 
 def test_every_answer_keeps_other_pages_and_caches_out(one_page: Page) -> None:
-    wait_until(lambda: one_page.ask("GET", f"{one_page.path}picture/0")[0] == 200, "a drawn picture")
+    wait_until(
+        lambda: one_page.ask("GET", f"{one_page.path}picture/0")[0] == 200, "a drawn picture"
+    )
     for path in ("", "state", "picture/0", "review.js", "ask.js", "live.css", "nothing"):
         _, headers, _ = one_page.ask("GET", one_page.path + path)
-        assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'"), path
-        assert headers["cache-control"] == "no-store" and headers["referrer-policy"] == "no-referrer"
+        assert headers["content-security-policy"].startswith(
+            "default-src 'none'; script-src 'self'"
+        ), path
+        assert (
+            headers["cache-control"] == "no-store" and headers["referrer-policy"] == "no-referrer"
+        )
         assert headers["x-frame-options"] == "DENY" and "access-control-allow-origin" not in headers
     _, _, png = one_page.ask("GET", f"{one_page.path}picture/0")
     assert np.asarray(Image.open(BytesIO(png))).shape == (48, 40)
@@ -332,7 +398,11 @@ def test_every_answer_keeps_other_pages_and_caches_out(one_page: Page) -> None:
 
 def shown(page: Chrome) -> list[str]:
     """The names on the page, read at once: it may redraw itself at any time."""
-    return list(page.execute_script("return [...document.querySelectorAll('.tile .name')].map(e => e.textContent)"))
+    return list(
+        page.execute_script(
+            "return [...document.querySelectorAll('.tile .name')].map(e => e.textContent)"
+        )
+    )
 
 
 def until_left(page: Chrome, num: int, total: int) -> None:
@@ -342,7 +412,9 @@ def until_left(page: Chrome, num: int, total: int) -> None:
     )
 
 
-def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(tmp_path: Path, browser: Chrome) -> None:
+def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(
+    tmp_path: Path, browser: Chrome
+) -> None:
     made = scanned(tmp_path, num=SHOWN + 4)
     (made.data / "00.dcm").rename(made.data / f"{HOSTILE.replace('/', '')}.dcm")
     made.scan()
@@ -350,8 +422,13 @@ def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(tmp_path: Path,
     with served(made) as page:
         browser.get(page.url)
         until_left(browser, total, total)
-        wait_until(lambda: len(browser.find_elements(By.CSS_SELECTOR, ".tile img[src]")) == SHOWN, "pictures")
-        drawn_all = "return [...document.querySelectorAll('.tile img')].every(i => i.naturalWidth >= 40)"
+        wait_until(
+            lambda: len(browser.find_elements(By.CSS_SELECTOR, ".tile img[src]")) == SHOWN,
+            "pictures",
+        )
+        drawn_all = (
+            "return [...document.querySelectorAll('.tile img')].every(i => i.naturalWidth >= 40)"
+        )
         wait_until(lambda: browser.execute_script(drawn_all), "pictures that are drawn")
         names = shown(browser)
         assert len(names) == SHOWN and "01.dcm" in names
@@ -387,7 +464,9 @@ def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_page_and_its_decoders(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_the_page_and_its_decoders(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     made = scanned(tmp_path)
     with served(made) as page:
         page.ask("GET", f"{page.path}state")
@@ -418,10 +497,14 @@ def test_text_on_any_slice_of_a_volume_is_seen_and_planes_stand_upright(tmp_path
     values = np.zeros((1, 20, 40, 40), np.uint8)
     values[0, 17:] = 100  # the top
     values[0, 3, 5, 5] = 255  # one voxel somewhere
-    sheet = np.asarray(Image.open(BytesIO(drawn(Picture(values, spacing=(2.0, 1.0, 1.0)), window=False))))
+    sheet = np.asarray(
+        Image.open(BytesIO(drawn(Picture(values, spacing=(2.0, 1.0, 1.0)), window=False)))
+    )
     side = 40
     assert sheet.shape == (2 * side + 6, 3 * side + 12)
-    projections = [sheet[side + 6 :, start : start + side] for start in (0, side + 6, 2 * side + 12)]
+    projections = [
+        sheet[side + 6 :, start : start + side] for start in (0, side + 6, 2 * side + 12)
+    ]
     assert sheet[: side + 1].max() == 100 and all(each.max() > 150 for each in projections)
     coronal = sheet[:side, side + 6 : 2 * side + 6]
     assert coronal[2].min() == 100 and coronal[-3].max() == 0

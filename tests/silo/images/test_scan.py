@@ -32,12 +32,16 @@ LIMITS = Limits(memory_bytes=2 << 30)
 
 def image(path: Path, seed: int = 0) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (40, 40), dtype=np.uint8)).save(path)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (40, 40), dtype=np.uint8)).save(
+        path
+    )
     return path
 
 
 def quarantined(private: Path) -> dict[str, str]:
-    with (private / scan_module.QUARANTINE).open(encoding="utf-8", errors="surrogateescape", newline="") as handle:
+    with (private / scan_module.QUARANTINE).open(
+        encoding="utf-8", errors="surrogateescape", newline=""
+    ) as handle:
         return {row["path"]: row["reason"] for row in csv.DictReader(handle)}
 
 
@@ -72,18 +76,27 @@ def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
         f"{data}/notes.txt": "not an image",
         f"{data}/MRN0017.dcm": "ultrasound",
     }
-    assert b"MRN0017" not in (tmp_path / "private/memory.sqlite").read_bytes().replace(b"MRN0017.dcm", b"")
+    assert b"MRN0017" not in (tmp_path / "private/memory.sqlite").read_bytes().replace(
+        b"MRN0017.dcm", b""
+    )
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "private").iterdir())
 
 
 def test_command_ends_with_an_error_where_nothing_is_accepted_or_named(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/notes.txt").write_text("no image")
-    done = command("silo", "scan", "--data", tmp_path / "data", "--json", "--private", tmp_path / "private")
-    assert done.code == DataError.exit_code and json.loads(done.out)["reasons"] == {"not an image": 1}
+    done = command(
+        "silo", "scan", "--data", tmp_path / "data", "--json", "--private", tmp_path / "private"
+    )
+    assert done.code == DataError.exit_code and json.loads(done.out)["reasons"] == {
+        "not an image": 1
+    }
     assert command("silo", "scan").code == SetupError.exit_code
     assert command("silo", "scan", "--data", tmp_path / "absent").code == 4
-    assert command("silo", "scan", "--data", tmp_path / "data", "--column", "size=x").code == SetupError.exit_code
+    assert (
+        command("silo", "scan", "--data", tmp_path / "data", "--column", "size=x").code
+        == SetupError.exit_code
+    )
 
 
 def test_second_scan_decodes_only_what_changed(tmp_path: Path) -> None:
@@ -102,7 +115,9 @@ def test_second_scan_decodes_only_what_changed(tmp_path: Path) -> None:
     image(data / "new.png", 10)
     third = scan_at(data, private, LIMITS)
     assert (third.accepted, third.num_read, third.num_decoded) == (4, 3, 2)
-    assert scan_at(data, private, Limits(memory_bytes=2 << 30, seconds=30.0)).num_decoded == 5  # by other limits
+    assert (
+        scan_at(data, private, Limits(memory_bytes=2 << 30, seconds=30.0)).num_decoded == 5
+    )  # by other limits
 
 
 def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
@@ -117,12 +132,21 @@ def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
     rows += ["images/3.png;cat;Ab 1;val", "images/absent.png;cat;x;val", "images/0.png;dog;x;val"]
     (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
     found = scan_at(tmp_path / "table.csv", tmp_path / "private", LIMITS)
-    assert found.as_json()["labels"] == {"cat": 3, "dog": 1} and found.parts == {"train": 2, "validation": 2}
+    assert found.as_json()["labels"] == {"cat": 3, "dog": 1} and found.parts == {
+        "train": 2,
+        "validation": 2,
+    }
     assert (found.patients, found.look_alike_patients, found.unknown_patients) == (3, 2, 1)
     assert found.reasons == {"no such file": 1, "named twice in the table": 1}
-    table = {"path": ["images/0.png", "images/1.png"], "finding": ["x", "y"], "patient": [12.0, 12.0]}
+    table = {
+        "path": ["images/0.png", "images/1.png"],
+        "finding": ["x", "y"],
+        "patient": [12.0, 12.0],
+    }
     pq.write_table(pa.table(table), tmp_path / "table.parquet")
-    found = scan_at(tmp_path / "table.parquet", tmp_path / "private", LIMITS, columns={"label": "finding"})
+    found = scan_at(
+        tmp_path / "table.parquet", tmp_path / "private", LIMITS, columns={"label": "finding"}
+    )
     assert found.labels == {"x": 1, "y": 1} and found.patients == 1
     for text in ("a,b\n1,2\n", "path\n\xff\n", 'path\n"x\n', "path,label\nx\n"):
         (tmp_path / "bad.csv").write_bytes(text.encode("latin-1"))
@@ -147,7 +171,9 @@ def test_folders_of_any_depth_and_odd_names_are_gone_through(tmp_path: Path) -> 
 
 @pytest.mark.measured
 def test_finding_files_takes_time_in_proportion_to_their_number(tmp_path: Path) -> None:
-    for number in range(4000):  # of one folder: looking through all names for each takes minutes where there are 60,000
+    for number in range(
+        4000
+    ):  # of one folder: looking through all names for each takes minutes where there are 60,000
         (tmp_path / f"{number}.png").touch()
     began = time.process_time()
     assert sum(1 for _ in find_data(tmp_path, {}).files()) == 4000
@@ -159,7 +185,9 @@ def test_idx_is_read_with_the_labels_beside_it(tmp_path: Path) -> None:
     (tmp_path / "idx").mkdir()
     for name, array in (("train-images-idx3-ubyte", values), ("train-labels-idx1-ubyte", labels)):
         sides = b"".join(side.to_bytes(4, "big") for side in array.shape)
-        (tmp_path / "idx" / name).write_bytes(b"\0\0\x08" + bytes([array.ndim]) + sides + array.tobytes())
+        (tmp_path / "idx" / name).write_bytes(
+            b"\0\0\x08" + bytes([array.ndim]) + sides + array.tobytes()
+        )
     found = scan_at(tmp_path / "idx", tmp_path / "private", Limits())
     assert found.as_json()["labels"] == {"2": 2, "0": 1} and not found.quarantined
 
@@ -197,7 +225,9 @@ worker.main()
 """
 
 
-def run_killer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], limits: Limits) -> dict:
+def run_killer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], limits: Limits
+) -> dict:
     jobs = []
     for number, name in enumerate(names):
         path = str(image(tmp_path / f"{name}.png", number).rename(tmp_path / name))
@@ -214,7 +244,9 @@ def run_killer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
             assert each.picture is not None
             assert (each.picture.values[0] == np.asarray(Image.open(each.job.path))).all()
     assert [each.job for each in results if isinstance(each, DecodedFile)] == jobs
-    return {Path(each.job.path).name: each.reason for each in results if isinstance(each, DecodedFile)}
+    return {
+        Path(each.job.path).name: each.reason for each in results if isinstance(each, DecodedFile)
+    }
 
 
 def test_file_that_kills_its_decoder_is_named_and_the_others_are_read(
@@ -239,14 +271,25 @@ def test_decoder_that_waits_for_a_busy_machine_is_waited_for_but_not_for_ever(
 
 
 @pytest.mark.slow
-def test_file_that_hangs_is_given_up_and_the_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = run_killer(tmp_path, monkeypatch, ["a", "hang", "b"], Limits(seconds=20, memory_bytes=2 << 30))
+def test_file_that_hangs_is_given_up_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = run_killer(
+        tmp_path, monkeypatch, ["a", "hang", "b"], Limits(seconds=20, memory_bytes=2 << 30)
+    )
     assert ends == {"a": None, "hang": "too much time", "b": None}
 
 
 def test_pseudonyms_hide_identifiers_and_tell_spellings() -> None:
     exact, loose = pseudonyms("0042 a", KEY)
-    for same in (" 0042 a\n", "0042A", "0042-a", "(0042)_A", "0042\u00a0A", "\uff10\uff10\uff14\uff12a"):
+    for same in (
+        " 0042 a\n",
+        "0042A",
+        "0042-a",
+        "(0042)_A",
+        "0042\u00a0A",
+        "\uff10\uff10\uff14\uff12a",
+    ):
         assert pseudonyms(same, KEY) == (exact, loose)
     for other in ("42A", "42 a", "\uff14\uff12a"):
         found = pseudonyms(other, KEY)
@@ -260,27 +303,48 @@ def test_pseudonyms_hide_identifiers_and_tell_spellings() -> None:
 def test_near_duplicates_are_found_after_compression_and_not_among_others() -> None:
     rng = np.random.default_rng(0)
     pictures = [
-        Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).resize((90, 80), Image.Resampling.BICUBIC)
+        Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).resize(
+            (90, 80), Image.Resampling.BICUBIC
+        )
         for _ in range(200)
     ]
-    changed = [picture.resize((120, 100)).point(lambda value: value * 0.8 + 20) for picture in pictures[:20]]
+    changed = [
+        picture.resize((120, 100)).point(lambda value: value * 0.8 + 20)
+        for picture in pictures[:20]
+    ]
     hashes = [difference_hash(np.asarray(picture)[None]) for picture in (*pictures, *changed)]
     codes = [int(each, 16) for each in hashes]
-    close = {max(i, j) for i in range(220) for j in range(i) if (codes[i] ^ codes[j]).bit_count() <= 15}
+    close = {
+        max(i, j) for i in range(220) for j in range(i) if (codes[i] ^ codes[j]).bit_count() <= 15
+    }
     assert near_duplicates(hashes[:200]) == 0 and near_duplicates(hashes) == len(close) >= 18
     assert difference_hash(np.zeros((1, 64, 64), np.uint8)) is None
 
 
-def test_report_names_tables_and_patients_that_are_missing_and_the_command_to_review(tmp_path: Path) -> None:
+def test_report_names_tables_and_patients_that_are_missing_and_the_command_to_review(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "export data"
     image(data / "2024/0.png")
     (data / "2024/metadata.csv").write_text("file,patient\n0.png,p0\n")
     (data / "list.xlsx").write_bytes(b"PK")
     done = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
-    assert done.code == 0 and done.out.startswith("1 image accepted, 0 in quarantine. 1 file was decoded now.")
+    assert done.code == 0 and done.out.startswith(
+        "1 image accepted, 0 in quarantine. 1 file was decoded now."
+    )
     assert "Tables and spreadsheets among the skipped files: 2; they were not used." in done.out
     assert "No image has a patient." in done.out and "silo review" not in done.out
-    done = command("silo", "review", "--images", "--data", data, "--private", tmp_path / "scans", "--leave-out", data)
+    done = command(
+        "silo",
+        "review",
+        "--images",
+        "--data",
+        data,
+        "--private",
+        tmp_path / "scans",
+        "--leave-out",
+        data,
+    )
     assert "1 left out" in done.out
     image(data / "1.png", seed=1)
     done = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")

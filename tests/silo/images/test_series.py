@@ -20,11 +20,16 @@ from tests.support.dicom_files import tags_of, waves, write
 LIMITS = Limits(memory_bytes=2 << 30)
 
 
-def stack(num: int, step_mm: float | None = 5.0, head: bool | None = True, side_mm: float | None = 240.0) -> Stacks:
+def stack(
+    num: int, step_mm: float | None = 5.0, head: bool | None = True, side_mm: float | None = 240.0
+) -> Stacks:
     """The slices of one scan, each 64 x 64."""
     found = Stacks()
     for number in range(num):
-        place, sides = (None if step_mm is None else step_mm * number), (side_mm and (side_mm, side_mm))
+        place, sides = (
+            (None if step_mm is None else step_mm * number),
+            (side_mm and (side_mm, side_mm)),
+        )
         part = SliceRecord(series="a1", place_mm=place, sides_mm=sides or None, head=head)
         found.add(PictureRecord(shape=(1, 64, 64), pixels=f"{number:032x}", slice=part))
     return found
@@ -44,7 +49,9 @@ def stack(num: int, step_mm: float | None = 5.0, head: bool | None = True, side_
         (stack(24, 1.0, True, 60.0), True),  # a name says more than a size
     ],
 )
-def test_a_scan_shows_a_face_where_it_has_slices_enough_and_names_or_fits_a_head(slices: Stacks, face: bool) -> None:
+def test_a_scan_shows_a_face_where_it_has_slices_enough_and_names_or_fits_a_head(
+    slices: Stacks, face: bool
+) -> None:
     assert slices.judged() == {"a1": face}
 
 
@@ -60,16 +67,31 @@ def test_words_for_heads_are_found_and_others_are_not_taken_for_them() -> None:
         "C-SPINE",
     )
     assert all(map(names_head, heads))
-    assert not any(map(names_head, ("HEART", "SURFACE", "CLEAR", "CHEST", "femoral head", "YEAR", "")))
+    assert not any(
+        map(names_head, ("HEART", "SURFACE", "CLEAR", "CHEST", "femoral head", "YEAR", ""))
+    )
 
 
 def place(path: Path, number: int, series: str, **tags: Any) -> None:
     name = path / f"{series}{number:02d}.dcm"
-    position = {"ImagePositionPatient": [0, 0, 5.0 * number], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}
-    write(tags_of(waves((40 + int(series), 40 + number)), SeriesInstanceUID=f"1.2.{series}", **position, **tags), name)
+    position = {
+        "ImagePositionPatient": [0, 0, 5.0 * number],
+        "ImageOrientationPatient": [1, 0, 0, 0, 1, 0],
+    }
+    write(
+        tags_of(
+            waves((40 + int(series), 40 + number)),
+            SeriesInstanceUID=f"1.2.{series}",
+            **position,
+            **tags,
+        ),
+        name,
+    )
 
 
-def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forgets_no_decision(tmp_path: Path) -> None:
+def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forgets_no_decision(
+    tmp_path: Path,
+) -> None:
     data, private = tmp_path / "data", tmp_path / "private"
     data.mkdir()
     for number in range(24):
@@ -84,19 +106,29 @@ def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forget
     for number in range(20, 24):  # the rest of the third scan arrives
         place(data, number, "3", BodyPartExamined="BRAIN")
     with Decisions.opened(private) as decisions:
-        decisions.record([each.record for each in found if each.reason and each.record], Decision.CLEAR)
+        decisions.record(
+            [each.record for each in found if each.reason and each.record], Decision.CLEAR
+        )
     second = scan_at(data, private, LIMITS)
-    assert second.reasons == {Flag.FACE.value: 24} and second.accepted == 48 and second.num_decoded == 4
+    assert (
+        second.reasons == {Flag.FACE.value: 24}
+        and second.accepted == 48
+        and second.num_decoded == 4
+    )
     with Decisions.opened(private) as decisions:
         chest = next(each.record for each in found if each.path.endswith("200.dcm"))
         unknown = chest.model_copy(update={"slice": SliceRecord(series="ff")})
         assert decisions.verdict(chest) is None and decisions.verdict(unknown) == Flag.FACE.value
 
 
-def test_a_slice_says_which_scan_it_belongs_to_only_where_it_may_be_of_a_head(tmp_path: Path) -> None:
+def test_a_slice_says_which_scan_it_belongs_to_only_where_it_may_be_of_a_head(
+    tmp_path: Path,
+) -> None:
     def slice_of(**tags: Any) -> Any:
         (found,) = decode(
-            FileContent.of(write(tags_of(waves(), SeriesInstanceUID="1.2.3", **tags), tmp_path / "a.dcm"))
+            FileContent.of(
+                write(tags_of(waves(), SeriesInstanceUID="1.2.3", **tags), tmp_path / "a.dcm")
+            )
         )
         assert isinstance(found, DecodedPicture)
         return found.slice
@@ -105,9 +137,13 @@ def test_a_slice_says_which_scan_it_belongs_to_only_where_it_may_be_of_a_head(tm
     assert slice_of(BodyPartExamined="HEAD").head is True and slice_of(**lies).head is None
     assert slice_of(BodyPartExamined="HEAD", Modality="DX") is None and slice_of() is None
     assert slice_of(BodyPartExamined="CHEST", **lies) is None
-    assert slice_of(BodyPartExamined="CHEST", StudyDescription="CT head and chest").series == "1.2.3"
+    assert (
+        slice_of(BodyPartExamined="CHEST", StudyDescription="CT head and chest").series == "1.2.3"
+    )
     assert slice_of(BodyPartExamined="HEAD", **lies).place_mm == 3
-    cut = slice_of(BodyPartExamined="HEAD", ImagePositionPatient=[1, 2], ImageOrientationPatient=[1])
+    cut = slice_of(
+        BodyPartExamined="HEAD", ImagePositionPatient=[1, 2], ImageOrientationPatient=[1]
+    )
     assert cut.place_mm is None
     far = {"ImagePositionPatient": [0, 0, "1e300"], "PixelSpacing": ["1e300", "1e300"]}
     wild = slice_of(BodyPartExamined="HEAD", **{**lies, **far})

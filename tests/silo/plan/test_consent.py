@@ -33,10 +33,17 @@ def plan(**changes: Any) -> Plan:
     ],
 )
 def test_plan_begins_without_a_person_only_where_the_policy_says_so(
-    accepts: Any, brings: bool, begins: bool, planned_once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accepts: Any,
+    brings: bool,
+    begins: bool,
+    planned_once,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     site = planned_once[0].copy(tmp_path / "copy").sites[SILO]
-    monkeypatch.setattr("silo.plan.consent.networks_of", lambda plan: iter(["an autoencoder"] * brings))
+    monkeypatch.setattr(
+        "silo.plan.consent.networks_of", lambda plan: iter(["an autoencoder"] * brings)
+    )
     policy = Policy(plans=PlansPolicy(accept=accepts))
     assert may_begin(site, policy, plan(), DIGEST) == begins
     assert (read_waiting(site) is None) == begins
@@ -51,10 +58,14 @@ def test_plan_begins_without_a_person_only_where_the_policy_says_so(
 def test_networks_of_a_plan_are_those_that_see_private_images() -> None:
     assert list(networks_of(plan())) == []
     encoder = TimmEncoder(dim=64, model="test_vit", image_size=(160, 160), mean=(0.5,), std=(0.5,))
-    assert list(networks_of(plan().model_copy(update={"encoder": encoder}))) == ["the encoder test_vit"]
+    assert list(networks_of(plan().model_copy(update={"encoder": encoder}))) == [
+        "the encoder test_vit"
+    ]
 
 
-def test_worker_waits_for_a_person_in_the_state_that_it_was_in(planned_once, tmp_path: Path) -> None:
+def test_worker_waits_for_a_person_in_the_state_that_it_was_in(
+    planned_once, tmp_path: Path
+) -> None:
     tiny: TinyFederation = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"plans": {"accept": "person"}})

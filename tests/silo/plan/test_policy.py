@@ -81,13 +81,25 @@ def test_plan_whose_audit_would_let_more_pass_than_this_site_does_is_refused() -
         with case(name):
             asked = plan(audit=usual.model_dump(mode="json") | {name: loose})
             ((allowed, got),) = rules_broken_by(asked).values()
-            assert f"{getattr(usual, name):g} (audit.{name} in policy.toml)" in allowed and got == f"{loose:g}"
+            assert (
+                f"{getattr(usual, name):g} (audit.{name} in policy.toml)" in allowed
+                and got == f"{loose:g}"
+            )
             with pytest.raises(PolicyError, match=f"plan {asked.plan_id}: .*leak audit"):
                 check_plan(asked, ALLOWED, silo_id="north", now=now_utc())
-            assert not rules_broken_by(asked, ordinary(Policy.model_validate({"audit": {name: loose}})))
-    strict = {"required": True, "min_holdout_units": 301, "max_mia_auc": 0.5, "max_near_copy_rate": 0.0}
+            assert not rules_broken_by(
+                asked, ordinary(Policy.model_validate({"audit": {name: loose}}))
+            )
+    strict = {
+        "required": True,
+        "min_holdout_units": 301,
+        "max_mia_auc": 0.5,
+        "max_near_copy_rate": 0.0,
+    }
     assert not rules_broken_by(plan(audit=strict))
-    assert not rules_broken_by(plan(audit={"required": True})), "a plan that states nothing has the policy's defaults"
+    assert not rules_broken_by(plan(audit={"required": True})), (
+        "a plan that states nothing has the policy's defaults"
+    )
 
 
 def test_every_example_asks_for_an_audit_that_the_default_policy_takes() -> None:
@@ -129,7 +141,9 @@ def test_policy_that_protects_patients_refuses_a_plan_that_protects_images() -> 
     by_patient = ordinary(Policy.model_validate({"privacy": {"unit": "patient"}}))
     assert "say nothing about a patient" in rules_broken_by(plan(), by_patient)["privacy unit"][1]
     assert not rules_broken_by(asking(unit="patient"), by_patient)
-    assert not rules_broken_by(asking(unit="patient"))  # what protects patients protects their images
+    assert not rules_broken_by(
+        asking(unit="patient")
+    )  # what protects patients protects their images
 
 
 def test_plan_whose_releases_cost_more_than_it_states_is_refused_with_both_figures() -> None:
@@ -159,7 +173,9 @@ def test_policy_bounds_the_experts_of_a_silo_and_their_steps_together(
     asked = plan(partition=partition)
     enough = {"max_experts": most, "max_steps": 1500 * num}
     assert not rules_broken_by(asked, ordinary(Policy.model_validate({"training": enough})))
-    fewer_steps = ordinary(Policy.model_validate({"training": enough | {"max_steps": 1500 * num - 1}}))
+    fewer_steps = ordinary(
+        Policy.model_validate({"training": enough | {"max_steps": 1500 * num - 1}})
+    )
     assert set(rules_broken_by(asked, fewer_steps)) == {"training steps of all its experts"}
     if most > 1:
         fewer = ordinary(Policy.model_validate({"training": enough | {"max_experts": most - 1}}))
@@ -174,7 +190,9 @@ def test_class_counts_larger_than_the_plans_own_limit_are_refused() -> None:
     document["limits"]["statistic_bytes"] = 8 * 32 * 4096
     assert not rules_broken_by(Plan.parse(to_bytes(document), subject="plan.json"))
     document["limits"]["statistic_bytes"] -= 1
-    assert set(rules_broken_by(Plan.parse(to_bytes(document), subject="plan.json"))) == {"bytes of the class counts"}
+    assert set(rules_broken_by(Plan.parse(to_bytes(document), subject="plan.json"))) == {
+        "bytes of the class counts"
+    }
 
 
 def leaves(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:

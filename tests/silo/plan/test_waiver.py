@@ -31,12 +31,18 @@ WHO = Responsible(role="head of data", reason="the committee decided")
 
 
 def waiver(**changes: Any) -> Waiver:
-    terms: dict[str, Any] = {"plan_digest": PLAN, "verdict": "inconclusive", "expires_at": NOW + timedelta(days=1)}
+    terms: dict[str, Any] = {
+        "plan_digest": PLAN,
+        "verdict": "inconclusive",
+        "expires_at": NOW + timedelta(days=1),
+    }
     return Waiver(role="head of data", reason="made up", **(terms | changes))
 
 
 def report(verdict: Any = "inconclusive") -> AuditReport:
-    return AuditReport(plan_id="digits-0000abcd", verdict=verdict, num_holdout_units=0, reason="too few")
+    return AuditReport(
+        plan_id="digits-0000abcd", verdict=verdict, num_holdout_units=0, reason="too few"
+    )
 
 
 def test_waiver_of_this_plan_and_time_lets_an_inconclusive_audit_pass() -> None:
@@ -52,18 +58,25 @@ def test_waiver_of_this_plan_and_time_lets_an_inconclusive_audit_pass() -> None:
         (waiver(expires_at=NOW), "expired 2026-11-01"),
     ],
 )
-def test_waiver_of_another_plan_or_an_expired_one_is_refused(given: Waiver | None, match: str) -> None:
+def test_waiver_of_another_plan_or_an_expired_one_is_refused(
+    given: Waiver | None, match: str
+) -> None:
     with pytest.raises(AuditError, match=match):
         gate(report(), AuditPolicy(waiver=given), plan_digest=PLAN, now=NOW)
 
 
 def test_no_waiver_covers_an_audit_that_failed() -> None:
-    assert gate(report("fail"), AuditPolicy(waiver=waiver()), plan_digest=PLAN, now=NOW).verdict == "fail"
+    assert (
+        gate(report("fail"), AuditPolicy(waiver=waiver()), plan_digest=PLAN, now=NOW).verdict
+        == "fail"
+    )
     with pytest.raises(ValidationError, match="inconclusive"):
         waiver(verdict="fail")
 
 
-@pytest.mark.parametrize("changes", [{"plan_digest": None}, {"verdict": None}, {"expires_at": None}, {"role": None}])
+@pytest.mark.parametrize(
+    "changes", [{"plan_digest": None}, {"verdict": None}, {"expires_at": None}, {"role": None}]
+)
 def test_policy_with_a_waiver_of_everything_is_refused(changes: dict[str, None]) -> None:
     whole = waiver().model_dump(mode="json")
     given = {name: value for name, value in whole.items() if name not in changes}
@@ -87,7 +100,10 @@ def test_reader_refuses_a_submission_that_no_waiver_and_nobody_answers_for() -> 
         "of a failed audit": {"audit": audit | {"waiver": audit["waiver"] | {"verdict": "fail"}}},
         "no plan": {"audit": audit | {"waiver": {"role": "head", "reason": "made up"}}},
         "failed, nobody": {"audit": failed},
-        "failed, policy": {"audit": failed, "approval": {"kind": "policy", "at": at, "despite_fail": someone}},
+        "failed, policy": {
+            "audit": failed,
+            "approval": {"kind": "policy", "at": at, "despite_fail": someone},
+        },
         "failed, waived": {"audit": failed | {"waiver": audit["waiver"]}},
         "waived and failed": {"approval": {"kind": "person", "at": at, "despite_fail": someone}},
     }
@@ -95,7 +111,9 @@ def test_reader_refuses_a_submission_that_no_waiver_and_nobody_answers_for() -> 
         with case(name), pytest.raises(DocumentError):
             Submission.parse(changed(**parts), subject="submission.json")
     released = changed(audit=failed, approval={"kind": "person", "at": at, "despite_fail": someone})
-    assert Submission.parse(released, subject="submission.json").approval.despite_fail.role == "head"
+    assert (
+        Submission.parse(released, subject="submission.json").approval.despite_fail.role == "head"
+    )
 
 
 POLICIES = {
@@ -116,9 +134,14 @@ def test_waiver_replaces_the_one_in_the_policy_and_nothing_else(name: str) -> No
     assert with_waiver(text, waiver()) == text
 
 
-def test_policy_whose_waiver_cannot_be_replaced_stays_as_it_is(planned_once, tmp_path: Path) -> None:
+def test_policy_whose_waiver_cannot_be_replaced_stays_as_it_is(
+    planned_once, tmp_path: Path
+) -> None:
     site = planned_once[0].copy(tmp_path / "copy").sites[SILO]
-    path, given = site.path / "policy.toml", json.dumps(waiver().model_dump(mode="json")).replace('":', '"=')
+    path, given = (
+        site.path / "policy.toml",
+        json.dumps(waiver().model_dump(mode="json")).replace('":', '"='),
+    )
     inline = f"[audit]\nwaiver = {given}\n"
     path.write_text(inline)
     assert site.policy().audit.waiver == waiver()
@@ -136,7 +159,9 @@ def test_until_is_a_day_or_a_time_with_its_zone() -> None:
             end_of(text)
 
 
-def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(planned_once, tmp_path: Path) -> None:
+def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(
+    planned_once, tmp_path: Path
+) -> None:
     tiny = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     say = ("silo", "waive", site.path, "--role", "head of data", "--reason", "made up", "--until")
@@ -155,7 +180,9 @@ def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(planned_once
     assert "loss" not in path.read_text()
 
 
-def test_waiver_that_ends_while_the_draft_waits_must_be_given_again(planned_once, tmp_path: Path) -> None:
+def test_waiver_that_ends_while_the_draft_waits_must_be_given_again(
+    planned_once, tmp_path: Path
+) -> None:
     tiny = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"approval": {"kind": "person"}})
@@ -187,7 +214,9 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
     monkeypatch.setattr(auditing, "cannot_tell", failing)
     tiny: TinyFederation = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
-    digest = str(tiny.work(SILO, until="awaiting_approval").submission_digest)  # although the policy approves
+    digest = str(
+        tiny.work(SILO, until="awaiting_approval").submission_digest
+    )  # although the policy approves
     with pytest.raises(AssertionError, match="stands still"):
         tiny.work(SILO)
     with pytest.raises(ApprovalError, match="the leak audit failed"):
@@ -201,4 +230,6 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
     tiny.collect(SILO, plan_id)
     assert [receipt.verdict.kind for receipt in tiny.take_in()] == ["accepted"]
     (path,) = site.outbox.glob(f"*/1/{submission_path(SILO)}")
-    assert Submission.parse(path.read_bytes(), subject="submission.json").approval.despite_fail == WHO
+    assert (
+        Submission.parse(path.read_bytes(), subject="submission.json").approval.despite_fail == WHO
+    )

@@ -18,7 +18,9 @@ LEDGER = ("ledger.jsonl", "ledger.head", "draws")
 
 
 @pytest.fixture
-def assigned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, Site, str]:
+def assigned(
+    planned_once: tuple[TinyFederation, str], tmp_path: Path
+) -> tuple[TinyFederation, Site, str]:
     """A site that is about to draw, and a copy of its ledger as it is now."""
     once, plan_id = planned_once
     tiny = once.copy(tmp_path / "copy")
@@ -54,7 +56,9 @@ def draws(site: Site) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (site.private / "draws").iterdir()}
 
 
-def test_ledger_put_back_alone_is_refused_because_its_draws_have_no_debit(assigned, tmp_path: Path) -> None:
+def test_ledger_put_back_alone_is_refused_because_its_draws_have_no_debit(
+    assigned, tmp_path: Path
+) -> None:
     tiny, site, plan_id = assigned
     kept = keep(site, tmp_path / "kept", LEDGER[:2])
     tiny.work(SILO, until="released")
@@ -66,7 +70,9 @@ def test_ledger_put_back_alone_is_refused_because_its_draws_have_no_debit(assign
     assert draws(site) == before
 
 
-def test_ledger_put_back_with_its_draws_is_refused_because_of_the_statistics_that_are_there(assigned, tmp_path) -> None:
+def test_ledger_put_back_with_its_draws_is_refused_because_of_the_statistics_that_are_there(
+    assigned, tmp_path
+) -> None:
     tiny, site, _ = assigned
     kept = keep(site, tmp_path / "kept")
     tiny.work(SILO, until="released")
@@ -77,7 +83,9 @@ def test_ledger_put_back_with_its_draws_is_refused_because_of_the_statistics_tha
     assert not draws(site)
 
 
-def test_private_folder_put_back_whole_is_refused_because_of_what_was_sent(assigned, tmp_path: Path) -> None:
+def test_private_folder_put_back_whole_is_refused_because_of_what_was_sent(
+    assigned, tmp_path: Path
+) -> None:
     tiny, site, plan_id = assigned
     shutil.copytree(site.private, tmp_path / "private")
     tiny.work(SILO, until="in_outbox")
@@ -92,14 +100,18 @@ def test_private_folder_put_back_whole_is_refused_because_of_what_was_sent(assig
     assert draws(site)
 
 
-def test_ledger_put_back_is_refused_by_its_anchor_before_a_second_draw(assigned, tmp_path: Path) -> None:
+def test_ledger_put_back_is_refused_by_its_anchor_before_a_second_draw(
+    assigned, tmp_path: Path
+) -> None:
     tiny, site, plan_id = assigned
     anchor = tmp_path / "disk" / "north.anchor"
     anchor.parent.mkdir()
     set_anchor(site, anchor)
     shutil.copytree(site.private, tmp_path / "private")
     tiny.work(SILO, until="released")
-    head, stated = (json.loads(path.read_bytes()) for path in (site.private / "ledger.head", anchor))
+    head, stated = (
+        json.loads(path.read_bytes()) for path in (site.private / "ledger.head", anchor)
+    )
     assert (stated["num_entries"], stated["head_digest"]) == (3, head["head_digest"])
     shutil.rmtree(site.private)
     shutil.copytree(tmp_path / "private", site.private)
@@ -139,14 +151,20 @@ def test_anchor_that_is_gone_or_damaged_stops_the_site(assigned, tmp_path: Path)
     anchor = tmp_path / "disk" / "north.anchor"
     anchor.parent.mkdir()
     set_anchor(site, anchor)
-    for spoil in (lambda: anchor.write_bytes(b"junk"), anchor.unlink, lambda: shutil.rmtree(anchor.parent)):
+    for spoil in (
+        lambda: anchor.write_bytes(b"junk"),
+        anchor.unlink,
+        lambda: shutil.rmtree(anchor.parent),
+    ):
         spoil()
         with pytest.raises(LedgerError, match="ledger anchor"):
             tiny.work(SILO, until="released")
     assert not draws(site)
 
 
-def test_crash_before_the_anchor_is_written_costs_nothing_but_the_debit(assigned, tmp_path: Path) -> None:
+def test_crash_before_the_anchor_is_written_costs_nothing_but_the_debit(
+    assigned, tmp_path: Path
+) -> None:
     tiny, site, _ = assigned
     anchor = tmp_path / "north.anchor"
     set_anchor(site, anchor)

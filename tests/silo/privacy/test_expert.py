@@ -19,7 +19,14 @@ from silo.privacy.ledger import Ledger, make_ledger
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 
-PRIVACY = {"kind": "dp_sgd", "epsilon": 4.0, "delta": 5e-6, "units_per_step": 20, "images_per_unit": 2, "draws": 2}
+PRIVACY = {
+    "kind": "dp_sgd",
+    "epsilon": 4.0,
+    "delta": 5e-6,
+    "units_per_step": 20,
+    "images_per_unit": 2,
+    "draws": 2,
+}
 STATISTICS = {
     "unit": "patient",
     "relation": "replace_one",
@@ -47,7 +54,9 @@ def ledger_of(folder: Path, epsilon: float = 10.0) -> Ledger:
     folder.mkdir()
     if not (folder / "ledger.jsonl").exists():
         make_ledger(folder / "ledger.jsonl")
-    return Ledger(folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=1e-5), unit="patient")
+    return Ledger(
+        folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=1e-5), unit="patient"
+    )
 
 
 def paid(ledger: Ledger) -> PaidTraining:
@@ -82,7 +91,9 @@ def test_one_debit_pays_for_one_expert(tmp_path: Path) -> None:
         training.record(expert)
 
 
-def test_training_that_the_budget_does_not_hold_is_refused_before_anything_is_debited(tmp_path: Path) -> None:
+def test_training_that_the_budget_does_not_hold_is_refused_before_anything_is_debited(
+    tmp_path: Path,
+) -> None:
     """The statistics alone would fit."""
     ledger = ledger_of(tmp_path / "site", epsilon=3.0)
     with pytest.raises(BudgetError):
@@ -99,7 +110,9 @@ def test_policy_bounds_the_epsilon_of_statistics_and_expert_together() -> None:
         (8.0, 5e-6, {"delta of the plan"}),
     ):
         policy = Policy(privacy=PrivacyPolicy(max_epsilon=most, max_delta=delta))
-        found = {subject for subject, *_ in broken_rules(PLAN, policy, silo_id="north", now=now_utc())}
+        found = {
+            subject for subject, *_ in broken_rules(PLAN, policy, silo_id="north", now=now_utc())
+        }
         with case(most, delta):
             assert {subject for subject in found if "of the plan" in subject} == subjects
 
@@ -112,14 +125,19 @@ def test_plan_asks_for_no_private_training_that_would_promise_too_much() -> None
         "cannot start from": {"expert": expert | {"adaptation": own}},
         "chance alone": {"expert": expert | {"training": expert["training"] | {"order": "epochs"}}},
         "at once": {"expert": expert | {"privacy": PRIVACY | {"images_per_unit": 64}}},
-        "one expert per silo": {"expert": expert, "partition": {"kind": "random", "min_images": 20, "num_parts": 2}},
+        "one expert per silo": {
+            "expert": expert,
+            "partition": {"kind": "random", "min_images": 20, "num_parts": 2},
+        },
     }
     for reason, changes in refused.items():
         with case(reason), pytest.raises(ValueError, match=reason):
             Plan.model_validate_json(to_bytes(document | changes))
 
 
-def submitted(privacy: NoWeightPrivacy | DpSgdPrivacy, seconds: float | None = None) -> SubmittedExpert:
+def submitted(
+    privacy: NoWeightPrivacy | DpSgdPrivacy, seconds: float | None = None
+) -> SubmittedExpert:
     return SubmittedExpert(
         expert_id="north",
         num_images=None,
@@ -130,7 +148,9 @@ def submitted(privacy: NoWeightPrivacy | DpSgdPrivacy, seconds: float | None = N
     )
 
 
-def test_intake_refuses_an_expert_with_less_noise_or_another_guarantee_than_the_plan_asks(tmp_path: Path) -> None:
+def test_intake_refuses_an_expert_with_less_noise_or_another_guarantee_than_the_plan_asks(
+    tmp_path: Path,
+) -> None:
     ledger = ledger_of(tmp_path / "site")
     training = paid(ledger)
     stated = stated_privacy(PLAN, ledger, PLAN.digest, DATA, NUM_UNITS)
@@ -141,7 +161,9 @@ def test_intake_refuses_an_expert_with_less_noise_or_another_guarantee_than_the_
         "no guarantee": submitted(NoWeightPrivacy()),
         "epsilon 1": submitted(stated.model_copy(update={"epsilon": 1.0})),
         "rate": submitted(stated.model_copy(update={"rate": 0.5})),
-        "noise multiplier": submitted(stated.model_copy(update={"noise_multiplier": stated.noise_multiplier / 2})),
+        "noise multiplier": submitted(
+            stated.model_copy(update={"noise_multiplier": stated.noise_multiplier / 2})
+        ),
         "seconds": submitted(stated, seconds=3.0),
     }
     for lie, expert in lies.items():
@@ -156,8 +178,12 @@ def test_submission_states_the_noise_that_was_paid_for_on_its_own_data(tmp_path:
     """Trained on A, on B, which has more units, and on A again."""
     ledger = ledger_of(tmp_path / "site", epsilon=20.0)
     sizes = {DATA: NUM_UNITS, "e" * 64: 2 * NUM_UNITS}
-    paid_for = {data: pay_for_training(PLAN, PLAN.digest, data, num, ledger) for data, num in sizes.items()}
-    assert pay_for_training(PLAN, PLAN.digest, DATA, NUM_UNITS, ledger).debit == paid_for[DATA].debit
+    paid_for = {
+        data: pay_for_training(PLAN, PLAN.digest, data, num, ledger) for data, num in sizes.items()
+    }
+    assert (
+        pay_for_training(PLAN, PLAN.digest, DATA, NUM_UNITS, ledger).debit == paid_for[DATA].debit
+    )
     for data, num in sizes.items():
         stated = stated_privacy(PLAN, ledger, PLAN.digest, data, num)
         assert isinstance(stated, DpSgdPrivacy)

@@ -13,11 +13,17 @@ from silo.privacy.holder import note_site, open_ledger
 from tests.support.federation import POLICY, TinyFederation, cohort, recipe, write_policy
 
 FIRST, SECOND = "north", "hospital"
-COSTS = {"unit": "image", "total": {"epsilon": 6.0, "delta": 1e-5}, "counts": {"epsilon": 6.0, "num_groups": 4}}
+COSTS = {
+    "unit": "image",
+    "total": {"epsilon": 6.0, "delta": 1e-5},
+    "counts": {"epsilon": 6.0, "num_groups": 4},
+}
 
 
 @pytest.fixture(scope="module")
-def two_federations(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, TinyFederation]:
+def two_federations(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[TinyFederation, TinyFederation]:
     """Two federations with a site each over the same images, and one ledger."""
     folder = tmp_path_factory.mktemp("holder")
     data, ledger = folder / "images.npz", LedgerSettings(folder=str(folder / "ledger"))
@@ -54,7 +60,10 @@ def test_two_sites_over_the_same_images_cannot_spend_the_budget_twice(pair) -> N
 
 
 def test_ledger_names_the_same_images_alike_at_every_site(pair) -> None:
-    states = [tiny.work(silo_id, until="scanned") for tiny, silo_id in zip(pair, (FIRST, SECOND), strict=True)]
+    states = [
+        tiny.work(silo_id, until="scanned")
+        for tiny, silo_id in zip(pair, (FIRST, SECOND), strict=True)
+    ]
     assert states[0].dataset_digest == states[1].dataset_digest
     own = [tiny.sites[silo].private for tiny, silo in zip(pair, (FIRST, SECOND), strict=True)]
     assert not any((private / "dataset.salt").exists() for private in own)
@@ -78,7 +87,9 @@ def test_site_that_joins_a_ledger_finds_what_was_spent(pair, tmp_path: Path) -> 
     first, _ = pair
     first.work(FIRST, until="released")
     first.join_with(
-        "late", Path(first.sites[FIRST].settings().data), ledger=LedgerSettings(folder=str(tmp_path / "ledger"))
+        "late",
+        Path(first.sites[FIRST].settings().data),
+        ledger=LedgerSettings(folder=str(tmp_path / "ledger")),
     )
     late = first.sites["late"]
     assert open_ledger(late, late.policy()).spent()[0] == 6.0
@@ -90,6 +101,8 @@ def test_site_does_not_join_a_ledger_without_its_salt(pair, tmp_path: Path) -> N
     (tmp_path / "ledger" / "dataset.salt").unlink()
     with pytest.raises(LedgerError, match=r"no dataset\.salt"):
         first.join_with(
-            "late", Path(first.sites[FIRST].settings().data), ledger=LedgerSettings(folder=str(tmp_path / "ledger"))
+            "late",
+            Path(first.sites[FIRST].settings().data),
+            ledger=LedgerSettings(folder=str(tmp_path / "ledger")),
         )
     assert not (Site(first.path / "late").path / "silo.toml").exists()

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import BudgetError, LedgerError
-from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, adaptive_epsilon, total_epsilon
+from ddm.privacy.accounting import (
+    DiscreteLaplaceMechanism,
+    GaussianMechanism,
+    adaptive_epsilon,
+    total_epsilon,
+)
 from ddm.protocol.base import Unit, now_utc, sha256_hex
 from ddm.protocol.plan import Budget
 from ddm.protocol.submission import LedgerHead
@@ -29,14 +34,20 @@ def digest(text: str) -> str:
     return sha256_hex(text.encode())
 
 
-def open_ledger(folder: Path, epsilon: float = 10.0, delta: float = 1e-5, unit: Unit = "image") -> Ledger:
+def open_ledger(
+    folder: Path, epsilon: float = 10.0, delta: float = 1e-5, unit: Unit = "image"
+) -> Ledger:
     folder.mkdir(parents=True, exist_ok=True)
     make_ledger(folder / "ledger.jsonl")
     return Ledger(folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=delta), unit=unit)
 
 
 def spend(
-    ledger: Ledger, plan: str = "plan 1", dataset: str = "data 1", mechanisms=None, unit: Unit = "image"
+    ledger: Ledger,
+    plan: str = "plan 1",
+    dataset: str = "data 1",
+    mechanisms=None,
+    unit: Unit = "image",
 ) -> Entry:
     return ledger.spend(PLAN, digest(plan), digest(dataset), unit, mechanisms or {"counts": COUNTS})
 
@@ -71,14 +82,18 @@ def test_ledger_only_grows_and_survives_reopening(ledger: Ledger, tmp_path: Path
     assert again.spent(digest("plan 4"))[0] == 1.0
 
 
-def test_same_release_is_debited_once_when_a_worker_asks_again(ledger: Ledger, tmp_path: Path) -> None:
+def test_same_release_is_debited_once_when_a_worker_asks_again(
+    ledger: Ledger, tmp_path: Path
+) -> None:
     first = spend(ledger)
     assert spend(open_ledger(tmp_path)) == first
     assert ledger.head[1] == 4
     assert ledger.draw_of(first, "counts") == digest("file")
 
 
-@pytest.mark.parametrize("other", [{"counts": DiscreteLaplaceMechanism(epsilon=0.5)}, WHOLE, {"sketch": SKETCH}])
+@pytest.mark.parametrize(
+    "other", [{"counts": DiscreteLaplaceMechanism(epsilon=0.5)}, WHOLE, {"sketch": SKETCH}]
+)
 def test_same_plan_with_other_mechanisms_is_refused(ledger: Ledger, other) -> None:
     with pytest.raises(LedgerError, match="first debited"):
         spend(ledger, mechanisms=other)
@@ -128,7 +143,9 @@ def test_total_is_that_of_plans_chosen_in_the_light_of_earlier_ones(tmp_path: Pa
         spend(ledger, str(plan), mechanisms=WHOLE)
     steps = [tuple(WHOLE.values())] * 4
     assert ledger.spent()[0] == adaptive_epsilon(steps, 1e-5)
-    assert ledger.spent()[0] > 1.1 * total_epsilon([m for step in steps for m in step], 1e-5)  # as if fixed in advance
+    assert ledger.spent()[0] > 1.1 * total_epsilon(
+        [m for step in steps for m in step], 1e-5
+    )  # as if fixed in advance
 
 
 def test_total_follows_the_order_of_debits_and_not_of_draws(tmp_path: Path) -> None:
@@ -168,7 +185,10 @@ def test_affordable_plan_is_one_that_the_ledger_then_debits(tmp_path: Path) -> N
 def test_ledger_of_fifty_different_plans_is_checked_in_seconds(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, epsilon=1000.0)
     steps = [
-        {"counts": DiscreteLaplaceMechanism(epsilon=0.2), "sketch": GaussianMechanism(mu=0.1 + 0.002 * number)}
+        {
+            "counts": DiscreteLaplaceMechanism(epsilon=0.2),
+            "sketch": GaussianMechanism(mu=0.1 + 0.002 * number),
+        }
         for number in range(50)
     ]
     with ledger._locked() as entries:  # as spend writes them, without weighing each one on the way
@@ -191,7 +211,9 @@ def test_ledger_of_fifty_different_plans_is_checked_in_seconds(tmp_path: Path) -
     assert time.process_time() - start < 6 * slow
 
 
-def test_draw_is_recorded_once_and_only_for_a_debit_of_this_ledger(ledger: Ledger, tmp_path: Path) -> None:
+def test_draw_is_recorded_once_and_only_for_a_debit_of_this_ledger(
+    ledger: Ledger, tmp_path: Path
+) -> None:
     with pytest.raises(LedgerError, match="second"):
         ledger.record_draw(spend(ledger), "counts", digest("another file"))
     with pytest.raises(LedgerError, match="no such debit"):
@@ -267,7 +289,9 @@ def test_removed_head_is_refused(ledger: Ledger) -> None:
         ledger.verify()
 
 
-def test_ledger_and_head_removed_together_are_refused_because_its_draws_remain(ledger: Ledger) -> None:
+def test_ledger_and_head_removed_together_are_refused_because_its_draws_remain(
+    ledger: Ledger,
+) -> None:
     ledger.path.unlink()
     ledger.path.with_suffix(".head").unlink()
     with pytest.raises(LedgerError):
@@ -306,7 +330,9 @@ def test_crash_between_line_and_head_counts_as_spent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"at":"2026', b"\0" * 200])
-def test_half_line_behind_the_head_is_removed_because_no_noise_was_drawn_for_it(ledger: Ledger, torn: bytes) -> None:
+def test_half_line_behind_the_head_is_removed_because_no_noise_was_drawn_for_it(
+    ledger: Ledger, torn: bytes
+) -> None:
     data = ledger.path.read_bytes()
     ledger.path.write_bytes(data + torn)
     ledger.verify()
@@ -321,7 +347,9 @@ def test_whole_foreign_line_behind_the_head_is_refused(ledger: Ledger) -> None:
         ledger.verify()
 
 
-def test_ledger_by_patient_refuses_releases_by_image_and_one_by_image_counts_both(tmp_path: Path) -> None:
+def test_ledger_by_patient_refuses_releases_by_image_and_one_by_image_counts_both(
+    tmp_path: Path,
+) -> None:
     ledger = open_ledger(tmp_path)
     spend(ledger, "plan 1", unit="patient")
     open_ledger(tmp_path, unit="patient").verify()  # so far only patients' releases
@@ -340,7 +368,9 @@ def test_plan_by_image_is_never_debited_to_a_ledger_by_patient(tmp_path: Path) -
     assert spend(ledger, unit="patient").record.unit == "patient"
 
 
-def test_failed_write_is_refused_and_leaves_a_ledger_that_verifies(ledger: Ledger, monkeypatch) -> None:
+def test_failed_write_is_refused_and_leaves_a_ledger_that_verifies(
+    ledger: Ledger, monkeypatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -361,9 +391,14 @@ def _spend_many(folder: str, worker: int, barrier) -> None:
         spend(ledger, f"shared plan {plan}")
 
 
-def test_two_processes_that_spend_at_once_lose_nothing_and_pay_shared_releases_once(tmp_path: Path) -> None:
+def test_two_processes_that_spend_at_once_lose_nothing_and_pay_shared_releases_once(
+    tmp_path: Path,
+) -> None:
     barrier = CONTEXT.Barrier(2)
-    workers = [CONTEXT.Process(target=_spend_many, args=(str(tmp_path), worker, barrier)) for worker in range(2)]
+    workers = [
+        CONTEXT.Process(target=_spend_many, args=(str(tmp_path), worker, barrier))
+        for worker in range(2)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -402,7 +437,8 @@ def _spend_last(folder: str, worker: int, barrier, refused) -> None:
 def test_two_processes_cannot_both_spend_the_last_of_the_budget(tmp_path: Path) -> None:
     barrier, refused = CONTEXT.Barrier(2), CONTEXT.Value("i", 0)
     workers = [
-        CONTEXT.Process(target=_spend_last, args=(str(tmp_path), worker, barrier, refused)) for worker in range(2)
+        CONTEXT.Process(target=_spend_last, args=(str(tmp_path), worker, barrier, refused))
+        for worker in range(2)
     ]
     for worker in workers:
         worker.start()

@@ -57,13 +57,19 @@ def make_images(num: int = UNITS) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     group = torch.arange(num) % GROUPS
     centre = torch.randn(GROUPS, 16, generator=generator)
-    return (centre[group] + 0.3 * torch.randn(num, 16, generator=generator)).view(num, 1, 4, 4), group
+    return (centre[group] + 0.3 * torch.randn(num, 16, generator=generator)).view(
+        num, 1, 4, 4
+    ), group
 
 
 def open_ledger(folder: Path, epsilon: float = 10.0) -> Ledger:
     (folder / "private").mkdir(parents=True, exist_ok=True)
     make_ledger(folder / "private" / "ledger.jsonl")
-    return Ledger(folder / "private" / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=1e-5), unit="image")
+    return Ledger(
+        folder / "private" / "ledger.jsonl",
+        budget=Budget(epsilon=epsilon, delta=1e-5),
+        unit="image",
+    )
 
 
 PLAN = make_plan()
@@ -98,7 +104,9 @@ class Forbidden:
         raise AssertionError("noise was drawn")
 
 
-def counts_of(ledger: Ledger, folder: Path, data: str = DATA, noise: Noise = OS_NOISE, **kwargs) -> torch.Tensor:
+def counts_of(
+    ledger: Ledger, folder: Path, data: str = DATA, noise: Noise = OS_NOISE, **kwargs
+) -> torch.Tensor:
     source = make_source(dataset_digest=data, **kwargs)
     path = draw("counts", source, ledger, folder, noise=noise)
     return load_tensors(path, counts_specs(source.plan), max_bytes=10_000)["counts"]
@@ -108,7 +116,9 @@ def sketches_of(ledger: Ledger, folder: Path, noise: Noise = OS_NOISE, **kwargs)
     source = make_source(**kwargs)
     path = draw("sketch", source, ledger, folder, noise=noise)
     num_units = int(source.unit_N.max()) + 1
-    return load_tensors(path, released_sketch_specs(source.plan, num_units), max_bytes=1_000_000)["sketch"]
+    return load_tensors(path, released_sketch_specs(source.plan, num_units), max_bytes=1_000_000)[
+        "sketch"
+    ]
 
 
 def debits(ledger: Ledger) -> list[dict]:
@@ -117,7 +127,9 @@ def debits(ledger: Ledger) -> list[dict]:
 
 
 def test_counts_are_the_histogram_plus_noise_of_their_epsilon(tmp_path: Path) -> None:
-    exact = counts_of(open_ledger(tmp_path / "exact", 1000.0), tmp_path / "exact", plan=make_plan(counts=300.0))
+    exact = counts_of(
+        open_ledger(tmp_path / "exact", 1000.0), tmp_path / "exact", plan=make_plan(counts=300.0)
+    )
     assert exact.tolist() == [UNITS // GROUPS] * GROUPS
     noisy = counts_of(open_ledger(tmp_path / "noisy"), tmp_path / "noisy", noise=Seeded(0))
     assert 0 < int((noisy - exact).abs().max()) < 20  # a draw is beyond with a probability of e^-10
@@ -133,9 +145,14 @@ def test_sketches_are_a_shuffle_of_their_units_plus_noise_of_their_level(tmp_pat
     inverse_cdf = chi2.isf([1 - 1e-7, 1e-7], UNITS - 1) / UNITS
     ratio = found.var(0, correction=0) / total
     assert float(ratio.min()) > inverse_cdf[0] and float(ratio.max()) < inverse_cdf[1]
-    assert float((found.mean(0) - clean.mean(0)).abs().max()) < 5.5 * float(total.max()) ** 0.5 / UNITS**0.5
+    assert (
+        float((found.mean(0) - clean.mean(0)).abs().max())
+        < 5.5 * float(total.max()) ** 0.5 / UNITS**0.5
+    )
     quartered = (clean.T.cov(correction=0) + (std / 4) ** 2 * torch.eye(RANK)).diagonal() / total
-    assert float(quartered.max()) < inverse_cdf[0]  # noise a quarter as large would have been caught
+    assert (
+        float(quartered.max()) < inverse_cdf[0]
+    )  # noise a quarter as large would have been caught
 
 
 def test_sketches_come_in_an_order_that_tells_nothing(tmp_path: Path) -> None:
@@ -150,7 +167,9 @@ def test_sketches_come_in_an_order_that_tells_nothing(tmp_path: Path) -> None:
     assert abs(correlation) < 5.5 / 300**0.5
 
 
-def test_released_sketches_lie_on_the_public_grid_so_that_low_bits_betray_nothing(tmp_path: Path) -> None:
+def test_released_sketches_lie_on_the_public_grid_so_that_low_bits_betray_nothing(
+    tmp_path: Path,
+) -> None:
     t_r = t_release(gaussian_mu(7.0, 1e-5), SKETCH.scale, LinearPath(), RANK)
     steps = sketches_of(open_ledger(tmp_path), tmp_path).double() / (1 - t_r) * 2**16
     assert float((steps - steps.round()).abs().max()) < 0.05  # what float32 leaves
@@ -173,14 +192,19 @@ def test_over_budget_release_is_refused_before_any_noise_is_drawn(tmp_path: Path
         sketches_of(ledger, tmp_path, noise=Forbidden())
     assert debits(ledger) == []
     assert list(tmp_path.glob("*.safetensors")) == []
-    with pytest.raises(AssertionError, match="noise was drawn"):  # within budget the same source does raise
+    with pytest.raises(
+        AssertionError, match="noise was drawn"
+    ):  # within budget the same source does raise
         counts_of(open_ledger(tmp_path / "rich"), tmp_path, noise=Forbidden())
 
 
 def test_release_is_drawn_once_when_the_worker_asks_again(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path)
     first = counts_of(ledger, tmp_path / "a"), sketches_of(ledger, tmp_path / "a")
-    again = counts_of(ledger, tmp_path / "b", noise=Forbidden()), sketches_of(ledger, tmp_path / "b", noise=Forbidden())
+    again = (
+        counts_of(ledger, tmp_path / "b", noise=Forbidden()),
+        sketches_of(ledger, tmp_path / "b", noise=Forbidden()),
+    )
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
     assert [set(debit["mechanisms"]) for debit in debits(ledger)] == [{"counts", "sketch"}]
     assert ledger.head[1] == 3
@@ -191,7 +215,10 @@ def test_dataset_changed_by_one_image_costs_again_and_is_drawn_afresh(tmp_path: 
     ledger = open_ledger(tmp_path)
     plan = make_plan(sketch=None)
     first = counts_of(ledger, tmp_path, plan=plan)
-    others = [counts_of(ledger, tmp_path, plan=plan, data=sha256_hex(b"data %d" % number)) for number in (2, 3, 4)]
+    others = [
+        counts_of(ledger, tmp_path, plan=plan, data=sha256_hex(b"data %d" % number))
+        for number in (2, 3, 4)
+    ]
     assert any(not torch.equal(first, other) for other in others)
     assert len(debits(ledger)) == 4
     assert ledger.spent()[0] == 4.0
@@ -239,9 +266,20 @@ def test_malicious_sketch_is_refused_before_anything_is_debited(tmp_path: Path) 
         {"unit_N": torch.arange(UNITS - 1)},
         {"unit_N": torch.arange(UNITS) + 1},
     ],
-    ids=["group", "negative group", "groups", "class", "no classes", "image twice a unit", "units", "gap in units"],
+    ids=[
+        "group",
+        "negative group",
+        "groups",
+        "class",
+        "no classes",
+        "image twice a unit",
+        "units",
+        "gap in units",
+    ],
 )
-def test_indices_outside_the_plan_are_refused_before_anything_is_debited(tmp_path: Path, spoiled) -> None:
+def test_indices_outside_the_plan_are_refused_before_anything_is_debited(
+    tmp_path: Path, spoiled
+) -> None:
     ledger = open_ledger(tmp_path)
     plan = make_plan(class_counts={"epsilon": 1.0, "num_classes": CLASSES})
     with pytest.raises(DataError):
@@ -250,14 +288,18 @@ def test_indices_outside_the_plan_are_refused_before_anything_is_debited(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["moments", "class_counts"])
-def test_release_that_the_plan_does_not_ask_for_is_refused_before_anything_is_debited(kind: Kind, tmp_path) -> None:
+def test_release_that_the_plan_does_not_ask_for_is_refused_before_anything_is_debited(
+    kind: Kind, tmp_path
+) -> None:
     ledger = open_ledger(tmp_path)
     with pytest.raises(PolicyError, match="counts or sketch"):
         draw(kind, make_source(), ledger, tmp_path, noise=Forbidden())
     assert ledger.path.read_bytes() == b""
 
 
-def test_sketches_that_would_be_noise_alone_are_refused_before_anything_is_debited(tmp_path: Path) -> None:
+def test_sketches_that_would_be_noise_alone_are_refused_before_anything_is_debited(
+    tmp_path: Path,
+) -> None:
     ledger = open_ledger(tmp_path)
     plan = make_plan(sketch=1e-5)
     faint = replace(SKETCH, scale=1e4)
@@ -283,7 +325,9 @@ def test_class_counts_are_the_histogram_by_class_and_group(tmp_path: Path) -> No
     assert (exact.dtype, exact.shape) == (torch.int64, (CLASSES, GROUPS))
     assert torch.equal(exact, torch.full((CLASSES, GROUPS), UNITS // CLASSES // GROUPS))
     skewed = make_source(quiet, label_N=torch.zeros(UNITS, dtype=torch.int64))
-    assert drawn("class_counts", skewed)["counts"].sum(1).argmax() == 0  # rows are classes, columns groups
+    assert (
+        drawn("class_counts", skewed)["counts"].sum(1).argmax() == 0
+    )  # rows are classes, columns groups
 
 
 @pytest.mark.parametrize(("kind", "num"), [("counts", 800), ("class_counts", 160)])
@@ -292,16 +336,24 @@ def test_noise_of_histograms_has_the_variance_of_their_epsilon(kind: Kind, num: 
     source = make_source(make_plan(counts=0.5, sketch=None, class_counts=asked))
     exact = UNITS // GROUPS if kind == "counts" else UNITS // GROUPS // CLASSES
     prepared = silo.privacy.statistics._prepared(kind, source)
-    noise = torch.stack([prepared(np.arange(UNITS), OS_NOISE)["counts"] - exact for _ in range(num)]).double()
+    noise = torch.stack(
+        [prepared(np.arange(UNITS), OS_NOISE)["counts"] - exact for _ in range(num)]
+    ).double()
     q = math.exp(-0.5 / 2)
     variance = 2 * q / (1 - q) ** 2
-    off = 6.0 * (5.1 / noise.numel()) ** 0.5  # the law's kurtosis is just above 6; squares have a heavier tail
-    assert abs(float(noise.square().mean()) / variance - 1) < off < 0.3  # half or twice as much would be caught
+    off = (
+        6.0 * (5.1 / noise.numel()) ** 0.5
+    )  # the law's kurtosis is just above 6; squares have a heavier tail
+    assert (
+        abs(float(noise.square().mean()) / variance - 1) < off < 0.3
+    )  # half or twice as much would be caught
     assert abs(float(noise.mean())) < 5.5 * (variance / noise.numel()) ** 0.5
 
 
 def test_moments_are_the_sums_over_units_plus_noise_of_their_mu(tmp_path: Path) -> None:
-    quiet = make_plan(counts=1.0, sketch=None, moments={"epsilon": 900.0, "delta": 1e-5, "rank": RANK})
+    quiet = make_plan(
+        counts=1.0, sketch=None, moments={"epsilon": 900.0, "delta": 1e-5, "rank": RANK}
+    )
     path = draw("moments", make_source(quiet), open_ledger(tmp_path, 1000.0), tmp_path)
     found = load_tensors(path, None, max_bytes=10_000)
     assert {name: (value.dtype, tuple(value.shape)) for name, value in found.items()} == {
@@ -328,21 +380,31 @@ def test_noise_of_moments_is_isotropic_where_off_diagonal_entries_count_twice() 
         ratio = float(noise.square().sum()) / expected**2
         freedom = noise.numel()
         assert chi2.isf(1 - 1e-8, freedom) < ratio < chi2.isf(1e-8, freedom)
-        assert not chi2.isf(1 - 1e-8, freedom) < 2 * ratio < chi2.isf(1e-8, freedom)  # twice the variance shows
+        assert (
+            not chi2.isf(1 - 1e-8, freedom) < 2 * ratio < chi2.isf(1e-8, freedom)
+        )  # twice the variance shows
     every = torch.cat([first, diagonal, upper], dim=1)
     correlation = torch.corrcoef(every.T) - torch.eye(3 * RANK, dtype=torch.float64)
     assert float(correlation.abs().max()) < 6.0 / num**0.5  # of 36 pairs
-    assert all(torch.equal(each["second"], each["second"].mT) for each in draws), "drawn once for both halves"
+    assert all(torch.equal(each["second"], each["second"].mT) for each in draws), (
+        "drawn once for both halves"
+    )
 
 
-def test_moments_of_a_million_units_at_a_tiny_epsilon_neither_overflow_nor_lose_a_unit(monkeypatch) -> None:
+def test_moments_of_a_million_units_at_a_tiny_epsilon_neither_overflow_nor_lose_a_unit(
+    monkeypatch,
+) -> None:
     plan = make_plan(sketch=None, moments={"epsilon": 1e-6, "delta": 1e-12, "rank": 2})
     whole = np.full((1_000_000, 2), 2**16)
     monkeypatch.setattr(silo.privacy.statistics, "_on_grid", lambda source, rank: whole)
     seen: list[tuple[np.ndarray, float]] = []
-    monkeypatch.setattr(silo.privacy.statistics, "_from_grid", lambda total, step: seen.append((total, step)))
     monkeypatch.setattr(
-        silo.privacy.statistics, "rounded_gaussian", lambda shape, std, noise: np.zeros(shape, dtype=np.int64)
+        silo.privacy.statistics, "_from_grid", lambda total, step: seen.append((total, step))
+    )
+    monkeypatch.setattr(
+        silo.privacy.statistics,
+        "rounded_gaussian",
+        lambda shape, std, noise: np.zeros(shape, dtype=np.int64),
     )
     drawn("moments", make_source(plan), chosen=np.arange(1_000_000))
     assert [total.tolist() for total, _ in seen] == [[2**16 * 10**6] * 2, [[2**16 * 10**6] * 2] * 2]
@@ -365,21 +427,29 @@ def by_patient(unit_N: torch.Tensor, **kwargs) -> Source:
     )
     num = len(unit_N)
     images, group = make_images(num)
-    return make_source(quiet, **{"images": images, "group_N": group, "label_N": group, "unit_N": unit_N} | kwargs)
+    return make_source(
+        quiet, **{"images": images, "group_N": group, "label_N": group, "unit_N": unit_N} | kwargs
+    )
 
 
 def test_every_release_looks_at_one_uniform_record_of_each_patient(tmp_path: Path) -> None:
     num_patients = 1000
     shuffled = torch.randperm(8 * num_patients, generator=torch.Generator().manual_seed(0))
     unit = torch.arange(num_patients).repeat(8)[shuffled]
-    place = torch.argsort(torch.argsort(unit, stable=True)) % 8  # the how-manieth record of its patient
+    place = (
+        torch.argsort(torch.argsort(unit, stable=True)) % 8
+    )  # the how-manieth record of its patient
     group = (place >= 6).long()  # each patient: six records in group 0, two in group 1
     source = by_patient(unit, group_N=group, label_N=place.clamp(max=CLASSES - 1))
     ledger = open_ledger(tmp_path, 1000.0)
-    counts = load_tensors(draw("counts", source, ledger, tmp_path), None, max_bytes=10_000)["counts"]
+    counts = load_tensors(draw("counts", source, ledger, tmp_path), None, max_bytes=10_000)[
+        "counts"
+    ]
     assert counts.sum() == num_patients
     assert abs(int(counts[1]) - num_patients / 4) < 5.5 * (num_patients * 3 / 16) ** 0.5
-    classes = load_tensors(draw("class_counts", source, ledger, tmp_path), None, max_bytes=10_000)["counts"]
+    classes = load_tensors(draw("class_counts", source, ledger, tmp_path), None, max_bytes=10_000)[
+        "counts"
+    ]
     assert classes.sum() == num_patients
     expected = num_patients * torch.tensor([1 / 8] * 4 + [1 / 2], dtype=torch.float64)
     statistic = float(((classes.sum(1) - expected).square() / expected).sum())
@@ -388,9 +458,14 @@ def test_every_release_looks_at_one_uniform_record_of_each_patient(tmp_path: Pat
 
 def test_each_release_chooses_its_own_records(tmp_path: Path) -> None:
     source = by_patient(torch.arange(4000) // GROUPS)  # each patient has one record in each group
-    ledger, noise = open_ledger(tmp_path, 1000.0), Seeded(0)  # two choices have the same histogram once in 90,000 times
+    ledger, noise = (
+        open_ledger(tmp_path, 1000.0),
+        Seeded(0),
+    )  # two choices have the same histogram once in 90,000 times
     counts, classes = (
-        load_tensors(draw(kind, source, ledger, tmp_path, noise=noise), None, max_bytes=10_000)["counts"]
+        load_tensors(draw(kind, source, ledger, tmp_path, noise=noise), None, max_bytes=10_000)[
+            "counts"
+        ]
         for kind in ("counts", "class_counts")
     )
     assert counts.sum() == classes.sum() == 1000
@@ -407,7 +482,9 @@ def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_p
         source.images[its] = source.images[source.group_N == group][0]
         ledger = open_ledger(tmp_path / str(group), 1000.0)
         found[group] = {
-            kind: load_tensors(draw(kind, source, ledger, tmp_path / str(group)), None, max_bytes=10_000)
+            kind: load_tensors(
+                draw(kind, source, ledger, tmp_path / str(group)), None, max_bytes=10_000
+            )
             for kind in ("counts", "class_counts", "moments")
         }
         found[group]["all"] = torch.bincount(source.group_N, minlength=GROUPS)
@@ -415,7 +492,9 @@ def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_p
         assert int((found[1][kind]["counts"] - found[2][kind]["counts"]).abs().sum()) == 2
     moved = found[1]["moments"]["sum"] - found[2]["moments"]["sum"]
     assert float(moved.norm()) < 2 + 1.0
-    assert int((found[1]["all"] - found[2]["all"]).abs().sum()) == 1000  # without the draw: five hundred times as far
+    assert (
+        int((found[1]["all"] - found[2]["all"]).abs().sum()) == 1000
+    )  # without the draw: five hundred times as far
 
 
 class Whole:
@@ -429,10 +508,20 @@ class Whole:
 
 
 def test_releases_by_image_take_every_image_and_draw_none(tmp_path: Path) -> None:
-    exact = counts_of(open_ledger(tmp_path, 1000.0), tmp_path, plan=make_plan(counts=300.0), noise=Whole())
+    exact = counts_of(
+        open_ledger(tmp_path, 1000.0), tmp_path, plan=make_plan(counts=300.0), noise=Whole()
+    )
     assert exact.tolist() == [UNITS // GROUPS] * GROUPS
-    with pytest.raises(AssertionError, match="records were drawn"):  # by patient the same source is asked
-        draw("counts", by_patient(torch.arange(40)), open_ledger(tmp_path / "b", 1000.0), tmp_path / "b", noise=Whole())
+    with pytest.raises(
+        AssertionError, match="records were drawn"
+    ):  # by patient the same source is asked
+        draw(
+            "counts",
+            by_patient(torch.arange(40)),
+            open_ledger(tmp_path / "b", 1000.0),
+            tmp_path / "b",
+            noise=Whole(),
+        )
 
 
 class Reporting:
@@ -485,7 +574,9 @@ def test_worker_killed_between_debit_and_draw_pays_once_and_draws_once(tmp_path:
 
 
 @pytest.mark.parametrize("stage", ["written", "recorded"])
-def test_worker_killed_after_its_draw_was_written_never_draws_again(tmp_path: Path, stage: str) -> None:
+def test_worker_killed_after_its_draw_was_written_never_draws_again(
+    tmp_path: Path, stage: str
+) -> None:
     _kill_at(stage, tmp_path)
     ledger = open_ledger(tmp_path)
     (kept,) = ledger.draws.glob("*.safetensors")

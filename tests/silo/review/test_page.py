@@ -55,7 +55,10 @@ def waiting_once(sent_once: Planned, tmp_path_factory: pytest.TempPathFactory) -
     state = load_state(state_path(site.private))
     waiver = {"role": HOSTILE, "reason": "made-up images", "plan_digest": state.plan_digest}
     waiver |= {"verdict": "inconclusive", "expires_at": datetime(2099, 12, 31, tzinfo=UTC)}
-    write_policy(site, POLICY | {"approval": {"kind": "person"}, "audit": {"required": True, "waiver": waiver}})
+    write_policy(
+        site,
+        POLICY | {"approval": {"kind": "person"}, "audit": {"required": True, "waiver": waiver}},
+    )
     path = state_path(site.private)
     save_state(path, load_state(path).to("refused"))
     tiny.work(SILO, until="awaiting_approval")
@@ -72,28 +75,44 @@ def site(tiny: TinyFederation) -> Site:
     return tiny.sites[SILO]
 
 
-def test_every_file_that_leaves_was_shown_before_byte_for_byte(tiny: TinyFederation, site: Site) -> None:
+def test_every_file_that_leaves_was_shown_before_byte_for_byte(
+    tiny: TinyFederation, site: Site
+) -> None:
     facts = gather(site)
     shown = {file.path: file.local.read_bytes() for file in facts.files}
-    assert {file.path: file.digest for file in facts.files} == {name: sha256_hex(data) for name, data in shown.items()}
+    assert {file.path: file.digest for file in facts.files} == {
+        name: sha256_hex(data) for name, data in shown.items()
+    }
     approve(site, facts.draft.digest)
     tiny.work(SILO)
     sent = site.outbox / facts.draft.plan_id / "2"
-    left = {path.relative_to(sent).as_posix(): path.read_bytes() for path in sent.rglob("*") if path.is_file()}
+    left = {
+        path.relative_to(sent).as_posix(): path.read_bytes()
+        for path in sent.rglob("*")
+        if path.is_file()
+    }
     assert left.keys() - shown.keys() == {f"metadata/{facts.draft.plan_id}.{SILO}.json"}
     document = submission_path(SILO)
     assert {name: left[name] for name in shown if name != document} == {
         name: data for name, data in shown.items() if name != document
     }
     final = Submission.parse(left[document], subject="sent")
-    assert final.approval is not None and final.model_copy(update={"approval": None}).encode() == shown[document]
+    assert (
+        final.approval is not None
+        and final.model_copy(update={"approval": None}).encode() == shown[document]
+    )
 
 
-def test_rehearsal_is_said_on_the_page_and_in_the_text_and_another_plan_is_called_none(site: Site) -> None:
+def test_rehearsal_is_said_on_the_page_and_in_the_text_and_another_plan_is_called_none(
+    site: Site,
+) -> None:
     facts = gather(site)
     assert facts.plan.rehearsal
     real = facts.plan.model_copy(update={"rehearsal": False})
-    for each, said in ((facts, True), (replace(facts, accepted=replace(facts.accepted, plan=real)), False)):
+    for each, said in (
+        (facts, True),
+        (replace(facts, accepted=replace(facts.accepted, plan=real)), False),
+    ):
         with case(said=said):
             page = render("silo", "approve.html.jinja", facts=each, draft=each.draft, findings=())
             text = review_text(site, each)
@@ -113,14 +132,20 @@ def leaves(value: object) -> Iterator[float]:
 def test_every_number_of_the_document_is_shown_beside_the_one_before(site: Site) -> None:
     facts = gather(site)
     now = {each.name: each for each in facts.numbers}
-    assert (now["submission"].before, now["submission"].now, now["submission"].changed) == ("1", "2", True)
+    assert (now["submission"].before, now["submission"].now, now["submission"].changed) == (
+        "1",
+        "2",
+        True,
+    )
     assert not now["plan"].changed and now["number of images"].now == "40"
     shown = {word for each in facts.numbers for word in re.split("[ ,]+", each.now)} | {
         str(file.bytes) for file in facts.files
     }
     document = json.loads(facts.draft.encode())
     document["ledger"]["chain"] = []  # shown by its number and its end, read in full in the file
-    missing = [leaf for leaf in leaves(document) if f"{leaf:.6g}" not in shown and str(leaf) not in shown]
+    missing = [
+        leaf for leaf in leaves(document) if f"{leaf:.6g}" not in shown and str(leaf) not in shown
+    ]
     assert missing == []
     assert facts.budget.left == pytest.approx(10 - facts.budget.spent)
     assert facts.audit is not None and "held-out" in facts.audit.reason
@@ -160,7 +185,9 @@ def test_contents_are_shown_as_numbers_and_text(site: Site) -> None:
     )
 
 
-def test_samples_are_drawn_without_a_connection(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_drawn_without_a_connection(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a connection was opened")
 
@@ -204,13 +231,19 @@ class Page:
     def origin(self) -> str:
         return self.url.removesuffix(self.path)
 
-    def ask(self, method: str, name: str, body: object = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    def ask(
+        self, method: str, name: str, body: object = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=LIMIT_S)
         try:
             connection.request(method, name, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
-            return answer.status, {key.lower(): value for key, value in answer.getheaders()}, answer.read()
+            return (
+                answer.status,
+                {key.lower(): value for key, value in answer.getheaders()},
+                answer.read(),
+            )
         finally:
             connection.close()
 
@@ -223,7 +256,9 @@ class Page:
 @contextmanager
 def served(site: Site) -> Iterator[Page]:
     words = [str(program("silo")), "review", str(site.path), "--page"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             line = process.stdout.readline()  # type: ignore[union-attr]
             assert "http://127.0.0.1:" in line, line + process.stderr.read()  # type: ignore[union-attr]
@@ -232,14 +267,20 @@ def served(site: Site) -> Iterator[Page]:
             process.kill()
 
 
-def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(tiny: TinyFederation, site: Site) -> None:
+def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(
+    tiny: TinyFederation, site: Site
+) -> None:
     digest = gather(site).draft.digest
     with served(site) as page:
         for path in ("/", "/state", "/x/file/1", page.path[:-3] + "/"):
             status, _, answer = page.ask("GET", path)
             assert status == 404 and SILO.encode() not in answer, path
         assert page.ask("GET", page.path, Host="evil.example")[0] == 421
-        for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Content-Type": "text/plain"}):
+        for headers in (
+            {"Origin": "http://evil.example"},
+            {"Origin": "null"},
+            {"Content-Type": "text/plain"},
+        ):
             assert page.decide("approve", digest, **headers)[0] == 403, headers
         for wrong in ("0" * 64, "x", ""):
             assert page.decide("approve", wrong)[0] == 400, wrong
@@ -248,7 +289,9 @@ def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(tin
         for name in ("", "state", "file/1", "view/2", "approve.js", "ask.js"):
             status, headers, _ = page.ask("GET", page.path + name)
             assert status == 200 and headers["cache-control"] == "no-store", name
-            assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+            assert headers["content-security-policy"].startswith(
+                "default-src 'none'; script-src 'self'"
+            )
         for number, file in enumerate(gather(site).files):
             assert page.ask("GET", f"{page.path}file/{number}")[2] == file.local.read_bytes()
         assert not approval_path(site).exists()
@@ -261,7 +304,10 @@ def test_person_reads_looks_and_approves_in_a_browser(site: Site, browser: Chrom
     facts = gather(site)
     with served(site) as page:
         browser.get(page.url)
-        wait_until(lambda: len(browser.find_elements(By.CSS_SELECTOR, ".sheet img")) == MOST_SHOWN, "samples")
+        wait_until(
+            lambda: len(browser.find_elements(By.CSS_SELECTOR, ".sheet img")) == MOST_SHOWN,
+            "samples",
+        )
         drawn = "return [...document.querySelectorAll('.sheet img')].every(i => i.naturalWidth > 0)"
         wait_until(lambda: browser.execute_script(drawn), "pictures that are drawn")
         text = browser.find_element(By.TAG_NAME, "body").text
@@ -281,13 +327,19 @@ def test_person_reads_looks_and_approves_in_a_browser(site: Site, browser: Chrom
         browser.find_element(By.CSS_SELECTOR, ".files a").click()
         assert '"num_units": 40' in browser.find_element(By.TAG_NAME, "pre").text
         browser.back()
-        wait_until(lambda: browser.find_element(By.ID, "approve").is_enabled(), "a page that knows the state")
+        wait_until(
+            lambda: browser.find_element(By.ID, "approve").is_enabled(),
+            "a page that knows the state",
+        )
         browser.find_element(By.ID, "approve").click()
         browser.find_element(By.ID, "no").click()
         assert not approval_path(site).exists()
         browser.find_element(By.ID, "approve").click()
         browser.find_element(By.ID, "yes").click()
-        wait_until(lambda: browser.find_element(By.ID, "state").text == "approved", "the approval on the page")
+        wait_until(
+            lambda: browser.find_element(By.ID, "state").text == "approved",
+            "the approval on the page",
+        )
         assert not browser.find_element(By.ID, "approve").is_enabled()
         assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
         browser.find_element(By.ID, "done").click()

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from aggregator.membership.registry import remember_ledger
-from ddm.errors import ApprovalError, BudgetError, BusyError, DataError, DigestError, SubmissionRefusedError
+from ddm.errors import (
+    ApprovalError,
+    BudgetError,
+    BusyError,
+    DataError,
+    DigestError,
+    SubmissionRefusedError,
+)
 from ddm.io.locks import locked
 from ddm.protocol.leave import LEAVE_NAME
 from ddm.trust.keys import SigningKey
@@ -33,14 +40,18 @@ Planned = tuple[TinyFederation, str]
 
 
 @pytest.fixture(scope="module")
-def replaced_once(planned_once: Planned, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str, str]:
+def replaced_once(
+    planned_once: Planned, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TinyFederation, str, str]:
     """A site whose inbox holds one plan, and a federation that has signed the next one."""
     tiny = planned_once[0].copy(tmp_path_factory.mktemp("replaced") / "copy")
     return tiny, planned_once[1], tiny.sign()
 
 
 @pytest.fixture
-def replaced(replaced_once: tuple[TinyFederation, str, str], tmp_path: Path) -> tuple[TinyFederation, str, str]:
+def replaced(
+    replaced_once: tuple[TinyFederation, str, str], tmp_path: Path
+) -> tuple[TinyFederation, str, str]:
     tiny, first, second = replaced_once
     return tiny.copy(tmp_path / "copy"), first, second
 
@@ -80,7 +91,11 @@ def test_superseded_plan_ends_in_every_state_and_spends_nothing_more(
     worker = worker_of(tiny)
     worker.begin()
     worker.step()
-    assert (worker.state.state, worker.state.plan_id, worker.state.successor) == ("superseded", first, second)
+    assert (worker.state.state, worker.state.plan_id, worker.state.successor) == (
+        "superseded",
+        first,
+        second,
+    )
     assert spent(site) == before
     assert second in now(worker.state)
     worker.step()
@@ -130,7 +145,9 @@ def test_announcement_that_nobody_signed_changes_nothing(
     tiny.work(SILO, until="assigned")
     stranger = TinyFederation.create(tmp_path / "stranger", {SILO: 20})
     foreign = stranger.sign()
-    shutil.copytree(stranger.federation.bundle(foreign), site.inbox / foreign / "bundle")  # another root
+    shutil.copytree(
+        stranger.federation.bundle(foreign), site.inbox / foreign / "bundle"
+    )  # another root
     renamed = site.inbox / "tiny-00000001" / "bundle"  # the plan in work under another name
     shutil.copytree(tiny.federation.bundle(first), renamed)
     tiny.deliver_plan(SILO, second)
@@ -152,7 +169,9 @@ def test_older_plan_sent_again_announces_nothing(replaced: tuple[TinyFederation,
     assert successor(site, second) is None
 
 
-def test_draft_of_a_superseded_plan_is_not_approved(replaced: tuple[TinyFederation, str, str]) -> None:
+def test_draft_of_a_superseded_plan_is_not_approved(
+    replaced: tuple[TinyFederation, str, str],
+) -> None:
     tiny, _, second = replaced
     site = tiny.sites[SILO]
     write_policy(site, PERSON)
@@ -162,7 +181,9 @@ def test_draft_of_a_superseded_plan_is_not_approved(replaced: tuple[TinyFederati
         approve(site, str(digest))
 
 
-@pytest.mark.parametrize("state", ["plan_refused", "plan_accepted", "assigned", "awaiting_approval", "in_outbox"])
+@pytest.mark.parametrize(
+    "state", ["plan_refused", "plan_accepted", "assigned", "awaiting_approval", "in_outbox"]
+)
 def test_site_gives_a_plan_up_in_every_state_and_says_so_with_its_key(
     replaced: tuple[TinyFederation, str, str], state: str
 ) -> None:
@@ -201,14 +222,18 @@ def refused_once(tiny: TinyFederation, plan_id: str) -> None:
     tiny.deliver_receipt(SILO, plan_id)
 
 
-def test_refusal_says_what_may_be_tried_again_and_what_it_costs(planned_once: Planned, tmp_path: Path) -> None:
+def test_refusal_says_what_may_be_tried_again_and_what_it_costs(
+    planned_once: Planned, tmp_path: Path
+) -> None:
     tiny = planned_once[0].copy(tmp_path / "copy")
     refused_once(tiny, planned_once[1])
     with pytest.raises(SubmissionRefusedError) as refused:
         tiny.work(SILO, until="accepted")
     said = refused.value.remedy
     assert "submission 2 of 20: no training, no epsilon" in said
-    assert "silo retrain" in said and "6 steps" in said and "which the budget does not cover" in said
+    assert (
+        "silo retrain" in said and "6 steps" in said and "which the budget does not cover" in said
+    )
     problem = tiny.state_of(SILO).problem
     assert problem and problem.remedy == said
 
@@ -241,7 +266,9 @@ def test_images_mended_after_a_refusal_are_not_answered_with_the_old_expert(
     assert expert.read_bytes() != old
 
 
-def test_what_retraining_costs_is_not_asked_while_a_worker_may_unpack(planned_once: Planned, tmp_path: Path) -> None:
+def test_what_retraining_costs_is_not_asked_while_a_worker_may_unpack(
+    planned_once: Planned, tmp_path: Path
+) -> None:
     tiny = planned_once[0].copy(tmp_path / "copy")
     tiny.work(SILO, until="plan_accepted")
     with locked(tiny.sites[SILO].private, "worker"), pytest.raises(BusyError, match="worker"):
@@ -249,7 +276,9 @@ def test_what_retraining_costs_is_not_asked_while_a_worker_may_unpack(planned_on
     assess(tiny.sites[SILO])
 
 
-def test_retraining_on_the_same_images_costs_no_epsilon(planned_once: Planned, tmp_path: Path) -> None:
+def test_retraining_on_the_same_images_costs_no_epsilon(
+    planned_once: Planned, tmp_path: Path
+) -> None:
     tiny = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, PERSON)
@@ -283,7 +312,9 @@ def test_site_says_that_a_person_at_the_aggregator_decides(
     assert HELD in "\n".join(report(worker.state))
 
 
-def test_problem_that_was_solved_is_gone_when_the_work_goes_on(planned_once: Planned, tmp_path: Path) -> None:
+def test_problem_that_was_solved_is_gone_when_the_work_goes_on(
+    planned_once: Planned, tmp_path: Path
+) -> None:
     tiny = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     write_policy(site, PERSON | {"privacy": {"budget_epsilon": 2.0}})
@@ -328,7 +359,9 @@ def test_word_that_a_plan_was_given_up_is_believed_from_the_silos_own_key_alone(
 
 def test_every_state_can_be_left_and_no_event_leads_out_of_the_table() -> None:
     for state in STATES:
-        assert any(before == state and step.to != state for (before, _), step in LIFE.items()), state
+        assert any(before == state and step.to != state for (before, _), step in LIFE.items()), (
+            state
+        )
     assert {step.to for step in LIFE.values()} == set(STATES)
     for state in AT_WORK:
         assert after(state, "succession") == "superseded"

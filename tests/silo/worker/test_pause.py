@@ -36,9 +36,19 @@ def planned(planned_once: Planned, tmp_path: Path) -> tuple[TinyFederation, str]
 
 
 def start(site: Site, secret: Path) -> "subprocess.Popen[str]":
-    words = [str(program("silo")), "run", str(site.path), "--only", "worker", "--passphrase-file", str(secret)]
+    words = [
+        str(program("silo")),
+        "run",
+        str(site.path),
+        "--only",
+        "worker",
+        "--passphrase-file",
+        str(secret),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def end(process: "subprocess.Popen[str]", number: signal.Signals) -> str:
@@ -72,7 +82,14 @@ def test_training_that_is_paused_goes_on_at_the_next_step_and_ends_with_the_undi
     with pytest.raises(KeyboardInterrupt):
         Worker(site, tiny.key(SILO), stop_at_the_end, stopping=stopping).run()
     assert waited == ["training"]
-    assert steps == [0, 1, 2, 3, 4, 5]  # none is taken twice: the checkpoint was written when it stopped
+    assert steps == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]  # none is taken twice: the checkpoint was written when it stopped
     expert = f"{plan_id}/1/silos/{SILO}/experts/{SILO}/expert.safetensors"
     assert (site.outbox / expert).read_bytes() == (control.sites[SILO].outbox / expert).read_bytes()
 
@@ -85,7 +102,9 @@ def when_halted(site: Site, waited: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undisturbed_bytes(tmp_path: Path) -> None:
+def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undisturbed_bytes(
+    tmp_path: Path,
+) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
     plan_id = tiny.sign(recipe_of_many_steps())
     tiny.deliver_plan(SILO, plan_id)
@@ -98,16 +117,24 @@ def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undist
     wait_until(lambda: halted(site) or first.poll() is not None, "a worker that has stopped")
     sent = (site.outbox / "status.json").read_bytes()
     assert json.loads(sent)["state"] == "training" and "pause" not in sent.decode()
-    assert sum(1 for _ in checkpoints.rglob("*.json")) > 0 and load_state(state_path(site.private)).state == "training"
+    assert (
+        sum(1 for _ in checkpoints.rglob("*.json")) > 0
+        and load_state(state_path(site.private)).state == "training"
+    )
     assert f"silo resume {site.path}" in command("silo", "status", site.path).out
     assert "paused since" in end(first, signal.SIGKILL)
     assert not halted(site)
     second = start(site, secret)
-    wait_until(lambda: halted(site) or second.poll() is not None, "a worker that waits from its start")
+    wait_until(
+        lambda: halted(site) or second.poll() is not None, "a worker that waits from its start"
+    )
     assert json.loads((site.outbox / "status.json").read_bytes())["state"] == "training"
     assert command("silo", "resume", site.path).out == "Resumed: the worker goes on.\n"
     wait_until(
-        lambda: load_state(state_path(site.private)).state == "in_outbox" or second.poll() is not None, "the end"
+        lambda: (
+            load_state(state_path(site.private)).state == "in_outbox" or second.poll() is not None
+        ),
+        "the end",
     )
     assert "silo resume" in end(second, signal.SIGTERM)
     torch.set_num_threads(1)  # as the worker's own process has
@@ -160,7 +187,9 @@ def test_loss_and_speed_stay_in_the_private_folder(
     real = Meter.train
 
     def distorted(self: Meter, plan_id: str, told: Progress, batch_size: int) -> None:
-        real(self, plan_id, Progress(told.step, told.num_steps, 7.5, 123.0, told.seconds), batch_size)
+        real(
+            self, plan_id, Progress(told.step, told.num_steps, 7.5, 123.0, told.seconds), batch_size
+        )
 
     monkeypatch.setattr(Meter, "train", distorted)
     changed = work(other, "released")
@@ -188,13 +217,20 @@ def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
     assert told["state"] == "training" and told["plan_id"] == plan_id and told["running"] is True
     note = told["progress"]
     assert isinstance(note, dict)
-    assert (note["done"], note["total"], note["images_per_s"], note["seconds_left"]) == (3, 6, 16.0, 1.5)
+    assert (note["done"], note["total"], note["images_per_s"], note["seconds_left"]) == (
+        3,
+        6,
+        16.0,
+        1.5,
+    )
     assert note["loss"] == 0.512
     save_state(state_path(site.private), state.to("audited"))
     assert look(site).note is None  # what is noted is of a stage that is over
 
 
-def test_time_left_of_a_count_follows_its_own_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_of_a_count_follows_its_own_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr("silo.worker.progress.time.monotonic", lambda: now[0])
     meter, plan_id = Meter(tmp_path), "tiny-00000000"
@@ -204,12 +240,20 @@ def test_time_left_of_a_count_follows_its_own_stage(tmp_path: Path, monkeypatch:
     note = read_note(tmp_path)
     assert note and (note.images_per_s, note.seconds_left) == (2.0, 40.0)
     now[0] += 90.0
-    meter.count("assigning images", plan_id, 50, 100)  # another stage begins: the first one's speed says nothing
+    meter.count(
+        "assigning images", plan_id, 50, 100
+    )  # another stage begins: the first one's speed says nothing
     note = read_note(tmp_path)
-    assert note and (note.stage, note.images_per_s, note.seconds_left) == ("assigning images", None, None)
+    assert note and (note.stage, note.images_per_s, note.seconds_left) == (
+        "assigning images",
+        None,
+        None,
+    )
 
 
-def test_pause_stops_every_stage_and_resume_twice_does_no_harm(planned: tuple[TinyFederation, str]) -> None:
+def test_pause_stops_every_stage_and_resume_twice_does_no_harm(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]
     tiny.work(SILO, until="scanned")

@@ -33,7 +33,9 @@ LISTENING, LOOPBACK = "0A", "0100007F"  # as the kernel writes them
 
 def ask_for_processes(site: Site, num: int) -> None:
     asked = site.settings().training.model_copy(update={"processes": num, "device": "cpu"})
-    save_settings(site.settings().model_copy(update={"training": asked}), site.path / "silo.toml", "test")
+    save_settings(
+        site.settings().model_copy(update={"training": asked}), site.path / "silo.toml", "test"
+    )
 
 
 @pytest.fixture
@@ -154,7 +156,9 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
         while worker.state.state != "in_outbox":
             worker.step()
     assert list(found.values()) == [False] * 4, "two processes and their guards"
-    assert [len(each - {site.settings().data}) for each in shared.values()] == [2, 2, 0, 0], "a guard has two pipes"
+    assert [len(each - {site.settings().data}) for each in shared.values()] == [2, 2, 0, 0], (
+        "a guard has two pipes"
+    )
     assert holds(os.getpid(), secret), "the search finds a key that is there"
     assert addresses == {LOOPBACK}
     assert not any(map(alive, found))

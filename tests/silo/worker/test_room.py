@@ -33,7 +33,9 @@ def worker(tiny: TinyFederation) -> Worker:
 
 def written(folder: Path) -> int:
     """What lies in a folder, each file counted once."""
-    files = {path.lstat().st_ino: path.lstat().st_size for path in folder.rglob("*") if path.is_file()}
+    files = {
+        path.lstat().st_ino: path.lstat().st_size for path in folder.rglob("*") if path.is_file()
+    }
     return sum(files.values())
 
 
@@ -49,7 +51,11 @@ def test_full_disk_is_found_before_training_and_again_after_it_filled_up(
     with pytest.raises(DiskError) as refusal:
         tiny.work(SILO, until="training")
     said = str(refusal.value)
-    assert "got 12345 bytes free" in said and f"for plan {plan_id}" in said and str(tiny.sites[SILO].private) in said
+    assert (
+        "got 12345 bytes free" in said
+        and f"for plan {plan_id}" in said
+        and str(tiny.sites[SILO].private) in said
+    )
     assert tiny.state_of(SILO).state == "plan_accepted" and not trained(tiny.sites[SILO])
     with monkeypatch.context() as patch:
         patch.setattr("ddm.io.space.free_bytes", lambda folder: 1 << 40)
@@ -61,7 +67,9 @@ def test_full_disk_is_found_before_training_and_again_after_it_filled_up(
     assert tiny.work(SILO).state == "in_outbox"
 
 
-def test_room_asked_for_is_no_less_than_what_the_work_writes_and_not_much_more(planned: Planned) -> None:
+def test_room_asked_for_is_no_less_than_what_the_work_writes_and_not_much_more(
+    planned: Planned,
+) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     before = written(site.private) + written(site.outbox)
@@ -99,7 +107,9 @@ def test_worker_ends_before_its_first_step_where_a_folder_refuses_a_write(
 
 
 @pytest.mark.slow
-def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much_more(tmp_path: Path) -> None:
+def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much_more(
+    tmp_path: Path,
+) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 80})
     limits = {"required": True, "min_holdout_units": 10, "max_mia_auc": 1.0}
     plan_id = tiny.sign(recipe(audit=limits))
@@ -111,7 +121,10 @@ def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much
     work, most = open_workspace(site, plan_id), [0]
 
     def measure(state: State) -> None:
-        files = [*(work.folder / "audit").rglob("*"), *(work.folder / "experts").glob("audit-*/**/*")]
+        files = [
+            *(work.folder / "audit").rglob("*"),
+            *(work.folder / "experts").glob("audit-*/**/*"),
+        ]
         most[0] = max(most[0], sum(path.stat().st_size for path in files if path.is_file()))
 
     running = Worker(site, tiny.key(SILO), measure)
@@ -120,12 +133,16 @@ def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much
         running.step()
     plan = load_accepted(site, plan_id, running.state.plan_digest or "").plan
     assert most[0] <= audit_bytes(plan, 80, site.policy()) <= 2 * most[0] + (1 << 20)
-    assert audit_bytes(plan, 80, Policy()) == 0, "a site that holds nothing out writes nothing for it"
+    assert audit_bytes(plan, 80, Policy()) == 0, (
+        "a site that holds nothing out writes nothing for it"
+    )
     images = torch.zeros(60, *plan.expert_shape)
     folder = JobFolder(tmp_path / "job")
     folder.path.mkdir()
     keep_inputs({"images": images}, {}, folder, alone=True)
-    assert written(folder.path) <= job_bytes(plan, 60) - job_bytes(plan, 0) <= 3 * written(folder.path)
+    assert (
+        written(folder.path) <= job_bytes(plan, 60) - job_bytes(plan, 0) <= 3 * written(folder.path)
+    )
 
 
 def test_disk_of_the_jobs_folder_is_looked_at_where_other_machines_train(
@@ -134,12 +151,16 @@ def test_disk_of_the_jobs_folder_is_looked_at_where_other_machines_train(
     tiny, _ = planned
     site = tiny.sites[SILO]
     asked: list[dict[Path, int]] = []
-    monkeypatch.setattr("silo.worker.room.require_room", lambda needed, purpose: asked.append(dict(needed)))
+    monkeypatch.setattr(
+        "silo.worker.room.require_room", lambda needed, purpose: asked.append(dict(needed))
+    )
     tiny.copy(tiny.path.parent / "here").work(SILO, until="scanned")
     jobs = tiny.path.parent / "shared" / "jobs"
     jobs.parent.mkdir()
     elsewhere = TrainingSettings(launcher=("true", "{folder}"), jobs=jobs)
-    save_settings(site.settings().model_copy(update={"training": elsewhere}), site.path / "silo.toml", "test")
+    save_settings(
+        site.settings().model_copy(update={"training": elsewhere}), site.path / "silo.toml", "test"
+    )
     tiny.work(SILO, until="scanned")
     plan = load_accepted(site, planned[1], tiny.state_of(SILO).plan_digest or "").plan
     assert jobs.parent not in asked[0] and asked[1][jobs.parent] == job_bytes(plan, 40)

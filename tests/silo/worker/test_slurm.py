@@ -27,10 +27,20 @@ SILO = "north"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(missing()), reason=f"needs Slurm, Debian's slurm-wlm and munge: no {', '.join(missing())}"),
+    pytest.mark.skipif(
+        bool(missing()),
+        reason=f"needs Slurm, Debian's slurm-wlm and munge: no {', '.join(missing())}",
+    ),
 ]
 SRUN = (
-    *("env", "GLOO_SOCKET_IFNAME=lo", "srun", "--nodes=2", "--ntasks={processes}", "--kill-on-bad-exit=1"),
+    *(
+        "env",
+        "GLOO_SOCKET_IFNAME=lo",
+        "srun",
+        "--nodes=2",
+        "--ntasks={processes}",
+        "--kill-on-bad-exit=1",
+    ),
     *("{python}", "-m", "ddm.training", "{folder}", "--launch", "{launch}"),
 )
 
@@ -43,7 +53,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 @pytest.fixture
-def planned(tmp_path: Path, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> TinyFederation:
+def planned(
+    tmp_path: Path, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> TinyFederation:
     """A federation whose silo trains for some seconds."""
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, cluster[name])
@@ -56,7 +68,9 @@ def planned(tmp_path: Path, cluster: dict[str, str], monkeypatch: pytest.MonkeyP
 
 def on_slurm(site: Site, jobs: Path) -> None:
     asked = TrainingSettings(device="cpu", processes=2, launcher=SRUN, jobs=jobs)
-    save_settings(site.settings().model_copy(update={"training": asked}), site.path / "silo.toml", "test")
+    save_settings(
+        site.settings().model_copy(update={"training": asked}), site.path / "silo.toml", "test"
+    )
 
 
 def tasks(jobs: Path) -> dict[str, int]:
@@ -69,7 +83,11 @@ def tasks(jobs: Path) -> dict[str, int]:
         except OSError:
             continue
         node = re.search(rb"SLURMD_NODENAME=(\w+)", known)
-        if b"ddm.training" in words[1:3] and node and any(word.startswith(bytes(jobs)) for word in words):
+        if (
+            b"ddm.training" in words[1:3]
+            and node
+            and any(word.startswith(bytes(jobs)) for word in words)
+        ):
             found[node[1].decode()] = int(entry.name)
     return found
 
@@ -81,7 +99,11 @@ def launches(jobs: Path) -> list[Path]:
 def under_way(jobs: Path, process: subprocess.Popen[bytes]) -> dict[str, int]:
     """Wait until a job has written another checkpoint; return its processes."""
     before = written(jobs)
-    watch(process, lambda: bool(written(jobs) - before) and len(tasks(jobs)) == 2, "another checkpoint")
+    watch(
+        process,
+        lambda: bool(written(jobs) - before) and len(tasks(jobs)) == 2,
+        "another checkpoint",
+    )
     return tasks(jobs)
 
 
@@ -92,7 +114,11 @@ def written(jobs: Path) -> set[str]:
 def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is(
     planned: TinyFederation, tmp_path: Path
 ) -> None:
-    control, site, jobs = planned.copy(tmp_path / "control").sites[SILO], planned.sites[SILO], tmp_path / "jobs"
+    control, site, jobs = (
+        planned.copy(tmp_path / "control").sites[SILO],
+        planned.sites[SILO],
+        tmp_path / "jobs",
+    )
     on_slurm(site, jobs)
     process = run_worker(site)
     pids = under_way(jobs, process)
@@ -101,9 +127,13 @@ def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)  # else they might end meanwhile
     for pid in pids.values():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        words = (
+            Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        )
         assert not holds(pid, secret) and PASSPHRASE not in words
-        assert not any(str(site.private) in str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir())
+        assert not any(
+            str(site.private) in str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()
+        )
     os.kill(pids[NODES[1]], signal.SIGKILL)
     os.kill(pids[NODES[0]], signal.SIGCONT)
 
@@ -121,7 +151,11 @@ def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is
     assert not tasks(jobs) and not list(jobs.rglob("*.npy")), "the copies of the images are gone"
 
     asked = TrainingSettings(device="cpu", processes=2)
-    save_settings(control.settings().model_copy(update={"training": asked}), control.path / "silo.toml", "test")
+    save_settings(
+        control.settings().model_copy(update={"training": asked}),
+        control.path / "silo.toml",
+        "test",
+    )
     process = run_worker(control)
     wait_for(control, process, "in_outbox")
     end(process)

@@ -62,10 +62,14 @@ SOURCES: list[Callable[[Path, Path], Path]] = [as_npz, as_packed_npz, as_folder,
 
 
 def bring(site: Site, data: Path) -> None:
-    save_settings(site.settings().model_copy(update={"data": str(data)}), site.path / "silo.toml", "")
+    save_settings(
+        site.settings().model_copy(update={"data": str(data)}), site.path / "silo.toml", ""
+    )
 
 
-def test_worker_sends_the_same_expert_and_spends_on_the_same_data_set_from_every_source(tmp_path: Path) -> None:
+def test_worker_sends_the_same_expert_and_spends_on_the_same_data_set_from_every_source(
+    tmp_path: Path,
+) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
     plan_id = tiny.sign()
     tiny.deliver_plan("north", plan_id)
@@ -93,7 +97,13 @@ def test_statistics_are_the_same_to_the_bit_from_files_and_from_memory(tmp_path:
     asked = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None}
     from_file = cohort_at(tmp_path / "a.npy", spec, folder=tmp_path, **asked).images  # type: ignore[arg-type]
     drawn = [
-        draw("sketch", make_source(images=images), open_ledger(tmp_path / name), tmp_path / name, noise=Seeded(3))
+        draw(
+            "sketch",
+            make_source(images=images),
+            open_ledger(tmp_path / name),
+            tmp_path / name,
+            noise=Seeded(3),
+        )
         for name, images in (("memory", in_memory.images), ("file", from_file))
     ]
     assert drawn[0].read_bytes() == drawn[1].read_bytes()
@@ -107,13 +117,23 @@ SPEC = DataSpec(shape=(1, SIDE, SIDE), range=(-1.0, 1.0))
 def through_all_stages(path: Path, folder: Path) -> None:
     """Scan, assign, train on a half, draw sketches."""
     public = torch.rand(64, *SPEC.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    encoder, sketch = PcaEncoder.fit(public, 4), Sketch.fit(public, torch.zeros(64, dtype=torch.int64), 4, 1)
+    encoder, sketch = (
+        PcaEncoder.fit(public, 4),
+        Sketch.fit(public, torch.zeros(64, dtype=torch.int64), 4, 1),
+    )
     cell = torch.zeros(2, dtype=torch.int64)
     files = PlanFiles(encoder, Clusters(encoder.encode(public[:2]), cell, cell), sketch)
-    cohort = cohort_at(path, SPEC, min_images=1, salt=b"s", unit="image", num_classes=None, folder=folder)
+    cohort = cohort_at(
+        path, SPEC, min_images=1, salt=b"s", unit="image", num_classes=None, folder=folder
+    )
     assign(cohort, files, folder / "cohort.parquet", lambda done, total: None)
     settings = Training(
-        num_steps=4, batch_size=8, learning_rate=1e-3, weight_decay=0.0, ema_decay=0.9, checkpoint_steps=4
+        num_steps=4,
+        batch_size=8,
+        learning_rate=1e-3,
+        weight_decay=0.0,
+        ema_decay=0.9,
+        checkpoint_steps=4,
     )
     train(
         build_expert(Dit(patch=8, hidden=16, depth=1, heads=2), SPEC.shape),
@@ -127,13 +147,24 @@ def through_all_stages(path: Path, folder: Path) -> None:
         engine=Engine(device="cpu"),
     )
     plan = PLAN.model_copy(update={"data": SPEC})
-    source = Source(plan, "0" * 64, sketch, cohort.images, cell[:1].expand(NUM), cohort.unit_N, None, cohort.digest)
+    source = Source(
+        plan,
+        "0" * 64,
+        sketch,
+        cohort.images,
+        cell[:1].expand(NUM),
+        cohort.unit_N,
+        None,
+        cohort.digest,
+    )
     draw("sketch", source, open_ledger(folder), folder)
 
 
 @pytest.mark.measured
 def test_cohort_goes_through_all_stages_in_a_fraction_of_its_memory(tmp_path: Path) -> None:
-    handle = np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.uint8, shape=(NUM, SIDE, SIDE))
+    handle = np.lib.format.open_memmap(
+        tmp_path / "a.npy", mode="w+", dtype=np.uint8, shape=(NUM, SIDE, SIDE)
+    )
     handle[:] = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE), dtype=np.uint8)
     handle.flush()
     del handle

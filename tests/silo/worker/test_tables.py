@@ -72,8 +72,14 @@ def test_a_table_of_files_becomes_a_cohort_with_patients_and_named_classes(tmp_p
     tiny.deliver_plan("south", plan_id)
     whole = table.read_text()
     for spoilt, said in (
-        (whole.replace("DOE^3;", ";"), "patients: expected a patient for each image, got none for 2 of 60 images"),
-        (whole.replace("Bright", "DOE", 1), "classes of the plan, dim, bright, got others at 1 of 60 images"),
+        (
+            whole.replace("DOE^3;", ";"),
+            "patients: expected a patient for each image, got none for 2 of 60 images",
+        ),
+        (
+            whole.replace("Bright", "DOE", 1),
+            "classes of the plan, dim, bright, got others at 1 of 60 images",
+        ),
     ):
         table.write_text(spoilt)
         with case(said=said), pytest.raises(DataError) as caught:
@@ -97,18 +103,35 @@ def test_names_of_classes_travel_from_a_table_to_samples(tmp_path: Path) -> None
     transform = TRANSFORM | {"range": {"kind": "percentiles"}}
     tiny.complete(tmp_path / "release", recipe(transform=transform, condition=CLASSES))
     pinned = ("--root", tiny.root, "--state", tmp_path / "state")
-    assert "one of 2 classes, dim, bright" in command("ddm", "info", tmp_path / "release", *pinned).out
-    asked = ("ddm", "sample", tmp_path / "release", *pinned, "--num", 2, "--steps", 2, "--strategy", "full")
+    assert (
+        "one of 2 classes, dim, bright" in command("ddm", "info", tmp_path / "release", *pinned).out
+    )
+    asked = (
+        "ddm",
+        "sample",
+        tmp_path / "release",
+        *pinned,
+        "--num",
+        2,
+        "--steps",
+        2,
+        "--strategy",
+        "full",
+    )
     shares = ("--set", "class-prior=equal")
     assert command(*asked, *shares, "--class", " BRIGHT", "--out", tmp_path / "a.npz").code == 0
     assert command(*asked, *shares, "--class", 1, "--out", tmp_path / "b.npz").code == 0
     with np.load(tmp_path / "a.npz") as drawn, np.load(tmp_path / "b.npz") as same:
-        assert drawn["class"].tolist() == ["bright"] * 2 and np.array_equal(drawn["images"], same["images"])
+        assert drawn["class"].tolist() == ["bright"] * 2 and np.array_equal(
+            drawn["images"], same["images"]
+        )
     assert command(*asked, *shares, "--class", "dim", "--out", tmp_path / "grid.png").code == 0
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.text["Class"] == "dim"  # type: ignore[attr-defined]
     done = command(*asked, "--class", "red", "--out", tmp_path / "c.npz")
     assert done.code == SetupError.exit_code and "a class, dim, bright" in done.err
     ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
-    samples = ensemble.sample(2, steps=2, condition="bright", condition_prior=[1, 1], strategy="full")
+    samples = ensemble.sample(
+        2, steps=2, condition="bright", condition_prior=[1, 1], strategy="full"
+    )
     assert samples.classes == ("bright", "bright")

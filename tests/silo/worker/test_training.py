@@ -25,7 +25,11 @@ from tests.support.federation import NUM_STEPS, POLICY, TinyFederation, recipe, 
 SILO = "north"
 BY_CLUSTER = recipe(
     partition={"kind": "silo_cluster", "min_images": 10},
-    statistics={"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 8.0, "num_groups": 4}},
+    statistics={
+        "unit": "image",
+        "total": {"epsilon": 8.0, "delta": 0.0},
+        "counts": {"epsilon": 8.0, "num_groups": 4},
+    },
     router={"kind": "counts"},
 )
 # four fine centroids on a line, two groups and two clusters of two
@@ -47,7 +51,9 @@ def assigned_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederat
 
 
 @pytest.fixture
-def assigned(assigned_once: tuple[TinyFederation, str], tmp_path: Path) -> Callable[[str], tuple[TinyFederation, Path]]:
+def assigned(
+    assigned_once: tuple[TinyFederation, str], tmp_path: Path
+) -> Callable[[str], tuple[TinyFederation, Path]]:
     """Copies of it, each with the folder of its work."""
     tiny, plan_id = assigned_once
 
@@ -64,14 +70,24 @@ Assigned = Callable[[str], tuple[TinyFederation, Path]]
 def test_expert_is_made_of_its_own_images_when_they_are_enough() -> None:
     fine_N = torch.tensor([0, 2, 1, 3, 0, 2])
     part = Part("north-0", 0, (0,))
-    assert images_of_part(part, LINE.coarse_F[fine_N] == 0, fine_N, LINE, fewest=3).tolist() == [0, 2, 4]
+    assert images_of_part(part, LINE.coarse_F[fine_N] == 0, fine_N, LINE, fewest=3).tolist() == [
+        0,
+        2,
+        4,
+    ]
 
 
-@pytest.mark.parametrize(("own", "expected"), [([], [1, 5, 3, 6]), ([6], [6, 1, 5, 3]), ([6, 3], [6, 3, 1, 5])])
-def test_expert_with_too_few_images_is_made_of_the_nearest_others_too(own: list[int], expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("own", "expected"), [([], [1, 5, 3, 6]), ([6], [6, 1, 5, 3]), ([6, 3], [6, 3, 1, 5])]
+)
+def test_expert_with_too_few_images_is_made_of_the_nearest_others_too(
+    own: list[int], expected: list[int]
+) -> None:
     """Around the centre of the second cluster, 10.5, lie 1, 3, 5, 6; of equals the first."""
     fine_N = torch.tensor([0, 2, 1, 3, 0, 2, 3])
-    own_N = torch.zeros(7, dtype=torch.bool).index_fill(0, torch.tensor(own, dtype=torch.int64), True)
+    own_N = torch.zeros(7, dtype=torch.bool).index_fill(
+        0, torch.tensor(own, dtype=torch.int64), True
+    )
     chosen = images_of_part(Part("north-1", 1, (1,)), own_N, fine_N, LINE, fewest=4)
     assert chosen.tolist() == sorted(expected)
 
@@ -83,11 +99,14 @@ def test_counts_alone_are_drawn_before_training_and_tell_the_experts(assigned: A
     assert set(drawn) == {"counts.safetensors"}
     assert load_state(state_path(tiny.sites[SILO].private)).num_steps == 2 * NUM_STEPS
     tiny.work(SILO)
-    assert (work / "statistics" / "counts.safetensors").read_bytes() == drawn["counts.safetensors"], "drawn once"
+    assert (work / "statistics" / "counts.safetensors").read_bytes() == drawn[
+        "counts.safetensors"
+    ], "drawn once"
 
 
 @pytest.mark.parametrize(
-    ("size_C", "expected"), [((30, 30), [0, 1]), ((60, 0), [0]), ((0, 60), [1]), ((9, 51), [1]), ((10, 50), [0, 1])]
+    ("size_C", "expected"),
+    [((30, 30), [0, 1]), ((60, 0), [0]), ((0, 60), [1]), ((9, 51), [1]), ((10, 50), [0, 1])],
 )
 def test_experts_are_those_of_the_released_histogram_whatever_the_images_are(
     assigned: Assigned, size_C: tuple[int, int], expected: list[int]
@@ -106,13 +125,19 @@ def test_experts_are_those_of_the_released_histogram_whatever_the_images_are(
 
 @pytest.mark.parametrize(
     ("partition", "fewest"),
-    [({"kind": "silo"}, 50), ({"kind": "silo_cluster"}, 50), ({"kind": "random", "num_parts": 3}, 150)],
+    [
+        ({"kind": "silo"}, 50),
+        ({"kind": "silo_cluster"}, 50),
+        ({"kind": "random", "num_parts": 3}, 150),
+    ],
     ids=["silo", "silo_cluster", "random"],
 )
 def test_site_needs_enough_images_for_every_share_of_a_random_partition(
     partition: dict[str, object], fewest: int
 ) -> None:
-    plan = Plan.parse(to_bytes(plan_document(partition=partition | {"min_images": 50})), subject="plan")
+    plan = Plan.parse(
+        to_bytes(plan_document(partition=partition | {"min_images": 50})), subject="plan"
+    )
     for least, most in ((50, fewest), (70, fewest * 70 // 50)):
         training = TrainingPolicy(min_images=least)
         for declared, fits in ((most, True), (most - 1, False)):
@@ -136,10 +161,15 @@ def interrupted(tiny: TinyFederation, step: int) -> None:
 
 
 def weights(work: Path) -> dict[str, bytes]:
-    return {path.parent.name: path.read_bytes() for path in sorted(work.glob("experts/*/expert.safetensors"))}
+    return {
+        path.parent.name: path.read_bytes()
+        for path in sorted(work.glob("experts/*/expert.safetensors"))
+    }
 
 
-@pytest.mark.parametrize("step", [NUM_STEPS, NUM_STEPS + 4], ids=["between two experts", "within the second"])
+@pytest.mark.parametrize(
+    "step", [NUM_STEPS, NUM_STEPS + 4], ids=["between two experts", "within the second"]
+)
 def test_worker_stopped_on_the_way_ends_with_the_same_experts(
     assigned: Assigned, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -172,7 +202,9 @@ def test_time_limit_holds_for_all_experts_of_a_silo_together(
     limit = float(BY_CLUSTER.limits.train_s)
     for seconds, passes in ((limit, False), (limit / 2, True)):
         training = record.training.model_copy(update={"seconds": seconds})
-        Workspace(work).record_path("north-0").write_bytes(record.model_copy(update={"training": training}).encode())
+        Workspace(work).record_path("north-0").write_bytes(
+            record.model_copy(update={"training": training}).encode()
+        )
         if passes:
             tiny.work(SILO, until="audited")
         else:
@@ -195,7 +227,9 @@ def test_time_limit_holds_when_the_last_record_was_written_before_anybody_looked
         tiny.work(SILO, until="audited")
 
 
-def test_experts_of_the_same_images_differ_and_none_is_made_of_fewer_than_the_policy_asks(assigned: Assigned) -> None:
+def test_experts_of_the_same_images_differ_and_none_is_made_of_fewer_than_the_policy_asks(
+    assigned: Assigned,
+) -> None:
     tiny, work = assigned("copy")
     write_policy(tiny.sites[SILO], POLICY | {"training": {"min_images": 60}})
     tiny.work(SILO, until="audited")

@@ -48,7 +48,9 @@ def training(num_steps: int) -> Training:
     )
 
 
-def trained(expert: torch.nn.Module, images: Tensor, num_steps: int, folder: Path) -> dict[str, Tensor]:
+def trained(
+    expert: torch.nn.Module, images: Tensor, num_steps: int, folder: Path
+) -> dict[str, Tensor]:
     done = train(
         expert,
         images,
@@ -68,12 +70,17 @@ def loss(architecture: Dit, weights: dict[str, Tensor], images: Tensor) -> float
     expert = build_expert(architecture, images.shape[1:])
     expert.load_state_dict(weights)
     generator = torch.Generator().manual_seed(9)
-    t, noise = torch.rand(len(images), generator=generator), torch.randn(images.shape, generator=generator)
+    t, noise = (
+        torch.rand(len(images), generator=generator),
+        torch.randn(images.shape, generator=generator),
+    )
     x = (1 - t[:, None, None, None]) * images + t[:, None, None, None] * noise
     return float((expert(x, t) - (noise - images)).square().mean())
 
 
-def test_expert_trained_on_at_twice_the_resolution_is_ahead_of_one_from_random_weights(tmp_path: Path) -> None:
+def test_expert_trained_on_at_twice_the_resolution_is_ahead_of_one_from_random_weights(
+    tmp_path: Path,
+) -> None:
     small, large, held_out = blobs(256, 8, seed=0), blobs(256, 16, seed=0), blobs(128, 16, seed=1)
     gridded = ARCHITECTURE.model_copy(update={"position_grid": (4, 4)})
     base = trained(build_expert(ARCHITECTURE, (1, 8, 8)), small, 250, tmp_path / "base")
@@ -96,11 +103,17 @@ def resumed_once(published_once: Published, tmp_path_factory: pytest.TempPathFac
     tiny = published_once.tiny.copy(tmp_path_factory.mktemp("resumed") / "copy")
     site = tiny.sites["east"]
     with np.load(tiny.path / "east.npz") as archive:
-        np.savez(tiny.path / "east.npz", images=archive["images"].repeat(2, -1).repeat(2, -2), labels=archive["labels"])
+        np.savez(
+            tiny.path / "east.npz",
+            images=archive["images"].repeat(2, -1).repeat(2, -2),
+            labels=archive["labels"],
+        )
     settings = site.path / "silo.toml"
     settings.write_text(settings.read_text().replace(str(published_once.tiny.path), str(tiny.path)))
     declare(site, {**POLICY, "privacy": {"budget_epsilon": 100.0}})
-    public = torch.from_numpy(np.random.default_rng(0).uniform(-1, 1, (240, 1, 8, 8)).astype(np.float32))
+    public = torch.from_numpy(
+        np.random.default_rng(0).uniform(-1, 1, (240, 1, 8, 8)).astype(np.float32)
+    )
     scratch = tiny.path / "scratch"
     draft = draft_plan(tiny.federation, larger(published_once.plan_id), public, scratch)
     sign_plan(tiny.federation, draft, PASSPHRASE)
@@ -112,20 +125,33 @@ def larger(old_id: str, **changes: object):  # type: ignore[no-untyped-def]
     expert = recipe().expert.model_dump(mode="json", exclude={"dp_sgd"}) | {
         "adaptation": {"kind": "own", "plan_id": old_id}
     }
-    return recipe(**({"data": {"shape": [1, 8, 8], "range": [-1.0, 1.0]}, "expert": expert} | changes))
+    return recipe(
+        **({"data": {"shape": [1, 8, 8], "range": [-1.0, 1.0]}, "expert": expert} | changes)
+    )
 
 
-def test_plan_names_each_silos_submission_and_the_places_that_its_expert_knows(resumed_once: Grown) -> None:
+def test_plan_names_each_silos_submission_and_the_places_that_its_expert_knows(
+    resumed_once: Grown,
+) -> None:
     tiny, plan_id, old_id = resumed_once
     plan, _ = tiny.federation.current_plan()
     own = plan.expert.adaptation
-    assert (plan.plan_id, own.kind, own.plan_id, sorted(own.submissions)) == (plan_id, "own", old_id, ["east", "north"])
+    assert (plan.plan_id, own.kind, own.plan_id, sorted(own.submissions)) == (
+        plan_id,
+        "own",
+        old_id,
+        ["east", "north"],
+    )
     assert plan.expert.architecture.position_grid == (2, 2)
-    old = Plan.parse((tiny.federation.plan_targets(old_id) / "plan.json").read_bytes(), subject="plan")
+    old = Plan.parse(
+        (tiny.federation.plan_targets(old_id) / "plan.json").read_bytes(), subject="plan"
+    )
     assert grid_of(plan) == grid_of(old) == (2, 2)
 
 
-def test_silo_trains_on_its_own_expert_and_the_submission_is_accepted(resumed_once: Grown, tmp_path: Path) -> None:
+def test_silo_trains_on_its_own_expert_and_the_submission_is_accepted(
+    resumed_once: Grown, tmp_path: Path
+) -> None:
     tiny = resumed_once[0].copy(tmp_path / "copy")
     plan_id, old_id = resumed_once[1:]
     settings = tiny.sites["east"].path / "silo.toml"
@@ -136,7 +162,9 @@ def test_silo_trains_on_its_own_expert_and_the_submission_is_accepted(resumed_on
     own = own_experts(site, accepted.plan, "east")
     start = PlannedExpert(accepted.plan, "east", 0, own["east"], site.settings().training).start()
     before = load_tensors(
-        site.private / "checkpoints" / old_id / "experts" / "east" / "expert.safetensors", None, max_bytes=1 << 20
+        site.private / "checkpoints" / old_id / "experts" / "east" / "expert.safetensors",
+        None,
+        max_bytes=1 << 20,
     )
     assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
     assert all(parameter.requires_grad for parameter in start.parameters())
@@ -195,17 +223,23 @@ def test_expert_is_not_trained_on_where_its_weights_mean_something_else(
 ) -> None:
     tiny, _, old_id = resumed_once
     plan, _ = tiny.federation.current_plan()
-    old = Plan.parse((tiny.federation.plan_targets(old_id) / "plan.json").read_bytes(), subject="plan")
+    old = Plan.parse(
+        (tiny.federation.plan_targets(old_id) / "plan.json").read_bytes(), subject="plan"
+    )
     check_continuation(old, plan, "east")
     fields = plan.model_dump(mode="json")
-    of_expert = {name: value for name, value in changes.items() if name in ("heads", "position_grid")}
+    of_expert = {
+        name: value for name, value in changes.items() if name in ("heads", "position_grid")
+    }
     fields["expert"]["architecture"] |= of_expert
     fields |= {name: value for name, value in changes.items() if name not in of_expert}
     with pytest.raises(ReplayError, match=field):
         check_continuation(old, Plan.model_validate_json(json.dumps(fields)), "east")
 
 
-def test_recipe_without_an_earlier_expert_of_any_silo_is_refused(published: Published, tmp_path: Path) -> None:
+def test_recipe_without_an_earlier_expert_of_any_silo_is_refused(
+    published: Published, tmp_path: Path
+) -> None:
     tiny = published.tiny
     for silo_id in tiny.sites:
         shutil.rmtree(tiny.federation.accepted / published.plan_id / silo_id)

@@ -33,10 +33,14 @@ RECIPE = {
     "checkpoint_steps": 6,
 }
 CLASSES = {"kind": "class", "num_classes": 3}
-ONE_GROUP = Clusters(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+ONE_GROUP = Clusters(
+    torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+)
 
 
-def plan(adaptation: dict[str, Any] | None = None, base: File | None = None, **changes: object) -> Plan:
+def plan(
+    adaptation: dict[str, Any] | None = None, base: File | None = None, **changes: object
+) -> Plan:
     document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]}, **changes)
     document["expert"] |= {
         "architecture": {"kind": "dit", "patch": 2, "hidden": 8, "depth": 1, "heads": 2},
@@ -83,12 +87,18 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_silo_trains_its_own_exception_and_its_neighbours_what_all_train(tmp_path: Path) -> None:
     other = {"silo_id": "north", "path": "cosine_vp", "prediction": "eps"}
-    plain, mixed = plan(), plan(objective={"path": "linear", "prediction": "velocity", "exceptions": [other]})
+    plain, mixed = (
+        plan(),
+        plan(objective={"path": "linear", "prediction": "velocity", "exceptions": [other]}),
+    )
     throughout = plan(objective={"path": "cosine_vp", "prediction": "eps"})
     north = trained(mixed, tmp_path / "mixed")
     assert same(north, trained(throughout, tmp_path / "throughout"))
     assert not same(north, trained(plain, tmp_path / "plain"))
-    assert same(trained(mixed, tmp_path / "mixed", silo_id="east"), trained(plain, tmp_path / "plain", silo_id="east"))
+    assert same(
+        trained(mixed, tmp_path / "mixed", silo_id="east"),
+        trained(plain, tmp_path / "plain", silo_id="east"),
+    )
 
 
 def test_expert_is_told_its_images_classes(tmp_path: Path) -> None:
@@ -98,13 +108,17 @@ def test_expert_is_told_its_images_classes(tmp_path: Path) -> None:
     assert not same(one, other)
 
 
-def test_images_without_classes_are_refused_when_the_expert_is_to_be_told_them(tmp_path: Path) -> None:
+def test_images_without_classes_are_refused_when_the_expert_is_to_be_told_them(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DataError, match="class"):
         trained(plan(condition=CLASSES), tmp_path)
 
 
 def test_plan_whose_condition_and_histogram_count_different_classes_is_refused() -> None:
-    statistics = plan_document()["statistics"] | {"class_counts": {"epsilon": 1.0, "num_classes": 4}}
+    statistics = plan_document()["statistics"] | {
+        "class_counts": {"epsilon": 1.0, "num_classes": 4}
+    }
     with pytest.raises(DocumentError, match="number of classes"):
         plan(condition=CLASSES, statistics=statistics)
     assert num_classes(plan(statistics=statistics)) == 4
@@ -123,7 +137,10 @@ def bundle(tmp_path: Path) -> tuple[Path, File]:
     return tmp_path / "bundle", File.of("plan/base.safetensors", path)
 
 
-ADAPTATIONS = {"lora": {"kind": "lora", "rank": 2, "alpha": 4.0}, "partial": {"kind": "partial", "trained": ["head"]}}
+ADAPTATIONS = {
+    "lora": {"kind": "lora", "rank": 2, "alpha": 4.0},
+    "partial": {"kind": "partial", "trained": ["head"]},
+}
 
 
 @pytest.mark.parametrize("kind", sorted(ADAPTATIONS))
@@ -149,7 +166,10 @@ def test_weights_that_training_takes_beyond_the_bound_end_at_it_and_stop_nothing
     save_tensors(path, base)
     asked = plan(ADAPTATIONS["partial"], File.of("plan/base.safetensors", path))
     found = trained(asked, tmp_path / "bound", bundle=tmp_path / "bundle")
-    assert float(found["head.weight"].abs().max()) == MAX_WEIGHT and float(found["head.weight"].min()) < MAX_WEIGHT
+    assert (
+        float(found["head.weight"].abs().max()) == MAX_WEIGHT
+        and float(found["head.weight"].min()) < MAX_WEIGHT
+    )
     assert "weights were not finite or above 10000" in caplog.text
 
     def spoiled(weights: dict[str, Tensor], adaptation: object) -> dict[str, Tensor]:
@@ -158,7 +178,9 @@ def test_weights_that_training_takes_beyond_the_bound_end_at_it_and_stop_nothing
 
     monkeypatch.setattr("ddm.training.planned.merged", spoiled)
     found = trained(asked, tmp_path / "lost", bundle=tmp_path / "bundle")
-    assert found["head.weight"][0, :3].tolist() == [0.0, 0.0, 0.0] and bool(found["head.weight"][0, 3:].all())
+    assert found["head.weight"][0, :3].tolist() == [0.0, 0.0, 0.0] and bool(
+        found["head.weight"][0, 3:].all()
+    )
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -169,10 +191,15 @@ def flip_a_byte(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "error"), [(flip_a_byte, DigestError), (None, MissingFileError)], ids=["another file", "no folder"]
+    ("spoil", "error"),
+    [(flip_a_byte, DigestError), (None, MissingFileError)],
+    ids=["another file", "no folder"],
 )
 def test_public_expert_that_the_plan_does_not_list_is_not_trained_from(
-    tmp_path: Path, bundle: tuple[Path, File], spoil: Callable[[Path], None] | None, error: type[Exception]
+    tmp_path: Path,
+    bundle: tuple[Path, File],
+    spoil: Callable[[Path], None] | None,
+    error: type[Exception],
 ) -> None:
     folder, file = bundle
     if spoil:
@@ -187,7 +214,15 @@ def test_plan_that_starts_from_a_file_that_it_does_not_list_is_refused() -> None
 
 
 def test_settings_of_a_site_say_how_its_machine_trains() -> None:
-    said = {"silo_id": "north", "data": "d", "federation": "f", "address": "a:1", "root_digest": "a" * 64}
+    said = {
+        "silo_id": "north",
+        "data": "d",
+        "federation": "f",
+        "address": "a:1",
+        "root_digest": "a" * 64,
+    }
     assert SiloSettings.model_validate(said).training == TrainingSettings()
     table = {"device": "cpu", "accumulate": 4, "recompute": True}
-    assert SiloSettings.model_validate(said | {"training": table}).training == TrainingSettings.model_validate(table)
+    assert SiloSettings.model_validate(
+        said | {"training": table}
+    ).training == TrainingSettings.model_validate(table)

@@ -42,7 +42,9 @@ def planned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[T
     return tiny.copy(tmp_path / "copy"), plan_id
 
 
-def test_worker_refuses_a_plan_above_its_policy_before_touching_data(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_refuses_a_plan_above_its_policy_before_touching_data(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, _ = planned
     write_policy(tiny.sites[SILO], POLICY | {"privacy": {"max_epsilon": 3.0}})
     state = tiny.work(SILO, until="plan_refused")
@@ -52,7 +54,9 @@ def test_worker_refuses_a_plan_above_its_policy_before_touching_data(planned: tu
     assert tiny.sites[SILO].ledger_path.read_bytes() == b""
 
 
-def test_worker_takes_a_refused_plan_after_the_policy_was_changed(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_takes_a_refused_plan_after_the_policy_was_changed(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, _ = planned
     write_policy(tiny.sites[SILO], POLICY | {"privacy": {"max_epsilon": 3.0}})
     tiny.work(SILO, until="plan_refused")
@@ -62,7 +66,15 @@ def test_worker_takes_a_refused_plan_after_the_policy_was_changed(planned: tuple
 
 def test_worker_refuses_a_bundle_with_a_flipped_byte(planned: tuple[TinyFederation, str]) -> None:
     tiny, plan_id = planned
-    path = tiny.sites[SILO].inbox / plan_id / "bundle" / "targets" / plan_id / "plan" / "sketch.safetensors"
+    path = (
+        tiny.sites[SILO].inbox
+        / plan_id
+        / "bundle"
+        / "targets"
+        / plan_id
+        / "plan"
+        / "sketch.safetensors"
+    )
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -72,12 +84,16 @@ def test_worker_refuses_a_bundle_with_a_flipped_byte(planned: tuple[TinyFederati
     assert "sketch.safetensors" in state.problem.message
 
 
-def test_worker_refuses_a_plan_of_another_federation(planned: tuple[TinyFederation, str], tmp_path: Path) -> None:
+def test_worker_refuses_a_plan_of_another_federation(
+    planned: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
     tiny, plan_id = planned
     stranger = TinyFederation.create(tmp_path / "stranger", {SILO: 20})
     strange_plan = stranger.sign()
     shutil.rmtree(tiny.sites[SILO].inbox / plan_id)
-    shutil.copytree(stranger.federation.bundle(strange_plan), tiny.sites[SILO].inbox / strange_plan / "bundle")
+    shutil.copytree(
+        stranger.federation.bundle(strange_plan), tiny.sites[SILO].inbox / strange_plan / "bundle"
+    )
     state = tiny.work(SILO, until="plan_refused")
     assert state.problem is not None
     assert state.problem.code in {10, 11, 19}
@@ -97,7 +113,9 @@ def test_worker_refuses_over_budget_before_training_and_before_any_noise_is_draw
     assert not (site.outbox / plan_id).exists()
 
 
-def test_worker_draws_nothing_when_the_budget_shrank_during_training(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_draws_nothing_when_the_budget_shrank_during_training(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]
     tiny.work(SILO, until="audited")
@@ -115,14 +133,18 @@ def test_site_takes_another_plan_after_giving_one_up(planned: tuple[TinyFederati
     with pytest.raises(BudgetError):
         tiny.work(SILO)
     assert withdraw(site, tiny.key(SILO)).state == "withdrawn"
-    assert withdraw(site, tiny.key(SILO)).state == "withdrawn"  # also what finishes one that was interrupted
+    assert (
+        withdraw(site, tiny.key(SILO)).state == "withdrawn"
+    )  # also what finishes one that was interrupted
     write_policy(site, POLICY)
     second = tiny.sign()
     tiny.deliver_plan(SILO, second)
     assert tiny.work(SILO).plan_id == second
 
 
-def test_worker_takes_a_plan_whose_acceptance_was_interrupted(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_takes_a_plan_whose_acceptance_was_interrupted(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     tiny.work(SILO, until="plan_accepted")
@@ -137,7 +159,9 @@ def test_worker_refuses_a_plan_whose_expert_is_larger_than_it_declares(
     tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
     tables = recipe().model_dump(mode="json")
     tables["limits"]["expert_bytes"] = 1000
-    monkeypatch.setattr("aggregator.planning.draft.check_feasible", lambda *given: None)  # which would say so first
+    monkeypatch.setattr(
+        "aggregator.planning.draft.check_feasible", lambda *given: None
+    )  # which would say so first
     plan_id = tiny.sign(type(recipe()).model_validate_json(json.dumps(tables)))
     tiny.deliver_plan(SILO, plan_id)
     problem = tiny.work(SILO, until="plan_refused").problem
@@ -146,14 +170,18 @@ def test_worker_refuses_a_plan_whose_expert_is_larger_than_it_declares(
     assert "size of an expert" in problem.message
 
 
-def test_worker_ignores_a_folder_in_the_inbox_that_is_no_plan(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_ignores_a_folder_in_the_inbox_that_is_no_plan(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     for name in ("foo", "..bar", "x" * 200):
         (tiny.sites[SILO].inbox / name / "bundle").mkdir(parents=True)
     assert tiny.work(SILO, until="plan_accepted").plan_id == plan_id
 
 
-def test_worker_refuses_images_that_changed_after_they_were_scanned(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_refuses_images_that_changed_after_they_were_scanned(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, _ = planned
     tiny.work(SILO, until="assigned")
     path = tiny.path / "data.npz"
@@ -168,7 +196,9 @@ def test_worker_refuses_images_that_changed_after_they_were_scanned(planned: tup
         tiny.work(SILO)
 
 
-def test_worker_refuses_too_few_images_for_this_sites_policy(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_refuses_too_few_images_for_this_sites_policy(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, _ = planned
     write_policy(tiny.sites[SILO], POLICY | {"training": {"min_images": 41}})
     with pytest.raises(DataError, match="at least 41"):
@@ -182,7 +212,9 @@ def test_worker_notes_the_progress_of_training_on_disk(
     monkeypatch.setattr("silo.worker.worker.NOTE_S", 0.0)
     seen: list[int] = []
     site = tiny.sites[SILO]
-    worker = Worker(site, tiny.key(SILO), lambda state: seen.append(load_state(state_path(site.private)).step))
+    worker = Worker(
+        site, tiny.key(SILO), lambda state: seen.append(load_state(state_path(site.private)).step)
+    )
     worker.begin()
     while worker.state.state != "audited":
         worker.step()
@@ -198,7 +230,9 @@ def test_worker_stops_at_the_audit_without_a_waiver(planned: tuple[TinyFederatio
     assert not (tiny.sites[SILO].outbox / plan_id).exists()
 
 
-def test_worker_waits_for_a_person_and_sends_only_the_digest_approved(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_waits_for_a_person_and_sends_only_the_digest_approved(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"approval": {"kind": "person"}})
@@ -214,7 +248,9 @@ def test_worker_waits_for_a_person_and_sends_only_the_digest_approved(planned: t
     assert sent["approval"]["kind"] == "person"
 
 
-def test_worker_refuses_to_send_when_a_reviewed_file_has_changed(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_refuses_to_send_when_a_reviewed_file_has_changed(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"approval": {"kind": "person"}})
@@ -225,7 +261,9 @@ def test_worker_refuses_to_send_when_a_reviewed_file_has_changed(planned: tuple[
         tiny.work(SILO)
 
 
-def test_worker_keeps_the_same_draws_when_it_starts_again(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_keeps_the_same_draws_when_it_starts_again(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     tiny.work(SILO, until="released")
@@ -239,13 +277,17 @@ def test_worker_keeps_the_same_draws_when_it_starts_again(planned: tuple[TinyFed
     assert site.ledger_path.read_bytes() == entries
 
 
-def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     tiny.work(SILO)
     tiny.collect(SILO, plan_id)
     known = tiny.federation.registry / "ledgers" / f"{SILO}.json"
-    remember_ledger(tiny.federation, SILO, "earlier-00000001", ("0" * 64,))  # which this site's ledger does not extend
+    remember_ledger(
+        tiny.federation, SILO, "earlier-00000001", ("0" * 64,)
+    )  # which this site's ledger does not extend
     tiny.take_in()
     known.unlink()
     tiny.deliver_receipt(SILO, plan_id)
@@ -262,7 +304,9 @@ def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(plann
     tiny.work(SILO, until="accepted")
 
 
-def test_worker_believes_no_receipt_but_the_genuine_one(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_believes_no_receipt_but_the_genuine_one(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     tiny.work(SILO)
     tiny.collect(SILO, plan_id)
@@ -276,7 +320,9 @@ def test_worker_believes_no_receipt_but_the_genuine_one(planned: tuple[TinyFeder
     forged = {
         "junk": b"junk",
         "another key": seal(payload, RECEIPT_KIND, SigningKey.generate()),
-        "another submission": seal(reworded(receipt, submission_digest="0" * 64), RECEIPT_KIND, own_key),
+        "another submission": seal(
+            reworded(receipt, submission_digest="0" * 64), RECEIPT_KIND, own_key
+        ),
         "another silo": seal(reworded(receipt, silo_id="south"), RECEIPT_KIND, own_key),
         "another sequence": seal(reworded(receipt, sequence=2), RECEIPT_KIND, own_key),
     }
@@ -295,7 +341,16 @@ def reworded(receipt: dict[str, object], **changes: object) -> bytes:
 
 def run_worker(site: Site, *prefix: str) -> subprocess.Popen[bytes]:
     """Start the worker as its operator would, passphrase on standard input."""
-    command = [*prefix, str(program("silo")), "run", str(site.path), "--only", "worker", "--passphrase-file", "-"]
+    command = [
+        *prefix,
+        str(program("silo")),
+        "run",
+        str(site.path),
+        "--only",
+        "worker",
+        "--passphrase-file",
+        "-",
+    ]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -309,7 +364,9 @@ def run_worker(site: Site, *prefix: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def watch(process: subprocess.Popen[bytes], seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+def watch(
+    process: subprocess.Popen[bytes], seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S
+) -> None:
     """Wait until something shows, as long as the worker lives; between looks, wait on the worker itself."""
     deadline = time.monotonic() + limit_s
     while not seen():
@@ -337,7 +394,9 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
     plan_id = tiny.sign(recipe_of_many_steps())
     tiny.deliver_plan(SILO, plan_id)
     control, site = tiny.copy(tmp_path / "control"), tiny.sites[SILO]
-    process = run_worker(site, "nice", "-n", "5")  # so that it is caught in mid-training, however busy the machine
+    process = run_worker(
+        site, "nice", "-n", "5"
+    )  # so that it is caught in mid-training, however busy the machine
     checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
     watch(process, lambda: any(checkpoints.rglob("*.json")), "a checkpoint")
     end(process, signal.SIGKILL)
@@ -363,12 +422,21 @@ def recipe_of_many_steps(num_steps: int = 200) -> Recipe:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
-def test_worker_completes_a_plan_in_a_network_namespace_without_interfaces(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_completes_a_plan_in_a_network_namespace_without_interfaces(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
     unshare = shutil.which("unshare")
     assert unshare is not None, "unshare (util-linux) is needed: apt-get install util-linux"
-    prefix = [unshare, "--net"] if os.geteuid() == 0 else [unshare, "--user", "--map-root-user", "--net"]
-    listing = [*prefix, sys.executable, "-c", "import socket; print([n for _, n in socket.if_nameindex()])"]
+    prefix = (
+        [unshare, "--net"] if os.geteuid() == 0 else [unshare, "--user", "--map-root-user", "--net"]
+    )
+    listing = [
+        *prefix,
+        sys.executable,
+        "-c",
+        "import socket; print([n for _, n in socket.if_nameindex()])",
+    ]
     allowed = subprocess.run(listing, capture_output=True, text=True, check=False)
     if allowed.returncode:
         pytest.skip("this system allows no network namespace")

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from ddm.errors import DocumentError, FormatError, SplitViewError, TrustError
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import Checkpoint, sign_checkpoint
-from ddm.trust.log.entries import Entry, Released, SiloEnrolled, check_history, encode_entry, parse_entry
+from ddm.trust.log.entries import (
+    Entry,
+    Released,
+    SiloEnrolled,
+    check_history,
+    encode_entry,
+    parse_entry,
+)
 from ddm.trust.log.history import View, check_same_history
 from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
@@ -20,7 +27,10 @@ from tests.support.case import case
 
 ORIGIN, KEY = "archipelago/digits/0123456789abcdef", SigningKey.generate()
 VKEY = VerifierKey(ORIGIN, KEY.public)
-ENTRIES = [encode_entry(SiloEnrolled(silo_id=f"silo{number}", key_fingerprint="0" * 64)) for number in range(12)]
+ENTRIES = [
+    encode_entry(SiloEnrolled(silo_id=f"silo{number}", key_fingerprint="0" * 64))
+    for number in range(12)
+]
 
 
 def view(entries: list[bytes], size: int | None = None) -> View:
@@ -38,7 +48,9 @@ def forked(at: int) -> list[bytes]:
 
 def proof_of(index: int) -> InclusionProof:
     leaves = [leaf_hash(entry) for entry in ENTRIES]
-    return InclusionProof(index, tuple(inclusion_proof(leaves, index)), view(ENTRIES).signed.encode())
+    return InclusionProof(
+        index, tuple(inclusion_proof(leaves, index)), view(ENTRIES).signed.encode()
+    )
 
 
 # Proofs
@@ -49,7 +61,11 @@ def test_proof_is_written_as_the_specification_shows_it_and_read_again() -> None
     assert data.startswith(b"c2sp.org/tlog-proof@v1\nindex 5\n")
     assert InclusionProof.parse(data, "proof") == proof_of(5)
     assert proof_of(5).check(ENTRIES[5], [VKEY], "proof").size == len(ENTRIES)
-    assert checkpoint_in(data, "proof") == checkpoint_in(view(ENTRIES).signed.encode(), "c") == proof_of(5).checkpoint
+    assert (
+        checkpoint_in(data, "proof")
+        == checkpoint_in(view(ENTRIES).signed.encode(), "c")
+        == proof_of(5).checkpoint
+    )
 
 
 def test_proof_with_any_changed_byte_is_refused_or_proves_the_same() -> None:
@@ -112,7 +128,9 @@ def test_log_without_a_proof_from_what_was_seen_is_refused() -> None:
         check_same_history(view(ENTRIES, 5), shown, "log")
 
 
-def test_memory_keeps_the_newest_view_and_both_checkpoints_of_a_second_history(tmp_path: Path) -> None:
+def test_memory_keeps_the_newest_view_and_both_checkpoints_of_a_second_history(
+    tmp_path: Path,
+) -> None:
     memory = LogMemory(tmp_path / "state")
     for size in (5, 9, 7, 9):
         memory.check(view(ENTRIES, size), "log")
@@ -143,7 +161,12 @@ def test_damaged_memory_is_an_error_and_not_forgotten(tmp_path: Path) -> None:
 def test_entry_in_another_encoding_or_of_an_unknown_kind_is_refused() -> None:
     line = ENTRIES[0]
     assert encode_entry(parse_entry(line, "entry")) == line
-    for wrong in (line.replace(b":", b": "), line.replace(b"silo_enrolled", b"silo_promoted"), line + b"\n", b"[]"):
+    for wrong in (
+        line.replace(b":", b": "),
+        line.replace(b"silo_enrolled", b"silo_promoted"),
+        line + b"\n",
+        b"[]",
+    ):
         with pytest.raises(DocumentError):
             parse_entry(wrong, "entry")
 
@@ -186,20 +209,38 @@ def test_paths_and_widths_of_tiles_are_those_of_the_specification() -> None:
         "tile/1/001.p/17",
         "tile/2/000.p/1",
     ]
-    assert [path for path, _ in layout(entries[:256])] == ["tile/entries/000", "tile/0/000", "tile/1/000.p/1"]
+    assert [path for path, _ in layout(entries[:256])] == [
+        "tile/entries/000",
+        "tile/0/000",
+        "tile/1/000.p/1",
+    ]
 
 
 def test_every_hash_of_a_tile_is_the_root_of_its_part_of_the_tree() -> None:
     entries = [number.to_bytes(3, "big") for number in range(600)]
-    files, leaves = dict(layout(entries)), [leaf_hash(number.to_bytes(3, "big")) for number in range(600)]
+    files, leaves = (
+        dict(layout(entries)),
+        [leaf_hash(number.to_bytes(3, "big")) for number in range(600)],
+    )
     assert files["tile/1/000.p/2"] == root_hash(leaves[:256]) + root_hash(leaves[256:512])
     assert files["tile/0/002.p/88"] == b"".join(leaves[512:])
-    read = [entry for i, w in tiles_of(600) for entry in parse_bundle(files[tile_path(None, i, w)], w, "bundle")]
+    read = [
+        entry
+        for i, w in tiles_of(600)
+        for entry in parse_bundle(files[tile_path(None, i, w)], w, "bundle")
+    ]
     assert read == entries
 
 
 def test_entry_bundles_that_are_cut_off_too_long_or_empty_are_refused() -> None:
     data = dict(layout(ENTRIES))["tile/entries/000.p/12"]
-    for wrong, width in ((data[:-1], 12), (data + b"\0", 12), (data + b"\0\0", 12), (data, 11), (data, 13), (b"", 1)):
+    for wrong, width in (
+        (data[:-1], 12),
+        (data + b"\0", 12),
+        (data + b"\0\0", 12),
+        (data, 11),
+        (data, 13),
+        (b"", 1),
+    ):
         with pytest.raises(DocumentError):
             parse_bundle(wrong, width, "bundle")

@@ -19,7 +19,16 @@ from ddm.trust.log.merkle import (
 )
 
 # The tree of certificate transparency's own tests: eight entries, and the root over the first n of them.
-CT_ENTRIES = ["", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f"]
+CT_ENTRIES = [
+    "",
+    "00",
+    "10",
+    "2021",
+    "3031",
+    "40414243",
+    "5051525354555657",
+    "606162636465666768696a6b6c6d6e6f",
+]
 CT_ROOTS = [
     "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
     "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
@@ -97,14 +106,20 @@ def test_every_proof_of_a_small_tree_is_that_of_the_naive_tree_and_verifies() ->
 
 @given(data=st.data(), entries=st.lists(st.binary(max_size=6), min_size=1, max_size=600))
 @some
-def test_proofs_of_any_tree_are_those_of_the_naive_tree_and_verify(data: st.DataObject, entries: list[bytes]) -> None:
+def test_proofs_of_any_tree_are_those_of_the_naive_tree_and_verify(
+    data: st.DataObject, entries: list[bytes]
+) -> None:
     leaves, root = leaves_of(entries), naive_root(entries)
     index = data.draw(st.integers(0, len(entries) - 1))
     old = data.draw(st.integers(1, len(entries)))
     assert inclusion_proof(leaves, index) == naive_path(index, entries)
     assert consistency_proof(leaves, old) == naive_subproof(old, entries, True)
-    check_inclusion(leaves[index], index, len(entries), root, inclusion_proof(leaves, index), "proof")
-    check_consistency(old, naive_root(entries[:old]), len(entries), root, consistency_proof(leaves, old), "proof")
+    check_inclusion(
+        leaves[index], index, len(entries), root, inclusion_proof(leaves, index), "proof"
+    )
+    check_consistency(
+        old, naive_root(entries[:old]), len(entries), root, consistency_proof(leaves, old), "proof"
+    )
 
 
 def altered(data: st.DataObject, proof: list[bytes]) -> list[bytes]:
@@ -132,7 +147,9 @@ def another(digest: bytes) -> bytes:
 
 @given(data=st.data(), size=st.integers(1, 70))
 @some
-def test_altered_inclusion_proof_leaf_root_index_or_size_is_refused(data: st.DataObject, size: int) -> None:
+def test_altered_inclusion_proof_leaf_root_index_or_size_is_refused(
+    data: st.DataObject, size: int
+) -> None:
     leaves = [leaf_hash(bytes([number])) for number in range(size)]
     index = data.draw(st.integers(0, size - 1))
     proof, root = inclusion_proof(leaves, index), root_hash(leaves)
@@ -143,7 +160,9 @@ def test_altered_inclusion_proof_leaf_root_index_or_size_is_refused(data: st.Dat
         (leaves[index], size, size, root, proof),
         (leaves[index], -1, size, root, proof),
     ]
-    elsewhere = data.draw(st.integers(0, size - 1).filter(lambda at: at != index)) if size > 1 else None
+    elsewhere = (
+        data.draw(st.integers(0, size - 1).filter(lambda at: at != index)) if size > 1 else None
+    )
     wrong += [(leaves[index], elsewhere, size, root, proof)] if elsewhere is not None else []
     for given_ in wrong:
         with pytest.raises(REFUSED):
@@ -155,7 +174,11 @@ def test_altered_inclusion_proof_leaf_root_index_or_size_is_refused(data: st.Dat
 def test_altered_consistency_proof_or_root_is_refused(data: st.DataObject, size: int) -> None:
     leaves = [leaf_hash(bytes([number])) for number in range(size)]
     old = data.draw(st.integers(1, size - 1))
-    proof, old_root, root = consistency_proof(leaves, old), root_hash(leaves[:old]), root_hash(leaves)
+    proof, old_root, root = (
+        consistency_proof(leaves, old),
+        root_hash(leaves[:old]),
+        root_hash(leaves),
+    )
     wrong = [
         (old, old_root, size, root, altered(data, proof)),
         (old, another(old_root), size, root, proof),
@@ -171,7 +194,9 @@ def test_altered_consistency_proof_or_root_is_refused(data: st.DataObject, size:
 
 @given(data=st.data(), size=st.integers(2, 40))
 @some
-def test_no_proof_joins_a_forked_tree_to_the_tree_before_the_fork(data: st.DataObject, size: int) -> None:
+def test_no_proof_joins_a_forked_tree_to_the_tree_before_the_fork(
+    data: st.DataObject, size: int
+) -> None:
     """The attack: an entry among the first ones is exchanged; whatever honest proof is shown, it does not fit."""
     leaves = [leaf_hash(bytes([number])) for number in range(size)]
     old = data.draw(st.integers(1, size))

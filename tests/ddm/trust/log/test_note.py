@@ -4,8 +4,21 @@ import pytest
 
 from ddm.errors import DocumentError, SignatureError, TrustError
 from ddm.trust.keys import SigningKey
-from ddm.trust.log.checkpoint import Checkpoint, check_cosignature, cosign, open_checkpoint, sign_checkpoint
-from ddm.trust.log.note import COSIGNATURE, MAX_NOTE_BYTES, MAX_SIGNATURES, Note, VerifierKey, sign_note
+from ddm.trust.log.checkpoint import (
+    Checkpoint,
+    check_cosignature,
+    cosign,
+    open_checkpoint,
+    sign_checkpoint,
+)
+from ddm.trust.log.note import (
+    COSIGNATURE,
+    MAX_NOTE_BYTES,
+    MAX_SIGNATURES,
+    Note,
+    VerifierKey,
+    sign_note,
+)
 from tests.support.case import case
 
 # The example of Go's package note, which made the format.
@@ -86,7 +99,11 @@ def test_verifier_keys_that_contradict_themselves_are_refused() -> None:
 
 def test_checkpoint_is_read_as_it_was_signed() -> None:
     opened = open_checkpoint(SIGNED.encode(), [VKEY], "checkpoint")
-    assert (opened.checkpoint, opened.size, opened.encode()) == (CHECKPOINT, 20852163, SIGNED.encode())
+    assert (opened.checkpoint, opened.size, opened.encode()) == (
+        CHECKPOINT,
+        20852163,
+        SIGNED.encode(),
+    )
 
 
 def test_malformed_checkpoints_are_refused_although_the_log_signed_them() -> None:
@@ -131,15 +148,24 @@ def test_cosignature_of_a_witness_counts_for_this_checkpoint_and_time_alone() ->
     assert check_cosignature(opened, WITNESS_KEY, "checkpoint") == 1679315147
     with pytest.raises(SignatureError):
         check_cosignature(SIGNED, WITNESS_KEY, "checkpoint")
-    for witness in (VerifierKey(WITNESS_KEY.name, KEY.public, COSIGNATURE), VerifierKey("other", WITNESS.public)):
+    for witness in (
+        VerifierKey(WITNESS_KEY.name, KEY.public, COSIGNATURE),
+        VerifierKey("other", WITNESS.public),
+    ):
         with pytest.raises(SignatureError):
             check_cosignature(opened, witness, "checkpoint")
     # The attacks: the cosignature under another checkpoint, with another time, and cut short.
     line = cosigned.note.signatures[-1]
     later = sign_checkpoint(Checkpoint(ORIGIN, 30000000, b"\7" * 32), KEY)
     shifted = line.signature[:7] + bytes([line.signature[7] ^ 1]) + line.signature[8:]
-    for under, signature in ((later, line.signature), (SIGNED, shifted), (SIGNED, line.signature[:-1])):
+    for under, signature in (
+        (later, line.signature),
+        (SIGNED, shifted),
+        (SIGNED, line.signature[:-1]),
+    ):
         forged = type(line)(line.name, line.key_id, signature)
         note = Note(under.note.text, (*under.note.signatures, forged))
         with pytest.raises(SignatureError):
-            check_cosignature(open_checkpoint(note.encode(), [VKEY], "c"), WITNESS_KEY, "checkpoint")
+            check_cosignature(
+                open_checkpoint(note.encode(), [VKEY], "c"), WITNESS_KEY, "checkpoint"
+            )

@@ -12,7 +12,10 @@ def train(message: Message, context: Context) -> Message:
     """Answer with the weights that came and a little noise."""
     generator = np.random.default_rng()
     arrays = [
-        a + generator.normal(0, 1e-3, a.shape).astype(a.dtype) for a in message.content["arrays"].to_numpy_ndarrays()
+        a + generator.normal(0, 1e-3, a.shape).astype(a.dtype)
+        for a in message.content["arrays"].to_numpy_ndarrays()
     ]
-    content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 1})})
+    content = RecordDict(
+        {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 1})}
+    )
     return Message(content, reply_to=message)
