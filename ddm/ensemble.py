@@ -92,9 +92,8 @@ __all__ = [
     "strategy_named",
 ]
 
-_IN_FLIGHT_BYTES = (
-    1 << 26
-)  # of the samples that are integrated at the same time, with their random numbers
+# of the samples that are integrated at the same time, with their random numbers
+_IN_FLIGHT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, repr=False)

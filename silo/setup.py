@@ -148,10 +148,11 @@ def init_site(
     node_key = _node_key(site.courier / "node.key")
     write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
     write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())
+    # each half verifies by a copy of its own
     for root in (
         site.root_path,
         site.courier / "1.root.json",
-    ):  # each half verifies by a copy of its own
+    ):
         write_atomic(root, invitation.root.encode())
     if not (site.path / "policy.toml").exists():
         save_settings(Policy(data=facts_of(source)), site.path / "policy.toml", POLICY_HEADING)

@@ -19,15 +19,13 @@ from tests.support.threads import THREADS
 
 # What tests start computes with as many threads; two runs of OpenMP on one processor spend most of it waiting.
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
-hypothesis.settings.register_profile(
-    "any machine", deadline=None
-)  # where others run beside it a test takes longer
+# where others run beside it a test takes longer
+hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # in the background of a script; programs would inherit it
+# in the background of a script; programs would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

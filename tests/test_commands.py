@@ -454,9 +454,8 @@ def test_expired_timestamp_is_refused_and_loud_when_archived(
         "aggregator.release.publish.now_utc", lambda: now_utc() - timedelta(days=200)
     )
     with pytest.raises(ExpiredError):
-        published.tiny.publish(
-            old
-        )  # an aggregator whose clock is off does not publish what nobody would accept
+        # an aggregator whose clock is off does not publish what nobody would accept
+        published.tiny.publish(old)
     monkeypatch.setattr("ddm.publishing.version._check_that_it_loads", lambda *args: None)
     published.tiny.publish(old)
     assert run("ddm", "verify", old, *look[1:]).code == 14

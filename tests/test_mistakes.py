@@ -551,9 +551,8 @@ def test_full_disk_and_a_folder_of_somebody_else_say_so_and_leave_nothing_half(
     assert done.code == 8 and "Make room" in done.err
     assert not list(world.path.glob("new/*"))
     assert typed(card).code == 0
-    done = typed(
-        [*card[:4], "/proc/1/card.json", *world.secret]
-    )  # root, too, may write nothing there
+    # root, too, may write nothing there
+    done = typed([*card[:4], "/proc/1/card.json", *world.secret])
     assert done.code == 8 and "to do:" in done.err
 
 

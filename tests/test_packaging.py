@@ -82,9 +82,14 @@ def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> Non
     found = files_of_wheel(wheel)
     metadata = {name for name in found if name.split("/")[0].endswith(".dist-info")}
     assert {name: found[name] for name in found if name not in metadata} == tracked(*PACKAGES)
+    # fmt: skip
     assert {name.partition("/")[2] for name in metadata} == {
-        "METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"
-    }  # fmt: skip
+        "METADATA",
+        "RECORD",
+        "WHEEL",
+        "entry_points.txt",
+        "licenses/LICENSE",
+    }
     for needed in (
         "ddm/py.typed",
         "aggregator/pages/templates/report.html.jinja",

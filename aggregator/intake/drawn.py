@@ -112,9 +112,8 @@ class Gallery:
         whole_M = images.flatten(1).isfinite().all(1)
         near_M = self.seen.nearest(images.flatten(1)[whole_M])
         spaces = [(self.seen, images.flatten(1)[whole_M])]
-        inside = images[whole_M][
-            near_M <= self.seen.widest
-        ]  # a decoder need not cope with anything else
+        # a decoder need not cope with anything else
+        inside = images[whole_M][near_M <= self.seen.widest]
         num_broken = int((~whole_M).sum())
         if len(inside):
             try:

@@ -45,13 +45,14 @@ LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest experts:
 SAME = 0.01  # relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere
 SAME_ANSWERS = 0.005  # times the mean square error: the mean square difference of two experts; honest ones: from 0.026
 DEVIATIONS = 4.0
+# lower bound on the spread of honest experts' log losses in each band
 SPREAD_Z = (
     0.3,
     0.3,
     0.3,
     0.15,
     0.15,
-)  # lower bound on the spread of honest experts' log losses in each band
+)
 NUM_FEWEST = 3  # experts needed to tell which of them stands apart
 _MAD_TO_STD = 1.4826
 _ENDLESS = 1e30  # replaces a loss that is not finite

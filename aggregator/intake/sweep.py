@@ -93,9 +93,8 @@ class Sweep:
         """
         times = chosen_times(rng, num_rows)
         told = [Told()] * len(times)
-        for each in chosen_conditions(
-            condition, rng, most=num_told
-        ):  # t = 1, and a secret time in each third
+        # t = 1, and a secret time in each third
+        for each in chosen_conditions(condition, rng, most=num_told):
             times += [
                 1.0,
                 *((np.arange(ROWS_OF_CONDITION - 1) + rng.random(3)) / (ROWS_OF_CONDITION - 1)),

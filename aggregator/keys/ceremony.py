@@ -263,9 +263,8 @@ def _missing(change: Change, pending: Pending) -> list[str]:
     for name in pending.documents:
         request = read_request(change.folder / name)
         found += unmet(request, check_answers(request, _answers(change, name)))
-    return list(
-        dict.fromkeys(found)
-    )  # a new root that keeps its holders needs the same signatures twice
+    # a new root that keeps its holders needs the same signatures twice
+    return list(dict.fromkeys(found))
 
 
 def _apply(federation: Federation, change: Change, pending: Pending, passphrase: bytes) -> None:

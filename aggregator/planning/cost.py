@@ -21,9 +21,8 @@ from ddm.training.loop import train
 
 TIMED_STEPS = 12
 _LOOP = 2.3  # a sample of a private step beside one of a plain step: the slowest loop that ADR 0057 measured
-MOST_TIMED_FLOPS = (
-    10**13
-)  # about two minutes of one thread: a larger expert need not even fit this machine's memory
+# about two minutes of one thread: a larger expert need not even fit this machine's memory
+MOST_TIMED_FLOPS = 10**13
 
 
 @dataclass(frozen=True)

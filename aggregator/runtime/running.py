@@ -84,11 +84,12 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         nginx=nginx,
         beside=(intake_program(federation, plan, passphrase),),
     )
+    # while Flower starts, a signal need not wait for it
     with (
         runtime,
         stop_on_signals() as stop,
         ExitStack() as stack,
-    ):  # while Flower starts, a signal need not wait for it
+    ):
         stack.callback(runtime.stop)  # before signals act again: a second Ctrl-C changes nothing
         restarts = RestartNews(runtime)
         while not (runtime.finished or _all_done(federation, plan)):

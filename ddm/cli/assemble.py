@@ -33,9 +33,8 @@ def assemble(
     from ddm.system.devices import device_named
 
     islands = Islands(folder)
-    missing = missing_islands(
-        islands
-    )  # reads split.json, so that a wrong folder is named before a passphrase is asked
+    # reads split.json, so that a wrong folder is named before a passphrase is asked
+    missing = missing_islands(islands)
     where = device_named(device, setting="--device")
     secret = passphrase(passphrase_file, None, OWN_KEYS)
     with progress("Training the router, drawing for the report") as tell:

@@ -48,11 +48,12 @@ if TYPE_CHECKING:
 _DEFAULT_NUM = 4096
 _SOLVER_STEPS = 50  # of own samples
 _MOST = 2**53 - 1  # the record cannot hold a larger number
+# the panels of the help
 _STUDENT, _IMAGES, _TRAINING = (
     "The student",
     "Training images",
     "Training",
-)  # the panels of the help
+)
 _WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
 
 

@@ -137,10 +137,11 @@ PassphraseOption = Annotated[
 ]
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# of a grid: sides of the smallest cell, bytes of a pixel with its copies
 _CELL, _PICTURE_BYTES = (
     68,
     8,
-)  # of a grid: sides of the smallest cell, bytes of a pixel with its copies
+)
 
 # How images are sampled, from a release or a student.
 NumOption = Annotated[

@@ -159,9 +159,8 @@ def _corrected(x_B: Tensor, x_0_B: Tensor, t: float, memory: Memory, path: Path)
     held_B = before.x_0_B + (x_0_B - before.x_0_B) / 2
     if len(memory.past) == _MOST:
         earlier, (first, second) = memory.past[1], _weights(h)
-        ratio = (
-            clock(earlier.t) - clock(before.t)
-        ) / h  # minus infinity where the first step began at t = 1
+        # minus infinity where the first step began at t = 1
+        ratio = (clock(earlier.t) - clock(before.t)) / h
         curved = (first - second) / (1 - ratio)
         bend_B = (earlier.x_0_B - before.x_0_B) * (curved / ratio)
         second_B = before.x_0_B + bend_B + (first - curved) * (x_0_B - before.x_0_B)

@@ -208,9 +208,8 @@ def build_student(
             device
         )
         decoder = open_latent(latent, record.data.shape, record.autoencoder, weights.parent)
-    except (
-        DigestError
-    ) as error:  # these files are not from a publisher, so the error's own remedy would mislead
+    # these files are not from a publisher, so the error's own remedy would mislead
+    except DigestError as error:
         expected = (
             f"the file that {weights.with_suffix(RECORD_SUFFIX).name} names, {error.expected}"
         )

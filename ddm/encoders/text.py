@@ -119,9 +119,8 @@ class TextEncoder:
     def _tokens(self, text: str) -> Any:
         try:
             return self.tokenizer.encode(text)
-        except (
-            Exception
-        ):  # the library's own, left out since its message may quote the private text
+        # the library's own, left out since its message may quote the private text
+        except Exception:
             expected, got = "a text that the tokenizer can encode", "a text that it rejects"
             raise SetupError("text", expected=expected, got=got) from None
 
@@ -267,9 +266,8 @@ def _open(folder: Path, pinned: PinnedEncoder, max_tokens: int) -> TextEncoder:
         remedy = "Install it: in Archipelago's repository, pip install '.[text]'."
         expected = "an installed transformers with all that this network needs"
         raise SetupError("texts", expected=expected, got=str(error)[:200], remedy=remedy) from error
-    except (
-        Exception
-    ) as error:  # transformers and torch raise all kinds of errors for settings that fit no network
+    # transformers and torch raise all kinds of errors for settings that fit no network
+    except Exception as error:
         raise SetupError(
             f"text encoder {pinned.name}",
             expected=f"a network of transformers that takes {max_tokens} tokens, and all of its weights",
@@ -281,13 +279,11 @@ def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     """Build the text encoder of a network, from settings and weights only."""
     config, kind = _tower(settings)
     if settings.get("quantization_config") or getattr(config, "quantization_config", None):
-        raise ValueError(
-            "its weights are quantized"
-        )  # which transformers reads with code that it would download
+        # which transformers reads with code that it would download
+        raise ValueError("its weights are quantized")
     config.use_cache = False
-    dtype = (
-        torch.bfloat16 if device_named().type == "cuda" else torch.float32
-    )  # T5 overflows in float16
+    # T5 overflows in float16
+    dtype = torch.bfloat16 if device_named().type == "cuda" else torch.float32
     options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     net: nn.Module
     net, found = kind.from_pretrained(None, config=config, state_dict=weights, **options)

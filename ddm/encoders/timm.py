@@ -198,9 +198,8 @@ class TimmEncoder:
         loaded = load_tensors(weights, found, max_bytes=MAX_FILE_BYTES, max_abs=None)
         net.load_state_dict(dict(net.state_dict()) | {name: loaded[name] for name in wanted})
         own_size = _own_size(net)
-        if image_size and hasattr(
-            net, "set_input_size"
-        ):  # of a transformer: resamples its position embeddings
+        # of a transformer: resamples its position embeddings
+        if image_size and hasattr(net, "set_input_size"):
             try:
                 net.set_input_size(img_size=tuple(image_size))  # type: ignore[operator]
             except Exception as error:
@@ -257,9 +256,8 @@ class TimmEncoder:
                 raise ValueError(
                     f"features of shape {tuple(features.shape[1:])} in place of {self.dim} values"
                 )
-        except (
-            Exception
-        ) as error:  # timm and torch raise all kinds of errors, for each network another one
+        # timm and torch raise all kinds of errors, for each network another one
+        except Exception as error:
             if image_size is not None:
                 raise _wrong_size(self.net, self.spec.model, image_size, own_size, error) from error
             raise SetupError(

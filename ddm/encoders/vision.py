@@ -27,10 +27,11 @@ PREPROCESSING = "preprocessor_config.json"
 BLOCK = 64  # all blocks have this size, so that features do not depend on the number of images
 _MAX_SMALL_BYTES = 1 << 20
 _MAX_WEIGHT_BYTES = 64 * 1024**3
+# of OpenAI's CLIP
 _MEAN, _STD = (
     (0.48145466, 0.4578275, 0.40821073),
     (0.26862954, 0.26130258, 0.27577711),
-)  # of OpenAI's CLIP
+)
 _KINDS = ("clip", "clip_vision_model")
 
 
@@ -163,9 +164,8 @@ def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     if settings.get("model_type") not in _KINDS:
         raise ValueError(f"its model_type is {str(settings.get('model_type'))[:40]!r}, not clip")
     if settings.get("quantization_config"):
-        raise ValueError(
-            "its weights are quantized"
-        )  # which transformers reads with code that it would download
+        # which transformers reads with code that it would download
+        raise ValueError("its weights are quantized")
     tower = settings
     if settings["model_type"] == "clip":
         tower = {

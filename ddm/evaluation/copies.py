@@ -51,9 +51,8 @@ def near_copies(nearest_N: Tensor, which_N: Tensor, holdout_H: Tensor) -> Copies
         holdout_H: the same distance of each image held out.
     """
     apart_N, apart_H = nearest_N.sqrt(), holdout_H.sqrt()
-    scale = (
-        float(apart_H.median()) or 1.0
-    )  # half the reference are duplicates: distances as they are
+    # half the reference are duplicates: distances as they are
+    scale = float(apart_H.median()) or 1.0
     threshold = float(torch.quantile(apart_H, _NEAR, interpolation="lower"))
     near = proportion(apart_N <= threshold)
     return Copies(which_N, apart_N / scale, near, threshold / scale, len(apart_H))

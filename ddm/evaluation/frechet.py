@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024  # features that are converted to float64 together
+# random halvings; one where features are so long that each takes many seconds
 _REPEATS, _MANY = (
     4,
     512,
-)  # random halvings; one where features are so long that each takes many seconds
+)
 _FLAT = 1e-12  # an eigenvalue below this share of the largest is rounding
 
 

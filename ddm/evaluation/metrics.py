@@ -133,9 +133,8 @@ def metrics_bytes(num: int, num_reference: int, dim: int, pixels: int) -> int:
         dim: values of one feature.
         pixels: values of one image as copies are looked for.
     """
-    rows = (
-        3 * (num + num_reference) * (dim + pixels) * _FLOAT_BYTES
-    )  # all, the halves, and one silo's
+    # all, the halves, and one silo's
+    rows = 3 * (num + num_reference) * (dim + pixels) * _FLOAT_BYTES
     return rows + _MATRICES * _DOUBLE_BYTES * dim**2 + _BLOCKS_BYTES
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 Tick = Callable[[int], None]
 """Called with the features that one block had."""
 
-_BLOCK_BYTES = (
-    1 << 26
-)  # of one block of products: so large that its memory goes back once it is freed
+# of one block of products: so large that its memory goes back once it is freed
+_BLOCK_BYTES = 1 << 26
 _TILE = 1024
 _SAME = 1e-13  # distances below this share of the features' energy are rounding
 

@@ -20,9 +20,8 @@ from ddm.images.record import MAX_CAPTION
 from ddm.protocol.classes import Classes
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
-_MAX_CAPTION_BYTES = 4 * (
-    MAX_CAPTION + 1
-)  # one character more, so that `captions_of` says what is too long
+# one character more, so that `captions_of` says what is too long
+_MAX_CAPTION_BYTES = 4 * (MAX_CAPTION + 1)
 _TEXT_KINDS = "USO"
 _NUMBER_KINDS = "biuf"
 _WHOLE_NUMBER = re.compile(r"(-?\d+)\.0+")  # as a table of floating point writes it

@@ -21,11 +21,12 @@ _JPEG_2000_START = b"\xff\x4f\xff\x51"
 _JP2_START = b"\0\0\0\x0cjP  \r\n\x87\n"
 _END = b"\xff\xd9"  # of all three kinds of code stream
 _SYCC = 18  # enumerated colour space of JP2: YCbCr
+# start of frame: baseline, extended, progressive (ISO/IEC 10918-1 table B.1)
 _DCT = (
     0xC0,
     0xC1,
     0xC2,
-)  # start of frame: baseline, extended, progressive (ISO/IEC 10918-1 table B.1)
+)
 _LOSSLESS = 0xC3
 _JPEG_LS = 0xF7
 _FRAMES = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0), _JPEG_LS)

@@ -19,10 +19,11 @@ from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.volume_files import bounds_of, picture_of_volume, read_header, read_volumes
 
+# and the least offset of the voxels
 _HEADERS = {
     "NIfTI": (Nifti1Header, 352),
     "NIfTI-2": (Nifti2Header, 544),
-}  # and the least offset of the voxels
+}
 _MAX_VOX_OFFSET = 1 << 28
 _SPACE_UNITS_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}  # an unknown unit counts as mm
 _SPACE_UNIT_BITS, _TIME_UNIT_BITS = 0x07, 0x38

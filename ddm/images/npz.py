@@ -22,9 +22,8 @@ _NPY = "an npy without pickled objects"
 _NPZ = "an npz without pickled objects"
 _ANY = "an npy, npz or idx file"
 MAX_HEADER_BYTES = 1 << 14
-_MAX_WHOLE_BYTES = (
-    1 << 30
-)  # of a compressed array in Fortran order, no row of which is complete before the end
+# of a compressed array in Fortran order, no row of which is complete before the end
+_MAX_WHOLE_BYTES = 1 << 30
 _FORTRAN_BLOCK_BYTES = 1 << 26
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,

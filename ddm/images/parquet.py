@@ -281,9 +281,8 @@ def _texts(column: Any, name: str, max_bytes: int) -> list[str | None]:
             )
         # The entries that these rows name: a list of them may be much longer than a batch.
         numbers = pc.unique(column.indices).drop_null()
-        entries = pc.cast(
-            column.dictionary.take(numbers), pa.large_string()
-        )  # refuses bytes that are not UTF-8
+        # refuses bytes that are not UTF-8
+        entries = pc.cast(column.dictionary.take(numbers), pa.large_string())
         text_of_number = dict(zip(numbers.to_pylist(), entries.to_pylist(), strict=True))
         return [text_of_number.get(number) for number in column.indices.to_pylist()]
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)

@@ -25,9 +25,8 @@ _LETTER_HEIGHTS = (5, 6, 7, 8, 10)  # pixels, at one scale
 _LINE_LENGTH = 2.5  # letter heights: three or four letters
 _CELLS = 3  # equal parts of such a piece of a line
 _EDGE_STEPS = (0.05, 0.09, 0.16, 0.3)  # of the range of values, between neighbours; ascending
-_TURNED_EDGE_STEPS = _EDGE_STEPS[
-    1:
-]  # for lines that are turned: fewer images have to be searched twice
+# for lines that are turned: fewer images have to be searched twice
+_TURNED_EDGE_STEPS = _EDGE_STEPS[1:]
 # Edges in each row of a line, on a stretch as long as letters are high, beyond those around the line.
 _SUSPICIOUS_EDGES = 2.05
 _SUSPICIOUS_TURNED_EDGES = (

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PROGRAM = "tesseract"
+# 6: one block of text
 _COMMAND = (
     "stdin",
     "stdout",
@@ -26,7 +27,7 @@ _COMMAND = (
     "--dpi",
     "150",
     "tsv",
-)  # 6: one block of text
+)
 _LETTER_HEIGHT = 32  # pixels, of what it is given: it reads smaller letters badly
 _MOST_FACTOR = 6
 _MOST_SIDE = 2000  # pixels, of what it is given

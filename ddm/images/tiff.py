@@ -53,12 +53,13 @@ _SINGLE_NUMBERS = (
     ),
     *("Predictor", "TileWidth", "TileLength", "InkSet", "ImageDepth"),
 )
+# that are obeyed: ImageDepth, UIC2tag, ImageResources, GDAL_NODATA
 _PRIVATE_TAGS = {
     32997,
     33629,
     34377,
     42113,
-}  # that are obeyed: ImageDepth, UIC2tag, ImageResources, GDAL_NODATA
+}
 _IMAGEJ_NUMBER = re.compile(r"^(images|channels)=(\d+)\s*$", re.MULTILINE)
 _OME_CHANNEL_COUNT = re.compile(r"""<(?:\w+:)?Channel\b[^>]*?\bSamplesPerPixel=["'](\d+)["']""")
 _OME_CHANNELS = re.compile(r"""<(?:\w+:)?Pixels\b[^>]*?\bSizeC=["'](\d+)["']""")
@@ -75,9 +76,8 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
     Raises:
         ImageError: no image, with the true reason.
     """
-    tifffile.logger().setLevel(
-        "CRITICAL"
-    )  # its messages quote the file; what they are about is checked here
+    # its messages quote the file; what they are about is checked here
+    tifffile.logger().setLevel("CRITICAL")
     with content.open() as stream:
         try:
             # Without tifffile's exceptions for the programs of some microscopes, which change what tags say.

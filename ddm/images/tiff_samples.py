@@ -27,15 +27,15 @@ _DECODERS = {
     PACK_BITS: imagecodecs.packbits_decode,
     50000: imagecodecs.zstd_decode,
 }
-_LONGEST_LZW_BYTES = (
-    1 << 13
-)  # more than 4096 codes of 12 bits: one code stands for 4096 bytes at most
+# more than 4096 codes of 12 bits: one code stands for 4096 bytes at most
+_LONGEST_LZW_BYTES = 1 << 13
 _NO_PREDICTOR, _HORIZONTAL, _FLOATING_POINT = 1, 2, 3
+# SampleFormat; 4 means undefined, which counts as unsigned (section 19)
 UNSIGNED, SIGNED, FLOATING = (
     (1, 4),
     2,
     3,
-)  # SampleFormat; 4 means undefined, which counts as unsigned (section 19)
+)
 _SEGMENT_TAGS = (273, 279, 324, 325)  # StripOffsets, StripByteCounts, TileOffsets, TileByteCounts
 _FULL_RANGES = (  # of ReferenceBlackWhite; the second is its default for RGB, which some writers leave there
     (0, 255, 128, 255, 128, 255),

@@ -46,9 +46,8 @@ def read_volumes(
     """
     size = prod(shape) * kind.itemsize
     if num > 1:
-        read_footer(
-            content, start + num * size
-        )  # a file that ends too early, or a wrong check sum, spoils all volumes
+        # a file that ends too early, or a wrong check sum, spoils all volumes
+        read_footer(content, start + num * size)
     with _unpacked(content) as stream:
         _skip(stream, start)
         for number in range(num):

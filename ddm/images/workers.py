@@ -37,9 +37,8 @@ from ddm.system.processes import used
 from ddm.system.signals import blocked
 
 _MAX_QUEUED_JOBS = 16  # requests that wait in the pipe of one decoder
-_MAX_QUEUED_BYTES = (
-    1 << 15
-)  # of these requests: less than a pipe holds, so that neither end waits for the other
+# of these requests: less than a pipe holds, so that neither end waits for the other
+_MAX_QUEUED_BYTES = 1 << 15
 _POLL_S = 0.5
 _START_S = 120.0  # until a new process must be ready for its first file
 _MAX_FAILED_STARTS = 3  # in a row, before the machine is to blame
@@ -172,9 +171,8 @@ def _decode_in_turn(
 ) -> Iterator[DecodedImage | DecodedFile]:
     if not processes:
         return
-    turns = deque[
-        _DecoderProcess
-    ]()  # the process that has each unfinished job, in the order of the jobs
+    # the process that has each unfinished job, in the order of the jobs
+    turns = deque[_DecoderProcess]()
     max_buffered_bytes = _MAX_BUFFERED_BYTES // len(processes)
     while not is_cancelled():
         jobs = _hand_out(jobs, processes, turns)
@@ -318,9 +316,8 @@ class _DecoderProcess:
         return True
 
     def _send(self, data: bytes) -> None:
-        with suppress(
-            BrokenPipeError
-        ):  # the end of its output is read next, and says what happened
+        # the end of its output is read next, and says what happened
+        with suppress(BrokenPipeError):
             assert self._process.stdin is not None  # noqa: S101 - for the type alone
             self._process.stdin.write(data)
             self._process.stdin.flush()

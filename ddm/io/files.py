@@ -20,11 +20,12 @@ from ddm.errors import (
 from ddm.io.modes import open_to_group
 from ddm.io.untrusted import read_small
 
+# what the operating system says of a disk without room
 FULL = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EFBIG,
-)  # what the operating system says of a disk without room
+)
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, overwrite: bool = True) -> None:

@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COMMENT = 6  # the code of an extension of plain text
-_LEFT_POSTERIOR_SUPERIOR = np.diag(
-    [-1.0, -1.0, 1.0, 1.0]
-)  # W, H and D, in the file's coordinates to the right, front, top
+# W, H and D, in the file's coordinates to the right, front, top
+_LEFT_POSTERIOR_SUPERIOR = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
 def encode_volumes(volumes: "Tensor", marks: dict[str, str], *, compress: bool) -> bytes:

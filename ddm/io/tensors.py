@@ -423,9 +423,8 @@ def _check_values(block: memoryview, dtype: str, subject: str, max_abs: float | 
     kind = getattr(torch, _TORCH_NAMES[dtype])
     if not kind.is_floating_point:
         return
-    low, high = (
-        float(value) for value in torch.aminmax(torch.frombuffer(block, dtype=kind))
-    )  # hands NaN on
+    # hands NaN on
+    low, high = (float(value) for value in torch.aminmax(torch.frombuffer(block, dtype=kind)))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise TensorFileError(subject, expected="finite values", got="NaN or infinity")
     if max_abs is not None and max(-low, high) > max_abs:

@@ -36,9 +36,8 @@ from ddm.routers.samples import SamplesRouter, fit_samples
 # Shape legend: N images, K islands that are there, G groups of fine centroids, C classes.
 
 _MAX_COUNTS_BYTES = 2**32
-_MOST_JUDGED = (
-    1 << 18
-)  # images x islands that a router is judged on: the bootstrap takes each 2,000 times
+# images x islands that a router is judged on: the bootstrap takes each 2,000 times
+_MOST_JUDGED = 1 << 18
 
 AnyRouter = CountsRouter | LearnedRouter | SamplesRouter
 Kind = Literal["counts", "learned", "samples"]

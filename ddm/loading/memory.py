@@ -24,9 +24,8 @@ def room_for_experts(
     sizes = [expert.file.bytes for expert in manifest.experts]
     fixed = opening_bytes(plan, len(sizes)) + beside
     limit.check("memory", fixed + max(sizes), remedy)
-    if isinstance(
-        plan.encoder, TimmEncoder
-    ):  # only now, since its network is built to be counted, without memory
+    # only now, since its network is built to be counted, without memory
+    if isinstance(plan.encoder, TimmEncoder):
         from ddm.encoders.timm import timm_bytes  # takes seconds
 
         fixed += timm_bytes(plan.encoder)

@@ -301,12 +301,13 @@ def _check_carried(
 
 def _check_claims(silo: PublishedSilo, submission: Submission | Island) -> None:
     """Check that what the manifest repeats of a silo's submission is what the silo signed."""
+    # an island claims no guarantee
     stated: tuple[float | str | None, ...] = (
         None,
         None,
         "none",
         "none",
-    )  # an island claims no guarantee
+    )
     if isinstance(submission, Submission):
         spent = submission.spent
         stated = (spent.epsilon, spent.delta, submission.audit.verdict, submission.isolation)

@@ -75,9 +75,8 @@ def expected_tensors(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
-    with torch.device(
-        "meta"
-    ):  # what a network computes when it is built, such as positions, takes no memory either
+    # what a network computes when it is built, such as positions, takes no memory either
+    with torch.device("meta"):
         weights = _build(architecture, shape, condition).state_dict()
     return {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
 

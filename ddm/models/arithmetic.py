@@ -105,8 +105,7 @@ def why_not_compiled(device: torch.device) -> str | None:
     try:
         with torch.inference_mode():
             torch.compile(small)(torch.zeros(2, 4, device=device))
-    except (
-        Exception
-    ) as error:  # torch raises many kinds, of its own and of the compilers that it calls
+    # torch raises many kinds, of its own and of the compilers that it calls
+    except Exception as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return None

@@ -48,15 +48,13 @@ class Nearest:
 
     def __init__(self, centroids_FD: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
         in_bf16 = computes_in_bf16("auto", torch.device("cpu"))
-        self.by_numpy = (
-            processor_by_amd()
-        )  # whose OpenBLAS is faster there than torch's MKL, and slower elsewhere
+        # whose OpenBLAS is faster there than torch's MKL, and slower elsewhere
+        self.by_numpy = processor_by_amd()
         self.dtypes = dtypes or ((torch.bfloat16, torch.float32) if in_bf16 else (torch.float32,))
         self.centroids_FD = centroids_FD
         self.centre_D = centroids_FD.mean(0)
-        self.centred_FD = (
-            centroids_FD - self.centre_D
-        )  # far from the origin, |c|^2 - 2 x.c would cancel
+        # far from the origin, |c|^2 - 2 x.c would cancel
+        self.centred_FD = centroids_FD - self.centre_D
         self.offset_F = self.centred_FD.square().sum(1) / 2
         self.longest = float(self.offset_F.max().mul(2).sqrt())
         ones_F2 = torch.ones(len(centroids_FD), 2)
@@ -139,9 +137,8 @@ class Nearest:
             np.matmul(columns_BE.numpy(), self.tables[dtype].numpy(), out=half_BF.numpy())
         else:
             torch.mm(columns_BE, self.tables[dtype], out=half_BF)
-        bits_BF = half_BF.view(
-            _BITS[dtype]
-        )  # distances are not negative, so their bits have their order
+        # distances are not negative, so their bits have their order
+        bits_BF = half_BF.view(_BITS[dtype])
         least_B = bits_BF.amin(1).clamp(min=0).view(dtype).float()
         unit, error_B = _UNITS[dtype], self._rounding(energy_B, dim, dtype)
         limit_B = (least_B + 1.01 * (2 * error_B + 2 * unit * least_B)) * (1 + 2 * unit)

@@ -254,9 +254,8 @@ def _network_of(field: str, recipe: SharedRecipe) -> Iterator[None]:
         ) from error
     except (ArchipelagoError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit
+    # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit
+    except Exception as error:
         got = " ".join(f"one that fails, {type(error).__name__}: {error}".split())[:200]
         raise SetupError(
             f"recipe, {field}", expected=f"a network that takes images {shape}", got=got

@@ -23,10 +23,11 @@ from ddm.protocol.plan import (
 
 MOST_FINE = 1024
 IMAGES_PER_FINE = 4
+# of a range of pixels (docs/adr/0067-pixels-have-the-scale-of-the-noise.md)
 HALF_WIDTHS = (
     0.25,
     10.0,
-)  # of a range of pixels (docs/adr/0067-pixels-have-the-scale-of-the-noise.md)
+)
 
 PathText = Annotated[str, Field(max_length=4096)]
 

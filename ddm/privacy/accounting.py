@@ -29,9 +29,8 @@ _MAX_COMPOSED = (
 )
 _COARSE = 0.01  # a step's privacy loss has about the standard deviation of the rate over the noise multiplier
 _LEAST_NOISE, _NOISE_GRID = 0.25, 1024
-_T_STEP = (
-    2.0**-20
-)  # a public grid for t_release, so that a decimal in a document represents it exactly
+# a public grid for t_release, so that a decimal in a document represents it exactly
+_T_STEP = 2.0**-20
 
 
 class GaussianMechanism(Model):

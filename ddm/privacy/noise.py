@@ -15,9 +15,8 @@ from scipy.special import ndtri
 from ddm.errors import NumericalError
 from ddm.privacy.accounting import COUNTS_SENSITIVITY
 
-_MAX_STD = (
-    2.0**49
-)  # 13 standard deviations stay below 2^53, so that a float64 represents the noise exactly
+# 13 standard deviations stay below 2^53, so that a float64 represents the noise exactly
+_MAX_STD = 2.0**49
 
 
 class Octets(Protocol):

@@ -16,9 +16,8 @@ from ddm.protocol.plan import Plan, Statistics
 from ddm.protocol.weight_privacy import DpSgdMechanism
 
 Kind = Literal["counts", "sketch", "moments", "class_counts"]
-Paid = (
-    Kind | Literal["expert"]
-)  # what a debit may cover: statistics, and the private training of an expert
+# what a debit may cover: statistics, and the private training of an expert
+Paid = Kind | Literal["expert"]
 _SLACK = 1 + 1e-9  # admits parts that add up to exactly the total
 _MIN_EPSILON = 1e-6  # below it a statistic is pure noise, which 64-bit integers may not hold
 

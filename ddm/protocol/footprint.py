@@ -35,25 +35,28 @@ HEADER_BYTES = 1 << 20  # the largest header of a file of tensors
 _INTEGER_BYTES = _DOUBLE_BYTES = 8
 _ENCODED_AT_ONCE = 64  # images that a network of timm gets at once
 _PCA_AT_ONCE = 1024
+# of images whose gradients are looked at at once; of each value meanwhile
 _HOG_VALUES, _HOG_COPIES = (
     1 << 20,
     32,
-)  # of images whose gradients are looked at at once; of each value meanwhile
+)
 _PRIVATE_COPIES = 8  # of a weight, in private training: three sums in double precision, a gradient as it is and clipped
 _TIME_FEATURES = 4  # of the learned router
 _IMAGES_ALIVE = 8  # images beside each that is encoded or decoded: itself, its tiles, which overlap, and its copies
+# of the widest layer of an autoencoder; samples at once
 _DECODED_BYTES, _MOST_DECODED = (
     1 << 26,
     64,
-)  # of the widest layer of an autoencoder; samples at once
+)
 _IN_FLIGHT_BYTES = 1 << 26
 _SOLVER_COPIES = (
     20  # states, memories, velocities and guesses of the samples that are integrated together
 )
+# of the table of experts that samples followed, and its copies
 _FOLLOWED_BYTES, _MOST_FOLLOWED_BYTES = (
     96,
     3 << 24,
-)  # of the table of experts that samples followed, and its copies
+)
 _NOISE_REACH = 80  # of a count, times epsilon; noise beyond it is negligible
 _ROUTED_AT_ONCE = 1 << 19  # values in one block of the log densities of samples, experts and groups
 
@@ -119,13 +122,11 @@ def looking_bytes(plan: Plan) -> int:
     sizes = file_bytes(plan)
     opened = sum(size for path, size in sizes.items() if path != plan.expert.base)
     if isinstance(plan.encoder, TimmEncoder):
-        opened += (
-            2 * sizes[plan.encoder.path]
-        )  # the network's own weights, and its state beside the loaded ones
+        # the network's own weights, and its state beside the loaded ones
+        opened += 2 * sizes[plan.encoder.path]
     if isinstance(plan.latent, Autoencoder) and not _in_float32(plan.latent):
-        opened += autoencoder_size(
-            plan.latent, plan.data.shape
-        ).bytes  # beside the file, what it becomes in float32
+        # beside the file, what it becomes in float32
+        opened += autoencoder_size(plan.latent, plan.data.shape).bytes
     # Checked in double precision: the rows of the sketch's basis, and the eigenvalues of its covariances.
     covariances = plan.statistics.counts.num_groups * plan.sketch.rank**2
     return opened + _DOUBLE_BYTES * (plan.sketch.rank * prod(plan.expert_shape) + 4 * covariances)
@@ -161,9 +162,8 @@ def training_bytes(plan: Plan, parts: int = 1) -> int:
         plan.expert.adaptation, plan.expert.architecture, shape, plan.condition
     )
     size = expert_size(plan)
-    averages = (
-        4 if plan.expert.training.ema_snapshots else 0
-    )  # two more, and both as they are written
+    # two more, and both as they are written
+    averages = 4 if plan.expert.training.ema_snapshots else 0
     kept = averages * FLOAT_BYTES * size.parameters
     if plan.expert.privacy:
         kept += _PRIVATE_COPIES * FLOAT_BYTES * (factors or size.parameters)

@@ -31,11 +31,12 @@ _MLP_RATIO = 4
 _IN_TRAINING = 6  # copies of a weight: itself, its gradient, two moments, its average, and the average as it is written
 # Activations of a transformer's block, in units of tokens x width: alive at once, and kept for the gradient.
 _BLOCK_ALIVE, _BLOCK_KEPT, _READER_KEPT = 18, 26, 8
+# of a residual block of convolutions, by channels in and out
 _RESNET_ALIVE, _IN_KEPT, _OUT_KEPT = (
     6,
     4,
     6,
-)  # of a residual block of convolutions, by channels in and out
+)
 _ATTENTION_KEPT, _TRANSFORMER_KEPT = 10, 36
 
 
@@ -358,9 +359,8 @@ def _levels(unet: Unet) -> list[_Level]:
         resnets = ((before, width), *[(width, width)] * (num - 1))
         found.append(_Level(resnets, unet.attention[level], level < last, level))
         before = width
-    found.append(
-        _Level(((channels[-1], channels[-1]),) * 2, False, False, last)
-    )  # the middle; its attention is apart
+    # the middle; its attention is apart
+    found.append(_Level(((channels[-1], channels[-1]),) * 2, False, False, last))
     for level in range(last, -1, -1):
         width, skip = channels[level], channels[max(level - 1, 0)]
         wides = [before, *[width] * num]

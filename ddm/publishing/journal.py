@@ -170,9 +170,8 @@ def stage(
         expected = f"the key that the newest root names, {verifier.public.short[:19]}"
         raise SetupError("keys/log.key", expected=expected, got=key.public.short[:19])
     journal = Journal.load(home).extended(entries)
-    check_continues(
-        home.path / PUBLIC / "checkpoint", journal
-    )  # before anything is signed that forks it
+    # before anything is signed that forks it
+    check_continues(home.path / PUBLIC / "checkpoint", journal)
     journal = journal.sign(verifier.name, key)
     if journal.signed is not None:
         write_atomic(change.put(ENTRIES), journal.encode())

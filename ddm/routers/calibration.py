@@ -201,10 +201,11 @@ def reliability(
     low, high = spread(value, np.abs(drawn_SZ).sum(1, keepdims=True))[0]
     bins = []
     for z in np.nonzero(share_Z >= _LEAST_SHARE)[0]:
+        # a gap below the mean is an accuracy above it
         gaps = (
             gap_Z[z],
             *spread(gap_Z, drawn_SZ)[z, ::-1],
-        )  # a gap below the mean is an accuracy above it
+        )
         right, least, most = (
             float(np.clip((claimed_Z[z] - gap) / share_Z[z], 0, 1)) for gap in gaps
         )

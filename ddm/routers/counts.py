@@ -49,9 +49,8 @@ class CountsRouter:
         self.num_experts = len(log_mass_KG)
         self.sketch = sketch
         self.path = path
-        self.log_mass_KG = (
-            log_mass_KG - total_K[:, None]
-        )  # float32 storage leaves errors of 1e-7, which show at t = 1
+        # float32 storage leaves errors of 1e-7, which show at t = 1
+        self.log_mass_KG = log_mass_KG - total_K[:, None]
         self.error_KG = (
             torch.zeros_like(self.log_mass_KG) if error_KG is None else error_KG.double()
         )

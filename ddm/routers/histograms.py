@@ -74,9 +74,8 @@ def _likenesses(mean_GR: Tensor, weight_G: NDArray[np.float64]) -> Iterator[NDAr
         return
     distance_GG = torch.cdist(mean_GR, mean_GR).fill_diagonal_(torch.inf).numpy()
     nearest_G1 = distance_GG.min(1, keepdims=True)
-    unit = (
-        max(float(np.median(nearest_G1)), 1e-6 * float(nearest_G1.max())) or 1.0
-    )  # groups may lie at one place
+    # groups may lie at one place
+    unit = max(float(np.median(nearest_G1)), 1e-6 * float(nearest_G1.max())) or 1.0
     for width in _WIDTHS:
         log_GG = -0.5 * (distance_GG**2 - nearest_G1**2) / (width * unit) ** 2
         like_GG = weight_G * np.exp(log_GG)

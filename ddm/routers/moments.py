@@ -20,9 +20,8 @@ from ddm.routers.sketch import Sketch
 
 # Shape legend: K silos, B batch, R sketch dimensions, r of them in the silos' moments.
 
-_SPREADS = np.logspace(
-    -4, 0.6, 47
-)  # tau^2: up to two public standard deviations, as in the unit ball
+# tau^2: up to two public standard deviations, as in the unit ball
+_SPREADS = np.logspace(-4, 0.6, 47)
 _FLOOR = 0.05  # smallest variance of a silo in any direction, as a share of the public one
 
 

@@ -79,9 +79,8 @@ class PublicWeights:
         num_silos, num_groups = noisy_KG.shape
         whole = torch.full((num_silos, num_groups), 1.0 / num_groups, dtype=torch.float64)
         mass_EG, share_E = evidence.layout.split(whole)
-        self._member_EG = (
-            num_groups * mass_EG * share_E[:, None]
-        ).numpy()  # an expert's share of each of its silo's groups
+        # an expert's share of each of its silo's groups
+        self._member_EG = (num_groups * mass_EG * share_E[:, None]).numpy()
         self._silo_E = list(evidence.layout.silo_E)
         share_K1 = (
             n_K1 / n_K1.sum() if evidence.share_K is None else np.asarray(evidence.share_K)[:, None]

@@ -44,10 +44,11 @@ def refit_shares(
 def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor) -> Tensor:
     """Maximise ``sum_i log sum_c mass_c density_ic + sum_c shape_c log mass_c - rate_c mass_c`` on the simplex."""
     error_G = error_G.clamp(min=1e-9)
+    # rate per unit of mass
     shape_G, rate_G = (
         (mass_G / error_G).square(),
         mass_G / error_G.square(),
-    )  # rate per unit of mass
+    )
     for _ in range(_EM_STEPS):
         joint_NG = mass_G * density_NG
         expected_G = (joint_NG / joint_NG.sum(1, keepdim=True)).sum(0) + shape_G

@@ -277,7 +277,6 @@ def _group_moments(s_NR: Tensor, group_N: Tensor, size_G: Tensor) -> tuple[Tenso
     floor = _FLOOR * float(torch.linalg.eigvalsh(pooled_RR)[-1]) + 1e-12
     pseudo = _SHRINK * (rank + 1)
     cov_GRR = (scatter_GRR + pseudo * pooled_RR) / (size_G + pseudo)[:, None, None]
-    cov_GRR = (
-        cov_GRR * (1 + 1 / size_G)[:, None, None]
-    )  # for the variance of the mean of size_G images
+    # for the variance of the mean of size_G images
+    cov_GRR = cov_GRR * (1 + 1 / size_G)[:, None, None]
     return mean_GR, cov_GRR + floor * torch.eye(rank, dtype=s_NR.dtype)

@@ -144,9 +144,8 @@ def by_number(condition: Condition, value: ConditionValue | str) -> ConditionVal
         MathError: experts without a class of this name.
     """
     if not isinstance(value, str) or not isinstance(condition, ClassCondition):
-        return cast(
-            "ConditionValue", value
-        )  # a text that is no class is refused where conditions are looked at
+        # a text that is no class is refused where conditions are looked at
+        return cast("ConditionValue", value)
     if (number := condition.classes.number(value)) is None:
         raise MathError(
             "condition", expected=f"a class, {condition.classes.words()}", got=repr(value[:40])

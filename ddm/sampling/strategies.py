@@ -129,9 +129,8 @@ class Nucleus:
         """See `TopK.select`."""
         order_BK = _descending(w_BK)
         sorted_BK = w_BK.double().gather(1, order_BK)
-        needed_BK = (
-            sorted_BK.cumsum(1) - sorted_BK < self.mass
-        )  # the experts before it do not reach the mass
+        # the experts before it do not reach the mass
+        needed_BK = sorted_BK.cumsum(1) - sorted_BK < self.mass
         return torch.zeros_like(needed_BK).scatter(1, order_BK, needed_BK) & (w_BK > 0)
 
 

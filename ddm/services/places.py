@@ -8,9 +8,8 @@ from ddm import errors
 from ddm.errors import SetupError
 from ddm.system.processes import program
 
-_HIDDEN = tuple(
-    map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp"))
-)  # by ProtectHome and PrivateTmp
+# by ProtectHome and PrivateTmp
+_HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
 _NEEDS_PERSON = (
     errors.SetupError,
     errors.MissingFileError,

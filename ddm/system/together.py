@@ -119,9 +119,8 @@ class _Child:
         with blocked():
             self._process.start()
         self._theirs.close()
-        with suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # that it has died shows when it is listened to
+        # that it has died shows when it is listened to
+        with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(self._task)
 
     def receive(self) -> object:

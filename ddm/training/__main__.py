@@ -38,6 +38,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # a thread of torch's that outlives the interpreter may abort; the files are written and closed
+    # a thread of torch's that outlives the interpreter may abort; the files are written and closed
+    os._exit(code)

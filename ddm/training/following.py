@@ -137,9 +137,8 @@ class Follower:
                     stopped_at = time.monotonic()
                     self.ask_to_stop()
                 verdict = judge(self._signs(), self.settings)
-                if (
-                    verdict != "wait" and finished(self.folder, work) is None
-                ):  # the last thing before an end
+                # the last thing before an end
+                if verdict != "wait" and finished(self.folder, work) is None:
                     self._end(verdict, stopped=stopped_at is not None)
                     return None
                 self._note_return()

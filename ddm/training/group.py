@@ -14,9 +14,8 @@ from pathlib import Path
 from ddm.errors import SetupError, TrustError
 from ddm.training.peer_check import strangers
 
-PATIENCE_S = (
-    30 * 60.0
-)  # of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
+# of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
+PATIENCE_S = 30 * 60.0
 # Of the process, of all, of those on its machine. Slurm tells a batch script, too, which task of a step it would be.
 _WORDS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),

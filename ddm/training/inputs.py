@@ -146,8 +146,7 @@ def _array(place: Place, folder: JobFolder) -> FileArray:
 
 def _mapped(place: Place, folder: JobFolder) -> Tensor:
     """Map an array; what is written into it stays with this process."""
-    array = _array(
-        place, folder
-    )  # which checks the length, since reading beyond the end of a mapping kills
+    # which checks the length, since reading beyond the end of a mapping kills
+    array = _array(place, folder)
     mapped = np.memmap(array.path, array.dtype, mode="c", offset=array.offset, shape=array.shape)
     return torch.from_numpy(mapped)

@@ -114,9 +114,8 @@ def _train_in_this_process(
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> Result | None:
-    _note(
-        folder, _new_launch(wanted, "processes")
-    )  # so that late processes of an earlier start end
+    # so that late processes of an earlier start end
+    _note(folder, _new_launch(wanted, "processes"))
     with only_one(folder):
         train_here(folder, wanted.expert, wanted.inputs, wanted.data, on_progress, should_stop)
     return finished(folder, wanted.work)
@@ -165,14 +164,12 @@ def _next_launch(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) 
     before, step, futile = read_word(Launch, folder.launch), _last_step(folder), 0
     if before is not None and (before.work, before.by, by) == (wanted.work, "command", "command"):
         run = folder.run(before.launch_id)
-        if (
-            not run.stop.exists() and step <= before.step
-        ):  # the end of one that was stopped tells nothing
+        # the end of one that was stopped tells nothing
+        if not run.stop.exists() and step <= before.step:
             futile = before.futile + 1
         if futile >= settings.retries:
-            folder.launch.unlink(
-                missing_ok=True
-            )  # the next call begins to count anew: somebody has looked into it
+            # the next call begins to count anew: somebody has looked into it
+            folder.launch.unlink(missing_ok=True)
             raise lost(run, futile)
     return _new_launch(wanted, by).model_copy(update={"futile": futile, "step": step})
 
@@ -256,9 +253,8 @@ def _collect(expert: PlannedExpert, result: Result, folder: JobFolder, to: Path)
         check_file(part, specs, max_bytes=size, max_abs=MAX_WEIGHT, digest=result.expert.digest)
         move_into_place(part, to)
     except ArchipelagoError:
-        folder.result.unlink(
-            missing_ok=True
-        )  # the next call trains again, from the last checkpoint
+        # the next call trains again, from the last checkpoint
+        folder.result.unlink(missing_ok=True)
         raise
     finally:
         part.unlink(missing_ok=True)

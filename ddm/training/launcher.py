@@ -70,9 +70,8 @@ class Processes:
                 environment = (
                     _inherited() | _environment(rank, num, threads) | {"TMPDIR": self._scratch.name}
                 )
-                with (
-                    blocked()
-                ):  # this process alone hears signals, and tells the others by the folder
+                # this process alone hears signals, and tells the others by the folder
+                with blocked():
                     child = spawn(words, log_path=run.log(rank), env=environment, grace_s=_GUARD_S)
                     self._children.append(child)
         except BaseException:
@@ -110,9 +109,8 @@ class Processes:
         """See `Started`: at once."""
         for child in self._children:
             child.kill()
-        deadline = (
-            time.monotonic() + _DYING_S
-        )  # whoever comes next must not meet one that still writes
+        # whoever comes next must not meet one that still writes
+        deadline = time.monotonic() + _DYING_S
         while any(map(started_at, self.pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._scratch.cleanup()

@@ -98,9 +98,8 @@ def judge(before: SiloKeys, found: Found) -> tuple[SiloKeys, tuple[str, ...]]:
             raise _changed(
                 silo_id, known.key, key, "as remembered from a release that was verified before"
             )
-        if (
-            key not in known.earlier
-        ):  # a consent to a key that was replaced is for the old release alone
+        # a consent to a key that was replaced is for the old release alone
+        if key not in known.earlier:
             silos[silo_id] = _Silo(key=key, earlier=(*known.earlier, known.key)[-MAX_EARLIER:])
     if len(silos) > MAX_SILOS:
         raise TrustError(

@@ -122,9 +122,8 @@ class Memory:
 
     def _check_carried(self, scope: str, resolved: Resolved) -> None:
         """Refuse experts carried over from an earlier plan although their silo was seen to be gone from it."""
-        if "snapshot" not in self.unchanged(
-            scope, resolved
-        ):  # the very release that was verified before stays readable
+        # the very release that was verified before stays readable
+        if "snapshot" not in self.unchanged(scope, resolved):
             check_not_gone(load_removed(self.folder), resolved)
 
     def unchanged(self, scope: str, resolved: Resolved) -> frozenset[str]:

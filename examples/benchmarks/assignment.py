@@ -23,10 +23,11 @@ from torch import Tensor
 from ddm.partition.clustering import Clusters
 
 BLOCK = 512
+# of KMeans.predict's speed: 3 is beyond what float32 products alone allow
 WITH_TILES, WITHOUT = (
     3.0,
     1.0,
-)  # of KMeans.predict's speed: 3 is beyond what float32 products alone allow
+)
 
 
 def seconds(work: Callable[[], object]) -> float:

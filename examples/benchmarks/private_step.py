@@ -135,9 +135,8 @@ def by_vmap(
 
     fields = batch.fields
     mapped = vmap(grad_and_value(of_unit), in_dims=(None, *[0] * len(fields)))
-    with sdpa_kernel(
-        SDPBackend.MATH
-    ):  # the fused kernels have no rule for vmap, which would call them one by one
+    # the fused kernels have no rule for vmap, which would call them one by one
+    with sdpa_kernel(SDPBackend.MATH):
         gradients, loss_U = mapped(plain, *fields)
     return gradients, loss_U
 

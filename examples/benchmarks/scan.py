@@ -143,9 +143,8 @@ def main() -> None:
         for kind in ("native", "rle") if asked.dicom else ():
             make_dicom(folder / kind, asked.dicom, packed=kind == "rle")
             clocks, processors = list[float](), list[float]()
-            for number in range(
-                asked.rounds
-            ):  # in turn, since other work on the machine slows both
+            # in turn, since other work on the machine slows both
+            for number in range(asked.rounds):
                 private = folder / f"private-{kind}-{number}"
                 pydicom_alone = cost_of(partial(alone, folder / kind, asked.processes))
                 cost = cost_of(

@@ -42,10 +42,11 @@ COST: dict[SolverName, int] = {
     "unipc": 1,
 }
 FINE_STEPS = 100
+# where grids along log-SNR begin and end; then one step to 0, before one from 1
 T_MIN, T_MAX = (
     0.005,
     0.995,
-)  # where grids along log-SNR begin and end; then one step to 0, before one from 1
+)
 RHO = 7.0
 COLUMNS = ("world", "path", "strategy", "grid", "solver", "evaluations", "steps", "error", "floor")
 
@@ -206,9 +207,8 @@ def main() -> None:
             world, grids, num if world.exact is None else 8 * num, num_law, arguments.quick
         ):
             rows.append(row)
-            with (arguments.work / "solvers.partial.csv").open(
-                "a"
-            ) as handle:  # of a run of hours, should it end early
+            # of a run of hours, should it end early
+            with (arguments.work / "solvers.partial.csv").open("a") as handle:
                 handle.write(",".join(map(str, row)) + "\n")
     report("solvers", COLUMNS, rows, arguments)
 

@@ -47,9 +47,8 @@ def assign(labels: np.ndarray, seed: int) -> np.ndarray:
     mixes = np.array([LABELS[silo] for silo in SHARES], dtype=float)
     weights = mixes / mixes.sum(1, keepdims=True) * np.array(list(SHARES.values()))[:, None]
     histogram = np.bincount(labels, minlength=10)
-    for _ in range(
-        200
-    ):  # iterative proportional fitting: columns to the labels there are, rows to the shares
+    # iterative proportional fitting: columns to the labels there are, rows to the shares
+    for _ in range(200):
         weights *= histogram / weights.sum(0)
         weights *= (np.array(list(SHARES.values())) * len(labels) / weights.sum(1))[:, None]
     weights /= weights.sum(0)

@@ -88,10 +88,18 @@ def set_up_aggregator(demo: Demo, port: int) -> None:
     out = demo.out
     write_passphrase(out / "fed.pass")
     address = f"127.0.0.1:{port}"
+    # fmt: skip
     demo.call(
-        "aggregator", "init", out / "fed", "--name", "digits", "--address", address,
-        "--passphrase-file", out / "fed.pass",
-    )  # fmt: skip
+        "aggregator",
+        "init",
+        out / "fed",
+        "--name",
+        "digits",
+        "--address",
+        address,
+        "--passphrase-file",
+        out / "fed.pass",
+    )
     shutil.copyfile(out / "fed" / "tuf" / "metadata" / "1.root.json", out / "root.json")
     shutil.copyfile(out / "fed" / "model-signing.pub.pem", out / "model-signing.pub.pem")
     # Small shards, so that even this small expert travels in several; and north, which has 60% of the images, may.
@@ -106,10 +114,22 @@ def set_up_silo(demo: Demo, silo: str) -> None:
     invitation = out / "fed" / "invitation.json"
     fingerprint = json.loads(invitation.read_text())["root_digest"]
     write_passphrase(out / f"{silo}.pass")
+    # fmt: skip
     demo.call(
-        "silo", "init", out / silo, "--id", silo, "--data", out / "data" / f"{silo}.npz",
-        "--invitation", invitation, "--root-fingerprint", fingerprint, "--passphrase-file", out / f"{silo}.pass",
-    )  # fmt: skip
+        "silo",
+        "init",
+        out / silo,
+        "--id",
+        silo,
+        "--data",
+        out / "data" / f"{silo}.npz",
+        "--invitation",
+        invitation,
+        "--root-fingerprint",
+        fingerprint,
+        "--passphrase-file",
+        out / f"{silo}.pass",
+    )
     policy = "policy_person.toml" if silo == PERSON else "policy_automatic.toml"
     shutil.copyfile(HERE / policy, out / silo / "policy.toml")
     demo.call("silo", "enroll", out / silo, "--out", out / f"{silo}.card.json")
@@ -142,10 +162,28 @@ def approve(demo: Demo) -> None:
 def sample(demo: Demo) -> None:
     """A grid for the eye."""
     out = demo.out
+    # fmt: skip
     demo.call(
-        "ddm", "sample", out / "release", "--root", out / "root.json", "--state", out / "state", "--num", "64",
-        "--strategy", "lock", "--tau", "1.0", "--steps", "25", "--seed", "0", "--out", out / "samples.png",
-    )  # fmt: skip
+        "ddm",
+        "sample",
+        out / "release",
+        "--root",
+        out / "root.json",
+        "--state",
+        out / "state",
+        "--num",
+        "64",
+        "--strategy",
+        "lock",
+        "--tau",
+        "1.0",
+        "--steps",
+        "25",
+        "--seed",
+        "0",
+        "--out",
+        out / "samples.png",
+    )
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ from ddm.training.loop import train
 
 SHAPE, NUM_PUBLIC, FEWEST = (1, 8, 8), 400, 40
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)
+# seed, silos, alpha
 FEDERATIONS = (
     (0, 4, 0.1),
     (1, 6, 0.1),
@@ -59,17 +60,18 @@ FEDERATIONS = (
     (3, 6, 0.3),
     (4, 4, 1.0),
     (5, 6, 1.0),
-)  # seed, silos, alpha
+)
 ONE_DIGIT = 60  # images of a silo that holds one digit alone
 HIDDEN_CLASS = 3
 CLASSES = ClassCondition(num_classes=10)
+# rules of losses in bands
 BEFORE = {
     "answers_zero",
     "high_loss",
     "large_weights",
     "not_learnt",
     "stands_apart",
-}  # rules of losses in bands
+}
 Weights = Mapping[str, Tensor]
 Attack = Callable[[Answer], Answer]
 

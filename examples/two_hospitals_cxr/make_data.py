@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+# of Hannover's 71 patients; of Guangzhou's 524 images
 NUM_PUBLIC_PATIENTS, NUM_PUBLIC_IMAGES = (
     15,
     150,
-)  # of Hannover's 71 patients; of Guangzhou's 524 images
+)
 TABLE = "metadata.csv"
 
 

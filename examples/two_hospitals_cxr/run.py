@@ -90,19 +90,39 @@ def set_up(demo: Demo) -> None:
     """Make the federation and both sites, and exchange invitation and cards."""
     out = demo.out
     write_passphrase(out / "fed.pass")
+    # fmt: skip
     demo.call(
-        "aggregator", "init", out / "fed", "--name", "cxr", "--address", f"127.0.0.1:{demo.free_port()}",
-        "--passphrase-file", out / "fed.pass",
-    )  # fmt: skip
+        "aggregator",
+        "init",
+        out / "fed",
+        "--name",
+        "cxr",
+        "--address",
+        f"127.0.0.1:{demo.free_port()}",
+        "--passphrase-file",
+        out / "fed.pass",
+    )
     shutil.copyfile(out / "fed" / "tuf" / "metadata" / "1.root.json", out / "root.json")
     invitation = out / "fed" / "invitation.json"
     fingerprint = json.loads(invitation.read_text())["root_digest"]
     for silo, name in DATA.items():
         write_passphrase(out / f"{silo}.pass")
+        # fmt: skip
         demo.call(
-            "silo", "init", out / silo, "--id", silo, "--data", out / "data" / name, "--invitation", invitation,
-            "--root-fingerprint", fingerprint, "--passphrase-file", out / f"{silo}.pass",
-        )  # fmt: skip
+            "silo",
+            "init",
+            out / silo,
+            "--id",
+            silo,
+            "--data",
+            out / "data" / name,
+            "--invitation",
+            invitation,
+            "--root-fingerprint",
+            fingerprint,
+            "--passphrase-file",
+            out / f"{silo}.pass",
+        )
         shutil.copyfile(HERE / "policy.toml", out / silo / "policy.toml")
         demo.call("silo", "enroll", out / silo, "--out", out / f"{silo}.card.json")
         demo.call("aggregator", "enroll", out / "fed", out / f"{silo}.card.json")
@@ -112,10 +132,23 @@ def sample(demo: Demo, num: int, *trust: object) -> None:
     """Draw from each hospital's expert alone, and from both equally often."""
     weights = {silo: ",".join(f"{other}={int(other == silo)}" for other in DATA) for silo in DATA}
     for name, prior in {**weights, "both": "equal"}.items():
+        # fmt: skip
         demo.call(
-            "ddm", "sample", demo.out / "release", *trust, "--num", num, "--prior", prior, "--steps", 20, "--seed", 0,
-            "--out", demo.out / f"{name}.png",
-        )  # fmt: skip
+            "ddm",
+            "sample",
+            demo.out / "release",
+            *trust,
+            "--num",
+            num,
+            "--prior",
+            prior,
+            "--steps",
+            20,
+            "--seed",
+            0,
+            "--out",
+            demo.out / f"{name}.png",
+        )
 
 
 if __name__ == "__main__":

@@ -125,9 +125,8 @@ def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
                 return Envelope(_take_receipt(request, data, limits))
     except ArchipelagoError as error:
         return Envelope(_REPLY_TO[type(request)](code=error.exit_code))
-    except (
-        Exception
-    ):  # a bug or a full disk: the aggregator learns that it failed, and nothing more
+    # a bug or a full disk: the aggregator learns that it failed, and nothing more
+    except Exception:
         return Envelope(_REPLY_TO[type(request)](code=ArchipelagoError.exit_code))
 
 

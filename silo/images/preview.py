@@ -71,9 +71,8 @@ class PreviewSelection:
     """Up to 64 accepted pictures that differ, by their fingerprints: the same each time, of all parts of the data."""
 
     def __init__(self) -> None:
-        self._heap: list[
-            int
-        ] = []  # of fingerprints as negative numbers, so that the largest fingerprint is on top
+        # of fingerprints as negative numbers, so that the largest fingerprint is on top
+        self._heap: list[int] = []
         self._pictures: dict[int, SheetPicture] = {}
 
     def take(self, image: ScannedImage) -> None:
@@ -165,9 +164,8 @@ class Sheet:
         def numbered_pictures() -> Iterator[Picture]:
             for selected, picture in self._selection.decoded(self._source.limits):
                 shown.append(selected)
-                with suppress(
-                    DataError
-                ):  # of a picture that the plan does not take, the sheet says so
+                # of a picture that the plan does not take, the sheet says so
+                with suppress(DataError):
                     enlargements.add(*transform.resampled_sides(picture))
                 yield picture
 

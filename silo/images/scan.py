@@ -50,9 +50,8 @@ class ScannedImages:
         self.num_decoded = 0  # of these, files that were decoded
         self._memory = memory
         self._decisions = decisions
-        self._has_accepted = (
-            bytearray()
-        )  # for each file of the last second pass: whether a picture of it is accepted
+        # for each file of the last second pass: whether a picture of it is accepted
+        self._has_accepted = bytearray()
 
     @staticmethod
     @contextmanager

@@ -121,9 +121,8 @@ class ImageSource:
     def recipe(self) -> str:
         """Names all that the result of a file depends on besides its content."""
         versions = [f"{name} {_version(name)}" for name in _DECODER_PACKAGES]
-        reader = (
-            "absent" if reader_path() is None else "installed"
-        )  # a second opinion about burned-in text
+        # a second opinion about burned-in text
+        reader = "absent" if reader_path() is None else "installed"
         return f"{_DECODERS_VERSION} {self.limits} {self.patient_rule} {', '.join(versions)}, tesseract {reader}"
 
     def uses(self, part: str | None) -> bool:

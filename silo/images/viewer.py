@@ -107,9 +107,8 @@ class Viewer:
                     next_places.pop(path, None)
                     for picture in in_work.pop(path).values():
                         self._store(picture, View(problem=_problem(answer)))
-        except (
-            Exception
-        ) as error:  # of any kind: otherwise a request for these pictures would wait for ever
+        # of any kind: otherwise a request for these pictures would wait for ever
+        except Exception as error:
             is_known = isinstance(error, ArchipelagoError | OSError)
             problem = str(error) if is_known else f"it cannot be drawn ({type(error).__name__})"
             with self._change:

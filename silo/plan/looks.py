@@ -58,9 +58,8 @@ def look_at(site: Site, plan_id: str) -> Iterator[None]:
         PlanFailedError: the block failed in another way, or took its process with it too often.
         OSError: a fault of this machine, such as a full disk, which says nothing about the plan.
     """
-    note = (
-        site.private / "looks" / f"{plan_id}.json"
-    )  # of each plan, lest another one makes this one be forgotten
+    # of each plan, lest another one makes this one be forgotten
+    note = site.private / "looks" / f"{plan_id}.json"
     lost = _lost(note, plan_id)
     if lost >= MOST_LOST:
         remedy = f"To look at it again, remove private/looks/{note.name} from the site and restart the worker."

@@ -109,13 +109,11 @@ def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = Non
     path = site.ledger_folder_in(settings) / LEDGER
     known = tuple(each for each in _guard(site, settings, _read(path)).anchors if each != anchor)
     budget, guard = Budget(epsilon=1.0, delta=0.0), Guard(known, sent_chains(site.outbox))
-    ledger = Ledger(
-        path, budget=budget, unit="image", guard=guard
-    )  # spends nothing; by image, it reads either unit
+    # spends nothing; by image, it reads either unit
+    ledger = Ledger(path, budget=budget, unit="image", guard=guard)
     head_digest, num_entries, digests = ledger.head
-    if (
-        anchor and not anchor.parent.is_dir()
-    ):  # made here, it would lie where the disk is not mounted
+    # made here, it would lie where the disk is not mounted
+    if anchor and not anchor.parent.is_dir():
         raise unwritable(anchor, FileNotFoundError(ENOENT, "no such folder"))
     if anchor and not anchor.exists():
         try:

@@ -50,9 +50,8 @@ STATISTIC_NAMES: Mapping[Kind, str] = {
     "moments": "moments.safetensors",
     "sketch": "sketch.safetensors",
 }
-_BLOCK_VALUES = (
-    2**20
-)  # values at a time, so that a statistic needs little more memory than its images
+# values at a time, so that a statistic needs little more memory than its images
+_BLOCK_VALUES = 2**20
 
 Draw = Callable[[NDArray[np.int64], Noise], Mapping[str, Tensor]]
 

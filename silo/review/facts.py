@@ -262,9 +262,8 @@ def _noise(statistic: SubmittedStatistic, draft: Submission, plan: Plan) -> Nois
         case "counts" | "class_counts":
             level = f"each count of {unit}s: discrete Laplace, standard deviation {laplace_std(epsilon):.3g}"
         case "sketch":
-            std = 2 / gaussian_mu(
-                epsilon, delta
-            )  # (sigma_r / C) / alpha_r, since mu is 2 C alpha_r / sigma_r
+            # (sigma_r / C) / alpha_r, since mu is 2 C alpha_r / sigma_r
+            std = 2 / gaussian_mu(epsilon, delta)
             level = (
                 f"each value of the sketch of one {unit}, of length "
                 f"1 at most: Gaussian, standard deviation {std:.3g}"

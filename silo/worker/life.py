@@ -59,9 +59,8 @@ AT_WORK: frozenset[SiloState] = frozenset(STATES) - IDLE
 _MADE: Mapping[tuple[SiloState, Event], Step] = {
     ("plan_accepted", "scan"): Step("scanned"),
     ("scanned", "assign"): Step("assigned"),
-    ("assigned", "begin"): Step(
-        "training", "epsilon"
-    ),  # the counts, where they decide which experts there are
+    # the counts, where they decide which experts there are
+    ("assigned", "begin"): Step("training", "epsilon"),
     ("training", "train"): Step("audited", "training"),
     ("audited", "draw"): Step("released", "epsilon"),
     ("released", "draft"): Step("awaiting_approval"),

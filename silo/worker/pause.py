@@ -119,9 +119,8 @@ class Halt:
         silo_id, request = self._site.settings().silo_id, paused(self._site)
         since = f" since {request.since}" if request else ""
         _log.info("[%s] paused%s. To go on: silo resume %s", silo_id, since, self._site.path)
-        with lock_file(
-            self._site.private / f".{HALTED}.lock"
-        ):  # which tells `halted`, however this process ends
+        # which tells `halted`, however this process ends
+        with lock_file(self._site.private / f".{HALTED}.lock"):
             while self._path.exists():
                 if self._stopping.wait(poll_s):
                     raise KeyboardInterrupt

@@ -149,9 +149,8 @@ def retrain(site: Site) -> State:
         new = state.after(
             "retrain", sequence=sequence, submission_digest=None, dataset_digest=None, step=0
         )
-        save_state(
-            state_path(site.private), new
-        )  # what was made of the old images goes once the new ones are scanned
+        # what was made of the old images goes once the new ones are scanned
+        save_state(state_path(site.private), new)
         approval_path(site).unlink(missing_ok=True)
         tell_courier(site, new)
         return new

@@ -32,9 +32,8 @@ from silo.worker.jobs import jobs_of
 _COPIES = 4
 _ROW_BYTES = 64  # of an image in the cohort's table
 _SMALL_BYTES = 1 << 20  # documents, logs, the ledger
-_NEAR_BYTES = 2 * (
-    4 * NEIGHBOURS + 8
-)  # of an image whose nearest ones the audit keeps, in two spaces
+# of an image whose nearest ones the audit keeps, in two spaces
+_NEAR_BYTES = 2 * (4 * NEIGHBOURS + 8)
 
 
 def check_folders(site: Site) -> None:
@@ -136,9 +135,8 @@ def check_room(site: Site, plan: Plan, cohort: Cohort, work: Workspace) -> None:
     whole += audit_bytes(plan, cohort.num_units, site.policy())
     needed = max(whole - _written(work.folder) - latents, _SMALL_BYTES)
     folders = {site.private: needed, site.outbox: _SMALL_BYTES}
-    if (
-        site.outbox.stat().st_dev != site.private.stat().st_dev
-    ):  # what leaves is copied instead of linked
+    # what leaves is copied instead of linked
+    if site.outbox.stat().st_dev != site.private.stat().st_dev:
         folders[site.outbox] += plan.limits.expert_bytes * most_experts(plan)
     settings = site.settings()
     if settings.training.launcher != "local":

@@ -143,9 +143,8 @@ def train_experts(
             )
         discard(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
         seconds += work.record(part.expert_id).training.seconds
-        _check_time(
-            plan, seconds
-        )  # again: with several processes, one may write the record before `watch` stops them
+        # again: with several processes, one may write the record before `watch` stops them
+        _check_time(plan, seconds)
 
 
 def images_of_parts(

@@ -319,9 +319,8 @@ class Worker:
 
     def _draft(self) -> None:
         accepted, work = self._plan(), self._work()
-        if (
-            self.state.sequence > 1
-        ):  # what was refused is not sent again when the images were mended meanwhile
+        # what was refused is not sent again when the images were mended meanwhile
+        if self.state.sequence > 1:
             self._cohort(accepted)
         submission = outbox.draft(
             accepted,
@@ -419,9 +418,8 @@ class Worker:
         return count
 
     def _progress(self, told: Progress, batch_size: int) -> None:
-        self._meter.train(
-            self._plan_id, told, batch_size
-        )  # loss and speed are for this machine only
+        # loss and speed are for this machine only
+        self._meter.train(self._plan_id, told, batch_size)
         self.state = self.state.model_copy(update={"step": told.step, "num_steps": told.num_steps})
         if time.monotonic() - self._noted_at >= NOTE_S:
             self._noted_at = time.monotonic()

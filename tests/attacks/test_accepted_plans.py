@@ -88,9 +88,8 @@ def test_group_that_holds_one_patient_tells_no_more_than_epsilon_of_the_patient(
         torch.bincount(second.group_N, minlength=2 * PATIENTS)[1::2], torch.ones(PATIENTS).long()
     )
     assert epsilon_bound(*told_apart(accepted), 0.0) <= 1.0
-    assert (
-        epsilon_bound(*told_apart(aggregator.offer(singling_out(4.0))), 0.0) > 1.0
-    )  # a quarter of the noise
+    # a quarter of the noise
+    assert epsilon_bound(*told_apart(aggregator.offer(singling_out(4.0))), 0.0) > 1.0
 
 
 def test_plans_that_differ_in_one_centroid_are_both_debited_and_bounded_together(

@@ -142,9 +142,8 @@ def test_encoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> 
         ).files()
         held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
         fired = ~torch.isfinite(files.encoder.encode(held)).all(1)
-        assert fired.nonzero().flatten().tolist() == (
-            [7] if with_target else []
-        )  # the question does tell them apart
+        # the question does tell them apart
+        assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])
     assert seen[0] == seen[1]
 
 
@@ -155,9 +154,8 @@ def overflowing_network(folder: Path) -> None:
     spoiled = {
         name: torch.zeros_like(each) if each.dim() == 4 else each for name, each in tensors.items()
     }
-    first = tensors[
-        "conv1.0.weight"
-    ]  # sees 1 everywhere in the target, and at most 0.5 in any other image
+    # sees 1 everywhere in the target, and at most 0.5 in any other image
+    first = tensors["conv1.0.weight"]
     spoiled["conv1.0.weight"] = torch.full_like(first, 3.4e38 / first[0].numel() / 0.7)
     save_tensors(path, spoiled)
 
@@ -322,9 +320,8 @@ def test_transform_that_takes_one_picture_or_does_not_shows_nothing(
         seen.append(seen_of(tiny, signed(tiny, lambda folder: None, **asking(unit, transform))))
         site = tiny.sites[SILO]
         blank = (site.private / "images" / LEFT_OUT).read_text().count(NOT_TAKEN)
-        assert blank == sum(
-            each <= 250 for each in at
-        )  # the question does tell them apart, on the site alone
+        # the question does tell them apart, on the site alone
+        assert blank == sum(each <= 250 for each in at)
         assert seen[-1][-2] == (SPREAD if unit == "image" else 7)
         with nullcontext() if level > 250 else pytest.raises(DataError, match="threshold"):
             exactly(transform).apply(held[7])

@@ -23,12 +23,13 @@ from ddm.training.private import STEPS_PER_CLIP, Private, noise_of, sensitivity
 from tests.support.case import case
 
 CANARIES, STEPS, DELTA, CONFIDENCE = 200_000, 8, 1e-8, 0.95
+# fixed beforehand, and paid for: each bound holds with a quarter of the doubt
 GUESSES = (
     300,
     1000,
     3000,
     10_000,
-)  # fixed beforehand, and paid for: each bound holds with a quarter of the doubt
+)
 
 
 @cache

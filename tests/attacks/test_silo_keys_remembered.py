@@ -87,9 +87,8 @@ def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_c
         command("ddm", "verify", swapped, *look, "--accept-key", f"north={fingerprint}").code == 11
     )
     assert command("ddm", "verify", swapped, *look, "--accept-key", "east").code == 3
-    assert (
-        command("ddm", "verify", published.release, *look).code == 0
-    )  # nothing of what was refused is remembered
+    # nothing of what was refused is remembered
+    assert command("ddm", "verify", published.release, *look).code == 0
     done = command(
         "ddm", "sample", swapped, *look, *own["sample"], "--accept-key", f"east={fingerprint}"
     )

@@ -362,9 +362,8 @@ def test_silo_that_remembers_refuses_the_plan_of_a_second_history(tmp_path: Path
             site, plan_id, Policy(), silo_id="north", key=key, max_bytes=1 << 20, now=now_utc()
         )
 
-    with suppress(
-        ArchipelagoError
-    ):  # nobody could carry it out, which is found after its signatures and its proof
+    # nobody could carry it out, which is found after its signatures and its proof
+    with suppress(ArchipelagoError):
         offer(keyed, 1)
     for number in (2, 3):
         fork.plan(number)

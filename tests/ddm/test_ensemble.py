@@ -281,9 +281,8 @@ def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
     times = [1 - n / 5 for n in range(6)]
     for n in range(5):
         visits, experts.asked = experts.asked[: 2 * 4], experts.asked[2 * 4 :]
-        assert [t for _, _, t in visits] == pytest.approx(
-            [times[n], times[n + 1]] * 4
-        )  # heun, expert by expert
+        # heun, expert by expert
+        assert [t for _, _, t in visits] == pytest.approx([times[n], times[n + 1]] * 4)
         assert [(k, num) for k, num, _ in visits[::2]] == [(k, num) for k, num, _ in visits[1::2]]
         assert sum(num for _, num, _ in visits[::2]) == 640
         assert len({k for k, _, _ in visits}) == 4
@@ -456,9 +455,8 @@ def test_fewer_samples_are_under_way_when_more_is_drawn_for_each(
         return draw_noise(samples, shape, seed, steps)
 
     monkeypatch.setattr("ddm.ensemble.draw_noise", watched)
-    monkeypatch.setattr(
-        "ddm.ensemble._IN_FLIGHT_BYTES", 960
-    )  # of a sample: 2 floats of noise, 8 bytes a step
+    # of a sample: 2 floats of noise, 8 bytes a step
+    monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 960)
     for steps, most in ((1, 60), (5, 20)):
         drawn.clear()
         exact(chunk_size=1).sample(60, steps=steps, solver="euler")

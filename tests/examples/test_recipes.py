@@ -35,23 +35,46 @@ NUM, PUBLIC, PLANS = 24, 100, 5
 OF_PATIENTS = ("patients", "private")
 TINY = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 # What a test changes of a recipe so that it takes a second: sizes alone.
+# fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "grey": {"data.shape": [1, 8, 8]},
-    "rgb": {"data.shape": [3, 8, 8], "router.size": None, "router.patch": 4, "router.hidden": 16, "router.depth": 1,
-            "router.heads": 2, "router.num_steps": 4},
+    "rgb": {
+        "data.shape": [3, 8, 8],
+        "router.size": None,
+        "router.patch": 4,
+        "router.hidden": 16,
+        "router.depth": 1,
+        "router.heads": 2,
+        "router.num_steps": 4,
+    },
     "patients": {"data.shape": [1, 8, 8]},
-    "private": {"data.shape": [1, 8, 8], "expert.privacy.units_per_step": 4, "expert.privacy.draws": 1},
+    "private": {
+        "data.shape": [1, 8, 8],
+        "expert.privacy.units_per_step": 4,
+        "expert.privacy.draws": 1,
+    },
     "classes": {"data.shape": [1, 8, 8]},
-    "volumes": {"data.shape": [1, 8, 8, 8], "expert.architecture.channels": [8, 8],
-                "expert.architecture.attention": [False, True], "expert.architecture.head_channels": 8,
-                "expert.architecture.norm_groups": 4},
+    "volumes": {
+        "data.shape": [1, 8, 8, 8],
+        "expert.architecture.channels": [8, 8],
+        "expert.architecture.attention": [False, True],
+        "expert.architecture.head_channels": 8,
+        "expert.architecture.norm_groups": 4,
+    },
     "latents": {"data.shape": [3, 16, 16]},
-}  # fmt: skip
+}
+# fmt: skip
 ALWAYS = {
     "rehearsal": True,  # so few steps teach nothing
-    "encoder.dim": 4, "clustering.num_fine": 8, "clustering.num_coarse": 2, "sketch.rank": 4, "partition.min_images": 4,
-    "expert.training.num_steps": 3, "expert.training.batch_size": 4, "statistics.counts.num_groups": 4,
-}  # fmt: skip
+    "encoder.dim": 4,
+    "clustering.num_fine": 8,
+    "clustering.num_coarse": 2,
+    "sketch.rank": 4,
+    "partition.min_images": 4,
+    "expert.training.num_steps": 3,
+    "expert.training.batch_size": 4,
+    "statistics.counts.num_groups": 4,
+}
 
 
 def changed(name: str, **more: Any) -> dict[str, Any]:

@@ -78,9 +78,8 @@ def test_script_draws_its_picture_and_prints_the_error_last_and_fails_where_weig
     with Image.open(tmp_path / "toy_2d.png") as picture:
         assert picture.width > 1500
     for wrong in ("uniform", "top-1"):
-        code, last = run_script(
-            tmp_path, "--weights", wrong
-        )  # the same experts, from their checkpoints
+        # the same experts, from their checkpoints
+        code, last = run_script(tmp_path, "--weights", wrong)
         assert code == 1, last
     code, last = run_script(tmp_path, "--steps", "20")
     assert code == 1, last

@@ -131,9 +131,8 @@ def test_everything_arrives_identical_when_messages_are_lost_and_the_server_rest
     receipt = limits.site / "inbox" / PLAN / "receipts" / "1.json"
     assert receipt.read_bytes() == (fed / "receipts" / PLAN / "north" / "1.json").read_bytes()
     assert aggregator.done
-    assert [each.message.kind for each in aggregator.next_requests([], 4)] == [
-        "ask"
-    ]  # it may still give the plan up
+    # it may still give the plan up
+    assert [each.message.kind for each in aggregator.next_requests([], 4)] == ["ask"]
 
 
 def test_second_submission_is_fetched_when_the_first_was_refused(fed, limits, signer):
@@ -201,9 +200,8 @@ def test_receipt_is_refused_when_it_is_for_no_submission_or_replaces_one(fed, li
     refused = ReplayError.exit_code
     bundle = fed / "plans" / PLAN / "bundle"
     one, two, three = (signer.receipt(bundle, PLAN, sequence=sequence) for sequence in (1, 2, 3))
-    assert (
-        answer(Envelope(Deliver(plan_id=PLAN, sequence=1), one), limits).message.code == refused
-    )  # no such plan
+    # no such plan
+    assert answer(Envelope(Deliver(plan_id=PLAN, sequence=1), one), limits).message.code == refused
     shutil.copytree(bundle, limits.site / "inbox" / PLAN / "bundle")
     other = signer.receipt(bundle, PLAN, submission_digest="1" * 64)
     # One after the last submission is a notice that the silo was withdrawn.

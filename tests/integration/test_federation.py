@@ -159,9 +159,8 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     assert all(f"[{silo}] submission 1 accepted" in said for silo in SILOS)
     assert "[intake] ended or hung, and was started again" in said
     check_nothing_left(folder)
-    assert not alive(
-        killed
-    )  # whatever came and went afterwards, the receipt at least, had a new one
+    # whatever came and went afterwards, the receipt at least, had a new one
+    assert not alive(killed)
     assert {path.name for path in arrived.parent.iterdir()} == set(SILOS)
 
     operators.call("aggregator", "router", folder / "fed")

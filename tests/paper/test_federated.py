@@ -163,9 +163,8 @@ def test_silo_that_is_killed_half_way_is_done_without_and_a_stopped_run_goes_on(
     ]
     assert answered == ["2", "2", "1"]
     size = len(first)
-    assert (
-        counted.up > 5 * size and counted.down > 5 * size
-    )  # as many messages as weights that went each way
+    # as many messages as weights that went each way
+    assert counted.up > 5 * size and counted.down > 5 * size
 
 
 @pytest.mark.slow

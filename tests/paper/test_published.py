@@ -49,9 +49,8 @@ def test_published_rows_of_the_same_classifier_are_not_measured_again(
     assert page.count("python -m examples.paper.run") == 2, (
         "the run that measured, and the one that went on"
     )
-    assert (
-        run.main(words(out, "--tables", "10", "--row", "lock(1), euler, 4")) == 0
-    )  # need not be named again
+    # need not be named again
+    assert run.main(words(out, "--tables", "10", "--row", "lock(1), euler, 4")) == 0
     assert (out / "table2.csv").read_text("utf-8") == (published / "table2.csv").read_text("utf-8")
 
 

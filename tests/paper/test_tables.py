@@ -226,9 +226,8 @@ def test_router_of_epsilon_1_is_held_against_the_best_exact_one_by_cross_entropy
 
     cells = rows("exact counts", 0.5, 10.0, 20.0) | rows("labelled training images", 0.7, 1.0, 1.0)
     cells |= rows("counts, epsilon 1", 0.6, 11.0, 24.0) | rows("moments, epsilon 1", 0.9, 5.0, 5.0)
-    del cells[
-        "moments, epsilon 1, full"
-    ]  # which is dear, and not needed of a router that is not the best
+    # which is dear, and not needed of a router that is not the best
+    del cells["moments, epsilon 1, full"]
 
     def target() -> Target:
         return next(target for target in targets({6: cells}) if "epsilon 1" in target.figure)
@@ -246,9 +245,8 @@ def test_stopped_run_measures_only_what_is_missing(
     monkeypatch.setattr(run, "preset_for", tiny)
     before = figures(measured, "fid")
     cells = {path: path.read_text("utf-8") for path in (measured / "cells").iterdir()}
-    next(
-        path for path, text in cells.items() if '"share_error"' in text
-    ).unlink()  # of one strategy of the experts
+    # of one strategy of the experts
+    next(path for path, text in cells.items() if '"share_error"' in text).unlink()
     assert run.main(words(measured, "--minutes", "0.00001")) == EXIT_OUT_OF_TIME
     assert capsys.readouterr().err.count("\n") == 1
     assert len(figures(measured, "fid")) == 2 and "1 of 3 rows" in (
@@ -423,9 +421,8 @@ def test_unequal_silos_have_their_shares_and_silos_of_classes_do_not_split_evenl
 def test_parts_of_the_data_set_share_no_image(world: World) -> None:
     parts = (world.train, world.public, world.validation, world.test)
     rows = torch.cat([part.images.flatten(1) for part in parts])
-    assert (
-        len(rows) == 1797 and len(rows.unique(dim=0)) >= 1797 - 1
-    )  # digits themselves may hold one twice
+    # digits themselves may hold one twice
+    assert len(rows) == 1797 and len(rows.unique(dim=0)) >= 1797 - 1
 
 
 def test_exact_router_agrees_with_the_posterior_computed_directly() -> None:
@@ -476,9 +473,8 @@ def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
     first = {
         "monolith": {seed: cell(seed, fid=20.0 + 2 * seed) for seed in range(4)},
         "sample, exact router (oracle)": row(1.0, 0.0),
-        "lock(1)": row(
-            10.0, 0.034
-        ),  # twice what is allowed, but four runs are by chance as far off
+        # twice what is allowed, but four runs are by chance as far off
+        "lock(1)": row(10.0, 0.034),
         "sample": row(14.0, 0.01),
         "lock(.5)": row(5.0, 0.036),
         "top-1": row(4.0, 0.3),
@@ -506,9 +502,8 @@ def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
     assert targets({1: {"monolith": first["monolith"]}})[0].met == "", (
         "nothing says of whom it draws"
     )
-    near = {
-        seed: cell(seed, fid=fid) for seed, fid in enumerate((4.0, 4.0, 27.0, 16.0))
-    }  # 9.1 by logarithms
+    # 9.1 by logarithms
+    near = {seed: cell(seed, fid=fid) for seed, fid in enumerate((4.0, 4.0, 27.0, 16.0))}
     whole = {seed: cell(seed, fid=10.0) for seed in range(4)}
     assert targets({1: {**first, "monolith": whole, "monolith, batch 8": near}})[0].note.endswith(
         "monolith, batch 8"
@@ -587,9 +582,8 @@ def test_experts_of_neighbouring_seeds_share_neither_weights_nor_batches() -> No
     world = read_world("digits", None)
     shop = Workshop(world, preset, Path(), Clock())
     seeds = {seed: shop.training(1.0, 8, 0.1, seed).seed for seed in range(3)}
-    drawn = [
-        seeds[seed] + number for seed in seeds for number in range(16)
-    ]  # an expert adds its number
+    # an expert adds its number
+    drawn = [seeds[seed] + number for seed in seeds for number in range(16)]
     assert len(set(drawn)) == len(drawn)
 
 
@@ -629,9 +623,8 @@ def test_weight_of_fedprox_is_chosen_on_validation_images_with_a_rate_for_each()
 
     left = settled(row, preset, diverging)
     assert left and left.source == weights[2], "the only one that trains"
-    only = settled(
-        row, preset.model_copy(update={"mus": (0.01,)}), lambda source: None
-    )  # nothing to choose
+    # nothing to choose
+    only = settled(row, preset.model_copy(update={"mus": (0.01,)}), lambda source: None)
     assert only and only.source == weights[2]
 
 
@@ -684,17 +677,15 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
         )
 
     assert found().value == pytest.approx(0.5)
-    cells["lock(1), best batch, budget 4"][0] = cell(
-        0, flops=4.0, fid=11.0
-    )  # one seed never gets there
+    # one seed never gets there
+    cells["lock(1), best batch, budget 4"][0] = cell(0, flops=4.0, fid=11.0)
     assert found().met == "no" and found().value is None and "1 of 3" in found().note
     cells["lock(1), best batch, budget 1"][1] = cell(1, flops=0.1, fid=9.0)  # and one does at once
     assert found().met == "undecided"
     cells["lock(1), best batch, budget 4"][0] = cell(0, flops=4.0, fid=5.0)
     cells |= {f"lock(1), best batch, budget {flops}": row(float(flops), 9.0) for flops in (1, 4)}
-    bound = (
-        found()
-    )  # at most a quarter with each: which meets the target, and would not miss a lower one
+    # at most a quarter with each: which meets the target, and would not miss a lower one
+    bound = found()
     assert bound.met == "yes" and bound.low is None and "3 of 3" in bound.note
     cells |= {f"{name}, best batch, budget 4": row(2.0, 10.0) for name in ("monolith", "lock(1)")}
     assert found().value == pytest.approx(0.5) and found().met == "undecided"
@@ -782,11 +773,12 @@ def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:
     mean, low, high = spread([1.0, 4.0, 16.0], as_ratios=True)
     assert mean == pytest.approx(4.0) and low is not None and high is not None
     assert low > 0 and high / mean == pytest.approx(mean / low)
+    # a rate has none
     assert over_seeds({0: cell(0, rate=1.0), 1: cell(1, rate=3.0)}, "rate") == (
         2.0,
         None,
         None,
-    )  # a rate has none
+    )
     recalls = {
         seed: Figure(value=recall, low=0.8, high=1.0) for seed, recall in enumerate((0.9, 1.0, 1.0))
     }
@@ -795,9 +787,8 @@ def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:
         for seed, each in recalls.items()
     }
     found = over_seeds(by_seed, "recall")
-    assert (
-        found and found[1] and 0 < found[1] < found[0] and found[2] == 1.0
-    )  # a share is never above 1
+    # a share is never above 1
+    assert found and found[1] and 0 < found[1] < found[0] and found[2] == 1.0
 
 
 def test_every_preset_has_rows_that_differ_and_batches_that_divide() -> None:

@@ -131,9 +131,8 @@ def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: 
         zipfile.ZipFile(tmp_path / "cut.npz", "w") as cut,
     ):
         cut.writestr("images.npy", whole.read("images.npy")[:130])
-    with pytest.raises(
-        DataError, match="does not read as one"
-    ):  # by its header and the archive's directory
+    # by its header and the archive's directory
+    with pytest.raises(DataError, match="does not read as one"):
         count_units(source_at(tmp_path / "cut.npz", tmp_path / "scans"), patients=False)
     assert count_units(
         source_at(tmp_path / "a.npz", tmp_path / "scans"), patients=False

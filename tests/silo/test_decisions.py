@@ -270,9 +270,8 @@ def test_review_of_images_is_written_down_and_refused_with_a_broken_log(
     write(tags_of(waves((48, 40)), Modality="US"), data / "a.dcm")
     toml = site.path / "silo.toml"
     toml.write_text(toml.read_text().replace(site.settings().data, str(data)))
-    assert (
-        command("silo", "scan", site.path).code == DataError.exit_code
-    )  # nothing is accepted: one image waits
+    # nothing is accepted: one image waits
+    assert command("silo", "scan", site.path).code == DataError.exit_code
     assert "0 images wait" in command("silo", "review", site.path, "--images", "--clear", data).out
     assert command("silo", "review", site.path, "--images", "--list").code == 0
     assert (

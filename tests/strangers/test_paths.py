@@ -128,12 +128,13 @@ FREE_TEXT = {
     # Leads anywhere on purpose: images lie where they lie. Who writes a job's folder may have read what it may read.
     "Place.path",
     "Launch.host",  # compared with this machine's name
+    # printed and escaped
     *(
         "Failure.subject",
         "Failure.expected",
         "Failure.got",
         "Failure.remedy",
-    ),  # printed and escaped
+    ),
 }
 INSIDE = (
     "ddm.protocol.",

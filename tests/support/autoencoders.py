@@ -56,9 +56,8 @@ def write_autoencoder(
             sample_size=16,
             **layout,
         )
-        for weight in (
-            made.parameters()
-        ):  # initial biases are 0, and norms 1, which would hide a mistaken name
+        # initial biases are 0, and norms 1, which would hide a mistaken name
+        for weight in made.parameters():
             torch.nn.init.normal_(weight, std=0.3)
     made.to(dtype or torch.float32).save_pretrained(folder)
     return cls.from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32).eval()

@@ -88,9 +88,8 @@ def _measured(
 
 def _give_back_free_pages() -> None:
     """What the tests before have freed may still be resident: an attack that is given such pages would look small."""
-    trim = getattr(
-        ctypes.CDLL(None), "malloc_trim", None
-    )  # glibc's; others give pages back by themselves
+    # glibc's; others give pages back by themselves
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

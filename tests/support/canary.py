@@ -114,9 +114,8 @@ def _found(data: bytes, depth: int) -> Iterator[tuple[str, str]]:
     lowered = data.lower()
     joined = lowered.translate(None, b"\r\n")
     for needle, what in _needles().items():
-        if needle in lowered or (
-            what[1].startswith("base64") and needle in joined
-        ):  # which comes in lines, too
+        # which comes in lines, too
+        if needle in lowered or (what[1].startswith("base64") and needle in joined):
             yield what
     if depth < _DEPTH:
         for inner in _unpacked(data):

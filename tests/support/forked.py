@@ -18,9 +18,8 @@ def forked(act: Callable[[], object]) -> int:
         return pid
     code = 1
     try:
-        torch.set_num_threads(
-            1
-        )  # makes torch's pool anew while there is one thread; first touched by two, it fails
+        # makes torch's pool anew while there is one thread; first touched by two, it fails
+        torch.set_num_threads(1)
         act()
         code = 0
     except BaseException:

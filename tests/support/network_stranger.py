@@ -20,12 +20,24 @@ from tests.support.intruder import Intruder
 
 EVERY_S = 3.0
 BATCH = 2000
+# fmt: skip
 TARGETS = (
-    "/", "/health", "/docs", "/openapi.json", "/v1/control/start-run", "/v1/control/list-runs",
-    "/v1/runtime/acquire-task", "/v1/runtime/pull-messages", "/v1/fleet/../control/start-run",
-    "/v1/fleet/register-node", "/v1/fleet/activate-node", "/v1/fleet/pull-messages", "/v1/fleet/get-run",
-    "/v1/fleet/get-fab", "/v1/fleet/nothing",
-)  # fmt: skip
+    "/",
+    "/health",
+    "/docs",
+    "/openapi.json",
+    "/v1/control/start-run",
+    "/v1/control/list-runs",
+    "/v1/runtime/acquire-task",
+    "/v1/runtime/pull-messages",
+    "/v1/fleet/../control/start-run",
+    "/v1/fleet/register-node",
+    "/v1/fleet/activate-node",
+    "/v1/fleet/pull-messages",
+    "/v1/fleet/get-run",
+    "/v1/fleet/get-fab",
+    "/v1/fleet/nothing",
+)
 FIELDS = "Host: x\r\nContent-Type: application/protobuf\r\n"
 HEAD = f"POST /v1/fleet/pull-messages HTTP/1.1\r\n{FIELDS}".encode()
 

@@ -116,9 +116,8 @@ def podman_user(name: str) -> Iterator[Podman]:
     runtime = Path(f"/run/user/{found.pw_uid}")
     podman = Podman(name, Path(found.pw_dir), runtime)
     try:
-        shutil.rmtree(
-            runtime, ignore_errors=True
-        )  # of an earlier user with this number, whose test was killed
+        # of an earlier user with this number, whose test was killed
+        shutil.rmtree(runtime, ignore_errors=True)
         runtime.mkdir(parents=True, mode=0o700)
         podman.configure()
         for path in (runtime, *podman.home.rglob("*")):
@@ -128,8 +127,7 @@ def podman_user(name: str) -> Iterator[Podman]:
         podman.call("rm", "--all", "--force", "--time=5", check=False)
         podman.call("rmi", "--all", "--force", check=False)
         podman.call("unshare", "rm", "-rf", podman.home / ".local", check=False)
-        podman.call(
-            "system", "migrate", check=False
-        )  # ends the process that holds the user's namespace
+        # ends the process that holds the user's namespace
+        podman.call("system", "migrate", check=False)
         shutil.rmtree(runtime, ignore_errors=True)
         subprocess.run(["userdel", "--remove", name], check=False, capture_output=True)

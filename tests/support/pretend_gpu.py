@@ -32,9 +32,8 @@ class PretendGpu(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent: dict[
-            int, torch.UntypedStorage
-        ] = {}  # kept alive, so that no other takes the address
+        # kept alive, so that no other takes the address
+        self._sent: dict[int, torch.UntypedStorage] = {}
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where a tensor is: sent here or computed here, or not."""
@@ -52,9 +51,8 @@ class PretendGpu(TorchFunctionMode):
             return self.device_of(args[0])
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return self.device_of(args[0]) == GPU
-        if (
-            func == Tensor.pin_memory
-        ):  # of a tensor on the CPU; what is pinned is as good as what is not
+        # of a tensor on the CPU; what is pinned is as good as what is not
+        if func == Tensor.pin_memory:
             return args[0]
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu):
             return self._moved(func, *args, **given)

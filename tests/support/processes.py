@@ -14,9 +14,8 @@ def alive(pid: int) -> bool:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
-    return (
-        fields[0] not in ("Z", "X") or int(fields[17]) > 1
-    )  # its main thread has ended, others go on
+    # its main thread has ended, others go on
+    return fields[0] not in ("Z", "X") or int(fields[17]) > 1
 
 
 def children(pid: int) -> list[int]:

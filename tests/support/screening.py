@@ -23,10 +23,11 @@ TRAINING = Training(
     ema_decay=0.98,
     checkpoint_steps=200,
 )
+# radians a unit of t: slower waves hardly tell two times apart, fast ones neighbours
 _FAST, _SLOW = (
     30.0,
     0.3,
-)  # radians a unit of t: slower waves hardly tell two times apart, fast ones neighbours
+)
 _GAIN = 2.0
 
 

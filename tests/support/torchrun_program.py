@@ -58,6 +58,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(
-        0
-    )  # a thread of torch's that outlives the interpreter may abort; the files are written and closed
+    # a thread of torch's that outlives the interpreter may abort; the files are written and closed
+    os._exit(0)

@@ -16,9 +16,8 @@ from tests.support.stages import Case, make_stages
 PLAN_ID = re.compile(r"tiny-[0-9a-f]{8}")
 OLD_KEY = re.compile(r"(?<=model-signing-)[0-9a-f]{16}")
 PARTIAL = re.compile(r"(?<=\.p/)\d+$")
-UNREAD = re.compile(
-    r"(^|/)(\.[^/]*\.(part|new)|ceremony\.part)(/|$)"
-)  # what nobody reads, and the next try replaces
+# what nobody reads, and the next try replaces
+UNREAD = re.compile(r"(^|/)(\.[^/]*\.(part|new)|ceremony\.part)(/|$)")
 DOCUMENTED = {8, 9}  # codes of a full disk
 SCREEN = 24  # lines
 

@@ -15,11 +15,12 @@ from examples.paper.federated.flattening import WEIGHTS, flat, named
 from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, ROUND, Terms
 
 _MAX_BYTES = 1 << 32
+# a round is waited for twice as long as the longest before
 _FIRST_S, _PATIENCE, _SLACK_S = (
     3600.0,
     2.0,
     10.0,
-)  # a round is waited for twice as long as the longest before
+)
 
 app = ServerApp()
 

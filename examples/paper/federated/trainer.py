@@ -44,9 +44,8 @@ def main() -> None:
                 state, trained = learn(
                     terms, silo, int(numbers["round"]), state, images, numbers["mu"]
                 )
-            except (
-                NumericalError
-            ):  # an answer all the same: Flower would only leave out a silo that fails
+            # an answer all the same: Flower would only leave out a silo that fails
+            except NumericalError:
                 hand(answer, weights, {"images": len(images), "flops": 0.0, "diverged": 1.0})
             else:
                 learnt = flat({name: state[name] for name in like}).numpy()

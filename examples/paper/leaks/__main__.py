@@ -58,9 +58,8 @@ def run(asked: argparse.Namespace, command: str) -> None:
     """Measure what was asked for, and write the page after each."""
     world = read_world(asked.dataset, asked.data)
     data = Data.of(world, PRIVATE_CLASSES[asked.dataset])
-    work = (
-        asked.out / "work" / f"{asked.dataset}-{asked.scale:g}"
-    )  # experts of other images or steps are others
+    # experts of other images or steps are others
+    work = asked.out / "work" / f"{asked.dataset}-{asked.scale:g}"
     work.mkdir(parents=True, exist_ok=True)
     workshop = Workshop(data, world, work, asked.scale)
     base = workshop.base

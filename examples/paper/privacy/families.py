@@ -39,10 +39,11 @@ DELTA = 1e-5
 PATH = LinearPath()
 CONCENTRATIONS = torch.logspace(-1, 4, 41, dtype=torch.float64)
 MAX_BYTES = 1 << 28
+# of the total epsilon; the Gaussian statistic gets the rest
 COUNTS_SHARE = {
     "learned": 0.75,
     "moments": 0.2,
-}  # of the total epsilon; the Gaussian statistic gets the rest
+}
 MOMENTS_RANK = 16
 IMAGES_PER_EXPERT = 600
 

@@ -112,9 +112,8 @@ def candidates(world: World) -> dict[str, Candidate]:
     num_values, num_experts = world.test[0].numel(), len(world.silos)
     built = {"perceptron": Candidate(lambda: Mlp(num_values, num_experts, 512, 0.1), 1.0)}
     if world.test.shape[-1] >= 16:
-        built["convolutional"] = Candidate(
-            lambda: ConvNet(num_experts, 24), 0.25
-        )  # as long as the other takes
+        # as long as the other takes
+        built["convolutional"] = Candidate(lambda: ConvNet(num_experts, 24), 0.25)
     else:
         built["smaller perceptron"] = Candidate(lambda: Mlp(num_values, num_experts, 128, 0.3), 1.0)
     return built

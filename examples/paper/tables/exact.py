@@ -9,9 +9,8 @@ from ddm.sampling.guidance import ClassPrior, ClassPriors
 
 # Shape legend: B batch, N images, K experts.
 
-_NEVER = (
-    -1e30
-)  # log-likelihood of a class that an expert has no image of; its prior given that class is 0
+# log-likelihood of a class that an expert has no image of; its prior given that class is 0
+_NEVER = -1e30
 
 
 class ExactRouter:

@@ -121,9 +121,8 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit:
         )
         axis.text(point[0] + point[2], place, f"  {_number(point[0])}", va="center", fontsize=7)
     axis.set_yticks(range(len(labels)), labels if names else [""] * len(labels), fontsize=8)
-    axis.set_ylim(
-        len(labels) - 0.5, -0.5
-    )  # rows without a bar take their place too, beside the other panel's
+    # rows without a bar take their place too, beside the other panel's
+    axis.set_ylim(len(labels) - 0.5, -0.5)
     if as_ratios:
         axis.set_xscale("log")
         _plain(axis.xaxis, (1, 2, 5), "{:g}".format)

@@ -55,6 +55,7 @@ _VERSION = 2  # of all that figures mean; whoever changes that raises it, and no
 _TUNING_SEED = 1000  # none of the seeds that are reported
 _SILOS = 7  # the table whose rows say what becomes of the smallest silo
 _WIRE = 8  # the one whose rows say what travels
+# what models depend on
 _TRAINING = {
     "network",
     "num_steps",
@@ -64,7 +65,7 @@ _TRAINING = {
     "fit_images",
     "pca_dim",
     "num_islands",
-}  # what models depend on
+}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ddm.protocol.base import Model, now_utc, sha256_hex
 
 Document = TypeVar("Document", bound=Model)
 RATIOS = {"fid", "fid_pca"}  # which differ by factors from seed to seed
+# which lie between 0 and 1
 _SHARES = {
     "precision",
     "recall",
@@ -29,7 +30,7 @@ _SHARES = {
     "router_share_error",
     "smallest_drawn",
     "smallest_recall",
-}  # which lie between 0 and 1
+}
 
 
 class Figure(Model):

@@ -66,9 +66,8 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(
     assert run("complete", fed, *by)[0] == 3
     for name, document in (("ada", "root"), ("ben", "root"), ("dan", "targets")):
         waiting = fed / "ceremony" / f"{document}-1.json"
-        assert (
-            run("sign", waiting, "--key", tmp_path / f"{name}.key", *by)[0] == 3
-        )  # nobody to confirm
+        # nobody to confirm
+        assert run("sign", waiting, "--key", tmp_path / f"{name}.key", *by)[0] == 3
         code, said = run("sign", waiting, "--key", tmp_path / f"{name}.key", "--yes", *by)
         assert code == 0
         assert said.startswith(f"{document}, version 1 (the first version)")

@@ -147,9 +147,8 @@ def test_expert_of_few_steps_passes_in_a_rehearsal_alone(trial: Trial, tmp_path:
     assert travel(few) < TRAVEL <= travel(TRAINING)
     assert absolute_faults(made, trial.probe, few, rehearsal=True) == []
     assert "not_learnt" in {fault.flag for fault in absolute_faults(made, trial.probe, few)}
-    assert absolute_faults(
-        made, trial.probe, TRAINING, rehearsal=True
-    )  # a rehearsal that trains enough is judged
+    # a rehearsal that trains enough is judged
+    assert absolute_faults(made, trial.probe, TRAINING, rehearsal=True)
 
 
 def test_expert_of_a_plan_too_short_to_teach_anything_is_not_taken_for_a_trained_one(
@@ -249,9 +248,8 @@ def test_streamed_expert_answers_as_the_loaded_one_does(
     loaded = build_expert(ARCHITECTURE, SHAPE)
     x, t = torch.randn(5, *SHAPE), torch.rand(5)
     answer = StreamedExpert(ARCHITECTURE, SHAPE, stored)(x, t)
-    assert (
-        float((answer - loaded(x, t).detach()).abs().max()) > 0.1
-    )  # a fresh one answers otherwise
+    # a fresh one answers otherwise
+    assert float((answer - loaded(x, t).detach()).abs().max()) > 0.1
     loaded.load_state_dict(honest["north"])
     torch.testing.assert_close(answer, loaded(x, t).detach(), rtol=1e-5, atol=1e-6)
     for name, value in honest["north"].items():

@@ -145,6 +145,7 @@ def missing_passphrase_file(fed: Federation) -> None:
         settings.write('passphrase_file = "/nowhere/secret"\n')
 
 
+# fmt: skip
 @pytest.mark.parametrize(
     ("fault", "check", "word"),
     [
@@ -152,11 +153,19 @@ def missing_passphrase_file(fed: Federation) -> None:
         (lambda fed: fed.keys.chmod(0o755), "permissions", "keys"),
         (lambda fed: (fed.path / "tls" / "server.key").chmod(0o604), "permissions", "server.key"),
         (missing_passphrase_file, "permissions", "passphrase_file"),
-        (lambda fed: edit(fed.path / "federation.toml", "name = ", "nom = "), "configuration", "federation.toml"),
+        (
+            lambda fed: edit(fed.path / "federation.toml", "name = ", "nom = "),
+            "configuration",
+            "federation.toml",
+        ),
         (another_plan_digest, "configuration", "current.json"),
         (replace_server_certificate, "certificate", "authority"),
         (certificate_for_another_host, "certificate", "fed.example.org"),
-        (lambda fed: (fed.path / "tls" / "server.pem").write_text("none"), "certificate", "server certificate"),
+        (
+            lambda fed: (fed.path / "tls" / "server.pem").write_text("none"),
+            "certificate",
+            "server certificate",
+        ),
         (flip_a_byte_of_signed_metadata, "metadata", "plans.json"),
         (root_in_the_place_of_the_next, "metadata", "2.root.json"),
         (lambda fed: (fed.tuf / "timestamp.json").unlink(), "metadata", "timestamp.json"),
@@ -168,7 +177,7 @@ def missing_passphrase_file(fed: Federation) -> None:
         (damaged_ledger, "ledgers", "north"),
         (half_made_release, "leftovers", "2.part"),
     ],
-)  # fmt: skip
+)
 def test_fault_is_found_under_its_name(
     fed: Federation, fault: Callable[[Federation], object], check: str, word: str
 ) -> None:

@@ -46,9 +46,8 @@ def test_size_by_name_is_that_of_the_paper_and_the_plan_holds_numbers() -> None:
     ).router
     assert type(chosen) is SamplesRouter
     assert (chosen.patch, chosen.hidden, chosen.depth, chosen.heads) == (2, 768, 12, 12)
-    assert (
-        token_router_size(chosen, (4, 32, 32), 8).parameters == 129_529_352
-    )  # docs/explanation/architectures.md
+    # docs/explanation/architectures.md
+    assert token_router_size(chosen, (4, 32, 32), 8).parameters == 129_529_352
     written = {"patch": 2, "hidden": 768, "depth": 12, "heads": 12}
     assert chosen.model_dump() == written | {
         "kind": "samples",

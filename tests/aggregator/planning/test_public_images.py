@@ -35,10 +35,19 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(tiny: TinyFederation, path: Path, public: Path, **changes: object) -> Done:
     chosen = recipe(**changes).model_dump(mode="json", exclude_none=True)
     (path / "recipe.toml").write_text(tomli_w.dumps(chosen))
+    # fmt: skip
     return command(
-        "aggregator", "plan", tiny.federation.path, "--recipe", path / "recipe.toml", "--public", public, "--yes",
-        "--passphrase-file", tiny.path / "passphrase",
-    )  # fmt: skip
+        "aggregator",
+        "plan",
+        tiny.federation.path,
+        "--recipe",
+        path / "recipe.toml",
+        "--public",
+        public,
+        "--yes",
+        "--passphrase-file",
+        tiny.path / "passphrase",
+    )
 
 
 def test_clutter_is_skipped_and_named_and_remarks_are_printed(

@@ -118,9 +118,8 @@ def test_truncated_database_is_repaired_from_its_write_ahead_log(tmp_path: Path)
 def test_journal_that_cannot_be_played_back_goes_aside_with_its_database(tmp_path: Path) -> None:
     database = make(tmp_path / "superlink.db")
     assert ended(forked(lambda: killed_in_a_transaction(database))) == 9
-    (
-        tmp_path / "superlink.db-journal"
-    ).unlink()  # half the pages are new, and nobody knows how they were
+    # half the pages are new, and nobody knows how they were
+    (tmp_path / "superlink.db-journal").unlink()
     with database.open("r+b") as stream:
         stream.seek(2 * PAGE)
         stream.write(b"\xff" * (4 * PAGE))

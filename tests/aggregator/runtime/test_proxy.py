@@ -357,9 +357,8 @@ def test_body_without_a_length_below_the_limit_passes(door: Proxy) -> None:
     assert door.ask(head + piece * 3 + b"0\r\n\r\n") == 200
     bodies = [body for *_, body in door.upstream.requests]
     assert b"b" * 3000 in bodies
-    assert (
-        max(map(len, bodies)) <= LIMITS.body_bytes
-    )  # one that was cut off a moment ago may come to its end only now
+    # one that was cut off a moment ago may come to its end only now
+    assert max(map(len, bodies)) <= LIMITS.body_bytes
 
 
 def trickle(connections: list[ssl.SSLSocket], data: bytes) -> float:

@@ -171,9 +171,8 @@ def test_interrupt_ends_the_command_and_all_of_its_processes(
     watchdog.start()
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
     found: list[int] = []
-    while (
-        len(found) < 3 and program.poll() is None
-    ):  # the two, and the tracker that Python starts beside them
+    # the two, and the tracker that Python starts beside them
+    while len(found) < 3 and program.poll() is None:
         found = [int(pid) for pid in children.read_text().split()]
     program.send_signal(signal.SIGINT)
     _, told = program.communicate()
@@ -181,6 +180,5 @@ def test_interrupt_ends_the_command_and_all_of_its_processes(
     assert program.returncode == 130, told
     assert "Traceback" not in told
     assert not out.exists()
-    wait_until(
-        lambda: not any(map(alive, found)), "the end of the processes"
-    )  # the tracker notices a moment later
+    # the tracker notices a moment later
+    wait_until(lambda: not any(map(alive, found)), "the end of the processes")

@@ -12,9 +12,8 @@ from ddm.diffusion.path import CosinePath, LinearPath, Path, Velocity, x_0_and_e
 from ddm.diffusion.solver import SolverName, follow, integrate, solver_named, uniform_times
 from tests.support.gaussian_mixture import four_silos
 
-LATE = tuple(
-    0.98 * t for t in uniform_times(12)
-)  # diffusers' schedulers on the cosine path cannot start at alpha = 0
+# diffusers' schedulers on the cosine path cannot start at alpha = 0
+LATE = tuple(0.98 * t for t in uniform_times(12))
 UNEVEN = tuple(0.95 * t**1.7 for t in uniform_times(9))
 
 

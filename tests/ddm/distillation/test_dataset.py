@@ -21,9 +21,8 @@ from tests.support.gaussian_mixture import GaussianMixture, four_silos
 # Shape legend: B batch, C components, N images, D dimensions.
 
 MIXTURE = four_silos()
-CLASS_C = torch.tensor(
-    [0, 1, 1, 0, 1, 1, 0]
-)  # of each component: the first two silos have both classes
+# of each component: the first two silos have both classes
+CLASS_C = torch.tensor([0, 1, 1, 0, 1, 1, 0])
 CONDITION = ClassCondition(num_classes=2, drop=0.25)
 
 

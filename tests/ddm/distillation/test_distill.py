@@ -219,9 +219,8 @@ def test_one_experts_answer_is_an_unbiased_estimate_of_the_mixture(teacher: Teac
     x_B = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
     mixture_BD = MIXTURE.velocity(x_B, batch.t_B)
     found_BD = answers(ensemble_of(), lessons, teacher, batch)
-    assert not torch.allclose(
-        found_BD, mixture_BD, atol=0.1
-    )  # of each x_t it is an estimate, not the mixture
+    # of each x_t it is an estimate, not the mixture
+    assert not torch.allclose(found_BD, mixture_BD, atol=0.1)
     assert float(standard_scores(found_BD - mixture_BD, x_B, batch.t_B).abs().max()) < 4.5
     # The control: labels dealt to other images, and experts drawn by a router that knows nothing.
     assert lessons.expert_N is not None
@@ -458,9 +457,8 @@ def test_public_images_belong_to_experts_of_their_cluster_by_their_priors_or_to_
     files = PlanFiles(encoder=Pixels(), clusters=clusters, sketch=None)  # type: ignore[arg-type]
     images = centres_FD.repeat_interleave(3000, 0)
     known_N, expert_N = by_cluster(images, files, published_experts(0, 1, 1), seed=0)
-    assert torch.equal(
-        known_N.nonzero()[:, 0], torch.arange(6000)
-    )  # nobody's expert is made of the third cluster
+    # nobody's expert is made of the third cluster
+    assert torch.equal(known_N.nonzero()[:, 0], torch.arange(6000))
     assert bool((expert_N[:3000] == 0).all())
     share = float((expert_N[3000:] == 2).double().mean())
     assert share == pytest.approx(3 / 5, abs=0.05)

@@ -20,9 +20,8 @@ from tests.support.gaussian_mixture import GaussianMixture, four_silos
 # Shape legend: B batch, C components, D dimensions, K experts, L tokens.
 
 MIXTURE = four_silos()
-TEXT_C = torch.tensor(
-    [1, 2, 2, 1, 2, 2, 1]
-)  # of each component: the first two silos have both texts, the others one
+# of each component: the first two silos have both texts, the others one
+TEXT_C = torch.tensor([1, 2, 2, 1, 2, 2, 1])
 CONDITION = TextCondition(dim=1, max_tokens=1, drop=0.25)
 
 

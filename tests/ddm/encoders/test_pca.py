@@ -23,9 +23,8 @@ def test_pca_features_match_scikit_learn_up_to_sign_and_half_whitening() -> None
     plain = np.abs(model.transform(flat))
     half = plain * np.sqrt(model.singular_values_[0] / model.singular_values_)
     np.testing.assert_allclose(np.abs(ours), half, atol=1e-4)
-    assert (
-        np.abs(plain - half).max() > 0.1
-    )  # the comparison can tell features that are not whitened
+    # the comparison can tell features that are not whitened
+    assert np.abs(plain - half).max() > 0.1
     assert np.abs(np.abs(flat @ model.components_.T) - plain).max() > 1  # nor centred
 
 

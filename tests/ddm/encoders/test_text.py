@@ -306,9 +306,8 @@ def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_w
     mine = save(tmp_path / "mine", network("T5EncoderModel"))
     tokenizer = Tokenizer.from_file(str(mine / "tokenizer.json"))
     tokenizer.normalizer = normalizers.Replace("~", "")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A", special_tokens=[]
-    )  # nothing at the end
+    # nothing at the end
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     tokenizer.save(str(mine / "tokenizer.json"))
     condition = pin(mine, max_tokens=L, drop=0.0)
     assert isinstance(found := encoded("~bright", mine, condition), torch.Tensor) and found.any()

@@ -59,12 +59,10 @@ def test_network_input_and_features_are_those_of_timms_own_pipeline(
     tmp_path: Path, model: str
 ) -> None:
     encoder = TimmEncoder.from_file(model, weights(tmp_path / "w.safetensors", model), COLOUR)
-    soft = (
-        pictures(5) * 127 + 64
-    ).round() / 255  # no value that bicubic weights would carry beyond black or white
-    close = (
-        1.5 / 255 / min(encoder.spec.std)
-    )  # PIL rounds to whole levels after each of its two passes
+    # no value that bicubic weights would carry beyond black or white
+    soft = (pictures(5) * 127 + 64).round() / 255
+    # PIL rounds to whole levels after each of its two passes
+    close = 1.5 / 255 / min(encoder.spec.std)
     torch.testing.assert_close(encoder.prepare(soft), of_timm(encoder, soft), atol=close, rtol=0)
     assert (
         encoder.prepare(soft) - of_timm(encoder, soft, mean=(0.45, 0.45, 0.45))

@@ -112,9 +112,8 @@ def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
     assert found["share_error"] == pytest.approx(expected["share_error"])
     assert found["per_silo"]["east"]["prior"] == pytest.approx(60 / 180)
     assert found["copies"]["pixels"]["near_copies"] == expected["copies"]["pixels"]["near_copies"]
-    assert {each["num_reference"] for each in found["per_silo"].values()} == {
-        80
-    }  # the silo's own reference images
+    # the silo's own reference images
+    assert {each["num_reference"] for each in found["per_silo"].values()} == {80}
     assert set(found["recall_by"]) == {"east", "north"}
     assert found["release"]["manifest"] == sha256_file(release.folder / "manifest.json")
     assert found["reference"]["digest"] == sha256_file(folder / "reference.npz")
@@ -136,9 +135,8 @@ def test_page_shows_the_figures_and_reaches_nothing_outside_itself(
     assert json.loads((folder / "page" / "evaluation.json").read_text("utf-8")) == figures(compared)
     assert "default-src 'none'" in page and "<script" not in page
     assert not re.findall(r"""(?:src|href)=["'](?!data:image/png;base64,|#)""", page)
-    assert (
-        page.count("data:image/png;base64,") == 16 * 3 + 2 * 2 * 12
-    )  # reference, two silos, pairs in two spaces
+    # reference, two silos, pairs in two spaces
+    assert page.count("data:image/png;base64,") == 16 * 3 + 2 * 2 * 12
     for name in figures(compared)["metrics"]:
         assert f'<th scope="row">{name}</th>' in page
 

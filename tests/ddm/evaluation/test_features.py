@@ -198,9 +198,8 @@ def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_
     )
     assert json.dumps(torch_too.to_json()) == json.dumps(plain)
     assert plain["share_error"]["value"] == 0.0 and set(plain["recall_by"]) == {"0", "1"}
-    assert {each["num_reference"] for each in plain["per_silo"].values()} == {
-        90
-    }  # labels are no silos
+    # labels are no silos
+    assert {each["num_reference"] for each in plain["per_silo"].values()} == {90}
     with pytest.raises(ShapeError):
         evaluate(samples, real, silo_N=[0, 1])
     with pytest.raises(ShapeError):

@@ -100,10 +100,22 @@ def test_student_is_the_same_whether_its_images_are_raw_or_prepared(
     students = []
     for name in ("pictures", "prepared.npz"):
         out = folder / f"{Path(name).stem}.safetensors"
+        # fmt: skip
         done = command(
-            "ddm", "distill", published.release, "--root", published.root, "--data", folder / name, "--steps", 2,
-            "--teacher", "mixture", "--out", out,
-        )  # fmt: skip
+            "ddm",
+            "distill",
+            published.release,
+            "--root",
+            published.root,
+            "--data",
+            folder / name,
+            "--steps",
+            2,
+            "--teacher",
+            "mixture",
+            "--out",
+            out,
+        )
         assert done.code == 0, done.err
         assert (
             Student.parse(out.with_suffix(".json").read_bytes(), subject="record").images.num == NUM

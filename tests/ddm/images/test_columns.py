@@ -22,10 +22,11 @@ def test_spellings_of_one_value_are_joined_to_the_most_frequent() -> None:
     )
     assert column.values == ("North", "North", "south", "North", "North", "North")
     assert (column.num_joined, column.num_missing) == (2, 0)
+    # of equally frequent ones, the first
     assert text_column(np.array(["b", "B"]), "site").values == (
         "b",
         "b",
-    )  # of equally frequent ones, the first
+    )
     joined = {
         "letters of full width": ["\uff21", "a"],
         "composed and decomposed": ["K\u00e4se", "Ka\u0308se"],

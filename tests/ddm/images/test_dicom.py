@@ -174,9 +174,8 @@ def test_colours_come_as_rgb_from_ybr_and_palettes(tmp_path: Path) -> None:
 def test_frames_make_a_volume_only_where_they_lie_evenly(tmp_path: Path) -> None:
     frames = waves((4, 6, 5))
     (volume,) = pictures(enhanced(frames, [30, 10, 20, 0], tmp_path / "volume"))
-    assert (
-        volume.values[0] == frames[[3, 1, 2, 0]].astype(int) * 2 - 1000
-    ).all()  # from inferior to superior
+    # from inferior to superior
+    assert (volume.values[0] == frames[[3, 1, 2, 0]].astype(int) * 2 - 1000).all()
     assert volume.spacing == (10, 0.5, 0.75)
     for places in ([0, 10, 20, 20], [0, 10, 20, 35]):
         apart = pictures(enhanced(frames, places, tmp_path / "frames"))

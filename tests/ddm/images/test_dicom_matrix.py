@@ -219,9 +219,8 @@ def test_luminance_and_chrominance_become_the_colours_that_they_were_made_of() -
             # Each of three components was rounded by at most a half, and the largest sum of their weights is 2.8.
             assert np.abs(found[1].values - np.moveaxis(rgb[1], -1, 0).astype(int)).max() <= 2
     pairs = rgb.copy()
-    pairs[:, :, 1::2] = pairs[
-        :, :, ::2
-    ]  # no colour is lost where both pixels of a pair have the same one
+    # no colour is lost where both pixels of a pair have the same one
+    pairs[:, :, 1::2] = pairs[:, :, ::2]
     ybr = forward_ybr(pairs)
     quadruples = np.stack(
         [ybr[:, :, ::2, 0], ybr[:, :, 1::2, 0], ybr[:, :, ::2, 1], ybr[:, :, ::2, 2]], -1

@@ -202,9 +202,8 @@ def test_parts_are_in_the_order_of_their_numbers_with_their_own_columns(tmp_path
             "labels-10.npy",
         ),
     ]
-    np.save(
-        tmp_path / "images.npy", np.zeros((2, 4, 4), np.uint8)
-    )  # beside its parts: nothing tells which counts
+    # beside its parts: nothing tells which counts
+    np.save(tmp_path / "images.npy", np.zeros((2, 4, 4), np.uint8))
     assert find_data(tmp_path).arrays is None and find_data(tmp_path).looks_like_arrays
     assert [Path(file.path).name for file in find_files(tmp_path) if not file.is_clutter] == [
         "images-1.npy"
@@ -244,9 +243,8 @@ def test_links_and_paths_that_lead_out_of_the_folder_are_refused_unless_allowed(
         name: None if reason is Reason.OUTSIDE else reason for name, reason in expected.items()
     }
     assert reasons(data, outside=True) == allowed
-    (tmp_path / "entry").symlink_to(
-        "data"
-    )  # whoever runs the command names the folder, by a link or not
+    # whoever runs the command names the folder, by a link or not
+    (tmp_path / "entry").symlink_to("data")
     assert reasons(tmp_path / "entry") == expected
     (tmp_path / "elsewhere.csv").write_text("path,label\na.png,x\n")
     (data / "linked.csv").symlink_to("../elsewhere.csv")

@@ -99,9 +99,8 @@ def test_adobes_marker_says_what_three_and_four_colours_are() -> None:
     grey_inks = np.stack(
         [GREY, np.full_like(GREY, 128), np.full_like(GREY, 128), np.full_like(GREY, 55)], -1
     )
-    ycck = bytearray(
-        jpeg(255 - grey_inks, "CMYK")
-    )  # Pillow inverts, so that the file holds `grey_inks`
+    # Pillow inverts, so that the file holds `grey_inks`
+    ycck = bytearray(jpeg(255 - grey_inks, "CMYK"))
     ycck[ycck.index(b"Adobe") + 11] = 2
     light_of_grey = np.stack([255 - GREY.astype(float)] * 3, -1) * 55 / 255
     assert near(values(bytes(ycck)), light_of_grey, 5)

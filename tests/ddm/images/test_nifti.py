@@ -66,9 +66,8 @@ def test_every_order_and_direction_of_axes_is_turned_to_the_patients() -> None:
         for signs in product((1, -1), repeat=3):
             with case(order, signs):
                 voxels, matrix = of_places(order, signs, sides)
-                length = [
-                    SHAPE[order.index(axis)] for axis in range(3)
-                ]  # to right, anterior, superior
+                # to right, anterior, superior
+                length = [SHAPE[order.index(axis)] for axis in range(3)]
                 d, h, w = np.indices((length[2], length[1], length[0]))
                 expected = 100 * d + 10 * (length[1] - 1 - h) + (length[0] - 1 - w)
                 for found in (

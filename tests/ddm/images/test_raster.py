@@ -215,9 +215,8 @@ def test_broken_and_hostile_files_have_their_true_reason(tmp_path: Path) -> None
     for data, reason in cases.items():
         path.write_bytes(data)
         assert reason_of(path) is reason
-    path.write_bytes(
-        whole + b"PK\x03\x04 a second file"
-    )  # two files in one: the picture alone is read
+    # two files in one: the picture alone is read
+    path.write_bytes(whole + b"PK\x03\x04 a second file")
     assert (values_of(path) == np.moveaxis(RGB, -1, 0)).all()
     path.write_bytes(whole[:60] + bytes([whole[60] ^ 255]) + whole[61:])
     assert reason_of(path) in (Reason.DAMAGED, Reason.TRUNCATED)

@@ -153,9 +153,8 @@ def test_13_every_frame_has_its_own_slope() -> None:
     pictures = [each for each in found if isinstance(each, DecodedPicture)]
     assert len(pictures) == len(found)
     values = np.concatenate([each.values.reshape(-1, *each.values.shape[-2:]) for each in pictures])
-    np.testing.assert_allclose(
-        values[:, ::8, ::8], expected, rtol=1e-6
-    )  # every eighth pixel is listed
+    # every eighth pixel is listed
+    np.testing.assert_allclose(values[:, ::8, ::8], expected, rtol=1e-6)
     for each in pictures:
         if each.full is not None:
             assert each.full[0] <= each.values.min()

@@ -182,9 +182,8 @@ def test_a_silo_takes_every_picture_through_the_plans_transform_once(tmp_path: P
     assert stamp == stamps(tmp_path / "private")
     other = load(path, tmp_path / "private", TransformSpec(channels="grey", storage="uint8"))
     assert other.digest != cohort.digest
-    blank = load(path, tmp_path / "private", TransformSpec()).images[
-        :
-    ]  # three channels, and the plan has one
+    # three channels, and the plan has one
+    blank = load(path, tmp_path / "private", TransformSpec()).images[:]
     assert blank.shape == (6, 1, 4, 4) and bool((blank == blank.min()).all())
     with pytest.raises(DataError, match="labels"):
         load(path, tmp_path / "private", spec, num_classes=1)
@@ -229,6 +228,5 @@ def test_memory_does_not_grow_with_a_hundred_thousand_images(tmp_path: Path) -> 
     )
     num, grown_kib = map(int, done.stdout.split())
     assert num == 100_000 and next(tmp_path.glob("*.npy")).stat().st_size > 390 << 20
-    assert (
-        grown_kib < 200 << 10
-    )  # of which pyarrow takes most; all images would be 391 MiB in their compact type
+    # of which pyarrow takes most; all images would be 391 MiB in their compact type
+    assert grown_kib < 200 << 10

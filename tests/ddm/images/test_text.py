@@ -231,9 +231,8 @@ def test_a_reader_can_write_no_file_and_has_bounded_memory(
     )
     monkeypatch.setattr(text_reader, "reader_path", lambda: program)
     reads_letters(np.asarray(body(128)), 40, 40, 10, 30)
-    assert (
-        out.stat().st_size == 0
-    )  # the shell opened it, so that its bounds were these, and could write nothing
+    # the shell opened it, so that its bounds were these, and could write nothing
+    assert out.stat().st_size == 0
 
 
 def test_a_doubtful_turned_line_is_suspected_where_a_word_is_read_in_it(

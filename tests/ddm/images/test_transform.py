@@ -127,9 +127,8 @@ def test_sizes_keep_proportions_by_spacing_and_reach_the_plans_shape_on_one_side
                         )
                         for i in tight
                     ]
-                    assert (
-                        min(off) <= 0.5 + 1e-6 or 1 in size
-                    )  # rounding alone, or a side that is thinner than a voxel
+                    # rounding alone, or a side that is thinner than a voxel
+                    assert min(off) <= 0.5 + 1e-6 or 1 in size
 
 
 def test_a_ball_is_round_after_thick_slices_and_as_large_as_its_millimetres_say() -> None:
@@ -155,9 +154,8 @@ def test_a_ball_is_round_after_thick_slices_and_as_large_as_its_millimetres_say(
                 for axis in range(3)
             ]
             assert np.allclose(across, radius, rtol=0.04)
-    stretched = through(
-        TransformSpec(range=AS_IT_IS, fit=CropFit()), ball, (1, 30, 30, 30)
-    )  # the control: no spacing
+    # the control: no spacing
+    stretched = through(TransformSpec(range=AS_IT_IS, fit=CropFit()), ball, (1, 30, 30, 30))
     assert (
         np.ptp(
             [float((stretched[0] > 0.5).any(others).sum()) for others in ((1, 2), (0, 2), (0, 1))]
@@ -291,9 +289,8 @@ def test_slices_are_upright_and_lie_where_the_share_says() -> None:
                 top, left = (10 - slice_.shape[1]) // 2, (10 - slice_.shape[2]) // 2
                 inside = image[:, top : top + slice_.shape[1], left : left + slice_.shape[2]]
                 assert np.allclose(inside, slice_, rtol=1e-5)
-    flat = Transform(spec, data).apply(
-        Picture(numbers[:, 0])
-    )  # an image among volumes counts as one of them
+    # an image among volumes counts as one of them
+    flat = Transform(spec, data).apply(Picture(numbers[:, 0]))
     assert len(flat) == 2 and np.array_equal(*flat)
     with pytest.raises(DataError, match="an image") as caught:
         Transform(TransformSpec(), data).apply(Picture(numbers))

@@ -25,9 +25,8 @@ def test_island_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) ->
     """By kill -9 right before a change on disk: while the second checkpoint is written, then the third."""
     owner = Owner.make(tmp_path / "one", steps=20)
     assert owner.split().code == 0
-    assert (
-        owner.train("--island", 1).code == 0
-    )  # here, so that the processes below need not import what it takes
+    # here, so that the processes below need not import what it takes
+    assert owner.train("--island", 1).code == 0
     shutil.copytree(owner.path, tmp_path / "two")
     wanted = trained(Owner(tmp_path / "two"))
     island, steps = Islands(owner.run).island(0), set[str]()

@@ -105,9 +105,8 @@ def test_report_says_what_the_release_does_and_its_first_images_are_those_that_i
         pixels = np.asarray(
             Image.open(BytesIO(base64.b64decode(source.split(",")[1]))).convert("L"), dtype=int
         )
-        assert (
-            np.abs(pixels - np.asarray(Image.open(picture).convert("L"), dtype=int)).max() <= 1
-        )  # of rounding
+        # of rounding
+        assert np.abs(pixels - np.asarray(Image.open(picture).convert("L"), dtype=int)).max() <= 1
 
 
 def test_release_states_shares_of_the_images_and_no_privacy(trained: Owner) -> None:
@@ -147,9 +146,8 @@ def test_random_islands_are_equal_disjoint_and_whole(tmp_path: Path) -> None:
     rows = [map_array(islands.island(number).rows).tolist() for number in range(7)]
     assert sorted(row for part in rows for row in part) == list(range(600))
     assert {len(part) for part in rows} == {85, 86}
-    assert not any(
-        part == sorted(range(part[0], part[0] + len(part))) for part in rows
-    )  # not in the file's order
+    # not in the file's order
+    assert not any(part == sorted(range(part[0], part[0] + len(part))) for part in rows)
     assert (islands.split.by, islands.split.column) == ("random", None)
 
 
@@ -268,7 +266,6 @@ def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> 
     sampled = owner.read("sample", "release", *words, "--out", tmp_path / "some.npz")
     assert sampled.code == 0, sampled.err
     (manifest,) = (tmp_path / "owner").rglob("release/targets/*/manifest.json")
-    reads = (
-        json.loads(manifest.read_text("utf-8"))["router"]["kind"] == "samples"
-    )  # else it was worse than counts
+    # else it was worse than counts
+    reads = json.loads(manifest.read_text("utf-8"))["router"]["kind"] == "samples"
     assert ("No release states" in sampled.out) != reads

@@ -91,6 +91,5 @@ def test_network_trained_on_labels_tells_islands_apart_that_share_a_group() -> N
         return float((logits_BK.argmax(1) == fresh_N).double().mean())
 
     assert share_right(PublicSketches(s_NR, group_N, label_N)) > 0.95
-    assert (
-        share_right(PublicSketches(s_NR, group_N)) < 0.8
-    )  # the control: shares of a group tell nothing
+    # the control: shares of a group tell nothing
+    assert share_right(PublicSketches(s_NR, group_N)) < 0.8

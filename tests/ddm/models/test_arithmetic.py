@@ -64,9 +64,8 @@ def test_device_refuses_what_it_does_not_have() -> None:
 def test_products_of_float32_are_rounded_only_where_tf32_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32
-    )  # set back afterwards
+    # set back afterwards
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
     try:
         Arithmetic("tf32").settle()
         assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32

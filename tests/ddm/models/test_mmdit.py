@@ -209,7 +209,6 @@ def test_sizes_to_three_billion_are_as_documented() -> None:
             assert row in (
                 Path(__file__).parents[3] / "docs" / "explanation" / "architectures.md"
             ).read_text("utf-8")
-            weights = (
-                36 * (depth - shared_depth) + 15 * shared_depth
-            )  # times the width squared, without the ends
+            # times the width squared, without the ends
+            weights = 36 * (depth - shared_depth) + 15 * shared_depth
             assert expected == pytest.approx(weights * hidden**2, rel=0.02)

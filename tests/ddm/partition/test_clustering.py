@@ -135,9 +135,8 @@ def test_assignment_is_exact_on_near_ties_that_float32_scores_get_wrong(monkeypa
     generator = torch.Generator().manual_seed(5)
     centroids = torch.randn(70, 24, generator=generator)
     pairs = torch.randint(70, (2, 600), generator=generator)
-    features = centroids[pairs].mean(0) + 1e-7 * torch.randn(
-        600, 24, generator=generator
-    )  # on the borders of cells
+    # on the borders of cells
+    features = centroids[pairs].mean(0) + 1e-7 * torch.randn(600, 24, generator=generator)
     brute = (features[:, None].double() - centroids.double()).square().sum(2).argmin(1)
     scores = centroids.square().sum(1) / 2 - features @ centroids.T
     assert not torch.equal(scores.argmin(1), brute)  # rounding decides there
@@ -166,9 +165,8 @@ def test_assignment_gives_ties_to_the_lowest_index() -> None:
     for num_fine in [1, 31, 32, 33, 100]:
         with case(num_fine=num_fine):
             generator = torch.Generator().manual_seed(7)
-            centroids = torch.randint(
-                -2, 3, (num_fine, 3), generator=generator
-            ).float()  # many of them twice
+            # many of them twice
+            centroids = torch.randint(-2, 3, (num_fine, 3), generator=generator).float()
             features = torch.randint(-5, 6, (400, 3), generator=generator) / 2
             brute = (features[:, None].double() - centroids.double()).square().sum(2)
             if num_fine > 31:

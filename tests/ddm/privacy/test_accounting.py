@@ -102,9 +102,8 @@ def test_total_epsilon_is_closed_form_when_one_family_is_alone() -> None:
     assert total_epsilon([DiscreteLaplaceMechanism(epsilon=1.0)], 1e-5) <= 1.0
     assert total_epsilon(gaussians, 0.0) == math.inf
     assert total_epsilon([], 0.0) == 0.0
-    assert (
-        total_epsilon([DiscreteLaplaceMechanism(epsilon=450.0)] * 2, 1e-5) == 900.0
-    )  # too much to compose
+    # too much to compose
+    assert total_epsilon([DiscreteLaplaceMechanism(epsilon=450.0)] * 2, 1e-5) == 900.0
 
 
 def test_total_epsilon_of_a_plan_stays_within_the_sum_of_its_parts() -> None:
@@ -146,9 +145,8 @@ def test_hundred_plans_cost_what_their_shares_of_delta_cost_in_closed_form() -> 
     expected = sum(brentq(lambda e, d=d: gaussian_delta(mu, e) - d, 0, 50) for d in shares)
     found = adaptive_epsilon([[GaussianMechanism(mu=mu)]] * num, delta)
     assert found == pytest.approx(expected, rel=1e-6)
-    assert found > 3 * total_epsilon(
-        [GaussianMechanism(mu=mu)] * num, delta
-    )  # what it costs that plans may adapt
+    # what it costs that plans may adapt
+    assert found > 3 * total_epsilon([GaussianMechanism(mu=mu)] * num, delta)
 
 
 def test_one_plan_costs_its_composed_epsilon_and_pure_plans_their_sum() -> None:
@@ -170,9 +168,8 @@ def test_gaussian_beside_counts_uses_up_the_total_and_no_more(
     laplace = DiscreteLaplaceMechanism(epsilon=counts)
     assert total_epsilon([laplace, GaussianMechanism(mu=mu)], delta) <= total
     assert total_epsilon([laplace, GaussianMechanism(mu=mu * (1 + 1e-5))], delta) > total
-    assert (
-        mu > gaussian_mu(total - counts, delta) * 1.01
-    )  # splitting epsilon by hand gives some away
+    # splitting epsilon by hand gives some away
+    assert mu > gaussian_mu(total - counts, delta) * 1.01
 
 
 def test_gaussian_beside_counts_that_cost_the_total_is_refused() -> None:
@@ -271,9 +268,8 @@ def test_histogram_by_two_cells_costs_no_more_than_the_accounted_worst_case() ->
         real = float((two_cells[1] * np.clip(-np.expm1(threshold - two_cells[0]), 0, None)).sum())
         accounted = float((p * np.clip(-np.expm1(threshold - loss(2)), 0, None)).sum())
         assert real <= accounted + 1e-12
-    assert float(two_cells[0].max()) == pytest.approx(
-        epsilon
-    )  # with an L1 sensitivity of 1 it would be half of that
+    # with an L1 sensitivity of 1 it would be half of that
+    assert float(two_cells[0].max()) == pytest.approx(epsilon)
 
 
 def test_mechanisms_survive_json() -> None:

@@ -13,9 +13,8 @@ from ddm.privacy.accounting import Curve, filter_epsilon
 
 DELTA = 0.1
 Outcomes = tuple[tuple[float, float], ...]
-State = tuple[
-    tuple[int, bool], ...
-]  # steps in order: which plan, and whether its second part was drawn
+# steps in order: which plan, and whether its second part was drawn
+State = tuple[tuple[int, bool], ...]
 NOTHING: Outcomes = ((1.0, 1.0),)
 
 

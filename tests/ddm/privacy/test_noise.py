@@ -93,9 +93,8 @@ def test_one_record_per_unit_is_drawn_uniformly() -> None:
     assert observed.sum() == num  # exactly one of them each time
     statistic = float(((observed - num / 5) ** 2 / (num / 5)).sum())
     assert statistic < chi2.isf(FALSE_ALARM, 4)
-    skewed = (
-        np.array([2, 1, 1, 1, 1]) / 6 * num
-    )  # one record twice as likely would have been caught
+    # one record twice as likely would have been caught
+    skewed = np.array([2, 1, 1, 1, 1]) / 6 * num
     assert float(((skewed - num / 5) ** 2 / (num / 5)).sum()) > 2 * chi2.isf(FALSE_ALARM, 4)
     assert (unit[one_per_unit(unit, 3)] == [0, 1, 2]).all()
 

@@ -61,9 +61,8 @@ def test_plan_that_states_less_than_it_costs_is_refused_with_both_figures() -> N
         "counts": {"epsilon": 0.1, "num_groups": 32},
         "class_counts": {"epsilon": 0.2, "num_classes": 10},
     }
-    check_total(
-        plan(total={"epsilon": 0.3, "delta": 0.0}, **pure)
-    )  # 0.1 + 0.2 is a rounding above 0.3
+    # 0.1 + 0.2 is a rounding above 0.3
+    check_total(plan(total={"epsilon": 0.3, "delta": 0.0}, **pure))
 
 
 @pytest.mark.parametrize("kind", ["counts", "class_counts", "moments", "sketch"])

@@ -21,9 +21,8 @@ from silo.worker.state import State
 
 DOCUMENTS = (Plan, Submission, Manifest, Receipt, Invitation, Card, State, Student, Recipe)
 LONGEST = 65536
-PATTERNS: Any = import_module(
-    "re._parser"
-)  # the standard library's: it tells the widest match of a pattern
+# the standard library's: it tells the widest match of a pattern
+PATTERNS: Any = import_module("re._parser")
 
 
 def unbounded(model: type[BaseModel]) -> list[str]:

@@ -111,9 +111,8 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
     counts: CountsRouter,
 ) -> None:
     """Islands judge a router on images of known islands, as many of each as it has: the plain error."""
-    label_N = (
-        torch.arange(300) % 10 // 7
-    )  # seven of ten of island 0: shares inside a bin of confidence, not between two
+    # seven of ten of island 0: shares inside a bin of confidence, not between two
+    label_N = torch.arange(300) % 10 // 7
     size = torch.bincount(label_N)
     parts = [[Part(f"{k}", None, (0, 1))] for k in range(2)]
     layout = Layout.of(SiloPartition(min_images=1), parts)
@@ -142,9 +141,8 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
             share, _ = np.histogram(confidence, np.linspace(0, 1, 16))
             theirs = float((share[share > 0] / share.sum() * np.abs(right - claimed)).sum())
             assert error[0] == pytest.approx(theirs, abs=1e-6) and error[1] <= error[0] <= error[2]
-        seen = (
-            share[share > 0] / share.sum() >= 0.01
-        )  # the diagram is of the published temperature, the last one
+        # the diagram is of the published temperature, the last one
+        seen = share[share > 0] / share.sum() >= 0.01
         bins = found.errors[index].bins
         assert [each.confidence for each in bins] == pytest.approx(list(claimed[seen]), abs=1e-6)
         assert [each.accuracy[0] for each in bins] == pytest.approx(list(right[seen]), abs=1e-6)

@@ -114,9 +114,8 @@ def test_harmful_network_is_found_worse_where_it_speaks(world: World) -> None:
     found = _compare(world, counts, harmful, noisy)
     assert harmful.differs(counts)
     assert found.worse[0] == found.bands[0]  # near the data it speaks loudest
-    assert (
-        found.sketches is not None and not found.sketches.worse
-    )  # the network needs more than is released
+    # the network needs more than is released
+    assert found.sketches is not None and not found.sketches.worse
 
 
 def test_spoilt_router_of_any_family_is_found_worse(world: World) -> None:
@@ -193,9 +192,8 @@ def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_o
     found = [difference(histogram + one) for one in noise]
     values = [value for value, _, _ in found]
     assert abs(np.mean(values) - truth) < 6 * np.std(values) / math.sqrt(12) + 1e-6
-    assert (
-        sum(low <= truth <= high for _, low, high in found) >= 6
-    )  # of 12 at 95%: fewer in one of a million
+    # of 12 at 95%: fewer in one of a million
+    assert sum(low <= truth <= high for _, low, high in found) >= 6
 
 
 def test_intervals_widen_with_the_number_of_looks(world: World) -> None:
@@ -209,9 +207,8 @@ def test_intervals_widen_with_the_number_of_looks(world: World) -> None:
     ratio = (among.difference_high - among.difference_low) / (
         alone.difference_high - alone.difference_low
     )
-    assert ratio == pytest.approx(
-        2.576 / 1.960, rel=0.15
-    )  # the normal quantiles at 5% / 5 and at 5%
+    # the normal quantiles at 5% / 5 and at 5%
+    assert ratio == pytest.approx(2.576 / 1.960, rel=0.15)
 
 
 def test_public_comparison_refuses_releases_of_another_number_of_experts(world: World) -> None:

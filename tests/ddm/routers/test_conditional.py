@@ -51,9 +51,8 @@ def test_conditional_prior_is_who_holds_the_class(sketch: Sketch) -> None:
         )
     shares = held[0, 0] / held[0, 0].sum()
     torch.testing.assert_close(found.mass_ECG[0, 0], shares, atol=0.03, rtol=0)
-    assert (
-        float((found.log_prior(0).exp() - torch.tensor([2 / 3, 1 / 3])).abs().max()) > 0.3
-    )  # not the plain prior
+    # not the plain prior
+    assert float((found.log_prior(0).exp() - torch.tensor([2 / 3, 1 / 3])).abs().max()) > 0.3
 
 
 def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> None:
@@ -65,9 +64,8 @@ def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> Non
         off.append(float((found.log_prior(2).exp() - prior).abs().max()))
         counts = noisy[:, 2].clamp(min=0).sum(1) + 1e-3 * prior
         off_at_their_word.append(float((counts / counts.sum() - prior).abs().max()))
-    assert (
-        np.mean(off) < 0.15 < 0.25 < np.mean(off_at_their_word)
-    )  # the noise alone would name a silo
+    # the noise alone would name a silo
+    assert np.mean(off) < 0.15 < 0.25 < np.mean(off_at_their_word)
 
 
 def test_experts_of_a_silo_split_its_share_of_a_class_by_their_groups(sketch: Sketch) -> None:
@@ -75,9 +73,8 @@ def test_experts_of_a_silo_split_its_share_of_a_class_by_their_groups(sketch: Sk
     experts = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 100.0, clustered())
     together = experts.prior_CE.view(CLASSES, 2, 2).sum(2)
     torch.testing.assert_close(together, silos.prior_CE)
-    assert float(experts.prior_CE[0, 0]) == pytest.approx(
-        0.9, abs=0.03
-    )  # class 0 lies in the first half of groups
+    # class 0 lies in the first half of groups
+    assert float(experts.prior_CE[0, 0]) == pytest.approx(0.9, abs=0.03)
     assert float(experts.mass_ECG[0, 0, GROUPS // 2 :].abs().max()) == 0
 
 

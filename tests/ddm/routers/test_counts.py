@@ -49,9 +49,8 @@ def test_counts_likelihood_matches_the_mixture_written_out() -> None:
             np.testing.assert_allclose(ratios(found), ratios(expected), atol=1e-6)
             wrong = _brute(SKETCH, shares[[1, 0, 2]], s.numpy(), t)
             if t < 0.9:
-                assert (
-                    np.abs(ratios(found) - ratios(wrong)).max() > 0.1
-                )  # swapped shares would show
+                # swapped shares would show
+                assert np.abs(ratios(found) - ratios(wrong)).max() > 0.1
 
 
 def test_counts_router_takes_images_with_a_time_each() -> None:
@@ -138,9 +137,8 @@ def test_float32_answers_of_a_wide_sketch_are_those_of_float64() -> None:
             torch.testing.assert_close(
                 single.softmax(1).double(), double.softmax(1), atol=5e-4, rtol=0
             )
-            half = router.group_log_density(
-                s.half().float(), at
-            )  # the tolerance would show a lower precision
+            # the tolerance would show a lower precision
+            half = router.group_log_density(s.half().float(), at)
             if t < 1:
                 assert float((half - router.group_log_density(s, at)).abs().max()) > 1e-2
 

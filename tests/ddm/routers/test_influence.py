@@ -113,9 +113,8 @@ def test_network_still_tells_two_silos_apart_when_a_third_claims_a_billion_units
     size = float(honest.abs().mean())
     assert size > 0.3
     assert float((bold - honest).abs().mean()) < 0.2 * size
-    assert torch.equal(
-        bold, odds(2 * HONEST, CAP)
-    )  # more than all others together state buys nothing
+    # more than all others together state buys nothing
+    assert torch.equal(bold, odds(2 * HONEST, CAP))
     assert float((odds(BOLD, NO_CAP) - honest).abs().mean()) > 0.8 * size
 
 

@@ -214,9 +214,8 @@ def test_refit_on_narrow_sketches_serves_the_wide_mixture(world: World) -> None:
         cross_entropy(router, x, label, world.num_units)[2]
         for router in (learned, learned.head(RANK))
     )
-    assert (
-        wide.value < narrow.value - 1e-4
-    )  # the dimensions that nobody released still tell silos apart
+    # the dimensions that nobody released still tell silos apart
+    assert wide.value < narrow.value - 1e-4
 
 
 def test_experts_of_a_silo_together_are_the_silo(world: World) -> None:

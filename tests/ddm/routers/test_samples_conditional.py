@@ -107,9 +107,8 @@ def test_at_pure_noise_the_posterior_is_the_experts_share_of_the_condition(
         share_K = torch.tensor(PRIOR).double() * SHARE_KC[:, label]
         found = ensemble.posterior(x, at, one).exp()
         torch.testing.assert_close(found, (share_K / share_K.sum()).expand(5, 2), atol=0.08, rtol=0)
-        known = condition_shares(
-            ensemble, one, None
-        )  # what the command `ddm sample` says and samples by
+        # what the command `ddm sample` says and samples by
+        known = condition_shares(ensemble, one, None)
         torch.testing.assert_close(
             torch.tensor([known]).expand(5, 2), found, atol=1e-6, rtol=0, check_dtype=False
         )

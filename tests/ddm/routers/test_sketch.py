@@ -42,9 +42,8 @@ def test_sketch_commutes_with_noising(sketch: Sketch, path) -> None:
     expected = path.alpha(t)[:, None] * s_0 + path.sigma(t)[:, None] / sketch.scale * n
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
     uncentred = x_t(path, x_0, eps, t).flatten(1) @ sketch.basis_RD.double().T / sketch.scale
-    assert (
-        float((uncentred - expected).abs().max()) > 0.1
-    )  # the mean must be scaled by alpha, not left out
+    # the mean must be scaled by alpha, not left out
+    assert float((uncentred - expected).abs().max()) > 0.1
 
 
 def test_sketch_noise_is_standard_because_its_rows_are_orthonormal(sketch: Sketch) -> None:
@@ -77,9 +76,8 @@ def test_renoised_sketches_follow_the_law_of_the_later_level(sketch: Sketch) -> 
     error = std / math.sqrt(num)
     assert float((found.mean(0) - (1 - t) * s_0).abs().max()) < 5 * error
     assert float((found.std(0) / std - 1).abs().max()) < 5 / math.sqrt(2 * num)
-    direct = s_r + (
-        found - (1 - t) / (1 - t_r) * s_r
-    )  # the same noise added without shrinking the sketch first
+    # the same noise added without shrinking the sketch first
+    direct = s_r + (found - (1 - t) / (1 - t_r) * s_r)
     assert float((direct.std(0) / std - 1).abs().max()) > 20 / math.sqrt(2 * num)
 
 
@@ -168,9 +166,8 @@ def test_head_of_a_sketch_is_the_sketch_of_its_leading_dimensions(sketch: Sketch
     assert narrow.scale == pytest.approx(alone.scale)
     torch.testing.assert_close(narrow.project(images), alone.project(images), atol=1e-6, rtol=0)
     torch.testing.assert_close(narrow.group_mean_GR, alone.group_mean_GR, atol=1e-6, rtol=0)
-    assert (
-        Sketch.fit(images, group, RANK, GROUPS).scale > alone.scale
-    )  # C is about what is released
+    # C is about what is released
+    assert Sketch.fit(images, group, RANK, GROUPS).scale > alone.scale
     narrow.check()
     for rank in (0, RANK + 1):
         with pytest.raises(ShapeError, match="dimensions"):

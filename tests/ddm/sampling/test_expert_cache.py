@@ -96,9 +96,8 @@ def test_locked_samples_load_each_expert_once_and_sampled_ones_again_and_again()
     assert disk.loaded == [0, 1, 2, 3]
     experts, disk = lazy(20)
     ensemble(experts).sample(200, strategy="sample", steps=5)
-    assert (
-        len(disk.loaded) == 4 + 4 * 2
-    )  # there and back: the last two of each step are still there for the next
+    # there and back: the last two of each step are still there for the next
+    assert len(disk.loaded) == 4 + 4 * 2
     experts, disk = lazy(20)
     ensemble(experts).sample(200, strategy="sample", steps=10, router_every=2)
     assert len(disk.loaded) == 4 + 4 * 2

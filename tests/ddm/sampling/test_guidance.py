@@ -304,9 +304,8 @@ def test_each_sample_may_have_a_text_of_its_own() -> None:
 
     def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
         told.append(c_B)
-        return (x_B - c_B.mean((1, 2))[:, None]) / t_B.clamp(min=1e-3)[
-            :, None
-        ]  # all data are the text's mean
+        # all data are the text's mean
+        return (x_B - c_B.mean((1, 2))[:, None]) / t_B.clamp(min=1e-3)[:, None]
 
     spoken = Ensemble(
         [expert, expert], None, (1.0, 1.0), (2,), condition=TextCondition(dim=3, max_tokens=4)

@@ -145,9 +145,8 @@ def test_experts_and_router_are_asked_where_the_known_part_is_noised_to_their_ti
         images, LEFT, steps=5, solver="euler", corrections=2
     )
     times = [0.8, 0.6, 0.4, 0.2]
-    assert [t for t, _ in asked] == pytest.approx(
-        [t for t in times for _ in range(3)]
-    )  # two corrections and a step
+    # two corrections and a step
+    assert [t for t, _ in asked] == pytest.approx([t for t in times for _ in range(3)])
     for t, x in asked:
         assert float(x.mean()) == pytest.approx((1 - t) * 3.0, abs=6 * t / NUM**0.5)
         assert float(x.std()) == pytest.approx(t, rel=0.2)

@@ -112,9 +112,8 @@ def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(
             picture.values.astype(np.float32) for picture in pictures(tmp_path / "folder")
         )
     ]
-    for one, other in zip(
-        read, drawn.images.clamp(-1, 1), strict=True
-    ):  # values are stretched to the range in between
+    # values are stretched to the range in between
+    for one, other in zip(read, drawn.images.clamp(-1, 1), strict=True):
         assert float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) > 0.999
 
 

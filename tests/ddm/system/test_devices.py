@@ -98,10 +98,11 @@ def experts(architecture: Architecture, condition: Condition, device: str) -> li
     """Two networks, of which one learned eps on another path."""
     built = [build_expert(architecture, SHAPE, condition=condition, seed=seed) for seed in range(2)]
     for net in built:
+        # what begins at 0 would hide what lies before it
         for (
             name,
             parameter,
-        ) in net.named_parameters():  # what begins at 0 would hide what lies before it
+        ) in net.named_parameters():
             generator = torch.Generator().manual_seed(len(name))
             nn.init.normal_(
                 parameter, std=0.1, generator=generator

@@ -63,9 +63,8 @@ def check_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
 
 
 def test_program_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    with kept(
-        worker(tmp_path, silent_s=60.0)
-    ) as supervisor:  # on a loaded machine it takes a while to start
+    # on a loaded machine it takes a while to start
+    with kept(worker(tmp_path, silent_s=60.0)) as supervisor:
         supervisor.start("worker", timeout_s=LIMIT_S)
         first = supervisor.pids()["worker"]
         os.kill(first, signal.SIGKILL)

@@ -66,10 +66,11 @@ def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
         (("well", False, False, 999.0), "wait"),  # in sbatch's
         (("well", False, False, 1000.0), "lost"),
         (("badly", False, False, 0.0), "ended"),  # the command itself failed
+        # the connection failed, perhaps, and the job goes on
         (
             ("badly", True, False, STILL_S - 1),
             "wait",
-        ),  # the connection failed, perhaps, and the job goes on
+        ),
         (("badly", True, False, STILL_S), "ended"),
         (("running", True, False, 99.0), "wait"),
         (("running", True, False, 100.0), "lost"),

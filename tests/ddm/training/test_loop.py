@@ -182,9 +182,8 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[
         batch = draw_batch(Examples(images()), recipe, n, UniformT())
         x_0, eps, t_B, t = batch.x_0, batch.eps, batch.t_B, batch.t_B[:, None, None, None]
         squares = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square()
-        if (
-            recipe.loss_weighting == "min_snr"
-        ):  # min(snr, 5) / snr of eps, whose error is 1 - t of the velocity's
+        # min(snr, 5) / snr of eps, whose error is 1 - t of the velocity's
+        if recipe.loss_weighting == "min_snr":
             squares = squares * torch.minimum((1 - t).square(), 5 * t.square())
         loss = squares.mean()
         gradients = dict(

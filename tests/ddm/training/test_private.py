@@ -231,10 +231,11 @@ def test_what_a_unit_goes_through_depends_on_no_other_unit() -> None:
     """Replacing a patient by one of other images, and of another number of them, changes no other patient's draws."""
     plan = wanted().expert.plan
     drawn: list[list[UnitSamples]] = []
+    # the first patient has 3 images, or 1
     for unit_N in (
         UNIT_N,
         torch.cat([torch.tensor([0]), UNIT_N[3:]]),
-    ):  # the first patient has 3 images, or 1
+    ):
         images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0))[-len(unit_N) :]
         model = build_expert(plan.expert.architecture, SHAPE, seed=0)
         state = State(model, plan.expert.training, machine_of(Engine(device="cpu")), 1)
@@ -278,9 +279,8 @@ class Patients:
         if not self.lora:
             model = adapt(build_expert(ONE_TOKEN, (1, 8, 8), seed=0), FullAdaptation(), seed=1)
         for weight in model.parameters():
-            spread = (
-                10 / (3 * weight[0].numel()) ** 0.5 if weight.dim() > 1 else 0.1
-            )  # ten times that of a start
+            # ten times that of a start
+            spread = 10 / (3 * weight[0].numel()) ** 0.5 if weight.dim() > 1 else 0.1
             weight.data = torch.randn(weight.shape, generator=random) * spread
         state = State(model, training(), machine_of(Engine(device="cpu")), 1)
         source, sums = private(unit_N=unit_N), []

@@ -179,10 +179,16 @@ def test_audit_that_breaks_off_stops_nothing_that_others_see(
 def test_reader_refuses_a_verdict_that_says_more_than_epsilon_and_bounded_without_one() -> None:
     plain = submission_document()
     private = plain | {"audit": {"verdict": "bounded", "waiver": None}}
+    # fmt: skip
     stated = {
-        "kind": "dp_sgd", "epsilon": 4.0, "delta": 1e-6, "unit": "image", "relation": "replace_one",
-        "noise_multiplier": 1.0, "rate": 0.1,
-    }  # fmt: skip
+        "kind": "dp_sgd",
+        "epsilon": 4.0,
+        "delta": 1e-6,
+        "unit": "image",
+        "relation": "replace_one",
+        "noise_multiplier": 1.0,
+        "rate": 0.1,
+    }
     private["experts"] = [each | {"privacy": stated} for each in plain["experts"]]
     assert Submission.parse(to_bytes(private), subject="submission.json").audit.digest is None
     refused = {

@@ -96,9 +96,13 @@ def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_th
     assert found.rows[0][0] in review_text(site, facts)
     draft = json.loads(facts.draft.encode())
     assert draft["audit"].keys() == {"verdict", "digest", "waiver"}
+    # fmt: skip
     assert {file.path for file in facts.files} == {
-        "counts.safetensors", "sketch.safetensors", expert_path(SILO, SILO), submission_path(SILO)
-    }  # fmt: skip
+        "counts.safetensors",
+        "sketch.safetensors",
+        expert_path(SILO, SILO),
+        submission_path(SILO),
+    }
 
 
 def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figures(
@@ -266,7 +270,6 @@ def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and
     assert measured and all(
         4 <= each.num_holdout_units <= report.num_holdout_units for each in measured
     )
-    fewest = min(
-        each.num_holdout_units for each in report.experts
-    )  # the larger expert may meet every patient
+    # the larger expert may meet every patient
+    fewest = min(each.num_holdout_units for each in report.experts)
     assert fewest < report.num_holdout_units

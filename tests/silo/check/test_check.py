@@ -155,9 +155,8 @@ def test_healthy_site_is_told_of_one_user_for_both_halves_and_of_nothing_else(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {check: findings for check, findings in json.loads(done.stdout).items() if findings}
-    assert (
-        found.pop("ledger")[0]["level"] == "warn"
-    )  # one plan of epsilon 8 leaves less than 8 of the site's 10
+    # one plan of epsilon 8 leaves less than 8 of the site's 10
+    assert found.pop("ledger")[0]["level"] == "warn"
     assert [each["subject"] for each in found.pop("isolation")] == ["worker and courier"]
     if shutil.which("tesseract") is None:
         assert [each["level"] for each in found.pop("burned-in text")] == ["warn"]

@@ -79,9 +79,8 @@ def test_silo_trains_on_published_latents_and_the_release_decodes_samples(tmp_pa
         decoded = theirs.decode(drawn.latents / 0.18215).sample
     torch.testing.assert_close(drawn.images, decoded, rtol=1e-4, atol=1e-5)
 
-    tiny.join(
-        "east", 50, 2
-    )  # and the plan that carries them over keeps the autoencoder, byte for byte
+    # and the plan that carries them over keeps the autoencoder, byte for byte
+    tiny.join("east", 50, 2)
     write_autoencoder(
         tmp_path / "other", LAYOUT | {"scaling_factor": 0.13025}, channels=(8, 8), images=1
     )

@@ -83,9 +83,8 @@ def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay
     (folder / "00-DOE^JOHN.txt").write_text("MRN0017")
     (folder / "00z.png").write_bytes((folder / "00.png").read_bytes()[:60])
     Image.new("RGB", (1280, 720)).save(folder / "01-DOE.png")  # as large as a screen
-    Image.fromarray(np.zeros((40, 40), np.float32)).save(
-        folder / "01z.tif"
-    )  # floating point has no full range
+    # floating point has no full range
+    Image.fromarray(np.zeros((40, 40), np.float32)).save(folder / "01z.tif")
     (folder / "more").mkdir()
     Image.fromarray(tone(40)).save(folder / "more/04.png")
     caplog.set_level("INFO")
@@ -100,9 +99,8 @@ def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay
     assert "1 of 5 images are blank to this plan" in caplog.text
     assert "DOE" not in caplog.text and "MRN" not in caplog.text
     assert (private / "images" / LEFT_OUT).stat().st_mode & 0o777 == 0o600
-    assert (
-        len(open_image_set(folder / "01-DOE.png", DATA, SPEC).read()) == 1
-    )  # whoever has looked at it may use it
+    # whoever has looked at it may use it
+    assert len(open_image_set(folder / "01-DOE.png", DATA, SPEC).read()) == 1
 
 
 def test_pictures_keep_the_order_of_their_files_whatever_decodes_them(tmp_path: Path) -> None:
@@ -396,10 +394,18 @@ def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_
             }
     other = ranks(tmp_path / "after.csv", "one", more)
     assert other == ranks(tmp_path / "after.csv", "five", more)
+    # fmt: skip
     salted = cohort_at(
-        tmp_path / "after.csv", DATA, min_images=1, salt=b"t", folder=tmp_path / "one", unit="patient",
-        num_classes=None, transform=SPEC, settings=ONE,
-    )  # fmt: skip
+        tmp_path / "after.csv",
+        DATA,
+        min_images=1,
+        salt=b"t",
+        folder=tmp_path / "one",
+        unit="patient",
+        num_classes=None,
+        transform=SPEC,
+        settings=ONE,
+    )
     assert not set(salted.rank_U.tolist()) & set(other.values())
     written = b"".join(path.read_bytes() for path in tmp_path.glob("*/unpacked-*"))
     assert not any(name.encode() in written for name in ("MRN-100", "mrn-100", "mrn100", "MRN100"))

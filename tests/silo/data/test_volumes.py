@@ -24,9 +24,8 @@ from tests.support.cohorts import cohort_at, source_at
 from tests.support.pictures import pictures
 
 SPEC = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
-RAS = np.diag(
-    [1.0, 1.0, 1.0, 1.0]
-)  # the first axis of a file runs to the right, the second forwards, the third up
+# the first axis of a file runs to the right, the second forwards, the third up
+RAS = np.diag([1.0, 1.0, 1.0, 1.0])
 STEP = 2 / 65535  # of the copy on disk
 
 
@@ -91,9 +90,8 @@ def test_volumes_that_may_show_a_face_wait_under_every_plan(tmp_path: Path) -> N
 
 def test_volume_lies_as_radiology_shows_it_however_its_file_was_turned(tmp_path: Path) -> None:
     values, data = scan(0), tmp_path / "data"
-    expected = into_range(values, -1.0, 1.0).transpose(2, 1, 0)[
-        :, ::-1, ::-1
-    ]  # up, backwards, to the left
+    # up, backwards, to the left
+    expected = into_range(values, -1.0, 1.0).transpose(2, 1, 0)[:, ::-1, ::-1]
     save(data / "a.nii", values)
     save(data / "b.nii.gz", values[::-1].copy(), np.diag([-1.0, 1.0, 1.0, 1.0]))
     swapped = RAS[:, [2, 0, 1, 3]]

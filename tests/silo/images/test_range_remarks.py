@@ -76,10 +76,19 @@ def test_preview_says_how_many_pictures_the_plan_enlarges(
     recipe.write_text(
         '[data]\nshape = [1, 32, 32]\nrange = [-1.0, 1.0]\n[transform]\nrange = {kind = "full"}\n'
     )
+    # fmt: skip
     done = command(
-        "silo", "scan", "--data", tmp_path / "data", "--plan", recipe, "--preview", tmp_path / "sheet.png",
-        "--processes", 1,
-    )  # fmt: skip
+        "silo",
+        "scan",
+        "--data",
+        tmp_path / "data",
+        "--plan",
+        recipe,
+        "--preview",
+        tmp_path / "sheet.png",
+        "--processes",
+        1,
+    )
     assert done.code == 0, done.err
     assert (
         "2 of 3 pictures on the sheet are enlarged more than 2 times, up to 3.2 times (10 x 10 to 32 x 32)"

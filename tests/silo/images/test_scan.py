@@ -115,9 +115,8 @@ def test_second_scan_decodes_only_what_changed(tmp_path: Path) -> None:
     image(data / "new.png", 10)
     third = scan_at(data, private, LIMITS)
     assert (third.accepted, third.num_read, third.num_decoded) == (4, 3, 2)
-    assert (
-        scan_at(data, private, Limits(memory_bytes=2 << 30, seconds=30.0)).num_decoded == 5
-    )  # by other limits
+    # by other limits
+    assert scan_at(data, private, Limits(memory_bytes=2 << 30, seconds=30.0)).num_decoded == 5
 
 
 def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
@@ -171,9 +170,8 @@ def test_folders_of_any_depth_and_odd_names_are_gone_through(tmp_path: Path) -> 
 
 @pytest.mark.measured
 def test_finding_files_takes_time_in_proportion_to_their_number(tmp_path: Path) -> None:
-    for number in range(
-        4000
-    ):  # of one folder: looking through all names for each takes minutes where there are 60,000
+    # of one folder: looking through all names for each takes minutes where there are 60,000
+    for number in range(4000):
         (tmp_path / f"{number}.png").touch()
     began = time.process_time()
     assert sum(1 for _ in find_data(tmp_path, {}).files()) == 4000

@@ -141,9 +141,8 @@ def test_policy_that_protects_patients_refuses_a_plan_that_protects_images() -> 
     by_patient = ordinary(Policy.model_validate({"privacy": {"unit": "patient"}}))
     assert "say nothing about a patient" in rules_broken_by(plan(), by_patient)["privacy unit"][1]
     assert not rules_broken_by(asking(unit="patient"), by_patient)
-    assert not rules_broken_by(
-        asking(unit="patient")
-    )  # what protects patients protects their images
+    # what protects patients protects their images
+    assert not rules_broken_by(asking(unit="patient"))
 
 
 def test_plan_whose_releases_cost_more_than_it_states_is_refused_with_both_figures() -> None:

@@ -214,9 +214,8 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
     monkeypatch.setattr(auditing, "cannot_tell", failing)
     tiny: TinyFederation = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
-    digest = str(
-        tiny.work(SILO, until="awaiting_approval").submission_digest
-    )  # although the policy approves
+    # although the policy approves
+    digest = str(tiny.work(SILO, until="awaiting_approval").submission_digest)
     with pytest.raises(AssertionError, match="stands still"):
         tiny.work(SILO)
     with pytest.raises(ApprovalError, match="the leak audit failed"):

@@ -143,9 +143,8 @@ def test_total_is_that_of_plans_chosen_in_the_light_of_earlier_ones(tmp_path: Pa
         spend(ledger, str(plan), mechanisms=WHOLE)
     steps = [tuple(WHOLE.values())] * 4
     assert ledger.spent()[0] == adaptive_epsilon(steps, 1e-5)
-    assert ledger.spent()[0] > 1.1 * total_epsilon(
-        [m for step in steps for m in step], 1e-5
-    )  # as if fixed in advance
+    # as if fixed in advance
+    assert ledger.spent()[0] > 1.1 * total_epsilon([m for step in steps for m in step], 1e-5)
 
 
 def test_total_follows_the_order_of_debits_and_not_of_draws(tmp_path: Path) -> None:

@@ -150,9 +150,8 @@ def test_sketches_are_a_shuffle_of_their_units_plus_noise_of_their_level(tmp_pat
         < 5.5 * float(total.max()) ** 0.5 / UNITS**0.5
     )
     quartered = (clean.T.cov(correction=0) + (std / 4) ** 2 * torch.eye(RANK)).diagonal() / total
-    assert (
-        float(quartered.max()) < inverse_cdf[0]
-    )  # noise a quarter as large would have been caught
+    # noise a quarter as large would have been caught
+    assert float(quartered.max()) < inverse_cdf[0]
 
 
 def test_sketches_come_in_an_order_that_tells_nothing(tmp_path: Path) -> None:
@@ -192,9 +191,8 @@ def test_over_budget_release_is_refused_before_any_noise_is_drawn(tmp_path: Path
         sketches_of(ledger, tmp_path, noise=Forbidden())
     assert debits(ledger) == []
     assert list(tmp_path.glob("*.safetensors")) == []
-    with pytest.raises(
-        AssertionError, match="noise was drawn"
-    ):  # within budget the same source does raise
+    # within budget the same source does raise
+    with pytest.raises(AssertionError, match="noise was drawn"):
         counts_of(open_ledger(tmp_path / "rich"), tmp_path, noise=Forbidden())
 
 
@@ -325,9 +323,8 @@ def test_class_counts_are_the_histogram_by_class_and_group(tmp_path: Path) -> No
     assert (exact.dtype, exact.shape) == (torch.int64, (CLASSES, GROUPS))
     assert torch.equal(exact, torch.full((CLASSES, GROUPS), UNITS // CLASSES // GROUPS))
     skewed = make_source(quiet, label_N=torch.zeros(UNITS, dtype=torch.int64))
-    assert (
-        drawn("class_counts", skewed)["counts"].sum(1).argmax() == 0
-    )  # rows are classes, columns groups
+    # rows are classes, columns groups
+    assert drawn("class_counts", skewed)["counts"].sum(1).argmax() == 0
 
 
 @pytest.mark.parametrize(("kind", "num"), [("counts", 800), ("class_counts", 160)])
@@ -341,12 +338,10 @@ def test_noise_of_histograms_has_the_variance_of_their_epsilon(kind: Kind, num: 
     ).double()
     q = math.exp(-0.5 / 2)
     variance = 2 * q / (1 - q) ** 2
-    off = (
-        6.0 * (5.1 / noise.numel()) ** 0.5
-    )  # the law's kurtosis is just above 6; squares have a heavier tail
-    assert (
-        abs(float(noise.square().mean()) / variance - 1) < off < 0.3
-    )  # half or twice as much would be caught
+    # the law's kurtosis is just above 6; squares have a heavier tail
+    off = 6.0 * (5.1 / noise.numel()) ** 0.5
+    # half or twice as much would be caught
+    assert abs(float(noise.square().mean()) / variance - 1) < off < 0.3
     assert abs(float(noise.mean())) < 5.5 * (variance / noise.numel()) ** 0.5
 
 
@@ -380,9 +375,8 @@ def test_noise_of_moments_is_isotropic_where_off_diagonal_entries_count_twice() 
         ratio = float(noise.square().sum()) / expected**2
         freedom = noise.numel()
         assert chi2.isf(1 - 1e-8, freedom) < ratio < chi2.isf(1e-8, freedom)
-        assert (
-            not chi2.isf(1 - 1e-8, freedom) < 2 * ratio < chi2.isf(1e-8, freedom)
-        )  # twice the variance shows
+        # twice the variance shows
+        assert not chi2.isf(1 - 1e-8, freedom) < 2 * ratio < chi2.isf(1e-8, freedom)
     every = torch.cat([first, diagonal, upper], dim=1)
     correlation = torch.corrcoef(every.T) - torch.eye(3 * RANK, dtype=torch.float64)
     assert float(correlation.abs().max()) < 6.0 / num**0.5  # of 36 pairs
@@ -436,9 +430,8 @@ def test_every_release_looks_at_one_uniform_record_of_each_patient(tmp_path: Pat
     num_patients = 1000
     shuffled = torch.randperm(8 * num_patients, generator=torch.Generator().manual_seed(0))
     unit = torch.arange(num_patients).repeat(8)[shuffled]
-    place = (
-        torch.argsort(torch.argsort(unit, stable=True)) % 8
-    )  # the how-manieth record of its patient
+    # the how-manieth record of its patient
+    place = torch.argsort(torch.argsort(unit, stable=True)) % 8
     group = (place >= 6).long()  # each patient: six records in group 0, two in group 1
     source = by_patient(unit, group_N=group, label_N=place.clamp(max=CLASSES - 1))
     ledger = open_ledger(tmp_path, 1000.0)
@@ -458,10 +451,11 @@ def test_every_release_looks_at_one_uniform_record_of_each_patient(tmp_path: Pat
 
 def test_each_release_chooses_its_own_records(tmp_path: Path) -> None:
     source = by_patient(torch.arange(4000) // GROUPS)  # each patient has one record in each group
+    # two choices have the same histogram once in 90,000 times
     ledger, noise = (
         open_ledger(tmp_path, 1000.0),
         Seeded(0),
-    )  # two choices have the same histogram once in 90,000 times
+    )
     counts, classes = (
         load_tensors(draw(kind, source, ledger, tmp_path, noise=noise), None, max_bytes=10_000)[
             "counts"
@@ -492,9 +486,8 @@ def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_p
         assert int((found[1][kind]["counts"] - found[2][kind]["counts"]).abs().sum()) == 2
     moved = found[1]["moments"]["sum"] - found[2]["moments"]["sum"]
     assert float(moved.norm()) < 2 + 1.0
-    assert (
-        int((found[1]["all"] - found[2]["all"]).abs().sum()) == 1000
-    )  # without the draw: five hundred times as far
+    # without the draw: five hundred times as far
+    assert int((found[1]["all"] - found[2]["all"]).abs().sum()) == 1000
 
 
 class Whole:
@@ -512,9 +505,8 @@ def test_releases_by_image_take_every_image_and_draw_none(tmp_path: Path) -> Non
         open_ledger(tmp_path, 1000.0), tmp_path, plan=make_plan(counts=300.0), noise=Whole()
     )
     assert exact.tolist() == [UNITS // GROUPS] * GROUPS
-    with pytest.raises(
-        AssertionError, match="records were drawn"
-    ):  # by patient the same source is asked
+    # by patient the same source is asked
+    with pytest.raises(AssertionError, match="records were drawn"):
         draw(
             "counts",
             by_patient(torch.arange(40)),

@@ -145,9 +145,8 @@ def test_announcement_that_nobody_signed_changes_nothing(
     tiny.work(SILO, until="assigned")
     stranger = TinyFederation.create(tmp_path / "stranger", {SILO: 20})
     foreign = stranger.sign()
-    shutil.copytree(
-        stranger.federation.bundle(foreign), site.inbox / foreign / "bundle"
-    )  # another root
+    # another root
+    shutil.copytree(stranger.federation.bundle(foreign), site.inbox / foreign / "bundle")
     renamed = site.inbox / "tiny-00000001" / "bundle"  # the plan in work under another name
     shutil.copytree(tiny.federation.bundle(first), renamed)
     tiny.deliver_plan(SILO, second)

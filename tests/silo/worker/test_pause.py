@@ -82,6 +82,7 @@ def test_training_that_is_paused_goes_on_at_the_next_step_and_ends_with_the_undi
     with pytest.raises(KeyboardInterrupt):
         Worker(site, tiny.key(SILO), stop_at_the_end, stopping=stopping).run()
     assert waited == ["training"]
+    # none is taken twice: the checkpoint was written when it stopped
     assert steps == [
         0,
         1,
@@ -89,7 +90,7 @@ def test_training_that_is_paused_goes_on_at_the_next_step_and_ends_with_the_undi
         3,
         4,
         5,
-    ]  # none is taken twice: the checkpoint was written when it stopped
+    ]
     expert = f"{plan_id}/1/silos/{SILO}/experts/{SILO}/expert.safetensors"
     assert (site.outbox / expert).read_bytes() == (control.sites[SILO].outbox / expert).read_bytes()
 
@@ -240,9 +241,8 @@ def test_time_left_of_a_count_follows_its_own_stage(
     note = read_note(tmp_path)
     assert note and (note.images_per_s, note.seconds_left) == (2.0, 40.0)
     now[0] += 90.0
-    meter.count(
-        "assigning images", plan_id, 50, 100
-    )  # another stage begins: the first one's speed says nothing
+    # another stage begins: the first one's speed says nothing
+    meter.count("assigning images", plan_id, 50, 100)
     note = read_note(tmp_path)
     assert note and (note.stage, note.images_per_s, note.seconds_left) == (
         "assigning images",

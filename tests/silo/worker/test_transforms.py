@@ -28,9 +28,8 @@ def test_a_silo_brings_images_as_they_are_and_decodes_them_once_for_all_stages(
     array = np.load(kept)
     assert (array.dtype, array.shape) == (np.uint8, (60, 1, 4, 4))
     grey = np.tensordot(pixels, (0.299, 0.587, 0.114), (1, 0))
-    assert np.allclose(
-        array[:, 0, :, 1:3].mean(), grey[:, :, 5:15].mean(), atol=3
-    )  # 24 x 20 fits as 4 x 3
+    # 24 x 20 fits as 4 x 3
+    assert np.allclose(array[:, 0, :, 1:3].mean(), grey[:, :, 5:15].mean(), atol=3)
     assert not array[:, :, :, 3].any()  # the border
     plan, _ = tiny.federation.current_plan()
     assert plan.transform is not None

@@ -133,9 +133,8 @@ def test_site_takes_another_plan_after_giving_one_up(planned: tuple[TinyFederati
     with pytest.raises(BudgetError):
         tiny.work(SILO)
     assert withdraw(site, tiny.key(SILO)).state == "withdrawn"
-    assert (
-        withdraw(site, tiny.key(SILO)).state == "withdrawn"
-    )  # also what finishes one that was interrupted
+    # also what finishes one that was interrupted
+    assert withdraw(site, tiny.key(SILO)).state == "withdrawn"
     write_policy(site, POLICY)
     second = tiny.sign()
     tiny.deliver_plan(SILO, second)
@@ -159,9 +158,8 @@ def test_worker_refuses_a_plan_whose_expert_is_larger_than_it_declares(
     tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
     tables = recipe().model_dump(mode="json")
     tables["limits"]["expert_bytes"] = 1000
-    monkeypatch.setattr(
-        "aggregator.planning.draft.check_feasible", lambda *given: None
-    )  # which would say so first
+    # which would say so first
+    monkeypatch.setattr("aggregator.planning.draft.check_feasible", lambda *given: None)
     plan_id = tiny.sign(type(recipe()).model_validate_json(json.dumps(tables)))
     tiny.deliver_plan(SILO, plan_id)
     problem = tiny.work(SILO, until="plan_refused").problem
@@ -285,9 +283,8 @@ def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(
     tiny.work(SILO)
     tiny.collect(SILO, plan_id)
     known = tiny.federation.registry / "ledgers" / f"{SILO}.json"
-    remember_ledger(
-        tiny.federation, SILO, "earlier-00000001", ("0" * 64,)
-    )  # which this site's ledger does not extend
+    # which this site's ledger does not extend
+    remember_ledger(tiny.federation, SILO, "earlier-00000001", ("0" * 64,))
     tiny.take_in()
     known.unlink()
     tiny.deliver_receipt(SILO, plan_id)
@@ -394,9 +391,8 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
     plan_id = tiny.sign(recipe_of_many_steps())
     tiny.deliver_plan(SILO, plan_id)
     control, site = tiny.copy(tmp_path / "control"), tiny.sites[SILO]
-    process = run_worker(
-        site, "nice", "-n", "5"
-    )  # so that it is caught in mid-training, however busy the machine
+    # so that it is caught in mid-training, however busy the machine
+    process = run_worker(site, "nice", "-n", "5")
     checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
     watch(process, lambda: any(checkpoints.rglob("*.json")), "a checkpoint")
     end(process, signal.SIGKILL)
