@@ -23,8 +23,8 @@ import silo.cli
 from ddm.errors import ExpiredError
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.system.console import run_app
+from ddm.system.guard import descendants
 from ddm.system.processes import free_port, program
-from ddm.system.reaper import descendants
 from ddm.trust.verify import verify_release
 from silo.config import Site
 from tests.conftest import Published

@@ -34,7 +34,7 @@ from ddm.system.processes import (
     script_command,
     spawn,
 )
-from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program, Supervisor
+from ddm.system.supervisor import MAX_PER_HOUR, HeartbeatFile, Program, Supervisor
 from ddm.transport.superexec import SERVER_APP, superexec_command
 
 _START_TIMEOUT_S = 60.0
@@ -100,7 +100,7 @@ class FlowerRuntime:
         self._public = ({"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host), port)
         self._superlink = self._public
         self._beside = tuple(beside)
-        self._heartbeat = Heartbeat(self._flower / "serverapp.alive")
+        self._heartbeat = HeartbeatFile(self._flower / "serverapp.alive")
         self._supervisor = Supervisor([*self._beside, *self._programs()])
         self._runs = Backoff(MAX_PER_HOUR)
         self._run_ids: list[str] = []

@@ -24,7 +24,7 @@ from ddm.protocol.plan import Plan
 from ddm.system.logs import LogOptions, replay
 from ddm.system.processes import Child, spawn
 from ddm.system.signals import stop_on_signals
-from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program
+from ddm.system.supervisor import MAX_PER_HOUR, HeartbeatFile, Program
 
 CHECK_S = 1.0
 _MAX_NEWS_BYTES = 65536
@@ -166,7 +166,7 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
     # others' federation.
     most = MAX_PER_HOUR + 2 * MAX_ATTEMPTS_OF_SILO * len(plan.silos)
     return Program(
-        "intake", start, works=Heartbeat(flower / "intake.alive").beats, max_per_hour=most
+        "intake", start, works=HeartbeatFile(flower / "intake.alive").beats, max_per_hour=most
     )
 
 
@@ -224,7 +224,7 @@ class IntakeNews:
     """Logs what intake adds to its own log, from now on.
 
     Args:
-        path: the log; `ddm.system.reaper` lets it begin anew when it is full.
+        path: the log; `ddm.system.guard` lets it begin anew when it is full.
     """
 
     def __init__(self, path: Path) -> None:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from ddm.loading.release import Release
     from ddm.protocol.base import File
     from ddm.protocol.plan import Plan, Training
-    from ddm.training.loop import Trained
 
 _DEFAULT_NUM = 4096
 _SOLVER_STEPS = 50  # of own samples
@@ -364,7 +363,7 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
     )
 
 
-def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
+def _trained(wanted: _Wanted, dataset: "DistillationData") -> "FinishedTraining":
     import torch
 
     from ddm.distillation.distill import distill as train_student
@@ -407,7 +406,7 @@ def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
         ) from error
 
 
-def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages") -> None:
+def _keep(wanted: _Wanted, trained: "FinishedTraining", images: "OwnSamples | GivenImages") -> None:
     """Write the student: its autoencoder if it needs one, its weights, and last the record that names both."""
     from ddm.distillation.student import RECORD_SUFFIX, Student, autoencoder_beside
     from ddm.io.files import write_atomic

@@ -29,12 +29,12 @@ from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Lock, Strategy, draw_expert
 from ddm.sampling.trajectories import draw_noise
 from ddm.system.devices import DeviceName, device_named
-from ddm.system.together import Kind, do_together
+from ddm.system.parallel import PartDescription, run_parts
 
 Advance = Callable[[int, int], None]
 """Called with the steps taken and the steps to take, of all samples."""
 
-SAMPLING = Kind(
+SAMPLING = PartDescription(
     "sampling process", "nothing was written", "a lower --processes, --set batch or --num"
 )
 _REPORT_S = 0.2  # between two words of a process about its progress
@@ -288,7 +288,7 @@ def draw_together(
     # As arrays, here and back, since torch would put tensors into shared memory, which many containers have little of.
     how = {name: _as_array(value) for name, value in job.how.items()}
     begin = job.begin and (_as_array(job.begin[0]), _as_array(job.begin[1]))
-    do_together(
+    run_parts(
         replace(job, how=how, begin=begin, dealt=tuple(dealt(job, num, weight_K).tolist())),
         num_processes,
         threads=max(1, torch.get_num_threads() // num_processes),

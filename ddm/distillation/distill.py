@@ -39,7 +39,7 @@ from ddm.sampling.strategies import draw_expert
 from ddm.system.devices import Precision, computes_in_bf16
 from ddm.training.batches import Batch
 from ddm.training.config import Engine
-from ddm.training.loop import Progress, Trained, train
+from ddm.training.loop import FinishedTraining, Progress, train
 
 Teacher = Literal["label", "drawn", "mixture"]
 """The teacher at x_t: the expert that x_0 belongs to; one drawn from the posterior at x_t; the whole mixture."""
@@ -61,7 +61,7 @@ def distill(
     should_stop: Callable[[], bool],
     t_distribution: TDistribution = UniformT(),
     engine: Engine = Engine(),
-) -> Trained:
+) -> FinishedTraining:
     """Train a student on an ensemble's velocities, from the last checkpoint where there is one.
 
     Args:

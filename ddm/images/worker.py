@@ -21,7 +21,7 @@ from ddm.images.patients import PatientRule, order_of
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.record import PictureRecord, fingerprint, record_of
-from ddm.system.reaper import end_with_parent
+from ddm.system.guard import end_with_parent
 
 HEADER = struct.Struct(">IQ")  # length in bytes of an answer's JSON, and of the values after it
 READY = b'{"ready": true}'

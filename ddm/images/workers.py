@@ -33,7 +33,7 @@ from ddm.images.picture import Limits, Picture
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from ddm.images.worker import HEADER, READY
-from ddm.system.processes import used
+from ddm.system.processes import processor_use
 from ddm.system.signals import blocked
 
 _MAX_QUEUED_JOBS = 16  # requests that wait in the pipe of one decoder
@@ -412,7 +412,7 @@ class _DecoderProcess:
         before_s = self._clock_s
         self._clock_s += elapsed_s
         if before_s <= _MAX_TICK_S < self._clock_s:
-            self._processor_s = used(self._process.pid)[1]
+            self._processor_s = processor_use(self._process.pid)[1]
         limit_s = _START_S
         if self._is_ready:
             limit_s = self._options.limits.seconds + self._jobs[0].num_bytes / 1e6
@@ -425,7 +425,7 @@ class _DecoderProcess:
 
     def _is_starved(self, limit_s: float) -> bool:
         """Whether the process waits for a processor or for data, and has not used its time yet."""
-        waits, processor_s = used(self._process.pid)
+        waits, processor_s = processor_use(self._process.pid)
         return waits and processor_s - self._processor_s <= limit_s
 
     def replace(self) -> DecodedFile | None:

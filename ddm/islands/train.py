@@ -15,8 +15,8 @@ from ddm.protocol.base import File, sha256_file
 from ddm.protocol.plan import NoCondition
 from ddm.protocol.submission import ExpertTraining, expert_path
 from ddm.training.config import TrainingSettings
-from ddm.training.job import discard
-from ddm.training.jobs import Wanted, train_job
+from ddm.training.job import discard_job
+from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert, public_base
 from ddm.training.process import train_here
@@ -72,7 +72,7 @@ def train_island(
             _train(islands, number, settings, on_progress, should_stop)
         if not is_first_process():
             return None
-        discard(folder.job)
+        discard_job(folder.job)
         return islands.trained(number)
 
 
@@ -108,7 +108,7 @@ def _train(
     inputs: dict[str, Images] = {name: map_array(path) for name, path in files.items()}
     island_id, base = plan.silos[number], public_base(plan, islands.bundle)
     expert = PlannedExpert(plan, island_id, number, base, settings.engine)
-    wanted = Wanted(expert, inputs, sha256_file(folder.rows), files)
+    wanted = TrainingTask(expert, inputs, sha256_file(folder.rows), files)
     if "RANK" in os.environ:  # torchrun has started the others
         train_here(folder.job, expert, inputs, wanted.data, on_progress, should_stop)
         if not is_first_process():

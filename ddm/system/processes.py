@@ -1,6 +1,6 @@
 """Other programs, started so that none of them outlives this process.
 
-Every program runs under a `ddm.system.reaper`, a small process that ends the program and all it started when asked,
+Every program runs under a `ddm.system.guard`, a small process that ends the program and all it started when asked,
 when the program dies, or when this process dies, however it dies (kill -9 included).
 
 Where SIGTERM and Ctrl-C shall end in `finally`, and a second Ctrl-C shall change nothing:
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ddm.errors import MissingFileError, SetupError
-from ddm.system.reaper import descendants
+from ddm.system.guard import descendants
 
 _LOG_BYTES = 16 * 1024 * 1024
 _POLL_S = 0.05
@@ -147,7 +147,7 @@ def spawn(
         }
     )
     process = subprocess.Popen(
-        [sys.executable, "-I", "-m", "ddm.system.reaper", settings, "--", *command],
+        [sys.executable, "-I", "-m", "ddm.system.guard", settings, "--", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -165,7 +165,7 @@ def spawn(
     return child
 
 
-def used(pid: int) -> tuple[bool, float]:
+def processor_use(pid: int) -> tuple[bool, float]:
     """Return whether a process would run if it got a processor or its data, and the processor time that it has had, s.
 
     Both from `/proc`; without it, or without the process, False and 0.
@@ -215,7 +215,7 @@ def script_command(script: str | Path) -> list[str]:
         script: its path, or the name of one that is installed beside this interpreter.
     """
     path = script if isinstance(script, Path) else program(script)
-    return [sys.executable, "-P", "-m", "ddm.system.reaper", "--script", str(path)]
+    return [sys.executable, "-P", "-m", "ddm.system.guard", "--script", str(path)]
 
 
 def flower_environment(home: Path) -> dict[str, str]:

@@ -46,7 +46,7 @@ class Program:
     longest_delay_s: float = math.inf
 
 
-class Heartbeat:
+class HeartbeatFile:
     """A file that a program touches while it works.
 
     Judged by whether its time changed since it was asked last, so the clock of the wall does not matter.

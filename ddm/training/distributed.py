@@ -26,7 +26,7 @@ Call = Callable[..., Tensor]
 _COMPILER_FILES = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class Machine(Protocol):
+class TrainingProcess(Protocol):
     """One process's view of the machine.
 
     Attributes:
@@ -52,7 +52,7 @@ class Machine(Protocol):
         ...
 
 
-def machine_of(engine: Engine) -> Machine:
+def training_process(engine: Engine) -> TrainingProcess:
     """Return this process's machine.
 
     Raises:
@@ -60,14 +60,14 @@ def machine_of(engine: Engine) -> Machine:
     """
     device_named(engine.device, setting="training.device")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return Together(engine)
+        return DistributedProcess(engine)
     if num_processes(engine) > 1:
         expected, remedy = (
             f"{num_processes(engine)} processes",
             "Start them with ddm.training.launcher or torchrun.",
         )
         raise SetupError("training.processes", expected=expected, got="1 process", remedy=remedy)
-    return Alone(engine)
+    return SingleProcess(engine)
 
 
 def num_processes(engine: Engine) -> int:
@@ -88,7 +88,7 @@ def num_processes(engine: Engine) -> int:
     return engine.processes
 
 
-class Alone:
+class SingleProcess:
     """A single process on one device."""
 
     num_processes, rank = 1, 0
@@ -98,19 +98,19 @@ class Alone:
         self.device = device_named(engine.device)
 
     def prepare(self, model: nn.Module) -> Call:
-        """See `Machine.prepare`."""
+        """See `TrainingProcess.prepare`."""
         return _compiled(_saving_memory(model.to(self.device), self._engine), self._engine)
 
     def gathering(self, *, last: bool) -> AbstractContextManager[object]:
-        """See `Machine.gathering`."""
+        """See `TrainingProcess.gathering`."""
         return nullcontext()
 
     def total(self, value: Tensor) -> Tensor:
-        """See `Machine.total`."""
+        """See `TrainingProcess.total`."""
         return value
 
 
-class Together:
+class DistributedProcess:
     """One of several processes, each with a part of every batch and, if sharded, of the weights."""
 
     def __init__(self, engine: Engine) -> None:
@@ -124,7 +124,7 @@ class Together:
         self._replica: nn.parallel.DistributedDataParallel | None = None
 
     def prepare(self, model: nn.Module) -> Call:
-        """See `Machine.prepare`."""
+        """See `TrainingProcess.prepare`."""
         model = _saving_memory(model.to(self.device), self._engine)
         if not self._engine.shard:
             self._replica = self._accelerator.prepare_model(model)
@@ -140,11 +140,11 @@ class Together:
         return _compiled(model, self._engine)
 
     def gathering(self, *, last: bool) -> AbstractContextManager[object]:
-        """See `Machine.gathering`."""
+        """See `TrainingProcess.gathering`."""
         return nullcontext() if last or self._replica is None else self._replica.no_sync()
 
     def total(self, value: Tensor) -> Tensor:
-        """See `Machine.total`."""
+        """See `TrainingProcess.total`."""
         return torch.as_tensor(self._accelerator.reduce(value, reduction="sum"))
 
 

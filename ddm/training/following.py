@@ -11,16 +11,16 @@ from typing import Literal
 
 from ddm.errors import ArchipelagoError, SetupError
 from ddm.training.config import TrainingSettings
-from ddm.training.group import name_of
+from ddm.training.group import process_name
 from ddm.training.job import (
-    Beat,
-    Failure,
+    Heartbeat,
     JobFolder,
     Launch,
-    Result,
+    ProcessFailure,
     RunFolder,
-    read_word,
-    write_word,
+    TrainingResult,
+    read_document,
+    write_document,
 )
 from ddm.training.launcher import Command, Condition, Started, last_line, wait_for_exit
 from ddm.training.loop import Progress
@@ -92,7 +92,7 @@ class Follower:
     started: Started
     settings: TrainingSettings
     num: int = 0
-    _beat: Beat | None = None
+    _beat: Heartbeat | None = None
     _told: int = 0
     _changed: float = field(default_factory=time.monotonic)
 
@@ -108,7 +108,7 @@ class Follower:
 
     def follow(
         self, work: str, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
-    ) -> Result | None:
+    ) -> TrainingResult | None:
         """Wait for the start's end.
 
         Args:
@@ -156,7 +156,7 @@ class Follower:
         self.run.stop.touch()
 
     def _look(self, on_progress: Callable[[Progress], None]) -> None:
-        beat = read_word(Beat, self.run.beat)
+        beat = read_document(Heartbeat, self.run.beat)
         if beat is None or beat == self._beat:
             return
         self._beat, self._changed = beat, time.monotonic()
@@ -180,7 +180,7 @@ class Follower:
         code = self.started.returncode if isinstance(self.started, Command) else None
         if code is not None and self.launch.returned is None:
             self.launch = self.launch.model_copy(update={"returned": code})
-            write_word(self.launch, self.folder.launch)
+            write_document(self.launch, self.folder.launch)
 
     def _has_stopped(self, since: float) -> bool:
         """Whether a job that was asked to stop has; one that waits in a queue, or hears nothing, is ended."""
@@ -214,7 +214,7 @@ class Follower:
 
 
 def cause(
-    failures: Sequence[Failure], deaths: Sequence[str], num: int, *, again: bool
+    failures: Sequence[ProcessFailure], deaths: Sequence[str], num: int, *, again: bool
 ) -> BaseException | None:
     """Return what ended a start: an error of ours, else a death, else what came first.
 
@@ -234,13 +234,13 @@ def cause(
         name, _, how = deaths[0].partition(": ")
         return _vanished(name, f"its end: {how}", "ended")
     if failures:
-        return RuntimeError(f"{name_of(failures[0].rank, num)}:\n{failures[0].subject}")
+        return RuntimeError(f"{process_name(failures[0].rank, num)}:\n{failures[0].subject}")
     return None
 
 
-def finished(folder: JobFolder, work: str) -> Result | None:
+def finished(folder: JobFolder, work: str) -> TrainingResult | None:
     """Return the result of a job; None where there is none, or one of other work."""
-    result = read_word(Result, folder.result)
+    result = read_document(TrainingResult, folder.result)
     return result if result is not None and result.work == work else None
 
 
@@ -267,7 +267,7 @@ def _vanished(name: str, got: str, verdict: Verdict) -> SetupError:
     )
 
 
-def _as_error(failure: Failure) -> Exception:
+def _as_error(failure: ProcessFailure) -> Exception:
     if failure.kind == "system":
         return OSError(failure.code, failure.subject)
     kinds = {each.exit_code: each for each in _all_errors(ArchipelagoError)}

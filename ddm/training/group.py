@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ddm.errors import SetupError, TrustError
-from ddm.training.peer_check import strangers
+from ddm.training.peer_check import has_foreign_peers
 
 # of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
 PATIENCE_S = 30 * 60.0
@@ -46,10 +46,10 @@ class Member:
     @property
     def name(self) -> str:
         """What an error calls it."""
-        return name_of(self.rank, self.num)
+        return process_name(self.rank, self.num)
 
 
-def name_of(rank: int, num: int) -> str:
+def process_name(rank: int, num: int) -> str:
     """Return what an error calls a process."""
     return f"training process {rank + 1} of {num}"
 
@@ -84,7 +84,7 @@ def member_of(environment: Mapping[str, str]) -> Member:
     return Member(0, 1, 0, on_one_machine=True)
 
 
-def tell_torch(member: Member, environment: Mapping[str, str]) -> dict[str, str]:
+def torch_environment(member: Member, environment: Mapping[str, str]) -> dict[str, str]:
     """Return what accelerate and torch read, in the words of torchrun."""
     import torch
 
@@ -139,7 +139,7 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
             remedy="On one machine, check that `ip address show lo` is up with 127.0.0.1, and that a service's rules "
             "allow AF_INET; on several, name the network between them in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
         ) from error
-    if member.on_one_machine and "MASTER_ADDR" not in os.environ and strangers():
+    if member.on_one_machine and "MASTER_ADDR" not in os.environ and has_foreign_peers():
         raise TrustError(
             member.name,
             expected="connections with its own user's processes alone",

@@ -23,10 +23,10 @@ from ddm.images.rows import (
     write_rows,
 )
 from ddm.io.files import link_or_copy, replacing
-from ddm.training.job import Copied, Input, JobFolder, Place, Referred
+from ddm.training.job import ArrayLocation, CopiedArray, Input, JobFolder, ReferencedImages
 
 
-def keep_inputs(
+def write_inputs(
     inputs: Mapping[str, Images], files: Mapping[str, Path], folder: JobFolder, *, alone: bool
 ) -> dict[str, Input]:
     """Write what the processes of a job read into its folder, and return how its document names it.
@@ -48,7 +48,7 @@ def keep_inputs(
             link_or_copy(files[name], path)
         elif referred is None:
             _copy(images, path)
-        kept[name] = referred or Copied(place=_place_of_npy(path, folder))
+        kept[name] = referred or CopiedArray(place=_place_of_npy(path, folder))
     return kept
 
 
@@ -58,7 +58,7 @@ def open_input(given: Input, folder: JobFolder) -> Images:
     Raises:
         DataError: the file is not there, or shorter than the document says.
     """
-    if isinstance(given, Copied):
+    if isinstance(given, CopiedArray):
         return _mapped(given.place, folder)
     arrays = tuple(_array(place, folder) for place in given.places)
     array: StoredArray = arrays[0] if len(arrays) == 1 else JoinedArrays(arrays)
@@ -72,7 +72,7 @@ def open_input(given: Input, folder: JobFolder) -> Images:
     return images if given.chosen is None else Selected(images, _mapped(given.chosen, folder))
 
 
-def _referred(images: Images, folder: JobFolder, name: str) -> Referred | None:
+def _referred(images: Images, folder: JobFolder, name: str) -> ReferencedImages | None:
     """Return where images lie already; None where that is nowhere, or in a way that the document has no words for."""
     selected = images if isinstance(images, Selected) else None
     whole = selected.images if selected else images
@@ -97,11 +97,11 @@ def _referred(images: Images, folder: JobFolder, name: str) -> Referred | None:
         rows = _place_of_npy(path, folder)
     places = tuple(_place_of(each) for each in arrays if isinstance(each, FileArray))
     shift, scale = (scaled.shift, scaled.scale) if scaled else (None, None)
-    return Referred(places=places, fitted=fitted, chosen=rows, shift=shift, scale=scale)
+    return ReferencedImages(places=places, fitted=fitted, chosen=rows, shift=shift, scale=scale)
 
 
-def _place_of(array: FileArray) -> Place:
-    return Place(
+def _place_of(array: FileArray) -> ArrayLocation:
+    return ArrayLocation(
         path=str(array.path.resolve()),
         dtype=array.dtype.str,
         shape=array.shape,
@@ -109,9 +109,11 @@ def _place_of(array: FileArray) -> Place:
     )
 
 
-def _place_of_npy(path: Path, folder: JobFolder) -> Place:
+def _place_of_npy(path: Path, folder: JobFolder) -> ArrayLocation:
     header, name = npy_header(path), str(path.relative_to(folder.path))
-    return Place(path=name, dtype=header.dtype.str, shape=header.shape, offset=header.offset)
+    return ArrayLocation(
+        path=name, dtype=header.dtype.str, shape=header.shape, offset=header.offset
+    )
 
 
 def _copy(images: Images, path: Path) -> None:
@@ -131,7 +133,7 @@ def _copy(images: Images, path: Path) -> None:
         handle.truncate(begin + values.nbytes)
 
 
-def _array(place: Place, folder: JobFolder) -> FileArray:
+def _array(place: ArrayLocation, folder: JobFolder) -> FileArray:
     try:
         return FileArray(folder.path / place.path, np.dtype(place.dtype), place.shape, place.offset)
     except OSError as error:
@@ -144,7 +146,7 @@ def _array(place: Place, folder: JobFolder) -> FileArray:
         ) from error
 
 
-def _mapped(place: Place, folder: JobFolder) -> Tensor:
+def _mapped(place: ArrayLocation, folder: JobFolder) -> Tensor:
     """Map an array; what is written into it stays with this process."""
     # which checks the length, since reading beyond the end of a mapping kills
     array = _array(place, folder)

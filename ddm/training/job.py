@@ -44,7 +44,7 @@ Said = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
-class Place(Model):
+class ArrayLocation(Model):
     """An array in C order somewhere in a file.
 
     Attributes:
@@ -60,14 +60,14 @@ class Place(Model):
     offset: NaturalInt
 
 
-class Copied(Model):
+class CopiedArray(Model):
     """An array in the job's own folder, as it is."""
 
     kind: Literal["copied"] = "copied"
-    place: Place
+    place: ArrayLocation
 
 
-class Referred(Model):
+class ReferencedImages(Model):
     """Images that are read where they lie.
 
     Attributes:
@@ -78,17 +78,17 @@ class Referred(Model):
     """
 
     kind: Literal["referred"] = "referred"
-    places: Annotated[tuple[Place, ...], Field(min_length=1, max_length=4096)]
+    places: Annotated[tuple[ArrayLocation, ...], Field(min_length=1, max_length=4096)]
     fitted: DataSpec | None = None
-    chosen: Place | None = None
+    chosen: ArrayLocation | None = None
     shift: Measure | None = None
     scale: Annotated[float, Field(gt=0.0, le=1e30)] | None = None
 
 
-Input = Annotated[Copied | Referred, Field(discriminator="kind")]
+Input = Annotated[CopiedArray | ReferencedImages, Field(discriminator="kind")]
 
 
-class Job(Document):
+class TrainingJob(Document):
     """What is trained.
 
     Attributes:
@@ -147,7 +147,7 @@ class Launch(Document):
     step: NaturalInt = 0
 
 
-class Beat(Document):
+class Heartbeat(Document):
     """The sign of life of a start's first process: `count` changes every few seconds, whatever training does.
 
     Attributes:
@@ -166,7 +166,7 @@ class Beat(Document):
     seconds: Seconds = 0.0
 
 
-class Failure(Document):
+class ProcessFailure(Document):
     """Why a process ended.
 
     Attributes:
@@ -183,7 +183,7 @@ class Failure(Document):
     remedy: Said | None = None
 
 
-class Result(Document):
+class TrainingResult(Document):
     """The outcome, written after the expert: once it exists, the expert is trained.
 
     Attributes:
@@ -219,7 +219,7 @@ class RunFolder:
 
     @property
     def beat(self) -> Path:
-        """See `Beat`."""
+        """See `Heartbeat`."""
         return self.path / "beat.json"
 
     @property
@@ -233,17 +233,18 @@ class RunFolder:
         return self.path / "command.log"
 
     def failure(self, rank: int) -> Path:
-        """See `Failure`."""
+        """See `ProcessFailure`."""
         return self.path / f"failure-{rank}.json"
 
     def log(self, rank: int) -> Path:
         """What a process printed that this machine started itself."""
         return self.path / f"process-{rank}.log"
 
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[ProcessFailure]:
         """Read why processes ended, by their ranks; what is not whole is left out."""
         found = (
-            read_word(Failure, path) for path in sorted(self.path.glob("failure-*.json"))[:1024]
+            read_document(ProcessFailure, path)
+            for path in sorted(self.path.glob("failure-*.json"))[:1024]
         )
         return sorted((each for each in found if each), key=lambda each: each.rank)
 
@@ -256,7 +257,7 @@ class JobFolder:
 
     @property
     def job(self) -> Path:
-        """See `Job`."""
+        """See `TrainingJob`."""
         return self.path / "job.json"
 
     @property
@@ -291,7 +292,7 @@ class JobFolder:
 
     @property
     def result(self) -> Path:
-        """See `Result`."""
+        """See `TrainingResult`."""
         return self.path / "result.json"
 
     @property
@@ -307,7 +308,7 @@ class JobFolder:
         """Return the folder of one start."""
         return RunFolder(self.runs / launch_id)
 
-    def read_job(self) -> tuple[Job, Plan]:
+    def read_job(self) -> tuple[TrainingJob, Plan]:
         """Read what is trained, and the plan.
 
         Raises:
@@ -321,7 +322,7 @@ class JobFolder:
             raise MissingFileError(
                 str(self.path), expected="a job's folder, with job.json", got=got, remedy=remedy
             )
-        job = Job.parse(read_bounded(self.job, MAX_JOB_BYTES), subject=self.job.name)
+        job = TrainingJob.parse(read_bounded(self.job, MAX_JOB_BYTES), subject=self.job.name)
         data = read_bounded(self.plan, MAX_JOB_BYTES)
         if (found := sha256_hex(data)) != job.plan_digest:
             expected, got = f"sha256 {job.plan_digest[:16]}...", f"sha256 {found[:16]}..."
@@ -331,7 +332,7 @@ class JobFolder:
         return job, Plan.parse(data, subject=self.plan.name)
 
 
-def discard(folder: JobFolder, *, keep_checkpoints: bool = False) -> None:
+def discard_job(folder: JobFolder, *, keep_checkpoints: bool = False) -> None:
     """Remove a job's folder once its expert is where it belongs, the copies of images above all.
 
     Args:
@@ -350,12 +351,12 @@ def discard(folder: JobFolder, *, keep_checkpoints: bool = False) -> None:
         folder.path.rmdir()
 
 
-def write_word(document: Document, path: Path) -> None:
+def write_document(document: Document, path: Path) -> None:
     """Write a small document in one piece, durably."""
     write_atomic(path, document.encode())
 
 
-def write_passing(document: Document, path: Path) -> None:
+def write_transient(document: Document, path: Path) -> None:
     """Write a document in one piece that will soon be written again, and so need not survive a crash of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.new")
@@ -363,7 +364,7 @@ def write_passing(document: Document, path: Path) -> None:
     part.replace(path)
 
 
-def read_word(kind: type[DocumentT], path: Path) -> DocumentT | None:
+def read_document(kind: type[DocumentT], path: Path) -> DocumentT | None:
     """Read a small document; None where there is none, or none that can be read."""
     try:
         return kind.parse(

@@ -28,16 +28,16 @@ from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings
 from ddm.training.distributed import num_processes
 from ddm.training.following import Follower, finished, lost
-from ddm.training.inputs import keep_inputs
+from ddm.training.inputs import write_inputs
 from ddm.training.job import (
-    Job,
     JobFolder,
     Launch,
-    Result,
+    TrainingJob,
+    TrainingResult,
     new_launch_id,
-    read_word,
+    read_document,
     work_of,
-    write_word,
+    write_document,
 )
 from ddm.training.launcher import Command, Processes, start_command
 from ddm.training.loop import Progress
@@ -49,7 +49,7 @@ _COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TrainingTask:
     """What is to be trained.
 
     Attributes:
@@ -71,14 +71,14 @@ class Wanted:
 
 
 def train_job(
-    wanted: Wanted,
+    wanted: TrainingTask,
     folder: JobFolder,
     settings: TrainingSettings,
     to: Path,
     *,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
-) -> Result:
+) -> TrainingResult:
     """Train an expert, from the last checkpoint where there is one, and put it where it belongs once it verifies.
 
     Args:
@@ -109,11 +109,11 @@ def train_job(
 
 
 def _train_in_this_process(
-    wanted: Wanted,
+    wanted: TrainingTask,
     folder: JobFolder,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
-) -> Result | None:
+) -> TrainingResult | None:
     # so that late processes of an earlier start end
     _note(folder, _new_launch(wanted, "processes"))
     with only_one(folder):
@@ -122,14 +122,14 @@ def _train_in_this_process(
 
 
 def _resumed(
-    wanted: Wanted,
+    wanted: TrainingTask,
     folder: JobFolder,
     settings: TrainingSettings,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
-) -> Result | None:
+) -> TrainingResult | None:
     """Follow the start that an earlier process made by a command, if it may still go on."""
-    launch = read_word(Launch, folder.launch)
+    launch = read_document(Launch, folder.launch)
     if launch is None or launch.by != "command":
         return None
     follower = Follower(folder, launch, Command(launch), settings)
@@ -141,7 +141,7 @@ def _resumed(
     return follower.follow(wanted.work, on_progress, should_stop)
 
 
-def _started(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> Follower:
+def _started(wanted: TrainingTask, folder: JobFolder, settings: TrainingSettings) -> Follower:
     """Start the job's processes.
 
     Raises:
@@ -155,13 +155,13 @@ def _started(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> F
         processes = Processes(folder, launch.launch_id, num, torch.get_num_threads())
         return Follower(folder, launch, processes, settings, num)
     launch, command = start_command(settings, folder, launch)
-    write_word(launch, folder.launch)
+    write_document(launch, folder.launch)
     return Follower(folder, launch, command, settings)
 
 
-def _next_launch(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> Launch:
+def _next_launch(wanted: TrainingTask, folder: JobFolder, settings: TrainingSettings) -> Launch:
     by: Literal["processes", "command"] = "processes" if settings.launcher == "local" else "command"
-    before, step, futile = read_word(Launch, folder.launch), _last_step(folder), 0
+    before, step, futile = read_document(Launch, folder.launch), _last_step(folder), 0
     if before is not None and (before.work, before.by, by) == (wanted.work, "command", "command"):
         run = folder.run(before.launch_id)
         # the end of one that was stopped tells nothing
@@ -180,7 +180,7 @@ def _last_step(folder: JobFolder) -> int:
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
-def _new_launch(wanted: Wanted, by: Literal["processes", "command"]) -> Launch:
+def _new_launch(wanted: TrainingTask, by: Literal["processes", "command"]) -> Launch:
     host = socket.gethostname()[:255]
     return Launch(
         launch_id=new_launch_id(), work=wanted.work, by=by, host=host, pid=os.getpid(), started=0
@@ -189,15 +189,15 @@ def _new_launch(wanted: Wanted, by: Literal["processes", "command"]) -> Launch:
 
 def _note(folder: JobFolder, launch: Launch) -> None:
     """Put a start in force; the folders of earlier ones go, but for the last one's logs."""
-    before = read_word(Launch, folder.launch)
+    before = read_document(Launch, folder.launch)
     kept = {launch.launch_id, before.launch_id if before else None}
     for path in folder.runs.iterdir() if folder.runs.is_dir() else ():
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
-    write_word(launch, folder.launch)
+    write_document(launch, folder.launch)
 
 
-def _prepare(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> None:
+def _prepare(wanted: TrainingTask, folder: JobFolder, settings: TrainingSettings) -> None:
     """Write what the processes read; the job itself last."""
     expert, plan = wanted.expert, wanted.expert.plan
     folder.result.unlink(missing_ok=True)
@@ -209,9 +209,9 @@ def _prepare(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> N
             path=folder.base.name, bytes=expert.base.file.bytes, digest=expert.base.file.digest
         )
     alone = settings.launcher != "local"
-    inputs = keep_inputs(wanted.inputs, wanted.files, folder, alone=alone)
+    inputs = write_inputs(wanted.inputs, wanted.files, folder, alone=alone)
     write_atomic(folder.plan, plan.encode())
-    job = Job(
+    job = TrainingJob(
         plan_digest=plan.digest,
         silo_id=expert.silo_id,
         number=expert.number,
@@ -228,7 +228,7 @@ def _prepare(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> N
     write_atomic(folder.job, job.encode())
 
 
-def _collect(expert: PlannedExpert, result: Result, folder: JobFolder, to: Path) -> None:
+def _collect(expert: PlannedExpert, result: TrainingResult, folder: JobFolder, to: Path) -> None:
     """Copy the expert to where nobody but this process's user writes, verify the copy, and give it its name.
 
     Raises:

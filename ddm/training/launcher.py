@@ -21,7 +21,7 @@ from ddm.errors import SetupError
 from ddm.system.processes import Child, spawn
 from ddm.system.signals import blocked
 from ddm.training.config import TrainingSettings, filled
-from ddm.training.group import name_of
+from ddm.training.group import process_name
 from ddm.training.job import JobFolder, Launch, RunFolder
 from ddm.training.process import EXIT_STOPPED, LAUNCH_VARIABLE
 
@@ -102,7 +102,7 @@ class Processes:
                     if code - 128 in set(signal.Signals)
                     else f"exit code {code}"
                 )
-                found.append(f"{name_of(rank, num)}: {name}")
+                found.append(f"{process_name(rank, num)}: {name}")
         return found
 
     def end(self) -> None:

@@ -27,10 +27,10 @@ from ddm.training.averages import kept_steps
 from ddm.training.batches import Batch, Examples, Teach, draw_batch
 from ddm.training.checkpoints import Checkpoints
 from ddm.training.config import Engine
-from ddm.training.distributed import Machine, machine_of
+from ddm.training.distributed import TrainingProcess, training_process
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
 from ddm.training.prefetch import drawing_threads, drawn_ahead
-from ddm.training.private import Private, PrivateSteps, check_engine
+from ddm.training.private import PrivateSteps, PrivateTraining, check_engine
 from ddm.training.state import State
 
 PROGRESS_STEPS = 10
@@ -59,7 +59,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Trained:
+class FinishedTraining:
     """A finished run.
 
     Args:
@@ -94,8 +94,8 @@ def train(
     engine: Engine = Engine(),
     stops: bool = True,
     teach: Teach | None = None,
-    private: Private | None = None,
-) -> Trained:
+    private: PrivateTraining | None = None,
+) -> FinishedTraining:
     """Train a model to predict the velocity (or eps) of the images, from the last checkpoint where there is one.
 
     Args:
@@ -183,7 +183,7 @@ def train(
         _log.warning(
             "%d of %d steps had no finite gradient and took none", num_lost, state.step - first
         )
-    return Trained(state.averaged(), state.step, state.finite_loss(), state.seconds, flops)
+    return FinishedTraining(state.averaged(), state.step, state.finite_loss(), state.seconds, flops)
 
 
 class _Stepping(Protocol):
@@ -220,8 +220,8 @@ class _Steps:
         self.state.advance(drawn, self.path, self.prediction, self.teach)
 
 
-def _machine(engine: Engine, settings: Training) -> Machine:
-    machine = machine_of(engine)
+def _machine(engine: Engine, settings: Training) -> TrainingProcess:
+    machine = training_process(engine)
     if engine.accumulate * machine.num_processes > settings.batch_size:
         expected = f"at most {settings.batch_size} parts of a batch, one per image"
         got = f"{machine.num_processes} processes of {engine.accumulate} parts"
@@ -240,7 +240,7 @@ def _too_large(engine: Engine) -> SetupError:
     )
 
 
-def _stopped(machine: Machine, step: int, should_stop: Callable[[], bool]) -> bool:
+def _stopped(machine: TrainingProcess, step: int, should_stop: Callable[[], bool]) -> bool:
     """Whether to stop; all processes stop when one of them does, and agreeing on it costs time."""
     if machine.num_processes == 1:
         return should_stop()

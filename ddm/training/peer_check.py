@@ -12,7 +12,7 @@ from pathlib import Path
 from ddm.system.peers import tcp_sockets
 
 
-def strangers() -> bool:
+def has_foreign_peers() -> bool:
     """Whether a TCP connection of this process is with anybody but a process of its own user on this machine.
 
     An end that the kernel does not list counts as a stranger, and so does one whose process has yet to accept the

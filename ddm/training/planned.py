@@ -19,22 +19,22 @@ from ddm.protocol.base import File
 from ddm.protocol.plan import NoCondition, Plan
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.config import Engine
-from ddm.training.loop import Progress, Trained, train
-from ddm.training.private import Private
+from ddm.training.loop import FinishedTraining, Progress, train
+from ddm.training.private import PrivateTraining
 
 _MAX_SEED = 2**63
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseExpert:
     """The expert that training starts from: its folder, and its path, bytes and digest."""
 
     folder: Path
     file: File
 
 
-def public_base(plan: Plan, bundle: Path | None) -> Base | None:
+def public_base(plan: Plan, bundle: Path | None) -> BaseExpert | None:
     """Return the plan's public expert, from which its experts start; None where they start from random weights.
 
     Raises:
@@ -45,7 +45,7 @@ def public_base(plan: Plan, bundle: Path | None) -> Base | None:
     if bundle is None:
         got = "no folder with the plan's files"
         raise MissingFileError(plan.expert.base, expected="the plan's public expert", got=got)
-    return Base(bundle, plan.file(plan.expert.base))
+    return BaseExpert(bundle, plan.file(plan.expert.base))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PlannedExpert:
     plan: Plan
     silo_id: str
     number: int
-    base: Base | None
+    base: BaseExpert | None
     engine: Engine
     stops: bool = True
     paid: DpSgdMechanism | None = None
@@ -99,7 +99,7 @@ class PlannedExpert:
         should_stop: Callable[[], bool],
         *,
         secret: Path | None = None,
-    ) -> Trained | None:
+    ) -> FinishedTraining | None:
         """Train on `images`, for a conditional expert `labels`, and write the whole expert to `path`.
 
         A plan that trains privately needs `units` as well, and the file of the training's `secret`.
@@ -140,7 +140,7 @@ class PlannedExpert:
         save_tensors(path, weights if self.stops else _bounded(weights))
         return trained
 
-    def _private(self, unit_N: Images | None, secret: Path | None) -> Private | None:
+    def _private(self, unit_N: Images | None, secret: Path | None) -> PrivateTraining | None:
         """Return what private training needs; None for a plan that does not ask for it.
 
         Raises:
@@ -156,7 +156,7 @@ class PlannedExpert:
                 "private training", expected=expected, got="not all of these", remedy=remedy
             )
         units = unit_N if isinstance(unit_N, Tensor) else unit_N[torch.arange(len(unit_N))]
-        return Private(terms, self.paid, units.long(), read_secret(secret))
+        return PrivateTraining(terms, self.paid, units.long(), read_secret(secret))
 
 
 def _bounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ _NOISE_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
-class Private:
+class PrivateTraining:
     """What private training needs beside the recipe.
 
     Attributes:
@@ -133,7 +133,7 @@ class PrivateSteps:
 
     Args:
         state: of the run.
-        private: see `Private`.
+        private: see `PrivateTraining`.
         examples: the images.
         path: the probability path.
         prediction: what the model predicts.
@@ -146,7 +146,7 @@ class PrivateSteps:
     def __init__(
         self,
         state: State,
-        private: Private,
+        private: PrivateTraining,
         examples: Examples,
         path: Path,
         prediction: Prediction,

@@ -18,24 +18,24 @@ from ddm.images.rows import Images
 from ddm.io.locks import locked
 from ddm.protocol.base import File
 from ddm.protocol.submission import MAX_LOSS
-from ddm.training.group import PATIENCE_S, Member, join_group, member_of, tell_torch
+from ddm.training.group import PATIENCE_S, Member, join_group, member_of, torch_environment
 from ddm.training.inputs import open_input
 from ddm.training.job import (
     MAX_TEXT,
-    Beat,
-    Failure,
-    Job,
+    Heartbeat,
     JobFolder,
     Launch,
-    Result,
+    ProcessFailure,
     RunFolder,
-    read_word,
+    TrainingJob,
+    TrainingResult,
+    read_document,
     work_of,
-    write_passing,
-    write_word,
+    write_document,
+    write_transient,
 )
 from ddm.training.loop import Progress
-from ddm.training.planned import Base, PlannedExpert
+from ddm.training.planned import BaseExpert, PlannedExpert
 
 LAUNCH_VARIABLE = "ARCHIPELAGO_LAUNCH"
 BY_HAND = "byhand"  # the start of a job that no worker follows
@@ -53,7 +53,7 @@ def train_folder(folder: JobFolder, asked: str | None, stop: threading.Event) ->
         asked: the start that it belongs to; None where nobody said.
         stop: once it is set, the process writes a checkpoint and ends.
     """
-    launch = read_word(Launch, folder.launch)
+    launch = read_document(Launch, folder.launch)
     launch_id = asked or (launch.launch_id if launch else BY_HAND)
     run, rank = folder.run(launch_id), 0
     try:
@@ -66,7 +66,7 @@ def train_folder(folder: JobFolder, asked: str | None, stop: threading.Event) ->
     except Exception as error:
         failure = _failure(rank, error)
         with suppress(OSError):  # where the disk is full, the exit code has to do
-            write_word(failure, run.failure(rank))
+            write_document(failure, run.failure(rank))
         _print(failure)
         return failure.code if failure.kind == "ours" else EXIT_BROKEN
     return 0
@@ -84,8 +84,8 @@ def _train(
     job, plan = folder.read_job()
     _check_number(job, member)
     torch.set_num_threads(job.threads)
-    os.environ |= tell_torch(member, os.environ)
-    base = Base(folder.path, job.base) if job.base else None
+    os.environ |= torch_environment(member, os.environ)
+    base = BaseExpert(folder.path, job.base) if job.base else None
     engine = job.engine.model_copy(update={"processes": member.num})
     expert = PlannedExpert(
         plan, job.silo_id, job.number, base, engine, stops=job.stops, paid=job.paid
@@ -122,7 +122,7 @@ def train_here(
     )
     if trained is None:  # another process has it
         return
-    result = Result(
+    result = TrainingResult(
         work=work_of(expert.plan.digest, expert.silo_id, expert.number, data),
         steps=trained.steps,
         loss=min(trained.loss, MAX_LOSS),
@@ -130,10 +130,10 @@ def train_here(
         flops=trained.flops,
         expert=File.of(folder.expert.name, folder.expert),
     )
-    write_word(result, folder.result)
+    write_document(result, folder.result)
 
 
-def _check_number(job: Job, member: Member) -> None:
+def _check_number(job: TrainingJob, member: Member) -> None:
     """Refuse to train beside others who each believe to be alone.
 
     Raises:
@@ -212,16 +212,16 @@ class _Pulse:
     def beat(self, *, ended: bool = False) -> None:
         """Write a sign of life with the latest progress; a file system that refuses one may take the next."""
         self.count += 1
-        beat = Beat(count=self.count, ended=ended)
+        beat = Heartbeat(count=self.count, ended=ended)
         with suppress(OSError):
             told = (
                 vars(self.latest) | {"loss": min(self.latest.loss, MAX_LOSS)} if self.latest else {}
             )
-            write_passing(beat.model_copy(update=told), self.run.beat)
+            write_transient(beat.model_copy(update=told), self.run.beat)
 
     def look(self) -> None:
         """Stop where the follower asks for it, has begun another start, or has removed the folder."""
-        launch = read_word(Launch, self.folder.launch)
+        launch = read_document(Launch, self.folder.launch)
         fenced = launch is not None and self.launch_id not in (launch.launch_id, BY_HAND)
         if fenced or self.run.stop.exists() or not self.folder.job.exists():
             self.stop.set()
@@ -257,13 +257,13 @@ def _silence() -> Iterator[Callable[[Progress], None]]:
     yield lambda progress: None
 
 
-def _failure(rank: int, error: Exception) -> Failure:
+def _failure(rank: int, error: Exception) -> ProcessFailure:
     if isinstance(error, ArchipelagoError):
         said = [
             (text or "")[:MAX_TEXT] or None for text in (error.expected, error.got, error.remedy)
         ]
         expected, got, remedy = said
-        return Failure(
+        return ProcessFailure(
             rank=rank,
             kind="ours",
             code=error.exit_code,
@@ -273,11 +273,13 @@ def _failure(rank: int, error: Exception) -> Failure:
             remedy=remedy,
         )
     if isinstance(error, OSError) and error.errno is not None:
-        return Failure(rank=rank, kind="system", code=error.errno, subject=error.strerror or "")
-    return Failure(rank=rank, kind="other", subject=traceback.format_exc()[-MAX_TEXT:])
+        return ProcessFailure(
+            rank=rank, kind="system", code=error.errno, subject=error.strerror or ""
+        )
+    return ProcessFailure(rank=rank, kind="other", subject=traceback.format_exc()[-MAX_TEXT:])
 
 
-def _print(failure: Failure) -> None:
+def _print(failure: ProcessFailure) -> None:
     from ddm.system.console import say
 
     parts = {"expected": failure.expected, "found": failure.got, "to do": failure.remedy}

@@ -23,7 +23,7 @@ from ddm.training.averages import (
 )
 from ddm.training.batches import Batch, Teach
 from ddm.training.checkpoints import Checkpoints
-from ddm.training.distributed import Machine
+from ddm.training.distributed import TrainingProcess
 from ddm.training.masking import kept_patches
 from ddm.training.schedule import learning_rate
 from ddm.training.weighting import loss_weights, weighted_mean
@@ -51,7 +51,7 @@ class State:
         self,
         model: nn.Module,
         settings: Training,
-        machine: Machine,
+        machine: TrainingProcess,
         accumulate: int,
         *,
         stops: bool = True,

@@ -25,7 +25,7 @@ from ddm.diffusion.path import path_named
 from ddm.protocol.base import sha256_hex
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder
-from ddm.training.jobs import Wanted, train_job
+from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.loop import Progress, train
 from ddm.training.planned import PlannedExpert
 from silo.worker.progress import NOTE_S
@@ -84,7 +84,7 @@ def spent(kind: str, images: torch.Tensor, num_steps: int) -> float:
             )
         else:
             train_job(
-                Wanted(expert, {"images": images}, sha256_hex(b"benchmark")),
+                TrainingTask(expert, {"images": images}, sha256_hex(b"benchmark")),
                 JobFolder(folder / "job"),
                 settings,
                 folder / "expert.safetensors",

@@ -22,7 +22,7 @@ from ddm.evaluation.copies import pixels
 from ddm.evaluation.neighbours import nearest_few
 from ddm.images.rows import Selected, blocks
 from ddm.protocol.base import File
-from ddm.training.job import discard
+from ddm.training.job import discard_job
 from ddm.training.jobs import train_job
 from ddm.training.loop import Progress
 from silo.audit.document import ExpertAudit
@@ -159,7 +159,7 @@ class _Trained:
             train_job(
                 wanted, folder, settings, path, on_progress=watch, should_stop=self.should_stop
             )
-            discard(folder)
+            discard_job(folder)
         else:
             self.meter.add(3 * size * num_steps)
         return File.of(path.name, path)

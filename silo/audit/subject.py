@@ -21,8 +21,8 @@ from ddm.protocol.plan import ClassCondition, NoCondition, Plan
 from ddm.system.devices import device_named
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder
-from ddm.training.jobs import Wanted
-from ddm.training.planned import Base, PlannedExpert
+from ddm.training.jobs import TrainingTask
+from ddm.training.planned import BaseExpert, PlannedExpert
 from silo.data.cohort import Cohort
 
 # Shape legend: N images, I images of one side, U units.
@@ -81,13 +81,13 @@ class Subject:
     pixels: Images
     learned_N: Tensor
     held_N: Tensor
-    public: Base | None
+    public: BaseExpert | None
     secret: bytes
     num_samples: int
     settings: TrainingSettings
     folder: Path
     job: Callable[[str], JobFolder]
-    wanted: Callable[[PlannedExpert, Tensor, JobFolder], Wanted]
+    wanted: Callable[[PlannedExpert, Tensor, JobFolder], TrainingTask]
 
     @property
     def plan(self) -> Plan:
@@ -95,9 +95,9 @@ class Subject:
         return self.expert.plan
 
     @cached_property
-    def base(self) -> Base:
+    def base(self) -> BaseExpert:
         """The expert itself, as others start from it."""
-        return Base(self.file.parent, File.of(self.file.name, self.file))
+        return BaseExpert(self.file.parent, File.of(self.file.name, self.file))
 
     @cached_property
     def digest(self) -> str:
@@ -158,7 +158,7 @@ class Subject:
             case _:
                 return self.inputs.text_NLD
 
-    def planned(self, base: Base | None, num_steps: int, *, quick: bool) -> PlannedExpert:
+    def planned(self, base: BaseExpert | None, num_steps: int, *, quick: bool) -> PlannedExpert:
         """Return a training of a few steps; `quick` forgets the average at once, for one that is to overfit."""
         training = self.plan.expert.training.model_copy(
             update={

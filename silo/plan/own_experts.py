@@ -10,13 +10,13 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.continuation import check_continuation
 from ddm.protocol.plan import OwnAdaptation, Plan
 from ddm.protocol.submission import Submission, submission_path
-from ddm.training.planned import Base
+from ddm.training.planned import BaseExpert
 from silo.config import Site
 
 _REMEDY = "Restore private/ and outbox/ from backup, or ask the aggregator for a plan that trains from random weights."
 
 
-def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, Base]:
+def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, BaseExpert]:
     """Return the experts that this silo trains on, by their names; empty where it starts from random weights.
 
     The plan names the digest of the silo's submission, which names those of its experts and of the earlier plan. The
@@ -37,7 +37,7 @@ def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, Base]:
     found = {}
     for expert in submission.experts:
         file = expert.file.model_copy(update={"path": "expert.safetensors"})
-        found[expert.expert_id] = Base(home / expert.expert_id, file)
+        found[expert.expert_id] = BaseExpert(home / expert.expert_id, file)
     return found
 
 

@@ -17,8 +17,8 @@ from ddm.protocol.base import now_utc
 from ddm.protocol.plan import RandomPartition
 from ddm.protocol.submission import AuditVerdict
 from ddm.training.job import JobFolder
-from ddm.training.jobs import Wanted
-from ddm.training.planned import Base, PlannedExpert, public_base
+from ddm.training.jobs import TrainingTask
+from ddm.training.planned import BaseExpert, PlannedExpert, public_base
 from silo.audit.document import ExpertAudit, read_report
 from silo.audit.holdout import held_out, num_held_out
 from silo.audit.measuring import audit_expert
@@ -62,7 +62,7 @@ class Audited:
     inputs: Cohort
     fine_N: Tensor
     held_N: Tensor
-    own: Mapping[str, Base]
+    own: Mapping[str, BaseExpert]
 
 
 def check_auditable(accepted: AcceptedPlan, policy: Policy, cohort: Cohort) -> None:
@@ -212,6 +212,8 @@ def _job(work: Workspace, jobs: Path | None, expert_id: str, name: str) -> JobFo
     return work.job(f"audit-{expert_id}-{name}", jobs)
 
 
-def _wanted(inputs: Cohort, expert: PlannedExpert, chosen: Tensor, folder: JobFolder) -> Wanted:
+def _wanted(
+    inputs: Cohort, expert: PlannedExpert, chosen: Tensor, folder: JobFolder
+) -> TrainingTask:
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # where texts are copied to
     return wanted_job(expert, inputs, chosen, folder)

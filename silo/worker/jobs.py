@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddm.training.config import TrainingSettings
-from ddm.training.job import JobFolder, Launch, discard, read_word
+from ddm.training.job import JobFolder, Launch, discard_job, read_document
 from silo.config import Site
 
 
@@ -18,11 +18,11 @@ def end_jobs(site: Site, plan_id: str) -> None:
     settings = site.settings()
     shared = jobs_of(settings.training, settings.silo_id)
     for folder in _folders(site.work_folder(plan_id) / "experts", "*/training"):
-        if (launch := read_word(Launch, folder.launch)) and launch.by == "command":
+        if (launch := read_document(Launch, folder.launch)) and launch.by == "command":
             folder.run(launch.launch_id).path.mkdir(parents=True, exist_ok=True)
             folder.run(launch.launch_id).stop.touch()
     for folder in _folders(shared / plan_id, "*") if shared else ():
-        discard(folder)
+        discard_job(folder)
 
 
 def discard_others(jobs: Path, plan_id: str) -> None:
@@ -30,7 +30,7 @@ def discard_others(jobs: Path, plan_id: str) -> None:
     for plan in jobs.iterdir() if jobs.is_dir() else ():
         if plan.name != plan_id and plan.is_dir() and not plan.is_symlink():
             for folder in _folders(plan, "*"):
-                discard(folder)
+                discard_job(folder)
 
 
 def _folders(within: Path, pattern: str) -> Iterator[JobFolder]:

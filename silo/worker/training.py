@@ -26,10 +26,10 @@ from ddm.protocol.plan import ClassCondition, NoCondition, Plan, SiloClusterPart
 from ddm.protocol.submission import ExpertTraining
 from ddm.routers.counts import counts_specs
 from ddm.training.config import TrainingSettings
-from ddm.training.job import JobFolder, discard
-from ddm.training.jobs import Wanted, train_job
+from ddm.training.job import JobFolder, discard_job
+from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.loop import Progress
-from ddm.training.planned import Base, PlannedExpert, public_base
+from ddm.training.planned import BaseExpert, PlannedExpert, public_base
 from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
@@ -40,7 +40,7 @@ from silo.worker.jobs import discard_others, jobs_of
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
 
-_NO_EXPERTS: Mapping[str, Base] = MappingProxyType({})
+_NO_EXPERTS: Mapping[str, BaseExpert] = MappingProxyType({})
 
 
 def fewest_images(plan: Plan, policy: Policy) -> int:
@@ -83,7 +83,7 @@ def train_experts(
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
     bundle: Path | None = None,
-    own: Mapping[str, Base] = _NO_EXPERTS,
+    own: Mapping[str, BaseExpert] = _NO_EXPERTS,
     engine: TrainingSettings = TrainingSettings(),
     held_N: Tensor | None = None,
     paid: PaidTraining | None = None,
@@ -141,7 +141,7 @@ def train_experts(
             _train_expert(
                 wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop, paid
             )
-        discard(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
+        discard_job(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
         seconds += work.record(part.expert_id).training.seconds
         # again: with several processes, one may write the record before `watch` stops them
         _check_time(plan, seconds)
@@ -212,7 +212,9 @@ def labels_of(plan: Plan, cohort: Cohort, chosen: Tensor, folder: Path) -> Tenso
     return condition_N[chosen] if by_class else some_texts(condition_N, chosen, folder)
 
 
-def wanted_job(expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: JobFolder) -> Wanted:
+def wanted_job(
+    expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: JobFolder
+) -> TrainingTask:
     """Say what a job trains on: the chosen images, int64, ascending, with their conditions."""
     inputs: dict[str, Images] = {"images": select(cohort.images, chosen)}
     labels = labels_of(expert.plan, cohort, chosen, folder.path)
@@ -220,11 +222,13 @@ def wanted_job(expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: Jo
         inputs["labels"] = labels
     if expert.plan.expert.privacy:
         inputs["units"] = torch.unique(cohort.unit_N[chosen], return_inverse=True)[1]
-    return Wanted(expert, inputs, sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes()))
+    return TrainingTask(
+        expert, inputs, sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes())
+    )
 
 
 def _train_expert(
-    wanted: Wanted,
+    wanted: TrainingTask,
     cohort: Cohort,
     expert_id: str,
     work: Workspace,

@@ -33,7 +33,7 @@ from ddm.protocol.plan import DataSpec, TransformSpec, UniformT
 from ddm.protocol.submission import MAX_LOSS
 from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
-from ddm.training.distributed import machine_of
+from ddm.training.distributed import training_process
 from ddm.training.loop import train
 from ddm.training.state import State
 from silo.data.declared import check_values, facts_of
@@ -522,7 +522,7 @@ def test_training_whose_gradient_overflows_for_one_image_goes_on_at_a_silo(
 def test_sum_of_losses_that_overflows_stops_no_silo() -> None:
     """Each image's is finite, and so is each gradient; of public data it is an error."""
     for stops in (False, True):
-        machine = machine_of(Engine(device="cpu"))
+        machine = training_process(Engine(device="cpu"))
         state = State(
             nn.Linear(2, 1), training(num_steps=30, batch_size=2), machine, 1, stops=stops
         )

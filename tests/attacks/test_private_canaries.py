@@ -19,7 +19,7 @@ from ddm.privacy.accounting import noise_multiplier_for
 from ddm.privacy.secret_stream import SecretStream
 from ddm.protocol.plan import DpSgd
 from ddm.protocol.weight_privacy import DpSgdMechanism
-from ddm.training.private import STEPS_PER_CLIP, Private, noise_of, sensitivity
+from ddm.training.private import STEPS_PER_CLIP, PrivateTraining, noise_of, sensitivity
 from tests.support.case import case
 
 CANARIES, STEPS, DELTA, CONFIDENCE = 200_000, 8, 1e-8, 0.95
@@ -47,7 +47,7 @@ def scores(
     terms = DpSgd(epsilon=epsilon, delta=DELTA, units_per_step=round(rate * CANARIES))
     secret = bytes(range(32))  # known, so that the figures are the same in every run
     paid = DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=STEPS)
-    source = Private(terms, paid, torch.arange(CANARIES), secret)
+    source = PrivateTraining(terms, paid, torch.arange(CANARIES), secret)
     coins = np.where(np.random.default_rng(0).random(CANARIES) < 0.5, 1.0, -1.0)
     ratio, largest = np.zeros(CANARIES), sensitivity(CANARIES)
     for step in range(STEPS):

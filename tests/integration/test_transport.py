@@ -19,8 +19,8 @@ from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import find_nginx
 from ddm.errors import BusyError, TransportError
+from ddm.system.guard import descendants
 from ddm.system.processes import flower_environment, free_port
-from ddm.system.reaper import descendants
 from silo.courier.supernode import Courier, make_node_key
 from tests.support.bundles import Signer, site_settings
 from tests.support.processes import alive
@@ -424,7 +424,7 @@ def stopped(folder, pattern):
         line = (
             Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         )
-        if pattern in line and "ddm.system.reaper {" not in line:
+        if pattern in line and "ddm.system.guard {" not in line:
             os.kill(pid, signal.SIGSTOP)
             found.append(pid)
     return found

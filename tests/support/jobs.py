@@ -11,8 +11,8 @@ import torch
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.training.config import TrainingSettings
-from ddm.training.job import JobFolder, Result
-from ddm.training.jobs import Wanted, train_job
+from ddm.training.job import JobFolder, TrainingResult
+from ddm.training.jobs import TrainingTask, train_job
 from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert
 from tests.support.documents import plan_document, to_bytes
@@ -41,7 +41,7 @@ def plan_of(kind: str = "dit", **training: object) -> Plan:
     return Plan.parse(to_bytes(document), subject="plan")
 
 
-def wanted_of(kind: str = "dit", **training: object) -> Wanted:
+def wanted_of(kind: str = "dit", **training: object) -> TrainingTask:
     """The first expert of such a plan, and its inputs in memory."""
     random = torch.Generator().manual_seed(0)
     inputs = {"images": torch.rand(NUM, *SHAPE, generator=random) * 2 - 1}
@@ -50,7 +50,7 @@ def wanted_of(kind: str = "dit", **training: object) -> Wanted:
     expert = PlannedExpert(
         plan_of(kind, **training), "north", 0, None, TrainingSettings(device="cpu").engine
     )
-    return Wanted(expert, inputs, sha256_hex(b"data"))
+    return TrainingTask(expert, inputs, sha256_hex(b"data"))
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Trial:
 
     path: Path
     settings: TrainingSettings = TrainingSettings(device="cpu")
-    wanted: Wanted = field(default_factory=wanted_of)
+    wanted: TrainingTask = field(default_factory=wanted_of)
     told: list[Progress] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -73,7 +73,9 @@ class Trial:
         """Where the expert goes."""
         return self.path / "kept" / "expert.safetensors"
 
-    def __call__(self, on_progress: Callable[[Progress], None] = lambda told: None) -> Result:
+    def __call__(
+        self, on_progress: Callable[[Progress], None] = lambda told: None
+    ) -> TrainingResult:
         """Train to the end."""
 
         def note(progress: Progress) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import tomli_w
 
 from aggregator.config import Federation
+from ddm.system.guard import descendants
 from ddm.system.processes import Child, free_port, program, spawn, terminate_all
-from ddm.system.reaper import descendants
 from silo.config import Site
 from tests.support.federation import POLICY, images, recipe, waive, write_policy
 
@@ -130,7 +130,7 @@ class Operators:
             except OSError:
                 continue
             # A guard's own line holds the whole command; it is not the program.
-            if pattern in line and "-m ddm.system.reaper {" not in line:
+            if pattern in line and "-m ddm.system.guard {" not in line:
                 found.append(pid)
         return found
 

@@ -25,7 +25,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
-from ddm.training.job import Beat, Failure, Job, Launch, Result
+from ddm.training.job import Heartbeat, Launch, ProcessFailure, TrainingJob, TrainingResult
 from ddm.transport.flower import decode_reply, decode_request, encode
 from ddm.transport.messages import (
     Ask,
@@ -282,7 +282,7 @@ _EXPERT = {"path": "expert.safetensors", "bytes": 8, "digest": DIGEST}
 _PLACE = {"path": "images.npy", "dtype": "<f4", "shape": [3, 1, 8, 8], "offset": 128}
 _FITTED = {"shape": [1, 8, 8], "range": [-1.0, 1.0]}
 _JOB: Mapping[type[Document], dict[str, Any]] = {
-    Job: {
+    TrainingJob: {
         **{"plan_digest": DIGEST, "silo_id": "north", "number": 1, "data": DIGEST, "threads": 2},
         **{
             "engine": {"processes": 2, "device": "cpu"},
@@ -307,12 +307,12 @@ _JOB: Mapping[type[Document], dict[str, Any]] = {
         },
         **{"returned": 1, "futile": 1, "step": 2},
     },
-    Failure: {
+    ProcessFailure: {
         **{"rank": 0, "kind": "ours", "code": 7, "subject": "images"},
         **{"expected": "a number", "got": "none", "remedy": "Try again."},
     },
-    Beat: {"count": 2, "step": 3, "num_steps": 4, "loss": 0.5},
-    Result: {
+    Heartbeat: {"count": 2, "step": 3, "num_steps": 4, "loss": 0.5},
+    TrainingResult: {
         "work": DIGEST,
         "steps": 3,
         "loss": 0.5,

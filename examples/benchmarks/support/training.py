@@ -10,10 +10,12 @@ from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit, Training, UniformT
 from ddm.training.config import Engine
-from ddm.training.loop import Trained, train
+from ddm.training.loop import FinishedTraining, train
 
 
-def train_expert(architecture: Dit, images: Tensor, settings: Training) -> tuple[Trained, float]:
+def train_expert(
+    architecture: Dit, images: Tensor, settings: Training
+) -> tuple[FinishedTraining, float]:
     """Train an expert on images (N, C, H, W); return what came of it, and the seconds of the whole call."""
     model = build_expert(architecture, tuple(images.shape[1:]))
     with tempfile.TemporaryDirectory() as folder:

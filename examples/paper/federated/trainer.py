@@ -19,7 +19,7 @@ from ddm.models import build_expert
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.plan import LogitNormalT
 from ddm.training.config import Engine
-from ddm.training.loop import Trained
+from ddm.training.loop import FinishedTraining
 from ddm.training.loop import train as train_model
 from examples.paper.federated.flattening import WEIGHTS, flat, named
 from examples.paper.federated.handing import ANSWERED, ASKED, hand, handed, trainer_folder
@@ -60,7 +60,7 @@ def main() -> None:
 
 def learn(
     terms: Terms, silo: int, number: int, state: dict[str, Tensor], images: Tensor, mu: float
-) -> tuple[dict[str, Tensor], Trained]:
+) -> tuple[dict[str, Tensor], FinishedTraining]:
     """Train one round with the library's own loop.
 
     Args:

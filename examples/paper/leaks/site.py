@@ -29,9 +29,9 @@ from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.routers.sketch import Sketch
 from ddm.system.console import progress
 from ddm.training.config import Engine, TrainingSettings
-from ddm.training.job import JobFolder, Result, discard
-from ddm.training.jobs import Wanted, train_job
-from ddm.training.planned import Base, PlannedExpert
+from ddm.training.job import JobFolder, TrainingResult, discard_job
+from ddm.training.jobs import TrainingTask, train_job
+from ddm.training.planned import BaseExpert, PlannedExpert
 from examples.paper.leaks.choices import CHOICES, HELD_OUT, PUBLIC, Choice, plan_of
 from examples.paper.tables.data import Part, World
 from silo.audit.document import ExpertAudit
@@ -136,7 +136,9 @@ class Silo:
         self.workshop.train(
             self.expert, self.cohort, torch.arange(self.num), self.file, self.choice.label
         )
-        return Result.parse(self.file.with_suffix(_RESULT).read_bytes(), subject="result").seconds
+        return TrainingResult.parse(
+            self.file.with_suffix(_RESULT).read_bytes(), subject="result"
+        ).seconds
 
     def audit(self) -> ExpertAudit:
         """Audit the expert as its site would."""
@@ -166,7 +168,7 @@ class Silo:
         """Return FID and KID of the expert's samples against test images."""
         return self.workshop.judge(self.expert, self.file, num_samples)
 
-    def _wanted(self, expert: PlannedExpert, chosen: Tensor, folder: JobFolder) -> Wanted:
+    def _wanted(self, expert: PlannedExpert, chosen: Tensor, folder: JobFolder) -> TrainingTask:
         folder.path.mkdir(parents=True, exist_ok=True)
         return wanted_job(expert, self.cohort, chosen, folder)
 
@@ -216,13 +218,13 @@ class Workshop:
         return Side.of(self.classifier.encode(self.data.test), NEIGHBOURS)
 
     @cached_property
-    def base(self) -> Base:
+    def base(self) -> BaseExpert:
         """The public expert, trained once."""
         path, images = self.folder / "base" / "expert.safetensors", self.data.public
         self.train(
             self.public_expert, cohort_of(images), torch.arange(len(images)), path, PUBLIC.label
         )
-        return Base(path.parent, File.of(path.name, path))
+        return BaseExpert(path.parent, File.of(path.name, path))
 
     @cached_property
     def public_expert(self) -> PlannedExpert:
@@ -249,7 +251,7 @@ class Workshop:
                 should_stop=lambda: False,
             )
         write_atomic(path.with_suffix(_RESULT), result.encode())
-        discard(folder)
+        discard_job(folder)
 
     def judge(self, expert: PlannedExpert, file: Path, num_samples: int) -> dict[str, Estimate]:
         """Return FID and KID of an expert's samples against test images."""

@@ -22,7 +22,7 @@ from ddm.routers.samples import training_flops as router_flops
 from ddm.system.console import progress
 from ddm.system.devices import device_named
 from ddm.training.config import Engine
-from ddm.training.loop import Progress, Trained, train
+from ddm.training.loop import FinishedTraining, Progress, train
 from examples.paper.recipes import ROWS as RECIPES
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import World
@@ -34,7 +34,9 @@ WEIGHTS, RECORD = "model.safetensors", "cost.json"
 _APART = 1000  # between two seeds: an expert adds its number, and each draws weights and batches of its own
 FORMER = RECIPES["plain"]  # what plans left to the library before its defaults were measured
 
-Run = Callable[[nn.Module, Path, Engine, Callable[[Progress], None], Callable[[], bool]], Trained]
+Run = Callable[
+    [nn.Module, Path, Engine, Callable[[Progress], None], Callable[[], bool]], FinishedTraining
+]
 """Trains a fresh model, with its folder of checkpoints, the engine, where progress goes, and what is asked to stop."""
 
 
@@ -207,7 +209,7 @@ def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str
         engine: Engine,
         on_progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
-    ) -> Trained:
+    ) -> FinishedTraining:
         return train(
             model,
             part.images,

@@ -13,7 +13,7 @@ from ddm.models import count_flops
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import LogitNormalT
 from ddm.training.config import Engine
-from ddm.training.loop import Progress, Trained
+from ddm.training.loop import FinishedTraining, Progress
 from examples.paper.tables.models import RECORD, Made, Workshop
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Student
@@ -54,7 +54,7 @@ def student(
         engine: Engine,
         on_progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
-    ) -> Trained:
+    ) -> FinishedTraining:
         if source.start == "expert":
             model.load_state_dict(_largest(teachers.ensemble).state_dict())
         return distill(

@@ -20,7 +20,7 @@ from ddm.privacy.accounting import noise_multiplier_for
 from ddm.protocol.plan import Audit, Dit, DpSgd, Training, UniformT
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.loop import train
-from ddm.training.private import Private
+from ddm.training.private import PrivateTraining
 
 SHAPE = (1, 6, 6)
 CPU = torch.device("cpu")
@@ -153,7 +153,7 @@ def trained(
     recipe: Training,
     folder: Path,
     start: nn.Module | None = None,
-    private: Private | None = None,
+    private: PrivateTraining | None = None,
 ) -> nn.Module:
     network = Dit.model_validate({"kind": "dit", "patch": 2, "hidden": 48, "depth": 2, "heads": 4})
     shape = images.shape[1:]
@@ -175,17 +175,21 @@ def trained(
     return expert.eval().requires_grad_(False)
 
 
-def privately(num_units: int, num_steps: int) -> Private:
+def privately(num_units: int, num_steps: int) -> PrivateTraining:
     """Private training at epsilon 8 for each image, with the noise that this takes."""
     terms = DpSgd(epsilon=8.0, delta=1e-5, units_per_step=8, images_per_unit=1, draws=4)
     rate = terms.rate(num_units)
     noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, num_steps)
     paid = DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=num_steps)
-    return Private(terms, paid, torch.arange(num_units), bytes(range(32)))
+    return PrivateTraining(terms, paid, torch.arange(num_units), bytes(range(32)))
 
 
 def audited(
-    learned: Tensor, held: Tensor, num_steps: int, folder: Path, private: Private | None = None
+    learned: Tensor,
+    held: Tensor,
+    num_steps: int,
+    folder: Path,
+    private: PrivateTraining | None = None,
 ) -> tuple[str, str]:
     """Train an expert and audit it as a site does."""
     recipe, num = settings(num_steps), min(len(held), len(learned) // 2)

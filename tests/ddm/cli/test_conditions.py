@@ -235,7 +235,7 @@ def test_processes_share_samples_with_classes_of_their_own(
         for rank in range(num):
             work(rank, num, on_report)
 
-    monkeypatch.setattr("ddm.cli.drawing.do_together", in_turn)
+    monkeypatch.setattr("ddm.cli.drawing.run_parts", in_turn)
     release = opened(owner)
     source = ReleaseSource(
         release.plan, release.manifest, release.folder, None, Computing("cpu", Arithmetic(), 1)

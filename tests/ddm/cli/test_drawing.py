@@ -61,7 +61,7 @@ def test_processes_draw_what_one_would(
         for rank in range(num):
             work(rank, num, on_report)
 
-    monkeypatch.setattr("ddm.cli.drawing.do_together", in_turn)
+    monkeypatch.setattr("ddm.cli.drawing.run_parts", in_turn)
     for strategy in STRATEGIES:
         for num_processes in (2, 3):
             with case(strategy=strategy, num_processes=num_processes):
@@ -94,7 +94,7 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
             monkeypatch.undo()
 
     with monkeypatch.context() as patched:
-        patched.setattr("ddm.cli.drawing.do_together", in_turn)
+        patched.setattr("ddm.cli.drawing.run_parts", in_turn)
         draw_together(job, NUM, 2, shares_of(job), lambda done, total: None)
     assert loaded == experts_of
     assert sum(map(len, loaded.values())) <= len(job.how["prior"]) + 1

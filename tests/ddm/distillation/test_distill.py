@@ -21,7 +21,7 @@ from ddm.protocol.manifest import PublishedExpert
 from ddm.protocol.plan import ExpertObjective, Training
 from ddm.training.batches import Batch
 from ddm.training.config import Engine
-from ddm.training.loop import Trained
+from ddm.training.loop import FinishedTraining
 from tests.ddm.training.test_objectives import LEARNED, exact_expert
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
@@ -91,7 +91,7 @@ def taught(
     source: str = "test",
     should_stop: Callable[[], bool] = lambda: False,
     engine: Engine = Engine(device="cpu"),
-) -> Trained:
+) -> FinishedTraining:
     return distill(
         ensemble,
         small(),
@@ -106,7 +106,7 @@ def taught(
     )
 
 
-def relative_error(student: Trained) -> float:
+def relative_error(student: FinishedTraining) -> float:
     """``sqrt(E |v - u|^2 / E |u|^2)`` over t uniform and x drawn from p_t."""
     network = small()
     network.load_state_dict(student.ema)
@@ -121,7 +121,7 @@ def relative_error(student: Trained) -> float:
     return float(((found_BD - exact_BD).square().sum() / exact_BD.square().sum()).sqrt())
 
 
-def same_bytes(one: Trained, other: Trained) -> bool:
+def same_bytes(one: FinishedTraining, other: FinishedTraining) -> bool:
     return all(
         one.ema[name].numpy().tobytes() == value.numpy().tobytes()
         for name, value in other.ema.items()

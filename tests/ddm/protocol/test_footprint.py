@@ -31,8 +31,8 @@ from ddm.protocol.sizes import network_size
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
-from ddm.training.distributed import machine_of
-from ddm.training.private import Private, PrivateSteps
+from ddm.training.distributed import training_process
+from ddm.training.private import PrivateSteps, PrivateTraining
 from ddm.training.state import State
 from tests.support.documents import plan_document, to_bytes
 
@@ -134,13 +134,13 @@ def test_memory_of_a_private_step_is_bracketed() -> None:
     expert, paid = asked.expert, DpSgdMechanism(noise_multiplier=0.8, rate=1.0, steps=1)
     assert expert.privacy is not None
     private, images = (
-        Private(expert.privacy, paid, torch.arange(3), b"s" * 32),
+        PrivateTraining(expert.privacy, paid, torch.arange(3), b"s" * 32),
         Examples(torch.rand(3, 1, 4, 4)),
     )
     model = build_expert(expert.architecture, asked.expert_shape)
 
     def step() -> None:
-        state = State(model, expert.training, machine_of(Engine(device="cpu")), 1)
+        state = State(model, expert.training, training_process(Engine(device="cpu")), 1)
         steps = PrivateSteps(state, private, images, LinearPath(), "velocity", UniformT())
         steps.advance(steps.draw(0))
 

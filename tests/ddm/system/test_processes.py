@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import MissingFileError
-from ddm.system.processes import free_port, port_in_use, program, script_command, spawn, used
-from ddm.system.reaper import RotatingLog, descendants
+from ddm.system.guard import RotatingLog, descendants
+from ddm.system.processes import (
+    free_port,
+    port_in_use,
+    processor_use,
+    program,
+    script_command,
+    spawn,
+)
 from tests.support.processes import alive
 from tests.support.waiting import wait_until
 
@@ -158,10 +165,10 @@ def test_secret_reaches_the_program_and_no_place_where_others_look(tmp_path):
 
 def test_process_that_sleeps_wants_no_processor_and_one_that_computes_has_had_it() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as asleep:
-        wait_until(lambda: not used(asleep.pid)[0])
+        wait_until(lambda: not processor_use(asleep.pid)[0])
         asleep.kill()
-    assert used(asleep.pid) == (False, 0.0)
+    assert processor_use(asleep.pid) == (False, 0.0)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as awake:
-        wait_until(lambda: used(awake.pid)[1] > 0.2)
-        assert used(awake.pid)[0]
+        wait_until(lambda: processor_use(awake.pid)[1] > 0.2)
+        assert processor_use(awake.pid)[0]
         awake.kill()

@@ -12,7 +12,7 @@ import pytest
 
 from ddm.errors import TransportError
 from ddm.system.processes import Child, spawn
-from ddm.system.supervisor import Heartbeat, Program, Supervisor
+from ddm.system.supervisor import HeartbeatFile, Program, Supervisor
 from tests.support.processes import alive
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -44,7 +44,7 @@ def starter(folder: Path, code: str, name: str = "worker") -> Callable[[], Child
 
 def worker(folder: Path, silent_s: float = 1.5) -> Program:
     (folder / "work").touch()
-    beat = Heartbeat(folder / "alive").beats
+    beat = HeartbeatFile(folder / "alive").beats
     start = starter(folder, WORKER.format(folder=str(folder)))
     return Program("worker", start, works=beat, silent_s=silent_s, ask_every_s=0.1)
 
@@ -94,7 +94,7 @@ def test_program_is_left_alone_while_it_works(tmp_path: Path) -> None:
     clock = Clock()
     with kept(worker(tmp_path, silent_s=60.0), clock=clock) as supervisor:
         supervisor.start("worker", timeout_s=LIMIT_S)
-        first, beat = supervisor.pids(), Heartbeat(tmp_path / "alive")
+        first, beat = supervisor.pids(), HeartbeatFile(tmp_path / "alive")
         for _ in range(4):  # twice as long as it may be silent, with a beat every half of that
             beat.beats()
             wait_until(beat.beats, "a heartbeat")
@@ -155,7 +155,7 @@ def test_start_is_refused_when_the_program_ends_or_never_works(tmp_path: Path) -
 
 def test_heartbeat_does_not_mind_a_clock_that_jumps(tmp_path: Path) -> None:
     path = tmp_path / "alive"
-    heartbeat = Heartbeat(path)
+    heartbeat = HeartbeatFile(path)
     assert not heartbeat.beats(), "no file"
     path.touch()
     assert heartbeat.beats() and not heartbeat.beats()

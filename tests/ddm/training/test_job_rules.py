@@ -32,16 +32,16 @@ from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings, filled
 from ddm.training.following import STILL_S, Follower, Signs, cause, judge
 from ddm.training.group import Member, member_of
-from ddm.training.inputs import keep_inputs, open_input
+from ddm.training.inputs import open_input, write_inputs
 from ddm.training.job import (
-    Beat,
-    Failure,
+    Heartbeat,
     JobFolder,
     Launch,
-    Result,
-    read_word,
-    write_passing,
-    write_word,
+    ProcessFailure,
+    TrainingResult,
+    read_document,
+    write_document,
+    write_transient,
 )
 from ddm.training.launcher import Command, Condition
 from ddm.training.process import train_folder
@@ -94,8 +94,8 @@ def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
 
 
 def test_error_behind_all_others_is_raised() -> None:
-    gone = Failure(rank=0, kind="other", subject="connection closed by peer")
-    broken = Failure(
+    gone = ProcessFailure(rank=0, kind="other", subject="connection closed by peer")
+    broken = ProcessFailure(
         rank=1,
         kind="ours",
         code=NumericalError.exit_code,
@@ -103,7 +103,7 @@ def test_error_behind_all_others_is_raised() -> None:
         got="nan",
         remedy="Slower.",
     )
-    full = Failure(rank=1, kind="system", code=28, subject="No space left on device")
+    full = ProcessFailure(rank=1, kind="system", code=28, subject="No space left on device")
     died = ["training process 2 of 2: SIGKILL"]
     assert cause([], [], 2, again=False) is None
     for failures, deaths, kind, words in [
@@ -234,7 +234,7 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
     ]:
         for alone in (False, True):
             with case(images=type(images).__name__, alone=alone):
-                kept = keep_inputs({"images": images, "labels": labels}, {}, folder, alone=alone)
+                kept = write_inputs({"images": images, "labels": labels}, {}, folder, alone=alone)
                 found, told = open_input(kept["images"], folder), open_input(kept["labels"], folder)
                 assert torch.equal(found[:], images[:]) and torch.equal(
                     found[torch.tensor([2, 0])],
@@ -247,46 +247,48 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
                 assert (kept["images"].kind == "referred") == refers
 
 
-def result_of(trial: Trial, **changes: object) -> Result:
+def result_of(trial: Trial, **changes: object) -> TrainingResult:
     """A result as a job would leave it, with an expert of the right names and shapes."""
     tensors = trial.wanted.expert.start().state_dict()
     save_file(tensors, trial.folder.expert)
     whole = {"steps": 100, "loss": 0.5, "seconds": 1.0, "flops": 1.0, "work": trial.wanted.work}
     whole["expert"] = File.of("expert.safetensors", trial.folder.expert)
-    return Result.model_validate(whole | changes)
+    return TrainingResult.model_validate(whole | changes)
 
 
-def with_nan(trial: Trial) -> Result:
+def with_nan(trial: Trial) -> TrainingResult:
     tensors = load_file(trial.folder.expert)
     next(iter(tensors.values())).view(-1)[0] = float("nan")
     save_file(tensors, trial.folder.expert)
     return result_of_file(trial)
 
 
-def without_one(trial: Trial) -> Result:
+def without_one(trial: Trial) -> TrainingResult:
     tensors = load_file(trial.folder.expert)
     tensors.pop(next(iter(tensors)))
     save_file(tensors, trial.folder.expert)
     return result_of_file(trial)
 
 
-def result_of_file(trial: Trial) -> Result:
+def result_of_file(trial: Trial) -> TrainingResult:
     file = File.of("expert.safetensors", trial.folder.expert)
-    return Result(work=trial.wanted.work, steps=100, loss=0.5, seconds=1.0, flops=1.0, expert=file)
+    return TrainingResult(
+        work=trial.wanted.work, steps=100, loss=0.5, seconds=1.0, flops=1.0, expert=file
+    )
 
 
-def by_link(trial: Trial) -> Result:
+def by_link(trial: Trial) -> TrainingResult:
     secret = trial.path / "secret"
     trial.folder.expert.rename(secret)
     trial.folder.expert.symlink_to(secret)
     return result_of_file(trial)
 
 
-def of_another_length(trial: Trial) -> Result:
+def of_another_length(trial: Trial) -> TrainingResult:
     return result_of(trial, expert=File(path="expert.safetensors", bytes=10, digest="a" * 64))
 
 
-def of_other_bytes(trial: Trial) -> Result:
+def of_other_bytes(trial: Trial) -> TrainingResult:
     known = result_of(trial)
     return known.model_copy(update={"expert": known.expert.model_copy(update={"digest": "a" * 64})})
 
@@ -304,26 +306,26 @@ def of_other_bytes(trial: Trial) -> Result:
     ids=["not finite", "other tensors", "a link", "other length", "other bytes", "other steps"],
 )
 def test_result_is_refused_that_is_no_expert_of_the_plan(
-    tmp_path: Path, spoil: Callable[[Trial], Result], error: type[Exception]
+    tmp_path: Path, spoil: Callable[[Trial], TrainingResult], error: type[Exception]
 ) -> None:
     trial = Trial(tmp_path)
     trial.folder.path.mkdir()
-    write_word(result_of(trial), trial.folder.result)
-    write_word(spoil(trial), trial.folder.result)
+    write_document(result_of(trial), trial.folder.result)
+    write_document(spoil(trial), trial.folder.result)
     with pytest.raises(error):
         trial()
     assert not trial.expert.exists() and not list(tmp_path.glob("kept/.*"))
     assert not trial.folder.result.exists(), "the next call trains"
     control = Trial(tmp_path / "control")
     control.folder.path.mkdir(parents=True)
-    write_word(result_of(control), control.folder.result)
+    write_document(result_of(control), control.folder.result)
     assert control().steps == 100 and control.expert.exists() and not control.told
 
 
 def test_result_of_other_work_is_not_taken(tmp_path: Path) -> None:
     trial = Trial(tmp_path, wanted=wanted_of(num_steps=3, checkpoint_steps=3))
     trial.folder.path.mkdir()
-    write_word(result_of(trial, work="b" * 64), trial.folder.result)
+    write_document(result_of(trial, work="b" * 64), trial.folder.result)
     trial()
     assert trial.told[-1].step == 3, "it was trained"
 
@@ -348,7 +350,7 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
     settings = TrainingSettings(launcher=("touch", str(marks), "{folder}"), device="cpu")
     trial = Trial(tmp_path, settings)
     trial.folder.path.mkdir()
-    write_word(launch(), trial.folder.launch)
+    write_document(launch(), trial.folder.launch)
     run, seen = trial.folder.run("one"), threading.Event()
 
     def job() -> None:
@@ -361,8 +363,8 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
                 "steps_per_second": 1.0,
                 "seconds": 1.0,
             }
-            write_passing(Beat(count=count).model_copy(update=told), run.beat)
-        write_word(result_of(trial), trial.folder.result)
+            write_transient(Heartbeat(count=count).model_copy(update=told), run.beat)
+        write_document(result_of(trial), trial.folder.result)
 
     thread = threading.Thread(target=job)
     thread.start()
@@ -420,21 +422,21 @@ def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> No
 
     trial.folder.path.mkdir()
     _prepare(trial.wanted, trial.folder, trial.settings)
-    write_word(launch(launch_id="late"), trial.folder.launch)
+    write_document(launch(launch_id="late"), trial.folder.launch)
     thread = threading.Thread(target=lambda: codes.append(train_folder(trial.folder, "late", stop)))
     thread.start()
     try:
         wait_until(
-            lambda: (beat := read_word(Beat, trial.folder.run("late").beat)) and beat.step,
+            lambda: (beat := read_document(Heartbeat, trial.folder.run("late").beat)) and beat.step,
             "progress",
         )
-        write_word(launch(launch_id="two"), trial.folder.launch)
+        write_document(launch(launch_id="two"), trial.folder.launch)
         thread.join(60)
     finally:
         stop.set()
         thread.join()
     assert codes == [130]
-    beat = read_word(Beat, trial.folder.run("late").beat)
+    beat = read_document(Heartbeat, trial.folder.run("late").beat)
     assert beat is not None and beat.ended and beat.step < 1_000_000
 
 
@@ -476,12 +478,12 @@ def test_as_many_processes_train_as_the_job_says(
 def test_stopped_follower_stops_the_job(tmp_path: Path) -> None:
     trial = Trial(tmp_path, BY_COMMAND)
     trial.folder.path.mkdir()
-    write_passing(Beat(count=1), trial.folder.run("one").beat)
+    write_transient(Heartbeat(count=1), trial.folder.run("one").beat)
     follower = Follower(trial.folder, launch(), Command(launch()), BY_COMMAND)
 
     def end_when_asked() -> None:
         wait_until(follower.run.stop.exists, "the word to stop")
-        write_passing(Beat(count=2, ended=True), follower.run.beat)
+        write_transient(Heartbeat(count=2, ended=True), follower.run.beat)
 
     thread = threading.Thread(target=end_when_asked)
     thread.start()
@@ -498,7 +500,7 @@ def test_job_of_a_plan_that_was_given_up_ends_and_its_images_go(tmp_path: Path) 
         for plan in ("mine-00000001", "other-00000001")
     )
     for folder in (mine, other):
-        keep_inputs(wanted_of().inputs, {}, folder, alone=True)
+        write_inputs(wanted_of().inputs, {}, folder, alone=True)
     discard_others(tmp_path / "jobs", "mine-00000001")
     assert mine.array("images").exists() and not other.path.exists()
 

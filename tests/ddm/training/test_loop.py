@@ -23,7 +23,7 @@ from ddm.protocol.plan import Dit, LogitNormalT, Training, UniformT
 from ddm.training.averages import average_of_width, averaging_weight
 from ddm.training.batches import Examples, draw_batch, draw_times
 from ddm.training.config import Engine
-from ddm.training.loop import Progress, Trained, train
+from ddm.training.loop import FinishedTraining, Progress, train
 from tests.support.threads import THREADS
 
 SMALL = Dit(patch=2, hidden=16, depth=1, heads=2)
@@ -60,7 +60,7 @@ class Run:
     engine: Engine = Engine(device="cpu")
     labels: Tensor | None = None
 
-    def __call__(self, should_stop: Callable[[], bool] = lambda: False) -> Trained:
+    def __call__(self, should_stop: Callable[[], bool] = lambda: False) -> FinishedTraining:
         return train(
             self.model,
             self.data,

@@ -28,7 +28,7 @@ from ddm.routers.base import log_prior, posterior
 from ddm.sampling.mixture import mix_velocity
 from ddm.training.batches import Examples, draw_batch, draw_times
 from ddm.training.config import Engine
-from ddm.training.loop import Trained, train
+from ddm.training.loop import FinishedTraining, train
 from ddm.training.masking import draw_kept, first_whole_step
 from tests.ddm.training.test_loop import SHAPE, SMALL, Run, images, same_bytes, settings
 from tests.support.documents import plan_document, to_bytes
@@ -140,7 +140,7 @@ def test_hidden_text_is_all_zeros_and_labels_change_nothing_else_of_a_batch() ->
     assert torch.equal(with_it.t_B, without.t_B)
 
 
-def conditional(folder: Path, label_N: Tensor, drop: float, **changes: object) -> Trained:
+def conditional(folder: Path, label_N: Tensor, drop: float, **changes: object) -> FinishedTraining:
     condition = ClassCondition(num_classes=2)
     return train(
         build_expert(SMALL, SHAPE, condition=condition, seed=3),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddm.training.peer_check import strangers
+from ddm.training.peer_check import has_foreign_peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 OTHER_USER = 12345
@@ -28,9 +28,9 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 def test_connection_is_with_a_stranger_when_its_other_end_is_another_user_s(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not strangers()
+    assert not has_foreign_peers()
     with socket.create_connection(listener.getsockname()[:2]), listener.accept()[0]:
-        assert not strangers()
+        assert not has_foreign_peers()
         user = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: user + OTHER_USER)
-        assert strangers()
+        assert has_foreign_peers()

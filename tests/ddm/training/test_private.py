@@ -20,13 +20,13 @@ from ddm.protocol.plan import Dit, DpSgd, FullAdaptation, LoraAdaptation, Plan, 
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.batches import Examples
 from ddm.training.config import Engine, TrainingSettings
-from ddm.training.distributed import machine_of
-from ddm.training.jobs import Wanted
+from ddm.training.distributed import training_process
+from ddm.training.jobs import TrainingTask
 from ddm.training.planned import PlannedExpert
 from ddm.training.private import (
     STEPS_PER_CLIP,
-    Private,
     PrivateSteps,
+    PrivateTraining,
     clipped,
     noise_of,
     sensitivity,
@@ -51,7 +51,7 @@ def paid(noise: float) -> DpSgdMechanism:
 
 def wanted(
     noise: float = PAID.noise_multiplier, unit_N: Tensor = UNIT_N, **training: object
-) -> Wanted:
+) -> TrainingTask:
     """An expert to train privately; patients have up to three images, of which a step takes two."""
     document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]})
     changed = RECIPE | {"num_steps": 30, "checkpoint_steps": 5} | training
@@ -62,7 +62,7 @@ def wanted(
     images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0)) * 2 - 1
     engine = TrainingSettings(device="cpu").engine
     expert = PlannedExpert(plan, "north", 0, None, engine, stops=False, paid=paid(noise))
-    return Wanted(expert, {"images": images, "units": unit_N}, "d" * 64)
+    return TrainingTask(expert, {"images": images, "units": unit_N}, "d" * 64)
 
 
 def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> Trial:
@@ -73,10 +73,10 @@ def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> 
     return run
 
 
-def private(secret: bytes = b"s" * 32, unit_N: Tensor = UNIT_N, **terms: object) -> Private:
+def private(secret: bytes = b"s" * 32, unit_N: Tensor = UNIT_N, **terms: object) -> PrivateTraining:
     found = DpSgd.model_validate(TERMS | terms)
     rate = found.rate(int(unit_N.max()) + 1)
-    return Private(found, PAID.model_copy(update={"rate": rate}), unit_N, secret)
+    return PrivateTraining(found, PAID.model_copy(update={"rate": rate}), unit_N, secret)
 
 
 def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
@@ -238,7 +238,7 @@ def test_what_a_unit_goes_through_depends_on_no_other_unit() -> None:
     ):
         images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0))[-len(unit_N) :]
         model = build_expert(plan.expert.architecture, SHAPE, seed=0)
-        state = State(model, plan.expert.training, machine_of(Engine(device="cpu")), 1)
+        state = State(model, plan.expert.training, training_process(Engine(device="cpu")), 1)
         source = private(unit_N=unit_N, units_per_step=14)
         drawn.append(
             PrivateSteps(
@@ -282,7 +282,7 @@ class Patients:
             # ten times that of a start
             spread = 10 / (3 * weight[0].numel()) ** 0.5 if weight.dim() > 1 else 0.1
             weight.data = torch.randn(weight.shape, generator=random) * spread
-        state = State(model, training(), machine_of(Engine(device="cpu")), 1)
+        state = State(model, training(), training_process(Engine(device="cpu")), 1)
         source, sums = private(unit_N=unit_N), []
 
         def seen(*given: object) -> dict[str, Tensor]:
@@ -291,7 +291,7 @@ class Patients:
             return found
 
         self.monkeypatch.setattr("ddm.training.private.clipped", seen)
-        self.monkeypatch.setattr(Private, "sampled", lambda *_: np.array(entering))
+        self.monkeypatch.setattr(PrivateTraining, "sampled", lambda *_: np.array(entering))
         path = path_named("linear")
         steps = PrivateSteps(
             state, source, Examples(torch.cat(images)), path, "velocity", UniformT()
@@ -333,13 +333,15 @@ def test_process_that_computes_a_unit_does_not_depend_on_who_else_enters(
     state = State(
         build_expert(plan.expert.architecture, SHAPE, seed=0),
         plan.expert.training,
-        machine_of(Engine()),
+        training_process(Engine()),
         1,
     )
     images = Examples(torch.rand(NUM, *SHAPE))
     drawn = {}
     for entering in ([1, 2, 5, 9], [1, 5, 9], [0, 1, 2, 5, 9]):
-        monkeypatch.setattr(Private, "sampled", lambda *_, entering=entering: np.array(entering))
+        monkeypatch.setattr(
+            PrivateTraining, "sampled", lambda *_, entering=entering: np.array(entering)
+        )
         for rank in range(3):
             state.machine = Ranked(rank)  # type: ignore[assignment]
             steps = PrivateSteps(

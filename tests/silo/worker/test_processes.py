@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddm.errors import SetupError
 from ddm.io.settings import save_settings
-from ddm.system.reaper import descendants
+from ddm.system.guard import descendants
 from silo.config import Site
 from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker

@@ -9,7 +9,7 @@ import torch
 from ddm.errors import DiskError
 from ddm.io.settings import save_settings
 from ddm.training.config import TrainingSettings
-from ddm.training.inputs import keep_inputs
+from ddm.training.inputs import write_inputs
 from ddm.training.job import JobFolder
 from silo.config import Policy, Site
 from silo.plan.acceptance import load_accepted
@@ -139,7 +139,7 @@ def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much
     images = torch.zeros(60, *plan.expert_shape)
     folder = JobFolder(tmp_path / "job")
     folder.path.mkdir()
-    keep_inputs({"images": images}, {}, folder, alone=True)
+    write_inputs({"images": images}, {}, folder, alone=True)
     assert (
         written(folder.path) <= job_bytes(plan, 60) - job_bytes(plan, 0) <= 3 * written(folder.path)
     )

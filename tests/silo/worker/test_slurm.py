@@ -13,7 +13,7 @@ import pytest
 from aggregator.planning.recipe import Recipe
 from ddm.io.settings import save_settings
 from ddm.training.config import TrainingSettings
-from ddm.training.job import Launch, read_word
+from ddm.training.job import Launch, read_document
 from silo.config import Site
 from silo.worker.state import load_state, state_path
 from tests.silo.worker.test_processes import expert, holds, steps
@@ -141,11 +141,11 @@ def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is
     pids = under_way(jobs, process)
     end(process, signal.SIGKILL)
     assert all(map(alive, pids.values())), "the job outlives the worker"
-    before = read_word(Launch, next(jobs.glob("*/*/*/launch.json")))
+    before = read_document(Launch, next(jobs.glob("*/*/*/launch.json")))
     process = run_worker(site)
     wait_until(lambda: load_state(state_path(site.private)).step > 0, "progress")
     if found := list(jobs.glob("*/*/*/launch.json")):
-        assert read_word(Launch, found[0]) == before, "the same job is followed"
+        assert read_document(Launch, found[0]) == before, "the same job is followed"
     wait_for(site, process, "in_outbox")
     end(process)
     assert not tasks(jobs) and not list(jobs.rglob("*.npy")), "the copies of the images are gone"

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddm.errors import ArchipelagoError, SetupError
+from ddm.system.guard import end_with_parent
 from ddm.system.logs import follow_logging
-from ddm.system.reaper import end_with_parent
 from ddm.system.signals import blocked
 
 _POLL_S = 0.1
@@ -34,7 +34,7 @@ _OURS = (ArchipelagoError, OSError)  # which say by themselves what is wrong
 
 
 @dataclass(frozen=True)
-class Kind:
+class PartDescription:
     """What processes do, in the words of errors.
 
     Attributes:
@@ -56,8 +56,8 @@ class Work(Protocol):
         ...
 
 
-def do_together(
-    work: Work, num: int, *, threads: int, on_report: Callable[[Any], None], kind: Kind
+def run_parts(
+    work: Work, num: int, *, threads: int, on_report: Callable[[Any], None], kind: PartDescription
 ) -> None:
     """Do one work in several processes, and wait for their end.
 
@@ -91,7 +91,7 @@ class _Task:
     work: Work
     threads: int
     scratch: Path
-    kind: Kind
+    kind: PartDescription
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ def _cause(ends: list[_Ended]) -> BaseException | None:
     return next(iter([*ours, *died, *errors]), None)
 
 
-def _name(kind: Kind, rank: int, num: int) -> str:
+def _name(kind: PartDescription, rank: int, num: int) -> str:
     return f"{kind.name} {rank + 1} of {num}"
 
 
-def _death(name: str, exitcode: int | None, kind: Kind) -> SetupError:
+def _death(name: str, exitcode: int | None, kind: PartDescription) -> SetupError:
     how = (
         signal.Signals(-exitcode).name
         if exitcode is not None and exitcode < 0

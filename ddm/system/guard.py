@@ -1,6 +1,6 @@
 """The guard process, which ends a program and everything it started when its supervisor ends.
 
-`python -m ddm.system.reaper SETTINGS -- COMMAND...` runs one command. The guard leads its own session, so a Ctrl-C
+`python -m ddm.system.guard SETTINGS -- COMMAND...` runs one command. The guard leads its own session, so a Ctrl-C
 typed at the terminal reaches the supervisor only, and it ends the whole tree of its program when
 
 - the supervisor closes the pipe on its standard input, on purpose or because it was killed,
@@ -10,7 +10,7 @@ typed at the terminal reaches the supervisor only, and it ends the whole tree of
 Should the guard itself be killed, the kernel kills the program (Linux). The guard is single-threaded, which is what
 makes code between fork and exec safe. On systems without Linux's `/proc` it falls back to the process group.
 
-`python -m ddm.system.reaper --script PATH ARGS...` runs a Python script and ends the process when the script's main
+`python -m ddm.system.guard --script PATH ARGS...` runs a Python script and ends the process when the script's main
 thread ends, also if it left threads behind that would keep a useless process alive.
 """
 
