@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ddm.loading.release import Release
     from ddm.protocol.base import File
     from ddm.protocol.plan import Plan, Training
+    from ddm.training.loop import FinishedTraining
 
 _DEFAULT_NUM = 4096
 _SOLVER_STEPS = 50  # of own samples
