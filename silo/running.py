@@ -12,8 +12,8 @@ from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.courier.service import CourierWatch, make_courier
 from silo.courier.supernode import Courier
+from silo.worker.descriptions import describe_state as said
 from silo.worker.progress import read_note
-from silo.worker.sentences import now as said
 from silo.worker.state import State
 from silo.worker.worker import Worker
 

@@ -29,7 +29,7 @@ from ddm.protocol.submission import Submission
 from ddm.transport import messages
 from silo.config import Policy, SiloSettings
 from silo.worker.state import State
-from silo.worker.status import Status
+from silo.worker.status import SiteStatus
 from tests.support.case import case
 from tests.test_architecture import ROOMS
 from tools import reference
@@ -169,7 +169,7 @@ def test_commands_page_names_exactly_what_status_prints_for_scripts() -> None:
         for line in section(COMMANDS, "### silo status").splitlines()
         if line.startswith("| `--json`")
     )
-    told = Status(
+    told = SiteStatus(
         "north",
         "/srv/north",
         State(),

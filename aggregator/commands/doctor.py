@@ -23,8 +23,8 @@ def doctor(
 ) -> None:
     """Check what commonly goes wrong; exit code 0 if all is well, 3 otherwise."""
     from aggregator.monitoring.doctor import examine
-    from aggregator.monitoring.probes import Gathering
+    from aggregator.monitoring.probes import FederationFactsReader
 
-    found = examine(Gathering(Federation(fed).require(), now_utc()).facts(against))
+    found = examine(FederationFactsReader(Federation(fed).require(), now_utc()).facts(against))
     if not tell(found, as_json=as_json):
         raise typer.Exit(SetupError.exit_code)

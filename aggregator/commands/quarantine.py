@@ -12,7 +12,7 @@ from ddm.errors import SetupError
 from ddm.system.console import say, table
 
 if TYPE_CHECKING:
-    from aggregator.intake.quarantine import Held, Rule, Verdict
+    from aggregator.intake.quarantine import QuarantineEntry, Rule, Verdict
 
 SiloArgument = Annotated[str, typer.Argument(metavar="SILO", help="The silo's id.")]
 ReasonOption = Annotated[str, typer.Option(help="Why, for the record; 1 to 200 characters.")]
@@ -31,14 +31,14 @@ def quarantine(
 ) -> None:
     """List submissions that wait for a decision, with reasons and figures beside those of the accepted experts."""
     from aggregator.intake.examination import Examiner
-    from aggregator.intake.quarantine import held
+    from aggregator.intake.quarantine import quarantined_submissions
     from ddm.routers.evaluation import BANDS
 
     federation = Federation(fed).require()
     plan, _ = federation.current_plan()
     examiner, waiting = (
         Examiner(federation, plan),
-        _undecided(federation, held(federation, plan.plan_id)),
+        _undecided(federation, quarantined_submissions(federation, plan.plan_id)),
     )
     accepted = examiner.accepted()
     outliers = examiner.outliers(accepted)
@@ -134,17 +134,19 @@ def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) ->
     )
 
 
-def _undecided(federation: Federation, waiting: list["Held"]) -> list["Held"]:
-    from aggregator.intake.quarantine import decisions
+def _undecided(federation: Federation, waiting: list["QuarantineEntry"]) -> list["QuarantineEntry"]:
+    from aggregator.intake.quarantine import read_decisions
 
-    decided = {decision.submission_digest for decision in decisions(federation)}
+    decided = {decision.submission_digest for decision in read_decisions(federation)}
     return [each for each in waiting if each.why.submission_digest not in decided]
 
 
-def _waiting(federation: Federation, silo_id: str) -> "Held | None":
-    from aggregator.intake.quarantine import held
+def _waiting(federation: Federation, silo_id: str) -> "QuarantineEntry | None":
+    from aggregator.intake.quarantine import quarantined_submissions
 
-    waiting = _undecided(federation, held(federation, federation.current_plan()[0].plan_id))
+    waiting = _undecided(
+        federation, quarantined_submissions(federation, federation.current_plan()[0].plan_id)
+    )
     return next((each for each in waiting if each.why.silo_id == silo_id), None)
 
 
@@ -159,7 +161,7 @@ def _overweight(federation: Federation, accepted: Collection[str]) -> dict[str, 
     return overweight_words(federation, inventory.counted_units, inventory.digests)
 
 
-def _shown(federation: Federation, waiting: "Held") -> "list[Rule] | None":
+def _shown(federation: Federation, waiting: "QuarantineEntry") -> "list[Rule] | None":
     """Return the rules by which a submission waits; None, which covers all, where their record is gone."""
     from aggregator.intake.claims import claim_faults
     from aggregator.intake.flags import flags_of
@@ -193,12 +195,12 @@ def _record(
 ) -> None:
     from pydantic import ValidationError
 
-    from aggregator.intake.quarantine import Decision, decide
+    from aggregator.intake.quarantine import QuarantineDecision, record_decision
     from ddm.protocol.base import now_utc
 
     plan, _ = federation.current_plan()
     try:
-        decision = Decision(
+        decision = QuarantineDecision(
             plan_id=plan.plan_id,
             silo_id=silo_id,
             submission_digest=digest,
@@ -213,7 +215,7 @@ def _record(
             "" if reason.isprintable() else ", not all of them printable"
         )
         raise SetupError("--reason", expected="1 to 200 printable characters", got=got) from error
-    decide(federation, decision)
+    record_decision(federation, decision)
 
 
 def _nothing_waits(federation: Federation, silo_id: str) -> SetupError:

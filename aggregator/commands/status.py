@@ -48,11 +48,11 @@ def status(
             )
         _serve(federation, address, expose)
         return
-    from aggregator.monitoring.labels import describe
-    from aggregator.monitoring.status import gather
+    from aggregator.monitoring.labels import status_text
+    from aggregator.monitoring.status import read_status
 
-    found = gather(federation, now_utc())
-    say(found.model_dump_json(indent=2) if as_json else describe(found))
+    found = read_status(federation, now_utc())
+    say(found.model_dump_json(indent=2) if as_json else status_text(found))
 
 
 def _serve(federation: Federation, address: str, expose: bool) -> None:

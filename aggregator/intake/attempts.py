@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aggregator.intake.own_files import OwnFilesError
+from aggregator.intake.own_files import FederationFilesError
 from ddm.errors import ArchipelagoError, RefusedError
 from ddm.io.files import read_bounded, sync_folder, write_atomic
 
@@ -24,7 +24,7 @@ _MAX_BYTES = 20
 
 
 @dataclass(frozen=True)
-class Attempts:
+class SubmissionAttempts:
     """The attempts at one silo's submissions.
 
     Attributes:
@@ -52,7 +52,7 @@ class Attempts:
         try:
             write_atomic(path, b"%d" % (before + 1))
             yield
-        except (KeyboardInterrupt, OSError, OwnFilesError):
+        except (KeyboardInterrupt, OSError, FederationFilesError):
             if before:
                 write_atomic(path, b"%d" % before)
             else:

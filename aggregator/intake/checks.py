@@ -73,7 +73,7 @@ class Expectation:
 
 
 @dataclass(frozen=True)
-class Signed:
+class SignedSubmission:
     """What arrived, byte for byte as the silo signed it under this number; nothing is known yet about what it says.
 
     Attributes:
@@ -93,7 +93,7 @@ class Signed:
 
 
 @dataclass(frozen=True)
-class Intake:
+class VerifiedSubmission:
     """A verified submission: the document, its digest, and the files that came with it."""
 
     submission: Submission
@@ -101,7 +101,7 @@ class Intake:
     files: Mapping[str, Path]
 
 
-def authenticate(folder: Path, expected: Expectation) -> Signed:
+def authenticate(folder: Path, expected: Expectation) -> SignedSubmission:
     """Check that what arrived is what the silo's key signed for this plan under this number, all of it and no more.
 
     Args:
@@ -149,10 +149,10 @@ def authenticate(folder: Path, expected: Expectation) -> Signed:
                 subject, expected="only files that the submission lists", got="an unlisted file"
             )
     experts = {name: value for name, value in signed.items() if name != document}
-    return Signed(document=data, listed=experts, files=files)
+    return SignedSubmission(document=data, listed=experts, files=files)
 
 
-def verify_submission(signed: Signed, expected: Expectation) -> Intake:
+def verify_submission(signed: SignedSubmission, expected: Expectation) -> VerifiedSubmission:
     """Verify everything about a submission that the silo is known to have signed.
 
     Args:
@@ -172,7 +172,7 @@ def verify_submission(signed: Signed, expected: Expectation) -> Intake:
     noisy_G = check_statistics(submission, signed.files, expected.plan, expected.files.sketch)
     _check_experts(submission, expected, noisy_G)
     _check_weights(submission, signed.files, expected.plan)
-    return Intake(submission=submission, digest=signed.digest, files=signed.files)
+    return VerifiedSubmission(submission=submission, digest=signed.digest, files=signed.files)
 
 
 def _statistics(data: bytes, document: str) -> list[File]:

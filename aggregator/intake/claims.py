@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aggregator.config import Federation
-from aggregator.intake.quarantine import Rule, decisions, is_admitted
+from aggregator.intake.quarantine import Rule, is_admitted, read_decisions
 from aggregator.membership.registry import members
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import PolicyError, RefusedError
@@ -18,7 +18,7 @@ from ddm.protocol.plan import Plan
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedUnits:
     """The number of units that a silo's prior counts, and why it is lower than what the silo stated, if it is."""
 
     units: int
@@ -32,7 +32,7 @@ def agreed_units(plan: Plan, silo_id: str) -> int:
 
 def counted_units(
     federation: Federation, plan: Plan, silo_id: str, digest: str, claimed: int
-) -> Counted:
+) -> CountedUnits:
     """Return what an accepted submission counts as: what it states, or the lowest number with which it was admitted.
 
     Raises:
@@ -41,7 +41,7 @@ def counted_units(
     agreed = agreed_units(plan, silo_id)
     about = [
         each
-        for each in decisions(federation)
+        for each in read_decisions(federation)
         if each.submission_digest == digest and each.verdict == "admitted"
     ]
     if not about:
@@ -50,10 +50,10 @@ def counted_units(
             raise PolicyError(
                 f"{plan.statistics.unit}s of silo {silo_id}", expected=f"at most {agreed}", got=got
             )
-        return Counted(claimed)
+        return CountedUnits(claimed)
     # The last decision is the lowest: `decide` lets later ones only lower the number.
     units = min(claimed, agreed, *(each.units for each in about if each.units is not None))
-    return Counted(units, about[-1].reason if units < claimed else None)
+    return CountedUnits(units, about[-1].reason if units < claimed else None)
 
 
 def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int) -> dict[Rule, str]:

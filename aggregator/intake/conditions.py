@@ -17,7 +17,7 @@ NUM_TEXTS = 4
 
 
 @dataclass(frozen=True)
-class Told:
+class ExpertCondition:
     """One condition.
 
     Attributes:
@@ -31,7 +31,7 @@ class Told:
 
 def chosen_conditions(
     condition: Condition, rng: np.random.Generator, most: int = MOST_CLASSES
-) -> list[Told]:
+) -> list[ExpertCondition]:
     """Return classes or texts in a secret order; none where experts take no condition.
 
     The aggregator holds no captions and need not hold the plan's text encoder, so the tokens of a text are drawn at
@@ -47,7 +47,7 @@ def chosen_conditions(
             return []
         case ClassCondition(num_classes=num_classes):
             classes = rng.permutation(num_classes)[:most].tolist()
-            return [Told(f" for class {c}", torch.tensor(c)) for c in classes]
+            return [ExpertCondition(f" for class {c}", torch.tensor(c)) for c in classes]
         case TextCondition(dim=dim, max_tokens=max_tokens):
             texts = torch.zeros(min(NUM_TEXTS, most), max_tokens, dim)
             for text in texts:
@@ -56,11 +56,14 @@ def chosen_conditions(
                     rng.standard_normal((length, dim), dtype=np.float32)
                 )
             return [
-                Told(f" for made-up text {number}", text) for number, text in enumerate(texts, 1)
+                ExpertCondition(f" for made-up text {number}", text)
+                for number, text in enumerate(texts, 1)
             ]
 
 
-def by_condition(answer: Answer, x_B: Tensor, t_B: Tensor, told: Sequence[Told]) -> Tensor:
+def answer_by_condition(
+    answer: Answer, x_B: Tensor, t_B: Tensor, told: Sequence[ExpertCondition]
+) -> Tensor:
     """Ask an expert about samples, first those without a condition, then those that have one.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aggregator.intake.conditions import Answer, Told, by_condition
+from aggregator.intake.conditions import Answer, ExpertCondition, answer_by_condition
 from ddm.diffusion.path import Path, x_t
 from ddm.diffusion.solver import integrate
 from ddm.errors import NumericalError
@@ -147,7 +147,7 @@ def _short(value: float) -> float:
 
 def drawn_images(
     velocity: Answer,
-    told: Sequence[Told],
+    told: Sequence[ExpertCondition],
     shape: Sequence[int],
     path: Path,
     rng: np.random.Generator,
@@ -171,5 +171,9 @@ def drawn_images(
     noise = torch.from_numpy(rng.standard_normal((len(told), *shape), dtype=np.float32))
     x_B = x_t(path, mean.expand_as(noise), noise, torch.full((len(told),), start))
     return integrate(
-        lambda x_B, t_B: by_condition(velocity, x_B, t_B, told), x_B, times, "exponential", path
+        lambda x_B, t_B: answer_by_condition(velocity, x_B, t_B, told),
+        x_B,
+        times,
+        "exponential",
+        path,
     )

@@ -23,7 +23,7 @@ from aggregator.intake.screening import (
     fresh_rms,
     relative_faults,
 )
-from aggregator.intake.secret import screening_secret
+from aggregator.intake.secret import load_screening_secret
 from aggregator.intake.trial import Trial
 from aggregator.membership.registry import members
 from aggregator.membership.withdrawal import withdrawn_silos
@@ -37,7 +37,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, Silo
 from ddm.protocol.plan import ExpertObjective, OwnAdaptation, Plan
 from ddm.protocol.submission import Submission, SubmittedExpert, expert_path, submission_path
 
-PARTS: tuple[Literal["holdout", "fitted"], ...] = ("holdout", "fitted")
+PUBLIC_PARTS: tuple[Literal["holdout", "fitted"], ...] = ("holdout", "fitted")
 _PLACES = 7  # significant digits kept of a loss
 
 
@@ -120,7 +120,7 @@ class Examiner:
         plan, plan_id = self.plan, self.plan.plan_id
         images = public_images(self.federation, plan_id, "holdout")
         return Trial(
-            secret=screening_secret(self.federation),
+            secret=load_screening_secret(self.federation),
             plan_id=plan_id,
             objective=objective,
             canonical=path_named(plan.objective.ensemble_path),
@@ -145,7 +145,7 @@ class Examiner:
         def some(as_latents: bool) -> Tensor:
             parts = [
                 public_images(self.federation, plan.plan_id, part, as_latents=as_latents)
-                for part in PARTS
+                for part in PUBLIC_PARTS
             ]
             most = most_public(parts[0][0].numel())
             return torch.cat([part[:most] for part in parts])[:most].clone()

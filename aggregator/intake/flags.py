@@ -27,7 +27,7 @@ class Fault(Model):
         return f"expert {self.expert_id}{self.words}"
 
 
-class Flagged(Document):
+class SubmissionFlags(Document):
     """The flagged experts of a submission, each with its rules."""
 
     format: Literal["archipelago/flags/1"] = "archipelago/flags/1"
@@ -40,7 +40,7 @@ def flags_of(federation: Federation, plan_id: PlanId, digest: str) -> Flags:
     path = federation.screening / plan_id / f"{digest}.flags.json"
     if not path.is_file():
         return {}
-    return Flagged.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name).experts
+    return SubmissionFlags.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name).experts
 
 
 def remember_flags(
@@ -54,4 +54,4 @@ def remember_flags(
     experts = {expert_id: tuple(sorted(flags)) for expert_id, flags in found.items()}
     if experts != before:
         path = federation.screening / plan_id / f"{digest}.flags.json"
-        write_atomic(path, Flagged(submission_digest=digest, experts=experts).encode())
+        write_atomic(path, SubmissionFlags(submission_digest=digest, experts=experts).encode())

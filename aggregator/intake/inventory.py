@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.config import Federation
-from aggregator.intake.claims import Counted, counted_units
+from aggregator.intake.claims import CountedUnits, counted_units
 from aggregator.intake.flags import Flags, flags_of
 from aggregator.intake.plausibility import statistic_specs
 from aggregator.intake.quarantine import is_admitted
@@ -43,7 +43,7 @@ class AcceptedSilo:
     document: bytes
     folder: Path
     role: bytes
-    counted: Counted
+    counted: CountedUnits
     admitted: bool = False
     flags: Flags = field(default_factory=dict)
 

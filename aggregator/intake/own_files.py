@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from ddm.errors import ArchipelagoError
 
 
-class OwnFilesError(Exception):
+class FederationFilesError(Exception):
     """A file of the federation cannot be used: submissions wait until the operator has mended it."""
 
 
 @contextmanager
-def own_files() -> Iterator[None]:
+def reading_federation_files() -> Iterator[None]:
     """Read the federation's own files.
 
     Raises:
@@ -20,4 +20,4 @@ def own_files() -> Iterator[None]:
     try:
         yield
     except ArchipelagoError as error:
-        raise OwnFilesError(str(error)) from error
+        raise FederationFilesError(str(error)) from error

@@ -31,7 +31,7 @@ Rule = Flag | Literal["units", "influence"]
 """What a submission may be admitted in spite of: a rule of screening, more units than agreed, too much of the prior."""
 
 
-class SetAside(Document):
+class QuarantineReason(Document):
     """The reasons for which a submission is in quarantine.
 
     `num_units` is what the silo states; `figures` holds each expert's loss, by band of t, relative to the loss of
@@ -49,7 +49,7 @@ class SetAside(Document):
     at: Time
 
 
-class Decision(Document):
+class QuarantineDecision(Document):
     """A person's decision about one submission; `units`, where it is admitted, is the most that its prior counts.
 
     An admission covers the rules that were `shown` and no others; none where it only lowers the units. Decisions of
@@ -68,11 +68,11 @@ class Decision(Document):
 
 
 @dataclass(frozen=True)
-class Held:
+class QuarantineEntry:
     """One submission in quarantine."""
 
     folder: Path
-    why: SetAside
+    why: QuarantineReason
 
     @property
     def submission(self) -> Path:
@@ -80,20 +80,21 @@ class Held:
         return self.folder / "submission"
 
 
-def set_aside(federation: Federation, why: SetAside, verified: Path) -> None:
+def quarantine_submission(federation: Federation, why: QuarantineReason, verified: Path) -> None:
     """Move a verified submission into quarantine; the rename decides."""
     folder = federation.quarantine / why.plan_id / why.silo_id / str(why.sequence)
     write_atomic(folder / "reason.json", why.encode())
     move_into_place(verified, folder / "submission")
 
 
-def held(federation: Federation, plan_id: str) -> list[Held]:
+def quarantined_submissions(federation: Federation, plan_id: str) -> list[QuarantineEntry]:
     """List the submissions in quarantine, by silo and sequence; a half-finished move does not count."""
-    decided = {decision.submission_digest for decision in decisions(federation)}
+    decided = {decision.submission_digest for decision in read_decisions(federation)}
     paths = (federation.quarantine / plan_id).glob("*/[0-9]*/reason.json")
     found = [
-        Held(
-            path.parent, SetAside.parse(read_bounded(path, MAX_REASON_BYTES), subject="reason.json")
+        QuarantineEntry(
+            path.parent,
+            QuarantineReason.parse(read_bounded(path, MAX_REASON_BYTES), subject="reason.json"),
         )
         for path in paths
     ]
@@ -103,21 +104,25 @@ def held(federation: Federation, plan_id: str) -> list[Held]:
     return sorted(whole, key=lambda each: (each.why.silo_id, each.why.sequence))
 
 
-def decisions(federation: Federation) -> list[Decision]:
+def read_decisions(federation: Federation) -> list[QuarantineDecision]:
     """Read every decision, oldest first."""
     if not federation.decisions.exists():
         return []
     lines = read_bounded(federation.decisions, MAX_DECISIONS_BYTES).splitlines()
     return [
-        Decision.parse(line, subject=f"decisions.jsonl, line {n}")
+        QuarantineDecision.parse(line, subject=f"decisions.jsonl, line {n}")
         for n, line in enumerate(lines, 1)
     ]
 
 
-def decision_on(federation: Federation, submission_digest: str) -> Decision | None:
+def decision_on(federation: Federation, submission_digest: str) -> QuarantineDecision | None:
     """Return the decision about a submission, None if there is none; the first decision stands."""
     return next(
-        (each for each in decisions(federation) if each.submission_digest == submission_digest),
+        (
+            each
+            for each in read_decisions(federation)
+            if each.submission_digest == submission_digest
+        ),
         None,
     )
 
@@ -126,18 +131,20 @@ def refused_before(federation: Federation, plan_id: str, silo_id: str) -> bool:
     """Whether a person refused a submission of this silo for this plan that screening had flagged."""
     return any(
         (each.plan_id, each.silo_id, each.verdict) == (plan_id, silo_id, "refused")
-        for each in decisions(federation)
+        for each in read_decisions(federation)
     )
 
 
 def is_admitted(federation: Federation, submission_digest: str, rule: Rule | None = None) -> bool:
     """Whether a person admitted a submission in spite of a rule, or of any."""
-    about = [each for each in decisions(federation) if each.submission_digest == submission_digest]
+    about = [
+        each for each in read_decisions(federation) if each.submission_digest == submission_digest
+    ]
     shown = [each.shown for each in about if each.verdict == "admitted"]
     return any(rules is None or (rule in rules if rule else bool(rules)) for rules in shown)
 
 
-def decide(federation: Federation, decision: Decision) -> None:
+def record_decision(federation: Federation, decision: QuarantineDecision) -> None:
     """Add a decision to the record. A second one may lower an admitted submission's units, or cover a further rule.
 
     Raises:
@@ -147,7 +154,7 @@ def decide(federation: Federation, decision: Decision) -> None:
     with locked(federation.path, "decisions"):
         about = [
             each
-            for each in decisions(federation)
+            for each in read_decisions(federation)
             if each.submission_digest == decision.submission_digest
         ]
         if about and not _goes_on(decision, about):
@@ -167,7 +174,7 @@ def decide(federation: Federation, decision: Decision) -> None:
         write_atomic(federation.decisions, old + line + b"\n")
 
 
-def _goes_on(decision: Decision, earlier: Sequence[Decision]) -> bool:
+def _goes_on(decision: QuarantineDecision, earlier: Sequence[QuarantineDecision]) -> bool:
     """Whether a decision lowers the units of a submission admitted before, or admits it in spite of a further rule."""
     if {decision.verdict, *(each.verdict for each in earlier)} != {
         "admitted"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aggregator.intake.drawn import DrawnFigures
 from aggregator.intake.flags import Fault
-from aggregator.intake.sweep import Excess
+from aggregator.intake.sweep import WorstRow
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.plan import Training
@@ -81,7 +81,7 @@ class ExpertFigures(Model):
     excess_rms: float
     excess_tensor: str
     answers: tuple[float, ...]
-    worst: Excess
+    worst: WorstRow
     drawn: tuple[DrawnFigures, ...]
 
     @property

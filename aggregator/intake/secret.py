@@ -22,7 +22,7 @@ SECRET_NAME = "screening.secret"
 SECRET_BYTES = 32
 
 
-def screening_secret(federation: Federation) -> bytes:
+def load_screening_secret(federation: Federation) -> bytes:
     """Read the federation's secret, and make it where there is none.
 
     Raises:

@@ -17,21 +17,27 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from aggregator.config import Federation
-from aggregator.intake.attempts import Attempts
-from aggregator.intake.checks import Expectation, Intake, Signed, authenticate, verify_submission
+from aggregator.intake.attempts import SubmissionAttempts
+from aggregator.intake.checks import (
+    Expectation,
+    SignedSubmission,
+    VerifiedSubmission,
+    authenticate,
+    verify_submission,
+)
 from aggregator.intake.claims import claim_faults
 from aggregator.intake.examination import Examiner
 from aggregator.intake.limits import submission_bytes, submission_entries
-from aggregator.intake.own_files import own_files
+from aggregator.intake.own_files import reading_federation_files
 from aggregator.intake.quarantine import (
     MAX_REASONS,
-    Decision,
-    Held,
-    SetAside,
+    QuarantineDecision,
+    QuarantineEntry,
+    QuarantineReason,
     decision_on,
-    held,
     is_admitted,
-    set_aside,
+    quarantine_submission,
+    quarantined_submissions,
 )
 from aggregator.membership.registry import (
     check_ledger,
@@ -79,7 +85,7 @@ class IntakeService:
         federation: Federation,
         receipt_key: SigningKey,
         on_verdict: Callable[[Receipt], None],
-        on_set_aside: Callable[[SetAside], None] = lambda why: None,
+        on_set_aside: Callable[[QuarantineReason], None] = lambda why: None,
         on_expert: Callable[[], None] = lambda: None,
     ) -> None:
         self.federation = federation
@@ -115,10 +121,13 @@ class IntakeService:
                 self.federation, self.plan.plan_id, self.plan_digest, silo_id, self.key
             )
             self._gone.add(silo_id)
-        answered = sum(self._settle(each) for each in held(self.federation, self.plan.plan_id))
+        answered = sum(
+            self._settle(each)
+            for each in quarantined_submissions(self.federation, self.plan.plan_id)
+        )
         waiting = {
             (each.why.silo_id, each.why.sequence)
-            for each in held(self.federation, self.plan.plan_id)
+            for each in quarantined_submissions(self.federation, self.plan.plan_id)
         }
         for silo_id in self.plan.silos:
             self._conclude(silo_id)
@@ -188,7 +197,7 @@ class IntakeService:
         if isinstance(receipt.verdict, Accepted) or last >= MAX_SUBMISSIONS:
             write_atomic(self._final(silo_id), b"")
 
-    def _settle(self, each: Held) -> int:
+    def _settle(self, each: QuarantineEntry) -> int:
         """Carry out the decision about a submission in quarantine, if there is one; return the answers signed."""
         silo_id, sequence = each.why.silo_id, each.why.sequence
         answered = self._receipt(silo_id, sequence).exists()
@@ -204,7 +213,7 @@ class IntakeService:
         self._conclude(silo_id)
         return int(not answered)
 
-    def _carry_out(self, each: Held, decision: Decision) -> Accepted | Refused:
+    def _carry_out(self, each: QuarantineEntry, decision: QuarantineDecision) -> Accepted | Refused:
         silo_id, sequence = each.why.silo_id, each.why.sequence
         if decision.verdict == "refused":
             reason = f"submission {sequence}: flagged by screening, then refused by a person: {decision.reason}"
@@ -244,7 +253,7 @@ class IntakeService:
                 verdict = Refused(code=error.exit_code, reason=self._reason(error, sequence))
         self._sign(silo_id, sequence, digest, verdict)
 
-    def _signed(self, path: Path, part: Path, expected: Expectation) -> Signed | None:
+    def _signed(self, path: Path, part: Path, expected: Expectation) -> SignedSubmission | None:
         """Copy what arrived to where only this process writes; None where it is not what the silo signed.
 
         Such a folder is thrown away. One that crashes this process again and again, before its signature is known, is
@@ -272,10 +281,10 @@ class IntakeService:
         )
         return str(error)[: 400 - len(last)] + last
 
-    def _set_aside(self, verified: Intake, sequence: int, folder: Path) -> bool:
+    def _set_aside(self, verified: VerifiedSubmission, sequence: int, folder: Path) -> bool:
         """Move an implausible submission into quarantine, unless a person admitted it."""
         silo_id, num_units = verified.submission.silo_id, verified.submission.num_units
-        with own_files():
+        with reading_federation_files():
             self.examiner.trial(silo_id)
             accepted, admitted = (
                 self.examiner.accepted(),
@@ -287,7 +296,7 @@ class IntakeService:
         if not reasons or admitted:
             return False
         more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
-        why = SetAside(
+        why = QuarantineReason(
             plan_id=self.plan.plan_id,
             silo_id=silo_id,
             sequence=sequence,
@@ -297,7 +306,7 @@ class IntakeService:
             figures=self.examiner.ratios(examination),
             at=now_utc(),
         )
-        set_aside(self.federation, why, folder)
+        quarantine_submission(self.federation, why, folder)
         self.on_set_aside(why)
         return True
 
@@ -319,7 +328,7 @@ class IntakeService:
         forget_unsigned(self._receipt(silo_id, sequence).parent, sequence)
         self.on_verdict(receipt)
 
-    def _tell_held(self, each: Held) -> None:
+    def _tell_held(self, each: QuarantineEntry) -> None:
         """Let the silo know that a person decides, unless it knows."""
         why = each.why
         answer = self._receipt(why.silo_id, why.sequence)
@@ -338,10 +347,12 @@ class IntakeService:
         write_atomic(path, seal(word.encode(), RECEIPT_KIND, self.key))
 
     def _attempt(self, folder: str, sequence: int) -> AbstractContextManager[None]:
-        return Attempts(self.federation.attempts / self.plan.plan_id / folder).attempt(sequence)
+        return SubmissionAttempts(self.federation.attempts / self.plan.plan_id / folder).attempt(
+            sequence
+        )
 
     def _expectation(self, silo_id: str, sequence: int) -> Expectation:
-        with own_files():
+        with reading_federation_files():
             card = taking_part(self.federation, self.plan).get(silo_id)
         if card is None:
             got = "a silo that was removed, or enrolled anew with another key"
@@ -358,14 +369,14 @@ class IntakeService:
             now=now_utc(),
         )
 
-    def _verify(self, signed: Signed, expected: Expectation) -> Intake:
+    def _verify(self, signed: SignedSubmission, expected: Expectation) -> VerifiedSubmission:
         verified = verify_submission(signed, expected)
-        with own_files():
+        with reading_federation_files():
             known = known_ledger(self.federation, expected.silo_id)
         check_ledger(known, expected.silo_id, self.plan.plan_id, verified.submission.ledger.chain)
         return verified
 
-    def _keep(self, silo_id: str, verified: Intake, part: Path) -> None:
+    def _keep(self, silo_id: str, verified: VerifiedSubmission, part: Path) -> None:
         """Keep exactly the verified bytes, by one rename; a folder already there was left by a crash."""
         final = self._accepted(silo_id)
         if part != final:

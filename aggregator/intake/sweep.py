@@ -12,7 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aggregator.intake.conditions import Answer, Told, by_condition, chosen_conditions
+from aggregator.intake.conditions import (
+    Answer,
+    ExpertCondition,
+    answer_by_condition,
+    chosen_conditions,
+)
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.diffusion.solver import uniform_times
 from ddm.protocol.base import Model
@@ -26,7 +31,7 @@ ROWS_OF_CONDITION = 4
 NEAR_NOISE = 0.8
 
 
-class Excess(Model):
+class WorstRow(Model):
     """The row on which an expert is worst.
 
     Attributes:
@@ -60,7 +65,7 @@ class Sweep:
     t: Tensor
     target: Tensor
     limit: Tensor
-    told: list[Told]
+    told: list[ExpertCondition]
 
     @classmethod
     def of(
@@ -92,7 +97,7 @@ class Sweep:
             slack: the factors of the limit near t = 1 and below.
         """
         times = chosen_times(rng, num_rows)
-        told = [Told()] * len(times)
+        told = [ExpertCondition()] * len(times)
         # t = 1, and a secret time in each third
         for each in chosen_conditions(condition, rng, most=num_told):
             times += [
@@ -107,11 +112,11 @@ class Sweep:
         limit = _limits(images, x_0, target, t, path, prediction, slack)
         return cls(x_t(path, x_0, eps, t), t, target, limit, told)
 
-    def worst(self, answer: Answer) -> Excess:
+    def worst(self, answer: Answer) -> WorstRow:
         """Return the row on which an expert exceeds its limit the most."""
         times_R = self.multiples(answer)
         row = int(times_R.argmax())
-        return Excess(
+        return WorstRow(
             t=float(f"{float(self.t[row]):.4g}"),
             told=self.told[row].words,
             times=float(f"{float(times_R[row]):.4g}"),
@@ -122,7 +127,7 @@ class Sweep:
     def multiples(self, answer: Answer) -> Tensor:
         """Return each row's loss as a multiple of its limit, shape (R,); a loss that is not finite is very large."""
         loss_R = (
-            (by_condition(answer, self.x, self.t, self.told) - self.target)
+            (answer_by_condition(answer, self.x, self.t, self.told) - self.target)
             .double()
             .square()
             .flatten(1)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aggregator.intake.conditions import MOST_CLASSES, Answer, Told, chosen_conditions
+from aggregator.intake.conditions import MOST_CLASSES, Answer, ExpertCondition, chosen_conditions
 from aggregator.intake.drawn import (
     DRAWN_TOLD,
     EPS_START,
@@ -26,8 +26,8 @@ from aggregator.intake.sweep import (
     FEWEST_CLASSES,
     FEWEST_ROWS,
     ROWS_OF_CONDITION,
-    Excess,
     Sweep,
+    WorstRow,
     all_times,
 )
 from ddm.diffusion.path import Path, path_named
@@ -40,12 +40,12 @@ _LARGE = 1e9
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrialResults:
     """What a trial found out about one expert; see `ExpertFigures`."""
 
     losses: NDArray[np.float64]
     answers: tuple[float, ...]
-    worst: Excess
+    worst: WorstRow
     drawn: tuple[DrawnFigures, ...]
 
 
@@ -82,7 +82,7 @@ class Trial:
         most = num_images(self.forward_flops)
         return Probe.of(self.images[:most], self.mean, self._path, self.objective.prediction, rng)
 
-    def measure(self, answer: Answer, *submission: str) -> Measured:
+    def measure(self, answer: Answer, *submission: str) -> TrialResults:
         """Test one expert.
 
         Args:
@@ -102,7 +102,7 @@ class Trial:
             num_told=self._affordable(FEWEST_CLASSES, MOST_CLASSES, ROWS_OF_CONDITION),
             slack=slack,
         )
-        return Measured(
+        return TrialResults(
             losses=self.probe.losses_of(error),
             answers=self._sampled(error),
             worst=sweep.worst(answer),
@@ -115,7 +115,7 @@ class Trial:
         num = self._affordable(FEWEST_DRAWN, MOST_DRAWN, STEPS)
         if others:
             others = others[: self._affordable(1, len(others), STEPS * DRAWN_TOLD)]
-        groups = [[Told()] * num, *([told] * DRAWN_TOLD for told in others)]
+        groups = [[ExpertCondition()] * num, *([told] * DRAWN_TOLD for told in others)]
         told = [each for group in groups for each in group]
         start = 1.0 if self.objective.prediction == "velocity" else EPS_START
         velocity, shape = self._as_velocity(answer), self.images.shape[1:]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation
-from aggregator.intake.quarantine import held
+from aggregator.intake.quarantine import quarantined_submissions
 from aggregator.keys.silo_rotation import check_cards
 from aggregator.membership.invitation import make_invitation
 from aggregator.membership.registry import taking_part
@@ -209,7 +209,9 @@ def check_replaceable(federation: Federation) -> None:
         for path in release.glob(f"targets/{plan.plan_id}/silos/*")
     }
     remaining = taking_part(federation, plan).keys() - withdrawn_silos(federation, plan)
-    undecided = {each.why.silo_id for each in held(federation, plan.plan_id)} & remaining
+    undecided = {
+        each.why.silo_id for each in quarantined_submissions(federation, plan.plan_id)
+    } & remaining
     if undecided:
         raise SetupError(
             f"plan {plan.plan_id}",

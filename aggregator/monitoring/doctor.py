@@ -38,7 +38,7 @@ class ServerCertificate:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RecordedTime:
     """A recorded time, which must lie in the past."""
 
     what: str
@@ -46,7 +46,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Facts:
+class FederationFacts:
     """Everything that the rules examine.
 
     Attributes:
@@ -87,7 +87,7 @@ class Facts:
     root_digest: str | None
     invited_digest: str | None
     metadata: tuple[RoleHealth, ...]
-    traces: tuple[Trace, ...]
+    traces: tuple[RecordedTime, ...]
     reference: datetime | None
     disk_free_bytes: int
     disk_needed_bytes: int
@@ -102,7 +102,7 @@ class Facts:
     leftovers: tuple[str, ...]
 
 
-def examine(facts: Facts) -> Findings:
+def examine(facts: FederationFacts) -> Findings:
     """Apply every rule.
 
     Returns:
@@ -111,7 +111,7 @@ def examine(facts: Facts) -> Findings:
     return apply(_RULES, facts, facts.errors)
 
 
-def _permissions(facts: Facts) -> Iterator[Finding]:
+def _permissions(facts: FederationFacts) -> Iterator[Finding]:
     for path, mode in facts.modes.items():
         if mode & 0o077:
             got = f"mode {mode:03o}"
@@ -123,12 +123,12 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _no_more(facts: Facts) -> Iterator[Finding]:
+def _no_more(facts: FederationFacts) -> Iterator[Finding]:
     """Report nothing: the check consists of reading."""
     return iter(())
 
 
-def _nginx(facts: Facts) -> Iterator[Finding]:
+def _nginx(facts: FederationFacts) -> Iterator[Finding]:
     required = ".".join(str(part) for part in NGINX_VERSION)
     remedy = f"Install nginx {required} or later (Debian: apt install nginx-light)."
     if facts.nginx is None:
@@ -145,7 +145,7 @@ def _nginx(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _port(facts: Facts) -> Iterator[Finding]:
+def _port(facts: FederationFacts) -> Iterator[Finding]:
     if not facts.settings:
         return
     address = f"{facts.settings.host}:{facts.settings.port}"
@@ -159,7 +159,7 @@ def _port(facts: Facts) -> Iterator[Finding]:
         yield Finding(address, "a free port for aggregator run", got, BUSY_PORT_REMEDY)
 
 
-def _certificate(facts: Facts) -> Iterator[Finding]:
+def _certificate(facts: FederationFacts) -> Iterator[Finding]:
     certificate, host = facts.certificate, facts.invited_host
     if certificate is None:
         return
@@ -185,7 +185,7 @@ def _certificate(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _metadata(facts: Facts) -> Iterator[Finding]:
+def _metadata(facts: FederationFacts) -> Iterator[Finding]:
     for role in facts.metadata:
         if role.problem:
             yield Finding.of(role.problem)
@@ -201,12 +201,12 @@ def _metadata(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _left(facts: Facts, expires: datetime) -> str:
+def _left(facts: FederationFacts, expires: datetime) -> str:
     days = (expires - facts.now).days
     return f"{days} days left" if days >= 0 else f"expired {expires:%Y-%m-%d}"
 
 
-def _root(facts: Facts) -> Iterator[Finding]:
+def _root(facts: FederationFacts) -> Iterator[Finding]:
     if facts.root_digest and facts.invited_digest and facts.root_digest != facts.invited_digest:
         remedy = "Restore both from backup: silos and researchers have pinned one of the two."
         yield Finding(
@@ -217,7 +217,7 @@ def _root(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _clock(facts: Facts) -> Iterator[Finding]:
+def _clock(facts: FederationFacts) -> Iterator[Finding]:
     remedy = "Set the clock (timedatectl set-ntp true), and sign nothing before that."
     newest = max(facts.traces, key=lambda trace: trace.at, default=None)
     if newest and newest.at - facts.now > CLOCK_TOLERANCE:
@@ -229,7 +229,7 @@ def _clock(facts: Facts) -> Iterator[Finding]:
         yield Finding("clock", expected, f"{facts.now:%Y-%m-%d %H:%M}Z", remedy)
 
 
-def _disk(facts: Facts) -> Iterator[Finding]:
+def _disk(facts: FederationFacts) -> Iterator[Finding]:
     if facts.disk_free_bytes < facts.disk_needed_bytes:
         expected = f"{human_bytes(facts.disk_needed_bytes)} free for the submissions still to come"
         got = f"{human_bytes(facts.disk_free_bytes)} free"
@@ -238,7 +238,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _memory(facts: Facts) -> Iterator[Finding]:
+def _memory(facts: FederationFacts) -> Iterator[Finding]:
     free = facts.memory_free_bytes
     if not facts.processes.running and free < facts.memory_needed_bytes:
         expected = f"{human_bytes(facts.memory_needed_bytes)} for a run"
@@ -246,11 +246,11 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("memory", expected, f"{human_bytes(free)} available", remedy)
 
 
-def _packages(facts: Facts) -> Iterator[Finding]:
+def _packages(facts: FederationFacts) -> Iterator[Finding]:
     return iter(facts.packages)
 
 
-def _processes(facts: Facts) -> Iterator[Finding]:
+def _processes(facts: FederationFacts) -> Iterator[Finding]:
     if facts.processes.running:
         for program in facts.processes.programs:
             if not program.alive:
@@ -266,7 +266,7 @@ def _processes(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _silos(facts: Facts) -> Iterator[Finding]:
+def _silos(facts: FederationFacts) -> Iterator[Finding]:
     for silo_id in facts.not_enrolled:
         remedy = "Restore registry/ from backup, or remove the silo: aggregator remove."
         yield Finding(
@@ -283,7 +283,7 @@ def _silos(facts: Facts) -> Iterator[Finding]:
         yield Finding(f"silo {silo_id}", expected, "a card with another key", remedy)
 
 
-def _ledgers(facts: Facts) -> Iterator[Finding]:
+def _ledgers(facts: FederationFacts) -> Iterator[Finding]:
     for silo_id in facts.lost_ledgers:
         remedy = (
             "Restore registry/ledgers/ from backup: without it a reset ledger would go unnoticed."
@@ -294,7 +294,7 @@ def _ledgers(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _leftovers(facts: Facts) -> Iterator[Finding]:
+def _leftovers(facts: FederationFacts) -> Iterator[Finding]:
     for path in facts.leftovers:
         yield Finding(
             path,
@@ -304,7 +304,7 @@ def _leftovers(facts: Facts) -> Iterator[Finding]:
         )
 
 
-_RULES: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
+_RULES: Mapping[str, Callable[[FederationFacts], Iterator[Finding]]] = {
     "configuration": _no_more,
     "permissions": _permissions,
     "nginx": _nginx,

@@ -72,11 +72,11 @@ def labels_of(silo: SiloStatus, now: datetime) -> SiloLabels:
         if arrival.bytes_per_s >= 1:
             left = (arrival.bytes_total - arrival.bytes_here) / arrival.bytes_per_s
             arriving += f", about {_span(timedelta(seconds=max(left, 0)))} left"
-    last_seen = when(silo.last_seen, now) if silo.last_seen else ""
+    last_seen = relative_time(silo.last_seen, now) if silo.last_seen else ""
     return SiloLabels(silo, label, tone, silo.state.replace("_", " "), last_seen, arriving, percent)
 
 
-def when(at: datetime, now: datetime) -> str:
+def relative_time(at: datetime, now: datetime) -> str:
     """Describe a time relative to now: `12 s ago`, `in 89 days`."""
     return f"{_span(now - at)} ago" if at <= now else f"in {_span(at - now)}"
 
@@ -91,7 +91,7 @@ def _span(length: timedelta) -> str:
     )
 
 
-def attention(status: FederationStatus) -> Iterator[str]:
+def attention_points(status: FederationStatus) -> Iterator[str]:
     """Yield what needs the operator's attention, the most urgent first."""
     yield from status.problems
     if not status.processes.running and any(not silo.final for silo in status.silos):
@@ -115,7 +115,7 @@ def attention(status: FederationStatus) -> Iterator[str]:
     for expiry in status.expiries:
         if expiry.at - status.at < NOTICE:
             verb = "expired" if expiry.at <= status.at else "expires"
-            yield f"{expiry.what} {verb} {when(expiry.at, status.at)}"
+            yield f"{expiry.what} {verb} {relative_time(expiry.at, status.at)}"
 
 
 def _still_published(status: FederationStatus) -> Iterator[str]:
@@ -140,14 +140,14 @@ def page_values(status: FederationStatus) -> dict[str, Any]:
     return {
         "status": status,
         "silos": [labels_of(silo, status.at) for silo in status.silos],
-        "attention": list(attention(status)),
+        "attention": list(attention_points(status)),
         "num_accepted": sum(silo.standing in ("accepted", "carried") for silo in status.silos),
         "verdict_tones": _VERDICT_TONES,
-        "when": lambda at: when(at, status.at),
+        "when": lambda at: relative_time(at, status.at),
     }
 
 
-def describe(status: FederationStatus) -> str:
+def status_text(status: FederationStatus) -> str:
     """Format a status for a terminal."""
     running = "running" if status.processes.running else "not running"
     lines = [f"{status.federation} at {status.address}, {running}; plan {status.plan_id or 'none'}"]
@@ -164,7 +164,7 @@ def describe(status: FederationStatus) -> str:
     ]
     lines += ["", "Submissions", *answers] if answers else []
     lines += ["", *_rest(status)]
-    urgent = list(attention(status))
+    urgent = list(attention_points(status))
     lines += ["", "Needs attention", *(f"  {text}" for text in urgent)] if urgent else []
     return "\n".join(lines)
 
@@ -181,7 +181,9 @@ def _rest(status: FederationStatus) -> Iterator[str]:
     )
     newest = status.releases[0] if status.releases else None
     yield "release    " + (
-        f"version {newest.version}, {when(newest.published_at, status.at)}" if newest else "none"
+        f"version {newest.version}, {relative_time(newest.published_at, status.at)}"
+        if newest
+        else "none"
     )
     if status.processes.running:
         programs = [
@@ -191,4 +193,4 @@ def _rest(status: FederationStatus) -> Iterator[str]:
         yield f"processes  {', '.join(programs)}; {status.processes.num_restarts} restarts"
     yield f"disk       {human_bytes(status.disk_free_bytes)} free"
     for expiry in status.expiries[:1]:
-        yield f"expires    {expiry.what} {when(expiry.at, status.at)}"
+        yield f"expires    {expiry.what} {relative_time(expiry.at, status.at)}"

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from aggregator.config import Federation
 from aggregator.monitoring.labels import page_values
-from aggregator.monitoring.status import FederationStatus, gather
+from aggregator.monitoring.status import FederationStatus, read_status
 from aggregator.pages.render import render
 from ddm.errors import ArchipelagoError, PolicyError, SetupError
 from ddm.pages.serving import HostFilter, listening, run_server, server_of
@@ -85,7 +85,7 @@ def serve(
 
 def make_app(federation: Federation) -> Starlette:
     """Make the application: the page, its style sheet, and the same status as JSON."""
-    watch = Watch(federation)
+    watch = StatusReader(federation)
     style = files("ddm").joinpath("pages/templates/live.css").read_text("utf-8")
 
     def page(request: Request) -> Response:
@@ -113,7 +113,7 @@ def make_app(federation: Federation) -> Starlette:
     )
 
 
-class Watch:
+class StatusReader:
     """Reads the federation's status for one request at a time, and keeps earlier ones to compute rates."""
 
     def __init__(self, federation: Federation) -> None:
@@ -127,7 +127,7 @@ class Watch:
             now = now_utc()
             while self._earlier and not timedelta(0) <= now - self._earlier[0].at <= _RATE_OVER:
                 self._earlier.popleft()
-            status = gather(self._federation, now, self._earlier[0] if self._earlier else None)
+            status = read_status(self._federation, now, self._earlier[0] if self._earlier else None)
             if not self._earlier or self._earlier[-1].at < now:
                 self._earlier.append(status)
             return status

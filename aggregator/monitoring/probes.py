@@ -14,7 +14,7 @@ from cryptography.exceptions import InvalidSignature
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.limits import bytes_to_come
 from aggregator.membership.registry import KnownLedger, cards
-from aggregator.monitoring.doctor import Facts, ServerCertificate, Trace
+from aggregator.monitoring.doctor import FederationFacts, RecordedTime, ServerCertificate
 from aggregator.monitoring.machine import (
     PortState,
     check_database,
@@ -47,12 +47,12 @@ _RUN_BYTES = 1604 << 20
 _RUN_BYTES_PER_SHARD_BYTE = 5.25
 
 
-def run_bytes(shard_bytes: int) -> int:
+def run_memory_bytes(shard_bytes: int) -> int:
     """Return the memory that `aggregator run` and all programs it starts need together, for shards of this size."""
     return _RUN_BYTES + int(_RUN_BYTES_PER_SHARD_BYTE * shard_bytes)
 
 
-class Gathering:
+class FederationFactsReader:
     """Gathers facts; whatever cannot be read becomes an error of its check instead.
 
     Args:
@@ -65,7 +65,7 @@ class Gathering:
         self._attempts = Attempts()
         self._try = self._attempts.read
 
-    def facts(self, against: str | None = None) -> Facts:
+    def facts(self, against: str | None = None) -> FederationFacts:
         """Gather everything.
 
         Args:
@@ -83,7 +83,7 @@ class Gathering:
         )
         self._try("database", lambda: check_database(federation.path / "flower" / "superlink.db"))
         not_enrolled, other_key = self._try("silos", self._silos) or ((), ())
-        return Facts(
+        return FederationFacts(
             now=self._now,
             modes=dict(self._modes(settings)),
             settings=settings,
@@ -99,7 +99,7 @@ class Gathering:
             disk_free_bytes=shutil.disk_usage(federation.path).free,
             disk_needed_bytes=bytes_to_come(federation, plan) if plan else 0,
             memory_free_bytes=available_bytes(),
-            memory_needed_bytes=run_bytes(settings.shard_bytes) if settings else 0,
+            memory_needed_bytes=run_memory_bytes(settings.shard_bytes) if settings else 0,
             packages=tuple(check_packages()),
             processes=processes,
             orphans=tuple(self._orphans(processes)),
@@ -188,12 +188,12 @@ class Gathering:
         plan: Plan | None,
         certificate: ServerCertificate | None,
         metadata: tuple[RoleHealth, ...],
-    ) -> Iterator[Trace]:
+    ) -> Iterator[RecordedTime]:
         if plan:
-            yield Trace("the plan", plan.created_at)
+            yield RecordedTime("the plan", plan.created_at)
         if certificate:
-            yield Trace("the certificate", certificate.signed_at)
-        yield from (Trace(role.name, role.signed_at) for role in metadata if role.signed_at)
+            yield RecordedTime("the certificate", certificate.signed_at)
+        yield from (RecordedTime(role.name, role.signed_at) for role in metadata if role.signed_at)
         path = self._federation.path
         for name in (
             "federation.toml",
@@ -205,7 +205,7 @@ class Gathering:
             for each in path.glob(name):
                 with suppress(OSError):
                     at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
-                    yield Trace(each.relative_to(path).as_posix(), at)
+                    yield RecordedTime(each.relative_to(path).as_posix(), at)
 
     def _silos(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         known = cards(self._federation)

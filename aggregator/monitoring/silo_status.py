@@ -32,7 +32,7 @@ _MAX_ENTRIES = 1000
 _MAX_STATE = 40
 _MAX_REASONS = 8
 
-Gone = Literal["removed", "withdrawn", "carried"]
+Departure = Literal["removed", "withdrawn", "carried"]
 Standing = Literal[
     "absent",
     "offered",
@@ -46,7 +46,7 @@ Standing = Literal[
     "quarantined",
     "refused",
     "accepted",
-    Gone,
+    Departure,
 ]
 Verdict = Literal["arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"]
 
@@ -67,7 +67,7 @@ class Arrival(Model):
     bytes_per_s: Annotated[float, Field(ge=0.0)]
 
 
-Earlier = tuple[datetime, Arrival]
+EarlierArrival = tuple[datetime, Arrival]
 
 
 class SubmissionStatus(Model):
@@ -127,8 +127,8 @@ def read_silo(
     *,
     processes: Processes,
     now: datetime,
-    earlier: Earlier | None,
-    gone: Gone | None = None,
+    earlier: EarlierArrival | None,
+    gone: Departure | None = None,
 ) -> SiloStatus:
     """Read the status of a silo.
 
@@ -247,7 +247,7 @@ def _numbers(folder: Path, suffix: str = "") -> set[int]:
     }
 
 
-def _arrival(folders: SiloFolders, now: datetime, earlier: Earlier | None) -> Arrival | None:
+def _arrival(folders: SiloFolders, now: datetime, earlier: EarlierArrival | None) -> Arrival | None:
     """Return how much of the newest submission on its way is on disk, as its part folder records it."""
     for sequence in sorted(_numbers(folders.incoming, ".part"), reverse=True):
         part = folders.incoming / f"{sequence}.part"

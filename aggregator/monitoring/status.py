@@ -14,7 +14,7 @@ from pydantic import Field
 from aggregator.config import Federation
 from aggregator.membership.registry import members, removed
 from aggregator.membership.withdrawal import withdrawn_silos
-from aggregator.monitoring.silo_status import Earlier, Gone, SiloStatus, read_silo
+from aggregator.monitoring.silo_status import Departure, EarlierArrival, SiloStatus, read_silo
 from aggregator.router.report import Family, RouterReport
 from aggregator.runtime.processes import Processes, read_processes
 from ddm.errors import ArchipelagoError
@@ -102,7 +102,7 @@ class FederationStatus(Document):
         return next((silo for silo in self.silos if silo.silo_id == silo_id), None)
 
 
-def gather(
+def read_status(
     federation: Federation, now: datetime, earlier: FederationStatus | None = None
 ) -> FederationStatus:
     """Read a federation's folders.
@@ -153,7 +153,7 @@ def _silos(
 ) -> tuple[SiloStatus, ...]:
     gone = _gone(federation, plan, problems)
 
-    def earlier_arrival(silo_id: str) -> Earlier | None:
+    def earlier_arrival(silo_id: str) -> EarlierArrival | None:
         silo = earlier.silo(silo_id) if earlier else None
         return (earlier.at, silo.arrival) if earlier and silo and silo.arrival else None
 
@@ -171,9 +171,9 @@ def _silos(
     )
 
 
-def _gone(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Gone]:
+def _gone(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Departure]:
     """Return the plan's silos that left it; a silo both removed and withdrawn counts as removed."""
-    found: dict[str, Gone] = dict.fromkeys(withdrawn_silos(federation, plan), "withdrawn")
+    found: dict[str, Departure] = dict.fromkeys(withdrawn_silos(federation, plan), "withdrawn")
     try:
         out = {record.silo_id for record in removed(federation)} - members(federation, plan).keys()
     except ArchipelagoError as error:

@@ -17,8 +17,8 @@ import typer
 
 from aggregator.config import Federation
 from aggregator.intake.limits import submission_bytes
-from aggregator.intake.own_files import OwnFilesError
-from aggregator.intake.quarantine import SetAside
+from aggregator.intake.own_files import FederationFilesError
+from aggregator.intake.quarantine import QuarantineReason
 from aggregator.intake.service import IntakeService
 from ddm.errors import BusyError
 from ddm.protocol.receipt import Accepted, Receipt, Refused
@@ -96,7 +96,7 @@ def _step(desk: IntakeService) -> float:
     except OSError as error:  # a full disk: what arrived stays where it is
         _log.warning("intake waits: %s", error.strerror or type(error).__name__)
         return _REFUSED_S
-    except OwnFilesError as error:
+    except FederationFilesError as error:
         _log.error("intake waits, and answers nobody, until this is mended: %s", error)
         return _REFUSED_S
     return _CHECK_S
@@ -112,7 +112,7 @@ def _log_verdict(receipt: Receipt) -> None:
             )
 
 
-def _log_set_aside(why: SetAside) -> None:
+def _log_set_aside(why: QuarantineReason) -> None:
     reasons = "; ".join(why.reasons)
     _log.warning(
         "[%s] submission %d waits for you: %s (aggregator quarantine)",

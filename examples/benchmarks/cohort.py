@@ -43,7 +43,7 @@ from silo.images.source import FOLDER, ImageSource
 from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import Source, draw
 from silo.setup import init_site, make_card, read_invitation
-from silo.worker.stages import assign, read_assignment
+from silo.worker.stages import assign_images, read_assignment
 
 SHAPE, STEPS, NUM_PUBLIC = (4, 32, 32), 50, 2048
 BLOCK = 8192  # latents that are made at a time
@@ -177,7 +177,7 @@ def stages(folder: Path) -> None:
     )
     stage(
         "assign",
-        lambda: assign(cohort, files, private / "cohort.parquet", lambda done, total: None),
+        lambda: assign_images(cohort, files, private / "cohort.parquet", lambda done, total: None),
     )
     fine_N = read_assignment(cohort, files, private / "cohort.parquet")
     stage(

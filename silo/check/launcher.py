@@ -16,7 +16,7 @@ _OTHERS = 0o007
 
 
 @dataclass(frozen=True)
-class Launcher:
+class LauncherFacts:
     """What this machine tells of the command that starts a job's processes.
 
     Attributes:
@@ -32,20 +32,20 @@ class Launcher:
     mode: int | None = None
 
 
-def look_at(settings: TrainingSettings) -> Launcher | None:
+def find_launcher(settings: TrainingSettings) -> LauncherFacts | None:
     """Look for the launcher's program and folder; None where this machine trains by itself. Nothing is started."""
     if settings.launcher == "local":
         return None
     words = filled(tuple(settings.launcher), {"python": sys.executable})
     missing = tuple(word for word in _programs(words) if shutil.which(word) is None)
     if (jobs := settings.jobs) is None or not jobs.exists():
-        return Launcher(missing, jobs)
+        return LauncherFacts(missing, jobs)
     try:
         check_writable([jobs])
         fault = None
     except DiskError as error:
         fault = error.got
-    return Launcher(missing, jobs, fault, stat.S_IMODE(jobs.stat().st_mode))
+    return LauncherFacts(missing, jobs, fault, stat.S_IMODE(jobs.stat().st_mode))
 
 
 def _programs(words: Sequence[str]) -> Iterator[str]:
@@ -55,7 +55,7 @@ def _programs(words: Sequence[str]) -> Iterator[str]:
         yield from [word for word in words[1:] if "=" not in word and not word.startswith("-")][:1]
 
 
-def findings_of(found: Launcher | None) -> Iterator[Finding]:
+def launcher_findings(found: LauncherFacts | None) -> Iterator[Finding]:
     """Report what would keep a job from starting, or show others the images that are copied for it."""
     if found is None:
         return

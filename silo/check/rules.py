@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ddm.errors import ArchipelagoError
 from ddm.system.console import human_bytes
 from ddm.system.findings import Finding, Findings, apply
-from silo.check.launcher import Launcher, findings_of
+from silo.check.launcher import LauncherFacts, launcher_findings
 from silo.config import Isolation, Policy, SiloSettings
 from silo.courier.clock import describe
 from silo.courier.reach import remedy_for
@@ -15,7 +15,7 @@ LEAST_MEMORY_BYTES = 2 << 30  # of a worker that trains a small expert, its libr
 
 
 @dataclass(frozen=True)
-class Modes:
+class PathMode:
     """A path and its permission bits.
 
     Attributes:
@@ -30,7 +30,7 @@ class Modes:
 
 
 @dataclass(frozen=True)
-class Facts:
+class SiteFacts:
     """Everything that the rules examine.
 
     Attributes:
@@ -64,13 +64,13 @@ class Facts:
     num_gpus: int | None = 0
     has_gpu: bool = False
     num_cores: int = 1
-    launcher: Launcher | None = None
+    launcher: LauncherFacts | None = None
     memory_bytes: int = LEAST_MEMORY_BYTES
     disk_bytes: int = 0
     ahead_s: float | None = None
     connection: str | None = None
     proxy: str | None = None
-    modes: tuple[Modes, ...] = ()
+    modes: tuple[PathMode, ...] = ()
     key_encrypted: bool | None = None
     root_digest: str | None = None
     isolation: Isolation = "none"
@@ -80,7 +80,7 @@ class Facts:
     has_text_reader: bool = True
 
 
-def examine(facts: Facts) -> Findings:
+def examine(facts: SiteFacts) -> Findings:
     """Apply every rule.
 
     Returns:
@@ -89,16 +89,16 @@ def examine(facts: Facts) -> Findings:
     return apply(_RULES, facts, facts.errors)
 
 
-def _no_more(facts: Facts) -> Iterator[Finding]:
+def _no_more(facts: SiteFacts) -> Iterator[Finding]:
     """Report nothing: the check consists of reading."""
     return iter(())
 
 
-def _packages(facts: Facts) -> Iterator[Finding]:
+def _packages(facts: SiteFacts) -> Iterator[Finding]:
     return iter(facts.packages)
 
 
-def _device(facts: Facts) -> Iterator[Finding]:
+def _device(facts: SiteFacts) -> Iterator[Finding]:
     settings = facts.settings
     if facts.num_gpus is None:
         yield Finding(
@@ -125,11 +125,11 @@ def _device(facts: Facts) -> Iterator[Finding]:
         yield Finding("threads", expected, str(settings.threads), remedy, "warn")
 
 
-def _launcher(facts: Facts) -> Iterator[Finding]:
-    return findings_of(facts.launcher)
+def _launcher(facts: SiteFacts) -> Iterator[Finding]:
+    return launcher_findings(facts.launcher)
 
 
-def _memory(facts: Facts) -> Iterator[Finding]:
+def _memory(facts: SiteFacts) -> Iterator[Finding]:
     if not facts.running and facts.memory_bytes < LEAST_MEMORY_BYTES:
         expected = f"{human_bytes(LEAST_MEMORY_BYTES)} available for the smallest plans"
         yield Finding(
@@ -137,7 +137,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _disk(facts: Facts) -> Iterator[Finding]:
+def _disk(facts: SiteFacts) -> Iterator[Finding]:
     if facts.settings and facts.disk_bytes < facts.settings.max_bundle_bytes:
         expected = (
             f"{human_bytes(facts.settings.max_bundle_bytes)} free, for one plan of max_bundle_bytes"
@@ -146,14 +146,14 @@ def _disk(facts: Facts) -> Iterator[Finding]:
         yield Finding("disk", expected, f"{human_bytes(facts.disk_bytes)} free", remedy, "warn")
 
 
-def _clock(facts: Facts) -> Iterator[Finding]:
+def _clock(facts: SiteFacts) -> Iterator[Finding]:
     wrong = describe(facts.ahead_s)
     if wrong:
         remedy = "Set the clock (timedatectl set-ntp true) before anything is signed."
         yield Finding("clock", "that of the aggregator, give or take 4 minutes", wrong, remedy)
 
 
-def _connection(facts: Facts) -> Iterator[Finding]:
+def _connection(facts: SiteFacts) -> Iterator[Finding]:
     if facts.settings is None or facts.connection is None:
         return
     through = f" through the proxy {facts.proxy}" if facts.proxy else ""
@@ -165,7 +165,7 @@ def _connection(facts: Facts) -> Iterator[Finding]:
     yield Finding(facts.settings.address, expected, facts.connection, remedy, "warn")
 
 
-def _permissions(facts: Facts) -> Iterator[Finding]:
+def _permissions(facts: SiteFacts) -> Iterator[Finding]:
     for each in facts.modes:
         if excess := each.mode & each.forbidden:
             got = f"mode {each.mode:03o}"
@@ -176,7 +176,7 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
             yield Finding(each.path, expected, got, remedy)
 
 
-def _keys(facts: Facts) -> Iterator[Finding]:
+def _keys(facts: SiteFacts) -> Iterator[Finding]:
     if facts.key_encrypted is False:
         remedy = "Replace it: silo rotate SITE --out card.json, with a passphrase."
         yield Finding(
@@ -192,14 +192,14 @@ def _keys(facts: Facts) -> Iterator[Finding]:
         yield Finding("private/trust/1.root.json", expected, facts.root_digest, remedy)
 
 
-def _isolation(facts: Facts) -> Iterator[Finding]:
+def _isolation(facts: SiteFacts) -> Iterator[Finding]:
     if facts.isolation == "none":
         remedy = "Give the courier a user of its own: docs/how-to/two-users.md."
         got = "one user for both: nothing keeps the courier from the data"
         yield Finding("worker and courier", "two users", got, remedy, "warn")
 
 
-def _ledger(facts: Facts) -> Iterator[Finding]:
+def _ledger(facts: SiteFacts) -> Iterator[Finding]:
     if facts.spent is None or facts.policy is None:
         return
     privacy, (epsilon, _) = facts.policy.privacy, facts.spent
@@ -213,7 +213,7 @@ def _ledger(facts: Facts) -> Iterator[Finding]:
         yield Finding("privacy budget", expected, got, remedy, "warn")
 
 
-def _text_reader(facts: Facts) -> Iterator[Finding]:
+def _text_reader(facts: SiteFacts) -> Iterator[Finding]:
     if not facts.has_text_reader:
         got = "tesseract is not installed: burned-in text is looked for by shapes alone"
         yield Finding(
@@ -221,14 +221,14 @@ def _text_reader(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _work(facts: Facts) -> Iterator[Finding]:
+def _work(facts: SiteFacts) -> Iterator[Finding]:
     if facts.problem and not facts.running:
         yield Finding(
             "last run", "no problem", facts.problem, "Mend that, then: silo run SITE.", "warn"
         )
 
 
-_RULES: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
+_RULES: Mapping[str, Callable[[SiteFacts], Iterator[Finding]]] = {
     "configuration": _no_more,
     "packages": _packages,
     "device": _device,

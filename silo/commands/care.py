@@ -22,10 +22,10 @@ def check(
 ) -> None:
     """Look over site and machine: what is wrong or soon will be, and what to do; exit code 3 if anything fails."""
     from ddm.system.findings import tell
-    from silo.check.gathering import Gathering
+    from silo.check.reading import SiteFactsReader
     from silo.check.rules import examine
 
-    if not tell(examine(Gathering(Site(site).require()).facts()), as_json=as_json):
+    if not tell(examine(SiteFactsReader(Site(site).require()).facts()), as_json=as_json):
         raise typer.Exit(SetupError.exit_code)
 
 

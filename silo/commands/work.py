@@ -59,20 +59,24 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show what is done, how far the work is, how fast it goes, and what to type next."""
-    from silo.worker.status import look
+    from silo.worker.status import read_status
 
-    found = look(Site(site).require())
+    found = read_status(Site(site).require())
     say(json.dumps(found.as_json()) if as_json else found.text())
 
 
 def pause(site: SiteArgument) -> None:
     """Stop the work at its next step, memory and GPU free; it stays stopped, also after a restart, until resumed."""
     from silo.worker.pause import pause as ask
-    from silo.worker.status import look
+    from silo.worker.status import read_status
 
     place = Site(site).require()
     request = ask(place)
-    stops = " The worker stops at its next step: see `silo status`." if look(place).running else ""
+    stops = (
+        " The worker stops at its next step: see `silo status`."
+        if read_status(place).running
+        else ""
+    )
     say(
         f"Paused since {request.since}.{stops} The courier stays connected; the aggregator sees the state alone."
     )
@@ -82,12 +86,12 @@ def pause(site: SiteArgument) -> None:
 def resume(site: SiteArgument) -> None:
     """Let a paused site go on where it stopped."""
     from silo.worker.pause import resume as let_go_on
-    from silo.worker.status import look
+    from silo.worker.status import read_status
 
     place = Site(site).require()
     if not let_go_on(place):
         say("This site is not paused.")
-    elif look(place).running:
+    elif read_status(place).running:
         say("Resumed: the worker goes on.")
     else:
         say(f"Resumed. No worker is at work: silo run {site}")
@@ -295,11 +299,11 @@ def retrain(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Train again for the plan in work, on the images as they are now; shows first what that costs."""
-    from silo.worker.retraining import assess
+    from silo.worker.retraining import assess_retraining
     from silo.worker.retraining import retrain as start_over
 
     place = Site(site).require()
-    state, price, changed = assess(place)
+    state, price, changed = assess_retraining(place)
     images = (
         "are others than those scanned for this plan"
         if changed
@@ -314,14 +318,14 @@ def retrain(
 
 def withdraw(site: SiteArgument, passphrase_file: PassphraseOption = None) -> None:
     """Give the present plan up, in any state, or take back what was accepted; the site then waits for the next one."""
-    from silo.worker.leaving import consequences
-    from silo.worker.leaving import withdraw as give_up
     from silo.worker.state import load_state
+    from silo.worker.withdrawal import describe_consequences
+    from silo.worker.withdrawal import withdraw_from_plan as give_up
 
     place = Site(site).require()
     key, before = open_key(place, passphrase_file), load_state(place.private / "state.json")
     state = give_up(place, key)
-    say(f"Gave up plan {state.plan_id}. {consequences(before)}")
+    say(f"Gave up plan {state.plan_id}. {describe_consequences(before)}")
     say(
         f"The aggregator is told while the site is connected: silo run {site}, which then waits for the next plan."
     )

@@ -34,10 +34,10 @@ def review_submission(site: Site, *, page: bool | None) -> None:
     if not (sys.stdout.isatty() if page is None else page):
         say(review_text(site, facts))
         return
-    from silo.review.samples import Sheets
+    from silo.review.samples import SampleSheets
     from silo.review.server import serve_approval
 
-    sheets = Sheets(site, facts)
+    sheets = SampleSheets(site, facts)
 
     def announce(url: str) -> None:
         sheets.start()

@@ -16,7 +16,7 @@ MOST_EXPERTS, MOST_ATTACKS = 8, 5
 
 
 @dataclass(frozen=True)
-class Finding:
+class ExpertLeaks:
     """One expert's audit as it is shown.
 
     Attributes:
@@ -32,7 +32,7 @@ class Finding:
     suspects: tuple[int, ...]
 
 
-def findings(site: Site, facts: Facts) -> tuple[Finding, ...]:
+def expert_leaks(site: Site, facts: Facts) -> tuple[ExpertLeaks, ...]:
     """Read what was found on each expert; nothing where there was no measurement."""
     if facts.audit is None:
         return ()
@@ -43,7 +43,9 @@ def findings(site: Site, facts: Facts) -> tuple[Finding, ...]:
         if worst:
             samples, images = (_pictures(worst[1][name], facts) for name in ("samples", "images"))
             pairs = tuple(zip(samples, images, worst[0].pair_images, strict=False))
-        found.append(Finding(audit, figure_rows(audit), pairs, worst[0].suspects if worst else ()))
+        found.append(
+            ExpertLeaks(audit, figure_rows(audit), pairs, worst[0].suspects if worst else ())
+        )
     return tuple(found)
 
 

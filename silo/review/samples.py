@@ -24,7 +24,7 @@ MOST_FLOPS = 4e12  # of all samples of one expert: about two minutes on two core
 
 
 @dataclass(frozen=True)
-class Sheet:
+class SampleSheet:
     """Samples of one expert.
 
     Attributes:
@@ -43,12 +43,12 @@ class Sheet:
 
 
 @dataclass
-class Sheets:
+class SampleSheets:
     """The samples of all experts, drawn one after the other in a thread of its own, which ends with the process."""
 
     site: Site
     facts: Facts
-    _sheets: dict[str, Sheet] = field(default_factory=dict)
+    _sheets: dict[str, SampleSheet] = field(default_factory=dict)
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,9 @@ class Sheets:
                 if num
                 else "one sample would take minutes: draw them with `ddm sample` once it is published"
             )
-            self._sheets[expert.expert_id] = Sheet(expert.expert_id, num, words, problem=problem)
+            self._sheets[expert.expert_id] = SampleSheet(
+                expert.expert_id, num, words, problem=problem
+            )
 
     def start(self) -> None:
         """Begin to draw."""
@@ -70,7 +72,7 @@ class Sheets:
         self._ended.set()
 
     @property
-    def sheets(self) -> tuple[Sheet, ...]:
+    def sheets(self) -> tuple[SampleSheet, ...]:
         """What is drawn by now."""
         return tuple(self._sheets.values())
 
@@ -91,13 +93,15 @@ class Sheets:
                     if self._ended.is_set():
                         return
                     pictures = (*sheet.pictures, *draw(first, min(AT_ONCE, sheet.num - first)))
-                    sheet = self._keep(Sheet(sheet.expert_id, sheet.num, sheet.words, pictures))
+                    sheet = self._keep(
+                        SampleSheet(sheet.expert_id, sheet.num, sheet.words, pictures)
+                    )
             except (ArchipelagoError, RuntimeError, MemoryError, OSError) as error:
                 problem = (
                     str(error) if isinstance(error, ArchipelagoError) else type(error).__name__
                 )
                 self._keep(
-                    Sheet(
+                    SampleSheet(
                         sheet.expert_id,
                         sheet.num,
                         sheet.words,
@@ -106,9 +110,9 @@ class Sheets:
                     )
                 )
 
-    def _keep(self, sheet: Sheet) -> Sheet:
+    def _keep(self, sheet: SampleSheet) -> SampleSheet:
         if sheet.num and not sheet.pictures and not sheet.problem:
-            sheet = Sheet(
+            sheet = SampleSheet(
                 sheet.expert_id,
                 sheet.num,
                 sheet.words,

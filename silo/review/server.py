@@ -16,8 +16,8 @@ from ddm.protocol.base import Digest, Model, now_utc
 from silo.config import Site
 from silo.review.contents import as_text
 from silo.review.facts import Facts, Leaving
-from silo.review.leaks import findings
-from silo.review.samples import Sheets
+from silo.review.leaks import expert_leaks
+from silo.review.samples import SampleSheets
 from silo.worker.approval import approve, find_approval
 from silo.worker.state import load_state, state_path
 
@@ -30,14 +30,14 @@ _FILES = {
 }
 
 
-class Asked(Model):
+class ApprovalRequest(Model):
     """What the page sends: the digest of the draft that a person saw."""
 
     submission_digest: Digest
 
 
 def serve_approval(
-    site: Site, facts: Facts, sheets: Sheets, on_listening: Callable[[str], None]
+    site: Site, facts: Facts, sheets: SampleSheets, on_listening: Callable[[str], None]
 ) -> None:
     """Serve the page until a person is done.
 
@@ -54,10 +54,14 @@ def serve_approval(
 
 
 def _answers(
-    site: Site, facts: Facts, sheets: Sheets, end: Callable[[], None]
+    site: Site, facts: Facts, sheets: SampleSheets, end: Callable[[], None]
 ) -> tuple[Sequence[Route], Mapping[str, Handler]]:
     page = render(
-        "silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=findings(site, facts)
+        "silo",
+        "approve.html.jinja",
+        facts=facts,
+        draft=facts.draft,
+        findings=expert_leaks(site, facts),
     )
 
     def chosen(request: Request) -> Leaving | None:
@@ -106,7 +110,7 @@ def _answers(
 async def _decide(request: Request, facts: Facts, decide: Callable[[str], object]) -> Response:
     """Decide about the draft that this page shows, and about no other."""
     try:
-        asked = Asked.model_validate_json(await body_of(request))
+        asked = ApprovalRequest.model_validate_json(await body_of(request))
     except ValidationError:
         return PlainTextResponse("not a digest\n", status_code=400)
     if asked.submission_digest != facts.draft.digest:

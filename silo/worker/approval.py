@@ -93,14 +93,14 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
         raise ApprovalError(
             "approval", expected=expected, got=got, remedy=remedy if failed else None
         )
-    DecisionLog(site).add(approved(draft, "person"))
+    DecisionLog(site).add(approval_record(draft, "person"))
     write_atomic(
         approval_path(site),
         PersonApproval(submission_digest=digest, despite_fail=despite_fail).encode(),
     )
 
 
-def approved(draft: Submission, by: Literal["person", "policy"]) -> Approved:
+def approval_record(draft: Submission, by: Literal["person", "policy"]) -> Approved:
     """Return an approval of a draft as the log of decisions keeps it."""
     return Approved(
         plan_id=draft.plan_id, sequence=draft.sequence, submission_digest=draft.digest, approval=by

@@ -39,7 +39,7 @@ from silo.worker.training import find_parts, images_of_parts, wanted_job
 
 
 @dataclass(frozen=True)
-class Audited:
+class AuditInputs:
     """What the audit of a plan's experts starts from.
 
     Attributes:
@@ -80,14 +80,14 @@ def check_auditable(accepted: AcceptedPlan, policy: Policy, cohort: Cohort) -> N
         gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
-def gather(
+def gather_audit_inputs(
     site: Site,
     accepted: AcceptedPlan,
     work: Workspace,
     policy: Policy,
     cohort: Cohort,
     cohort_path: Path,
-) -> Audited:
+) -> AuditInputs:
     """Gather what experts learn and what they are compared with; who is held out is decided once, before training.
 
     Raises:
@@ -97,7 +97,7 @@ def gather(
     if not work.held_path.exists():
         save_tensors(work.held_path, {"held": held_out(cohort, policy)})
     specs = {"held": TensorSpec("BOOL", (len(cohort.images),))}
-    return Audited(
+    return AuditInputs(
         site=site,
         accepted=accepted,
         work=work,
@@ -111,7 +111,7 @@ def gather(
 
 
 def audit_experts(
-    audited: Audited, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
+    audited: AuditInputs, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
 ) -> None:
     """Audit all experts together, from the last part that was measured, and keep the report.
 
@@ -141,7 +141,7 @@ def audit_experts(
 
 
 def _measured(
-    audited: Audited, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
+    audited: AuditInputs, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
 ) -> tuple[ExpertAudit, ...]:
     experts: list[ExpertAudit] = []
     for subject in _subjects(audited):
@@ -150,7 +150,7 @@ def _measured(
     return tuple(experts)
 
 
-def verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
+def audit_verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
     """Return the verdict under which the experts may leave now; of privately trained ones, whatever was measured.
 
     Raises:
@@ -163,7 +163,7 @@ def verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVer
     )
 
 
-def _subjects(audited: Audited) -> list[Subject]:
+def _subjects(audited: AuditInputs) -> list[Subject]:
     """Return the experts, each with the images that it learned and those held out that are like its own."""
     plan, files = audited.accepted.plan, audited.accepted.files()
     settings, silo_id = audited.site.settings(), audited.site.settings().silo_id
@@ -204,7 +204,7 @@ def _subjects(audited: Audited) -> list[Subject]:
     return subjects
 
 
-def _pixels(audited: Audited, files: PlanFiles) -> Images:
+def _pixels(audited: AuditInputs, files: PlanFiles) -> Images:
     return pixels_of(audited.cohort, files.latent, audited.accepted.plan)
 
 

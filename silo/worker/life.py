@@ -40,7 +40,7 @@ Spending = Literal["nothing", "training", "epsilon"]
 
 
 @dataclass(frozen=True)
-class Step:
+class Transition:
     """Where an event leads, and the most that the worker spends on the way."""
 
     to: SiloState
@@ -56,21 +56,21 @@ IDLE: frozenset[SiloState] = frozenset(
 # From acceptance until an answer that ends it: here the federation's next plan ends the work.
 AT_WORK: frozenset[SiloState] = frozenset(STATES) - IDLE
 
-_MADE: Mapping[tuple[SiloState, Event], Step] = {
-    ("plan_accepted", "scan"): Step("scanned"),
-    ("scanned", "assign"): Step("assigned"),
+_MADE: Mapping[tuple[SiloState, Event], Transition] = {
+    ("plan_accepted", "scan"): Transition("scanned"),
+    ("scanned", "assign"): Transition("assigned"),
     # the counts, where they decide which experts there are
-    ("assigned", "begin"): Step("training", "epsilon"),
-    ("training", "train"): Step("audited", "training"),
-    ("audited", "draw"): Step("released", "epsilon"),
-    ("released", "draft"): Step("awaiting_approval"),
-    ("awaiting_approval", "lapse"): Step("released"),
-    ("awaiting_approval", "send"): Step("in_outbox"),
-    ("in_outbox", "receipt"): Step("accepted"),
-    ("in_outbox", "hold"): Step("in_outbox"),
-    ("in_outbox", "refusal"): Step("refused"),
-    ("refused", "restart"): Step("released"),
-    ("plan_refused", "restart"): Step("waiting"),
+    ("assigned", "begin"): Transition("training", "epsilon"),
+    ("training", "train"): Transition("audited", "training"),
+    ("audited", "draw"): Transition("released", "epsilon"),
+    ("released", "draft"): Transition("awaiting_approval"),
+    ("awaiting_approval", "lapse"): Transition("released"),
+    ("awaiting_approval", "send"): Transition("in_outbox"),
+    ("in_outbox", "receipt"): Transition("accepted"),
+    ("in_outbox", "hold"): Transition("in_outbox"),
+    ("in_outbox", "refusal"): Transition("refused"),
+    ("refused", "restart"): Transition("released"),
+    ("plan_refused", "restart"): Transition("waiting"),
 }
 _RETRAINED: tuple[SiloState, ...] = (
     *(
@@ -84,33 +84,33 @@ _RETRAINED: tuple[SiloState, ...] = (
         "refused",
     ),
 )
-LIFE: Mapping[tuple[SiloState, Event], Step] = {
+TRANSITIONS: Mapping[tuple[SiloState, Event], Transition] = {
     **_MADE,
-    **{(state, "accept"): Step("plan_accepted") for state in STATES if state in IDLE},
-    **{(state, "decline"): Step("plan_refused") for state in STATES if state in IDLE},
-    **{(state, "retrain"): Step("plan_accepted") for state in _RETRAINED},
-    **{(state, "succession"): Step("superseded") for state in STATES if state in AT_WORK},
+    **{(state, "accept"): Transition("plan_accepted") for state in STATES if state in IDLE},
+    **{(state, "decline"): Transition("plan_refused") for state in STATES if state in IDLE},
+    **{(state, "retrain"): Transition("plan_accepted") for state in _RETRAINED},
+    **{(state, "succession"): Transition("superseded") for state in STATES if state in AT_WORK},
     **{
-        (state, "withdraw"): Step("withdrawn")
+        (state, "withdraw"): Transition("withdrawn")
         for state in STATES
         if state not in ("waiting", "superseded")
     },
     **{
-        (state, "notice"): Step("withdrawn")
+        (state, "notice"): Transition("withdrawn")
         for state in STATES
         if state in AT_WORK | {"accepted", "withdrawn"}
     },
 }
 
 
-def after(state: SiloState, event: Event) -> SiloState:
+def next_state(state: SiloState, event: Event) -> SiloState:
     """Return the state to which an event leads.
 
     Raises:
         ApprovalError: the event cannot happen in this state.
     """
-    if (step := LIFE.get((state, event))) is None:
-        possible = [each for each in STATES if (each, event) in LIFE]
+    if (step := TRANSITIONS.get((state, event))) is None:
+        possible = [each for each in STATES if (each, event) in TRANSITIONS]
         raise ApprovalError(
             event,
             expected=f"state {' or '.join(possible)}",
@@ -120,6 +120,6 @@ def after(state: SiloState, event: Event) -> SiloState:
     return step.to
 
 
-def unknown() -> list[tuple[SiloState, Event]]:
+def impossible_transitions() -> list[tuple[SiloState, Event]]:
     """List the pairs of a state and an event that cannot happen."""
-    return [pair for pair in product(STATES, EVENTS) if pair not in LIFE]
+    return [pair for pair in product(STATES, EVENTS) if pair not in TRANSITIONS]

@@ -44,7 +44,7 @@ from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.training import find_parts
 
 
-def draft(
+def write_draft(
     accepted: AcceptedPlan,
     work: Workspace,
     files: PlanFiles,
@@ -160,7 +160,7 @@ def payload(submission: Submission, work: Workspace) -> Mapping[str, Path]:
     return {**experts, **statistics}
 
 
-def send(
+def send_submission(
     draft_submission: Submission,
     work: Workspace,
     site: Site,

@@ -25,7 +25,7 @@ _MAX_BYTES = 4096
 _log = logging.getLogger(__name__)
 
 
-class Request(Document):
+class Pause(Document):
     """A pause: since when, and who asked for it."""
 
     format: Literal["archipelago/pause/1"] = "archipelago/pause/1"
@@ -38,16 +38,16 @@ class Request(Document):
         return f"{self.at:%Y-%m-%d %H:%M}Z, by {self.by}"
 
 
-def pause(site: Site) -> Request:
+def pause(site: Site) -> Pause:
     """Ask the worker to stop at its next step and to wait; a site that is paused stays so.
 
     Raises:
         DecisionLogError: the log of decisions is damaged; the work goes on.
     """
     DecisionLog(site).add(Paused())
-    if (found := paused(site)) is not None:
+    if (found := present_pause(site)) is not None:
         return found
-    request = Request(at=now_utc(), by=who())
+    request = Pause(at=now_utc(), by=who())
     write_atomic(_path(site), request.encode(), mode=0o600)
     return request
 
@@ -66,26 +66,26 @@ def resume(site: Site) -> bool:
     return True
 
 
-def paused(site: Site) -> Request | None:
+def present_pause(site: Site) -> Pause | None:
     """Return the pause that is in force, also where its file is damaged; None where there is none."""
     path = _path(site)
     try:
-        return Request.parse(read_bounded(path, _MAX_BYTES), subject="private/paused.json")
+        return Pause.parse(read_bounded(path, _MAX_BYTES), subject="private/paused.json")
     except MissingFileError:
         return None
     except FormatError:
-        return Request(
+        return Pause(
             at=datetime.fromtimestamp(int(path.lstat().st_mtime), UTC),
             by="somebody; its file is damaged",
         )
 
 
-def halted(site: Site) -> bool:
+def is_halted(site: Site) -> bool:
     """Whether a worker has stopped its work for a pause, and waits."""
     return is_locked(site.private, HALTED)
 
 
-class Halt:
+class StopSignal:
     """Tells the worker when to stop its work: because it is to end, or because the site is paused.
 
     Args:
@@ -116,7 +116,7 @@ class Halt:
         if not self._path.exists():
             return
         release_memory()
-        silo_id, request = self._site.settings().silo_id, paused(self._site)
+        silo_id, request = self._site.settings().silo_id, present_pause(self._site)
         since = f" since {request.since}" if request else ""
         _log.info("[%s] paused%s. To go on: silo resume %s", silo_id, since, self._site.path)
         # which tells `halted`, however this process ends

@@ -32,7 +32,7 @@ Stage = Literal[
 ]
 
 
-class Note(Document):
+class ProgressNote(Document):
     """What the worker does at present.
 
     `images_per_s` and `seconds_left` are None before there is a rate; `loss` in all stages but training.
@@ -49,7 +49,7 @@ class Note(Document):
     loss: Annotated[float, Field(ge=-1e30, le=1e30)] | None = None
 
 
-class Meter:
+class ProgressMeter:
     """Notes progress in a file, at most every `NOTE_S` seconds.
 
     Args:
@@ -68,7 +68,7 @@ class Meter:
             self._stage, self._begun, self._first, self._noted_at = stage, now, done, 0.0
         per_s = (done - self._first) / (now - self._begun) if now > self._begun else 0.0
         self._note(
-            Note(
+            ProgressNote(
                 stage=stage,
                 plan_id=plan_id,
                 done=done,
@@ -85,7 +85,7 @@ class Meter:
         step, num_steps = progress.step, progress.num_steps
         rates = _rates(progress.steps_per_second, num_steps - step, batch_size)
         self._note(
-            Note(
+            ProgressNote(
                 stage="training",
                 plan_id=plan_id,
                 done=step,
@@ -96,7 +96,7 @@ class Meter:
             )
         )
 
-    def _note(self, note: Note) -> None:
+    def _note(self, note: ProgressNote) -> None:
         now = time.monotonic()
         if note.done < note.total and self._noted_at and now - self._noted_at < NOTE_S:
             return
@@ -132,10 +132,10 @@ def note_path(private: Path) -> Path:
     return private / "progress.json"
 
 
-def read_note(private: Path) -> Note | None:
+def read_note(private: Path) -> ProgressNote | None:
     """Read the last note; None where there is none that can be read, since it is no more than a hint."""
     try:
-        return Note.parse(
+        return ProgressNote.parse(
             note_path(private).read_bytes(), subject="progress.json", limit=_MAX_BYTES
         )
     except (OSError, DocumentError):

@@ -19,14 +19,14 @@ from silo.plan.succession import successor
 from silo.privacy.ledger import Debit, Ledger
 from silo.worker import stages
 from silo.worker.approval import approval_path
-from silo.worker.life import after
-from silo.worker.state import State, load_state, save_state, state_path, tell_courier
+from silo.worker.life import next_state
+from silo.worker.state import State, load_state, save_state, state_path, write_courier_status
 
 _SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True)
-class Price:
+class RetrainingCost:
     """What training again costs.
 
     Attributes:
@@ -49,7 +49,9 @@ class Price:
         return f"{self.num_steps} steps an expert, epsilon {self.epsilon:.3g} more of {self.left:.3g} left{over}"
 
 
-def price_of(accepted: AcceptedPlan, ledger: Ledger, dataset_digest: str | None = None) -> Price:
+def retraining_cost(
+    accepted: AcceptedPlan, ledger: Ledger, dataset_digest: str | None = None
+) -> RetrainingCost:
     """Return what it costs to train and draw again, for other images than before unless a digest names them."""
     delta = ledger.budget.delta
     debits = [entry.record for entry in ledger.entries if isinstance(entry.record, Debit)]
@@ -62,7 +64,7 @@ def price_of(accepted: AcceptedPlan, ledger: Ledger, dataset_digest: str | None 
             - spent
         )
     num_steps = accepted.plan.expert.training.num_steps
-    return Price(more, max(ledger.budget.epsilon - spent, 0.0), num_steps)
+    return RetrainingCost(more, max(ledger.budget.epsilon - spent, 0.0), num_steps)
 
 
 def refused_remedy(state: State, accepted: AcceptedPlan, ledger: Ledger) -> str:
@@ -71,7 +73,7 @@ def refused_remedy(state: State, accepted: AcceptedPlan, ledger: Ledger) -> str:
         return f"It was the last of {MAX_SUBMISSIONS} submissions to this plan. Keep `silo run` for the next plan."
     number, price = (
         f"submission {state.sequence + 1} of {MAX_SUBMISSIONS}",
-        price_of(accepted, ledger),
+        retraining_cost(accepted, ledger),
     )
     return (
         f"`silo run` sends the same experts again, as {number}: no training, no epsilon, a person approves. "
@@ -83,7 +85,7 @@ def changed_images(
     state: State, accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger
 ) -> DataError:
     """Return the error for images that are others than those scanned for this plan."""
-    price = price_of(accepted, ledger, cohort.digest)
+    price = retraining_cost(accepted, ledger, cohort.digest)
     return DataError(
         "images",
         expected=f"those that were scanned for this plan, digest {(state.dataset_digest or 'none')[:16]}",
@@ -93,7 +95,7 @@ def changed_images(
     )
 
 
-def assess(site: Site) -> tuple[State, Price, bool]:
+def assess_retraining(site: Site) -> tuple[State, RetrainingCost, bool]:
     """Read the images and say what training again would cost, and whether they changed; nothing is changed.
 
     Raises:
@@ -105,9 +107,9 @@ def assess(site: Site) -> tuple[State, Price, bool]:
         return _assess(site)
 
 
-def _assess(site: Site) -> tuple[State, Price, bool]:
+def _assess(site: Site) -> tuple[State, RetrainingCost, bool]:
     state, policy = load_state(state_path(site.private)), site.policy()
-    after(state.state, "retrain")
+    next_state(state.state, "retrain")
     sent = (site.outbox / (state.plan_id or "") / str(state.sequence)).exists()
     if sent and state.state != "refused":  # the worker stopped between sending and recording it
         remedy = "Run it again: `silo run`, which waits for the receipt. Or give the plan up: silo withdraw."
@@ -121,8 +123,8 @@ def _assess(site: Site) -> tuple[State, Price, bool]:
             "retraining", expected=f"plan {state.plan_id} in force", got=got, remedy=remedy
         )
     accepted = load_accepted(site, state.plan_id or "", state.plan_digest or "")
-    cohort = stages.scan(site, accepted, policy)
-    price = price_of(accepted, stages.open_ledger(site, policy), cohort.digest)
+    cohort = stages.scan_images(site, accepted, policy)
+    price = retraining_cost(accepted, stages.open_ledger(site, policy), cohort.digest)
     return state, price, cohort.digest != state.dataset_digest
 
 
@@ -152,5 +154,5 @@ def retrain(site: Site) -> State:
         # what was made of the old images goes once the new ones are scanned
         save_state(state_path(site.private), new)
         approval_path(site).unlink(missing_ok=True)
-        tell_courier(site, new)
+        write_courier_status(site, new)
         return new

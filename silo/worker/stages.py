@@ -43,7 +43,7 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
     return holder.open_ledger(site, policy)
 
 
-def scan(
+def scan_images(
     site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = lambda done, num: None
 ) -> Cohort:
     """Read the private images, with patients, classes and captions where the plan needs them, and check them.
@@ -79,7 +79,7 @@ def scan(
     return load_cohort(source, request, site.salt(), site.private, advance)
 
 
-def check_agreed(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:
+def check_agreed_numbers(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:
     """Refuse, before anything is trained, to bring more than the card states: intake would set the submission aside.
 
     Raises:
@@ -113,7 +113,9 @@ def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None
     )
 
 
-def pay(site: Site, policy: Policy, accepted: AcceptedPlan, cohort: Cohort) -> PaidTraining | None:
+def debit_training(
+    site: Site, policy: Policy, accepted: AcceptedPlan, cohort: Cohort
+) -> PaidTraining | None:
     """Debit the plan before its expert is trained privately; None where it is not.
 
     Raises:
@@ -125,7 +127,7 @@ def pay(site: Site, policy: Policy, accepted: AcceptedPlan, cohort: Cohort) -> P
     return pay_for_training(accepted.plan, accepted.digest, cohort.digest, cohort.num_units, ledger)
 
 
-def assign(
+def assign_images(
     cohort: Cohort,
     files: PlanFiles,
     cohort_path: Path,

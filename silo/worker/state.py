@@ -11,7 +11,7 @@ from ddm.protocol.base import Digest, Document, NaturalInt, PlanId, ShortText
 from ddm.transport.messages import SiloState, StatusFile
 from silo.config import Site
 from silo.plan.succession import successor
-from silo.worker.life import AT_WORK, Event, after
+from silo.worker.life import AT_WORK, Event, next_state
 
 StateName = SiloState
 
@@ -67,7 +67,7 @@ class State(Document):
         Raises:
             ApprovalError: it cannot happen now.
         """
-        return self.to(after(self.state, event), **changes)
+        return self.to(next_state(self.state, event), **changes)
 
 
 def state_path(private: Path) -> Path:
@@ -106,7 +106,7 @@ def save_state(path: Path, state: State) -> State:
     return state
 
 
-def tell_courier(site: Site, state: State) -> None:
+def write_courier_status(site: Site, state: State) -> None:
     """Write what the aggregator is told of a state, through the outbox; nothing before the first plan."""
     if state.plan_id:
         percent = 100 * state.step // state.num_steps if state.num_steps else 0

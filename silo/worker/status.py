@@ -11,9 +11,9 @@ from silo.audit.document import read_report
 from silo.config import AUDIT_REPORT, Site
 from silo.plan.consent import WaitingPlan, read_waiting
 from silo.worker.approval import approval_path
-from silo.worker.pause import Request, halted, paused
-from silo.worker.progress import NOTE_S, Note, read_note
-from silo.worker.sentences import report
+from silo.worker.descriptions import state_lines
+from silo.worker.pause import Pause, is_halted, present_pause
+from silo.worker.progress import NOTE_S, ProgressNote, read_note
 from silo.worker.state import State, StateName, present_state
 
 _OLD_S = 15 * NOTE_S  # a note of a step that takes longer is not of now
@@ -53,7 +53,7 @@ _AHEAD: Mapping[StateName, int] = {
 
 
 @dataclass(frozen=True)
-class Status:
+class SiteStatus:
     """A site at one moment. For its operator alone: it holds loss, speed and numbers of images.
 
     Attributes:
@@ -74,9 +74,9 @@ class Status:
     state: State
     running: bool
     halted: bool
-    pause: Request | None
+    pause: Pause | None
     approved: bool
-    note: Note | None
+    note: ProgressNote | None
     waiting: WaitingPlan | None
     audit: tuple[str, str] | None
 
@@ -149,18 +149,18 @@ class Status:
             lines.append(f"    silo accept {self.folder} --digest {self.waiting.plan_digest}")
         if not self.running and not self.pause:
             lines.append("  no worker is at work")
-        lines += report(state, self.folder, self._beside)
+        lines += state_lines(state, self.folder, self._beside)
         return "\n".join(lines)
 
 
-def look(site: Site) -> Status:
+def read_status(site: Site) -> SiteStatus:
     """Look at a site; opens no key and changes nothing.
 
     Raises:
         DocumentError: the state is damaged.
     """
     state, running = present_state(site), is_locked(site.private, "worker")
-    pause, note = paused(site), read_note(site.private)
+    pause, note = present_pause(site), read_note(site.private)
     # What an earlier stage, plan or process left behind says nothing about now.
     at_work = (
         running and state.state in _WORK and note is not None and note.plan_id == state.plan_id
@@ -169,12 +169,12 @@ def look(site: Site) -> Status:
     ours = note is not None and (note.stage in ("training", "auditing")) == (
         state.state == "training"
     )
-    return Status(
+    return SiteStatus(
         site.settings().silo_id,
         str(site.path),
         state,
         running=running,
-        halted=halted(site),
+        halted=is_halted(site),
         pause=pause,
         approved=approval_path(site).exists(),
         note=note if fresh and ours else None,
@@ -198,14 +198,14 @@ def _reached(state: StateName, name: StateName) -> bool:
     return state in _WORK and _WORK.index(name) <= _WORK.index(state)
 
 
-def _steps(state: State, note: Note | None) -> str:
+def _steps(state: State, note: ProgressNote | None) -> str:
     if note is None:
         return f"{state.step} of {state.num_steps}"
     loss = f", loss {note.loss:.4g}" if note.loss is not None else ""
     return _counted(note) + loss
 
 
-def _counted(note: Note) -> str:
+def _counted(note: ProgressNote) -> str:
     part = f" ({100 * note.done // note.total}%)" if note.total else ""
     speed = f", {note.images_per_s:.3g} images/s" if note.images_per_s else ""
     left = f", {human_seconds(note.seconds_left)} left" if note.seconds_left is not None else ""

@@ -43,7 +43,7 @@ from silo.worker.jobs import discard_others, jobs_of
 _NO_EXPERTS: Mapping[str, BaseExpert] = MappingProxyType({})
 
 
-def fewest_images(plan: Plan, policy: Policy) -> int:
+def min_images_of_expert(plan: Plan, policy: Policy) -> int:
     """Return the fewest images from which an expert of this plan may be trained on this site."""
     return max(plan.partition.min_images, policy.training.min_images)
 
@@ -160,7 +160,7 @@ def images_of_parts(
         plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed
     )
     held_N = torch.zeros(len(fine_N), dtype=torch.bool) if held_N is None else held_N
-    fewest, open_N = fewest_images(plan, policy), torch.nonzero(~held_N)[:, 0]
+    fewest, open_N = min_images_of_expert(plan, policy), torch.nonzero(~held_N)[:, 0]
     return [
         open_N[
             images_of_part(part, part_N[open_N] == number, fine_N[open_N], files.clusters, fewest)

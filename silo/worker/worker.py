@@ -32,13 +32,19 @@ from silo.plan.succession import Looked, successor
 from silo.plan.workspace import Workspace, open_workspace
 from silo.worker import auditing, outbox, stages
 from silo.worker import training as experts
-from silo.worker.approval import approval_path, approved, find_approval, load_draft, review_folder
+from silo.worker.approval import (
+    approval_path,
+    approval_record,
+    find_approval,
+    load_draft,
+    review_folder,
+)
+from silo.worker.disk_space import check_disk_space, check_folders
 from silo.worker.life import AT_WORK, IDLE, Event
 from silo.worker.listening import Listener
-from silo.worker.pause import Halt
-from silo.worker.progress import NOTE_S, Meter, Stage
+from silo.worker.pause import StopSignal
+from silo.worker.progress import NOTE_S, ProgressMeter, Stage
 from silo.worker.retraining import changed_images
-from silo.worker.room import check_folders, check_room
 from silo.worker.state import (
     Problem,
     State,
@@ -46,7 +52,7 @@ from silo.worker.state import (
     load_state,
     save_state,
     state_path,
-    tell_courier,
+    write_courier_status,
 )
 
 _log = logging.getLogger(__name__)
@@ -92,8 +98,8 @@ class Worker:
         self._noted_at = self._looked_at = 0.0
         self._looked: Looked = {}
         self._decisions = DecisionLog(site)
-        self._meter = Meter(site.private)
-        self._halt = Halt(site, self.stopping)
+        self._meter = ProgressMeter(site.private)
+        self._halt = StopSignal(site, self.stopping)
         self._listener = Listener(site, self.policy)
         self._asked: dict[tuple[str, tuple[int, int] | None], str] = {}
 
@@ -231,10 +237,12 @@ class Worker:
     def _scan(self) -> None:
         accepted = self._plan()
         check_encoder(accepted.plan, self.settings)
-        cohort = stages.scan(self.site, accepted, self.policy, self._counting("reading images"))
+        cohort = stages.scan_images(
+            self.site, accepted, self.policy, self._counting("reading images")
+        )
         auditing.check_auditable(accepted, self.policy, cohort)
-        stages.check_agreed(accepted, cohort, self.settings.silo_id)
-        check_room(self.site, accepted.plan, cohort, self._work())
+        stages.check_agreed_numbers(accepted, cohort, self.settings.silo_id)
+        check_disk_space(self.site, accepted.plan, cohort, self._work())
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
         self._work().clear()  # of what was made of other images, before `silo retrain`
         self._go("scan", dataset_digest=cohort.digest)
@@ -243,7 +251,7 @@ class Worker:
         accepted = self._plan()
         cohort, files = self._cohort(accepted), accepted.files()
         pixels = pixels_of(cohort, files.latent, accepted.plan)
-        stages.assign(
+        stages.assign_images(
             cohort, files, self._cohort_path, self._counting("assigning images"), pixels=pixels
         )
         keep_latents(
@@ -274,8 +282,10 @@ class Worker:
     def _train_and_audit(self) -> None:
         accepted, work = self._plan(), self._work()
         cohort = self._cohort(accepted)
-        check_room(self.site, accepted.plan, cohort, work)
-        audited = auditing.gather(self.site, accepted, work, self.policy, cohort, self._cohort_path)
+        check_disk_space(self.site, accepted.plan, cohort, work)
+        audited = auditing.gather_audit_inputs(
+            self.site, accepted, work, self.policy, cohort, self._cohort_path
+        )
         try:
             experts.train_experts(
                 accepted.plan,
@@ -293,13 +303,13 @@ class Worker:
                 own=audited.own,
                 engine=self.settings.training,
                 held_N=audited.held_N,
-                paid=stages.pay(self.site, self.policy, accepted, cohort),
+                paid=stages.debit_training(self.site, self.policy, accepted, cohort),
             )
             auditing.audit_experts(audited, self._counting("auditing"), self._should_stop)
         except KeyboardInterrupt:
             self._check_in_force()
             raise
-        auditing.verdict(accepted, work, self.policy)
+        auditing.audit_verdict(accepted, work, self.policy)
         self._go("train", step=self.state.num_steps)
 
     def _draw_statistics(self) -> None:
@@ -322,12 +332,12 @@ class Worker:
         # what was refused is not sent again when the images were mended meanwhile
         if self.state.sequence > 1:
             self._cohort(accepted)
-        submission = outbox.draft(
+        submission = outbox.write_draft(
             accepted,
             work,
             accepted.files(),
             stages.open_ledger(self.site, self.policy),
-            auditing.verdict(accepted, work, self.policy),
+            auditing.audit_verdict(accepted, work, self.policy),
             silo_id=self.settings.silo_id,
             dataset_digest=self.state.dataset_digest or "",
             sequence=self.state.sequence,
@@ -348,8 +358,8 @@ class Worker:
         if approval is None:
             return
         if approval.kind == "policy":
-            self._decisions.add(approved(draft, "policy"))
-        outbox.send(draft, self._work(), self.site, self.key, approval, now=now_utc())
+            self._decisions.add(approval_record(draft, "policy"))
+        outbox.send_submission(draft, self._work(), self.site, self.key, approval, now=now_utc())
         self._go("send")
         approval_path(self.site).unlink(missing_ok=True)
 
@@ -396,7 +406,9 @@ class Worker:
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
         """Read the images again and check that they are those scanned: experts and statistics use the same data."""
-        cohort = stages.scan(self.site, accepted, self.policy, self._counting("reading images"))
+        cohort = stages.scan_images(
+            self.site, accepted, self.policy, self._counting("reading images")
+        )
         if cohort.digest != self.state.dataset_digest:
             raise changed_images(
                 self.state, accepted, cohort, stages.open_ledger(self.site, self.policy)
@@ -434,7 +446,7 @@ class Worker:
 
     def _announce(self) -> None:
         """Report the state to the courier, through the outbox, and to `on_change`."""
-        tell_courier(self.site, self.state)
+        write_courier_status(self.site, self.state)
         self.on_change(self.state)
 
     def _keep_problem(self, error: ArchipelagoError) -> None:

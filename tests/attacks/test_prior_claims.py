@@ -11,7 +11,7 @@ import aggregator.release.publish
 import ddm.publishing.version
 from aggregator.cli import app as aggregator_app
 from aggregator.intake.inventory import take_inventory
-from aggregator.intake.quarantine import Held, decisions, held
+from aggregator.intake.quarantine import QuarantineEntry, quarantined_submissions, read_decisions
 from aggregator.membership.registry import enroll
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
@@ -88,8 +88,8 @@ def sent(tiny: TinyFederation, **units: int) -> dict[str, Receipt]:
     return {receipt.silo_id: receipt for receipt in tiny.take_in()}
 
 
-def waiting(tiny: TinyFederation) -> list[Held]:
-    return held(tiny.federation, tiny.federation.current_plan()[0].plan_id)
+def waiting(tiny: TinyFederation) -> list[QuarantineEntry]:
+    return quarantined_submissions(tiny.federation, tiny.federation.current_plan()[0].plan_id)
 
 
 def run(app: Any, *arguments: object) -> int:
@@ -217,7 +217,7 @@ def test_decision_about_an_accepted_silo_may_only_lower_its_number_and_needs_a_n
         assert admit(tiny, "--units", raised) == SetupError.exit_code
     assert admit(tiny, "--units", 16) == 0
     assert take_inventory(tiny.federation).silos["west"].counted.units == 16
-    assert [each.units for each in decisions(tiny.federation)] == [32, 16]
+    assert [each.units for each in read_decisions(tiny.federation)] == [32, 16]
 
 
 def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(

@@ -14,9 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aggregator.intake.conditions import Answer
-from aggregator.intake.quarantine import Decision, decide, held
+from aggregator.intake.quarantine import (
+    QuarantineDecision,
+    quarantined_submissions,
+    record_decision,
+)
 from aggregator.intake.screening import copies
-from aggregator.intake.secret import SECRET_BYTES, screening_secret
+from aggregator.intake.secret import SECRET_BYTES, load_screening_secret
 from aggregator.intake.sweep import DEFAULT_STEPS, all_times, chosen_times
 from aggregator.intake.trial import Trial
 from ddm.diffusion.solver import uniform_times
@@ -105,7 +109,7 @@ def send(arrived: Arrival, weights: dict[str, Tensor]) -> list[str]:
     save_file({name: value.contiguous() for name, value in weights.items()}, arrived.expert_path)
     arrived.rewrite(lambda document: None)
     receipts = arrived.tiny.take_in()
-    waiting = held(arrived.tiny.federation, arrived.plan_id)
+    waiting = quarantined_submissions(arrived.tiny.federation, arrived.plan_id)
     assert bool(waiting) != ([receipt.verdict.kind for receipt in receipts] == ["accepted"])
     return list(waiting[0].why.reasons) if waiting else []
 
@@ -247,8 +251,8 @@ def test_secret_is_made_once_for_the_operator_alone_and_leaves_with_nothing(
     federation = arrived.tiny.federation
     path = federation.keys / "screening.secret"
     path.unlink()
-    secret = screening_secret(federation)
-    assert len(secret) == SECRET_BYTES and screening_secret(federation) == secret != bytes(
+    secret = load_screening_secret(federation)
+    assert len(secret) == SECRET_BYTES and load_screening_secret(federation) == secret != bytes(
         SECRET_BYTES
     )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -259,7 +263,7 @@ def test_secret_is_made_once_for_the_operator_alone_and_leaves_with_nothing(
     )
     path.write_bytes(b"short")
     with pytest.raises(SetupError, match="expected 32 bytes"):
-        screening_secret(federation)
+        load_screening_secret(federation)
 
 
 def test_silo_whose_flagged_submission_was_refused_never_passes_by_trying_again(
@@ -267,10 +271,10 @@ def test_silo_whose_flagged_submission_was_refused_never_passes_by_trying_again(
 ) -> None:
     """Each attempt meets other draws, so that enough of them would find one that misses."""
     reasons = send(arrived, wild_at(honest, 1.0, 100.0))
-    (waiting,) = held(arrived.tiny.federation, arrived.plan_id)
-    decide(
+    (waiting,) = quarantined_submissions(arrived.tiny.federation, arrived.plan_id)
+    record_decision(
         arrived.tiny.federation,
-        Decision(
+        QuarantineDecision(
             plan_id=arrived.plan_id,
             silo_id=SILO,
             submission_digest=waiting.why.submission_digest,
@@ -283,7 +287,7 @@ def test_silo_whose_flagged_submission_was_refused_never_passes_by_trying_again(
     again = Arrival(arrived.tiny, arrived.plan_id, arrived.arrive_again(2), arrived.key)
     again.rewrite(lambda document: document.update(sequence=2), version=2)
     assert arrived.tiny.take_in() == []
-    (waiting,) = held(arrived.tiny.federation, arrived.plan_id)
+    (waiting,) = quarantined_submissions(arrived.tiny.federation, arrived.plan_id)
     assert all("was flagged and refused" in reason for reason in waiting.why.reasons), (
         "its expert is honest by now"
     )

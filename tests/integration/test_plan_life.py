@@ -24,11 +24,15 @@ from hypothesis.stateful import (
 
 from aggregator.config import Federation
 from aggregator.intake.examination import Examination, Examiner
-from aggregator.intake.quarantine import Decision, decide, held
+from aggregator.intake.quarantine import (
+    QuarantineDecision,
+    quarantined_submissions,
+    record_decision,
+)
 from aggregator.membership.withdrawal import withdraw as take_out
 from aggregator.monitoring.labels import STANDINGS
 from aggregator.monitoring.silo_status import SiloStatus
-from aggregator.monitoring.status import gather
+from aggregator.monitoring.status import read_status
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
 from ddm.errors import ApprovalError, ArchipelagoError, BudgetError, DataError
 from ddm.io.files import write_atomic
@@ -44,11 +48,11 @@ from silo.plan.workspace import TrainingRecord
 from silo.privacy.ledger import Debit
 from silo.worker import stages
 from silo.worker.approval import approve
-from silo.worker.leaving import withdraw
-from silo.worker.life import LIFE
-from silo.worker.retraining import assess, retrain
-from silo.worker.sentences import report
+from silo.worker.descriptions import state_lines
+from silo.worker.life import TRANSITIONS
+from silo.worker.retraining import assess_retraining, retrain
 from silo.worker.state import State, load_state, present_state, state_path
+from silo.worker.withdrawal import withdraw_from_plan
 from silo.worker.worker import Worker
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
 from tools.reference.plan_life import aggregator_says
@@ -201,7 +205,7 @@ class Both:
             self.tiny.take_in()
 
     def aggregator(self) -> SiloStatus:
-        found = gather(self.federation, now_utc()).silo(SILO)
+        found = read_status(self.federation, now_utc()).silo(SILO)
         assert found
         return found
 
@@ -220,14 +224,14 @@ class Both:
     def check_remedies(self) -> None:
         """Every command that a message names can be typed now."""
         state = present_state(self.site)
-        said = " ".join(report(state))
+        said = " ".join(state_lines(state))
         for verb in set(re.findall(r"`?silo (run|review|approve|retrain|withdraw)\b", said)):
             if verb in ("review", "approve"):
                 assert state.state == "awaiting_approval", said
             elif verb != "run":
-                assert (state.state, verb) in LIFE, said
+                assert (state.state, verb) in TRANSITIONS, said
                 if verb == "retrain":
-                    assess(self.site)
+                    assess_retraining(self.site)
 
     def mend_images(self) -> None:
         """Change a pixel, in a file of a new name."""
@@ -241,8 +245,8 @@ class Both:
         settings_file.write_text(settings_file.read_text().replace(str(path), str(changed)))
 
     def decide(self, verdict: Any) -> None:
-        for each in held(self.federation, self.plan_id):
-            decision = Decision(
+        for each in quarantined_submissions(self.federation, self.plan_id):
+            decision = QuarantineDecision(
                 plan_id=self.plan_id,
                 silo_id=SILO,
                 submission_digest=each.why.submission_digest,
@@ -250,7 +254,7 @@ class Both:
                 reason="a test",
                 at=now_utc(),
             )
-            decide(self.federation, decision)
+            record_decision(self.federation, decision)
         self.suspicious = False
 
 
@@ -296,7 +300,7 @@ class Life(RuleBasedStateMachine):
     def give_up(self) -> None:
         before, paid = self.both.state, self.both.debits()
         try:
-            assert withdraw(self.both.site, self.both.key).state == "withdrawn"
+            assert withdraw_from_plan(self.both.site, self.both.key).state == "withdrawn"
         except ApprovalError:
             assert before.state in ("waiting", "superseded")
         assert self.both.debits() == paid
@@ -307,7 +311,7 @@ class Life(RuleBasedStateMachine):
         try:
             assert retrain(self.both.site).state == "plan_accepted"
         except ApprovalError:
-            assert (before.state, "retrain") not in LIFE or successor(
+            assert (before.state, "retrain") not in TRANSITIONS or successor(
                 self.both.site, before.plan_id or ""
             )
         except (BudgetError, DataError):

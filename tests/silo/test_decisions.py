@@ -28,10 +28,10 @@ from silo.decisions import (
 )
 from silo.images.decisions import Decisions
 from silo.worker.approval import approve
-from silo.worker.leaving import withdraw
-from silo.worker.pause import pause, paused, resume
+from silo.worker.pause import pause, present_pause, resume
 from silo.worker.retraining import retrain
 from silo.worker.rotation import rotate_key
+from silo.worker.withdrawal import withdraw_from_plan
 from tests.conftest import Planned
 from tests.support.case import case
 from tests.support.commands import command
@@ -91,7 +91,7 @@ def test_approval_by_the_policy_is_written_down(tiny: TinyFederation, site: Site
 
 def test_withdrawal_and_new_keys_are_written_down(tiny: TinyFederation, site: Site) -> None:
     tiny.work(SILO, until="scanned")
-    withdraw(site, tiny.key(SILO))
+    withdraw_from_plan(site, tiny.key(SILO))
     before = tiny.key(SILO)
     after = rotate_key(site, before, PASSPHRASE)
     assert kinds(site)[-2:] == ["withdrew", "key rotated"]
@@ -171,7 +171,7 @@ def test_log_that_was_changed_is_refused_by_whoever_would_go_on(
             attack(copy.private / "log")
             with pytest.raises(DecisionLogError):
                 resume(copy)
-            assert paused(copy) is not None  # what is not written down is not done
+            assert present_pause(copy) is not None  # what is not written down is not done
             with pytest.raises(DecisionLogError) as refused:
                 kinds(copy)
             assert "Restore private/log" in refused.value.remedy
@@ -230,7 +230,7 @@ def test_decision_that_was_killed_on_its_way_is_taken_once_when_it_is_given_agai
             done = subprocess.run(
                 [sys.executable, "-c", KILLED, str(site.path), where], check=False
             )
-            assert done.returncode == -9 and paused(site) is None
+            assert done.returncode == -9 and present_pause(site) is None
             pause(site)
             assert len(kinds(site)) == before + 1 and kinds(site)[-1] == "paused"
             resume(site)

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from aggregator.monitoring.labels import STANDINGS
 from aggregator.monitoring.silo_status import SubmissionStatus, Verdict, standing
 from ddm.transport.messages import SiloState
-from silo.worker.leaving import consequences
-from silo.worker.life import EVENTS, LIFE, STATES, Event
-from silo.worker.sentences import following, now
+from silo.worker.descriptions import describe_next_step, describe_state
+from silo.worker.life import EVENTS, STATES, TRANSITIONS, Event
 from silo.worker.state import State
+from silo.worker.withdrawal import describe_consequences
 
 _HEAD = """# A plan's life
 
@@ -94,13 +94,15 @@ def _states() -> Iterator[str]:
     yield "\n| state | now | next | the aggregator says |\n| --- | --- | --- | --- |\n"
     for state in STATES:
         example = State(state=state, confirmed=state == "withdrawn")
-        yield f"| `{state}` | {now(example)} | {following(example)} | {aggregator_says(state)} |\n"
+        yield f"| `{state}` | {describe_state(example)} | {describe_next_step(example)} | {aggregator_says(state)} |\n"
         if state == "in_outbox":
-            said = now(State(state=state, held=True))
-            yield f"| `{state}`, held | {said} | {following(example)} | {aggregator_says(state, held=True)} |\n"
+            said = describe_state(State(state=state, held=True))
+            following = describe_next_step(example)
+            yield f"| `{state}`, held | {said} | {following} | {aggregator_says(state, held=True)} |\n"
         if state == "withdrawn":
             label = STANDINGS[standing((), None, state, answered=True, silent=False)][0]
-            yield f"| `{state}`, not confirmed | {now(State(state=state))} | {following(example)} | {label} |\n"
+            said = describe_state(State(state=state))
+            yield f"| `{state}`, not confirmed | {said} | {describe_next_step(example)} | {label} |\n"
 
 
 def _events() -> Iterator[str]:
@@ -111,12 +113,12 @@ def _events() -> Iterator[str]:
 def _steps() -> Iterator[str]:
     for state in STATES:
         for event in EVENTS:
-            if step := LIFE.get((state, event)):
+            if step := TRANSITIONS.get((state, event)):
                 said = aggregator_says(step.to, held=event == "hold")
                 yield f"| `{state}` | `{event}` | `{step.to}` | {said} | {step.spends} |\n"
 
 
 def _leaving() -> Iterator[str]:
     for state in STATES:
-        if (state, "withdraw") in LIFE:
-            yield f"| `{state}` | {consequences(State(state=state))} |\n"
+        if (state, "withdraw") in TRANSITIONS:
+            yield f"| `{state}` | {describe_consequences(State(state=state))} |\n"

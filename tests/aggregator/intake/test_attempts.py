@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.intake import service as taking_in
-from aggregator.intake.attempts import MAX_ATTEMPTS, MAX_ATTEMPTS_OF_SILO, Attempts
+from aggregator.intake.attempts import MAX_ATTEMPTS, MAX_ATTEMPTS_OF_SILO, SubmissionAttempts
 from aggregator.intake.checks import Expectation, authenticate, verify_submission
 from aggregator.runtime.running import intake_program
 from ddm.errors import PolicyError, RefusedError
@@ -195,7 +195,7 @@ def test_intake_that_is_asked_to_stop_ends_at_once_and_counts_no_attempt(
 
 
 def test_attempt_that_ends_in_any_verdict_or_on_a_full_disk_is_not_counted(tmp_path: Path) -> None:
-    attempts = Attempts(tmp_path)
+    attempts = SubmissionAttempts(tmp_path)
     for _ in range(2 * MAX_ATTEMPTS):
         with pytest.raises(PolicyError), attempts.attempt(1):
             raise PolicyError("submission", expected="one thing", got="another")

@@ -19,12 +19,12 @@ from aggregator.intake.examination import Examination, Examiner
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.quarantine import (
     MAX_REASONS,
-    Decision,
-    decide,
+    QuarantineDecision,
     decision_on,
-    decisions,
-    held,
     is_admitted,
+    quarantined_submissions,
+    read_decisions,
+    record_decision,
 )
 from aggregator.intake.screening import ExpertFigures
 from aggregator.intake.service import IntakeService
@@ -52,9 +52,9 @@ def poisoned(arrival: Arrival) -> Arrival:
 
 
 def answer(arrival: Arrival, verdict: quarantine.Verdict, reason: str = "looked at it") -> None:
-    decide(
+    record_decision(
         arrival.tiny.federation,
-        Decision(
+        QuarantineDecision(
             plan_id=arrival.plan_id,
             silo_id=SILO,
             submission_digest=waiting(arrival)[0].why.submission_digest,
@@ -65,8 +65,8 @@ def answer(arrival: Arrival, verdict: quarantine.Verdict, reason: str = "looked 
     )
 
 
-def waiting(arrival: Arrival) -> list[quarantine.Held]:
-    return held(arrival.tiny.federation, arrival.plan_id)
+def waiting(arrival: Arrival) -> list[quarantine.QuarantineEntry]:
+    return quarantined_submissions(arrival.tiny.federation, arrival.plan_id)
 
 
 def run(*arguments: object) -> int:
@@ -163,7 +163,7 @@ def test_second_decision_about_the_same_submission_is_refused(poisoned: Arrival)
     answer(poisoned, "refused")
     with pytest.raises(SetupError, match="refused"):
         answer(poisoned, "admitted")
-    assert [each.verdict for each in decisions(poisoned.tiny.federation)] == ["refused"]
+    assert [each.verdict for each in read_decisions(poisoned.tiny.federation)] == ["refused"]
 
 
 def killed(tiny: TinyFederation, owner: Any, name: str, *, after: bool) -> None:
@@ -239,7 +239,7 @@ def test_commands_list_and_admit_what_waits(
     assert "times that of answering 0" in capsys.readouterr().out
     assert run("admit", fed, SILO, "--reason", "a test\x1b[2J") == SetupError.exit_code
     assert run("admit", fed, SILO, "--reason", "known to be a test") == 0
-    (decision,) = decisions(poisoned.tiny.federation)
+    (decision,) = read_decisions(poisoned.tiny.federation)
     assert (decision.verdict, decision.reason) == ("admitted", "known to be a test")
     assert poisoned.verdict().verdict.kind == "accepted"
     assert run("refuse", fed, SILO, "--reason", "too late") == SetupError.exit_code
@@ -313,7 +313,7 @@ def test_admission_covers_what_a_person_was_shown_and_nothing_else(
     assert run("router", federation.path) == RefusedError.exit_code
     assert "stands apart" in capsys.readouterr().err
     assert admit() == 0
-    assert [each.shown for each in decisions(federation)] == [(), ("stands_apart",)]
+    assert [each.shown for each in read_decisions(federation)] == [(), ("stands_apart",)]
     assert take_inventory(federation).silos["east"].admitted
     assert admit() == SetupError.exit_code, "nothing waits any more"
     assert admit("--units", units - 2) == 0

@@ -18,7 +18,7 @@ from aggregator.intake.screening import (
     num_images,
     relative_faults,
 )
-from aggregator.intake.sweep import Excess
+from aggregator.intake.sweep import WorstRow
 from aggregator.intake.trial import Trial
 from ddm.errors import TensorFileError
 from ddm.io.tensors import save_tensors
@@ -211,7 +211,7 @@ def test_copy_is_found_byte_for_byte_and_by_its_answers(
 def test_silo_that_is_slightly_worse_than_the_others_does_not_stand_apart() -> None:
     def one(name: str, loss: float) -> list[ExpertFigures]:
         losses = ((loss,),) * len(BANDS)
-        worst = Excess(t=1.0, told="", times=0.5, num_over=0, num_rows=64)
+        worst = WorstRow(t=1.0, told="", times=0.5, num_over=0, num_rows=64)
         excess = {"excess_rms": 0.0, "excess_tensor": "none"}
         return [
             ExpertFigures(

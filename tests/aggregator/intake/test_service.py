@@ -16,7 +16,7 @@ from tuf.api.metadata import TargetFile, Targets
 
 from aggregator.intake import service as taking_in
 from aggregator.intake.bounds import cell_noise_bound
-from aggregator.intake.own_files import OwnFilesError
+from aggregator.intake.own_files import FederationFilesError
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.transfer.delivery import plan_done
 from ddm.errors import (
@@ -140,7 +140,7 @@ def test_nobody_is_answered_for_a_damaged_file_of_the_federation(
     before = path.read_bytes() if path.exists() else None
     path.parent.mkdir(exist_ok=True)
     path.write_text("no such document = ")
-    with pytest.raises(OwnFilesError):
+    with pytest.raises(FederationFilesError):
         arrival.tiny.take_in()
     path.unlink() if before is None else path.write_bytes(before)
     assert not (arrival.receipts / "1.json").exists() and (arrival.folder / "metadata").is_dir()

@@ -23,7 +23,7 @@ from aggregator.config import Federation
 from aggregator.intake.limits import submission_bytes
 from aggregator.keys.tls import make_tls
 from aggregator.monitoring.doctor import examine
-from aggregator.monitoring.probes import Gathering
+from aggregator.monitoring.probes import FederationFactsReader
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
 from ddm.system.findings import Findings
@@ -46,7 +46,7 @@ def found_in(
     federation: Federation, now: datetime | None = None, against: str | None = None
 ) -> Findings:
     """What the doctor finds, without the checks that find nothing."""
-    found = examine(Gathering(federation, now or now_utc()).facts(against))
+    found = examine(FederationFactsReader(federation, now or now_utc()).facts(against))
     return {check: findings for check, findings in found.items() if findings}
 
 
@@ -265,7 +265,7 @@ def test_old_nginx_is_found_and_a_missing_one_only_where_others_reach_the_addres
     old.chmod(0o755)
     monkeypatch.setenv("PATH", f"{old.parent}:{os.environ['PATH']}")
     assert [one.got for one in found_in(fed)["nginx"]] == ["1.10.3"]
-    facts = replace(Gathering(fed, now_utc()).facts(), nginx=None)
+    facts = replace(FederationFactsReader(fed, now_utc()).facts(), nginx=None)
     assert not examine(facts)["nginx"]
     public = facts.settings.model_copy(update={"host": "fed.example.org"})
     assert examine(replace(facts, settings=public))["nginx"]
@@ -285,11 +285,11 @@ def test_flower_of_another_version_is_found(
 
 def test_too_little_disk_or_memory_for_what_the_plan_expects_is_found(published: Published) -> None:
     fed = on_free_port(published.tiny.federation)
-    facts = Gathering(fed, now_utc()).facts()
+    facts = FederationFactsReader(fed, now_utc()).facts()
     assert facts.disk_needed_bytes == 0
     plan, _ = fed.current_plan()
     shutil.rmtree(fed.accepted / plan.plan_id / "north")
-    facts = Gathering(fed, now_utc()).facts()
+    facts = FederationFactsReader(fed, now_utc()).facts()
     assert facts.disk_needed_bytes == 2 * submission_bytes(plan)
     assert facts.memory_free_bytes and facts.memory_free_bytes < 1 << 45
     assert not examine(facts)["disk"] and not examine(facts)["memory"]

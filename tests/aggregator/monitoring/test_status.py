@@ -10,9 +10,9 @@ import pytest
 
 from aggregator.keys.removal import remove
 from aggregator.membership.withdrawal import withdraw
-from aggregator.monitoring.labels import attention, describe, page_values
+from aggregator.monitoring.labels import attention_points, page_values, status_text
 from aggregator.monitoring.silo_status import Arrival, SubmissionStatus, standing
-from aggregator.monitoring.status import FederationStatus, gather
+from aggregator.monitoring.status import FederationStatus, read_status
 from aggregator.pages.render import render
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
 from ddm.io.locks import locked
@@ -36,7 +36,7 @@ def stage(published: Published) -> Stage:
 
 
 def look(stage: Stage, silo_id: str = "north"):  # type: ignore[no-untyped-def]
-    found = gather(stage.federation, now_utc()).silo(silo_id)
+    found = read_status(stage.federation, now_utc()).silo(silo_id)
     assert found is not None
     return found
 
@@ -54,7 +54,7 @@ def ended_process() -> int:
 def test_published_federation_is_shown_with_receipts_router_and_release(
     published: Published,
 ) -> None:
-    found = gather(published.tiny.federation, now_utc())
+    found = read_status(published.tiny.federation, now_utc())
     assert [(silo.silo_id, silo.standing, silo.final) for silo in found.silos] == [
         ("east", "accepted", True),
         ("north", "accepted", True),
@@ -69,14 +69,14 @@ def test_published_federation_is_shown_with_receipts_router_and_release(
     assert {"plan", "certificate", "metadata timestamp", "metadata 1.root"} <= {
         one.what for one in found.expiries
     }
-    assert not found.processes.running and not found.problems and not list(attention(found))
+    assert not found.processes.running and not found.problems and not list(attention_points(found))
 
 
 def test_command_prints_the_same_facts_as_json(published: Published) -> None:
     command = [str(program("aggregator")), "status", str(published.tiny.federation.path)]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     told = FederationStatus.parse(done.stdout.encode(), subject="status")
-    now = gather(published.tiny.federation, told.at)
+    now = read_status(published.tiny.federation, told.at)
     assert told.model_copy(update={"disk_free_bytes": 0}) == now.model_copy(
         update={"disk_free_bytes": 0}
     )
@@ -84,9 +84,9 @@ def test_command_prints_the_same_facts_as_json(published: Published) -> None:
 
 def test_federation_without_a_plan_is_shown(published: Published) -> None:
     (published.tiny.federation.path / "plans" / "current.json").unlink()
-    found = gather(published.tiny.federation, now_utc())
+    found = read_status(published.tiny.federation, now_utc())
     assert found.plan_id is None and found.silos == ()
-    assert "plan none" in describe(found)
+    assert "plan none" in status_text(found)
 
 
 def test_answer_without_news_counts_as_contact(stage: Stage) -> None:
@@ -114,9 +114,9 @@ def test_answer_without_news_counts_as_contact(stage: Stage) -> None:
 def test_rate_of_an_arrival_is_what_came_between_two_looks(stage: Stage) -> None:
     stage.report("north", "in_outbox")
     stage.arrive("north", 1, of=4)
-    first = gather(stage.federation, now_utc())
+    first = read_status(stage.federation, now_utc())
     stage.arrive("north", 3, of=4)
-    second = gather(stage.federation, first.at + timedelta(seconds=10), first)
+    second = read_status(stage.federation, first.at + timedelta(seconds=10), first)
     assert second.silo("north").arrival == Arrival(
         sequence=1, bytes_here=8 + 3 * SHARD, bytes_total=8 + 4 * SHARD, bytes_per_s=2 * SHARD / 10
     )
@@ -132,7 +132,9 @@ def test_refusal_is_shown_with_code_and_reason_and_a_later_acceptance_ends_it(st
     (refused,) = look(stage).submissions
     assert (refused.verdict, refused.code, refused.reasons) == ("refused", 12, ("other bytes",))
     assert look(stage).standing == "refused"
-    assert any("other bytes" in text for text in attention(gather(stage.federation, now_utc())))
+    assert any(
+        "other bytes" in text for text in attention_points(read_status(stage.federation, now_utc()))
+    )
     stage.answer("north", Accepted(), sequence=2)
     assert [one.verdict for one in look(stage).submissions] == ["refused", "accepted"]
     assert look(stage).standing == "accepted"
@@ -142,19 +144,19 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
     published: Published,
 ) -> None:
     federation = published.tiny.federation
-    assert not list(attention(gather(federation, now_utc())))
+    assert not list(attention_points(read_status(federation, now_utc())))
     withdraw(
         federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE)
     )
     remove(federation, "east", "left", PASSPHRASE)
-    found = gather(federation, now_utc())
+    found = read_status(federation, now_utc())
     assert [(silo.standing, silo.final) for silo in found.silos] == [
         ("removed", True),
         ("withdrawn", True),
     ]
-    shown = describe(found)
+    shown = status_text(found)
     assert "removed from the federation" in shown and "withdrawn from this plan" in shown
-    assert [text.split(":")[0] for text in attention(found)] == [
+    assert [text.split(":")[0] for text in attention_points(found)] == [
         "version 1 still contains east, which was removed since",
         "version 1 still contains north, which was withdrawn since",
     ]
@@ -172,7 +174,7 @@ def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(published: P
         federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE)
     )
     remove(federation, "north", "left", PASSPHRASE)
-    assert [silo.standing for silo in gather(federation, now_utc()).silos] == [
+    assert [silo.standing for silo in read_status(federation, now_utc()).silos] == [
         "accepted",
         "removed",
     ]
@@ -208,7 +210,7 @@ def test_silence_is_held_against_a_silo_only_while_the_aggregator_runs(stage: St
         assert look(stage).standing == "silent"
         assert any(
             "no answer from north" in text
-            for text in attention(gather(stage.federation, now_utc()))
+            for text in attention_points(read_status(stage.federation, now_utc()))
         )
 
 
@@ -218,11 +220,11 @@ def test_ended_program_of_a_running_aggregator_is_named(stage: Stage) -> None:
         pid=os.getpid(), superlink_pid=dead, num_restarts=3, restarts={"superlink": 3, "nginx": 0}
     )
     with locked(stage.federation.path / "flower", "runtime"):
-        found = gather(stage.federation, now_utc())
+        found = read_status(stage.federation, now_utc())
     assert found.processes.running and found.processes.num_restarts == 3
     lives = {one.name: (one.alive, one.num_restarts) for one in found.processes.programs}
     assert lives == {"aggregator run": (True, 0), "superlink": (False, 3), "nginx": (False, 0)}
-    assert any("superlink has ended" in text for text in attention(found))
+    assert any("superlink has ended" in text for text in attention_points(found))
 
 
 def test_rubbish_in_the_folders_is_left_out_and_never_followed(
@@ -252,7 +254,7 @@ def test_rubbish_in_the_folders_is_left_out_and_never_followed(
     assert look(stage).state == "" and look(stage).arrival is None
     assert [one.verdict for one in look(stage).submissions] == ["unreadable"]
     assert (look(stage, "east").state, look(stage, "east").progress) == ("x" * 40, 0)
-    assert "a private word" not in gather(stage.federation, now_utc()).model_dump_json()
+    assert "a private word" not in read_status(stage.federation, now_utc()).model_dump_json()
 
 
 def test_standing_is_what_matters_most_to_the_operator() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from aggregator.intake.flags import Fault, remember_flags
 from aggregator.intake.inventory import take_inventory
-from aggregator.intake.quarantine import Decision, decide
+from aggregator.intake.quarantine import QuarantineDecision, record_decision
 from ddm.protocol.base import now_utc
 from tests.conftest import Published
 from tests.support.publishing import again, opened
@@ -31,7 +31,7 @@ def test_admitted_expert_is_named_in_the_next_version_with_the_rules_that_it_bro
         "submission_digest": digest,
         "reason": "a rare disease",
     }
-    decide(federation, Decision(verdict="admitted", at=now_utc(), **decision))
+    record_decision(federation, QuarantineDecision(verdict="admitted", at=now_utc(), **decision))
     assert again(published.tiny, tmp_path / "next").fresh
     manifest = opened(published, tmp_path / "next").manifest
     assert {silo.silo_id: silo.admitted for silo in manifest.silos} == {

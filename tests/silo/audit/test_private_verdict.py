@@ -18,7 +18,7 @@ from silo.plan.workspace import open_workspace
 from silo.review.facts import gather
 from silo.review.text import review_text
 from silo.worker import auditing
-from silo.worker.status import look
+from silo.worker.status import read_status
 from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.cohorts import cohort_at
@@ -158,7 +158,7 @@ def test_person_at_the_site_sees_what_the_audit_found(
     said = review_text(site, facts)
     assert f"measured here   {report.verdict}: {report.reason}" in said and "bounded" in said
     assert report.experts[0].auc[0].name.encode() not in facts.draft.encode()
-    found = look(site)
+    found = read_status(site)
     assert found.as_json()["audit"] == {"verdict": report.verdict, "reason": report.reason}
     assert f"leak audit: {report.verdict}" in found.text()
 

@@ -19,9 +19,9 @@ from silo.config import Policy
 from silo.data.cohort import Cohort
 from silo.plan.workspace import open_workspace
 from silo.review.facts import gather as gather_facts
-from silo.review.leaks import findings
+from silo.review.leaks import expert_leaks
 from silo.review.text import review_text
-from silo.worker.auditing import audit_experts, gather
+from silo.worker.auditing import audit_experts, gather_audit_inputs
 from silo.worker.worker import Worker
 from tests.support.cohorts import cohort_at
 from tests.support.federation import POLICY, TinyFederation, cohort, recipe, waive, write_policy
@@ -87,7 +87,7 @@ def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_th
     site = tiny.sites[SILO]
     tiny.work(SILO, until="awaiting_approval")
     facts = gather_facts(site)
-    (found,) = findings(site, facts)
+    (found,) = expert_leaks(site, facts)
     assert len(found.pairs) == 12 and all(
         each.startswith("data:image/png") for pair in found.pairs for each in pair[:2]
     )
@@ -114,7 +114,7 @@ def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figure
     work.audit_path.unlink()
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
     images = worker._cohort(worker._plan())
-    again = gather(
+    again = gather_audit_inputs(
         tiny.sites[SILO], worker._plan(), work, worker.policy, images, worker._cohort_path
     )
 
@@ -137,7 +137,7 @@ def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederati
     tiny, plan_id = audited
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
     accepted, images = worker._plan(), worker._cohort(worker._plan())
-    found = gather(
+    found = gather_audit_inputs(
         tiny.sites[SILO], accepted, worker._work(), worker.policy, images, worker._cohort_path
     )
     assert int(found.held_N.sum()) == 20

@@ -22,8 +22,8 @@ from ddm.system.console import run_app
 from ddm.system.findings import Findings
 from ddm.system.processes import program
 from ddm.training.config import TrainingSettings
-from silo.check import gathering
-from silo.check.gathering import Gathering
+from silo.check import reading
+from silo.check.reading import SiteFactsReader
 from silo.check.rules import examine
 from silo.cli import app
 from silo.config import Site
@@ -48,7 +48,9 @@ def site(tiny: TinyFederation) -> Site:
 def found_at(site: Site) -> Findings:
     """What is found, without the checks that find nothing."""
     return {
-        check: findings for check, findings in examine(Gathering(site).facts()).items() if findings
+        check: findings
+        for check, findings in examine(SiteFactsReader(site).facts()).items()
+        if findings
     }
 
 
@@ -167,7 +169,7 @@ def test_a_missing_tesseract_is_a_remark_that_says_what_to_install(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in (None, "/usr/bin/tesseract"):
-        monkeypatch.setattr(gathering, "reader_path", lambda path=path: path)
+        monkeypatch.setattr(reading, "reader_path", lambda path=path: path)
         remarks = found_at(site).get("burned-in text", ())
         with case(path):
             assert [remark.level for remark in remarks] == (["warn"] if path is None else [])
@@ -254,7 +256,7 @@ def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(
 def test_key_without_a_passphrase_and_a_gpu_that_is_not_there_fail(site: Site) -> None:
     key = Ed25519PrivateKey.generate()
     site.key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    facts = Gathering(site).facts()
+    facts = SiteFactsReader(site).facts()
     assert [each.subject for each in examine(facts)["keys"]] == ["private/silo.key"]
     assert facts.settings
     on_gpu = facts.settings.model_copy(
@@ -266,7 +268,7 @@ def test_key_without_a_passphrase_and_a_gpu_that_is_not_there_fail(site: Site) -
 
 
 def test_too_little_memory_or_disk_and_a_wrong_clock_are_found(site: Site) -> None:
-    facts = Gathering(site).facts()
+    facts = SiteFactsReader(site).facts()
     assert facts.memory_bytes > 0 and facts.disk_bytes > 0
     poor = examine(replace(facts, memory_bytes=1, disk_bytes=1, ahead_s=900.0))
     assert poor["memory"] and poor["disk"] and "15 minutes ahead" in poor["clock"][0].got

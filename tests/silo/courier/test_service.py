@@ -12,7 +12,7 @@ from ddm.transport.messages import SiloState
 from silo.config import Site
 from silo.courier.service import CourierWatch, look_after
 from silo.courier.supernode import UNREACHABLE
-from silo.worker.state import State, tell_courier
+from silo.worker.state import State, write_courier_status
 
 
 class Scripted:
@@ -73,7 +73,7 @@ def test_an_aggregator_that_does_not_run_is_no_alarm_between_two_plans(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, state: SiloState
 ) -> None:
     (tmp_path / "outbox").mkdir()
-    tell_courier(Site(tmp_path), State(state=state, plan_id="tiny-00000001"))
+    write_courier_status(Site(tmp_path), State(state=state, plan_id="tiny-00000001"))
     caplog.set_level(logging.INFO, "silo")
     courier = Scripted(lambda: None, lambda: UNREACHABLE, lambda: UNREACHABLE)
     look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]

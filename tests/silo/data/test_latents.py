@@ -19,7 +19,7 @@ from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import AutoencoderKlLatent, DpSgd, Plan
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
-from silo.worker.stages import assign, read_assignment
+from silo.worker.stages import assign_images, read_assignment
 from tests.faults.test_disk_full import small_disk
 from tests.support.cohorts import cohort_at
 from tests.support.federation import TinyFederation, recipe
@@ -209,7 +209,9 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
         shown[:], files.latent.decode(expected).clamp(*plan.data.range), atol=1e-4
     )
     assert pixels_of(pixels, files.latent, plan) is pixels.images
-    assign(cohort, files, tmp_path / "cohort.parquet", lambda done, total: None, pixels=shown)
+    assign_images(
+        cohort, files, tmp_path / "cohort.parquet", lambda done, total: None, pixels=shown
+    )
     assert torch.equal(
         read_assignment(cohort, files, tmp_path / "cohort.parquet"),
         files.clusters.assign(files.encoder.encode(shown[:])),

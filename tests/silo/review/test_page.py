@@ -27,11 +27,11 @@ from silo.config import Site
 from silo.decisions import DecisionLog
 from silo.review.contents import as_text
 from silo.review.facts import gather, laplace_std
-from silo.review.samples import MOST_SHOWN, Sheets
+from silo.review.samples import MOST_SHOWN, SampleSheets
 from silo.review.text import review_text
 from silo.worker.approval import approval_path, approve
-from silo.worker.leaving import withdraw
 from silo.worker.state import load_state, save_state, state_path
+from silo.worker.withdrawal import withdraw_from_plan
 from tests.aggregator.monitoring.test_live import CONTRAST
 from tests.conftest import Planned
 from tests.support.browser import browser, one_browser, overflow, show_as
@@ -192,7 +192,7 @@ def test_samples_are_drawn_without_a_connection(
         raise AssertionError("a connection was opened")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    sheets = Sheets(site, gather(site))
+    sheets = SampleSheets(site, gather(site))
     sheets._draw()
     (sheet,) = sheets.sheets
     assert sheets.done and not sheet.problem and len(set(sheet.pictures)) == MOST_SHOWN
@@ -202,7 +202,7 @@ def test_samples_are_drawn_without_a_connection(
 def test_broken_expert_shows_why_there_are_no_samples(site: Site) -> None:
     facts = gather(site)
     next(file.local for file in facts.files if "expert" in file.path).unlink()
-    sheets = Sheets(site, facts)
+    sheets = SampleSheets(site, facts)
     sheets._draw()
     assert sheets.done and sheets.sheets[0].problem.startswith("not drawn")
 
@@ -295,7 +295,7 @@ def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(
         for number, file in enumerate(gather(site).files):
             assert page.ask("GET", f"{page.path}file/{number}")[2] == file.local.read_bytes()
         assert not approval_path(site).exists()
-        withdraw(site, tiny.key(SILO))
+        withdraw_from_plan(site, tiny.key(SILO))
         status, words = page.decide("approve", digest)
         assert status == 503 and "state withdrawn" in words
 

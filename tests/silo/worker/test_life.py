@@ -25,11 +25,11 @@ from silo.config import Site
 from silo.plan.acceptance import plan_folder
 from silo.plan.succession import successor
 from silo.worker.approval import approve
-from silo.worker.leaving import withdraw
-from silo.worker.life import AT_WORK, IDLE, LIFE, STATES, after
-from silo.worker.retraining import assess, retrain
-from silo.worker.sentences import HELD, now, report
+from silo.worker.descriptions import HELD, describe_state, state_lines
+from silo.worker.life import AT_WORK, IDLE, STATES, TRANSITIONS, next_state
+from silo.worker.retraining import assess_retraining, retrain
 from silo.worker.state import load_state, state_path
+from silo.worker.withdrawal import withdraw_from_plan
 from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.federation import POLICY, TinyFederation, write_policy
@@ -97,7 +97,7 @@ def test_superseded_plan_ends_in_every_state_and_spends_nothing_more(
         second,
     )
     assert spent(site) == before
-    assert second in now(worker.state)
+    assert second in describe_state(worker.state)
     worker.step()
     assert (worker.state.state, worker.state.plan_id) == ("plan_accepted", second)
 
@@ -192,7 +192,7 @@ def test_site_gives_a_plan_up_in_every_state_and_says_so_with_its_key(
     write_policy(site, (POLICY if state == "in_outbox" else PERSON) | small)
     tiny.work(SILO, until=state)
     before = spent(site)
-    assert withdraw(site, key).state == "withdrawn"
+    assert withdraw_from_plan(site, key).state == "withdrawn"
     sealed = (site.outbox / first / LEAVE_NAME).read_bytes()
     assert open_leave(sealed, key.public, first, SILO).plan_id == first
     assert json.loads((site.outbox / "status.json").read_bytes())["state"] == "withdrawn"
@@ -208,7 +208,7 @@ def test_site_gives_a_plan_up_in_every_state_and_says_so_with_its_key(
 def test_site_without_a_plan_has_nothing_to_give_up(planned_once: Planned, tmp_path: Path) -> None:
     tiny = planned_once[0].copy(tmp_path / "copy")
     with pytest.raises(ApprovalError, match="no plan"):
-        withdraw(tiny.sites[SILO], tiny.key(SILO))
+        withdraw_from_plan(tiny.sites[SILO], tiny.key(SILO))
 
 
 def refused_once(tiny: TinyFederation, plan_id: str) -> None:
@@ -253,7 +253,7 @@ def test_images_mended_after_a_refusal_are_not_answered_with_the_old_expert(
     with pytest.raises(DataError) as changed:
         worker.step()
     assert "silo retrain" in changed.value.remedy and "does not cover" in changed.value.remedy
-    _, price, differs = assess(site)
+    _, price, differs = assess_retraining(site)
     assert differs and price.epsilon > price.left
     with pytest.raises(BudgetError, match="training again"):
         retrain(site)
@@ -271,8 +271,8 @@ def test_what_retraining_costs_is_not_asked_while_a_worker_may_unpack(
     tiny = planned_once[0].copy(tmp_path / "copy")
     tiny.work(SILO, until="plan_accepted")
     with locked(tiny.sites[SILO].private, "worker"), pytest.raises(BusyError, match="worker"):
-        assess(tiny.sites[SILO])
-    assess(tiny.sites[SILO])
+        assess_retraining(tiny.sites[SILO])
+    assess_retraining(tiny.sites[SILO])
 
 
 def test_retraining_on_the_same_images_costs_no_epsilon(
@@ -283,7 +283,7 @@ def test_retraining_on_the_same_images_costs_no_epsilon(
     write_policy(site, PERSON)
     tiny.work(SILO, until="awaiting_approval")
     before = spent(site)
-    _, price, differs = assess(site)
+    _, price, differs = assess_retraining(site)
     assert (price.epsilon, differs) == (0.0, False)
     retrain(site)
     tiny.work(SILO, until="awaiting_approval")
@@ -307,8 +307,8 @@ def test_site_says_that_a_person_at_the_aggregator_decides(
     worker = worker_of(tiny)
     worker.begin()
     worker.step()
-    assert worker.state.held and now(worker.state) == HELD
-    assert HELD in "\n".join(report(worker.state))
+    assert worker.state.held and describe_state(worker.state) == HELD
+    assert HELD in "\n".join(state_lines(worker.state))
 
 
 def test_problem_that_was_solved_is_gone_when_the_work_goes_on(
@@ -358,16 +358,16 @@ def test_word_that_a_plan_was_given_up_is_believed_from_the_silos_own_key_alone(
 
 def test_every_state_can_be_left_and_no_event_leads_out_of_the_table() -> None:
     for state in STATES:
-        assert any(before == state and step.to != state for (before, _), step in LIFE.items()), (
-            state
-        )
-    assert {step.to for step in LIFE.values()} == set(STATES)
+        assert any(
+            before == state and step.to != state for (before, _), step in TRANSITIONS.items()
+        ), state
+    assert {step.to for step in TRANSITIONS.values()} == set(STATES)
     for state in AT_WORK:
-        assert after(state, "succession") == "superseded"
-        assert after(state, "withdraw") == "withdrawn"
-    assert {state for (state, event) in LIFE if event == "accept"} == IDLE
+        assert next_state(state, "succession") == "superseded"
+        assert next_state(state, "withdraw") == "withdrawn"
+    assert {state for (state, event) in TRANSITIONS if event == "accept"} == IDLE
     with pytest.raises(ApprovalError, match="expected state released, got state waiting"):
-        after("waiting", "draft")
+        next_state("waiting", "draft")
 
 
 def test_damaged_copy_of_an_earlier_plan_is_said_once_and_keeps_nobody_from_the_next(
@@ -385,7 +385,7 @@ def test_damaged_copy_of_an_earlier_plan_is_said_once_and_keeps_nobody_from_the_
     with pytest.raises(DigestError):  # in work, nothing is done without the plan
         worker.step()
     damaged.write_bytes(whole)
-    withdraw(site, tiny.key(SILO))
+    withdraw_from_plan(site, tiny.key(SILO))
 
     spoilers: dict[str, Callable[[], object]] = {
         "changed": lambda: damaged.write_bytes(whole[:-1]),

@@ -14,10 +14,10 @@ from ddm.system.processes import program
 from ddm.training.loop import Progress
 from ddm.training.state import State as Training
 from silo.config import Site
-from silo.worker.pause import halted, pause, paused, resume
-from silo.worker.progress import Meter, read_note
+from silo.worker.pause import is_halted, pause, present_pause, resume
+from silo.worker.progress import ProgressMeter, read_note
 from silo.worker.state import State, load_state, save_state, state_path
-from silo.worker.status import look
+from silo.worker.status import read_status
 from silo.worker.worker import Worker
 from tests.conftest import Planned
 from tests.silo.worker.test_worker import recipe_of_many_steps
@@ -97,7 +97,7 @@ def test_training_that_is_paused_goes_on_at_the_next_step_and_ends_with_the_undi
 
 def when_halted(site: Site, waited: list[str]) -> None:
     """Resume a site once its worker waits, and note in which state."""
-    wait_until(lambda: halted(site), "a worker that has stopped")
+    wait_until(lambda: is_halted(site), "a worker that has stopped")
     waited.append(load_state(state_path(site.private)).state)
     resume(site)
 
@@ -115,7 +115,7 @@ def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undist
     checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
     wait_until(lambda: any(checkpoints.rglob("*.json")) or first.poll() is not None, "a checkpoint")
     assert "Paused since" in command("silo", "pause", site.path).out
-    wait_until(lambda: halted(site) or first.poll() is not None, "a worker that has stopped")
+    wait_until(lambda: is_halted(site) or first.poll() is not None, "a worker that has stopped")
     sent = (site.outbox / "status.json").read_bytes()
     assert json.loads(sent)["state"] == "training" and "pause" not in sent.decode()
     assert (
@@ -124,10 +124,10 @@ def test_paused_training_waits_through_kill_and_restart_and_ends_with_the_undist
     )
     assert f"silo resume {site.path}" in command("silo", "status", site.path).out
     assert "paused since" in end(first, signal.SIGKILL)
-    assert not halted(site)
+    assert not is_halted(site)
     second = start(site, secret)
     wait_until(
-        lambda: halted(site) or second.poll() is not None, "a worker that waits from its start"
+        lambda: is_halted(site) or second.poll() is not None, "a worker that waits from its start"
     )
     assert json.loads((site.outbox / "status.json").read_bytes())["state"] == "training"
     assert command("silo", "resume", site.path).out == "Resumed: the worker goes on.\n"
@@ -185,14 +185,14 @@ def test_loss_and_speed_stay_in_the_private_folder(
         frozenset({"plan_id", "state", "progress", "sequence"})
     }
     # The same work with another loss and at another speed tells the aggregator the same, byte for byte.
-    real = Meter.train
+    real = ProgressMeter.train
 
-    def distorted(self: Meter, plan_id: str, told: Progress, batch_size: int) -> None:
+    def distorted(self: ProgressMeter, plan_id: str, told: Progress, batch_size: int) -> None:
         real(
             self, plan_id, Progress(told.step, told.num_steps, 7.5, 123.0, told.seconds), batch_size
         )
 
-    monkeypatch.setattr(Meter, "train", distorted)
+    monkeypatch.setattr(ProgressMeter, "train", distorted)
     changed = work(other, "released")
     assert changed.private == ["7.5"] * len(changed.private) != spy.private
     assert changed.sent == spy.sent
@@ -203,14 +203,14 @@ def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
 ) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
-    assert look(site).next_command == f"silo run {site.path}"
-    assert "no worker is at work" in look(site).text()
+    assert read_status(site).next_command == f"silo run {site.path}"
+    assert "no worker is at work" in read_status(site).text()
     state = tiny.work(SILO, until="training")
     save_state(state_path(site.private), state)
-    Meter(site.private).train(plan_id, Progress(3, 6, 0.512, 2.0, 1.5), batch_size=8)
-    assert look(site).note is None  # nobody trains at present
+    ProgressMeter(site.private).train(plan_id, Progress(3, 6, 0.512, 2.0, 1.5), batch_size=8)
+    assert read_status(site).note is None  # nobody trains at present
     monkeypatch.setattr("silo.worker.status.is_locked", lambda folder, holder: holder == "worker")
-    found = look(site)
+    found = read_status(site)
     assert "3 of 6 (50%), 16 images/s, 2 s left, loss 0.512" in found.text()
     assert "ahead    audit, statistics, approval, receipt" in found.text()
     assert found.next_command is None
@@ -226,7 +226,7 @@ def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
     )
     assert note["loss"] == 0.512
     save_state(state_path(site.private), state.to("audited"))
-    assert look(site).note is None  # what is noted is of a stage that is over
+    assert read_status(site).note is None  # what is noted is of a stage that is over
 
 
 def test_time_left_of_a_count_follows_its_own_stage(
@@ -234,7 +234,7 @@ def test_time_left_of_a_count_follows_its_own_stage(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("silo.worker.progress.time.monotonic", lambda: now[0])
-    meter, plan_id = Meter(tmp_path), "tiny-00000000"
+    meter, plan_id = ProgressMeter(tmp_path), "tiny-00000000"
     meter.count("reading images", plan_id, 0, 100)
     now[0] += 10.0
     meter.count("reading images", plan_id, 20, 100)
@@ -257,16 +257,16 @@ def test_pause_stops_every_stage_and_resume_twice_does_no_harm(
     tiny, _ = planned
     site = tiny.sites[SILO]
     tiny.work(SILO, until="scanned")
-    assert pause(site) == pause(site) == paused(site)
+    assert pause(site) == pause(site) == present_pause(site)
     worker = Worker(site, tiny.key(SILO), lambda state: None)
     worker.begin()
     with pytest.raises(KeyboardInterrupt):  # the loop of `run` waits before it comes here
         worker.step()
     assert worker.state.state == "scanned"
     (site.private / "paused.json").write_bytes(b"junk")
-    found = paused(site)
+    found = present_pause(site)
     assert found is not None and "damaged" in found.by
-    assert resume(site) and not resume(site) and paused(site) is None
+    assert resume(site) and not resume(site) and present_pause(site) is None
     assert command("silo", "resume", site.path).out == "This site is not paused.\n"
     words = command("silo", "log", "show", site.path).out
     assert words.count("paused the worker") == words.count("resumed the worker") == 1

@@ -25,7 +25,7 @@ from ddm.training.config import Engine
 from ddm.training.loop import train
 from silo.config import Site
 from silo.privacy.statistics import Source, draw
-from silo.worker.stages import assign
+from silo.worker.stages import assign_images
 from tests.silo.privacy.test_statistics import PLAN, make_source, open_ledger
 from tests.support.bounded import attempt
 from tests.support.case import case
@@ -126,7 +126,7 @@ def through_all_stages(path: Path, folder: Path) -> None:
     cohort = cohort_at(
         path, SPEC, min_images=1, salt=b"s", unit="image", num_classes=None, folder=folder
     )
-    assign(cohort, files, folder / "cohort.parquet", lambda done, total: None)
+    assign_images(cohort, files, folder / "cohort.parquet", lambda done, total: None)
     settings = Training(
         num_steps=4,
         batch_size=8,

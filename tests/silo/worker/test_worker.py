@@ -26,8 +26,8 @@ from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.worker.approval import approve
-from silo.worker.leaving import withdraw
 from silo.worker.state import load_state, state_path
+from silo.worker.withdrawal import withdraw_from_plan
 from silo.worker.worker import Worker
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
 from tests.support.threads import THREADS
@@ -132,9 +132,9 @@ def test_site_takes_another_plan_after_giving_one_up(planned: tuple[TinyFederati
     write_policy(site, POLICY | {"privacy": {"budget_epsilon": 2.0}})
     with pytest.raises(BudgetError):
         tiny.work(SILO)
-    assert withdraw(site, tiny.key(SILO)).state == "withdrawn"
+    assert withdraw_from_plan(site, tiny.key(SILO)).state == "withdrawn"
     # also what finishes one that was interrupted
-    assert withdraw(site, tiny.key(SILO)).state == "withdrawn"
+    assert withdraw_from_plan(site, tiny.key(SILO)).state == "withdrawn"
     write_policy(site, POLICY)
     second = tiny.sign()
     tiny.deliver_plan(SILO, second)

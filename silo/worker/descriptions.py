@@ -34,7 +34,7 @@ UNTOLD = "this site gave the plan up; the aggregator hears of it while `silo run
 CONFIRMED = "this site takes no further part in the plan, and the aggregator leaves it out"
 
 
-def now(state: State, site: str = "SITE") -> str:
+def describe_state(state: State, site: str = "SITE") -> str:
     """Say what goes on."""
     if state.state == "in_outbox" and state.held:
         return HELD
@@ -45,14 +45,14 @@ def now(state: State, site: str = "SITE") -> str:
     return _NOW[state.state]
 
 
-def following(state: State, site: str = "SITE") -> str:
+def describe_next_step(state: State, site: str = "SITE") -> str:
     """Say what the site's operator does next."""
     if state.problem and state.state not in ("withdrawn", "refused", "plan_refused"):
         return f"mend what is said below, then `silo run {site}`"
     return _NEXT[state.state].format(site=site, digest=state.submission_digest or "DIGEST")
 
 
-def report(state: State, site: str = "SITE", next_words: str | None = None) -> list[str]:
+def state_lines(state: State, site: str = "SITE", next_words: str | None = None) -> list[str]:
     """Return the lines that `silo status` prints below the name of the state.
 
     Args:
@@ -60,7 +60,10 @@ def report(state: State, site: str = "SITE", next_words: str | None = None) -> l
         site: its folder, as it was named.
         next_words: what comes next, where the state alone does not tell.
     """
-    lines = [f"  now      {now(state, site)}", f"  next     {next_words or following(state, site)}"]
+    lines = [
+        f"  now      {describe_state(state, site)}",
+        f"  next     {next_words or describe_next_step(state, site)}",
+    ]
     if state.problem:
         lines.append(f"  problem  {state.problem.message} (code {state.problem.code})")
         if state.problem.remedy:

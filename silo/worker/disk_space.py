@@ -124,7 +124,7 @@ def _copies(plan: Plan) -> int:
     return _COPIES if isinstance(plan.expert.adaptation, FullAdaptation | OwnAdaptation) else 0
 
 
-def check_room(site: Site, plan: Plan, cohort: Cohort, work: Workspace) -> None:
+def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) -> None:
     """Check that the disk holds what the plan will still write.
 
     Raises:

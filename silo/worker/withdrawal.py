@@ -13,10 +13,10 @@ from ddm.trust.leave import seal_leave
 from silo.config import Site
 from silo.decisions import DecisionLog, Withdrew
 from silo.worker.approval import approval_path, review_folder
-from silo.worker.state import State, load_state, save_state, state_path, tell_courier
+from silo.worker.state import State, load_state, save_state, state_path, write_courier_status
 
 
-def withdraw(site: Site, key: SigningKey) -> State:
+def withdraw_from_plan(site: Site, key: SigningKey) -> State:
     """Give up the present plan, or take back what was sent for it; debits and draws stay in the ledger.
 
     What has left cannot be called back: the aggregator leaves it out of every later version, and earlier ones keep it.
@@ -56,7 +56,7 @@ def withdraw(site: Site, key: SigningKey) -> State:
         # A plan that was declined is not looked at again: it counts as one that this site has worked on.
         (site.private / "checkpoints" / state.plan_id).mkdir(parents=True, exist_ok=True)
         save_state(state_path(site.private), new)
-        tell_courier(site, new)
+        write_courier_status(site, new)
         from silo.worker.jobs import end_jobs  # here, since it loads torch
 
         end_jobs(site, state.plan_id)
@@ -72,7 +72,7 @@ def _empty_outbox(site: Site, state: State) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def consequences(before: State) -> str:
+def describe_consequences(before: State) -> str:
     """Say what giving up a plan in this state means."""
     if before.state == "accepted":
         return (

@@ -14,7 +14,7 @@ from ddm.training.job import JobFolder
 from silo.config import Policy, Site
 from silo.plan.acceptance import load_accepted
 from silo.plan.workspace import open_workspace
-from silo.worker.room import audit_bytes, job_bytes, plan_bytes
+from silo.worker.disk_space import audit_bytes, job_bytes, plan_bytes
 from silo.worker.state import State
 from silo.worker.worker import Worker
 from tests.conftest import Planned
@@ -152,7 +152,7 @@ def test_disk_of_the_jobs_folder_is_looked_at_where_other_machines_train(
     site = tiny.sites[SILO]
     asked: list[dict[Path, int]] = []
     monkeypatch.setattr(
-        "silo.worker.room.require_room", lambda needed, purpose: asked.append(dict(needed))
+        "silo.worker.disk_space.require_room", lambda needed, purpose: asked.append(dict(needed))
     )
     tiny.copy(tiny.path.parent / "here").work(SILO, until="scanned")
     jobs = tiny.path.parent / "shared" / "jobs"

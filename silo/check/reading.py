@@ -15,8 +15,8 @@ from ddm.protocol.base import sha256_hex
 from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
-from silo.check.launcher import look_at
-from silo.check.rules import Facts, Modes
+from silo.check.launcher import find_launcher
+from silo.check.rules import PathMode, SiteFacts
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
 from silo.courier.reach import proxy_for, shown, try_connection
@@ -29,7 +29,7 @@ _PRIVATE, _OTHERS = 0o077, 0o007
 _ENCRYPTED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 
 
-class Gathering:
+class SiteFactsReader:
     """Gathers facts; whatever cannot be read becomes an error of its check instead.
 
     Args:
@@ -41,7 +41,7 @@ class Gathering:
         self._attempts = Attempts()
         self._try = self._attempts.read
 
-    def facts(self) -> Facts:
+    def facts(self) -> SiteFacts:
         """Gather everything."""
         site = self._site
         settings = self._try("configuration", site.settings)
@@ -58,14 +58,14 @@ class Gathering:
         )
         address = settings.address if settings else None
         num_gpus, has_gpu = _gpus()
-        return Facts(
+        return SiteFacts(
             settings=settings,
             policy=policy,
             packages=tuple(check_packages()),
             num_gpus=num_gpus,
             has_gpu=has_gpu,
             num_cores=len(os.sched_getaffinity(0)),
-            launcher=self._try("launcher", lambda: look_at(settings.training))
+            launcher=self._try("launcher", lambda: find_launcher(settings.training))
             if settings
             else None,
             memory_bytes=available_bytes(),
@@ -116,7 +116,7 @@ class Gathering:
             )
         )
 
-    def _modes(self, settings: SiloSettings | None) -> Iterator[Modes]:
+    def _modes(self, settings: SiloSettings | None) -> Iterator[PathMode]:
         site = self._site
         places = [(site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
         if not site.in_container():  # which makes the folder for what it mounts there
@@ -131,7 +131,7 @@ class Gathering:
             places.append((Path(settings.passphrase_file), _PRIVATE))
         for path, forbidden in places:
             with suppress(OSError):
-                yield Modes(str(path), stat.S_IMODE(path.stat().st_mode), forbidden)
+                yield PathMode(str(path), stat.S_IMODE(path.stat().st_mode), forbidden)
 
     def _spent(self, policy: Policy | None) -> tuple[float, float] | None:
         if policy is None:
