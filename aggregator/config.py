@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints
 
 from ddm.errors import DigestError, MissingFileError, SetupError
-from ddm.io.changes import is_unsettled
+from ddm.io.changes import is_unfinished
 from ddm.io.files import read_bounded
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import (
@@ -153,7 +153,7 @@ class Federation(Home):
                 got="a folder without it" if self.path.is_dir() else "nothing there",
                 remedy="Make one with `aggregator init`.",
             )
-        if is_unsettled(self.path):
+        if is_unfinished(self.path):
             with self.signing_lock():
                 pass  # finishes a change that was committed before an interruption
         return self

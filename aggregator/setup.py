@@ -8,7 +8,7 @@ from aggregator.keys.ceremony import HOLDER_KEYS, conduct
 from aggregator.keys.tls import make_tls
 from ddm.errors import BusyError
 from ddm.io.changes import Change
-from ddm.io.files import aside, move_into_place
+from ddm.io.files import move_into_place, staging_folder
 from ddm.io.modes import private_folder
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
@@ -65,7 +65,7 @@ def init_federation(
         )
     private_folder(federation.path)
     # One rename decides, and the next call goes on, so that an init that is cut short leaves no half of a federation.
-    with aside(federation.path / "federation") as part:
+    with staging_folder(federation.path / "federation") as part:
         missing = _build(Federation(part), settings, passphrase, {"root": root, "targets": targets})
         move_into_place(part, ready)
     _move_in(ready)

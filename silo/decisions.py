@@ -123,7 +123,7 @@ _SUBJECTS = {
 }
 
 
-class Decided(chain.Link):
+class Decided(chain.ChainRecord):
     """A decision, and who took it: the user of this machine whose process wrote it down."""
 
     format: Literal["archipelago/decision/1"] = "archipelago/decision/1"
@@ -131,19 +131,19 @@ class Decided(chain.Link):
     decision: Annotated[Decision, Field(discriminator="kind")]
 
 
-class _Head(chain.Head):
+class _Head(chain.ChainHead):
     format: Literal["archipelago/decisions-head/1"] = "archipelago/decisions-head/1"
 
 
-_FORM = chain.Form(
+_FORM = chain.ChainFormat(
     name="decision log",
-    read=TypeAdapter(Decided).validate_json,
-    head=_Head,
+    parse_record=TypeAdapter(Decided).validate_json,
+    head_model=_Head,
     genesis=sha256_hex(b"archipelago/decisions/1"),
-    most=MAX_RECORDS,
+    max_records=MAX_RECORDS,
     error=DecisionLogError,
 )
-Entry = chain.Entry[Decided]
+Entry = chain.ChainEntry[Decided]
 
 
 class DecisionLog:
@@ -226,16 +226,16 @@ class DecisionLog:
     def head(self) -> tuple[str, int]:
         """The last record's digest and the number of records."""
         entries = self.entries
-        return self._chain.last(entries), len(entries)
+        return self._chain.last_digest(entries), len(entries)
 
     @contextmanager
     def _held(self) -> Iterator[tuple[Entry, ...]]:
-        self._chain.begin()
-        with self._chain.held() as entries:
+        self._chain.create()
+        with self._chain.locked_entries() as entries:
             yield entries
 
     def _append(self, entries: tuple[Entry, ...], by: str, decision: Decision) -> None:
-        previous = self._chain.last(entries)
+        previous = self._chain.last_digest(entries)
         self._chain.append(
             Decided(
                 number=len(entries) + 1, previous=previous, at=now_utc(), by=by, decision=decision

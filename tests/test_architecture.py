@@ -103,7 +103,7 @@ DOORS = {
     "dp_accounting": {"ddm/privacy/accounting.py"},
     "monai": {"ddm/system/monai.py"},
     "nibabel": {
-        "ddm/io/nifti.py",
+        "ddm/io/pictures.py",
         "ddm/images/nifti.py",
         "ddm/images/mgh.py",
         "ddm/images/orientation.py",

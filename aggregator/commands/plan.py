@@ -62,7 +62,7 @@ def plan(
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import check_signable, sign_plan
     from ddm.images.samples import open_image_set
-    from ddm.io.settings import load_settings, misfit
+    from ddm.io.settings import load_settings, settings_error
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
@@ -95,7 +95,7 @@ def plan(
                 )
         except ValidationError as error:
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
-            raise misfit(recipe, error) from error
+            raise settings_error(recipe, error) from error
         say(costs(draft))
         if not yes:
             confirm("Sign this plan?", refused="Not signed.")

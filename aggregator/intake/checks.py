@@ -28,7 +28,7 @@ from ddm.errors import (
 )
 from ddm.io.files import read_bounded
 from ddm.io.tensors import check_file
-from ddm.io.untrusted import check_digest, scan
+from ddm.io.untrusted import check_digest, list_files
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.layout import silo_parts
@@ -114,7 +114,7 @@ def authenticate(folder: Path, expected: Expectation) -> SignedSubmission:
     """
     files = {
         name: entry.path
-        for name, entry in scan(folder, most=submission_entries(expected.plan)).items()
+        for name, entry in list_files(folder, max_entries=submission_entries(expected.plan)).items()
     }
     plan_id, silo_id = expected.plan.plan_id, expected.silo_id
     role_name = f"metadata/{plan_id}.{silo_id}.json"

@@ -50,7 +50,7 @@ from aggregator.membership.withdrawal import GIVEN_UP, finish_withdrawal, withdr
 from aggregator.transfer.delivery import forget_unsigned, note_unsigned
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, RefusedError
 from ddm.io.copying import copy_tree_bounded
-from ddm.io.files import aside, move_into_place, read_bounded, write_atomic
+from ddm.io.files import move_into_place, read_bounded, staging_folder, write_atomic
 from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import now_utc
@@ -236,7 +236,7 @@ class IntakeService:
         shutil.rmtree(self._accepted(silo_id), ignore_errors=True)
         digest = None
         verdict: Accepted | Refused
-        with aside(self._accepted(silo_id)) as part:
+        with staging_folder(self._accepted(silo_id)) as part:
             try:
                 expected = self._expectation(silo_id, sequence)
                 signed = self._signed(path, part, expected)
@@ -263,7 +263,9 @@ class IntakeService:
         most = submission_entries(self.plan)
         try:
             with self._attempt(f"{_UNSIGNED}.{silo_id}", sequence):
-                copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
+                copy_tree_bounded(
+                    path, part, max_bytes=submission_bytes(self.plan), max_entries=most
+                )
                 return authenticate(part, expected)
         except ArchipelagoError as error:
             _log.warning(

@@ -15,7 +15,7 @@ from aggregator.router.train import ROUTER_NAME, load_report, router_path
 from ddm.errors import BusyError, PolicyError
 from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, read_bounded, write_atomic
-from ddm.io.space import require_room
+from ddm.io.space import require_free_space
 from ddm.loading.ensemble import build_ensemble
 from ddm.loading.plan_documents import read_earlier
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
@@ -122,7 +122,7 @@ def _next_version(
     targets = release / "targets" / source.plan_id
     _lay_out(source, targets)
     size = sum(path.stat().st_size for path in targets.parent.rglob("*") if path.is_file())
-    require_room(
+    require_free_space(
         {reserved.parent: size + _PAGES_BYTES, source.federation.path: _PAGES_BYTES}, "a release"
     )
     draft = _manifest(source, targets, version)

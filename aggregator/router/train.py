@@ -17,7 +17,7 @@ from aggregator.router.report import Band, Family, RouterReport
 from ddm.diffusion.path import Expert, path_named
 from ddm.errors import MissingFileError
 from ddm.io.files import write_atomic
-from ddm.io.space import check_writable, require_room
+from ddm.io.space import check_writable, require_free_space
 from ddm.io.tensors import save_tensors
 from ddm.loading.ensemble import on_path
 from ddm.models import load_expert
@@ -99,7 +99,7 @@ def train_router(
     """
     home = federation.plan_folder(inventory.plan.plan_id)
     check_writable([home])
-    require_room({home: _ROUTER_BYTES}, "the router and its report")
+    require_free_space({home: _ROUTER_BYTES}, "the router and its report")
     refuse_outliers(federation, inventory)
     counted = list(inventory.counted_units.values())
     refuse_overweight(federation, inventory.counted_units, inventory.digests)

@@ -17,7 +17,7 @@ from aggregator.transfer.delivery import plan_done, still_to_hear
 from ddm.errors import DocumentError, SetupError
 from ddm.io.files import write_atomic
 from ddm.io.locks import locked
-from ddm.io.space import check_writable, require_room
+from ddm.io.space import check_writable, require_free_space
 from ddm.protocol.base import check_json
 from ddm.protocol.enrolment import Card
 from ddm.protocol.plan import Plan
@@ -135,7 +135,7 @@ def _check_disk(federation: Federation, plan: Plan) -> None:
     check_writable(written)
     half = bytes_to_come(federation, plan) // 2
     purpose = f"the submissions to plan {plan.plan_id} that are still to come"
-    require_room({federation.incoming: half, federation.accepted: half}, purpose)
+    require_free_space({federation.incoming: half, federation.accepted: half}, purpose)
 
 
 def _all_done(federation: Federation, plan: Plan) -> bool:

@@ -177,11 +177,11 @@ def evaluate(
         _check_nothing_is_drawn(samples, {str(asked.flag): asked.flag, "--guidance": guidance})
     chosen = _strategies(names, wanted)
     if out is not None:
-        from ddm.io.pictures import prepare
+        from ddm.io.pictures import prepare_output
 
         if out.suffix:
             raise SetupError("--out", expected="a folder, by a name without ending", got=out.name)
-        prepare(out)
+        prepare_output(out)
 
     from ddm.cli.drawing import Computing
     from ddm.cli.evaluated_samples import Drawing, given_samples

@@ -57,7 +57,7 @@ def sample(
     machine: Machine,
 ) -> None:
     """Sample images from a release; verifies first."""
-    from ddm.io.pictures import prepare
+    from ddm.io.pictures import prepare_output
 
     rare = read_settings(SampleSettings, settings)
     editing, within = (
@@ -67,7 +67,7 @@ def sample(
     strategy = strategy or (StrategyName.SAMPLE if inpaint else StrategyName.LOCK)
     chosen = chosen_strategy(strategy.value, following.settings(rare))
     _check_together(chosen, rare, told, editing)
-    prepare(out)
+    prepare_output(out)
 
     from ddm.cli.conditions import condition_shares, describe_shares, expert_shares
     from ddm.cli.drawing import Computing, Job, ReleaseSource, draw, shares_of
@@ -81,7 +81,7 @@ def sample(
     processes, steps = min(machine.processes, num), solving.steps
     opened = verification.open(release, experts_later=True)
     plan, manifest = opened.plan, opened.manifest
-    prepare(out, plan.data.shape)
+    prepare_output(out, plan.data.shape)
     moves = editing.num_moves(steps)
     each = sampling_bytes(
         plan, len(manifest.experts), num=-(-num // processes), batch=rare.batch, steps=moves

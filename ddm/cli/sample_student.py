@@ -33,10 +33,10 @@ def sample_student(
     machine: Machine,
 ) -> None:
     """Sample images from a student; nobody signed it, its record says what it was made of."""
-    from ddm.io.pictures import prepare
+    from ddm.io.pictures import prepare_output
 
     rare = read_settings(SampleStudentSettings, settings)
-    prepare(out)
+    prepare_output(out)
 
     import torch
 
@@ -50,7 +50,7 @@ def sample_student(
 
     computing = Computing(machine.device, machine.arithmetic(), rare.batch)
     processes, record = min(machine.processes, num), read_record(student)
-    prepare(out, record.data.shape)
+    prepare_output(out, record.data.shape)
     needed = record.sampling_bytes(num=-(-num // processes), batch=rare.batch, steps=solving.steps)
     beside = picture_bytes(out, num, record.data.shape) + (
         condition_bytes(record.condition) if told.text else 0

@@ -34,7 +34,7 @@ def split(
     """Divide a data set into islands, and sign the plan by which each is trained."""
     from pydantic import ValidationError
 
-    from ddm.io.settings import load_settings, misfit
+    from ddm.io.settings import load_settings, settings_error
     from ddm.islands.data import Dataset
     from ddm.islands.recipe import IslandsRecipe
     from ddm.islands.split import split as divide
@@ -52,7 +52,7 @@ def split(
             done = divide(dataset, chosen, islands, way, out, secret, tell)
     except ValidationError as error:
         # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
-        raise misfit(recipe, error) from error
+        raise settings_error(recipe, error) from error
     rows = [
         (island.island_id, *([island.value] if done.column else []), island.num_images)
         for island in done.islands

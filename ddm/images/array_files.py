@@ -26,7 +26,7 @@ from ddm.images.npz import EncodedArray, npy_array, npz_array, npz_names, open_n
 from ddm.images.rows import Convert, FileArray, Images, StoredArray, StoredImages, write_rows
 from ddm.images.unpacked import stamps, unpacked_path
 from ddm.io.files import replacing
-from ddm.io.space import require_room
+from ddm.io.space import require_free_space
 from ddm.protocol.plan import DataSpec
 from ddm.system.memory import machine_bytes
 
@@ -223,7 +223,7 @@ def unpack(source: ImageArrays, folder: Path) -> FileArray:
         folder, [source.name, dtype.str, shape, source.recipe, stamps(source.files)]
     ) as path:
         if not path.exists():
-            require_room(
+            require_free_space(
                 {folder: len(source) * prod(shape) * dtype.itemsize}, "the unpacked images"
             )
             with replacing(path, mode=0o600) as handle:

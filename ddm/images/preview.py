@@ -15,7 +15,7 @@ from ddm.images.geometry import Floats, padded
 from ddm.images.picture import Picture
 from ddm.images.transform import Transform
 from ddm.io.files import write_atomic
-from ddm.io.pictures import BACKGROUND, grid
+from ddm.io.pictures import BACKGROUND, draw_grid
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import PadFit, Slices, TransformSpec, WindowRange
 
@@ -84,7 +84,7 @@ def _write(
     """Lay the cells out, those of one picture side by side, below lines of text."""
     pictures_in_row = ceil(sqrt(len(cells)) / cells_of_picture)
     owners = [0 if number % cells_of_picture == 0 else 4 for number in range(len(cells))]
-    sheet = grid(torch.from_numpy(np.stack(cells)), owners, pictures_in_row * cells_of_picture)
+    sheet = draw_grid(torch.from_numpy(np.stack(cells)), owners, pictures_in_row * cells_of_picture)
     text_width = 8 + 6 * max(len(line) for line in lines)
     text_height = _LINE_PIXELS * len(lines) + 8
     whole = Image.new("RGB", (max(sheet.width, text_width), sheet.height + text_height))

@@ -27,7 +27,7 @@ from ddm.images.rows import StoredArray
 from ddm.images.transform import Transform
 from ddm.images.unpacked import unpacked_path
 from ddm.io.files import replacing
-from ddm.io.space import require_room
+from ddm.io.space import require_free_space
 
 ORDERS = "orders"
 _COLUMN_NAMES = {"patients": "patient", ORDERS: "order", "labels": "label", "captions": "caption"}
@@ -165,7 +165,7 @@ def store_cohort(
             row_bytes = transform.data.dim * transform.dtype.itemsize + _ROW_BYTES
             if captions:
                 row_bytes += _CAPTION_BYTES
-            require_room({folder: max_images * row_bytes}, "the transformed images")
+            require_free_space({folder: max_images * row_bytes}, "the transformed images")
             table_path = path.with_suffix(".parquet")
             # An earlier run may have been killed between the table and the array.
             table_path.unlink(missing_ok=True)

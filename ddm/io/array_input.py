@@ -1,4 +1,4 @@
-"""Arrays that a caller hands to the library, as tensors: of NumPy, of pandas, nested lists, or tensors already.
+"""Turns arrays of a caller into tensors: NumPy's, pandas', nested lists, or tensors already.
 
 `torch.as_tensor` takes no negative strides and no foreign byte order, warns of memory that is read-only, and drops a
 mask in silence; complex numbers lose their imaginary part further on. Whatever can be copied without loss is copied
@@ -16,6 +16,16 @@ from ddm.errors import DataError
 
 _EXPECTED = "an array or a tensor of real numbers"
 _MAX_INT64 = np.iinfo(np.int64).max
+# NumPy's kinds of numbers: truth values, signed and unsigned integers, floating point.
+_NUMBER_KINDS = "biuf"
+_OTHER_KINDS = {
+    "c": "complex numbers",
+    "O": "objects",
+    "U": "texts",
+    "S": "texts",
+    "M": "dates",
+    "m": "durations",
+}
 
 
 def real_tensor(values: Any, subject: str) -> Tensor:
@@ -32,16 +42,19 @@ def real_tensor(values: Any, subject: str) -> Tensor:
         DataError: complex numbers, texts, dates, objects, rows of different lengths, or an array with masked entries.
     """
     if isinstance(values, Tensor):
-        return _plain(values, subject)
+        return _without_gradient(values, subject)
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-        remedy = "Fill them first: array.filled(0)."
         raise DataError(
-            subject, expected=f"{_EXPECTED}, all of them valid", got="masked entries", remedy=remedy
+            subject,
+            expected=f"{_EXPECTED}, all of them valid",
+            got="masked entries",
+            remedy="Fill them first: array.filled(0).",
         )
-    return torch.from_numpy(_native(_array(values, subject), subject))
+    array = _to_array(values, subject)
+    return torch.from_numpy(_in_torch_layout(array, subject))
 
 
-def _plain(tensor: Tensor, subject: str) -> Tensor:
+def _without_gradient(tensor: Tensor, subject: str) -> Tensor:
     if tensor.is_complex() or tensor.is_quantized:
         raise _refusal(subject, f"a tensor of {tensor.dtype}".replace("torch.", ""))
     if tensor.layout is not torch.strided:
@@ -49,45 +62,39 @@ def _plain(tensor: Tensor, subject: str) -> Tensor:
     return tensor.detach()
 
 
-def _array(values: Any, subject: str) -> NDArray[Any]:
+def _to_array(values: Any, subject: str) -> NDArray[Any]:
     # A list of tensors would be read by NumPy number by number, or not at all on a GPU.
-    if (
-        isinstance(values, list | tuple)
-        and values
-        and all(isinstance(value, Tensor) for value in values)
-    ):
-        values = [_plain(value, subject).cpu().numpy() for value in values]
+    if _is_sequence_of_tensors(values):
+        values = [_without_gradient(value, subject).cpu().numpy() for value in values]
     try:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _refusal(
-            subject, f"{type(values).__name__}, of which no array can be made"
-        ) from error
+        got = f"{type(values).__name__}, of which no array can be made"
+        raise _refusal(subject, got) from error
 
 
-def _native(array: NDArray[Any], subject: str) -> NDArray[Any]:
+def _is_sequence_of_tensors(values: Any) -> bool:
+    if not isinstance(values, list | tuple) or not values:
+        return False
+    return all(isinstance(value, Tensor) for value in values)
+
+
+def _in_torch_layout(array: NDArray[Any], subject: str) -> NDArray[Any]:
     """Return an array in a type, a byte order and a layout that torch takes."""
-    if array.dtype.kind not in "biuf":
-        kinds = {
-            "c": "complex numbers",
-            "O": "objects",
-            "U": "texts",
-            "S": "texts",
-            "M": "dates",
-            "m": "durations",
-        }
-        raise _refusal(subject, kinds.get(array.dtype.kind, str(array.dtype)))
-    wider = _type_for_torch(array)
-    if array.dtype == wider and array.flags.c_contiguous and array.flags.writeable:
+    if array.dtype.kind not in _NUMBER_KINDS:
+        raise _refusal(subject, _OTHER_KINDS.get(array.dtype.kind, str(array.dtype)))
+    dtype = _type_for_torch(array)
+    if array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable:
         return array
-    return np.array(array, dtype=wider, order="C", copy=True)
+    return np.array(array, dtype=dtype, order="C", copy=True)
 
 
 def _type_for_torch(array: NDArray[Any]) -> np.dtype[Any]:
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         # torch computes little with these; what is too large for int64 is rounded as any large number is.
-        fits = array.dtype.itemsize < 8 or int(array.max(initial=0)) <= _MAX_INT64
-        return np.dtype(np.int64 if fits else np.float64)
+        if array.dtype.itemsize < 8 or int(array.max(initial=0)) <= _MAX_INT64:
+            return np.dtype(np.int64)
+        return np.dtype(np.float64)
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         return np.dtype(np.float64)
     return array.dtype.newbyteorder("=")

@@ -2,8 +2,8 @@
 
 A change is a folder below the federation's: `put/` holds new files at their relative paths, `drop/` marks files to
 delete. It is named `ceremony.part` while it is staged, `ceremony` while it waits for signatures of holders, and
-`ceremony.ready` once it is committed, by a single rename. Every later command finishes the move (`settle`), which can
-be interrupted and repeated at every step.
+`ceremony.ready` once it is committed, by a single rename. Every later command finishes the move (`finish_change`),
+which can be interrupted and repeated at every step.
 
 The caller holds the federation's signing lock.
 """
@@ -16,7 +16,9 @@ from typing import Self
 from ddm.errors import BusyError, MissingFileError
 from ddm.io.files import move_into_place, sync_folder, write_atomic
 
-_PART, _WAITING, _READY = "ceremony.part", "ceremony", "ceremony.ready"
+_STAGED = "ceremony.part"
+_WAITING = "ceremony"
+_COMMITTED = "ceremony.ready"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Change:
 
     Attributes:
         home: the federation's folder.
-        folder: where the change lies.
+        folder: the change's own folder in it.
     """
 
     home: Path
@@ -50,10 +52,11 @@ class Change:
                 got="a change that waits",
                 remedy="Finish it with `aggregator complete`, or discard it with `aggregator complete --abandon`.",
             )
-        part = home / _PART
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(mode=0o700)
-        return cls(home, part)
+        # What a killed process staged never took effect.
+        staged = home / _STAGED
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(mode=0o700)
+        return cls(home, staged)
 
     @classmethod
     def waiting(cls, home: Path) -> Self:
@@ -86,47 +89,54 @@ class Change:
 
     def commit(self) -> None:
         """Commit the change and move everything into place."""
-        move_into_place(self.folder, self.home / _READY)
-        settle(self.home)
+        # One rename decides: before it the change is discarded after a crash, after it the change is finished.
+        move_into_place(self.folder, self.home / _COMMITTED)
+        finish_change(self.home)
 
     def abandon(self) -> None:
         """Discard the change; nothing of it has taken effect."""
-        part = self.home / _PART
-        shutil.rmtree(part, ignore_errors=True)
-        self.folder.rename(part)
-        shutil.rmtree(part)
+        # Renamed first: a deletion that is interrupted must not leave half a change that seems to wait.
+        discarded = self.home / _STAGED
+        shutil.rmtree(discarded, ignore_errors=True)
+        self.folder.rename(discarded)
+        shutil.rmtree(discarded)
 
 
-def is_unsettled(home: Path) -> bool:
+def is_unfinished(home: Path) -> bool:
     """Whether a committed change is not yet completely in place."""
-    return (home / _READY).exists()
+    return (home / _COMMITTED).exists()
 
 
-def settle(home: Path) -> None:
+def finish_change(home: Path) -> None:
     """Finish moving a committed change into place, if there is one."""
-    ready = home / _READY
-    touched: set[Path] = set()
-    for mark in _files(ready / "drop"):
-        target = home / mark.relative_to(ready / "drop")
+    committed = home / _COMMITTED
+    changed_folders: set[Path] = set()
+    for mark in _staged_files(committed / "drop"):
+        target = home / mark.relative_to(committed / "drop")
         target.unlink(missing_ok=True)
-        touched.add(target.parent)
-    for source in _files(ready / "put"):
-        target = home / source.relative_to(ready / "put")
+        changed_folders.add(target.parent)
+    for source in _staged_files(committed / "put"):
+        target = home / source.relative_to(committed / "put")
         target.parent.mkdir(parents=True, exist_ok=True)
         source.replace(target)
-        touched.update(folder for folder in target.parents if folder.is_relative_to(home))
-    for folder in touched:
+        # Folders above it may be new too.
+        changed_folders.update(folder for folder in target.parents if folder.is_relative_to(home))
+
+    # All moves are durable before the change is forgotten, or a crash could leave some of them undone.
+    for folder in changed_folders:
         if folder.is_dir():
             sync_folder(folder)
-    shutil.rmtree(ready, ignore_errors=True)
+    shutil.rmtree(committed, ignore_errors=True)
 
 
-def _files(folder: Path) -> list[Path]:
+def _staged_files(folder: Path) -> list[Path]:
     """List what was staged; not the parts that a killed process left beside it (`ddm.io.files.replacing`)."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(
-        path for path in found if not any(_is_part(name) for name in path.relative_to(folder).parts)
-    )
+    files = []
+    for path in folder.rglob("*"):
+        names = path.relative_to(folder).parts
+        if path.is_file() and not any(_is_part(name) for name in names):
+            files.append(path)
+    return sorted(files)
 
 
 def _is_part(name: str) -> bool:

@@ -6,36 +6,41 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddm.errors import FormatError
-from ddm.io.files import naming, sync_tree, write_atomic
-from ddm.io.untrusted import open_below, scan
+from ddm.io.files import name_full_disk, sync_tree, write_atomic
+from ddm.io.untrusted import list_files, open_below
 
 _COPY_BYTES = 1 << 20
+# What `copy_file_range` fails with between two file systems, or on one that cannot do it.
+_NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: int = 300) -> None:
+def copy_tree_bounded(
+    source: Path, destination: Path, *, max_bytes: int, max_entries: int = 300
+) -> None:
     """Copy the regular files of a hostile folder durably, following no link and stopping at `max_bytes` in all.
 
-    The copies are files of their own, which nobody who can write to `source` can write to: a rename or a hard link
-    would leave open whatever was open. The kernel moves the bytes, shares the blocks where the file system can, and
-    holes stay holes, so that this costs neither memory nor, at best, time.
+    The copies are files of their own, which nobody who can write to `source` can write to: after a rename or with a
+    hard link, whoever had a file open could go on writing to it. The kernel moves the bytes, shares the blocks where
+    the file system can, and holes stay holes, so that this costs neither memory nor, at best, time.
 
     Raises:
-        UnsafePathError: a link, a special file, or more than `most` files and folders.
+        UnsafePathError: a link, a special file, or more than `max_entries` files and folders.
         FormatError: more than `max_bytes`, or a file that became shorter meanwhile.
     """
-    files, left = scan(source, most=most), max_bytes
+    names = list_files(source, max_entries=max_entries)
+    num_bytes = 0
     destination.mkdir(parents=True, exist_ok=True)
-    for name in files:
+    for name in names:
         target = destination / name
         target.parent.mkdir(parents=True, exist_ok=True)
         opened = open_below(source.parent, f"{source.name}/{name}", name)
-        with opened as (reader, size), naming(target), target.open("xb") as writer:
-            left -= size
-            if left < 0:
-                got = f"{max_bytes - left} bytes up to {name}"
-                raise FormatError(
-                    source.name, expected=f"at most {max_bytes} bytes in all", got=got
-                )
+        with opened as (reader, size), name_full_disk(target), target.open("xb") as writer:
+            # Counted from the open file: the sizes of the list may have changed since.
+            num_bytes += size
+            if num_bytes > max_bytes:
+                expected = f"at most {max_bytes} bytes in all"
+                got = f"{num_bytes} bytes up to {name}"
+                raise FormatError(source.name, expected=expected, got=got)
             os.ftruncate(writer.fileno(), size)
             for start, end in _data_ranges(reader.fileno(), size):
                 _copy_range(reader.fileno(), writer.fileno(), start, end, name)
@@ -73,25 +78,19 @@ def _data_ranges(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
 def _copy_range(reader: int, writer: int, start: int, end: int, subject: str) -> None:
     in_kernel = hasattr(os, "copy_file_range")
     while start < end:
+        num_left = end - start
         try:
             if in_kernel:
-                copied = os.copy_file_range(reader, writer, end - start, start, start)
+                num_copied = os.copy_file_range(reader, writer, num_left, start, start)
             else:
-                copied = os.pwrite(
-                    writer, os.pread(reader, min(end - start, _COPY_BYTES), start), start
-                )
+                data = os.pread(reader, min(num_left, _COPY_BYTES), start)
+                num_copied = os.pwrite(writer, data, start)
         except OSError as error:
-            if not in_kernel or error.errno not in (
-                errno.EXDEV,
-                errno.ENOSYS,
-                errno.EOPNOTSUPP,
-                errno.EINVAL,
-            ):
-                raise
-            in_kernel = False  # between two file systems, or one that cannot
-            continue
-        if copied == 0:
-            raise FormatError(
-                subject, expected=f"{end} bytes", got=f"a file that became shorter, of {start}"
-            )
-        start += copied
+            if in_kernel and error.errno in _NO_KERNEL_COPY:
+                in_kernel = False
+                continue
+            raise
+        if num_copied == 0:
+            got = f"a file that became shorter, of {start}"
+            raise FormatError(subject, expected=f"{end} bytes", got=got)
+        start += num_copied

@@ -20,19 +20,16 @@ from ddm.errors import (
 from ddm.io.modes import open_to_group
 from ddm.io.untrusted import read_small
 
-# what the operating system says of a disk without room
-FULL = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-)
+# What the operating system reports of a disk without free space, of a quota, and of a file that is too large.
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NEW_FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, overwrite: bool = True) -> None:
     """Write `data` in one piece; see `replacing`.
 
     Raises:
-        FileExistsError: something stands at `path`, and `overwrite` is false.
+        FileExistsError: `path` exists, and `overwrite` is false.
         OSError: the disk is full or the folder is not writable; the old file is untouched.
     """
     with replacing(path, mode=mode, overwrite=overwrite) as handle:
@@ -48,6 +45,7 @@ def write_for_group(path: Path, data: bytes) -> None:
     """
     part = path.with_name(f".{path.name}.{threading.get_native_id()}.new")
     try:
+        # The group gets access before the file gets its name, so that nobody finds one that it may not read.
         write_atomic(part, data, mode=0o600)
         open_to_group(part, path.parent)
         part.replace(path)
@@ -68,43 +66,43 @@ def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Itera
         overwrite: whether it may take the place of another file.
 
     Raises:
-        FileExistsError: something stands at `path`, and `overwrite` is false.
+        FileExistsError: `path` exists, and `overwrite` is false.
         OSError: the disk is full or the folder is not writable; the old file is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # The thread's number, because two threads of a process may write the same file.
     part = path.with_name(f".{path.name}.{threading.get_native_id()}.part")
     part.unlink(missing_ok=True)
     try:
-        descriptor = os.open(
-            part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode
-        )
-        with naming(path), os.fdopen(descriptor, "w+b") as handle:
+        descriptor = os.open(part, _NEW_FILE_FLAGS, mode)
+        with name_full_disk(path), os.fdopen(descriptor, "w+b") as handle:
             yield handle
             handle.flush()
+            # Before the rename, or a crash could leave the name on a file without its bytes.
             os.fsync(handle.fileno())
         if overwrite:
             part.replace(path)
         else:
-            os.link(part, path)  # unlike a rename, fails where a file stands already
+            os.link(part, path)  # unlike a rename, fails where a file exists already
     finally:
         part.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let the error of a full disk name `path`: of a file that is open already, the system does not say which it is."""
+def name_full_disk(path: Path) -> Iterator[None]:
+    """Name `path` in the error of a full disk: of a file that is open already, the system does not say which it is."""
     try:
         yield
     except OSError as error:
-        if error.errno in FULL and error.filename is None:
+        if error.errno in DISK_FULL_ERRNOS and error.filename is None:
             error.filename = str(path)
         raise
 
 
 @contextmanager
-def aside(target: Path) -> Iterator[Path]:
-    """Yield a new folder beside `target`, to be filled and given its name by `move_into_place`; else it goes again."""
+def staging_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside `target`, to be filled and passed to `move_into_place`; otherwise it is removed."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -118,7 +116,7 @@ def move_into_place(source: Path, target: Path) -> None:
     """Rename a finished file or folder, durably: first all that is in it, then the folders that it leaves and enters.
 
     Raises:
-        OSError: a folder that is not empty stands at `target`.
+        OSError: `target` is a folder that is not empty.
     """
     sync_tree(source)
     source.replace(target)
@@ -132,7 +130,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Make a file, or all files and folders below a folder, durable; what is so already costs little."""
+    """Make a file, or all files and folders below a folder, durable; little work where they are durable already."""
     if not path.is_dir():
         _sync(path, os.O_NOFOLLOW)
     for root, _, names in os.walk(path):
@@ -144,7 +142,7 @@ def sync_tree(path: Path) -> None:
 def _sync(path: Path, flags: int) -> None:
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
-        with naming(path):
+        with name_full_disk(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -190,7 +188,7 @@ def require_file(path: Path, what: str, remedy: str | None = None) -> Path:
 
 
 def require_folder(path: Path, what: str) -> Path:
-    """Return where the folder lies that an operator named, maybe by a link.
+    """Return the real path of a folder that an operator named, maybe by a link.
 
     Raises:
         MissingFileError: there is none.
@@ -213,5 +211,6 @@ def decoding(expected: str) -> Iterator[None]:
     except ArchipelagoError:
         raise
     except Exception as error:
+        # Decoders of damaged files raise anything, such as IndexError or zlib.error.
         got = f"a file that does not read as one ({type(error).__name__})"
         raise DataError("data file", expected=expected, got=got) from error

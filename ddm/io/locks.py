@@ -11,14 +11,14 @@ from ddm.errors import BusyError
 
 @contextmanager
 def locked(folder: Path, holder: str) -> Iterator[None]:
-    """Hold a folder for one process at a time, by the lock file `.<holder>.lock` in it; waits for nobody.
+    """Lock a folder for one process at a time, by the lock file `.<holder>.lock` in it; never waits.
 
     Raises:
         BusyError: another process holds it.
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(lock_file(_path(folder, holder), wait=False))
+            stack.enter_context(lock_file(_lock_path(folder, holder), wait=False))
         except BlockingIOError as error:
             raise BusyError(
                 str(folder),
@@ -36,17 +36,23 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
     Raises:
         BlockingIOError: another process holds it, and `wait` is false.
     """
+    operation = fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
+    # flock belongs to the open file, which a child must not inherit: it would keep the lock after we end.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation)
         yield
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Keep whoever tidies a folder from removing it meanwhile; reading it is enough, also where another user owns it.
+def hold_for_reading(folder: Path) -> Iterator[None]:
+    """Keep a process that cleans up (`lock_if_unread`) from removing a folder meanwhile.
+
+    Permission to read the folder is enough, also where another user owns it.
 
     Raises:
         OSError: the folder is gone, or is being removed.
@@ -56,8 +62,8 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def unread(folder: Path) -> Iterator[bool]:
-    """Tell whether nobody is `reading` a folder, and let nobody begin meanwhile."""
+def lock_if_unread(folder: Path) -> Iterator[bool]:
+    """Yield whether nobody reads a folder (`hold_for_reading`), and let nobody begin meanwhile."""
     with ExitStack() as stack:
         try:
             stack.enter_context(_folder_lock(folder, fcntl.LOCK_EX))
@@ -68,10 +74,10 @@ def unread(folder: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _folder_lock(folder: Path, kind: int) -> Iterator[None]:
+def _folder_lock(folder: Path, operation: int) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)
@@ -80,10 +86,11 @@ def _folder_lock(folder: Path, kind: int) -> Iterator[None]:
 def is_locked(folder: Path, holder: str) -> bool:
     """Whether a process holds the lock of `locked`; looking creates nothing and lasts microseconds."""
     try:
-        descriptor = os.open(_path(folder, holder), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(_lock_path(folder, holder), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
+        # A shared lock, so that two processes that look at once do not take each other for the holder.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -92,5 +99,5 @@ def is_locked(folder: Path, holder: str) -> bool:
     return False
 
 
-def _path(folder: Path, holder: str) -> Path:
+def _lock_path(folder: Path, holder: str) -> Path:
     return folder / f".{holder}.lock"

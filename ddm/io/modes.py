@@ -1,35 +1,46 @@
 """Who may read what a silo or an aggregator writes: its owner alone, whatever umask the program was started with.
 
 `keep_private` comes first in both programs. From then on everything that they and their children create is private,
-also what a library writes without asking. What others must read is opened by name: `open_to_group` for the half of a
-site that runs as another user, `open_to_everyone` for what is published.
+also what a library writes. What others must read is opened by name: `open_to_group` for the half of a site that runs as
+another user, `open_to_everyone` for what is published.
 """
 
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ddm.errors import SetupError
 
-_OTHERS = 0o077
-_PRIVATE, _GROUP, _PUBLIC = (0o700, 0o600), (0o750, 0o640), (0o755, 0o644)  # of a folder, of a file
-_Modes = tuple[int, int]
+_UMASK = 0o077
+
+
+class _Modes(NamedTuple):
+    folder: int
+    file: int
+
+
+_PRIVATE = _Modes(folder=0o700, file=0o600)
+_GROUP = _Modes(folder=0o750, file=0o640)
+_PUBLIC = _Modes(folder=0o755, file=0o644)
+# Write permission of the group and every permission of others.
+_CLOSED_TO_OTHERS = 0o027
 
 
 def keep_private() -> None:
     """Let only the owner read and write whatever this process and its children create from now on."""
-    os.umask(_OTHERS)
+    os.umask(_UMASK)
 
 
 def private_folder(folder: Path) -> None:
     """Make a folder that only its owner enters, or close one that is there."""
-    folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE[0])
+    folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE.folder)
     _set_mode(folder, _PRIVATE)
 
 
 def group_folder(folder: Path, like: Path | None = None) -> None:
-    """Make a folder that its owner writes and a group reads, or set one that is there so.
+    """Make a folder that its owner writes and a group reads, or give these permissions to one that is there.
 
     Args:
         folder: the folder alone, without what is in it.
@@ -38,16 +49,17 @@ def group_folder(folder: Path, like: Path | None = None) -> None:
     Raises:
         SetupError: this user is not a member of that group.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE[0])
+    folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE.folder)
+    # The group first: the folder is never open to a group that is not the one meant.
     _set_group(folder, like or folder)
     _set_mode(folder, _GROUP)
 
 
 def close_to_others(folder: Path) -> None:
-    """Take away what others may do in a folder, and what its group may write; the rest stays as an operator set it."""
+    """Remove every permission of others, and the group's to write; the rest stays as an operator set it."""
     mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & 0o027:
-        folder.chmod(mode & ~0o027)
+    if mode & _CLOSED_TO_OTHERS:
+        folder.chmod(mode & ~_CLOSED_TO_OTHERS)
 
 
 def open_to_group(path: Path, like: Path) -> None:
@@ -56,15 +68,15 @@ def open_to_group(path: Path, like: Path) -> None:
     Raises:
         SetupError: this user is not a member of that group.
     """
-    for each in _tree(path):
-        _set_group(each, like)
-        _set_mode(each, _GROUP)
+    for part in _tree(path):
+        _set_group(part, like)
+        _set_mode(part, _GROUP)
 
 
 def open_to_everyone(path: Path) -> None:
     """Let every user read a file, or a folder and all below it; only the owner writes."""
-    for each in _tree(path):
-        _set_mode(each, _PUBLIC)
+    for part in _tree(path):
+        _set_mode(part, _PUBLIC)
 
 
 def _tree(path: Path) -> Iterator[Path]:
@@ -72,7 +84,9 @@ def _tree(path: Path) -> Iterator[Path]:
     if path.is_symlink():
         return
     for root, _, names in os.walk(path, topdown=False):
-        yield from (each for name in names if not (each := Path(root, name)).is_symlink())
+        files = [Path(root, name) for name in names]
+        # chmod and chown would change what a link points to.
+        yield from (file for file in files if not file.is_symlink())
         yield Path(root)
     if not path.is_dir():
         yield path
@@ -96,6 +110,9 @@ def _set_group(path: Path, like: Path) -> None:
 def _set_mode(path: Path, modes: _Modes) -> None:
     """Set the permissions; a folder keeps its set-group-ID bit, by which its contents get its group."""
     before = stat.S_IMODE(path.stat().st_mode)
-    wanted = modes[0] | before & stat.S_ISGID if path.is_dir() else modes[1]
-    if before != wanted:
-        path.chmod(wanted)
+    after = modes.file
+    if path.is_dir():
+        after = modes.folder | before & stat.S_ISGID
+    # chmod fails for a folder of another user, whose permissions may be right already.
+    if before != after:
+        path.chmod(after)

@@ -1,8 +1,14 @@
-"""Samples on disk, marked as synthetic: a grid a person can look at, single pictures, volumes, or numbers."""
+"""Samples on disk, marked as synthetic: a grid a person can look at, single pictures, volumes, or numbers.
+
+Volumes are written as NIfTI files, in the orientation in which silos read them.
+"""
 
 import errno
+import gzip
+import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from math import ceil, sqrt
 from pathlib import Path
@@ -14,7 +20,6 @@ from PIL.PngImagePlugin import PngInfo
 
 from ddm.errors import SetupError
 from ddm.io.files import write_atomic
-from ddm.io.nifti import encode_volumes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +28,7 @@ CELL_PIXELS = 64
 GAP_PIXELS = 4
 BACKGROUND = (24, 24, 28)
 ENDINGS = (".png", ".npz", ".nii", ".nii.gz")
+# Colours that people with colour blindness can tell apart (Okabe and Ito).
 PALETTE = (
     (230, 159, 0),
     (86, 180, 233),
@@ -32,6 +38,10 @@ PALETTE = (
     (213, 94, 0),
     (204, 121, 167),
 )
+_EDGE_PIXELS = 2
+_NIFTI_COMMENT = 6  # the code of an extension of plain text
+# W, H and D point to the patient's left, back and top, as in DICOM; NIfTI's coordinates to the right, front and top.
+_LEFT_POSTERIOR_SUPERIOR = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
 def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) -> np.ndarray:
@@ -39,48 +49,82 @@ def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) 
 
     Args:
         images: whose values are clipped.
-        value_range: what becomes of them 0 and 255.
+        value_range: the values that become 0 and 255.
     """
     if images.dim() == 5:  # (N, C, D, H, W)
         images = images[:, :, images.shape[2] // 2]
     low, high = value_range
-    array = (
-        ((images.clamp(low, high) - low) * (255 / (high - low)))
-        .round()
-        .byte()
-        .permute(0, 2, 3, 1)
-        .numpy()
-    )
-    return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
+    scaled = (images.clamp(low, high) - low) * (255 / (high - low))
+    pixels: np.ndarray = scaled.round().byte().permute(0, 2, 3, 1).numpy()
+    if pixels.shape[-1] == 1:
+        pixels = np.repeat(pixels, 3, axis=-1)
+    return pixels
 
 
-def grid(
+def draw_grid(
     images: "Tensor",
     owners: Sequence[int] | None = None,
     columns: int | None = None,
     value_range: tuple[float, float] = (-1.0, 1.0),
 ) -> Image.Image:
-    """Lay images out in a grid, square by default, enlarged to be readable; a coloured edge tells each one's expert."""
+    """Arrange images in a grid, square by default, enlarged to be readable.
+
+    Args:
+        images: as `to_pixels` takes them.
+        owners: the expert of each image, shown by the colour of its edge.
+        columns: of the grid.
+        value_range: the values of black and white.
+    """
     pixels = to_pixels(images, value_range)
     columns = columns or ceil(sqrt(len(pixels)))
     rows = ceil(len(pixels) / columns)
     scale = max(1, CELL_PIXELS // max(pixels.shape[1:3]))
-    height, width = pixels.shape[1] * scale, pixels.shape[2] * scale
-    pitch_y, pitch_x = height + GAP_PIXELS, width + GAP_PIXELS
-    canvas = Image.new(
-        "RGB", (columns * pitch_x + GAP_PIXELS, rows * pitch_y + GAP_PIXELS), BACKGROUND
-    )
+    height = pixels.shape[1] * scale
+    width = pixels.shape[2] * scale
+    row_pitch = height + GAP_PIXELS
+    column_pitch = width + GAP_PIXELS
+    size = (columns * column_pitch + GAP_PIXELS, rows * row_pitch + GAP_PIXELS)
+    canvas = Image.new("RGB", size, BACKGROUND)
     pen = ImageDraw.Draw(canvas)
     for index, picture in enumerate(pixels):
         row, column = divmod(index, columns)
-        x, y = GAP_PIXELS + column * pitch_x, GAP_PIXELS + row * pitch_y
+        x = GAP_PIXELS + column * column_pitch
+        y = GAP_PIXELS + row * row_pitch
         if owners is not None:
             colour = PALETTE[owners[index] % len(PALETTE)]
-            pen.rectangle((x - 2, y - 2, x + width + 1, y + height + 1), fill=colour)
-        canvas.paste(
-            Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC), (x, y)
-        )
+            # Both corners of a rectangle belong to it.
+            last_x = x + width + _EDGE_PIXELS - 1
+            last_y = y + height + _EDGE_PIXELS - 1
+            pen.rectangle((x - _EDGE_PIXELS, y - _EDGE_PIXELS, last_x, last_y), fill=colour)
+        cell = Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
+        canvas.paste(cell, (x, y))
     return canvas
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """What every file says of itself.
+
+    Attributes:
+        basic: what holds for all samples.
+        classes: the requested class of each sample; empty where none was requested.
+    """
+
+    basic: dict[str, str]
+    classes: Sequence[str]
+
+    def of_all(self) -> dict[str, str]:
+        """Return the marks of a file that holds all samples."""
+        if not self.classes:
+            return self.basic
+        different_classes = dict.fromkeys(self.classes)
+        return self.basic | {"Class": ", ".join(different_classes)}
+
+    def of_sample(self, index: int) -> dict[str, str]:
+        """Return the marks of a file that holds one sample."""
+        if not self.classes:
+            return self.basic
+        return self.basic | {"Class": self.classes[index]}
 
 
 def write_samples(
@@ -95,55 +139,53 @@ def write_samples(
 
     Args:
         images: samples, in `value_range` but not clipped to it.
-        owners: each one's expert.
+        owners: the expert of each sample.
         out: FILE.png, a grid; FILE.npz, numbers; FILE.nii or FILE.nii.gz, volumes; or a name without an ending, a
-            folder with a PNG file, or for a volume a NIfTI file, for each.
+            folder with a PNG file, or for a volume a NIfTI file, for each sample.
         release: digest of the manifest of the release that they come from, if there is one.
-        classes: the class that each was asked for, if any was.
+        classes: the requested class of each sample, if classes were requested.
         value_range: the data's; black and white of pictures.
 
     Returns:
         What was written, in words.
 
     Raises:
-        SetupError: as `prepare` raises it.
+        SetupError: as `prepare_output` raises it.
     """
-    prepare(out, images.shape[1:])
+    prepare_output(out, images.shape[1:])
     images = images.clamp(*value_range)
-    basic, ending = (
-        {"Synthetic": "true", "Software": "Archipelago", "Release": release},
-        _ending(out),
-    )
-    each = [{"Class": name} for name in classes] or [{}] * len(images)
-    basic = {name: value for name, value in basic.items() if value}
-    marks = basic | ({"Class": ", ".join(dict.fromkeys(classes))} if classes else {})
+    basic_marks = {"Synthetic": "true", "Software": "Archipelago"}
+    if release:
+        basic_marks["Release"] = release
+    marks = _Marks(basic_marks, classes)
+    ending = _ending(out)
     if ending in (".nii", ".nii.gz"):
-        write_atomic(out, encode_volumes(images, marks, compress=ending == ".nii.gz"))
+        compress = ending == ".nii.gz"
+        write_atomic(out, _encode_volumes(images, marks.of_all(), compress=compress))
         return "volumes in one file"
     if ending == ".png":
-        write_atomic(out, _png(grid(images, owners, value_range=value_range), marks))
+        grid = draw_grid(images, owners, value_range=value_range)
+        write_atomic(out, _encode_png(grid, marks.of_all()))
         return "a grid"
     if ending == ".npz":
-        archive = BytesIO()
-        arrays = {"images": images.numpy(), "expert": np.asarray(owners, dtype=np.int64)}
-        arrays |= {"class": np.array(classes)} if classes else {}
-        np.savez(archive, **arrays, synthetic=np.array(True), release=np.array(release))  # type: ignore[arg-type]
-        write_atomic(out, archive.getvalue())
-        return f"{images.dtype} images in [{value_range[0]:g}, {value_range[1]:g}]".removeprefix(
-            "torch."
-        )
+        write_atomic(out, _encode_npz(images, owners, release, classes))
+        dtype = str(images.dtype).removeprefix("torch.")
+        low, high = value_range
+        return f"{dtype} images in [{low:g}, {high:g}]"
     if images.dim() == 5:
         for index in range(len(images)):
-            data = encode_volumes(images[index : index + 1], basic | each[index], compress=True)
-            write_atomic(out / f"{index:05d}.nii.gz", data)
+            volume = images[index : index + 1]
+            encoded = _encode_volumes(volume, marks.of_sample(index), compress=True)
+            write_atomic(out / f"{index:05d}.nii.gz", encoded)
         return f"{len(images)} NIfTI files"
-    for index, picture in enumerate(to_pixels(images, value_range)):
-        write_atomic(out / f"{index:05d}.png", _png(Image.fromarray(picture), basic | each[index]))
+    for index, pixels in enumerate(to_pixels(images, value_range)):
+        encoded = _encode_png(Image.fromarray(pixels), marks.of_sample(index))
+        write_atomic(out / f"{index:05d}.png", encoded)
     return f"{len(images)} PNG files"
 
 
-def prepare(out: Path, shape: Sequence[int] | None = None) -> None:
-    """Check the name that samples shall have and make its folder: before sampling, which may take long.
+def prepare_output(out: Path, shape: Sequence[int] | None = None) -> None:
+    """Check the name of the file or folder for samples, and make its folder: before sampling, which may take long.
 
     Args:
         out: as in `write_samples`.
@@ -156,35 +198,91 @@ def prepare(out: Path, shape: Sequence[int] | None = None) -> None:
     """
     ending = _ending(out)
     if ending not in ("", *ENDINGS):
-        raise SetupError(
-            str(out), expected=f"a name ending in {', '.join(ENDINGS)}, or a folder", got=ending
-        )
-    if out.is_dir() if ending else out.is_file():
-        got = "a folder of that name" if ending else "a file of that name"
-        raise SetupError(str(out), expected="a file, or a folder by a name without ending", got=got)
-    flat = shape is not None and len(shape) == 3
-    if flat and ending in (".nii", ".nii.gz"):
-        raise SetupError(
-            str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead."
-        )
-    if shape and shape[0] not in (1, 3) and (ending == ".png" or flat and not ending):
-        got = f"{shape[0]} channels"
-        raise SetupError(
-            str(out), expected="samples of 1 or 3 channels", got=got, remedy="Write .npz instead."
-        )
+        expected = f"a name ending in {', '.join(ENDINGS)}, or a folder"
+        raise SetupError(str(out), expected=expected, got=ending)
+    expected = "a file, or a folder by a name without ending"
+    if ending and out.is_dir():
+        raise SetupError(str(out), expected=expected, got="a folder of that name")
+    if not ending and out.is_file():
+        raise SetupError(str(out), expected=expected, got="a file of that name")
+    if shape:
+        _check_shape(out, ending, shape)
     folder = out.parent if ending else out
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
+def _check_shape(out: Path, ending: str, shape: Sequence[int]) -> None:
+    is_flat = len(shape) == 3
+    if is_flat and ending in (".nii", ".nii.gz"):
+        raise SetupError(
+            str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead."
+        )
+    # A folder gets PNG files of flat images, NIfTI files of volumes.
+    is_png = ending == ".png" or (is_flat and not ending)
+    if is_png and shape[0] not in (1, 3):
+        raise SetupError(
+            str(out),
+            expected="samples of 1 or 3 channels",
+            got=f"{shape[0]} channels",
+            remedy="Write .npz instead.",
+        )
+
+
 def _ending(out: Path) -> str:
-    return ".nii.gz" if out.name.endswith(".nii.gz") else out.suffix
+    if out.name.endswith(".nii.gz"):
+        return ".nii.gz"
+    return out.suffix
 
 
-def _png(picture: Image.Image, marks: dict[str, str]) -> bytes:
-    encoded, text = BytesIO(), PngInfo()
+def _encode_png(picture: Image.Image, marks: dict[str, str]) -> bytes:
+    text = PngInfo()
     for key, value in marks.items():
-        text.add_itxt(key, value) if not value.isascii() else text.add_text(key, value)
+        # A plain text chunk is read as Latin-1, an international one as UTF-8.
+        if value.isascii():
+            text.add_text(key, value)
+        else:
+            text.add_itxt(key, value)
+    encoded = BytesIO()
     picture.save(encoded, format="PNG", pnginfo=text)
     return encoded.getvalue()
+
+
+def _encode_npz(
+    images: "Tensor", owners: Sequence[int], release: str, classes: Sequence[str]
+) -> bytes:
+    arrays = {
+        "images": images.numpy(),
+        "expert": np.asarray(owners, dtype=np.int64),
+        "synthetic": np.array(True),
+        "release": np.array(release),
+    }
+    if classes:
+        arrays["class"] = np.array(classes)
+    archive = BytesIO()
+    np.savez(archive, **arrays)  # type: ignore[arg-type]
+    return archive.getvalue()
+
+
+def _encode_volumes(volumes: "Tensor", marks: dict[str, str], *, compress: bool) -> bytes:
+    """Return volumes as one NIfTI-1 file, float32, voxels of 1 without a unit.
+
+    Args:
+        volumes: shape (N, C, D, H, W); the file's axes are W, H, D, N and C, the last two where longer than 1.
+        marks: what the file says of itself; `Synthetic` and `Release` are in its field `descrip` too.
+        compress: for a name that ends in .nii.gz.
+    """
+    import nibabel
+
+    array = volumes.permute(4, 3, 2, 0, 1).contiguous().numpy()
+    single_axes = tuple(axis for axis in (3, 4) if array.shape[axis] == 1)
+    image = nibabel.Nifti1Image(array.squeeze(single_axes), _LEFT_POSTERIOR_SUPERIOR)
+    image.header["descrip"] = f"synthetic {marks.get('Release', '')}".strip().encode()
+    comment = json.dumps(marks, sort_keys=True).encode()
+    image.header.extensions.append(nibabel.nifti1.Nifti1Extension(_NIFTI_COMMENT, comment))
+    data: bytes = image.to_bytes()
+    if compress:
+        # Without the time, so that the same samples give the same file.
+        data = gzip.compress(data, mtime=0)
+    return data

@@ -13,8 +13,8 @@ from ddm.errors import SetupError
 from ddm.io.files import read_bounded, require_file, write_atomic
 
 _TOML_REMEDY = (
-    "Mend that place, then run it again: text stands in quotes, a path with backslashes in single ones; numbers have a "
-    "point and no comma; the file is saved as UTF-8."
+    "Correct that place, then run it again: text is in quotes, a path with backslashes in single quotes; numbers have "
+    "a point and no comma; the file is saved as UTF-8."
 )
 MAX_SETTINGS_BYTES = 16 * 1024  # a name of 30,000 parts takes tomllib gigabytes
 
@@ -39,12 +39,11 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
     require_file(path, "a configuration file")
     data = read_bounded(path.resolve(), MAX_SETTINGS_BYTES, subject=str(path))
     try:
+        values = tomllib.loads(data.decode("utf-8-sig"))
         # Through JSON, because strict parts of a document take JSON's arrays for tuples but not Python's lists.
-        return model.model_validate_json(
-            json.dumps(tomllib.loads(data.decode("utf-8-sig")), default=_as_json)
-        )
+        return model.model_validate_json(json.dumps(values, default=_as_json))
     except ValidationError as error:
-        raise misfit(path, error) from error
+        raise settings_error(path, error) from error
     except (ValueError, TypeError, RecursionError) as error:  # ValueError: a number of 5,000 digits
         raise SetupError(
             str(path), expected="TOML", got=str(error)[:200], remedy=_TOML_REMEDY
@@ -58,18 +57,21 @@ def _as_json(value: object) -> str:
     raise TypeError(type(value).__name__)
 
 
-def misfit(path: Path, error: ValidationError) -> SetupError:
+def settings_error(path: Path, error: ValidationError) -> SetupError:
     """Return the first thing that is wrong with a configuration file as the error for its author."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    plain = {
+    field = ".".join(str(part) for part in first["loc"])
+    subject = str(path)
+    if field:
+        subject += f", field {field}"
+    plain_messages = {
         "extra_forbidden": "a field that does not exist",
         "missing": "nothing; this field is required",
     }
     return SetupError(
-        f"{path}, field {where}" if where else str(path),
-        got=plain.get(first["type"], first["msg"]),
-        remedy=f"Mend {path.name}, then run it again.",
+        subject,
+        got=plain_messages.get(first["type"], first["msg"]),
+        remedy=f"Correct {path.name}, then run it again.",
     )
 
 

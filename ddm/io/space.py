@@ -1,4 +1,4 @@
-"""Looks, before long work begins, whether its folders can be written and the disk has room for what it will write."""
+"""Checks, before long work begins, that its folders can be written and that the disks have enough free space."""
 
 import os
 from collections import defaultdict
@@ -12,14 +12,14 @@ _TRIAL_BYTES = 4096
 
 
 def check_writable(folders: Iterable[Path]) -> None:
-    """Write a small file without a name into every folder: permissions alone do not tell of a read-only disk.
+    """Write a small file without a name into every folder: permissions alone do not show that a disk is read-only.
 
     Raises:
         DiskError: names the first folder that refuses, and why.
     """
     for folder in folders:
         try:
-            descriptor = _opened(folder)
+            descriptor = _open_unnamed_file(folder)
             try:
                 os.write(descriptor, bytes(_TRIAL_BYTES))
                 os.fsync(descriptor)
@@ -33,8 +33,8 @@ def check_writable(folders: Iterable[Path]) -> None:
             ) from error
 
 
-def _opened(folder: Path) -> int:
-    """Open a new file that a crash cannot leave behind; where the file system knows none, one that loses its name."""
+def _open_unnamed_file(folder: Path) -> int:
+    """Open a new file that a crash cannot leave behind; on other file systems, one whose name is removed at once."""
     with suppress(OSError, AttributeError):
         return os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     trial = folder / ".trial.part"
@@ -43,7 +43,7 @@ def _opened(folder: Path) -> int:
     return descriptor
 
 
-def require_room(needed_bytes: Mapping[Path, int], purpose: str) -> None:
+def require_free_space(needed_bytes: Mapping[Path, int], purpose: str) -> None:
     """Compare what will be written with the free space; folders on one file system share it.
 
     Args:
@@ -57,14 +57,16 @@ def require_room(needed_bytes: Mapping[Path, int], purpose: str) -> None:
     for folder in needed_bytes:
         by_disk[folder.stat().st_dev].append(folder)
     for folders in by_disk.values():
-        needed, free = sum(needed_bytes[folder] for folder in folders), free_bytes(folders[0])
-        if needed > free:
+        num_needed = sum(needed_bytes[folder] for folder in folders)
+        num_free = free_bytes(folders[0])
+        if num_needed > num_free:
             subject = " and ".join(map(str, folders))
-            expected = f"at least {needed} bytes free on the disk for {purpose}"
-            raise DiskError(subject, expected=expected, got=f"{free} bytes free")
+            expected = f"at least {num_needed} bytes free on the disk for {purpose}"
+            raise DiskError(subject, expected=expected, got=f"{num_free} bytes free")
 
 
 def free_bytes(folder: Path) -> int:
     """Return how many bytes this user may still write to the file system of a folder."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    file_system = os.statvfs(folder)
+    # Not f_bfree, which counts what only root may write.
+    return file_system.f_bavail * file_system.f_frsize

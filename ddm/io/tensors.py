@@ -1,4 +1,4 @@
-"""What is in this safetensors file, before and after it is trusted: bounded header, exact shapes, finite values.
+"""Safetensors files, before and after they are trusted: bounded header, exact shapes, finite values.
 
 A safetensors file is eight bytes (the header's length, little-endian), a JSON header, and the tensors' bytes. The
 header is parsed here, with every bound checked, before a tensor is made; that needs no torch. A file is read once, and
@@ -6,6 +6,7 @@ each block of it is hashed, and its values checked, while the processor still ho
 included, are the very bytes that become tensors, and a file that is only checked takes one block of memory.
 """
 
+import hashlib
 import json
 import math
 import mmap
@@ -16,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ddm.errors import DocumentError, TensorFileError, TrustError
+from ddm.errors import DigestError, DocumentError, TensorFileError, TrustError
 from ddm.io.files import replacing
-from ddm.io.hashing import Once
 from ddm.io.untrusted import open_regular
 from ddm.protocol.base import check_json
 
@@ -56,7 +56,9 @@ _TORCH_NAMES = {
 }
 _ALIGNMENT = 8
 _BLOCK_BYTES = 1 << 18  # what is read, hashed and checked together stays in the processor's cache
-_HEADER_ENTRY = 160  # no header says more of a tensor than this and its name
+_HEADER_ENTRY_BYTES = 160  # the most that a header has for a tensor, without its name
+_LENGTH_BYTES = 8  # of the header, at the beginning of a file
+_HASH_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,79 @@ class TensorSpec:
         return f"{self.dtype} {list(self.shape)}"
 
 
+class HashingReader:
+    """A file that is read once, from its first byte to its last, and hashed meanwhile: what is hashed is what is used.
+
+    Args:
+        handle: the file, at its beginning.
+        size: its length when it was opened; no more is ever read.
+        digest: the sha256 that was signed or listed for it; None where nobody listed one, so that nothing is hashed.
+    """
+
+    def __init__(self, handle: BinaryIO, size: int, digest: str | None) -> None:
+        self._handle = handle
+        self.size = size
+        self._digest = digest
+        self._sha256 = hashlib.sha256()
+
+    def read(self, num_bytes: int) -> bytes:
+        """Read some bytes; fewer where the file ends."""
+        data = self._handle.read(num_bytes)
+        self._hash(data)
+        return data
+
+    def readinto(self, view: memoryview, subject: str) -> None:
+        """Read as many bytes as `view` holds.
+
+        Raises:
+            TensorFileError: the file became shorter.
+        """
+        num_read = self._handle.readinto(view)  # type: ignore[attr-defined]
+        if num_read != len(view):
+            raise TensorFileError(
+                subject,
+                expected=f"{len(view)} more bytes, as when it was opened",
+                got=f"{num_read}",
+            )
+        self._hash(view)
+
+    def _hash(self, data: bytes | memoryview) -> None:
+        if self._digest is not None:
+            self._sha256.update(data)
+
+    @contextmanager
+    def verified(self, subject: str) -> Iterator[None]:
+        """Report other bytes than the listed ones as that, and as nothing else that may be wrong with them.
+
+        Raises:
+            DigestError: the whole file is not the one listed.
+            TensorFileError: it is, and the block under this found something wrong with it.
+        """
+        try:
+            yield
+        except TensorFileError:
+            self._check_digest(subject)
+            raise
+        self._check_digest(subject)
+
+    def _check_digest(self, subject: str) -> None:
+        """Hash what is left of the file, then compare."""
+        if self._digest is None:
+            return
+        num_left = self.size - self._handle.tell()
+        while num_left > 0:
+            chunk = self._handle.read(min(num_left, _HASH_CHUNK_BYTES))
+            if not chunk:
+                break
+            self._sha256.update(chunk)
+            num_left -= len(chunk)
+        digest = self._sha256.hexdigest()
+        if digest != self._digest:
+            raise DigestError(
+                subject, expected=f"sha256 {self._digest[:16]}...", got=f"{digest[:16]}..."
+            )
+
+
 def read_header(path: Path, *, max_bytes: int) -> Mapping[str, TensorSpec]:
     """Read the names, dtypes and shapes in a file without reading a tensor.
 
@@ -91,28 +166,29 @@ def read_header(path: Path, *, max_bytes: int) -> Mapping[str, TensorSpec]:
         TensorFileError: not a regular file, too large, a pickle, or a header that breaks any rule of the format.
     """
     with _open_bounded(path, max_bytes) as (handle, size):
-        return _read_header(Once(handle, size, None), None, path.name)[0]
+        header, _ = _read_header(HashingReader(handle, size, None), None, path.name)
+    return header
 
 
 def check_tensors(
-    found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], subject: str
+    specs: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], subject: str
 ) -> None:
-    """Demand exactly the tensors expected.
+    """Require exactly the tensors expected.
 
     Raises:
         TensorFileError: a name too few or too many, another dtype or another shape.
     """
     for name in expected:
-        if name not in found:
+        if name not in specs:
             raise TensorFileError(
-                subject, expected=f"tensor {name}", got=f"{len(found)} tensors of other names"
+                subject, expected=f"tensor {name}", got=f"{len(specs)} tensors of other names"
             )
-    for name, spec in found.items():
+    for name, spec in specs.items():
         if name not in expected:
             raise TensorFileError(
                 subject,
                 expected=f"only {len(expected)} known tensors",
-                got=f"an unknown tensor among {len(found)}",
+                got=f"an unknown tensor among {len(specs)}",
             )
         if spec != expected[name]:
             raise TensorFileError(
@@ -151,12 +227,14 @@ def load_tensors(
         # Memory of our own that is never written twice; a mapped file would be whatever its host says later. Private,
         # because the kernel keeps memory that could be shared as a file, and takes half as long again to hand it out.
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        data, file = memoryview(memory), Once(handle, size, digest)
-        with file.verified(subject):
-            header, offset = _read_header(file, expected, subject)
+        data = memoryview(memory)
+        reader = HashingReader(handle, size, digest)
+        with reader.verified(subject):
+            header, offset = _read_header(reader, expected, subject)
             for name, block in _blocks(header, offset):
-                file.readinto(data[block], subject)
-                _check_values(data[block], header[name].dtype, f"{subject}, tensor {name}", max_abs)
+                view = data[block]
+                reader.readinto(view, subject)
+                _check_values(view, header[name].dtype, f"{subject}, tensor {name}", max_abs)
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in header.items():  # in the order of their bytes, side by side
         dtype = getattr(torch, _TORCH_NAMES[spec.dtype])
@@ -187,30 +265,32 @@ def check_file(
         DigestError: other bytes than those of `digest`, whatever else is wrong with them.
         TensorFileError: anything else that does not hold, NaN and infinity included.
     """
-    subject, room = path.name, memoryview(bytearray(_BLOCK_BYTES))
+    subject = path.name
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
     with _open_bounded(path, max_bytes) as (handle, size):
-        file = Once(handle, size, digest)
-        with file.verified(subject):
-            header, offset = _read_header(file, expected, subject)
+        reader = HashingReader(handle, size, digest)
+        with reader.verified(subject):
+            header, offset = _read_header(reader, expected, subject)
             for name, block in _blocks(header, offset):
-                view = room[: block.stop - block.start]
-                file.readinto(view, subject)
+                view = buffer[: block.stop - block.start]
+                reader.readinto(view, subject)
                 _check_values(view, header[name].dtype, f"{subject}, tensor {name}", max_abs)
 
 
 def _read_header(
-    file: Once, expected: Mapping[str, TensorSpec] | None, subject: str
+    reader: HashingReader, expected: Mapping[str, TensorSpec] | None, subject: str
 ) -> tuple[Mapping[str, TensorSpec], int]:
     """Return what the header says, and where the tensors begin."""
-    length = _header_length(file.read(8), file.size, subject)
-    header = _parse_header(file.read(length), file.size - 8 - length, subject)
+    length = _header_length(reader.read(_LENGTH_BYTES), reader.size, subject)
+    offset = _LENGTH_BYTES + length
+    header = _parse_header(reader.read(length), reader.size - offset, subject)
     if expected is not None:
         check_tensors(header, expected, subject)
-    return header, 8 + length
+    return header, offset
 
 
 def _blocks(header: Mapping[str, TensorSpec], offset: int) -> Iterator[tuple[str, slice]]:
-    """Cut the tensors, which lie side by side from `offset` on, into blocks of whole values."""
+    """Cut the tensors, which follow one another from `offset` on, into blocks of whole values."""
     for name, spec in header.items():
         end = offset + spec.bytes
         for start in range(offset, end, _BLOCK_BYTES):
@@ -234,7 +314,8 @@ def _open_bounded(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
 
 def _header_length(start: bytes, size: int, subject: str) -> int:
     length = int.from_bytes(start, "little")
-    if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+    max_length = min(MAX_HEADER_BYTES, size - _LENGTH_BYTES)
+    if len(start) < _LENGTH_BYTES or not 2 <= length <= max_length:
         _name_pickle(start, subject)
         expected = f"a header of at most {MAX_HEADER_BYTES} bytes, within the file"
         raise TensorFileError(subject, expected=expected, got=f"{length} bytes in a file of {size}")
@@ -242,10 +323,11 @@ def _header_length(start: bytes, size: int, subject: str) -> int:
 
 
 def stored_bytes(specs: Mapping[str, TensorSpec]) -> int:
-    """Return no less than a file of these tensors needs: their values, and room for what the header says of each."""
-    return (
-        sum(_HEADER_ENTRY + len(name) + spec.bytes for name, spec in specs.items()) + _HEADER_ENTRY
-    )
+    """Return no less than a file of these tensors needs: their values, and the header's entry for each."""
+    num_bytes = _HEADER_ENTRY_BYTES
+    for name, spec in specs.items():
+        num_bytes += _HEADER_ENTRY_BYTES + len(name) + spec.bytes
+    return num_bytes
 
 
 def save_tensors(
@@ -267,7 +349,9 @@ def save_tensors(
     """
     specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
     order = sorted(specs, key=lambda name: (-DTYPE_BYTES[specs[name].dtype], name))
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    header: dict[str, Any] = {}
+    if metadata:
+        header["__metadata__"] = dict(sorted(metadata.items()))
     offset = 0
     for name in order:
         spec = specs[name]
@@ -284,9 +368,10 @@ def save_tensors(
         raise TensorFileError(
             path.name, expected=f"header of at most {MAX_HEADER_BYTES} bytes", got="a larger header"
         )
+    # What a reader would refuse is not written at all.
     _parse_header(encoded, offset, path.name)
     with replacing(path) as handle:
-        handle.write(len(encoded).to_bytes(8, "little") + encoded)
+        handle.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
         for name in order:
             handle.write(_raw_bytes(tensors[name]))
 
@@ -305,7 +390,7 @@ def spec_of(tensor: "torch.Tensor") -> TensorSpec:
 
 
 def _name_pickle(start: bytes, subject: str) -> None:
-    """Say so when what is no safetensors file looks like a pickle; only after that, since a length may look so too."""
+    """Report a pickle as that. Called only after the length is refused, since a valid length may look like one too."""
     if start.startswith(b"PK\x03\x04"):
         raise TensorFileError(
             subject, expected="safetensors", got="a zip archive, as torch.save writes (a pickle)"
@@ -337,9 +422,11 @@ def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, 
             )
         spec, begin = _parse_entry(entry, f"{subject}, tensor {number} in its header")
         placed.append((begin, name, spec))
+    # In the order of the bytes: overlapping tensors could hide values from the checks, gaps could carry anything.
+    placed.sort(key=lambda place: place[0])
     end = 0
     specs: dict[str, TensorSpec] = {}
-    for begin, name, spec in sorted(placed, key=lambda place: place[0]):
+    for begin, name, spec in placed:
         if begin != end:
             raise TensorFileError(
                 subject, expected="tensors without gaps or overlaps", got="a gap or an overlap"
@@ -356,49 +443,64 @@ def _check_metadata(value: Any, subject: str) -> None:
         raise TensorFileError(
             f"{subject}, __metadata__", expected="strings by name", got=_kind(value)
         )
-    if odd := [text for text in value.values() if not isinstance(text, str)]:
-        raise TensorFileError(
-            f"{subject}, __metadata__", expected="strings by name", got=f"{_kind(odd[0])} by name"
-        )
-    if (size := sum(len(name) + len(text) for name, text in value.items())) > MAX_METADATA_BYTES:
+    size = 0
+    for name, text in value.items():
+        if not isinstance(text, str):
+            raise TensorFileError(
+                f"{subject}, __metadata__", expected="strings by name", got=f"{_kind(text)} by name"
+            )
+        size += len(name) + len(text)
+    if size > MAX_METADATA_BYTES:
         expected = f"at most {MAX_METADATA_BYTES} characters"
         raise TensorFileError(f"{subject}, __metadata__", expected=expected, got=f"{size}")
 
 
 def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, int]:
     """Return what the tensor is and where its bytes begin."""
-    if not (isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}):
-        got = f"{len(entry)} fields" if isinstance(entry, dict) else _kind(entry)
-        raise TensorFileError(subject, expected="exactly dtype, shape and data_offsets", got=got)
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    expected = "exactly dtype, shape and data_offsets"
+    if not isinstance(entry, dict):
+        raise TensorFileError(subject, expected=expected, got=_kind(entry))
+    if set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise TensorFileError(subject, expected=expected, got=f"{len(entry)} fields")
+    dtype = entry["dtype"]
     if not (isinstance(dtype, str) and dtype in DTYPE_BYTES):
         raise TensorFileError(
             subject, expected=f"dtype {', '.join(DTYPE_BYTES)}", got="an unknown dtype"
         )
-    if not (isinstance(shape, list) and len(shape) <= MAX_DIMS):
-        got = f"{len(shape)}" if isinstance(shape, list) else _kind(shape)
-        raise TensorFileError(subject, expected=f"at most {MAX_DIMS} dimensions", got=got)
-    if bad := [
-        number
-        for number, size in enumerate(shape, 1)
-        if not (_is_int(size) and 0 < size <= MAX_SIZE)
-    ]:
-        expected = f"dimensions that are whole numbers from 1 to {MAX_SIZE}"
-        raise TensorFileError(
-            subject, expected=expected, got=f"another value as dimension {bad[0]}"
-        )
-    if not (
-        isinstance(offsets, list) and len(offsets) == 2 and all(_is_int(place) for place in offsets)
-    ):
-        got = f"{len(offsets)} values" if isinstance(offsets, list) else _kind(offsets)
-        raise TensorFileError(subject, expected="two whole numbers as offsets", got=got)
-    spec = TensorSpec(dtype, tuple(shape))
-    begin, end = offsets
+    spec = TensorSpec(dtype, _parse_shape(entry["shape"], subject))
+    begin, end = _parse_offsets(entry["data_offsets"], subject)
     if begin < 0 or end - begin != spec.bytes:
         raise TensorFileError(
             subject, expected=f"{spec.bytes} bytes for {spec}", got="offsets that span another size"
         )
     return spec, begin
+
+
+def _parse_shape(shape: Any, subject: str) -> tuple[int, ...]:
+    expected = f"at most {MAX_DIMS} dimensions"
+    if not isinstance(shape, list):
+        raise TensorFileError(subject, expected=expected, got=_kind(shape))
+    if len(shape) > MAX_DIMS:
+        raise TensorFileError(subject, expected=expected, got=f"{len(shape)}")
+    for number, size in enumerate(shape, 1):
+        if not (_is_int(size) and 0 < size <= MAX_SIZE):
+            raise TensorFileError(
+                subject,
+                expected=f"dimensions that are whole numbers from 1 to {MAX_SIZE}",
+                got=f"another value as dimension {number}",
+            )
+    return tuple(shape)
+
+
+def _parse_offsets(offsets: Any, subject: str) -> tuple[int, int]:
+    """Return where the bytes of a tensor begin and end, counted from the end of the header."""
+    expected = "two whole numbers as offsets"
+    if not isinstance(offsets, list):
+        raise TensorFileError(subject, expected=expected, got=_kind(offsets))
+    if len(offsets) != 2 or not all(map(_is_int, offsets)):
+        raise TensorFileError(subject, expected=expected, got=f"{len(offsets)} values")
+    begin, end = offsets
+    return begin, end
 
 
 def _kind(value: Any) -> str:
@@ -414,6 +516,7 @@ def _kind(value: Any) -> str:
 
 
 def _is_int(value: Any) -> bool:
+    # JSON's true is an int to Python.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -423,8 +526,10 @@ def _check_values(block: memoryview, dtype: str, subject: str, max_abs: float | 
     kind = getattr(torch, _TORCH_NAMES[dtype])
     if not kind.is_floating_point:
         return
-    # hands NaN on
-    low, high = (float(value) for value in torch.aminmax(torch.frombuffer(block, dtype=kind)))
+    # The smallest and the largest value are both NaN if any value is, so that one pass finds everything.
+    extremes = torch.aminmax(torch.frombuffer(block, dtype=kind))
+    low = float(extremes.min)
+    high = float(extremes.max)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise TensorFileError(subject, expected="finite values", got="NaN or infinity")
     if max_abs is not None and max(-low, high) > max_abs:

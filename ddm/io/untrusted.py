@@ -1,4 +1,4 @@
-"""Folders that somebody else filled: the one walker, which follows no link, and the one opener of a file in them."""
+"""Reads folders that somebody else filled: the one walker, which follows no link, and the one opener of a file."""
 
 import errno
 import hashlib
@@ -15,18 +15,21 @@ from ddm.io.paths import MAX_DEPTH, is_safe_name
 
 MAX_FILES = 10_000
 _CHUNK_BYTES = 1 << 20
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 # A folder on the way to a file need only be passed through, not listed.
-_STEP = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
-_OTHER_KINDS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
+_PARENT_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+# Non-blocking, or a named pipe would make the open wait for ever.
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# What an open fails with where a link, a file or something special is in the place of another kind.
+_WRONG_KIND_ERRNOS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """One regular file.
 
     Attributes:
-        path: where it lies.
+        path: its path, below that of the folder.
         bytes: its length when the folder was walked.
     """
 
@@ -34,41 +37,42 @@ class Entry:
     bytes: int
 
 
-def scan(folder: Path, *, most: int = MAX_FILES) -> Mapping[str, Entry]:
+def list_files(folder: Path, *, max_entries: int = MAX_FILES) -> Mapping[str, FileEntry]:
     """List every file below `folder` by its relative path, sorted, before reading any of them.
 
     Raises:
         UnsafePathError: see `walk`.
     """
-    return dict(sorted(walk(folder, most=most)))
+    return dict(sorted(walk(folder, max_entries=max_entries)))
 
 
-def walk(folder: Path, *, most: int = MAX_FILES) -> Iterator[tuple[str, Entry]]:
-    """Yield every regular file below `folder` with its relative path; a hostile folder is left at the first bad entry.
+def walk(folder: Path, *, max_entries: int = MAX_FILES) -> Iterator[tuple[str, FileEntry]]:
+    """Yield every regular file below `folder` with its relative path; the first bad entry ends the walk.
 
     Args:
         folder: no link; where an operator names it, see `ddm.io.files.require_folder`.
-        most: how many files and folders it may hold.
+        max_entries: how many files and folders it may hold.
 
     Raises:
         UnsafePathError: no folder, a link, a special file, a hidden or odd name, folders too deep, or too many entries.
         OSError: a folder that this process may not read.
     """
-    num_seen = 0
-    with _opened_folder(folder, folder.name) as top:
-        for name, info in _walk(top, "", folder.name):
-            num_seen += 1
-            if num_seen > most:
+    num_entries = 0
+    with _open_folder(folder, folder.name) as top:
+        for name, info in _walk_entries(top, "", folder.name):
+            # Counted while walking: a list of a hostile folder with millions of entries would fill the memory.
+            num_entries += 1
+            if num_entries > max_entries:
                 raise UnsafePathError(
                     folder.name,
-                    expected=f"at most {most} files and folders",
-                    got=f"more than {most}",
+                    expected=f"at most {max_entries} files and folders",
+                    got=f"more than {max_entries}",
                 )
             if stat.S_ISREG(info.st_mode):
-                yield name, Entry(folder / name, info.st_size)
+                yield name, FileEntry(folder / name, info.st_size)
 
 
-def _walk(folder: int, prefix: str, subject: str) -> Iterator[tuple[str, os.stat_result]]:
+def _walk_entries(folder: int, prefix: str, subject: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield every file, and every folder before it is opened."""
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -84,22 +88,22 @@ def _walk(folder: int, prefix: str, subject: str) -> Iterator[tuple[str, os.stat
                 raise UnsafePathError(name, expected="a regular file or a folder", got=got)
             yield name, info
             if stat.S_ISDIR(info.st_mode):
-                with _opened_folder(entry.name, name, folder) as below:
-                    yield from _walk(below, f"{name}/", name)
+                # By descriptor and name, not by path: a folder above may be replaced by a link meanwhile.
+                with _open_folder(entry.name, name, folder) as below:
+                    yield from _walk_entries(below, f"{name}/", name)
 
 
 @contextmanager
-def _opened_folder(path: Path | str, subject: str, within: int | None = None) -> Iterator[int]:
+def _open_folder(path: Path | str, subject: str, within: int | None = None) -> Iterator[int]:
     try:
-        descriptor = os.open(path, _FOLDER | os.O_NOFOLLOW, dir_fd=within)
+        descriptor = os.open(path, _FOLDER_FLAGS, dir_fd=within)
     except FileNotFoundError as error:
         raise UnsafePathError(subject, expected="a folder", got="nothing there") from error
     except OSError as error:
-        if error.errno not in _OTHER_KINDS:
+        if error.errno not in _WRONG_KIND_ERRNOS:
             raise
-        raise UnsafePathError(
-            subject, expected="a folder", got="a symbolic link or a file"
-        ) from error
+        got = "a symbolic link or a file"
+        raise UnsafePathError(subject, expected="a folder", got=got) from error
     try:
         yield descriptor
     finally:
@@ -130,7 +134,8 @@ def open_below(
         UnsafePathError: it, or a folder on the way, is a link or something special; or a part of its path is ``..``.
         OSError: it cannot be made, because the disk is full perhaps.
     """
-    descriptor = _descriptor_below(folder, relative, subject, make)
+    descriptor = _open_file_below(folder, relative, subject, make)
+    # What was opened is examined, not the path: between a check of the path and the open it could be exchanged.
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode):
         os.close(descriptor)
@@ -139,38 +144,33 @@ def open_below(
         yield handle, info.st_size
 
 
-def _descriptor_below(folder: Path, relative: str, subject: str, make: bool) -> int:
+def _open_file_below(folder: Path, relative: str, subject: str, make: bool) -> int:
     *parents, name = relative.split("/")
     if ".." in (*parents, name):
         raise UnsafePathError(subject, expected="a path below its folder", got="a path with `..`")
-    at = -1
+    # One folder after another, since O_NOFOLLOW concerns only the last part of a path.
+    current = -1
     try:
-        at = os.open(folder, _STEP)
+        current = os.open(folder, _PARENT_FLAGS)
         for parent in parents:
             if make:
                 with suppress(FileExistsError):
-                    os.mkdir(parent, dir_fd=at)
-            below = os.open(parent, _STEP | os.O_NOFOLLOW, dir_fd=at)
-            os.close(at)
-            at = below
-        # Non-blocking, or a named pipe would hang the open.
-        flags = (
-            (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY)
-            | os.O_NOFOLLOW
-            | os.O_NONBLOCK
-            | os.O_CLOEXEC
-        )
-        return os.open(name or ".", flags, 0o644, dir_fd=at)
+                    os.mkdir(parent, dir_fd=current)
+            below = os.open(parent, _PARENT_FLAGS | os.O_NOFOLLOW, dir_fd=current)
+            os.close(current)
+            current = below
+        access = os.O_RDWR | os.O_CREAT if make else os.O_RDONLY
+        return os.open(name or ".", access | _FILE_FLAGS, 0o644, dir_fd=current)
     except FileNotFoundError as error:
         raise AbsentFileError(subject, expected="a file", got="nothing there") from error
     except OSError as error:
-        if make and error.errno not in _OTHER_KINDS:
+        if make and error.errno not in _WRONG_KIND_ERRNOS:
             raise
         got = f"a file that does not open ({error.strerror})"
         raise UnsafePathError(subject, expected="a regular file", got=got) from error
     finally:
-        if at >= 0:
-            os.close(at)
+        if current >= 0:
+            os.close(current)
 
 
 def read_small(folder: Path, relative: str, limit: int, *, subject: str | None = None) -> bytes:
@@ -185,9 +185,8 @@ def read_small(folder: Path, relative: str, limit: int, *, subject: str | None =
     with open_below(folder, relative, subject) as (handle, size):
         data = handle.read(limit + 1)
     if len(data) > limit:
-        raise DocumentError(
-            subject, expected=f"at most {limit} bytes", got=f"{max(size, len(data))} bytes"
-        )
+        num_bytes = max(size, len(data))
+        raise DocumentError(subject, expected=f"at most {limit} bytes", got=f"{num_bytes} bytes")
     return data
 
 
@@ -202,11 +201,20 @@ def check_digest(folder: Path, relative: str, length: int, digest: str) -> None:
     with open_below(folder, relative, relative) as (handle, size):
         if size != length:
             raise DigestError(relative, expected=f"{length} bytes", got=f"{size} bytes")
-        sha256, left = hashlib.sha256(), length
-        while left and (chunk := handle.read(min(left, _CHUNK_BYTES))):
-            sha256.update(chunk)
-            left -= len(chunk)
-    if sha256.hexdigest() != digest:
-        raise DigestError(
-            relative, expected=f"sha256 {digest[:16]}...", got=f"{sha256.hexdigest()[:16]}..."
-        )
+        actual_digest = _hash_prefix(handle, length)
+    if actual_digest != digest:
+        expected = f"sha256 {digest[:16]}..."
+        raise DigestError(relative, expected=expected, got=f"{actual_digest[:16]}...")
+
+
+def _hash_prefix(handle: BinaryIO, length: int) -> str:
+    """Hash the first `length` bytes; a file that grew meanwhile cannot keep the reader busy."""
+    sha256 = hashlib.sha256()
+    num_left = length
+    while num_left > 0:
+        chunk = handle.read(min(num_left, _CHUNK_BYTES))
+        if not chunk:
+            break
+        sha256.update(chunk)
+        num_left -= len(chunk)
+    return sha256.hexdigest()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddm.errors import SetupError
 from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, write_atomic
-from ddm.io.space import require_room
+from ddm.io.space import require_free_space
 from ddm.io.tensors import save_tensors
 from ddm.islands.card import CARD_NAME, card
 from ddm.islands.folder import Islands
@@ -108,7 +108,7 @@ def assemble(
     with next_version(islands, out) as (change, reserved):
         present = [number for number in range(num) if number not in missing]
         size = sum(islands.trained(number).expert.bytes for number in present)
-        require_room(
+        require_free_space(
             {reserved.parent: size + _SMALL_BYTES, islands.path: _SMALL_BYTES}, "a release"
         )
         key = load_key(islands, "islands", passphrase)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ddm.encoders import Progress
 from ddm.errors import BusyError, DataError, SetupError
-from ddm.io.files import aside, move_into_place, write_atomic
+from ddm.io.files import move_into_place, staging_folder, write_atomic
 from ddm.io.modes import private_folder
-from ddm.io.space import require_room
+from ddm.io.space import require_free_space
 from ddm.io.tensors import save_tensors
 from ddm.islands.arrays import write_rows
 from ddm.islands.data import Dataset
@@ -113,7 +113,7 @@ def split(
         _check_number(len(values), num_islands, f"column {by}")
         num_islands = len(values)
     recipe = _with_islands(recipe, num_islands, by)
-    with aside(out.absolute()) as part:
+    with staging_folder(out.absolute()) as part:
         islands = Islands(part)
         private_folder(part)
         chosen = _chosen(len(dataset.images), recipe)
@@ -269,7 +269,7 @@ def _write_islands(
         if isinstance(plan.condition, TextCondition)
         else 0
     )
-    require_room(
+    require_free_space(
         {islands.path: 4 * num * (int(np.prod(shape)) + text_values)}, "the islands' images"
     )
     done, told = 0, _told(dataset, plan.condition)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ddm.errors import BusyError, SetupError
 from ddm.io.copying import copy_tree_bounded
-from ddm.io.files import FULL, aside, move_into_place
+from ddm.io.files import DISK_FULL_ERRNOS, move_into_place, staging_folder
 from ddm.io.modes import open_to_everyone
-from ddm.io.untrusted import MAX_FILES, scan
+from ddm.io.untrusted import MAX_FILES, list_files
 
 
 @contextmanager
@@ -29,9 +29,9 @@ def reserve(out: Path) -> Iterator[Path]:
         )
     with ExitStack() as stack:
         try:
-            reserved = stack.enter_context(aside(out))
+            reserved = stack.enter_context(staging_folder(out))
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in DISK_FULL_ERRNOS:
                 raise
             got = str(error.strerror)
             raise SetupError(
@@ -42,7 +42,7 @@ def reserve(out: Path) -> Iterator[Path]:
 
 def copy_out(release: Path, reserved: Path, out: Path) -> None:
     """Copy durably, without links: changes to the published folder must not reach the federation's own files."""
-    size = sum(entry.bytes for entry in scan(release).values())
-    copy_tree_bounded(release, reserved, max_bytes=size, most=MAX_FILES)
+    size = sum(entry.bytes for entry in list_files(release).values())
+    copy_tree_bounded(release, reserved, max_bytes=size, max_entries=MAX_FILES)
     open_to_everyone(reserved)
     move_into_place(reserved, out)

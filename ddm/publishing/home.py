@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddm.io.changes import settle
+from ddm.io.changes import finish_change
 from ddm.io.locks import locked
 
 MAX_TUF_BYTES = 5_000_000
@@ -40,5 +40,5 @@ class Home:
             BusyError: another process holds it.
         """
         with locked(self.tuf.parent, "signer"):
-            settle(self.path)
+            finish_change(self.path)
             yield

@@ -36,7 +36,7 @@ def list_folder(
     entries: list[FileEntry] = []
     total = 0
     # Each file may lie in folders of its own.
-    for name, found in walk(folder, most=max_files * MAX_DEPTH):
+    for name, found in walk(folder, max_entries=max_files * MAX_DEPTH):
         total += found.bytes
         if len(entries) >= max_files or total > max_bytes:
             got = f"{total} bytes in the first {len(entries) + 1} files"

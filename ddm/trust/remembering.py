@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddm.errors import DiskError, SetupError
-from ddm.io.files import FULL
+from ddm.io.files import DISK_FULL_ERRNOS
 from ddm.io.locks import lock_file
 
 
@@ -28,7 +28,7 @@ def remembering(folder: Path, otherwise: str) -> Iterator[None]:
         with lock_file(folder / ".lock"):
             yield
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRNOS:
             remedy = f"Free disk space, or name another folder with --state; without this memory {otherwise}."
             raise DiskError(
                 str(folder), expected="room on the disk", got=str(error.strerror), remedy=remedy

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from ddm.errors import AbsentFileError, DigestError, RoleError, SignatureError, UnlistedFileError
 from ddm.io.files import require_folder
-from ddm.io.untrusted import Entry, check_digest, read_small, scan
+from ddm.io.untrusted import FileEntry, check_digest, list_files, read_small
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.enrolment import MAX_KEY_HISTORY_BYTES, KeyHistory, KeyRotation
 from ddm.trust.key_rotation import open_chain
@@ -181,7 +181,7 @@ def check_bundle_metadata(
         TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
-    entries = {f"metadata/{name}": entry for name, entry in scan(folder / "metadata").items()}
+    entries = {f"metadata/{name}": entry for name, entry in list_files(folder / "metadata").items()}
     memory = Memory.of(state, hashlib.sha256(root).hexdigest()) if state else None
     resolved = resolve(
         _read_metadata(folder, entries),
@@ -212,7 +212,7 @@ class _Asked:
 
 def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> VerifiedRelease:
     folder = require_folder(folder, "a folder")
-    entries = scan(folder)
+    entries = list_files(folder)
     memory = Memory.of(asked.state, hashlib.sha256(root).hexdigest()) if asked.state else None
     resolved = resolve(
         _read_metadata(folder, entries),
@@ -257,7 +257,7 @@ def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> Verified
     return replace(verified, told=told)
 
 
-def _read_metadata(folder: Path, entries: Mapping[str, Entry]) -> Mapping[str, bytes]:
+def _read_metadata(folder: Path, entries: Mapping[str, FileEntry]) -> Mapping[str, bytes]:
     """Read the files in ``metadata/``, with bounds on each and on all together; none is trusted yet."""
     view: dict[str, bytes] = {}
     left = MAX_METADATA_BYTES
@@ -315,7 +315,7 @@ def _read_rotations(folder: Path, resolved: Resolved) -> Mapping[str, tuple[KeyR
 
 
 def _check_files(
-    folder: Path, entries: Mapping[str, Entry], resolved: Resolved, later: Callable[[str], bool]
+    folder: Path, entries: Mapping[str, FileEntry], resolved: Resolved, later: Callable[[str], bool]
 ) -> Mapping[str, VerifiedFile]:
     """Compare the folder with the signed files: no file more or less, and the same bytes."""
     signed = {f"targets/{path}": target for path, target in resolved.targets.items()}

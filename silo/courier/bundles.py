@@ -17,7 +17,7 @@ from ddm.errors import (
     TrustError,
 )
 from ddm.io.files import move_into_place
-from ddm.io.locks import locked, unread
+from ddm.io.locks import lock_if_unread, locked
 from ddm.io.modes import group_folder, open_to_group
 from ddm.protocol.base import sha256_hex
 from ddm.transport.messages import MAX_BUNDLE_FILES, FileEntry, Held, Offer
@@ -108,7 +108,7 @@ def _collect(
 
 def _put(target: Path, home: Path) -> None:
     """Give a complete bundle its name, in the place of another one unless the worker reads that just now."""
-    with unread(home) as idle:
+    with lock_if_unread(home) as idle:
         if not idle:
             raise BusyError(
                 str(home),

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from ddm.errors import DocumentError, FormatError, MissingFileError, PolicyError, TrustError
 from ddm.io.files import read_bounded
-from ddm.io.locks import locked, unread
+from ddm.io.locks import lock_if_unread, locked
 from ddm.protocol.base import PLAN_ID_PATTERN
 from ddm.transport.messages import StatusFile
 from ddm.trust.verify import check_bundle_metadata
@@ -90,7 +90,7 @@ class Inbox:
             ):
                 remove(entry)
                 continue
-            with suppress(OSError), unread(entry) as idle:
+            with suppress(OSError), lock_if_unread(entry) as idle:
                 if idle:
                     self._tidy_plan(entry, root, keep=entry.name == at_work)
 
@@ -167,7 +167,7 @@ class Inbox:
         at_work = plan_at_work(self.site)
         for plan in _listed(self.folder):
             if plan.name not in (at_work, own.parent.name):
-                with suppress(OSError), unread(plan) as idle:
+                with suppress(OSError), lock_if_unread(plan) as idle:
                     if idle:
                         yield plan
 

@@ -16,7 +16,7 @@ from ddm.images.picture import Limits, Picture
 from ddm.images.ranges import EnlargementCounter
 from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
 from ddm.io.files import read_bounded, require_file, require_folder
-from ddm.io.settings import Settings, misfit
+from ddm.io.settings import Settings, settings_error
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
 from silo.images.memory import KEY_BYTES
@@ -55,7 +55,7 @@ def read_preview_plan(path: Path) -> PreviewPlan:
         )
         plan = PreviewPlan.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        raise misfit(path, error) from error
+        raise settings_error(path, error) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise SetupError(
             str(path), expected="TOML, or JSON in a file named .json", got=str(error)[:200]

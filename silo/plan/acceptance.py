@@ -19,8 +19,8 @@ from ddm.errors import (
     SignatureError,
 )
 from ddm.io.copying import copy_tree_bounded
-from ddm.io.files import aside, move_into_place, read_bounded
-from ddm.io.locks import reading
+from ddm.io.files import move_into_place, read_bounded, staging_folder
+from ddm.io.locks import hold_for_reading
 from ddm.io.tensors import check_file, stored_bytes
 from ddm.io.untrusted import read_small
 from ddm.loading.log import read_log
@@ -127,7 +127,11 @@ def receive_plan(
         OSError: a fault of this machine, such as a full disk.
     """
     source, root = site.inbox / plan_id / "bundle", site.root_path.read_bytes()
-    with _kept(source.parent), look_at(site, plan_id), aside(plan_folder(site, plan_id)) as part:
+    with (
+        _kept(source.parent),
+        look_at(site, plan_id),
+        staging_folder(plan_folder(site, plan_id)) as part,
+    ):
         # Before anything large is copied: what nobody signed costs neither time nor disk.
         targets = check_bundle_metadata(source, root, state=site.private / "trust", now=now).targets
         most = MAX_METADATA_BYTES + sum(target.bytes for target in targets.values())
@@ -181,7 +185,7 @@ def _kept(folder: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(reading(folder))
+            stack.enter_context(hold_for_reading(folder))
         except BlockingIOError as error:
             expected, got = (
                 "a bundle that nobody else holds",

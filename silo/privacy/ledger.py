@@ -32,7 +32,7 @@ _GENESIS = sha256_hex(b"archipelago/ledger/1")
 _SLACK = 1 + 1e-9  # a plan that costs exactly the budget fits it
 
 
-class Debit(chain.Link):
+class Debit(chain.ChainRecord):
     """Privacy spent: all that a plan draws from one version of the data."""
 
     record: Literal["debit"] = "debit"
@@ -46,7 +46,7 @@ class Debit(chain.Link):
     dataset_digest: Digest
 
 
-class Draw(chain.Link):
+class Draw(chain.ChainRecord):
     """Noise drawn for one kind of a debit's statistics, by the digest of the file that holds it."""
 
     record: Literal["draw"] = "draw"
@@ -55,23 +55,23 @@ class Draw(chain.Link):
     draw_digest: Digest
 
 
-class _Head(chain.Head):
+class _Head(chain.ChainHead):
     format: Literal["archipelago/ledger-head/1"] = "archipelago/ledger-head/1"
 
 
 _RECORD: TypeAdapter[Debit | Draw] = TypeAdapter(
     Annotated[Debit | Draw, Field(discriminator="record")]
 )
-_FORM = chain.Form(
+_FORM = chain.ChainFormat(
     name="ledger",
-    read=_RECORD.validate_json,
-    head=_Head,
+    parse_record=_RECORD.validate_json,
+    head_model=_Head,
     genesis=_GENESIS,
-    most=MAX_RECORDS,
+    max_records=MAX_RECORDS,
     error=LedgerError,
-    full="Make room on the disk, then run it again; the ledger is as it was, or counts the noise as spent.",
+    disk_full_remedy="Make room on the disk, then run it again; the ledger is as it was, or counts the noise as spent.",
 )
-Entry = chain.Entry[Debit | Draw]
+Entry = chain.ChainEntry[Debit | Draw]
 
 
 class Ledger:
@@ -267,7 +267,7 @@ class Ledger:
                 got="no folder draws/",
                 remedy=remedy,
             )
-        with self._guard.locked(), self._chain.held() as entries:
+        with self._guard.locked(), self._chain.locked_entries() as entries:
             for entry, debit in _debits(entries):
                 check_unit(f"ledger record {entry.record.number}", debit.unit, self.unit)
             yield entries
@@ -298,7 +298,7 @@ def make_ledger(path: Path) -> None:
     Raises:
         LedgerError: part of a ledger is there.
     """
-    chain.Chain(path, _FORM, path.with_name("draws")).begin()
+    chain.Chain(path, _FORM, path.with_name("draws")).create()
 
 
 def _last(entries: tuple[Entry, ...]) -> str:

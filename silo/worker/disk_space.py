@@ -8,7 +8,7 @@ from ddm.audit.attacks import names
 from ddm.audit.copies import NEIGHBOURS
 from ddm.audit.effort import MOST_IMAGES, effort_of
 from ddm.evaluation.copies import SIDE, VOLUME_SIDE
-from ddm.io.space import check_writable, require_room
+from ddm.io.space import check_writable, require_free_space
 from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.models import expected_tensors
 from ddm.privacy.plan_cost import Kind, mechanisms
@@ -146,7 +146,7 @@ def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) ->
             job_bytes(plan, len(cohort.images)) - _written(jobs / plan.plan_id), _SMALL_BYTES
         )
         folders[there] = folders.get(there, 0) + left
-    require_room(folders, f"plan {plan.plan_id}")
+    require_free_space(folders, f"plan {plan.plan_id}")
 
 
 def _written(folder: Path) -> int:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ddm.errors import ApprovalError
-from ddm.io.files import aside, link_or_copy, move_into_place, write_atomic
+from ddm.io.files import link_or_copy, move_into_place, staging_folder, write_atomic
 from ddm.io.modes import group_folder, open_to_group
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.privacy.plan_cost import Kind, mechanisms
@@ -198,7 +198,7 @@ def send_submission(
     role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
 
     group_folder(final.parent, site.outbox)
-    with aside(final) as part:
+    with staging_folder(final) as part:
         for path, source in files.items():
             link_or_copy(source, part / path)
         write_atomic(part / submission_path(silo_id), encoded)

@@ -18,7 +18,7 @@ from ddm.errors import (
     RollbackError,
     SignatureError,
 )
-from ddm.io.locks import reading
+from ddm.io.locks import hold_for_reading
 from ddm.transport.messages import Ask, Deliver, Envelope, FileEntry, Offer, Report, Span, Status
 from ddm.transport.shards import list_folder, read_spans, whole_spans
 from silo.courier.handlers import SiteLimits, answer
@@ -205,7 +205,7 @@ def test_plan_that_is_being_read_is_neither_removed_nor_replaced(
     )
     deliver(first, "first-00000001", limits)
     renewed = signed(signer, tmp_path / "renewed", "first-00000001")
-    with reading(limits.site / "inbox" / "first-00000001"):
+    with hold_for_reading(limits.site / "inbox" / "first-00000001"):
         assert set(deliver(second, "second-00000002", limits)) == {0}
         assert arrived(first, "first-00000001", limits)
         assert BusyError.exit_code in deliver(renewed, "first-00000001", limits)

@@ -17,7 +17,7 @@ from aggregator.keys.removal import remove
 from aggregator.keys.silo_rotation import cards_for_next_plan, take_rotation
 from aggregator.membership.registry import card_of, enroll, read_card, signing_key
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
-from ddm.io.locks import unread
+from ddm.io.locks import lock_if_unread
 from ddm.protocol.enrolment import CARD_KIND, Agreed, RotatedCard
 from ddm.publishing.journal import Journal
 from ddm.trust.envelope import seal
@@ -268,7 +268,7 @@ def test_plan_that_the_courier_tidies_just_now_is_looked_at_again(
     tiny.deliver_plan("north", plan_id)
     worker = Worker(site, tiny.key("north"), lambda state: None)
     worker.begin()
-    with unread(site.inbox / plan_id) as idle:
+    with lock_if_unread(site.inbox / plan_id) as idle:
         assert idle
         worker.step()
         assert worker.state.plan_id is None

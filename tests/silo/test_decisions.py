@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -245,8 +246,8 @@ def test_half_a_line_is_removed_and_a_full_log_is_refused(
     assert len(kinds(decided)) == 6
     assert MAX_RECORDS > 10_000
     log = DecisionLog(decided)
-    form = log._chain.form
-    monkeypatch.setattr(log._chain, "form", type(form)(**{**vars(form), "most": 6}))
+    chain_format = log._chain.format
+    monkeypatch.setattr(log._chain, "format", replace(chain_format, max_records=6))
     with pytest.raises(DecisionLogError, match="at most 6 records"):
         log.add(Paused())
 

@@ -13,7 +13,7 @@ from ddm.errors import ArchipelagoError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import read_bounded
 from ddm.io.tensors import check_file, load_tensors, read_header
-from ddm.io.untrusted import check_digest, read_small, scan
+from ddm.io.untrusted import check_digest, list_files, read_small
 from ddm.transport.messages import Span
 from ddm.transport.shards import list_folder, read_spans
 from tests.support.bounded import attempt
@@ -53,7 +53,7 @@ FOLDER_READERS: dict[str, Callable[[Path], object]] = {
     "copy_tree_bounded": lambda folder: copy_tree_bounded(
         folder, folder.with_name("copy"), **_LARGE
     ),
-    "scan": scan,
+    "list_files": list_files,
     "list_folder": lambda folder: list_folder(folder, max_files=100, with_digest=True, **_LARGE),
 }
 FILE_READERS: dict[str, Callable[[Path], object]] = {
@@ -157,15 +157,15 @@ def test_folders_deeper_than_any_path_are_refused(folder: Path) -> None:
 
 BOUNDED: dict[str, Callable[[Path], object]] = {
     **FOLDER_READERS,
-    "scan": lambda folder: scan(folder, most=200),
+    "list_files": lambda folder: list_files(folder, max_entries=200),
     "copy_tree_bounded": lambda folder: copy_tree_bounded(
-        folder, folder.with_name("copy"), most=200, **_LARGE
+        folder, folder.with_name("copy"), max_entries=200, **_LARGE
     ),
 }
 
 
 @pytest.mark.parametrize("kind", ["files", "folders"])
-@pytest.mark.parametrize("reader", ["copy_tree_bounded", "scan"])
+@pytest.mark.parametrize("reader", ["copy_tree_bounded", "list_files"])
 def test_very_many_entries_are_not_all_listed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, reader: str, kind: str
 ) -> None:

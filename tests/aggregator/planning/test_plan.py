@@ -70,7 +70,7 @@ def test_new_plan_is_current_when_signing_stopped_after_it_was_decided(
 ) -> None:
     tiny = published.tiny
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr("ddm.io.changes.settle", stop)
+        patch.setattr("ddm.io.changes.finish_change", stop)
         tiny.sign()
     plan, _ = tiny.federation.require().current_plan()
     assert plan.plan_id != published.plan_id

@@ -27,7 +27,7 @@ from ddm.errors import (
     RollbackError,
     SetupError,
 )
-from ddm.io.changes import Change, is_unsettled
+from ddm.io.changes import Change, is_unfinished
 from ddm.io.settings import load_settings, save_settings
 from ddm.loading.public_log import read_public_log
 from ddm.loading.release import open_release
@@ -159,7 +159,7 @@ def check_crash(published: Published, folder: Path, step: int) -> bool:
     assert (done.manifest.version, versions(tiny)) == (2, ["1", "2"])
     assert opened(there, out).manifest == done.manifest
     assert files(out) == files(tiny.federation.releases / "2")
-    assert not is_unsettled(tiny.federation.path)
+    assert not is_unfinished(tiny.federation.path)
     check_none_lost(tiny.federation)
     log = read_public_log(public_folder(tiny.federation), there.root.read_bytes(), folder / "state")
     assert [entry.version for entry in log.entries if isinstance(entry, Released)] == [1, 2], (

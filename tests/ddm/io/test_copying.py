@@ -21,7 +21,7 @@ def test_copy_tree_refuses_a_file_that_became_something_else_after_it_was_listed
         os.mkfifo(swapped)
     else:
         swapped.symlink_to("/etc/hostname")
-    monkeypatch.setattr("ddm.io.copying.scan", lambda folder, most: {"a": swapped})
+    monkeypatch.setattr("ddm.io.copying.list_files", lambda folder, max_entries: {"a": swapped})
     with pytest.raises(UnsafePathError):
         copy_tree_bounded(tmp_path / "in", tmp_path / "out", max_bytes=100)
     assert list((tmp_path / "out").iterdir()) == []

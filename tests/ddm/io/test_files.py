@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import FormatError, MissingFileError, UnsafePathError
-from ddm.io.files import aside, move_into_place, read_bounded, replacing, write_atomic
+from ddm.io.files import move_into_place, read_bounded, replacing, staging_folder, write_atomic
 
 
 def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ def test_streamed_file_is_there_when_it_was_written_to_its_end_and_not_before(
 
 def test_folder_built_aside_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "made" / "release"
-    with pytest.raises(ZeroDivisionError), aside(target) as part:
+    with pytest.raises(ZeroDivisionError), staging_folder(target) as part:
         (part / "half").write_bytes(b"")
         raise ZeroDivisionError
     assert list(target.parent.iterdir()) == []
     part.mkdir()
     (part / "left by a crash").touch()
-    with aside(target) as part:
+    with staging_folder(target) as part:
         write_atomic(part / "deep" / "f", b"x")
         assert not target.exists()
         move_into_place(part, target)
@@ -89,7 +89,7 @@ def test_folder_built_aside_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_folder_takes_the_place_of_no_other(tmp_path: Path) -> None:
     write_atomic(tmp_path / "target" / "f", b"first")
-    with pytest.raises(OSError, match="not empty"), aside(tmp_path / "target") as part:
+    with pytest.raises(OSError, match="not empty"), staging_folder(tmp_path / "target") as part:
         write_atomic(part / "f", b"second")
         move_into_place(part, tmp_path / "target")
     assert (tmp_path / "target" / "f").read_bytes() == b"first"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import DiskError
-from ddm.io.space import check_writable, free_bytes, require_room
+from ddm.io.space import check_writable, free_bytes, require_free_space
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
 
@@ -29,9 +29,9 @@ def test_needed_and_free_bytes_are_told_with_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddm.io.space.free_bytes", lambda folder: 1000)
-    require_room({tmp_path: 1000}, "plan digits")
+    require_free_space({tmp_path: 1000}, "plan digits")
     with pytest.raises(DiskError) as refusal:
-        require_room({tmp_path: 1001}, "plan digits")
+        require_free_space({tmp_path: 1001}, "plan digits")
     expected = "expected at least 1001 bytes free on the disk for plan digits, got 1000 bytes free"
     assert str(refusal.value) == f"{tmp_path}: {expected}"
 
@@ -43,7 +43,7 @@ def test_folders_of_one_disk_share_its_room(
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with pytest.raises(DiskError, match="1200 bytes free on the disk"):
-        require_room({tmp_path / "a": 600, tmp_path / "b": 600}, "a test")
+        require_free_space({tmp_path / "a": 600, tmp_path / "b": 600}, "a test")
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -94,7 +94,7 @@ def test_disk_that_is_full_or_read_only_is_found(small_disk: Path) -> None:
     check_writable([small_disk])
     assert free_bytes(small_disk) <= 1 << 20
     with pytest.raises(DiskError):
-        require_room({small_disk: 2 << 20}, "a test")
+        require_free_space({small_disk: 2 << 20}, "a test")
     (small_disk / "ballast").write_bytes(bytes(free_bytes(small_disk)))
     with pytest.raises(DiskError, match="No space left"):
         check_writable([small_disk])

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import AbsentFileError, UnsafePathError
-from ddm.io.untrusted import open_below, scan
+from ddm.io.untrusted import list_files, open_below
 
 
 def test_scan_refuses_a_symbolic_link_however_deep(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "f").write_bytes(b"x")
-    assert set(scan(tmp_path)) == {"a/f"}
+    assert set(list_files(tmp_path)) == {"a/f"}
     (tmp_path / "a" / "b" / "link").symlink_to("/etc")
     with pytest.raises(UnsafePathError):
-        scan(tmp_path)
+        list_files(tmp_path)
 
 
 def test_scan_stops_at_its_bound_however_much_a_folder_holds(
@@ -36,9 +36,9 @@ def test_scan_stops_at_its_bound_however_much_a_folder_holds(
 
     monkeypatch.setattr(os, "scandir", counted)
     with pytest.raises(UnsafePathError):
-        scan(tmp_path, most=3)
+        list_files(tmp_path, max_entries=3)
     assert len(seen) == 4
-    assert scan(tmp_path, most=50) == {}
+    assert list_files(tmp_path, max_entries=50) == {}
 
 
 def test_scan_refuses_a_folder_that_is_a_link_or_not_there(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_scan_refuses_a_folder_that_is_a_link_or_not_there(tmp_path: Path) -> No
     (tmp_path / "dangling").symlink_to(tmp_path / "none")
     for name in ("link", "dangling", "none"):
         with pytest.raises(UnsafePathError):
-            scan(tmp_path / name)
+            list_files(tmp_path / name)
 
 
 def test_scan_does_not_enter_a_folder_that_became_a_link_after_it_was_listed(
@@ -67,7 +67,7 @@ def test_scan_does_not_enter_a_folder_that_became_a_link_after_it_was_listed(
 
     monkeypatch.setattr(os, "open", swap)
     with pytest.raises(UnsafePathError, match="below: expected a folder, got a symbolic link"):
-        scan(tmp_path / "in")
+        list_files(tmp_path / "in")
 
 
 def test_file_is_not_opened_through_a_link_on_the_way_to_it(tmp_path: Path) -> None:

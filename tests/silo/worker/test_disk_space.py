@@ -152,7 +152,8 @@ def test_disk_of_the_jobs_folder_is_looked_at_where_other_machines_train(
     site = tiny.sites[SILO]
     asked: list[dict[Path, int]] = []
     monkeypatch.setattr(
-        "silo.worker.disk_space.require_room", lambda needed, purpose: asked.append(dict(needed))
+        "silo.worker.disk_space.require_free_space",
+        lambda needed, purpose: asked.append(dict(needed)),
     )
     tiny.copy(tiny.path.parent / "here").work(SILO, until="scanned")
     jobs = tiny.path.parent / "shared" / "jobs"
