@@ -57,9 +57,7 @@ class FederationSettings(Settings):
     passphrase_file: str | None = None
     max_influence: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     quorum: Annotated[int, Field(gt=0, le=10_000)] = 1
-    witnesses: Annotated[
-        tuple[WitnessSettings, ...], Field(max_length=16, exclude_if=lambda named: not named)
-    ] = ()
+    witnesses: Annotated[tuple[WitnessSettings, ...], Field(max_length=16)] = ()
     licence: ShortText = "CC-BY-4.0"
     cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
 

@@ -51,7 +51,7 @@ from ddm.diffusion.path import Experts, LinearPath, Path
 from ddm.diffusion.solver import SolverName, solver_named
 from ddm.encoders.autoencoder import Identity, Latent
 from ddm.errors import ShapeError
-from ddm.protocol.plan import Condition, NoCondition
+from ddm.protocol.architecture import Condition, NoCondition
 from ddm.routers.base import Router, log_prior
 from ddm.sampling.expert_cache import moved
 from ddm.sampling.guidance import Asked, ClassPrior, ClassPriors, ConditionValue, names_of

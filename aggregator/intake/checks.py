@@ -33,7 +33,8 @@ from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.layout import silo_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
-from ddm.protocol.plan import Plan, RandomPartition, SiloPartition, most_experts
+from ddm.protocol.partition import RandomPartition, SiloPartition
+from ddm.protocol.plan import Plan, most_experts
 from ddm.protocol.submission import (
     Submission,
     SubmittedSketch,

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm.protocol.plan import ClassCondition, Condition, NoCondition, TextCondition
+from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, TextCondition
 
 Answer = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Called as ``u(x_B, t_B, c_B)``; c_B is None for no condition."""

@@ -34,7 +34,8 @@ from ddm.loading.plan import PlanFiles
 from ddm.models import training_flops
 from ddm.models.streamed import StreamedExpert, stored_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, SiloId, sha256_hex
-from ddm.protocol.plan import ExpertObjective, OwnAdaptation, Plan
+from ddm.protocol.learning import ExpertObjective, OwnAdaptation
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedExpert, expert_path, submission_path
 
 PUBLIC_PARTS: tuple[Literal["holdout", "fitted"], ...] = ("holdout", "fitted")
@@ -44,7 +45,7 @@ _PLACES = 7  # significant digits kept of a loss
 class ExpertExamination(Document):
     """The measurements of one expert, in a file of its own, since a document holds a limited number of values."""
 
-    format: Literal["archipelago/examination/2"] = "archipelago/examination/2"
+    format: Literal["archipelago/examination/1"] = "archipelago/examination/1"
     plan_id: PlanId
     silo_id: SiloId
     submission_digest: Digest

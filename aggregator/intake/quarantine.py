@@ -52,8 +52,8 @@ class QuarantineReason(Document):
 class QuarantineDecision(Document):
     """A person's decision about one submission; `units`, where it is admitted, is the most that its prior counts.
 
-    An admission covers the rules that were `shown` and no others; none where it only lowers the units. Decisions of
-    before do not name them and cover all.
+    An admission covers the rules that were `shown` and no others; none where it only lowers the units. One
+    without `shown` (the record of the rules was gone) covers all.
     """
 
     format: Literal["archipelago/decision/1"] = "archipelago/decision/1"
@@ -62,7 +62,7 @@ class QuarantineDecision(Document):
     submission_digest: Digest
     verdict: Verdict
     units: PositiveInt | None = None
-    shown: Annotated[tuple[Rule, ...] | None, Field(exclude_if=lambda rules: rules is None)] = None
+    shown: tuple[Rule, ...] | None = None
     reason: ReasonText
     at: Time
 

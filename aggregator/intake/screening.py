@@ -19,7 +19,7 @@ from aggregator.intake.flags import Fault
 from aggregator.intake.sweep import WorstRow
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
-from ddm.protocol.plan import Training
+from ddm.protocol.learning import Training
 from ddm.routers.evaluation import BANDS
 from ddm.training.schedule import travel
 

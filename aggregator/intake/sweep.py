@@ -20,8 +20,8 @@ from aggregator.intake.conditions import (
 )
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.diffusion.solver import uniform_times
+from ddm.protocol.architecture import Condition
 from ddm.protocol.base import Model
-from ddm.protocol.plan import Condition
 
 DEFAULT_STEPS = 50  # of the teacher of `ddm distill`; the 25 midpoint steps of `ddm sample` ask at the same times
 OTHER_STEPS = (24, 16)  # of the report's pictures; of the samples router

@@ -32,8 +32,8 @@ from aggregator.intake.sweep import (
 )
 from ddm.diffusion.path import Path, path_named
 from ddm.loading.ensemble import on_path
+from ddm.protocol.architecture import Condition
 from ddm.protocol.learning import ExpertObjective
-from ddm.protocol.plan import Condition
 
 NUM_ANSWERS = 256
 _LARGE = 1e9

@@ -7,9 +7,7 @@ a crash interrupted. The next release is made without the silo; older ones stay.
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from aggregator.config import Federation
 from ddm.errors import BusyError, PolicyError, SetupError
@@ -50,7 +48,7 @@ class Withdrawal(Document):
     submission_digest: Digest | None
     reason: ShortText
     at: Time
-    carried_from: Annotated[PlanId | None, Field(exclude_if=lambda origin: origin is None)] = None
+    carried_from: PlanId | None = None
 
 
 def withdraw(

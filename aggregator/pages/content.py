@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from aggregator.router.report import RouterReport
 from ddm.protocol.calibration import calibration_rows
 from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
-from ddm.protocol.plan import Plan, SamplesRouter
+from ddm.protocol.plan import Plan
+from ddm.protocol.routers import SamplesRouter
 from ddm.protocol.submission import Submission
 from ddm.publishing.pictured import Pictured
 

@@ -21,17 +21,11 @@ from ddm.planning.fit import Fitted, PublicImages, condition_of, write_base
 from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, TimmRecipe
 from ddm.protocol.base import sha256_file
 from ddm.protocol.carried import Carried
+from ddm.protocol.encoder import HogEncoder, TimmEncoder
+from ddm.protocol.enrolment import Agreed
 from ddm.protocol.growth import check_carried, check_consent
-from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import (
-    Agreed,
-    Autoencoder,
-    AutoencoderKlLatent,
-    DiffusersKlLatent,
-    HogEncoder,
-    Plan,
-    TimmEncoder,
-)
+from ddm.protocol.latent import Autoencoder, AutoencoderKlLatent, AutoencoderSize, DiffusersKlLatent
+from ddm.protocol.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from ddm.errors import DataError, SetupError
 from ddm.images.columns import class_numbers
 from ddm.images.samples import ImageSet
 from ddm.planning.recipe import TextRecipe
-from ddm.protocol.plan import ClassCondition, Condition, SamplesRouter, TextCondition
+from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
+from ddm.protocol.routers import SamplesRouter
 
 
 def names_needed(recipe: Recipe) -> dict[str, str]:

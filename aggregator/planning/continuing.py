@@ -6,7 +6,8 @@ from ddm.errors import MissingFileError, SetupError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.continuation import check_continuation, grid_of
-from ddm.protocol.plan import Expert, OwnAdaptation, Plan
+from ddm.protocol.learning import Expert, OwnAdaptation
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import submission_path
 
 

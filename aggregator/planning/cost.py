@@ -13,8 +13,9 @@ from ddm.diffusion.path import path_named
 from ddm.loading.plan import sketch_noise_level
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
 from ddm.privacy.plan_cost import plan_epsilon
+from ddm.protocol.architecture import TextCondition
 from ddm.protocol.footprint import expert_size, training_bytes
-from ddm.protocol.plan import Plan, TextCondition, most_experts
+from ddm.protocol.plan import Plan, most_experts
 from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
 from ddm.training.loop import train

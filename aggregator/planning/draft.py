@@ -21,7 +21,8 @@ from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.planning.document import plan_of
 from ddm.planning.fit import Fitted, PublicImages, condition_of, divide, fit_public
-from ddm.protocol.plan import Agreed, Plan
+from ddm.protocol.enrolment import Agreed
+from ddm.protocol.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from ddm.planning.recipe import TextRecipe
 from ddm.privacy.plan_cost import check_statistics
 from ddm.protocol.enrolment import Card
 from ddm.protocol.latent import IdentityLatent
-from ddm.protocol.plan import FullAdaptation, RandomPartition, Training
+from ddm.protocol.learning import FullAdaptation, Training
+from ddm.protocol.partition import RandomPartition
 from ddm.training.schedule import travel
 
 Broken = tuple[str, str, str, str]
@@ -114,9 +115,7 @@ def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Bro
     """Find silos whose policy lets a plan spend less on router and experts together."""
     router, private = recipe.statistics.total.epsilon, recipe.expert.privacy
     spends = router + (private.epsilon if private else 0.0)
-    stated = {
-        silo_id: card.max_epsilon for silo_id, card in cards.items() if card.max_epsilon is not None
-    }
+    stated = {silo_id: card.max_epsilon for silo_id, card in cards.items()}
     if not (short := {silo_id: most for silo_id, most in stated.items() if most < spends}):
         return
     yield (

@@ -5,7 +5,10 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from ddm.planning.recipe import SharedRecipe
-from ddm.protocol.plan import Audit, Limits, Partition, SamplesRouter, Statistics
+from ddm.protocol.limits import Audit, Limits
+from ddm.protocol.partition import Partition
+from ddm.protocol.plan import Statistics
+from ddm.protocol.routers import SamplesRouter
 
 
 class Recipe(SharedRecipe):

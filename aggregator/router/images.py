@@ -13,7 +13,8 @@ from aggregator.intake.public_columns import CAPTIONS, CLASSES, SILOS, TEXTS, ke
 from ddm.diffusion.path import Experts, path_named
 from ddm.errors import SetupError
 from ddm.partition.layout import Layout
-from ddm.protocol.plan import ClassCondition, SamplesRouter, TextCondition
+from ddm.protocol.architecture import ClassCondition, TextCondition
+from ddm.protocol.routers import SamplesRouter
 from ddm.routers.base import Progress
 from ddm.routers.conditional import expected_class_counts
 from ddm.routers.counts import CountsRouter

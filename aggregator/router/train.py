@@ -24,8 +24,8 @@ from ddm.models import load_expert
 from ddm.partition.layout import Layout
 from ddm.protocol.base import File, sha256_hex
 from ddm.protocol.calibration import Interval
-from ddm.protocol.plan import LearnedRouter as LearnedSettings
-from ddm.protocol.plan import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import LearnedRouter as LearnedSettings
+from ddm.protocol.routers import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
 from ddm.routers.comparison import (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ddm.audit.attacks import CALLS
-from ddm.protocol.plan import Training
+from ddm.protocol.learning import Training
 
 SHARE = 0.1
 """Of the evaluations of the expert that training took, a step on an image counting as three."""

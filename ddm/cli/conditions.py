@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
-from ddm.protocol.plan import ClassCondition, Condition, TextCondition
+from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 from ddm.sampling.guidance import (
     ConditionValue,
     condition_and_null,

@@ -23,14 +23,14 @@ from ddm.distillation.start import initial_weights
 from ddm.errors import DataError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.plan import (
+from ddm.protocol.architecture import (
     Architecture,
-    Autoencoder,
     ClassCondition,
     Condition,
     NoCondition,
     TextCondition,
 )
+from ddm.protocol.latent import Autoencoder
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
 from ddm.system.signals import stop_on_first_signal
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from ddm.ensemble import Ensemble
     from ddm.loading.release import Release
     from ddm.protocol.base import File
-    from ddm.protocol.plan import Plan, Training
+    from ddm.protocol.learning import Training
+    from ddm.protocol.plan import Plan
     from ddm.training.loop import FinishedTraining
 
 _DEFAULT_NUM = 4096

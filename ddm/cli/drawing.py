@@ -23,8 +23,9 @@ from ddm.distillation.student import Student, build_student
 from ddm.ensemble import Ensemble
 from ddm.loading.ensemble import build_ensemble
 from ddm.models.arithmetic import Arithmetic
+from ddm.protocol.data import DataSpec
 from ddm.protocol.manifest import Manifest
-from ddm.protocol.plan import DataSpec, Plan
+from ddm.protocol.plan import Plan
 from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Lock, Strategy, draw_expert
 from ddm.sampling.trajectories import draw_noise

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ddm.ensemble import Ensemble
-    from ddm.protocol.plan import DataSpec
+    from ddm.protocol.data import DataSpec
     from ddm.sampling.samples import Samples
 
 InitOption = Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ddm.cli.options import check_null, check_text
 from ddm.errors import DataError, SetupError
-from ddm.protocol.plan import ClassCondition, Condition, TextCondition
+from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 
 if TYPE_CHECKING:
     from torch import Tensor

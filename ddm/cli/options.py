@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ddm.loading.release import Release
     from ddm.models.arithmetic import Arithmetic
-    from ddm.protocol.plan import Condition
+    from ddm.protocol.architecture import Condition
     from ddm.sampling.guidance import ConditionValue
     from ddm.trust.log.witness import Witnesses
 

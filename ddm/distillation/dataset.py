@@ -31,8 +31,8 @@ from ddm.io.files import require_file
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors, stored_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.models.conditions import check_text
+from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, TextCondition
 from ddm.protocol.manifest import PublishedExpert
-from ddm.protocol.plan import ClassCondition, Condition, NoCondition, TextCondition
 from ddm.sampling.mixture import mix_velocity
 from ddm.sampling.strategies import draw_expert
 from ddm.sampling.trajectories import draw_noise

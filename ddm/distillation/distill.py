@@ -34,7 +34,7 @@ from ddm.distillation.dataset import DistillationData, check_labels
 from ddm.distillation.posterior import Posterior
 from ddm.ensemble import Ensemble, mix_velocity
 from ddm.errors import MathError, ShapeError
-from ddm.protocol.plan import TDistribution, Training, UniformT
+from ddm.protocol.learning import TDistribution, Training, UniformT
 from ddm.sampling.strategies import draw_expert
 from ddm.system.devices import Precision, computes_in_bf16
 from ddm.training.batches import Batch

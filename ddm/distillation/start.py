@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddm.protocol.architecture import Architecture
+from ddm.protocol.architecture import Architecture, Condition
 from ddm.protocol.base import File
-from ddm.protocol.plan import Condition
 
 if TYPE_CHECKING:
     from ddm.loading.release import Release

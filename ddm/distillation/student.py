@@ -14,6 +14,7 @@ from ddm.errors import DigestError
 from ddm.io.files import read_bounded, require_file
 from ddm.models import load_expert
 from ddm.models.arithmetic import Arithmetic
+from ddm.protocol.architecture import Architecture, Condition, NoCondition
 from ddm.protocol.base import (
     MAX_DOCUMENT_BYTES,
     Digest,
@@ -26,18 +27,10 @@ from ddm.protocol.base import (
     PositiveInt,
     Seconds,
 )
+from ddm.protocol.data import DataSpec
 from ddm.protocol.footprint import drawing_bytes
-from ddm.protocol.plan import (
-    Architecture,
-    Autoencoder,
-    Condition,
-    DataSpec,
-    IdentityLatent,
-    Latent,
-    NoCondition,
-    TDistribution,
-    Training,
-)
+from ddm.protocol.latent import Autoencoder, IdentityLatent, Latent
+from ddm.protocol.learning import TDistribution, Training
 from ddm.protocol.sizes import network_size
 from ddm.sampling.guidance import ClassPrior
 

@@ -11,7 +11,7 @@ from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, ShapeError
 from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 
 # Shape legend: N images, D values in one image, R principal directions.
 

@@ -22,8 +22,8 @@ from ddm.encoders.timm import import_torchvision
 from ddm.errors import ArchipelagoError, DigestError, NumericalError, SetupError, ShapeError
 from ddm.io.files import read_bounded, require_file
 from ddm.io.tensors import load_tensors
+from ddm.protocol.architecture import PinnedEncoder, TextCondition
 from ddm.protocol.base import File, sha256_file, sha256_hex
-from ddm.protocol.plan import PinnedEncoder, TextCondition
 from ddm.system.devices import device_named
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"

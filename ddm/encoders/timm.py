@@ -19,8 +19,8 @@ from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, SetupError, ShapeError
 from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec, load_tensors, read_header, spec_of
-from ddm.protocol.plan import DataSpec
-from ddm.protocol.plan import TimmEncoder as TimmSpec
+from ddm.protocol.data import DataSpec
+from ddm.protocol.encoder import TimmEncoder as TimmSpec
 from ddm.system.devices import device_named
 
 # Shape legend: N images, B images of one block, C channels, H height, W width.

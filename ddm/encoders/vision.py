@@ -20,7 +20,7 @@ from ddm.errors import ArchipelagoError, DataError, SetupError
 from ddm.io.files import read_bounded, require_file
 from ddm.io.tensors import load_tensors
 from ddm.protocol.base import sha256_file, sha256_hex
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from ddm.system.devices import device_named
 
 PREPROCESSING = "preprocessor_config.json"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddm.errors import DataError, ShapeError
 from ddm.io.tensors import TensorSpec, load_tensors, read_header, save_tensors, spec_of
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 
 DIM = 64
 MAX_FILE_BYTES = 16 * 1024**2

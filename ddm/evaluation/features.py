@@ -16,7 +16,8 @@ from ddm.evaluation.classifier import Classifier
 from ddm.io.files import read_bounded, require_file
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import sha256_file
-from ddm.protocol.plan import DataSpec, Plan
+from ddm.protocol.data import DataSpec
+from ddm.protocol.plan import Plan
 
 FORMS = "encoder, timm:NAME=FILE, timm:FILE, clip:FOLDER, or FILE.safetensors of a small classifier"
 _MAX_CONFIG_BYTES = 1 << 20

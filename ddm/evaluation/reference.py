@@ -20,7 +20,8 @@ from ddm.images.samples import ImageSet, open_image_set
 from ddm.io.array_input import real_tensor
 from ddm.protocol.base import sha256_file, sha256_hex
 from ddm.protocol.classes import Classes
-from ddm.protocol.plan import DataSpec, TransformSpec
+from ddm.protocol.data import DataSpec
+from ddm.protocol.transform import TransformSpec
 
 BLOCK_BYTES = 1 << 24  # of float32 images
 _LABELS, _CAPTIONS = ("labels", "label"), ("captions", "caption")

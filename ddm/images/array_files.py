@@ -27,7 +27,7 @@ from ddm.images.rows import Convert, FileArray, Images, StoredArray, StoredImage
 from ddm.images.unpacked import stamps, unpacked_path
 from ddm.io.files import replacing
 from ddm.io.space import require_free_space
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from ddm.system.memory import machine_bytes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ddm.errors import DataError
 from ddm.images.layout import row_shapes
 from ddm.images.rows import Rows
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

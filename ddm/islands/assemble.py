@@ -23,13 +23,8 @@ from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import File, now_utc, sha256_file
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
-from ddm.protocol.submission import (
-    NoWeightPrivacy,
-    SubmittedExpert,
-    class_counts_path,
-    expert_path,
-    submission_path,
-)
+from ddm.protocol.submission import SubmittedExpert, class_counts_path, expert_path, submission_path
+from ddm.protocol.weight_privacy import NoWeightPrivacy
 from ddm.publishing.drawing import Progress as DrawProgress
 from ddm.publishing.keys import load_key
 from ddm.publishing.pictured import draw_for

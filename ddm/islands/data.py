@@ -10,7 +10,8 @@ from ddm.errors import DataError
 from ddm.images.columns import TextColumn, class_numbers, text_column
 from ddm.images.samples import ImageSet, open_image_set
 from ddm.protocol.classes import Classes
-from ddm.protocol.plan import DataSpec, TransformSpec
+from ddm.protocol.data import DataSpec
+from ddm.protocol.transform import TransformSpec
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,11 @@ from pydantic import Field, StringConstraints, model_validator
 from ddm.io.settings import Settings
 from ddm.planning.recipe import SharedRecipe
 from ddm.protocol.base import ShortText
-from ddm.protocol.plan import Audit, Limits, MomentsRouter, OwnAdaptation, Partition, Statistics
+from ddm.protocol.learning import OwnAdaptation
+from ddm.protocol.limits import Audit, Limits
+from ddm.protocol.partition import Partition
+from ddm.protocol.plan import Statistics
+from ddm.protocol.routers import MomentsRouter
 
 _MOST_GROUPS = 128
 

@@ -20,8 +20,8 @@ from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.manifest import Evaluation
 from ddm.protocol.plan import EXACT, Plan
-from ddm.protocol.plan import LearnedRouter as LearnedSettings
-from ddm.protocol.plan import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import LearnedRouter as LearnedSettings
+from ddm.protocol.routers import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibration, calibrate
 from ddm.routers.comparison import BandComparison, compare, minus_prior

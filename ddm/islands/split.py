@@ -24,22 +24,12 @@ from ddm.islands.recipe import IslandsRecipe
 from ddm.planning.document import plan_of
 from ddm.planning.fit import Fitted, divide, fit_public
 from ddm.planning.recipe import TextRecipe
-from ddm.protocol.plan import (
-    EXACT,
-    Agreed,
-    Audit,
-    Budget,
-    ClassCondition,
-    ClassCountsStatistic,
-    Condition,
-    CountsStatistic,
-    Limits,
-    Plan,
-    SamplesRouter,
-    SiloPartition,
-    Statistics,
-    TextCondition,
-)
+from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
+from ddm.protocol.enrolment import Agreed
+from ddm.protocol.limits import Audit, Limits
+from ddm.protocol.partition import SiloPartition
+from ddm.protocol.plan import EXACT, Budget, ClassCountsStatistic, CountsStatistic, Plan, Statistics
+from ddm.protocol.routers import SamplesRouter
 from ddm.protocol.sizes import network_size
 
 # Shape legend: N images, K islands, G groups of fine centroids.

@@ -11,8 +11,8 @@ from ddm.io.locks import locked
 from ddm.io.space import check_writable
 from ddm.islands.arrays import map_array
 from ddm.islands.folder import IslandFolder, Islands, TrainedIsland
+from ddm.protocol.architecture import NoCondition
 from ddm.protocol.base import File, sha256_file
-from ddm.protocol.plan import NoCondition
 from ddm.protocol.submission import ExpertTraining, expert_path
 from ddm.training.config import TrainingSettings
 from ddm.training.job import discard_job

@@ -21,7 +21,8 @@ from ddm.partition.layout import Layout, Part, known_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo
-from ddm.protocol.plan import Plan, SiloClusterPartition
+from ddm.protocol.partition import SiloClusterPartition
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, class_counts_path
 from ddm.routers.base import ConditionalRouter
 from ddm.routers.calibration import Calibrated

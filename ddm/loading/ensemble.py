@@ -19,8 +19,9 @@ from ddm.loading.release import Release, open_release
 from ddm.models import load_expert
 from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.footprint import sampling_bytes
+from ddm.protocol.learning import ExpertObjective
 from ddm.protocol.manifest import Manifest
-from ddm.protocol.plan import ExpertObjective, Plan
+from ddm.protocol.plan import Plan
 from ddm.routers.loading import load_router
 from ddm.sampling.expert_cache import LazyExperts
 from ddm.system.memory import memory_limit

@@ -1,8 +1,9 @@
 """Holds a release against a memory limit before anything in it is loaded, by its documents' numbers alone."""
 
+from ddm.protocol.encoder import TimmEncoder
 from ddm.protocol.footprint import opening_bytes
 from ddm.protocol.manifest import Manifest
-from ddm.protocol.plan import Plan, TimmEncoder
+from ddm.protocol.plan import Plan
 from ddm.system.memory import MemoryLimit
 
 

@@ -11,9 +11,10 @@ from ddm.encoders.autoencoder import Identity, Latent, open_latent
 from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.partition.clustering import Clusters, cluster_specs
 from ddm.privacy.accounting import gaussian_mu, t_release
-from ddm.protocol.plan import Autoencoder, Plan
-from ddm.protocol.plan import HogEncoder as HogSpec
-from ddm.protocol.plan import PcaEncoder as PcaSpec
+from ddm.protocol.encoder import HogEncoder as HogSpec
+from ddm.protocol.encoder import PcaEncoder as PcaSpec
+from ddm.protocol.latent import Autoencoder
+from ddm.protocol.plan import Plan
 from ddm.routers.sketch import Sketch, sketch_specs
 
 ENCODER_PATH = "plan/encoder.safetensors"

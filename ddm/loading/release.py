@@ -19,7 +19,8 @@ from ddm.protocol.carried import Carried
 from ddm.protocol.growth import check_consent, standing_of
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo, Standing
-from ddm.protocol.plan import Plan, SiloClusterPartition
+from ddm.protocol.partition import SiloClusterPartition
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, class_counts_path, is_expert_path, submission_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.trust.log.memory import LogMemory

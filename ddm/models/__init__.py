@@ -13,8 +13,7 @@ from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.models.dit import DiT
 from ddm.models.mmdit import MMDiT
 from ddm.models.unet import UNet
-from ddm.protocol.base import File
-from ddm.protocol.plan import (
+from ddm.protocol.architecture import (
     Architecture,
     ClassCondition,
     Condition,
@@ -24,6 +23,7 @@ from ddm.protocol.plan import (
     TextCondition,
     Unet,
 )
+from ddm.protocol.base import File
 
 __all__ = [
     "build_expert",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.errors import SetupError
-from ddm.protocol.plan import (
+from ddm.protocol.learning import (
     Adaptation,
     FullAdaptation,
     LoraAdaptation,

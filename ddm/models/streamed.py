@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ddm.errors import TensorFileError
 from ddm.io.tensors import check_tensors, read_header
 from ddm.models import empty_expert, expected_tensors
-from ddm.protocol.plan import Architecture, Condition, NoCondition
+from ddm.protocol.architecture import Architecture, Condition, NoCondition
 
 PART_BYTES = 32 << 20
 _FLOAT_BYTES = 4

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddm.partition.clustering import Clusters
-from ddm.protocol.plan import Partition, RandomPartition, SiloClusterPartition
+from ddm.protocol.partition import Partition, RandomPartition, SiloClusterPartition
 
 # Shape legend: N images, F fine centroids, G public groups, C coarse clusters, K silos, E experts, D feature values.
 

@@ -12,6 +12,7 @@ from ddm.protocol.learning import Expert
 from ddm.protocol.routers import CountsRouter, LearnedRouter, MomentsRouter, SamplesRouter
 
 SizeName = Annotated[str, Field(max_length=40)]
+_SIZE_FIELDS = {"patch", "hidden", "depth", "heads", "shared_depth"}
 
 
 class DitRecipe(Dit):
@@ -110,7 +111,7 @@ def _expanded(given: Any, named: Callable[[str], TransformerSize]) -> Any:
     if not isinstance(given, Mapping) or not isinstance(given.get("size"), str):
         return given
     try:
-        numbers = named(given["size"]).model_dump(exclude={"kind"})
+        numbers = named(given["size"]).model_dump(include=_SIZE_FIELDS)
     except ShapeError as error:
         raise ValueError(f"size must be {error.expected}, got {error.got}") from error
     if both := [name for name in numbers if name in given]:

@@ -9,7 +9,8 @@ from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
 from ddm.planning.fit import Fitted
 from ddm.planning.recipe import SharedRecipe
 from ddm.protocol.base import File, now_utc
-from ddm.protocol.plan import Clustering, Plan, SketchSpec
+from ddm.protocol.partition import Clustering, SketchSpec
+from ddm.protocol.plan import Plan
 
 
 def plan_of(

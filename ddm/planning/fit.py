@@ -25,11 +25,17 @@ from ddm.planning.recipe import (
     SharedRecipe,
     TextRecipe,
 )
-from ddm.protocol.latent import AUTOENCODER_PATH, AutoencoderSize
-from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, Condition, IdentityLatent
-from ddm.protocol.plan import Encoder as EncoderSpec
-from ddm.protocol.plan import HogEncoder as HogSpec
-from ddm.protocol.plan import PcaEncoder as PcaSpec
+from ddm.protocol.architecture import Condition
+from ddm.protocol.encoder import Encoder as EncoderSpec
+from ddm.protocol.encoder import HogEncoder as HogSpec
+from ddm.protocol.encoder import PcaEncoder as PcaSpec
+from ddm.protocol.latent import (
+    AUTOENCODER_PATH,
+    Autoencoder,
+    AutoencoderKlLatent,
+    AutoencoderSize,
+    IdentityLatent,
+)
 from ddm.routers.sketch import Sketch
 
 FEWEST_HELD_OUT = 20  # public images that judge and calibrate the routers

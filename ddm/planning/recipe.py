@@ -7,19 +7,13 @@ from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ddm.io.settings import Settings
 from ddm.planning.architectures import ExpertRecipe, RouterRecipe
-from ddm.protocol.architecture import MaxTokens, Probability
+from ddm.protocol.architecture import ClassCondition, MaxTokens, NoCondition, Probability
 from ddm.protocol.base import NaturalInt
+from ddm.protocol.data import DataSpec
+from ddm.protocol.encoder import Side
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
-from ddm.protocol.plan import (
-    ClassCondition,
-    DataSpec,
-    LogitNormalT,
-    NoCondition,
-    Objective,
-    Side,
-    TransformSpec,
-    UniformT,
-)
+from ddm.protocol.learning import LogitNormalT, Objective, UniformT
+from ddm.protocol.transform import TransformSpec
 
 MOST_FINE = 1024
 IMAGES_PER_FINE = 4

@@ -26,15 +26,13 @@ class ClassCondition(Model):
         num_classes: number of classes, numbered from 0.
         drop: probability with which training drops a sample's class.
         names: what the classes are called, from number 0 on: tables of images may have them as labels, and samples are
-            asked for by them. A document without names leaves the field out.
+            asked for by them.
     """
 
     kind: Literal["class"] = "class"
     num_classes: Annotated[int, Field(gt=1, le=4096)]
     drop: Probability = 0.1
-    names: Annotated[
-        tuple[ClassName, ...], Field(max_length=4096, exclude_if=lambda names: not names)
-    ] = ()
+    names: Annotated[tuple[ClassName, ...], Field(max_length=4096)] = ()
 
     @model_validator(mode="after")
     def _names_tell_classes_apart(self) -> "ClassCondition":
@@ -64,16 +62,13 @@ class PinnedEncoder(Model):
 
 
 class TextCondition(Model):
-    """Experts conditioned on a text, as at most `max_tokens` embeddings of `dim` values; `drop` as for classes.
-
-    A document without an `encoder` leaves the field out.
-    """
+    """Experts conditioned on a text, as at most `max_tokens` embeddings of `dim` values; `drop` as for classes."""
 
     kind: Literal["text"] = "text"
     dim: Annotated[int, Field(gt=0, le=16384)]
     max_tokens: MaxTokens
     drop: Probability = 0.1
-    encoder: Annotated[PinnedEncoder | None, Field(exclude_if=lambda pinned: pinned is None)] = None
+    encoder: PinnedEncoder | None = None
 
 
 Condition = Annotated[NoCondition | ClassCondition | TextCondition, Field(discriminator="kind")]
@@ -117,16 +112,13 @@ GridSide = Annotated[int, Field(gt=0, le=65536)]
 class ExpertTransformer(TransformerSize):
     """A transformer whose positions are computed from the place of a patch.
 
-    A document without `position_grid` leaves the field out: positions are the numbers of row and column.
-
     Attributes:
         position_grid: rows and columns of the grid of patches on which an expert was trained first; in an image with
-            more patches, the places of rows and columns lie between those of this grid and span the same range.
+            more patches, the places of rows and columns lie between those of this grid and span the same range. None:
+            positions are the numbers of row and column.
     """
 
-    position_grid: Annotated[
-        tuple[GridSide, GridSide] | None, Field(exclude_if=lambda grid: grid is None)
-    ] = None
+    position_grid: tuple[GridSide, GridSide] | None = None
 
     def patch_grid(self, shape: Shape) -> tuple[int, int]:
         """Return rows and columns of the patches of a sample (C, H, W)."""
@@ -138,12 +130,11 @@ class Dit(ExpertTransformer):
 
     Attributes:
         qk_norm: whether queries and keys are normalised in each head, so that attention stays bounded at high learning
-            rates and in bf16 (Dehghani et al. 2023); those of an MMDiT always are. A document without it leaves the
-            field out.
+            rates and in bf16 (Dehghani et al. 2023); those of an MMDiT always are.
     """
 
     kind: Literal["dit"] = "dit"
-    qk_norm: Annotated[bool, Field(exclude_if=lambda normalised: not normalised)] = False
+    qk_norm: bool = False
 
 
 class Mmdit(ExpertTransformer):

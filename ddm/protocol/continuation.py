@@ -4,7 +4,8 @@ from typing import Any
 
 from ddm.errors import ReplayError
 from ddm.protocol.architecture import Dit, Mmdit, Unet
-from ddm.protocol.plan import Plan, SiloClusterPartition
+from ddm.protocol.partition import SiloClusterPartition
+from ddm.protocol.plan import Plan
 
 
 def grid_of(plan: Plan) -> tuple[int, int] | None:

@@ -69,7 +69,7 @@ class Card(Document):
     """A silo's public keys and its agreed size, sealed with its signing key as proof of possession.
 
     `max_epsilon` is the most that its policy lets one plan spend, and `unit` what a plan has to protect there, when the
-    card was made; a silo still holds each plan against its policy. Cards of before leave them out.
+    card was made; a silo still holds each plan against its policy.
     """
 
     format: Literal["archipelago/card/1"] = "archipelago/card/1"
@@ -79,8 +79,8 @@ class Card(Document):
         str, StringConstraints(pattern=r"^ecdsa-sha2-nistp(256|384) [A-Za-z0-9+/=]{1,400}$")
     ]
     agreed: Agreed
-    max_epsilon: Annotated[Epsilon | None, Field(exclude_if=lambda most: most is None)] = None
-    unit: Annotated[Unit | None, Field(exclude_if=lambda unit: unit is None)] = None
+    max_epsilon: Epsilon
+    unit: Unit
     created_at: Time
 
 

@@ -6,21 +6,12 @@ estimates for float32 on a CPU; nothing here reads a file, builds a network, or 
 
 from math import ceil, prod
 
+from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 from ddm.protocol.base import MAX_DOCUMENT_BYTES
-from ddm.protocol.plan import (
-    Autoencoder,
-    ClassCondition,
-    Condition,
-    DiffusersKlLatent,
-    HogEncoder,
-    Latent,
-    LearnedRouter,
-    PcaEncoder,
-    Plan,
-    SamplesRouter,
-    TextCondition,
-    TimmEncoder,
-)
+from ddm.protocol.encoder import HogEncoder, PcaEncoder, TimmEncoder
+from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
+from ddm.protocol.plan import Plan
+from ddm.protocol.routers import LearnedRouter, SamplesRouter
 from ddm.protocol.sizes import (
     FLOAT_BYTES,
     NetworkSize,

@@ -11,8 +11,9 @@ from typing import Any
 
 from ddm.errors import ReplayError
 from ddm.protocol.carried import Carried
+from ddm.protocol.latent import Autoencoder
 from ddm.protocol.manifest import Standing
-from ddm.protocol.plan import Autoencoder, Plan
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 
 _EQUAL = (

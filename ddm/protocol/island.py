@@ -29,5 +29,5 @@ class Island(Document):
     created_at: Time
     num_units: Annotated[NumImages, Field(ge=2)]
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=1)]
-    class_counts: Annotated[File | None, Field(exclude_if=lambda file: file is None)] = None
+    class_counts: File | None = None
     software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]

@@ -138,7 +138,7 @@ class DiffusersKlSize(_Halving):
         return super().misfit(shape)
 
 
-Tile = Annotated[int, Field(ge=0, le=65536, exclude_if=lambda tile: tile == 0)]
+Tile = Annotated[int, Field(ge=0, le=65536)]
 
 
 class DiffusersKlLatent(DiffusersKlSize):

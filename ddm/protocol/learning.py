@@ -47,21 +47,16 @@ class SiloObjective(ExpertObjective):
 
 
 class Objective(ExpertObjective):
-    """The experts' objective, whose path sets the ensemble's canonical path; `exceptions` gives silos another one.
+    """The experts' objective, whose path sets the ensemble's canonical path; `exceptions` gives silos another one."""
 
-    A document without exceptions leaves the field out.
-    """
-
-    exceptions: Annotated[
-        tuple[SiloObjective, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)
-    ] = ()
+    exceptions: Annotated[tuple[SiloObjective, ...], Field(max_length=1024)] = ()
 
     def of(self, silo_id: str) -> ExpertObjective:
         """Return the objective of a silo's experts."""
         return next((other for other in self.exceptions if other.silo_id == silo_id), self)
 
 
-Shift = Annotated[float, Field(ge=0.01, le=100.0, exclude_if=lambda shift: shift == 1.0)]
+Shift = Annotated[float, Field(ge=0.01, le=100.0)]
 """Shifts times towards noise, ``t' = s t / (1 + (s - 1) t)``: with ``s = sqrt(m / n)`` an image of m values loses as
 much information at t' as one of n values at t on the linear path (Esser et al. 2024, section 5.3.2). 1 is no shift."""
 
@@ -199,27 +194,23 @@ class Training(Model):
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)]
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 100
-    final_rate: Annotated[Share, Field(exclude_if=lambda share: share == 0.0)] = 0.0
+    final_rate: Share = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: Share
     max_gradient_norm: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
-    ema_decay: Annotated[Beta | None, Field(exclude_if=lambda decay: decay is None)] = None
-    ema_half_life: Annotated[
-        float | None, Field(gt=0.0, le=1e12, exclude_if=lambda images: images is None)
-    ] = None
-    ema_width: Annotated[
-        float | None, Field(ge=0.01, le=0.25, exclude_if=lambda width: width is None)
-    ] = None
-    ema_snapshots: Annotated[int, Field(ge=0, le=1024, exclude_if=lambda number: number == 0)] = 0
+    ema_decay: Beta | None = None
+    ema_half_life: Annotated[float | None, Field(gt=0.0, le=1e12)] = None
+    ema_width: Annotated[float | None, Field(ge=0.01, le=0.25)] = None
+    ema_snapshots: Annotated[int, Field(ge=0, le=1024)] = 0
     loss_weighting: Literal["none", "min_snr", "sigmoid"] = "none"
     order: Literal["drawn", "epochs"] = "drawn"
-    flip: Annotated[bool, Field(exclude_if=lambda flips: not flips)] = False
-    crop: Annotated[int, Field(ge=0, le=64, exclude_if=lambda pixels: pixels == 0)] = 0
+    flip: bool = False
+    crop: Annotated[int, Field(ge=0, le=64)] = 0
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     checkpoint_steps: NumSteps
     seed: NaturalInt = 0
-    mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0, exclude_if=lambda ratio: ratio == 0.0)] = 0.0
-    unmasked_share: Annotated[Share, Field(exclude_if=lambda share: share == 0.1)] = 0.1
+    mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    unmasked_share: Share = 0.1
 
     @property
     def averages(self) -> list[str]:
@@ -254,15 +245,13 @@ class Expert(Model):
     Attributes:
         dtype: type of the weights that leave.
         privacy: private training, so that the weights that leave hide each unit; none by default.
-        dp_sgd: always null; plans of version 1 carry it.
     """
 
     architecture: Architecture
     adaptation: Adaptation = FullAdaptation()
     dtype: Literal["float32"] = "float32"
     training: Training
-    privacy: Annotated[DpSgd | None, Field(exclude_if=lambda asked: asked is None)] = None
-    dp_sgd: None = None
+    privacy: DpSgd | None = None
 
     @model_validator(mode="after")
     def _masked_experts_have_tokens(self) -> "Expert":

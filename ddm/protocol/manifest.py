@@ -57,17 +57,17 @@ class PublishedSilo(Model):
 
     Attributes:
         standing: what it is in a plan that carries experts over: one whose experts are `carried` from an earlier plan,
-            one that trained `again`, one that came `late`; `new`, which is left out, in a plan that carries none.
+            one that trained `again`, one that came `late`; `new` in a plan that carries none.
         units: the number of units that its prior counts: what its submission states, or less.
         units_reason: why it counts less; the operator's words.
     """
 
     silo_id: SiloId
-    standing: Annotated[Standing, Field(exclude_if=lambda standing: standing == "new")] = "new"
+    standing: Standing = "new"
     submission: File
     key_fingerprint: Digest
-    epsilon: Annotated[Epsilon | None, Field(exclude_if=lambda epsilon: epsilon is None)] = None
-    delta: Annotated[Delta | None, Field(exclude_if=lambda delta: delta is None)] = None
+    epsilon: Epsilon | None = None
+    delta: Delta | None = None
     audit: Literal["pass", "waived", "fail", "bounded", "none"]
     isolation: Literal["none", "users", "containers"]
     admitted: bool = False
@@ -78,7 +78,7 @@ class PublishedSilo(Model):
 class PublishedExpert(Model):
     """One expert, and the screening rules that it violates. The order of experts is the router's class order.
 
-    `privacy` repeats what its silo signed where it was trained privately; without, the field is left out.
+    `privacy` repeats what its silo signed where it was trained privately.
     """
 
     expert_id: ExpertId
@@ -87,7 +87,7 @@ class PublishedExpert(Model):
     prior: Probability
     file: File
     flags: Annotated[tuple[Flag, ...], Field(max_length=16)] = ()
-    privacy: Annotated[DpSgdPrivacy | None, Field(exclude_if=lambda stated: stated is None)] = None
+    privacy: DpSgdPrivacy | None = None
 
 
 class PublishedRouter(Model):
@@ -113,7 +113,7 @@ class Evaluation(Model):
 class Manifest(Document):
     """The signed list of a release's contents."""
 
-    format: Literal["archipelago/manifest/1", "archipelago/manifest/2"] = "archipelago/manifest/2"
+    format: Literal["archipelago/manifest/1"] = "archipelago/manifest/1"
     plan_id: PlanId
     plan_digest: Digest
     version: PositiveInt

@@ -4,15 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ddm.protocol.architecture import Architecture as Architecture
-from ddm.protocol.architecture import ClassCondition as ClassCondition
-from ddm.protocol.architecture import Condition as Condition
-from ddm.protocol.architecture import Dit as Dit
-from ddm.protocol.architecture import Mmdit as Mmdit
-from ddm.protocol.architecture import NoCondition as NoCondition
-from ddm.protocol.architecture import PinnedEncoder as PinnedEncoder
-from ddm.protocol.architecture import TextCondition as TextCondition
-from ddm.protocol.architecture import Unet as Unet
+from ddm.protocol.architecture import (
+    Architecture,
+    ClassCondition,
+    Condition,
+)
 from ddm.protocol.base import (
     Delta,
     Document,
@@ -25,48 +21,32 @@ from ddm.protocol.base import (
     Time,
     Unit,
 )
-from ddm.protocol.carried import Carried as Carried
-from ddm.protocol.carried import check_listed
-from ddm.protocol.data import DataSpec as DataSpec
-from ddm.protocol.encoder import Encoder as Encoder
-from ddm.protocol.encoder import HogEncoder as HogEncoder
-from ddm.protocol.encoder import PcaEncoder as PcaEncoder
-from ddm.protocol.encoder import Side as Side
-from ddm.protocol.encoder import TimmEncoder as TimmEncoder
-from ddm.protocol.enrolment import Agreed as Agreed
-from ddm.protocol.latent import Autoencoder as Autoencoder
-from ddm.protocol.latent import AutoencoderKlLatent as AutoencoderKlLatent
-from ddm.protocol.latent import DiffusersKlLatent as DiffusersKlLatent
-from ddm.protocol.latent import IdentityLatent as IdentityLatent
-from ddm.protocol.latent import Latent as Latent
-from ddm.protocol.learning import Adaptation as Adaptation
-from ddm.protocol.learning import Expert as Expert
-from ddm.protocol.learning import ExpertObjective as ExpertObjective
-from ddm.protocol.learning import FullAdaptation as FullAdaptation
-from ddm.protocol.learning import LogitNormalT as LogitNormalT
-from ddm.protocol.learning import LoraAdaptation as LoraAdaptation
-from ddm.protocol.learning import Objective as Objective
-from ddm.protocol.learning import OwnAdaptation as OwnAdaptation
-from ddm.protocol.learning import PartialAdaptation as PartialAdaptation
-from ddm.protocol.learning import SiloObjective as SiloObjective
-from ddm.protocol.learning import TDistribution as TDistribution
-from ddm.protocol.learning import Training as Training
-from ddm.protocol.learning import UniformT as UniformT
-from ddm.protocol.limits import Audit as Audit
-from ddm.protocol.limits import Limits as Limits
-from ddm.protocol.partition import Clustering as Clustering
-from ddm.protocol.partition import Partition as Partition
-from ddm.protocol.partition import RandomPartition as RandomPartition
-from ddm.protocol.partition import SiloClusterPartition as SiloClusterPartition
-from ddm.protocol.partition import SiloPartition as SiloPartition
-from ddm.protocol.partition import SketchSpec as SketchSpec
-from ddm.protocol.routers import CountsRouter as CountsRouter
-from ddm.protocol.routers import LearnedRouter as LearnedRouter
-from ddm.protocol.routers import MomentsRouter as MomentsRouter
-from ddm.protocol.routers import Router as Router
-from ddm.protocol.routers import SamplesRouter as SamplesRouter
-from ddm.protocol.transform import TransformSpec as TransformSpec
-from ddm.protocol.weight_privacy import DpSgd as DpSgd
+from ddm.protocol.carried import Carried, check_listed
+from ddm.protocol.data import DataSpec
+from ddm.protocol.encoder import Encoder
+from ddm.protocol.enrolment import Agreed
+from ddm.protocol.latent import (
+    Autoencoder,
+    DiffusersKlLatent,
+    Latent,
+)
+from ddm.protocol.learning import (
+    Expert,
+    Objective,
+    OwnAdaptation,
+    TDistribution,
+)
+from ddm.protocol.limits import Audit, Limits
+from ddm.protocol.partition import (
+    Clustering,
+    Partition,
+    RandomPartition,
+    SiloClusterPartition,
+    SiloPartition,
+    SketchSpec,
+)
+from ddm.protocol.routers import LearnedRouter, MomentsRouter, Router, SamplesRouter
+from ddm.protocol.transform import TransformSpec
 
 EXACT = 1000.0  # what an epsilon without noise reads: the largest that the format has, and a promise of nothing
 
@@ -204,14 +184,12 @@ class Plan(Document):
     created_at: Time
     expires_at: Time
     silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=1024)]
-    carried: Annotated[
-        tuple[Carried, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)
-    ] = ()
+    carried: Annotated[tuple[Carried, ...], Field(max_length=1024)] = ()
     agreed: Annotated[dict[SiloId, Agreed], Field(max_length=1024)]
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     data: DataSpec
-    transform: Annotated[TransformSpec | None, Field(exclude_if=lambda given: given is None)] = None
+    transform: TransformSpec | None = None
     latent: Latent
     encoder: Encoder
     clustering: Clustering
@@ -225,7 +203,7 @@ class Plan(Document):
     router: Router
     audit: Audit
     limits: Limits
-    rehearsal: Annotated[bool, Field(exclude_if=lambda tried: not tried)] = False
+    rehearsal: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":

@@ -62,25 +62,18 @@ class SamplesRouter(TransformerSize):
     """
 
     kind: Literal["samples"] = "samples"
-    labels: Annotated[Labels, Field(exclude_if=lambda labels: labels == "experts")] = "experts"
+    labels: Labels = "experts"
     num_steps: NumSteps
     images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)] = 1000
-    batch_size: Annotated[int, Field(gt=0, le=2**20, exclude_if=lambda images: images == 128)] = 128
-    learning_rate: Annotated[float, Field(gt=0.0, le=1.0, exclude_if=lambda rate: rate == 1e-3)] = (
-        1e-3
-    )
-    schedule: Annotated[
-        Literal["constant", "cosine", "linear"],
-        Field(exclude_if=lambda schedule: schedule == "cosine"),
-    ] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0, le=10**9, exclude_if=lambda steps: steps == 0)] = 0
-    final_rate: Annotated[Share, Field(exclude_if=lambda share: share == 0.0)] = 0.0
-    weight_decay: Annotated[Share, Field(exclude_if=lambda decay: decay == 0.05)] = 0.05
-    precision: Annotated[
-        Literal["auto", "fp32", "bf16"], Field(exclude_if=lambda precision: precision == "fp32")
-    ] = "fp32"
-    conditional: Annotated[bool, Field(exclude_if=lambda reads: not reads)] = False
-    drop: Annotated[Probability, Field(exclude_if=lambda share: share == 0.1)] = 0.1
+    batch_size: Annotated[int, Field(gt=0, le=2**20)] = 128
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-3
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
+    final_rate: Share = 0.0
+    weight_decay: Share = 0.05
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    conditional: bool = False
+    drop: Probability = 0.1
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """See `TransformerSize.misfit`; a router that reads a condition needs one."""

@@ -30,8 +30,7 @@ from ddm.protocol.base import (
     Unit,
 )
 from ddm.protocol.plan import Statistics
-from ddm.protocol.weight_privacy import NoWeightPrivacy as NoWeightPrivacy
-from ddm.protocol.weight_privacy import WeightPrivacy
+from ddm.protocol.weight_privacy import NoWeightPrivacy, WeightPrivacy
 
 MAX_LOSS = 1e30
 
@@ -192,7 +191,7 @@ class AuditVerdict(Model):
     """
 
     verdict: Literal["pass", "waived", "fail", "bounded"]
-    digest: Annotated[Digest | None, Field(exclude_if=lambda digest: digest is None)] = None
+    digest: Digest | None = None
     waiver: Waiver | None = None
 
     @model_validator(mode="after")
@@ -214,16 +213,14 @@ class Approval(Model):
 
     kind: Literal["person", "policy"]
     at: Time
-    despite_fail: Annotated[Responsible | None, Field(exclude_if=lambda person: person is None)] = (
-        None
-    )
+    despite_fail: Responsible | None = None
 
 
 class Submission(Document):
     """Everything that one silo sends for one plan.
 
     `carry_over` is the silo's consent that its experts and statistics go on in later plans of the federation in which
-    they mean the same; a document without consent leaves the field out.
+    they mean the same.
     """
 
     format: Literal["archipelago/submission/1"] = "archipelago/submission/1"
@@ -243,7 +240,7 @@ class Submission(Document):
     ledger: LedgerHead
     audit: AuditVerdict
     approval: Approval | None
-    carry_over: Annotated[bool, Field(exclude_if=lambda consents: not consents)] = False
+    carry_over: bool = False
     software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]
 
     @property

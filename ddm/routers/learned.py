@@ -15,7 +15,7 @@ from ddm.diffusion.path import Path
 from ddm.errors import ShapeError
 from ddm.io.tensors import TensorSpec
 from ddm.partition.layout import Layout
-from ddm.protocol.plan import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedRouter as Settings
 from ddm.routers.base import Progress
 from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.refit import refit_shares

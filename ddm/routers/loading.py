@@ -9,9 +9,9 @@ from ddm.diffusion.path import path_named
 from ddm.errors import DocumentError, MathError, TensorFileError
 from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.protocol.manifest import PublishedExpert, PublishedRouter
-from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import Plan
-from ddm.protocol.plan import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import LearnedRouter as LearnedSettings
+from ddm.protocol.routers import SamplesRouter as SamplesSettings
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated
 from ddm.routers.counts import CountsRouter, counts_router_specs

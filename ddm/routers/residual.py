@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
-from ddm.protocol.plan import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedRouter as Settings
 from ddm.routers.base import Progress
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch

@@ -20,8 +20,8 @@ from ddm.diffusion.solver import integrate, uniform_times
 from ddm.errors import NumericalError
 from ddm.io.tensors import TensorSpec
 from ddm.models.token_router import TokenRouter
-from ddm.protocol.plan import Condition, Dit, NoCondition
-from ddm.protocol.plan import SamplesRouter as Settings
+from ddm.protocol.architecture import Condition, Dit, NoCondition
+from ddm.protocol.routers import SamplesRouter as Settings
 from ddm.routers.base import Progress
 from ddm.routers.labelled import Labelled
 from ddm.system.devices import Precision, computes_in_bf16

@@ -15,7 +15,8 @@ from ddm.diffusion.path import Path
 from ddm.encoders import principal_directions
 from ddm.errors import DataError, NumericalError, PolicyError, ShapeError
 from ddm.io.tensors import TensorSpec
-from ddm.protocol.plan import DataSpec, Plan
+from ddm.protocol.data import DataSpec
+from ddm.protocol.plan import Plan
 
 # Shape legend: N images, B batch, D values in one image, R sketch dimensions, G public groups.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddm.errors import MathError, ShapeError
-from ddm.protocol.plan import ClassCondition, Condition, NoCondition
+from ddm.protocol.architecture import ClassCondition, Condition, NoCondition
 from ddm.routers.base import ConditionalRouter, Router, log_prior
 from ddm.sampling.mixture import Branch, OfSamples
 

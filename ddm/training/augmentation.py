@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import ShapeError
-from ddm.protocol.plan import Training
+from ddm.protocol.learning import Training
 
 
 def augmented(x_BCHW: Tensor, settings: Training, random: np.random.Generator) -> Tensor:

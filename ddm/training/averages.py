@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ddm.errors import MathError
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors, spec_of
-from ddm.protocol.plan import Training
+from ddm.protocol.learning import Training
 
 KEPT_WIDTHS = (0.05, 0.10)
 _FOLDER = "averages"

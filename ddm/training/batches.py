@@ -12,7 +12,7 @@ from torch import Tensor
 from ddm.diffusion.rng import stream
 from ddm.errors import DataError, ShapeError
 from ddm.images.rows import Images
-from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
+from ddm.protocol.learning import LogitNormalT, TDistribution, Training, UniformT
 from ddm.training.augmentation import augmented
 from ddm.training.masking import draw_kept, leaves_out
 from ddm.training.order import in_epochs

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddm.diffusion.path import Path, Prediction
 from ddm.errors import SetupError
 from ddm.images.rows import Images, feed
-from ddm.protocol.plan import TDistribution, Training
+from ddm.protocol.learning import TDistribution, Training
 from ddm.training.averages import kept_steps
 from ddm.training.batches import Batch, Examples, Teach, draw_batch
 from ddm.training.checkpoints import Checkpoints

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddm.errors import ShapeError
 from ddm.models.dit import DiT
 from ddm.models.layers import gather_tokens, patches_of
-from ddm.protocol.plan import Training
+from ddm.protocol.learning import Training
 
 
 def first_whole_step(settings: Training) -> int:

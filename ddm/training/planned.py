@@ -15,8 +15,9 @@ from ddm.io.tensors import save_tensors
 from ddm.models import MAX_WEIGHT, build_expert, load_expert
 from ddm.models.adaptation import adapt, merged
 from ddm.privacy.secret_stream import read_secret
+from ddm.protocol.architecture import NoCondition
 from ddm.protocol.base import File
-from ddm.protocol.plan import NoCondition, Plan
+from ddm.protocol.plan import Plan
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining, Progress, train

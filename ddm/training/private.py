@@ -25,8 +25,8 @@ from ddm.diffusion.path import Path, Prediction
 from ddm.errors import DataError, SetupError
 from ddm.privacy.noise import Octets, rounded_gaussian
 from ddm.privacy.secret_stream import SecretStream, name_of_secret, secret_generator
-from ddm.protocol.plan import DpSgd, TDistribution
-from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.protocol.learning import TDistribution
+from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.augmentation import augmented
 from ddm.training.batches import Examples, draw_times, hide, rows
 from ddm.training.config import Engine

@@ -5,7 +5,8 @@ from typing import assert_never
 
 import numpy as np
 
-from ddm.protocol.plan import SamplesRouter, Training
+from ddm.protocol.learning import Training
+from ddm.protocol.routers import SamplesRouter
 
 
 def learning_rate(settings: Training | SamplesRouter, step: int) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.errors import NumericalError, SetupError
-from ddm.protocol.plan import Training
+from ddm.protocol.learning import Training
 from ddm.protocol.submission import MAX_LOSS
 from ddm.system.devices import computes_in_bf16
 from ddm.training.averages import (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
-from ddm.protocol.plan import Training
+from ddm.protocol.learning import Training
 from ddm.training.weighting import loss_weights
 
 Weights = Mapping[str, Tensor]

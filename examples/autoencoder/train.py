@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
 from ddm.images.array_files import open_arrays, read_images
 from ddm.io.tensors import load_tensors, save_tensors
+from ddm.protocol.data import DataSpec
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import DataSpec
 
 PRESETS = {
     "small": AutoencoderSize(

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ddm.diffusion.path import LinearPath, velocity, x_t
 from ddm.models import build_expert
-from ddm.protocol.plan import Dit, Training
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import Training
 
 ARCHITECTURE = Dit(patch=4, hidden=96, depth=4, heads=4)
 SIDE = 32

@@ -29,8 +29,8 @@ from support.targets import Target, report_targets
 from ddm.diffusion.path import Expert
 from ddm.ensemble import Ensemble
 from ddm.models import load_expert
+from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File
-from ddm.protocol.plan import Dit
 from ddm.sampling.expert_cache import LazyExperts
 
 NUM_EXPERTS = 8

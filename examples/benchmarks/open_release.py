@@ -29,7 +29,7 @@ from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from ddm.io.files import link_or_copy, write_atomic
 from ddm.loading.ensemble import open_ensemble
-from ddm.protocol.plan import Dit
+from ddm.protocol.architecture import Dit
 
 NUM_EXPERTS = 8
 TARGET = 1.2

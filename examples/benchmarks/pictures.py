@@ -20,8 +20,8 @@ import torch
 from support.measuring import Processes, parse, report, require_space, say
 from support.targets import Target, report_targets
 
-from ddm.protocol.plan import DataSpec, TransformSpec
-from ddm.protocol.transform import FullRange
+from ddm.protocol.data import DataSpec
+from ddm.protocol.transform import FullRange, TransformSpec
 from silo.data.cohort import Cohort, CohortRequest, load_cohort
 from silo.data.first_look import look_at
 from silo.images.source import FOLDER, ImageSource

@@ -15,7 +15,8 @@ from support.targets import Target, report_targets
 from support.training import train_expert
 from torch import Tensor
 
-from ddm.protocol.plan import Dit, Training
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import Training
 from ddm.system.devices import Precision, computes_in_bf16
 
 SHAPE = (1, 28, 28)

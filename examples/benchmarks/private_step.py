@@ -27,7 +27,8 @@ from ddm.diffusion.path import path_named
 from ddm.models import build_expert
 from ddm.models.adaptation import LoraLinear, adapt
 from ddm.privacy.secret_stream import SecretStream
-from ddm.protocol.plan import Architecture, Dit, FullAdaptation, LoraAdaptation, Training, Unet
+from ddm.protocol.architecture import Architecture, Dit, Unet
+from ddm.protocol.learning import FullAdaptation, LoraAdaptation, Training
 from ddm.training.private import clipped, noise_of
 from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 

@@ -44,9 +44,9 @@ from ddm.islands.split import split
 from ddm.loading.ensemble import open_ensemble
 from ddm.models import build_expert
 from ddm.models.token_router import TokenRouter
+from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File
-from ddm.protocol.plan import Dit
-from ddm.protocol.plan import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import SamplesRouter as SamplesSettings
 from ddm.protocol.submission import ExpertTraining, expert_path
 from ddm.routers.base import Router
 from ddm.routers.counts import CountsRouter

@@ -20,7 +20,7 @@ from ddm.diffusion.path import LinearPath
 from ddm.diffusion.solver import integrate, uniform_times
 from ddm.ensemble import Ensemble
 from ddm.models import build_expert
-from ddm.protocol.plan import Dit
+from ddm.protocol.architecture import Dit
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch
 

@@ -16,7 +16,8 @@ from support.training import train_expert
 from torch import Tensor, nn
 
 from ddm.models import build_expert, training_flops
-from ddm.protocol.plan import Dit, Training
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import Training
 
 ARCHITECTURE = Dit(patch=2, hidden=96, depth=4, heads=4)
 SHAPE = (1, 8, 8)

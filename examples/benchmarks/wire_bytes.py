@@ -24,7 +24,7 @@ from support.sites import running
 import aggregator.runtime.flower_commands
 from aggregator.intake.limits import submission_bytes
 from ddm.models import expected_tensors
-from ddm.protocol.plan import Dit
+from ddm.protocol.architecture import Dit
 from ddm.system.processes import free_port
 from examples.paper.federated.counting import Relay
 

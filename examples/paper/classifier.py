@@ -15,7 +15,7 @@ from ddm.evaluation.classifier import train_classifier
 from ddm.images.array_files import read_images
 from ddm.images.npz import read_array
 from ddm.protocol.base import sha256_file
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from ddm.system.console import progress, say
 
 _HELD_OUT = 10  # one in

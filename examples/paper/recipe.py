@@ -28,8 +28,9 @@ from ddm.evaluation.intervals import Estimate
 from ddm.evaluation.metrics import Side, measure
 from ddm.io.files import write_atomic
 from ddm.models import build_expert
+from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.protocol.base import Model
-from ddm.protocol.plan import ClassCondition, DataSpec, NoCondition
+from ddm.protocol.data import DataSpec
 from ddm.system.console import UNBROKEN, human_flops, progress, say, table
 from ddm.training.averages import average_of_width
 from ddm.training.loop import train

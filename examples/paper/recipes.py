@@ -5,7 +5,7 @@ from typing import Any
 
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import Dit
-from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
+from ddm.protocol.learning import LogitNormalT, TDistribution, Training, UniformT
 
 SHAPE = (1, 28, 28)
 _NETWORK = Dit(patch=4, hidden=96, depth=3, heads=4)

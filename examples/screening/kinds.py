@@ -26,21 +26,17 @@ from ddm.encoders import PcaEncoder
 from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
 from ddm.models import build_expert
 from ddm.models.adaptation import adapt, merged
-from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import (
-    Adaptation,
+from ddm.protocol.architecture import (
     Architecture,
     Condition,
     Dit,
-    FullAdaptation,
-    LoraAdaptation,
     Mmdit,
     NoCondition,
     TextCondition,
-    Training,
     Unet,
-    UniformT,
 )
+from ddm.protocol.latent import AutoencoderSize
+from ddm.protocol.learning import Adaptation, FullAdaptation, LoraAdaptation, Training, UniformT
 from ddm.system.console import table
 from ddm.training.loop import train
 from examples.screening.measure import answer_of, federations, figures, judge, recipe, trial_of

@@ -34,19 +34,9 @@ from aggregator.intake.trial import Trial
 from ddm.diffusion.path import LinearPath
 from ddm.encoders import PcaEncoder
 from ddm.models import build_expert, training_flops
+from ddm.protocol.architecture import Architecture, ClassCondition, Condition, Dit, NoCondition
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import (
-    Architecture,
-    ClassCondition,
-    Condition,
-    Dit,
-    ExpertObjective,
-    LogitNormalT,
-    NoCondition,
-    TDistribution,
-    Training,
-    UniformT,
-)
+from ddm.protocol.learning import ExpertObjective, LogitNormalT, TDistribution, Training, UniformT
 from ddm.system.console import table
 from ddm.training.loop import train
 

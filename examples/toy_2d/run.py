@@ -24,7 +24,7 @@ from world import SHARES, SILOS, World, islands
 
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble, mix_velocity
-from ddm.protocol.plan import Training, UniformT
+from ddm.protocol.learning import Training, UniformT
 from ddm.routers.base import log_prior, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch

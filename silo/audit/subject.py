@@ -16,8 +16,9 @@ from ddm.diffusion.path import path_named
 from ddm.images.rows import Images
 from ddm.loading.plan import PlanFiles
 from ddm.models import load_expert
+from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.protocol.base import File, sha256_hex
-from ddm.protocol.plan import ClassCondition, NoCondition, Plan
+from ddm.protocol.plan import Plan
 from ddm.system.devices import device_named
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder

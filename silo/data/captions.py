@@ -18,8 +18,9 @@ from torch import Tensor
 from ddm.encoders import Progress
 from ddm.errors import DataError, SetupError
 from ddm.io.files import move_into_place, write_atomic
+from ddm.protocol.architecture import TextCondition
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Plan, TextCondition
+from ddm.protocol.plan import Plan
 from silo.config import SiloSettings
 from silo.data.cohort import Cohort
 

@@ -22,7 +22,8 @@ from ddm.images.store import ORDERS, StoredCohort
 from ddm.images.transform import Transform
 from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
-from ddm.protocol.plan import DataSpec, TransformSpec
+from ddm.protocol.data import DataSpec
+from ddm.protocol.transform import TransformSpec
 from silo.data.transformed import Advance, RequiredColumns, open_transformed
 from silo.images.source import ImageSource
 

@@ -19,7 +19,8 @@ from ddm.images.npz import open_npy
 from ddm.images.rows import Derived, FileArray, Images, Scaled, StoredImages, blocks, write_rows
 from ddm.io.files import replacing
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent, Plan
+from ddm.protocol.latent import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent
+from ddm.protocol.plan import Plan
 from silo.data.captions import texts_of
 from silo.data.cohort import Cohort
 

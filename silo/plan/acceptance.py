@@ -29,7 +29,9 @@ from ddm.loading.plan_documents import check_origins, read_earlier
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.models.adaptation import check_trained
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, File, sha256_hex
-from ddm.protocol.plan import PartialAdaptation, Plan, TimmEncoder
+from ddm.protocol.encoder import TimmEncoder
+from ddm.protocol.learning import PartialAdaptation
+from ddm.protocol.plan import Plan
 from ddm.trust.keys import PublicKey, group_fingerprint
 from ddm.trust.log.entries import PlanSigned
 from ddm.trust.log.memory import LogMemory

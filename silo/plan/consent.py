@@ -11,9 +11,11 @@ from pydantic import Field
 
 from ddm.errors import ApprovalError
 from ddm.io.files import write_atomic
+from ddm.protocol.architecture import TextCondition
 from ddm.protocol.base import Digest, Document, PlanId, ShortText
+from ddm.protocol.encoder import TimmEncoder
 from ddm.protocol.latent import Autoencoder
-from ddm.protocol.plan import Plan, TextCondition, TimmEncoder
+from ddm.protocol.plan import Plan
 from silo.config import Policy, Site
 
 _MAX_BYTES = 65536

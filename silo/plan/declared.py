@@ -7,9 +7,11 @@ questions about them. `silo.data.declared` holds the data against the same facts
 from collections.abc import Iterator
 
 from ddm.images.layout import row_shapes
+from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.classes import Classes
 from ddm.protocol.latent import Autoencoder
-from ddm.protocol.plan import ClassCondition, Plan, RandomPartition, TextCondition
+from ddm.protocol.partition import RandomPartition
+from ddm.protocol.plan import Plan
 from silo.config import DataPolicy, Policy
 
 Rule = tuple[str, str, str]

@@ -8,7 +8,8 @@ from ddm.io.tensors import check_file
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.continuation import check_continuation
-from ddm.protocol.plan import OwnAdaptation, Plan
+from ddm.protocol.learning import OwnAdaptation
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, submission_path
 from ddm.training.planned import BaseExpert
 from silo.config import Site

@@ -13,7 +13,7 @@ from ddm.loading.ensemble import on_path
 from ddm.loading.plan import PlanFiles
 from ddm.models import count_flops, load_expert
 from ddm.pages.pictures import inline
-from ddm.protocol.plan import ClassCondition
+from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.submission import SubmittedExpert
 from silo.config import Site
 from silo.review.facts import Facts

@@ -1,6 +1,7 @@
 """Describes a draft for its approver as text: every file that would leave, and what no privacy guarantee covers."""
 
-from ddm.protocol.submission import NoWeightPrivacy, Submission, SubmittedExpert
+from ddm.protocol.submission import Submission, SubmittedExpert
+from ddm.protocol.weight_privacy import NoWeightPrivacy
 from ddm.system.console import human_bytes, human_seconds, table
 from silo.config import Site
 from silo.review.facts import Facts, Leaving

@@ -14,7 +14,7 @@ from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import part_of_images
 from ddm.protocol.base import now_utc
-from ddm.protocol.plan import RandomPartition
+from ddm.protocol.partition import RandomPartition
 from ddm.protocol.submission import AuditVerdict
 from ddm.training.job import JobFolder
 from ddm.training.jobs import TrainingTask

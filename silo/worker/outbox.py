@@ -12,12 +12,12 @@ from ddm.io.modes import group_folder, open_to_group
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import File, sha256_file, sha256_hex
-from ddm.protocol.plan import Plan, SiloPartition
+from ddm.protocol.partition import SiloPartition
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import (
     Approval,
     AuditVerdict,
     LedgerHead,
-    NoWeightPrivacy,
     Spent,
     Submission,
     SubmittedClassCounts,
@@ -31,7 +31,7 @@ from ddm.protocol.submission import (
     statistic_terms,
     submission_path,
 )
-from ddm.protocol.weight_privacy import DpSgdPrivacy
+from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
 from silo.audit.report import check_waiver

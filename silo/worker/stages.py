@@ -17,8 +17,9 @@ from ddm.images.rows import Images, Selected
 from ddm.io.files import write_atomic
 from ddm.loading.plan import PlanFiles
 from ddm.privacy.plan_cost import Kind, paid_mechanisms
+from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Autoencoder, ClassCondition, TextCondition
+from ddm.protocol.latent import Autoencoder
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, CohortRequest, load_cohort
 from silo.data.declared import check_declared

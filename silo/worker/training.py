@@ -21,8 +21,10 @@ from ddm.io.tensors import load_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.partition.clustering import Clusters
 from ddm.partition.layout import Part, part_of_images, silo_parts
+from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import ClassCondition, NoCondition, Plan, SiloClusterPartition
+from ddm.protocol.partition import SiloClusterPartition
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining
 from ddm.routers.counts import counts_specs
 from ddm.training.config import TrainingSettings

@@ -28,9 +28,11 @@ from ddm.images.transform import Transform
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.partition.nearest import Nearest
 from ddm.protocol.base import File, Unit
+from ddm.protocol.data import DataSpec
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import DataSpec, TransformSpec, UniformT
+from ddm.protocol.learning import UniformT
 from ddm.protocol.submission import MAX_LOSS
+from ddm.protocol.transform import TransformSpec
 from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
 from ddm.training.distributed import training_process

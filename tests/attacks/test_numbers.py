@@ -21,8 +21,11 @@ from ddm.distillation.student import OwnSamples, Source, Student
 from ddm.errors import ArchipelagoError, MemoryLimitError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import Release, open_release
+from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File
-from ddm.protocol.plan import DataSpec, Dit, Plan, UniformT
+from ddm.protocol.data import DataSpec
+from ddm.protocol.learning import UniformT
+from ddm.protocol.plan import Plan
 from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.plan.looks import MOST_LOST

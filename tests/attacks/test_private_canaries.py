@@ -17,8 +17,7 @@ from scipy import optimize, stats
 
 from ddm.privacy.accounting import noise_multiplier_for
 from ddm.privacy.secret_stream import SecretStream
-from ddm.protocol.plan import DpSgd
-from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.private import STEPS_PER_CLIP, PrivateTraining, noise_of, sensitivity
 from tests.support.case import case
 

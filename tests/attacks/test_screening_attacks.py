@@ -25,8 +25,8 @@ from aggregator.intake.sweep import DEFAULT_STEPS, all_times, chosen_times
 from aggregator.intake.trial import Trial
 from ddm.diffusion.solver import uniform_times
 from ddm.errors import SetupError
+from ddm.protocol.architecture import TextCondition
 from ddm.protocol.base import now_utc
-from ddm.protocol.plan import TextCondition
 from examples.screening.measure import (
     CLASSES,
     answer_attacks,

@@ -17,7 +17,7 @@ from ddm.diffusion.schedules import DiscretePath
 from ddm.encoders.timm import import_torchvision
 from ddm.ensemble import Ensemble
 from ddm.models import build_expert
-from ddm.protocol.plan import ClassCondition, Dit
+from ddm.protocol.architecture import ClassCondition, Dit
 from tests.support.gaussian_mixture import UninformedRouter, four_silos
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "experts-trained-elsewhere.md"

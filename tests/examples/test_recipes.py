@@ -19,7 +19,7 @@ from ddm.io.tensors import save_tensors
 from ddm.models import build_expert
 from ddm.privacy.accounting import adaptive_epsilon, noise_multiplier_for
 from ddm.privacy.plan_cost import mechanisms
-from ddm.protocol.plan import Dit
+from ddm.protocol.architecture import Dit
 from ddm.protocol.submission import Submission, submission_path
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from silo.config import Policy

@@ -15,7 +15,8 @@ from ddm.errors import MathError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.release import open_release
 from ddm.models import build_expert
-from ddm.protocol.plan import Dit, Training, UniformT
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import Training, UniformT
 from ddm.system.console import run_app
 from ddm.training.loop import train
 from tests.support.federation import TinyFederation, images, recipe

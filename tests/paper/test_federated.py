@@ -7,7 +7,7 @@ import torch
 
 from ddm.errors import NumericalError, TransportError
 from ddm.models import build_expert
-from ddm.protocol.plan import Dit
+from ddm.protocol.architecture import Dit
 from examples.paper.federated.flattening import flat, named
 from examples.paper.federated.running import run
 from examples.paper.federated.terms import DONE, FAILED, LOST, ROUND, Terms

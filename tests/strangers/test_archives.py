@@ -21,7 +21,7 @@ from ddm.errors import DataError, FormatError, SetupError
 from ddm.images.array_files import read_images
 from ddm.images.npz import read_array
 from ddm.io.settings import MAX_SETTINGS_BYTES, load_settings
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from silo.config import Policy, SiloSettings
 from tests.support.bounded import attempt
 from tests.support.case import case

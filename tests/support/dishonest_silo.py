@@ -13,13 +13,13 @@ from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import build_expert
 from ddm.partition.layout import silo_parts
 from ddm.protocol.base import File, now_utc, sha256_hex
-from ddm.protocol.plan import Plan, SiloPartition
+from ddm.protocol.partition import SiloPartition
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import (
     Approval,
     AuditVerdict,
     ExpertTraining,
     LedgerHead,
-    NoWeightPrivacy,
     Spent,
     Submission,
     SubmittedClassCounts,
@@ -33,6 +33,7 @@ from ddm.protocol.submission import (
     statistic_terms,
     submission_path,
 )
+from ddm.protocol.weight_privacy import NoWeightPrivacy
 from ddm.trust.silo_role import sign_silo_metadata
 from tests.support.federation import TinyFederation
 

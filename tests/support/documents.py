@@ -58,7 +58,6 @@ def plan_document(**changes: object) -> dict[str, Any]:
                 "checkpoint_steps": 100,
                 "seed": 0,
             },
-            "dp_sgd": None,
         },
         "statistics": {
             "unit": "image",

@@ -102,6 +102,8 @@ class KeyedFederation:
             signing_key=str(self.silos[silo_id].public),
             node_key=node,
             agreed=Agreed(images=1024),
+            max_epsilon=8.0,
+            unit="image",
             created_at=now_utc(),
         )
         path = self.path / f"{silo_id}.card.json"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ddm.protocol.plan import Training
+from ddm.protocol.learning import Training
 
 SMALL: dict[str, Any] = {
     "num_steps": 100,

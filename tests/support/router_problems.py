@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddm.diffusion.path import LinearPath
 from ddm.partition.layout import Layout, Part
-from ddm.protocol.plan import RandomPartition, SiloClusterPartition, SiloPartition
+from ddm.protocol.partition import RandomPartition, SiloClusterPartition, SiloPartition
 from ddm.routers.base import Router
 from ddm.routers.sketch import Sketch
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert
 from ddm.models.layers import TIME_FEATURES
-from ddm.protocol.plan import ClassCondition, Condition, Dit, NoCondition, Training, UniformT
+from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition
+from ddm.protocol.learning import Training, UniformT
 from ddm.training.loop import train
 from tests.support.federation import images
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ddm.models import build_expert
-from ddm.protocol.plan import Mmdit, TextCondition
+from ddm.protocol.architecture import Mmdit, TextCondition
 from ddm.training.config import Engine
 from tests.ddm.training.test_loop import SHAPE, SMALL, Run, settings
 

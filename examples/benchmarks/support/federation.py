@@ -21,8 +21,9 @@ from ddm.io.files import write_atomic
 from ddm.io.settings import save_settings
 from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.models import expected_tensors
+from ddm.protocol.architecture import Dit
 from ddm.protocol.base import now_utc, sha256_hex
-from ddm.protocol.plan import Dit, Plan
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining, Waiver
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ddm.diffusion.path import LinearPath
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
 from ddm.models import build_expert
-from ddm.protocol.plan import Dit, Training, UniformT
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import Training, UniformT
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert
-from ddm.protocol.plan import Dit, Training, UniformT
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import Training, UniformT
 from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining, train
 

@@ -4,8 +4,8 @@ from math import cos, pi
 from pathlib import Path
 from typing import Literal
 
+from ddm.protocol.architecture import Dit
 from ddm.protocol.base import Model
-from ddm.protocol.plan import Dit
 
 ROUND, LOSE, LOST, DONE, TERMS = "round-{:04d}.safetensors", "lose", "lost", "done", "terms.json"
 FAILED, DIVERGED = "failed", "diverged"  # why the server gave up, in words; or this one

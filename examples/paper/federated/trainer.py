@@ -17,7 +17,7 @@ from ddm.diffusion.path import LinearPath
 from ddm.errors import NumericalError
 from ddm.models import build_expert
 from ddm.planning.training import TrainingRecipe
-from ddm.protocol.plan import LogitNormalT
+from ddm.protocol.learning import LogitNormalT
 from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining
 from ddm.training.loop import train as train_model

@@ -17,9 +17,10 @@ from ddm.partition.layout import Layout, Part, silo_parts
 from ddm.privacy.accounting import gaussian_delta, gaussian_mu_within
 from ddm.privacy.plan_cost import Kind, check_total, mechanisms
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import EXACT, Plan, SiloPartition
-from ddm.protocol.plan import LearnedRouter as LearnedSettings
-from ddm.protocol.plan import SamplesRouter as SamplesSettings
+from ddm.protocol.partition import SiloPartition
+from ddm.protocol.plan import EXACT, Plan
+from ddm.protocol.routers import LearnedRouter as LearnedSettings
+from ddm.protocol.routers import SamplesRouter as SamplesSettings
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated, calibrate
 from ddm.routers.counts import CountsRouter, counts_specs

@@ -14,7 +14,7 @@ from ddm.encoders import HogEncoder, PcaEncoder
 from ddm.encoders.timm import TimmEncoder, create_model
 from ddm.io.tensors import save_tensors
 from ddm.partition.clustering import Clusters, fit_clustering
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from ddm.routers.residual import PublicSketches
 from ddm.routers.sketch import Sketch
 from examples.paper.privacy.worlds import World

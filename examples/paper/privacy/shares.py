@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.models import build_expert
-from ddm.protocol.plan import Dit, Training, UniformT
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import Training, UniformT
 from ddm.routers.base import Router
 from ddm.sampling.strategies import Full, Lock, Strategy
 from ddm.training.loop import train

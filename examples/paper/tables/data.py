@@ -14,7 +14,7 @@ from ddm.errors import DataError, MissingFileError, SetupError
 from ddm.images.idx import labels_beside, read_idx
 from ddm.images.npz import npz_names, read_array
 from ddm.io.files import require_file
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 
 # Shape legend: N images, S silos.
 

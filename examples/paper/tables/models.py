@@ -15,8 +15,9 @@ from ddm.io.files import write_atomic
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, count_flops, load_expert
 from ddm.planning.training import TrainingRecipe
+from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.protocol.base import File
-from ddm.protocol.plan import ClassCondition, LogitNormalT, NoCondition, TDistribution, Training
+from ddm.protocol.learning import LogitNormalT, TDistribution, Training
 from ddm.protocol.routers import CountsRouter, SamplesRouter
 from ddm.routers.samples import training_flops as router_flops
 from ddm.system.console import progress

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from ddm.planning.training import RATE_TIMES_WIDTH
+from ddm.protocol.architecture import Dit
 from ddm.protocol.base import Model
-from ddm.protocol.plan import Dit
 from ddm.protocol.routers import SamplesRouter
 
 PresetName = Literal["smoke", "cpu", "gpu"]

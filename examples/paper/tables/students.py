@@ -11,7 +11,7 @@ from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.models import count_flops
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import LogitNormalT
+from ddm.protocol.learning import LogitNormalT
 from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining, Progress
 from examples.paper.tables.models import RECORD, Made, Workshop

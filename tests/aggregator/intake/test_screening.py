@@ -24,7 +24,7 @@ from ddm.errors import TensorFileError
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, streamed
 from ddm.models.streamed import StreamedExpert, stored_tensors
-from ddm.protocol.plan import ClassCondition, Condition, NoCondition, Unet
+from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, Unet
 from ddm.routers.evaluation import BANDS
 from ddm.training.schedule import travel
 from examples.screening.measure import answer_of, trial_of

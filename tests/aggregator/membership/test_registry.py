@@ -57,7 +57,13 @@ def write_card(
 ) -> Path:
     signing_key = str((named or key).public)
     card = Card(
-        silo_id=silo_id, signing_key=signing_key, node_key=node, agreed=agreed, created_at=now_utc()
+        silo_id=silo_id,
+        signing_key=signing_key,
+        node_key=node,
+        agreed=agreed,
+        max_epsilon=8.0,
+        unit="image",
+        created_at=now_utc(),
     )
     path = folder / f"{silo_id}.card.json"
     path.write_bytes(seal(card.encode(), CARD_KIND, key))

@@ -17,7 +17,8 @@ from aggregator.planning.sign import sign_plan
 from ddm.errors import DataError, SetupError
 from ddm.images.samples import open_image_set
 from ddm.planning.fit import divide
-from ddm.protocol.plan import Plan, SamplesRouter
+from ddm.protocol.plan import Plan
+from ddm.protocol.routers import SamplesRouter
 from ddm.protocol.sizes import token_router_size
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, images, recipe
@@ -48,12 +49,6 @@ def test_size_by_name_is_that_of_the_paper_and_the_plan_holds_numbers() -> None:
     assert (chosen.patch, chosen.hidden, chosen.depth, chosen.heads) == (2, 768, 12, 12)
     # docs/explanation/architectures.md
     assert token_router_size(chosen, (4, 32, 32), 8).parameters == 129_529_352
-    written = {"patch": 2, "hidden": 768, "depth": 12, "heads": 12}
-    assert chosen.model_dump() == written | {
-        "kind": "samples",
-        "num_steps": 5,
-        "images_per_expert": 1000,
-    }
     with pytest.raises(ValidationError, match="leave out hidden"):
         recipe(router={"kind": "samples", "size": "B/2", "hidden": 8, "num_steps": 5})
     with pytest.raises(ValidationError, match="S, B, L or XL"):

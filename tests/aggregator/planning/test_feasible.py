@@ -21,12 +21,17 @@ from tests.support.federation import recipe
 
 
 def card(silo_id: str, images: int, **policy: Any) -> Card:
-    """A silo's card, whose fields of the policy may be left out."""
-    key, node = f"ed25519:{'0' * 64}", "ecdsa-sha2-nistp256 AAAA"
-    size = Agreed(images=images)
-    return Card(
-        silo_id=silo_id, signing_key=key, node_key=node, agreed=size, created_at=now_utc(), **policy
-    )
+    """A silo's card, with the strictest policy that the small recipe fits unless `policy` changes it."""
+    fields: dict[str, Any] = {
+        "silo_id": silo_id,
+        "signing_key": f"ed25519:{'0' * 64}",
+        "node_key": "ecdsa-sha2-nistp256 AAAA",
+        "agreed": Agreed(images=images),
+        "max_epsilon": 1000.0,
+        "unit": "image",
+        "created_at": now_utc(),
+    }
+    return Card(**fields | policy)
 
 
 CARDS = {"east": card("east", 64, max_epsilon=8.0), "north": card("north", 128)}
@@ -113,7 +118,7 @@ def test_plan_of_images_is_refused_with_the_silos_whose_cards_say_that_they_prot
 ):
     by_image, by_patient = recipe(), changed("statistics", unit="patient")
     assert by_image.statistics.unit == "image"
-    units = {"east": "patient", "north": "image", "west": None}
+    units = {"east": "patient", "north": "image"}
     cards = {name: card(name, 64, unit=unit) for name, unit in units.items()}
     with pytest.raises(SetupError, match="statistics.unit") as found:
         check_feasible(by_image, cards)

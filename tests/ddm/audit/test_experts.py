@@ -17,8 +17,10 @@ from ddm.diffusion.path import LinearPath
 from ddm.evaluation.neighbours import nearest_few
 from ddm.models import build_expert
 from ddm.privacy.accounting import noise_multiplier_for
-from ddm.protocol.plan import Audit, Dit, DpSgd, Training, UniformT
-from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.limits import Audit
+from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.loop import train
 from ddm.training.private import PrivateTraining
 

@@ -9,7 +9,7 @@ from ddm.audit.attacks import names
 from ddm.audit.membership import Attack, Membership, Scored, by_unit, membership, unseen
 from ddm.audit.verdict import Findings, judge
 from ddm.evaluation.intervals import Estimate
-from ddm.protocol.plan import Audit
+from ddm.protocol.limits import Audit
 
 LIMITS = Audit(required=True)
 

@@ -17,7 +17,8 @@ from ddm.evaluation.reference import Reference, open_reference
 from ddm.islands.folder import Islands
 from ddm.loading.release import Release, open_release
 from ddm.models.arithmetic import Arithmetic
-from ddm.protocol.plan import ClassCondition, DataSpec, NoCondition, TextCondition
+from ddm.protocol.architecture import ClassCondition, NoCondition, TextCondition
+from ddm.protocol.data import DataSpec
 from ddm.sampling.strategies import strategy_named
 from tests.support.case import case
 from tests.support.commands import command

@@ -14,7 +14,7 @@ from ddm.cli.main import app
 from ddm.cli.options import read_memory
 from ddm.ensemble import ClassPrior, Ensemble
 from ddm.errors import MathError, MemoryLimitError, SetupError
-from ddm.protocol.plan import ClassCondition, TextCondition
+from ddm.protocol.architecture import ClassCondition, TextCondition
 from tests.conftest import Published
 from tests.support.case import case
 from tests.support.publishing import least_memory, opened

@@ -13,7 +13,7 @@ from ddm.distillation.dataset import DistillationData, own_samples, read_labels
 from ddm.distillation.distill import Teacher, teaching
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, MathError, SetupError, ShapeError
-from ddm.protocol.plan import ClassCondition, NoCondition, TextCondition
+from ddm.protocol.architecture import ClassCondition, NoCondition, TextCondition
 from ddm.sampling.guidance import ClassPrior
 from ddm.training.batches import Batch
 from tests.support.gaussian_mixture import GaussianMixture, four_silos

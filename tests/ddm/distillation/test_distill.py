@@ -17,8 +17,8 @@ from ddm.loading.ensemble import on_path
 from ddm.loading.plan import PlanFiles
 from ddm.partition.clustering import Clusters
 from ddm.protocol.base import File
+from ddm.protocol.learning import ExpertObjective, Training
 from ddm.protocol.manifest import PublishedExpert
-from ddm.protocol.plan import ExpertObjective, Training
 from ddm.training.batches import Batch
 from ddm.training.config import Engine
 from ddm.training.loop import FinishedTraining

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from ddm.distillation.start import initial_weights
 from ddm.loading.release import Release, open_release
+from ddm.protocol.architecture import ClassCondition, Dit
 from ddm.protocol.learning import Objective, SiloObjective
-from ddm.protocol.plan import ClassCondition, Dit
 from tests.conftest import Published
 
 

@@ -26,18 +26,11 @@ from ddm.errors import (
 )
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert
+from ddm.protocol.architecture import ClassCondition, Dit, NoCondition, TextCondition
 from ddm.protocol.base import File
-from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import (
-    AutoencoderKlLatent,
-    ClassCondition,
-    DataSpec,
-    Dit,
-    NoCondition,
-    TextCondition,
-    Training,
-    UniformT,
-)
+from ddm.protocol.data import DataSpec
+from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize
+from ddm.protocol.learning import Training, UniformT
 from ddm.system.console import EXIT_TERMINATED, run_app
 from tests.support.federation import TinyFederation, recipe
 from tests.support.text_encoders import network, save

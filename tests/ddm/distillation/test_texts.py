@@ -11,7 +11,7 @@ from ddm.diffusion.path import LinearPath, velocity, x_t
 from ddm.distillation.dataset import DistillationData, own_samples
 from ddm.distillation.distill import Teacher, teaching
 from ddm.ensemble import Ensemble
-from ddm.protocol.plan import TextCondition
+from ddm.protocol.architecture import TextCondition
 from ddm.routers.base import Router
 from ddm.training.batches import Batch
 from tests.ddm.distillation.test_dataset import batch_of

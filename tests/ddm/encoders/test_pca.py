@@ -6,7 +6,7 @@ from sklearn.decomposition import PCA
 from ddm.encoders import PcaEncoder, pca_specs, principal_directions
 from ddm.errors import DataError, ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 
 
 def _images(num: int = 60, seed: int = 0) -> torch.Tensor:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, normalizers, processors
 from ddm.cli.conditions import encoded
 from ddm.encoders.text import TextEncoder, check_files, pin
 from ddm.errors import DigestError, MissingFileError, SetupError, ShapeError, TensorFileError
-from ddm.protocol.plan import Plan, TextCondition
+from ddm.protocol.architecture import TextCondition
+from ddm.protocol.plan import Plan
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 from tests.support.text_encoders import DIM, network, save

@@ -16,7 +16,7 @@ from ddm.errors import DataError, SetupError, ShapeError, TensorFileError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.planning.recipe import TimmRecipe
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from tests.support.federation import TinyFederation, images, recipe
 
 COLOUR = DataSpec(shape=(3, 40, 56), range=(0.0, 1.0))

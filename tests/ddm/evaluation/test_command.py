@@ -18,7 +18,7 @@ from ddm.evaluation import evaluate
 from ddm.evaluation.classifier import train_classifier
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import sha256_file
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from tests.conftest import Published
 from tests.support.browser import overflow, show_as
 from tests.support.case import case

@@ -17,7 +17,7 @@ from ddm.evaluation.reference import classes_of, open_reference
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.base import sha256_file
 from ddm.protocol.classes import Classes
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from tests.support.case import case
 from tests.support.text_encoders import network
 

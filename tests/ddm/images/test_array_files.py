@@ -12,7 +12,7 @@ import torch
 from ddm.errors import DataError, MissingFileError
 from ddm.images.array_files import open_arrays, open_images, open_latents, read_images
 from ddm.images.rows import Images, Selected, select
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from tests.support.case import case
 
 SPEC = DataSpec(shape=(2, 3, 4), range=(-1.0, 1.0))

@@ -12,7 +12,7 @@ from ddm.errors import DataError
 from ddm.images.array_files import open_arrays, open_images, read_images
 from ddm.images.idx import is_idx, labels_beside, read_idx
 from ddm.islands.data import Dataset
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from tests.support.case import case
 
 SPEC = DataSpec(shape=(1, 2, 3), range=(-1.0, 1.0))

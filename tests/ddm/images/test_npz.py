@@ -14,7 +14,7 @@ from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture
 from ddm.images.reasons import ImageError, Reason
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from tests.support.case import case
 
 SPEC = DataSpec(shape=(1, 2, 2), range=(-1.0, 3.0))

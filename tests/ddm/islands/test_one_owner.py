@@ -17,8 +17,8 @@ from ddm.islands.arrays import map_array
 from ddm.islands.folder import Islands
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import open_release
+from ddm.protocol.architecture import TextCondition
 from ddm.protocol.base import sha256_file
-from ddm.protocol.plan import TextCondition
 from tests.support.islands import RECIPE, Owner, digits
 from tests.support.pages import Reader, alive
 from tests.support.text_encoders import network, save

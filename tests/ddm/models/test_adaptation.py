@@ -10,17 +10,8 @@ from ddm.errors import SetupError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.models import build_expert, expected_tensors
 from ddm.models.adaptation import LoraLinear, adapt, merged
-from ddm.protocol.plan import (
-    Adaptation,
-    Condition,
-    Dit,
-    FullAdaptation,
-    LoraAdaptation,
-    Mmdit,
-    NoCondition,
-    PartialAdaptation,
-    TextCondition,
-)
+from ddm.protocol.architecture import Condition, Dit, Mmdit, NoCondition, TextCondition
+from ddm.protocol.learning import Adaptation, FullAdaptation, LoraAdaptation, PartialAdaptation
 from tests.ddm.training.test_loop import SHAPE, SMALL, Run, images, settings
 
 LORA = LoraAdaptation(rank=2, alpha=6.0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddm.errors import SetupError
 from ddm.models import build_expert
 from ddm.models.arithmetic import Arithmetic, why_not_compiled
-from ddm.protocol.plan import Dit
+from ddm.protocol.architecture import Dit
 
 CPU = torch.device("cpu")
 SHAPE = (1, 8, 8)

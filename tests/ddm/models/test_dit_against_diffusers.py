@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddm.encoders.timm import import_torchvision
 from ddm.models import build_expert
-from ddm.protocol.plan import ClassCondition, Dit
+from ddm.protocol.architecture import ClassCondition, Dit
 
 DIT, SHAPE, CLASSES = Dit(patch=2, hidden=32, depth=3, heads=4), (3, 8, 8), 5
 

@@ -3,7 +3,7 @@ import torch
 
 from ddm.partition.clustering import Clusters, fit_clustering
 from ddm.partition.layout import Layout, known_parts, part_of_images, silo_parts
-from ddm.protocol.plan import RandomPartition, SiloClusterPartition, SiloPartition
+from ddm.protocol.partition import RandomPartition, SiloClusterPartition, SiloPartition
 
 SILO = SiloPartition(min_images=10)
 CLUSTERS = SiloClusterPartition(min_images=10)

@@ -11,8 +11,8 @@ from ddm.encoders.timm import TimmEncoder, create_model
 from ddm.errors import SetupError
 from ddm.io.tensors import save_tensors
 from ddm.planning.fit import condition_of, fit_public
+from ddm.protocol.data import DataSpec
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import DataSpec
 from tests.support.case import case
 from tests.support.federation import images, recipe
 from tests.support.text_encoders import network, save

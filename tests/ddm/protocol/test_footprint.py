@@ -26,7 +26,8 @@ from ddm.protocol.footprint import (
     statistic_bytes,
     training_bytes,
 )
-from ddm.protocol.plan import Plan, UniformT
+from ddm.protocol.learning import UniformT
+from ddm.protocol.plan import Plan
 from ddm.protocol.sizes import network_size
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.batches import Examples

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ddm.errors import DocumentError
-from ddm.protocol.plan import AutoencoderKlLatent, IdentityLatent, Plan
+from ddm.protocol.latent import AutoencoderKlLatent, IdentityLatent
+from ddm.protocol.plan import Plan
 from tests.support.documents import plan_document, to_bytes
 
 AUTOENCODER: dict[str, Any] = {

@@ -10,7 +10,8 @@ from ddm.diffusion.path import CosinePath, LinearPath
 from ddm.errors import MathError
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.calibration import CalibrationBand, calibration_bands, calibration_rows
-from ddm.protocol.plan import EXACT, SiloPartition
+from ddm.protocol.partition import SiloPartition
+from ddm.protocol.plan import EXACT
 from ddm.routers.base import SketchRouter, posterior
 from ddm.routers.calibration import Calibrated, calibrate, halves, reliability
 from ddm.routers.counts import CountsRouter

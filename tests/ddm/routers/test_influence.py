@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddm.errors import MathError
-from ddm.protocol.plan import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedRouter as Settings
 from ddm.routers.calibration import calibrate
 from ddm.routers.counts import CountsRouter
 from ddm.routers.influence import capped_shares

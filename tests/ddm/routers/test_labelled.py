@@ -5,7 +5,7 @@ import torch
 
 from ddm.errors import DataError, ShapeError
 from ddm.partition.layout import Layout, Part
-from ddm.protocol.plan import SiloClusterPartition
+from ddm.protocol.partition import SiloClusterPartition
 from ddm.routers.labelled import Labelled, class_shares, numbered, silo_shares
 from tests.support.router_problems import clustered, dealt, one_each
 

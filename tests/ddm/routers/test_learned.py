@@ -5,7 +5,7 @@ from scipy.optimize import minimize
 
 from ddm.errors import ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.protocol.plan import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedRouter as Settings
 from ddm.routers.base import Router, SketchRouter, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import cross_entropy

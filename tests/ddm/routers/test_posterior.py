@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ddm.ensemble import Ensemble
 from ddm.errors import MathError
-from ddm.protocol.plan import EXACT, ClassCondition, Condition, NoCondition, TextCondition
-from ddm.protocol.plan import SamplesRouter as Settings
+from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, TextCondition
+from ddm.protocol.plan import EXACT
+from ddm.protocol.routers import SamplesRouter as Settings
 from ddm.routers.calibration import Calibrated
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ddm.errors import ShapeError
-from ddm.protocol.plan import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedRouter as Settings
 from ddm.routers.counts import CountsRouter
 from ddm.routers.residual import PublicSketches, Residual, fit_residual
 from ddm.routers.sketch import Sketch

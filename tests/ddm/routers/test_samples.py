@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddm.diffusion.path import LinearPath, Velocity
 from ddm.errors import NumericalError, ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.protocol.plan import SamplesRouter as Settings
+from ddm.protocol.routers import SamplesRouter as Settings
 from ddm.routers.base import Router, posterior
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.labelled import Labelled

@@ -10,8 +10,8 @@ from ddm.cli.conditions import condition_shares
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.errors import MathError
-from ddm.protocol.plan import ClassCondition, Condition, TextCondition
-from ddm.protocol.plan import SamplesRouter as Settings
+from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
+from ddm.protocol.routers import SamplesRouter as Settings
 from ddm.routers.base import ConditionalRouter, posterior
 from ddm.routers.calibration import Calibrated
 from ddm.routers.labelled import Labelled

@@ -7,7 +7,7 @@ import torch
 from ddm.diffusion.path import CosinePath, LinearPath, x_t
 from ddm.errors import DataError, NumericalError, PolicyError, ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from ddm.routers.sketch import Sketch, sketch_specs
 from tests.support.case import case
 

@@ -13,7 +13,7 @@ from ddm.ensemble import Ensemble
 from ddm.errors import DigestError, MemoryLimitError, SetupError
 from ddm.loading.ensemble import load_ensemble, on_path, open_ensemble
 from ddm.loading.release import open_release
-from ddm.protocol.plan import ExpertObjective
+from ddm.protocol.learning import ExpertObjective
 from ddm.sampling.expert_cache import LazyExperts
 from tests.conftest import Published
 from tests.support.case import case

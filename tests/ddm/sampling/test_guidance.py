@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddm.diffusion.path import Expert
 from ddm.ensemble import Ensemble, Lock, Sample, Strategy, TopK, TopOne
 from ddm.errors import MathError, ShapeError
-from ddm.protocol.plan import ClassCondition, TextCondition
+from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.sampling.guidance import ClassPrior
 from tests.support.case import case
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos

@@ -11,7 +11,8 @@ from ddm.errors import MathError
 from ddm.loading.ensemble import load_ensemble, on_path, open_ensemble
 from ddm.loading.release import open_release
 from ddm.models import build_expert
-from ddm.protocol.plan import ClassCondition, ExpertObjective
+from ddm.protocol.architecture import ClassCondition
+from ddm.protocol.learning import ExpertObjective
 from ddm.sampling.expert_cache import LazyExperts, moved
 from tests.conftest import Published
 from tests.ddm.system.test_devices import CLASS, DIT, MMDIT, SHAPE, TEXT, UNET, experts

@@ -13,7 +13,7 @@ from PIL import Image
 from ddm.ensemble import Ensemble, Samples
 from ddm.errors import DataError, SetupError
 from ddm.images.samples import read_given_images, read_mask
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from tests.support.case import case
 from tests.support.pictures import pictures
 

@@ -19,19 +19,19 @@ from ddm.errors import SetupError
 from ddm.loading.ensemble import load_ensemble, on_path
 from ddm.loading.release import open_release
 from ddm.models import build_expert
-from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.learning import ExpertObjective
-from ddm.protocol.plan import (
+from ddm.protocol.architecture import (
     Architecture,
     ClassCondition,
     Condition,
     Dit,
     Mmdit,
     NoCondition,
-    SamplesRouter,
     TextCondition,
     Unet,
 )
+from ddm.protocol.latent import AutoencoderSize
+from ddm.protocol.learning import ExpertObjective
+from ddm.protocol.routers import SamplesRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.system.devices import computes_in_bf16, device_named

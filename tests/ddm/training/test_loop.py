@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ddm.diffusion.path import CosinePath, LinearPath
 from ddm.errors import DataError, MathError, NumericalError, SetupError, ShapeError
 from ddm.models import build_expert, training_flops
-from ddm.protocol.plan import Dit, LogitNormalT, Training, UniformT
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import LogitNormalT, Training, UniformT
 from ddm.training.averages import average_of_width, averaging_weight
 from ddm.training.batches import Examples, draw_batch, draw_times
 from ddm.training.config import Engine

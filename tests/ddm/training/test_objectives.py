@@ -12,18 +12,17 @@ from ddm.diffusion.path import Velocity, path_named
 from ddm.errors import ShapeError
 from ddm.loading.ensemble import on_path
 from ddm.models import build_expert
+from ddm.protocol.architecture import ClassCondition, Dit
 from ddm.protocol.base import Model
-from ddm.protocol.plan import (
-    ClassCondition,
-    Dit,
+from ddm.protocol.learning import (
     Expert,
     ExpertObjective,
     LogitNormalT,
     Objective,
-    Plan,
     SiloObjective,
     UniformT,
 )
+from ddm.protocol.plan import Plan
 from ddm.routers.base import log_prior, posterior
 from ddm.sampling.mixture import mix_velocity
 from ddm.training.batches import Examples, draw_batch, draw_times

@@ -11,7 +11,7 @@ import torch
 import ddm.training.loop
 from ddm.errors import DataError
 from ddm.images.array_files import open_arrays, open_images
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from ddm.training.batches import Batch
 from ddm.training.prefetch import drawing_threads, drawn_ahead
 from tests.ddm.training.test_loop import (

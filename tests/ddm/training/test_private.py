@@ -16,8 +16,10 @@ from ddm.diffusion.path import path_named
 from ddm.errors import DataError, SetupError
 from ddm.models import build_expert
 from ddm.models.adaptation import adapt
-from ddm.protocol.plan import Dit, DpSgd, FullAdaptation, LoraAdaptation, Plan, UniformT
-from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.protocol.architecture import Dit
+from ddm.protocol.learning import FullAdaptation, LoraAdaptation, UniformT
+from ddm.protocol.plan import Plan
+from ddm.protocol.weight_privacy import DpSgd, DpSgdMechanism
 from ddm.training.batches import Examples
 from ddm.training.config import Engine, TrainingSettings
 from ddm.training.distributed import training_process

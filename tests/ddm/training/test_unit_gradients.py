@@ -10,20 +10,17 @@ from torch import Tensor, nn
 from ddm.diffusion.path import path_named, target_of, x_t
 from ddm.models import build_expert
 from ddm.models.adaptation import adapt
-from ddm.protocol.plan import (
-    Adaptation,
+from ddm.protocol.architecture import (
     Architecture,
     ClassCondition,
     Condition,
     Dit,
-    FullAdaptation,
-    LoraAdaptation,
     Mmdit,
     NoCondition,
-    PartialAdaptation,
     TextCondition,
     Unet,
 )
+from ddm.protocol.learning import Adaptation, FullAdaptation, LoraAdaptation, PartialAdaptation
 from ddm.training.private import STEPS_PER_CLIP, clipped, sensitivity
 from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 from tests.support.case import case

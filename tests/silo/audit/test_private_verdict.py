@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ddm.errors import DocumentError
+from ddm.protocol.data import DataSpec
 from ddm.protocol.limits import Verdict
-from ddm.protocol.plan import DataSpec
 from ddm.protocol.submission import Submission, submission_path
 from silo.audit.document import read_report
 from silo.audit.holdout import held_out

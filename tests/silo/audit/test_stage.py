@@ -10,7 +10,7 @@ import torch
 from ddm.errors import AuditError
 from ddm.pages.render import render
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from ddm.protocol.submission import Submission, expert_path, submission_path
 from silo.audit.document import AuditReport
 from silo.audit.holdout import held_out, num_held_out

@@ -20,7 +20,8 @@ from ddm.io.settings import save_settings
 from ddm.io.tensors import load_tensors
 from ddm.loading.release import open_release
 from ddm.models import build_expert
-from ddm.protocol.plan import DataSpec, Mmdit, TextCondition
+from ddm.protocol.architecture import Mmdit, TextCondition
+from ddm.protocol.data import DataSpec
 from silo.config import Policy, TextSettings
 from silo.data.captions import keep_texts, some_texts, texts_of
 from silo.data.cohort import Cohort, dataset_digest

@@ -9,7 +9,7 @@ import torch
 from ddm.errors import DataError, MissingFileError
 from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.data import DataSpec
 from silo.data.cohort import Cohort, dataset_digest
 from tests.support.case import case
 from tests.support.cohorts import cohort_at

@@ -15,8 +15,9 @@ from ddm.encoders.autoencoder import AutoencoderKl, Identity, build_autoencoder
 from ddm.errors import DataError, DigestError
 from ddm.io.tensors import save_tensors
 from ddm.loading.plan import PlanFiles
-from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import AutoencoderKlLatent, DpSgd, Plan
+from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize
+from ddm.protocol.plan import Plan
+from ddm.protocol.weight_privacy import DpSgd
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.worker.stages import assign_images, read_assignment

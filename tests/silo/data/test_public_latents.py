@@ -13,8 +13,7 @@ from ddm.loading.plan import PlanFiles
 from ddm.planning.fit import fit_public
 from ddm.protocol.base import sha256_file
 from ddm.protocol.footprint import encoding_bytes, file_bytes, looking_bytes
-from ddm.protocol.latent import AUTOENCODER_PATH
-from ddm.protocol.plan import DiffusersKlLatent
+from ddm.protocol.latent import AUTOENCODER_PATH, DiffusersKlLatent
 from silo.data.latents import keep_latents, training_inputs
 from tests.support.autoencoders import SD, write_autoencoder
 from tests.support.cohorts import cohort_at

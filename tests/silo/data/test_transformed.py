@@ -17,7 +17,8 @@ from ddm.images.samples import open_image_set
 from ddm.images.transform import Transform
 from ddm.images.workers import DecodedFile, DecodeJob, DecoderOptions, decode_files
 from ddm.protocol.classes import Classes
-from ddm.protocol.plan import DataSpec, TransformSpec
+from ddm.protocol.data import DataSpec
+from ddm.protocol.transform import TransformSpec
 from silo.config import ImagesSettings
 from silo.data import transformed
 from silo.data.cohort import Cohort

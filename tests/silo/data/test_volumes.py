@@ -14,7 +14,9 @@ from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, load_expert
 from ddm.protocol.architecture import Unet
 from ddm.protocol.base import File
-from ddm.protocol.plan import DataSpec, Training, TransformSpec, UniformT
+from ddm.protocol.data import DataSpec
+from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.transform import TransformSpec
 from ddm.training.loop import train
 from silo.data.cohort import Cohort
 from silo.data.first_look import count_units, look_at

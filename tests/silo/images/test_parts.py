@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from ddm.errors import DataError
-from ddm.protocol.plan import DataSpec, TransformSpec
+from ddm.protocol.data import DataSpec
+from ddm.protocol.transform import TransformSpec
 from silo.data.cohort import Cohort
 from silo.data.first_look import UnitCounts, count_units, look_at
 from silo.images.report import report

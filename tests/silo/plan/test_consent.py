@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ddm.errors import ApprovalError
-from ddm.protocol.plan import Plan, TimmEncoder
+from ddm.protocol.encoder import TimmEncoder
+from ddm.protocol.plan import Plan
 from silo.config import PlansPolicy, Policy
 from silo.plan.consent import accept, is_accepted, may_begin, networks_of, read_waiting
 from silo.worker.worker import Worker

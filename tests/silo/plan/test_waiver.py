@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ddm.errors import ApprovalError, AuditError, DocumentError, SetupError
 from ddm.protocol.base import now_utc, sha256_hex
-from ddm.protocol.plan import Audit
+from ddm.protocol.limits import Audit
 from ddm.protocol.submission import Responsible, Submission, Waiver, submission_path
 from silo.audit.document import AuditReport
 from silo.audit.report import cannot_tell, gate

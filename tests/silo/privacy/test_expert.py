@@ -9,8 +9,8 @@ from ddm.errors import BudgetError, LedgerError, PolicyError
 from ddm.privacy.plan_cost import paid_mechanisms
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import Budget, Plan
-from ddm.protocol.submission import NoWeightPrivacy, SubmittedExpert, SubmittedTraining
-from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy
+from ddm.protocol.submission import SubmittedExpert, SubmittedTraining
+from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy, NoWeightPrivacy
 from silo.config import Policy, PrivacyPolicy
 from silo.plan.policy import broken_rules
 from silo.privacy.account import account

@@ -19,7 +19,9 @@ from ddm.io.settings import save_settings
 from ddm.loading.plan import PlanFiles
 from ddm.models import build_expert
 from ddm.partition.clustering import Clusters
-from ddm.protocol.plan import DataSpec, Dit, Training, UniformT
+from ddm.protocol.architecture import Dit
+from ddm.protocol.data import DataSpec
+from ddm.protocol.learning import Training, UniformT
 from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
 from ddm.training.loop import train

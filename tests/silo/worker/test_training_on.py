@@ -17,7 +17,8 @@ from ddm.io.tensors import load_tensors
 from ddm.models import build_expert, expected_tensors
 from ddm.protocol.architecture import Dit
 from ddm.protocol.continuation import check_continuation, grid_of
-from ddm.protocol.plan import Plan, Training, UniformT
+from ddm.protocol.learning import Training, UniformT
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import submission_path
 from ddm.training.loop import train
 from ddm.training.planned import PlannedExpert
@@ -122,7 +123,7 @@ def resumed_once(published_once: Published, tmp_path_factory: pytest.TempPathFac
 
 
 def larger(old_id: str, **changes: object):  # type: ignore[no-untyped-def]
-    expert = recipe().expert.model_dump(mode="json", exclude={"dp_sgd"}) | {
+    expert = recipe().expert.model_dump(mode="json") | {
         "adaptation": {"kind": "own", "plan_id": old_id}
     }
     return recipe(
