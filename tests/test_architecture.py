@@ -35,7 +35,7 @@ ROOMS = {
         "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
         "sampling": "diffusion errors io protocol routers",
-        "routers": "diffusion encoders errors io models partition privacy protocol system training",
+        "routers": "diffusion encoders errors io models partition protocol system training",
         "training": "diffusion errors images io models privacy protocol system",
         "encoders": "errors images io protocol system",
         "models": "errors io protocol system",

@@ -255,9 +255,6 @@ def _statistics(draft: "Draft") -> list[tuple[str, str]]:
     ]
     if part := wanted.class_counts:
         rows.append(("  class counts", f"epsilon {part.epsilon:g}, {part.num_classes} classes"))
-    if moments := wanted.moments:
-        cost = f"epsilon {moments.epsilon:g}, delta {moments.delta:g}"
-        rows.append(("  moments", f"{cost}, rank {moments.rank}"))
     if sketch := wanted.sketch:
         cost = f"epsilon {sketch.epsilon:g}, delta {sketch.delta:g}"
         rows.append(("  sketches", f"{cost}, rank {sketch.rank}, t {draft.cost.t_release:.3f}"))

@@ -71,24 +71,6 @@ def sketch_norm_bound(
     return (alpha * (1 + math.sqrt(rank) * GRID) + sigma / scale_C * q) * _ROUNDING
 
 
-def moments_bounds(num_units: int, noise_std: float, rank: int) -> tuple[float, float]:
-    """Return bounds on the norm of ``sum s + noise`` and the Frobenius norm of ``sum s s^T + noise``, |s| at most 1.
-
-    ``|sum s| <= n`` and ``|sum s s^T| <= n``, plus what rounding to the grid adds; the noise is `noise_std` on each
-    entry of the sum and off the diagonal of the symmetric second moments, and sqrt(2) times that on their diagonal, so
-    that half its squared norm is chi squared with ``R (R + 1) / 2`` degrees of freedom. Each bound fails half as often.
-
-    Args:
-        num_units: n_k.
-        noise_std: sigma of the statistic.
-        rank: R.
-    """
-    q = 1 + math.sqrt(rank) * GRID  # a rounded sketch's norm, with room for the rounded noise
-    first = num_units * q + noise_std * _chi(rank, FAILURE / 2)
-    noise = math.sqrt(2) * noise_std * _chi(rank * (rank + 1) // 2, FAILURE / 2)
-    return first * _ROUNDING, (num_units * (q**2 + rank * GRID) + noise) * _ROUNDING
-
-
 def _chi(degrees: int, failure: float) -> float:
     """Return q such that the norm of that many standard normals exceeds q with probability `failure`."""
     return math.sqrt(2 * float(gammainccinv(degrees / 2, failure)))

@@ -101,10 +101,6 @@ class Inventory:
             for silo_id, tensors in self._statistics("class_counts").items()
         }
 
-    def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Each silo's noised `sum`, shape (R,), and `second`, shape (R, R), float32; empty if the plan has none."""
-        return self._statistics("moments")
-
     def sketches(self) -> Mapping[str, Tensor]:
         """Each silo's noised sketches, shape (n_k, R), float32; empty if the plan has none."""
         return {

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aggregator.intake.bounds import (
     cell_noise_bound,
-    moments_bounds,
     sketch_norm_bound,
     total_noise_bound,
 )
@@ -24,7 +23,6 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 from ddm.routers.conditional import class_counts_specs
 from ddm.routers.counts import counts_specs
-from ddm.routers.moments import moments_noise_std, moments_specs
 from ddm.routers.sketch import Sketch, released_sketch_specs
 
 # Shape legend: N units, R sketch dimensions.
@@ -35,7 +33,6 @@ def statistic_specs(kind: str, plan: Plan, num_units: int) -> dict[str, TensorSp
     specs: Mapping[str, Callable[[], dict[str, TensorSpec]]] = {
         "counts": lambda: counts_specs(plan),
         "class_counts": lambda: class_counts_specs(plan),
-        "moments": lambda: moments_specs(plan),
         "sketch": lambda: released_sketch_specs(plan, num_units),
     }
     return specs[kind]()
@@ -66,8 +63,6 @@ def check_statistics(
         )
         if statistic.kind == "sketch":
             _check_sketches(tensors["sketch"], plan, sketch, name)
-        elif statistic.kind == "moments":
-            _check_moments(tensors["sum"], tensors["second"], plan, num_units, name)
         else:
             _check_histogram(tensors["counts"], statistic.epsilon, num_units, name)
     return found["counts"]["counts"]
@@ -86,21 +81,6 @@ def _check_histogram(counts: Tensor, epsilon: float, num_units: int, name: str) 
     if abs(sum(cells) - num_units) > reach:
         expected = f"counts with a sum within {reach} of the {num_units} units"
         raise TensorFileError(name, expected=expected, got=f"a sum of {sum(cells)}")
-
-
-def _check_moments(sum_R: Tensor, second_RR: Tensor, plan: Plan, num_units: int, name: str) -> None:
-    if not torch.equal(second_RR, second_RR.T):
-        raise TensorFileError(
-            name, expected="symmetric second moments", got="a matrix that is not symmetric"
-        )
-    most = moments_bounds(num_units, moments_noise_std(plan), len(sum_R))
-    for what, tensor, bound in zip(
-        ("a sum", "second moments"), (sum_R, second_RR), most, strict=True
-    ):
-        if (norm := float(tensor.double().norm())) > bound:
-            raise TensorFileError(
-                name, expected=f"{what} with a norm of at most {bound:.4g}", got=f"{norm:.4g}"
-            )
 
 
 def _check_sketches(sketch_NR: Tensor, plan: Plan, sketch: Sketch, name: str) -> None:

@@ -37,11 +37,9 @@ class Recipe(SharedRecipe):
     @property
     def released_rank(self) -> int:
         """The dimensions of the widest sketch that leaves a silo."""
-        statistics = self.statistics
-        return max(
-            (part.rank for part in (statistics.sketch, statistics.moments) if part),
-            default=self.sketch.rank,
-        )
+        if self.statistics.sketch is None:
+            return self.sketch.rank
+        return self.statistics.sketch.rank
 
     @model_validator(mode="after")
     def _transform_fits_the_unit(self) -> "Recipe":

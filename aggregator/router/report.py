@@ -9,7 +9,7 @@ from ddm.protocol.calibration import CalibrationBand, Interval, calibration_rows
 from ddm.protocol.manifest import Evaluation
 from ddm.system.console import table
 
-Family = Literal["counts", "moments", "learned", "samples"]
+Family = Literal["counts", "learned", "samples"]
 
 
 class Band(Model):

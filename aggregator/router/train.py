@@ -39,7 +39,6 @@ from ddm.routers.counts import CountsRouter
 from ddm.routers.influence import capped_shares
 from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
 from ddm.routers.loading import knows_shares
-from ddm.routers.moments import MomentsRouter, moments_noise_std
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.residual import PublicSketches
 from ddm.routers.samples import SamplesRouter, fit_samples
@@ -52,7 +51,7 @@ _ROUTER_BYTES = 64 * 1024**2  # the largest that a recipe describes, and its rep
 ROUTER_NAME = "router.safetensors"
 REPORT_NAME = "report.json"
 
-AnyRouter = CountsRouter | LearnedRouter | MomentsRouter | SamplesRouter
+AnyRouter = CountsRouter | LearnedRouter | SamplesRouter
 
 
 def router_path(federation: Federation, plan_id: str) -> Path:
@@ -227,15 +226,7 @@ def _fit(
             device=device,
         )
     else:
-        released = inventory.moments().values()
-        sum_KR, second_KRR = (
-            torch.stack([sums[name] for sums in released]) for name in ("sum", "second")
-        )
-        std = moments_noise_std(plan)
-        moments = MomentsRouter.from_moments(
-            counts.sketch, sum_KR, second_KRR, num_units, std, path
-        )
-        router = moments.split(layout)
+        raise TypeError(f"expected the router learned or samples, got {plan.router.kind}")
     held_out = list(sketches.values())
     if not held_out or t_release is None:
         return router, None

@@ -11,7 +11,6 @@ from ddm.protocol.learning import OwnAdaptation
 from ddm.protocol.limits import Audit, Limits
 from ddm.protocol.partition import Partition
 from ddm.protocol.plan import Statistics
-from ddm.protocol.routers import MomentsRouter
 
 _MOST_GROUPS = 128
 
@@ -78,13 +77,5 @@ class IslandsRecipe(SharedRecipe):
         if isinstance(self.expert.adaptation, OwnAdaptation):
             raise ValueError(
                 "expert.adaptation.kind own needs a federation's earlier plan: use full, lora or partial"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _router_needs_no_statistic(self) -> "IslandsRecipe":
-        if isinstance(self.router, MomentsRouter):
-            raise ValueError(
-                "router.kind moments is made from a federation's statistics: use learned, counts or samples"
             )
         return self

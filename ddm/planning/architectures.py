@@ -9,7 +9,7 @@ from ddm.errors import ShapeError
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import Dit, Mmdit, TransformerSize, Unet, dit_size, mmdit_size
 from ddm.protocol.learning import Expert
-from ddm.protocol.routers import CountsRouter, LearnedRouter, MomentsRouter, SamplesRouter
+from ddm.protocol.routers import CountsRouter, LearnedRouter, SamplesRouter
 
 SizeName = Annotated[str, Field(max_length=40)]
 _SIZE_FIELDS = {"patch", "hidden", "depth", "heads", "shared_depth"}
@@ -78,10 +78,7 @@ class SamplesRecipe(SamplesRouter):
 
 
 RouterRecipe = Annotated[
-    LearnedRouter
-    | CountsRouter
-    | MomentsRouter
-    | Annotated[SamplesRecipe, AfterValidator(SamplesRecipe.plain)],
+    LearnedRouter | CountsRouter | Annotated[SamplesRecipe, AfterValidator(SamplesRecipe.plain)],
     Field(discriminator="kind"),
 ]
 

@@ -317,16 +317,6 @@ def sketch_sensitivity(rank: int) -> float:
     return 2.0 + math.sqrt(rank) * GRID
 
 
-def moments_sensitivity(rank: int) -> float:
-    """Return the L2 sensitivity, under replace-one, of ``(sum s, sum s s^T / sqrt(2))``, each term rounded to `GRID`.
-
-    Unrounded, of s and s' of norm at most ``q >= 1``: ``|s - s'|^2 + |s s^T - s' s'^T|^2 / 2 <= (1 + q^2)^2``, in the
-    Frobenius norm. Rounding lets a sketch out of the unit ball by ``sqrt(R) GRID / 2`` at most, and moves each of the
-    two products by ``R GRID / 2`` at most.
-    """
-    return 1.0 + (1.0 + math.sqrt(rank) * GRID / 2) ** 2 + rank * GRID / math.sqrt(2.0)
-
-
 def _root(
     function: Callable[[float], float], low: float, high: float, **tolerances: float
 ) -> float:

@@ -15,7 +15,7 @@ from ddm.privacy.accounting import (
 from ddm.protocol.plan import Plan, Statistics
 from ddm.protocol.weight_privacy import DpSgdMechanism
 
-Kind = Literal["counts", "sketch", "moments", "class_counts"]
+Kind = Literal["counts", "sketch", "class_counts"]
 # what a debit may cover: statistics, and the private training of an expert
 Paid = Kind | Literal["expert"]
 _SLACK = 1 + 1e-9  # admits parts that add up to exactly the total
@@ -37,7 +37,6 @@ def _mechanisms(statistics: Statistics, subject: str) -> Mapping[Kind, Mechanism
         for part in (
             statistics.counts,
             statistics.class_counts,
-            statistics.moments,
             statistics.sketch,
         )
         if part
@@ -50,10 +49,6 @@ def _mechanisms(statistics: Statistics, subject: str) -> Mapping[Kind, Mechanism
     }
     if statistics.class_counts:
         drawn["class_counts"] = DiscreteLaplaceMechanism(epsilon=statistics.class_counts.epsilon)
-    if statistics.moments:
-        drawn["moments"] = GaussianMechanism(
-            mu=gaussian_mu(statistics.moments.epsilon, statistics.moments.delta)
-        )
     if statistics.sketch:
         drawn["sketch"] = GaussianMechanism(
             mu=gaussian_mu(statistics.sketch.epsilon, statistics.sketch.delta)

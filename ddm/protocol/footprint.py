@@ -101,8 +101,6 @@ def statistic_bytes(plan: Plan, num_units: int) -> dict[str, int]:
     found = {"counts": _INTEGER_BYTES * statistics.counts.num_groups}
     if statistics.class_counts:
         found["class_counts"] = found["counts"] * statistics.class_counts.num_classes
-    if statistics.moments:
-        found["moments"] = FLOAT_BYTES * statistics.moments.rank * (1 + statistics.moments.rank)
     if statistics.sketch:
         found["sketch"] = FLOAT_BYTES * statistics.sketch.rank * num_units
     return found
@@ -178,12 +176,6 @@ def router_bytes(plan: Plan, num_experts: int) -> int:
             8
             * _DOUBLE_BYTES
             * max(_ROUTED_AT_ONCE, ceil(min(2 * _NOISE_REACH / terms.epsilon, most)) + 3)
-        )
-    if plan.statistics.moments:
-        found += (
-            (FLOAT_BYTES + 4 * _DOUBLE_BYTES)
-            * num_experts
-            * (1 + plan.statistics.moments.rank) ** 2
         )
     if isinstance(plan.router, LearnedRouter):
         sizes = (rank + _TIME_FEATURES, plan.router.hidden, plan.router.depth, num_experts)

@@ -93,7 +93,7 @@ class PublishedExpert(Model):
 class PublishedRouter(Model):
     """The router: its family, its calibration, and the noise level of the sketches that it was trained on."""
 
-    kind: Literal["counts", "moments", "learned", "samples"]
+    kind: Literal["counts", "learned", "samples"]
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     training_prior: Annotated[tuple[Probability, ...], Field(max_length=MOST_EXPERTS)]
     temperature: Annotated[float, Field(gt=0.0, le=1e6)]

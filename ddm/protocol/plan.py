@@ -45,7 +45,7 @@ from ddm.protocol.partition import (
     SiloPartition,
     SketchSpec,
 )
-from ddm.protocol.routers import LearnedRouter, MomentsRouter, Router, SamplesRouter
+from ddm.protocol.routers import LearnedRouter, Router, SamplesRouter
 from ddm.protocol.transform import TransformSpec
 
 EXACT = 1000.0  # what an epsilon without noise reads: the largest that the format has, and a promise of nothing
@@ -89,20 +89,6 @@ class SketchStatistic(Model):
     rank: Annotated[int, Field(gt=0, le=1024)]
 
 
-class MomentsStatistic(Model):
-    """Mean and second moments of the sketches of all units, by the Gaussian mechanism.
-
-    Attributes:
-        epsilon: what the moments cost.
-        delta: what they cost.
-        rank: dimensions of the sketches, at most those of the public projection.
-    """
-
-    epsilon: Epsilon
-    delta: Annotated[float, Field(gt=0.0, lt=1.0)]
-    rank: Annotated[int, Field(gt=0, le=256)]
-
-
 class ClassCountsStatistic(Model):
     """A histogram over classes and public groups, by discrete Laplace noise; for priors given a class.
 
@@ -131,21 +117,18 @@ class Statistics(Model):
     total: Budget
     counts: CountsStatistic
     sketch: SketchStatistic | None = None
-    moments: MomentsStatistic | None = None
     class_counts: ClassCountsStatistic | None = None
 
     @model_validator(mode="after")
     def _total_covers_parts(self) -> "Statistics":
         epsilon = max(
-            part.epsilon
-            for part in (self.counts, self.sketch, self.moments, self.class_counts)
-            if part
+            part.epsilon for part in (self.counts, self.sketch, self.class_counts) if part
         )
         if epsilon > self.total.epsilon:
             raise ValueError(
                 f"a statistic has epsilon {epsilon:g}, more than the total of {self.total.epsilon:g}"
             )
-        delta = max((part.delta for part in (self.sketch, self.moments) if part), default=0.0)
+        delta = self.sketch.delta if self.sketch else 0.0
         if delta > self.total.delta:
             raise ValueError(
                 f"a statistic has delta {delta:g}, more than the total of {self.total.delta:g}"
@@ -155,11 +138,7 @@ class Statistics(Model):
     @model_validator(mode="after")
     def _exact_counts_promise_nothing(self) -> "Statistics":
         parts = [part for part in (self.counts, self.class_counts) if part]
-        noised = (
-            self.sketch
-            or self.moments
-            or any(part.epsilon != EXACT for part in (self.total, *parts))
-        )
+        noised = self.sketch or any(part.epsilon != EXACT for part in (self.total, *parts))
         if not self.private and (noised or self.unit != "image"):
             raise ValueError(
                 f'the relation "none" takes counts of images alone, with epsilon {EXACT:g}'
@@ -271,7 +250,7 @@ class Plan(Document):
             raise ValueError(f"an encoder of the kind {self.encoder.kind} takes {misfit}")
         if self.expires_at <= self.created_at:
             raise ValueError("expires_at must be later than created_at")
-        _check_routing(self.statistics, self.router, self.sketch, self.clustering, self.partition)
+        _check_routing(self.statistics, self.router, self.sketch, self.clustering)
         if self.expert.privacy:
             if not isinstance(self.partition, SiloPartition) or not self.statistics.private:
                 raise ValueError(
@@ -345,20 +324,13 @@ def _check_routing(
     router: Router,
     sketch: SketchSpec,
     clustering: Clustering,
-    partition: Partition,
 ) -> None:
     """Refuse a router without its statistics, and statistics that do not fit the projection or the clusters."""
     if isinstance(router, LearnedRouter) and statistics.private and statistics.sketch is None:
         raise ValueError(
             "the router learned needs the statistic sketch, which the plan does not have"
         )
-    if isinstance(router, MomentsRouter) and statistics.moments is None:
-        raise ValueError(
-            "the router moments needs the statistic moments, which the plan does not have"
-        )
-    if isinstance(router, MomentsRouter) and isinstance(partition, SiloClusterPartition):
-        raise ValueError("the router moments needs the partition silo or random, not silo_cluster")
-    rank = max((part.rank for part in (statistics.sketch, statistics.moments) if part), default=0)
+    rank = statistics.sketch.rank if statistics.sketch else 0
     if rank > sketch.rank:
         raise ValueError(
             f"a statistic has rank {rank}, more than the {sketch.rank} dimensions of the projection"

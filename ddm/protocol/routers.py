@@ -15,12 +15,6 @@ class CountsRouter(Model):
     kind: Literal["counts"] = "counts"
 
 
-class MomentsRouter(Model):
-    """One Gaussian per silo, from its noised mean and second moments."""
-
-    kind: Literal["moments"] = "moments"
-
-
 class LearnedRouter(Model):
     """A router trained on the noised sketches; published only where it is not worse than counts.
 
@@ -94,6 +88,4 @@ class SamplesRouter(TransformerSize):
         return self
 
 
-Router = Annotated[
-    LearnedRouter | CountsRouter | MomentsRouter | SamplesRouter, Field(discriminator="kind")
-]
+Router = Annotated[LearnedRouter | CountsRouter | SamplesRouter, Field(discriminator="kind")]

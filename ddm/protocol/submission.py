@@ -2,7 +2,7 @@
 
 The silo signs it by listing it in its TUF role. It is published whole. Of the statistics that it lists, the noised
 class counts are published beside it, since readers compute from them who holds a class; the others (the noised
-histogram over groups, moments, sketches) go to the aggregator only, and appear here as digests.
+histogram over groups, sketches) go to the aggregator only, and appear here as digests.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def class_counts_path(silo_id: str) -> str:
 def statistic_terms(statistics: Statistics) -> Mapping[str, tuple[float, float]]:
     """Return the epsilon and delta of each of a plan's statistics, by kind; a histogram has delta 0."""
     histograms = {"counts": statistics.counts, "class_counts": statistics.class_counts}
-    gaussians = {"moments": statistics.moments, "sketch": statistics.sketch}
+    gaussians = {"sketch": statistics.sketch}
     return {
         **{kind: (part.epsilon, 0.0) for kind, part in histograms.items() if part},
         **{kind: (part.epsilon, part.delta) for kind, part in gaussians.items() if part},
@@ -118,15 +118,6 @@ class SubmittedSketch(Model):
     file: File
 
 
-class SubmittedMoments(Model):
-    """Noised sums of the sketches and of their outer products."""
-
-    kind: Literal["moments"] = "moments"
-    epsilon: Epsilon
-    delta: Delta
-    file: File
-
-
 class SubmittedClassCounts(Model):
     """The noised histogram over classes and public groups."""
 
@@ -136,7 +127,7 @@ class SubmittedClassCounts(Model):
     file: File
 
 
-SubmittedStatistic = SubmittedCounts | SubmittedSketch | SubmittedMoments | SubmittedClassCounts
+SubmittedStatistic = SubmittedCounts | SubmittedSketch | SubmittedClassCounts
 
 
 class Spent(Model):

@@ -1,4 +1,4 @@
-"""Log-densities of noised sketches under many Gaussians, for the counts and the moments router.
+"""Log-densities of noised sketches under many Gaussians, for the counts router.
 
 ``log N(s; alpha m_g, alpha^2 S_g + (sigma / C)^2 I)`` for every g: in the eigenbasis of S_g the covariance is diagonal
 at every t, so one matrix product rotates a sketch into the eigenbases of all Gaussians, and no matrix is inverted.

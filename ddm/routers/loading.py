@@ -16,7 +16,6 @@ from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated
 from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.learned import LearnedRouter, learned_router_specs
-from ddm.routers.moments import MomentsRouter, moments_router_specs
 from ddm.routers.samples import SamplesRouter, samples_router_specs
 from ddm.routers.sketch import Sketch
 
@@ -45,7 +44,7 @@ def load_router(
     Raises:
         DocumentError: a temperature or a training prior out of range, or a training prior of other experts.
         DigestError: the file differs from the one listed.
-        TensorFileError: the file is not such a router, its values are not shares or Gaussians, or the manifest and the
+        TensorFileError: the file is not such a router, its values are not shares, or the manifest and the
             plan disagree on the family.
     """
     file, num_experts = published.file, len(experts)
@@ -108,10 +107,6 @@ def _load(
         knows = knows_shares(plan, settings)
         return SamplesRouter.from_tensors(
             tensors, num_experts, shape, settings, path, told, knows_shares=knows
-        )
-    if released.moments and settings.kind == "moments":
-        return MomentsRouter.from_tensors(
-            load(moments_router_specs(num_experts, released.moments.rank)), sketch, path
         )
     expected = "a router with the t_release of the sketches it was made from"
     raise TensorFileError(published.file.path, expected=expected, got="no t_release")

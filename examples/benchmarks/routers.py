@@ -52,7 +52,6 @@ from ddm.routers.base import Router
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
-from ddm.routers.moments import MomentsRouter
 from ddm.routers.residual import Residual
 from ddm.routers.samples import SamplesRouter, fit_samples
 from ddm.routers.sketch import Sketch
@@ -80,13 +79,10 @@ def routers(num: int) -> dict[str, Router]:
     residual = Residual(sketch, num, 128, 3, path)
     with torch.no_grad():
         list(residual.layers.parameters())[-1].copy_(torch.linspace(-1, 1, num))
-    mean_KR = 0.1 * torch.randn(num, RANK, generator=generator, dtype=torch.float64)
-    cov_KRR = 0.1 * torch.eye(RANK, dtype=torch.float64).repeat(num, 1, 1)
     net = TokenRouter(ARCHITECTURE, SHAPE, num)
     return {
         "counts": counts,
         "learned": LearnedRouter(counts, residual),
-        "moments": MomentsRouter(sketch, mean_KR, cov_KRR, path),
         "samples": SamplesRouter(net, path),
     }
 

@@ -150,7 +150,6 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[
             plan.expert.training.num_steps,
         ),
         ("bytes of the class counts", sizes.get("class_counts", 0), plan.limits.statistic_bytes),
-        ("bytes of the moments", sizes.get("moments", 0), plan.limits.statistic_bytes),
         ("bytes of the counts", sizes["counts"], plan.limits.statistic_bytes),
         (
             "bytes of the agreed number of sketches",

@@ -21,7 +21,7 @@ from ddm.errors import DataError, LedgerError, PolicyError
 from ddm.images.rows import Images, blocks, rows_of
 from ddm.io.files import write_atomic
 from ddm.io.tensors import save_tensors
-from ddm.privacy.accounting import GRID, gaussian_mu, moments_sensitivity, t_release
+from ddm.privacy.accounting import GRID, gaussian_mu, t_release
 from ddm.privacy.noise import (
     OS_NOISE,
     Noise,
@@ -35,7 +35,6 @@ from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import (
     ClassCountsStatistic,
     CountsStatistic,
-    MomentsStatistic,
     Plan,
     SketchStatistic,
 )
@@ -47,7 +46,6 @@ from silo.privacy.ledger import Ledger
 STATISTIC_NAMES: Mapping[Kind, str] = {
     "counts": "counts.safetensors",
     "class_counts": "class_counts.safetensors",
-    "moments": "moments.safetensors",
     "sketch": "sketch.safetensors",
 }
 # values at a time, so that a statistic needs little more memory than its images
@@ -124,8 +122,6 @@ def _prepared(kind: Kind, source: Source) -> Draw:
         return _counts(source, terms.counts)
     if kind == "class_counts" and terms.class_counts:
         return _class_counts(source, terms.class_counts)
-    if kind == "moments" and terms.moments:
-        return _moments(source, terms.moments)
     if kind == "sketch" and terms.sketch:
         return _sketches(source, terms.sketch)
     expected = f"a statistic of {' or '.join(mechanisms(source.plan))}"
@@ -175,34 +171,6 @@ def _class_counts(source: Source, terms: ClassCountsStatistic) -> Draw:
             num_cells, terms.epsilon, noise
         )
         return {"counts": torch.from_numpy(noisy.reshape(terms.num_classes, num_groups))}
-
-    return draw_from
-
-
-def _moments(source: Source, terms: MomentsStatistic) -> Draw:
-    """Draw the sums of ``s`` and of ``s s^T`` over units, each term on the public grid, with Gaussian noise.
-
-    The noise is isotropic on ``(sum s, sum s s^T / sqrt(2))``: the norm of a symmetric matrix counts its off-diagonal
-    entries twice, so they get `std` and the diagonal ``sqrt(2) std``.
-    """
-    whole_NR = _on_grid(source, terms.rank)
-    std = moments_sensitivity(terms.rank) / gaussian_mu(terms.epsilon, terms.delta) / GRID
-
-    def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
-        whole_UR = whole_NR[chosen_U]
-        sum_R = whole_UR.sum(0, dtype=np.int64) + rounded_gaussian((terms.rank,), std, noise)
-        second_RR = np.zeros((terms.rank, terms.rank), dtype=np.int64)
-        block = max(1, _BLOCK_VALUES // terms.rank**2)
-        for start in range(0, len(whole_UR), block):
-            rows = whole_UR[start : start + block].astype(np.int64)
-            second_RR += np.rint(rows[:, :, None] * rows[:, None] * GRID).astype(np.int64).sum(0)
-        upper_RR = np.triu(rounded_gaussian(second_RR.shape, std, noise), 1)
-        second_RR += (
-            upper_RR
-            + upper_RR.T
-            + np.diag(rounded_gaussian((terms.rank,), np.sqrt(2.0) * std, noise))
-        )
-        return {"sum": _from_grid(sum_R, GRID), "second": _from_grid(second_RR, GRID)}
 
     return draw_from
 

@@ -13,7 +13,6 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedStatistic, submission_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
-from ddm.routers.moments import moments_noise_std
 from silo.audit.document import AuditReport, read_report
 from silo.config import Site
 from silo.decisions import DecisionLog, in_words
@@ -267,10 +266,6 @@ def _noise(statistic: SubmittedStatistic, draft: Submission, plan: Plan) -> Nois
             level = (
                 f"each value of the sketch of one {unit}, of length "
                 f"1 at most: Gaussian, standard deviation {std:.3g}"
-            )
-        case "moments":
-            level = (
-                f"each sum over {unit}s: Gaussian, standard deviation {moments_noise_std(plan):.3g}"
             )
     return Noise(statistic.kind, epsilon, delta, level)
 

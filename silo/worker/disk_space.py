@@ -17,7 +17,6 @@ from ddm.protocol.learning import FullAdaptation, OwnAdaptation
 from ddm.protocol.plan import Plan, most_experts
 from ddm.routers.conditional import class_counts_specs
 from ddm.routers.counts import counts_specs
-from ddm.routers.moments import moments_specs
 from ddm.routers.sketch import released_sketch_specs
 from ddm.training.checkpoints import KEPT
 from silo.audit.holdout import num_held_out
@@ -53,7 +52,6 @@ def statistic_bytes(plan: Plan, num_units: int) -> Mapping[Kind, int]:
     specs: dict[Kind, dict[str, TensorSpec]] = {
         "counts": counts_specs(plan),
         "class_counts": class_counts_specs(plan),
-        "moments": moments_specs(plan),
         "sketch": released_sketch_specs(plan, num_units),
     }
     return {kind: stored_bytes(specs[kind]) for kind in mechanisms(plan)}

@@ -23,7 +23,6 @@ from ddm.protocol.submission import (
     SubmittedClassCounts,
     SubmittedCounts,
     SubmittedExpert,
-    SubmittedMoments,
     SubmittedSketch,
     SubmittedStatistic,
     SubmittedTraining,
@@ -131,8 +130,6 @@ def _submitted_statistic(
             return SubmittedCounts(epsilon=epsilon, delta=delta, file=file)
         case "class_counts":
             return SubmittedClassCounts(epsilon=epsilon, delta=delta, file=file)
-        case "moments":
-            return SubmittedMoments(epsilon=epsilon, delta=delta, file=file)
         case "sketch":
             t_release = sketch_noise_level(plan, files.sketch) or 0.0
             return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)

@@ -41,12 +41,10 @@ OTHERS = ("east", "north")
 COUNTS = {"epsilon": 1.0, "num_groups": 4}
 TOTAL = {"unit": "image", "total": {"epsilon": 8.0, "delta": 1e-5}, "counts": COUNTS}
 SKETCH = {"epsilon": 3.0, "delta": 1e-6, "rank": 2}
-MOMENTS = {"epsilon": 2.0, "delta": 1e-6, "rank": 3}
 LIMITS = {"expert_bytes": 1 << 20, "statistic_bytes": 1 << 22, "train_s": 600, "gpu_hours": 1.0}
 SAMPLES = {"patch": 2, "hidden": 16, "depth": 1, "heads": 2, "num_steps": 5, "images_per_expert": 4}
 ROUTERS: dict[str, dict[str, Any]] = {
     "counts": {"router": {"kind": "counts"}, "statistics": TOTAL},
-    "moments": {"router": {"kind": "moments"}, "statistics": TOTAL | {"moments": MOMENTS}},
     "learned": {
         "router": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 5},
         "statistics": TOTAL | {"sketch": SKETCH},
@@ -298,7 +296,7 @@ def test_share_is_not_held_against_either_of_two_silos(tiny: TinyFederation) -> 
 
 @pytest.mark.parametrize(
     ("kind", "statistic"),
-    [("counts", "counts"), ("classes", "class_counts"), ("moments", "moments")],
+    [("counts", "counts"), ("classes", "class_counts")],
 )
 def test_statistics_heavier_than_the_stated_number_are_refused(
     tiny: TinyFederation, kind: str, statistic: str

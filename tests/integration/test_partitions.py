@@ -36,9 +36,9 @@ RANDOM = recipe(
         "total": {"epsilon": 8.0, "delta": 1e-5},
         "counts": {"epsilon": 2.0, "num_groups": 4},
         "class_counts": {"epsilon": 2.0, "num_classes": 2},
-        "moments": {"epsilon": 2.0, "delta": 1e-6, "rank": 3},
+        "sketch": {"epsilon": 2.0, "delta": 1e-6, "rank": 3},
     },
-    router={"kind": "moments"},
+    router={"kind": "counts"},
 )
 
 
@@ -81,7 +81,7 @@ def test_federation_with_an_expert_for_each_silo_and_cluster_ends_in_a_release_t
     assert [expert.cluster for expert in release.manifest.experts] == [0, 1, 0, 1]
     assert all(e.num_images is None for one in release.submissions.values() for e in one.experts)
     inventory = take_inventory(tiny.federation)
-    assert (inventory.sketches(), inventory.moments(), inventory.class_counts()) == ({}, {}, {})
+    assert (inventory.sketches(), inventory.class_counts()) == ({}, {})
     assert inventory.t_release() is None
     check_priors_follow_the_released_counts(tiny, release)
     one, two, three, four = ensemble.prior
@@ -138,10 +138,10 @@ def test_federation_of_patients_dealt_at_random_ends_in_a_release_that_samples(
     for submission in release.submissions.values():
         assert [expert.num_images for expert in submission.experts] == [None, None]
         assert (submission.spent.unit, submission.spent.epsilon) == ("patient", 8.0)
-        assert [one.kind for one in submission.statistics] == ["counts", "class_counts", "moments"]
+        assert [one.kind for one in submission.statistics] == ["counts", "class_counts", "sketch"]
     inventory = take_inventory(tiny.federation)
     assert {tensor.shape for tensor in inventory.class_counts().values()} == {(2, 4)}
-    assert {one["second"].shape for one in inventory.moments().values()} == {(3, 3)}
+    assert {tensor.shape for tensor in inventory.sketches().values()} == {(24, 3), (36, 3)}
     kept = json.loads((tmp_path / "tiny/north/private/state.json").read_bytes())
     assert kept["num_steps"] == 6, "progress counts the steps of both experts"
     check_priors_are_refused(

@@ -225,9 +225,9 @@ def test_router_of_epsilon_1_is_held_against_the_best_exact_one_by_cross_entropy
         }
 
     cells = rows("exact counts", 0.5, 10.0, 20.0) | rows("labelled training images", 0.7, 1.0, 1.0)
-    cells |= rows("counts, epsilon 1", 0.6, 11.0, 24.0) | rows("moments, epsilon 1", 0.9, 5.0, 5.0)
-    # which is dear, and not needed of a router that is not the best
-    del cells["moments, epsilon 1, full"]
+    cells |= rows("counts, epsilon 1", 0.6, 11.0, 24.0) | rows("learned, epsilon 1", 0.9, 5.0, 5.0)
+    # The strategy full is dear, and not needed of a router that is not the best.
+    del cells["learned, epsilon 1, full"]
 
     def target() -> Target:
         return next(target for target in targets({6: cells}) if "epsilon 1" in target.figure)

@@ -25,7 +25,6 @@ from ddm.protocol.submission import (
     SubmittedClassCounts,
     SubmittedCounts,
     SubmittedExpert,
-    SubmittedMoments,
     SubmittedSketch,
     SubmittedStatistic,
     Waiver,
@@ -124,12 +123,6 @@ class Inventor:
             return {
                 "counts": counts.view(num_classes, num_groups) if kind == "class_counts" else counts
             }
-        if kind == "moments":
-            rank = terms.moments.rank if terms.moments else 0
-            return {
-                "sum": torch.full((rank,), 0.1 * num_units),
-                "second": 0.2 * num_units * torch.eye(rank),
-            }
         rank, t_release = (
             terms.sketch.rank if terms.sketch else 0,
             sketch_noise_level(plan, files.sketch) or 0.0,
@@ -191,7 +184,5 @@ def _described(kind: str, plan: Plan, files: PlanFiles, folder: Path) -> Submitt
         return SubmittedCounts(epsilon=epsilon, delta=delta, file=file)
     if kind == "class_counts":
         return SubmittedClassCounts(epsilon=epsilon, delta=delta, file=file)
-    if kind == "moments":
-        return SubmittedMoments(epsilon=epsilon, delta=delta, file=file)
     t_release = sketch_noise_level(plan, files.sketch) or 0.0
     return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)

@@ -65,7 +65,6 @@ def plan_document(**changes: object) -> dict[str, Any]:
             "total": {"epsilon": 8.0, "delta": 1e-5},
             "counts": {"epsilon": 1.0, "num_groups": 32},
             "sketch": {"epsilon": 7.0, "delta": 1e-5, "rank": 8},
-            "moments": None,
             "class_counts": None,
         },
         "router": {"kind": "learned", "hidden": 128, "depth": 3, "num_steps": 2000},

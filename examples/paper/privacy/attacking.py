@@ -22,7 +22,6 @@ ATTACKS: dict[str, tuple[Callable[[float], Neighbours], float, float]] = {
     "counts": (neighbours.counts, 0.0, 1.0),
     "class counts": (neighbours.class_counts, 0.0, 1.0),
     "sketches": (lambda epsilon: neighbours.sketches(epsilon, DELTA), DELTA, 1.0),
-    "moments": (lambda epsilon: neighbours.moments(epsilon, DELTA), DELTA, 0.05),
 }
 """By statistic: the attack at an epsilon, its delta, and the share of the draws that it can afford."""
 

@@ -26,7 +26,6 @@ from ddm.routers.calibration import Calibrated, calibrate
 from ddm.routers.counts import CountsRouter, counts_specs
 from ddm.routers.labelled import Labelled
 from ddm.routers.learned import fit_learned
-from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.routers.sketch import released_sketch_specs
@@ -43,9 +42,7 @@ MAX_BYTES = 1 << 28
 # of the total epsilon; the Gaussian statistic gets the rest
 COUNTS_SHARE = {
     "learned": 0.75,
-    "moments": 0.2,
 }
-MOMENTS_RANK = 16
 IMAGES_PER_EXPERT = 600
 
 
@@ -54,7 +51,7 @@ class Terms:
     """The terms of one plan.
 
     Attributes:
-        family: counts, learned or moments.
+        family: counts or learned.
         epsilon: of all statistics together at `DELTA`, replace-one, per image.
         num_steps: of training, for the families that train.
     """
@@ -121,15 +118,7 @@ def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fit
     evidence = Evidence(noisy_KG, world.num_units, epsilon, _layout(plan, parts, noisy_KG))
     counts = CountsRouter.from_counts(parts.sketch, noisy_KG, world.num_units, epsilon, PATH)
     router: Router = counts
-    if terms.family == "moments":
-        sums, seconds = (
-            torch.stack([each[name] for each in released["moments"]]) for name in ("sum", "second")
-        )
-        noise_std = moments_noise_std(plan)
-        router = MomentsRouter.from_moments(
-            parts.sketch, sums, seconds, world.num_units, noise_std, PATH
-        )
-    elif (
+    if (
         isinstance(plan.router, LearnedSettings)
         and (level := sketch_noise_level(plan, parts.sketch)) is not None
     ):
@@ -189,10 +178,7 @@ def make_plan(world: World, terms: Terms) -> Plan:
     if share < 1.0:
         mu = mu_within(terms.epsilon, share * terms.epsilon)
         gaussian = {"epsilon": terms.epsilon, "delta": gaussian_delta(mu, terms.epsilon)}
-        if terms.family == "learned":
-            statistics["sketch"] = gaussian | {"rank": data.released_rank}
-        else:
-            statistics["moments"] = gaussian | {"rank": MOMENTS_RANK}
+        statistics["sketch"] = gaussian | {"rank": data.released_rank}
     router: dict[str, object] = {"kind": terms.family}
     if terms.family == "learned":
         router |= {"hidden": 128, "depth": 3, "num_steps": terms.num_steps}
@@ -215,7 +201,7 @@ def release(
     kinds = tuple(mechanisms(plan))
     found: dict[Kind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}
     for images, group_N in zip(world.silos, parts.silo_groups, strict=True):
-        specs = {"counts": counts_specs(plan), "moments": moments_specs(plan)}
+        specs = {"counts": counts_specs(plan)}
         specs["sketch"] = released_sketch_specs(plan, len(images))
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)

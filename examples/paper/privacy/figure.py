@@ -17,7 +17,6 @@ COLOURS = {
     "counts": "#1b6ca8",
     "counts, hog": "#3f7fb5",
     "counts, pca": "#7fb2d6",
-    "moments": "#c8553d",
     "learned": "#2e8b57",
     "samples": "#7b5ea7",
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import cos, radians, sin, sqrt
+from math import sqrt
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from ddm.privacy.accounting import (
     GaussianMechanism,
     gaussian_mu,
-    moments_sensitivity,
     total_epsilon,
 )
 from ddm.privacy.plan_cost import Kind
@@ -35,7 +34,6 @@ from silo.privacy.statistics import Source
 
 Scores = NDArray[np.float64]
 CLASSES, CLASS_GROUPS = 8, 1024
-MOMENTS_RANK = 64
 
 
 @dataclass(frozen=True)
@@ -151,42 +149,6 @@ def sketches(
         (first, second),
         lambda found: _along(found, plan, sketch).reshape(num, rows).sum(1),
     )
-
-
-def moments(epsilon: float, delta: float, *, degrees: float = 180.0) -> Neighbours:
-    """Exchange units for others at an angle to them, each pair in a plane of its own.
-
-    Args:
-        epsilon: of the moments.
-        delta: likewise.
-        degrees: between a unit's two sketches, both of norm 1.
-    """
-    rank, sketch = MOMENTS_RANK, public_sketch(MOMENTS_RANK)
-    plan = make_plan({"moments": {"epsilon": epsilon, "delta": delta, "rank": rank}}, rank=rank)
-    even = torch.arange(0, rank, 2)
-    angles = (0.0, radians(degrees))
-    planes = torch.tensor([[cos(angle), sin(angle)] for angle in angles], dtype=torch.float64)
-    worlds = []
-    for plane in planes:
-        s_UR = torch.zeros(len(even), rank, dtype=torch.float64)
-        s_UR[range(len(even)), even], s_UR[range(len(even)), even + 1] = plane
-        worlds.append(
-            make_source(plan, sketch, images_of(s_UR, sketch), torch.zeros(len(even)).long())
-        )
-    by_sum = planes[0] - planes[1]
-    by_second = torch.outer(planes[0], planes[0]) - torch.outer(planes[1], planes[1])
-    std = moments_sensitivity(rank) / gaussian_mu(epsilon, delta)
-
-    def score(found: Released) -> Scores:
-        total_U2 = found["moments"]["sum"].double().reshape(-1, 2)
-        second = found["moments"]["second"].double()
-        second_U22 = torch.stack(
-            [second[even + i, even + j] for i in (0, 1) for j in (0, 1)], -1
-        ).reshape(-1, 2, 2)
-        likelihood_U = (total_U2 * by_sum).sum(1) + (second_U22 * by_second).sum((1, 2)) / 2
-        return likelihood_U.numpy() / std**2
-
-    return Neighbours(("moments",), (worlds[0], worlds[1]), score)
 
 
 def counts_and_sketches(counts_epsilon: float, epsilon: float, delta: float) -> Neighbours:

@@ -29,7 +29,7 @@ ENCODERS = {
 METHOD = (
     "Routers are measured as an aggregator publishes them, with the temperature that it fits on public images that "
     "nothing else was fitted on, but without its fallback to counts. Learned routers get three quarters of the total "
-    "for counts, the rest for sketches; moments get 80% of it. `samples` is trained on images drawn from experts "
+    "for counts, the rest for sketches; `samples` is trained on images drawn from experts "
     "without DP-SGD and is eligible for no target. The reference is the better of a tuned network on x_t, trained on "
     "all private images, and of exact counts over the same groups with a temperature of their own; `both` is a "
     "network trained beside exact counts, shown for what more there is to gain, and no part of the reference. The "

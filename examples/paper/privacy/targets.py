@@ -10,7 +10,7 @@ from examples.paper.privacy.results import Record, SeedResult
 
 REFERENCES = ("network, not private", "exact counts, not private")
 BOTH = "both, not private"
-ELIGIBLE = ("counts", "moments", "learned")
+ELIGIBLE = ("counts", "learned")
 UNLABELLED = "counts, hog"
 
 

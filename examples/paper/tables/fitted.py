@@ -92,7 +92,7 @@ class Routers:
                 evidence = self._private("counts", _EVIDENCE).evidence
                 found = Fitted(self._from_samples(), evidence)
                 return as_published(found, self.silos, self.parts, self.seed)
-            case "counts" | "learned" | "moments":
+            case "counts" | "learned":
                 if wanted.epsilon is None:
                     found = fit_exact(self.silos, self.parts)
                 else:

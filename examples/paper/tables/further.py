@@ -76,7 +76,7 @@ def routers(preset: Preset) -> Table:
         "samples": FittedRouter(family="samples"),
         "prior alone": FittedRouter(family="prior"),
     }
-    families: tuple[Literal["counts", "learned", "moments"], ...] = ("counts", "learned", "moments")
+    families: tuple[Literal["counts", "learned"], ...] = ("counts", "learned")
     for family in families:
         known |= {
             f"{family}, epsilon {each:g}": FittedRouter(family=family, epsilon=each)

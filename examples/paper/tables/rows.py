@@ -39,7 +39,7 @@ class FittedRouter(Model):
         epsilon: of all statistics together; None without noise.
     """
 
-    family: Literal["prior", "own", "labels", "samples", "counts", "learned", "moments"]
+    family: Literal["prior", "own", "labels", "samples", "counts", "learned"]
     epsilon: float | None = None
 
 

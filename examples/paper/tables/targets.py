@@ -180,9 +180,7 @@ def _private_routers(cells: Cells) -> Target:
         "FID with a router of epsilon 1 over the exact one's, full and lock(.5), the larger",
         1.02,
     )
-    private = _lowest(
-        cells, [f"{family}, epsilon 1" for family in ("counts", "learned", "moments")]
-    )
+    private = _lowest(cells, [f"{family}, epsilon 1" for family in ("counts", "learned")])
     exact = _lowest(cells, ["exact counts", "the ensemble's own", "labelled training images"])
     names = [(f"{private}, {each}", f"{exact}, {each}") for each in STRATEGIES_OF_ROUTERS]
     if not all(name in cells for pair in names for name in pair):

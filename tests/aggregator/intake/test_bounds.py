@@ -1,7 +1,6 @@
 """How far noise may carry a release: each bound against the law itself, from both sides."""
 
 import math
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from aggregator.intake.bounds import (
     FAILURE,
     cell_noise_bound,
-    moments_bounds,
     sketch_norm_bound,
     total_noise_bound,
 )
@@ -57,45 +55,3 @@ def test_sketch_norm_bound_is_the_closed_form_in_two_dimensions(num_rows: int) -
     expected = 0.2 * (1 + math.sqrt(2) * 2.0**-16) + 0.8 / 3.0 * q
     assert sketch_norm_bound(0.2, 0.8, 3.0, 2, num_rows) == pytest.approx(expected, rel=1e-5)
     assert sketch_norm_bound(0.2, 0.8, 3.0, 2, num_rows) > expected
-
-
-def test_moments_bounds_are_the_closed_form_where_the_noise_has_an_even_number_of_degrees() -> None:
-    """``P(|n| > q) = exp(-q^2 / 2)`` for two numbers; three degrees by bisection on ``erfc`` and the density."""
-    noise_std, num_units, rank = 3.0, 500, 2
-    first, second = moments_bounds(num_units, noise_std, rank)
-    q_2 = math.sqrt(2 * math.log(2 / FAILURE))
-    q_3 = bisect(
-        lambda q: math.erfc(q / math.sqrt(2)) + math.sqrt(2 / math.pi) * q * math.exp(-q * q / 2)
-    )
-    assert first == pytest.approx(num_units + noise_std * q_2, rel=1e-4)
-    assert second == pytest.approx(num_units + math.sqrt(2) * noise_std * q_3, rel=2e-4)
-    assert first > num_units + noise_std * q_2
-    assert second > num_units + math.sqrt(2) * noise_std * q_3
-
-
-def bisect(tail: Callable[[float], float]) -> float:
-    """Where a falling tail meets half of `FAILURE`."""
-    low, high = 0.0, 20.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        low, high = (middle, high) if tail(middle) > FAILURE / 2 else (low, middle)
-    return high
-
-
-def test_moments_bounds_hold_what_the_release_itself_draws_and_not_what_is_twice_as_long() -> None:
-    """The worst honest silo, all of its images in one direction, with the noise of `silo.privacy.statistics`' law."""
-    noise_std, num_units, rank, num_draws = 50.0, 40, 6, 4000
-    rng = np.random.default_rng(0)
-    s_R = np.eye(rank)[0]
-    sums = num_units * s_R + noise_std * rng.standard_normal((num_draws, rank))
-    upper = np.triu(noise_std * rng.standard_normal((num_draws, rank, rank)), 1)
-    diagonal = (
-        np.sqrt(2) * noise_std * rng.standard_normal((num_draws, rank))[..., None] * np.eye(rank)
-    )
-    seconds = num_units * np.outer(s_R, s_R) + upper + upper.transpose(0, 2, 1) + diagonal
-    for bound, drawn in zip(
-        moments_bounds(num_units, noise_std, rank), (sums, seconds), strict=True
-    ):
-        norms = np.sqrt(np.square(drawn.reshape(num_draws, -1)).sum(1))
-        assert norms.max() < bound
-        assert 3 * norms.max() > bound

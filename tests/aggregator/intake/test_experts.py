@@ -8,12 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aggregator.intake.bounds import cell_noise_bound, moments_bounds
+from aggregator.intake.bounds import cell_noise_bound
 from ddm.errors import PolicyError, TensorFileError
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import silo_parts
-from ddm.protocol.plan import Plan
-from ddm.routers.moments import moments_noise_std
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 from tests.support.submissions import SILO, Arrival, arrive
 
@@ -22,7 +20,6 @@ WIDE_STATISTICS = {
     "total": {"epsilon": 20.0, "delta": 1e-5},
     "counts": {"epsilon": 8.0, "num_groups": 4},
     "class_counts": {"epsilon": 2.0, "num_classes": 2},
-    "moments": {"epsilon": 4.0, "delta": 1e-6, "rank": 3},
     "sketch": {"epsilon": 4.0, "delta": 1e-6, "rank": 2},
 }
 
@@ -56,7 +53,6 @@ def test_intake_accepts_every_kind_of_release_with_two_experts_by_patient(wide: 
     assert [release["kind"] for release in document["statistics"]] == [
         "counts",
         "class_counts",
-        "moments",
         "sketch",
     ]
     assert [(e["expert_id"], e["cluster"], e["num_images"]) for e in document["experts"]] == [
@@ -67,7 +63,7 @@ def test_intake_accepts_every_kind_of_release_with_two_experts_by_patient(wide: 
     assert wide.verdict().verdict.kind == "accepted"
 
 
-@pytest.mark.parametrize("kind", ["counts", "class_counts", "moments", "sketch"])
+@pytest.mark.parametrize("kind", ["counts", "class_counts", "sketch"])
 def test_intake_refuses_a_submission_that_keeps_back_a_release(wide: Arrival, kind: str) -> None:
     (wide.folder / f"{kind}.safetensors").unlink()
     document = wide.document()
@@ -78,7 +74,7 @@ def test_intake_refuses_a_submission_that_keeps_back_a_release(wide: Arrival, ki
 
 
 @pytest.mark.parametrize("change", [{"epsilon": 0.5}, {"epsilon": 30.0}, {"delta": 1e-7}])
-@pytest.mark.parametrize("number", [1, 2], ids=["class_counts", "moments"])
+@pytest.mark.parametrize("number", [1, 2], ids=["class_counts", "sketch"])
 def test_intake_refuses_a_release_at_another_cost_than_the_plans(
     wide: Arrival, number: int, change: dict[str, float]
 ) -> None:
@@ -153,40 +149,6 @@ def test_intake_refuses_the_exact_number_of_an_experts_images_where_only_noise_m
 ) -> None:
     wide.rewrite(lambda document: document["experts"][0].update(num_images=20))
     wide.refused(PolicyError, "images of an expert")
-
-
-@pytest.mark.parametrize(
-    "attack", ["asymmetric", "a long sum", "long second moments", "not a number"]
-)
-def test_intake_refuses_moments_that_no_noise_explains(wide: Arrival, attack: str) -> None:
-    plan, _ = wide.tiny.federation.current_plan()
-    first, second = longest_moments(wide, plan)
-    name, value, word = {
-        "asymmetric": ("second", torch.eye(3) + torch.eye(3).roll(1, 0), "symmetric"),
-        "a long sum": ("sum", torch.tensor([0.0, 1.001 * first, 0.0]), "a sum with a norm"),
-        "long second moments": (
-            "second",
-            torch.diag(torch.tensor([0.0, 0.0, 1.001 * second])),
-            "second moments",
-        ),
-        "not a number": ("sum", torch.full((3,), torch.nan), "finite"),
-    }[attack]
-    wide.change_release("moments", name, lambda _: value)
-    wide.refused(TensorFileError, "moments.safetensors", word)
-
-
-def test_intake_accepts_moments_as_far_out_as_noise_may_carry_them(wide: Arrival) -> None:
-    plan, _ = wide.tiny.federation.current_plan()
-    first, second = longest_moments(wide, plan)
-    wide.change_release("moments", "sum", lambda _: torch.tensor([0.0, 0.999 * first, 0.0]))
-    wide.change_release(
-        "moments", "second", lambda _: torch.diag(torch.tensor([0.0, 0.0, 0.999 * second]))
-    )
-    assert wide.verdict().verdict.kind == "accepted"
-
-
-def longest_moments(wide: Arrival, plan: Plan) -> tuple[float, float]:
-    return moments_bounds(wide.document()["num_units"], moments_noise_std(plan), 3)
 
 
 @pytest.mark.parametrize("attack", ["a count below the noise", "units from nowhere"])

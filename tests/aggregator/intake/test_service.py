@@ -356,17 +356,16 @@ def test_enrolled_key_is_the_one_that_signed(arrival: Arrival) -> None:
 
 
 def test_intake_refuses_a_release_that_the_plan_did_not_ask_for(arrival: Arrival) -> None:
-    save_file(
-        {"sum": torch.zeros(2), "second": torch.zeros(2, 2)}, arrival.folder / "moments.safetensors"
-    )
-    file = {"path": "moments.safetensors", "bytes": 1, "digest": "a" * 64}
-    extra = {"kind": "moments", "epsilon": 1.0, "delta": 1e-6, "file": file}
+    counts = torch.zeros(2, 4, dtype=torch.int64)
+    save_file({"counts": counts}, arrival.folder / "class_counts.safetensors")
+    file = {"path": "class_counts.safetensors", "bytes": 1, "digest": "a" * 64}
+    extra = {"kind": "class_counts", "epsilon": 1.0, "delta": 0.0, "file": file}
     document = arrival.document()
     arrival.document_path.write_text(
         json.dumps(document | {"statistics": [*document["statistics"], extra]})
     )
     arrival.rewrite(lambda document: None)
-    arrival.refused(PolicyError, "statistics", "moments")
+    arrival.refused(PolicyError, "statistics", "class_counts")
 
 
 def test_intake_refuses_another_number_of_images_than_the_silos_units(arrival: Arrival) -> None:

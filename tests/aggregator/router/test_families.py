@@ -28,7 +28,6 @@ from ddm.routers.base import posterior
 from ddm.routers.calibration import Calibrated
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.loading import load_router
-from ddm.routers.moments import moments_noise_std
 from ddm.routers.sketch import Sketch
 from tests.support.documents import plan_document
 from tests.support.router_problems import GROUPS, World, make_world
@@ -37,7 +36,6 @@ SHARES = [[0.8, 0.1, 0.05, 0.05], [0.05, 0.05, 0.2, 0.7]]
 RANK, RELEASED, T_R, NUM_CLASSES = 6, 3, 0.5, 2
 ROUTERS: dict[str, dict[str, Any]] = {
     "counts": {"kind": "counts"},
-    "moments": {"kind": "moments"},
     "learned": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 20},
     "samples": {
         "kind": "samples",
@@ -104,16 +102,6 @@ class Statistics:
     def sketches(self) -> dict[str, Tensor]:
         released = self.world.released(self.files.sketch.head(RELEASED), T_R)
         return dict(zip(self.silos, released.values(), strict=True))
-
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        std, found = moments_noise_std(self.plan), {}
-        for index, (silo, x) in enumerate(zip(self.silos, self.world.silos, strict=True)):
-            noise = torch.randn(
-                RELEASED, generator=torch.Generator().manual_seed(index), dtype=torch.float64
-            )
-            s = self.files.sketch.head(RELEASED).project(x)
-            found[silo] = {"sum": (s.sum(0) + std * noise).float(), "second": (s.T @ s).float()}
-        return found
 
     def t_release(self) -> float:
         return T_R
@@ -195,7 +183,6 @@ def _plan(kind: str, partition: str) -> Plan:
     document["statistics"] |= {
         "counts": {"epsilon": 1.0, "num_groups": GROUPS},
         "sketch": {"epsilon": 5.0, "delta": 1e-6, "rank": RELEASED},
-        "moments": {"epsilon": 1.0, "delta": 1e-6, "rank": RELEASED},
         "class_counts": {"epsilon": 0.5, "num_classes": NUM_CLASSES},
     }
     return Plan.model_validate_json(json.dumps(document))
@@ -260,8 +247,7 @@ CASES = [
     ("counts", "silo_cluster"),
     ("learned", "silo_cluster"),
     ("learned", "random"),
-    ("moments", "silo"),
-    ("moments", "random"),
+    ("learned", "silo"),
     ("samples", "silo_cluster"),
 ]
 
@@ -282,7 +268,7 @@ def test_trained_router_is_published_judged_and_loaded(
         )
         assert own == pytest.approx(units / 500)
     assert report.minus_prior[2] < 0  # better than the prior, by the whole interval
-    assert (report.sketches is not None) == (kind in ("learned", "moments"))
+    assert (report.sketches is not None) == (kind == "learned")
     assert len(report.bands) == (0 if kind == "counts" else 5)
     assert report.published in describe(report)
     names = [evaluation.metric for evaluation in report.evaluations()]
@@ -373,14 +359,14 @@ def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
 def test_harmful_candidate_is_not_published_and_the_report_says_why(
     files: PlanFiles, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = _statistics(tmp_path, "moments", "silo", files, world)
-    moments = drawn.moments()
-    swapped = {"east": moments["north"], "north": moments["east"]}
-    monkeypatch.setattr(Statistics, "moments", lambda self: swapped)
+    drawn = _statistics(tmp_path, "learned", "silo", files, world)
+    sketches = drawn.sketches()
+    swapped = {"east": sketches["north"], "north": sketches["east"]}
+    monkeypatch.setattr(Statistics, "sketches", lambda self: swapped)
     report = train_router(Folder(tmp_path), drawn, seed=0)  # type: ignore[arg-type]
     assert report.published == "counts"
-    assert "moments is worse than counts" in report.reason and report.sketches is not None
-    assert report.sketches.difference_low > 0
+    assert "learned is worse than counts" in report.reason and report.sketches is not None
+    assert max(band.difference_low for band in report.bands) > 0
 
 
 def test_releases_that_contradict_the_public_data_are_refused_and_nothing_is_written(

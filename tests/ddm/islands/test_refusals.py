@@ -41,12 +41,6 @@ def test_recipe_or_data_that_do_not_fit_are_refused_and_leave_no_folder(tmp_path
         ("patch = 4", "patch = 3", 3, "patch"),
         ("min_images = 40", "min_images = 500", 7, "ask for fewer islands"),
         (
-            'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40',
-            'kind = "moments"',
-            3,
-            "moments",
-        ),
-        (
             "[router]",
             '[expert.adaptation]\nkind = "own"\nplan_id = "digits-0123abcd"\n[router]',
             3,

@@ -8,7 +8,6 @@ from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-import ddm.privacy.accounting
 from ddm.diffusion.path import CosinePath, LinearPath
 from ddm.errors import NumericalError
 from ddm.privacy.accounting import (
@@ -20,7 +19,6 @@ from ddm.privacy.accounting import (
     gaussian_delta,
     gaussian_mu,
     gaussian_mu_within,
-    moments_sensitivity,
     privacy_curve,
     sketch_sensitivity,
     t_release,
@@ -210,47 +208,6 @@ def test_sketch_sensitivity_covers_the_worst_rounding() -> None:
         assert worst <= 2 + math.sqrt(rank) * coarse
     assert worst > 2
     assert sketch_sensitivity(64) == 2 + 8 * GRID
-
-
-def _moments_distance(s: np.ndarray, other: np.ndarray, grid: float) -> float:
-    """How far ``(sum s, sum s s^T / sqrt(2))`` moves when a record s becomes another, each rounded to `grid`."""
-    parts = []
-    for point in (s, other):
-        rounded = np.rint(point / grid) * grid
-        second = np.rint(np.outer(rounded, rounded) / grid) * grid
-        parts.append((rounded, second))
-    (first, second), (first_2, second_2) = parts
-    return math.hypot(
-        np.linalg.norm(first - first_2), np.linalg.norm(second - second_2) / math.sqrt(2)
-    )
-
-
-@pytest.mark.parametrize("rank", [1, 2, 8])
-def test_no_pair_of_records_moves_the_moments_further_than_their_sensitivity(
-    rank: int, monkeypatch
-) -> None:
-    rng = np.random.default_rng(rank)
-    points = rng.standard_normal((400, 2, rank))
-    points /= np.maximum(
-        1.0, np.linalg.norm(points, axis=2, keepdims=True) * rng.choice([1.0, 0.8], (400, 1, 1))
-    )
-    points /= np.maximum(1.0, np.linalg.norm(points, axis=2, keepdims=True))
-    for grid in (2.0**-16, 2.0**-4):  # a coarse grid makes rounding visible
-        monkeypatch.setattr(ddm.privacy.accounting, "GRID", grid)
-        bound = moments_sensitivity(rank)
-        assert max(_moments_distance(s, other, grid) for s, other in points) <= bound
-        assert max(_moments_distance(s, -s, grid) for s, _ in points) <= bound
-    one = np.eye(rank)[0]
-    monkeypatch.setattr(ddm.privacy.accounting, "GRID", 2.0**-16)
-    assert _moments_distance(one, -one, 2.0**-16) == 2.0  # the worst pair reaches it
-    assert moments_sensitivity(rank) < 2.001
-
-
-def test_moments_of_opposite_and_orthogonal_records_follow_the_closed_form() -> None:
-    for cosine in (-1.0, -0.5, 0.0, 0.5):
-        other = np.array([cosine, math.sqrt(1 - cosine**2)])
-        distance = _moments_distance(np.array([1.0, 0.0]), other, 2.0**-40)
-        assert distance == pytest.approx(math.sqrt(4 - (1 + cosine) ** 2), abs=1e-9)
 
 
 def test_histogram_by_two_cells_costs_no_more_than_the_accounted_worst_case() -> None:

@@ -17,7 +17,6 @@ ALL = {
     "total": {"epsilon": 9.0, "delta": 1e-5},
     "counts": {"epsilon": 1.0, "num_groups": 32},
     "class_counts": {"epsilon": 0.5, "num_classes": 10},
-    "moments": {"epsilon": 3.0, "delta": 1e-6, "rank": 4},
     "sketch": {"epsilon": 7.0, "delta": 1e-5, "rank": 8},
 }
 
@@ -31,13 +30,12 @@ def plan(**statistics: object) -> Plan:
 
 def test_plan_draws_each_release_by_the_mechanism_that_its_epsilon_and_delta_imply() -> None:
     drawn = mechanisms(plan(**ALL))
-    assert list(drawn) == ["counts", "class_counts", "moments", "sketch"]
+    assert list(drawn) == ["counts", "class_counts", "sketch"]
     assert drawn["counts"] == DiscreteLaplaceMechanism(epsilon=1.0)
     assert drawn["class_counts"] == DiscreteLaplaceMechanism(epsilon=0.5)
-    for kind, epsilon, delta in (("moments", 3.0, 1e-6), ("sketch", 7.0, 1e-5)):
-        mechanism = drawn[kind]  # type: ignore[index]
-        assert isinstance(mechanism, GaussianMechanism)
-        assert gaussian_delta(mechanism.mu, epsilon) == pytest.approx(delta, rel=1e-6)
+    mechanism = drawn["sketch"]
+    assert isinstance(mechanism, GaussianMechanism)
+    assert gaussian_delta(mechanism.mu, 7.0) == pytest.approx(1e-5, rel=1e-6)
 
 
 def test_plan_draws_nothing_that_it_does_not_ask_for() -> None:
@@ -47,8 +45,8 @@ def test_plan_draws_nothing_that_it_does_not_ask_for() -> None:
 def test_plan_costs_all_its_releases_composed() -> None:
     whole = plan(**ALL)
     assert plan_epsilon(whole) == total_epsilon(mechanisms(whole).values(), 1e-5)
-    without = plan(**{name: value for name, value in ALL.items() if name != "moments"})
-    assert 7.0 < plan_epsilon(without) < plan_epsilon(whole) < 1.0 + 0.5 + 3.0 + 7.0
+    without = plan(**{name: value for name, value in ALL.items() if name != "class_counts"})
+    assert 7.0 < plan_epsilon(without) < plan_epsilon(whole) < 1.0 + 0.5 + 7.0
 
 
 def test_plan_that_states_less_than_it_costs_is_refused_with_both_figures() -> None:
@@ -65,7 +63,7 @@ def test_plan_that_states_less_than_it_costs_is_refused_with_both_figures() -> N
     check_total(plan(total={"epsilon": 0.3, "delta": 0.0}, **pure))
 
 
-@pytest.mark.parametrize("kind", ["counts", "class_counts", "moments", "sketch"])
+@pytest.mark.parametrize("kind", ["counts", "class_counts", "sketch"])
 def test_release_that_would_be_noise_alone_is_refused(kind: str) -> None:
     asked = {**ALL, kind: {**ALL[kind], "epsilon": 1e-7}}
     with pytest.raises(PolicyError, match="noise alone"):

@@ -19,7 +19,6 @@ from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
 from ddm.routers.loading import load_router
-from ddm.routers.moments import MomentsRouter
 from ddm.routers.residual import Residual
 from ddm.routers.samples import SamplesRouter, fit_samples
 from ddm.routers.sketch import Sketch
@@ -31,7 +30,6 @@ WORLD = make_world([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])
 SKETCH = Sketch.fit(WORLD.public, WORLD.public_group, RANK, GROUPS, released_rank=RELEASED)
 SETTINGS: dict[str, dict[str, Any]] = {
     "counts": {"kind": "counts"},
-    "moments": {"kind": "moments"},
     "learned": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 1},
     "samples": {
         "kind": "samples",
@@ -53,7 +51,6 @@ def _plan(kind: str, **statistics: object) -> Plan:
     document["statistics"] |= {
         "counts": {"epsilon": 1.0, "num_groups": GROUPS},
         "sketch": {"epsilon": 6.0, "delta": 1e-5, "rank": RELEASED},
-        "moments": {"epsilon": 1.0, "delta": 1e-6, "rank": RELEASED},
         **statistics,
     }
     return Plan.model_validate_json(json.dumps(document))
@@ -79,16 +76,6 @@ def _learned() -> LearnedRouter:
     with torch.no_grad():
         residual.layers[-1].bias.copy_(torch.tensor([1.0, -1.0]))
     return LearnedRouter(_counts(), residual)
-
-
-def _moments() -> MomentsRouter:
-    s = [SKETCH.head(RELEASED).project(silo) for silo in WORLD.silos]
-    return MomentsRouter(
-        SKETCH,
-        torch.stack([one.mean(0) for one in s]),
-        torch.stack([one.T.cov() for one in s]),
-        PATH,
-    )
 
 
 def _samples(num_experts: int) -> SamplesRouter:
@@ -117,7 +104,6 @@ def _publish(
 FAMILIES: list[tuple[str, Callable[[], Any]]] = [
     ("counts", lambda: _counts().split(clustered())),
     ("learned", lambda: _learned().split(clustered())),
-    ("moments", lambda: _moments().split(clustered())),
     ("samples", lambda: _samples(4)),
 ]
 
@@ -177,9 +163,9 @@ def test_manifest_with_an_absurd_calibration_is_refused(
 
 
 def test_router_of_another_family_than_the_plans_is_refused(tmp_path) -> None:
-    published = _publish(tmp_path, "moments", _moments().tensors(), 2)
+    published = _publish(tmp_path, "samples", _samples(2).tensors(), 2)
     experts = _experts(["east", "north"])
-    with pytest.raises(TensorFileError, match="moments"):
+    with pytest.raises(TensorFileError, match="samples"):
         load_router(published, tmp_path, plan=_plan("learned"), sketch=SKETCH, experts=experts)
     learned = _publish(tmp_path, "learned", _learned().tensors(), 2, t_release=None)
     with pytest.raises(TensorFileError, match="t_release"):
@@ -205,7 +191,7 @@ def test_exchanged_file_and_numbers_that_are_no_router_are_refused(tmp_path) -> 
     )
     with pytest.raises(DigestError):
         load_router(published, tmp_path, plan=_plan("counts"), sketch=SKETCH, experts=experts)
-    spoilt = _moments().tensors() | {"cov": -torch.eye(RELEASED).repeat(2, 1, 1)}
-    moments = _publish(tmp_path, "moments", spoilt, 2)
-    with pytest.raises(TensorFileError, match="covariances"):
-        load_router(moments, tmp_path, plan=_plan("moments"), sketch=SKETCH, experts=experts)
+    spoilt = _counts().tensors() | {"mass": torch.full((2, GROUPS), 0.9)}
+    zeros = _publish(tmp_path, "counts", spoilt, 2)
+    with pytest.raises(TensorFileError, match="shares"):
+        load_router(zeros, tmp_path, plan=_plan("counts"), sketch=SKETCH, experts=experts)

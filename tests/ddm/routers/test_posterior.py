@@ -16,7 +16,6 @@ from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
-from ddm.routers.moments import MomentsRouter
 from ddm.routers.residual import Residual
 from ddm.routers.samples import SamplesRouter, fit_samples
 from ddm.sampling.guidance import ClassPrior
@@ -38,16 +37,6 @@ def learned() -> LearnedRouter:
     with torch.no_grad():
         residual.layers[-1].bias.copy_(torch.tensor([1.0, -1.0]))
     return LearnedRouter(counts(), residual)
-
-
-def moments() -> MomentsRouter:
-    s = [SKETCH.project(silo) for silo in WORLD.silos]
-    return MomentsRouter(
-        SKETCH,
-        torch.stack([one.mean(0) for one in s]),
-        torch.stack([one.T.cov() for one in s]),
-        PATH,
-    )
 
 
 def samples(condition: Condition, *, knows: bool) -> SamplesRouter:
@@ -78,14 +67,12 @@ def family(name: str, condition: Condition) -> Any:
             return counts().split(LAYOUT)
         case "learned":
             return learned().split(LAYOUT)
-        case "moments":
-            return moments().split(LAYOUT)
         case "samples":
             return samples(NoCondition(), knows=False)
     return samples(condition, knows=name == "knowing samples")
 
 
-FAMILIES = ["counts", "learned", "moments", "samples", "conditional samples", "knowing samples"]
+FAMILIES = ["counts", "learned", "samples", "conditional samples", "knowing samples"]
 
 
 def ensemble(name: str, condition: Condition, **more: Any) -> Ensemble:

@@ -33,7 +33,6 @@ STATISTICS = {
     "total": {"epsilon": 2.0, "delta": 1e-6},
     "counts": {"epsilon": 2.0, "num_groups": 32},
     "sketch": None,
-    "moments": None,
     "class_counts": None,
 }
 NUM_UNITS, DATA = 200, "d" * 64

@@ -16,7 +16,7 @@ import silo.privacy.statistics
 from ddm.diffusion.path import LinearPath
 from ddm.errors import BudgetError, DataError, LedgerError, NumericalError, PolicyError
 from ddm.io.tensors import load_tensors
-from ddm.privacy.accounting import GRID, gaussian_mu, moments_sensitivity, t_release
+from ddm.privacy.accounting import gaussian_mu, t_release
 from ddm.privacy.noise import OS_NOISE, Noise
 from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import sha256_hex
@@ -174,15 +174,6 @@ def test_released_sketches_lie_on_the_public_grid_so_that_low_bits_betray_nothin
     assert float((steps - steps.round()).abs().max()) < 0.05  # what float32 leaves
 
 
-def test_released_moments_lie_on_the_public_grid_so_that_low_bits_betray_nothing() -> None:
-    images, group = make_images(60)
-    source = make_source(MOMENTS, images=images, group_N=group, unit_N=torch.arange(60))
-    for value in drawn("moments", source).values():
-        steps = value.double() / GRID
-        assert float(steps.abs().max()) < 2**24  # so that float32 holds them exactly
-        assert torch.equal(steps, steps.round())
-
-
 def test_over_budget_release_is_refused_before_any_noise_is_drawn(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, epsilon=0.9)
     with pytest.raises(BudgetError):
@@ -285,13 +276,12 @@ def test_indices_outside_the_plan_are_refused_before_anything_is_debited(
     assert ledger.path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("kind", ["moments", "class_counts"])
 def test_release_that_the_plan_does_not_ask_for_is_refused_before_anything_is_debited(
-    kind: Kind, tmp_path
+    tmp_path: Path,
 ) -> None:
     ledger = open_ledger(tmp_path)
     with pytest.raises(PolicyError, match="counts or sketch"):
-        draw(kind, make_source(), ledger, tmp_path, noise=Forbidden())
+        draw("class_counts", make_source(), ledger, tmp_path, noise=Forbidden())
     assert ledger.path.read_bytes() == b""
 
 
@@ -304,9 +294,6 @@ def test_sketches_that_would_be_noise_alone_are_refused_before_anything_is_debit
     with pytest.raises(NumericalError, match="t_release"):
         sketches_of(ledger, tmp_path, plan=plan, sketch=faint, noise=Forbidden())
     assert ledger.path.read_bytes() == b""
-
-
-MOMENTS = make_plan(sketch=None, moments={"epsilon": 5.0, "delta": 1e-5, "rank": RANK})
 
 
 def drawn(kind: Kind, source: Source, noise: Noise = OS_NOISE, chosen: np.ndarray | None = None):
@@ -345,71 +332,6 @@ def test_noise_of_histograms_has_the_variance_of_their_epsilon(kind: Kind, num: 
     assert abs(float(noise.mean())) < 5.5 * (variance / noise.numel()) ** 0.5
 
 
-def test_moments_are_the_sums_over_units_plus_noise_of_their_mu(tmp_path: Path) -> None:
-    quiet = make_plan(
-        counts=1.0, sketch=None, moments={"epsilon": 900.0, "delta": 1e-5, "rank": RANK}
-    )
-    path = draw("moments", make_source(quiet), open_ledger(tmp_path, 1000.0), tmp_path)
-    found = load_tensors(path, None, max_bytes=10_000)
-    assert {name: (value.dtype, tuple(value.shape)) for name, value in found.items()} == {
-        "sum": (torch.float32, (RANK,)),
-        "second": (torch.float32, (RANK, RANK)),
-    }
-    s_NR = HEAD.project(make_images()[0])
-    assert float((found["sum"] - s_NR.sum(0)).abs().max()) < 1.0  # mu is about 38
-    assert float((found["second"] - s_NR.T @ s_NR).abs().max()) < 1.0
-    assert torch.equal(found["second"], found["second"].mT)
-
-
-def test_noise_of_moments_is_isotropic_where_off_diagonal_entries_count_twice() -> None:
-    images, group = make_images(40)
-    source = make_source(MOMENTS, images=images, group_N=group, unit_N=torch.arange(40))
-    s_NR, num = HEAD.project(images), 600
-    std = moments_sensitivity(RANK) / gaussian_mu(5.0, 1e-5)
-    prepared = silo.privacy.statistics._prepared("moments", source)
-    draws = [prepared(np.arange(40), OS_NOISE) for _ in range(num)]
-    first = torch.stack([each["sum"] for each in draws]).double() - s_NR.sum(0)
-    second = torch.stack([each["second"] for each in draws]).double() - s_NR.T @ s_NR
-    diagonal, upper = second.diagonal(dim1=1, dim2=2), second[:, *torch.triu_indices(RANK, RANK, 1)]
-    for noise, expected in ((first, std), (diagonal, std * 2**0.5), (upper, std)):
-        ratio = float(noise.square().sum()) / expected**2
-        freedom = noise.numel()
-        assert chi2.isf(1 - 1e-8, freedom) < ratio < chi2.isf(1e-8, freedom)
-        # twice the variance shows
-        assert not chi2.isf(1 - 1e-8, freedom) < 2 * ratio < chi2.isf(1e-8, freedom)
-    every = torch.cat([first, diagonal, upper], dim=1)
-    correlation = torch.corrcoef(every.T) - torch.eye(3 * RANK, dtype=torch.float64)
-    assert float(correlation.abs().max()) < 6.0 / num**0.5  # of 36 pairs
-    assert all(torch.equal(each["second"], each["second"].mT) for each in draws), (
-        "drawn once for both halves"
-    )
-
-
-def test_moments_of_a_million_units_at_a_tiny_epsilon_neither_overflow_nor_lose_a_unit(
-    monkeypatch,
-) -> None:
-    plan = make_plan(sketch=None, moments={"epsilon": 1e-6, "delta": 1e-12, "rank": 2})
-    whole = np.full((1_000_000, 2), 2**16)
-    monkeypatch.setattr(silo.privacy.statistics, "_on_grid", lambda source, rank: whole)
-    seen: list[tuple[np.ndarray, float]] = []
-    monkeypatch.setattr(
-        silo.privacy.statistics, "_from_grid", lambda total, step: seen.append((total, step))
-    )
-    monkeypatch.setattr(
-        silo.privacy.statistics,
-        "rounded_gaussian",
-        lambda shape, std, noise: np.zeros(shape, dtype=np.int64),
-    )
-    drawn("moments", make_source(plan), chosen=np.arange(1_000_000))
-    assert [total.tolist() for total, _ in seen] == [[2**16 * 10**6] * 2, [[2**16 * 10**6] * 2] * 2]
-    monkeypatch.undo()
-    tiny = drawn("moments", make_source(plan))
-    std = moments_sensitivity(2) / gaussian_mu(1e-6, 1e-12)
-    assert std > 1e6
-    assert float(tiny["sum"].abs().max()) < 13.2 * std
-    assert float(tiny["second"].abs().max()) < 13.2 * 2**0.5 * std
-
-
 def by_patient(unit_N: torch.Tensor, **kwargs) -> Source:
     """Statistics by patient with next to no noise."""
     quiet = make_plan(
@@ -417,7 +339,6 @@ def by_patient(unit_N: torch.Tensor, **kwargs) -> Source:
         counts=200.0,
         sketch=None,
         class_counts={"epsilon": 200.0, "num_classes": CLASSES},
-        moments={"epsilon": 500.0, "delta": 1e-5, "rank": RANK},
     )
     num = len(unit_N)
     images, group = make_images(num)
@@ -479,13 +400,11 @@ def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_p
             kind: load_tensors(
                 draw(kind, source, ledger, tmp_path / str(group)), None, max_bytes=10_000
             )
-            for kind in ("counts", "class_counts", "moments")
+            for kind in ("counts", "class_counts")
         }
         found[group]["all"] = torch.bincount(source.group_N, minlength=GROUPS)
     for kind in ("counts", "class_counts"):
         assert int((found[1][kind]["counts"] - found[2][kind]["counts"]).abs().sum()) == 2
-    moved = found[1]["moments"]["sum"] - found[2]["moments"]["sum"]
-    assert float(moved.norm()) < 2 + 1.0
     # without the draw: five hundred times as far
     assert int((found[1]["all"] - found[2]["all"]).abs().sum()) == 1000
 
