@@ -233,7 +233,7 @@ def evaluate(
             and isinstance(under.value, int)
             and isinstance(plan.condition, ClassCondition)
         ):
-            real = real.only(under.kept)
+            real = real.select(under.kept)
             held = held and held_of_class(under.value, plan.condition, held)
         how = {
             "steps": solving.steps,
@@ -392,7 +392,7 @@ def _write_page(
     silos: list[str],
     value_range: tuple[float, float],
 ) -> None:
-    from ddm.evaluation.page import Shown, write_page
+    from ddm.evaluation.page import EvaluatedSamples, write_page
 
-    shown: list[Shown] = [Shown(*each) for each in results]
+    shown = [EvaluatedSamples(*each) for each in results]
     write_page(out, document, shown, yardstick.reference, silos, value_range)

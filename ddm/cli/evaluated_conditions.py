@@ -185,7 +185,7 @@ def held_of_class(label: int, condition: ClassCondition, holdout: "Reference") -
         raise SetupError(
             "--holdout", expected=expected, got=got, remedy="Leave --holdout or --class out."
         )
-    return holdout.only(_of_class(label, condition, label_M, "holdout"))
+    return holdout.select(_of_class(label, condition, label_M, "holdout"))
 
 
 def _of_class(label: int, condition: ClassCondition, label_M: "Tensor", what: str) -> list[bool]:

@@ -1,13 +1,13 @@
 """A small classifier of public images, whose penultimate layer gives features for FID where no public network fits.
 
 Features of ImageNet say little about grey images of 28 x 28. A convolutional network of about 100,000 weights, trained
-in a minute or two on a CPU on labelled public images, tells such images apart; its file's digest stands beside every
-figure. Only figures of one and the same file can be compared.
+in a minute or two on a CPU on labelled public images, distinguishes such images; its file's digest is printed with
+every figure. Only figures of one and the same file can be compared.
 """
 
 # Shape legend: N images, B images of one batch, C channels, H height, W width.
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,15 @@ DIM = 64
 MAX_FILE_BYTES = 16 * 1024**2
 MAX_CLASSES = 1000
 _WIDTHS = (32, 64, 96)
-_BATCH, _MOST_EPOCHS = 128, 30
+_STRIDES = (2, 2, 1)
+_POOLED_SIDE = 2
+_BATCH_SIZE = 128
+_MAX_EPOCHS = 30
 _MAX_WEIGHT = 1e3
-_SHAPE, _RANGE, _TRAINED_ON = "made.shape", "made.range", "made.images"
+# Names of what a file has beside the weights.
+_SHAPE = "made.shape"
+_RANGE = "made.range"
+_TRAINED_ON = "made.images"
 
 
 class Network(nn.Module):
@@ -38,20 +44,21 @@ class Network(nn.Module):
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
-        widths = (channels, *_WIDTHS)
-        self.convolutions = nn.ModuleList(
-            nn.Conv2d(widths[n], widths[n + 1], 3, stride=2 if n < 2 else 1, padding=1)
-            for n in range(3)
-        )
+        self.convolutions = nn.ModuleList()
+        width_in = channels
+        for width, stride in zip(_WIDTHS, _STRIDES, strict=True):
+            self.convolutions.append(nn.Conv2d(width_in, width, 3, stride=stride, padding=1))
+            width_in = width
         self.norms = nn.ModuleList(nn.GroupNorm(8, width) for width in _WIDTHS)
-        self.features = nn.Linear(4 * _WIDTHS[-1], DIM)
+        self.features = nn.Linear(_POOLED_SIDE**2 * _WIDTHS[-1], DIM)
         self.classes = nn.Linear(DIM, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         """Return the features, shape (B, 64), before their ReLU."""
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             x_BCHW = F.relu(norm(convolution(x_BCHW)))
-        embedded: Tensor = self.features(F.adaptive_avg_pool2d(x_BCHW, 2).flatten(1))
+        pooled = F.adaptive_avg_pool2d(x_BCHW, _POOLED_SIDE)
+        embedded: Tensor = self.features(pooled.flatten(1))
         return embedded
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -84,23 +91,21 @@ class Classifier:
         self, images: Tensor, on_progress: Callable[[int, int], None] | None = None
     ) -> Tensor:
         """Return features, shape (N, 64), of images in the range that the network was trained on."""
-        return torch.cat(
-            [self.net.embed(self._scaled(block)) for block in torch.split(images.float(), _BATCH)]
-        )
+        features = []
+        for block in torch.split(images.float(), _BATCH_SIZE):
+            features.append(self.net.embed(_scaled(block, self.data)))
+        return torch.cat(features)
 
     @torch.inference_mode()
     def accuracy(self, images: Tensor, labels: Tensor) -> float:
-        """Return the share of images whose class is found."""
-        right = [
-            (self.net(self._scaled(block)).argmax(1) == label).sum()
-            for block, label in zip(
-                torch.split(images.float(), _BATCH), torch.split(labels, _BATCH), strict=True
-            )
-        ]
-        return float(sum(right) / len(images))
-
-    def _scaled(self, images: Tensor) -> Tensor:
-        return _scaled(images, self.data)
+        """Return the share of images whose class is recognised."""
+        image_blocks = torch.split(images.float(), _BATCH_SIZE)
+        label_blocks = torch.split(labels, _BATCH_SIZE)
+        num_correct = 0
+        for block, label_B in zip(image_blocks, label_blocks, strict=True):
+            predicted_B = self.net(_scaled(block, self.data)).argmax(1)
+            num_correct += int((predicted_B == label_B).sum())
+        return num_correct / len(images)
 
     def save(self, path: Path) -> None:
         """Write weights, shape, range and the digest of the training images as one safetensors file."""
@@ -119,34 +124,47 @@ class Classifier:
         Raises:
             TensorFileError: other names, shapes or dtypes, or values that are not finite.
         """
-        found = read_header(path, max_bytes=MAX_FILE_BYTES)
-        first, last = (
-            found.get(name, TensorSpec("F32", ())).shape
-            for name in ("convolutions.0.weight", "classes.bias")
-        )
-        channels = first[1] if len(first) == 4 and first[1] in (1, 3) else 1
-        num_classes = last[0] if len(last) == 1 and last[0] <= MAX_CLASSES else 2
-        with torch.device("meta"):
-            wanted = {
-                name: spec_of(each)
-                for name, each in Network(channels, num_classes).state_dict().items()
-            }
-        wanted |= {
-            _SHAPE: TensorSpec("I64", (3,)),
-            _RANGE: TensorSpec("F64", (2,)),
-            _TRAINED_ON: TensorSpec("U8", (32,)),
-        }
-        loaded = load_tensors(path, wanted, max_bytes=MAX_FILE_BYTES, max_abs=_MAX_WEIGHT)
-        shape, low_high, digest = (loaded.pop(name) for name in (_SHAPE, _RANGE, _TRAINED_ON))
+        channels, num_classes = _network_size(read_header(path, max_bytes=MAX_FILE_BYTES))
+        expected = _expected_tensors(channels, num_classes)
+        tensors = load_tensors(path, expected, max_bytes=MAX_FILE_BYTES, max_abs=_MAX_WEIGHT)
+        shape = tensors.pop(_SHAPE).tolist()
+        value_range = tensors.pop(_RANGE).tolist()
+        training_digest = bytes(tensors.pop(_TRAINED_ON).tolist()).hex()
         net = Network(channels, num_classes)
-        net.load_state_dict(loaded)
+        net.load_state_dict(tensors)
         try:
-            data = DataSpec(shape=tuple(shape.tolist()), range=tuple(low_high.tolist()))
+            data = DataSpec(shape=tuple(shape), range=tuple(value_range))
         except ValueError as error:
             raise DataError(
-                path.name, expected="the shape and range of images", got=str(shape.tolist())
+                path.name, expected="the shape and range of images", got=str(shape)
             ) from error
-        return cls(net.eval().requires_grad_(False), data, bytes(digest.tolist()).hex())
+        return cls(net.eval().requires_grad_(False), data, training_digest)
+
+
+def _network_size(header: Mapping[str, TensorSpec]) -> tuple[int, int]:
+    """Return channels and number of classes of a file's network.
+
+    Where a header gives none, any size will do: the file is then refused for its other tensors.
+    """
+    channels = 1
+    num_classes = 2
+    convolution = header.get("convolutions.0.weight")
+    if convolution is not None and len(convolution.shape) == 4 and convolution.shape[1] in (1, 3):
+        channels = convolution.shape[1]
+    bias = header.get("classes.bias")
+    if bias is not None and len(bias.shape) == 1 and bias.shape[0] <= MAX_CLASSES:
+        num_classes = bias.shape[0]
+    return channels, num_classes
+
+
+def _expected_tensors(channels: int, num_classes: int) -> dict[str, TensorSpec]:
+    with torch.device("meta"):
+        weights = Network(channels, num_classes).state_dict()
+    expected = {name: spec_of(weight) for name, weight in weights.items()}
+    expected[_SHAPE] = TensorSpec("I64", (3,))
+    expected[_RANGE] = TensorSpec("F64", (2,))
+    expected[_TRAINED_ON] = TensorSpec("U8", (32,))
+    return expected
 
 
 def train_classifier(
@@ -174,49 +192,52 @@ def train_classifier(
         ShapeError: images of another shape, or another number of labels.
         DataError: volumes, one class only, or labels that are no classes.
     """
-    if tuple(images.shape[1:]) != data.shape or len(labels) != len(images):
-        got = f"images {tuple(images.shape)} and {len(labels)} labels"
-        raise ShapeError(
-            "training images", expected=f"shape (N, {data.shape}) and N labels", got=got
-        )
-    num_classes = int(labels.max()) + 1
-    if (
-        len(data.shape) != 3
-        or data.shape[0] not in (1, 3)
-        or int(labels.min()) < 0
-        or not 2 <= num_classes <= MAX_CLASSES
-    ):
-        got = f"{num_classes} classes, shape {data.shape}"
-        raise DataError(
-            "training images",
-            expected=f"1 or 3 channels, 2 to {MAX_CLASSES} classes from 0",
-            got=got,
-        )
-    steps = min(num_steps, _MOST_EPOCHS * max(1, len(images) // _BATCH))
+    num_classes = _check_training_data(images, labels, data)
+    steps_an_epoch = max(1, len(images) // _BATCH_SIZE)
+    num_steps = min(num_steps, _MAX_EPOCHS * steps_an_epoch)
     generator = torch.Generator().manual_seed(seed)
+    # Layers draw their weights from the global generator, whose state belongs to the caller.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = Network(data.shape[0], num_classes)
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=num_steps)
     order_N = torch.empty(0, dtype=torch.int64)
-    for step in range(steps):
-        if len(order_N) < min(_BATCH, len(images)):
+    for step in range(num_steps):
+        if len(order_N) < min(_BATCH_SIZE, len(images)):
             order_N = torch.randperm(len(images), generator=generator)
-        picked, order_N = order_N[:_BATCH], order_N[_BATCH:]
-        moved = _moved(_scaled(images[picked].float(), data), generator)
-        loss = F.cross_entropy(net(moved), labels[picked])
+        batch_B = order_N[:_BATCH_SIZE]
+        order_N = order_N[_BATCH_SIZE:]
+        scaled = _scaled(images[batch_B].float(), data)
+        logits = net(_shift(scaled, generator))
+        loss = F.cross_entropy(logits, labels[batch_B])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         if on_progress:
-            on_progress(step + 1, steps)
+            on_progress(step + 1, num_steps)
     return Classifier(net.eval().requires_grad_(False), data, digest_of_training(images, labels))
 
 
+def _check_training_data(images: Tensor, labels: Tensor, data: DataSpec) -> int:
+    """Return the number of classes."""
+    if tuple(images.shape[1:]) != data.shape or len(labels) != len(images):
+        expected = f"shape (N, {data.shape}) and N labels"
+        got = f"images {tuple(images.shape)} and {len(labels)} labels"
+        raise ShapeError("training images", expected=expected, got=got)
+    num_classes = int(labels.max()) + 1
+    are_images = len(data.shape) == 3 and data.shape[0] in (1, 3)
+    are_classes = int(labels.min()) >= 0 and 2 <= num_classes <= MAX_CLASSES
+    if not (are_images and are_classes):
+        expected = f"1 or 3 channels, 2 to {MAX_CLASSES} classes from 0"
+        got = f"{num_classes} classes, shape {data.shape}"
+        raise DataError("training images", expected=expected, got=got)
+    return num_classes
+
+
 def digest_of_training(images: Tensor, labels: Tensor) -> str:
-    """Return the sha256 of training images and labels that a classifier bears."""
+    """Return the sha256 of the training images and labels, which a classifier's file names."""
     digest = hashlib.sha256(images.float().contiguous().numpy().data)
     digest.update(labels.contiguous().numpy().data)
     return digest.hexdigest()
@@ -227,9 +248,10 @@ def _scaled(images: Tensor, data: DataSpec) -> Tensor:
     return (images - low) / (high - low) * 2 - 1
 
 
-def _moved(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Move a batch by whole pixels, the same for all its images; the darkest value comes in at the edge."""
-    most = max(1, min(x_BCHW.shape[2:]) // 8)
-    down, right = torch.randint(2 * most + 1, (2,), generator=generator).tolist()
-    padded = F.pad(x_BCHW, (most,) * 4, value=-1.0)
-    return padded[:, :, down : down + x_BCHW.shape[2], right : right + x_BCHW.shape[3]]
+def _shift(x_BCHW: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift a batch by whole pixels, the same for all its images; the darkest value comes in at the edge."""
+    height, width = x_BCHW.shape[2:]
+    max_shift = max(1, min(height, width) // 8)
+    top, left = torch.randint(2 * max_shift + 1, (2,), generator=generator).tolist()
+    padded = F.pad(x_BCHW, (max_shift,) * 4, value=-1.0)
+    return padded[:, :, top : top + height, left : left + width]

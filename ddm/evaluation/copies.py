@@ -1,8 +1,8 @@
-"""Nearest copies: how far each sample lies from its nearest reference image, on the scale of images held out.
+"""Nearest copies: how far each sample is from its nearest reference image, on the scale of images held out.
 
 The scale are real images that are not in the reference, or, without any, each reference image's distance to the nearest
-other one. A sample nearer than 1% of these is a near copy; of samples that copy nothing about 1% are. It speaks about
-the reference alone: where experts were trained on images that are not in it, it says nothing about those.
+other one. A sample nearer than 1% of these is a near copy; of samples that copy nothing about 1% are. The result is
+about the reference alone: where experts were trained on images that are not in it, it says nothing about those.
 """
 
 # Shape legend: N samples, H images held out, P values of one image.
@@ -14,23 +14,26 @@ from torch import Tensor
 
 from ddm.evaluation.intervals import Estimate, proportion
 
-SIDE, VOLUME_SIDE = 32, 16  # to which longer sides of images and volumes are averaged down
-_NEAR = 0.01
+# Longer sides of images and volumes are averaged down to these.
+SIDE = 32
+VOLUME_SIDE = 16
+# The share of images held out that count as near copies, by definition.
+_NEAR_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Copies:
+class NearestCopies:
     """How near samples come to the reference in one space.
 
     Attributes:
-        which_N: the nearest reference image of each sample.
+        nearest_index_N: the nearest reference image of each sample.
         ratio_N: its distance over the median distance of images held out; 0 is a copy, 1 is usual.
         near: the share of near copies; 0.01 is expected by chance.
         threshold: the ratio at which a sample is a near copy.
         num_holdout: H.
     """
 
-    which_N: Tensor
+    nearest_index_N: Tensor
     ratio_N: Tensor
     near: Estimate
     threshold: float
@@ -42,27 +45,37 @@ class Copies:
         return torch.argsort(self.ratio_N, stable=True).tolist()
 
 
-def near_copies(nearest_N: Tensor, which_N: Tensor, holdout_H: Tensor) -> Copies:
-    """Set samples' distances beside those of images held out.
+def near_copies(nearest_N: Tensor, nearest_index_N: Tensor, holdout_H: Tensor) -> NearestCopies:
+    """Compare samples' distances with those of images held out.
 
     Args:
         nearest_N: squared distance of each sample to its nearest reference image.
-        which_N: that image.
+        nearest_index_N: that image.
         holdout_H: the same distance of each image held out.
     """
-    apart_N, apart_H = nearest_N.sqrt(), holdout_H.sqrt()
-    # half the reference are duplicates: distances as they are
-    scale = float(apart_H.median()) or 1.0
-    threshold = float(torch.quantile(apart_H, _NEAR, interpolation="lower"))
-    near = proportion(apart_N <= threshold)
-    return Copies(which_N, apart_N / scale, near, threshold / scale, len(apart_H))
+    distance_N = nearest_N.sqrt()
+    distance_H = holdout_H.sqrt()
+    # The median is 0 where half the reference are duplicates; distances then stay as they are.
+    scale = float(distance_H.median()) or 1.0
+    threshold = float(torch.quantile(distance_H, _NEAR_SHARE, interpolation="lower"))
+    return NearestCopies(
+        nearest_index_N=nearest_index_N,
+        ratio_N=distance_N / scale,
+        near=proportion(distance_N <= threshold),
+        threshold=threshold / scale,
+        num_holdout=len(distance_H),
+    )
 
 
-def pixels(images: Tensor) -> Tensor:
+def pixel_rows(images: Tensor) -> Tensor:
     """Return images as rows, shape (N, P), float32; sides beyond 32 pixels (16 of a volume) are averaged down."""
-    most = VOLUME_SIDE if images.ndim == 5 else SIDE
-    sides = [min(side, most) for side in images.shape[2:]]
-    if images.ndim in (4, 5) and sides != list(images.shape[2:]):
-        pool = F.adaptive_avg_pool3d if images.ndim == 5 else F.adaptive_avg_pool2d
-        images = pool(images.float(), sides)  # type: ignore[arg-type]
-    return images.flatten(1).float()
+    images = images.float()
+    if images.ndim == 4:
+        sides = [min(side, SIDE) for side in images.shape[2:]]
+        if sides != list(images.shape[2:]):
+            images = F.adaptive_avg_pool2d(images, sides)  # type: ignore[arg-type]
+    elif images.ndim == 5:
+        sides = [min(side, VOLUME_SIDE) for side in images.shape[2:]]
+        if sides != list(images.shape[2:]):
+            images = F.adaptive_avg_pool3d(images, sides)  # type: ignore[arg-type]
+    return images.flatten(1)

@@ -1,6 +1,6 @@
 """The features that images are compared by: of the plan's encoder, a network of timm, CLIP, or a small classifier.
 
-Figures of different features cannot be compared, so name and digest of the features stand beside every figure.
+Figures of different features cannot be compared, so name and digest of the features are printed with every figure.
 """
 
 import json
@@ -54,64 +54,80 @@ def open_features(text: str, plan: Plan, folder: Path) -> Features:
         TensorFileError: weights that are not strictly what they should be.
         DataError: features for images of another shape or range.
     """
-    kind, colon, rest = text.partition(":")
+    kind, colon, source = text.partition(":")
     if text == "encoder":
         encoder = PlanFiles.load(plan, folder).encoder
         return Features(
-            f"encoder ({plan.encoder.kind})",
-            plan.file(plan.encoder.path).digest,
-            encoder.dim,
-            encoder.encode,
+            name=f"encoder ({plan.encoder.kind})",
+            digest=plan.file(plan.encoder.path).digest,
+            dim=encoder.dim,
+            encode=encoder.encode,
         )
-    if kind == "timm" and rest:
-        return _timm(rest, plan.data)
-    if kind == "clip" and rest:
-        from ddm.encoders.vision import ClipVision  # takes seconds
-
-        where = Path(rest)
-        if not where.is_dir():
-            raise MissingFileError(
-                rest, expected="a folder of a CLIP of transformers", got="no folder of that name"
-            )
-        clip = ClipVision.open(where, plan.data)
-        return Features("clip", clip.digest, clip.dim, clip.encode)
+    if kind == "timm" and source:
+        return _open_timm(source, plan.data)
+    if kind == "clip" and source:
+        return _open_clip(source, plan.data)
+    # A path may contain a colon too.
     if colon and not Path(text).exists():
         raise SetupError("--features", expected=FORMS, got=repr(text[:80]))
-    return _classifier(Path(text), plan.data)
+    return _open_classifier(Path(text), plan.data)
 
 
-def _timm(text: str, data: DataSpec) -> Features:
-    if len(data.shape) != 3:
-        remedy = "Compare volumes by the plan's encoder: --features encoder."
-        raise DataError(
-            "--features", expected="images, for a network of timm", got="volumes", remedy=remedy
+def _open_clip(text: str, data: DataSpec) -> Features:
+    from ddm.encoders.vision import ClipVision  # takes seconds
+
+    folder = Path(text)
+    if not folder.is_dir():
+        raise MissingFileError(
+            text, expected="a folder of a CLIP of transformers", got="no folder of that name"
         )
-    name, equals, file = text.rpartition("=")
+    clip = ClipVision.open(folder, data)
+    return Features("clip", clip.digest, clip.dim, clip.encode)
+
+
+def _open_timm(text: str, data: DataSpec) -> Features:
+    if len(data.shape) != 3:
+        raise DataError(
+            "--features",
+            expected="images, for a network of timm",
+            got="volumes",
+            remedy="Compare volumes by the plan's encoder: --features encoder.",
+        )
+    model, equals, file = text.rpartition("=")
     path = require_file(Path(file), "weights of a network of timm")
-    model = name if equals else _architecture(path)
+    if not equals:
+        model = network_name(path)
     encoder = TimmEncoder.from_file(model, path, data)
     return Features(f"timm {model}", sha256_file(path), encoder.dim, encoder.encode)
 
 
-def _architecture(path: Path) -> str:
-    """Return the network's name: from `config.json` beside the file, as timm publishes it, or from the file's name."""
-    beside = path.parent / "config.json"
-    if beside.is_file():
+def network_name(path: Path) -> str:
+    """Return the network's name: from `config.json` beside the file, as timm publishes it, or from the file's name.
+
+    Raises:
+        SetupError: neither names a network of timm.
+    """
+    config = path.parent / "config.json"
+    if config.is_file():
         try:
-            stated = json.loads(read_bounded(beside, _MAX_CONFIG_BYTES)).get("architecture")
+            architecture = json.loads(read_bounded(config, _MAX_CONFIG_BYTES)).get("architecture")
         except (ValueError, AttributeError):
-            stated = None
-        if isinstance(stated, str):
-            return stated
+            # Any file may have this name; the name of the weights is then all there is.
+            architecture = None
+        if isinstance(architecture, str):
+            return architecture
     model = path.name.partition(".")[0]
     if model not in names():
-        remedy = "Name the network: --features timm:resnet18=FILE."
-        expected = "a config.json beside the file, or a file named after its network"
-        raise SetupError("--features", expected=expected, got=path.name[:80], remedy=remedy)
+        raise SetupError(
+            "--features",
+            expected="a config.json beside the file, or a file named after its network",
+            got=path.name[:80],
+            remedy="Name the network: --features timm:resnet18=FILE.",
+        )
     return model
 
 
-def _classifier(path: Path, data: DataSpec) -> Features:
+def _open_classifier(path: Path, data: DataSpec) -> Features:
     require_file(path, "a small classifier, or one of: " + FORMS)
     classifier = Classifier.load(path)
     if classifier.data != data:

@@ -2,7 +2,7 @@
 
 ``FID = |m_a - m_b|^2 + tr(S_a + S_b - 2 (S_a^(1/2) S_b S_a^(1/2))^(1/2))``
 
-All is computed in float64, and roots of matrices by eigenvalues of symmetric ones, so no imaginary part needs dropping.
+All is computed in float64, and roots of matrices by eigenvalues of symmetric ones, so that they have no imaginary part.
 The estimate from N features is biased upwards by about c / N. From half the features it is biased by 2 c / N, so
 ``2 FID(N) - FID(N / 2)`` removes this part (FID infinity).
 
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024  # features that are converted to float64 together
-# random halvings; one where features are so long that each takes many seconds
-_REPEATS, _MANY = (
-    4,
-    512,
-)
-_FLAT = 1e-12  # an eigenvalue below this share of the largest is rounding
+# Random halvings, whose distances are averaged; a single one where features are so long that each takes many seconds.
+_NUM_HALVINGS = 4
+_LONG_FEATURES = 512
+_ROUNDING = 1e-12  # an eigenvalue below this share of the largest is rounding
 
 
 @dataclass(frozen=True)
@@ -42,17 +40,14 @@ class Moments:
     @classmethod
     def of(cls, features_ND: Tensor) -> "Moments":
         """Compute both, block by block."""
-        num = len(features_ND)
-        mean_D = (
-            sum(
-                (block.double().sum(0) for block in torch.split(features_ND, BLOCK)),
-                torch.zeros(()),
-            )
-            / num
-        )
-        scatter_DD = torch.zeros(len(mean_D), len(mean_D), dtype=torch.float64)
-        for block in torch.split(features_ND, BLOCK):
-            centred_BD = block.double() - mean_D
+        num, dim = features_ND.shape
+        total_D = torch.zeros(dim, dtype=torch.float64)
+        for block_BD in torch.split(features_ND, BLOCK):
+            total_D += block_BD.double().sum(0)
+        mean_D = total_D / num
+        scatter_DD = torch.zeros(dim, dim, dtype=torch.float64)
+        for block_BD in torch.split(features_ND, BLOCK):
+            centred_BD = block_BD.double() - mean_D
             scatter_DD.addmm_(centred_BD.T, centred_BD)
         return cls(num, mean_D, scatter_DD / (num - 1))
 
@@ -68,19 +63,22 @@ class Transport:
 
     Attributes:
         distance: the squared Fréchet distance.
-        there_DD: maps a onto b, both centred.
-        back_DD: maps b onto a.
+        map_to_b_DD: from a to b, both centred.
+        map_to_a_DD: from b to a.
     """
 
     distance: float
-    there_DD: Tensor
-    back_DD: Tensor
+    map_to_b_DD: Tensor
+    map_to_a_DD: Tensor
 
 
 def frechet_distance(a: Moments, b: Moments) -> float:
     """Return the squared Fréchet distance between two Gaussians."""
     root_DD, _ = _roots(a.covariance_DD)
-    return _distance(a, b, torch.linalg.eigvalsh(root_DD @ b.covariance_DD @ root_DD))
+    product_DD = root_DD @ b.covariance_DD @ root_DD
+    # The trace of its root is that of the roots of its eigenvalues, which cost less than the root itself.
+    eigenvalue_D = torch.linalg.eigvalsh(product_DD)
+    return _distance(a, b, eigenvalue_D.clamp(min=0).sqrt().sum())
 
 
 def transport(a: Moments, b: Moments) -> Transport:
@@ -92,9 +90,10 @@ def transport(a: Moments, b: Moments) -> Transport:
     root_DD, inverse_DD = _roots(a.covariance_DD)
     product_DD = root_DD @ b.covariance_DD @ root_DD
     middle_DD, middle_inverse_DD = _roots(product_DD)
-    distance = _distance(a, b, product_DD, middle_DD.trace())
     return Transport(
-        distance, inverse_DD @ middle_DD @ inverse_DD, root_DD @ middle_inverse_DD @ root_DD
+        distance=_distance(a, b, middle_DD.trace()),
+        map_to_b_DD=inverse_DD @ middle_DD @ inverse_DD,
+        map_to_a_DD=root_DD @ middle_inverse_DD @ root_DD,
     )
 
 
@@ -112,18 +111,18 @@ def frechet_terms(features_ND: Tensor, own: Moments, other: Moments, map_DD: Ten
     Returns:
         Shape (N,), float64.
     """
-    apart_D, bend_DD = (
-        2 * (own.mean_D - other.mean_D),
-        torch.eye(len(map_DD), dtype=torch.float64) - map_DD,
-    )
+    linear_D = 2 * (own.mean_D - other.mean_D)
+    quadratic_DD = torch.eye(len(map_DD), dtype=torch.float64) - map_DD
     terms = []
-    for block in torch.split(features_ND, BLOCK):
-        centred_BD = block.double() - own.mean_D
-        terms.append(centred_BD @ apart_D + ((centred_BD @ bend_DD) * centred_BD).sum(1))
+    for block_BD in torch.split(features_ND, BLOCK):
+        centred_BD = block_BD.double() - own.mean_D
+        linear_B = centred_BD @ linear_D
+        quadratic_B = ((centred_BD @ quadratic_DD) * centred_BD).sum(1)
+        terms.append(linear_B + quadratic_B)
     return torch.cat(terms)
 
 
-def extrapolated(
+def fid_infinity_of(
     distance: float, samples_ND: Tensor, reference_MD: Tensor, *, seed: int
 ) -> float | None:
     """Return FID infinity, from random halves of both sets; None where half a set is too small for its covariance.
@@ -134,39 +133,39 @@ def extrapolated(
         reference_MD: features of the reference.
         seed: of the halves.
     """
-    if min(len(samples_ND), len(reference_MD)) // 2 <= samples_ND.shape[1]:
+    dim = samples_ND.shape[1]
+    if min(len(samples_ND), len(reference_MD)) // 2 <= dim:
         return None
+    num_halvings = 1 if dim > _LONG_FEATURES else _NUM_HALVINGS
     generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(_REPEATS if samples_ND.shape[1] <= _MANY else 1):
-        pairs = (_halves(samples_ND, generator), _halves(reference_MD, generator))
-        found += [
-            frechet_distance(Moments.of(a), Moments.of(b)) for a, b in zip(*pairs, strict=True)
-        ]
-    return 2 * distance - sum(found) / len(found)
+    half_distances = []
+    for _ in range(num_halvings):
+        sample_halves = _random_halves(samples_ND, generator)
+        reference_halves = _random_halves(reference_MD, generator)
+        for samples, reference in zip(sample_halves, reference_halves, strict=True):
+            half_distances.append(frechet_distance(Moments.of(samples), Moments.of(reference)))
+    return 2 * distance - sum(half_distances) / len(half_distances)
 
 
-def _halves(features_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _random_halves(features_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     order_N = torch.randperm(len(features_ND), generator=generator)
     half = len(features_ND) // 2
     return features_ND[order_N[:half]], features_ND[order_N[half : 2 * half]]
 
 
-def _distance(a: Moments, b: Moments, spectrum: Tensor, root_trace: Tensor | None = None) -> float:
-    root = spectrum.clamp(min=0).sqrt().sum() if root_trace is None else root_trace
-    apart = (
-        (a.mean_D - b.mean_D).square().sum()
-        + a.covariance_DD.trace()
-        + b.covariance_DD.trace()
-        - 2 * root
-    )
-    return max(float(apart), 0.0)  # below 0 by rounding only
+def _distance(a: Moments, b: Moments, root_trace: Tensor) -> float:
+    """Return the squared distance, given the trace of the root of ``S_a^(1/2) S_b S_a^(1/2)``."""
+    means = (a.mean_D - b.mean_D).square().sum()
+    covariances = a.covariance_DD.trace() + b.covariance_DD.trace() - 2 * root_trace
+    return max(float(means + covariances), 0.0)  # below 0 by rounding only
 
 
 def _roots(symmetric_DD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square root of a positive matrix, and the inverse of the root on the matrix's range."""
     value_D, vector_DD = torch.linalg.eigh((symmetric_DD + symmetric_DD.T) / 2)
-    kept_D = value_D > _FLAT * value_D[-1].clamp(min=0)
-    root_D = torch.where(kept_D, value_D, 0.0).sqrt()
-    inverse_D = torch.where(kept_D, 1 / root_D, 0.0)
-    return (vector_DD * root_D) @ vector_DD.T, (vector_DD * inverse_D) @ vector_DD.T
+    in_range_D = value_D > _ROUNDING * value_D[-1].clamp(min=0)
+    root_D = torch.where(in_range_D, value_D, 0.0).sqrt()
+    inverse_D = torch.where(in_range_D, 1 / root_D, 0.0)
+    root_DD = (vector_DD * root_D) @ vector_DD.T
+    inverse_DD = (vector_DD * inverse_D) @ vector_DD.T
+    return root_DD, inverse_DD

@@ -15,8 +15,8 @@ from torch import Tensor
 
 DRAWS = 2000
 LEVEL = 0.95
-_Z = 1.959964  # of LEVEL
-_AT_ONCE = 1 << 22  # indices drawn together
+_Z = 1.959964  # the normal quantile of LEVEL
+_MAX_INDICES = 1 << 22  # drawn together
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Estimate:
     high: float
 
 
-def resampled(value: float, terms: Sequence[Tensor], *, seed: int) -> Estimate:
+def bootstrap_estimate(value: float, terms: Sequence[Tensor], *, seed: int) -> Estimate:
     """Return the bootstrap percentile interval of a metric whose first-order terms are given.
 
     Args:
@@ -47,13 +47,14 @@ def resampled(value: float, terms: Sequence[Tensor], *, seed: int) -> Estimate:
     shift = torch.zeros(DRAWS, dtype=torch.float64)
     for term_N in terms:
         centred_N = term_N.double() - term_N.double().mean()
-        rows = max(1, _AT_ONCE // len(term_N))
-        for start in range(0, DRAWS, rows):
-            shape = (min(rows, DRAWS - start), len(term_N))
-            picked = torch.randint(len(term_N), shape, generator=generator)
-            shift[start : start + rows] += centred_N[picked].mean(1)
+        num_rows = max(1, _MAX_INDICES // len(term_N))
+        for start in range(0, DRAWS, num_rows):
+            shape = (min(num_rows, DRAWS - start), len(term_N))
+            indices_BN = torch.randint(len(term_N), shape, generator=generator)
+            shift[start : start + num_rows] += centred_N[indices_BN].mean(1)
     tail = (1 - LEVEL) / 2
-    low, high = torch.quantile(shift, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    levels = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+    low, high = torch.quantile(shift, levels).tolist()
     return Estimate(value, value + low, value + high)
 
 
@@ -63,8 +64,10 @@ def proportion(inside_N: Tensor) -> Estimate:
     Args:
         inside_N: which images count, boolean.
     """
-    count, num = int(inside_N.sum()), len(inside_N)
-    return Estimate(count / num, *wilson(count, num))
+    num = len(inside_N)
+    count = int(inside_N.sum())
+    low, high = wilson(count, num)
+    return Estimate(count / num, low, high)
 
 
 def wilson(count: int, num: int) -> tuple[float, float]:
@@ -75,9 +78,13 @@ def wilson(count: int, num: int) -> tuple[float, float]:
     """
     share = count / num
     z2 = _Z**2 / num
-    middle = share + z2 / 2
-    half = _Z * sqrt(share * (1 - share) / num + z2 / (4 * num))
+    middle = (share + z2 / 2) / (1 + z2)
+    half_width = _Z * sqrt(share * (1 - share) / num + z2 / (4 * num)) / (1 + z2)
+    low = max(middle - half_width, 0.0)
+    high = min(middle + half_width, 1.0)
     # Of a share of 0 or 1 one end is that share, which the formula misses by its rounding.
-    low = 0.0 if count == 0 else max((middle - half) / (1 + z2), 0.0)
-    high = 1.0 if count == num else min((middle + half) / (1 + z2), 1.0)
+    if count == 0:
+        low = 0.0
+    if count == num:
+        high = 1.0
     return low, high

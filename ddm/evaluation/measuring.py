@@ -1,7 +1,7 @@
 """Evaluates samples against reference images: overall, by silo, by group of the reference, with the nearest copies.
 
-A `Yardstick` holds all that depends on the reference alone, so that several sets of samples are judged by the same one;
-`evaluate` makes and uses one in a single call.
+A `Yardstick` holds all that depends on the reference alone, so that several sets of samples are measured by the same
+one; `evaluate` makes and uses one in a single call.
 """
 
 # Shape legend: N samples, M reference images, H images held out, D values of one feature.
@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError, MathError, ShapeError
-from ddm.evaluation.copies import Copies, near_copies, pixels
+from ddm.evaluation.copies import NearestCopies, near_copies, pixel_rows
 from ddm.evaluation.features import Features
 from ddm.evaluation.intervals import Estimate, proportion
-from ddm.evaluation.metrics import LEAST, Side, as_json, floor, measure
-from ddm.evaluation.neighbours import Between, nearest, within
+from ddm.evaluation.metrics import (
+    MIN_IMAGES,
+    FeatureSet,
+    Floor,
+    as_json,
+    estimate_as_json,
+    measure,
+    measure_floor,
+)
+from ddm.evaluation.neighbours import CrossComparison, compare_with_itself, nearest
 from ddm.evaluation.reference import SILO_COLUMNS, Reference, rows_of_numbers
 from ddm.evaluation.shares import ShareError, share_error
 from ddm.io.array_input import real_tensor
@@ -26,7 +34,9 @@ from ddm.io.array_input import real_tensor
 Progress = Callable[[int, int], None]
 """Called with the images done and the images in all, each image counting once for every pass over it."""
 
-_ENCODED = 1024  # samples that are encoded between two reports of progress
+_ENCODED_TOGETHER = 1024  # images between two reports of progress
+_MAX_GROUPS = 100  # of the reference, for which recall is given
+_PASSES = 3  # over all images: encoding, and the two comparisons
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,16 @@ class SiloResult:
     metrics: Mapping[str, Estimate]
     num_reference: int
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as `ddm evaluate --json` prints them."""
+        return {
+            "num": self.num,
+            "share": self.share,
+            "prior": self.prior,
+            "num_reference": self.num_reference,
+            "metrics": as_json(self.metrics),
+        }
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -60,7 +80,7 @@ class Evaluation:
         per_silo: by silo; empty where it is not known which silo a sample came from.
         share_error: of the silos; None where shares or priors are not known.
         recall_by: the share of each group of the reference that the samples reach.
-        copies: the nearest reference images, by the space in which they were looked for: `pixels` and `features`.
+        copies: the nearest reference images, by the space of the search: `pixels` and `features`.
         floor: one half of the reference against the other; None where it is too small.
         notes: what to keep in mind when reading the figures.
     """
@@ -71,79 +91,81 @@ class Evaluation:
     per_silo: Mapping[str, SiloResult]
     share_error: ShareError | None
     recall_by: Mapping[str, Estimate]
-    copies: Mapping[str, Copies]
-    floor: tuple[Mapping[str, Estimate], int, int] | None
+    copies: Mapping[str, NearestCopies]
+    floor: Floor | None
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as `ddm evaluate --json` prints them."""
-        halves = self.floor
+        share_error = None
+        if self.share_error is not None:
+            share_error = {
+                **estimate_as_json(self.share_error.error),
+                "by_chance": self.share_error.by_chance,
+            }
+        floor = None
+        if self.floor is not None:
+            floor = {
+                "metrics": as_json(self.floor.metrics),
+                "num": self.floor.num,
+                "num_reference": self.floor.num_reference,
+            }
         return {
             "metrics": as_json(self.metrics),
-            "per_silo": {
-                name: {
-                    "num": each.num,
-                    "share": each.share,
-                    "prior": each.prior,
-                    "num_reference": each.num_reference,
-                }
-                | {"metrics": as_json(each.metrics)}
-                for name, each in self.per_silo.items()
-            },
-            "share_error": None
-            if self.share_error is None
-            else as_json({"it": self.share_error.error})["it"]
-            | {"by_chance": self.share_error.by_chance},
+            "per_silo": {name: result.to_json() for name, result in self.per_silo.items()},
+            "share_error": share_error,
             "num": self.num,
             "num_reference": self.num_reference,
             "recall_by": as_json(self.recall_by),
-            "copies": {
-                name: as_json({"near_copies": each.near})
-                | {
-                    "least_ratio": float(each.ratio_N.min()),
-                    "median_ratio": float(each.ratio_N.median()),
-                }
-                | {"threshold": each.threshold, "num_holdout": each.num_holdout}
-                for name, each in self.copies.items()
-            },
-            "floor": None
-            if halves is None
-            else {"metrics": as_json(halves[0]), "num": halves[1], "num_reference": halves[2]},
+            "copies": {space: _copies_json(copies) for space, copies in self.copies.items()},
+            "floor": floor,
             "notes": list(self.notes),
         }
 
 
-class _Count:
-    """Adds up what several passes have done."""
+def _copies_json(copies: NearestCopies) -> dict[str, Any]:
+    return {
+        "near_copies": estimate_as_json(copies.near),
+        "least_ratio": float(copies.ratio_N.min()),
+        "median_ratio": float(copies.ratio_N.median()),
+        "threshold": copies.threshold,
+        "num_holdout": copies.num_holdout,
+    }
+
+
+class _ProgressCounter:
+    """Adds up the images of several passes, and reports the sum."""
 
     def __init__(self, on_progress: Progress | None, total: int) -> None:
-        self.on_progress, self.done, self.total = on_progress, 0, total
+        self.on_progress = on_progress
+        self.num_processed = 0
+        self.total = total
 
     def __call__(self, num: int) -> None:
-        self.done += num
+        self.num_processed += num
         if self.on_progress:
-            self.on_progress(min(self.done, self.total), self.total)
+            self.on_progress(min(self.num_processed, self.total), self.total)
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The reference, ready to judge samples.
+    """The reference, ready to measure samples.
 
     Attributes:
         reference: the images.
         features: turn images into features.
-        side: the reference's features, moments and neighbours.
+        feature_set: the reference's features, moments and neighbours.
         pixels_MP: the reference images as rows, small.
-        holdout: squared distances of images held out to their nearest reference image, by space.
+        holdout_distances: squared distances of images held out to their nearest reference image, by space.
         k: neighbours.
         seed: of intervals and halves.
     """
 
     reference: Reference
     features: Features
-    side: Side
+    feature_set: FeatureSet
     pixels_MP: Tensor
-    holdout: Mapping[str, Tensor]
+    holdout_distances: Mapping[str, Tensor]
     k: int
     seed: int
 
@@ -163,8 +185,8 @@ class Yardstick:
         Args:
             reference: the images to compare with.
             features: the features to compare by.
-            holdout: real images that are not in the reference, on whose distances copies are judged; without them the
-                reference's own distances between neighbours.
+            holdout: real images that are not in the reference, whose distances are the scale for copies; without them
+                the reference's own distances between neighbours.
             k: which neighbour bounds the ball of a feature, for precision, recall, density and coverage.
             seed: of intervals and halves.
             on_progress: see `Progress`.
@@ -173,17 +195,22 @@ class Yardstick:
             MathError: too few images, or k out of range.
             DataError, ShapeError: images that do not fit.
         """
-        tick = _Count(on_progress, 3 * reference.num + (holdout.num if holdout else 0))
-        features_MD, pixels_MP = _encoded(reference, features, tick)
-        side = Side.of(features_MD, k, tick)
-        own = {"features": side.within.nearest_N, "pixels": within(pixels_MP, 1, tick).nearest_N}
+        total = _PASSES * reference.num
         if holdout is not None:
-            rows = _encoded(holdout, features, tick)
-            own = {
-                "features": nearest(rows[0], features_MD)[0],
-                "pixels": nearest(rows[1], pixels_MP)[0],
-            }
-        return cls(reference, features, side, pixels_MP, own, k, seed)
+            total += holdout.num
+        counter = _ProgressCounter(on_progress, total)
+        features_MD, pixels_MP = _encode_all(reference, features, counter)
+        feature_set = FeatureSet.of(features_MD, k, counter)
+        pixel_neighbours = compare_with_itself(pixels_MP, 1, counter)
+        holdout_distances = {
+            "features": feature_set.neighbours.nearest_N,
+            "pixels": pixel_neighbours.nearest_N,
+        }
+        if holdout is not None:
+            features_HD, pixels_HP = _encode_all(holdout, features, counter)
+            holdout_distances["features"], _ = nearest(features_HD, features_MD)
+            holdout_distances["pixels"], _ = nearest(pixels_HP, pixels_MP)
+        return cls(reference, features, feature_set, pixels_MP, holdout_distances, k, seed)
 
     def judge(
         self,
@@ -209,97 +236,130 @@ class Yardstick:
             ShapeError: samples of another shape, or as many silos as samples are needed.
         """
         rows = rows_of_numbers(samples, "samples")
+        weights = None
         if silo_N is not None:
             silo_N = _silo_numbers(silo_N, len(rows), len(silos))
-            prior = None if prior is None else _weights(prior, len(silos))
-        tick = _Count(on_progress, 3 * len(rows))
-        features_ND, pixels_NP = _encoded(Reference.of(rows), self.features, tick)
-        if pixels_NP.shape[1] != self.pixels_MP.shape[1]:
-            expected = f"{self.pixels_MP.shape[1]} values, as in the reference"
+            if prior is not None:
+                weights = _weights(prior, len(silos))
+        counter = _ProgressCounter(on_progress, _PASSES * len(rows))
+        features_ND, pixels_NP = _encode_all(Reference.of(rows), self.features, counter)
+        num_pixels = self.pixels_MP.shape[1]
+        if pixels_NP.shape[1] != num_pixels:
+            expected = f"{num_pixels} values, as in the reference"
             raise ShapeError("samples", expected=expected, got=str(pixels_NP.shape[1]))
-        own = Side.of(features_ND, self.k, tick)
-        metrics, both = measure(own, self.side, seed=self.seed, tick=tick)
-        copies = {
-            "pixels": near_copies(*nearest(pixels_NP, self.pixels_MP), self.holdout["pixels"]),
-            "features": near_copies(both.nearest_N, both.which_N, self.holdout["features"]),
-        }
-        known = silo_N is not None and prior is not None
-        halves = floor(self.side, len(rows), seed=self.seed)
+        sample_set = FeatureSet.of(features_ND, self.k, counter)
+        metrics, both = measure(sample_set, self.feature_set, seed=self.seed, on_block=counter)
+        floor = measure_floor(self.feature_set, len(rows), seed=self.seed)
+        per_silo = {}
+        if silo_N is not None:
+            per_silo = self._per_silo(features_ND, silo_N, silos, weights)
+        error = None
+        if silo_N is not None and weights is not None:
+            error = share_error(silo_N, weights, seed=self.seed)
         return Evaluation(
             num=len(rows),
             num_reference=self.reference.num,
             metrics=metrics,
-            per_silo={} if silo_N is None else self._per_silo(features_ND, silo_N, silos, prior),
-            share_error=share_error(silo_N, prior, seed=self.seed) if known else None,
+            per_silo=per_silo,
+            share_error=error,
             recall_by=self._recall_by(both),
-            copies=copies,
-            floor=halves,
-            notes=self._notes(own, silo_N, silos, halves is not None),
+            copies=self._nearest_copies(pixels_NP, both),
+            floor=floor,
+            notes=self._notes(sample_set, silo_N, silos, floor is not None),
         )
+
+    @property
+    def _min_images(self) -> int:
+        """The fewest images of which metrics can be computed."""
+        return max(MIN_IMAGES, self.k + 1)
+
+    def _nearest_copies(self, pixels_NP: Tensor, both: CrossComparison) -> dict[str, NearestCopies]:
+        nearest_N, nearest_index_N = nearest(pixels_NP, self.pixels_MP)
+        distances = self.holdout_distances
+        return {
+            "pixels": near_copies(nearest_N, nearest_index_N, distances["pixels"]),
+            "features": near_copies(both.nearest_N, both.nearest_index_N, distances["features"]),
+        }
 
     def _per_silo(
         self,
         features_ND: Tensor,
         silo_N: Tensor,
         silos: Sequence[str],
-        prior: Sequence[float] | None,
+        weights: Sequence[float] | None,
     ) -> dict[str, SiloResult]:
-        groups = self.reference.groups
-        found, total = {}, sum(prior) if prior is not None else 1.0
+        results = {}
         for index, name in enumerate(silos):
-            own_ND = features_ND[silo_N == index]
-            side = self.side
-            if self.reference.group_name in SILO_COLUMNS and name in groups:
-                side = self._part(torch.tensor([group == name for group in groups]))
-            enough = len(own_ND) >= max(LEAST, self.k + 1)
-            metrics = measure(Side.of(own_ND, self.k), side, seed=self.seed)[0] if enough else {}
-            due = None if prior is None else prior[index] / total
-            found[name] = SiloResult(
-                len(own_ND), len(own_ND) / len(silo_N), due, metrics, len(side.features_ND)
+            silo_features = features_ND[silo_N == index]
+            num = len(silo_features)
+            reference = self._reference_of(name)
+            metrics: Mapping[str, Estimate] = {}
+            if num >= self._min_images:
+                silo_set = FeatureSet.of(silo_features, self.k)
+                metrics, _ = measure(silo_set, reference, seed=self.seed)
+            prior = None
+            if weights is not None:
+                prior = weights[index] / sum(weights)
+            results[name] = SiloResult(
+                num=num,
+                share=num / len(silo_N),
+                prior=prior,
+                metrics=metrics,
+                num_reference=len(reference.features_ND),
             )
-        return found
+        return results
 
-    def _part(self, mask_M: Tensor) -> Side:
-        """Return the reference images of one silo, or all where there are too few."""
-        enough = int(mask_M.sum()) >= max(LEAST, self.k + 1)
-        return Side.of(self.side.features_ND[mask_M], self.k) if enough else self.side
+    def _reference_of(self, silo: str) -> FeatureSet:
+        """Return the reference images of one silo; all where silos are not known, or the silo has too few."""
+        if self.reference.group_name not in SILO_COLUMNS:
+            return self.feature_set
+        mask_M = self._group_mask(silo)
+        if int(mask_M.sum()) < self._min_images:
+            return self.feature_set
+        return FeatureSet.of(self.feature_set.features_ND[mask_M], self.k)
 
-    def _recall_by(self, both: Between) -> dict[str, Estimate]:
-        groups = self.reference.groups
-        if not 1 < len(set(groups)) <= 100:
+    def _recall_by(self, both: CrossComparison) -> dict[str, Estimate]:
+        names = set(self.reference.groups)
+        if not 1 < len(names) <= _MAX_GROUPS:
             return {}
-        return {
-            name: proportion(both.recalled_M[torch.tensor([group == name for group in groups])])
-            for name in sorted(set(groups), key=lambda text: (len(text), text))
-        }
+        # Shorter names first, which puts numbers in their order.
+        ordered_names = sorted(names, key=lambda name: (len(name), name))
+        return {name: proportion(both.recalled_M[self._group_mask(name)]) for name in ordered_names}
+
+    def _group_mask(self, name: str) -> Tensor:
+        return torch.tensor([group == name for group in self.reference.groups], dtype=torch.bool)
 
     def _notes(
-        self, own: Side, silo_N: Tensor | None, silos: Sequence[str], has_floor: bool
+        self, samples: FeatureSet, silo_N: Tensor | None, silos: Sequence[str], has_floor: bool
     ) -> tuple[str, ...]:
-        dim, sizes = own.features_ND.shape[1], (own.moments.num, self.side.moments.num)
+        reference = self.feature_set
+        dim = samples.features_ND.shape[1]
+        num = samples.moments.num
+        num_reference = reference.moments.num
         notes = [
-            f"FID is biased upwards; it compares {sizes[0]} samples with {sizes[1]} reference images."
+            f"FID is biased upwards; it compares {num} samples with {num_reference} reference images."
         ]
-        if own.moments.singular or self.side.moments.singular:
+        if samples.moments.singular or reference.moments.singular:
             notes.append(
                 f"The covariance of a set with no more than {dim} images is singular in {dim} features: FID says "
                 "little; read KID, or evaluate more images."
             )
-        if 2 * sizes[0] < sizes[1]:
+        if 2 * num < num_reference:
             notes.append(
                 "Coverage and recall grow with the number of samples: draw about as many as reference images."
             )
         if silo_N is not None:
             counts = torch.bincount(silo_N, minlength=len(silos)).tolist()
-            if few := [name for name, count in zip(silos, counts, strict=True) if count <= dim]:
+            small_silos = [name for name, count in zip(silos, counts, strict=True) if count <= dim]
+            if small_silos:
                 notes.append(
-                    f"Silos with no more than {dim} samples: {', '.join(few)}. Their FID says little."
+                    f"Silos with no more than {dim} samples: {', '.join(small_silos)}. Their FID says little."
                 )
         if not has_floor:
             notes.append(
                 f"No floor: it takes more than {dim} samples and more than {2 * dim} reference images."
             )
-        if float(self.side.within.radius_N.min()) == 0.0:
+        if float(reference.neighbours.radius_N.min()) == 0.0:
             notes.append(
                 f"Some reference images have {self.k} equal ones in these features; their balls have no extent."
             )
@@ -346,22 +406,42 @@ def evaluate(
         NumericalError: values that are not finite.
     """
     rows = rows_of_numbers(samples, "samples")
-    source = reference if isinstance(reference, Reference) else Reference.of(reference, groups)
-    held = holdout if isinstance(holdout, Reference) or holdout is None else Reference.of(holdout)
-    if not isinstance(features, Features):
-        if features is not None and not callable(features):
-            got = type(features).__name__
-            raise DataError("features", expected="a function from images to features", got=got)
-        features = Features("values" if features is None else "given", None, 0, features or _flat)
-    silo = None if silo_N is None else _silo_numbers(silo_N, len(rows), len(silos) or None)
-    if silo is not None and not len(silos):
-        num_weights = 0 if prior is None else real_tensor(prior, "prior").numel()
-        num_silos = max(int(silo.max()) + 1, num_weights)
-        silos = tuple(str(index) for index in range(num_silos))
+    if not isinstance(reference, Reference):
+        reference = Reference.of(reference, groups)
+    if holdout is not None and not isinstance(holdout, Reference):
+        holdout = Reference.of(holdout)
+    if silo_N is not None:
+        silo_N = _silo_numbers(silo_N, len(rows), len(silos) or None)
+        if not len(silos):
+            silos = _numbered_silos(silo_N, prior)
     yardstick = Yardstick.of(
-        source, features, holdout=held, k=k, seed=seed, on_progress=on_progress
+        reference,
+        _as_features(features),
+        holdout=holdout,
+        k=k,
+        seed=seed,
+        on_progress=on_progress,
     )
-    return yardstick.judge(rows, silo_N=silo, silos=silos, prior=prior, on_progress=on_progress)
+    return yardstick.judge(rows, silo_N=silo_N, silos=silos, prior=prior, on_progress=on_progress)
+
+
+def _as_features(features: Callable[[Tensor], Tensor] | Features | None) -> Features:
+    if isinstance(features, Features):
+        return features
+    if features is None:
+        return Features("values", digest=None, dim=0, encode=_flatten)
+    if not callable(features):
+        got = type(features).__name__
+        raise DataError("features", expected="a function from images to features", got=got)
+    return Features("given", digest=None, dim=0, encode=features)
+
+
+def _numbered_silos(silo_N: Tensor, prior: Any) -> tuple[str, ...]:
+    """Name silos by their numbers; a silo without samples is known by its weight in the prior."""
+    num_silos = int(silo_N.max()) + 1
+    if prior is not None:
+        num_silos = max(num_silos, real_tensor(prior, "prior").numel())
+    return tuple(str(index) for index in range(num_silos))
 
 
 def _silo_numbers(silo_N: Any, num_samples: int, num_silos: int | None) -> Tensor:
@@ -370,25 +450,23 @@ def _silo_numbers(silo_N: Any, num_samples: int, num_silos: int | None) -> Tenso
     Args:
         silo_N: the caller's.
         num_samples: N.
-        num_silos: how many silos there are; None where their numbers alone say it.
+        num_silos: how many silos there are; None where only their numbers are known.
 
     Raises:
         DataError: no numbers.
         ShapeError: not one whole number from 0, of a silo that there is, for each sample.
     """
-    numbers = real_tensor(silo_N, "silo_N").cpu()
-    whole = numbers.long()
-    fits = tuple(numbers.shape) == (num_samples,) and num_samples > 0
-    # A number that is not whole would become that of another silo, and NaN that of any.
-    if fits and bool((whole == numbers).all()):
-        lowest, highest = int(whole.min()), int(whole.max())
-        if lowest >= 0 and (num_silos is None or highest < num_silos):
-            return whole
     silos = "a silo" if num_silos is None else f"one of {num_silos} silos"
-    got = f"shape {tuple(numbers.shape)}" if not fits else "other numbers"
-    raise ShapeError(
-        "silo_N", expected=f"the number of {silos} for each of {num_samples} samples", got=got
-    )
+    expected = f"the number of {silos} for each of {num_samples} samples"
+    numbers = real_tensor(silo_N, "silo_N").cpu()
+    if tuple(numbers.shape) != (num_samples,) or num_samples == 0:
+        raise ShapeError("silo_N", expected=expected, got=f"shape {tuple(numbers.shape)}")
+    whole = numbers.long()
+    # A number that is not whole would become that of another silo, and NaN that of any.
+    are_valid = bool((whole == numbers).all()) and int(whole.min()) >= 0
+    if not are_valid or (num_silos is not None and int(whole.max()) >= num_silos):
+        raise ShapeError("silo_N", expected=expected, got="other numbers")
+    return whole
 
 
 def _weights(prior: Any, num_silos: int) -> list[float]:
@@ -412,25 +490,26 @@ def _weights(prior: Any, num_silos: int) -> list[float]:
     return weights
 
 
-def _flat(images: Tensor) -> Tensor:
+def _flatten(images: Tensor) -> Tensor:
     return images.flatten(1).float()
 
 
-def _encoded(source: Reference, features: Features, tick: _Count) -> tuple[Tensor, Tensor]:
+def _encode_all(
+    images: Reference, features: Features, counter: _ProgressCounter
+) -> tuple[Tensor, Tensor]:
     """Return all features, shape (N, D), and all images as small rows, shape (N, P)."""
-    all_features: list[Tensor] = []
-    all_pixels: list[Tensor] = []
-    for images in source.blocks():
-        for block in torch.split(images, _ENCODED):
-            encoded = real_tensor(features.encode(block), "features")
-            if encoded.ndim != 2 or len(encoded) != len(block):
-                got = f"shape {tuple(encoded.shape)}"
-                raise ShapeError(
-                    "features", expected=f"shape ({len(block)}, D), a row for each image", got=got
-                )
-            all_features.append(encoded.float().cpu())
-            all_pixels.append(pixels(block))
-            tick(len(block))
-    if not all_features:
-        raise MathError("images", expected=f"at least {LEAST}", got="an empty array")
-    return torch.cat(all_features), torch.cat(all_pixels)
+    feature_blocks: list[Tensor] = []
+    pixel_blocks: list[Tensor] = []
+    for images_read_together in images.blocks():
+        for block in torch.split(images_read_together, _ENCODED_TOGETHER):
+            features_BD = real_tensor(features.encode(block), "features")
+            if features_BD.ndim != 2 or len(features_BD) != len(block):
+                expected = f"shape ({len(block)}, D), a row for each image"
+                got = f"shape {tuple(features_BD.shape)}"
+                raise ShapeError("features", expected=expected, got=got)
+            feature_blocks.append(features_BD.float().cpu())
+            pixel_blocks.append(pixel_rows(block))
+            counter(len(block))
+    if not feature_blocks:
+        raise MathError("images", expected=f"at least {MIN_IMAGES}", got="an empty array")
+    return torch.cat(feature_blocks), torch.cat(pixel_blocks)

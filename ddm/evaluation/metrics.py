@@ -8,32 +8,41 @@ import torch
 from torch import Tensor
 
 from ddm.errors import MathError, NumericalError, ShapeError
-from ddm.evaluation.frechet import Moments, extrapolated, frechet_terms, transport
-from ddm.evaluation.intervals import Estimate, proportion, resampled
-from ddm.evaluation.neighbours import Between, Tick, Within, between, kernel_distance, within
+from ddm.evaluation.frechet import Moments, fid_infinity_of, frechet_terms, transport
+from ddm.evaluation.intervals import Estimate, bootstrap_estimate, proportion
+from ddm.evaluation.neighbours import (
+    BlockReport,
+    CrossComparison,
+    SelfComparison,
+    compare_sets,
+    compare_with_itself,
+    kernel_distance,
+)
 
-LEAST = 8  # images, below which no metric says anything
-_DOUBLE_BYTES, _FLOAT_BYTES = 8, 4
-_MATRICES, _BLOCKS_BYTES = 12, 1 << 28  # of D x D values alive together; of blocks of products
+MIN_IMAGES = 8  # below which no metric means anything
+_DOUBLE_BYTES = 8
+_FLOAT_BYTES = 4
+_NUM_MATRICES = 12  # of D x D values, alive together
+_BLOCKS_BYTES = 1 << 28  # of products, as `ddm.evaluation.neighbours` computes them
 
 
 @dataclass(frozen=True)
-class Side:
+class FeatureSet:
     """One set of features, with all that does not depend on what it is compared with.
 
     Attributes:
         features_ND: float32.
         moments: for the Fréchet distance.
-        within: neighbours and kernel sums.
+        neighbours: distances to neighbours, and kernel sums.
     """
 
     features_ND: Tensor
     moments: Moments
-    within: Within
+    neighbours: SelfComparison
 
     @classmethod
-    def of(cls, features_ND: Tensor, k: int, tick: Tick | None = None) -> "Side":
-        """Compute them.
+    def of(cls, features_ND: Tensor, k: int, on_block: BlockReport | None = None) -> "FeatureSet":
+        """Compute moments and neighbours.
 
         Raises:
             ShapeError: no matrix.
@@ -42,86 +51,122 @@ class Side:
         """
         if features_ND.ndim != 2:
             raise ShapeError("features", expected="shape (N, D)", got=str(tuple(features_ND.shape)))
-        if k < 1 or len(features_ND) < max(LEAST, k + 1):
-            expected = f"at least {max(LEAST, k + 1)} images for {k} neighbours"
-            remedy = "Evaluate more images, or ask for fewer neighbours."
-            raise MathError("features", expected=expected, got=str(len(features_ND)), remedy=remedy)
+        num_needed = max(MIN_IMAGES, k + 1)
+        if k < 1 or len(features_ND) < num_needed:
+            raise MathError(
+                "features",
+                expected=f"at least {num_needed} images for {k} neighbours",
+                got=str(len(features_ND)),
+                remedy="Evaluate more images, or ask for fewer neighbours.",
+            )
         if not bool(features_ND.isfinite().all()):
             raise NumericalError("features", expected="finite numbers", got="NaN or infinity")
-        return cls(features_ND, Moments.of(features_ND), within(features_ND, k, tick))
+        moments = Moments.of(features_ND)
+        return cls(features_ND, moments, compare_with_itself(features_ND, k, on_block))
+
+
+@dataclass(frozen=True)
+class Floor:
+    """One half of the reference measured against the other: what perfect samples would score.
+
+    Attributes:
+        metrics: as `measure` returns them.
+        num: images of the half in the samples' place.
+        num_reference: images of the other half.
+    """
+
+    metrics: Mapping[str, Estimate]
+    num: int
+    num_reference: int
 
 
 def measure(
-    samples: Side, reference: Side, *, seed: int = 0, tick: Tick | None = None
-) -> tuple[dict[str, Estimate], Between]:
+    samples: FeatureSet,
+    reference: FeatureSet,
+    *,
+    seed: int = 0,
+    on_block: BlockReport | None = None,
+) -> tuple[dict[str, Estimate], CrossComparison]:
     """Compute every metric of samples against a reference.
 
     Args:
         samples: of the samples.
         reference: of the reference, with the same k.
         seed: of intervals and halves.
-        tick: called after each block of samples.
+        on_block: called after each block of samples.
 
     Returns:
         `fid`, `fid_infinity` (where both sets have more than twice as many images as features), `kid`, `precision`,
-        `recall`, `density` and `coverage`, and how samples and reference lie to each other.
+        `recall`, `density` and `coverage`, and the comparison by neighbours.
 
     Raises:
         ShapeError: features of two lengths.
     """
-    dims = samples.features_ND.shape[1], reference.features_ND.shape[1]
-    if dims[0] != dims[1]:
-        raise ShapeError(
-            "features", expected=f"{dims[1]} values, as of the reference", got=str(dims[0])
-        )
-    a, b = samples.moments, reference.moments
+    dim = samples.features_ND.shape[1]
+    reference_dim = reference.features_ND.shape[1]
+    if dim != reference_dim:
+        expected = f"{reference_dim} values, as of the reference"
+        raise ShapeError("features", expected=expected, got=str(dim))
+    metrics = _frechet_metrics(samples, reference, seed)
+    both = compare_sets(
+        samples.features_ND,
+        reference.features_ND,
+        samples.neighbours,
+        reference.neighbours,
+        on_block,
+    )
+    kid, kid_terms = kernel_distance(samples.neighbours, reference.neighbours, both)
+    metrics["kid"] = bootstrap_estimate(kid, kid_terms, seed=seed)
+    metrics["precision"] = proportion(both.inside_N)
+    metrics["recall"] = proportion(both.recalled_M)
+    density_N = both.balls_N.double() / reference.neighbours.k
+    density = bootstrap_estimate(float(density_N.mean()), [density_N], seed=seed)
+    metrics["density"] = replace(density, low=max(density.low, 0.0))
+    metrics["coverage"] = proportion(both.covered_M)
+    return metrics, both
+
+
+def _frechet_metrics(samples: FeatureSet, reference: FeatureSet, seed: int) -> dict[str, Estimate]:
+    a = samples.moments
+    b = reference.moments
     maps = transport(a, b)
     terms = [
-        frechet_terms(samples.features_ND, a, b, maps.there_DD),
-        frechet_terms(reference.features_ND, b, a, maps.back_DD),
+        frechet_terms(samples.features_ND, a, b, maps.map_to_b_DD),
+        frechet_terms(reference.features_ND, b, a, maps.map_to_a_DD),
     ]
-    around = resampled(maps.distance, terms, seed=seed)
-    found = {"fid": replace(around, low=max(around.low, 0.0))}
-    limit = extrapolated(maps.distance, samples.features_ND, reference.features_ND, seed=seed)
-    if limit is not None:  # to first order it moves with an image as the distance does
-        moved = limit - around.value
-        found["fid_infinity"] = Estimate(limit, around.low + moved, around.high + moved)
-    both = between(
-        samples.features_ND, reference.features_ND, samples.within, reference.within, tick
-    )
-    kid, kid_terms = kernel_distance(samples.within, reference.within, both)
-    found["kid"] = resampled(kid, kid_terms, seed=seed)
-    found["precision"], found["recall"] = proportion(both.inside_N), proportion(both.recalled_M)
-    density_N = both.balls_N.double() / reference.within.k
-    density = resampled(float(density_N.mean()), [density_N], seed=seed)
-    found["density"] = replace(density, low=max(density.low, 0.0))
-    found["coverage"] = proportion(both.covered_M)
-    return found, both
+    fid = bootstrap_estimate(maps.distance, terms, seed=seed)
+    metrics = {"fid": replace(fid, low=max(fid.low, 0.0))}
+    limit = fid_infinity_of(maps.distance, samples.features_ND, reference.features_ND, seed=seed)
+    if limit is not None:
+        # To first order it changes with an image as the distance does, so that the interval only moves.
+        shift = limit - fid.value
+        metrics["fid_infinity"] = Estimate(limit, fid.low + shift, fid.high + shift)
+    return metrics
 
 
-def floor(
-    reference: Side, num: int, *, seed: int = 0
-) -> tuple[dict[str, Estimate], int, int] | None:
-    """Measure one half of the reference against the other: what perfect samples would score.
+def measure_floor(reference: FeatureSet, max_images: int, *, seed: int = 0) -> Floor | None:
+    """Measure one half of the reference against the other.
 
     Args:
         reference: the reference.
-        num: most images of the half that takes the samples' place, as many as there are samples.
+        max_images: of the half that takes the samples' place: as many as there are samples.
         seed: of the halves.
 
     Returns:
-        The metrics and the number of images of either half; None where a half has no more images than features.
+        The figures; None where a half has no more images than features.
     """
-    order_M = torch.randperm(
-        len(reference.features_ND), generator=torch.Generator().manual_seed(seed)
-    )
-    half = len(order_M) // 2
-    first_M, second_M = order_M[:half][:num], order_M[half:]
-    k = reference.within.k
-    if min(len(first_M), len(second_M)) <= max(reference.features_ND.shape[1], k, LEAST):
+    num, dim = reference.features_ND.shape
+    order_M = torch.randperm(num, generator=torch.Generator().manual_seed(seed))
+    half = num // 2
+    first_M = order_M[:half][:max_images]
+    second_M = order_M[half:]
+    k = reference.neighbours.k
+    if min(len(first_M), len(second_M)) <= max(dim, k, MIN_IMAGES):
         return None
-    sides = (Side.of(reference.features_ND[part], k) for part in (first_M, second_M))
-    return measure(*sides, seed=seed)[0], len(first_M), len(second_M)
+    first = FeatureSet.of(reference.features_ND[first_M], k)
+    second = FeatureSet.of(reference.features_ND[second_M], k)
+    metrics, _ = measure(first, second, seed=seed)
+    return Floor(metrics, num=len(first_M), num_reference=len(second_M))
 
 
 def metrics_bytes(num: int, num_reference: int, dim: int, pixels: int) -> int:
@@ -131,16 +176,19 @@ def metrics_bytes(num: int, num_reference: int, dim: int, pixels: int) -> int:
         num: samples.
         num_reference: reference images.
         dim: values of one feature.
-        pixels: values of one image as copies are looked for.
+        pixels: values of one image in the search for copies.
     """
-    # all, the halves, and one silo's
-    rows = 3 * (num + num_reference) * (dim + pixels) * _FLOAT_BYTES
-    return rows + _MATRICES * _DOUBLE_BYTES * dim**2 + _BLOCKS_BYTES
+    # Three times: all images, those of the halves, and those of one silo.
+    row_bytes = 3 * (num + num_reference) * (dim + pixels) * _FLOAT_BYTES
+    matrix_bytes = _NUM_MATRICES * _DOUBLE_BYTES * dim**2
+    return row_bytes + matrix_bytes + _BLOCKS_BYTES
 
 
 def as_json(metrics: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
     """Return metrics as JSON prints them."""
-    return {
-        name: {"value": each.value, "low": each.low, "high": each.high}
-        for name, each in metrics.items()
-    }
+    return {name: estimate_as_json(estimate) for name, estimate in metrics.items()}
+
+
+def estimate_as_json(estimate: Estimate) -> dict[str, float]:
+    """Return one figure as JSON prints it."""
+    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}

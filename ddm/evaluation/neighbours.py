@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Tick = Callable[[int], None]
+BlockReport = Callable[[int], None]
 """Called with the features that one block had."""
 
-# of one block of products: so large that its memory goes back once it is freed
+# Of one block of products: so large that its memory goes back to the system once it is freed.
 _BLOCK_BYTES = 1 << 26
-_TILE = 1024
-_SAME = 1e-13  # distances below this share of the features' energy are rounding
+_TILE_ROWS = 1024
+_ROUNDING = 1e-13  # distances below this share of the features' energy are rounding
 
 
 @dataclass(frozen=True)
-class Within:
+class SelfComparison:
     """One set of features compared with itself, each feature left out of its own comparison.
 
     Attributes:
@@ -42,16 +42,16 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Between:
-    """Samples compared with a reference.
+class CrossComparison:
+    """Samples compared with a reference; the ball of a feature reaches to its k-th neighbour in its own set.
 
     Attributes:
-        inside_N: which samples lie in the ball of some reference feature; their share is the precision.
-        balls_N: in how many reference balls each sample lies.
-        recalled_M: which reference features lie in the ball of some sample; their share is the recall.
-        covered_M: which reference balls hold a sample; their share is the coverage.
+        inside_N: which samples are in the ball of some reference feature; their share is the precision.
+        balls_N: in how many reference balls each sample is.
+        recalled_M: which reference features are in the ball of some sample; their share is the recall.
+        covered_M: which reference balls have a sample in them; their share is the coverage.
         nearest_N: squared distance from each sample to its nearest reference feature.
-        which_N: the index of that feature.
+        nearest_index_N: the index of that feature.
         kernel_N: sum of the kernel over the reference, for each sample.
         kernel_M: sum of the kernel over the samples, for each reference feature.
     """
@@ -61,93 +61,127 @@ class Between:
     recalled_M: Tensor
     covered_M: Tensor
     nearest_N: Tensor
-    which_N: Tensor
+    nearest_index_N: Tensor
     kernel_N: Tensor
     kernel_M: Tensor
 
 
-def within(features_ND: Tensor, k: int, tick: Tick | None = None) -> Within:
+def compare_with_itself(
+    features_ND: Tensor, k: int, on_block: BlockReport | None = None
+) -> SelfComparison:
     """Compare a set with itself.
 
     Args:
         features_ND: more than k.
         k: which neighbour bounds a feature's ball.
-        tick: called after each block.
+        on_block: called after each block.
     """
-    energy_N, parts = _energy(features_ND), []
+    num, dim = features_ND.shape
+    energy_N = _energy(features_ND)
+    radius_N = torch.empty(num, dtype=torch.float64)
+    nearest_N = torch.empty(num, dtype=torch.float64)
+    kernel_N = torch.empty(num, dtype=torch.float64)
     for start, product_BN in _products(features_ND, features_ND):
-        rows = torch.arange(len(product_BN))
-        kernel_BN = _kernel(product_BN, features_ND.shape[1])
-        kernel_BN[rows, start + rows] = 0.0
-        apart_BN = _squared(product_BN, energy_N[start : start + len(rows)], energy_N)
-        apart_BN[rows, start + rows] = torch.inf
-        nearest_BK = apart_BN.topk(k, dim=1, largest=False).values
-        parts.append((nearest_BK[:, -1], nearest_BK[:, 0], kernel_BN.sum(1)))
-        if tick:
-            tick(len(rows))
-    radius_N, nearest_N, kernel_N = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Within(radius_N, nearest_N, kernel_N, k)
+        block = slice(start, start + len(product_BN))
+        row_B = torch.arange(len(product_BN))
+        # Each feature is its own nearest neighbour, and is left out.
+        kernel_BN = _kernel(product_BN, dim)
+        kernel_BN[row_B, start + row_B] = 0.0
+        squared_BN = _squared_distances(product_BN, energy_N[block], energy_N)
+        squared_BN[row_B, start + row_B] = torch.inf
+        nearest_BK = squared_BN.topk(k, dim=1, largest=False).values
+        radius_N[block] = nearest_BK[:, -1]
+        nearest_N[block] = nearest_BK[:, 0]
+        kernel_N[block] = kernel_BN.sum(1)
+        if on_block:
+            on_block(len(product_BN))
+    return SelfComparison(radius_N, nearest_N, kernel_N, k)
 
 
-def between(
-    samples_ND: Tensor, reference_MD: Tensor, own: Within, theirs: Within, tick: Tick | None = None
-) -> Between:
+def compare_sets(
+    samples_ND: Tensor,
+    reference_MD: Tensor,
+    samples: SelfComparison,
+    reference: SelfComparison,
+    on_block: BlockReport | None = None,
+) -> CrossComparison:
     """Compare samples with a reference.
 
     Args:
         samples_ND: features of the samples.
         reference_MD: features of the reference.
-        own: the samples within themselves.
-        theirs: the reference within itself.
-        tick: called after each block.
+        samples: the samples compared with themselves.
+        reference: the reference compared with itself.
+        on_block: called after each block.
     """
-    energy_N, energy_M = _energy(samples_ND), _energy(reference_MD)
-    recalled_M, covered_M = (torch.zeros(len(reference_MD), dtype=torch.bool) for _ in range(2))
-    kernel_M, parts = torch.zeros(len(reference_MD), dtype=torch.float64), []
-    for start, product_BM in _products(samples_ND, reference_MD):
-        rows = slice(start, start + len(product_BM))
-        kernel_BM = _kernel(product_BM, samples_ND.shape[1])
-        kernel_M += kernel_BM.sum(0)
-        apart_BM = _squared(product_BM, energy_N[rows], energy_M)
-        balls_BM = apart_BM <= theirs.radius_N
-        recalled_M |= (apart_BM <= own.radius_N[rows, None]).any(0)
-        covered_M |= balls_BM.any(0)
-        nearest = apart_BM.min(1)
-        parts.append(
-            (balls_BM.any(1), balls_BM.sum(1), nearest.values, nearest.indices, kernel_BM.sum(1))
-        )
-        if tick:
-            tick(len(product_BM))
-    inside_N, balls_N, nearest_N, which_N, kernel_N = (
-        torch.cat(part) for part in zip(*parts, strict=True)
+    num, dim = samples_ND.shape
+    num_reference = len(reference_MD)
+    energy_N = _energy(samples_ND)
+    energy_M = _energy(reference_MD)
+    both = CrossComparison(
+        inside_N=torch.empty(num, dtype=torch.bool),
+        balls_N=torch.empty(num, dtype=torch.int64),
+        recalled_M=torch.zeros(num_reference, dtype=torch.bool),
+        covered_M=torch.zeros(num_reference, dtype=torch.bool),
+        nearest_N=torch.empty(num, dtype=torch.float64),
+        nearest_index_N=torch.empty(num, dtype=torch.int64),
+        kernel_N=torch.empty(num, dtype=torch.float64),
+        kernel_M=torch.zeros(num_reference, dtype=torch.float64),
     )
-    return Between(inside_N, balls_N, recalled_M, covered_M, nearest_N, which_N, kernel_N, kernel_M)
+    for start, product_BM in _products(samples_ND, reference_MD):
+        block = slice(start, start + len(product_BM))
+        kernel_BM = _kernel(product_BM, dim)
+        both.kernel_N[block] = kernel_BM.sum(1)
+        both.kernel_M.add_(kernel_BM.sum(0))
+
+        squared_BM = _squared_distances(product_BM, energy_N[block], energy_M)
+        nearest_B = squared_BM.min(1)
+        both.nearest_N[block] = nearest_B.values
+        both.nearest_index_N[block] = nearest_B.indices
+
+        in_reference_ball_BM = squared_BM <= reference.radius_N
+        both.inside_N[block] = in_reference_ball_BM.any(1)
+        both.balls_N[block] = in_reference_ball_BM.sum(1)
+        both.covered_M.logical_or_(in_reference_ball_BM.any(0))
+
+        in_sample_ball_BM = squared_BM <= samples.radius_N[block, None]
+        both.recalled_M.logical_or_(in_sample_ball_BM.any(0))
+        if on_block:
+            on_block(len(product_BM))
+    return both
 
 
 def kernel_distance(
-    own: Within, theirs: Within, both: Between
+    samples: SelfComparison, reference: SelfComparison, both: CrossComparison
 ) -> tuple[float, tuple[Tensor, Tensor]]:
     """Return KID, the unbiased squared maximum mean discrepancy of ``(x.y / D + 1)^3``, and its first-order terms."""
-    num, others = len(own.kernel_N), len(theirs.kernel_N)
-    own_N, theirs_M = own.kernel_N / (num - 1), theirs.kernel_N / (others - 1)
-    value = own_N.mean() + theirs_M.mean() - 2 * both.kernel_N.mean() / others
-    return float(value), (
-        2 * (own_N - both.kernel_N / others),
-        2 * (theirs_M - both.kernel_M / num),
-    )
+    num = len(samples.kernel_N)
+    num_reference = len(reference.kernel_N)
+    # Mean kernels without each feature's own, which is what makes the estimate unbiased.
+    own_N = samples.kernel_N / (num - 1)
+    own_M = reference.kernel_N / (num_reference - 1)
+    other_N = both.kernel_N / num_reference
+    other_M = both.kernel_M / num
+    value = own_N.mean() + own_M.mean() - 2 * other_N.mean()
+    return float(value), (2 * (own_N - other_N), 2 * (own_M - other_M))
 
 
 def nearest(rows_ND: Tensor, others_MD: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's squared distance to the nearest of the others, and its index."""
-    energy_N, energy_M = _energy(rows_ND), _energy(others_MD)
-    parts = [
-        _squared(product_BM, energy_N[start : start + len(product_BM)], energy_M).min(1)
-        for start, product_BM in _products(rows_ND, others_MD)
-    ]
-    return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
+    energy_N = _energy(rows_ND)
+    energy_M = _energy(others_MD)
+    nearest_N = torch.empty(len(rows_ND), dtype=torch.float64)
+    index_N = torch.empty(len(rows_ND), dtype=torch.int64)
+    for start, product_BM in _products(rows_ND, others_MD):
+        block = slice(start, start + len(product_BM))
+        squared_BM = _squared_distances(product_BM, energy_N[block], energy_M)
+        nearest_B = squared_BM.min(1)
+        nearest_N[block] = nearest_B.values
+        index_N[block] = nearest_B.indices
+    return nearest_N, index_N
 
 
-def nearest_few(
+def nearest_in_blocks(
     rows_ND: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int
 ) -> tuple[Tensor, Tensor]:
     """Find each row's k nearest among others that come in blocks and are never held together.
@@ -161,32 +195,34 @@ def nearest_few(
         Squared distances, ascending, and numbers of the others, each of shape (N, k).
     """
     energy_N = _energy(rows_ND)
-    apart_NK = torch.full((len(rows_ND), k), torch.inf, dtype=torch.float64)
-    which_NK = torch.full((len(rows_ND), k), -1, dtype=torch.int64)
+    nearest_NK = torch.full((len(rows_ND), k), torch.inf, dtype=torch.float64)
+    number_NK = torch.full((len(rows_ND), k), -1, dtype=torch.int64)
     for first, others_BD in blocks:
         energy_B = _energy(others_BD)
+        num_candidates = min(k, len(others_BD))
         for start, product_RB in _products(rows_ND, others_BD):
             rows = slice(start, start + len(product_RB))
-            found = _squared(product_RB, energy_N[rows], energy_B).topk(
-                min(k, len(others_BD)), dim=1, largest=False
-            )
-            both = (
-                torch.cat([apart_NK[rows], found.values], 1),
-                torch.cat([which_NK[rows], found.indices + first], 1),
-            )
-            kept = both[0].topk(k, dim=1, largest=False)
-            apart_NK[rows], which_NK[rows] = kept.values, both[1].gather(1, kept.indices)
-    return apart_NK, which_NK
+            squared_RB = _squared_distances(product_RB, energy_N[rows], energy_B)
+            candidates = squared_RB.topk(num_candidates, dim=1, largest=False)
+            # The k nearest of this block and of all blocks before it.
+            squared_R = torch.cat([nearest_NK[rows], candidates.values], 1)
+            number_R = torch.cat([number_NK[rows], candidates.indices + first], 1)
+            best = squared_R.topk(k, dim=1, largest=False)
+            nearest_NK[rows] = best.values
+            number_NK[rows] = number_R.gather(1, best.indices)
+    return nearest_NK, number_NK
 
 
 def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield where each block of rows begins, and its inner products with all of b, shape (B, M), float64."""
-    size = max(1, _BLOCK_BYTES // (8 * len(b_MD)))
-    for start in range(0, len(a_ND), size):
-        block_BD = a_ND[start : start + size].double()
+    num_rows = max(1, _BLOCK_BYTES // (8 * len(b_MD)))
+    for start in range(0, len(a_ND), num_rows):
+        block_BD = a_ND[start : start + num_rows].double()
         product_BM = torch.empty(len(block_BD), len(b_MD), dtype=torch.float64)
-        for first in range(0, len(b_MD), _TILE):
-            product_BM[:, first : first + _TILE] = block_BD @ b_MD[first : first + _TILE].double().T
+        # Tile by tile, so that b is never held in float64 as a whole.
+        for first in range(0, len(b_MD), _TILE_ROWS):
+            tile_TD = b_MD[first : first + _TILE_ROWS].double()
+            product_BM[:, first : first + _TILE_ROWS] = block_BD @ tile_TD.T
         yield start, product_BM
 
 
@@ -195,11 +231,13 @@ def _kernel(product_BM: Tensor, dim: int) -> Tensor:
 
 
 def _energy(features_ND: Tensor) -> Tensor:
-    return torch.cat([block.double().square().sum(1) for block in torch.split(features_ND, _TILE)])
+    """Return each feature's squared length, shape (N,), float64."""
+    tiles = torch.split(features_ND, _TILE_ROWS)
+    return torch.cat([tile.double().square().sum(1) for tile in tiles])
 
 
-def _squared(product_BM: Tensor, energy_B: Tensor, energy_M: Tensor) -> Tensor:
+def _squared_distances(product_BM: Tensor, energy_B: Tensor, energy_M: Tensor) -> Tensor:
     """Turn inner products, in place, into squared distances; 0 where they are no more than rounding."""
     total_BM = energy_B[:, None] + energy_M
-    apart_BM = product_BM.mul_(-2).add_(total_BM)
-    return apart_BM.masked_fill_(apart_BM <= total_BM.mul_(_SAME), 0.0)
+    squared_BM = product_BM.mul_(-2).add_(total_BM)
+    return squared_BM.masked_fill_(squared_BM <= total_BM.mul_(_ROUNDING), 0.0)

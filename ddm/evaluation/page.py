@@ -1,10 +1,10 @@
-"""Writes the page of an evaluation: figures with intervals, samples beside reference images, nearest copies.
+"""Writes the page of an evaluation: figures with intervals, samples and reference images, nearest copies.
 
 One HTML file without scripts and without addresses outside itself, and the figures as JSON beside it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddm.evaluation.copies import NearestCopies
 from ddm.evaluation.measuring import Evaluation
 from ddm.evaluation.reference import Reference
 from ddm.evaluation.tables import LIMITS, interval, number
@@ -19,38 +20,50 @@ from ddm.io.files import write_atomic
 from ddm.pages.pictures import Scale, inline
 from ddm.pages.render import render
 
-PAGE, FIGURES = "index.html", "evaluation.json"
-SHOWN, SHOWN_PAIRS = 16, 12  # images of a sheet; nearest copies
+PAGE = "index.html"
+FIGURES = "evaluation.json"
+MAX_PICTURES = 16  # of a sheet
+MAX_PAIRS = 12  # of nearest copies
 MEANINGS: Mapping[str, str] = {
     "fid": "distance of the Gaussians of all features; lower is better, biased upwards by small numbers",
-    "fid_infinity": "FID extrapolated to infinitely many images on both sides",
+    "fid_infinity": "FID fid_infinity_of to infinitely many images on both sides",
     "kid": "squared maximum mean discrepancy; lower is better, unbiased, may be below 0",
     "precision": "share of samples among the reference; low: unlike any real image",
     "recall": "share of the reference among the samples; low: kinds of images are missing",
-    "density": "how densely the reference lies around samples; 1 where samples are as the reference",
+    "density": "how dense the reference is around samples; 1 where samples are as the reference",
     "coverage": "share of reference images with a sample near; robust to outliers of the samples",
 }
 
 
+Draw = Callable[[Sequence[Tensor]], tuple[str, ...]]
+"""Turns images into pictures, each as the address of an inlined file."""
+
+
 @dataclass(frozen=True)
-class Shown:
-    """One set of samples and what was measured of it.
+class EvaluatedSamples:
+    """One set of samples and its evaluation.
 
     Attributes:
         name: its strategy, or its file.
         images: shape (N, ...), in the data's range.
         silo_N: the silo of each sample, by index; None where it is not known.
-        found: the figures.
+        evaluation: the figures.
     """
 
     name: str
     images: Tensor
     silo_N: Tensor | None
-    found: Evaluation
+    evaluation: Evaluation
+
+    def silo_of(self, number: int) -> int | None:
+        """Return the silo of a sample, by index."""
+        if self.silo_N is None:
+            return None
+        return int(self.silo_N[number])
 
 
 @dataclass(frozen=True)
-class Sheet:
+class SampleSheet:
     """Images shown together, as addresses, with the index of their silo."""
 
     title: str
@@ -59,8 +72,8 @@ class Sheet:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A sample beside its nearest reference image.
+class NearestPair:
+    """A sample and its nearest reference image.
 
     Attributes:
         sample: the picture.
@@ -80,7 +93,7 @@ class Pair:
 def write_page(
     out: Path,
     document: Mapping[str, Any],
-    results: Sequence[Shown],
+    results: Sequence[EvaluatedSamples],
     reference: Reference,
     silos: Sequence[str],
     value_range: tuple[float, float],
@@ -98,33 +111,42 @@ def write_page(
     Raises:
         OSError: the folder cannot be written.
     """
-    shown = results[0]
-    worst = {space: copies.worst[:SHOWN_PAIRS] for space, copies in shown.found.copies.items()}
-    evenly = [n * reference.num // SHOWN for n in range(min(SHOWN, reference.num))]
-    needed = {
-        int(shown.found.copies[space].which_N[n])
-        for space, numbers in worst.items()
-        for n in numbers
-    }
-    real = reference.rows([*evenly, *needed])
+    first = results[0]
+    # Evenly spread over the reference, whose images are often sorted.
+    num_pictures = min(MAX_PICTURES, reference.num)
+    sheet_numbers = [n * reference.num // MAX_PICTURES for n in range(num_pictures)]
+    needed_numbers = set(sheet_numbers)
+    for copies in first.evaluation.copies.values():
+        for sample_number in copies.worst[:MAX_PAIRS]:
+            needed_numbers.add(int(copies.nearest_index_N[sample_number]))
+    # The reference may be larger than memory: all images of the page are taken from one reading.
+    reference_images = reference.rows(needed_numbers)
 
-    def pictures(images: Sequence[Tensor]) -> tuple[str, ...]:
-        return inline(torch.stack(list(images)), value_range) if len(images) else ()
+    def draw(images: Sequence[Tensor]) -> tuple[str, ...]:
+        if len(images) == 0:
+            return ()
+        return inline(torch.stack(list(images)), value_range)
 
-    sheets = [Sheet("reference", None, pictures([real[n] for n in dict.fromkeys(evenly)]))]
-    sheets += _samples(shown, silos, pictures)
-    pairs = {
-        space: _pairs(shown, space, numbers, real, pictures) for space, numbers in worst.items()
-    }
+    reference_pictures = draw([reference_images[n] for n in dict.fromkeys(sheet_numbers)])
+    sheets = [
+        SampleSheet("reference", None, reference_pictures),
+        *_sample_sheets(first, silos, draw),
+    ]
+    pairs = {}
+    for space, copies in first.evaluation.copies.items():
+        space_pairs = _nearest_pairs(first, copies, reference_images, draw)
+        if space_pairs:
+            pairs[space] = space_pairs
+    height, width = first.images.shape[-2:]
     page = render(
         "ddm",
         "evaluation.html.jinja",
         document=document,
         results=results,
         sheets=[sheet for sheet in sheets if sheet.pictures],
-        pairs={space: each for space, each in pairs.items() if each},
+        pairs=pairs,
         silos=silos,
-        ratio=f"{shown.images.shape[-1]} / {shown.images.shape[-2]}",
+        ratio=f"{width} / {height}",
         meanings=MEANINGS,
         limits=LIMITS,
         number=number,
@@ -136,39 +158,51 @@ def write_page(
     write_atomic(out / FIGURES, (json.dumps(document, indent=2) + "\n").encode("utf-8"))
 
 
-def _samples(shown: Shown, silos: Sequence[str], pictures: Any) -> list[Sheet]:
+def _sample_sheets(
+    samples: EvaluatedSamples, silos: Sequence[str], draw: Draw
+) -> list[SampleSheet]:
     """Return the first samples of each silo, or of all where silos are not known."""
-    if shown.silo_N is None:
-        return [Sheet("samples", None, pictures(list(shown.images[:SHOWN])))]
-    numbers = [
-        torch.nonzero(shown.silo_N == index).flatten()[:SHOWN] for index in range(len(silos))
-    ]
-    return [
-        Sheet(silos[k], k, pictures(list(shown.images[each])))
-        for k, each in enumerate(numbers)
-        if len(each)
-    ]
+    if samples.silo_N is None:
+        pictures = draw(list(samples.images[:MAX_PICTURES]))
+        return [SampleSheet("samples", None, pictures)]
+    sheets = []
+    for index, silo in enumerate(silos):
+        numbers = torch.nonzero(samples.silo_N == index).flatten()[:MAX_PICTURES]
+        if len(numbers):
+            pictures = draw(list(samples.images[numbers]))
+            sheets.append(SampleSheet(silo, index, pictures))
+    return sheets
 
 
-def _pairs(
-    shown: Shown, space: str, numbers: Sequence[int], real: Mapping[int, Tensor], pictures: Any
-) -> list[Pair]:
-    copies = shown.found.copies[space]
-    samples = pictures([shown.images[n] for n in numbers])
-    nearest = pictures([real[int(copies.which_N[n])] for n in numbers])
-    silo = [None if shown.silo_N is None else int(shown.silo_N[n]) for n in numbers]
-    return [
-        Pair(sample, other, silo[i], numbers[i], float(copies.ratio_N[numbers[i]]))
-        for i, (sample, other) in enumerate(zip(samples, nearest, strict=True))
-    ]
+def _nearest_pairs(
+    samples: EvaluatedSamples,
+    copies: NearestCopies,
+    reference_images: Mapping[int, Tensor],
+    draw: Draw,
+) -> list[NearestPair]:
+    numbers = copies.worst[:MAX_PAIRS]
+    nearest_images = [reference_images[int(copies.nearest_index_N[n])] for n in numbers]
+    sample_pictures = draw([samples.images[n] for n in numbers])
+    nearest_pictures = draw(nearest_images)
+    pairs = []
+    for sample_number, sample, nearest in zip(
+        numbers, sample_pictures, nearest_pictures, strict=True
+    ):
+        ratio = float(copies.ratio_N[sample_number])
+        pairs.append(
+            NearestPair(sample, nearest, samples.silo_of(sample_number), sample_number, ratio)
+        )
+    return pairs
 
 
-def _scale(results: Sequence[Shown], metric: str) -> Scale:
+def _scale(results: Sequence[EvaluatedSamples], metric: str) -> Scale:
     """Return the scale of a metric's bars: over all its intervals and floors."""
-    found = [each.found.metrics[metric] for each in results if metric in each.found.metrics]
-    floors = [
-        each.found.floor[0][metric].value
-        for each in results
-        if each.found.floor and metric in each.found.floor[0]
-    ]
-    return Scale.over([value for each in found for value in (each.low, each.high)] + floors)
+    values = []
+    for result in results:
+        estimate = result.evaluation.metrics.get(metric)
+        if estimate is not None:
+            values += [estimate.low, estimate.high]
+        floor = result.evaluation.floor
+        if floor is not None and metric in floor.metrics:
+            values.append(floor.metrics[metric].value)
+    return Scale.over(values)

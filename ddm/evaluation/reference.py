@@ -6,6 +6,7 @@ type.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
 
 BLOCK_BYTES = 1 << 24  # of float32 images
-_LABELS, _CAPTIONS = ("labels", "label"), ("captions", "caption")
+_FLOAT_BYTES = 4
 SILO_COLUMNS = ("silos", "silo")
-COLUMNS = (*SILO_COLUMNS, *_LABELS)  # by which recall is told apart, the first that is there
+_LABEL_COLUMNS = ("labels", "label")
+_CAPTION_COLUMNS = ("captions", "caption")
+# The first of these that a file has divides its images into the groups for which recall is given.
+_GROUP_COLUMNS = (*SILO_COLUMNS, *_LABEL_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Reference:
         num: how many.
         blocks: begins to read, and yields blocks of images in order, float32.
         digest: sha256 of the file; None for an array.
-        groups: a label or silo of each image, as text; empty where nothing tells them apart.
+        groups: a label or silo of each image, as text; empty where there are none.
         group_name: what the groups are.
         images: what was opened at a path, with its columns; None for an array, and for a part of a reference.
         num_bytes: held in memory.
@@ -51,21 +55,27 @@ class Reference:
     images: ImageSet | None = None
     num_bytes: int = 0
 
-    def rows(self, wanted: Iterable[int]) -> dict[int, Tensor]:
+    def rows(self, numbers: Iterable[int]) -> dict[int, Tensor]:
         """Return images by their number; reads up to the last of them."""
-        left, found, start = sorted(set(wanted)), dict[int, Tensor](), 0
-        for block in self.blocks() if left else ():
-            while left and left[0] < start + len(block):
-                found[left[0]] = block[left[0] - start].clone()
-                left.pop(0)
-            if not left:
+        ascending = sorted(set(numbers))
+        rows: dict[int, Tensor] = {}
+        if not ascending:
+            return rows
+        start = 0
+        for block in self.blocks():
+            end = start + len(block)
+            for number in ascending:
+                if start <= number < end:
+                    # A copy, or one image would keep its whole block in memory.
+                    rows[number] = block[number - start].clone()
+            if ascending[-1] < end:
                 break
-            start += len(block)
-        return found
+            start = end
+        return rows
 
-    def only(self, kept: Sequence[bool]) -> "Reference":
-        """Return the images that are kept, one answer for each; the digest stays that of the whole file."""
-        mask = torch.tensor(kept)
+    def select(self, is_selected: Sequence[bool]) -> "Reference":
+        """Return the selected images, by one truth value for each; the digest stays that of the whole file."""
+        mask = torch.tensor(is_selected)
 
         def blocks() -> Iterator[Tensor]:
             start = 0
@@ -75,11 +85,9 @@ class Reference:
                 if len(part):
                     yield part
 
-        groups = (
-            [group for group, keep in zip(self.groups, kept, strict=True) if keep]
-            if self.groups
-            else ()
-        )
+        groups: list[str] = []
+        if self.groups:
+            groups = list(compress(self.groups, is_selected))
         return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups, images=None)
 
     def column(self, names: Sequence[str]) -> NDArray[np.generic] | None:
@@ -90,8 +98,10 @@ class Reference:
         """
         if self.images is None:
             return None
-        name = next((name for name in names if name in self.images.column_names), None)
-        return None if name is None else self.images.column(name)
+        for name in names:
+            if name in self.images.column_names:
+                return self.images.column(name)
+        return None
 
     @classmethod
     def of(
@@ -109,19 +119,18 @@ class Reference:
             ShapeError: no rows, or as many groups as images are needed.
         """
         rows = rows_of_numbers(images, "reference")
-        if len(groups) not in (0, len(rows)):
-            raise ShapeError(
-                "groups", expected=f"{len(rows)}, one for each image", got=str(len(groups))
-            )
-        size = max(1, BLOCK_BYTES // (4 * max(1, rows[0].numel()))) if len(rows) else 1
-        texts = [_text(each) for each in groups]
-        return cls(
-            len(rows),
-            lambda: (part.float() for part in torch.split(rows, size)),
-            None,
-            texts,
-            group_name,
-        )
+        num = len(rows)
+        if len(groups) not in (0, num):
+            raise ShapeError("groups", expected=f"{num}, one for each image", got=str(len(groups)))
+        block_rows = 1
+        if num > 0:
+            block_rows = max(1, BLOCK_BYTES // (_FLOAT_BYTES * rows[0].numel()))
+
+        def blocks() -> Iterator[Tensor]:
+            return (block.float() for block in torch.split(rows, block_rows))
+
+        texts = [_text(group) for group in groups]
+        return cls(num, blocks, groups=texts, group_name=group_name)
 
 
 def rows_of_numbers(values: Any, subject: str) -> Tensor:
@@ -145,8 +154,8 @@ def open_reference(
     """Open the images of a file without reading them; pictures that a transform is for are read.
 
     Args:
-        path: see `ddm.images.samples.open_image_set`; a column may tell images apart. With a transform, arrays in
-            floating point of the plan's shape are taken as samples that need none.
+        path: see `ddm.images.samples.open_image_set`; a column may divide the images into groups. With a transform,
+            arrays in floating point of the plan's shape are taken as samples that need none.
         spec: the plan's shape and range.
         by: the name of that column; by default `silos` or `labels`, where there is one.
         transform: the plan's.
@@ -159,15 +168,21 @@ def open_reference(
     images = open_image_set(path, spec, transform, takes_samples=True, subject="reference")
     names = images.column_names
     if by is not None and by not in names:
-        got = ", ".join(sorted(names))[:200] or "no columns"
-        raise DataError("--by", expected=f"a column of {path.name}", got=f"{by!r}; it has {got}")
-    column = by or next((name for name in COLUMNS if name in names), None)
+        columns = ", ".join(sorted(names))[:200] or "no columns"
+        got = f"{by!r}; it has {columns}"
+        raise DataError("--by", expected=f"a column of {path.name}", got=got)
+    group_name = by
+    if group_name is None:
+        group_name = next((name for name in _GROUP_COLUMNS if name in names), None)
+    groups: list[str] = []
+    if group_name:
+        groups = _groups(images, group_name)
     return Reference(
         num=len(images),
         blocks=images.blocks,
         digest=digest_of(images.files),
-        groups=_groups(images, column) if column else [],
-        group_name=column,
+        groups=groups,
+        group_name=group_name,
         images=images,
         num_bytes=images.num_bytes,
     )
@@ -179,13 +194,13 @@ def classes_of(reference: Reference, classes: Classes) -> Tensor | None:
     Raises:
         DataError: labels that are no classes, by number or by name.
     """
-    found = reference.column(_LABELS)
-    if found is None:
+    labels = reference.column(_LABEL_COLUMNS)
+    if labels is None:
         return None
     remedy = (
         "Label them as the plan does, or draw classes otherwise: --class equal, or --class none."
     )
-    return torch.from_numpy(class_numbers(found, classes, "labels of the reference", remedy))
+    return torch.from_numpy(class_numbers(labels, classes, "labels of the reference", remedy))
 
 
 def captions_of(reference: Reference) -> list[str] | None:
@@ -194,14 +209,14 @@ def captions_of(reference: Reference) -> list[str] | None:
     Raises:
         DataError: captions that are no texts.
     """
-    found = reference.column(_CAPTIONS)
-    if found is None:
+    captions = reference.column(_CAPTION_COLUMNS)
+    if captions is None:
         return None
-    if found.ndim != 1 or found.dtype.kind not in "UO":
+    if captions.ndim != 1 or captions.dtype.kind not in "UO":
         raise DataError(
-            "captions of the reference", expected="one text an image", got=f"{found.dtype}"
+            "captions of the reference", expected="one text an image", got=f"{captions.dtype}"
         )
-    return [_text(each) for each in found.tolist()]
+    return [_text(caption) for caption in captions.tolist()]
 
 
 def _groups(images: ImageSet, name: str) -> list[str]:
@@ -215,8 +230,12 @@ def _groups(images: ImageSet, name: str) -> list[str]:
 def digest_of(files: Sequence[Path]) -> str:
     """Return the digest of a file, or of the digests of several."""
     digests = [sha256_file(path) for path in files]
-    return digests[0] if len(digests) == 1 else sha256_hex(" ".join(digests).encode())
+    if len(digests) == 1:
+        return digests[0]
+    return sha256_hex(" ".join(digests).encode())
 
 
 def _text(value: object) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return str(value)

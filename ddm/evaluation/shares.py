@@ -1,6 +1,6 @@
 """Shares of silos among samples, beside the shares that they should have."""
 
-# Shape legend: N samples, S silos.
+# Shape legend: N samples, S silos, R resampled sets.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,33 +29,50 @@ def share_error(silo_N: Tensor, prior: Sequence[float], *, seed: int = 0) -> Sha
     """Return half the sum of absolute differences between shares and priors, and how far chance alone moves it.
 
     Chance makes the distance larger, never smaller, so the interval is that of the resampled distances, moved by their
-    mean excess over the one that was found.
+    mean excess over the observed one.
 
     Args:
         silo_N: the silo of each sample.
         prior: the silos' weights, in any unit.
         seed: of the draws.
     """
-    prior_S = torch.tensor(list(prior), dtype=torch.float64)
-    prior_S = prior_S / prior_S.sum()
-    share_S = torch.bincount(silo_N, minlength=len(prior_S)).double() / len(silo_N)
+    num = len(silo_N)
+    weight_S = torch.tensor(list(prior), dtype=torch.float64)
+    prior_S = weight_S / weight_S.sum()
+    share_S = torch.bincount(silo_N, minlength=len(prior_S)).double() / num
     value = float((share_S - prior_S).abs().sum() / 2)
     tail = (1 - LEVEL) / 2
-    drawn = _distances(share_S, prior_S, len(silo_N), seed)
-    low, high = (float(torch.quantile(drawn, level) - drawn.mean()) for level in (tail, 1 - tail))
-    exact = _distances(prior_S, prior_S, len(silo_N), seed)
-    estimate = Estimate(value, max(value + low, 0.0), min(value + high, 1.0))
-    return ShareError(estimate, float(torch.quantile(exact, 1 - tail)), float(exact.mean()))
+
+    # Samples drawn again from the observed shares: how far the estimate moves.
+    resampled_R = _resample_distances(share_S, prior_S, num, seed)
+    mean = resampled_R.mean()
+    low = value + float(torch.quantile(resampled_R, tail) - mean)
+    high = value + float(torch.quantile(resampled_R, 1 - tail) - mean)
+
+    # Samples drawn from the priors themselves: how far chance alone goes.
+    exact_R = _resample_distances(prior_S, prior_S, num, seed)
+    return ShareError(
+        error=Estimate(value, max(low, 0.0), min(high, 1.0)),
+        by_chance=float(torch.quantile(exact_R, 1 - tail)),
+        mean_by_chance=float(exact_R.mean()),
+    )
 
 
-def _distances(share_S: Tensor, prior_S: Tensor, num: int, seed: int) -> Tensor:
-    """Return the distances of DRAWS resampled sets of `num` samples."""
+def _resample_distances(share_S: Tensor, prior_S: Tensor, num: int, seed: int) -> Tensor:
+    """Return the distances to the priors of R = DRAWS sets of `num` samples with these shares, shape (R,)."""
     generator = torch.Generator().manual_seed(seed)
-    # A multinomial as binomials, silo by silo.
-    left_R, rest = torch.full((DRAWS,), float(num), dtype=torch.float64), 1.0
+    # A multinomial as binomials: each silo gets its part of the samples that the silos before it left.
+    num_left_R = torch.full((DRAWS,), float(num), dtype=torch.float64)
+    share_left = 1.0
     counts = []
     for share in share_S.tolist():
-        chance = min(max(share / rest, 0.0), 1.0) if rest > 0 else 0.0
-        counts.append(torch.binomial(left_R, torch.full_like(left_R, chance), generator=generator))
-        left_R, rest = left_R - counts[-1], rest - share
-    return (torch.stack(counts, 1) / num - prior_S).abs().sum(1) / 2
+        chance = 0.0
+        if share_left > 0:
+            chance = min(max(share / share_left, 0.0), 1.0)
+        chance_R = torch.full_like(num_left_R, chance)
+        count_R = torch.binomial(num_left_R, chance_R, generator=generator)
+        counts.append(count_R)
+        num_left_R = num_left_R - count_R
+        share_left -= share
+    share_RS = torch.stack(counts, 1) / num
+    return (share_RS - prior_S).abs().sum(1) / 2

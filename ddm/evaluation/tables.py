@@ -2,91 +2,124 @@
 
 from collections.abc import Callable, Sequence
 
+from ddm.evaluation.copies import NearestCopies
 from ddm.evaluation.features import Features
 from ddm.evaluation.intervals import Estimate
-from ddm.evaluation.measuring import Evaluation
+from ddm.evaluation.measuring import Evaluation, SiloResult
 
-Lay = Callable[[Sequence[Sequence[str]], Sequence[str]], str]
-"""Lays out rows under a header."""
+TableLayout = Callable[[Sequence[Sequence[str]], Sequence[str]], str]
+"""Makes a table of rows under a header."""
 
-LIMITS = (  # for readers of the figures
+# Printed under the figures of every evaluation.
+LIMITS = (
     "They say how alike images look in these features. They say nothing about diagnostic performance.",
     "Figures of other features, another reference or other numbers of images cannot be compared with these.",
 )
+_MISSING = "-"
 
 
 def number(value: float) -> str:
     """Write a figure with about four significant digits."""
     size = abs(value)
-    if size and size < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:.{0 if size >= 1000 else 2 if size >= 10 else 4}f}"
+    if size >= 1000:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.2f}"
+    if size >= 1e-3 or size == 0:
+        return f"{value:.4f}"
+    return f"{value:.1e}"
 
 
-def interval(each: Estimate) -> str:
+def interval(estimate: Estimate) -> str:
     """Write the interval of a figure."""
-    return f"{number(each.low)} to {number(each.high)}"
+    return f"{number(estimate.low)} to {number(estimate.high)}"
 
 
-def tables(results: Sequence[tuple[str, Evaluation]], features: Features, lay: Lay) -> str:
+def tables(
+    results: Sequence[tuple[str, Evaluation]], features: Features, layout: TableLayout
+) -> str:
     """Return the tables of one or several sets of samples."""
-    first = results[0][1]
-    parts = [
-        f"{first.num} samples against {first.num_reference} reference images, features: {features.name}.\n"
-    ]
-    names = list(dict.fromkeys(name for _, found in results for name in found.metrics))
-    header = ["metric", *(text for name, _ in results for text in (name, "95% interval"))]
-    if first.floor:
+    _, first = results[0]
+    heading = (
+        f"{first.num} samples against {first.num_reference} reference images, "
+        f"features: {features.name}.\n"
+    )
+    parts = [heading, _metrics_table(results, layout)]
+    notes: list[str] = []
+    for name, evaluation in results:
+        parts.append(_details(name, evaluation, layout))
+        notes.extend(evaluation.notes)
+    different_notes = dict.fromkeys(notes)
+    return "\n".join([*parts, "", *different_notes, *LIMITS])
+
+
+def _metrics_table(results: Sequence[tuple[str, Evaluation]], layout: TableLayout) -> str:
+    header = ["metric"]
+    # A metric may be missing in one set of samples, and be there in another.
+    rows: dict[str, list[str]] = {}
+    for name, evaluation in results:
+        header += [name, "95% interval"]
+        for metric in evaluation.metrics:
+            rows[metric] = [metric]
+    for _, evaluation in results:
+        for metric, row in rows.items():
+            estimate = evaluation.metrics.get(metric)
+            if estimate is None:
+                row += [_MISSING, _MISSING]
+            else:
+                row += [number(estimate.value), interval(estimate)]
+    _, first = results[0]
+    if first.floor is not None:
         header.append("floor")
-    rows = [_row(name, [found for _, found in results]) for name in names]
-    parts.append(lay([row if first.floor else row[: len(header)] for row in rows], header))
-    for name, found in results:
-        parts.append(_details(name, found, lay))
-    notes = dict.fromkeys(note for _, found in results for note in found.notes)
-    return "\n".join([*parts, "", *notes, *LIMITS])
+        for metric, row in rows.items():
+            row.append(_value(first.floor.metrics.get(metric)))
+    return layout(list(rows.values()), header)
 
 
-def _row(name: str, found: Sequence[Evaluation]) -> list[str]:
-    cells = [name]
-    for each in found:
-        has = each.metrics.get(name)
-        cells += [number(has.value), interval(has)] if has else ["-", "-"]
-    halves = found[0].floor
-    return [*cells, number(halves[0][name].value) if halves and name in halves[0] else "-"]
+def _value(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return _MISSING
+    return number(estimate.value)
 
 
-def _details(name: str, found: Evaluation, lay: Lay) -> str:
+def _details(name: str, evaluation: Evaluation, layout: TableLayout) -> str:
     """Return the silos, the groups and the nearest copies of one set of samples."""
     parts = [f"\n{name}"]
-    if found.per_silo:
-        rows = [
-            [
-                silo,
-                str(each.num),
-                f"{each.share:.3f}",
-                "-" if each.prior is None else f"{each.prior:.3f}",
-            ]
-            + [
-                number(each.metrics[key].value) if key in each.metrics else "-"
-                for key in ("fid", "precision", "recall")
-            ]
-            for silo, each in found.per_silo.items()
-        ]
-        parts.append(lay(rows, ["silo", "samples", "share", "prior", "fid", "precision", "recall"]))
-    if found.share_error:
-        error = found.share_error
+    if evaluation.per_silo:
+        header = ["silo", "samples", "share", "prior", "fid", "precision", "recall"]
+        rows = [_silo_row(silo, result) for silo, result in evaluation.per_silo.items()]
+        parts.append(layout(rows, header))
+    if evaluation.share_error:
+        error = evaluation.share_error
         parts.append(
             f"share error {number(error.error.value)} ({interval(error.error)}); "
             f"by chance up to {number(error.by_chance)}"
         )
-    if found.recall_by:
+    if evaluation.recall_by:
         rows = [
-            [group, number(each.value), interval(each)] for group, each in found.recall_by.items()
+            [group, number(recall.value), interval(recall)]
+            for group, recall in evaluation.recall_by.items()
         ]
-        parts.append(lay(rows, ["reference", "recall", "95% interval"]))
-    for space, each in found.copies.items():
-        parts.append(
-            f"near copies by {space}: {each.near.value:.2%} ({each.near.low:.2%} to {each.near.high:.2%}), "
-            f"1% by chance; nearest at {number(float(each.ratio_N.min()))} of the usual distance"
-        )
+        parts.append(layout(rows, ["reference", "recall", "95% interval"]))
+    for space, copies in evaluation.copies.items():
+        parts.append(_copies_line(space, copies))
     return "\n".join(parts)
+
+
+def _silo_row(silo: str, result: SiloResult) -> list[str]:
+    prior = _MISSING
+    if result.prior is not None:
+        prior = f"{result.prior:.3f}"
+    row = [silo, str(result.num), f"{result.share:.3f}", prior]
+    for metric in ("fid", "precision", "recall"):
+        row.append(_value(result.metrics.get(metric)))
+    return row
+
+
+def _copies_line(space: str, copies: NearestCopies) -> str:
+    near = copies.near
+    least_ratio = number(float(copies.ratio_N.min()))
+    return (
+        f"near copies by {space}: {near.value:.2%} ({near.low:.2%} to {near.high:.2%}), "
+        f"1% by chance; nearest at {least_ratio} of the usual distance"
+    )

@@ -25,7 +25,7 @@ from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.evaluation.classifier import Classifier, train_classifier
 from ddm.evaluation.intervals import Estimate
-from ddm.evaluation.metrics import Side, measure
+from ddm.evaluation.metrics import FeatureSet, measure
 from ddm.io.files import write_atomic
 from ddm.models import build_expert
 from ddm.protocol.architecture import ClassCondition, NoCondition
@@ -103,7 +103,7 @@ def run(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     world = read_world("fashion-mnist", given.data)
     judge = _classifier(world.public, given.out / "classifier.safetensors")
-    reference = Side.of(judge.encode(world.validation.images), _NEIGHBOURS)
+    reference = FeatureSet.of(judge.encode(world.validation.images), _NEIGHBOURS)
     found: dict[str, Measured] = {}
     for name in given.rows or ROWS:
         row = ROWS[name] if given.steps is None else ROWS[name].shortened(given.steps)
@@ -125,7 +125,14 @@ def _classifier(public: Part, kept: Path) -> Classifier:
 
 
 def _measure(
-    name: str, row: Row, part: Part, judge: Classifier, reference: Side, *, num: int, seed: int
+    name: str,
+    row: Row,
+    part: Part,
+    judge: Classifier,
+    reference: FeatureSet,
+    *,
+    num: int,
+    seed: int,
 ) -> Measured:
     told = (
         NoCondition()
@@ -163,7 +170,7 @@ def _measure(
             drawn = ensemble.sample(
                 num, steps=_SOLVER_STEPS, condition=classes, seed=seed, on_progress=tell
             )
-        samples = Side.of(judge.encode(drawn.images.clamp(*DATA.range)), _NEIGHBOURS)
+        samples = FeatureSet.of(judge.encode(drawn.images.clamp(*DATA.range)), _NEIGHBOURS)
         fids[width] = measure(samples, reference)[0]["fid"]
     width = min(fids, key=lambda each: fids[each].value)
     return Measured(

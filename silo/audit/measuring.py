@@ -18,8 +18,8 @@ from ddm.audit.membership import Scored, membership, unseen
 from ddm.audit.running import draw_samples, score_images
 from ddm.audit.verdict import Findings
 from ddm.diffusion.path import path_named
-from ddm.evaluation.copies import pixels
-from ddm.evaluation.neighbours import nearest_few
+from ddm.evaluation.copies import pixel_rows
+from ddm.evaluation.neighbours import nearest_in_blocks
 from ddm.images.rows import Selected, blocks
 from ddm.protocol.base import File
 from ddm.training.job import discard_job
@@ -246,7 +246,7 @@ def _samples(subject: Subject, parts: Parts, meter: _Meter) -> Iterator[Mapping[
                 images = (
                     subject.files.latent.decode(drawn, lost=0.0).clamp(low, high).nan_to_num(0.0)
                 )
-                thumbs.append(pixels(images))
+                thumbs.append(pixel_rows(images))
                 features.append(subject.files.encoder.encode(images, lost=0.0))
             return {"pixels": torch.cat(thumbs), "features": torch.cat(features)}
 
@@ -266,7 +266,11 @@ def _neighbours(subject: Subject, parts: Parts, meter: _Meter) -> Mapping[str, T
         sampled = list(_samples(subject, parts, meter))
         held = [images[rows] for rows in torch.split(subject.held.image_I, CHUNK)]
         asked = {
-            "pixels": [*map(pixels, held), pixels(blurred), *(each["pixels"] for each in sampled)],
+            "pixels": [
+                *map(pixel_rows, held),
+                pixel_rows(blurred),
+                *(each["pixels"] for each in sampled),
+            ],
             "features": [
                 *(encoder.encode(each, lost=0.0) for each in held),
                 encoder.encode(blurred, lost=0.0),
@@ -282,10 +286,10 @@ def _neighbours(subject: Subject, parts: Parts, meter: _Meter) -> Mapping[str, T
                     meter.add(len(block) if space == "features" else 0)
                     yield (
                         start,
-                        pixels(block) if space == "pixels" else encoder.encode(block, lost=0.0),
+                        pixel_rows(block) if space == "pixels" else encoder.encode(block, lost=0.0),
                     )
 
-            apart_QK, which_QK = nearest_few(torch.cat(rows), near(), NEIGHBOURS)
+            apart_QK, which_QK = nearest_in_blocks(torch.cat(rows), near(), NEIGHBOURS)
             for name, each, which in zip(
                 ("held", "blurred", "samples"),
                 torch.split(apart_QK, sizes),

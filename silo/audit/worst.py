@@ -11,7 +11,7 @@ from torch import Tensor
 from ddm.audit.copies import Scale
 from ddm.audit.membership import Membership
 from ddm.errors import ArchipelagoError
-from ddm.evaluation.copies import pixels
+from ddm.evaluation.copies import pixel_rows
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.base import Document, ExpertId, NaturalInt
@@ -65,7 +65,7 @@ def keep_worst(
     )
     write_atomic(worst_path(subject.folder), document.encode(), mode=0o600)
     samples = torch.stack([parts.thumbnail(int(number)) for number in worst])
-    real = pixels(torch.cat([subject.pixels[number[None]] for number in image_P]))
+    real = pixel_rows(torch.cat([subject.pixels[number[None]] for number in image_P]))
     save_tensors(
         pairs_path(subject.folder), {"samples": samples.contiguous(), "images": real.contiguous()}
     )

@@ -18,7 +18,7 @@ from ddm.diffusion.path import path_named
 from ddm.encoders.pca import PcaEncoder
 from ddm.evaluation.classifier import Classifier, train_classifier
 from ddm.evaluation.intervals import Estimate
-from ddm.evaluation.metrics import Side, measure
+from ddm.evaluation.metrics import FeatureSet, measure
 from ddm.io.files import write_atomic
 from ddm.loading.plan import PlanFiles
 from ddm.models import load_expert
@@ -213,9 +213,9 @@ class Workshop:
         return Classifier.load(path)
 
     @cached_property
-    def reference(self) -> Side:
+    def reference(self) -> FeatureSet:
         """The test images, as the classifier sees them."""
-        return Side.of(self.classifier.encode(self.data.test), NEIGHBOURS)
+        return FeatureSet.of(self.classifier.encode(self.data.test), NEIGHBOURS)
 
     @cached_property
     def base(self) -> BaseExpert:
@@ -265,5 +265,7 @@ class Workshop:
             target, path, plan.expert_shape, None, num_samples, 0, lambda num: None
         )
         images = torch.cat(list(blocks)).clamp(-1.0, 1.0)
-        found, _ = measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.reference)
+        found, _ = measure(
+            FeatureSet.of(self.classifier.encode(images), NEIGHBOURS), self.reference
+        )
         return {name: found[name] for name in ("fid", "kid")}

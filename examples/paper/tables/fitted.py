@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddm.ensemble import Ensemble
-from ddm.evaluation.intervals import resampled
+from ddm.evaluation.intervals import bootstrap_estimate
 from ddm.protocol.routers import SamplesRouter
 from ddm.routers.base import Router
 from ddm.routers.labelled import Labelled
@@ -161,7 +161,7 @@ def with_router(ensemble: Ensemble, router: Router | None) -> Ensemble:
 
 
 def _mean(value_N: Tensor, seed: int) -> Figure:
-    return Figure.of(resampled(float(value_N.mean()), [value_N], seed=seed))
+    return Figure.of(bootstrap_estimate(float(value_N.mean()), [value_N], seed=seed))
 
 
 def _silos(world: World, preset: Preset, own_K: Sequence[Tensor], judged: Part) -> Silos:

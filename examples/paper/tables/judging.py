@@ -10,7 +10,7 @@ from ddm.encoders.pca import PcaEncoder
 from ddm.errors import SetupError
 from ddm.evaluation.classifier import Classifier, digest_of_training, train_classifier
 from ddm.evaluation.intervals import proportion, wilson
-from ddm.evaluation.metrics import Side, measure
+from ddm.evaluation.metrics import FeatureSet, measure
 from ddm.protocol.base import Model, sha256_file
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import UNEQUAL, World
@@ -54,9 +54,9 @@ class Judge:
     classifier: Classifier
     encoder: PcaEncoder
     about: Judged
-    test: Side
-    test_pca: Side
-    validation: Side
+    test: FeatureSet
+    test_pca: FeatureSet
+    validation: FeatureSet
     silo_M: Tensor
 
     @classmethod
@@ -92,17 +92,17 @@ class Judge:
             classifier,
             encoder,
             about,
-            Side.of(classifier.encode(test.images), NEIGHBOURS),
-            Side.of(encoder.encode(test.images), NEIGHBOURS),
-            Side.of(classifier.encode(world.validation.images), NEIGHBOURS),
+            FeatureSet.of(classifier.encode(test.images), NEIGHBOURS),
+            FeatureSet.of(encoder.encode(test.images), NEIGHBOURS),
+            FeatureSet.of(classifier.encode(world.validation.images), NEIGHBOURS),
             world.unequal(test.images),
         )
 
     def validation_fid(self, images: Tensor) -> float:
         """Return the FID against the validation images, by which rates are chosen."""
-        return measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.validation)[0][
-            "fid"
-        ].value
+        return measure(FeatureSet.of(self.classifier.encode(images), NEIGHBOURS), self.validation)[
+            0
+        ]["fid"].value
 
     def agreement(self, images: Tensor, classes: Tensor) -> Figure:
         """Return the share of samples in which the classifier finds the class that they were asked for."""
@@ -117,9 +117,13 @@ class Judge:
             images: samples in the data's range.
             of_silos: also the smallest unequal silo's share of what was drawn, and the recall of its test images.
         """
-        metrics, both = measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.test)
+        metrics, both = measure(
+            FeatureSet.of(self.classifier.encode(images), NEIGHBOURS), self.test
+        )
         found = {name: Figure.of(metrics[name]) for name in _SHOWN}
-        by_encoder = measure(Side.of(self.encoder.encode(images), NEIGHBOURS), self.test_pca)[0]
+        by_encoder = measure(FeatureSet.of(self.encoder.encode(images), NEIGHBOURS), self.test_pca)[
+            0
+        ]
         found["fid_pca"] = Figure.of(by_encoder["fid"])
         if of_silos:
             smallest = len(UNEQUAL) - 1

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ddm.audit.copies import NEIGHBOURS, Scale, duplicates, share_of_copies
-from ddm.evaluation.neighbours import nearest, nearest_few
+from ddm.evaluation.neighbours import nearest, nearest_in_blocks
 
 
 def normal(num: int, seed: int) -> Tensor:
@@ -15,7 +15,7 @@ TRAINED = normal(500, 0)
 
 
 def neighbours(rows: Tensor) -> Tensor:
-    return nearest_few(rows, [(0, TRAINED)], NEIGHBOURS)[0]
+    return nearest_in_blocks(rows, [(0, TRAINED)], NEIGHBOURS)[0]
 
 
 def test_neighbours_found_block_by_block_are_those_of_brute_force() -> None:
@@ -23,7 +23,7 @@ def test_neighbours_found_block_by_block_are_those_of_brute_force() -> None:
         normal(40, 1),
         [(start, TRAINED[start : start + 130]) for start in range(0, 500, 130)],
     )
-    apart, which = nearest_few(rows, blocks, 7)
+    apart, which = nearest_in_blocks(rows, blocks, 7)
     expected = torch.cdist(rows.double(), TRAINED.double()).square().topk(7, dim=1, largest=False)
     assert torch.allclose(apart, expected.values, rtol=1e-9) and torch.equal(
         which, expected.indices
@@ -33,7 +33,7 @@ def test_neighbours_found_block_by_block_are_those_of_brute_force() -> None:
 
 
 def test_neighbours_of_fewer_others_than_asked_for_are_at_infinity() -> None:
-    apart, which = nearest_few(normal(3, 1), [(0, TRAINED[:2])], 4)
+    apart, which = nearest_in_blocks(normal(3, 1), [(0, TRAINED[:2])], 4)
     assert apart.isinf()[:, 2:].all() and (which[:, 2:] == -1).all() and (which[:, :2] >= 0).all()
 
 
@@ -62,7 +62,7 @@ def test_smooth_sample_between_many_training_images_is_no_copy_although_it_is_ne
     trained, held = (
         torch.randn(num, 96, generator=torch.Generator().manual_seed(num)) for num in (500, 300)
     )
-    scale = Scale.of(nearest_few(held, [(0, trained)], NEIGHBOURS)[0])
-    middle = nearest_few(torch.zeros(1, 96), [(0, trained)], NEIGHBOURS)[0]
+    scale = Scale.of(nearest_in_blocks(held, [(0, trained)], NEIGHBOURS)[0])
+    middle = nearest_in_blocks(torch.zeros(1, 96), [(0, trained)], NEIGHBOURS)[0]
     assert float(middle[0, 0].sqrt()) < scale.near
     assert not scale.near_copies(middle).any()

@@ -14,7 +14,7 @@ from ddm.audit.membership import Membership, Scored, membership, unseen
 from ddm.audit.running import draw_samples, score_images
 from ddm.audit.verdict import Findings, judge
 from ddm.diffusion.path import LinearPath
-from ddm.evaluation.neighbours import nearest_few
+from ddm.evaluation.neighbours import nearest_in_blocks
 from ddm.models import build_expert
 from ddm.privacy.accounting import noise_multiplier_for
 from ddm.protocol.architecture import Dit
@@ -77,7 +77,7 @@ def samples(network: nn.Module, shape: tuple[int, ...], num: int) -> Tensor:
 
 
 def near(rows: Tensor, learned: Tensor) -> Tensor:
-    return nearest_few(rows.flatten(1), [(0, learned.flatten(1))], NEIGHBOURS)[0]
+    return nearest_in_blocks(rows.flatten(1), [(0, learned.flatten(1))], NEIGHBOURS)[0]
 
 
 LEARNED, HELD = normal(60, 0), normal(100, 1)

@@ -12,7 +12,7 @@ from ddm.encoders.vision import ClipVision
 from ddm.errors import DataError, MissingFileError, SetupError, ShapeError, TensorFileError
 from ddm.evaluation import Reference, evaluate
 from ddm.evaluation.classifier import Classifier, Network, train_classifier
-from ddm.evaluation.features import _architecture
+from ddm.evaluation.features import network_name
 from ddm.evaluation.reference import classes_of, open_reference
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.base import sha256_file
@@ -121,11 +121,11 @@ def test_folder_without_a_whole_clip_is_refused(tmp_path: Path) -> None:
 
 
 def test_network_of_timm_is_named_by_the_folder_or_by_the_file(tmp_path: Path) -> None:
-    assert _architecture(tmp_path / "resnet18.a1_in1k.safetensors") == "resnet18"
+    assert network_name(tmp_path / "resnet18.a1_in1k.safetensors") == "resnet18"
     with pytest.raises(SetupError, match="config.json"):
-        _architecture(tmp_path / "model.safetensors")
+        network_name(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"architecture": "vit_tiny_patch16_224"}')
-    assert _architecture(tmp_path / "model.safetensors") == "vit_tiny_patch16_224"
+    assert network_name(tmp_path / "model.safetensors") == "vit_tiny_patch16_224"
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -178,7 +178,7 @@ def test_samples_that_copy_the_reference_are_found_and_shown_first() -> None:
     for space in ("pixels", "features"):
         copies = found.copies[space]
         assert sorted(copies.worst[:10]) == list(range(190, 200))
-        assert [int(copies.which_N[n]) for n in range(190, 200)] == list(range(10))
+        assert [int(copies.nearest_index_N[n]) for n in range(190, 200)] == list(range(10))
         assert copies.near.low > 0.01 > 0.0 and float(copies.ratio_N.max()) > 0.9
     honest = evaluate(others[:200], real, holdout=others[200:])
     assert honest.copies["pixels"].near.low < 0.02

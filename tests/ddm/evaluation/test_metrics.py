@@ -12,9 +12,15 @@ from torch import Tensor
 
 from ddm.encoders.timm import import_torchvision
 from ddm.errors import MathError, NumericalError, ShapeError
-from ddm.evaluation.frechet import Moments, extrapolated, frechet_distance, frechet_terms, transport
-from ddm.evaluation.intervals import proportion, resampled, wilson
-from ddm.evaluation.metrics import Side, floor, measure, metrics_bytes
+from ddm.evaluation.frechet import (
+    Moments,
+    fid_infinity_of,
+    frechet_distance,
+    frechet_terms,
+    transport,
+)
+from ddm.evaluation.intervals import bootstrap_estimate, proportion, wilson
+from ddm.evaluation.metrics import FeatureSet, measure, measure_floor, metrics_bytes
 from ddm.evaluation.neighbours import nearest
 from ddm.evaluation.shares import share_error
 
@@ -47,7 +53,7 @@ def pair() -> tuple[Tensor, Tensor]:
 
 
 def figures(samples: Tensor, reference: Tensor, k: int = K) -> dict[str, float]:
-    found, _ = measure(Side.of(samples, k), Side.of(reference, k))
+    found, _ = measure(FeatureSet.of(samples, k), FeatureSet.of(reference, k))
     return {name: each.value for name, each in found.items()}
 
 
@@ -66,8 +72,10 @@ def test_distance_of_two_gaussians_is_the_closed_form() -> None:
     assert frechet_distance(first, second) == pytest.approx(expected, rel=1e-10)
     maps = transport(first, second)
     assert maps.distance == pytest.approx(expected, rel=1e-10)
-    torch.testing.assert_close(maps.there_DD, turn @ (b / a).sqrt().diag() @ turn.T)
-    torch.testing.assert_close(maps.back_DD @ maps.there_DD, torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close(maps.map_to_b_DD, turn @ (b / a).sqrt().diag() @ turn.T)
+    torch.testing.assert_close(
+        maps.map_to_a_DD @ maps.map_to_b_DD, torch.eye(3, dtype=torch.float64)
+    )
     assert frechet_distance(first, first) == pytest.approx(0.0, abs=1e-9)
 
 
@@ -163,7 +171,7 @@ def test_blocks_change_nothing(
     whole = figures(*pair)
     for module, name, value in (
         ("neighbours", "_BLOCK_BYTES", 8 * 500 * 7),
-        ("neighbours", "_TILE", 33),
+        ("neighbours", "_TILE_ROWS", 33),
     ):
         monkeypatch.setattr(f"ddm.evaluation.{module}.{name}", value)
     monkeypatch.setattr("ddm.evaluation.frechet.BLOCK", 17)
@@ -176,7 +184,7 @@ def test_terms_are_the_derivative_of_the_distance(pair: tuple[Tensor, Tensor]) -
     """Give one image a little more weight: the distance moves by its term, compared with the mean term."""
     samples, reference = (part.double() for part in pair)
     a, b = Moments.of(samples), Moments.of(reference)
-    terms = frechet_terms(samples, a, b, transport(a, b).there_DD)
+    terms = frechet_terms(samples, a, b, transport(a, b).map_to_b_DD)
     terms = terms - terms.mean()
     step = 1e-5
     for index in (0, 7, 100):
@@ -194,7 +202,9 @@ def test_terms_are_the_derivative_of_the_distance(pair: tuple[Tensor, Tensor]) -
 def test_intervals_are_as_wide_as_repeating_the_experiment(few_draws: None) -> None:
     """Their width over 3.92 is the spread of the metric over fresh images."""
     runs = [
-        measure(Side.of(rows(200, 4, n, 0.3), K), Side.of(rows(200, 4, 500 + n), K), seed=n)[0]
+        measure(
+            FeatureSet.of(rows(200, 4, n, 0.3), K), FeatureSet.of(rows(200, 4, 500 + n), K), seed=n
+        )[0]
         for n in range(60)
     ]
     for name in ("fid", "kid", "precision", "recall"):
@@ -206,20 +216,22 @@ def test_intervals_are_as_wide_as_repeating_the_experiment(few_draws: None) -> N
 def test_extrapolation_removes_most_of_the_bias() -> None:
     pairs = [(rows(100, 8, n), rows(100, 8, 1000 + n)) for n in range(20)]
     plain = [frechet_distance(*(Moments.of(part) for part in pair)) for pair in pairs]
-    limits = [extrapolated(value, *pair, seed=0) for value, pair in zip(plain, pairs, strict=True)]
+    limits = [
+        fid_infinity_of(value, *pair, seed=0) for value, pair in zip(plain, pairs, strict=True)
+    ]
     assert np.mean(plain) > 0.5  # of one distribution: all of it is bias
     assert abs(np.mean(limits)) < 0.25 * np.mean(plain)
-    assert extrapolated(1.0, rows(100, 60, 0), rows(100, 60, 1), seed=0) is None
+    assert fid_infinity_of(1.0, rows(100, 60, 0), rows(100, 60, 1), seed=0) is None
 
 
 def test_floor_is_the_reference_against_itself_with_no_more_images_than_samples() -> None:
-    reference = Side.of(rows(400, 6, 0), K)
-    found = floor(reference, 150)
-    assert found is not None
-    metrics, num, others = found
-    assert (num, others) == (150, 200)
+    reference = FeatureSet.of(rows(400, 6, 0), K)
+    floor = measure_floor(reference, 150)
+    assert floor is not None
+    metrics = floor.metrics
+    assert (floor.num, floor.num_reference) == (150, 200)
     assert metrics["precision"].value > 0.8 and metrics["kid"].low < 0 < metrics["kid"].high
-    assert floor(Side.of(rows(40, 30, 0), K), 150) is None
+    assert measure_floor(FeatureSet.of(rows(40, 30, 0), K), 150) is None
 
 
 def test_share_error_and_what_chance_makes_of_it() -> None:
@@ -244,7 +256,7 @@ def test_interval_of_a_share_is_wilsons_and_of_a_mean_its_standard_error() -> No
         assert wilson(count, num) == pytest.approx((expected.low, expected.high), abs=1e-6)
         assert proportion(torch.arange(num) < count).value == count / num
     term_N = torch.randn(500, generator=torch.Generator().manual_seed(0))
-    found = resampled(2.0, [term_N], seed=0)
+    found = bootstrap_estimate(2.0, [term_N], seed=0)
     assert found.high - found.low == pytest.approx(
         2 * 1.96 * float(term_N.std()) / 500**0.5, rel=0.1
     )
@@ -259,24 +271,24 @@ def test_nearest_is_brute_force(pair: tuple[Tensor, Tensor]) -> None:
 
 def test_what_cannot_be_measured_is_refused(pair: tuple[Tensor, Tensor]) -> None:
     with pytest.raises(MathError, match="at least 8"):
-        Side.of(pair[0][:7], 1)
+        FeatureSet.of(pair[0][:7], 1)
     with pytest.raises(MathError, match="at least 21"):
-        Side.of(pair[0][:20], 20)
+        FeatureSet.of(pair[0][:20], 20)
     with pytest.raises(ShapeError):
-        Side.of(pair[0][None], 1)
+        FeatureSet.of(pair[0][None], 1)
     with pytest.raises(NumericalError):
-        Side.of(torch.full((10, 2), torch.nan), 1)
+        FeatureSet.of(torch.full((10, 2), torch.nan), 1)
     with pytest.raises(ShapeError, match="12 values"):
-        measure(Side.of(pair[0][:, :3], 1), Side.of(pair[1], 1))
+        measure(FeatureSet.of(pair[0][:, :3], 1), FeatureSet.of(pair[1], 1))
 
 
 MEMORY = """
 import resource, torch
-from ddm.evaluation.metrics import Side, measure, metrics_bytes
+from ddm.evaluation.metrics import FeatureSet, measure, metrics_bytes
 torch.manual_seed(0)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 samples, reference = torch.randn(10_000, 2048), torch.randn(10_000, 2048)
-measure(Side.of(samples, 5), Side.of(reference, 5))
+measure(FeatureSet.of(samples, 5), FeatureSet.of(reference, 5))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, metrics_bytes(10_000, 10_000, 2048, 0))
 """
 
