@@ -22,11 +22,11 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 # Rooms are the folders of a package and the files beside them. An arrow that is no longer used must go from here too.
 ROOMS = {
     "ddm": {
-        "cli": "distillation encoders ensemble errors evaluation images io islands loading models protocol sampling "
-        "system training trust",
-        "islands": "diffusion encoders errors images io loading pages partition planning protocol publishing routers "
+        "cli": "distillation encoders ensemble errors evaluation images io islands loading models protocol publishing "
+        "sampling system training trust",
+        "islands": "diffusion encoders errors images io loading partition planning protocol publishing routers "
         "training trust",
-        "publishing": "ensemble errors evaluation io loading models pages protocol routers trust",
+        "publishing": "ensemble errors evaluation io loading models pages protocol routers system trust",
         "planning": "encoders errors io loading models partition protocol routers",
         "audit": "diffusion evaluation images protocol",
         "evaluation": "encoders errors images io loading pages protocol",
@@ -74,9 +74,8 @@ ROOMS = {
     "aggregator": {
         "cli": "commands",
         "commands": "config intake keys membership monitoring planning release router runtime services setup",
-        "monitoring": "config intake membership pages router runtime",
-        "release": "config intake keys membership pages router",
-        "pages": "intake router",
+        "monitoring": "config intake membership runtime",
+        "release": "config intake keys membership router",
         "planning": "config intake keys membership",
         "runtime": "config intake membership transfer",
         "services": "config",

@@ -38,6 +38,7 @@ from tests.support.federation import (
     write_policy,
 )
 from tests.support.processes import alive
+from tests.support.publishing import publish_unchecked
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent
@@ -450,13 +451,11 @@ def test_expired_timestamp_is_refused_and_loud_when_archived(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = tmp_path / "old"
-    monkeypatch.setattr(
-        "aggregator.release.publish.now_utc", lambda: now_utc() - timedelta(days=200)
-    )
+    monkeypatch.setattr("ddm.publishing.staging.now_utc", lambda: now_utc() - timedelta(days=200))
     with pytest.raises(ExpiredError):
         # an aggregator whose clock is off does not publish what nobody would accept
         published.tiny.publish(old)
-    monkeypatch.setattr("ddm.publishing.version._check_that_it_loads", lambda *args: None)
+    publish_unchecked(monkeypatch)
     published.tiny.publish(old)
     assert run("ddm", "verify", old, *look[1:]).code == 14
     done = run("ddm", "verify", old, *look[1:], "--archived")

@@ -92,7 +92,7 @@ def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> Non
     }
     for needed in (
         "ddm/py.typed",
-        "aggregator/pages/templates/report.html.jinja",
+        "ddm/pages/templates/report.html.jinja",
         "silo/client_app.py",
     ):
         assert needed in found

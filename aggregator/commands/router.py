@@ -15,8 +15,8 @@ def router(
 ) -> None:
     """Train the router on the silos' statistics, and judge it on public images."""
     from aggregator.intake.inventory import take_inventory
-    from aggregator.router.report import describe
     from aggregator.router.train import train_router
+    from ddm.publishing.router_table import describe_router
 
     federation = Federation(fed).require()
     inventory = take_inventory(federation)
@@ -36,5 +36,5 @@ def router(
             seed=seed,
             on_progress=lambda step, total, _: advance(step, total),
         )
-    say(describe(report))
+    say(describe_router(report))
     say(f"Next: aggregator publish {fed} --out RELEASE")

@@ -22,8 +22,8 @@ from starlette.routing import Route
 from aggregator.config import Federation
 from aggregator.monitoring.labels import page_values
 from aggregator.monitoring.status import FederationStatus, read_status
-from aggregator.pages.render import render
 from ddm.errors import ArchipelagoError, PolicyError, SetupError
+from ddm.pages.render import render
 from ddm.pages.serving import HostFilter, listening, run_server, server_of
 from ddm.protocol.base import now_utc
 
@@ -91,7 +91,7 @@ def make_app(federation: Federation) -> Starlette:
     def page(request: Request) -> Response:
         paused = "paused" in request.query_params
         values: Mapping[str, Any] = page_values(watch.look())
-        html = render("live.html.jinja", refresh_s=REFRESH_S, paused=paused, **values)
+        html = render("aggregator", "live.html.jinja", refresh_s=REFRESH_S, paused=paused, **values)
         return Response(
             html, media_type="text/html", headers={} if paused else {"Refresh": f"{REFRESH_S}"}
         )

@@ -15,7 +15,6 @@ from aggregator.config import Federation
 from aggregator.membership.registry import members, removed
 from aggregator.membership.withdrawal import withdrawn_silos
 from aggregator.monitoring.silo_status import Departure, EarlierArrival, SiloStatus, read_silo
-from aggregator.router.report import Family, RouterReport
 from aggregator.runtime.processes import Processes, read_processes
 from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
@@ -31,8 +30,9 @@ from ddm.protocol.base import (
     Time,
     check_json,
 )
-from ddm.protocol.manifest import Manifest
+from ddm.protocol.manifest import Manifest, RouterFamily
 from ddm.protocol.plan import Plan
+from ddm.protocol.router_report import RouterReport
 from ddm.publishing.home import MAX_TUF_BYTES
 from ddm.publishing.versions import manifest_path, newest_version
 
@@ -42,7 +42,7 @@ _MAX_RELEASES = 20
 class RouterStatus(Model):
     """The trained router, and the silos on whose submissions it was trained."""
 
-    family: Family
+    family: RouterFamily
     silos: tuple[SiloId, ...]
 
 
@@ -55,7 +55,7 @@ class ReleaseStatus(Model):
     silos: tuple[SiloId, ...]
     missing_silos: tuple[SiloId, ...]
     withdrawn_silos: tuple[SiloId, ...]
-    router: Family
+    router: RouterFamily
 
 
 class Expiry(Model):

@@ -13,7 +13,6 @@ from aggregator.intake.claims import refuse_overweight
 from aggregator.intake.examination import public_images, refuse_outliers
 from aggregator.intake.inventory import Inventory
 from aggregator.router.images import training_images
-from aggregator.router.report import Band, Family, RouterReport
 from ddm.diffusion.path import Expert, path_named
 from ddm.errors import MissingFileError
 from ddm.io.files import write_atomic
@@ -24,12 +23,14 @@ from ddm.models import load_expert
 from ddm.partition.layout import Layout
 from ddm.protocol.base import File, sha256_hex
 from ddm.protocol.calibration import Interval
+from ddm.protocol.manifest import RouterFamily
+from ddm.protocol.router_report import RouterReport
 from ddm.protocol.routers import LearnedRouter as LearnedSettings
 from ddm.protocol.routers import SamplesRouter as SamplesSettings
+from ddm.publishing.contents import ROUTER_NAME
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
 from ddm.routers.comparison import (
-    BandComparison,
     Comparison,
     HeldOut,
     compare,
@@ -48,7 +49,6 @@ from ddm.system.devices import device_named
 # Shape legend: K silos, E experts, G public groups.
 
 _ROUTER_BYTES = 64 * 1024**2  # the largest that a recipe describes, and its report
-ROUTER_NAME = "router.safetensors"
 REPORT_NAME = "report.json"
 
 AnyRouter = CountsRouter | LearnedRouter | SamplesRouter
@@ -146,12 +146,12 @@ def train_router(
 class _Fitted:
     """A router of the plan's experts and its temperature."""
 
-    family: Family
+    family: RouterFamily
     router: AnyRouter
     calibration: Calibration
 
     @classmethod
-    def of(cls, family: Family, router: AnyRouter, public: PublicData) -> "_Fitted":
+    def of(cls, family: RouterFamily, router: AnyRouter, public: PublicData) -> "_Fitted":
         return cls(family, router, calibrate(router, public))
 
     @property
@@ -258,7 +258,6 @@ def _report(
     router: File,
 ) -> RouterReport:
     plan = inventory.plan
-    sketches = comparison.sketches if comparison else None
     return RouterReport(
         plan_id=plan.plan_id,
         submissions=_digests(inventory),
@@ -267,19 +266,16 @@ def _report(
         candidate=plan.router.kind,
         published=chosen.family,
         reason=reason,
+        judged_on="public_images",
         t_release=inventory.t_release() if chosen.family == "learned" else None,
         expert_priors=tuple(expert_priors),
         training_prior=chosen.training_prior,
         temperature=chosen.calibration.temperature,
         minus_prior=minus_prior,
-        bands=tuple(_band(band) for band in comparison.bands) if comparison else (),
-        sketches=_band(sketches) if sketches else None,
+        bands=comparison.bands if comparison else (),
+        sketches=comparison.sketches if comparison else None,
         calibration=chosen.calibration.errors,
     )
-
-
-def _band(band: BandComparison) -> Band:
-    return Band(**{name: getattr(band, name) for name in Band.model_fields})
 
 
 def _expert_priors(

@@ -18,57 +18,47 @@ def assemble(
     partial: Annotated[
         bool,
         typer.Option(
-            "--partial", help="Without the islands that are not trained; shares renormalised."
+            "--partial",
+            help="Publish without the islands that are not trained yet; shares are renormalised.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the router's training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the router's training.")] = 0,
     device: DeviceOption = "auto",
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Train the router, and publish experts and router as the next signed version."""
+    from ddm.islands.assemble import AssemblySettings, missing_islands
     from ddm.islands.assemble import assemble as publish
-    from ddm.islands.assemble import missing_islands
     from ddm.islands.folder import Islands
-    from ddm.protocol.calibration import calibration_rows
+    from ddm.publishing.router_table import describe_router
     from ddm.system.devices import device_named
 
     islands = Islands(folder)
-    # reads split.json, so that a wrong folder is named before a passphrase is asked
+    # This reads split.json, so that a wrong folder is named before a passphrase is asked for.
     missing = missing_islands(islands)
-    where = device_named(device, setting="--device")
+    torch_device = device_named(device, setting="--device")
     secret = passphrase(passphrase_file, None, OWN_KEYS)
-    with progress("Training the router, drawing for the report") as tell:
-        done = publish(
-            islands,
-            out,
-            secret,
+    with progress("Training the router, drawing for the report") as show_progress:
+        settings = AssemblySettings(
             partial=partial,
             seed=seed,
-            device=where,
-            on_progress=lambda step, num, loss: tell(step, num),
-            on_draw=tell,
+            device=torch_device,
+            on_router_step=lambda step, num_steps, loss: show_progress(step, num_steps),
+            on_draw=show_progress,
         )
-    manifest, router = done.manifest, done.router
+        release = publish(islands, out, secret, settings)
+
+    manifest = release.manifest
+    shares = [(expert.expert_id, f"{expert.prior:.3f}") for expert in manifest.experts]
+    say(table(shares, ("island", "share")))
+    say(describe_router(release.router))
+    gain, low, high = release.router.minus_prior
     say(
-        table(
-            [(each.expert_id, f"{each.prior:.3f}") for each in manifest.experts],
-            ("island", "share"),
-        )
+        f"  on images held out {gain:+.4f} nats against the shares alone, "
+        f"95% interval {low:+.4f} to {high:+.4f}"
     )
-    say(f"Router: {router.kind}, because {router.reason}.")
-    value, low, high = router.minus_prior
-    say(
-        f"  on images held out {value:+.4f} nats against the shares alone, 95% interval {low:+.4f} to {high:+.4f}"
-    )
-    heads = (
-        "calibration error, 95%",
-        f"published, at temperature {manifest.router.temperature:.3g}",
-        "at temperature 1",
-    )
-    say(table(calibration_rows(router.calibration.errors), heads))
     if missing:
         say(f"PARTIAL: without {', '.join(manifest.missing_silos)}, which are not trained yet.")
     say(f"Published {manifest.plan_id}, version {manifest.version}: {out}")
-    say(
-        f"Next: ddm sample {quote(str(out))} --root {quote(str(islands.root))} --num 64 --out samples.png"
-    )
+    root = quote(str(islands.root))
+    say(f"Next: ddm sample {quote(str(out))} --root {root} --num 64 --out samples.png")

@@ -26,6 +26,7 @@ from ddm.cli.witnesses import QuorumOption, WitnessOption, read_witnesses
 from ddm.loading.release import Release
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.calibration import calibration_bands, calibration_rows
+from ddm.protocol.growth import describe_standing
 from ddm.protocol.plan import Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
 
@@ -173,21 +174,12 @@ def _network(plan: Plan) -> str:
     )
 
 
-_STANDINGS = {
-    "again": "trained for this plan, and was a silo of an earlier one",
-    "late": "joined with this plan",
-}
-
-
 def _say_grown(opened: Release) -> None:
     """Say what each silo is in a plan that carries experts over, and which silos of the plan are not here."""
     for silo in opened.manifest.silos:
-        if silo.standing == "carried":
-            say(
-                f"  silo {silo.silo_id} was carried over from plan {opened.plan.origin(silo.silo_id)}"
-            )
-        elif silo.standing != "new":
-            say(f"  silo {silo.silo_id} {_STANDINGS[silo.standing]}")
+        standing = describe_standing(silo, opened.plan)
+        if standing:
+            say(f"  silo {silo.silo_id} {standing}")
     for reason, absent in (
         ("missing", opened.manifest.missing_silos),
         ("withdrawn", opened.manifest.withdrawn_silos),

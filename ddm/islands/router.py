@@ -1,16 +1,15 @@
 """The router of one owner's islands: trained on labelled images and exact counts, judged on labelled images held out.
 
 It knows the island of every image, so that the comparisons of a federation, which weight public images by noised
-counts, hold here without an assumption: each island is a group of its own, in which only its images lie.
+counts, hold here without an assumption: each island is a group of its own, in which only its images are.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import Path as DiffusionPath
 from ddm.diffusion.path import path_named
 from ddm.errors import DataError
 from ddm.io.tensors import TensorSpec, load_tensors
@@ -18,13 +17,15 @@ from ddm.islands.arrays import map_array
 from ddm.islands.folder import Islands
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import Layout, Part
-from ddm.protocol.manifest import Evaluation
-from ddm.protocol.plan import EXACT, Plan
+from ddm.protocol.calibration import Interval
+from ddm.protocol.manifest import RouterFamily
+from ddm.protocol.plan import EXACT
+from ddm.protocol.router_report import BandComparison
 from ddm.protocol.routers import LearnedRouter as LearnedSettings
 from ddm.protocol.routers import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibration, calibrate
-from ddm.routers.comparison import BandComparison, compare, minus_prior
+from ddm.routers.comparison import compare, minus_prior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
@@ -33,49 +34,84 @@ from ddm.routers.public import Evidence, PublicData
 from ddm.routers.residual import PublicSketches, fit_residual
 from ddm.routers.samples import SamplesRouter, fit_samples
 
-# Shape legend: N images, K islands that are there, G groups of fine centroids, C classes.
+# Shape legend: N images, K islands that are trained, G groups of fine centroids, C classes.
 
 _MAX_COUNTS_BYTES = 2**32
-# images x islands that a router is judged on: the bootstrap takes each 2,000 times
-_MOST_JUDGED = 1 << 18
+# Images times islands that a router is judged on: the bootstrap takes each 2,000 times.
+_MAX_JUDGED = 1 << 18
+_MIN_JUDGED_IMAGES = 1000
 
-AnyRouter = CountsRouter | LearnedRouter | SamplesRouter
-Kind = Literal["counts", "learned", "samples"]
-_PARTS = ("-islands", "-groups")
+IslandRouter = CountsRouter | LearnedRouter | SamplesRouter
 
 
 @dataclass(frozen=True)
-class OwnersRouter:
-    """The router to publish.
+class RouterFit:
+    """A router of the trained islands, with how it did.
 
     Attributes:
-        kind: its family: the plan's, or counts where the plan's is worse.
+        family: the plan's, or counts where the plan's is worse.
         reason: why it is this one.
-        tensors: what a release stores.
+        router: the router.
         calibration: its temperature.
-        evaluation: how it did on images held out.
-        minus_prior: cross-entropy on these less that of the prior, nats, with its 95% interval.
-        bands: the plan's family against counts; none where it is counts.
+        minus_prior: cross-entropy on images held out less that of the prior, nats, with its 95% interval.
+        bands: the plan's family against counts; none where the plan asks for counts.
     """
 
-    kind: Kind
+    family: RouterFamily
     reason: str
-    tensors: dict[str, Tensor]
+    router: IslandRouter
     calibration: Calibration
-    evaluation: tuple[Evaluation, ...]
-    minus_prior: tuple[float, float, float]
-    bands: tuple[BandComparison, ...] = ()
+    minus_prior: Interval
+    bands: tuple[BandComparison, ...]
 
 
 @dataclass(frozen=True)
-class OwnersImages:
+class RouterTraining:
+    """What the routers of some islands are fitted on.
+
+    Attributes:
+        islands: the folder.
+        files: the plan's tensors.
+        present: the numbers of the islands that are trained, ascending.
+        seed: of initial weights, batches and noise.
+        device: where a router on images is trained.
+        on_progress: called with step, number of steps and held-out loss.
+    """
+
+    islands: Islands
+    files: PlanFiles
+    present: tuple[int, ...]
+    seed: int
+    device: torch.device | str = "cpu"
+    on_progress: Progress | None = None
+
+    @property
+    def path(self) -> DiffusionPath:
+        """The probability path of the plan."""
+        return path_named(self.islands.plan.objective.ensemble_path)
+
+    @property
+    def num_units(self) -> list[int]:
+        """The number of images of each trained island."""
+        split_islands = self.islands.split.islands
+        return [split_islands[number].num_images for number in self.present]
+
+    @property
+    def prior_K(self) -> list[float]:
+        """Each trained island's share of their images."""
+        total = sum(self.num_units)
+        return [num / total for num in self.num_units]
+
+
+@dataclass(frozen=True)
+class LabelledImages:
     """Images whose islands are known, those of missing islands left out.
 
     Attributes:
         images: as experts see them, shape (N, ...).
-        island_N: the place of each image's island among those that are there.
+        island_N: the place of each image's island among those that are trained.
         group_N: the group of each.
-        condition_N: the class or the text of each, where it is asked for.
+        condition_N: the class or the text of each; None where it was not read.
     """
 
     images: Tensor
@@ -85,150 +121,172 @@ class OwnersImages:
 
     @classmethod
     def read(
-        cls, islands: Islands, name: str, present: Sequence[int], *, told: bool = False
-    ) -> "OwnersImages":
+        cls, training: RouterTraining, part: str, *, with_conditions: bool = False
+    ) -> "LabelledImages":
         """Read the images called `fitted` or `holdout`.
 
         Raises:
-            DataError: none of them is of an island that is there.
+            DataError: none of them is of an island that is trained.
         """
-        images, island_N, group_N = (
-            map_array(islands.router / f"{name}{part}.npy") for part in ("", *_PARTS)
-        )
-        place_K = torch.full((len(islands.split.islands),), -1, dtype=torch.int64)
-        place_K[list(present)] = torch.arange(len(present))
-        kept = place_K[island_N] >= 0
-        if not bool(kept.any()):
-            expected = f"some of the {len(present)} islands that are trained"
+        folder = training.islands.router
+        images = map_array(folder / f"{part}.npy")
+        island_N = map_array(folder / f"{part}-islands.npy")
+        group_N = map_array(folder / f"{part}-groups.npy")
+
+        num_islands = len(training.islands.split.islands)
+        place_of = torch.full((num_islands,), -1, dtype=torch.int64)
+        place_of[list(training.present)] = torch.arange(len(training.present))
+        is_present_N = place_of[island_N] >= 0
+        if not bool(is_present_N.any()):
             raise DataError(
-                f"{name} images", expected=expected, got=f"{len(images)}, all of other islands"
+                f"{part} images",
+                expected=f"some of the {len(training.present)} islands that are trained",
+                got=f"{len(images)}, all of other islands",
             )
-        condition_N = map_array(islands.router / f"{name}-conditions.npy")[kept] if told else None
-        return cls(images[kept], place_K[island_N[kept]], group_N[kept], condition_N)
 
-
-def fit_router(
-    islands: Islands,
-    files: PlanFiles,
-    present: Sequence[int],
-    *,
-    seed: int,
-    device: torch.device | str = "cpu",
-    on_progress: Progress | None = None,
-) -> OwnersRouter:
-    """Fit counts and the plan's family on the islands that are there, and keep the better one.
-
-    Args:
-        islands: the folder.
-        files: the plan's tensors.
-        present: the numbers of the islands that are there, ascending.
-        seed: of initial weights, batches and noise.
-        device: where a router on images is trained.
-        on_progress: called with step, number of steps and held-out loss.
-    """
-    plan = islands.plan
-    path, sketch = path_named(plan.objective.ensemble_path), files.sketch
-    num_units = [islands.split.islands[number].num_images for number in present]
-    counts = CountsRouter.from_counts(
-        sketch, exact_counts(islands)["counts"][list(present)], num_units, EXACT, path
-    )
-    held_out = OwnersImages.read(islands, "holdout", present)
-    judged = _judged(held_out, plan, num_units, seed)
-    kind: Kind = "counts"
-    router: AnyRouter = counts
-    reason = "the plan asks for the counts router"
-    calibration = calibrate(counts, judged)
-    chosen = calibration.applied(counts)
-    bands: tuple[BandComparison, ...] = ()
-    if isinstance(plan.router, LearnedSettings | SamplesSettings):
-        candidate = _fit(islands, plan, counts, present, num_units, seed, device, on_progress)
-        own = calibrate(candidate, judged)
-        comparison = compare(chosen, own.applied(candidate), judged)
-        bands = comparison.bands
-        reason = f"{plan.router.kind} is worse than counts in {len(comparison.worse)} of {len(bands)} comparisons"
-        if not comparison.worse:
-            kind, router, calibration = plan.router.kind, candidate, own
-            chosen, reason = own.applied(candidate), f"{kind} is nowhere worse than counts"
-    gain = minus_prior(chosen, judged)
-    found = [_evaluation(f"router_cross_entropy_{kind}_minus_prior_held_out_images", gain)]
-    versus = f"router_cross_entropy_{plan.router.kind}_minus_counts_held_out_images"
-    for band in bands:
-        figure = (band.difference, band.difference_low, band.difference_high)
-        found.append(_evaluation(f"{versus}_t_{band.low:.2f}_{band.high:.2f}", figure))
-    found += [figure for errors in calibration.errors for figure in errors.evaluations()]
-    return OwnersRouter(kind, reason, router.tensors(), calibration, tuple(found), gain, bands)
-
-
-def _judged(held_out: OwnersImages, plan: Plan, num_units: Sequence[int], seed: int) -> PublicData:
-    """Return the images held out as what judges routers, each island being a group in which nobody else has images."""
-    num = len(num_units)
-    parts = [Part(f"{number}", None, tuple(range(num))) for number in range(num)]
-    layout = Layout.of(plan.partition, [[part] for part in parts])
-    own_KK = torch.diag(torch.tensor(num_units))
-    some = slice(max(1000, _MOST_JUDGED // num))  # they lie in random order
-    return PublicData(
-        held_out.images[some],
-        held_out.island_N[some],
-        evidence=Evidence(own_KK, num_units, EXACT, layout),
-        prior_E=[n / sum(num_units) for n in num_units],
-        path=path_named(plan.objective.ensemble_path),
-        seed=seed,
-    )
-
-
-def _fit(
-    islands: Islands,
-    plan: Plan,
-    counts: CountsRouter,
-    present: Sequence[int],
-    num_units: Sequence[int],
-    seed: int,
-    device: torch.device | str,
-    on_progress: Progress | None,
-) -> AnyRouter:
-    """Fit the plan's family on the images that encoder and clusters were fitted on."""
-    reads = isinstance(plan.router, SamplesSettings) and plan.router.conditional
-    known, path = (
-        OwnersImages.read(islands, "fitted", present, told=reads),
-        path_named(plan.objective.ensemble_path),
-    )
-    if isinstance(plan.router, LearnedSettings):
-        s_NR = counts.sketch.of(known.images, torch.zeros(len(known.images)), path).float()
-        public = PublicSketches(s_NR, known.group_N, known.island_N)
-        prior_K = torch.tensor(num_units, dtype=torch.float64) / sum(num_units)
-        return LearnedRouter(
-            counts, fit_residual(counts, public, prior_K, plan.router, seed, on_progress)
+        condition_N = None
+        if with_conditions:
+            condition_N = map_array(folder / f"{part}-conditions.npy")[is_present_N]
+        return cls(
+            images=images[is_present_N],
+            island_N=place_of[island_N[is_present_N]],
+            group_N=group_N[is_present_N],
+            condition_N=condition_N,
         )
-    if not isinstance(plan.router, SamplesSettings):
-        raise DataError("router", expected="learned, counts or samples", got=plan.router.kind)
-    generator, most = torch.Generator().manual_seed(seed), plan.router.images_per_expert
-    own = [torch.nonzero(known.island_N == k)[:, 0] for k in range(len(present))]
-    rows = torch.cat([each[torch.randperm(len(each), generator=generator)[:most]] for each in own])
-    told = None if known.condition_N is None else known.condition_N[rows]
-    images = Labelled.of_experts(known.images[rows], known.island_N[rows], len(present), told)
+
+
+def fit_router(training: RouterTraining) -> RouterFit:
+    """Fit counts and the plan's family on the trained islands, and keep the better one."""
+    judges = judging_images(training)
+    counts = CountsRouter.from_counts(
+        training.files.sketch,
+        exact_counts(training.islands)["counts"][list(training.present)],
+        training.num_units,
+        EXACT,
+        training.path,
+    )
+    counts_calibration = calibrate(counts, judges)
+    calibrated_counts = counts_calibration.applied(counts)
+
+    family = training.islands.plan.router.kind
+    if family == "counts":
+        return RouterFit(
+            family="counts",
+            reason="the plan asks for the counts router",
+            router=counts,
+            calibration=counts_calibration,
+            minus_prior=minus_prior(calibrated_counts, judges),
+            bands=(),
+        )
+
+    candidate = _fit_candidate(training, counts)
+    candidate_calibration = calibrate(candidate, judges)
+    calibrated_candidate = candidate_calibration.applied(candidate)
+    comparison = compare(calibrated_counts, calibrated_candidate, judges)
+    num_worse = len(comparison.worse)
+    if num_worse > 0:
+        return RouterFit(
+            family="counts",
+            reason=f"{family} is worse than counts in {num_worse} of {len(comparison.bands)} comparisons",
+            router=counts,
+            calibration=counts_calibration,
+            minus_prior=minus_prior(calibrated_counts, judges),
+            bands=comparison.bands,
+        )
+    return RouterFit(
+        family=family,
+        reason=f"{family} is nowhere worse than counts",
+        router=candidate,
+        calibration=candidate_calibration,
+        minus_prior=minus_prior(calibrated_candidate, judges),
+        bands=comparison.bands,
+    )
+
+
+def judging_images(training: RouterTraining) -> PublicData:
+    """Return the images held out as the data on which routers are judged.
+
+    Each island is a group in which no other island has images, so that the exact counts weigh every image by its label.
+    """
+    num_islands = len(training.present)
+    every_group = tuple(range(num_islands))
+    parts = [[Part(f"{number}", None, every_group)] for number in range(num_islands)]
+    layout = Layout.of(training.islands.plan.partition, parts)
+    own_KK = torch.diag(torch.tensor(training.num_units))
+
+    held_out = LabelledImages.read(training, "holdout")
+    # They are in random order, so that the first ones are a fair choice.
+    num_judged = max(_MIN_JUDGED_IMAGES, _MAX_JUDGED // num_islands)
+    return PublicData(
+        held_out.images[:num_judged],
+        held_out.island_N[:num_judged],
+        evidence=Evidence(own_KK, training.num_units, EXACT, layout),
+        prior_E=training.prior_K,
+        path=training.path,
+        seed=training.seed,
+    )
+
+
+def _fit_candidate(training: RouterTraining, counts: CountsRouter) -> IslandRouter:
+    """Fit the plan's family on the images that encoder and clusters were fitted on."""
+    settings = training.islands.plan.router
+    if isinstance(settings, LearnedSettings):
+        return _fit_learned(training, settings, counts)
+    if isinstance(settings, SamplesSettings):
+        return _fit_samples(training, settings)
+    raise DataError("router", expected="learned, counts or samples", got=settings.kind)
+
+
+def _fit_learned(
+    training: RouterTraining, settings: LearnedSettings, counts: CountsRouter
+) -> LearnedRouter:
+    labelled = LabelledImages.read(training, "fitted")
+    t_N = torch.zeros(len(labelled.images))
+    s_NR = counts.sketch.of(labelled.images, t_N, training.path).float()
+    public = PublicSketches(s_NR, labelled.group_N, labelled.island_N)
+    prior_K = torch.tensor(training.num_units, dtype=torch.float64) / sum(training.num_units)
+    residual = fit_residual(counts, public, prior_K, settings, training.seed, training.on_progress)
+    return LearnedRouter(counts, residual)
+
+
+def _fit_samples(training: RouterTraining, settings: SamplesSettings) -> SamplesRouter:
+    plan = training.islands.plan
+    labelled = LabelledImages.read(training, "fitted", with_conditions=settings.conditional)
+    num_islands = len(training.present)
+
+    generator = torch.Generator().manual_seed(training.seed)
+    chosen_rows = []
+    for island in range(num_islands):
+        rows = torch.nonzero(labelled.island_N == island)[:, 0]
+        order = torch.randperm(len(rows), generator=generator)
+        chosen_rows.append(rows[order[: settings.images_per_expert]])
+    rows_N = torch.cat(chosen_rows)
+
+    condition_N = None
+    if labelled.condition_N is not None:
+        condition_N = labelled.condition_N[rows_N]
+    images = Labelled.of_experts(
+        labelled.images[rows_N], labelled.island_N[rows_N], num_islands, condition_N
+    )
     return fit_samples(
         images,
-        plan.router,
-        path,
-        seed,
-        on_progress,
+        settings,
+        training.path,
+        training.seed,
+        training.on_progress,
         condition=plan.condition,
-        knows_shares=knows_shares(plan, plan.router),
-        device=device,
+        knows_shares=knows_shares(plan, settings),
+        device=training.device,
     )
 
 
 def exact_counts(islands: Islands) -> dict[str, Tensor]:
     """Read every island's exact histograms: `counts`, shape (K, G), and with classes `class_counts`, (K, C, G)."""
-    num, statistics = len(islands.plan.silos), islands.plan.statistics
-    specs = {"counts": TensorSpec("I64", (num, statistics.counts.num_groups))}
-    if terms := statistics.class_counts:
-        specs["class_counts"] = TensorSpec(
-            "I64", (num, terms.num_classes, statistics.counts.num_groups)
-        )
+    num_islands = len(islands.plan.silos)
+    statistics = islands.plan.statistics
+    num_groups = statistics.counts.num_groups
+    specs = {"counts": TensorSpec("I64", (num_islands, num_groups))}
+    if statistics.class_counts is not None:
+        num_classes = statistics.class_counts.num_classes
+        specs["class_counts"] = TensorSpec("I64", (num_islands, num_classes, num_groups))
     return load_tensors(islands.router / "counts.safetensors", specs, max_bytes=_MAX_COUNTS_BYTES)
-
-
-def _evaluation(metric: str, figure: tuple[float, float, float]) -> Evaluation:
-    value, low, high = figure
-    return Evaluation(metric=metric, strategy=None, value=value, low=low, high=high)

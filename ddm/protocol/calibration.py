@@ -45,7 +45,7 @@ class CalibrationBand(Model):
         """Yield the figures as a manifest lists them."""
         for name, (value, low, high) in ((_AFTER, self.after), (_BEFORE, self.before)):
             metric = f"{name}_t_{self.low:.2f}_{self.high:.2f}"
-            yield Evaluation(metric=metric, strategy=None, value=value, low=low, high=high)
+            yield Evaluation(metric=metric, value=value, low=low, high=high)
 
 
 def calibration_bands(evaluation: Iterable[Evaluation]) -> list[CalibrationBand]:

@@ -12,7 +12,7 @@ from typing import Any
 from ddm.errors import ReplayError
 from ddm.protocol.carried import Carried
 from ddm.protocol.latent import Autoencoder
-from ddm.protocol.manifest import Standing
+from ddm.protocol.manifest import PublishedSilo, Standing
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 
@@ -113,13 +113,23 @@ def standing_of(plan: Plan, earlier: Mapping[str, Plan], silo_id: str) -> Standi
         return "new"
     if any(carried.silo_id == silo_id for carried in plan.carried):
         return "carried"
-    return (
-        "again"
-        if any(
-            silo_id in (*old.silos, *(c.silo_id for c in old.carried)) for old in earlier.values()
-        )
-        else "late"
-    )
+    if any(silo_id in old_plan.members for old_plan in earlier.values()):
+        return "again"
+    return "late"
+
+
+def describe_standing(silo: PublishedSilo, plan: Plan) -> str:
+    """Say what a published silo is in a plan that carries experts over; empty in a plan that carries none."""
+    match silo.standing:
+        case "new":
+            return ""
+        case "carried":
+            origin = plan.origin(silo.silo_id)
+            return f"was carried over from plan {origin}, without training again"
+        case "again":
+            return "trained for this plan, and was a silo of an earlier one"
+        case "late":
+            return "joined with this plan"
 
 
 def _meaning(plan: Plan, silo_id: str) -> dict[str, Any]:

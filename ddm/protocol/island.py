@@ -1,7 +1,7 @@
-"""One island of one owner's data set: what stands in a release where a silo's submission stands.
+"""One island of one owner's data set: the document that a release holds in the place of a silo's submission.
 
-An owner hides nothing from itself, so there is no noise, no budget and no ledger; what an island states of itself is
-signed with a key of its own all the same, and read as strictly.
+An owner hides nothing from itself, so there is no noise, no budget and no ledger. The document is signed all the same,
+with a key of the island's own, and parsed as strictly.
 """
 
 from typing import Annotated, Literal
@@ -17,9 +17,10 @@ class Island(Document):
 
     Attributes:
         silo_id: the island's name; a plan lists islands where it lists silos.
-        num_units: its images.
+        num_units: its number of images.
         experts: its one expert.
-        class_counts: its exact histogram over classes and groups, where the plan counts classes.
+        class_counts: its exact histogram over classes and groups; null in a plan that does not count classes.
+        software: versions of the programs that made it.
     """
 
     format: Literal["archipelago/island/1"] = "archipelago/island/1"

@@ -1,4 +1,7 @@
-"""The manifest: the signed list of a release's files, and of the experts and the router of its ensemble."""
+"""The manifest: the signed list of a release's files, and of the experts and the router of its ensemble.
+
+It is the same for a federation and for one owner's islands, which are listed where silos are.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -23,15 +26,17 @@ from ddm.protocol.base import (
 )
 from ddm.protocol.weight_privacy import DpSgdPrivacy
 
+MAX_SILOS = 1024
+MAX_EXPERTS = 16384
+_PRIOR_SUM_TOLERANCE = 1e-6
+
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-MOST_SILOS, MOST_EXPERTS = 1024, 16384
+
+# The operator's words are printed on terminals and pages: no control characters, and at least one visible character.
 _CONTROL = r"\x00-\x1f\x7f-\x9f"
-ReasonText = Annotated[
-    str,
-    StringConstraints(
-        max_length=200, pattern=rf"^[^{_CONTROL}]*[^{_CONTROL}\x20\xa0][^{_CONTROL}]*$"
-    ),
-]
+_NOT_BLANK = rf"^[^{_CONTROL}]*[^{_CONTROL}\x20\xa0][^{_CONTROL}]*$"
+ReasonText = Annotated[str, StringConstraints(max_length=200, pattern=_NOT_BLANK)]
+
 Flag = Literal[
     "alike_images",
     "answers_zero",
@@ -45,21 +50,30 @@ Flag = Literal[
     "refused_before",
     "stands_apart",
 ]
-
+"""A rule of screening that an expert violates."""
 
 Standing = Literal["new", "carried", "again", "late"]
+"""How a silo takes part: see `PublishedSilo.standing`."""
+
+RouterFamily = Literal["counts", "learned", "samples"]
 
 
 class PublishedSilo(Model):
-    """One silo: its signed submission, its key, its privacy cost, and whether a person admitted it.
-
-    An island of one owner has no epsilon and no delta, since nothing of it was hidden, and no audit.
+    """One silo, or one island of an owner: its signed submission, its key, and what its prior counts.
 
     Attributes:
-        standing: what it is in a plan that carries experts over: one whose experts are `carried` from an earlier plan,
-            one that trained `again`, one that came `late`; `new` in a plan that carries none.
+        silo_id: its name.
+        standing: `new` in a plan that carries no experts over. In one that does, a silo's experts are `carried` from an
+            earlier plan, or it trained `again`, or it came `late`.
+        submission: the document that it signed.
+        key_fingerprint: of the key that it signed with.
+        epsilon: what its statistics cost; null for an island, of which nothing was hidden.
+        delta: see `epsilon`.
+        audit: the verdict of its leak audit; `none` for an island.
+        isolation: what separated the process that has the data from the network; `none` for an island.
+        admitted: whether a person admitted it although screening had flagged it.
         units: the number of units that its prior counts: what its submission states, or less.
-        units_reason: why it counts less; the operator's words.
+        units_reason: why it counts less, in the operator's words; null where it counts what it stated.
     """
 
     silo_id: SiloId
@@ -76,9 +90,16 @@ class PublishedSilo(Model):
 
 
 class PublishedExpert(Model):
-    """One expert, and the screening rules that it violates. The order of experts is the router's class order.
+    """One expert. The order of experts is the router's class order.
 
-    `privacy` repeats what its silo signed where it was trained privately.
+    Attributes:
+        expert_id: its name.
+        silo_id: the silo that trained it.
+        cluster: the coarse cluster that it was trained on; null with other partitions.
+        prior: its share of all units.
+        file: its weights.
+        flags: the rules of screening that it violates.
+        privacy: the guarantee that its silo signed, where it was trained privately; else null.
     """
 
     expert_id: ExpertId
@@ -91,11 +112,19 @@ class PublishedExpert(Model):
 
 
 class PublishedRouter(Model):
-    """The router: its family, its calibration, and the noise level of the sketches that it was trained on."""
+    """The router.
 
-    kind: Literal["counts", "learned", "samples"]
+    Attributes:
+        kind: its family.
+        t_release: the noise level of the sketches that a learned router was trained on; else null.
+        training_prior: the prior that its answers include, one entry per expert.
+        temperature: what its answers are divided by.
+        file: its tensors.
+    """
+
+    kind: RouterFamily
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
-    training_prior: Annotated[tuple[Probability, ...], Field(max_length=MOST_EXPERTS)]
+    training_prior: Annotated[tuple[Probability, ...], Field(max_length=MAX_EXPERTS)]
     temperature: Annotated[float, Field(gt=0.0, le=1e6)]
     file: File
 
@@ -104,14 +133,30 @@ class Evaluation(Model):
     """One metric with its 95% interval."""
 
     metric: ShortText
-    strategy: ShortText | None
     value: Measure
     low: Measure
     high: Measure
 
 
 class Manifest(Document):
-    """The signed list of a release's contents."""
+    """The signed list of a release's contents.
+
+    Attributes:
+        plan_id: the plan.
+        plan_digest: sha256 of its bytes.
+        version: 1, 2, ... over all releases of the same publisher.
+        supersedes_digest: sha256 of the manifest of the version before; null for the first.
+        published_at: when.
+        licence: of the release.
+        cite: how to cite it.
+        missing_silos: silos of the plan that sent no submission that was accepted.
+        withdrawn_silos: silos that left the plan.
+        silos: silos whose experts are here. With the two lists above, each silo of the plan is named once.
+        experts: all experts, in the router's class order.
+        router: the router.
+        evaluation: how the router did.
+        files: all other files that are signed with the manifest.
+    """
 
     format: Literal["archipelago/manifest/1"] = "archipelago/manifest/1"
     plan_id: PlanId
@@ -121,10 +166,10 @@ class Manifest(Document):
     published_at: Time
     licence: ShortText
     cite: ShortText
-    missing_silos: Annotated[tuple[SiloId, ...], Field(max_length=MOST_SILOS)]
-    withdrawn_silos: Annotated[tuple[SiloId, ...], Field(max_length=MOST_SILOS)]
-    silos: Annotated[tuple[PublishedSilo, ...], Field(min_length=1, max_length=MOST_SILOS)]
-    experts: Annotated[tuple[PublishedExpert, ...], Field(min_length=1, max_length=MOST_EXPERTS)]
+    missing_silos: Annotated[tuple[SiloId, ...], Field(max_length=MAX_SILOS)]
+    withdrawn_silos: Annotated[tuple[SiloId, ...], Field(max_length=MAX_SILOS)]
+    silos: Annotated[tuple[PublishedSilo, ...], Field(min_length=1, max_length=MAX_SILOS)]
+    experts: Annotated[tuple[PublishedExpert, ...], Field(min_length=1, max_length=MAX_EXPERTS)]
     router: PublishedRouter
     evaluation: Annotated[tuple[Evaluation, ...], Field(max_length=1024)]
     files: Annotated[tuple[File, ...], Field(max_length=1024)]
@@ -137,12 +182,23 @@ class Manifest(Document):
     @property
     def weights_in_words(self) -> str:
         """How private the experts' weights are, in a sentence; each private expert's guarantee is in its entry."""
-        num, private = len(self.experts), len(self.private_experts)
-        if not private:
+        num_experts = len(self.experts)
+        num_private = len(self.private_experts)
+        if num_private == 0:
             return "The experts' weights were trained without differential privacy"
-        if private == num:
+        if num_private == num_experts:
             return "The experts' weights were trained with differential privacy (DP-SGD)"
-        return f"{private} of {num} experts were trained with differential privacy (DP-SGD), the others without"
+        return (
+            f"{num_private} of {num_experts} experts were trained with differential privacy (DP-SGD), "
+            "the others without"
+        )
+
+    def silo_priors(self) -> dict[str, float]:
+        """Return each silo's share, the sum of its experts' priors, in the order of `silos`."""
+        priors = {silo.silo_id: 0.0 for silo in self.silos}
+        for expert in self.experts:
+            priors[expert.silo_id] += expert.prior
+        return priors
 
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":
@@ -150,28 +206,34 @@ class Manifest(Document):
         _check_distinct("expert_id", [expert.expert_id for expert in self.experts])
         _check_distinct("expert's file", [expert.file.path for expert in self.experts])
         total = sum(expert.prior for expert in self.experts)
-        if abs(total - 1.0) > 1e-6:
+        if abs(total - 1.0) > _PRIOR_SUM_TOLERANCE:
             raise ValueError(f"the experts' priors must sum to 1, got {total:.6f}")
         if len(self.router.training_prior) != len(self.experts):
             got = f"got {len(self.router.training_prior)} for {len(self.experts)} experts"
             raise ValueError(f"training_prior needs one entry per expert, {got}")
-        silos, admitted = (
-            {s.silo_id for s in self.silos},
-            {s.silo_id for s in self.silos if s.admitted},
-        )
-        if unlisted := {expert.silo_id for expert in self.experts} - silos:
+
+        listed_silos = {silo.silo_id for silo in self.silos}
+        unlisted_silos = {expert.silo_id for expert in self.experts} - listed_silos
+        if unlisted_silos:
+            num = len(unlisted_silos)
             raise ValueError(
-                f"the silos of all experts must be listed in silos; {len(unlisted)} of them are not"
+                f"the silos of all experts must be listed in silos; {num} of them are not"
             )
-        if refused := {expert.silo_id for expert in self.experts if expert.flags} - admitted:
+
+        # A flagged expert is published only because a person decided so, and readers must see that.
+        admitted_silos = {silo.silo_id for silo in self.silos if silo.admitted}
+        flagged_silos = {expert.silo_id for expert in self.experts if expert.flags}
+        if not flagged_silos <= admitted_silos:
+            num = len(flagged_silos - admitted_silos)
             raise ValueError(
-                f"silos of flagged experts must be marked as admitted; {len(refused)} of them are not"
+                f"silos of flagged experts must be marked as admitted; {num} of them are not"
             )
         return self
 
 
-def _check_distinct(what: str, values: Sequence[str]) -> None:
-    if len(set(values)) != len(values):
+def _check_distinct(field: str, values: Sequence[str]) -> None:
+    num_distinct = len(set(values))
+    if num_distinct != len(values):
         raise ValueError(
-            f"each {what} must appear once, got {len(values)} entries of {len(set(values))} distinct ones"
+            f"each {field} must appear once, got {len(values)} entries of {num_distinct} distinct ones"
         )

@@ -5,6 +5,7 @@ so that the same release gives the same pages.
 """
 
 # Shape legend: N images, D draws of noise, E experts, T times.
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,21 +21,22 @@ Progress = Callable[[int, int], None]
 """Called with the batches done, and with the batches in all."""
 
 MAX_FLOPS = 2e12  # about a minute on two cores
-MAX_SILOS = 12  # whose own images are shown
+MAX_SHOWN_SILOS = 12  # whose own images are shown
 NUM_TIMES = 21
-SOLVER: Literal["midpoint"] = "midpoint"  # evaluates twice a step
+SOLVER: Literal["midpoint"] = "midpoint"
+EVALUATIONS_PER_STEP = 2  # of the midpoint solver
 _NOISE_DRAWS = 4
 
 
 @dataclass(frozen=True)
-class Effort:
+class DrawingEffort:
     """The number of images to draw.
 
     Attributes:
         own: images of each silo alone.
         mixed: images by each strategy.
         strategies: their names; `lock` has t_lock = 1.
-        steps: solver steps of each image; two evaluations a step.
+        steps: solver steps of each image.
     """
 
     own: int
@@ -44,30 +46,40 @@ class Effort:
 
     def evaluations(self, num_silos: int, num_experts: int) -> int:
         """Return the number of evaluations of one expert on one image."""
-        followed = sum(num_experts if name == "full" else 1 for name in self.strategies)
-        return 2 * self.steps * (self.own * min(num_silos, MAX_SILOS) + self.mixed * followed)
+        num_shown = min(num_silos, MAX_SHOWN_SILOS)
+        expert_images = self.own * num_shown
+        for strategy in self.strategies:
+            # Only the full mixture evaluates every expert at each step.
+            num_followed = num_experts if strategy == "full" else 1
+            expert_images += self.mixed * num_followed
+        return EVALUATIONS_PER_STEP * self.steps * expert_images
 
 
 EFFORTS = (
-    Effort(own=32, mixed=128, strategies=("lock", "sample", "full", "top-1")),
-    Effort(own=8, mixed=32, strategies=("lock", "full")),
-    Effort(own=4, mixed=8, strategies=("lock",)),
+    DrawingEffort(own=32, mixed=128, strategies=("lock", "sample", "full", "top-1")),
+    DrawingEffort(own=8, mixed=32, strategies=("lock", "full")),
+    DrawingEffort(own=4, mixed=8, strategies=("lock",)),
 )
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnImages:
     """Images with the index of the silo that each came from.
 
     Attributes:
         images: float32, shape (N, C, H, W), in the data's range.
         silo_N: the silo that each followed last.
-        inputs: the router's inputs for them: the images, or their latents.
+        latents: the router's inputs for them, where experts work on latents; None where these are the images.
     """
 
     images: Tensor
     silo_N: tuple[int, ...]
-    inputs: Tensor | None = None
+    latents: Tensor | None = None
+
+    @property
+    def router_inputs(self) -> Tensor:
+        """What the router sees of these images at t = 0."""
+        return self.images if self.latents is None else self.latents
 
 
 @dataclass(frozen=True)
@@ -86,21 +98,23 @@ class Drawing:
     seed: int
     steps: int
     solver: str
-    own: dict[int, Drawn]
-    mixed: dict[str, Drawn]
+    own: dict[int, DrawnImages]
+    mixed: dict[str, DrawnImages]
     posterior: dict[int, tuple[tuple[float, ...], ...]]
 
 
-def affordable(flops: float, num_silos: int, num_experts: int) -> Effort | None:
+def affordable_effort(flops: float, num_silos: int, num_experts: int) -> DrawingEffort | None:
     """Return the largest effort within the budget, given the FLOPs of one evaluation; None if none is."""
-    costs = ((effort, effort.evaluations(num_silos, num_experts) * flops) for effort in EFFORTS)
-    return next((effort for effort, cost in costs if cost <= MAX_FLOPS), None)
+    for effort in EFFORTS:
+        if effort.evaluations(num_silos, num_experts) * flops <= MAX_FLOPS:
+            return effort
+    return None
 
 
 def draw(
     ensemble: Ensemble,
     silo_E: Sequence[int],
-    effort: Effort,
+    effort: DrawingEffort,
     *,
     seed: int = 0,
     on_progress: Progress | None = None,
@@ -114,64 +128,70 @@ def draw(
         seed: of the images and of their noise.
         on_progress: called after each batch of images.
     """
-    shown = largest(ensemble.prior, silo_E)
-    total, done = len(shown) + len(effort.strategies), 0
+    shown_silos = largest_silos(ensemble.prior, silo_E)
+    num_batches = len(shown_silos) + len(effort.strategies)
+    num_drawn = 0
 
-    def draw_some(num: int, strategy: str, prior: Sequence[float]) -> Drawn:
-        nonlocal done
+    def draw_batch(num: int, strategy: str, prior: Sequence[float]) -> DrawnImages:
+        nonlocal num_drawn
         samples = ensemble.sample(
             num, strategy=strategy, steps=effort.steps, solver=SOLVER, seed=seed, prior=prior
         )
-        done += 1
+        num_drawn += 1
         if on_progress:
-            on_progress(done, total)
-        return Drawn(
-            samples.images, tuple(silo_E[k] for k in samples.expert_N.tolist()), samples.latents
-        )
+            on_progress(num_drawn, num_batches)
+        silo_N = tuple(silo_E[expert] for expert in samples.expert_N.tolist())
+        return DrawnImages(samples.images, silo_N, samples.latents)
 
-    own = {k: draw_some(effort.own, "lock", _alone(ensemble.prior, silo_E, k)) for k in shown}
-    mixed = {name: draw_some(effort.mixed, name, ensemble.prior) for name in effort.strategies}
-    posterior = {
-        k: _posterior(
-            ensemble, silo_E, drawn.images if drawn.inputs is None else drawn.inputs, seed
-        )
-        for k, drawn in own.items()
-    }
+    own = {}
+    for silo in shown_silos:
+        own[silo] = draw_batch(effort.own, "lock", _prior_of_silo(ensemble.prior, silo_E, silo))
+    mixed = {}
+    for strategy in effort.strategies:
+        mixed[strategy] = draw_batch(effort.mixed, strategy, ensemble.prior)
+    posterior = {}
+    for silo, drawn in own.items():
+        posterior[silo] = _posterior_along_t(ensemble, silo_E, drawn.router_inputs, seed)
     return Drawing(
         seed=seed, steps=effort.steps, solver=SOLVER, own=own, mixed=mixed, posterior=posterior
     )
 
 
-def largest(prior_E: Sequence[float], silo_E: Sequence[int]) -> list[int]:
+def largest_silos(prior_E: Sequence[float], silo_E: Sequence[int]) -> list[int]:
     """Return the silos whose own images are shown: all, or those with the largest shares, in their order."""
-    share = _by_silo(torch.tensor(prior_E, dtype=torch.float64), silo_E).tolist()
-    return sorted(sorted(range(len(share)), key=lambda k: (-share[k], k))[:MAX_SILOS])
+    share_K = _sum_by_silo(torch.tensor(prior_E, dtype=torch.float64), silo_E).tolist()
+    by_share = sorted(range(len(share_K)), key=lambda silo: (-share_K[silo], silo))
+    return sorted(by_share[:MAX_SHOWN_SILOS])
 
 
-def _alone(prior_E: Sequence[float], silo_E: Sequence[int], k: int) -> list[float]:
-    """Return a prior restricted to one silo's experts."""
-    own = [prior if silo == k else 0.0 for prior, silo in zip(prior_E, silo_E, strict=True)]
-    return own if any(own) else [float(silo == k) for silo in silo_E]
+def _prior_of_silo(prior_E: Sequence[float], silo_E: Sequence[int], silo: int) -> list[float]:
+    """Return a prior restricted to one silo's experts; even among them where their priors are 0."""
+    restricted_E = [
+        prior if owner == silo else 0.0 for prior, owner in zip(prior_E, silo_E, strict=True)
+    ]
+    if any(restricted_E):
+        return restricted_E
+    return [float(owner == silo) for owner in silo_E]
 
 
 @torch.inference_mode()
-def _posterior(
+def _posterior_along_t(
     ensemble: Ensemble, silo_E: Sequence[int], images: Tensor, seed: int
 ) -> tuple[tuple[float, ...], ...]:
     """Return the mean posterior of every silo over images noised to each t, shape (T, silos)."""
     if ensemble.router is None:
         return ()
-    prior_E, rows = log_prior(ensemble.prior, len(silo_E)), []
+    log_prior_E = log_prior(ensemble.prior, len(silo_E))
+    rows = []
     for t in torch.linspace(0, 1, NUM_TIMES).tolist():
         log_DNE = noised_log_likelihood(
             ensemble.router, images, (t, t), seed, ensemble.path, _NOISE_DRAWS
         )
-        w_E = (log_DNE + prior_E).softmax(2).mean((0, 1))
-        rows.append(tuple(_by_silo(w_E, silo_E).tolist()))
+        posterior_E = (log_DNE + log_prior_E).softmax(2).mean((0, 1))
+        rows.append(tuple(_sum_by_silo(posterior_E, silo_E).tolist()))
     return tuple(rows)
 
 
-def _by_silo(weight_E: Tensor, silo_E: Sequence[int]) -> Tensor:
-    return torch.zeros(max(silo_E) + 1, dtype=torch.float64).index_add_(
-        0, torch.tensor(silo_E), weight_E
-    )
+def _sum_by_silo(weight_E: Tensor, silo_E: Sequence[int]) -> Tensor:
+    sum_K = torch.zeros(max(silo_E) + 1, dtype=torch.float64)
+    return sum_K.index_add_(0, torch.tensor(silo_E), weight_E)

@@ -14,6 +14,7 @@ from scipy.special import ndtri
 from torch import Tensor
 
 from ddm.errors import RefusedError, ShapeError
+from ddm.protocol.router_report import BandComparison
 from ddm.routers.base import Router, log_prior
 from ddm.routers.calibration import Calibrated, OnSketches
 from ddm.routers.evaluation import BANDS, Band
@@ -23,7 +24,6 @@ from ddm.routers.sketch import Sketch
 # Shape legend: N images or sketches, K silos, E experts, B batch, R sketch dimensions.
 
 _DRAWS = 8
-_TIE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -39,36 +39,6 @@ class HeldOut:
     sketches: Sequence[Tensor]
     sketch: Sketch
     t_release: float
-
-
-@dataclass(frozen=True)
-class BandComparison:
-    """A candidate, the counts router and the prior compared for t in [low, high), in nats.
-
-    Attributes:
-        low: where the band begins.
-        high: where it ends.
-        prior: cross-entropy of always predicting the prior.
-        counts: cross-entropy of the counts router.
-        candidate: cross-entropy of the candidate.
-        difference: paired difference, candidate minus counts.
-        difference_low: lower end of its interval; the intervals of one comparison hold jointly at 95% (Bonferroni).
-        difference_high: upper end.
-    """
-
-    low: float
-    high: float
-    prior: float
-    counts: float
-    candidate: float
-    difference: float
-    difference_low: float
-    difference_high: float
-
-    @property
-    def worse(self) -> bool:
-        """Whether the candidate is worse than counts by its whole interval."""
-        return self.difference > _TIE and self.difference_low > 0.0
 
 
 @dataclass(frozen=True)

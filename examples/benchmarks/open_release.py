@@ -24,12 +24,12 @@ from support.federation import ARCHITECTURES, PASSPHRASE, MadeUp, expert_bytes, 
 from support.measuring import parse, report, require_memory, require_space, say
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.pages.write import PAGE_NAMES
 from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from ddm.io.files import link_or_copy, write_atomic
 from ddm.loading.ensemble import open_ensemble
 from ddm.protocol.architecture import Dit
+from ddm.publishing.pages import PAGE_NAMES
 
 NUM_EXPERTS = 8
 TARGET = 1.2
@@ -52,20 +52,15 @@ def make_release(work: Path, architecture: Dit) -> tuple[Path, bytes]:
     say("publishing")
     # Pages show samples, which experts that nobody trained cannot draw; opening the release is what is measured below.
     with (
-        patch("aggregator.release.publish.build_ensemble"),
-        patch("aggregator.release.publish.load_ensemble"),
-        patch(
-            "aggregator.release.publish.write_pages",
-            lambda content, folder, progress: _pages(folder),
-        ),
+        patch("ddm.publishing.signing.write_pages", _write_empty_pages),
     ):
         publish(made.federation, PASSPHRASE, work / "release")
     return work / "release", (made.federation.tuf / "1.root.json").read_bytes()
 
 
-def _pages(folder: Path) -> None:
+def _write_empty_pages(contents: object, manifest: object, targets: Path, **_: object) -> None:
     for name in PAGE_NAMES:
-        write_atomic(folder / name, b"none")
+        write_atomic(targets / name, b"none")
 
 
 def hash_files(folder: Path) -> None:

@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 
-import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
 from tests.support.federation import TinyFederation
-from tests.support.publishing import write_short_pages
+from tests.support.publishing import publish_short_pages
 
 
 @pytest.fixture
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publishing writes pages of a line: drawing them takes longer than all the rest, and has tests of its own."""
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ from ddm.trust.rules import Resolved
 from tests.conftest import Published
 from tests.support.commands import command
 from tests.support.federation import PASSPHRASE, POLICY, recipe, write_policy
-from tests.support.publishing import receipts_key, write_short_pages
+from tests.support.publishing import publish_short_pages, receipts_key
 from tests.support.web_host import client, hosted
 
 LATE = 70  # images of the silo that joins late; more than 60 and fewer than the largest silo's
@@ -52,7 +52,7 @@ LATE = 70  # images of the silo that joins late; more than 60 and fewer than the
 
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def grown_once(
 ) -> Iterator[Published]:
     """Version 2: a plan that carries east and north over, with west, which joined late."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+        publish_short_pages(patch)
         tiny = published_once.tiny.copy(tmp_path_factory.mktemp("grown") / "copy")
         tiny.join("west", LATE, 1)
         plan_id = tiny.grow()

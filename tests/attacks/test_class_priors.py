@@ -7,20 +7,24 @@ import pytest
 import torch
 
 import aggregator.release.publish
-import ddm.publishing.version
+from aggregator.config import Federation
 from aggregator.intake.inventory import Inventory, take_inventory
-from aggregator.router.report import RouterReport
+from aggregator.release.publish import link_files
 from aggregator.router.train import router_path, train_router
 from ddm import open_ensemble
 from ddm.errors import TensorFileError, TrustError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.base import File
+from ddm.protocol.manifest import Manifest
+from ddm.protocol.router_report import RouterReport
 from ddm.protocol.submission import class_counts_path
+from ddm.publishing.contents import ReleaseContents, draft_manifest
+from ddm.publishing.staging import StagedVersion
 from ddm.routers.conditional import ConditionalPrior
 from tests.support.commands import command
 from tests.support.dishonest_silo import Inventor
 from tests.support.federation import TinyFederation, recipe
-from tests.support.publishing import write_short_pages
+from tests.support.publishing import publish_short_pages, publish_unchecked
 
 SIZES = {"east": 40, "north": 40, "west": 64}
 CLASSES = {
@@ -59,7 +63,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
 def trained(
     trained_once: TinyFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> TinyFederation:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
     return trained_once.copy(tmp_path / "copy")
 
 
@@ -121,14 +125,16 @@ def test_class_counts_that_no_silo_signed_are_refused_by_every_command(
     attack: str,
 ) -> None:
     """Signed by the aggregator's own keys, and listed in its manifest."""
-    lay_out = aggregator.release.publish._lay_out
 
-    def dishonest(source: object, targets: Path) -> None:
-        lay_out(source, targets)  # type: ignore[arg-type]
-        ATTACKS[attack](targets)
+    def dishonest(
+        federation: Federation, inventory: Inventory, router: RouterReport, version: StagedVersion
+    ) -> int:
+        num_bytes = link_files(federation, inventory, router, version)
+        ATTACKS[attack](version.targets(inventory.plan.plan_id))
+        return num_bytes
 
-    monkeypatch.setattr(aggregator.release.publish, "_lay_out", dishonest)
-    monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
+    monkeypatch.setattr(aggregator.release.publish, "link_files", dishonest)
+    publish_unchecked(monkeypatch)
     trained.publish_only(tmp_path / "lie")
     given = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
     for name, *more in (
@@ -143,18 +149,16 @@ def test_class_counts_that_no_silo_signed_are_refused_by_every_command(
 def test_release_that_leaves_a_silos_class_counts_out_is_refused(
     trained: TinyFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = aggregator.release.publish._manifest
+    left_out = class_counts_path("west")
 
-    def shortened(source: object, targets: Path, version: int) -> object:
-        found = manifest(source, targets, version)  # type: ignore[arg-type]
-        gone = class_counts_path("west")
-        (targets / gone).unlink()
-        return found.model_copy(
-            update={"files": tuple(file for file in found.files if file.path != gone)}
-        )
+    def shortened(contents: ReleaseContents, version: StagedVersion) -> Manifest:
+        manifest = draft_manifest(contents, version)
+        (version.targets(manifest.plan_id) / left_out).unlink()
+        files = tuple(file for file in manifest.files if file.path != left_out)
+        return manifest.model_copy(update={"files": files})
 
-    monkeypatch.setattr(aggregator.release.publish, "_manifest", shortened)
-    monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
+    monkeypatch.setattr(aggregator.release.publish, "draft_manifest", shortened)
+    publish_unchecked(monkeypatch)
     trained.publish_only(tmp_path / "short")
     done = command(
         "ddm", "verify", tmp_path / "short", "--root", trained.root, "--state", tmp_path / "seen"
@@ -174,7 +178,7 @@ def test_shares_of_classes_in_the_router_file_are_refused(
     shares_CE = torch.zeros(2, num).index_fill_(1, torch.tensor([num - 1]), 1.0)
     save_tensors(path, {**load_tensors(path, None, max_bytes=1 << 16), "class_prior": shares_CE})
     monkeypatch.setattr(aggregator.release.publish, "load_report", _report_of_any_router(path))
-    monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
+    publish_unchecked(monkeypatch)
     trained.publish_only(tmp_path / "lie")
     given = (tmp_path / "lie", "--root", trained.root, "--state", tmp_path / "seen")
     done = command(

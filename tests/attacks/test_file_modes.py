@@ -24,7 +24,7 @@ from ddm.io.modes import (
     private_folder,
 )
 from ddm.protocol.base import sha256_hex
-from ddm.publishing.export import copy_out, reserve
+from ddm.publishing.staging import copy_out, reserve
 from silo.config import Site
 from tests.support.federation import (
     PASSPHRASE,

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import aggregator.release.publish
-import ddm.publishing.version
 from aggregator.cli import app as aggregator_app
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.quarantine import QuarantineEntry, quarantined_submissions, read_decisions
@@ -33,7 +31,11 @@ from ddm.system.console import run_app
 from silo.setup import make_card
 from tests.support.dishonest_silo import Inventor
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
-from tests.support.publishing import write_short_pages
+from tests.support.publishing import (
+    publish_changed_manifest,
+    publish_short_pages,
+    publish_unchecked,
+)
 
 HONEST, CLAIMED, AGREED = 40, 340_000, 64
 SILOS = {"east": HONEST, "north": HONEST, "west": HONEST}
@@ -378,11 +380,9 @@ def test_reader_refuses_a_manifest_in_which_a_silo_counts_as(
     lowered_once: TinyFederation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lie: str
 ) -> None:
     """Signed by the release key: what holds is what each silo signed, and what the plan says was agreed."""
-    (tell, words), honest = LIES[lie], aggregator.release.publish._manifest
-    monkeypatch.setattr(
-        aggregator.release.publish, "_manifest", lambda *arguments: tell(honest(*arguments))
-    )
-    monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
+    change, words = LIES[lie]
+    publish_changed_manifest(monkeypatch, change)
+    publish_unchecked(monkeypatch)
     lowered = lowered_once.copy(tmp_path / "copy")
     lowered.publish_only(tmp_path / "lie")
     with pytest.raises(TrustError, match=words):
@@ -397,4 +397,4 @@ def test_reader_refuses_a_manifest_in_which_a_silo_counts_as(
 @pytest.fixture
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of a line, which have tests of their own."""
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)

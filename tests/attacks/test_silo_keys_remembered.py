@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import aggregator.release.publish
 from aggregator.membership.registry import read_card
 from ddm.errors import ArchipelagoError, DocumentError, ReplayError, SignatureError
 from ddm.protocol.base import File, now_utc, sha256_hex
@@ -29,7 +28,7 @@ from tests.support.case import case
 from tests.support.commands import command
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
 from tests.support.federation_keys import KeyedFederation
-from tests.support.publishing import again, write_short_pages
+from tests.support.publishing import again, publish_short_pages
 
 # Readers
 
@@ -63,7 +62,7 @@ def put_in_place(published: Published, silo_id: str, thief: SigningKey) -> None:
 def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_consents(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
     look = ("--root", published.root, "--state", tmp_path / "state")
     assert command("ddm", "verify", published.release, *look).code == 0
     thief, swapped = SigningKey.generate(), tmp_path / "swapped"
@@ -104,7 +103,7 @@ def test_key_put_in_a_silos_place_is_refused_by_every_command_until_the_reader_c
 def test_reader_who_pins_the_new_key_has_consented_to_it(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
     look = ("--root", published.root, "--state", tmp_path / "state")
     assert command("ddm", "verify", published.release, *look).code == 0
     new = SigningKey.generate()
@@ -479,7 +478,7 @@ def test_plan_that_waits_for_holders_uses_no_key_of_a_silo_removed_meanwhile(
 def test_rotation_from_the_silos_command_to_the_readers_with_real_releases(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
     tiny = published.tiny
     look = ("--root", published.root, "--state", tmp_path / "state")
     assert command("ddm", "verify", published.release, *look).code == 0

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import aggregator.release.publish
 from aggregator.config import Federation, FederationSettings
 from aggregator.keys.rotation import rotate
 from aggregator.release.publish import publish
@@ -25,7 +24,7 @@ from ddm.io.settings import load_settings, save_settings
 from ddm.loading.log import entry_of
 from ddm.protocol.base import now_utc
 from ddm.publishing import plans as publishing_plans
-from ddm.publishing import version as publishing_version
+from ddm.publishing import signing as publishing_signing
 from ddm.publishing.journal import CHECKPOINT, ENTRIES
 from ddm.publishing.keys import load_key
 from ddm.publishing.public_log import public_folder
@@ -41,7 +40,7 @@ from tests.conftest import Published
 from tests.support.case import case
 from tests.support.federation import PASSPHRASE
 from tests.support.federation_keys import KeyedFederation
-from tests.support.publishing import write_short_pages
+from tests.support.publishing import publish_short_pages, publish_unchecked
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def histories(published_once: Published, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(published_once.tiny.federation.path, honest.path)
     shutil.copytree(published_once.release, folder / "first")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+        publish_short_pages(patch)
         rotate(honest, "release", PASSPHRASE)
         for name, edit in (
             ("forked", None),
@@ -315,14 +314,14 @@ def test_manifest_that_is_not_in_the_log_is_not_published_and_not_read(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: the log gets another manifest than readers."""
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
     monkeypatch.setattr(
-        publishing_version, "entry_of", lambda manifest, digest: entry_of(manifest, "0" * 64)
+        publishing_signing, "entry_of", lambda manifest, digest: entry_of(manifest, "0" * 64)
     )
     with pytest.raises(TrustError, match="manifest.tlog-proof"):
         publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(publishing_version, "_check_that_it_loads", lambda release, root: None)
+    publish_unchecked(monkeypatch)
     publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
     found = ddm("verify", tmp_path / "out", "--root", published.root, "--state", tmp_path)
     assert isinstance(found, TrustError)
@@ -334,7 +333,7 @@ def test_federation_restored_from_an_old_backup_does_not_overwrite_its_public_lo
     """An honest operator's mistake that would look like an attack."""
     from ddm.publishing.public_log import export_log
 
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
     federation, backup = published.tiny.federation, tmp_path / "backup"
     shutil.copytree(federation.path, backup)
     publish(federation, PASSPHRASE, tmp_path / "out", renew=True)

@@ -25,8 +25,8 @@ from tuf.api.exceptions import (
     UnsignedMetadataError,
 )
 
-import aggregator.release.publish
-import ddm.publishing.version
+import ddm.publishing.signing
+import ddm.publishing.staging
 from ddm.errors import RollbackError, SignatureError
 from ddm.protocol.base import now_utc
 from ddm.publishing.keys import load_key
@@ -37,7 +37,7 @@ from tests.conftest import Published
 from tests.support.case import case
 from tests.support.commands import command
 from tests.support.federation import PASSPHRASE, TinyFederation
-from tests.support.publishing import write_short_pages
+from tests.support.publishing import publish_short_pages, publish_unchecked
 from tests.support.thief import forged, listed_again
 from tests.support.web_host import Host, client, hosted
 
@@ -139,7 +139,7 @@ def readers(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Readers]:
     """Two readers that have seen the first version of a release."""
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
     (tmp_path / "secret").write_bytes(PASSPHRASE + b"\n")
     with hosted(tmp_path / "www") as host:
         both = Readers(published, tmp_path, host)
@@ -354,10 +354,8 @@ def test_mix_and_match_of_two_versions_is_refused(readers: Readers) -> None:
 def test_freeze_is_refused_when_the_timestamp_is_over(
     readers: Readers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        aggregator.release.publish, "now_utc", lambda: now_utc() - timedelta(days=91)
-    )
-    monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *args: None)
+    monkeypatch.setattr(ddm.publishing.staging, "now_utc", lambda: now_utc() - timedelta(days=91))
+    publish_unchecked(monkeypatch)
     readers.publish()
     readers.refuse(14, ExpiredMetadataError)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import aggregator.release.publish
 from aggregator.config import Federation, FederationSettings, WitnessSettings
 from aggregator.keys.rotation import rotate
 from ddm.errors import SignatureError
@@ -17,7 +16,7 @@ from ddm.trust.repository import Repository
 from tests.conftest import Published
 from tests.support.commands import Done, command
 from tests.support.federation import PASSPHRASE
-from tests.support.publishing import write_short_pages
+from tests.support.publishing import publish_short_pages
 from tests.support.witness import Witness, witnessing
 
 
@@ -37,7 +36,7 @@ def published(federation: Federation, server: Witness, passphrase: Path) -> Done
 def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
     published_once: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    publish_short_pages(monkeypatch)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     honest, forked = Federation(tmp_path / "fed"), Federation(tmp_path / "forked")
     shutil.copytree(published_once.tiny.federation.path, honest.path)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
 from aggregator.planning.recipe import Recipe
 from ddm import Ensemble, open_ensemble
@@ -14,6 +13,7 @@ from ddm.errors import TrustError
 from ddm.loading.release import Release, open_release
 from ddm.protocol.manifest import Manifest
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
+from tests.support.publishing import publish_changed_manifest
 
 SIZES = {"east": 60, "north": 90}
 EXPERT = recipe().model_dump(mode="json")["expert"]
@@ -54,15 +54,13 @@ def check_priors_are_refused(
     tiny: TinyFederation, monkeypatch: pytest.MonkeyPatch, priors: list[float], out: Path, who: str
 ) -> None:
     """Publish, properly signed, the same experts with other priors."""
-    honest = aggregator.release.publish._manifest
 
-    def lie(*arguments: object) -> Manifest:
-        manifest = honest(*arguments)  # type: ignore[arg-type]
+    def lie(manifest: Manifest) -> Manifest:
         pairs = zip(manifest.experts, priors, strict=True)
         experts = tuple(expert.model_copy(update={"prior": prior}) for expert, prior in pairs)
         return manifest.model_copy(update={"experts": experts})
 
-    monkeypatch.setattr(aggregator.release.publish, "_manifest", lie)
+    publish_changed_manifest(monkeypatch, lie)
     with pytest.raises(TrustError, match=who):
         tiny.publish_only(out)
 

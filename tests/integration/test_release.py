@@ -15,9 +15,8 @@ from tuf.api.exceptions import RepositoryError
 from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
-import aggregator.release.publish
 import ddm.loading.release
-import ddm.publishing.version
+import ddm.publishing.signing
 from aggregator.membership.withdrawal import withdraw
 from ddm import open_ensemble
 from ddm.errors import (
@@ -35,6 +34,11 @@ from ddm.publishing.keys import load_key
 from ddm.trust.verify import VerifiedRelease, verify_release
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE
+from tests.support.publishing import (
+    publish_changed_manifest,
+    publish_short_pages,
+    publish_unchecked,
+)
 from tests.support.waiting import LIMIT_S
 
 
@@ -279,12 +283,6 @@ LIES: dict[str, Callable[[Manifest], Manifest]] = {
 }
 
 
-def write_no_pages(source: object, draft: Manifest, targets: Path, on_progress: object) -> None:
-    """Pages of one line: what is told here need not be drawn."""
-    for name in ("README.md", "report.html"):
-        (targets / name).write_text("a page\n")
-
-
 def publish_as_a_liar(
     published: Published,
     monkeypatch: pytest.MonkeyPatch,
@@ -292,12 +290,9 @@ def publish_as_a_liar(
     out: Path,
 ) -> None:
     """Publish, properly signed, a manifest that says something else, and skip the aggregator's own verification."""
-    honest = aggregator.release.publish._manifest
-    monkeypatch.setattr(
-        aggregator.release.publish, "_manifest", lambda *arguments: lie(honest(*arguments))
-    )
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_no_pages)
-    monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
+    publish_changed_manifest(monkeypatch, lie)
+    publish_short_pages(monkeypatch)
+    publish_unchecked(monkeypatch)
     published.tiny.publish_only(out)
 
 
@@ -322,12 +317,7 @@ def test_release_is_accepted_when_the_liar_says_the_truth(
 def test_aggregator_publishes_nothing_that_a_researcher_would_refuse(
     published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    honest = aggregator.release.publish._manifest
-    monkeypatch.setattr(
-        aggregator.release.publish,
-        "_manifest",
-        lambda *arguments: LIES["epsilon"](honest(*arguments)),
-    )
+    publish_changed_manifest(monkeypatch, LIES["epsilon"])
     with pytest.raises(TrustError, match="epsilon"):
         published.tiny.publish_only(tmp_path / "lie")
     assert not (tmp_path / "lie").exists()

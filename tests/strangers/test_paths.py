@@ -112,7 +112,6 @@ FREE_TEXT = {
     ),
     *(
         "Evaluation.metric",
-        "Evaluation.strategy",
         "Refused.reason",
         "Withdrawn.reason",
         "Request.purpose",

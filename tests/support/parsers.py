@@ -173,9 +173,7 @@ def manifest_document() -> dict[str, Any]:
             {"expert_id": "north", "silo_id": "north", "cluster": 0, "prior": 1.0, "file": expert}
         ],
         "router": {**router, "file": file_of("router.safetensors")},
-        "evaluation": [
-            {"metric": "nats", "strategy": "full", "value": 1.0, "low": 0.5, "high": 1.5}
-        ],
+        "evaluation": [{"metric": "nats", "value": 1.0, "low": 0.5, "high": 1.5}],
         "files": [file_of("README.md")],
     }
 

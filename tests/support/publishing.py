@@ -6,12 +6,18 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+import ddm.publishing.signing
 from aggregator.release.publish import Publication, publish
 from ddm.loading.release import Release, open_release
 from ddm.protocol.base import sha256_file
 from ddm.protocol.footprint import opening_bytes, sampling_bytes
 from ddm.protocol.manifest import Manifest
+from ddm.publishing.contents import ReleaseContents, draft_manifest
 from ddm.publishing.keys import load_key
+from ddm.publishing.pages import PAGE_NAMES
+from ddm.publishing.staging import StagedVersion
 from ddm.trust.keys import SigningKey
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, TinyFederation
@@ -20,10 +26,34 @@ from tests.support.forked import ended, forked
 CHANGES = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync")
 
 
-def write_short_pages(source: object, draft: Manifest, targets: Path, on_progress: object) -> None:
-    """Pages of one line: drawing them is what takes the time, and they have tests of their own."""
-    for name in ("README.md", "report.html"):
-        (targets / name).write_text(f"version {draft.version}\n")
+def write_short_pages(
+    contents: ReleaseContents, manifest: Manifest, targets: Path, **options: object
+) -> None:
+    """Write pages of one line: drawing images takes the time, and the pages have tests of their own."""
+    for name in PAGE_NAMES:
+        (targets / name).write_text(f"version {manifest.version}\n")
+
+
+def publish_short_pages(patch: pytest.MonkeyPatch) -> None:
+    """Let publishing write pages of one line."""
+    patch.setattr(ddm.publishing.signing, "write_pages", write_short_pages)
+
+
+def publish_unchecked(patch: pytest.MonkeyPatch) -> None:
+    """Let a dishonest publisher skip opening the release before it is in force."""
+    patch.setattr(ddm.publishing.signing, "check_release_opens", lambda *arguments: None)
+
+
+def publish_changed_manifest(
+    patch: pytest.MonkeyPatch, change: Callable[[Manifest], Manifest]
+) -> None:
+    """Let publishers, a federation or one owner, sign another manifest than the true one."""
+
+    def changed(contents: ReleaseContents, version: StagedVersion) -> Manifest:
+        return change(draft_manifest(contents, version))
+
+    patch.setattr("aggregator.release.publish.draft_manifest", changed)
+    patch.setattr("ddm.islands.assemble.draft_manifest", changed)
 
 
 def again(tiny: TinyFederation, out: Path, **options: object) -> Publication:

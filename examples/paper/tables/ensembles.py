@@ -12,7 +12,7 @@ from torch import Tensor
 from ddm.images.samples import open_image_set
 from ddm.io.files import write_atomic
 from ddm.islands.arrays import map_array
-from ddm.islands.assemble import assemble
+from ddm.islands.assemble import AssemblySettings, assemble
 from ddm.islands.data import Dataset
 from ddm.islands.folder import Islands
 from ddm.islands.recipe import IslandsRecipe
@@ -104,10 +104,7 @@ def _assemble(shop: Workshop, islands: Islands, release: Path, seed: int, name: 
             islands,
             release,
             _PASSPHRASE,
-            seed=seed,
-            device=shop.device,
-            on_progress=step,
-            on_draw=check,
+            AssemblySettings(seed=seed, device=shop.device, on_router_step=step, on_draw=check),
         )
 
 

@@ -13,9 +13,9 @@ from aggregator.membership.withdrawal import withdraw
 from aggregator.monitoring.labels import attention_points, page_values, status_text
 from aggregator.monitoring.silo_status import Arrival, SubmissionStatus, standing
 from aggregator.monitoring.status import FederationStatus, read_status
-from aggregator.pages.render import render
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
 from ddm.io.locks import locked
+from ddm.pages.render import render
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Accepted, Refused
 from ddm.publishing.keys import load_key
@@ -160,7 +160,7 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
         "version 1 still contains east, which was removed since",
         "version 1 still contains north, which was withdrawn since",
     ]
-    html = render("live.html.jinja", refresh_s=5, paused=False, **page_values(found))
+    html = render("aggregator", "live.html.jinja", refresh_s=5, paused=False, **page_values(found))
     assert "removed from the federation" in html and "withdrawn from this plan" in html
     assert [silo["standing"] for silo in json.loads(found.model_dump_json())["silos"]] == [
         "removed",

@@ -3,7 +3,6 @@
 import os
 import shutil
 import weakref
-from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 import aggregator.release.publish
 import ddm.loading.ensemble
 import ddm.publishing.drawing
-import ddm.publishing.version
+import ddm.publishing.pages
+import ddm.publishing.signing
 from aggregator.config import FederationSettings
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
@@ -33,16 +33,16 @@ from ddm.loading.public_log import read_public_log
 from ddm.loading.release import open_release
 from ddm.models import load_expert
 from ddm.protocol.base import check_json, sha256_file, sha256_hex
-from ddm.publishing.drawing import Effort
+from ddm.publishing.drawing import DrawingEffort
+from ddm.publishing.pages import write_pages
 from ddm.publishing.public_log import public_folder
+from ddm.publishing.staging import StagedVersion
 from ddm.publishing.versions import check_none_lost, is_current
 from ddm.trust.log.entries import Released
 from tests.conftest import Published
 from tests.support.federation import TinyFederation
 from tests.support.forked import ended, forked
 from tests.support.publishing import again, copied, files, killed_at, opened
-
-WRITE_PAGES = aggregator.release.publish._write_pages
 
 pytestmark = pytest.mark.usefixtures("short_pages")
 
@@ -186,10 +186,10 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests below: publishing that writes the federation's own metadata first."""
-    honest = ddm.publishing.version._sign
+    honest = ddm.publishing.signing.sign_tuf_metadata
 
-    def hasty(version: Any, passphrase: bytes, now: datetime) -> None:
-        honest(version, passphrase, now)
+    def hasty(version: StagedVersion, *arguments: Any) -> None:
+        honest(version, *arguments)
         shutil.copytree(version.change.put("tuf/metadata"), version.home.tuf, dirs_exist_ok=True)
 
     def crash(change: Change) -> None:
@@ -198,7 +198,7 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
     monkeypatch.setattr(Change, "commit", crash)
     check_listed(published.tiny)
     for sign in (honest, hasty):
-        monkeypatch.setattr(ddm.publishing.version, "_sign", sign)
+        monkeypatch.setattr(ddm.publishing.signing, "sign_tuf_metadata", sign)
         with pytest.raises(Crash):
             again(published.tiny, tmp_path / "out", renew=True)
         if sign is honest:
@@ -288,10 +288,12 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
         return expert
 
     monkeypatch.setattr(ddm.loading.ensemble, "load_expert", load)
-    monkeypatch.setattr(ddm.publishing.version, "_MEMORY_BYTES", 0)
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", WRITE_PAGES)
+    monkeypatch.setattr(ddm.publishing.pages, "_MIN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(ddm.publishing.signing, "write_pages", write_pages)
     monkeypatch.setattr(
-        ddm.publishing.drawing, "EFFORTS", (Effort(own=2, mixed=4, strategies=("lock", "full")),)
+        ddm.publishing.drawing,
+        "EFFORTS",
+        (DrawingEffort(own=2, mixed=4, strategies=("lock", "full")),),
     )
     tiny.complete(tmp_path / "release")
     assert len(seen) >= 8, "for the pages, and to see that the release can be loaded"
@@ -361,11 +363,11 @@ def test_published_model_signature_belongs_to_this_version_alone(
 def test_model_signature_over_other_files_is_refused_although_tuf_lists_it(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = ddm.publishing.version._digests
+    honest = ddm.publishing.signing.digests_to_sign
     with monkeypatch.context() as patch, pytest.raises(DigestError, match=r"model\.sig"):
         patch.setattr(
-            ddm.publishing.version,
-            "_digests",
+            ddm.publishing.signing,
+            "digests_to_sign",
             lambda manifest: {**honest(manifest), "plan.json": "0" * 64},
         )
         again(published.tiny, tmp_path / "lie", renew=True)

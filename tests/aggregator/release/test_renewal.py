@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import aggregator.release.publish
+import ddm.publishing.staging
 from ddm.protocol.base import now_utc
 from ddm.publishing.versions import timestamp_expiry
 from tests.conftest import Published
@@ -21,7 +21,7 @@ def test_renewal_lasts_longer_and_shares_every_expert_and_the_router_with_the_ve
 ) -> None:
     federation = published.tiny.federation
     assert again(published.tiny, tmp_path / "before", renew=True).manifest.version == 2
-    monkeypatch.setattr(aggregator.release.publish, "now_utc", lambda: now_utc() + LATER)
+    monkeypatch.setattr(ddm.publishing.staging, "now_utc", lambda: now_utc() + LATER)
     assert again(published.tiny, tmp_path / "renewed", renew=True).manifest.version == 3
     assert timestamp_expiry(federation, 3) - timestamp_expiry(federation, 2) >= LATER
     first, second = (

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from aggregator.router import train as under_test
-from aggregator.router.report import RouterReport, describe
 from aggregator.router.train import train_router
 from ddm.encoders import PcaEncoder
 from ddm.errors import RefusedError
@@ -24,6 +23,8 @@ from ddm.partition.layout import Layout, silo_parts
 from ddm.protocol.base import File, sha256_hex
 from ddm.protocol.manifest import PublishedExpert, PublishedRouter
 from ddm.protocol.plan import Plan
+from ddm.protocol.router_report import RouterReport
+from ddm.publishing.router_table import describe_router
 from ddm.routers.base import posterior
 from ddm.routers.calibration import Calibrated
 from ddm.routers.evaluation import cross_entropy
@@ -270,7 +271,7 @@ def test_trained_router_is_published_judged_and_loaded(
     assert report.minus_prior[2] < 0  # better than the prior, by the whole interval
     assert (report.sketches is not None) == (kind == "learned")
     assert len(report.bands) == (0 if kind == "counts" else 5)
-    assert report.published in describe(report)
+    assert report.published in describe_router(report)
     names = [evaluation.metric for evaluation in report.evaluations()]
     assert len(set(names)) == len(names)
     router = _open(tmp_path, report, drawn)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from aggregator.intake.inventory import Inventory, take_inventory
-from aggregator.router.report import RouterReport, describe
 from aggregator.router.train import load_report, router_path, train_router
 from ddm.diffusion.path import LinearPath
 from ddm.errors import MissingFileError, SetupError
 from ddm.io.tensors import load_tensors, read_header, save_tensors
+from ddm.protocol.router_report import RouterReport
+from ddm.publishing.router_table import describe_router
 from ddm.routers.counts import CountsRouter
 from tests.conftest import Published
 from tests.support.federation import TinyFederation, recipe
@@ -67,7 +68,7 @@ def test_report_publishes_learned_only_where_it_is_nowhere_worse(published_once:
         band.difference == pytest.approx(band.candidate - band.counts, abs=1e-9)
         for band in compared
     )
-    assert report.published in describe(report)
+    assert report.published in describe_router(report)
 
 
 def test_router_of_other_submissions_is_not_published(published: Published, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import aggregator.release.publish
 from ddm.distillation.student import Student
 from ddm.errors import DataError, SetupError
 from ddm.evaluation.reference import classes_of, open_reference
@@ -20,7 +19,7 @@ from ddm.protocol.transform import FullRange, Slices, TransformSpec
 from tests.conftest import Published
 from tests.support.commands import command
 from tests.support.federation import TinyFederation, declare, recipe
-from tests.support.publishing import write_short_pages
+from tests.support.publishing import publish_short_pages
 
 DATA = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 SPEC = TransformSpec(channels="grey", range=FullRange(), storage="uint8")
@@ -41,7 +40,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
         transform=SPEC.model_dump(mode="json", exclude_none=True), router={"kind": "counts"}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+        publish_short_pages(patch)
         plan_id = tiny.complete(tiny.path / "release", asked)
     return Published(tiny.path / "release", tiny.root, plan_id, tiny)
 

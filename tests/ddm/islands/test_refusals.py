@@ -9,7 +9,7 @@ import pytest
 import ddm.io.space
 import ddm.islands.assemble
 import ddm.islands.split
-import ddm.publishing.version
+import ddm.publishing.signing
 from aggregator.planning.recipe import Recipe
 from ddm.errors import SetupError
 from ddm.io.locks import locked
@@ -23,6 +23,7 @@ from silo.config import Policy
 from silo.plan.policy import broken_rules
 from tests.support.case import case
 from tests.support.islands import RECIPE, Owner
+from tests.support.publishing import publish_changed_manifest, publish_unchecked
 
 
 @pytest.fixture(scope="module")
@@ -170,15 +171,14 @@ def test_wrong_passphrase_publishes_nothing_and_a_release_that_claims_privacy_is
     assert owner.assemble("release", "--passphrase-file", owner.path / "other").code == 5
     assert not (owner.path / "release").exists()
     assert not list((owner.run / "releases").glob("*"))
-    honest = ddm.islands.assemble._manifest
 
-    def lie(*arguments: object) -> Manifest:
-        told = honest(*arguments)  # type: ignore[arg-type]
-        silos = tuple(silo.model_copy(update={"epsilon": 1.0, "delta": 0.0}) for silo in told.silos)
-        return told.model_copy(update={"silos": silos})
+    def lie(manifest: Manifest) -> Manifest:
+        claims = {"epsilon": 1.0, "delta": 0.0}
+        silos = tuple(silo.model_copy(update=claims) for silo in manifest.silos)
+        return manifest.model_copy(update={"silos": silos})
 
-    monkeypatch.setattr(ddm.islands.assemble, "_manifest", lie)
-    monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *arguments: None)
+    publish_changed_manifest(monkeypatch, lie)
+    publish_unchecked(monkeypatch)
     assert owner.assemble("release").code == 0
     refused = owner.read("verify", "release")
     assert refused.code == 10

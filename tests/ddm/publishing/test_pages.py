@@ -6,9 +6,10 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,15 +23,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.pages.write import (
-    CARD_NAME,
-    PAGE_NAMES,
-    REPORT_NAME,
-    PageInput,
-    gather,
-    pages,
-    write_pages,
-)
+from aggregator.release.publish import ROOT_NAME
 from aggregator.router.train import load_report
 from ddm.cli.main import app as ddm
 from ddm.ensemble import Ensemble
@@ -41,8 +34,11 @@ from ddm.pages.pictures import MAX_PIXELS
 from ddm.pages.render import MOST_CLASSES
 from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.manifest import Manifest
+from ddm.protocol.submission import Submission
 from ddm.protocol.transform import TransformSpec
-from ddm.publishing import charts, drawing
+from ddm.publishing import drawing, figures
+from ddm.publishing.contents import ReleaseContents, ReleaseMember
+from ddm.publishing.pages import CARD_NAME, PAGE_NAMES, REPORT_NAME, render_pages, write_pages
 from tests.conftest import Published
 from tests.support.browser import overflow, show_as
 from tests.support.case import case
@@ -53,19 +49,69 @@ HOSTILE = "</p><script>alert(1)</script> [x](javascript:alert(1)) `\n\n# **y** |
 NAME = "</p><img src=x> [x](//a.example) | **b** ![z](http://a/b)"  # of a class, which is one line of at most 64
 
 
+@dataclass(frozen=True)
+class PageInput:
+    """What the pages of a release are made from, read back from what was published.
+
+    Attributes:
+        contents: what the release states.
+        manifest: as published.
+        root_digest: the fingerprint of the root of trust.
+        targets: holds experts and router.
+        ensemble: experts and router, loaded.
+    """
+
+    contents: ReleaseContents
+    manifest: Manifest
+    root_digest: str
+    targets: Path
+    ensemble: Ensemble
+
+    @property
+    def submissions(self) -> dict[str, Submission]:
+        """Each silo's document."""
+        documents = {member.silo_id: member.document for member in self.contents.members}
+        return {
+            silo_id: document
+            for silo_id, document in documents.items()
+            if isinstance(document, Submission)
+        }
+
+    def with_contents(self, **changes: Any) -> "PageInput":
+        """The same, with some of the contents changed."""
+        return replace(self, contents=replace(self.contents, **changes))
+
+    def with_plan(self, **changes: object) -> "PageInput":
+        """The same, with some fields of the plan changed."""
+        return self.with_contents(plan=self.contents.plan.model_copy(update=changes))
+
+
 def page_input(published: Published) -> PageInput:
-    """What `publish` hands over, read back from what it published."""
     federation = published.tiny.federation
     inventory = take_inventory(federation)
     release = open_release(published.release, root=published.root, state=None)
-    return PageInput(
+    members = [
+        ReleaseMember(silo, inventory.silos[silo.silo_id].submission, b"")
+        for silo in release.manifest.silos
+    ]
+    settings = federation.settings()
+    contents = ReleaseContents(
+        name=settings.name,
+        licence=settings.licence,
+        cite=settings.cite,
+        root_name=ROOT_NAME,
         plan=inventory.plan,
         plan_digest=inventory.plan_digest,
-        root_digest=release.verified.root_fingerprint,
-        name=federation.settings().name,
+        members=tuple(members),
+        missing_silos=(),
+        withdrawn_silos=(),
+        router=load_report(federation, inventory),
+    )
+    return PageInput(
+        contents=contents,
         manifest=release.manifest,
-        inventory=inventory,
-        report=load_report(federation, inventory),
+        root_digest=release.verified.root_fingerprint,
+        targets=release.folder,
         ensemble=load_ensemble(release),
     )
 
@@ -84,7 +130,7 @@ def drawn(published_once: Published) -> Mapping[str, str]:
 
 def undrawn(given: PageInput) -> Mapping[str, str]:
     """Both pages, of experts too large to draw from."""
-    return pages(gather(given, None))
+    return render_pages(given.contents, given.manifest, given.root_digest, None)
 
 
 def front_matter(card: str) -> dict[str, object]:
@@ -99,7 +145,8 @@ def test_card_and_report_say_of_every_silo_what_the_manifest_says(
     cards, listed = Reader(drawn[REPORT_NAME]).cards, front_matter(drawn[CARD_NAME])["silos"]
     assert isinstance(listed, list) and len(listed) == len(cards) == len(given.manifest.silos) == 2
     for silo, entry in zip(given.manifest.silos, listed, strict=True):
-        submission, card = given.inventory.silos[silo.silo_id].submission, cards[silo.silo_id]
+        submission = given.submissions[silo.silo_id]
+        card = cards[silo.silo_id]
         prior = sum(
             expert.prior for expert in given.manifest.experts if expert.silo_id == silo.silo_id
         )
@@ -129,24 +176,25 @@ def test_report_gives_steps_releases_comparisons_and_provenance(
 ) -> None:
     text = Reader(drawn[REPORT_NAME]).text
     expected = [
-        given.plan.plan_id,
-        given.plan_digest,
+        given.contents.plan.plan_id,
+        given.contents.plan_digest,
         given.root_digest,
         given.manifest.router.file.digest,
     ]
-    for silo in given.inventory.silos.values():
-        expected += [silo.digest, *(str(expert.steps) for expert in silo.submission.experts)]
+    expected += [silo.submission.digest for silo in given.manifest.silos]
+    for submission in given.submissions.values():
+        expected += [str(expert.steps) for expert in submission.experts]
         expected += [
-            f"epsilon {release.epsilon:g}, delta {release.delta:g}"
-            for release in silo.submission.statistics
+            f"epsilon {statistic.epsilon:g}, delta {statistic.delta:g}"
+            for statistic in submission.statistics
         ]
-    assert given.report.bands and given.report.calibration
-    expected += [f"{band.difference:+.5f}" for band in given.report.bands]
-    expected += [f"{band.after[0]:.3f}" for band in given.report.calibration]
-    assert all(band.bins for band in given.report.calibration)
+    assert given.contents.router.bands and given.contents.router.calibration
+    expected += [f"{band.difference:+.5f}" for band in given.contents.router.bands]
+    expected += [f"{band.after[0]:.3f}" for band in given.contents.router.calibration]
+    assert all(band.bins for band in given.contents.router.calibration)
     expected += [
         f"at a probability of {each.confidence:.2f}"
-        for band in given.report.calibration
+        for band in given.contents.router.calibration
         for each in band.bins
     ]
     assert [what for what in expected if what not in text] == []
@@ -184,16 +232,14 @@ def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_w
 
 def test_card_says_what_became_of_each_picture_where_the_plan_says_it(given: PageInput) -> None:
     asked = TransformSpec(channels="grey", padding=0.0)
-    card = undrawn(replace(given, plan=given.plan.model_copy(update={"transform": asked})))[
-        CARD_NAME
-    ]
+    card = undrawn(given.with_plan(transform=asked))[CARD_NAME]
     assert f"- Each picture, at every silo: {'; '.join(asked.words)}" in card.splitlines()
     assert "Each picture" not in undrawn(given)[CARD_NAME]
 
 
 def with_classes(given: PageInput, num: int, names: tuple[str, ...] = ()) -> PageInput:
     asked = ClassCondition(num_classes=num, names=names)
-    return replace(given, plan=given.plan.model_copy(update={"condition": asked}))
+    return given.with_plan(condition=asked)
 
 
 def test_pages_name_the_classes_that_samples_can_be_asked_for(given: PageInput) -> None:
@@ -220,10 +266,8 @@ def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_
     document["silos"][1] |= {"units": 30, "units_reason": reason}
     lowered = Manifest.parse(json.dumps(document).encode(), subject="manifest")
     pages = undrawn(replace(given, manifest=lowered))
-    silo_id, stated = (
-        lowered.silos[1].silo_id,
-        given.inventory.silos[lowered.silos[1].silo_id].submission.num_units,
-    )
+    silo_id = lowered.silos[1].silo_id
+    stated = given.submissions[silo_id].num_units
     assert (
         f"{stated} stated, counted as 30: {reason}"
         in Reader(pages[REPORT_NAME]).cards[silo_id]["images"]
@@ -234,8 +278,9 @@ def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_
     assert "stated, counted as" not in Reader(undrawn(given)[REPORT_NAME]).text
 
 
-def test_manifest_refuses_a_flag_without_its_admission(given: PageInput) -> None:
+def test_manifest_with_a_flag_but_no_admission_is_refused(given: PageInput) -> None:
     document = json.loads(given.manifest.encode())
+    Manifest.parse(json.dumps(document).encode(), subject="manifest")
     for flags in (["copy"], ["made up"]):
         document["experts"][1]["flags"] = flags
         with pytest.raises(DocumentError):
@@ -250,26 +295,27 @@ def test_pages_load_nothing_run_nothing_and_lead_nowhere(drawn: Mapping[str, str
 
 def hostile(given: PageInput) -> PageInput:
     """The same release, had everybody who may write free text meant harm."""
-    silos = {}
-    for silo_id, silo in given.inventory.silos.items():
-        waiver = silo.submission.audit.waiver
+    members = []
+    for member in given.contents.members:
+        assert isinstance(member.document, Submission)
+        waiver = member.document.audit.waiver
         assert waiver
         said_by = waiver.model_copy(update={"role": HOSTILE, "reason": HOSTILE})
-        audit = silo.submission.audit.model_copy(update={"waiver": said_by})
+        audit = member.document.audit.model_copy(update={"waiver": said_by})
         said = {"audit": audit, "software": {HOSTILE: HOSTILE}}
-        silos[silo_id] = replace(silo, submission=silo.submission.model_copy(update=said))
-    return replace(
-        with_classes(given, 2, ("normal", NAME)),
-        manifest=given.manifest.model_copy(update={"cite": HOSTILE, "licence": HOSTILE}),
-        inventory=replace(given.inventory, silos=silos),
-        report=given.report.model_copy(update={"reason": HOSTILE}),
+        members.append(replace(member, document=member.document.model_copy(update=said)))
+    router = given.contents.router.model_copy(update={"reason": HOSTILE})
+    changed = with_classes(given, 2, ("normal", NAME)).with_contents(
+        members=tuple(members), router=router
     )
+    manifest = given.manifest.model_copy(update={"cite": HOSTILE, "licence": HOSTILE})
+    return replace(changed, manifest=manifest)
 
 
 def test_markup_in_free_text_is_text_in_the_report(given: PageInput) -> None:
     page = undrawn(hostile(given))[REPORT_NAME]
     assert alive(page) == []
-    assert Reader(page).text.count(HOSTILE) == 4 + 4 * len(given.inventory.silos)
+    assert Reader(page).text.count(HOSTILE) == 4 + 4 * len(given.contents.members)
     honest = undrawn(with_classes(given, 2, ("normal", "pneumonia")))
     assert NAME in Reader(page).text and Reader(page).tags == Reader(honest[REPORT_NAME]).tags
 
@@ -318,8 +364,17 @@ def test_same_release_gives_the_same_pages(
     given: PageInput, drawn: Mapping[str, str], tmp_path: Path
 ) -> None:
     told: list[tuple[int, int]] = []
-    write_pages(given, tmp_path, lambda done, total: told.append((done, total)))
-    assert {name: (tmp_path / name).read_text("utf-8") for name in PAGE_NAMES} == drawn
+    shutil.copytree(given.targets, tmp_path / given.targets.name)
+    write_pages(
+        given.contents,
+        given.manifest,
+        tmp_path / given.targets.name,
+        root_digest=given.root_digest,
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+    assert {
+        name: (tmp_path / given.targets.name / name).read_text("utf-8") for name in PAGE_NAMES
+    } == drawn
     assert [done for done, _ in told] == list(range(1, told[0][1] + 1))
 
 
@@ -375,7 +430,7 @@ def three() -> Ensemble:
 
 
 def test_a_silo_alone_is_drawn_from_all_of_its_experts_and_no_others() -> None:
-    effort = drawing.Effort(own=32, mixed=8, strategies=("lock",), steps=4)
+    effort = drawing.DrawingEffort(own=32, mixed=8, strategies=("lock",), steps=4)
     found = drawing.draw(three(), (0, 0, 1), effort)
     levels = [
         set((one.images.mean((1, 2, 3)) * 2).round().int().tolist()) for one in found.own.values()
@@ -385,7 +440,7 @@ def test_a_silo_alone_is_drawn_from_all_of_its_experts_and_no_others() -> None:
 
 
 def test_router_along_t_ends_at_the_prior_and_begins_with_the_right_silo() -> None:
-    effort = drawing.Effort(own=16, mixed=8, strategies=("lock",), steps=4)
+    effort = drawing.DrawingEffort(own=16, mixed=8, strategies=("lock",), steps=4)
     found = drawing.draw(three(), (0, 0, 1), effort)
     for silo, rows in found.posterior.items():
         assert rows[-1] == pytest.approx((0.5, 0.5))
@@ -396,7 +451,7 @@ def test_router_along_t_ends_at_the_prior_and_begins_with_the_right_silo() -> No
 def test_what_is_drawn_is_bounded_by_what_it_costs() -> None:
     for flops in [1.0, 1e6, 1e8, 1e9, 1e10, 1e12]:
         with case(flops=flops):
-            chosen = drawing.affordable(flops, 3, 3)
+            chosen = drawing.affordable_effort(flops, 3, 3)
             costs = [effort.evaluations(3, 3) * flops for effort in drawing.EFFORTS]
             if chosen is None:
                 assert min(costs) > drawing.MAX_FLOPS
@@ -414,8 +469,8 @@ def test_report_of_experts_too_large_to_draw_from_says_so(given: PageInput) -> N
 
 @pytest.mark.parametrize(("count", "num"), [(0, 128), (1, 7), (64, 128), (128, 128)])
 def test_interval_of_a_share_is_wilsons(count: int, num: int) -> None:
-    sample = drawing.Drawn(torch.zeros(num, 1, 1, 1), (0,) * count + (1,) * (num - count))
-    share = charts.shares(sample, (0.5, 0.5))[0]
+    sample = drawing.DrawnImages(torch.zeros(num, 1, 1, 1), (0,) * count + (1,) * (num - count))
+    share = figures.silo_shares(sample, (0.5, 0.5))[0]
     oracle = binomtest(count, num).proportion_ci(method="wilson")
     assert (share.value, share.low, share.high) == pytest.approx(
         (count / num, oracle.low, oracle.high), abs=1e-6
@@ -426,24 +481,26 @@ def test_areas_of_a_stack_fill_the_chart_without_overlap() -> None:
     rows = torch.rand(
         21, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).softmax(1)
-    areas = charts.stack(rows.tolist(), 2)
+    areas = figures.stack_areas(rows.tolist(), 2)
     assert [area.silo for area in areas] == [2, 0, 1, 3]
 
-    def surface(area: charts.Area) -> float:
+    def surface(area: figures.PosteriorArea) -> float:
         x_P, y_P = np.array([point.split(",") for point in area.points.split()], dtype=float).T
         return abs(float(x_P @ np.roll(y_P, -1) - y_P @ np.roll(x_P, -1))) / 2
 
     weight_T = torch.full((21,), 1 / 20, dtype=torch.float64)
     weight_T[[0, -1]] /= 2
     expected = [float(weight_T @ rows[:, area.silo]) for area in areas]
-    assert [surface(area) / (charts.WIDTH * charts.HEIGHT) for area in areas] == pytest.approx(
-        expected, abs=2e-3
-    )
+    assert [
+        surface(area) / (figures.CHART_WIDTH * figures.CHART_HEIGHT) for area in areas
+    ] == pytest.approx(expected, abs=2e-3)
 
 
 def test_large_images_are_made_small_and_other_channels_are_left_out() -> None:
-    def first(images: Tensor) -> tuple[charts.Picture, ...]:
-        return charts.pictures(drawing.Drawn(images, (0,) * len(images)), 8, (0.0, 1.0))
+    def first(images: Tensor) -> tuple[figures.Picture, ...]:
+        return figures.inline_pictures(
+            drawing.DrawnImages(images, (0,) * len(images)), 8, (0.0, 1.0)
+        )
 
     (large,) = first(torch.rand(1, 3, 300, 600))
     decoded = Image.open(BytesIO(base64.b64decode(large.source.split(",")[1])))

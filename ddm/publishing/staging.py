@@ -1,0 +1,139 @@
+"""Stages the next version under the signing lock, as one change, and copies it out once it is in force."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from ddm.errors import BusyError, SetupError
+from ddm.io.changes import Change
+from ddm.io.copying import copy_tree_bounded
+from ddm.io.files import DISK_FULL_ERRNOS, move_into_place, staging_folder
+from ddm.io.modes import open_to_everyone
+from ddm.io.space import check_writable, require_free_space
+from ddm.io.untrusted import MAX_FILES, list_files
+from ddm.protocol.base import now_utc
+from ddm.publishing.home import Home
+from ddm.publishing.public_log import export_log, public_folder
+from ddm.publishing.versions import check_none_lost, newest_version, release_folder
+
+_PAGES_BYTES = 64 * 1024**2  # report, card and metadata of a version
+
+
+@dataclass(frozen=True)
+class StagedVersion:
+    """A version that is being made; nothing of it is in force before the change is committed.
+
+    Attributes:
+        home: whose keys sign.
+        number: of the version.
+        created_at: the one reading of the clock that manifest and signatures use.
+        change: puts the version and its signatures into force together.
+        copy_folder: where the copy for readers is made.
+    """
+
+    home: Home
+    number: int
+    created_at: datetime
+    change: Change
+    copy_folder: Path
+
+    @property
+    def folder(self) -> Path:
+        """The version's folder, inside the change."""
+        return self.change.put(f"releases/{self.number}")
+
+    def targets(self, plan_id: str) -> Path:
+        """The folder of the version's files."""
+        return self.folder / "targets" / plan_id
+
+    def require_space(self, num_bytes: int) -> None:
+        """Refuse a version for whose copy or pages there is too little space.
+
+        Args:
+            num_bytes: of the files that are copied out.
+
+        Raises:
+            DiskError: too little space.
+        """
+        needed = {
+            self.copy_folder.parent: num_bytes + _PAGES_BYTES,
+            self.home.path: _PAGES_BYTES,
+        }
+        require_free_space(needed, "a release")
+
+
+@contextmanager
+def stage_version(home: Home, out: Path) -> Iterator[StagedVersion]:
+    """Hold the signing lock while a version is made; afterwards export the log and copy the newest version out.
+
+    The newest version is the one that was made meanwhile, or the one before where nothing was committed.
+
+    Args:
+        home: whose keys sign.
+        out: where the newest version is copied to.
+
+    Raises:
+        BusyError: `out` exists, since releases are immutable; or another process signs.
+        SetupError: `out` cannot be made, or the version signed last is lost.
+    """
+    check_writable([home.path, home.tuf])
+    with home.signing_lock(), reserve(out) as copy_folder:
+        check_none_lost(home)
+        # A change that waits for holders is applied to the metadata as they are when it is completed.
+        change = Change.begin(home.path, beside_waiting=True)
+        number = newest_version(home) + 1
+        try:
+            yield StagedVersion(home, number, now_utc(), change, copy_folder)
+        finally:
+            shutil.rmtree(change.folder, ignore_errors=True)
+        export_log(home, public_folder(home))
+        copy_out(release_folder(home, newest_version(home)), copy_folder, out)
+
+
+@contextmanager
+def reserve(out: Path) -> Iterator[Path]:
+    """Make the folder that is renamed to `out` at the end, so that an unusable `out` fails before anything is signed.
+
+    Raises:
+        BusyError: something exists at `out`; releases are immutable.
+        SetupError: no folder can be made there.
+        OSError: the disk is full.
+    """
+    if out.is_symlink():
+        raise _taken(out, "a link")
+    if out.is_dir():
+        raise _taken(out, "a folder")
+    if out.exists():
+        raise _taken(out, "a file")
+    with ExitStack() as stack:
+        try:
+            reserved = stack.enter_context(staging_folder(out))
+        except OSError as error:
+            if error.errno in DISK_FULL_ERRNOS:
+                raise
+            raise SetupError(
+                f"--out {out}",
+                expected="a path where a folder can be made",
+                got=str(error.strerror),
+            ) from error
+        yield reserved
+
+
+def _taken(out: Path, got: str) -> BusyError:
+    return BusyError(
+        str(out),
+        expected="a path where nothing exists",
+        got=got,
+        remedy="Choose another folder; a release is never overwritten.",
+    )
+
+
+def copy_out(release: Path, reserved: Path, out: Path) -> None:
+    """Copy durably, without links: changes to the published folder must not reach the federation's own files."""
+    num_bytes = sum(entry.bytes for entry in list_files(release).values())
+    copy_tree_bounded(release, reserved, max_bytes=num_bytes, max_entries=MAX_FILES)
+    open_to_everyone(reserved)
+    move_into_place(reserved, out)
