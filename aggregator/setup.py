@@ -13,7 +13,7 @@ from ddm.io.modes import private_folder
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
 from ddm.publishing.keys import make_key, make_model_signing_key
-from ddm.trust.ceremony import Request
+from ddm.trust.ceremony import SigningRequest
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.log.note import VerifierKey
 
@@ -111,7 +111,7 @@ def _build(
     first_targets = draft_targets(1, Delegates(public["plans"], public["release"]), now)
     purpose = f"found the federation {settings.name}"
     requests = [
-        Request.to_sign(first_root, purpose, None),
-        Request.to_sign(first_targets, purpose, None, first_root),
+        SigningRequest.to_sign(first_root, purpose, None),
+        SigningRequest.to_sign(first_targets, purpose, None, first_root),
     ]
     return conduct(federation, change, requests, passphrase, act="found", purpose=purpose)

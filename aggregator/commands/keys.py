@@ -59,10 +59,10 @@ def sign(
 ) -> None:
     """Show what a document means and sign it as one of its holders; needs no federation, only this file."""
     from aggregator.keys.ceremony import read_request, sign_document
-    from ddm.trust.ceremony import in_words
+    from ddm.trust.ceremony import describe_request
     from ddm.trust.keys import SigningKey
 
-    say(in_words(read_request(document)))
+    say(describe_request(read_request(document)))
     if not yes:
         confirm("Sign this?", refused="Not signed.")
     opened = SigningKey.load(key, passphrase(passphrase_file, None, f"Passphrase of {key.name}"))

@@ -61,7 +61,7 @@ from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.transport.sequences import sequences
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
-from ddm.trust.leave import open_leave
+from ddm.trust.sealed_documents import open_leave_notice
 
 MAX_RECEIPT_BYTES = 65536
 # No silo's name begins so: attempts at what nobody is known to have signed.
@@ -147,7 +147,7 @@ class IntakeService:
                 if card is None:
                     continue
                 sealed = read_bounded(path, MAX_LEAVE_BYTES)
-                open_leave(sealed, signing_key(card), self.plan.plan_id, silo_id)
+                open_leave_notice(sealed, signing_key(card), self.plan.plan_id, silo_id)
                 withdraw(self.federation, silo_id, GIVEN_UP, self.key)
                 _log.info("[%s] gave the plan up, and is left out from now on", silo_id)
             except BusyError:

@@ -40,16 +40,16 @@ from ddm.trust.ceremony import (
     MAX_REQUEST_BYTES,
     MAX_SIGNATURE_BYTES,
     HolderSignature,
-    Request,
+    SigningRequest,
     check_answers,
-    in_words,
+    describe_request,
     join,
     sign_request,
     unmet,
 )
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
-from ddm.trust.log.entries import Entry, KeyChanged, Opened
+from ddm.trust.log.entries import FederationOpened, KeyChanged, LogEntry
 from ddm.trust.repository import Repository
 
 HOLDER_KEYS = ("root", "targets")
@@ -75,7 +75,7 @@ class Pending(Document):
 def conduct(
     federation: Federation,
     change: Change,
-    requests: Sequence[Request],
+    requests: Sequence[SigningRequest],
     passphrase: bytes,
     *,
     act: Literal["found", "plan", "renew"],
@@ -102,7 +102,8 @@ def conduct(
     for request in requests:
         write_atomic(change.folder / request.name, request.encode())
         write_atomic(
-            (change.folder / request.name).with_suffix(".txt"), f"{in_words(request)}\n".encode()
+            (change.folder / request.name).with_suffix(".txt"),
+            f"{describe_request(request)}\n".encode(),
         )
         _sign_here(federation, change, request, passphrase)
     missing = _missing(change, pending)
@@ -181,14 +182,14 @@ def sign_document(document: Path, key: SigningKey) -> Path:
     return path
 
 
-def read_request(document: Path) -> Request:
+def read_request(document: Path) -> SigningRequest:
     """Read a document that waits for signatures.
 
     Raises:
         DocumentError: it is not such a document.
     """
     data = read_bounded(document, MAX_REQUEST_BYTES)
-    return Request.parse(data, subject=document.name, limit=MAX_REQUEST_BYTES)
+    return SigningRequest.parse(data, subject=document.name, limit=MAX_REQUEST_BYTES)
 
 
 def check_replaceable(federation: Federation) -> None:
@@ -240,7 +241,9 @@ def _pending(change: Change) -> Pending:
     )
 
 
-def _sign_here(federation: Federation, change: Change, request: Request, passphrase: bytes) -> None:
+def _sign_here(
+    federation: Federation, change: Change, request: SigningRequest, passphrase: bytes
+) -> None:
     """Sign with the holders' keys that are on this machine, the present ones and those of this change."""
     holder_keys = {key for holders in request.holders() for key in holders.keys}
     for folder in (federation.keys, change.put("keys")):
@@ -316,7 +319,7 @@ def _write_down(
     change: Change,
     repository: Repository,
     key: Callable[[str], SigningKey],
-    entries: Sequence[Entry],
+    entries: Sequence[LogEntry],
 ) -> Journal | None:
     """Add entries to the log with this change; return the log, None where the root names none."""
     log_key = log_key_of(repository.root())
@@ -325,10 +328,10 @@ def _write_down(
 
 def _opening(
     federation: Federation, change: Change, repository: Repository, root: bytes
-) -> list[Entry]:
+) -> list[LogEntry]:
     """Return the first entries of a log: the federation, and each of its keys."""
     return [
-        Opened(federation=federation.settings().name, root_digest=sha256_hex(root)),
+        FederationOpened(federation=federation.settings().name, root_digest=sha256_hex(root)),
         *key_changes(None, repository),
         key_change("receipts", PublicKey.load(change.put("keys/receipts.pub"))),
         KeyChanged(key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),)),

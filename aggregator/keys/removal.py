@@ -24,7 +24,7 @@ from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import MAX_CARD_BYTES
 from ddm.publishing.journal import append
-from ddm.trust.ceremony import Request
+from ddm.trust.ceremony import SigningRequest
 from ddm.trust.log.entries import SiloRemoved
 from ddm.trust.repository import Repository
 
@@ -77,7 +77,7 @@ def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes)
         change = Change.begin(federation.path)
         purpose = f"remove the silo {silo_id} from plan {delegates.plan_id}"
         targets = repository.next_targets(delegates.without(silo_id), now_utc())
-        request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
+        request = SigningRequest.to_sign(targets, purpose, repository.targets(), repository.root())
         missing = conduct(federation, change, [request], passphrase, act="renew", purpose=purpose)
         return Removal(delegates.plan_id, missing)
 

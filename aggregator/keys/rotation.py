@@ -16,7 +16,7 @@ from ddm.publishing.journal import stage
 from ddm.publishing.keys import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
 from ddm.publishing.logged_keys import key_change
 from ddm.publishing.public_log import export_log, public_folder
-from ddm.trust.ceremony import Request
+from ddm.trust.ceremony import SigningRequest
 from ddm.trust.drafts import Holders, log_key_of
 from ddm.trust.keys import PublicKey
 from ddm.trust.log.entries import KeyChanged
@@ -120,7 +120,7 @@ def _replace(federation: Federation, change: Change, name: str, passphrase: byte
 
 def _requests(
     federation: Federation, change: Change, name: str, passphrase: bytes, holders: Holders | None
-) -> Sequence[Request]:
+) -> Sequence[SigningRequest]:
     """Draft the documents that the holders of `root` and `targets` must sign."""
     repository, now, purpose = Repository(federation.tuf), now_utc(), f"rotate the key {name}"
     root, targets = repository.root(), repository.targets()
@@ -131,7 +131,9 @@ def _requests(
             if name == "plans"
             else replace(delegates, release=public)
         )
-        return [Request.to_sign(repository.next_targets(delegates, now), purpose, targets, root)]
+        return [
+            SigningRequest.to_sign(repository.next_targets(delegates, now), purpose, targets, root)
+        ]
     if name == "online":
         online = Holders((make_key(change, name, passphrase),))
         changed = {"snapshot": online, "timestamp": online}
@@ -139,14 +141,14 @@ def _requests(
         new_root = repository.next_root(
             {}, now, _next_log_key(change, log_key_of(root), passphrase)
         )
-        return [Request.to_sign(new_root, purpose, root)]
+        return [SigningRequest.to_sign(new_root, purpose, root)]
     else:
         changed = {name: holders or Holders((_own(federation, change, name, passphrase),))}
     new_root = repository.next_root(changed, now)
-    requests = [Request.to_sign(new_root, purpose, root)]
+    requests = [SigningRequest.to_sign(new_root, purpose, root)]
     if name == "targets":
         again = repository.next_targets(repository.delegates(), now)
-        requests.append(Request.to_sign(again, purpose, targets, new_root))
+        requests.append(SigningRequest.to_sign(again, purpose, targets, new_root))
     if holders:
         for kind in ("key", "pub"):
             if (federation.keys / f"{name}.{kind}").exists():

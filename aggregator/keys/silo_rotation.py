@@ -32,7 +32,7 @@ from ddm.protocol.plan import Plan
 from ddm.publishing.journal import append
 from ddm.trust.key_rotation import open_chain
 from ddm.trust.keys import PublicKey
-from ddm.trust.log.entries import SiloRotated
+from ddm.trust.log.entries import SiloKeyChanged
 
 
 def take_rotation(federation: Federation, received: RotatedCard) -> Card:
@@ -70,7 +70,7 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
             old, new = signing_key(present).fingerprint, signing_key(card).fingerprint
             append(
                 federation,
-                SiloRotated(silo_id=card.silo_id, old_fingerprint=old, key_fingerprint=new),
+                SiloKeyChanged(silo_id=card.silo_id, old_fingerprint=old, key_fingerprint=new),
             )
         write_atomic(
             _waiting_path(federation, card.silo_id), _joined(federation, present, received).encode()

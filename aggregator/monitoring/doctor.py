@@ -11,7 +11,7 @@ from aggregator.runtime.proxy import is_loopback
 from ddm.errors import ArchipelagoError
 from ddm.system.console import human_bytes, human_seconds
 from ddm.system.findings import Finding, Findings, apply
-from ddm.trust.health import RoleHealth
+from ddm.trust.repository_check import MetadataStatus
 
 NGINX_VERSION = (1, 19, 5)
 # How long before an expiry to warn of it.
@@ -86,7 +86,7 @@ class FederationFacts:
     certificate: ServerCertificate | None
     root_digest: str | None
     invited_digest: str | None
-    metadata: tuple[RoleHealth, ...]
+    metadata: tuple[MetadataStatus, ...]
     traces: tuple[RecordedTime, ...]
     reference: datetime | None
     disk_free_bytes: int

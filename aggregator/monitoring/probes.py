@@ -32,8 +32,8 @@ from ddm.protocol.plan import Plan
 from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
-from ddm.trust.health import RoleHealth, examine
 from ddm.trust.paths import split_silo_role
+from ddm.trust.repository_check import MetadataStatus, check_repository_files
 
 _MAX_SMALL_BYTES = 1 << 20
 # `aggregator.keys.tls` backdates certificates by this much.
@@ -77,7 +77,7 @@ class FederationFactsReader:
         processes = read_processes(federation)
         invitation = self._try("root", self._invitation)
         certificate = self._try("certificate", lambda: self._certificate(invitation))
-        metadata = tuple(examine(federation.tuf))
+        metadata = tuple(check_repository_files(federation.tuf))
         root = self._try(
             "root", lambda: read_bounded(federation.tuf / "1.root.json", _MAX_SMALL_BYTES)
         )
@@ -187,7 +187,7 @@ class FederationFactsReader:
         self,
         plan: Plan | None,
         certificate: ServerCertificate | None,
-        metadata: tuple[RoleHealth, ...],
+        metadata: tuple[MetadataStatus, ...],
     ) -> Iterator[RecordedTime]:
         if plan:
             yield RecordedTime("the plan", plan.created_at)

@@ -18,7 +18,7 @@ from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
-from ddm.trust.ceremony import Request
+from ddm.trust.ceremony import SigningRequest
 from ddm.trust.paths import silo_role
 from ddm.trust.repository import Repository
 
@@ -98,7 +98,7 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
         )
         targets = repository.next_targets(delegates, now_utc())
         purpose = f"start the plan {plan.plan_id}"
-        request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
+        request = SigningRequest.to_sign(targets, purpose, repository.targets(), repository.root())
         return conduct(
             federation,
             change,

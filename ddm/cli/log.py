@@ -10,7 +10,7 @@ from ddm.cli.witnesses import QuorumOption, WitnessOption, read_witnesses
 from ddm.system.console import say
 
 if TYPE_CHECKING:
-    from ddm.trust.log.entries import Entry
+    from ddm.trust.log.entries import LogEntry
 
 
 def log(
@@ -28,11 +28,11 @@ def log(
     from ddm.loading.public_log import read_public_log
     from ddm.loading.release import read_root
     from ddm.trust.log.proof import MAX_PROOF_BYTES
-    from ddm.trust.verify import default_state
+    from ddm.trust.state_folder import default_state_folder
 
     witnesses = read_witnesses(witness, quorum)
     found = read_public_log(
-        require_folder(folder, "a folder"), read_root(root), state or default_state()
+        require_folder(folder, "a folder"), read_root(root), state or default_state_folder()
     )
     for path in checkpoint or []:
         found.compare(read_bounded(path, MAX_PROOF_BYTES), path.name)
@@ -48,7 +48,7 @@ def log(
         say(f"{number:>6}  {in_words(entry)}")
 
 
-def in_words(entry: "Entry") -> str:
+def in_words(entry: "LogEntry") -> str:
     """Return an entry on one line: its kind, then its fields in full."""
     fields = entry.model_dump(mode="json", exclude={"kind"})
     words = [

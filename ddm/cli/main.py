@@ -65,7 +65,7 @@ def verify(
         say(f"  checkpoint {path} is of the same history")
     if witnesses:
         say(
-            f"  witnesses  {witnesses.needed} of {len(witnesses.distinct)} or more cosigned this checkpoint"
+            f"  witnesses  {witnesses.num_required} of {len(witnesses.distinct_keys)} or more cosigned this checkpoint"
         )
     for silo_id, fingerprint in sorted(verified.silo_keys.items()):
         by = (

@@ -263,12 +263,12 @@ class Verification:
         from ddm.io.files import read_bounded
         from ddm.loading.release import open_release
         from ddm.trust.log.proof import MAX_PROOF_BYTES
-        from ddm.trust.verify import default_state
+        from ddm.trust.state_folder import default_state_folder
 
         opened = open_release(
             release,
             root=self.root,
-            state=self.state or default_state(),
+            state=self.state or default_state_folder(),
             silo_keys=pins(self.silo_key),
             accepted_keys=pins(self.accept_key, "--accept-key"),
             archived=self.archived,
@@ -276,7 +276,7 @@ class Verification:
             checkpoints={str(path): read_bounded(path, MAX_PROOF_BYTES) for path in checkpoints},
             witnesses=witnesses,
         )
-        for news in opened.verified.told:
+        for news in opened.verified.notices:
             say(f"note: {news}", error=True)
         return opened
 

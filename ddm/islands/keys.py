@@ -11,7 +11,7 @@ from ddm.publishing.logged_keys import key_changes
 from ddm.publishing.plans import sign_plan_files
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.keys import PublicKey, SigningKey
-from ddm.trust.log.entries import Entry, KeyChanged, Opened
+from ddm.trust.log.entries import FederationOpened, KeyChanged, LogEntry
 from ddm.trust.log.note import VerifierKey
 from ddm.trust.metadata import sign_metadata
 from ddm.trust.repository import Repository
@@ -71,8 +71,8 @@ def found(islands: Islands, plan: Plan, name: str, passphrase: bytes) -> None:
     model_key = KeyChanged(
         key="model-signing", fingerprints=(sha256_file(islands.path / MODEL_PUBLIC),)
     )
-    opened = Opened(federation=name, root_digest=sha256_hex(root))
-    opening: tuple[Entry, ...] = (opened, *key_changes(None, repository), model_key)
+    opened = FederationOpened(federation=name, root_digest=sha256_hex(root))
+    opening: tuple[LogEntry, ...] = (opened, *key_changes(None, repository), model_key)
     sign_plan_files(islands, change, repository, islands.bundle, targets, key, opening)
     write_atomic(change.put(islands.root.name), root)
     change.commit()

@@ -8,11 +8,16 @@ from pathlib import Path
 from ddm.errors import RootError, TrustError
 from ddm.protocol.manifest import Manifest
 from ddm.trust.log.checkpoint import open_checkpoint
-from ddm.trust.log.entries import Entry, Released, encode_entry
-from ddm.trust.log.history import View, check_same_history
-from ddm.trust.log.memory import LogMemory
+from ddm.trust.log.checkpoint_store import CheckpointStore
+from ddm.trust.log.entries import LogEntry, VersionPublished, encode_entry
 from ddm.trust.log.note import VerifierKey
-from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, Consistency, InclusionProof, checkpoint_in
+from ddm.trust.log.proof import (
+    MAX_CONSISTENCY_BYTES,
+    ConsistencyProofs,
+    InclusionProof,
+    checkpoint_in,
+)
+from ddm.trust.log.split_view import ProvenCheckpoint, check_same_history
 from ddm.trust.log.witness import Witnesses
 
 
@@ -25,7 +30,7 @@ class LogView:
         keys: those that signed for the log so far, as the roots name them, the newest last.
     """
 
-    view: View
+    view: ProvenCheckpoint
     keys: tuple[VerifierKey, ...]
 
     def compare(self, other: bytes, subject: str, state: Path | None) -> int:
@@ -44,18 +49,18 @@ class LogView:
         signed = open_checkpoint(checkpoint_in(other, subject), self.keys, subject)
         mine = self.view.signed
         if signed.size > mine.size or (
-            signed.size < mine.size and self.view.proofs.at(signed.size) is None
+            signed.size < mine.size and self.view.proofs.starting_at(signed.size) is None
         ):
             remedy = "Compare both with the whole log: ddm log LOG --root FILE --checkpoint FILE."
             expected = f"a checkpoint that this release, of {mine.size} entries, holds a proof for"
             raise TrustError(
                 subject, expected=expected, got=f"one of {signed.size} entries", remedy=remedy
             )
-        theirs = View(signed, Consistency())
+        theirs = ProvenCheckpoint(signed, ConsistencyProofs())
         if state is None:
             check_same_history(theirs, self.view, subject)
         else:
-            LogMemory(state).compare(theirs, self.view, subject)
+            CheckpointStore(state).compare(theirs, self.view, subject)
         return signed.size
 
     def check_witnessed(
@@ -84,7 +89,7 @@ class LogView:
 
 
 def read_log(
-    log_keys: tuple[str, ...], proof: bytes, consistency: bytes, entry: Entry, subject: str
+    log_keys: tuple[str, ...], proof: bytes, consistency: bytes, entry: LogEntry, subject: str
 ) -> LogView:
     """Check that an entry stands in the log.
 
@@ -106,15 +111,15 @@ def read_log(
         )
     keys = tuple(VerifierKey.parse(key) for key in log_keys)
     signed = InclusionProof.parse(proof, subject).check(encode_entry(entry), keys[-1:], subject)
-    proofs = Consistency.parse(
+    proofs = ConsistencyProofs.parse(
         consistency, subject="log-consistency.json", limit=MAX_CONSISTENCY_BYTES
     )
-    return LogView(View(signed, proofs), keys)
+    return LogView(ProvenCheckpoint(signed, proofs), keys)
 
 
-def entry_of(manifest: Manifest, manifest_digest: str) -> Released:
+def entry_of(manifest: Manifest, manifest_digest: str) -> VersionPublished:
     """Return what must stand in the log for a manifest."""
-    return Released(
+    return VersionPublished(
         plan_id=manifest.plan_id,
         version=manifest.version,
         manifest_digest=manifest_digest,

@@ -7,16 +7,16 @@ from ddm.errors import DigestError, DocumentError, RootError, SplitViewError
 from ddm.io.untrusted import read_small
 from ddm.protocol.base import sha256_hex
 from ddm.trust.log.checkpoint import SignedCheckpoint, open_checkpoint
-from ddm.trust.log.entries import MAX_ENTRIES, Entry, check_history, parse_entry
-from ddm.trust.log.history import check_against_entries
-from ddm.trust.log.memory import LogMemory
+from ddm.trust.log.checkpoint_store import CheckpointStore
+from ddm.trust.log.entries import MAX_ENTRIES, LogEntry, check_history, parse_entry
 from ddm.trust.log.merkle import leaf_hash, root_hash
 from ddm.trust.log.note import MAX_NOTE_BYTES, VerifierKey
 from ddm.trust.log.proof import checkpoint_in
+from ddm.trust.log.split_view import check_against_entries
 from ddm.trust.log.tiles import MAX_BUNDLE_BYTES, layout, parse_bundle, tile_path, tiles_of
 from ddm.trust.metadata import LIMITS
 from ddm.trust.rules import MAX_ROOT_ROTATIONS, trusted_log_keys
-from ddm.trust.state import Memory
+from ddm.trust.version_store import VersionStore
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class PublicLog:
 
     signed: SignedCheckpoint
     lines: tuple[bytes, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[LogEntry, ...]
     keys: tuple[VerifierKey, ...]
-    memory: LogMemory
+    memory: CheckpointStore
 
     def compare(self, other: bytes, subject: str) -> None:
         """Compare with a checkpoint, of any size up to this log's, that somebody was shown.
@@ -67,7 +67,7 @@ def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:
         SplitViewError: the log is not the one seen before.
         FormatError: a file does not parse, or the log has fewer entries than seen before.
     """
-    memory = Memory.of(state, sha256_hex(root))
+    memory = VersionStore.for_root(state, sha256_hex(root))
     found = trusted_log_keys(_roots(folder, root), root, memory.roots())
     if not found:
         raise RootError(
@@ -79,8 +79,8 @@ def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:
     )
     lines = _lines(folder, signed)
     entries = tuple(parse_entry(line, f"entry {number}") for number, line in enumerate(lines))
-    opened = PublicLog(signed, lines, entries, keys, LogMemory(memory.folder))
-    seen = opened.memory.seen()
+    opened = PublicLog(signed, lines, entries, keys, CheckpointStore(memory.folder))
+    seen = opened.memory.load()
     if seen is not None:
         opened._check(seen.signed, "the checkpoint seen before")
     check_history(entries)

@@ -23,7 +23,7 @@ from ddm.protocol.partition import SiloClusterPartition
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, class_counts_path, is_expert_path, submission_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy
-from ddm.trust.log.memory import LogMemory
+from ddm.trust.log.checkpoint_store import CheckpointStore
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
 from ddm.trust.log.witness import Witnesses
 from ddm.trust.model_signature import (
@@ -133,7 +133,7 @@ def open_release(
     if not folder.is_dir():
         raise MissingFileError(str(folder), expected="a release folder", got="nothing there")
     pinned = root if isinstance(root, bytes) else read_root(root)
-    memory = LogMemory(state / sha256_hex(pinned)) if state else None
+    memory = CheckpointStore(state / sha256_hex(pinned)) if state else None
     read: list[Release] = []
 
     def read_documents(verified: VerifiedRelease) -> None:
@@ -435,7 +435,7 @@ def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
 
 def _check_read(verified: VerifiedRelease, manifest: Manifest) -> None:
     """Check that only experts of the manifest were left unread, since only these are read and checked later."""
-    unread = {name for name, file in verified.files.items() if not file.read} - {
+    unread = {name for name, file in verified.files.items() if not file.digest_checked} - {
         e.file.path for e in manifest.experts
     }
     if unread:

@@ -23,14 +23,14 @@ from ddm.trust.log.checkpoint import Checkpoint, SignedCheckpoint, sign_checkpoi
 from ddm.trust.log.entries import (
     MAX_ENTRIES,
     MAX_ENTRY_BYTES,
-    Entry,
+    LogEntry,
     encode_entry,
+    entry_subject,
     parse_entry,
-    topic,
 )
 from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
-from ddm.trust.log.note import MAX_NOTE_BYTES, Note, VerifierKey
-from ddm.trust.log.proof import MAX_CONSISTENCY_PROOFS, Consistency, InclusionProof
+from ddm.trust.log.note import MAX_NOTE_BYTES, SignedNote, VerifierKey
+from ddm.trust.log.proof import MAX_CONSISTENCY_PROOFS, ConsistencyProofs, InclusionProof
 
 ENTRIES, CHECKPOINT, PUBLIC = "log/entries.jsonl", "log/signed-checkpoint", "log/public"
 COSIGNED = "log/cosigned"
@@ -64,7 +64,7 @@ class Journal:
             parse_entry(entry, f"{lines.name}, line {number}")
         if not path.exists():
             return cls(entries)
-        note = Note.parse(read_bounded(path, MAX_NOTE_BYTES), path.name)
+        note = SignedNote.parse(read_bounded(path, MAX_NOTE_BYTES), path.name)
         signed = SignedCheckpoint(Checkpoint.parse(note.text, path.name), note)
         begun = entries[: signed.size]
         if len(begun) < signed.size or root_hash(list(map(leaf_hash, begun))) != signed.root:
@@ -82,18 +82,20 @@ class Journal:
         """The leaf hash of each entry."""
         return [leaf_hash(entry) for entry in self.entries]
 
-    def extended(self, added: Iterable[Entry]) -> Self:
-        """Return the log with these entries, except those that repeat the last word on their topic.
+    def extended(self, added: Iterable[LogEntry]) -> Self:
+        """Return the log with these entries, except those that repeat the last word on their entry_subject.
 
         Raises:
             SetupError: the log is full.
         """
         entries = list(self.entries)
-        last = {topic(entry): entry for entry in (parse_entry(data, "log") for data in entries)}
+        last = {
+            entry_subject(entry): entry for entry in (parse_entry(data, "log") for data in entries)
+        }
         for entry in added:
-            if last.get(topic(entry)) != entry:
+            if last.get(entry_subject(entry)) != entry:
                 entries.append(encode_entry(entry))
-                last[topic(entry)] = entry
+                last[entry_subject(entry)] = entry
         if len(entries) > MAX_ENTRIES:
             raise SetupError(
                 "the federation's log",
@@ -108,12 +110,12 @@ class Journal:
         if (
             self.signed
             and self.signed.checkpoint == checkpoint
-            and self.signed.note.of(VerifierKey(name, key.public))
+            and self.signed.note.signatures_by(VerifierKey(name, key.public))
         ):
             return self  # which keeps the cosignatures on it
         return replace(self, signed=sign_checkpoint(checkpoint, key))
 
-    def prove(self, entry: Entry, earlier: Sequence[int]) -> tuple[bytes, bytes]:
+    def prove(self, entry: LogEntry, earlier: Sequence[int]) -> tuple[bytes, bytes]:
         """Return what travels with an entry of the signed log: its ``.tlog-proof``, and `log-consistency.json`.
 
         Args:
@@ -133,7 +135,9 @@ class Journal:
         index = len(leaves) - 1 - self.entries[::-1].index(encode_entry(entry))
         proof = InclusionProof(index, tuple(inclusion_proof(leaves, index)), self.signed.encode())
         every = range(1, len(leaves) + 1)
-        proofs = Consistency.of(leaves, every if len(leaves) <= MAX_CONSISTENCY_PROOFS else earlier)
+        proofs = ConsistencyProofs.from_sizes(
+            leaves, every if len(leaves) <= MAX_CONSISTENCY_PROOFS else earlier
+        )
         return proof.encode(), proofs.encode()
 
     def encode(self) -> bytes:
@@ -141,7 +145,7 @@ class Journal:
         return b"".join(entry + b"\n" for entry in self.entries)
 
 
-def append(home: Home, *entries: Entry) -> None:
+def append(home: Home, *entries: LogEntry) -> None:
     """Write entries down durably; the next command that signs covers them with a checkpoint."""
     before = Journal.load(home)
     after = before.extended(entries)
@@ -150,7 +154,7 @@ def append(home: Home, *entries: Entry) -> None:
 
 
 def stage(
-    home: Home, change: Change, log_key: str, key: SigningKey, entries: Iterable[Entry]
+    home: Home, change: Change, log_key: str, key: SigningKey, entries: Iterable[LogEntry]
 ) -> Journal:
     """Add entries and a checkpoint of all entries to a change; return the log as it will be.
 
@@ -188,7 +192,7 @@ def check_continues(path: Path, journal: Journal) -> None:
     if not path.exists():
         return
     shown = Checkpoint.parse(
-        Note.parse(read_bounded(path, MAX_NOTE_BYTES), path.name).text, path.name
+        SignedNote.parse(read_bounded(path, MAX_NOTE_BYTES), path.name).text, path.name
     )
     leaves = journal.leaves[: shown.size]
     if len(leaves) < shown.size or root_hash(leaves) != shown.root:
@@ -211,4 +215,4 @@ def sizes_given_out(home: Home) -> list[int]:
 
 def _size(path: Path) -> int:
     proof = InclusionProof.parse(read_bounded(path, 2 * MAX_NOTE_BYTES), path.name)
-    return Checkpoint.parse(Note.parse(proof.checkpoint, path.name).text, path.name).size
+    return Checkpoint.parse(SignedNote.parse(proof.checkpoint, path.name).text, path.name).size

@@ -11,7 +11,7 @@ from ddm.publishing.home import Home
 from ddm.publishing.journal import sizes_given_out, stage
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import SigningKey
-from ddm.trust.log.entries import Entry, PlanSigned
+from ddm.trust.log.entries import LogEntry, PlanSigned
 from ddm.trust.paths import PLAN_LOG_NAMES
 from ddm.trust.repository import Repository
 
@@ -23,7 +23,7 @@ def sign_plan_files(
     folder: Path,
     targets: bytes,
     key: Callable[[str], SigningKey],
-    before: tuple[Entry, ...] = (),
+    before: tuple[LogEntry, ...] = (),
 ) -> Plan:
     """Sign the plan in a folder, and write its proofs of the log beside it; return the plan.
 

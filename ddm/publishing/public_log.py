@@ -15,7 +15,7 @@ from ddm.publishing.journal import CHECKPOINT, COSIGNED, PUBLIC, Journal, check_
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import SignedCheckpoint, open_checkpoint
-from ddm.trust.log.note import MAX_NOTE_BYTES, Note, VerifierKey
+from ddm.trust.log.note import MAX_NOTE_BYTES, SignedNote, VerifierKey
 from ddm.trust.log.tiles import layout
 from ddm.trust.repository import Repository
 
@@ -107,7 +107,9 @@ def keep_cosignatures(home: Home, theirs: SignedCheckpoint) -> int:
     kept = [each for each in ours.note.signatures if (each.name, each.key_id) not in replaced]
     if new:
         # As a reader would read it: too many signatures would make it unreadable for all.
-        note = Note.parse(Note(ours.note.text, (*kept, *new)).encode(), "cosigned checkpoint")
+        note = SignedNote.parse(
+            SignedNote(ours.note.text, (*kept, *new)).encode(), "cosigned checkpoint"
+        )
         write_atomic(home.path / COSIGNED / str(ours.size), note.encode())
         write_atomic(home.path / CHECKPOINT, note.encode())
         export_log(home, public_folder(home))

@@ -20,9 +20,9 @@ from ddm.trust.log.note import COSIGNATURE, VerifierKey
 from ddm.trust.log.witness import (
     MAX_ANSWER_BYTES,
     SIZE_TYPE,
+    add_cosignatures,
     encode_request,
     parse_size,
-    with_answer,
 )
 
 _TIMEOUT_S = 20.0
@@ -111,7 +111,7 @@ def _ask(
             witness, encode_request(old_size, leaves, signed), subject, timeout_s
         )
         if status == http.client.OK:
-            return with_answer(signed, body, witness.key, subject)
+            return add_cosignatures(signed, body, witness.key, subject)
         if status != http.client.CONFLICT:
             raise _refusal(status, subject, signed)
         if old_size == signed.size or kind != SIZE_TYPE:

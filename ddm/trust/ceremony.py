@@ -22,7 +22,7 @@ MAX_REQUEST_BYTES = 8_000_000
 MAX_SIGNATURE_BYTES = 4096
 
 
-class Request(Document):
+class SigningRequest(Document):
     """A document to be signed by its holders.
 
     Attributes:
@@ -47,7 +47,7 @@ class Request(Document):
         purpose: str,
         before: Root | Targets | None,
         root: Root | None = None,
-    ) -> "Request":
+    ) -> "SigningRequest":
         """Make the request for a draft of `root` or `targets`."""
         return cls(
             role="root" if isinstance(signed, Root) else "targets",
@@ -93,7 +93,7 @@ class HolderSignature(Document):
     signature: Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
 
 
-def sign_request(request: Request, key: SigningKey) -> HolderSignature:
+def sign_request(request: SigningRequest, key: SigningKey) -> HolderSignature:
     """Sign as one of the holders.
 
     Raises:
@@ -108,7 +108,7 @@ def sign_request(request: Request, key: SigningKey) -> HolderSignature:
 
 
 def check_answers(
-    request: Request, answers: Sequence[HolderSignature]
+    request: SigningRequest, answers: Sequence[HolderSignature]
 ) -> Mapping[PublicKey, bytes]:
     """Check every answer; a wrong one is an error and not ignored.
 
@@ -141,7 +141,7 @@ def check_answers(
     return found
 
 
-def unmet(request: Request, signers: Mapping[PublicKey, bytes]) -> list[str]:
+def unmet(request: SigningRequest, signers: Mapping[PublicKey, bytes]) -> list[str]:
     """Describe the thresholds that are not met yet."""
     waits = []
     for holders in request.holders():
@@ -154,12 +154,12 @@ def unmet(request: Request, signers: Mapping[PublicKey, bytes]) -> list[str]:
     return waits
 
 
-def join(request: Request, signers: Mapping[PublicKey, bytes]) -> bytes:
+def join(request: SigningRequest, signers: Mapping[PublicKey, bytes]) -> bytes:
     """Return the signed metadata file."""
     return attach(request.signed(), signers)
 
 
-def in_words(request: Request) -> str:
+def describe_request(request: SigningRequest) -> str:
     """Describe what a signature on this document approves: its whole content, and its changes."""
     signed, before = request.signed(), request.replaced()
     replaces = f"replaces version {before.version}" if before else "the first version"
@@ -224,7 +224,7 @@ def _differences(now: _Roles, before: _Roles) -> Iterator[str]:
             yield f"  {mark} may list {_on_one_line(path)}"
 
 
-def _check_holder(request: Request, key: PublicKey) -> None:
+def _check_holder(request: SigningRequest, key: PublicKey) -> None:
     if not any(key in holders.keys for holders in request.holders()):
         expected = f"a key that may sign {request.name}"
         raise SignatureError(

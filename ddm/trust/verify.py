@@ -1,10 +1,17 @@
 """Verifies plan bundles and releases strictly: the single entry point for ``ddm verify`` and the silo's worker.
 
-The rules are in `ddm.trust.rules`, without I/O. This file walks the folder, passes on the metadata, compares every file
-with what was signed, and records the versions seen.
+The rules are in `ddm.trust.rules`, without I/O. This file reads the folder and keeps what was seen. In this order it
+
+ 1. lists the folder, without following any link, and reads ``metadata/`` within bounds;
+ 2. verifies the metadata from the pinned root (`ddm.trust.rules.verify_metadata`);
+ 3. compares the versions with those seen before (`ddm.trust.version_store`), which detects a rollback;
+ 4. compares the silos' keys with those that the caller pinned, and with those seen before
+    (`ddm.trust.silo_key_store`);
+ 5. compares every file with what was signed: none is missing, none is unlisted, and each has the signed bytes;
+ 6. lets the caller add conditions;
+ 7. records keys and versions, so that nothing is remembered of a folder that was refused.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,24 +27,18 @@ from ddm.trust.key_rotation import open_chain
 from ddm.trust.keys import PublicKey, group_fingerprint, parse_fingerprint
 from ddm.trust.metadata import LIMITS
 from ddm.trust.paths import KEY_HISTORY, silo_role
-from ddm.trust.rules import Resolved, Stage, resolve
-from ddm.trust.silo_keys import Found, KeyMemory
-from ddm.trust.state import Memory, default_state
+from ddm.trust.rules import FolderKind, VerifiedMetadata, verify_metadata
+from ddm.trust.silo_key_store import SiloKeyClaims, SiloKeyStore
+from ddm.trust.version_store import VersionStore
 
-__all__ = [
-    "VerifiedFile",
-    "VerifiedRelease",
-    "check_bundle_metadata",
-    "default_state",
-    "verify_bundle",
-    "verify_release",
-]
-
+# Over all metadata files together: each of ten thousand files within its own bound would still fill the memory.
 MAX_METADATA_BYTES = 64 * 1024 * 1024
+# Bundles share one scope, since an older plan after a newer one is a rollback. A release's scope is its plan.
+_BUNDLE_SCOPE = "bundle"
 _NO_PINS: Mapping[str, str] = MappingProxyType({})
 
 
-def _none(name: str) -> bool:
+def _check_all_now(name: str) -> bool:
     return False
 
 
@@ -50,14 +51,14 @@ class VerifiedFile:
         bytes: its length.
         digest: its sha256, to be checked again when the file is opened much later.
         role: the role that signed it.
-        read: whether its digest was checked; if not, only its length was, and the reader must check the digest.
+        digest_checked: whether its digest was checked; if not, only its length was, and the reader must check it.
     """
 
     path: Path
     bytes: int
     digest: str
     role: str
-    read: bool = True
+    digest_checked: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class VerifiedRelease:
         versions: role to version.
         expires: when the timestamp expires.
         expired: whether it has, which only `archived` accepts.
-        told: what the reader should know of silos that changed their key, vanished or appeared since the last release.
+        notices: what the reader should know of silos that changed their key, vanished or appeared since the last
+            release.
         log_keys: verifier keys of the federation's log, as the roots name them, the newest last.
     """
 
@@ -88,11 +90,25 @@ class VerifiedRelease:
     expired: bool
     origins: Mapping[str, str] = field(default_factory=dict)
     log_keys: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
-def _accept(verified: VerifiedRelease) -> None:
-    """Add no condition."""
+def _no_condition(verified: VerifiedRelease) -> None:
+    """Accept every verified folder."""
+
+
+@dataclass(frozen=True)
+class _VerificationOptions:
+    """What the caller of a verification requires; see `verify_release` for each of them."""
+
+    kind: FolderKind
+    state: Path | None
+    now: datetime
+    pinned_keys: Mapping[str, str] = field(default_factory=dict)
+    accepted_keys: Mapping[str, str] = field(default_factory=dict)
+    archived: bool = False
+    later: Callable[[str], bool] = _check_all_now
+    before_recording: Callable[[VerifiedRelease], None] = _no_condition
 
 
 def verify_release(
@@ -103,8 +119,8 @@ def verify_release(
     silo_keys: Mapping[str, str] = _NO_PINS,
     accepted_keys: Mapping[str, str] = _NO_PINS,
     archived: bool = False,
-    later: Callable[[str], bool] = _none,
-    before_recording: Callable[[VerifiedRelease], None] = _accept,
+    later: Callable[[str], bool] = _check_all_now,
+    before_recording: Callable[[VerifiedRelease], None] = _no_condition,
     now: datetime | None = None,
 ) -> VerifiedRelease:
     """Verify a whole release, from the pinned root to the last byte.
@@ -126,12 +142,19 @@ def verify_release(
         TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
-    pins = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in silo_keys.items()}
-    accepted = {
-        silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in accepted_keys.items()
-    } | pins
-    asked = _Asked(Stage.RELEASE, state, pins, accepted, archived, later, before_recording)
-    return _verify(folder, root, asked, now or datetime.now(UTC))
+    pinned = {silo_id: parse_fingerprint(text) for silo_id, text in silo_keys.items()}
+    accepted = {silo_id: parse_fingerprint(text) for silo_id, text in accepted_keys.items()}
+    options = _VerificationOptions(
+        kind=FolderKind.RELEASE,
+        state=state,
+        now=now or datetime.now(UTC),
+        pinned_keys=pinned,
+        accepted_keys=accepted | pinned,
+        archived=archived,
+        later=later,
+        before_recording=before_recording,
+    )
+    return _verify_folder(folder, root, options)
 
 
 def verify_bundle(
@@ -139,7 +162,7 @@ def verify_bundle(
     root: bytes,
     *,
     state: Path | None,
-    before_recording: Callable[[VerifiedRelease], None] = _accept,
+    before_recording: Callable[[VerifiedRelease], None] = _no_condition,
     now: datetime | None = None,
 ) -> VerifiedRelease:
     """Verify a plan's bundle: plan.json and its tensors, without any submission.
@@ -156,18 +179,23 @@ def verify_bundle(
         TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
-    asked = _Asked(Stage.BUNDLE, state, before_recording=before_recording)
-    return _verify(folder, root, asked, now or datetime.now(UTC))
+    options = _VerificationOptions(
+        kind=FolderKind.BUNDLE,
+        state=state,
+        now=now or datetime.now(UTC),
+        before_recording=before_recording,
+    )
+    return _verify_folder(folder, root, options)
 
 
-def check_bundle_metadata(
+def verify_bundle_metadata(
     folder: Path,
     root: bytes,
     *,
     state: Path | None,
     now: datetime | None = None,
     remember: bool = False,
-) -> Resolved:
+) -> VerifiedMetadata:
     """Verify a bundle's metadata alone, before its other files are fetched, copied or read; nothing else is looked at.
 
     Args:
@@ -182,160 +210,207 @@ def check_bundle_metadata(
         FormatError: a metadata file does not parse.
     """
     entries = {f"metadata/{name}": entry for name, entry in list_files(folder / "metadata").items()}
-    memory = Memory.of(state, hashlib.sha256(root).hexdigest()) if state else None
-    resolved = resolve(
-        _read_metadata(folder, entries),
-        root,
-        stage=Stage.BUNDLE,
-        now=now or datetime.now(UTC),
-        remembered=memory.roots() if memory else None,
-    )
-    if memory:
-        memory.check("bundle", resolved)
+    options = _VerificationOptions(FolderKind.BUNDLE, state, now or datetime.now(UTC))
+    versions = _open_version_store(state, root)
+    metadata = _verify_metadata_files(folder, entries, root, options, versions)
+    if versions is not None:
+        versions.check(_BUNDLE_SCOPE, metadata)
         if remember:
-            memory.record("bundle", resolved)
-    return resolved
+            versions.record(_BUNDLE_SCOPE, metadata)
+    return metadata
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What the caller of a verification asked for."""
-
-    stage: Stage
-    state: Path | None
-    pins: Mapping[str, str] = field(default_factory=dict)
-    accepted: Mapping[str, str] = field(default_factory=dict)
-    archived: bool = False
-    later: Callable[[str], bool] = _none
-    before_recording: Callable[[VerifiedRelease], None] = _accept
-
-
-def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> VerifiedRelease:
+def _verify_folder(folder: Path, root: bytes, options: _VerificationOptions) -> VerifiedRelease:
     folder = require_folder(folder, "a folder")
     entries = list_files(folder)
-    memory = Memory.of(asked.state, hashlib.sha256(root).hexdigest()) if asked.state else None
-    resolved = resolve(
+    versions = _open_version_store(options.state, root)
+    metadata = _verify_metadata_files(folder, entries, root, options, versions)
+    scope = metadata.plan_id
+    if options.kind is FolderKind.BUNDLE:
+        scope = _BUNDLE_SCOPE
+    if versions is not None:
+        versions.check(scope, metadata)
+
+    _check_pinned_keys(metadata, options.pinned_keys)
+    # Read and verified without a state too: a release with a wrong key history is refused for everybody.
+    rotations = _read_rotations(folder, metadata)
+    silo_keys = None
+    claims = SiloKeyClaims(metadata.silo_keys, rotations, options.accepted_keys)
+    if versions is not None and options.kind is FolderKind.RELEASE:
+        silo_keys = SiloKeyStore(versions.folder)
+        claims = replace(claims, unchanged=_unchanged_silos(versions, scope, metadata))
+        silo_keys.check(claims)
+
+    verified = VerifiedRelease(
+        root_fingerprint=metadata.root_fingerprint,
+        plan_id=metadata.plan_id,
+        files=_check_files(folder, entries, metadata, options.later),
+        silo_keys=metadata.silo_keys,
+        versions=metadata.versions,
+        expires=metadata.expires,
+        expired=metadata.expired,
+        origins=metadata.origins,
+        log_keys=metadata.log_keys,
+    )
+    options.before_recording(verified)
+
+    # The keys first: what `unchanged` lets pass must be of a release whose keys were remembered. If the process ended
+    # between the two in the other order, the next visit would accept a changed key as one verified before.
+    notices: tuple[str, ...] = ()
+    if silo_keys is not None:
+        notices = silo_keys.record(claims)
+    if versions is not None:
+        versions.record(scope, metadata)
+    return replace(verified, notices=notices)
+
+
+def _open_version_store(state: Path | None, root: bytes) -> VersionStore | None:
+    if state is None:
+        return None
+    return VersionStore.for_root(state, sha256_hex(root))
+
+
+def _verify_metadata_files(
+    folder: Path,
+    entries: Mapping[str, FileEntry],
+    root: bytes,
+    options: _VerificationOptions,
+    versions: VersionStore | None,
+) -> VerifiedMetadata:
+    """Read the files in ``metadata/`` and verify them from the pinned root."""
+    known_roots = None
+    if versions is not None:
+        known_roots = versions.roots()
+    return verify_metadata(
         _read_metadata(folder, entries),
         root,
-        stage=asked.stage,
-        now=now,
-        archived=asked.archived,
-        remembered=memory.roots() if memory else None,
+        kind=options.kind,
+        now=options.now,
+        archived=options.archived,
+        known_roots=known_roots,
     )
-    scope = "bundle" if asked.stage is Stage.BUNDLE else resolved.plan_id
-    if memory:
-        memory.check(scope, resolved)
-    _check_pins(resolved, asked.pins)
-    rotations = _read_rotations(folder, resolved)
-    silo_keys, found = None, Found(resolved.silo_keys, rotations, asked.accepted)
-    if memory and asked.stage is Stage.RELEASE:
-        same = memory.unchanged(scope, resolved)
-        unchanged = [
-            silo_id
-            for silo_id in found.keys
-            if silo_role(resolved.origins[silo_id], silo_id) in same
-        ]
-        silo_keys, found = KeyMemory(memory.folder), replace(found, unchanged=unchanged)
-        silo_keys.check(found)
-    files = _check_files(folder, entries, resolved, asked.later)
-    verified = VerifiedRelease(
-        root_fingerprint=resolved.root_fingerprint,
-        plan_id=resolved.plan_id,
-        files=files,
-        silo_keys=resolved.silo_keys,
-        versions=resolved.versions,
-        expires=resolved.expires,
-        expired=resolved.expired,
-        origins=resolved.origins,
-        log_keys=resolved.log_keys,
-    )
-    asked.before_recording(verified)
-    # The keys first: what `unchanged` lets pass must be of a release whose keys were remembered.
-    told = silo_keys.record(found) if silo_keys else ()
-    if memory:
-        memory.record(scope, resolved)
-    return replace(verified, told=told)
 
 
 def _read_metadata(folder: Path, entries: Mapping[str, FileEntry]) -> Mapping[str, bytes]:
-    """Read the files in ``metadata/``, with bounds on each and on all together; none is trusted yet."""
-    view: dict[str, bytes] = {}
-    left = MAX_METADATA_BYTES
-    for name in entries:
-        if not name.startswith("metadata/"):
+    """Read the files in ``metadata/``, with bounds on each and on all together; none is trusted yet.
+
+    Endless data attack: a file without end, or many large ones, would fill memory before any signature is checked.
+    """
+    files: dict[str, bytes] = {}
+    bytes_left = MAX_METADATA_BYTES
+    for path in entries:
+        if not path.startswith("metadata/"):
             continue
-        kind = (
-            "root"
-            if name.endswith(".root.json")
-            else name.removeprefix("metadata/").removesuffix(".json")
-        )
-        data = read_small(folder, name, min(left, LIMITS.get(kind, LIMITS["targets"])))
-        left -= len(data)
-        view[name.removeprefix("metadata/")] = data
-    return view
+        name = path.removeprefix("metadata/")
+        role = name.removesuffix(".json")
+        if name.endswith(".root.json"):
+            role = "root"
+        limit = LIMITS.get(role, LIMITS["targets"])
+        files[name] = read_small(folder, path, min(bytes_left, limit))
+        bytes_left -= len(files[name])
+    return files
 
 
-def _check_pins(resolved: Resolved, pins: Mapping[str, str]) -> None:
-    for silo_id, fingerprint in pins.items():
-        found = resolved.silo_keys.get(silo_id)
-        if found is None:
-            present = ", ".join(sorted(resolved.silo_keys))[:200] or "no silos"
-            expected = "part of this release, since its key is pinned"
-            raise RoleError(f"silo {silo_id}", expected=expected, got=f"a release of {present}")
-        if found != fingerprint:
-            subject = f"metadata/{resolved.plan_id}.{silo_id}.json"
-            expected = f"signed by key {group_fingerprint(fingerprint)}"
-            raise SignatureError(subject, expected=expected, got=group_fingerprint(found))
+def _unchanged_silos(versions: VersionStore, scope: str, metadata: VerifiedMetadata) -> list[str]:
+    """Return the silos whose signed list of files is, to the byte, the one verified before of the same plan."""
+    unchanged_roles = versions.unchanged_roles(scope, metadata)
+    return [
+        silo_id
+        for silo_id in metadata.silo_keys
+        if silo_role(metadata.origins[silo_id], silo_id) in unchanged_roles
+    ]
 
 
-def _read_rotations(folder: Path, resolved: Resolved) -> Mapping[str, tuple[KeyRotation, ...]]:
+def _check_pinned_keys(metadata: VerifiedMetadata, pinned_keys: Mapping[str, str]) -> None:
+    """Require the keys that the caller knows from the silos themselves, since the aggregator could name others."""
+    for silo_id, fingerprint in pinned_keys.items():
+        actual = metadata.silo_keys.get(silo_id)
+        if actual is None:
+            present = ", ".join(sorted(metadata.silo_keys))[:200] or "no silos"
+            raise RoleError(
+                f"silo {silo_id}",
+                expected="part of this release, since its key is pinned",
+                got=f"a release of {present}",
+            )
+        if actual != fingerprint:
+            raise SignatureError(
+                f"metadata/{metadata.plan_id}.{silo_id}.json",
+                expected=f"signed by key {group_fingerprint(fingerprint)}",
+                got=group_fingerprint(actual),
+            )
+
+
+def _read_rotations(
+    folder: Path, metadata: VerifiedMetadata
+) -> Mapping[str, tuple[KeyRotation, ...]]:
     """Read the rotations of the silos' keys from the very bytes that are signed, and verify each of them."""
-    name = f"targets/{resolved.plan_id}/{KEY_HISTORY}"
-    target = resolved.targets.get(name.removeprefix("targets/"))
-    if target is None:
+    path = f"{metadata.plan_id}/{KEY_HISTORY}"
+    name = f"targets/{path}"
+    signed_file = metadata.targets.get(path)
+    if signed_file is None:
         return {}
+    # The digest is checked on the bytes that are parsed here. `_check_files` opens the file a second time, and another
+    # process could change it in between.
     data = read_small(folder, name, MAX_KEY_HISTORY_BYTES)
-    if (len(data), sha256_hex(data)) != (target.bytes, target.digest):
+    digest = sha256_hex(data)
+    if (len(data), digest) != (signed_file.bytes, signed_file.digest):
         raise DigestError(
             name,
-            expected=f"sha256 {target.digest[:16]}...",
-            got=f"sha256 {sha256_hex(data)[:16]}...",
+            expected=f"sha256 {signed_file.digest[:16]}...",
+            got=f"sha256 {digest[:16]}...",
         )
     history = KeyHistory.parse(data, subject=name, limit=MAX_KEY_HISTORY_BYTES)
     chains = {}
     for silo_id, sealed in history.silos.items():
-        chains[silo_id] = open_chain(sealed, silo_id=silo_id, root_digest=resolved.root_fingerprint)
-        last = PublicKey.parse(chains[silo_id][-1].new_key).fingerprint
-        if (signed := resolved.silo_keys.get(silo_id)) != last:
-            expected = (
-                f"rotations of {silo_id} up to the key that signed, {(signed or 'none')[:16]}..."
+        chain = open_chain(sealed, silo_id=silo_id, root_digest=metadata.root_fingerprint)
+        last_key = PublicKey.parse(chain[-1].new_key).fingerprint
+        signing_key = metadata.silo_keys.get(silo_id)
+        if signing_key != last_key:
+            shown_key = (signing_key or "none")[:16]
+            raise SignatureError(
+                name,
+                expected=f"rotations of {silo_id} up to the key that signed, {shown_key}...",
+                got=f"rotations up to key {last_key[:16]}...",
             )
-            raise SignatureError(name, expected=expected, got=f"rotations up to key {last[:16]}...")
+        chains[silo_id] = chain
     return chains
 
 
 def _check_files(
-    folder: Path, entries: Mapping[str, FileEntry], resolved: Resolved, later: Callable[[str], bool]
+    folder: Path,
+    entries: Mapping[str, FileEntry],
+    metadata: VerifiedMetadata,
+    later: Callable[[str], bool],
 ) -> Mapping[str, VerifiedFile]:
     """Compare the folder with the signed files: no file more or less, and the same bytes."""
-    signed = {f"targets/{path}": target for path, target in resolved.targets.items()}
+    signed_files = {f"targets/{path}": signed for path, signed in metadata.targets.items()}
     for name in entries:
-        if not name.startswith("metadata/") and name not in signed:
+        # An extra file could pass for a signed one with people and programs that only look at the folder.
+        if not name.startswith("metadata/") and name not in signed_files:
             raise UnlistedFileError(
                 name, expected="only signed files", got="a file that no role lists"
             )
-    for name in signed:
+    for name in signed_files:
         if name not in entries:
             raise AbsentFileError(name, expected="a signed file", got="no such file")
-    files: dict[str, VerifiedFile] = {}
-    for name, target in signed.items():
+
+    verified: dict[str, VerifiedFile] = {}
+    for name, signed in signed_files.items():
         # A silo has one role, of one plan, so no two plans' files have the same name here.
-        entry, relative = entries[name], name.split("/", 2)[2]
-        if not (postponed := later(relative)):
-            check_digest(folder, name, target.bytes, target.digest)
-        elif entry.bytes != target.bytes:
-            raise DigestError(name, expected=f"{target.bytes} bytes", got=f"{entry.bytes} bytes")
-        files[relative] = VerifiedFile(
-            entry.path, target.bytes, target.digest, target.role, read=not postponed
+        path_in_plan = name.split("/", 2)[2]
+        is_postponed = later(path_in_plan)
+        if is_postponed:
+            if entries[name].bytes != signed.bytes:
+                raise DigestError(
+                    name, expected=f"{signed.bytes} bytes", got=f"{entries[name].bytes} bytes"
+                )
+        else:
+            check_digest(folder, name, signed.bytes, signed.digest)
+        verified[path_in_plan] = VerifiedFile(
+            entries[name].path,
+            signed.bytes,
+            signed.digest,
+            signed.role,
+            digest_checked=not is_postponed,
         )
-    return files
+    return verified

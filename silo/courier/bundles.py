@@ -22,8 +22,8 @@ from ddm.io.modes import group_folder, open_to_group
 from ddm.protocol.base import sha256_hex
 from ddm.transport.messages import MAX_BUNDLE_FILES, FileEntry, Held, Offer
 from ddm.transport.shards import PartFolder, list_folder
-from ddm.trust.rules import Target
-from ddm.trust.verify import check_bundle_metadata
+from ddm.trust.rules import SignedFile
+from ddm.trust.verify import verify_bundle_metadata
 from silo.courier.inbox import MAX_METADATA_BYTES, Inbox, has_signed, remove
 
 _METADATA = "metadata/"
@@ -82,7 +82,7 @@ def _collect(
             span for span in part.missing(shard_bytes) if span.path.startswith(_METADATA)
         ):
             return Held(missing=lacking)
-        signed = check_bundle_metadata(own, inbox.root(), state=inbox.memory)
+        signed = verify_bundle_metadata(own, inbox.root(), state=inbox.memory)
         if signed.plan_id != offer.plan_id:
             raise ReplayError(
                 "bundle", expected=f"plan {offer.plan_id}", got=f"plan {signed.plan_id}"
@@ -101,7 +101,7 @@ def _collect(
         raise
     open_to_group(target, inbox.folder)
     _put(target, home)
-    check_bundle_metadata(home / "bundle", inbox.root(), state=inbox.memory, remember=True)
+    verify_bundle_metadata(home / "bundle", inbox.root(), state=inbox.memory, remember=True)
     inbox.tidy()  # an earlier plan does not verify beside it
     return Held(complete=True)
 
@@ -138,7 +138,7 @@ def _check_index(files: Sequence[FileEntry], plan_id: str, bundle_bytes: int) ->
         )
 
 
-def _check_signed(files: Sequence[FileEntry], targets: Mapping[str, Target]) -> None:
+def _check_signed(files: Sequence[FileEntry], targets: Mapping[str, SignedFile]) -> None:
     signed = {f"targets/{path}": (target.bytes, target.digest) for path, target in targets.items()}
     offered = {
         entry.path: (entry.num_bytes, entry.digest)

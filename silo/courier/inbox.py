@@ -26,7 +26,7 @@ from ddm.io.files import read_bounded
 from ddm.io.locks import lock_if_unread, locked
 from ddm.protocol.base import PLAN_ID_PATTERN
 from ddm.transport.messages import StatusFile
-from ddm.trust.verify import check_bundle_metadata
+from ddm.trust.verify import verify_bundle_metadata
 
 MAX_UNVERIFIED = 4
 MAX_METADATA_BYTES = 16 * 1024 * 1024
@@ -118,7 +118,8 @@ class Inbox:
         """Whether a bundle's metadata are signed, in force, of this plan and not older than the newest one seen."""
         try:
             return (
-                check_bundle_metadata(plan / "bundle", root, state=self.memory).plan_id == plan.name
+                verify_bundle_metadata(plan / "bundle", root, state=self.memory).plan_id
+                == plan.name
             )
         except (TrustError, FormatError, OSError):
             return False

@@ -12,7 +12,7 @@ from ddm.io.modes import group_folder
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.transport.messages import Deliver, Delivered
 from ddm.transport.sequences import sequences
-from ddm.trust.receipt import MAX_RECEIPT_BYTES, open_receipt
+from ddm.trust.sealed_documents import MAX_RECEIPT_BYTES, ReceiptBinding, open_receipt
 from silo.config import Site
 
 
@@ -64,7 +64,9 @@ def _check(deliver: Deliver, receipt: bytes, site: Site) -> None:
 
     path = site.inbox / deliver.plan_id / "bundle" / "targets" / deliver.plan_id / "plan.json"
     data = read_bounded(path, MAX_DOCUMENT_BYTES)
-    binding = (deliver.plan_id, sha256_hex(data), site.settings().silo_id, deliver.sequence)
+    binding = ReceiptBinding(
+        deliver.plan_id, sha256_hex(data), site.settings().silo_id, deliver.sequence
+    )
     opened = open_receipt(receipt, Plan.parse(data, subject="plan.json").receipt_key, binding)
     if (opened.verdict.kind == "held") != deliver.held:
         expected = "word that it waits for a person" if deliver.held else "an answer"

@@ -33,15 +33,15 @@ from ddm.protocol.encoder import TimmEncoder
 from ddm.protocol.learning import PartialAdaptation
 from ddm.protocol.plan import Plan
 from ddm.trust.keys import PublicKey, group_fingerprint
+from ddm.trust.log.checkpoint_store import CheckpointStore
 from ddm.trust.log.entries import PlanSigned
-from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
 from ddm.trust.paths import PLAN_CONSISTENCY_NAME, PLAN_LOG_NAMES, PLAN_PROOF_NAME
 from ddm.trust.verify import (
     MAX_METADATA_BYTES,
     VerifiedRelease,
-    check_bundle_metadata,
     verify_bundle,
+    verify_bundle_metadata,
 )
 from silo.config import Policy, Site
 from silo.plan.looks import look_at
@@ -135,10 +135,12 @@ def receive_plan(
         staging_folder(plan_folder(site, plan_id)) as part,
     ):
         # Before anything large is copied: what nobody signed costs neither time nor disk.
-        targets = check_bundle_metadata(source, root, state=site.private / "trust", now=now).targets
+        targets = verify_bundle_metadata(
+            source, root, state=site.private / "trust", now=now
+        ).targets
         most = MAX_METADATA_BYTES + sum(target.bytes for target in targets.values())
         copy_tree_bounded(source, part, max_bytes=min(max_bytes, most))
-        memory = LogMemory(site.private / "trust" / sha256_hex(root))
+        memory = CheckpointStore(site.private / "trust" / sha256_hex(root))
         verified = verify_bundle(
             part,
             root,
@@ -233,7 +235,7 @@ def _check_agreed(plan: Plan, site: Site, silo_id: str) -> None:
         )
 
 
-def _check_log(bundle: Path, verified: VerifiedRelease, memory: LogMemory) -> None:
+def _check_log(bundle: Path, verified: VerifiedRelease, memory: CheckpointStore) -> None:
     """Check that the plan stands in the federation's log, if the root names one, and that the log only grew."""
     if not verified.log_keys:
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddm.errors import ArchipelagoError
 from ddm.protocol.base import PLAN_ID_PATTERN
-from ddm.trust.verify import check_bundle_metadata
+from ddm.trust.verify import verify_bundle_metadata
 from silo.config import Site
 
 _MOST = 64  # folders looked at; the courier keeps fewer
@@ -62,6 +62,6 @@ def _candidates(site: Site, plan_id: str) -> Iterator[tuple[Path, tuple[int, int
 def _announced(site: Site, folder: Path, root: bytes) -> str | None:
     """Return the plan that the metadata in a folder announce; None where they do not verify."""
     try:
-        return check_bundle_metadata(folder, root, state=site.private / "trust").plan_id
+        return verify_bundle_metadata(folder, root, state=site.private / "trust").plan_id
     except ArchipelagoError:
         return None

@@ -10,7 +10,7 @@ from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Accepted, Held, Receipt, Refused, Withdrawn
 from ddm.protocol.submission import submission_path
-from ddm.trust.receipt import MAX_RECEIPT_BYTES, open_receipt
+from ddm.trust.sealed_documents import MAX_RECEIPT_BYTES, ReceiptBinding, open_receipt
 from silo.config import Site
 from silo.worker.life import AT_WORK, Event
 from silo.worker.state import State
@@ -59,13 +59,13 @@ def _receipt(
     site: Site, state: State, plan: Plan, name: str, sequence: int | None = None
 ) -> Receipt | None:
     silo_id, number = site.settings().silo_id, sequence or state.sequence
-    binding = (plan.plan_id, state.plan_digest or "", silo_id, number)
+    binding = ReceiptBinding(plan.plan_id, state.plan_digest or "", silo_id, number)
     submission = site.outbox / plan.plan_id / str(number) / submission_path(silo_id)
     return find_receipt(site.inbox / plan.plan_id / "receipts" / name, plan, binding, submission)
 
 
 def find_receipt(
-    path: Path, plan: Plan, binding: tuple[str, str, str, int], submission: Path
+    path: Path, plan: Plan, binding: ReceiptBinding, submission: Path
 ) -> Receipt | None:
     """Return the receipt at `path`, None if there is no genuine one.
 
@@ -75,7 +75,7 @@ def find_receipt(
     Args:
         path: where the courier puts it.
         plan: names the key.
-        binding: the plan id, plan digest, silo id and sequence that the receipt must name.
+        binding: what the receipt must name.
         submission: the document that was sent.
     """
     if not path.exists():
@@ -88,9 +88,7 @@ def find_receipt(
         return None
 
 
-def _verify(
-    path: Path, plan: Plan, binding: tuple[str, str, str, int], submission: Path
-) -> Receipt:
+def _verify(path: Path, plan: Plan, binding: ReceiptBinding, submission: Path) -> Receipt:
     sealed = read_bounded(path, MAX_RECEIPT_BYTES, subject="receipt")
     receipt = open_receipt(sealed, plan.receipt_key, binding)
     if isinstance(receipt.verdict, Accepted) and not (

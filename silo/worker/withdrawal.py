@@ -9,7 +9,7 @@ from ddm.io.modes import group_folder
 from ddm.protocol.base import now_utc
 from ddm.protocol.leave import LEAVE_NAME
 from ddm.trust.keys import SigningKey
-from ddm.trust.leave import seal_leave
+from ddm.trust.sealed_documents import seal_leave_notice
 from silo.config import Site
 from silo.decisions import DecisionLog, Withdrew
 from silo.worker.approval import approval_path, review_folder
@@ -49,7 +49,8 @@ def withdraw_from_plan(site: Site, key: SigningKey) -> State:
         folder = site.outbox / state.plan_id
         group_folder(folder, site.outbox)
         write_for_group(
-            folder / LEAVE_NAME, seal_leave(state.plan_id, site.settings().silo_id, key, now_utc())
+            folder / LEAVE_NAME,
+            seal_leave_notice(state.plan_id, site.settings().silo_id, key, now_utc()),
         )
         if state.state not in ("accepted", "withdrawn"):
             _empty_outbox(site, state)

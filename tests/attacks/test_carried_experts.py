@@ -38,9 +38,9 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, submission_path
 from ddm.publishing.keys import load_key
 from ddm.trust.metadata import sign_metadata
-from ddm.trust.removed_roles import check_not_gone, load_removed, record_removed
 from ddm.trust.repository import Repository
-from ddm.trust.rules import Resolved
+from ddm.trust.rules import VerifiedMetadata
+from ddm.trust.version_store import check_not_removed, load_removed, record_removed
 from tests.conftest import Published
 from tests.support.commands import command
 from tests.support.federation import PASSPHRASE, POLICY, recipe, write_policy
@@ -450,8 +450,8 @@ def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
     tiny.publish(tmp_path / "grown")
     release = open_release(tmp_path / "grown", root=published.root, state=state)
     assert release.verified.silo_keys["east"] == old.fingerprint
-    assert release.verified.told != ()  # west appeared, and nobody's key changed
-    assert not any("east" in words for words in release.verified.told)
+    assert release.verified.notices != ()  # west appeared, and nobody's key changed
+    assert not any("east" in words for words in release.verified.notices)
     again = tiny.grow(replaced=["east"])
     assert tiny.federation.delegations()[f"{again}.east"] == str(tiny.key("east").public)
 
@@ -525,8 +525,8 @@ def test_removed_carried_silo_leaves_the_next_release(grown: Published, tmp_path
 def test_memory_of_removed_roles_refuses_what_a_later_plan_carries_over(tmp_path: Path) -> None:
     """Versions as in a federation whose snapshot removed the role; a rotated snapshot key ends the memory."""
 
-    def resolved(version: int, removed: int | None, key: str = "a" * 64) -> Resolved:
-        return Resolved(
+    def resolved(version: int, removed: int | None, key: str = "a" * 64) -> VerifiedMetadata:
+        return VerifiedMetadata(
             root_fingerprint="f",
             plan_id="tiny-00000002",
             targets={},
@@ -541,13 +541,13 @@ def test_memory_of_removed_roles_refuses_what_a_later_plan_carries_over(tmp_path
             expired=False,
         )
 
-    check_not_gone(load_removed(tmp_path), resolved(1, None))
+    check_not_removed(load_removed(tmp_path), resolved(1, None))
     record_removed(tmp_path, resolved(3, 2))
     record_removed(tmp_path, resolved(3, None))
     with pytest.raises(RollbackError, match="carries it over"):
-        check_not_gone(load_removed(tmp_path), resolved(1, None))
-    check_not_gone(load_removed(tmp_path), resolved(2, None))
-    check_not_gone(load_removed(tmp_path), resolved(1, None, key="b" * 64))
+        check_not_removed(load_removed(tmp_path), resolved(1, None))
+    check_not_removed(load_removed(tmp_path), resolved(2, None))
+    check_not_removed(load_removed(tmp_path), resolved(1, None, key="b" * 64))
 
 
 def test_differences_are_those_that_change_the_meaning(grown_once: Published) -> None:

@@ -22,10 +22,10 @@ from ddm.protocol.enrolment import CARD_KIND, Agreed, RotatedCard
 from ddm.publishing.journal import Journal
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
-from ddm.trust.log.entries import parse_entry, topic
-from ddm.trust.silo_keys import KeyMemory
-from ddm.trust.state import Memory
+from ddm.trust.log.entries import entry_subject, parse_entry
+from ddm.trust.silo_key_store import SiloKeyStore
 from ddm.trust.verify import verify_release
+from ddm.trust.version_store import VersionStore
 from silo.plan.looks import MOST_LOST, look_at
 from silo.worker.worker import Worker
 from tests.support.case import case
@@ -163,7 +163,7 @@ def test_log_says_that_a_silo_was_removed_only_where_nothing_but_its_removal_can
 def said(keyed: KeyedFederation, silo_id: str) -> list[str]:
     """What the log says of a silo, entry after entry."""
     entries = [parse_entry(line, "log") for line in Journal.load(keyed.federation).entries]
-    return [entry.kind for entry in entries if topic(entry) == ("silo", silo_id)]
+    return [entry.kind for entry in entries if entry_subject(entry) == ("silo", silo_id)]
 
 
 def test_folder_older_than_its_public_log_starts_no_plan_that_silos_would_see_as_a_second_history(
@@ -204,13 +204,13 @@ def test_consent_is_remembered_or_asked_for_again_however_the_reader_is_cut_shor
     def cut_short(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    for memory in (KeyMemory, Memory):
+    for memory in (SiloKeyStore, VersionStore):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(memory, "record", cut_short)
             verify_release(second, keyed.root, state=state, accepted_keys={"east": new})
         with case(memory=memory.__name__):
             try:
-                told = verify_release(second, keyed.root, state=state).told
+                told = verify_release(second, keyed.root, state=state).notices
             except ArchipelagoError as error:
                 assert "--accept-key" in str(error.remedy)
                 continue
@@ -253,7 +253,7 @@ def test_full_disk_of_the_site_refuses_no_plan(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr("ddm.trust.state.write_atomic", full)
+        patch.setattr("ddm.trust.version_store.write_atomic", full)
         tiny.work("north", until="plan_refused")
     assert tiny.work("north", until="plan_accepted").plan_id == planned_once[1]
 

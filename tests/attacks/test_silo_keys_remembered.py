@@ -143,16 +143,16 @@ def take(keyed: KeyedFederation, path: Path) -> object:
 def test_key_that_its_old_key_announced_passes_with_a_note_over_several_rotations_too(
     keyed, read, tmp_path
 ) -> None:
-    assert read(keyed.path / "first").told == ()
+    assert read(keyed.path / "first").notices == ()
     read(keyed.path / "first", "seldom")
     assert take(keyed, keyed.rotate("east")) == 0
     keyed.plan(2)
     second = keyed.publish(2, tmp_path / "second")
     new = keyed.silos["east"].public.fingerprint
-    assert read(second).told == (
+    assert read(second).notices == (
         f"silo east changed its key, as its old key announced; from now on: {new}",
     )
-    assert read(second).told == ()
+    assert read(second).notices == ()
     keyed.rotate("east")
     assert take(keyed, keyed.rotate("east")) == 0
     assert take(keyed, keyed.path / "east.card.json") == 0
@@ -160,10 +160,10 @@ def test_key_that_its_old_key_announced_passes_with_a_note_over_several_rotation
     third = keyed.publish(3, tmp_path / "third")
     for name in ("reader", "seldom"):
         with case(name=name):
-            assert "as its old key announced" in read(third, name).told[0]
+            assert "as its old key announced" in read(third, name).notices[0]
     # A release that was verified before is what it was, and its key does not come back.
-    assert "earlier key, as you verified before" in read(keyed.path / "first").told[0]
-    assert read(third).told == ()
+    assert "earlier key, as you verified before" in read(keyed.path / "first").notices[0]
+    assert read(third).notices == ()
 
 
 def test_old_key_is_refused_after_its_rotation(keyed, read, tmp_path) -> None:
@@ -191,7 +191,7 @@ def test_old_key_is_refused_after_its_rotation(keyed, read, tmp_path) -> None:
     with pytest.raises(SignatureError, match="silo east"):
         read(third)
     accepted = read(third, accepted_keys={"east": stolen.public.fingerprint})
-    assert "which you accepted" in accepted.told[0]
+    assert "which you accepted" in accepted.notices[0]
 
 
 def secret(folder: Path) -> Path:
@@ -281,7 +281,7 @@ def test_history_that_the_old_key_did_not_seal_convinces_no_reader(keyed, read, 
             release = republished(keyed, shutil.copytree(second, tmp_path / name), forged)
             with pytest.raises(error):
                 read(release)
-    assert "as its old key announced" in read(republished(keyed, second, history)).told[0]
+    assert "as its old key announced" in read(republished(keyed, second, history)).notices[0]
 
 
 def test_history_is_bounded(keyed) -> None:
@@ -296,10 +296,10 @@ def test_history_is_bounded(keyed) -> None:
 def test_silos_that_vanish_appear_or_come_back_are_told(keyed, read, tmp_path) -> None:
     read(keyed.path / "first")
     without = keyed.publish(1, tmp_path / "without", silos=("north",))
-    assert read(without).told == ("silo east is not in this release; it was in the last one",)
+    assert read(without).notices == ("silo east is not in this release; it was in the last one",)
     keyed.enroll("south")
     keyed.plan(2, silos=("east", "north", "south"))
-    told = read(keyed.publish(2, tmp_path / "second")).told
+    told = read(keyed.publish(2, tmp_path / "second")).notices
     assert [line.split(";")[0] for line in told] == [
         "silo south is new",
         "silo east is back",

@@ -249,7 +249,7 @@ def test_second_history_is_refused_as_such_although_its_evidence_cannot_be_kept(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     assert verify(histories, "honest", tmp_path) is None
-    monkeypatch.setattr("ddm.trust.log.memory.write_atomic", full)
+    monkeypatch.setattr("ddm.trust.log.checkpoint_store.write_atomic", full)
     found = verify(histories, "forked", tmp_path)
     assert isinstance(found, SplitViewError)
     assert "Keep a copy" in found.remedy

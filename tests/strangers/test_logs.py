@@ -29,6 +29,7 @@ from ddm.transport.flower import decode_reply, encode
 from ddm.transport.messages import Report
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
+from ddm.trust.sealed_documents import ReceiptBinding
 from ddm.trust.silo_role import sign_silo_metadata
 from silo.client_app import app, handle
 from silo.config import SiloSettings
@@ -397,7 +398,7 @@ def test_intake_survives_an_incoming_folder_of_odd_things(
 
 def test_receipt_by_another_key_is_moved_aside_unread(tmp_path: Path) -> None:
     plan = Plan.parse(to_bytes(plan_document(receipt_key=str(KEY.public))), subject="plan")
-    bound = (plan.plan_id, plan.digest, "north", 1)
+    binding = ReceiptBinding(plan.plan_id, plan.digest, "north", 1)
     verdict = {"kind": "refused", "code": 21, "reason": CANARIES[0]}
     told = {
         "plan_id": plan.plan_id,
@@ -409,8 +410,8 @@ def test_receipt_by_another_key_is_moved_aside_unread(tmp_path: Path) -> None:
     receipt, path = json.dumps(receipt_document() | told).encode(), tmp_path / "1.json"
     for stranger, kind in ((SigningKey.generate(), RECEIPT_KIND), (KEY, "card")):
         path.write_bytes(seal(receipt, kind, stranger))
-        assert find_receipt(path, plan, bound, tmp_path / "submission.json") is None
+        assert find_receipt(path, plan, binding, tmp_path / "submission.json") is None
         assert not path.exists()
     path.write_bytes(seal(receipt, RECEIPT_KIND, KEY))
-    found = find_receipt(path, plan, bound, tmp_path / "submission.json")
+    found = find_receipt(path, plan, binding, tmp_path / "submission.json")
     assert found is not None and found.verdict.kind == "refused"

@@ -13,7 +13,7 @@ from tuf.api.metadata import TargetFile, Targets
 
 import ddm.transport.shards
 import ddm.trust.ceremony
-import ddm.trust.state  # noqa: F401
+import ddm.trust.version_store  # noqa: F401
 from ddm.errors import ArchipelagoError, DocumentError, TrustError
 from ddm.io.paths import check_path
 from ddm.protocol.base import Model
@@ -114,10 +114,20 @@ FREE_TEXT = {
         "Evaluation.metric",
         "Refused.reason",
         "Withdrawn.reason",
-        "Request.purpose",
+        "SigningRequest.purpose",
     ),
-    *("Opened.federation", "Invitation.federation", "Invitation.ca_certificate", "Invitation.root"),
-    *("Request.payload", "Request.before", "Request.root", "_Envelope.payload"),
+    *(
+        "FederationOpened.federation",
+        "Invitation.federation",
+        "Invitation.ca_certificate",
+        "Invitation.root",
+    ),
+    *(
+        "SigningRequest.payload",
+        "SigningRequest.before",
+        "SigningRequest.root",
+        "_Envelope.payload",
+    ),
     # `ddm.trust.paths` judges these after the signature: see the tests of listed paths below.
     *("_Targets.targets", "_DelegatedRole.paths"),
     *("_Record.roles", "RemovedRoles.roles", "LogRecord.checkpoint"),  # this computer's own memory

@@ -41,15 +41,15 @@ from ddm.transport.messages import (
     Span,
     Status,
 )
-from ddm.trust.ceremony import HolderSignature, Request
+from ddm.trust.ceremony import HolderSignature, SigningRequest
 from ddm.trust.envelope import _Envelope, open_sealed, seal
 from ddm.trust.key_rotation import open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import Checkpoint, open_checkpoint, sign_checkpoint
 from ddm.trust.log.entries import MAX_ENTRY_BYTES, SiloEnrolled, encode_entry, parse_entry
 from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
-from ddm.trust.log.note import Note, VerifierKey
-from ddm.trust.log.proof import Consistency, InclusionProof
+from ddm.trust.log.note import SignedNote, VerifierKey
+from ddm.trust.log.proof import ConsistencyProofs, InclusionProof
 from ddm.trust.log.tiles import encode_bundle, parse_bundle
 from ddm.trust.metadata import (
     LIMITS,
@@ -271,7 +271,7 @@ def _tuf(kind: type[Any], name: str) -> Door:
 
 
 def _sign_request(data: bytes) -> object:
-    request = Request.parse(data, subject="request")
+    request = SigningRequest.parse(data, subject="request")
     return request.signed(), request.replaced(), request.holders()
 
 
@@ -381,7 +381,7 @@ def doors() -> Mapping[str, Door]:
         "sealed rotation": Door(
             both, open_rotation, (DocumentError, SignatureError), limit=MAX_ROTATION_BYTES
         ),
-        "request": _document(Request, request | {"before": root, "root": root}),
+        "request": _document(SigningRequest, request | {"before": root, "root": root}),
         "holder's signature": _document(HolderSignature, answer | {"signature": "0" * 128}),
         "sealed receipt": Door(
             sealed,
@@ -390,7 +390,7 @@ def doors() -> Mapping[str, Door]:
         ),
         "request to sign": Door(json.dumps(request).encode(), _sign_request),
         "log's consistency": _document(
-            Consistency, {"proofs": [{"size": 3, "hashes": ["A" * 43 + "="]}]}
+            ConsistencyProofs, {"proofs": [{"size": 3, "hashes": ["A" * 43 + "="]}]}
         ),
         "log's entry": Door(
             encode_entry(SiloEnrolled(silo_id="north", key_fingerprint=DIGEST)),
@@ -429,7 +429,9 @@ def texts() -> Mapping[str, Door]:
 
     return {
         "note": Door(
-            signed.encode(), lambda data: Note.parse(data, "note"), again=lambda note: note.encode()
+            signed.encode(),
+            lambda data: SignedNote.parse(data, "note"),
+            again=lambda note: note.encode(),
         ),
         "checkpoint": Door(
             signed.encode(), lambda data: open_checkpoint(data, [key], "checkpoint"), refusals

@@ -15,19 +15,22 @@ from ddm.trust.log.merkle import HASH_BYTES, MAX_SIZE
 from ddm.trust.log.note import (
     COSIGNATURE,
     ED25519,
-    Note,
     NoteSignature,
+    SignedNote,
     VerifierKey,
     decode_base64,
     sign_note,
 )
 
-_TIME_BYTES, _SIGNATURE_BYTES = 8, 64
+_TIME_BYTES = 8
+_SIGNATURE_BYTES = 64
+# `tlog-cosignature` wants times that fit into a signed 64-bit integer.
+_MAX_TIME = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a log says of itself.
+    """The state of a log at one time.
 
     Attributes:
         origin: the log's name.
@@ -52,9 +55,13 @@ class Checkpoint:
             DocumentError: a malformed line, or not three: extension lines, which no monitor can check, are refused.
         """
         lines = text.split("\n")
+        # The text ends with a newline, so that a fourth, empty part follows the last line.
         if len(lines) != 4 or not lines[0] or lines[3]:
-            expected = "three lines: origin, size, root hash"
-            raise DocumentError(subject, expected=expected, got=f"{len(lines) - 1} lines")
+            raise DocumentError(
+                subject,
+                expected="three lines: origin, size, root hash",
+                got=f"{len(lines) - 1} lines",
+            )
         size = parse_number(lines[1], subject)
         root = decode_base64(lines[2], subject)
         if len(root) != HASH_BYTES:
@@ -74,7 +81,7 @@ class SignedCheckpoint:
     """
 
     checkpoint: Checkpoint
-    note: Note
+    note: SignedNote
 
     @property
     def size(self) -> int:
@@ -92,7 +99,7 @@ class SignedCheckpoint:
 
 
 def parse_number(text: str, subject: str) -> int:
-    """Parse a decimal number without leading zeros.
+    """Parse a decimal number without leading zeros, so that one number has one text.
 
     Raises:
         DocumentError: anything else, or a number that is too large.
@@ -121,13 +128,16 @@ def open_checkpoint(data: bytes, keys: Sequence[VerifierKey], subject: str) -> S
         SignatureError: none of these keys signed it, or a signature of one of them is invalid.
         TrustError: it is signed by the key of this log, and names another one.
     """
-    note = Note.parse(data, subject)
-    logs = [key for key in keys if key.kind == ED25519]
-    note.check(logs, subject)
+    note = SignedNote.parse(data, subject)
+    log_keys = [key for key in keys if key.kind == ED25519]
+    note.check(log_keys, subject)
     checkpoint = Checkpoint.parse(note.text, subject)
-    if checkpoint.origin not in {key.name for key in logs}:
+    # The name in the text is what is signed; that in the signature line is not.
+    if checkpoint.origin not in {key.name for key in log_keys}:
         raise TrustError(
-            subject, expected=f"a checkpoint of {logs[0].name}", got="a checkpoint of another log"
+            subject,
+            expected=f"a checkpoint of {log_keys[0].name}",
+            got="a checkpoint of another log",
         )
     return SignedCheckpoint(checkpoint, note)
 
@@ -138,33 +148,51 @@ def check_cosignature(signed: SignedCheckpoint, witness: VerifierKey, subject: s
     Raises:
         SignatureError: it did not, or its signature is invalid.
     """
-    found = signed.note.of(witness) if witness.kind == COSIGNATURE else []
-    if not found:
-        got = f"{len(signed.note.signatures)} signatures, none by this witness"
-        raise SignatureError(subject, expected=f"a cosignature by {witness.name}", got=got)
-    times = []
-    for each in found:
-        time, signature = each.signature[:_TIME_BYTES], each.signature[_TIME_BYTES:]
-        times.append(int.from_bytes(time, "big"))
-        try:
-            if len(signature) != _SIGNATURE_BYTES or times[-1] >= 2**63:
-                raise SignatureError(subject)
-            witness.public.verify(signature, _cosigned(times[-1], signed.note.text))
-        except SignatureError as error:
-            got = "a cosignature that does not verify"
-            raise SignatureError(
-                subject, expected=f"a valid cosignature by {witness.name}", got=got
-            ) from error
-    return max(times)
+    cosignatures: list[NoteSignature] = []
+    # A key of the other kind signs other bytes: a log's own signature never counts as a witness's.
+    if witness.kind == COSIGNATURE:
+        cosignatures = signed.note.signatures_by(witness)
+    if not cosignatures:
+        raise SignatureError(
+            subject,
+            expected=f"a cosignature by {witness.name}",
+            got=f"{len(signed.note.signatures)} signatures, none by this witness",
+        )
+    # Every one of them must verify, so that nobody can add a second one with an invented time.
+    return max(
+        _verify_cosignature(cosignature, signed.note.text, witness, subject)
+        for cosignature in cosignatures
+    )
+
+
+def _verify_cosignature(
+    cosignature: NoteSignature, text: str, witness: VerifierKey, subject: str
+) -> int:
+    """Verify one cosignature, which is the time in eight bytes and a signature over time and text."""
+    time = int.from_bytes(cosignature.signature[:_TIME_BYTES], "big")
+    signature = cosignature.signature[_TIME_BYTES:]
+    try:
+        if len(signature) != _SIGNATURE_BYTES or time > _MAX_TIME:
+            raise SignatureError(subject)
+        witness.public.verify(signature, _cosigned_bytes(time, text))
+    except SignatureError as error:
+        raise SignatureError(
+            subject,
+            expected=f"a valid cosignature by {witness.name}",
+            got="a cosignature that does not verify",
+        ) from error
+    return time
 
 
 def cosign(signed: SignedCheckpoint, name: str, key: SigningKey, time: int) -> SignedCheckpoint:
     """Add the cosignature of a witness, who has checked that the log only grew since the last one."""
     witness = VerifierKey(name, key.public, COSIGNATURE)
-    signature = time.to_bytes(_TIME_BYTES, "big") + key.sign(_cosigned(time, signed.note.text))
-    added = NoteSignature(name, witness.key_id, signature)
-    return replace(signed, note=replace(signed.note, signatures=(*signed.note.signatures, added)))
+    signature = key.sign(_cosigned_bytes(time, signed.note.text))
+    cosignature = NoteSignature(name, witness.key_id, time.to_bytes(_TIME_BYTES, "big") + signature)
+    note = replace(signed.note, signatures=(*signed.note.signatures, cosignature))
+    return replace(signed, note=note)
 
 
-def _cosigned(time: int, text: str) -> bytes:
+def _cosigned_bytes(time: int, text: str) -> bytes:
+    """Return what a witness signs; the header keeps it from being taken for a log's signature over the text."""
     return f"cosignature/v1\ntime {time}\n{text}".encode()

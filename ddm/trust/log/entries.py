@@ -1,7 +1,7 @@
-"""The entries of a federation's log: what is written down, each in one canonical line of JSON.
+"""The entries of a federation's log: what is recorded, each in one canonical line of JSON.
 
-An entry has no time and no random part, so that repeating the last word on a key, a silo, a plan or a version is
-noticed and changes nothing.
+An entry has no time and no random part. An entry that repeats the last one on the same key, silo, plan or version is
+therefore the same bytes, and is not added a second time.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ LoggedKey = Literal[
 ]
 
 
-class Opened(Model):
+class FederationOpened(Model):
     """The federation was opened: its name, and the sha256 of its 1.root.json."""
 
     kind: Literal["opened"] = "opened"
@@ -54,7 +54,7 @@ class SiloRemoved(Model):
     key_fingerprint: Digest
 
 
-class SiloRotated(Model):
+class SiloKeyChanged(Model):
     """A silo has another key in place of its old one."""
 
     kind: Literal["silo_rotated"] = "silo_rotated"
@@ -80,7 +80,7 @@ class SiloWithdrawn(Model):
     submission_digest: Digest | None
 
 
-class Released(Model):
+class VersionPublished(Model):
     """A version was published: the sha256 of its manifest.json, and that of the manifest before."""
 
     kind: Literal["release"] = "release"
@@ -90,26 +90,26 @@ class Released(Model):
     supersedes_digest: Digest | None
 
 
-Entry = Annotated[
-    Opened
+LogEntry = Annotated[
+    FederationOpened
     | KeyChanged
     | SiloEnrolled
     | SiloRemoved
-    | SiloRotated
+    | SiloKeyChanged
     | PlanSigned
     | SiloWithdrawn
-    | Released,
+    | VersionPublished,
     Field(discriminator="kind"),
 ]
-_ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
+_ENTRY: TypeAdapter[LogEntry] = TypeAdapter(LogEntry)
 
 
-def encode_entry(entry: Entry) -> bytes:
+def encode_entry(entry: LogEntry) -> bytes:
     """Return the canonical line, without a newline: the leaf of the tree."""
     return rfc8785.dumps(entry.model_dump(mode="json"))
 
 
-def parse_entry(data: bytes, subject: str) -> Entry:
+def parse_entry(data: bytes, subject: str) -> LogEntry:
     """Parse a line of the log.
 
     Raises:
@@ -128,37 +128,43 @@ def parse_entry(data: bytes, subject: str) -> Entry:
     return entry
 
 
-def topic(entry: Entry) -> tuple[object, ...]:
-    """Return what an entry speaks of; repeating the last word on it adds nothing to the log."""
+def entry_subject(entry: LogEntry) -> tuple[object, ...]:
+    """Return what an entry is about; an entry equal to the last one on its subject adds nothing to the log."""
     match entry:
         case KeyChanged():
             return ("key", entry.key)
-        case SiloEnrolled() | SiloRemoved() | SiloRotated():
+        case SiloEnrolled() | SiloRemoved() | SiloKeyChanged():
             return ("silo", entry.silo_id)
         case PlanSigned():
             return ("plan", entry.plan_id)
         case SiloWithdrawn():
             return ("withdrawn", entry.plan_id, entry.silo_id)
-        case Released():
+        case VersionPublished():
             return ("release", entry.version)
-        case Opened():
+        case FederationOpened():
             return ("opened",)
 
 
-def check_history(entries: Iterable[Entry]) -> None:
+def check_history(entries: Iterable[LogEntry]) -> None:
     """Check that the versions in a log follow each other: each number once, and each manifest after the one before.
 
     Raises:
         TrustError: a version was published twice, left out, or does not continue the one before.
     """
-    last = None
+    next_version = 1
+    last_digest = None
     for entry in entries:
-        if not isinstance(entry, Released):
+        if not isinstance(entry, VersionPublished):
             continue
-        version, before = (last.version + 1, last.manifest_digest) if last else (1, None)
-        if (entry.version, entry.supersedes_digest) != (version, before):
-            expected = f"version {version} after {before[:16] + '...' if before else 'no version'}"
-            got = f"version {entry.version} after {(entry.supersedes_digest or 'no version')[:16]}"
-            remedy = "The log contains a rewritten or a missing version. Show it to the operator and to other readers."
-            raise TrustError("releases in the log", expected=expected, got=got, remedy=remedy)
-        last = entry
+        # The attack: a version is published a second time with other content, or withdrawn as if it had never been.
+        if (entry.version, entry.supersedes_digest) != (next_version, last_digest):
+            last_text = f"{last_digest[:16]}..." if last_digest else "no version"
+            raise TrustError(
+                "releases in the log",
+                expected=f"version {next_version} after {last_text}",
+                got=f"version {entry.version} after {(entry.supersedes_digest or 'no version')[:16]}",
+                remedy="The log contains a rewritten or a missing version. "
+                "Show it to the operator and to other readers.",
+            )
+        next_version = entry.version + 1
+        last_digest = entry.manifest_digest

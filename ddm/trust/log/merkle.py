@@ -1,7 +1,10 @@
 """The Merkle tree of RFC 6962: root hash, inclusion proofs, consistency proofs. Pure functions over leaf hashes.
 
 A proof is a list of hashes. Whoever verifies one needs neither the log nor its other entries: an inclusion proof shows
-that an entry stands at its place in a tree, a consistency proof that an earlier tree is the beginning of a later one.
+that an entry is at its index in a tree, a consistency proof that an earlier tree is the beginning of a later one.
+
+The verifying functions walk from a leaf to the root, one level a step. `index` is the place of the walk's node in its
+level, `last_index` that of the level's last node, as `fn` and `sn` in RFC 9162.
 """
 
 import hashlib
@@ -38,11 +41,13 @@ def node_hash(left: bytes, right: bytes) -> bytes:
 
 def root_hash(leaves: Sequence[bytes]) -> bytes:
     """Return the root of the tree over these leaf hashes; the root of the empty tree is the hash of nothing."""
-    return _levels(leaves)[-1][0] if leaves else hashlib.sha256(b"").digest()
+    if not leaves:
+        return hashlib.sha256(b"").digest()
+    return _tree_levels(leaves)[-1][0]
 
 
 def inclusion_proof(leaves: Sequence[bytes], index: int) -> list[bytes]:
-    """Prove that leaf `index` stands in the tree over all leaves, from its sibling up to a child of the root.
+    """Prove that leaf `index` is in the tree over all leaves, from its sibling up to a child of the root.
 
     Raises:
         MathError: there is no such leaf.
@@ -55,9 +60,11 @@ def inclusion_proof(leaves: Sequence[bytes], index: int) -> list[bytes]:
             "index of an inclusion proof", expected=f"0 to {len(leaves) - 1}", got=str(index)
         )
     proof = []
-    for level in _levels(leaves)[:-1]:
-        if (index ^ 1) < len(level):
-            proof.append(level[index ^ 1])
+    for level in _tree_levels(leaves)[:-1]:
+        sibling_index = index ^ 1
+        # The last node of an odd level has no sibling: it moves up as it is, and the proof has nothing to add.
+        if sibling_index < len(level):
+            proof.append(level[sibling_index])
         index //= 2
     return proof
 
@@ -75,18 +82,28 @@ def consistency_proof(leaves: Sequence[bytes], old_size: int) -> list[bytes]:
         raise MathError(
             "old size of a consistency proof", expected=f"1 to {len(leaves)}", got=str(old_size)
         )
+    # SUBPROOF(m, D[n], b) of the RFC as a loop: D is leaves[start:end], m the old leaves in it, b is `starts_at_zero`.
     proof: list[bytes] = []
-    first, last, whole = 0, len(leaves), True
-    while old_size != last - first:
-        split = 1 << ((last - first - 1).bit_length() - 1)
-        if old_size <= split:
-            proof.append(root_hash(leaves[first + split : last]))
-            last = first + split
+    start = 0
+    end = len(leaves)
+    num_old = old_size
+    starts_at_zero = True
+    while num_old != end - start:
+        # The largest power of two below the number of leaves: the left subtree is complete.
+        num_left = 1 << ((end - start - 1).bit_length() - 1)
+        middle = start + num_left
+        if num_old <= num_left:
+            proof.append(root_hash(leaves[middle:end]))
+            end = middle
         else:
-            proof.append(root_hash(leaves[first : first + split]))
-            first, old_size, whole = first + split, old_size - split, False
-    if not whole:
-        proof.append(root_hash(leaves[first:last]))
+            proof.append(root_hash(leaves[start:middle]))
+            start = middle
+            num_old -= num_left
+            starts_at_zero = False
+    # Otherwise this subtree is the whole earlier tree, whose root the verifier knows.
+    if not starts_at_zero:
+        proof.append(root_hash(leaves[start:end]))
+    # Verifiers walk upwards, the loop went down.
     return proof[::-1]
 
 
@@ -97,7 +114,7 @@ def check_inclusion(
 
     Args:
         leaf: the entry's leaf hash.
-        index: its place, from 0.
+        index: its index in the log, from 0.
         size: number of entries of the tree.
         root: the tree's root hash.
         proof: as `inclusion_proof` returns it.
@@ -113,28 +130,30 @@ def check_inclusion(
     if not 0 <= index < size <= MAX_SIZE:
         raise FormatError(subject, expected=f"an index below the size {size}", got=f"index {index}")
     _check_hashes(proof, subject)
-    at, last, found = index, size - 1, leaf
+    wrong_length = FormatError(
+        subject, expected=f"a proof for a tree of {size} entries", got=f"{len(proof)} hashes"
+    )
+    last_index = size - 1
+    node = leaf
     for sibling in proof:
-        if last == 0:
-            raise FormatError(
-                subject,
-                expected=f"a proof for a tree of {size} entries",
-                got=f"{len(proof)} hashes",
-            )
-        if at % 2 or at == last:
-            found = node_hash(sibling, found)
-            while at and not at % 2:
-                at, last = at // 2, last // 2
+        # More hashes than levels: a longer proof could lead to the root by another path.
+        if last_index == 0:
+            raise wrong_length
+        if _is_right_child(index, last_index):
+            node = node_hash(sibling, node)
+            index, last_index = _skip_levels_without_sibling(index, last_index)
         else:
-            found = node_hash(found, sibling)
-        at, last = at // 2, last // 2
-    if last != 0:
-        raise FormatError(
-            subject, expected=f"a proof for a tree of {size} entries", got=f"{len(proof)} hashes"
+            node = node_hash(node, sibling)
+        index //= 2
+        last_index //= 2
+    if last_index != 0:
+        raise wrong_length
+    if node != root:
+        raise TrustError(
+            subject,
+            expected=f"a proof that leads to the root {root.hex()[:16]}... of {size} entries",
+            got=f"one that leads to {node.hex()[:16]}...",
         )
-    if found != root:
-        expected = f"a proof that leads to the root {root.hex()[:16]}... of {size} entries"
-        raise TrustError(subject, expected=expected, got=f"one that leads to {found.hex()[:16]}...")
 
 
 def check_consistency(
@@ -167,59 +186,83 @@ def check_consistency(
             )
         _check_root(old_root, root, size, subject)
         return
-    # A complete earlier tree is a node of the later one, and the proof does not repeat its hash.
-    path = [old_root, *proof] if old_size & (old_size - 1) == 0 else list(proof)
-    at, last = old_size - 1, size - 1
-    while at % 2:
-        at, last = at // 2, last // 2
+    expected = f"a proof from {old_size} to {size} entries"
+    path = list(proof)
+    # A complete earlier tree (a power of two) is a node of the later one, and the proof does not repeat its hash.
+    if old_size & (old_size - 1) == 0:
+        path = [old_root, *proof]
     if not path:
-        raise FormatError(
-            subject, expected=f"a proof from {old_size} to {size} entries", got="no hashes"
-        )
-    old_found = found = path[0]
+        raise FormatError(subject, expected=expected, got="no hashes")
+
+    # The walk starts at the earlier tree's last leaf, or above it at the largest complete subtree that ends there.
+    index = old_size - 1
+    last_index = size - 1
+    while index % 2:
+        index //= 2
+        last_index //= 2
+
+    # The same hashes lead to both roots: those to the left belong to both trees, those to the right to the later one.
+    old_node = path[0]
+    node = path[0]
     for sibling in path[1:]:
-        if last == 0:
-            got = f"{len(proof)} hashes"
-            raise FormatError(
-                subject, expected=f"a proof from {old_size} to {size} entries", got=got
-            )
-        if at % 2 or at == last:
-            old_found, found = node_hash(sibling, old_found), node_hash(sibling, found)
-            while at and not at % 2:
-                at, last = at // 2, last // 2
+        if last_index == 0:
+            raise FormatError(subject, expected=expected, got=f"{len(proof)} hashes")
+        if _is_right_child(index, last_index):
+            old_node = node_hash(sibling, old_node)
+            node = node_hash(sibling, node)
+            index, last_index = _skip_levels_without_sibling(index, last_index)
         else:
-            found = node_hash(found, sibling)
-        at, last = at // 2, last // 2
-    if last != 0:
-        raise FormatError(
-            subject,
-            expected=f"a proof from {old_size} to {size} entries",
-            got=f"{len(proof)} hashes",
-        )
-    _check_root(old_found, old_root, old_size, subject)
-    _check_root(found, root, size, subject)
+            node = node_hash(node, sibling)
+        index //= 2
+        last_index //= 2
+    if last_index != 0:
+        raise FormatError(subject, expected=expected, got=f"{len(proof)} hashes")
+    _check_root(old_node, old_root, old_size, subject)
+    _check_root(node, root, size, subject)
 
 
-def _levels(leaves: Sequence[bytes]) -> list[list[bytes]]:
+def _is_right_child(index: int, last_index: int) -> bool:
+    """Whether the next hash of a proof is to the left of this node.
+
+    Either the node is a right child, or it is the last one of its level and moves up until it has a left sibling.
+    """
+    return index % 2 == 1 or index == last_index
+
+
+def _skip_levels_without_sibling(index: int, last_index: int) -> tuple[int, int]:
+    """Move a last node up to the level where it is a right child; one that is a right child stays where it is."""
+    while index != 0 and index % 2 == 0:
+        index //= 2
+        last_index //= 2
+    return index, last_index
+
+
+def _tree_levels(leaves: Sequence[bytes]) -> list[list[bytes]]:
     """Return every level from the leaves to the root; a node without a sibling moves up as it is."""
-    levels = [list(leaves)]
-    while len(level := levels[-1]) > 1:
+    level = list(leaves)
+    levels = [level]
+    while len(level) > 1:
         above = [node_hash(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
-        levels.append(above + level[len(level) & ~1 :])
+        if len(level) % 2:
+            above.append(level[-1])
+        level = above
+        levels.append(level)
     return levels
 
 
 def _check_hashes(proof: Sequence[bytes], subject: str) -> None:
-    if len(proof) > MAX_PROOF_HASHES or any(len(each) != HASH_BYTES for each in proof):
-        expected = f"at most {MAX_PROOF_HASHES} hashes of {HASH_BYTES} bytes"
+    if len(proof) > MAX_PROOF_HASHES or any(len(node) != HASH_BYTES for node in proof):
         raise FormatError(
-            subject, expected=expected, got=f"{len(proof)} hashes, or one of another length"
+            subject,
+            expected=f"at most {MAX_PROOF_HASHES} hashes of {HASH_BYTES} bytes",
+            got=f"{len(proof)} hashes, or one of another length",
         )
 
 
-def _check_root(found: bytes, root: bytes, size: int, subject: str) -> None:
-    if found != root:
-        expected = f"the root {root.hex()[:16]}... of {size} entries"
+def _check_root(computed: bytes, root: bytes, size: int, subject: str) -> None:
+    if computed != root:
         raise TrustError(
-            subject, expected=expected, got=f"a proof that leads to {found.hex()[:16]}..."
+            subject,
+            expected=f"the root {root.hex()[:16]}... of {size} entries",
+            got=f"a proof that leads to {computed.hex()[:16]}...",
         )

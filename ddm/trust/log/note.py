@@ -15,12 +15,16 @@ from typing import Self
 from ddm.errors import DocumentError, SignatureError
 from ddm.trust.keys import PublicKey, SigningKey
 
-ED25519, COSIGNATURE = 0x01, 0x04
-MAX_NOTE_BYTES = 128 * 1024  # of sixteen signatures, each of up to 5 kB, with room to spare
+# The kinds of keys in `signed-note`: a log's, and a witness's.
+ED25519 = 0x01
+COSIGNATURE = 0x04
+MAX_NOTE_BYTES = 128 * 1024  # Sixteen signatures of up to 5 kB, with room to spare.
 MAX_SIGNATURES = 32
 MAX_NAME = 255
 MAX_VKEY = 400
 _ID_BYTES = 4
+_PUBLIC_KEY_BYTES = 32
+_DASH = "\u2014"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class VerifierKey:
     @property
     def key_id(self) -> bytes:
         """``SHA-256(name || 0x0A || kind || public key)[:4]``."""
-        return hashlib.sha256(self.name.encode() + b"\n" + self._keyed()).digest()[:_ID_BYTES]
+        digest = hashlib.sha256(self.name.encode() + b"\n" + self._kind_and_key()).digest()
+        return digest[:_ID_BYTES]
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -52,29 +57,38 @@ class VerifierKey:
         Raises:
             DocumentError: another form, another kind of key, or a hash that is not the key's.
         """
-        parts = text.split("+", 2) if len(text) <= MAX_VKEY else []
+        # Base64 may contain plus signs too, a name may not.
+        parts: list[str] = []
+        if len(text) <= MAX_VKEY:
+            parts = text.split("+", 2)
         if len(parts) != 3 or not re.fullmatch("[0-9a-f]{8}", parts[1]):
-            expected = "NAME+HASH+KEY, with 8 hex digits and base64"
             raise DocumentError(
-                "verifier key", expected=expected, got=f"{len(text)} characters of another form"
+                "verifier key",
+                expected="NAME+HASH+KEY, with 8 hex digits and base64",
+                got=f"{len(text)} characters of another form",
             )
-        data = decode_base64(parts[2], "verifier key")
-        if len(data) != 33 or data[0] not in (ED25519, COSIGNATURE):
-            got = f"{len(data)} bytes of kind {data[0] if data else 'unknown'}"
+        name, key_hash, encoded_key = parts
+        data = decode_base64(encoded_key, "verifier key")
+        if len(data) != 1 + _PUBLIC_KEY_BYTES or data[0] not in (ED25519, COSIGNATURE):
+            kind = data[0] if data else "unknown"
             raise DocumentError(
-                "verifier key", expected="an Ed25519 key of a log or a witness", got=got
+                "verifier key",
+                expected="an Ed25519 key of a log or a witness",
+                got=f"{len(data)} bytes of kind {kind}",
             )
-        key = cls(parts[0], PublicKey(data[1:]), data[0])
-        if key.key_id.hex() != parts[1]:
+        key = cls(name, PublicKey(data[1:]), data[0])
+        # Four bytes are no protection; they show a key that was copied wrongly.
+        if key.key_id.hex() != key_hash:
             raise DocumentError(
-                "verifier key", expected=f"the hash of this key, {key.key_id.hex()}", got=parts[1]
+                "verifier key", expected=f"the hash of this key, {key.key_id.hex()}", got=key_hash
             )
         return key
 
     def __str__(self) -> str:
-        return f"{self.name}+{self.key_id.hex()}+{b64encode(self._keyed()).decode('ascii')}"
+        encoded_key = b64encode(self._kind_and_key()).decode("ascii")
+        return f"{self.name}+{self.key_id.hex()}+{encoded_key}"
 
-    def _keyed(self) -> bytes:
+    def _kind_and_key(self) -> bytes:
         return bytes([self.kind]) + self.public.raw
 
 
@@ -87,11 +101,12 @@ class NoteSignature:
     signature: bytes
 
     def __str__(self) -> str:
-        return f"\u2014 {self.name} {b64encode(self.key_id + self.signature).decode('ascii')}\n"
+        encoded = b64encode(self.key_id + self.signature).decode("ascii")
+        return f"{_DASH} {self.name} {encoded}\n"
 
 
 @dataclass(frozen=True)
-class Note:
+class SignedNote:
     """A text and its signatures, none of them verified yet.
 
     Attributes:
@@ -109,12 +124,17 @@ class Note:
         Raises:
             DocumentError: too long, not UTF-8, a control character, no signature or too many, a malformed line.
         """
-        text, _, signed = _decode(data, subject).rpartition("\n\n")
-        lines = signed.splitlines() if signed.count("\n") <= MAX_SIGNATURES else []
-        if not text or not lines or not signed.endswith("\n"):
-            expected = f"a text, an empty line, and 1 to {MAX_SIGNATURES} signature lines"
+        # The text may contain empty lines; the signatures follow the last one.
+        text, _, signature_block = _decode(data, subject).rpartition("\n\n")
+        num_lines = signature_block.count("\n")
+        lines: list[str] = []
+        if num_lines <= MAX_SIGNATURES:
+            lines = signature_block.splitlines()
+        if not text or not lines or not signature_block.endswith("\n"):
             raise DocumentError(
-                subject, expected=expected, got=f"{signed.count(chr(10))} lines after the last one"
+                subject,
+                expected=f"a text, an empty line, and 1 to {MAX_SIGNATURES} signature lines",
+                got=f"{num_lines} lines after the last one",
             )
         return cls(text + "\n", tuple(_parse_signature(line, subject) for line in lines))
 
@@ -122,10 +142,12 @@ class Note:
         """Return the note's bytes."""
         return (self.text + "\n" + "".join(map(str, self.signatures))).encode()
 
-    def of(self, key: VerifierKey) -> list[NoteSignature]:
-        """Return the signatures that name this key."""
+    def signatures_by(self, key: VerifierKey) -> list[NoteSignature]:
+        """Return the signatures that name this key; none of them is verified yet."""
         return [
-            each for each in self.signatures if (each.name, each.key_id) == (key.name, key.key_id)
+            signature
+            for signature in self.signatures
+            if signature.name == key.name and signature.key_id == key.key_id
         ]
 
     def check(self, keys: Sequence[VerifierKey], subject: str) -> None:
@@ -134,28 +156,33 @@ class Note:
         Raises:
             SignatureError: no signature by these keys, or an invalid one.
         """
-        known = [(key, signature) for key in keys for signature in self.of(key)]
-        if not known:
-            expected = (
-                "a signature by "
-                f"{' or '.join(f'{key.name} {key.key_id.hex()}' for key in keys) or 'a known key'}"
+        num_verified = 0
+        for key in keys:
+            for signature in self.signatures_by(key):
+                try:
+                    key.public.verify(signature.signature, self.text.encode())
+                except SignatureError as error:
+                    raise SignatureError(
+                        subject,
+                        expected=f"a valid signature by {key.name}",
+                        got="a signature that does not verify",
+                    ) from error
+                num_verified += 1
+        # Without this an empty list of keys would accept every note.
+        if num_verified == 0:
+            names = " or ".join(f"{key.name} {key.key_id.hex()}" for key in keys)
+            raise SignatureError(
+                subject,
+                expected=f"a signature by {names or 'a known key'}",
+                got=f"{len(self.signatures)} signatures by other keys",
             )
-            got = f"{len(self.signatures)} signatures by other keys"
-            raise SignatureError(subject, expected=expected, got=got)
-        for key, signature in known:
-            try:
-                key.public.verify(signature.signature, self.text.encode())
-            except SignatureError as error:
-                got = "a signature that does not verify"
-                raise SignatureError(
-                    subject, expected=f"a valid signature by {key.name}", got=got
-                ) from error
 
 
-def sign_note(text: str, name: str, key: SigningKey) -> Note:
+def sign_note(text: str, name: str, key: SigningKey) -> SignedNote:
     """Sign a text as `name`."""
-    verifier = VerifierKey(name, key.public)
-    return Note(text, (NoteSignature(name, verifier.key_id, key.sign(text.encode())),))
+    key_id = VerifierKey(name, key.public).key_id
+    signature = NoteSignature(name, key_id, key.sign(text.encode()))
+    return SignedNote(text, (signature,))
 
 
 def decode_base64(text: str, subject: str) -> bytes:
@@ -197,28 +224,31 @@ def _decode(data: bytes, subject: str) -> str:
 
 
 def _parse_signature(line: str, subject: str) -> NoteSignature:
+    subject = f"{subject}, signature line"
     parts = line.split(" ")
-    if len(parts) != 3 or parts[0] != "\u2014":
-        expected, got = "a dash, a name and base64", f"{len(parts)} words"
-        raise DocumentError(f"{subject}, signature line", expected=expected, got=got)
-    _check_name(parts[1], f"{subject}, signature line")
-    data = decode_base64(parts[2], f"{subject}, signature line")
-    if len(data) <= _ID_BYTES:
-        expected = f"more than {_ID_BYTES} bytes"
+    if len(parts) != 3 or parts[0] != _DASH:
         raise DocumentError(
-            f"{subject}, signature line", expected=expected, got=f"{len(data)} bytes"
+            subject, expected="a dash, a name and base64", got=f"{len(parts)} words"
         )
-    return NoteSignature(parts[1], data[:_ID_BYTES], data[_ID_BYTES:])
+    _, name, encoded = parts
+    _check_name(name, subject)
+    data = decode_base64(encoded, subject)
+    if len(data) <= _ID_BYTES:
+        raise DocumentError(
+            subject, expected=f"more than {_ID_BYTES} bytes", got=f"{len(data)} bytes"
+        )
+    return NoteSignature(name, data[:_ID_BYTES], data[_ID_BYTES:])
 
 
 def _check_name(name: str, subject: str) -> None:
     if (
         not 1 <= len(name) <= MAX_NAME
         or "+" in name
-        or any(each.isspace() for each in name)
+        or any(character.isspace() for character in name)
         or not name.isprintable()
     ):
-        expected = f"a name of 1 to {MAX_NAME} characters without blanks and plus signs"
         raise DocumentError(
-            subject, expected=expected, got=f"{len(name)} characters of another form"
+            subject,
+            expected=f"a name of 1 to {MAX_NAME} characters without blanks and plus signs",
+            got=f"{len(name)} characters of another form",
         )

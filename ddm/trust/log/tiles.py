@@ -17,16 +17,24 @@ MAX_BUNDLE_BYTES = WIDTH * (2**16 + 1)
 def tile_path(level: int | None, index: int, width: int) -> str:
     """Return the path of a tile, or of an entry bundle where `level` is None; ``x001/x234/067`` is index 1234067."""
     parts = [f"{index % 1000:03d}"]
-    while index := index // 1000:
+    index //= 1000
+    while index:
         parts.insert(0, f"x{index % 1000:03d}")
-    partial = f".p/{width}" if width < WIDTH else ""
-    return f"tile/{'entries' if level is None else level}/{'/'.join(parts)}{partial}"
+        index //= 1000
+    kind = "entries" if level is None else str(level)
+    path = f"tile/{kind}/{'/'.join(parts)}"
+    if width < WIDTH:
+        path += f".p/{width}"
+    return path
 
 
 def tiles_of(num: int) -> list[tuple[int, int]]:
     """Return index and width of the tiles that hold `num` hashes or entries, the partial one last."""
-    full = [(index, WIDTH) for index in range(num // WIDTH)]
-    return full + ([(num // WIDTH, num % WIDTH)] if num % WIDTH else [])
+    num_full = num // WIDTH
+    tiles = [(index, WIDTH) for index in range(num_full)]
+    if num % WIDTH:
+        tiles.append((num_full, num % WIDTH))
+    return tiles
 
 
 def layout(entries: Sequence[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -34,15 +42,18 @@ def layout(entries: Sequence[bytes]) -> Iterator[tuple[str, bytes]]:
     for index, width in tiles_of(len(entries)):
         first = index * WIDTH
         yield tile_path(None, index, width), encode_bundle(entries[first : first + width])
-    level, hashes = 0, [leaf_hash(entry) for entry in entries]
+    level = 0
+    hashes = [leaf_hash(entry) for entry in entries]
     while hashes:
         for index, width in tiles_of(len(hashes)):
-            yield (
-                tile_path(level, index, width),
-                b"".join(hashes[index * WIDTH : index * WIDTH + width]),
-            )
-        full = range(len(hashes) // WIDTH)
-        level, hashes = level + 1, [root_hash(hashes[i * WIDTH : (i + 1) * WIDTH]) for i in full]
+            first = index * WIDTH
+            yield tile_path(level, index, width), b"".join(hashes[first : first + width])
+        # A full tile is one hash of the level above; a partial tile is not there yet, since its root will change.
+        num_full = len(hashes) // WIDTH
+        hashes = [
+            root_hash(hashes[index * WIDTH : (index + 1) * WIDTH]) for index in range(num_full)
+        ]
+        level += 1
 
 
 def encode_bundle(entries: Sequence[bytes]) -> bytes:
@@ -57,14 +68,19 @@ def parse_bundle(data: bytes, width: int, subject: str) -> list[bytes]:
         DocumentError: it does not hold exactly `width` entries.
     """
     entries: list[bytes] = []
-    at = 0
-    while at < len(data) and len(entries) < width:
-        end = at + _LENGTH_BYTES + int.from_bytes(data[at : at + _LENGTH_BYTES], "big")
-        if end > len(data) or end < at + _LENGTH_BYTES or at + _LENGTH_BYTES > len(data):
+    position = 0
+    while position < len(data) and len(entries) < width:
+        start = position + _LENGTH_BYTES
+        length = int.from_bytes(data[position:start], "big")
+        # A length of one byte only, or an entry that is cut off: what is left over is refused below.
+        if start + length > len(data):
             break
-        entries.append(data[at + _LENGTH_BYTES : end])
-        at = end
-    if len(entries) != width or at != len(data):
-        got = f"{len(entries)} entries, then {len(data) - at} bytes"
-        raise DocumentError(subject, expected=f"{width} whole entries", got=got)
+        entries.append(data[start : start + length])
+        position = start + length
+    if len(entries) != width or position != len(data):
+        raise DocumentError(
+            subject,
+            expected=f"{width} whole entries",
+            got=f"{len(entries)} entries, then {len(data) - position} bytes",
+        )
     return entries

@@ -1,4 +1,4 @@
-"""What a log and its witnesses say to each other, as C2SP's `tlog-witness` defines it, and how many must agree; no I/O.
+"""Messages between a log and its witnesses, as C2SP's `tlog-witness` defines them, and how many must agree; no I/O.
 
 A log sends a witness its checkpoint and a proof that it continues the last one that this witness saw; the witness
 answers with a cosignature. A reader who demands cosignatures of witnesses whom it trusts is not shown a history of its
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from ddm.errors import DocumentError, MathError, SignatureError
 from ddm.trust.log.checkpoint import SignedCheckpoint, check_cosignature, parse_number
 from ddm.trust.log.merkle import consistency_proof
-from ddm.trust.log.note import COSIGNATURE, Note, VerifierKey
+from ddm.trust.log.note import COSIGNATURE, SignedNote, VerifierKey
 
 MAX_ANSWER_BYTES = 16 * 1024
 SIZE_TYPE = "text/x.tlog.size"
@@ -32,9 +32,14 @@ def encode_request(old_size: int, leaves: Sequence[bytes], signed: SignedCheckpo
     """
     if old_size > signed.size:
         raise MathError("old size", expected=f"at most {signed.size}", got=str(old_size))
-    proof = consistency_proof(leaves, old_size) if 0 < old_size < signed.size else []
-    lines = [f"old {old_size}", *(b64encode(each).decode("ascii") for each in proof), "", ""]
-    return "\n".join(lines).encode() + signed.encode()
+    proof: list[bytes] = []
+    if 0 < old_size < signed.size:
+        proof = consistency_proof(leaves, old_size)
+    lines = [f"old {old_size}"]
+    lines += [b64encode(node).decode("ascii") for node in proof]
+    # An empty line separates the proof from the checkpoint.
+    head = "\n".join(lines) + "\n\n"
+    return head.encode() + signed.encode()
 
 
 def parse_size(body: bytes, subject: str) -> int:
@@ -43,15 +48,14 @@ def parse_size(body: bytes, subject: str) -> int:
     Raises:
         DocumentError: not one number and a newline.
     """
-    text = body.decode("ascii", "replace") if len(body) <= MAX_ANSWER_BYTES else ""
-    if not text.endswith("\n"):
+    if len(body) > MAX_ANSWER_BYTES or not body.endswith(b"\n"):
         raise DocumentError(
             subject, expected="a size and a newline", got=f"{len(body)} bytes of another form"
         )
-    return parse_number(text[:-1], subject)
+    return parse_number(body[:-1].decode("ascii", "replace"), subject)
 
 
-def with_answer(
+def add_cosignatures(
     signed: SignedCheckpoint, body: bytes, witness: VerifierKey, subject: str
 ) -> SignedCheckpoint:
     """Return a checkpoint with the cosignatures of a witness from its answer, in place of its earlier ones.
@@ -70,20 +74,23 @@ def with_answer(
         raise DocumentError(
             subject, expected=f"at most {MAX_ANSWER_BYTES} bytes", got=f"{len(body)} bytes"
         )
-    answer = Note.parse(signed.note.text.encode() + b"\n" + body, subject)
+    # The answer holds signature lines alone: they are read as if they were under the checkpoint that was sent.
+    answer = SignedNote.parse(signed.note.text.encode() + b"\n" + body, subject)
     if answer.text != signed.note.text:
         raise DocumentError(subject, expected="signature lines", got="an empty line among them")
     check_cosignature(replace(signed, note=answer), witness, subject)
-    kept = tuple(each for each in signed.note.signatures if each not in signed.note.of(witness))
-    return replace(signed, note=replace(signed.note, signatures=(*kept, *answer.of(witness))))
+    earlier = signed.note.signatures_by(witness)
+    others = [signature for signature in signed.note.signatures if signature not in earlier]
+    signatures = (*others, *answer.signatures_by(witness))
+    return replace(signed, note=replace(signed.note, signatures=signatures))
 
 
 @dataclass(frozen=True)
 class Witnesses:
-    """Those whom a reader trusts.
+    """The witnesses whom a reader trusts.
 
     Attributes:
-        keys: their verifier keys; a key that stands here under two names counts once.
+        keys: their verifier keys; a key that is listed under two names counts once.
         quorum: how many of them must have cosigned; None for all.
 
     Raises:
@@ -95,23 +102,32 @@ class Witnesses:
     quorum: int | None = None
 
     def __post_init__(self) -> None:
-        if others := [key.name for key in self.keys if key.kind != COSIGNATURE]:
-            raise DocumentError(
-                f"key of {others[0]}", expected="a witness's key, which cosigns", got="a log's key"
+        for key in self.keys:
+            if key.kind != COSIGNATURE:
+                raise DocumentError(
+                    f"key of {key.name}",
+                    expected="a witness's key, which cosigns",
+                    got="a log's key",
+                )
+        num_witnesses = len(self.distinct_keys)
+        if not 1 <= self.num_required <= num_witnesses:
+            raise MathError(
+                "quorum",
+                expected=f"1 to {num_witnesses}, the number of witnesses",
+                got=str(self.num_required),
             )
-        if not 1 <= self.needed <= len(self.distinct):
-            got, most = str(self.needed), len(self.distinct)
-            raise MathError("quorum", expected=f"1 to {most}, the number of witnesses", got=got)
 
     @property
-    def distinct(self) -> tuple[VerifierKey, ...]:
-        """Each key once."""
+    def distinct_keys(self) -> tuple[VerifierKey, ...]:
+        """Each key once, so that one witness under two names is not counted as two."""
         return tuple({key.public.raw: key for key in self.keys}.values())
 
     @property
-    def needed(self) -> int:
+    def num_required(self) -> int:
         """How many of them must have cosigned."""
-        return len(self.distinct) if self.quorum is None else self.quorum
+        if self.quorum is None:
+            return len(self.distinct_keys)
+        return self.quorum
 
     def check(
         self, copies: Sequence[SignedCheckpoint], remedy: str | None = None
@@ -126,23 +142,26 @@ class Witnesses:
             SignatureError: too few did, or a cosignature of one of them does not verify.
             DocumentError: the time of a cosignature is not one.
         """
-        found: dict[str, datetime] = {}
-        for key in self.distinct:
-            if signed := [copy for copy in copies if copy.note.of(key)]:
-                found[key.name] = _time(
-                    max(check_cosignature(copy, key, "checkpoint") for copy in signed)
-                )
-        if len(found) < self.needed:
-            expected = (
-                f"{self.needed} of {len(self.distinct)} witnesses "
-                f"under the checkpoint of {copies[0].size} entries"
+        cosigned_at: dict[str, datetime] = {}
+        for key in self.distinct_keys:
+            cosigned_copies = [copy for copy in copies if copy.note.signatures_by(key)]
+            if cosigned_copies:
+                # A cosignature that does not verify is an error, not a missing one: somebody made it up.
+                latest = max(check_cosignature(copy, key, "checkpoint") for copy in cosigned_copies)
+                cosigned_at[key.name] = _to_datetime(latest)
+        if len(cosigned_at) < self.num_required:
+            names = ", ".join(sorted(cosigned_at))[:200] or "none of them"
+            raise SignatureError(
+                "checkpoint",
+                expected=f"{self.num_required} of {len(self.distinct_keys)} witnesses "
+                f"under the checkpoint of {copies[0].size} entries",
+                got=f"cosignatures of {names}",
+                remedy=remedy,
             )
-            got = f"cosignatures of {', '.join(sorted(found))[:200] or 'none of them'}"
-            raise SignatureError("checkpoint", expected=expected, got=got, remedy=remedy)
-        return found
+        return cosigned_at
 
 
-def _time(seconds: int) -> datetime:
+def _to_datetime(seconds: int) -> datetime:
     try:
         return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError) as error:

@@ -20,7 +20,7 @@ from ddm.errors import (
     SignatureError,
 )
 from ddm.protocol.enrolment import Invitation
-from ddm.trust.ceremony import in_words
+from ddm.trust.ceremony import describe_request
 from ddm.trust.drafts import Holders
 from ddm.trust.keys import SigningKey
 from ddm.trust.verify import verify_bundle, verify_release
@@ -222,14 +222,14 @@ def test_words_name_every_key_that_comes_stays_or_goes_and_every_threshold(
 ) -> None:
     held = keyed.hold("ada", "ben", "fay", threshold=3)
     rotate(keyed.federation, "root", PASSPHRASE, held)
-    lines = in_words(read_request(keyed.document("root"))).splitlines()
+    lines = describe_request(read_request(keyed.document("root"))).splitlines()
     assert lines[0].startswith("root, version 2 (replaces version 1)")
     assert "root: 3 of 3 must sign (was 2)" in lines
     for name, mark in (("ada", " "), ("ben", " "), ("fay", "+"), ("cem", "-"), ("dan", " ")):
         assert f"  {mark} key {keyed.holders[name].public.short}" in lines
     abandon(keyed.federation)
     keyed.plan(1, ("north",))
-    text = in_words(read_request(keyed.document("targets")))
+    text = describe_request(read_request(keyed.document("targets")))
     assert "digits-00000001.north: NEW: 1 of 1 must sign" in text
     assert f"  + key {keyed.silos['north'].public.short}" in text
     assert "  + may list digits-00000001/silos/north/*" in text
@@ -243,13 +243,13 @@ def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refu
     path = keyed.document("targets")
     document = json.loads(path.read_bytes())
     path.write_text(json.dumps(document | {"purpose": "a plan\nroot: 2 of 3 must sign"}))
-    lines = in_words(read_request(path)).splitlines()
+    lines = describe_request(read_request(path)).splitlines()
     assert "The sender says that it is for: 'a plan\\nroot: 2 of 3 must sign'" in lines
     payload = json.loads(document["payload"])
     payload["delegations"]["keys"].pop(keyed.silos["north"].public.tuf_key().keyid)
     path.write_text(json.dumps(document | {"payload": encode_canonical(payload)}))
     with pytest.raises(DocumentError, match="key is absent"):
-        in_words(read_request(path))
+        describe_request(read_request(path))
 
 
 def test_root_passes_to_other_holders_when_enough_old_and_new_ones_sign(

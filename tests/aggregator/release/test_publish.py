@@ -38,7 +38,7 @@ from ddm.publishing.pages import write_pages
 from ddm.publishing.public_log import public_folder
 from ddm.publishing.staging import StagedVersion
 from ddm.publishing.versions import check_none_lost, is_current
-from ddm.trust.log.entries import Released
+from ddm.trust.log.entries import VersionPublished
 from tests.conftest import Published
 from tests.support.federation import TinyFederation
 from tests.support.forked import ended, forked
@@ -162,9 +162,10 @@ def check_crash(published: Published, folder: Path, step: int) -> bool:
     assert not is_unfinished(tiny.federation.path)
     check_none_lost(tiny.federation)
     log = read_public_log(public_folder(tiny.federation), there.root.read_bytes(), folder / "state")
-    assert [entry.version for entry in log.entries if isinstance(entry, Released)] == [1, 2], (
-        "once each, no orphan"
-    )
+    assert [entry.version for entry in log.entries if isinstance(entry, VersionPublished)] == [
+        1,
+        2,
+    ], "once each, no orphan"
     assert {path.name for path in folder.iterdir()} == {"fed", "out"}
     assert not list(tiny.federation.path.glob("*.part"))
     return killed

@@ -29,7 +29,7 @@ def test_expert_of_other_bytes_is_refused_whether_it_is_read_now_or_later(
     with pytest.raises(DigestError, match="expert"):
         open_release(published.release, root=published.root, state=None)
     release = open_release(published.release, root=published.root, state=None, experts_later=True)
-    assert not all(file.read for file in release.verified.files.values())
+    assert not all(file.digest_checked for file in release.verified.files.values())
     with pytest.raises(DigestError, match="expert"):
         load_ensemble(release)
 
@@ -42,7 +42,7 @@ def test_expert_of_another_length_is_refused_before_it_is_read(published: Publis
 
 def test_everything_but_the_experts_is_read_at_once(published: Published) -> None:
     release = open_release(published.release, root=published.root, state=None, experts_later=True)
-    later = {name for name, file in release.verified.files.items() if not file.read}
+    later = {name for name, file in release.verified.files.items() if not file.digest_checked}
     assert later == {expert.file.path for expert in release.manifest.experts}
     router = next(published.release.glob("targets/*/router.safetensors"))
     flip_last_byte(router)

@@ -19,11 +19,11 @@ from ddm.protocol.base import sha256_hex
 from ddm.publishing.journal import CHECKPOINT, ENTRIES, Journal, append
 from ddm.publishing.keys import load_key
 from ddm.publishing.public_log import add_cosignatures, export_log, public_folder, sign_waiting
-from ddm.trust.ceremony import Request, in_words
+from ddm.trust.ceremony import SigningRequest, describe_request
 from ddm.trust.drafts import draft_root, holders_of
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import cosign, open_checkpoint
-from ddm.trust.log.entries import SiloEnrolled, SiloRotated
+from ddm.trust.log.entries import SiloEnrolled, SiloKeyChanged
 from ddm.trust.log.merkle import leaf_hash, root_hash
 from ddm.trust.log.note import COSIGNATURE, VerifierKey
 from ddm.trust.log.witness import Witnesses
@@ -130,10 +130,10 @@ def test_repeating_the_last_word_adds_nothing_and_a_return_to_an_earlier_one_doe
 ) -> None:
     federation = keyed.federation
     here = SiloEnrolled(silo_id="east", key_fingerprint=keyed.silos["east"].public.fingerprint)
-    there = SiloRotated(
+    there = SiloKeyChanged(
         silo_id="east", old_fingerprint=here.key_fingerprint, key_fingerprint="0" * 64
     )
-    back = SiloRotated(
+    back = SiloKeyChanged(
         silo_id="east", old_fingerprint="0" * 64, key_fingerprint=here.key_fingerprint
     )
     size = len(Journal.load(federation).entries)
@@ -284,7 +284,7 @@ def test_holders_read_which_log_they_sign_for(keyed: KeyedFederation) -> None:
         (str(other), f"log: {other} (was {key})"),
     ):
         draft = draft_root(2, holders_of(root), keyed.now, log_key)
-        assert words in in_words(Request.to_sign(draft, "because", root))
+        assert words in describe_request(SigningRequest.to_sign(draft, "because", root))
 
 
 def test_other_clients_of_tuf_accept_a_root_that_names_a_log(keyed: KeyedFederation) -> None:

@@ -194,6 +194,6 @@ def test_wrong_key_of_a_witness_stops_before_anything_is_signed(
 def test_key_named_twice_is_one_witness() -> None:
     key = SigningKey.generate().public
     names = tuple(VerifierKey(each, key, COSIGNATURE) for each in ("a.example", "b.example"))
-    assert Witnesses(names).needed == 1
+    assert Witnesses(names).num_required == 1
     with pytest.raises(MathError, match="1 to 1"):
         Witnesses(names, 2)

@@ -30,7 +30,8 @@ from ddm.errors import (
 from ddm.trust.keys import SigningKey
 from ddm.trust.metadata import METADATA_LIFE, sign_metadata
 from ddm.trust.silo_role import sign_silo_metadata
-from ddm.trust.verify import default_state, verify_bundle, verify_release
+from ddm.trust.state_folder import default_state_folder
+from ddm.trust.verify import verify_bundle, verify_release
 
 PLAN = "digits-3f9a1c2e"
 EXPERT = f"{PLAN}/silos/north/experts/north/expert.safetensors"
@@ -457,9 +458,9 @@ def test_state_that_cannot_be_written_is_said_so(published, root, tmp_path):
 
 def test_default_state_lies_in_the_users_state_folder(monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
-    assert default_state() == Path("/somewhere/archipelago")
+    assert default_state_folder() == Path("/somewhere/archipelago")
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
-    assert default_state() == Path.home() / ".local" / "state" / "archipelago"
+    assert default_state_folder() == Path.home() / ".local" / "state" / "archipelago"
 
 
 def test_expired_timestamp_is_refused_unless_archived_and_then_reported(published, root, later):

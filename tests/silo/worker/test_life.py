@@ -20,7 +20,7 @@ from ddm.errors import (
 from ddm.io.locks import locked
 from ddm.protocol.leave import LEAVE_NAME
 from ddm.trust.keys import SigningKey
-from ddm.trust.leave import open_leave, seal_leave
+from ddm.trust.sealed_documents import open_leave_notice, seal_leave_notice
 from silo.config import Site
 from silo.plan.acceptance import plan_folder
 from silo.plan.succession import successor
@@ -194,7 +194,7 @@ def test_site_gives_a_plan_up_in_every_state_and_says_so_with_its_key(
     before = spent(site)
     assert withdraw_from_plan(site, key).state == "withdrawn"
     sealed = (site.outbox / first / LEAVE_NAME).read_bytes()
-    assert open_leave(sealed, key.public, first, SILO).plan_id == first
+    assert open_leave_notice(sealed, key.public, first, SILO).plan_id == first
     assert json.loads((site.outbox / "status.json").read_bytes())["state"] == "withdrawn"
     assert not list((site.outbox / first).rglob("*.safetensors"))
     assert spent(site) == before
@@ -340,17 +340,17 @@ def test_word_that_a_plan_was_given_up_is_believed_from_the_silos_own_key_alone(
     arrived.parent.mkdir(parents=True)
     key, at = tiny.key(SILO), tiny.federation.current_plan()[0].created_at
     for name, forged in {
-        "another key": seal_leave(plan_id, SILO, SigningKey.generate(), at),
-        "another silo's key": seal_leave(plan_id, SILO, tiny.key("south"), at),
-        "another plan": seal_leave("tiny-00000001", SILO, key, at),
-        "another silo": seal_leave(plan_id, "south", key, at),
+        "another key": seal_leave_notice(plan_id, SILO, SigningKey.generate(), at),
+        "another silo's key": seal_leave_notice(plan_id, SILO, tiny.key("south"), at),
+        "another plan": seal_leave_notice("tiny-00000001", SILO, key, at),
+        "another silo": seal_leave_notice(plan_id, "south", key, at),
         "junk": b"junk",
     }.items():
         arrived.write_bytes(forged)
         tiny.take_in()
         assert not (tiny.federation.receipts / plan_id / SILO).exists(), name
         assert not arrived.exists(), f"{name} stays in the way of the genuine word"
-    arrived.write_bytes(seal_leave(plan_id, SILO, key, at))
+    arrived.write_bytes(seal_leave_notice(plan_id, SILO, key, at))
     tiny.take_in()
     assert (tiny.federation.receipts / plan_id / SILO / "final").exists()
     assert (tiny.federation.withdrawn / plan_id / SILO / "withdrawal.json").exists()

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from ddm.errors import DocumentError, FormatError, SplitViewError, TrustError
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import Checkpoint, sign_checkpoint
+from ddm.trust.log.checkpoint_store import CheckpointStore
 from ddm.trust.log.entries import (
-    Entry,
-    Released,
+    LogEntry,
     SiloEnrolled,
+    VersionPublished,
     check_history,
     encode_entry,
     parse_entry,
 )
-from ddm.trust.log.history import View, check_same_history
-from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
 from ddm.trust.log.note import VerifierKey
-from ddm.trust.log.proof import Consistency, InclusionProof, checkpoint_in
+from ddm.trust.log.proof import ConsistencyProofs, InclusionProof, checkpoint_in
+from ddm.trust.log.split_view import ProvenCheckpoint, check_same_history
 from ddm.trust.log.tiles import layout, parse_bundle, tile_path, tiles_of
 from tests.support.case import case
 
@@ -33,11 +33,11 @@ ENTRIES = [
 ]
 
 
-def view(entries: list[bytes], size: int | None = None) -> View:
+def view(entries: list[bytes], size: int | None = None) -> ProvenCheckpoint:
     """What a log of these entries, cut off at some size, shows."""
     leaves = [leaf_hash(entry) for entry in entries[:size]]
     signed = sign_checkpoint(Checkpoint(ORIGIN, len(leaves), root_hash(leaves)), KEY)
-    return View(signed, Consistency.of(leaves, range(1, len(leaves) + 1)))
+    return ProvenCheckpoint(signed, ConsistencyProofs.from_sizes(leaves, range(1, len(leaves) + 1)))
 
 
 def forked(at: int) -> list[bytes]:
@@ -98,13 +98,13 @@ def test_proof_with_extra_data_or_too_many_hashes_is_refused() -> None:
 
 
 def test_consistency_out_of_order_or_of_other_base64_is_refused() -> None:
-    good = Consistency.of([leaf_hash(entry) for entry in ENTRIES], range(1, 13))
-    assert Consistency.parse(good.encode(), subject="c") == good
+    good = ConsistencyProofs.from_sizes([leaf_hash(entry) for entry in ENTRIES], range(1, 13))
+    assert ConsistencyProofs.parse(good.encode(), subject="c") == good
     with pytest.raises(DocumentError):
-        Consistency.parse(good.encode().replace(b'"size":3}', b'"size":2}'), subject="c")
-    odd = Consistency.model_validate({"proofs": ({"size": 3, "hashes": ("A" * 42 + "B=",)},)})
+        ConsistencyProofs.parse(good.encode().replace(b'"size":3}', b'"size":2}'), subject="c")
+    odd = ConsistencyProofs.model_validate({"proofs": ({"size": 3, "hashes": ("A" * 42 + "B=",)},)})
     with pytest.raises(DocumentError):
-        odd.at(3)
+        odd.starting_at(3)
 
 
 # Two histories
@@ -123,7 +123,7 @@ def test_two_views_are_of_one_history_exactly_if_the_fork_is_behind_the_earlier_
 
 
 def test_log_without_a_proof_from_what_was_seen_is_refused() -> None:
-    shown = View(view(ENTRIES).signed, Consistency())
+    shown = ProvenCheckpoint(view(ENTRIES).signed, ConsistencyProofs())
     with pytest.raises(SplitViewError, match="no proof"):
         check_same_history(view(ENTRIES, 5), shown, "log")
 
@@ -131,11 +131,11 @@ def test_log_without_a_proof_from_what_was_seen_is_refused() -> None:
 def test_memory_keeps_the_newest_view_and_both_checkpoints_of_a_second_history(
     tmp_path: Path,
 ) -> None:
-    memory = LogMemory(tmp_path / "state")
+    memory = CheckpointStore(tmp_path / "state")
     for size in (5, 9, 7, 9):
         memory.check(view(ENTRIES, size), "log")
         memory.record(view(ENTRIES, size), "log")
-        seen = memory.seen()
+        seen = memory.load()
         assert seen is not None
         assert seen.signed.size == (5 if size == 5 else 9)
     with pytest.raises(SplitViewError) as refused:
@@ -148,7 +148,7 @@ def test_memory_keeps_the_newest_view_and_both_checkpoints_of_a_second_history(
 
 
 def test_damaged_memory_is_an_error_and_not_forgotten(tmp_path: Path) -> None:
-    memory = LogMemory(tmp_path)
+    memory = CheckpointStore(tmp_path)
     memory.record(view(ENTRIES, 5), "log")
     (tmp_path / "log.json").write_bytes((tmp_path / "log.json").read_bytes()[:-3])
     with pytest.raises(DocumentError, match="state"):
@@ -171,8 +171,8 @@ def test_entry_in_another_encoding_or_of_an_unknown_kind_is_refused() -> None:
             parse_entry(wrong, "entry")
 
 
-def released(version: int, digest: str, before: str | None) -> Entry:
-    return Released(
+def released(version: int, digest: str, before: str | None) -> LogEntry:
+    return VersionPublished(
         plan_id="digits-00000001",
         version=version,
         manifest_digest=digest * 64,

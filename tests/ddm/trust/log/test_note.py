@@ -15,7 +15,7 @@ from ddm.trust.log.note import (
     COSIGNATURE,
     MAX_NOTE_BYTES,
     MAX_SIGNATURES,
-    Note,
+    SignedNote,
     VerifierKey,
     sign_note,
 )
@@ -36,7 +36,7 @@ SIGNED = sign_checkpoint(CHECKPOINT, KEY)
 
 
 def test_note_of_another_implementation_verifies_and_is_written_as_it_was() -> None:
-    note, key = Note.parse(GO_NOTE.encode(), "note"), VerifierKey.parse(GO_KEY)
+    note, key = SignedNote.parse(GO_NOTE.encode(), "note"), VerifierKey.parse(GO_KEY)
     note.check([key], "note")
     assert (note.encode(), str(key)) == (GO_NOTE.encode(), GO_KEY)
 
@@ -46,7 +46,7 @@ def test_note_with_any_changed_byte_of_its_text_or_signature_is_refused() -> Non
     for at in range(len(data)):
         changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with case(at=at), pytest.raises((DocumentError, SignatureError)):
-            Note.parse(changed, "note").check([key], "note")
+            SignedNote.parse(changed, "note").check([key], "note")
 
 
 def test_malformed_notes_are_refused() -> None:
@@ -67,14 +67,14 @@ def test_malformed_notes_are_refused() -> None:
     }
     for name, note in wrong.items():
         with case(name=name), pytest.raises(DocumentError):
-            Note.parse(note.encode(), "note")
+            SignedNote.parse(note.encode(), "note")
     with pytest.raises(DocumentError):
-        Note.parse(b"\xff" + GO_NOTE.encode(), "note")
+        SignedNote.parse(b"\xff" + GO_NOTE.encode(), "note")
 
 
 def test_sixteen_signatures_are_read() -> None:
     text, line = GO_NOTE.split("\n\n")
-    assert len(Note.parse((f"{text}\n\n" + line * 16).encode(), "note").signatures) == 16
+    assert len(SignedNote.parse((f"{text}\n\n" + line * 16).encode(), "note").signatures) == 16
 
 
 def test_verifier_keys_that_contradict_themselves_are_refused() -> None:
@@ -137,7 +137,7 @@ def test_checkpoint_by_another_key_or_of_another_log_is_refused() -> None:
 
 def test_signature_by_the_logs_key_that_does_not_verify_is_refused_beside_one_that_does() -> None:
     second = sign_checkpoint(Checkpoint(ORIGIN, 8, b"\7" * 32), KEY).note.signatures
-    note = Note(SIGNED.note.text, SIGNED.note.signatures + second)
+    note = SignedNote(SIGNED.note.text, SIGNED.note.signatures + second)
     with pytest.raises(SignatureError):
         open_checkpoint(note.encode(), [VKEY], "checkpoint")
 
@@ -164,7 +164,7 @@ def test_cosignature_of_a_witness_counts_for_this_checkpoint_and_time_alone() ->
         (SIGNED, line.signature[:-1]),
     ):
         forged = type(line)(line.name, line.key_id, signature)
-        note = Note(under.note.text, (*under.note.signatures, forged))
+        note = SignedNote(under.note.text, (*under.note.signatures, forged))
         with pytest.raises(SignatureError):
             check_cosignature(
                 open_checkpoint(note.encode(), [VKEY], "c"), WITNESS_KEY, "checkpoint"

@@ -1,0 +1,92 @@
+"""The sealed documents of one plan between silo and aggregator: receipts, and a silo's notice that it left the plan.
+
+A valid seal shows who wrote a document, not that it is for this plan. Whoever opens one therefore names the plan, the
+silo and, for a receipt, the submission that it must be about. Otherwise an old document with a valid seal could be
+sent again in place of a new one (a replay).
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from ddm.errors import ReplayError
+from ddm.protocol.leave import LEAVE_KIND, MAX_LEAVE_BYTES, Leave
+from ddm.protocol.receipt import RECEIPT_KIND, Receipt
+from ddm.trust.envelope import open_sealed, seal
+from ddm.trust.keys import PublicKey, SigningKey
+
+MAX_RECEIPT_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class ReceiptBinding:
+    """The submission that a receipt must answer.
+
+    Attributes:
+        plan_id: its plan.
+        plan_digest: sha256 of that plan, so that a receipt for another plan under the same id is noticed.
+        silo_id: the silo that sent it.
+        sequence: its number among the silo's submissions for the plan.
+    """
+
+    plan_id: str
+    plan_digest: str
+    silo_id: str
+    sequence: int
+
+    def __str__(self) -> str:
+        return (
+            f"plan {self.plan_id}, digest {self.plan_digest}, "
+            f"silo {self.silo_id}, sequence {self.sequence}"
+        )
+
+
+def open_receipt(sealed: bytes, key: str, binding: ReceiptBinding) -> Receipt:
+    """Return a receipt after checking its signature and what it answers.
+
+    Args:
+        sealed: the bytes as received.
+        key: the receipt key that the plan names.
+        binding: what the receipt must name.
+
+    Raises:
+        SignatureError: another key has signed it.
+        DocumentError: it is too large, malformed, or no receipt.
+        ReplayError: it answers another plan, silo or submission.
+    """
+    payload, _ = open_sealed(sealed, RECEIPT_KIND, PublicKey.parse(key), MAX_RECEIPT_BYTES)
+    receipt = Receipt.parse(payload, subject="receipt")
+    actual = ReceiptBinding(receipt.plan_id, receipt.plan_digest, receipt.silo_id, receipt.sequence)
+    if actual != binding:
+        raise ReplayError("receipt", expected=str(binding), got=str(actual))
+    return receipt
+
+
+def seal_leave_notice(plan_id: str, silo_id: str, key: SigningKey, now: datetime) -> bytes:
+    """Sign with the silo's key that the silo left the plan."""
+    notice = Leave(plan_id=plan_id, silo_id=silo_id, at=now)
+    return seal(notice.encode(), LEAVE_KIND, key)
+
+
+def open_leave_notice(sealed: bytes, key: PublicKey, plan_id: str, silo_id: str) -> Leave:
+    """Return a silo's notice that it left a plan, after checking its signature and what it names.
+
+    Args:
+        sealed: the bytes as received.
+        key: the silo's signing key.
+        plan_id: the plan that it must name.
+        silo_id: the silo that it must name.
+
+    Raises:
+        SignatureError: another key has signed it.
+        DocumentError: it is too large, malformed, or of another kind.
+        ReplayError: it names another plan or silo.
+    """
+    payload, _ = open_sealed(sealed, LEAVE_KIND, key, MAX_LEAVE_BYTES)
+    notice = Leave.parse(payload, subject="leave")
+    if (notice.plan_id, notice.silo_id) != (plan_id, silo_id):
+        raise ReplayError(
+            "leave",
+            expected=f"plan {plan_id}, silo {silo_id}",
+            got=f"plan {notice.plan_id}, silo {notice.silo_id}",
+        )
+    return notice
