@@ -42,10 +42,10 @@ from ddm.trust.ceremony import (
     HolderSignature,
     SigningRequest,
     check_answers,
+    describe_missing_signatures,
     describe_request,
-    join,
+    join_signatures,
     sign_request,
-    unmet,
 )
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
@@ -267,7 +267,9 @@ def _missing(change: Change, pending: Pending) -> list[str]:
     found: list[str] = []
     for name in pending.documents:
         request = read_request(change.folder / name)
-        found += unmet(request, check_answers(request, _answers(change, name)))
+        found += describe_missing_signatures(
+            request, check_answers(request, _answers(change, name))
+        )
     # a new root that keeps its holders needs the same signatures twice
     return list(dict.fromkeys(found))
 
@@ -277,7 +279,9 @@ def _apply(federation: Federation, change: Change, pending: Pending, passphrase:
     signed: dict[str, bytes] = {}
     for name in pending.documents:
         request = read_request(change.folder / name)
-        signed[request.role] = join(request, check_answers(request, _answers(change, name)))
+        signed[request.role] = join_signatures(
+            request, check_answers(request, _answers(change, name))
+        )
     metadata = change.put("tuf/metadata")
     shutil.rmtree(metadata, ignore_errors=True)
     copy_documents(federation.tuf, metadata)

@@ -1,25 +1,29 @@
 """Signing ceremonies: several holders sign one document, each on a machine of their own.
 
 A request contains everything that a holder's machine needs. The machine derives the meaning of the document from the
-bytes to sign and those that they replace, and does not rely on the sender's description. The answer is a small file
-with one signature over those bytes, so answers to another request, or to one changed since, do not verify.
+bytes to sign and those that they replace: the sender's description could be a lie, such as "renew for a year" over a
+document that adds a key. The answer is a small file with one signature over those bytes, so that answers to another
+request, or to one changed since, do not verify.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, StringConstraints
 from tuf.api.metadata import Root, Targets
 
 from ddm.errors import SignatureError
 from ddm.protocol.base import Digest, Document, KeyText, ShortText, sha256_hex
-from ddm.trust.drafts import Holders, holders_of, log_key_of
+from ddm.trust.drafts import Holders, delegated_roles, holders_of, log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import attach, parse_payload, payload_of, public_key
 
 _Payload = Annotated[str, Field(max_length=2_000_000)]
 MAX_REQUEST_BYTES = 8_000_000
 MAX_SIGNATURE_BYTES = 4096
+
+T = TypeVar("T", PublicKey, str)
 
 
 class SigningRequest(Document):
@@ -53,29 +57,31 @@ class SigningRequest(Document):
             role="root" if isinstance(signed, Root) else "targets",
             purpose=purpose,
             payload=payload_of(signed).decode(),
-            before=payload_of(before).decode() if before else None,
-            root=payload_of(root).decode() if root else None,
+            before=_payload_text(before),
+            root=_payload_text(root),
         )
 
     @property
     def name(self) -> str:
         """The name of its file: role and version."""
-        return f"{self.role}-{self.signed().version}.json"
+        return f"{self.role}-{self.document().version}.json"
 
-    def signed(self) -> Root | Targets:
+    def document(self) -> Root | Targets:
         """Parse the bytes to sign."""
         return self._parse(self.payload)
 
     def replaced(self) -> Root | Targets | None:
         """Parse the metadata that these bytes replace."""
-        return self._parse(self.before) if self.before is not None else None
+        if self.before is None:
+            return None
+        return self._parse(self.before)
 
     def holders(self) -> Sequence[Holders]:
         """List who must sign; a new root needs the holders of the old one and its own."""
         if self.role == "targets":
             root = parse_payload((self.root or "").encode(), Root, "the root of this request")
             return [holders_of(root)["targets"]]
-        roots = [root for root in (self.replaced(), self.signed()) if isinstance(root, Root)]
+        roots = [root for root in (self.replaced(), self.document()) if isinstance(root, Root)]
         return [holders_of(root)["root"] for root in roots]
 
     def _parse(self, payload: str) -> Root | Targets:
@@ -84,8 +90,14 @@ class SigningRequest(Document):
         return parse_payload(payload.encode(), Targets, "targets to sign")
 
 
+def _payload_text(signed: Root | Targets | None) -> str | None:
+    if signed is None:
+        return None
+    return payload_of(signed).decode()
+
+
 class HolderSignature(Document):
-    """One holder's answer."""
+    """One holder's answer: a signature over the payload of a request."""
 
     format: Literal["archipelago/holder-signature/1"] = "archipelago/holder-signature/1"
     payload_digest: Digest
@@ -120,113 +132,142 @@ def check_answers(
             one.
     """
     payload = request.payload.encode()
-    found: dict[PublicKey, bytes] = {}
+    payload_digest = sha256_hex(payload)
+    signatures: dict[PublicKey, bytes] = {}
     for answer in answers:
         key = PublicKey.parse(answer.key)
         subject = f"signature on {request.name} by {key.short[:19]}"
-        if answer.payload_digest != sha256_hex(payload):
-            expected = f"a signature over sha256 {sha256_hex(payload)[:16]}..."
+        # The digest is compared for the message only: a signature over other bytes does not verify below.
+        if answer.payload_digest != payload_digest:
             raise SignatureError(
                 subject,
-                expected=expected,
+                expected=f"a signature over sha256 {payload_digest[:16]}...",
                 got=f"a signature over sha256 {answer.payload_digest[:16]}...",
             )
         _check_holder(request, key)
-        if key in found:
+        if key in signatures:
             raise SignatureError(
                 subject, expected="one signature per holder", got="two signatures by this holder"
             )
-        found[key] = bytes.fromhex(answer.signature)
-        key.verify(found[key], payload)
-    return found
+        signature = bytes.fromhex(answer.signature)
+        key.verify(signature, payload)
+        signatures[key] = signature
+    return signatures
 
 
-def unmet(request: SigningRequest, signers: Mapping[PublicKey, bytes]) -> list[str]:
-    """Describe the thresholds that are not met yet."""
-    waits = []
+def describe_missing_signatures(
+    request: SigningRequest, signatures: Mapping[PublicKey, bytes]
+) -> list[str]:
+    """Describe the thresholds that are not met yet, one in a line."""
+    lines = []
     for holders in request.holders():
-        signed = [key for key in holders.keys if key in signers]
-        if len(signed) < holders.threshold:
-            left = ", ".join(key.short[:19] for key in holders.keys if key not in signers)
-            waits.append(
-                f"{request.name}: {len(signed)} of {holders.threshold} signatures; it can be signed by {left}"
+        num_signed = sum(key in signatures for key in holders.keys)
+        if num_signed < holders.threshold:
+            missing = ", ".join(key.short[:19] for key in holders.keys if key not in signatures)
+            lines.append(
+                f"{request.name}: {num_signed} of {holders.threshold} signatures; "
+                f"it can be signed by {missing}"
             )
-    return waits
+    return lines
 
 
-def join(request: SigningRequest, signers: Mapping[PublicKey, bytes]) -> bytes:
+def join_signatures(request: SigningRequest, signatures: Mapping[PublicKey, bytes]) -> bytes:
     """Return the signed metadata file."""
-    return attach(request.signed(), signers)
+    return attach(request.document(), signatures)
 
 
 def describe_request(request: SigningRequest) -> str:
     """Describe what a signature on this document approves: its whole content, and its changes."""
-    signed, before = request.signed(), request.replaced()
+    document = request.document()
+    before = request.replaced()
     replaces = f"replaces version {before.version}" if before else "the first version"
-    log, log_before = (
-        log_key_of(each) if isinstance(each, Root) else None for each in (signed, before)
-    )
+    old_roles: Mapping[str, _RoleTerms] = {}
+    if before is not None:
+        old_roles = _role_terms(before)
     lines = [
-        f"{request.role}, version {signed.version} ({replaces}), valid until {signed.expires:%Y-%m-%d}",
+        f"{request.role}, version {document.version} ({replaces}), valid until {document.expires:%Y-%m-%d}",
         f"sha256 of the bytes to sign: {sha256_hex(request.payload.encode())}",
         f"The sender says that it is for: {_on_one_line(request.purpose)}",
         "",
-        *_differences(_roles(signed), _roles(before) if before else {}),
-        *(
-            [f"log: {log}{'' if log == log_before or before is None else f' (was {log_before})'}"]
-            if log
-            else []
-        ),
-        *([f"log: LEAVES, {log_before}"] if log_before and not log else []),
+        *_describe_roles(_role_terms(document), old_roles),
+        *_describe_log_key(document, before),
     ]
     return "\n".join(lines)
 
 
 def _on_one_line(text: str) -> str:
+    """Return a text that cannot imitate other lines of the description, or move the cursor of a terminal."""
     return text if text.isprintable() else ascii(text)
 
 
-_Roles = Mapping[str, tuple[int, tuple[PublicKey, ...], tuple[str, ...]]]
+@dataclass(frozen=True)
+class _RoleTerms:
+    """Who may sign for a role: how many of which keys, and which paths it may list."""
+
+    threshold: int
+    keys: tuple[PublicKey, ...]
+    paths: tuple[str, ...]
 
 
-def _roles(signed: Root | Targets) -> _Roles:
-    """Role to threshold, keys and paths."""
+def _role_terms(signed: Root | Targets) -> Mapping[str, _RoleTerms]:
+    """Read the terms of each role that this metadata names."""
     if isinstance(signed, Root):
-        return {name: (held.threshold, held.keys, ()) for name, held in holders_of(signed).items()}
-    delegated = (signed.delegations.roles if signed.delegations else None) or {}
-    return {
-        name: (
-            role.threshold,
-            tuple(public_key(signed.get_key(keyid)) for keyid in role.keyids),
-            tuple(role.paths or ()),
-        )
-        for name, role in delegated.items()
-    }
+        return {
+            name: _RoleTerms(holders.threshold, holders.keys, ())
+            for name, holders in holders_of(signed).items()
+        }
+    terms = {}
+    for name, role in delegated_roles(signed).items():
+        keys = tuple(public_key(signed.get_key(keyid)) for keyid in role.keyids)
+        terms[name] = _RoleTerms(role.threshold, keys, tuple(role.paths or ()))
+    return terms
 
 
-def _differences(now: _Roles, before: _Roles) -> Iterator[str]:
-    nothing: tuple[int, tuple[PublicKey, ...], tuple[str, ...]] = (0, (), ())
-    for name in (*now, *(name for name in before if name not in now)):
-        (threshold, keys, paths), (old_threshold, old_keys, old_paths) = (
-            now.get(name, nothing),
-            before.get(name, nothing),
-        )
-        if name not in now:
+def _describe_roles(
+    roles: Mapping[str, _RoleTerms], old_roles: Mapping[str, _RoleTerms]
+) -> Iterator[str]:
+    """Yield lines on every role, old and new: a change that is not shown could be approved unseen."""
+    removed = [name for name in old_roles if name not in roles]
+    for name in (*roles, *removed):
+        terms = roles.get(name, _RoleTerms(0, (), ()))
+        old_terms = old_roles.get(name, _RoleTerms(0, (), ()))
+        if name in removed:
             yield f"{name}: LEAVES"
         else:
-            was = f" (was {old_threshold})" if name in before and old_threshold != threshold else ""
-            yield f"{name}{'' if name in before or not before else ': NEW'}: {threshold} of {len(keys)} must sign{was}"
-        for key in (*keys, *(key for key in old_keys if key not in keys)):
-            mark = "-" if key not in keys else "+" if key not in old_keys else " "
+            new = ": NEW" if old_roles and name not in old_roles else ""
+            line = f"{name}{new}: {terms.threshold} of {len(terms.keys)} must sign"
+            if name in old_roles and old_terms.threshold != terms.threshold:
+                line += f" (was {old_terms.threshold})"
+            yield line
+        for mark, key in _marked_changes(terms.keys, old_terms.keys):
             yield f"  {mark} key {key.short}"
-        for path in (*paths, *(path for path in old_paths if path not in paths)):
-            mark = "-" if path not in paths else "+" if path not in old_paths else " "
+        for mark, path in _marked_changes(terms.paths, old_terms.paths):
             yield f"  {mark} may list {_on_one_line(path)}"
+
+
+def _marked_changes(new: Sequence[T], old: Sequence[T]) -> Iterator[tuple[str, T]]:
+    """Yield every element with `+` where it is added, `-` where it is removed, and a blank where it stays."""
+    for element in new:
+        yield (" " if element in old else "+"), element
+    for element in old:
+        if element not in new:
+            yield "-", element
+
+
+def _describe_log_key(document: Root | Targets, before: Root | Targets | None) -> list[str]:
+    log_key = log_key_of(document) if isinstance(document, Root) else None
+    old_log_key = log_key_of(before) if isinstance(before, Root) else None
+    if log_key is None:
+        return [f"log: LEAVES, {old_log_key}"] if old_log_key else []
+    if before is None or log_key == old_log_key:
+        return [f"log: {log_key}"]
+    return [f"log: {log_key} (was {old_log_key})"]
 
 
 def _check_holder(request: SigningRequest, key: PublicKey) -> None:
     if not any(key in holders.keys for holders in request.holders()):
-        expected = f"a key that may sign {request.name}"
         raise SignatureError(
-            f"key {key.short[:19]}", expected=expected, got="a key that is not a holder's"
+            f"key {key.short[:19]}",
+            expected=f"a key that may sign {request.name}",
+            got="a key that is not a holder's",
         )

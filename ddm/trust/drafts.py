@@ -19,7 +19,7 @@ from ddm.trust.paths import (
     silo_role,
     split_silo_role,
 )
-from ddm.trust.silo_role import delegation
+from ddm.trust.silo_role import silo_delegation
 
 LOG_KEY_FIELD = "log_key"
 TOP_ROLES = ("root", "targets", "snapshot", "timestamp")
@@ -42,8 +42,12 @@ class Holders:
 
     def __post_init__(self) -> None:
         if len(set(self.keys)) != len(self.keys):
-            got = f"{len(self.keys)} holders with {len(set(self.keys))} different keys"
-            raise SetupError("holders", expected="a different key for each holder", got=got)
+            # One person with two places would reach a threshold of two alone.
+            raise SetupError(
+                "holders",
+                expected="a different key for each holder",
+                got=f"{len(self.keys)} holders with {len(set(self.keys))} different keys",
+            )
         if not 1 <= self.threshold <= len(self.keys):
             expected = f"between 1 and the number of holders, {len(self.keys)}"
             raise SetupError("threshold of holders", expected=expected, got=str(self.threshold))
@@ -73,31 +77,48 @@ class Delegates:
     def roles(self) -> Mapping[str, PublicKey]:
         """The role of each silo, and its key."""
         return {
-            silo_role(self.carried.get(name, str(self.plan_id)), name): key
-            for name, key in self.silos.items()
+            silo_role(self.origin(silo_id), silo_id): key for silo_id, key in self.silos.items()
         }
+
+    def origin(self, silo_id: str) -> str:
+        """Return the plan for which a silo signed: this one, or the earlier one from which it is carried over."""
+        return self.carried.get(silo_id, str(self.plan_id))
 
     def without(self, silo_id: str) -> Self:
         """Return the same without one silo."""
-        silos, carried = dict(self.silos), dict(self.carried)
-        silos.pop(silo_id, None)
-        carried.pop(silo_id, None)
+        silos = {name: key for name, key in self.silos.items() if name != silo_id}
+        carried = {name: origin for name, origin in self.carried.items() if name != silo_id}
         return replace(self, silos=silos, carried=carried)
 
     @classmethod
-    def of(cls, targets: Targets) -> Self:
-        """Read them from `targets`."""
+    def from_targets(cls, targets: Targets) -> Self:
+        """Read them from `targets`, which this federation wrote itself."""
         keys: dict[str, PublicKey] = {}
         silos: dict[str, PublicKey] = {}
         carried: dict[str, str] = {}
-        roles = (targets.delegations.roles if targets.delegations else None) or {}
-        plan_id = next((path.split("/")[0] for path in roles[PLANS].paths or []), None)
+        roles = delegated_roles(targets)
+        # The paths of `plans` name the current plan; before the first plan it has none.
+        plan_id = None
+        plan_paths = roles[PLANS].paths
+        if plan_paths:
+            plan_id = plan_paths[0].split("/")[0]
         for name, role in roles.items():
             keys[name] = public_key(targets.get_key(role.keyids[0]))
-            if silo := split_silo_role(name):
-                silos[silo[1]] = keys[name]
-                carried |= {silo[1]: silo[0]} if silo[0] != plan_id else {}
+            silo_role_parts = split_silo_role(name)
+            if silo_role_parts is None:
+                continue
+            origin, silo_id = silo_role_parts
+            silos[silo_id] = keys[name]
+            if origin != plan_id:
+                carried[silo_id] = origin
         return cls(keys[PLANS], keys[RELEASE], plan_id, silos, carried)
+
+
+def delegated_roles(targets: Targets) -> Mapping[str, DelegatedRole]:
+    """Return the roles that `targets` delegates to, by name; none where it delegates nothing."""
+    if targets.delegations is None:
+        return {}
+    return targets.delegations.roles or {}
 
 
 def holders_of(root: Root) -> dict[str, Holders]:
@@ -122,18 +143,28 @@ def draft_root(
     keys: dict[str, Key] = {}
     roles = {}
     for name in TOP_ROLES:
-        held = [key.tuf_key() for key in holders[name].keys]
-        keys.update({key.keyid: key for key in held})
-        roles[name] = Role(sorted(key.keyid for key in held), holders[name].threshold)
-    # A field that TUF does not know; other clients keep it, and its signature covers it.
-    added = {LOG_KEY_FIELD: log_key} if log_key else {}
-    return Root(version, None, expiry(now, METADATA_LIFE), keys, roles, False, added)
+        role_keys = {key.keyid: key for key in (key.tuf_key() for key in holders[name].keys)}
+        keys |= role_keys
+        roles[name] = Role(sorted(role_keys), holders[name].threshold)
+    # A field that TUF does not know; other clients keep it, and the signatures cover it.
+    extra_fields = {}
+    if log_key:
+        extra_fields[LOG_KEY_FIELD] = log_key
+    return Root(
+        version=version,
+        spec_version=None,
+        expires=expiry(now, METADATA_LIFE),
+        keys=keys,
+        roles=roles,
+        consistent_snapshot=False,
+        unrecognized_fields=extra_fields,
+    )
 
 
 def log_key_of(root: Root) -> str | None:
     """Read the verifier key of the federation's log, None where the root names no log."""
-    found = root.unrecognized_fields.get(LOG_KEY_FIELD)
-    return found if isinstance(found, str) else None
+    log_key = root.unrecognized_fields.get(LOG_KEY_FIELD)
+    return log_key if isinstance(log_key, str) else None
 
 
 def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
@@ -142,16 +173,16 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
     Raises:
         RoleError: two silos with one key, or an invalid id.
     """
-    plan_id, silos = delegates.plan_id, delegates.silos
-    plans = [] if plan_id is None else [plan_id, *delegates.carried.values()]
-    wrong = [each for each in plans if not is_plan_id(each)]
-    wrong += [name for name in silos if plan_id is not None and not is_silo_id(name)]
-    if wrong:
-        subject = f"plan {ascii(str(plan_id)[:60])}"
-        raise RoleError(subject, expected="a plan id and silo ids", got=ascii(wrong[0][:60]))
-    if len(set(silos.values())) != len(silos):
-        got = f"{len(set(silos.values()))} keys for {len(silos)} silos"
-        raise RoleError(str(plan_id), expected="a different key for each silo", got=got)
+    plan_id = delegates.plan_id
+    if plan_id is not None:
+        _check_ids(plan_id, delegates)
+    num_keys = len(set(delegates.silos.values()))
+    if num_keys != len(delegates.silos):
+        raise RoleError(
+            str(plan_id),
+            expected="a different key for each silo",
+            got=f"{num_keys} keys for {len(delegates.silos)} silos",
+        )
     keys: dict[str, Key] = {}
     roles: dict[str, DelegatedRole] = {}
     for name, public in ((PLANS, delegates.plans), (RELEASE, delegates.release)):
@@ -159,11 +190,21 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
         keys[key.keyid] = key
         paths = delegated_paths(plan_id, name) if plan_id else []
         roles[name] = DelegatedRole(name, [key.keyid], 1, True, paths)
-    for silo_id, silo_key in sorted(silos.items()) if plan_id else []:
-        below = delegation(
-            delegates.carried.get(silo_id, str(plan_id)), {silo_id: silo_key}
-        ).delegations
-        if below is not None:
-            keys |= below.keys
-            roles |= below.roles or {}
+    if plan_id is not None:
+        for silo_id, silo_key in sorted(delegates.silos.items()):
+            key, role = silo_delegation(delegates.origin(silo_id), silo_id, silo_key)
+            keys[key.keyid] = key
+            roles[role.name] = role
     return Targets(version, None, expiry(now, METADATA_LIFE), {}, Delegations(keys, roles))
+
+
+def _check_ids(plan_id: str, delegates: Delegates) -> None:
+    """Refuse ids that could not be told apart in the name of a role, or that readers refuse."""
+    invalid = [name for name in (plan_id, *delegates.carried.values()) if not is_plan_id(name)]
+    invalid += [silo_id for silo_id in delegates.silos if not is_silo_id(silo_id)]
+    if invalid:
+        raise RoleError(
+            f"plan {ascii(plan_id[:60])}",
+            expected="a plan id and silo ids",
+            got=ascii(invalid[0][:60]),
+        )

@@ -1,4 +1,8 @@
-"""Signed envelopes: a small document with the signature over it, for cards and receipts outside TUF."""
+"""Signed envelopes: a small document with the signature over it, for cards and receipts outside TUF.
+
+The signature covers the kind of the document as well as its bytes, so that a document of one kind is never accepted as
+one of another kind (domain separation). The payload is text and kept byte for byte: what was signed is what is parsed.
+"""
 
 import re
 from typing import Annotated, Literal
@@ -68,6 +72,7 @@ def open_sealed(
         raise DocumentError(
             kind, expected=f"a document of kind {kind}", got="the name of a different kind"
         )
+    # JSON can hold a lone surrogate, which no UTF-8 text can.
     try:
         payload = envelope.payload.encode("utf-8")
         canonical = envelope.encode()
@@ -75,11 +80,13 @@ def open_sealed(
         raise DocumentError(
             kind, expected="UTF-8 text", got="text with a lone surrogate"
         ) from error
+    # One content has one encoding, so that the digest of an envelope identifies it.
     if canonical != data:
         raise DocumentError(
             kind, expected="canonical JSON (RFC 8785)", got="another encoding of the same values"
         )
     signer = PublicKey.parse(envelope.key)
+    # The envelope names its key itself. Only a comparison with a key that the caller trusts makes this a proof.
     if key is not None and signer != key:
         raise SignatureError(kind, expected=f"key {key}", got=f"key {signer}")
     try:

@@ -1,17 +1,21 @@
 """A silo's change of its signing key: sealed by the new key inside and by the old key outside; pure functions.
 
-The new key's seal proves that the silo holds it, the old key's that the silo wants the change. Whoever remembers the
-old key accepts the new one without asking anybody; a list of such rotations is a chain, which leads over several.
+The new key's seal proves that the silo holds it: otherwise a silo could announce somebody else's key as its own. The
+old key's seal proves that the silo wants the change: otherwise the aggregator could announce a key of its own. Whoever
+remembers the old key accepts the new one without asking anybody. A list of such rotations is a chain, which leads from
+a remembered key over several to the present one.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ddm.errors import DocumentError, ReplayError, SignatureError
 from ddm.protocol.enrolment import MAX_ROTATION_BYTES, KeyRotation
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import PublicKey, SigningKey
 
-_OLD, _NEW = "key-rotation", "key-rotation-by-new-key"
+_OLD_KIND = "key-rotation"
+_NEW_KIND = "key-rotation-by-new-key"
 
 
 def seal_rotation(rotation: KeyRotation, old: SigningKey, new: SigningKey) -> bytes:
@@ -21,7 +25,8 @@ def seal_rotation(rotation: KeyRotation, old: SigningKey, new: SigningKey) -> by
         SignatureError: a key is not the one that the rotation names.
     """
     _check_named(rotation, old.public, new.public)
-    return seal(seal(rotation.encode(), _NEW, new), _OLD, old)
+    sealed_by_new = seal(rotation.encode(), _NEW_KIND, new)
+    return seal(sealed_by_new, _OLD_KIND, old)
 
 
 def open_rotation(data: bytes) -> KeyRotation:
@@ -31,9 +36,10 @@ def open_rotation(data: bytes) -> KeyRotation:
         DocumentError: too large, malformed, or of another kind.
         SignatureError: not sealed by both keys that it names.
     """
-    inner, old = open_sealed(data, _OLD, None, MAX_ROTATION_BYTES)
-    payload, new = open_sealed(inner, _NEW, None, MAX_ROTATION_BYTES)
+    sealed_by_new, old = open_sealed(data, _OLD_KIND, None, MAX_ROTATION_BYTES)
+    payload, new = open_sealed(sealed_by_new, _NEW_KIND, None, MAX_ROTATION_BYTES)
     rotation = KeyRotation.parse(payload, subject="key rotation", limit=MAX_ROTATION_BYTES)
+    # The envelopes were opened with their own keys; these must be the ones that the rotation is about.
     _check_named(rotation, old, new)
     return rotation
 
@@ -53,27 +59,31 @@ def open_chain(sealed: Sequence[str], *, silo_id: str, root_digest: str) -> tupl
     """
     chain = tuple(open_rotation(text.encode()) for text in sealed)
     for rotation in chain:
+        # A silo may use one key in two federations; a rotation in one of them must not count in the other.
         if (rotation.silo_id, rotation.root_digest) != (silo_id, root_digest):
-            got = f"one of silo {rotation.silo_id} for root {rotation.root_digest[:16]}..."
-            expected = f"a rotation of silo {silo_id} for root {root_digest[:16]}..."
-            raise ReplayError(f"key rotation of {silo_id}", expected=expected, got=got)
-    for before, after in zip(chain, chain[1:], strict=False):
+            raise ReplayError(
+                f"key rotation of {silo_id}",
+                expected=f"a rotation of silo {silo_id} for root {root_digest[:16]}...",
+                got=f"one of silo {rotation.silo_id} for root {rotation.root_digest[:16]}...",
+            )
+    for before, after in pairwise(chain):
         if (after.number, after.old_key) != (before.number + 1, before.new_key):
-            expected = (
-                f"rotation {before.number + 1}, from the key that rotation {before.number} led to"
+            got = "another number"
+            if after.old_key != before.new_key:
+                got = f"rotation {after.number}, from another key"
+            raise DocumentError(
+                f"key rotations of {silo_id}",
+                expected=f"rotation {before.number + 1}, "
+                f"from the key that rotation {before.number} led to",
+                got=got,
             )
-            got = (
-                f"rotation {after.number}, from another key"
-                if after.old_key != before.new_key
-                else "another number"
-            )
-            raise DocumentError(f"key rotations of {silo_id}", expected=expected, got=got)
     return chain
 
 
 def _check_named(rotation: KeyRotation, old: PublicKey, new: PublicKey) -> None:
     if (str(old), str(new)) != (rotation.old_key, rotation.new_key) or old == new:
-        expected = "seals by the two different keys that it names"
         raise SignatureError(
-            f"key rotation of {rotation.silo_id}", expected=expected, got="a seal by another key"
+            f"key rotation of {rotation.silo_id}",
+            expected="seals by the two different keys that it names",
+            got="a seal by another key",
         )

@@ -87,9 +87,10 @@ class PublicKey:
         try:
             Ed25519PublicKey.from_public_bytes(self.raw).verify(signature, data)
         except (InvalidSignature, ValueError) as error:
-            expected = f"a valid signature by key {self.short[:19]}"
             raise SignatureError(
-                "signature", expected=expected, got="an invalid signature"
+                "signature",
+                expected=f"a valid signature by key {self.short[:19]}",
+                got="an invalid signature",
             ) from error
 
     def tuf_key(self) -> Key:
@@ -119,17 +120,17 @@ class SigningKey:
         """
         # Links are followed, since secret stores mount keys as symbolic links.
         data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
-        wanted = "an encrypted PKCS8 Ed25519 key"
+        expected = "an encrypted PKCS8 Ed25519 key"
+        # A key that is not encrypted is refused, or somebody could copy it with the folder.
         if not data.startswith(_PEM_LABEL):
-            got = (
-                "a private key in another format"
-                if b"PRIVATE KEY-----" in data[:64]
-                else "a file without a private key"
-            )
+            got = "a file without a private key"
+            if b"PRIVATE KEY-----" in data[:64]:
+                got = "a private key in another format"
             raise SetupError(
-                path.name, expected=wanted, got=got, remedy="Restore the key's file from backup."
+                path.name, expected=expected, got=got, remedy="Restore the key's file from backup."
             )
         try:
+            # With an empty passphrase the library raises another error, which would not name the passphrase.
             private = load_pem_private_key(data, passphrase or b"\0")
         except (ValueError, TypeError) as error:
             raise PassphraseError(
@@ -138,16 +139,15 @@ class SigningKey:
                 got="a passphrase that does not open it",
             ) from error
         if not isinstance(private, Ed25519PrivateKey):
-            raise SetupError(path.name, expected=wanted, got="a key of another algorithm")
+            raise SetupError(path.name, expected=expected, got="a key of another algorithm")
         return cls(private)
 
     def derive(self, name: str) -> Self:
-        """Return the key that follows from this one for a name (HKDF-SHA256, RFC 5869), and tells nothing of it."""
-        secret = self._private.private_bytes_raw()
-        own = HKDF(hashes.SHA256(), 32, salt=None, info=f"archipelago/{name}".encode()).derive(
-            secret
-        )
-        return type(self)(Ed25519PrivateKey.from_private_bytes(own))
+        """Return a key derived from this one and a name (HKDF-SHA256, RFC 5869); it reveals nothing of this one."""
+        info = f"archipelago/{name}".encode()
+        derivation = HKDF(hashes.SHA256(), 32, salt=None, info=info)
+        secret = derivation.derive(self._private.private_bytes_raw())
+        return type(self)(Ed25519PrivateKey.from_private_bytes(secret))
 
     def save(self, path: Path, passphrase: bytes) -> None:
         """Write the key atomically, encrypted, readable by its owner only; an existing file is never overwritten.
@@ -163,9 +163,12 @@ class SigningKey:
         try:
             write_atomic(path, data, mode=0o600, overwrite=False)
         except FileExistsError as error:
-            remedy = "A key is never overwritten. Choose another folder, or move the old key away."
-            expected, got = "no file of this name", "an existing file"
-            raise SetupError(path.name, expected=expected, got=got, remedy=remedy) from error
+            raise SetupError(
+                path.name,
+                expected="no file of this name",
+                got="an existing file",
+                remedy="A key is never overwritten. Choose another folder, or move the old key away.",
+            ) from error
 
     @property
     def public(self) -> PublicKey:

@@ -1,8 +1,13 @@
 """TUF metadata files: strict parsing, signature checks, and signing.
 
-Canonical here means the compact form that python-tuf writes, with signatures in the order of their key ids. Together
-with the rule that *every* signature in a file must verify, it makes any changed byte detectable, even in the unsigned
-part.
+A TUF file has a signed part and the signatures over it. TUF ignores what it does not know, so that bytes of a file can
+change and its signatures still verify. Stricter here are
+
+ * the encoding: the compact form that python-tuf writes, with signatures in the order of their key ids;
+ * the signatures: *every* one must verify, be by a key of the role, and be there once;
+ * the key ids: each is the digest of its key, so that one key under two ids cannot count twice towards a threshold.
+
+Together they make any changed byte detectable, also in the part that is not signed.
 """
 
 import json
@@ -26,6 +31,7 @@ T = TypeVar("T", Root, Timestamp, Snapshot, Targets)
 
 # As in tuf.ngclient.UpdaterConfig, so that other TUF clients can read what passes here.
 LIMITS = {"root": 512_000, "timestamp": 16_384, "snapshot": 2_000_000, "targets": 5_000_000}
+# A timestamp's life bounds how long a freeze attack can last, and how often an idle federation has to sign.
 TIMESTAMP_LIFE = timedelta(days=90)
 METADATA_LIFE = timedelta(days=5 * 365)
 
@@ -44,6 +50,7 @@ def parse_metadata(
     Raises:
         DocumentError: too large, malformed, of another kind, or not in canonical form.
     """
+    # Bounds and schema before python-tuf sees the data: it keeps unknown fields and accepts any hash and key type.
     value = check_json(data, subject=subject, limit=limit or LIMITS[kind.type])
     check_schema(value, kind.type, subject)
     if json.dumps(value, sort_keys=True, separators=(",", ":")).encode() != data:
@@ -96,9 +103,12 @@ def payload_of(signed: Signed) -> bytes:
 
 def attach(signed: Signed, signatures: Mapping[PublicKey, bytes]) -> bytes:
     """Join metadata and signatures made elsewhere into a file that `parse_metadata` accepts."""
-    made = {key.tuf_key().keyid: signature.hex() for key, signature in signatures.items()}
-    listed = {keyid: Signature(keyid, made[keyid]) for keyid in sorted(made)}
-    data = Metadata(cast("Any", signed), listed).to_bytes()
+    signature_of = {key.tuf_key().keyid: signature.hex() for key, signature in signatures.items()}
+    sorted_signatures = {
+        keyid: Signature(keyid, signature_of[keyid]) for keyid in sorted(signature_of)
+    }
+    data = Metadata(cast("Any", signed), sorted_signatures).to_bytes()
+    # A file that readers would refuse is an error here, where it can still be corrected.
     parse_metadata(data, cast("Any", type(signed)), f"new {signed.type} metadata")
     return data
 
@@ -118,27 +128,27 @@ def check_signatures(
         SignatureError: too few signatures, an invalid one, or one by a key without the role.
     """
     payload = metadata.signed_bytes
-    allowed: dict[str, Key] = {}
-    for delegator in delegators:
-        try:
-            allowed |= {
-                keyid: delegator.get_key(keyid)
-                for keyid in delegator.get_delegated_role(role).keyids
-            }
-        except ValueError as error:
-            got = f"{delegator.type} metadata without this role"
-            raise SignatureError(subject, expected=f"a key for role {role}", got=got) from error
+    role_keys = _keys_of_role(role, delegators, subject)
+
+    # TUF skips signatures that it does not need. Here each must be by a key of the role and verify, or the signatures,
+    # which nothing signs, could be changed and more of them added without anybody noticing.
     for keyid, signature in metadata.signatures.items():
-        if keyid not in allowed:
-            expected = f"signatures by the keys of role {role}"
+        if keyid not in role_keys:
             raise SignatureError(
-                subject, expected=expected, got=f"a signature by key id {keyid[:16]}"
+                subject,
+                expected=f"signatures by the keys of role {role}",
+                got=f"a signature by key id {keyid[:16]}",
             )
         try:
-            allowed[keyid].verify_signature(signature, payload)
+            role_keys[keyid].verify_signature(signature, payload)
         except (UnverifiedSignatureError, VerificationError) as error:
-            got = f"a signature by key id {keyid[:16]} that does not verify"
-            raise SignatureError(subject, expected="valid signatures only", got=got) from error
+            raise SignatureError(
+                subject,
+                expected="valid signatures only",
+                got=f"a signature by key id {keyid[:16]} that does not verify",
+            ) from error
+
+    # The thresholds, by python-tuf: each delegator's on its own, since a new root needs old and new holders.
     for delegator in delegators:
         try:
             delegator.verify_delegate(role, payload, metadata.signatures)
@@ -146,6 +156,22 @@ def check_signatures(
             raise SignatureError(
                 subject, expected="enough signatures for its role", got=str(error)[:200]
             ) from error
+
+
+def _keys_of_role(role: str, delegators: Sequence[Root | Targets], subject: str) -> dict[str, Key]:
+    """Return the keys that may sign for a role, by key id."""
+    keys: dict[str, Key] = {}
+    for delegator in delegators:
+        try:
+            for keyid in delegator.get_delegated_role(role).keyids:
+                keys[keyid] = delegator.get_key(keyid)
+        except ValueError as error:
+            raise SignatureError(
+                subject,
+                expected=f"a key for role {role}",
+                got=f"{delegator.type} metadata without this role",
+            ) from error
+    return keys
 
 
 def check_expiry(signed: Signed, now: datetime, subject: str) -> None:
@@ -189,9 +215,11 @@ def _check_keyids(signed: Signed, subject: str) -> None:
     keys: dict[str, Key] = {}
     roles: Mapping[str, Role] = {}
     if isinstance(signed, Root):
-        keys, roles = signed.keys, signed.roles
+        keys = signed.keys
+        roles = signed.roles
     elif isinstance(signed, Targets) and signed.delegations is not None:
-        keys, roles = signed.delegations.keys, signed.delegations.roles or {}
+        keys = signed.delegations.keys
+        roles = signed.delegations.roles or {}
     for keyid, key in keys.items():
         if not isinstance(key, SSlibKey) or public_key(key).tuf_key().keyid != keyid:
             raise DocumentError(
@@ -200,6 +228,10 @@ def _check_keyids(signed: Signed, subject: str) -> None:
                 got=f"key id {keyid[:16]}... of another key",
             )
     for name, role in roles.items():
-        if absent := [keyid for keyid in role.keyids if keyid not in keys]:
-            got = f"role {ascii(name[:80])} with key id {absent[0][:16]}..., whose key is absent"
-            raise DocumentError(subject, expected="the key of every key id", got=got)
+        for keyid in role.keyids:
+            if keyid not in keys:
+                raise DocumentError(
+                    subject,
+                    expected="the key of every key id",
+                    got=f"role {ascii(name[:80])} with key id {keyid[:16]}..., whose key is absent",
+                )

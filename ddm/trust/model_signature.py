@@ -37,14 +37,14 @@ def sign_model(name: str, digests: Mapping[str, str], key: ec.EllipticCurvePriva
         The content of `model.sig`.
     """
     payload = _statement(name, digests)
-    # DSSE's pre-authentication encoding: the type is signed together with the payload.
-    signed = b"DSSEv1 %d %b %d %b" % (
+    # DSSE's pre-authentication encoding: the type is signed together with the payload, each after its length.
+    signed_bytes = b"DSSEv1 %d %b %d %b" % (
         len(_PAYLOAD_TYPE),
         _PAYLOAD_TYPE.encode(),
         len(payload),
         payload,
     )
-    signature = key.sign(signed, ec.ECDSA(SHA256(), deterministic_signing=True))
+    signature = key.sign(signed_bytes, ec.ECDSA(SHA256(), deterministic_signing=True))
     pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     bundle = {
         "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
@@ -77,24 +77,28 @@ def check_model_signature(data: bytes, name: str, digests: Mapping[str, str]) ->
     try:
         payload = value["dsseEnvelope"]["payload"]
     except (KeyError, TypeError) as error:
-        got = "a document without dsseEnvelope.payload"
-        expected = "a sigstore bundle with a DSSE envelope"
-        raise DocumentError(MODEL_SIGNATURE_NAME, expected=expected, got=got) from error
+        raise DocumentError(
+            MODEL_SIGNATURE_NAME,
+            expected="a sigstore bundle with a DSSE envelope",
+            got="a document without dsseEnvelope.payload",
+        ) from error
+    # The attack: people who use a generic tool are shown a valid signature over other files than ours reads.
     if payload != b64encode(_statement(name, digests)).decode("ascii"):
-        expected, got = (
-            f"a statement of exactly the {len(digests)} files that TUF signs",
-            "a statement of other files or digests",
+        raise DigestError(
+            MODEL_SIGNATURE_NAME,
+            expected=f"a statement of exactly the {len(digests)} files that TUF signs",
+            got="a statement of other files or digests",
         )
-        raise DigestError(MODEL_SIGNATURE_NAME, expected=expected, got=got)
 
 
 def _statement(name: str, digests: Mapping[str, str]) -> bytes:
     """Return the canonical in-toto statement; the subject's digest covers the files' digests, sorted by path parts."""
     ordered = sorted(digests.items(), key=lambda item: PurePosixPath(item[0]))
-    together = hashlib.sha256(b"".join(bytes.fromhex(digest) for _, digest in ordered)).hexdigest()
+    all_digests = b"".join(bytes.fromhex(digest) for _, digest in ordered)
+    subject_digest = hashlib.sha256(all_digests).hexdigest()
     statement = {
         "_type": "https://in-toto.io/Statement/v1",
-        "subject": [{"name": name, "digest": {"sha256": together}}],
+        "subject": [{"name": name, "digest": {"sha256": subject_digest}}],
         "predicateType": "https://model_signing/signature/v1.0",
         "predicate": {
             "serialization": {

@@ -15,8 +15,10 @@ from ddm.protocol.base import PLAN_ID_PATTERN, SILO_ID_PATTERN
 PLANS = "plans"
 RELEASE = "release"
 KEY_HISTORY = "key-history.json"
-MANIFEST_PROOF_NAME, CONSISTENCY_NAME = "manifest.tlog-proof", "log-consistency.json"
-PLAN_PROOF_NAME, PLAN_CONSISTENCY_NAME = "plan/plan.tlog-proof", "plan/log-consistency.json"
+MANIFEST_PROOF_NAME = "manifest.tlog-proof"
+CONSISTENCY_NAME = "log-consistency.json"
+PLAN_PROOF_NAME = "plan/plan.tlog-proof"
+PLAN_CONSISTENCY_NAME = "plan/log-consistency.json"
 PLAN_LOG_NAMES = (PLAN_PROOF_NAME, PLAN_CONSISTENCY_NAME)
 LOG_NAMES = (MANIFEST_PROOF_NAME, CONSISTENCY_NAME)
 RELEASE_NAMES = (
@@ -51,7 +53,9 @@ def silo_role(plan_id: str, silo_id: str) -> str:
 def split_silo_role(name: str) -> tuple[str, str] | None:
     """Return (plan_id, silo_id) of a silo's role, None for any other name."""
     match = _SILO_ROLE.fullmatch(name)
-    return (match[1], match[2]) if match else None
+    if match is None:
+        return None
+    return match[1], match[2]
 
 
 def delegated_paths(plan_id: str, role: str) -> list[str]:
@@ -60,6 +64,7 @@ def delegated_paths(plan_id: str, role: str) -> list[str]:
         return [f"{plan_id}/plan.json", f"{plan_id}/plan/*"]
     if role == RELEASE:
         return [f"{plan_id}/{name}" for name in (*RELEASE_NAMES, "class_counts/*")]
+    # A `*` in a TUF pattern does not match a slash, so that each depth needs a pattern of its own.
     silo_id = role.removeprefix(f"{plan_id}.")
     return [f"{plan_id}/silos/{silo_id}" + "/*" * depth for depth in range(1, SILO_DEPTH + 1)]
 
@@ -74,5 +79,6 @@ def owner(path: str, plan_id: str) -> str | None:
         case [plan, "class_counts", _] if plan == plan_id:
             return RELEASE
         case [plan, "silos", silo_id, *rest] if plan == plan_id and is_silo_id(silo_id):
-            return silo_role(plan_id, silo_id) if 1 <= len(rest) <= SILO_DEPTH else None
+            if 1 <= len(rest) <= SILO_DEPTH:
+                return silo_role(plan_id, silo_id)
     return None

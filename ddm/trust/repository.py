@@ -2,11 +2,15 @@
 
 Offline keys sign `root` and `targets`, and targets only delegates; their holders sign drafts, which arrive here signed
 (`ddm.trust.drafts`, `ddm.trust.ceremony`). `plans`, `release` and one role per silo list files; `snapshot` and
-`timestamp` state which versions belong together. There is one plan at a time: a new plan's delegations replace those
-before, except for the roles of silos that the new plan carries over. A removed role keeps an entry in the snapshot,
-with the next version and without length and hashes: TUF clients that remember the last snapshot refuse one from which
-an entry disappeared, and refuse the role's earlier metadata as outdated; our verifier reads such an entry as "must be
-absent".
+`timestamp` state which versions belong together.
+
+There is one plan at a time: a new plan's delegations replace those before, except for the roles of silos that the new
+plan carries over. A removed role keeps an entry in the snapshot, with the next version and without length and hashes.
+TUF clients that remember the last snapshot refuse one from which an entry disappeared (specification 5.5.5), and refuse
+the role's earlier metadata as outdated; our verifier reads such an entry as "must be absent".
+
+Everything signed is checked before it is written, with the same functions that readers use: what readers would refuse
+is then an error of the operator's command, and not of a published release.
 
 Each method writes several files, one after the other. To survive a crash in between, a caller works on a copy of the
 folder and replaces the original with it (`ddm.io.changes`), holding the federation's signing lock.
@@ -40,6 +44,7 @@ from ddm.trust.paths import PLANS, RELEASE, owner, silo_role
 from ddm.trust.schema import MAX_VERSION
 from ddm.trust.silo_role import read_silo_metadata
 
+# Path relative to ``targets/`` to length in bytes and sha256.
 Files = Mapping[str, tuple[int, str]]
 
 
@@ -82,22 +87,24 @@ class Repository:
         """
         repository = cls(folder)
         if (folder / "1.root.json").exists():
-            remedy = "A federation is created once. Choose another folder."
-            got = "an existing federation"
             raise SetupError(
-                str(folder), expected="a folder without a federation", got=got, remedy=remedy
+                str(folder),
+                expected="a folder without a federation",
+                got="an existing federation",
+                remedy="A federation is created once. Choose another folder.",
             )
         repository._install_root(root)
         repository._install_targets(targets)
         expires = expiry(now, METADATA_LIFE)
         repository._write(PLANS, Targets(1, None, expires, {}), plans_key)
         repository._write(RELEASE, Targets(1, None, expires, {}), release_key)
-        repository._close({"targets", PLANS, RELEASE}, online_key, now)
+        repository._write_snapshot({"targets", PLANS, RELEASE}, online_key, now)
         return repository
 
     def root(self) -> Root:
         """Read the current root."""
-        return parse_metadata(self._bytes(f"{self._root_version()}.root.json"), Root, "root").signed
+        data = self._read_file(f"{self._root_version()}.root.json")
+        return parse_metadata(data, Root, "root").signed
 
     def targets(self) -> Targets:
         """Read the current targets."""
@@ -105,16 +112,15 @@ class Repository:
 
     def delegates(self) -> Delegates:
         """Read the delegations of the current targets."""
-        return Delegates.of(self.targets())
+        return Delegates.from_targets(self.targets())
 
     def next_root(
         self, changed: Mapping[str, Holders], now: datetime, log_key: str | None = None
     ) -> Root:
         """Draft the root with other holders or another log key; it is valid once old and new holders have signed."""
         root = self.root()
-        return draft_root(
-            root.version + 1, {**holders_of(root), **changed}, now, log_key or log_key_of(root)
-        )
+        holders = {**holders_of(root), **changed}
+        return draft_root(root.version + 1, holders, now, log_key or log_key_of(root))
 
     def next_targets(self, delegates: Delegates, now: datetime) -> Targets:
         """Draft the targets with these delegations."""
@@ -148,16 +154,21 @@ class Repository:
             RollbackError: `targets` does not follow the current version.
         """
         _check_owner(plan_files, plan_id, PLANS)
-        delegates = Delegates.of(parse_metadata(targets, Targets, "targets.json").signed)
+        delegates = Delegates.from_targets(parse_metadata(targets, Targets, "targets.json").signed)
         if delegates.plan_id != plan_id or not delegates.silos:
-            got = f"delegations to {len(delegates.silos)} silos of {delegates.plan_id or 'no plan'}"
-            raise RoleError("targets.json", expected=f"delegations to silos of {plan_id}", got=got)
-        live = {name.removesuffix(".json") for name in self._live()}
+            raise RoleError(
+                "targets.json",
+                expected=f"delegations to silos of {plan_id}",
+                got=f"delegations to {len(delegates.silos)} silos "
+                f"of {delegates.plan_id or 'no plan'}",
+            )
+        carried_roles = self._present_roles() & delegates.roles.keys()
         self._install_targets(targets)
-        self._write(PLANS, self._next(PLANS, plan_files, now), plans_key)
+        self._write(PLANS, self._next_listing(PLANS, plan_files, now), plans_key)
+        # The files of the last release are no longer what `release` stands for.
         if self._read(RELEASE, Targets).targets:
-            self._write(RELEASE, self._next(RELEASE, {}, now), release_key)
-        self._close({"targets", PLANS, RELEASE, *(live & delegates.roles.keys())}, online_key, now)
+            self._write(RELEASE, self._next_listing(RELEASE, {}, now), release_key)
+        self._write_snapshot({"targets", PLANS, RELEASE} | carried_roles, online_key, now)
 
     def renew(
         self,
@@ -183,21 +194,19 @@ class Repository:
             SignatureError: a document is not signed by its holders, or a key is not its role's.
             RollbackError: a document does not follow the current version.
         """
-        live = {name.removesuffix(".json") for name in self._live()}
+        present_roles = self._present_roles()
+        # The root first: it names the holders who must have signed the targets.
         if root is not None:
             self._install_root(root)
         if targets is not None:
             self._install_targets(targets)
         for role, key in ((PLANS, plans_key), (RELEASE, release_key)):
             if key is not None:
-                listed = self._read(role, Targets)
-                renewed = Targets(
-                    listed.version + 1, None, expiry(now, METADATA_LIFE), listed.targets
-                )
+                old = self._read(role, Targets)
+                renewed = Targets(old.version + 1, None, expiry(now, METADATA_LIFE), old.targets)
                 self._write(role, renewed, key)
-        self._close(
-            {"targets", PLANS, RELEASE, *(live & self.delegates().roles.keys())}, online_key, now
-        )
+        silo_roles = present_roles & self.delegates().roles.keys()
+        self._write_snapshot({"targets", PLANS, RELEASE} | silo_roles, online_key, now)
 
     def publish(
         self,
@@ -226,19 +235,20 @@ class Repository:
         """
         _check_owner(release_files, plan_id, RELEASE)
         targets = self.targets()
-        carried = Delegates.of(targets).carried
-        origins = {silo_id: carried.get(silo_id, plan_id) for silo_id in silo_metadata}
-        roles = {silo_id: silo_role(origin, silo_id) for silo_id, origin in origins.items()}
-        for silo_id, role in roles.items():
-            key, data = _role_key(targets, role), silo_metadata[silo_id]
-            version, _ = read_silo_metadata(
-                data, plan_id=origins[silo_id], silo_id=silo_id, key=key, now=now
-            )
-            self._check_not_older(role, version, silo_metadata[silo_id])
-        self._write(RELEASE, self._next(RELEASE, release_files, now), release_key)
-        for silo_id, role in roles.items():
-            write_atomic(self.folder / f"{role}.json", silo_metadata[silo_id])
-        self._close({"targets", PLANS, RELEASE, *roles.values()}, online_key, now)
+        carried = Delegates.from_targets(targets).carried
+        data_of_role = {}
+        for silo_id, data in silo_metadata.items():
+            origin = carried.get(silo_id, plan_id)
+            role = silo_role(origin, silo_id)
+            key = _role_key(targets, role)
+            version, _ = read_silo_metadata(data, plan_id=origin, silo_id=silo_id, key=key, now=now)
+            self._check_not_older(role, version, data)
+            data_of_role[role] = data
+        # Nothing is written before all of it was checked.
+        self._write(RELEASE, self._next_listing(RELEASE, release_files, now), release_key)
+        for role, data in data_of_role.items():
+            write_atomic(self.folder / f"{role}.json", data)
+        self._write_snapshot({"targets", PLANS, RELEASE, *data_of_role}, online_key, now)
 
     def export_bundle(self, dest: Path) -> None:
         """Write what a silo needs to verify a plan to ``dest/metadata/``."""
@@ -246,31 +256,35 @@ class Repository:
 
     def export_release(self, dest: Path) -> None:
         """Write all metadata of the release to ``dest/metadata/``."""
-        self._export(dest, self._live())
+        self._export(dest, [f"{role}.json" for role in self._present_roles()])
 
     def _export(self, dest: Path, names: Sequence[str]) -> None:
         roots = [path.name for path in self.folder.glob("*.root.json")]
         for name in [*roots, "timestamp.json", "snapshot.json", *names]:
-            write_atomic(dest / "metadata" / name, self._bytes(name))
+            write_atomic(dest / "metadata" / name, self._read_file(name))
 
-    def _live(self) -> list[str]:
-        """List the metadata files that the snapshot lists as present."""
-        return [
-            name
-            for name, meta in self._read("snapshot", Snapshot).meta.items()
-            if meta.hashes is not None
-        ]
+    def _present_roles(self) -> set[str]:
+        """Return the roles that the snapshot lists as present."""
+        return {
+            name.removesuffix(".json")
+            for name, entry in self._read("snapshot", Snapshot).meta.items()
+            if entry.hashes is not None
+        }
 
-    def _bytes(self, name: str) -> bytes:
-        path = self.folder / name
-        if not path.exists():
+    def _exists(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def _read_file(self, name: str) -> bytes:
+        if not self._exists(name):
             raise MissingFileError(
-                str(path), expected="this federation's metadata", got="no such file"
+                str(self.folder / name),
+                expected="this federation's metadata",
+                got="no such file",
             )
         return read_small(self.folder, name, LIMITS["targets"])
 
     def _read(self, role: str, kind: type[T]) -> T:
-        return parse_metadata(self._bytes(f"{role}.json"), kind, f"{role}.json").signed
+        return parse_metadata(self._read_file(f"{role}.json"), kind, f"{role}.json").signed
 
     def _root_version(self) -> int:
         return max(
@@ -286,12 +300,17 @@ class Repository:
             raise RollbackError(
                 name, expected=f"version {version}", got=f"version {metadata.signed.version}"
             )
-        before = [self.root()] if version > 1 else []
-        check_signatures(metadata, "root", [*before, metadata.signed], name)
+        # A new root needs the threshold of the old one too, or readers of the old one will not follow.
+        delegators = [metadata.signed]
+        if version > 1:
+            delegators = [self.root(), metadata.signed]
+        check_signatures(metadata, "root", delegators, name)
         write_atomic(self.folder / name, data)
 
     def _install_targets(self, data: bytes) -> None:
-        version = self.targets().version + 1 if (self.folder / "targets.json").exists() else 1
+        version = 1
+        if self._exists("targets.json"):
+            version = self.targets().version + 1
         metadata = parse_metadata(data, Targets, "targets.json")
         if metadata.signed.version != version:
             raise RollbackError(
@@ -305,76 +324,95 @@ class Repository:
     def _write(self, role: str, signed: T, key: SigningKey) -> None:
         """Sign and write, after checking that the key holds the role, which otherwise only readers would notice."""
         data = sign_metadata(signed, [key])
-        delegator = self.targets() if role in (PLANS, RELEASE) else self.root()
-        check_signatures(
-            parse_metadata(data, type(signed), role), role, [delegator], f"{role}.json"
-        )
+        metadata = parse_metadata(data, type(signed), role)
+        delegator: Root | Targets = self.root()
+        if role in (PLANS, RELEASE):
+            delegator = self.targets()
+        check_signatures(metadata, role, [delegator], f"{role}.json")
         write_atomic(self.folder / f"{role}.json", data)
 
-    def _next(self, role: str, files: Files, now: datetime) -> Targets:
-        listed = {
+    def _next_listing(self, role: str, files: Files, now: datetime) -> Targets:
+        """Draft the next version of `plans` or `release`, which lists these files."""
+        listing = {
             path: TargetFile(size, {"sha256": digest}, path)
             for path, (size, digest) in files.items()
         }
-        return Targets(
-            self._read(role, Targets).version + 1, None, expiry(now, METADATA_LIFE), listed
-        )
+        version = self._read(role, Targets).version + 1
+        return Targets(version, None, expiry(now, METADATA_LIFE), listing)
 
-    def _close(self, roles: set[str], online: SigningKey, now: datetime) -> None:
+    def _write_snapshot(
+        self, present_roles: set[str], online_key: SigningKey, now: datetime
+    ) -> None:
         """Write the snapshot and then the timestamp, which makes these versions current."""
-        old = (
-            self._read("snapshot", Snapshot)
-            if (self.folder / "snapshot.json").exists()
-            else Snapshot(meta={})
-        )
-        # A removed role gets the next version, so that its earlier metadata is older than the snapshot's entry.
-        left = {
-            name: entry.version + (entry.hashes is not None) for name, entry in old.meta.items()
-        }
-        meta = {name: MetaFile(min(version, MAX_VERSION)) for name, version in left.items()}
-        for role in roles:
-            data = self._bytes(f"{role}.json")
-            version = parse_metadata(data, Targets, f"{role}.json").signed.version
-            meta[f"{role}.json"] = MetaFile.from_data(version, data, ["sha256"])
-        version = old.version + 1 if old.meta else 1
-        self._write("snapshot", Snapshot(version, None, expiry(now, METADATA_LIFE), meta), online)
-        listed = MetaFile.from_data(version, self._bytes("snapshot.json"), ["sha256"])
-        exists = (self.folder / "timestamp.json").exists()
-        number = self._read("timestamp", Timestamp).version + 1 if exists else 1
-        self._write(
-            "timestamp", Timestamp(number, None, expiry(now, TIMESTAMP_LIFE), listed), online
-        )
+        version = 1
+        entries: dict[str, MetaFile] = {}
+        if self._exists("snapshot.json"):
+            old = self._read("snapshot", Snapshot)
+            version = old.version + 1
+            # Every earlier role keeps an entry; those that are present replace theirs below.
+            entries = {name: _removed_entry(entry) for name, entry in old.meta.items()}
+        for role in present_roles:
+            data = self._read_file(f"{role}.json")
+            role_version = parse_metadata(data, Targets, f"{role}.json").signed.version
+            entries[f"{role}.json"] = MetaFile.from_data(role_version, data, ["sha256"])
+        snapshot = Snapshot(version, None, expiry(now, METADATA_LIFE), entries)
+        self._write("snapshot", snapshot, online_key)
+
+        timestamp_version = 1
+        if self._exists("timestamp.json"):
+            timestamp_version = self._read("timestamp", Timestamp).version + 1
+        listed = MetaFile.from_data(version, self._read_file("snapshot.json"), ["sha256"])
+        timestamp = Timestamp(timestamp_version, None, expiry(now, TIMESTAMP_LIFE), listed)
+        self._write("timestamp", timestamp, online_key)
 
     def _check_not_older(self, role: str, version: int, data: bytes) -> None:
-        seen = self._read("snapshot", Snapshot).meta.get(f"{role}.json")
-        if seen is None:
+        """Refuse a silo's metadata that readers would refuse as a rollback, or that differ under one version."""
+        published = self._read("snapshot", Snapshot).meta.get(f"{role}.json")
+        if published is None:
             return
-        if version < seen.version:
+        if version < published.version:
             raise RollbackError(
                 f"{role}.json",
-                expected=f"version {seen.version} or later",
+                expected=f"version {published.version} or later",
                 got=f"version {version}",
             )
-        if version == seen.version and self._bytes(f"{role}.json") != data:
-            got = f"version {version} with other content"
+        if version == published.version and self._read_file(f"{role}.json") != data:
             raise RollbackError(
-                f"{role}.json", expected=f"version {version} as published before", got=got
+                f"{role}.json",
+                expected=f"version {version} as published before",
+                got=f"version {version} with other content",
             )
+
+
+def _removed_entry(entry: MetaFile) -> MetaFile:
+    """Return the entry of a role that is no longer present: without length and hashes.
+
+    When a role goes, its entry gets the next version, so that the role's earlier metadata is older than the entry.
+    """
+    version = entry.version
+    if entry.hashes is not None:
+        version = min(version + 1, MAX_VERSION)
+    return MetaFile(version)
 
 
 def _role_key(targets: Targets, role: str) -> PublicKey:
     try:
         return public_key(targets.get_key(targets.get_delegated_role(role).keyids[0]))
     except ValueError as error:
-        expected, got = "a role that targets delegates to", "a role without a delegation"
-        raise RoleError(f"{role}.json", expected=expected, got=got) from error
+        raise RoleError(
+            f"{role}.json",
+            expected="a role that targets delegates to",
+            got="a role without a delegation",
+        ) from error
 
 
 def _check_owner(files: Files, plan_id: str, role: str) -> None:
     for path in files:
         check_path(path, f"{role}.json")
-        if owner(path, plan_id) != role:
-            got = f"a path of {owner(path, plan_id) or 'no role'}"
+        path_owner = owner(path, plan_id)
+        if path_owner != role:
             raise RoleError(
-                f"targets/{path}", expected=f"a path of role {role} in plan {plan_id}", got=got
+                f"targets/{path}",
+                expected=f"a path of role {role} in plan {plan_id}",
+                got=f"a path of {path_owner or 'no role'}",
             )

@@ -44,7 +44,7 @@ from ddm.errors import (
     UnlistedFileError,
 )
 from ddm.io.paths import check_path
-from ddm.trust.drafts import log_key_of
+from ddm.trust.drafts import delegated_roles, log_key_of
 from ddm.trust.metadata import check_expiry, check_signatures, parse_metadata, public_key
 from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, owner, split_silo_role
 
@@ -151,7 +151,7 @@ def verify_metadata(
     # A bundle comes before the submissions: the silos that will have to sign are those that targets names.
     silo_roles = _silo_roles(delegated)
     if kind is FolderKind.BUNDLE:
-        silo_roles = _silo_roles(_delegated_roles(targets))
+        silo_roles = _silo_roles(delegated_roles(targets))
 
     versions = {"root": newest_root}
     digests = {"root": _sha256(roots_in_folder[newest_root])}
@@ -370,18 +370,12 @@ def _check_listed_version(version: int, entry: MetaFile, subject: str) -> None:
         raise RollbackError(subject, expected=f"version {entry.version}", got=f"version {version}")
 
 
-def _delegated_roles(targets: Targets) -> Mapping[str, DelegatedRole]:
-    if targets.delegations is None:
-        return {}
-    return targets.delegations.roles or {}
-
-
 def _check_delegations(targets: Targets) -> str:
     """Require the delegations of one plan, exactly as the repository writes them; return the plan's id.
 
     The paths of `plans` name the plan. A role of another plan is that of a silo whose experts are carried over.
     """
-    roles = _delegated_roles(targets)
+    roles = delegated_roles(targets)
     plan_id = _check_role_names(roles)
     for role in roles.values():
         _check_delegation(role, plan_id)
@@ -456,7 +450,7 @@ def _plan_of(role: str, plan_id: str) -> str:
 
 def _roles_to_verify(targets: Targets, snapshot: Snapshot, kind: FolderKind) -> list[str]:
     """Return the roles that the snapshot lists as present: silos may be missing, but no other roles added."""
-    delegated = _delegated_roles(targets)
+    delegated = delegated_roles(targets)
     present = {name for name, entry in snapshot.meta.items() if not _is_removed(entry)}
     unknown = present - {"targets.json", *(f"{role}.json" for role in delegated)}
     if unknown:

@@ -13,6 +13,7 @@ from ddm.protocol.base import Digest, Model, misfit
 from ddm.protocol.enrolment import LogKeyText
 
 _Hex128 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
+# A stolen online key can sign any version; one that no later version can exceed would end the federation.
 MAX_VERSION = 2**31
 _Version = Annotated[int, Field(gt=0, le=MAX_VERSION)]
 _Length = Annotated[int, Field(ge=0, le=2**50)]
@@ -36,6 +37,7 @@ class _KeyValue(Model):
 class _Key(Model):
     keytype: Literal["ed25519"]
     scheme: Literal["ed25519"]
+    # 32 bytes, which a key and a sha256 digest both have.
     keyval: _KeyValue
 
 
@@ -44,7 +46,7 @@ class _Role(Model):
     threshold: Annotated[int, Field(ge=1, le=64)]
 
     @model_validator(mode="after")
-    def _reachable(self) -> "_Role":
+    def _threshold_is_reachable(self) -> "_Role":
         if self.threshold > len(self.keyids):
             raise ValueError(
                 f"threshold must be at most the number of keys, {len(self.keyids)}, got {self.threshold}"
@@ -73,7 +75,7 @@ class _Target(Model):
 
 
 class _MetaFile(Model):
-    """A listed metadata file; without length and hashes its role was removed (see `Repository`)."""
+    """A listed metadata file; without length and hashes its role was removed (`ddm.trust.repository`)."""
 
     version: _Version
     length: _Length | None = None
@@ -82,8 +84,8 @@ class _MetaFile(Model):
     @model_validator(mode="after")
     def _both_or_neither(self) -> "_MetaFile":
         if (self.length is None) != (self.hashes is None):
-            found = "length" if self.hashes is None else "hashes"
-            raise ValueError(f"length and hashes must be given together, got only {found}")
+            present = "length" if self.hashes is None else "hashes"
+            raise ValueError(f"length and hashes must be given together, got only {present}")
         return self
 
 
@@ -92,6 +94,7 @@ class _LiveMetaFile(_MetaFile):
     hashes: _Hashes
 
 
+# TUF has "snapshot.json" as a field name, and lists exactly this file in a timestamp.
 class _TimestampMeta(Model):
     snapshot: _LiveMetaFile = Field(alias="snapshot.json")
 
@@ -111,7 +114,9 @@ class _Common(Model):
 
 class _Root(_Common):
     type: Literal["root"] = Field(alias="_type")
+    # A release is one folder that is copied as a whole: its files need no versions in their names.
     consistent_snapshot: Literal[False]
+    # The one field that TUF does not know (`ddm.trust.drafts`).
     log_key: LogKeyText | None = None
     keys: dict[Digest, _Key]
     roles: _TopRoles
@@ -161,7 +166,9 @@ def check_schema(value: Any, kind: str, subject: str, *, unsigned: bool = False)
     Raises:
         DocumentError: a missing or unknown field, one of another type, or an exceeded bound.
     """
-    model = (_SIGNED if unsigned else _FILES)[kind]
+    model = _FILES[kind]
+    if unsigned:
+        model = _SIGNED[kind]
     try:
         model.model_validate(value)
     except ValidationError as error:

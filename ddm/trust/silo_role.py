@@ -1,9 +1,13 @@
-"""A silo's signature over its submission: its own TUF role, checked before any other part is parsed."""
+"""A silo's signature over its submission: its own TUF role, checked before any other part is parsed.
+
+The role's name contains plan and silo, and the paths that it may list begin with both. A submission can therefore
+neither be sent again for another plan, nor sent in another silo's name.
+"""
 
 from collections.abc import Mapping
 from datetime import datetime
 
-from tuf.api.metadata import DelegatedRole, Delegations, TargetFile, Targets
+from tuf.api.metadata import DelegatedRole, Delegations, Key, TargetFile, Targets
 
 from ddm.errors import DocumentError, ReplayError, RoleError
 from ddm.io.paths import check_path
@@ -81,7 +85,8 @@ def verify_silo_metadata(
         RoleError: it lists a path that is not this silo's, or delegates.
         UnsafePathError: it lists a path that could leave its folder.
     """
-    return read_silo_metadata(data, plan_id=plan_id, silo_id=silo_id, key=key, now=now)[1]
+    _, files = read_silo_metadata(data, plan_id=plan_id, silo_id=silo_id, key=key, now=now)
+    return files
 
 
 def read_silo_metadata(
@@ -91,27 +96,29 @@ def read_silo_metadata(
     role = silo_role(plan_id, silo_id)
     subject = f"{role}.json"
     metadata = parse_metadata(data, Targets, subject, limit=MAX_SILO_METADATA_BYTES)
-    check_signatures(metadata, role, [delegation(plan_id, {silo_id: key})], subject)
+    tuf_key, delegated_role = silo_delegation(plan_id, silo_id, key)
+    # Targets that delegate to this silo only, whatever the federation's own targets say.
+    delegator = Targets(delegations=Delegations({tuf_key.keyid: tuf_key}, {role: delegated_role}))
+    check_signatures(metadata, role, [delegator], subject)
     signed = metadata.signed
     check_expiry(signed, now, subject)
     if signed.delegations is not None:
-        num = len(signed.delegations.roles or {})
+        # A role below this one could list files under a key that nobody enrolled.
+        num_roles = len(signed.delegations.roles or {})
         raise RoleError(
-            subject, expected="no further delegations", got=f"delegations to {num} roles"
+            subject, expected="no further delegations", got=f"delegations to {num_roles} roles"
         )
     files = {path: (file.length, file.hashes["sha256"]) for path, file in signed.targets.items()}
     _check_paths(files, plan_id, silo_id, subject)
     return signed.version, files
 
 
-def delegation(plan_id: str, silo_keys: Mapping[str, PublicKey]) -> Targets:
-    """Return targets that delegate to each silo its own role and nothing else."""
-    keys = {silo_id: key.tuf_key() for silo_id, key in silo_keys.items()}
-    roles = {}
-    for silo_id, key in keys.items():
-        role = silo_role(plan_id, silo_id)
-        roles[role] = DelegatedRole(role, [key.keyid], 1, True, delegated_paths(plan_id, role))
-    return Targets(delegations=Delegations({key.keyid: key for key in keys.values()}, roles))
+def silo_delegation(plan_id: str, silo_id: str, key: PublicKey) -> tuple[Key, DelegatedRole]:
+    """Return a silo's key as TUF lists it, and its role for one plan: its own paths and no others."""
+    tuf_key = key.tuf_key()
+    role = silo_role(plan_id, silo_id)
+    paths = delegated_paths(plan_id, role)
+    return tuf_key, DelegatedRole(role, [tuf_key.keyid], threshold=1, terminating=True, paths=paths)
 
 
 def _check_paths(
@@ -119,17 +126,20 @@ def _check_paths(
 ) -> None:
     role = silo_role(plan_id, silo_id)
     for path in files:
+        # First, since the messages below repeat parts of the path.
         check_path(path, subject)
-        if path.split("/")[0] != plan_id:
+        path_plan_id = path.split("/")[0]
+        if path_plan_id != plan_id:
             raise ReplayError(
                 subject,
                 expected=f"files of plan {plan_id}",
-                got=f"files of {path.split('/')[0][:60]}",
+                got=f"files of {path_plan_id[:60]}",
             )
         if owner(path, plan_id) != role:
-            expected = f"only paths below {plan_id}/silos/{silo_id}/"
             raise RoleError(
-                f"targets/{path}", expected=expected, got=f"a path listed by role {role}"
+                f"targets/{path}",
+                expected=f"only paths below {plan_id}/silos/{silo_id}/",
+                got=f"a path listed by role {role}",
             )
     if f"{plan_id}/silos/{silo_id}/submission.json" not in files:
         raise DocumentError(

@@ -42,6 +42,7 @@ from ddm.transport.messages import (
     Status,
 )
 from ddm.trust.ceremony import HolderSignature, SigningRequest
+from ddm.trust.drafts import Delegates, draft_targets
 from ddm.trust.envelope import _Envelope, open_sealed, seal
 from ddm.trust.key_rotation import open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey
@@ -59,7 +60,7 @@ from ddm.trust.metadata import (
     payload_of,
     sign_metadata,
 )
-from ddm.trust.silo_role import delegation, sign_silo_metadata, verify_silo_metadata
+from ddm.trust.silo_role import sign_silo_metadata, verify_silo_metadata
 from tests.support.documents import plan_document
 
 PLAN = "digits-3f9a1c2e"
@@ -227,7 +228,9 @@ def metadata() -> Mapping[str, bytes]:
     listed = MetaFile(1, 100, {"sha256": DIGEST})
     made = {
         "root": Root(1, None, until, {tuf_key.keyid: tuf_key}, roles, False),
-        "targets": Targets(1, None, until, {}, delegation(PLAN, {"north": KEY.public}).delegations),
+        "targets": draft_targets(
+            1, Delegates(KEY.public, KEY.public, PLAN, {"north": KEY.public}), now_utc()
+        ),
         "snapshot": Snapshot(1, None, until, {"targets.json": listed}),
         "timestamp": Timestamp(1, None, until, listed),
     }
@@ -272,7 +275,7 @@ def _tuf(kind: type[Any], name: str) -> Door:
 
 def _sign_request(data: bytes) -> object:
     request = SigningRequest.parse(data, subject="request")
-    return request.signed(), request.replaced(), request.holders()
+    return request.document(), request.replaced(), request.holders()
 
 
 _EXPERT = {"path": "expert.safetensors", "bytes": 8, "digest": DIGEST}
