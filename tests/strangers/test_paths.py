@@ -130,7 +130,11 @@ FREE_TEXT = {
     ),
     # `ddm.trust.paths` judges these after the signature: see the tests of listed paths below.
     *("_Targets.targets", "_DelegatedRole.paths"),
-    *("_VersionRecord.roles", "RemovedRoles.roles", "LogRecord.checkpoint"),  # this computer's own memory
+    *(
+        "_VersionRecord.roles",
+        "RemovedRoles.roles",
+        "LogRecord.checkpoint",
+    ),  # this computer's own memory
     "PublishedSilo.units_reason",  # printed and escaped
     "ClassCondition.names",  # printable; compared with labels of tables, and written into files of samples
     "PartialAdaptation.trained",  # beginnings of weights' names, compared with those of the expert
