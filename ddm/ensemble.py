@@ -285,7 +285,10 @@ class Ensemble:
         evaluates one, and sample i has the same bytes for every `num`.
 
         >>> from ddm.ensemble import Ensemble
-        >>> silos = [lambda x, t: x / t.clamp(min=1e-3)[:, None] - 1, lambda x, t: x / t.clamp(min=1e-3)[:, None] + 1]
+        >>> silos = [
+        ...     lambda x, t: x / t.clamp(min=1e-3)[:, None] - 1,
+        ...     lambda x, t: x / t.clamp(min=1e-3)[:, None] + 1,
+        ... ]
         >>> ensemble = Ensemble(silos, None, [0.7, 0.3], shape=(2,))
         >>> drawn = ensemble.sample(1000, steps=20, solver="euler")
         >>> drawn

@@ -26,15 +26,16 @@ ROOMS = {
         "sampling system training trust",
         "islands": "diffusion encoders errors images io loading partition planning protocol publishing routers "
         "training trust",
-        "publishing": "ensemble errors evaluation io loading models pages protocol routers system trust",
+        "publishing": "ensemble errors evaluation io loading models pages protocol routers system statistics trust",
         "planning": "encoders errors io loading models partition protocol routers",
         "audit": "diffusion evaluation images protocol",
         "evaluation": "encoders errors images io loading pages protocol",
         "distillation": "diffusion encoders ensemble errors images io loading models protocol sampling system training",
-        "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "
+        "loading": "diffusion encoders ensemble errors io models partition protocol routers sampling statistics "
         "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
         "sampling": "diffusion errors io protocol routers",
+        "statistics": "diffusion errors images io privacy protocol routers",
         "routers": "diffusion encoders errors io models partition protocol system training",
         "training": "diffusion errors images io models privacy protocol system",
         "encoders": "errors images io protocol system",

@@ -249,13 +249,16 @@ def _experts(draft: "Draft") -> str:
 
 
 def _statistics(draft: "Draft") -> list[tuple[str, str]]:
-    wanted = draft.plan.statistics
-    rows = [
-        ("  counts", f"epsilon {wanted.counts.epsilon:g}, {wanted.counts.num_groups} public groups")
-    ]
-    if part := wanted.class_counts:
-        rows.append(("  class counts", f"epsilon {part.epsilon:g}, {part.num_classes} classes"))
-    if sketch := wanted.sketch:
-        cost = f"epsilon {sketch.epsilon:g}, delta {sketch.delta:g}"
-        rows.append(("  sketches", f"{cost}, rank {sketch.rank}, t {draft.cost.t_release:.3f}"))
+    from ddm.statistics.of_plan import statistics_of
+
+    rows = []
+    for kind, statistic in statistics_of(draft.plan.statistics).items():
+        terms = draft.plan.statistics.terms[kind]
+        cost = f"epsilon {terms.epsilon:g}"
+        if terms.delta > 0:
+            cost += f", delta {terms.delta:g}"
+        cost += f", {statistic.size_in_words()}"
+        if kind == "sketch":
+            cost += f", t {draft.cost.t_release:.3f}"
+        rows.append((f"  {statistic.name}", cost))
     return rows

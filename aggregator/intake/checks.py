@@ -16,7 +16,6 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.intake.limits import submission_entries
-from aggregator.intake.plausibility import check_statistics
 from aggregator.intake.private_experts import check_privacy
 from ddm.errors import (
     AbsentFileError,
@@ -27,27 +26,26 @@ from ddm.errors import (
     UnlistedFileError,
 )
 from ddm.io.files import read_bounded
-from ddm.io.tensors import check_file
+from ddm.io.tensors import check_file, load_tensors
 from ddm.io.untrusted import check_digest, list_files
-from ddm.loading.plan import PlanFiles, sketch_noise_level
+from ddm.loading.plan import PlanFiles
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.layout import silo_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
 from ddm.protocol.partition import RandomPartition, SiloPartition
 from ddm.protocol.plan import Plan, most_experts
+from ddm.protocol.statistics import StatisticKind
 from ddm.protocol.submission import (
     Submission,
-    SubmittedSketch,
     expert_path,
-    statistic_terms,
     submission_path,
 )
+from ddm.statistics.of_plan import statistics_of
 from ddm.trust.keys import PublicKey
 from ddm.trust.silo_role import read_silo_metadata
 
 MAX_ROLE_BYTES = 1 << 20
 LEAST_LIFE = timedelta(days=4 * 365)
-T_RELEASE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ def verify_submission(signed: SignedSubmission, expected: Expectation) -> Verifi
     _check_binding(submission, expected)
     _check_experts_listed(submission, signed.listed, document)
     _check_terms(submission, expected)
-    noisy_G = check_statistics(submission, signed.files, expected.plan, expected.files.sketch)
+    noisy_G = _check_statistics(submission, signed.files, expected)
     _check_experts(submission, expected, noisy_G)
     _check_weights(submission, signed.files, expected.plan)
     return VerifiedSubmission(submission=submission, digest=signed.digest, files=signed.files)
@@ -227,7 +225,10 @@ def _check_experts_listed(
 def _check_terms(submission: Submission, expected: Expectation) -> None:
     """Check the submission against the plan: its statistics and their cost, its number of units, its file sizes."""
     plan, required, spent = expected.plan, expected.plan.statistics, submission.spent
-    terms = {**statistic_terms(required), "all together": (plan.spends.epsilon, plan.spends.delta)}
+    terms: dict[str, tuple[float, float]] = {
+        kind: (part.epsilon, part.delta) for kind, part in required.terms.items()
+    }
+    terms["all together"] = (plan.spends.epsilon, plan.spends.delta)
     reported: dict[str, tuple[float, float]] = {
         each.kind: (each.epsilon, each.delta) for each in submission.statistics
     }
@@ -246,14 +247,6 @@ def _check_terms(submission: Submission, expected: Expectation) -> None:
             )
     if spent.unit != required.unit:
         raise PolicyError("submission, privacy unit", expected=required.unit, got=spent.unit)
-    t_release = sketch_noise_level(plan, expected.files.sketch) or 0.0
-    for statistic in submission.statistics:
-        if (
-            isinstance(statistic, SubmittedSketch)
-            and abs(statistic.t_release - t_release) > T_RELEASE_TOLERANCE
-        ):
-            got = f"{statistic.t_release:.6f}"
-            raise PolicyError("submission, t_release", expected=f"{t_release:.6f}", got=got)
     _check_sizes(submission, plan)
 
 
@@ -280,6 +273,30 @@ def _check_sizes(submission: Submission, plan: Plan) -> None:
         raise PolicyError(
             "submission, images", expected=f"at least {fewest}", got=f"{submission.num_units}"
         )
+
+
+def _check_statistics(
+    submission: Submission, files: Mapping[str, Path], expected: Expectation
+) -> Tensor:
+    """Open every statistic strictly, and refuse values that honest noise cannot explain.
+
+    The statistics decide which experts exist and shape the router for all silos; the bounds limit what one silo can do
+    to them.
+
+    Returns:
+        The noised histogram over groups, shape (G,), int64.
+    """
+    plan = expected.plan
+    statistics = statistics_of(plan.statistics)
+    opened: dict[StatisticKind, Mapping[str, Tensor]] = {}
+    for submitted in submission.statistics:
+        statistic = statistics[submitted.kind]
+        specs = statistic.tensor_specs(submission.num_units)
+        path = files[submitted.file.path]
+        tensors = load_tensors(path, specs, max_bytes=plan.limits.statistic_bytes)
+        statistic.check_received(tensors, submission.num_units, plan, expected.files.sketch)
+        opened[submitted.kind] = tensors
+    return opened["counts"]["counts"]
 
 
 def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tensor) -> None:

@@ -9,19 +9,20 @@ from torch import Tensor
 from aggregator.config import Federation
 from aggregator.intake.claims import CountedUnits, counted_units
 from aggregator.intake.flags import Flags, flags_of
-from aggregator.intake.plausibility import statistic_specs
 from aggregator.intake.quarantine import is_admitted
 from aggregator.membership.registry import card_of, members, signing_key
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.io.files import read_bounded
 from ddm.io.tensors import load_tensors
-from ddm.loading.plan import PlanFiles, sketch_noise_level
+from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import Layout, silo_parts
-from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.protocol.submission import Submission, statistic_terms, submission_path
+from ddm.protocol.statistics import StatisticKind
+from ddm.protocol.submission import Submission, submission_path
+from ddm.statistics.of_plan import statistics_of
+from ddm.statistics.sketch import sketch_noise_level
 from ddm.trust.silo_role import verify_silo_metadata
 
 
@@ -90,22 +91,18 @@ class Inventory:
 
     def counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram, shape (G,), int64."""
-        return {
-            silo_id: tensors["counts"] for silo_id, tensors in self._statistics("counts").items()
-        }
+        return {silo_id: tensors["counts"] for silo_id, tensors in self.statistic("counts").items()}
 
     def class_counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram over classes and groups, shape (C, G), int64; empty if the plan has none."""
         return {
             silo_id: tensors["counts"]
-            for silo_id, tensors in self._statistics("class_counts").items()
+            for silo_id, tensors in self.statistic("class_counts").items()
         }
 
     def sketches(self) -> Mapping[str, Tensor]:
         """Each silo's noised sketches, shape (n_k, R), float32; empty if the plan has none."""
-        return {
-            silo_id: tensors["sketch"] for silo_id, tensors in self._statistics("sketch").items()
-        }
+        return {silo_id: tensors["sketch"] for silo_id, tensors in self.statistic("sketch").items()}
 
     def t_release(self) -> float | None:
         """The noise level of the sketches, None if the plan has none."""
@@ -120,19 +117,20 @@ class Inventory:
             [silo_parts(partition, silo_id, clusters, noisy_G) for silo_id, noisy_G in counts],
         )
 
-    def _statistics(self, kind: Kind) -> Mapping[str, Mapping[str, Tensor]]:
-        if kind not in statistic_terms(self.plan.statistics):
+    def statistic(self, kind: StatisticKind) -> Mapping[str, Mapping[str, Tensor]]:
+        """Read the tensors of one statistic of each silo; empty if the plan does not require it."""
+        statistic = statistics_of(self.plan.statistics).get(kind)
+        if statistic is None:
             return {}
-        return {silo_id: self._statistic(silo, kind) for silo_id, silo in self.silos.items()}
-
-    def _statistic(self, silo: AcceptedSilo, kind: Kind) -> Mapping[str, Tensor]:
-        file = next(
-            statistic.file for statistic in silo.submission.statistics if statistic.kind == kind
-        )
-        specs = statistic_specs(kind, self.plan, silo.submission.num_units)
-        return load_tensors(
-            silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest
-        )
+        tensors: dict[str, Mapping[str, Tensor]] = {}
+        for silo_id, silo in self.silos.items():
+            listed = {submitted.kind: submitted.file for submitted in silo.submission.statistics}
+            file = listed[kind]
+            specs = statistic.tensor_specs(silo.submission.num_units)
+            tensors[silo_id] = load_tensors(
+                silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest
+            )
+        return tensors
 
 
 def take_inventory(federation: Federation) -> Inventory:

@@ -2,7 +2,6 @@
 
 from aggregator.config import Federation
 from ddm.protocol.plan import Plan, most_experts
-from ddm.protocol.submission import statistic_terms
 
 MAX_OTHER_ENTRIES = 32
 MAX_DOCUMENTS_BYTES = 16 << 20
@@ -10,7 +9,7 @@ MAX_DOCUMENTS_BYTES = 16 << 20
 
 def submission_bytes(plan: Plan) -> int:
     """Return the most bytes of a submission for `plan`: its experts, its statistics, its documents."""
-    statistics = len(statistic_terms(plan.statistics)) * plan.limits.statistic_bytes
+    statistics = len(plan.statistics.terms) * plan.limits.statistic_bytes
     return most_experts(plan) * plan.limits.expert_bytes + statistics + MAX_DOCUMENTS_BYTES
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import path_named
-from ddm.loading.plan import sketch_noise_level
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
-from ddm.privacy.plan_cost import plan_epsilon
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.footprint import expert_size, training_bytes
 from ddm.protocol.plan import Plan, most_experts
 from ddm.routers.sketch import Sketch
+from ddm.statistics.cost import plan_epsilon
+from ddm.statistics.sketch import sketch_noise_level
 from ddm.training.config import Engine
 from ddm.training.loop import train
 

@@ -9,11 +9,11 @@ from ddm.errors import ArchipelagoError, SetupError
 from ddm.io.tensors import stored_bytes
 from ddm.models import expected_tensors
 from ddm.planning.recipe import TextRecipe
-from ddm.privacy.plan_cost import check_statistics
 from ddm.protocol.enrolment import Card
 from ddm.protocol.latent import IdentityLatent
 from ddm.protocol.learning import FullAdaptation, Training
 from ddm.protocol.partition import RandomPartition
+from ddm.statistics.cost import check_statistics
 from ddm.training.schedule import travel
 
 Broken = tuple[str, str, str, str]

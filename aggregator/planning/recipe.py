@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 from ddm.planning.recipe import SharedRecipe
 from ddm.protocol.limits import Audit, Limits
 from ddm.protocol.partition import Partition
-from ddm.protocol.plan import Statistics
 from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.statistics import Statistics
 
 
 class Recipe(SharedRecipe):

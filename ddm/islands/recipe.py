@@ -10,7 +10,7 @@ from ddm.protocol.base import ShortText
 from ddm.protocol.learning import OwnAdaptation
 from ddm.protocol.limits import Audit, Limits
 from ddm.protocol.partition import Partition
-from ddm.protocol.plan import Statistics
+from ddm.protocol.statistics import Statistics
 
 _MOST_GROUPS = 128
 

@@ -19,10 +19,10 @@ from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.calibration import Interval
 from ddm.protocol.manifest import RouterFamily
-from ddm.protocol.plan import EXACT
 from ddm.protocol.router_report import BandComparison
 from ddm.protocol.routers import LearnedRouter as LearnedSettings
 from ddm.protocol.routers import SamplesRouter as SamplesSettings
+from ddm.protocol.statistics import EXACT
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibration, calibrate
 from ddm.routers.comparison import compare, minus_prior

@@ -28,9 +28,10 @@ from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 from ddm.protocol.enrolment import Agreed
 from ddm.protocol.limits import Audit, Limits
 from ddm.protocol.partition import SiloPartition
-from ddm.protocol.plan import EXACT, Budget, ClassCountsStatistic, CountsStatistic, Plan, Statistics
+from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesRouter
 from ddm.protocol.sizes import network_size
+from ddm.protocol.statistics import EXACT, Budget, ClassCountsStatistic, CountsStatistic, Statistics
 
 # Shape legend: N images, K islands, G groups of fine centroids.
 

@@ -26,10 +26,11 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, class_counts_path
 from ddm.routers.base import ConditionalRouter
 from ddm.routers.calibration import Calibrated
-from ddm.routers.conditional import ConditionalPrior, class_counts_specs
+from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.loading import silo_numbers
 from ddm.sampling.guidance import ClassPrior, ClassPriors
+from ddm.statistics.class_counts import ClassCounts
 
 
 def class_priors(
@@ -152,7 +153,6 @@ def _counts(plan: Plan, signed: Submission | Island, folder: Path) -> Tensor:
         raise DocumentError(
             f"submission of {signed.silo_id}", expected="class_counts", got="no such statistic"
         )
-    tensors = load_tensors(
-        folder / name, class_counts_specs(plan), max_bytes=file.bytes, digest=file.digest
-    )
+    specs = ClassCounts(plan.statistics).tensor_specs(signed.num_units)
+    tensors = load_tensors(folder / name, specs, max_bytes=file.bytes, digest=file.digest)
     return tensors["counts"]

@@ -5,12 +5,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ddm.diffusion.path import path_named
 from ddm.encoders import Encoder, HogEncoder, PcaEncoder, hog_specs, pca_specs
 from ddm.encoders.autoencoder import Identity, Latent, open_latent
 from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.partition.clustering import Clusters, cluster_specs
-from ddm.privacy.accounting import gaussian_mu, t_release
 from ddm.protocol.encoder import HogEncoder as HogSpec
 from ddm.protocol.encoder import PcaEncoder as PcaSpec
 from ddm.protocol.latent import Autoencoder
@@ -87,16 +85,3 @@ class PlanFiles:
         """Open the plan's latent alone; see `ddm.encoders.autoencoder.open_latent`."""
         listed = plan.file(plan.latent.path) if isinstance(plan.latent, Autoencoder) else None
         return open_latent(plan.latent, plan.data.shape, listed, folder)
-
-
-def sketch_noise_level(plan: Plan, sketch: Sketch) -> float | None:
-    """Return the t_release that the plan's epsilon and delta imply for its sketches; None for a plan without them."""
-    terms = plan.statistics.sketch
-    if terms is None:
-        return None
-    return t_release(
-        gaussian_mu(terms.epsilon, terms.delta),
-        sketch.scale,
-        path_named(plan.objective.ensemble_path),
-        terms.rank,
-    )

@@ -95,17 +95,6 @@ def file_bytes(plan: Plan) -> dict[str, int]:
     return {path: size + HEADER_BYTES for path, size in sizes.items()} | documents
 
 
-def statistic_bytes(plan: Plan, num_units: int) -> dict[str, int]:
-    """Return the bytes of each statistic of a silo with so many units, without a header."""
-    statistics = plan.statistics
-    found = {"counts": _INTEGER_BYTES * statistics.counts.num_groups}
-    if statistics.class_counts:
-        found["class_counts"] = found["counts"] * statistics.class_counts.num_classes
-    if statistics.sketch:
-        found["sketch"] = FLOAT_BYTES * statistics.sketch.rank * num_units
-    return found
-
-
 def looking_bytes(plan: Plan) -> int:
     """Return the bytes of opening and checking a plan's files; its public expert is only checked, block by block."""
     sizes = file_bytes(plan)

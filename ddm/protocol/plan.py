@@ -10,16 +10,12 @@ from ddm.protocol.architecture import (
     Condition,
 )
 from ddm.protocol.base import (
-    Delta,
     Document,
-    Epsilon,
     File,
     KeyText,
-    Model,
     PlanId,
     SiloId,
     Time,
-    Unit,
 )
 from ddm.protocol.carried import Carried, check_listed
 from ddm.protocol.data import DataSpec
@@ -46,109 +42,8 @@ from ddm.protocol.partition import (
     SketchSpec,
 )
 from ddm.protocol.routers import LearnedRouter, Router, SamplesRouter
+from ddm.protocol.statistics import Budget, Statistics
 from ddm.protocol.transform import TransformSpec
-
-EXACT = 1000.0  # what an epsilon without noise reads: the largest that the format has, and a promise of nothing
-
-
-class Budget(Model):
-    """An (epsilon, delta) under the replace-one relation.
-
-    Attributes:
-        epsilon: the bound on the log ratio of probabilities.
-        delta: the probability left out of it; 0 where all noise is Laplace's.
-    """
-
-    epsilon: Epsilon
-    delta: Delta
-
-
-class CountsStatistic(Model):
-    """A histogram over public groups of fine centroids, by discrete Laplace noise.
-
-    Attributes:
-        epsilon: what the histogram costs.
-        num_groups: bins of the histogram; from the number of coarse clusters to that of fine centroids.
-    """
-
-    epsilon: Epsilon
-    num_groups: Annotated[int, Field(gt=0, le=4096)]
-
-
-class SketchStatistic(Model):
-    """One noised sketch per unit, by the Gaussian mechanism at t_release, of the projection's leading dimensions.
-
-    Attributes:
-        epsilon: what the sketches cost; t_release follows from it.
-        delta: what they cost.
-        rank: dimensions of the sketches, at most those of the public projection.
-    """
-
-    epsilon: Epsilon
-    delta: Annotated[float, Field(gt=0.0, lt=1.0)]
-    rank: Annotated[int, Field(gt=0, le=1024)]
-
-
-class ClassCountsStatistic(Model):
-    """A histogram over classes and public groups, by discrete Laplace noise; for priors given a class.
-
-    Attributes:
-        epsilon: what the histogram costs.
-        num_classes: classes of the histogram, as many as the condition has.
-    """
-
-    epsilon: Epsilon
-    num_classes: Annotated[int, Field(gt=1, le=4096)]
-
-
-class Statistics(Model):
-    """The differentially private statistics of a plan, and their total privacy budget.
-
-    `ddm.privacy.plan_cost` composes their joint cost; here each statistic only has to fit the total by itself.
-
-    Attributes:
-        unit: whose record one replacement exchanges.
-        relation: how neighbouring data sets differ: replace_one, one unit's record is replaced; none for the plan of
-            one owner's islands, whose counts are exact and hide nothing from anybody (`EXACT`).
-    """
-
-    unit: Unit
-    relation: Literal["replace_one", "none"] = "replace_one"
-    total: Budget
-    counts: CountsStatistic
-    sketch: SketchStatistic | None = None
-    class_counts: ClassCountsStatistic | None = None
-
-    @model_validator(mode="after")
-    def _total_covers_parts(self) -> "Statistics":
-        epsilon = max(
-            part.epsilon for part in (self.counts, self.sketch, self.class_counts) if part
-        )
-        if epsilon > self.total.epsilon:
-            raise ValueError(
-                f"a statistic has epsilon {epsilon:g}, more than the total of {self.total.epsilon:g}"
-            )
-        delta = self.sketch.delta if self.sketch else 0.0
-        if delta > self.total.delta:
-            raise ValueError(
-                f"a statistic has delta {delta:g}, more than the total of {self.total.delta:g}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _exact_counts_promise_nothing(self) -> "Statistics":
-        parts = [part for part in (self.counts, self.class_counts) if part]
-        noised = self.sketch or any(part.epsilon != EXACT for part in (self.total, *parts))
-        if not self.private and (noised or self.unit != "image"):
-            raise ValueError(
-                f'the relation "none" takes counts of images alone, with epsilon {EXACT:g}'
-            )
-        return self
-
-    @property
-    def private(self) -> bool:
-        """Whether the statistics carry noise; without it they are one owner's, and never leave them."""
-        return self.relation != "none"
 
 
 class Plan(Document):

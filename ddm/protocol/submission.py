@@ -5,7 +5,6 @@ class counts are published beside it, since readers compute from them who holds 
 histogram over groups, sketches) go to the aggregator only, and appear here as digests.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -29,7 +28,7 @@ from ddm.protocol.base import (
     Time,
     Unit,
 )
-from ddm.protocol.plan import Statistics
+from ddm.protocol.statistics import SubmittedStatistic
 from ddm.protocol.weight_privacy import NoWeightPrivacy, WeightPrivacy
 
 MAX_LOSS = 1e30
@@ -53,16 +52,6 @@ def submission_path(silo_id: str) -> str:
 def class_counts_path(silo_id: str) -> str:
     """Return the published path of a silo's class counts, relative to ``targets/<plan_id>/``."""
     return f"class_counts/{silo_id}.safetensors"
-
-
-def statistic_terms(statistics: Statistics) -> Mapping[str, tuple[float, float]]:
-    """Return the epsilon and delta of each of a plan's statistics, by kind; a histogram has delta 0."""
-    histograms = {"counts": statistics.counts, "class_counts": statistics.class_counts}
-    gaussians = {"sketch": statistics.sketch}
-    return {
-        **{kind: (part.epsilon, 0.0) for kind, part in histograms.items() if part},
-        **{kind: (part.epsilon, part.delta) for kind, part in gaussians.items() if part},
-    }
 
 
 class SubmittedTraining(Model):
@@ -97,37 +86,6 @@ class SubmittedExpert(Model):
     file: File
     training: SubmittedTraining
     privacy: WeightPrivacy
-
-
-class SubmittedCounts(Model):
-    """The noised histogram over public groups."""
-
-    kind: Literal["counts"] = "counts"
-    epsilon: Epsilon
-    delta: Delta
-    file: File
-
-
-class SubmittedSketch(Model):
-    """One noised sketch per unit, at noise level `t_release`."""
-
-    kind: Literal["sketch"] = "sketch"
-    epsilon: Epsilon
-    delta: Delta
-    t_release: Annotated[float, Field(gt=0.0, lt=1.0)]
-    file: File
-
-
-class SubmittedClassCounts(Model):
-    """The noised histogram over classes and public groups."""
-
-    kind: Literal["class_counts"] = "class_counts"
-    epsilon: Epsilon
-    delta: Delta
-    file: File
-
-
-SubmittedStatistic = SubmittedCounts | SubmittedSketch | SubmittedClassCounts
 
 
 class Spent(Model):
@@ -223,10 +181,7 @@ class Submission(Document):
     num_units: Annotated[int, Field(ge=2, lt=2**53)]
     isolation: Literal["none", "users", "containers"]
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=4096)]
-    statistics: Annotated[
-        tuple[Annotated[SubmittedStatistic, Field(discriminator="kind")], ...],
-        Field(min_length=1, max_length=8),
-    ]
+    statistics: Annotated[tuple[SubmittedStatistic, ...], Field(min_length=1, max_length=8)]
     spent: Spent
     ledger: LedgerHead
     audit: AuditVerdict

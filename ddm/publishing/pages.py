@@ -24,6 +24,7 @@ from ddm.protocol.submission import Submission
 from ddm.publishing.contents import ReleaseContents
 from ddm.publishing.drawing import Drawing, Progress
 from ddm.publishing.figures import ReportFigures, draw_for_report
+from ddm.statistics.of_plan import statistics_of
 
 CARD_NAME = "README.md"
 REPORT_NAME = "report.html"
@@ -158,6 +159,7 @@ def render_pages(
         "exposed": [part.silo_id for part in members if part.published.isolation == "none"],
         "admitted": [part.silo_id for part in members if part.published.admitted],
         "num_units": sum(part.published.units for part in members),
+        "statistics": statistics_of(plan.statistics),
         "router": contents.router,
         "router_source": _router_source(contents, manifest),
         "calibration": calibration_rows(contents.router.calibration),

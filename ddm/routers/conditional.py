@@ -8,9 +8,7 @@ from torch import Tensor
 
 from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
-from ddm.io.tensors import TensorSpec
 from ddm.partition.layout import Layout
-from ddm.protocol.plan import Plan
 from ddm.routers.counts import CountsRouter
 from ddm.routers.histograms import expected_counts
 from ddm.routers.sketch import Sketch
@@ -117,9 +115,3 @@ def expected_class_counts(
         for parts in ([cell.mean_G for cell in cells], [cell.deviation_G for cell in cells])
     )
     return count_KCG, error_KCG
-
-
-def class_counts_specs(plan: Plan) -> dict[str, TensorSpec]:
-    """Return the specs of a silo's noised histogram over classes and groups."""
-    num_classes = plan.statistics.class_counts.num_classes if plan.statistics.class_counts else 0
-    return {"counts": TensorSpec("I64", (num_classes, plan.statistics.counts.num_groups))}

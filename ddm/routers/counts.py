@@ -12,7 +12,6 @@ from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
 from ddm.io.tensors import TensorSpec
 from ddm.partition.layout import Layout
-from ddm.protocol.plan import Plan
 from ddm.routers.gaussians import NoisedGaussians, blocks
 from ddm.routers.histograms import expected_by_likeness
 from ddm.routers.sketch import Sketch
@@ -133,8 +132,3 @@ def counts_router_specs(num_experts: int, num_groups: int) -> dict[str, TensorSp
     """Return the names, dtypes and shapes of a stored counts router."""
     shares = TensorSpec("F32", (num_experts, num_groups))
     return {"mass": shares, "mass_error": shares}
-
-
-def counts_specs(plan: Plan) -> dict[str, TensorSpec]:
-    """Return the specs of a silo's noised histogram."""
-    return {"counts": TensorSpec("I64", (plan.statistics.counts.num_groups,))}

@@ -16,7 +16,6 @@ from ddm.encoders import principal_directions
 from ddm.errors import DataError, NumericalError, PolicyError, ShapeError
 from ddm.io.tensors import TensorSpec
 from ddm.protocol.data import DataSpec
-from ddm.protocol.plan import Plan
 
 # Shape legend: N images, B batch, D values in one image, R sketch dimensions, G public groups.
 
@@ -253,12 +252,6 @@ def sketch_specs(data: DataSpec, rank: int, num_groups: int) -> dict[str, Tensor
         "group_weight": (num_groups,),
     }
     return {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
-
-
-def released_sketch_specs(plan: Plan, num_units: int) -> dict[str, TensorSpec]:
-    """Return the specs of a silo's noised sketches, one row per unit."""
-    rank = plan.statistics.sketch.rank if plan.statistics.sketch else 0
-    return {"sketch": TensorSpec("F32", (num_units, rank))}
 
 
 def _into_unit_ball(s_NR: Tensor) -> Tensor:

@@ -34,14 +34,16 @@ from ddm.images.rows import select
 from ddm.loading.plan import PlanFiles
 from ddm.models import build_expert
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Budget, Plan
+from ddm.protocol.plan import Plan
+from ddm.protocol.statistics import Budget
+from ddm.statistics.base import StatisticSource
 from ddm.training.config import Engine
 from ddm.training.loop import train
 from silo.config import Site
 from silo.data.cohort import CohortRequest, load_cohort
 from silo.images.source import FOLDER, ImageSource
 from silo.privacy.ledger import Ledger, make_ledger
-from silo.privacy.statistics import Source, draw
+from silo.privacy.statistics import draw_statistic
 from silo.setup import init_site, make_card, read_invitation
 from silo.worker.stages import assign_images, read_assignment
 
@@ -195,13 +197,13 @@ def stages(folder: Path) -> None:
         ),
     )
     groups = files.clusters.group_F[fine_N]
-    source = Source(
+    source = StatisticSource(
         plan, plan.digest, files.sketch, cohort.images, groups, cohort.unit_N, None, cohort.digest
     )
     make_ledger(private / "ledger.jsonl")
     ledger = Ledger(private / "ledger.jsonl", budget=Budget(epsilon=10.0, delta=1e-5), unit="image")
-    stage("counts", lambda: draw("counts", source, ledger, private))
-    stage("sketch", lambda: draw("sketch", source, ledger, private))
+    stage("counts", lambda: draw_statistic("counts", source, ledger, private))
+    stage("sketch", lambda: draw_statistic("sketch", source, ledger, private))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from ddm.io.locks import hold_for_reading
 from ddm.io.tensors import check_file, stored_bytes
 from ddm.io.untrusted import read_small
 from ddm.loading.log import read_log
-from ddm.loading.plan import PlanFiles, sketch_noise_level
+from ddm.loading.plan import PlanFiles
 from ddm.loading.plan_documents import check_origins, read_earlier
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.models.adaptation import check_trained
@@ -32,6 +32,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, File, sha256_
 from ddm.protocol.encoder import TimmEncoder
 from ddm.protocol.learning import PartialAdaptation
 from ddm.protocol.plan import Plan
+from ddm.statistics.of_plan import statistics_of
 from ddm.trust.keys import PublicKey, group_fingerprint
 from ddm.trust.log.checkpoint_store import CheckpointStore
 from ddm.trust.log.entries import PlanSigned
@@ -248,9 +249,10 @@ def _check_log(bundle: Path, verified: VerifiedRelease, memory: CheckpointStore)
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:
-    """Open the plan's files and check, before weeks of training, that its sketches would be more than noise."""
+    """Open the plan's files and check, before weeks of training, that its statistics would be more than noise."""
     try:
-        sketch_noise_level(accepted.plan, accepted.files().sketch)
+        for statistic in statistics_of(accepted.plan.statistics).values():
+            statistic.check_public(accepted.plan, accepted.files().sketch)
     except NumericalError as error:
         raise PolicyError(
             f"plan {accepted.plan.plan_id}: {error.subject}", expected=error.expected, got=error.got

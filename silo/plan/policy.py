@@ -5,19 +5,19 @@ from datetime import datetime
 from math import prod
 
 from ddm.errors import PolicyError
-from ddm.privacy.plan_cost import check_total
 from ddm.protocol.footprint import (
     encoding_bytes,
     expert_size,
     file_bytes,
     looking_bytes,
     picture_bytes,
-    statistic_bytes,
     training_bytes,
     widest_layer,
 )
 from ddm.protocol.limits import Audit
 from ddm.protocol.plan import Plan, most_experts
+from ddm.statistics.cost import check_total
+from ddm.statistics.of_plan import statistic_bytes, statistics_of
 from silo.config import AuditPolicy, Policy, SizePolicy
 from silo.plan.declared import declared_rules
 
@@ -123,11 +123,6 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[
     if architecture not in allowed.architectures:
         yield "architecture", " or ".join(allowed.architectures) or "none", architecture
     num_experts = most_experts(plan)
-    agreed = plan.agreed.get(silo_id)
-    # For as many units as were agreed, not for as many as there are: a limit is no question about the data.
-    sizes = statistic_bytes(
-        plan, num_units=(agreed.units(plan.statistics.unit) or 0) if agreed else 0
-    )
     numbers = (
         ("experts of one silo", num_experts, "max_experts"),
         (
@@ -143,23 +138,18 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[
     )
     for subject, required, name in numbers:
         yield from _above(subject, required, getattr(allowed, name), f"training.{name}")
-    own_limits = (
-        (
-            "steps between checkpoints",
-            plan.expert.training.checkpoint_steps,
-            plan.expert.training.num_steps,
-        ),
-        ("bytes of the class counts", sizes.get("class_counts", 0), plan.limits.statistic_bytes),
-        ("bytes of the counts", sizes["counts"], plan.limits.statistic_bytes),
-        (
-            "bytes of the agreed number of sketches",
-            sizes.get("sketch", 0),
-            plan.limits.statistic_bytes,
-        ),
-    )
-    for subject, required, most in own_limits:
-        if required > most:
-            yield subject, f"at most the plan's own {most:.15g}", f"{required:.15g}"
+    checkpoint_steps = plan.expert.training.checkpoint_steps
+    own_limits = [("steps between checkpoints", checkpoint_steps, plan.expert.training.num_steps)]
+    agreed = plan.agreed.get(silo_id)
+    # For as many units as were agreed, not for as many as there are: a limit is no question about the data.
+    num_units = 0 if agreed is None else agreed.units(plan.statistics.unit) or 0
+    names = statistics_of(plan.statistics)
+    for kind, num_bytes in statistic_bytes(plan, num_units).items():
+        subject = f"bytes of the {names[kind].name}"
+        own_limits.append((subject, num_bytes, plan.limits.statistic_bytes))
+    for subject, required, limit in own_limits:
+        if required > limit:
+            yield subject, f"at most the plan's own {limit:.15g}", f"{required:.15g}"
 
 
 def _audit_rules(required: Audit, allowed: AuditPolicy) -> Iterator[tuple[str, str, str]]:

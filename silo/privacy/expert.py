@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import LedgerError
-from ddm.privacy.plan_cost import paid_mechanisms
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy, NoWeightPrivacy
+from ddm.statistics.cost import paid_mechanisms
 from silo.privacy.ledger import Debit, Entry, Ledger
 
 

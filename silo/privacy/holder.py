@@ -18,7 +18,7 @@ from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.io.locks import lock_file
 from ddm.io.modes import private_folder
 from ddm.protocol.base import Digest, Document, Model, ShortText, SiloId, Unit
-from ddm.protocol.plan import Budget
+from ddm.protocol.statistics import Budget
 from silo.config import LEDGER, Policy, SiloSettings, Site
 from silo.privacy.anchor import Anchor, Guard, sent_chains, unwritable
 from silo.privacy.ledger import Ledger, make_ledger

@@ -21,9 +21,8 @@ from ddm.errors import BudgetError, LedgerError
 from ddm.io import chain
 from ddm.io.locks import lock_file
 from ddm.privacy.accounting import Mechanism, adaptive_epsilon
-from ddm.privacy.plan_cost import Paid
 from ddm.protocol.base import Digest, PlanId, Unit, now_utc, sha256_hex
-from ddm.protocol.plan import Budget
+from ddm.protocol.statistics import Budget, PaidKind
 from silo.privacy.anchor import Guard
 from silo.privacy.terms import alike, check_unit, in_words
 
@@ -41,7 +40,7 @@ class Debit(chain.ChainRecord):
     plan_id: PlanId
     plan_digest: Digest
     mechanisms: Annotated[
-        dict[Paid, Annotated[Mechanism, Field(discriminator="kind")]], Field(min_length=1)
+        dict[PaidKind, Annotated[Mechanism, Field(discriminator="kind")]], Field(min_length=1)
     ]
     dataset_digest: Digest
 
@@ -51,7 +50,7 @@ class Draw(chain.ChainRecord):
 
     record: Literal["draw"] = "draw"
     debit: Digest
-    kind: Paid
+    kind: PaidKind
     draw_digest: Digest
 
 
@@ -101,7 +100,7 @@ class Ledger:
         plan_digest: str,
         dataset_digest: str,
         unit: Unit,
-        mechanisms: Mapping[Paid, Mechanism],
+        mechanisms: Mapping[PaidKind, Mechanism],
     ) -> Entry:
         """Debit all that a plan draws; call it before the first noise is drawn.
 
@@ -143,7 +142,7 @@ class Ledger:
             return self._append(debit)
 
     def check_affordable(
-        self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[Paid, Mechanism]
+        self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[PaidKind, Mechanism]
     ) -> None:
         """Refuse a plan that would go over the budget, long before it is debited.
 
@@ -160,7 +159,7 @@ class Ledger:
             if not _debit_of(entries, plan_digest, dataset_digest):
                 self._check_budget(entries, mechanisms)
 
-    def record_draw(self, debit: Entry, kind: Paid, draw_digest: str) -> Entry:
+    def record_draw(self, debit: Entry, kind: PaidKind, draw_digest: str) -> Entry:
         """Record that `kind` was drawn for `debit`; call it once the draw is durable and before it is used.
 
         Raises:
@@ -193,7 +192,7 @@ class Ledger:
             found = _debit_of(entries, plan_digest, dataset_digest)
         return found[0] if found else None
 
-    def draw_of(self, debit: Entry, kind: Paid) -> str | None:
+    def draw_of(self, debit: Entry, kind: PaidKind) -> str | None:
         """Return the digest of what was drawn of `kind` for `debit`, or None if nothing was."""
         with self._locked() as entries:
             return _draw_of(entries, debit, kind)
@@ -242,7 +241,7 @@ class Ledger:
             yield
 
     def _check_budget(
-        self, entries: tuple[Entry, ...], mechanisms: Mapping[Paid, Mechanism]
+        self, entries: tuple[Entry, ...], mechanisms: Mapping[PaidKind, Mechanism]
     ) -> None:
         if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
             expected = f"room for a debit and {len(mechanisms)} draws within {MAX_RECORDS} records"
@@ -319,11 +318,11 @@ def _debit_of(
     )
 
 
-def _step(mechanisms: Mapping[Paid, Mechanism]) -> tuple[Mechanism, ...]:
+def _step(mechanisms: Mapping[PaidKind, Mechanism]) -> tuple[Mechanism, ...]:
     return tuple(mechanisms[kind] for kind in sorted(mechanisms))
 
 
-def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: Paid) -> str | None:
+def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: PaidKind) -> str | None:
     draws = (entry.record for entry in entries if isinstance(entry.record, Draw))
     return next(
         (draw.draw_digest for draw in draws if (draw.debit, draw.kind) == (debit.digest, kind)),

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from ddm.errors import LedgerError
 from ddm.privacy.accounting import GaussianMechanism, Mechanism
-from ddm.privacy.plan_cost import Paid
 from ddm.protocol.base import Unit
+from ddm.protocol.statistics import PaidKind
 from ddm.protocol.weight_privacy import DpSgdMechanism
 
 _SAME = 1e-9
@@ -30,7 +30,7 @@ def check_unit(subject: str, unit: Unit, counted: Unit) -> None:
         )
 
 
-def alike(paid: Mapping[Paid, Mechanism], requested: Mapping[Paid, Mechanism]) -> bool:
+def alike(paid: Mapping[PaidKind, Mechanism], requested: Mapping[PaidKind, Mechanism]) -> bool:
     """Whether these are the same statistics; mu is computed, and machines may round it differently."""
 
     def same(first: Mechanism, second: Mechanism) -> bool:
@@ -48,7 +48,7 @@ def alike(paid: Mapping[Paid, Mechanism], requested: Mapping[Paid, Mechanism]) -
     )
 
 
-def in_words(unit: Unit, mechanisms: Mapping[Paid, Mechanism]) -> str:
+def in_words(unit: Unit, mechanisms: Mapping[PaidKind, Mechanism]) -> str:
     """Name the statistics with their cost; only numbers of the plan, nothing of the data."""
     costs = {kind: each.model_dump(exclude={"kind"}) for kind, each in mechanisms.items()}
     terms = (

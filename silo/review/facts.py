@@ -1,6 +1,5 @@
 """Gathers what a person must know before a submission leaves: its files, its numbers, their cost, and what is new."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,11 +7,11 @@ from pathlib import Path
 
 from ddm.errors import ApprovalError, ArchipelagoError
 from ddm.io.files import read_bounded
-from ddm.privacy.accounting import gaussian_mu
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_file
 from ddm.protocol.plan import Plan
-from ddm.protocol.submission import Submission, SubmittedStatistic, submission_path
+from ddm.protocol.submission import Submission, submission_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
+from ddm.statistics.of_plan import statistics_of
 from silo.audit.document import AuditReport, read_report
 from silo.config import Site
 from silo.decisions import DecisionLog, in_words
@@ -142,7 +141,7 @@ def gather(site: Site) -> Facts:
         accepted=accepted,
         files=tuple(_files(site, draft)),
         numbers=tuple(_numbers(draft, previous[0] if previous else None)),
-        noises=tuple(_noise(each, draft, accepted.plan) for each in draft.statistics),
+        noises=tuple(_noises(accepted.plan)),
         budget=account(open_ledger(site, site.policy())),
         audit=report,
         previous=previous,
@@ -225,8 +224,6 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
         yield f"{name}bytes", (str(expert.file.bytes), "the plan's")
     for each in document.statistics:
         yield f"statistic {each.kind}", (_cost(each.epsilon, each.delta), "the plan's")
-        if each.kind == "sketch":
-            yield "noise level of sketches, t", (f"{each.t_release:.6g}", "the plan's")
     waiver = document.audit.waiver
     words = f" by {waiver.role}: {waiver.reason}" if waiver else ""
     yield (
@@ -255,25 +252,11 @@ def _private(document: Submission) -> bool:
     return any(isinstance(expert.privacy, DpSgdPrivacy) for expert in document.experts)
 
 
-def _noise(statistic: SubmittedStatistic, draft: Submission, plan: Plan) -> Noise:
-    epsilon, delta, unit = statistic.epsilon, statistic.delta, draft.spent.unit
-    match statistic.kind:
-        case "counts" | "class_counts":
-            level = f"each count of {unit}s: discrete Laplace, standard deviation {laplace_std(epsilon):.3g}"
-        case "sketch":
-            # (sigma_r / C) / alpha_r, since mu is 2 C alpha_r / sigma_r
-            std = 2 / gaussian_mu(epsilon, delta)
-            level = (
-                f"each value of the sketch of one {unit}, of length "
-                f"1 at most: Gaussian, standard deviation {std:.3g}"
-            )
-    return Noise(statistic.kind, epsilon, delta, level)
-
-
-def laplace_std(epsilon: float) -> float:
-    """Return the standard deviation of integer noise with ``P(z) ~ exp(-epsilon |z| / 2)``."""
-    a = math.exp(-epsilon / 2)
-    return math.sqrt(2 * a) / (1 - a)
+def _noises(plan: Plan) -> Iterator[Noise]:
+    """Yield how much noise each statistic of a plan contains."""
+    for statistic in statistics_of(plan.statistics).values():
+        terms = plan.statistics.terms[statistic.kind]
+        yield Noise(statistic.kind, terms.epsilon, terms.delta, statistic.noise_in_words())
 
 
 def _previous(site: Site, draft: Submission) -> Sequence[Submission]:

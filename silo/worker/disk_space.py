@@ -1,7 +1,6 @@
 """How much a plan makes this site write, computed from its numbers before the first step of training."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 from ddm.audit.attacks import names
@@ -9,15 +8,12 @@ from ddm.audit.copies import NEIGHBOURS
 from ddm.audit.effort import MOST_IMAGES, effort_of
 from ddm.evaluation.copies import SIDE, VOLUME_SIDE
 from ddm.io.space import check_writable, require_free_space
-from ddm.io.tensors import TensorSpec, stored_bytes
+from ddm.io.tensors import stored_bytes
 from ddm.models import expected_tensors
-from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.learning import FullAdaptation, OwnAdaptation
 from ddm.protocol.plan import Plan, most_experts
-from ddm.routers.conditional import class_counts_specs
-from ddm.routers.counts import counts_specs
-from ddm.routers.sketch import released_sketch_specs
+from ddm.statistics.of_plan import statistics_of
 from ddm.training.checkpoints import KEPT
 from silo.audit.holdout import num_held_out
 from silo.audit.measuring import BLURRED
@@ -47,16 +43,6 @@ def check_folders(site: Site) -> None:
     )
 
 
-def statistic_bytes(plan: Plan, num_units: int) -> Mapping[Kind, int]:
-    """Return the size of each statistic's file."""
-    specs: dict[Kind, dict[str, TensorSpec]] = {
-        "counts": counts_specs(plan),
-        "class_counts": class_counts_specs(plan),
-        "sketch": released_sketch_specs(plan, num_units),
-    }
-    return {kind: stored_bytes(specs[kind]) for kind in mechanisms(plan)}
-
-
 def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     """Return what one plan writes into `private/` at most, without the vectors of captions, whose length varies.
 
@@ -66,7 +52,9 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     expert, copies = _expert_bytes(plan), _copies(plan)
     experts = most_experts(plan) * expert * (1 + KEPT * copies) + copies * expert
     # Each statistic is kept as it was drawn and as it leaves.
-    statistics = 2 * sum(statistic_bytes(plan, num_units).values())
+    statistics = 0
+    for statistic in statistics_of(plan.statistics).values():
+        statistics += 2 * stored_bytes(statistic.tensor_specs(num_units))
     latents = (
         4 * math.prod(plan.expert_shape) * num_images if isinstance(plan.latent, Autoencoder) else 0
     )

@@ -1,7 +1,7 @@
 """Drafts, signs and sends a submission: everything that leaves a silo passes through here."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -9,28 +9,24 @@ from pathlib import Path
 from ddm.errors import ApprovalError
 from ddm.io.files import link_or_copy, move_into_place, staging_folder, write_atomic
 from ddm.io.modes import group_folder, open_to_group
-from ddm.loading.plan import PlanFiles, sketch_noise_level
-from ddm.privacy.plan_cost import Kind, mechanisms
+from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
+from ddm.protocol.statistics import SubmittedStatistic
 from ddm.protocol.submission import (
     Approval,
     AuditVerdict,
     LedgerHead,
     Spent,
     Submission,
-    SubmittedClassCounts,
-    SubmittedCounts,
     SubmittedExpert,
-    SubmittedSketch,
-    SubmittedStatistic,
     SubmittedTraining,
     expert_path,
-    statistic_terms,
     submission_path,
 )
 from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
+from ddm.statistics.of_plan import statistics_of
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
 from silo.audit.report import check_waiver
@@ -39,7 +35,6 @@ from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import TrainingRecord, Workspace
 from silo.privacy.expert import stated_privacy
 from silo.privacy.ledger import Ledger
-from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.training import find_parts
 
 
@@ -82,9 +77,7 @@ def write_draft(
             _submitted_expert(record, part.cluster, work, silo_id, privacy, with_images=with_images)
             for record, part in zip(records, parts, strict=True)
         ),
-        statistics=tuple(
-            _submitted_statistic(kind, plan, files, work) for kind in mechanisms(plan)
-        ),
+        statistics=tuple(_submitted_statistics(plan, work)),
         spent=Spent(
             epsilon=plan.spends.epsilon, delta=plan.spends.delta, unit=plan.statistics.unit
         ),
@@ -120,19 +113,14 @@ def _submitted_expert(
     )
 
 
-def _submitted_statistic(
-    kind: Kind, plan: Plan, files: PlanFiles, work: Workspace
-) -> SubmittedStatistic:
-    epsilon, delta = statistic_terms(plan.statistics)[kind]
-    file = File.of(STATISTIC_NAMES[kind], work.statistics / STATISTIC_NAMES[kind])
-    match kind:
-        case "counts":
-            return SubmittedCounts(epsilon=epsilon, delta=delta, file=file)
-        case "class_counts":
-            return SubmittedClassCounts(epsilon=epsilon, delta=delta, file=file)
-        case "sketch":
-            t_release = sketch_noise_level(plan, files.sketch) or 0.0
-            return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)
+def _submitted_statistics(plan: Plan, work: Workspace) -> Iterator[SubmittedStatistic]:
+    """Describe each statistic: its cost, which is the plan's, and its file."""
+    for statistic in statistics_of(plan.statistics).values():
+        terms = plan.statistics.terms[statistic.kind]
+        file = File.of(statistic.file_name, work.statistics / statistic.file_name)
+        yield SubmittedStatistic(
+            kind=statistic.kind, epsilon=terms.epsilon, delta=terms.delta, file=file
+        )
 
 
 def stage_review(draft_submission: Submission, work: Workspace, review: Path) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddm.errors import ApprovalError, BudgetError, DataError
 from ddm.io.locks import locked
 from ddm.privacy.accounting import adaptive_epsilon
-from ddm.privacy.plan_cost import paid_mechanisms
+from ddm.statistics.cost import paid_mechanisms
 from ddm.transport.messages import MAX_SUBMISSIONS
 from silo.config import Site
 from silo.data.cohort import Cohort

@@ -16,10 +16,12 @@ from ddm.errors import DataError, PolicyError
 from ddm.images.rows import Images, Selected
 from ddm.io.files import write_atomic
 from ddm.loading.plan import PlanFiles
-from ddm.privacy.plan_cost import Kind, paid_mechanisms
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.latent import Autoencoder
+from ddm.protocol.statistics import StatisticKind
+from ddm.statistics.base import StatisticSource
+from ddm.statistics.cost import paid_mechanisms
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, CohortRequest, load_cohort
 from silo.data.declared import check_declared
@@ -31,7 +33,7 @@ from silo.privacy import holder
 from silo.privacy.expert import PaidTraining, pay_for_training
 from silo.privacy.holder import note_site
 from silo.privacy.ledger import Ledger
-from silo.privacy.statistics import Source, draw
+from silo.privacy.statistics import draw_statistic
 from silo.worker.training import num_classes
 
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
@@ -211,7 +213,7 @@ def draw_statistics(
     fine_N: Tensor,
     work: Workspace,
     ledger: Ledger,
-    kinds: Iterable[Kind],
+    kinds: Iterable[StatisticKind],
 ) -> None:
     """Draw some of this plan's statistics; all of them are debited in the ledger before any noise is drawn.
 
@@ -221,7 +223,7 @@ def draw_statistics(
     """
     work.statistics.mkdir(exist_ok=True)
     check_budget(accepted, cohort, ledger)
-    source = Source(
+    source = StatisticSource(
         plan=accepted.plan,
         plan_digest=accepted.digest,
         sketch=files.sketch,
@@ -232,4 +234,4 @@ def draw_statistics(
         dataset_digest=cohort.digest,
     )
     for kind in kinds:
-        draw(kind, source, ledger, work.statistics)
+        draw_statistic(kind, source, ledger, work.statistics)

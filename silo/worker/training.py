@@ -26,7 +26,7 @@ from ddm.protocol.base import sha256_hex
 from ddm.protocol.partition import SiloClusterPartition
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining
-from ddm.routers.counts import counts_specs
+from ddm.statistics.counts import Counts
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder, discard_job
 from ddm.training.jobs import TrainingTask, train_job
@@ -37,7 +37,6 @@ from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
 from silo.plan.workspace import TrainingRecord, Workspace
 from silo.privacy.expert import PaidTraining
-from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.jobs import discard_others, jobs_of
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
@@ -66,10 +65,10 @@ def find_parts(plan: Plan, files: PlanFiles, work: Workspace, silo_id: str) -> t
     """Return this silo's experts, from the noised histogram where it decides."""
     noisy_G = torch.zeros(plan.statistics.counts.num_groups, dtype=torch.int64)
     if counts_define_experts(plan):
-        path = work.statistics / STATISTIC_NAMES["counts"]
-        noisy_G = load_tensors(path, counts_specs(plan), max_bytes=plan.limits.statistic_bytes)[
-            "counts"
-        ]
+        counts = Counts(plan.statistics)
+        specs = counts.tensor_specs(num_units=0)
+        path = work.statistics / counts.file_name
+        noisy_G = load_tensors(path, specs, max_bytes=plan.limits.statistic_bytes)["counts"]
     return silo_parts(plan.partition, silo_id, files.clusters, noisy_G)
 
 

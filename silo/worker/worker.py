@@ -10,8 +10,9 @@ import torch
 
 from ddm.errors import ArchipelagoError, BusyError
 from ddm.io.locks import locked
-from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import now_utc
+from ddm.protocol.statistics import StatisticKind
+from ddm.statistics.of_plan import statistics_of
 from ddm.training.loop import Progress
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.trust.keys import SigningKey
@@ -314,10 +315,10 @@ class Worker:
 
     def _draw_statistics(self) -> None:
         accepted = self._plan()
-        self._draw(accepted, mechanisms(accepted.plan))
+        self._draw(accepted, statistics_of(accepted.plan.statistics))
         self._go("draw")
 
-    def _draw(self, accepted: AcceptedPlan, kinds: Iterable[Kind]) -> None:
+    def _draw(self, accepted: AcceptedPlan, kinds: Iterable[StatisticKind]) -> None:
         cohort = self._cohort(accepted)
         fine_N = stages.read_assignment(cohort, accepted.files(), self._cohort_path)
         ledger = stages.open_ledger(self.site, self.policy)

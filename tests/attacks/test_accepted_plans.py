@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ddm.errors import ArchipelagoError, BudgetError, DigestError
 from ddm.io.tensors import load_tensors
-from ddm.protocol.plan import Budget
+from ddm.protocol.statistics import Budget
+from ddm.statistics.base import StatisticSource
 from examples.paper.privacy import neighbours
 from examples.paper.privacy.attacks import epsilon_bound
 from examples.paper.privacy.drawing import Released, release
 from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans
 from silo.privacy.ledger import Ledger, make_ledger
-from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
+from silo.privacy.statistics import draw_statistic
 from tests.support.dishonest_aggregator import (
     DELTA,
     PUBLIC,
@@ -39,10 +40,10 @@ def singling_out(counts_epsilon: float, moved: float = 0.0) -> UnsignedPlan:
     )
 
 
-def source_of(accepted: AcceptedPlan, images: Tensor) -> Source:
+def source_of(accepted: AcceptedPlan, images: Tensor) -> StatisticSource:
     """What the worker makes releases from."""
     files = accepted.files()
-    return Source(
+    return StatisticSource(
         plan=accepted.plan,
         plan_digest=accepted.digest,
         sketch=files.sketch,
@@ -54,7 +55,7 @@ def source_of(accepted: AcceptedPlan, images: Tensor) -> Source:
     )
 
 
-def worlds_of(accepted: AcceptedPlan) -> tuple[Source, Source]:
+def worlds_of(accepted: AcceptedPlan) -> tuple[StatisticSource, StatisticSource]:
     return source_of(accepted, PRIVATE), source_of(accepted, DECOYS)
 
 
@@ -99,7 +100,7 @@ def test_plans_that_differ_in_one_centroid_are_both_debited_and_bounded_together
     assert plans[0].digest != plans[1].digest
     ledger = ledger_at(tmp_path, 10.0)
     for accepted in plans:
-        draw("counts", source_of(accepted, PRIVATE), ledger, tmp_path)
+        draw_statistic("counts", source_of(accepted, PRIVATE), ledger, tmp_path)
     claim, _ = ledger.spent()
     assert claim == pytest.approx(2.0)
     first, second = (
@@ -114,26 +115,28 @@ def test_second_of_two_plans_that_differ_in_one_centroid_is_refused_over_budget(
 ) -> None:
     plans = [aggregator.offer(singling_out(1.0)), aggregator.offer(singling_out(1.0, moved=0.01))]
     ledger = ledger_at(tmp_path, 1.5)
-    draw("counts", source_of(plans[0], PRIVATE), ledger, tmp_path)
-    (tmp_path / STATISTIC_NAMES["counts"]).unlink()
+    draw_statistic("counts", source_of(plans[0], PRIVATE), ledger, tmp_path)
+    (tmp_path / "counts.safetensors").unlink()
     with pytest.raises(BudgetError) as refusal:
-        draw("counts", source_of(plans[1], PRIVATE), ledger, tmp_path)
+        draw_statistic("counts", source_of(plans[1], PRIVATE), ledger, tmp_path)
     assert all(
         word in str(refusal.value)
         for word in ("privacy ledger", "at most 1.5", "got 2 with this plan")
     )
-    assert not (tmp_path / STATISTIC_NAMES["counts"]).exists()
+    assert not (tmp_path / "counts.safetensors").exists()
     assert ledger.spent()[0] == 1.0
 
 
 def drawn_until_refused(
-    world: Source, ledger: Ledger, folder: Path, num_plans: int
+    world: StatisticSource, ledger: Ledger, folder: Path, num_plans: int
 ) -> list[Tensor]:
     """The histograms that as many plans get; they differ in their digests."""
     found = []
     for number in range(num_plans):
         try:
-            path = draw("counts", replace(world, plan_digest=f"{number:064x}"), ledger, folder)
+            path = draw_statistic(
+                "counts", replace(world, plan_digest=f"{number:064x}"), ledger, folder
+            )
         except BudgetError:
             continue
         found.append(load_tensors(path, None, max_bytes=1 << 20)["counts"])
@@ -180,9 +183,9 @@ def test_plan_under_the_id_of_an_accepted_one_is_not_looked_at_and_would_pay_aga
     with pytest.raises(DigestError, match="pinned on acceptance"):
         load_accepted(aggregator.site, first.plan.plan_id, first.digest)
     ledger = ledger_at(tmp_path, 1.5)
-    draw("counts", source_of(second, PRIVATE), ledger, tmp_path)
+    draw_statistic("counts", source_of(second, PRIVATE), ledger, tmp_path)
     with pytest.raises(BudgetError):
-        draw(
+        draw_statistic(
             "counts",
             replace(source_of(second, PRIVATE), plan_digest=first.digest),
             ledger,
@@ -213,5 +216,5 @@ def test_scale_so_large_that_sketches_are_noise_alone_is_refused_before_anything
     vast.tensors["sketch"]["scale"] = torch.tensor([1e6])
     ledger = ledger_at(tmp_path, 10.0)
     with pytest.raises(ArchipelagoError, match="pure noise"):
-        draw("sketch", source_of(aggregator.offer(vast), PRIVATE), ledger, tmp_path)
+        draw_statistic("sketch", source_of(aggregator.offer(vast), PRIVATE), ledger, tmp_path)
     assert ledger.path.read_bytes() == b""

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from ddm.errors import ArchipelagoError, DocumentError, PolicyError, TensorFileError
-from ddm.loading.plan import sketch_noise_level
+from ddm.statistics.sketch import sketch_noise_level
 from examples.paper.privacy import drawing
 from silo.config import Policy, PrivacyPolicy
 from tests.support.dishonest_aggregator import (

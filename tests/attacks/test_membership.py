@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import norm
 
 from ddm.privacy.accounting import gaussian_delta
-from ddm.privacy.plan_cost import plan_epsilon
+from ddm.statistics.cost import plan_epsilon
 from examples.paper.privacy import neighbours
 from examples.paper.privacy.attacks import epsilon_bound
 from examples.paper.privacy.neighbours import Neighbours, with_quarter_noise

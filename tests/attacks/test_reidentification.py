@@ -16,9 +16,9 @@ from ddm.encoders import PcaEncoder
 from ddm.partition.clustering import fit_clustering
 from ddm.privacy.accounting import GaussianMechanism, gaussian_mu, total_epsilon
 from ddm.routers.sketch import Sketch
+from ddm.statistics.base import StatisticSource
 from examples.paper.privacy.attacks import Rates, error_reduction, reconstruct, reidentification
 from examples.paper.privacy.drawing import make_plan, make_source, noise_of, sketches_in_order
-from silo.privacy.statistics import Source
 
 RANK, GROUPS = 12, 16
 EPSILON, DELTA = 7.0, 1e-5
@@ -45,7 +45,7 @@ class Cohort:
         sketch = Sketch.fit(public, public_N, rank, GROUPS)
         return cls(images, clusters.groups(encoder.encode(images)), sketch, mean_GD)
 
-    def source(self, epsilon: float) -> Source:
+    def source(self, epsilon: float) -> StatisticSource:
         asked = {"epsilon": epsilon, "delta": DELTA, "rank": self.sketch.rank}
         plan = make_plan({"sketch": asked}, rank=self.sketch.rank)
         return make_source(plan, self.sketch, self.images, torch.zeros(len(self.images)).long())

@@ -18,10 +18,10 @@ from ddm.io.settings import load_settings
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert
 from ddm.privacy.accounting import adaptive_epsilon, noise_multiplier_for
-from ddm.privacy.plan_cost import mechanisms
 from ddm.protocol.architecture import Dit
 from ddm.protocol.submission import Submission, submission_path
 from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.statistics.cost import mechanisms
 from silo.config import Policy
 from tests.support.autoencoders import SD, write_autoencoder
 from tests.support.canary_files import dicom

@@ -6,8 +6,8 @@ import pytest
 
 from ddm.loading.release import Release, open_release
 from ddm.privacy.accounting import total_epsilon
-from ddm.privacy.plan_cost import mechanisms
 from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy
+from ddm.statistics.cost import mechanisms
 from silo.audit.holdout import num_held_out
 from silo.config import Site
 from silo.privacy.holder import open_ledger

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ddm.io.tensors import save_tensors
-from ddm.loading.plan import PlanFiles, sketch_noise_level
+from ddm.loading.plan import PlanFiles
 from ddm.models import build_expert
 from ddm.partition.layout import silo_parts
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
+from ddm.protocol.statistics import StatisticKind, SubmittedStatistic
 from ddm.protocol.submission import (
     Approval,
     AuditVerdict,
@@ -22,17 +23,13 @@ from ddm.protocol.submission import (
     LedgerHead,
     Spent,
     Submission,
-    SubmittedClassCounts,
-    SubmittedCounts,
     SubmittedExpert,
-    SubmittedSketch,
-    SubmittedStatistic,
     Waiver,
     expert_path,
-    statistic_terms,
     submission_path,
 )
 from ddm.protocol.weight_privacy import NoWeightPrivacy
+from ddm.statistics.sketch import sketch_noise_level
 from ddm.trust.silo_role import sign_silo_metadata
 from tests.support.federation import TinyFederation
 
@@ -63,7 +60,7 @@ class Inventor:
         folder = self.tiny.federation.incoming / plan.plan_id / self.silo_id / "1"
         statistics = {
             kind: self._statistic(kind, plan, files, heavier.get(kind, num_units))
-            for kind in statistic_terms(plan.statistics)
+            for kind in plan.statistics.terms
         }
         for kind, tensors in statistics.items():
             save_tensors(folder / f"{kind}.safetensors", tensors)
@@ -77,7 +74,7 @@ class Inventor:
             num_units=num_units,
             isolation="containers",
             experts=experts,
-            statistics=tuple(_described(kind, plan, files, folder) for kind in statistics),
+            statistics=tuple(_described(kind, plan, folder) for kind in statistics),
             spent=Spent(
                 epsilon=plan.statistics.total.epsilon,
                 delta=plan.statistics.total.delta,
@@ -177,12 +174,7 @@ def _waiver(plan_digest: str) -> Waiver:
     )
 
 
-def _described(kind: str, plan: Plan, files: PlanFiles, folder: Path) -> SubmittedStatistic:
-    epsilon, delta = statistic_terms(plan.statistics)[kind]
+def _described(kind: StatisticKind, plan: Plan, folder: Path) -> SubmittedStatistic:
+    terms = plan.statistics.terms[kind]
     file = File.of(f"{kind}.safetensors", folder / f"{kind}.safetensors")
-    if kind == "counts":
-        return SubmittedCounts(epsilon=epsilon, delta=delta, file=file)
-    if kind == "class_counts":
-        return SubmittedClassCounts(epsilon=epsilon, delta=delta, file=file)
-    t_release = sketch_noise_level(plan, files.sketch) or 0.0
-    return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)
+    return SubmittedStatistic(kind=kind, epsilon=terms.epsilon, delta=terms.delta, file=file)

@@ -131,7 +131,7 @@ def submission_document() -> dict[str, Any]:
         ],
         "statistics": [
             {"kind": "counts", **price, "file": file_of("counts.safetensors")},
-            {"kind": "sketch", **price, "t_release": 0.5, "file": file_of("sketch.safetensors")},
+            {"kind": "sketch", **price, "file": file_of("sketch.safetensors")},
             {"kind": "class_counts", **price, "file": file_of("class_counts.safetensors")},
         ],
         "spent": {**price, "unit": "image", "relation": "replace_one"},

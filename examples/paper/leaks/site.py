@@ -23,10 +23,10 @@ from ddm.io.files import write_atomic
 from ddm.loading.plan import PlanFiles
 from ddm.models import load_expert
 from ddm.partition.clustering import fit_clustering
-from ddm.privacy.plan_cost import paid_mechanisms
 from ddm.protocol.base import File, sha256_hex
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.routers.sketch import Sketch
+from ddm.statistics.cost import paid_mechanisms
 from ddm.system.console import progress
 from ddm.training.config import Engine, TrainingSettings
 from ddm.training.job import JobFolder, TrainingResult, discard_job

@@ -1,5 +1,6 @@
-"""Draws statistics for an attacker with the silos' own code, `silo.privacy.statistics.draw`, and the system's noise.
+"""Draws statistics for an attacker with the silos' own code and the system's noise.
 
+It calls `silo.privacy.statistics.draw_statistic`.
 Only the ledger is disabled, since an attack repeats what a site does once.
 """
 
@@ -14,19 +15,20 @@ import torch
 from torch import Tensor
 
 from ddm.io.tensors import load_tensors
-from ddm.loading.plan import sketch_noise_level
 from ddm.privacy.noise import OS_NOISE, Noise
-from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import Unit
-from ddm.protocol.plan import Budget, Plan
+from ddm.protocol.plan import Plan
+from ddm.protocol.statistics import Budget, StatisticKind
 from ddm.routers.sketch import Sketch
+from ddm.statistics.base import StatisticSource
+from ddm.statistics.sketch import sketch_noise_level
 from examples.paper.plan import plan_for
 from silo.privacy.ledger import Entry, Ledger
-from silo.privacy.statistics import Source, draw
+from silo.privacy.statistics import draw_statistic
 
 # Shape legend: N images, U units, R sketch dimensions, D values of an image, G public groups.
 
-Released = Mapping[Kind, Mapping[str, Tensor]]
+Released = Mapping[StatisticKind, Mapping[str, Tensor]]
 MAX_GROUPS = 4096  # that a plan may have
 
 
@@ -60,10 +62,10 @@ def images_of(s_UR: Tensor, sketch: Sketch) -> Tensor:
 
 def make_source(
     plan: Plan, sketch: Sketch, images_U: Tensor, group_U: Tensor, images_each: int = 1
-) -> Source:
+) -> StatisticSource:
     images_N, group_N = (part.repeat_interleave(images_each, dim=0) for part in (images_U, group_U))
     unit_N = torch.arange(len(images_N))
-    return Source(
+    return StatisticSource(
         plan=plan,
         plan_digest=plan.digest,
         sketch=sketch,
@@ -75,7 +77,9 @@ def make_source(
     )
 
 
-def release(source: Source, kinds: tuple[Kind, ...], noise: Noise = OS_NOISE) -> Released:
+def release(
+    source: StatisticSource, kinds: tuple[StatisticKind, ...], noise: Noise = OS_NOISE
+) -> Released:
     """Draw statistics with the silos' code."""
     with tempfile.TemporaryDirectory() as scratch:
         budget = Budget(epsilon=1000.0, delta=0.5)
@@ -83,11 +87,13 @@ def release(source: Source, kinds: tuple[Kind, ...], noise: Noise = OS_NOISE) ->
             Path(scratch) / "ledger.jsonl", budget=budget, unit=source.plan.statistics.unit
         )
         ledger.draws.mkdir()
-        paths = {kind: draw(kind, source, ledger, Path(scratch), noise=noise) for kind in kinds}
+        paths = {
+            kind: draw_statistic(kind, source, ledger, Path(scratch), noise=noise) for kind in kinds
+        }
         return {kind: load_tensors(path, None, max_bytes=1 << 30) for kind, path in paths.items()}
 
 
-def sketches_in_order(source: Source) -> Tensor:
+def sketches_in_order(source: StatisticSource) -> Tensor:
     """Release sketches and put row i back where record i stood, shape (N, R); no attacker could.
 
     The same random bits once more, for cohorts whose sketches are all 0 and whose first dimensions count upwards: the
@@ -113,7 +119,7 @@ def sketches_in_order(source: Source) -> Tensor:
     return found_NR
 
 
-def _markers(source: Source, count_N: Tensor) -> tuple[Tensor, Tensor]:
+def _markers(source: StatisticSource, count_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return images whose sketches are 0, and such whose sketches have `count_N` in the first dimension."""
     sketch, shape = source.sketch, source.images.shape
     blank_ND = sketch.mean_D.double().expand(len(count_N), -1)

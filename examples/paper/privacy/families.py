@@ -12,28 +12,30 @@ from torch import Tensor, nn
 from ddm.diffusion.path import LinearPath
 from ddm.errors import RefusedError
 from ddm.io.tensors import load_tensors
-from ddm.loading.plan import sketch_noise_level
 from ddm.partition.layout import Layout, Part, silo_parts
 from ddm.privacy.accounting import gaussian_delta, gaussian_mu_within
-from ddm.privacy.plan_cost import Kind, check_total, mechanisms
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.partition import SiloPartition
-from ddm.protocol.plan import EXACT, Plan
+from ddm.protocol.plan import Plan
 from ddm.protocol.routers import LearnedRouter as LearnedSettings
 from ddm.protocol.routers import SamplesRouter as SamplesSettings
+from ddm.protocol.statistics import EXACT, StatisticKind
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated, calibrate
-from ddm.routers.counts import CountsRouter, counts_specs
+from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.learned import fit_learned
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
-from ddm.routers.sketch import released_sketch_specs
+from ddm.statistics.base import StatisticSource
+from ddm.statistics.cost import check_total, mechanisms
+from ddm.statistics.of_plan import statistics_of
+from ddm.statistics.sketch import sketch_noise_level
 from examples.paper.plan import plan_for
 from examples.paper.privacy.public import PublicParts
 from examples.paper.privacy.worlds import World
 from silo.privacy.ledger import Ledger, make_ledger
-from silo.privacy.statistics import Source, draw
+from silo.privacy.statistics import draw_statistic
 
 DELTA = 1e-5
 PATH = LinearPath()
@@ -196,18 +198,17 @@ def make_plan(world: World, terms: Terms) -> Plan:
 
 def release(
     plan: Plan, world: World, parts: PublicParts
-) -> Mapping[Kind, list[Mapping[str, Tensor]]]:
+) -> Mapping[StatisticKind, list[Mapping[str, Tensor]]]:
     """Draw every silo's statistics with the silos' own code: ledger, operating system's randomness, files."""
     kinds = tuple(mechanisms(plan))
-    found: dict[Kind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}
+    found: dict[StatisticKind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}
     for images, group_N in zip(world.silos, parts.silo_groups, strict=True):
-        specs = {"counts": counts_specs(plan)}
-        specs["sketch"] = released_sketch_specs(plan, len(images))
+        statistics = statistics_of(plan.statistics)
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             make_ledger(folder / "ledger.jsonl")
             ledger = Ledger(folder / "ledger.jsonl", budget=plan.statistics.total, unit="image")
-            source = Source(
+            source = StatisticSource(
                 plan=plan,
                 plan_digest=plan.digest,
                 sketch=parts.sketch,
@@ -218,6 +219,10 @@ def release(
                 dataset_digest=sha256_hex(b""),
             )
             for kind in kinds:
-                path = draw(kind, source, ledger, folder)
-                found[kind].append(load_tensors(path, specs[kind], max_bytes=MAX_BYTES))
+                path = draw_statistic(kind, source, ledger, folder)
+                found[kind].append(
+                    load_tensors(
+                        path, statistics[kind].tensor_specs(len(images)), max_bytes=MAX_BYTES
+                    )
+                )
     return found

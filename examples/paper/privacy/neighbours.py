@@ -14,10 +14,11 @@ from ddm.privacy.accounting import (
     gaussian_mu,
     total_epsilon,
 )
-from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import Plan
+from ddm.protocol.statistics import StatisticKind
 from ddm.routers.sketch import Sketch
+from ddm.statistics.base import StatisticSource
 from examples.paper.privacy.drawing import (
     MAX_GROUPS,
     Released,
@@ -28,7 +29,6 @@ from examples.paper.privacy.drawing import (
     public_sketch,
     release,
 )
-from silo.privacy.statistics import Source
 
 # Shape legend: N experiments, U units, R sketch dimensions.
 
@@ -49,8 +49,8 @@ class Neighbours:
         score: each experiment's log-likelihood ratio of the first world over the second, up to a constant.
     """
 
-    kinds: tuple[Kind, ...]
-    worlds: tuple[Source, Source]
+    kinds: tuple[StatisticKind, ...]
+    worlds: tuple[StatisticSource, StatisticSource]
     score: Callable[[Released], Scores]
 
     def scores(self, num: int) -> tuple[Scores, Scores]:
@@ -58,7 +58,7 @@ class Neighbours:
         first, second = (self._scores(source, num) for source in self.worlds)
         return first, second
 
-    def _scores(self, source: Source, num: int) -> Scores:
+    def _scores(self, source: StatisticSource, num: int) -> Scores:
         found = [self.score(release(source, self.kinds))]
         while len(found) * len(found[0]) < num:
             found.append(self.score(release(source, self.kinds)))
@@ -189,6 +189,6 @@ def _along(found: Released, plan: Plan, sketch: Sketch) -> Scores:
 
 def _opposites(
     plan: Plan, sketch: Sketch, num: int, side: int, group_U: Tensor, images_each: int = 1
-) -> Source:
+) -> StatisticSource:
     s_UR = torch.full((num, sketch.rank), side * 1.5 / sqrt(sketch.rank), dtype=torch.float64)
     return make_source(plan, sketch, images_of(s_UR, sketch), group_U, images_each)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aggregator.intake.bounds import cell_noise_bound
 from ddm.errors import PolicyError, TensorFileError
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import silo_parts
+from ddm.privacy.bounds import cell_noise_bound
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 from tests.support.submissions import SILO, Arrival, arrive
 

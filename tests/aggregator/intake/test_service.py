@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tuf.api.metadata import TargetFile, Targets
 
 from aggregator.intake import service as taking_in
-from aggregator.intake.bounds import cell_noise_bound
 from aggregator.intake.own_files import FederationFilesError
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.transfer.delivery import plan_done
@@ -27,6 +26,7 @@ from ddm.errors import (
     SetupError,
     TensorFileError,
 )
+from ddm.privacy.bounds import cell_noise_bound
 from ddm.protocol.base import now_utc, sha256_file
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.transport.messages import MAX_SUBMISSIONS
@@ -232,11 +232,6 @@ def test_intake_refuses_sketches_for_more_units_than_stated(arrival: Arrival) ->
 def test_intake_refuses_a_submission_that_spent_more_than_the_plan(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document["spent"].update(epsilon=9.0))
     arrival.refused(PolicyError, "epsilon")
-
-
-def test_intake_refuses_sketches_released_below_the_plans_noise_level(arrival: Arrival) -> None:
-    arrival.rewrite(lambda document: document["statistics"][1].update(t_release=0.1))
-    arrival.refused(PolicyError, "t_release")
 
 
 def test_intake_refuses_a_submission_that_nobody_approved(arrival: Arrival) -> None:

@@ -7,8 +7,8 @@ import torch
 from ddm.diffusion.path import LinearPath
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.partition import SiloPartition
-from ddm.protocol.plan import EXACT
 from ddm.protocol.routers import LearnedRouter
+from ddm.protocol.statistics import EXACT
 from ddm.routers.comparison import minus_prior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import BANDS, cross_entropy

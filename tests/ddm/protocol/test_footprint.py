@@ -23,7 +23,6 @@ from ddm.protocol.footprint import (
     file_bytes,
     looking_bytes,
     sampling_bytes,
-    statistic_bytes,
     training_bytes,
 )
 from ddm.protocol.learning import UniformT
@@ -149,7 +148,7 @@ def test_memory_of_a_private_step_is_bracketed() -> None:
     assert peak_bytes(step) <= needed <= MOST * peak_bytes(step)
 
 
-def test_bytes_of_files_and_statistics_are_those_of_their_tensors() -> None:
+def test_bytes_of_files_are_those_of_their_tensors() -> None:
     asked = plan()
     header = 1 << 20
     assert file_bytes(asked) == {
@@ -165,4 +164,3 @@ def test_bytes_of_files_and_statistics_are_those_of_their_tensors() -> None:
         "mirrored": False,
     }
     assert file_bytes(plan(encoder=gradients))["plan/encoder.safetensors"] == 4 * 33 * 128 + header
-    assert statistic_bytes(asked, num_units=100) == {"counts": 8 * 32, "sketch": 4 * 8 * 100}

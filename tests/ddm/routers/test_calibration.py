@@ -11,7 +11,7 @@ from ddm.errors import MathError
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.calibration import CalibrationBand, calibration_bands, calibration_rows
 from ddm.protocol.partition import SiloPartition
-from ddm.protocol.plan import EXACT
+from ddm.protocol.statistics import EXACT
 from ddm.routers.base import SketchRouter, posterior
 from ddm.routers.calibration import Calibrated, calibrate, halves, reliability
 from ddm.routers.counts import CountsRouter

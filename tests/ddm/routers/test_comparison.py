@@ -10,7 +10,7 @@ from ddm.errors import RefusedError, ShapeError
 from ddm.partition.layout import Layout, Part
 from ddm.privacy.noise import discrete_laplace
 from ddm.protocol.partition import SiloPartition
-from ddm.protocol.plan import EXACT
+from ddm.protocol.statistics import EXACT
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated
 from ddm.routers.comparison import Comparison, HeldOut, compare, refuse_worse_than_prior

@@ -10,8 +10,9 @@ from ddm.errors import NumericalError, ShapeError
 from ddm.io.tensors import TensorSpec
 from ddm.privacy.noise import discrete_laplace
 from ddm.protocol.plan import Plan
-from ddm.routers.conditional import ConditionalPrior, class_counts_specs
+from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.sketch import Sketch
+from ddm.statistics.class_counts import ClassCounts
 from tests.support.documents import plan_document
 from tests.support.router_problems import GROUPS, clustered, make_world, one_each
 from tests.support.seeded import Seeded
@@ -85,7 +86,9 @@ def test_class_counts_have_a_cell_for_each_class_and_group() -> None:
         "counts": {"epsilon": 1.0, "num_groups": GROUPS},
     }
     plan = Plan.model_validate_json(json.dumps(document))
-    assert class_counts_specs(plan) == {"counts": TensorSpec("I64", (CLASSES, GROUPS))}
+    assert ClassCounts(plan.statistics).tensor_specs(10) == {
+        "counts": TensorSpec("I64", (CLASSES, GROUPS))
+    }
 
 
 def test_conditional_prior_refuses_what_is_no_prior(sketch: Sketch) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from ddm.ensemble import Ensemble
 from ddm.errors import MathError
 from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, TextCondition
-from ddm.protocol.plan import EXACT
 from ddm.protocol.routers import SamplesRouter as Settings
+from ddm.protocol.statistics import EXACT
 from ddm.routers.calibration import Calibrated
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter

@@ -6,11 +6,12 @@ import pytest
 
 from aggregator.intake.private_experts import check_privacy
 from ddm.errors import BudgetError, LedgerError, PolicyError
-from ddm.privacy.plan_cost import paid_mechanisms
 from ddm.protocol.base import File, now_utc
-from ddm.protocol.plan import Budget, Plan
+from ddm.protocol.plan import Plan
+from ddm.protocol.statistics import Budget
 from ddm.protocol.submission import SubmittedExpert, SubmittedTraining
 from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy, NoWeightPrivacy
+from ddm.statistics.cost import paid_mechanisms
 from silo.config import Policy, PrivacyPolicy
 from silo.plan.policy import broken_rules
 from silo.privacy.account import account

@@ -18,7 +18,7 @@ from ddm.privacy.accounting import (
     total_epsilon,
 )
 from ddm.protocol.base import Unit, now_utc, sha256_hex
-from ddm.protocol.plan import Budget
+from ddm.protocol.statistics import Budget
 from ddm.protocol.submission import LedgerHead
 from silo.privacy.ledger import Debit, Entry, Ledger, make_ledger
 from tests.support.bounded import slowness

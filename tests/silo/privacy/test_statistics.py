@@ -15,16 +15,17 @@ from scipy.stats import chi2
 import silo.privacy.statistics
 from ddm.diffusion.path import LinearPath
 from ddm.errors import BudgetError, DataError, LedgerError, NumericalError, PolicyError
-from ddm.io.tensors import load_tensors
+from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.privacy.accounting import gaussian_mu, t_release
 from ddm.privacy.noise import OS_NOISE, Noise
-from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Budget, Plan
-from ddm.routers.counts import counts_specs
-from ddm.routers.sketch import Sketch, released_sketch_specs
+from ddm.protocol.plan import Plan
+from ddm.protocol.statistics import Budget, StatisticKind
+from ddm.routers.sketch import Sketch
+from ddm.statistics.base import Draw, StatisticSource
+from ddm.statistics.of_plan import statistics_of
 from silo.privacy.ledger import Debit, Ledger, make_ledger
-from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
+from silo.privacy.statistics import draw_statistic
 from tests.support.documents import plan_document, to_bytes
 from tests.support.fork_server import CONTEXT
 from tests.support.seeded import Seeded
@@ -78,10 +79,10 @@ SKETCH = Sketch.fit(*make_images(400), WIDE, GROUPS)
 HEAD = SKETCH.head(RANK)
 
 
-def make_source(plan: Plan = PLAN, **changes: object) -> Source:
+def make_source(plan: Plan = PLAN, **changes: object) -> StatisticSource:
     """Every image a unit of its own, classes dealt in turn."""
     images, group = make_images()
-    source = Source(
+    source = StatisticSource(
         plan=plan,
         plan_digest=plan.digest,
         sketch=SKETCH,
@@ -108,17 +109,20 @@ def counts_of(
     ledger: Ledger, folder: Path, data: str = DATA, noise: Noise = OS_NOISE, **kwargs
 ) -> torch.Tensor:
     source = make_source(dataset_digest=data, **kwargs)
-    path = draw("counts", source, ledger, folder, noise=noise)
-    return load_tensors(path, counts_specs(source.plan), max_bytes=10_000)["counts"]
+    path = draw_statistic("counts", source, ledger, folder, noise=noise)
+    return load_tensors(path, specs_of("counts", source), max_bytes=10_000)["counts"]
 
 
 def sketches_of(ledger: Ledger, folder: Path, noise: Noise = OS_NOISE, **kwargs) -> torch.Tensor:
     source = make_source(**kwargs)
-    path = draw("sketch", source, ledger, folder, noise=noise)
+    path = draw_statistic("sketch", source, ledger, folder, noise=noise)
+    return load_tensors(path, specs_of("sketch", source), max_bytes=1_000_000)["sketch"]
+
+
+def specs_of(kind: StatisticKind, source: StatisticSource) -> dict[str, TensorSpec]:
+    """The tensors that this statistic of a source must have."""
     num_units = int(source.unit_N.max()) + 1
-    return load_tensors(path, released_sketch_specs(source.plan, num_units), max_bytes=1_000_000)[
-        "sketch"
-    ]
+    return statistics_of(source.plan.statistics)[kind].tensor_specs(num_units)
 
 
 def debits(ledger: Ledger) -> list[dict]:
@@ -272,7 +276,9 @@ def test_indices_outside_the_plan_are_refused_before_anything_is_debited(
     ledger = open_ledger(tmp_path)
     plan = make_plan(class_counts={"epsilon": 1.0, "num_classes": CLASSES})
     with pytest.raises(DataError):
-        draw("class_counts", make_source(plan, **spoiled), ledger, tmp_path, noise=Forbidden())
+        draw_statistic(
+            "class_counts", make_source(plan, **spoiled), ledger, tmp_path, noise=Forbidden()
+        )
     assert ledger.path.read_bytes() == b""
 
 
@@ -281,7 +287,7 @@ def test_release_that_the_plan_does_not_ask_for_is_refused_before_anything_is_de
 ) -> None:
     ledger = open_ledger(tmp_path)
     with pytest.raises(PolicyError, match="counts or sketch"):
-        draw("class_counts", make_source(), ledger, tmp_path, noise=Forbidden())
+        draw_statistic("class_counts", make_source(), ledger, tmp_path, noise=Forbidden())
     assert ledger.path.read_bytes() == b""
 
 
@@ -296,16 +302,27 @@ def test_sketches_that_would_be_noise_alone_are_refused_before_anything_is_debit
     assert ledger.path.read_bytes() == b""
 
 
-def drawn(kind: Kind, source: Source, noise: Noise = OS_NOISE, chosen: np.ndarray | None = None):
+def drawn(
+    kind: StatisticKind,
+    source: StatisticSource,
+    noise: Noise = OS_NOISE,
+    chosen: np.ndarray | None = None,
+):
     """What a release draws from these records, without a ledger."""
     chosen = np.arange(len(source.images)) if chosen is None else chosen
-    return silo.privacy.statistics._prepared(kind, source)(chosen, noise)
+    return prepared(kind, source)(chosen, noise)
+
+
+def prepared(kind: StatisticKind, source: StatisticSource) -> Draw:
+    return statistics_of(source.plan.statistics)[kind].prepare(source)
 
 
 def test_class_counts_are_the_histogram_by_class_and_group(tmp_path: Path) -> None:
     quiet = make_plan(sketch=None, class_counts={"epsilon": 900.0, "num_classes": CLASSES})
-    path = draw("class_counts", make_source(quiet), open_ledger(tmp_path, 1000.0), tmp_path)
-    assert path.name == STATISTIC_NAMES["class_counts"] == "class_counts.safetensors"
+    path = draw_statistic(
+        "class_counts", make_source(quiet), open_ledger(tmp_path, 1000.0), tmp_path
+    )
+    assert path.name == "class_counts.safetensors"
     exact = load_tensors(path, None, max_bytes=10_000)["counts"]
     assert (exact.dtype, exact.shape) == (torch.int64, (CLASSES, GROUPS))
     assert torch.equal(exact, torch.full((CLASSES, GROUPS), UNITS // CLASSES // GROUPS))
@@ -315,13 +332,15 @@ def test_class_counts_are_the_histogram_by_class_and_group(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "num"), [("counts", 800), ("class_counts", 160)])
-def test_noise_of_histograms_has_the_variance_of_their_epsilon(kind: Kind, num: int) -> None:
+def test_noise_of_histograms_has_the_variance_of_their_epsilon(
+    kind: StatisticKind, num: int
+) -> None:
     asked = {"epsilon": 0.5, "num_classes": CLASSES}
     source = make_source(make_plan(counts=0.5, sketch=None, class_counts=asked))
     exact = UNITS // GROUPS if kind == "counts" else UNITS // GROUPS // CLASSES
-    prepared = silo.privacy.statistics._prepared(kind, source)
+    draw = prepared(kind, source)
     noise = torch.stack(
-        [prepared(np.arange(UNITS), OS_NOISE)["counts"] - exact for _ in range(num)]
+        [draw(np.arange(UNITS), OS_NOISE)["counts"] - exact for _ in range(num)]
     ).double()
     q = math.exp(-0.5 / 2)
     variance = 2 * q / (1 - q) ** 2
@@ -332,7 +351,7 @@ def test_noise_of_histograms_has_the_variance_of_their_epsilon(kind: Kind, num: 
     assert abs(float(noise.mean())) < 5.5 * (variance / noise.numel()) ** 0.5
 
 
-def by_patient(unit_N: torch.Tensor, **kwargs) -> Source:
+def by_patient(unit_N: torch.Tensor, **kwargs) -> StatisticSource:
     """Statistics by patient with next to no noise."""
     quiet = make_plan(
         unit="patient",
@@ -356,14 +375,14 @@ def test_every_release_looks_at_one_uniform_record_of_each_patient(tmp_path: Pat
     group = (place >= 6).long()  # each patient: six records in group 0, two in group 1
     source = by_patient(unit, group_N=group, label_N=place.clamp(max=CLASSES - 1))
     ledger = open_ledger(tmp_path, 1000.0)
-    counts = load_tensors(draw("counts", source, ledger, tmp_path), None, max_bytes=10_000)[
-        "counts"
-    ]
+    counts = load_tensors(
+        draw_statistic("counts", source, ledger, tmp_path), None, max_bytes=10_000
+    )["counts"]
     assert counts.sum() == num_patients
     assert abs(int(counts[1]) - num_patients / 4) < 5.5 * (num_patients * 3 / 16) ** 0.5
-    classes = load_tensors(draw("class_counts", source, ledger, tmp_path), None, max_bytes=10_000)[
-        "counts"
-    ]
+    classes = load_tensors(
+        draw_statistic("class_counts", source, ledger, tmp_path), None, max_bytes=10_000
+    )["counts"]
     assert classes.sum() == num_patients
     expected = num_patients * torch.tensor([1 / 8] * 4 + [1 / 2], dtype=torch.float64)
     statistic = float(((classes.sum(1) - expected).square() / expected).sum())
@@ -378,9 +397,9 @@ def test_each_release_chooses_its_own_records(tmp_path: Path) -> None:
         Seeded(0),
     )
     counts, classes = (
-        load_tensors(draw(kind, source, ledger, tmp_path, noise=noise), None, max_bytes=10_000)[
-            "counts"
-        ]
+        load_tensors(
+            draw_statistic(kind, source, ledger, tmp_path, noise=noise), None, max_bytes=10_000
+        )["counts"]
         for kind in ("counts", "class_counts")
     )
     assert counts.sum() == classes.sum() == 1000
@@ -398,7 +417,7 @@ def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_p
         ledger = open_ledger(tmp_path / str(group), 1000.0)
         found[group] = {
             kind: load_tensors(
-                draw(kind, source, ledger, tmp_path / str(group)), None, max_bytes=10_000
+                draw_statistic(kind, source, ledger, tmp_path / str(group)), None, max_bytes=10_000
             )
             for kind in ("counts", "class_counts")
         }
@@ -426,7 +445,7 @@ def test_releases_by_image_take_every_image_and_draw_none(tmp_path: Path) -> Non
     assert exact.tolist() == [UNITS // GROUPS] * GROUPS
     # by patient the same source is asked
     with pytest.raises(AssertionError, match="records were drawn"):
-        draw(
+        draw_statistic(
             "counts",
             by_patient(torch.arange(40)),
             open_ledger(tmp_path / "b", 1000.0),

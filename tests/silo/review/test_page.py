@@ -22,11 +22,13 @@ from ddm.pages.render import render
 from ddm.privacy.noise import discrete_laplace
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.submission import Submission, submission_path
+from ddm.statistics.histograms import discrete_laplace_std
+from ddm.statistics.sketch import sketch_noise_level
 from ddm.system.processes import program
 from silo.config import Site
 from silo.decisions import DecisionLog
 from silo.review.contents import as_text
-from silo.review.facts import gather, laplace_std
+from silo.review.facts import gather
 from silo.review.samples import MOST_SHOWN, SampleSheets
 from silo.review.text import review_text
 from silo.worker.approval import approval_path, approve
@@ -154,11 +156,12 @@ def test_every_number_of_the_document_is_shown_beside_the_one_before(site: Site)
 def test_noise_levels_are_those_of_the_noise(site: Site) -> None:
     for epsilon in (0.2, 1.0, 5.0):
         drawn = discrete_laplace(20_000, epsilon, Seeded(0))
-        assert laplace_std(epsilon) == pytest.approx(float(np.std(drawn)), rel=0.05)
+        assert discrete_laplace_std(epsilon) == pytest.approx(float(np.std(drawn)), rel=0.05)
     sketch = next(each for each in gather(site).noises if each.kind == "sketch")
     # (sigma_r / alpha_r) / C of the plan's own files, computed from t_release instead of mu.
     facts = gather(site)
-    t_release = next(each.t_release for each in facts.draft.statistics if each.kind == "sketch")
+    t_release = sketch_noise_level(facts.plan, facts.accepted.files().sketch)
+    assert t_release is not None
     direct = t_release / (1 - t_release) / facts.accepted.files().sketch.scale
     assert float(sketch.level.split()[-1]) == pytest.approx(direct, rel=0.01)
 

@@ -23,10 +23,11 @@ from ddm.protocol.architecture import Dit
 from ddm.protocol.data import DataSpec
 from ddm.protocol.learning import Training, UniformT
 from ddm.routers.sketch import Sketch
+from ddm.statistics.base import StatisticSource
 from ddm.training.config import Engine
 from ddm.training.loop import train
 from silo.config import Site
-from silo.privacy.statistics import Source, draw
+from silo.privacy.statistics import draw_statistic
 from silo.worker.stages import assign_images
 from tests.silo.privacy.test_statistics import PLAN, make_source, open_ledger
 from tests.support.bounded import attempt
@@ -99,7 +100,7 @@ def test_statistics_are_the_same_to_the_bit_from_files_and_from_memory(tmp_path:
     asked = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None}
     from_file = cohort_at(tmp_path / "a.npy", spec, folder=tmp_path, **asked).images  # type: ignore[arg-type]
     drawn = [
-        draw(
+        draw_statistic(
             "sketch",
             make_source(images=images),
             open_ledger(tmp_path / name),
@@ -149,7 +150,7 @@ def through_all_stages(path: Path, folder: Path) -> None:
         engine=Engine(device="cpu"),
     )
     plan = PLAN.model_copy(update={"data": SPEC})
-    source = Source(
+    source = StatisticSource(
         plan,
         "0" * 64,
         sketch,
@@ -159,7 +160,7 @@ def through_all_stages(path: Path, folder: Path) -> None:
         None,
         cohort.digest,
     )
-    draw("sketch", source, open_ledger(folder), folder)
+    draw_statistic("sketch", source, open_ledger(folder), folder)
 
 
 @pytest.mark.measured

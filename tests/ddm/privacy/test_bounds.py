@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from aggregator.intake.bounds import (
+from ddm.privacy.bounds import (
     FAILURE,
     cell_noise_bound,
     sketch_norm_bound,

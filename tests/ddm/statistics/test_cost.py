@@ -9,8 +9,8 @@ from ddm.privacy.accounting import (
     gaussian_delta,
     total_epsilon,
 )
-from ddm.privacy.plan_cost import check_total, mechanisms, plan_epsilon
 from ddm.protocol.plan import Plan
+from ddm.statistics.cost import check_total, mechanisms, plan_epsilon
 from tests.support.documents import plan_document, to_bytes
 
 ALL = {
