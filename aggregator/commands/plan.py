@@ -23,7 +23,7 @@ from ddm.system.console import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aggregator.planning.carrying import Carrying
+    from aggregator.planning.carrying import CarriedExperts
     from aggregator.planning.draft import Draft
     from ddm.protocol.plan import Plan
 
@@ -75,7 +75,7 @@ def plan(
         )
         raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
     check_signable(federation)
-    source: Tensor | Carrying
+    source: Tensor | CarriedExperts
     columns = None
     if public is None:
         source = choose_carried(federation, carry or "", replace or ())
@@ -145,7 +145,7 @@ def costs(draft: "Draft") -> str:
 
 def _weights(made: "Plan") -> list[tuple[str, str]]:
     """Return how private the experts' weights are, and what has no privacy."""
-    from aggregator.planning.cost import private_step
+    from aggregator.planning.cost import estimate_private_step
     from ddm.privacy.accounting import noise_multiplier_for  # takes seconds
 
     private = made.expert.privacy
@@ -155,7 +155,7 @@ def _weights(made: "Plan") -> list[tuple[str, str]]:
     most = max(agreed.units(made.statistics.unit) or 1 for agreed in made.agreed.values())
     rate, steps = private.rate(most), made.expert.training.num_steps
     noise = noise_multiplier_for(private.epsilon, private.delta, rate, steps)
-    step = private_step(made)
+    step = estimate_private_step(made)
     return [
         ("expert weights", f"DP-SGD: {terms}"),
         (

@@ -33,7 +33,7 @@ from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.layout import silo_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
 from ddm.protocol.partition import RandomPartition, SiloPartition
-from ddm.protocol.plan import Plan, most_experts
+from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.protocol.statistics import StatisticKind
 from ddm.protocol.submission import (
     Submission,
@@ -267,7 +267,7 @@ def _check_sizes(submission: Submission, plan: Plan) -> None:
         if size > most:
             raise PolicyError(f"submission, {subject}", expected=f"at most {most}", got=f"{size}")
     fewest = plan.partition.min_images * (
-        most_experts(plan) if isinstance(plan.partition, RandomPartition) else 1
+        max_experts_per_silo(plan) if isinstance(plan.partition, RandomPartition) else 1
     )
     if plan.statistics.unit == "image" and submission.num_units < fewest:
         raise PolicyError(

@@ -1,7 +1,7 @@
 """Bounds the size of one submission, before any of it is received; without torch, for the ServerApp."""
 
 from aggregator.config import Federation
-from ddm.protocol.plan import Plan, most_experts
+from ddm.protocol.plan import Plan, max_experts_per_silo
 
 MAX_OTHER_ENTRIES = 32
 MAX_DOCUMENTS_BYTES = 16 << 20
@@ -10,12 +10,12 @@ MAX_DOCUMENTS_BYTES = 16 << 20
 def submission_bytes(plan: Plan) -> int:
     """Return the most bytes of a submission for `plan`: its experts, its statistics, its documents."""
     statistics = len(plan.statistics.terms) * plan.limits.statistic_bytes
-    return most_experts(plan) * plan.limits.expert_bytes + statistics + MAX_DOCUMENTS_BYTES
+    return max_experts_per_silo(plan) * plan.limits.expert_bytes + statistics + MAX_DOCUMENTS_BYTES
 
 
 def submission_entries(plan: Plan) -> int:
     """Return the most files and folders of a submission for `plan`: each expert has a folder of its own."""
-    return MAX_OTHER_ENTRIES + 2 * most_experts(plan)
+    return MAX_OTHER_ENTRIES + 2 * max_experts_per_silo(plan)
 
 
 def bytes_to_come(federation: Federation, plan: Plan) -> int:

@@ -17,7 +17,7 @@ from aggregator.planning.recipe import Recipe
 from ddm.errors import PolicyError, SetupError
 from ddm.io.files import link_or_copy
 from ddm.loading.plan import PlanFiles
-from ddm.planning.fit import Fitted, PublicImages, condition_of, write_base
+from ddm.planning.fit import PublicImages, PublicParts, condition_of, write_base
 from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, TimmRecipe
 from ddm.protocol.base import sha256_file
 from ddm.protocol.carried import Carried
@@ -29,8 +29,8 @@ from ddm.protocol.plan import Plan
 
 
 @dataclass(frozen=True)
-class Carrying:
-    """What the next plan takes over.
+class CarriedExperts:
+    """The experts that the next plan takes over.
 
     Attributes:
         plan: the plan in force.
@@ -52,11 +52,13 @@ class Carrying:
         Raises:
             ReplayError: names the field.
         """
-        for each in self.carried:
-            check_carried(each, self.earlier[each.plan_id], new)
+        for carried in self.carried:
+            check_carried(carried, self.earlier[carried.plan_id], new)
 
 
-def choose_carried(federation: Federation, plan_id: str, replaced: Collection[str]) -> Carrying:
+def choose_carried(
+    federation: Federation, plan_id: str, replaced: Collection[str]
+) -> CarriedExperts:
     """Choose the accepted silos of the plan in force whose experts go on: all that were not withdrawn, except some.
 
     Args:
@@ -69,7 +71,7 @@ def choose_carried(federation: Federation, plan_id: str, replaced: Collection[st
         ReplayError: a silo has not consented to later plans.
         PolicyError: the agreed size of a silo changed since.
     """
-    plan, digest = federation.current_plan()
+    plan, plan_digest = federation.current_plan()
     if plan.plan_id != plan_id:
         raise SetupError(
             f"--carry {plan_id[:80]}",
@@ -78,91 +80,95 @@ def choose_carried(federation: Federation, plan_id: str, replaced: Collection[st
             remedy=f"Use --carry {plan.plan_id}. What a plan in force did not carry over has to be trained again.",
         )
     inventory = take_inventory(federation)
-    if unknown := sorted(set(replaced) - inventory.silos.keys()):
-        expected = f"silos with an accepted submission: {', '.join(inventory.silos)}"
-        raise SetupError("--replace", expected=expected, got=", ".join(unknown)[:200])
-    own = Carried(silo_id="a", plan_id=plan.plan_id, plan_digest=digest, submission_digest=digest)
-    before = {each.silo_id: each for each in plan.carried}
-    found = []
-    for silo_id, silo in inventory.silos.items():
-        if silo_id not in replaced:
-            carried = before.get(silo_id, own)
-            found.append(
-                carried.model_copy(update={"silo_id": silo_id, "submission_digest": silo.digest})
-            )
-            check_consent(found[-1], silo.submission)
-    if not found:
-        expected, got = (
-            f"an accepted silo of {plan.plan_id} to carry over",
-            "none: --replace names all of them",
+    unknown = sorted(set(replaced) - inventory.silos.keys())
+    if unknown:
+        raise SetupError(
+            "--replace",
+            expected=f"silos with an accepted submission: {', '.join(inventory.silos)}",
+            got=", ".join(unknown)[:200],
         )
-        raise SetupError("--carry", expected=expected, got=got)
-    _check_sizes(federation, inventory, found)
+
+    carried_before = {carried.silo_id: carried for carried in plan.carried}
+    chosen = []
+    for silo_id, silo in inventory.silos.items():
+        if silo_id in replaced:
+            continue
+        # A silo that the plan in force carries itself keeps the plan for which it trained.
+        origin = carried_before.get(silo_id)
+        carried = Carried(
+            silo_id=silo_id,
+            plan_id=origin.plan_id if origin else plan.plan_id,
+            plan_digest=origin.plan_digest if origin else plan_digest,
+            submission_digest=silo.digest,
+        )
+        check_consent(carried, silo.submission)
+        chosen.append(carried)
+    if not chosen:
+        raise SetupError(
+            "--carry",
+            expected=f"an accepted silo of {plan.plan_id} to carry over",
+            got="none: --replace names all of them",
+        )
+    _check_sizes(federation, inventory, chosen)
+
     folder = federation.plan_targets(plan.plan_id)
-    earlier = {each.plan_id: _earlier(plan, folder, each) for each in found}
-    return Carrying(
-        plan,
-        tuple(found),
-        {each.silo_id: plan.agreed[each.silo_id] for each in found},
-        earlier,
-        folder,
+    return CarriedExperts(
+        plan=plan,
+        carried=tuple(chosen),
+        agreed={carried.silo_id: plan.agreed[carried.silo_id] for carried in chosen},
+        earlier={carried.plan_id: _origin(plan, folder, carried) for carried in chosen},
+        folder=folder,
     )
 
 
-def _earlier(plan: Plan, folder: Path, carried: Carried) -> Plan:
+def _origin(plan: Plan, folder: Path, carried: Carried) -> Plan:
+    """Return the plan for which a silo trained."""
     if carried.plan_id == plan.plan_id:
         return plan
     return Plan.parse((folder / carried.plan_path).read_bytes(), subject=carried.plan_path)
 
 
-def _check_sizes(federation: Federation, inventory: Inventory, carried: list[Carried]) -> None:
-    following = cards_for_next_plan(federation, [each.silo_id for each in carried])
-    for each in carried:
-        stated, now = inventory.plan.agreed[each.silo_id], following[each.silo_id].agreed
-        if stated != now:
+def _check_sizes(
+    federation: Federation, inventory: Inventory, carried_silos: list[Carried]
+) -> None:
+    """Refuse to carry a silo whose agreed size changed: its prior was counted by the earlier one."""
+    cards = cards_for_next_plan(federation, [carried.silo_id for carried in carried_silos])
+    for carried in carried_silos:
+        agreed_in_plan = inventory.plan.agreed[carried.silo_id]
+        agreed_now = cards[carried.silo_id].agreed
+        if agreed_in_plan != agreed_now:
             raise PolicyError(
-                f"agreed size of {each.silo_id}, to be carried over",
-                expected=f"{stated}, as in the plan for which it trained",
-                got=f"{now} on its present card",
-                remedy=f"Let it train again, so that the new size counts: --replace {each.silo_id}.",
+                f"agreed size of {carried.silo_id}, to be carried over",
+                expected=f"{agreed_in_plan}, as in the plan for which it trained",
+                got=f"{agreed_now} on its present card",
+                remedy=f"Let it train again, so that the new size counts: --replace {carried.silo_id}.",
             )
 
 
-def reuse_public(
-    federation: Federation, recipe: Recipe, carrying: Carrying, folder: Path
-) -> Fitted:
-    """Take encoder, centroids, sketch and autoencoder over into `folder`, with the public images; nothing is fitted.
+def reuse_public_parts(
+    federation: Federation, recipe: Recipe, experts: CarriedExperts, folder: Path
+) -> PublicParts:
+    """Copy encoder, centroids, sketch and autoencoder into `folder`, with the public images; nothing is fitted.
 
     Raises:
         SetupError: the recipe asks for others.
-        MissingFileError, TensorFileError: see `ddm.planning.fit.fit_public`.
+        MissingFileError, TensorFileError: see `ddm.planning.fit.fit_public_parts`.
     """
-    plan = carrying.plan
-    for field, before, asked in _unlike(recipe, plan):
-        raise SetupError(
-            f"recipe, {field}",
-            expected=f"{before}, as in plan {plan.plan_id}, whose experts go on",
-            got=f"{asked}",
-            remedy="Experts go on only with the public files that give them their meaning: keep what the earlier "
-            "recipe states, or sign a plan without --carry, for which every silo trains again.",
-        )
-    parts = [plan.encoder.path, plan.clustering.path, plan.sketch.path]
-    parts += [plan.latent.path] if isinstance(plan.latent, Autoencoder) else []
-    for path in parts:
-        link_or_copy(carrying.folder / path, folder / path)
-    for each in carrying.carried:
-        source = carrying.folder / ("plan.json" if each.plan_id == plan.plan_id else each.plan_path)
-        if not (folder / each.plan_path).exists():
-            link_or_copy(source, folder / each.plan_path)
-    images = _images(federation, plan)
+    plan = experts.plan
+    _check_recipe_keeps_parts(recipe, plan)
+
+    paths = [plan.encoder.path, plan.clustering.path, plan.sketch.path]
+    if isinstance(plan.latent, Autoencoder):
+        paths.append(plan.latent.path)
+    for path in paths:
+        link_or_copy(experts.folder / path, folder / path)
+    paths += _copy_earlier_plans(experts, folder)
+
+    images = _public_images(federation, plan)
     condition = condition_of(recipe)
-    paths = [
-        *parts,
-        *{each.plan_path for each in carrying.carried},
-        *write_base(recipe, images, condition, folder),
-    ]
-    files = PlanFiles.load(plan, carrying.folder)
-    return Fitted(
+    paths += write_base(recipe, images, condition, folder)
+    files = PlanFiles.load(plan, experts.folder)
+    return PublicParts(
         images=images,
         paths=tuple(sorted(paths)),
         encoder=plan.encoder,
@@ -176,60 +182,78 @@ def reuse_public(
     )
 
 
-def _images(federation: Federation, plan: Plan) -> PublicImages:
-    fitted, holdout = (
-        public_images(federation, plan.plan_id, part, as_latents=False)
-        for part in ("fitted", "holdout")
-    )
+def _copy_earlier_plans(experts: CarriedExperts, folder: Path) -> list[str]:
+    """Copy the documents of the plans for which the silos trained, and return their paths in the new plan."""
+    paths = []
+    for carried in experts.carried:
+        if carried.plan_path in paths:
+            continue
+        source_name = carried.plan_path
+        if carried.plan_id == experts.plan.plan_id:
+            source_name = "plan.json"
+        link_or_copy(experts.folder / source_name, folder / carried.plan_path)
+        paths.append(carried.plan_path)
+    return paths
+
+
+def _public_images(federation: Federation, plan: Plan) -> PublicImages:
+    fitted = public_images(federation, plan.plan_id, "fitted", as_latents=False)
+    holdout = public_images(federation, plan.plan_id, "holdout", as_latents=False)
     if not isinstance(plan.latent, Autoencoder):
         return PublicImages(fitted, holdout)
-    latents = (
-        public_images(federation, plan.plan_id, "fitted"),
-        public_images(federation, plan.plan_id, "holdout"),
-    )
-    return PublicImages(fitted, holdout, latents)
+    fitted_latents = public_images(federation, plan.plan_id, "fitted")
+    holdout_latents = public_images(federation, plan.plan_id, "holdout")
+    return PublicImages(fitted, holdout, (fitted_latents, holdout_latents))
 
 
-def _unlike(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what a recipe asks of the public parts that these do not have; the plan shows whatever else differs."""
-    wanted, encoder = recipe.encoder, plan.encoder
-    asked: list[tuple[str, Any, Any]] = [("encoder.kind", encoder.kind, wanted.kind)]
-    if isinstance(wanted, PcaRecipe | HogRecipe):
-        asked.append(("encoder.dim", encoder.dim, wanted.dim))
-    if isinstance(wanted, HogRecipe) and isinstance(encoder, HogEncoder):
-        asked += [
-            (f"encoder.{name}", getattr(encoder, name), getattr(wanted, name))
-            for name in ("cells", "mirrored")
-        ]
-    if isinstance(wanted, TimmRecipe) and isinstance(encoder, TimmEncoder):
-        asked.append(("encoder.model", encoder.model, wanted.model))
-        asked.append(
-            ("encoder.image_size", encoder.image_size, wanted.image_size or encoder.image_size)
-        )
-    asked.append(("latent.kind", plan.latent.kind, recipe.latent.kind))
+def _check_recipe_keeps_parts(recipe: Recipe, plan: Plan) -> None:
+    """Refuse a recipe that asks for other public parts than the plan in force has."""
+    for field, in_plan, in_recipe in _compared_fields(recipe, plan):
+        if in_plan != in_recipe:
+            raise SetupError(
+                f"recipe, {field}",
+                expected=f"{in_plan}, as in plan {plan.plan_id}, whose experts go on",
+                got=f"{in_recipe}",
+                remedy="Experts go on only with the public files that give them their meaning: keep what the earlier "
+                "recipe states, or sign a plan without --carry, for which every silo trains again.",
+            )
+
+
+def _compared_fields(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields of the public parts, as the plan has them and as the recipe does.
+
+    `CarriedExperts.check` compares the other fields, once the new plan is written.
+    """
+    encoder = plan.encoder
+    yield "encoder.kind", encoder.kind, recipe.encoder.kind
+    match recipe.encoder:
+        case PcaRecipe():
+            yield "encoder.dim", encoder.dim, recipe.encoder.dim
+        case HogRecipe():
+            yield "encoder.dim", encoder.dim, recipe.encoder.dim
+            if isinstance(encoder, HogEncoder):
+                yield "encoder.cells", encoder.cells, recipe.encoder.cells
+                yield "encoder.mirrored", encoder.mirrored, recipe.encoder.mirrored
+        case TimmRecipe() if isinstance(encoder, TimmEncoder):
+            yield "encoder.model", encoder.model, recipe.encoder.model
+            image_size = recipe.encoder.image_size or encoder.image_size
+            yield "encoder.image_size", encoder.image_size, image_size
+
+    yield "latent.kind", plan.latent.kind, recipe.latent.kind
     if isinstance(plan.latent, AutoencoderKlLatent) and isinstance(recipe.latent, AutoencoderSize):
-        sizes = AutoencoderSize.model_fields
-        asked += [
-            (f"latent.{name}", getattr(plan.latent, name), getattr(recipe.latent, name))
-            for name in sizes
-        ]
-    elif isinstance(plan.latent, DiffusersKlLatent) and isinstance(
-        recipe.latent, DiffusersKlRecipe
-    ):
-        from ddm.encoders.public_autoencoder import (
-            describe,  # takes seconds, and most recipes do without
-        )
+        for name in AutoencoderSize.model_fields:
+            yield f"latent.{name}", getattr(plan.latent, name), getattr(recipe.latent, name)
+    if isinstance(plan.latent, DiffusersKlLatent) and isinstance(recipe.latent, DiffusersKlRecipe):
+        # takes seconds, and most recipes do without
+        from ddm.encoders.public_autoencoder import describe
 
-        spec, weights = describe(Path(recipe.latent.folder), recipe.data.shape, recipe.latent.tile)
-        factors = DiffusersKlLatent.model_fields
-        asked += [
-            (f"latent.{name}", getattr(plan.latent, name), getattr(spec, name)) for name in factors
-        ]
-        asked.append(
-            ("latent.folder, digest", plan.file(plan.latent.path).digest, sha256_file(weights))
-        )
-    num_fine = recipe.clustering.num_fine
-    asked.append(
-        ("clustering.num_fine", plan.clustering.num_fine, num_fine or plan.clustering.num_fine)
-    )
-    return ((field, before, now) for field, before, now in asked if before != now)
+        folder = Path(recipe.latent.folder)
+        described, weights = describe(folder, recipe.data.shape, recipe.latent.tile)
+        for name in DiffusersKlLatent.model_fields:
+            yield f"latent.{name}", getattr(plan.latent, name), getattr(described, name)
+        weights_digest = plan.file(plan.latent.path).digest
+        yield "latent.folder, digest", weights_digest, sha256_file(weights)
+
+    # The number of fine centroids depends on the number of public images where the recipe does not state it.
+    num_fine = plan.clustering.num_fine
+    yield "clustering.num_fine", num_fine, recipe.clustering.num_fine or num_fine

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +23,16 @@ def names_needed(recipe: Recipe) -> dict[str, str]:
     router = recipe.router
     if not isinstance(router, SamplesRouter):
         return {}
-    found = {SILOS: recipe.public.silo_column} if router.labels == "silo" else {}
-    if router.labels == "class" or (
-        router.conditional and isinstance(recipe.condition, ClassCondition)
-    ):
-        found[CLASSES] = "labels"
+    names = {}
+    if router.labels == "silo":
+        names[SILOS] = recipe.public.silo_column
+    # A router on images of the experts needs no classes: each expert is given classes that its silo has.
+    reads_class = router.conditional and isinstance(recipe.condition, ClassCondition)
+    if router.labels == "class" or (reads_class and router.labels != "experts"):
+        names[CLASSES] = "labels"
     if router.conditional and isinstance(recipe.condition, TextRecipe):
-        found[CAPTIONS] = "captions"
-    if router.labels == "experts":
-        found.pop(CLASSES, None)  # each expert is told classes that its silo has
-    return found
+        names[CAPTIONS] = "captions"
+    return names
 
 
 def read_columns(images: ImageSet, recipe: Recipe) -> Columns:
@@ -40,26 +41,29 @@ def read_columns(images: ImageSet, recipe: Recipe) -> Columns:
     Raises:
         DataError, MissingFileError: there is no such column, or it does not hold what the recipe needs.
     """
-    found: dict[str, NDArray[np.generic]] = {}
+    columns: dict[str, NDArray[np.generic]] = {}
     for kind, name in names_needed(recipe).items():
         column = images.column(name)
-        if (
-            kind == CLASSES
-            and column.dtype.kind in "US"
-            and isinstance(recipe.condition, ClassCondition)
-        ):
+        is_text = column.dtype.kind in "US"
+        if kind == CLASSES and is_text and isinstance(recipe.condition, ClassCondition):
             # A table holds classes as text, by number or by name, as a silo's does.
             column = class_numbers(column, recipe.condition.classes, f"column {name}")
-        found[kind] = column
-        wanted = "whole numbers" if kind == CLASSES else "text"
-        if column.shape != (len(images),) or column.dtype.kind not in (
-            "iu" if kind == CLASSES else "U"
-        ):
-            expected = f"{wanted}, one for each of {len(images)} public images"
-            raise DataError(
-                f"column {name}", expected=expected, got=f"{column.dtype} of shape {column.shape}"
-            )
-    return found
+        _check_column(column, kind, name, len(images))
+        columns[kind] = column
+    return columns
+
+
+def _check_column(column: NDArray[Any], kind: str, name: str, num_images: int) -> None:
+    """Refuse a column of another type, or without one value for each image."""
+    values, dtype_kinds = "text", "U"
+    if kind == CLASSES:
+        values, dtype_kinds = "whole numbers", "iu"
+    if column.shape != (num_images,) or column.dtype.kind not in dtype_kinds:
+        raise DataError(
+            f"column {name}",
+            expected=f"{values}, one for each of {num_images} public images",
+            got=f"{column.dtype} of shape {column.shape}",
+        )
 
 
 def fitted_columns(
@@ -72,67 +76,84 @@ def fitted_columns(
         rows: the images that the plan is fitted on.
         recipe: the operator's.
         condition: the experts'.
-        silos: the silos of the plan.
+        silos: the silos that train for the plan.
 
     Raises:
         DataError: a class that the plan does not have, or a silo of which no image is.
     """
-    found = {kind: column[rows.numpy()] for kind, column in columns.items()}
-    if (missing := names_needed(recipe).keys() - found.keys()) and len(rows):
-        expected = (
-            f"the columns {', '.join(sorted(names_needed(recipe)[kind] for kind in missing))}"
+    fitted = {kind: column[rows.numpy()] for kind, column in columns.items()}
+    needed = names_needed(recipe)
+    missing = [name for kind, name in needed.items() if kind not in fitted]
+    if missing and len(rows):
+        raise DataError(
+            "public images",
+            expected=f"the columns {', '.join(sorted(missing))}",
+            got="images without them",
         )
-        raise DataError("public images", expected=expected, got="images without them")
-    if CLASSES in found:
-        counted = recipe.statistics.class_counts
-        num = (
-            condition.num_classes
-            if isinstance(condition, ClassCondition)
-            else counted.num_classes
-            if counted
-            else 0
+    if CLASSES in fitted:
+        _check_classes(fitted[CLASSES], _num_classes(recipe, condition))
+    if SILOS in fitted:
+        _check_every_silo(fitted[SILOS], recipe.public.silo_column, silos)
+    if CAPTIONS in fitted and isinstance(condition, TextCondition):
+        fitted |= _encode_captions(fitted[CAPTIONS], recipe, condition)
+    return fitted
+
+
+def _num_classes(recipe: Recipe, condition: Condition) -> int:
+    """Return how many classes the plan has: its condition's, else those that it counts."""
+    if isinstance(condition, ClassCondition):
+        return condition.num_classes
+    class_counts = recipe.statistics.class_counts
+    return class_counts.num_classes if class_counts else 0
+
+
+def _check_classes(classes: NDArray[Any], num_classes: int) -> None:
+    lowest = int(classes.min())
+    highest = int(classes.max())
+    if lowest < 0 or highest >= num_classes:
+        raise DataError(
+            "column labels",
+            expected=f"classes 0 to {num_classes - 1}",
+            got=f"{lowest} to {highest}",
         )
-        low, high = int(found[CLASSES].min()), int(found[CLASSES].max())
-        if low < 0 or high >= num:
-            raise DataError(
-                "column labels", expected=f"classes 0 to {num - 1}", got=f"{low} to {high}"
-            )
-    if SILOS in found:
-        named = set(found[SILOS].tolist())
-        if without := sorted(set(silos) - named):
-            raise DataError(
-                f"column {recipe.public.silo_column}",
-                expected="public images of every silo of the plan, by its id; those of nobody may say anything else",
-                got=f"none of {', '.join(without)[:200]}",
-                remedy='Add some, or use router.labels "class", "group" or "experts".',
-            )
-    if (
-        CAPTIONS in found
-        and isinstance(recipe.condition, TextRecipe)
-        and isinstance(condition, TextCondition)
-    ):
-        from ddm.encoders.text import TextEncoder  # takes seconds, and most recipes do without
-
-        texts, number_N = np.unique(found[CAPTIONS], return_inverse=True)
-        encoder = TextEncoder.open(Path(recipe.condition.encoder), condition)
-        found |= {
-            CAPTIONS: number_N.astype(np.int64),
-            TEXTS: encoder.encode([str(text) for text in texts]).numpy(),
-        }
-    return found
 
 
-def check_carried(found: Columns, recipe: Recipe) -> None:
+def _check_every_silo(column: NDArray[Any], column_name: str, silos: Collection[str]) -> None:
+    silos_without_images = sorted(set(silos) - set(column.tolist()))
+    if silos_without_images:
+        raise DataError(
+            f"column {column_name}",
+            expected="public images of every silo of the plan, by its id; those of nobody may say anything else",
+            got=f"none of {', '.join(silos_without_images)[:200]}",
+            remedy='Add some, or use router.labels "class", "group" or "experts".',
+        )
+
+
+def _encode_captions(
+    captions: NDArray[Any], recipe: Recipe, condition: TextCondition
+) -> dict[str, NDArray[np.generic]]:
+    """Return each distinct caption as its encoder sees it, and which of them each image has."""
+    from ddm.encoders.text import TextEncoder  # takes seconds, and most recipes do without
+
+    if not isinstance(recipe.condition, TextRecipe):
+        return {}
+    texts, number_N = np.unique(captions, return_inverse=True)
+    encoder = TextEncoder.open(Path(recipe.condition.encoder), condition)
+    vectors = encoder.encode([str(text) for text in texts])
+    return {CAPTIONS: number_N.astype(np.int64), TEXTS: vectors.numpy()}
+
+
+def check_columns_kept(columns: Columns, recipe: Recipe) -> None:
     """Refuse a recipe with --carry whose router learns from columns that the plan in force does not keep.
 
     Raises:
         SetupError: the recipe's router needs others.
     """
-    needed = names_needed(recipe)
-    if missing := sorted(needed[kind] for kind in needed.keys() - found.keys()):
+    missing = [name for kind, name in names_needed(recipe).items() if kind not in columns]
+    if missing:
         raise SetupError(
             "recipe, router",
             expected="a router that learns from what the plan in force kept of its public images",
-            got=f"one that needs {', '.join(missing)}",
+            got=f"one that needs {', '.join(sorted(missing))}",
             remedy='Use router.labels "experts" or "group", or sign a plan without --carry.',
         )

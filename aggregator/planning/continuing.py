@@ -11,7 +11,7 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import submission_path
 
 
-def expert_of(
+def complete_expert(
     federation: Federation, recipe: Recipe, shape: tuple[int, ...], silos: tuple[str, ...]
 ) -> Expert:
     """Return the recipe of the experts, completed where they are trained on from those of an earlier plan.
@@ -29,23 +29,35 @@ def expert_of(
     expert = recipe.expert
     if not isinstance(expert.adaptation, OwnAdaptation):
         return expert
-    old, plan_id = earlier_plan(federation, expert.adaptation.plan_id), expert.adaptation.plan_id
-    found = {}
+    earlier = earlier_plan(federation, expert.adaptation.plan_id)
+    submissions = _accepted_submissions(federation, earlier.plan_id, silos)
+    if not submissions:
+        raise SetupError(
+            "recipe, expert.adaptation",
+            expected=f"a silo that trains with an accepted submission to {earlier.plan_id}",
+            got=f"none of {', '.join(silos)}",
+        )
+
+    architecture = expert.architecture
+    trained_grid = grid_of(earlier)
+    if architecture.kind != "unet" and architecture.position_grid is None:
+        # The positions of a larger image must span the range that the expert knows, so the plan names its grid.
+        if architecture.patch_grid(shape) != trained_grid:
+            architecture = architecture.model_copy(update={"position_grid": trained_grid})
+    adaptation = expert.adaptation.model_copy(update={"submissions": submissions})
+    return expert.model_copy(update={"architecture": architecture, "adaptation": adaptation})
+
+
+def _accepted_submissions(
+    federation: Federation, plan_id: str, silos: tuple[str, ...]
+) -> dict[str, str]:
+    """Return the sha256 of the accepted submission of each silo that has one to this plan."""
+    digests = {}
     for silo_id in silos:
         path = federation.accepted / plan_id / silo_id / submission_path(silo_id)
         if path.is_file():
-            found[silo_id] = sha256_hex(read_bounded(path, MAX_DOCUMENT_BYTES))
-    if not found:
-        expected = f"a silo that trains with an accepted submission to {plan_id}"
-        raise SetupError(
-            "recipe, expert.adaptation", expected=expected, got=f"none of {', '.join(silos)}"
-        )
-    architecture, grid = expert.architecture, grid_of(old)
-    if architecture.kind != "unet" and architecture.position_grid is None and grid is not None:
-        same = architecture.patch_grid(shape) == grid
-        architecture = architecture.model_copy(update={"position_grid": None if same else grid})
-    adaptation = expert.adaptation.model_copy(update={"submissions": found})
-    return expert.model_copy(update={"architecture": architecture, "adaptation": adaptation})
+            digests[silo_id] = sha256_hex(read_bounded(path, MAX_DOCUMENT_BYTES))
+    return digests
 
 
 def check_continued(federation: Federation, plan: Plan) -> None:
@@ -56,9 +68,9 @@ def check_continued(federation: Federation, plan: Plan) -> None:
     """
     adaptation = plan.expert.adaptation
     if isinstance(adaptation, OwnAdaptation):
-        old = earlier_plan(federation, adaptation.plan_id)
+        earlier = earlier_plan(federation, adaptation.plan_id)
         for silo_id in adaptation.submissions:
-            check_continuation(old, plan, silo_id)
+            check_continuation(earlier, plan, silo_id)
 
 
 def earlier_plan(federation: Federation, plan_id: str) -> Plan:
@@ -69,11 +81,10 @@ def earlier_plan(federation: Federation, plan_id: str) -> Plan:
     """
     path = federation.plan_targets(plan_id) / "plan.json"
     if not path.is_file():
-        expected, remedy = (
-            "a plan that this federation signed",
-            "plans/ names them; aggregator status shows the present one.",
-        )
         raise MissingFileError(
-            f"plan {plan_id}", expected=expected, got="no such plan", remedy=remedy
+            f"plan {plan_id}",
+            expected="a plan that this federation signed",
+            got="no such plan",
+            remedy="plans/ names them; aggregator status shows the present one.",
         )
     return Plan.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"plan {plan_id}")

@@ -2,6 +2,8 @@
 
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -13,7 +15,7 @@ from ddm.diffusion.path import path_named
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.footprint import expert_size, training_bytes
-from ddm.protocol.plan import Plan, most_experts
+from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.routers.sketch import Sketch
 from ddm.statistics.cost import plan_epsilon
 from ddm.statistics.sketch import sketch_noise_level
@@ -21,9 +23,10 @@ from ddm.training.config import Engine
 from ddm.training.loop import train
 
 TIMED_STEPS = 12
-_LOOP = 2.3  # a sample of a private step beside one of a plain step: the slowest loop that ADR 0057 measured
-# about two minutes of one thread: a larger expert need not even fit this machine's memory
-MOST_TIMED_FLOPS = 10**13
+# A sample of a private step beside one of a plain step: the slowest loop that ADR 0057 measured.
+PRIVATE_SLOWDOWN = 2.3
+# About two minutes of one thread: a larger expert need not even fit this machine's memory.
+MAX_TIMED_FLOPS = 10**13
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Cost:
         training_flops: operations of one sample of a training step.
         training_bytes: estimated memory of a training step, weights and optimiser included.
         sampling_bytes: estimated memory of evaluating one sample, weights included.
-        num_experts: most experts that a silo may have.
+        num_experts: the largest number of experts that a silo may have.
         train_s: seconds that training all of these would take here, one thread; of private training about.
         timed: whether a few training steps were measured for it; else it follows from the operations, and from the
             rate of this machine's matrix products.
@@ -58,7 +61,7 @@ class Cost:
     timed: bool
 
 
-def cost_of(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
+def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
     """Return what a plan costs.
 
     Args:
@@ -66,28 +69,33 @@ def cost_of(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
         sketch: the plan's sketch.
         seen: public images as experts see them, to time training on.
     """
-    parameters = num_parameters(
-        empty_expert(plan.expert.architecture, plan.expert_shape, plan.condition)
-    )
-    forward, both = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
-    size, num_experts, training = expert_size(plan), most_experts(plan), plan.expert.training
-    timed = both * training.batch_size * TIMED_STEPS <= MOST_TIMED_FLOPS
-    one_s = (
-        _measure_training(plan, seen)
-        if timed
-        else both * training.batch_size * training.num_steps / _rate()
-    )
+    architecture = plan.expert.architecture
+    training = plan.expert.training
+    parameters = num_parameters(empty_expert(architecture, plan.expert_shape, plan.condition))
+    forward_flops, training_flops = count_flops(architecture, plan.expert_shape, plan.condition)
+
+    step_flops = training_flops * training.batch_size
+    timed = step_flops * TIMED_STEPS <= MAX_TIMED_FLOPS
+    if timed:
+        expert_s = _time_training(plan, seen)
+    else:
+        expert_s = step_flops * training.num_steps / _matrix_product_rate()
+    if plan.expert.privacy:
+        expert_s *= estimate_private_step(plan).factor
+
+    num_experts = max_experts_per_silo(plan)
+    size = expert_size(plan)
     return Cost(
         t_release=sketch_noise_level(plan, sketch),
         epsilon=plan_epsilon(plan),
         expert_bytes=4 * parameters,
         parameters=parameters,
-        forward_flops=forward,
-        training_flops=both,
+        forward_flops=forward_flops,
+        training_flops=training_flops,
         training_bytes=training_bytes(plan),
         sampling_bytes=size.bytes + size.forward_bytes(1),
         num_experts=num_experts,
-        train_s=num_experts * one_s * (private_step(plan).factor if plan.expert.privacy else 1.0),
+        train_s=num_experts * expert_s,
         timed=timed,
     )
 
@@ -107,65 +115,78 @@ class PrivateStep:
     factor: float
 
 
-def private_step(plan: Plan) -> PrivateStep:
+def estimate_private_step(plan: Plan) -> PrivateStep:
     """Return what a step of a plan that trains privately computes at the silo whose units have most images.
 
     Raises:
         ValueError: the plan does not.
     """
-    if (terms := plan.expert.privacy) is None:
+    terms = plan.expert.privacy
+    if terms is None:
         raise ValueError("the plan does not train privately")
-    units = max(each.units(plan.statistics.unit) for each in plan.agreed.values())
-    images = max(each.images / each.units(plan.statistics.unit) for each in plan.agreed.values())
+    num_units = 0
+    images_per_unit = 0.0
+    for agreed in plan.agreed.values():
+        silo_units = agreed.units(plan.statistics.unit)
+        num_units = max(num_units, silo_units)
+        images_per_unit = max(images_per_unit, agreed.images / silo_units)
     if plan.transform and plan.transform.slices:
-        images *= plan.transform.slices.count  # a card counts pictures
-    samples = min(units, terms.units_per_step) * min(images, terms.images_per_unit) * terms.draws
-    return PrivateStep(samples, _LOOP, _LOOP * samples / plan.expert.training.batch_size)
+        images_per_unit *= plan.transform.slices.count  # a card counts pictures
+
+    units_in_step = min(num_units, terms.units_per_step)
+    samples = units_in_step * min(images_per_unit, terms.images_per_unit) * terms.draws
+    factor = PRIVATE_SLOWDOWN * samples / plan.expert.training.batch_size
+    return PrivateStep(samples, PRIVATE_SLOWDOWN, factor)
 
 
-def _rate() -> float:
-    """Return the operations a second of a product of large matrices here, one thread, the best of a few."""
-    threads, side = torch.get_num_threads(), 1024
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in one thread, so that figures of different machines can be compared."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        left, right, best = torch.ones(side, side), torch.ones(side, side), inf
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _matrix_product_rate() -> float:
+    """Return the operations a second of a product of large matrices here, one thread, the best of a few."""
+    side = 1024
+    left = torch.ones(side, side)
+    right = torch.ones(side, side)
+    best_s = inf
+    with _one_thread():
         for _ in range(5):
             start = time.perf_counter()
             left @ right
-            best = min(best, time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return 2 * side**3 / best
+            best_s = min(best_s, time.perf_counter() - start)
+    return 2 * side**3 / best_s
 
 
-def _measure_training(plan: Plan, seen: Tensor) -> float:
+def _time_training(plan: Plan, seen: Tensor) -> float:
     """Time a few real training steps here, one thread, and scale; what a silo's machine needs may differ."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        settings = plan.expert.training.model_copy(
-            update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS}
+    settings = plan.expert.training.model_copy(
+        update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS}
+    )
+    condition = plan.condition
+    labels = None
+    if isinstance(condition, TextCondition):
+        # The tokens of texts cost as much as those of images.
+        seen = seen[: plan.expert.training.batch_size]
+        labels = torch.ones(len(seen), condition.max_tokens, condition.dim)
+    with _one_thread(), tempfile.TemporaryDirectory() as scratch:
+        trained = train(
+            build_expert(plan.expert.architecture, plan.expert_shape, condition=condition),
+            seen,
+            settings,
+            path_named(plan.objective.path),
+            plan.t_distribution,
+            checkpoint_dir=Path(scratch),
+            on_progress=lambda progress: None,
+            should_stop=lambda: False,
+            labels=labels,
+            prediction=plan.objective.prediction,
+            engine=Engine(device="cpu"),
         )
-        condition = plan.condition
-        expert = build_expert(plan.expert.architecture, plan.expert_shape, condition=condition)
-        labels = None
-        if isinstance(condition, TextCondition):  # whose tokens cost as much as the image's
-            seen = seen[: plan.expert.training.batch_size]
-            labels = torch.ones(len(seen), condition.max_tokens, condition.dim)
-        with tempfile.TemporaryDirectory() as scratch:
-            trained = train(
-                expert,
-                seen,
-                settings,
-                path_named(plan.objective.path),
-                plan.t_distribution,
-                checkpoint_dir=Path(scratch),
-                on_progress=lambda progress: None,
-                should_stop=lambda: False,
-                labels=labels,
-                prediction=plan.objective.prediction,
-                engine=Engine(device="cpu"),
-            )
-    finally:
-        torch.set_num_threads(threads)
     return trained.seconds / TIMED_STEPS * plan.expert.training.num_steps

@@ -1,5 +1,6 @@
 """Draft a plan from a recipe and public images: fit what is public, write the document, work out its cost."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -11,17 +12,17 @@ from aggregator.intake.public_columns import Columns, kept_columns
 from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.membership.registry import cards
-from aggregator.planning.carrying import Carrying, reuse_public
-from aggregator.planning.columns import check_carried, fitted_columns
-from aggregator.planning.continuing import check_continued, expert_of
-from aggregator.planning.cost import Cost, cost_of
+from aggregator.planning.carrying import CarriedExperts, reuse_public_parts
+from aggregator.planning.columns import check_columns_kept, fitted_columns
+from aggregator.planning.continuing import check_continued, complete_expert
+from aggregator.planning.cost import Cost, estimate_cost
 from aggregator.planning.feasible import check_feasible
 from aggregator.planning.recipe import Recipe
 from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.planning.document import plan_of
-from ddm.planning.fit import Fitted, PublicImages, condition_of, divide, fit_public
-from ddm.protocol.enrolment import Agreed
+from ddm.planning.fit import PublicImages, PublicParts, condition_of, divide, fit_public_parts
+from ddm.protocol.enrolment import Card
 from ddm.protocol.plan import Plan
 
 
@@ -47,13 +48,13 @@ class Draft:
 def draft_plan(
     federation: Federation,
     recipe: Recipe,
-    public: Tensor | Carrying,
+    public: Tensor | CarriedExperts,
     folder: Path,
     on_progress: Progress | None = None,
     *,
     columns: Columns | None = None,
 ) -> Draft:
-    """Fit the public parts into `folder` and write the plan around them; nothing is signed yet.
+    """Make the public parts in `folder` and write the plan around them; nothing is signed yet.
 
     Args:
         federation: whose plan it becomes.
@@ -64,68 +65,83 @@ def draft_plan(
         columns: the columns of all public images that the recipe's router learns from.
 
     Raises:
-        SetupError: no silo is enrolled, or none that trains; or see `ddm.planning.fit.fit_public`.
+        SetupError: no silo is enrolled, or none that trains; or see `ddm.planning.fit.fit_public_parts`.
         ReplayError: an expert that is carried over would mean something else; names the field.
-        MissingFileError, TensorFileError, DataError: see `ddm.planning.fit.fit_public`.
+        MissingFileError, TensorFileError, DataError: see `ddm.planning.fit.fit_public_parts`.
         SetupError, PolicyError: the plan could not work, see `aggregator.planning.feasible`.
     """
+    carried = public if isinstance(public, CarriedExperts) else None
+    training_silos = _choose_training_silos(federation, carried)
+    training_cards = cards_for_next_plan(federation, training_silos)
+    # Before anything is fitted, which may take minutes.
+    check_feasible(recipe, training_cards)
+
+    if isinstance(public, CarriedExperts):
+        columns = kept_columns(federation, public.plan.plan_id)
+        check_columns_kept(columns, recipe)
+        parts = reuse_public_parts(federation, recipe, public, folder)
+    else:
+        fitted_rows, _ = divide(len(public), recipe.public)
+        condition = condition_of(recipe)
+        columns = fitted_columns(columns or {}, fitted_rows, recipe, condition, training_silos)
+        parts = fit_public_parts(recipe, public, folder, on_progress)
+
+    plan = _write_plan(federation, recipe, training_cards, carried, parts, folder)
+    if carried is not None:
+        carried.check(plan)
+    check_continued(federation, plan)
+    cost = estimate_cost(plan, parts.sketch, parts.images.seen)
+    return Draft(plan, folder, parts.images, cost, columns)
+
+
+def _choose_training_silos(
+    federation: Federation, carried: CarriedExperts | None
+) -> tuple[str, ...]:
+    """Return the enrolled silos that are not carried over, sorted."""
     enrolled = cards(federation)
     if not enrolled:
-        remedy = "Enroll silos first: aggregator enroll."
         raise SetupError(
-            "plan", expected="at least one enrolled silo", got="no card in registry/", remedy=remedy
+            "plan",
+            expected="at least one enrolled silo",
+            got="no card in registry/",
+            remedy="Enroll silos first: aggregator enroll.",
         )
-    carrying = public if isinstance(public, Carrying) else None
-    silos = tuple(sorted(enrolled.keys() - (carrying.agreed.keys() if carrying else set())))
+    silos = set(enrolled)
+    if carried is not None:
+        silos -= carried.agreed.keys()
     if not silos:
-        remedy = "Enroll the silo that joins (aggregator enroll), or let one train again: --replace SILO."
-        got = f"{', '.join(enrolled)}, all carried over"
-        raise SetupError("plan", expected="at least one silo that trains", got=got, remedy=remedy)
-    stated = cards_for_next_plan(federation, silos)
-    check_feasible(recipe, stated)
-    agreed = {silo_id: card.agreed for silo_id, card in stated.items()}
-    if isinstance(public, Carrying):
-        kept = kept_columns(federation, public.plan.plan_id)
-        check_carried(kept, recipe)
-        fitted = reuse_public(federation, recipe, public, folder)
-    else:
-        condition, rows = condition_of(recipe), divide(len(public), recipe.public)[0]
-        kept = fitted_columns(columns or {}, rows, recipe, condition, silos)
-        fitted = fit_public(recipe, public, folder, on_progress)
-    plan = _document(federation, recipe, agreed, fitted, folder, carrying)
-    if carrying:
-        carrying.check(plan)
-    check_continued(federation, plan)
-    return Draft(
-        plan, folder, fitted.images, cost_of(plan, fitted.sketch, fitted.images.seen), kept
-    )
+        raise SetupError(
+            "plan",
+            expected="at least one silo that trains",
+            got=f"{', '.join(enrolled)}, all carried over",
+            remedy="Enroll the silo that joins (aggregator enroll), or let one train again: --replace SILO.",
+        )
+    return tuple(sorted(silos))
 
 
-def _document(
+def _write_plan(
     federation: Federation,
     recipe: Recipe,
-    agreed: dict[str, Agreed],
-    fitted: Fitted,
+    training_cards: Mapping[str, Card],
+    carried: CarriedExperts | None,
+    parts: PublicParts,
     folder: Path,
-    carrying: Carrying | None,
 ) -> Plan:
     """Write the plan: what the recipe and the cards state, and what was fitted."""
+    silos = tuple(training_cards)
+    agreed = {silo_id: card.agreed for silo_id, card in training_cards.items()}
+    if carried is not None:
+        agreed |= carried.agreed
+    expert_shape = parts.latent.shape(recipe.data.shape)
     return plan_of(
         recipe,
-        fitted,
+        parts,
         folder,
         name=federation.settings().name,
         valid_for=timedelta(days=recipe.valid_days),
-        silos=tuple(agreed),
-        carried=carrying.carried if carrying else (),
-        agreed={**agreed, **(carrying.agreed if carrying else {})},
+        silos=silos,
+        carried=carried.carried if carried is not None else (),
+        agreed=agreed,
         receipt_key=str(next_receipts_key(federation)),
-        partition=recipe.partition,
-        expert=expert_of(
-            federation, recipe, fitted.latent.shape(recipe.data.shape), silos=tuple(agreed)
-        ),
-        statistics=recipe.statistics,
-        audit=recipe.audit,
-        limits=recipe.limits,
-        rehearsal=recipe.rehearsal,
+        expert=complete_expert(federation, recipe, expert_shape, silos),
     )

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from aggregator.intake.screening import TRAVEL
 from aggregator.planning.recipe import Recipe
@@ -16,8 +17,24 @@ from ddm.protocol.partition import RandomPartition
 from ddm.statistics.cost import check_statistics
 from ddm.training.schedule import travel
 
-Broken = tuple[str, str, str, str]
-"""Subject, what was expected, what was found, what to do."""
+_MAX_CHARACTERS = 400  # of a list of silos in a message
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A rule that a recipe breaks.
+
+    Attributes:
+        field: the recipe's field.
+        expected: what it must be.
+        got: what it is.
+        remedy: what the operator can do.
+    """
+
+    field: str
+    expected: str
+    got: str
+    remedy: str
 
 
 def check_feasible(recipe: Recipe, cards: Mapping[str, Card]) -> None:
@@ -32,11 +49,16 @@ def check_feasible(recipe: Recipe, cards: Mapping[str, Card]) -> None:
         PolicyError: the statistics cost more than the total that the recipe states.
     """
     check_statistics(recipe.statistics, "recipe, statistics")
-    for subject, expected, got, remedy in broken(recipe, cards):
-        raise SetupError(f"recipe, {subject}", expected=expected, got=got, remedy=remedy)
+    for violation in find_violations(recipe, cards):
+        raise SetupError(
+            f"recipe, {violation.field}",
+            expected=violation.expected,
+            got=violation.got,
+            remedy=violation.remedy,
+        )
 
 
-def broken(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
+def find_violations(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
     """Yield every rule that a recipe breaks."""
     yield from _too_few_steps(recipe)
     yield from _too_few_images(recipe, cards)
@@ -45,97 +67,103 @@ def broken(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
     yield from _too_small_limits(recipe)
 
 
-def _too_few_steps(recipe: Recipe) -> Iterator[Broken]:
+def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
     """Find a training after which an expert still draws noise: one from random weights that can hardly move them."""
-    training, reach = recipe.expert.training, travel(recipe.expert.training)
-    if (
-        recipe.rehearsal
-        or not isinstance(recipe.expert.adaptation, FullAdaptation)
-        or reach >= TRAVEL
-    ):
+    if recipe.rehearsal or not isinstance(recipe.expert.adaptation, FullAdaptation):
         return
-    yield (
-        "expert.training.num_steps",
-        f"enough that an expert learns to draw: learning rates that sum to {TRAVEL:g} or more, "
-        f"{_enough_steps(training)} steps at these rates",
-        f"{training.num_steps} steps, which sum to {reach:.3g}",
-        "Train for more steps, or at a higher rate. To try the federation out with experts that draw noise: "
+    training = recipe.expert.training
+    sum_of_rates = travel(training)
+    if sum_of_rates >= TRAVEL:
+        return
+    yield Violation(
+        field="expert.training.num_steps",
+        expected=f"enough that an expert learns to draw: learning rates that sum to {TRAVEL:g} or more, "
+        f"{_min_steps(training)} steps at these rates",
+        got=f"{training.num_steps} steps, which sum to {sum_of_rates:.3g}",
+        remedy="Train for more steps, or at a higher rate. To try the federation out with experts that draw noise: "
         "rehearsal = true in the recipe.",
     )
 
 
-def _enough_steps(training: Training) -> int:
+def _min_steps(training: Training) -> int:
     """Return the fewest steps with which a training of these rates can teach an expert anything."""
 
-    def enough(num_steps: int) -> bool:
+    def is_enough(num_steps: int) -> bool:
         return travel(training.model_copy(update={"num_steps": num_steps})) >= TRAVEL
 
-    most = training.num_steps
-    while not enough(most):
-        most *= 2
-    return bisect_left(range(most), True, key=enough)
+    upper_bound = training.num_steps
+    while not is_enough(upper_bound):
+        upper_bound *= 2
+    return bisect_left(range(upper_bound), True, key=is_enough)
 
 
-def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
+def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
     """Find silos that cannot bring the fewest images that the plan needs of each."""
-    partition = recipe.partition
-    parts = partition.num_parts if isinstance(partition, RandomPartition) else 1
-    fewest = parts * partition.min_images
-    most = {silo_id: card.agreed.images for silo_id, card in cards.items()}
-    short = {silo_id: num for silo_id, num in most.items() if num < fewest}
-    if short:
-        needed = f"{fewest} images of each silo" + (
-            f", {partition.min_images} for each of {parts} parts" * (parts > 1)
-        )
-        yield (
-            "partition.min_images",
-            f"at most what every silo may bring by its card: {min(short.values())}",
-            f"{needed}; by their cards {', '.join(f'{name} has at most {num}' for name, num in short.items())}"[
-                :400
-            ],
-            "Lower partition.min_images; or agree on more images with these silos (silo enroll --images, then "
-            "aggregator enroll); or take them out (aggregator remove).",
-        )
-
-
-def _images_for_patients(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
-    """Find silos that protect patients, where the plan would protect single images."""
-    strict = [silo_id for silo_id, card in cards.items() if card.unit == "patient"]
-    if strict and recipe.statistics.unit == "image":
-        yield (
-            "statistics.unit",
-            '"patient", which silos protect by default',
-            f'"image"; by their cards {", ".join(strict)} protect patients'[:400],
-            'Plan with statistics.unit = "patient". Or, where no person has two images, ask these silos for '
-            'a new card: unit = "image" under [privacy] in their policy.toml, then silo enroll and aggregator enroll.',
-        )
-
-
-def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
-    """Find silos whose policy lets a plan spend less on router and experts together."""
-    router, private = recipe.statistics.total.epsilon, recipe.expert.privacy
-    spends = router + (private.epsilon if private else 0.0)
-    stated = {silo_id: card.max_epsilon for silo_id, card in cards.items()}
-    if not (short := {silo_id: most for silo_id, most in stated.items() if most < spends}):
+    min_images = recipe.partition.min_images
+    required = f"{min_images} images of each silo"
+    if isinstance(recipe.partition, RandomPartition):
+        num_parts = recipe.partition.num_parts
+        required = f"{num_parts * min_images} images of each silo, {min_images} for each of {num_parts} parts"
+        min_images *= num_parts
+    too_small = {
+        silo_id: card.agreed.images
+        for silo_id, card in cards.items()
+        if card.agreed.images < min_images
+    }
+    if not too_small:
         return
-    yield (
-        "statistics.total.epsilon" + " and expert.privacy.epsilon" * (private is not None),
-        f"at most what every silo lets a plan spend by its card: {min(short.values()):g}",
-        f"{spends:g}"
-        + (
-            f", {router:g} for the router and {private.epsilon:g} for the experts"
-            if private
-            else ""
-        )
-        + f"; by their cards {', '.join(f'{name} allows {most:g}' for name, most in short.items())}"[
-            :400
-        ],
-        "Spend less; or agree on more with these silos (privacy.max_epsilon in their policy.toml, then silo enroll and "
+    sizes = ", ".join(f"{silo_id} has at most {num}" for silo_id, num in too_small.items())
+    yield Violation(
+        field="partition.min_images",
+        expected=f"at most what every silo may bring by its card: {min(too_small.values())}",
+        got=f"{required}; by their cards {sizes}"[:_MAX_CHARACTERS],
+        remedy="Lower partition.min_images; or agree on more images with these silos (silo enroll --images, then "
         "aggregator enroll); or take them out (aggregator remove).",
     )
 
 
-def _too_small_limits(recipe: Recipe) -> Iterator[Broken]:
+def _images_for_patients(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
+    """Find silos that protect patients, where the plan would protect single images."""
+    patient_silos = [silo_id for silo_id, card in cards.items() if card.unit == "patient"]
+    if patient_silos and recipe.statistics.unit == "image":
+        yield Violation(
+            field="statistics.unit",
+            expected='"patient", which silos protect by default',
+            got=f'"image"; by their cards {", ".join(patient_silos)} protect patients'[
+                :_MAX_CHARACTERS
+            ],
+            remedy='Plan with statistics.unit = "patient". Or, where no person has two images, ask these silos for '
+            'a new card: unit = "image" under [privacy] in their policy.toml, then silo enroll and aggregator enroll.',
+        )
+
+
+def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
+    """Find silos whose policy lets a plan spend less on router and experts together."""
+    router_epsilon = recipe.statistics.total.epsilon
+    field = "statistics.total.epsilon"
+    epsilon = router_epsilon
+    spent = f"{epsilon:g}"
+    private_training = recipe.expert.privacy
+    if private_training:
+        field += " and expert.privacy.epsilon"
+        epsilon += private_training.epsilon
+        spent = f"{epsilon:g}, {router_epsilon:g} for the router and {private_training.epsilon:g} for the experts"
+    too_strict = {
+        silo_id: card.max_epsilon for silo_id, card in cards.items() if card.max_epsilon < epsilon
+    }
+    if not too_strict:
+        return
+    limits = ", ".join(f"{silo_id} allows {limit:g}" for silo_id, limit in too_strict.items())
+    yield Violation(
+        field=field,
+        expected=f"at most what every silo lets a plan spend by its card: {min(too_strict.values()):g}",
+        got=f"{spent}; by their cards {limits}"[:_MAX_CHARACTERS],
+        remedy="Spend less; or agree on more with these silos (privacy.max_epsilon in their policy.toml, then silo "
+        "enroll and aggregator enroll); or take them out (aggregator remove).",
+    )
+
+
+def _too_small_limits(recipe: Recipe) -> Iterator[Violation]:
     """Find an expert that is larger than the plan would allow silos to send."""
     if isinstance(recipe.condition, TextRecipe) or not isinstance(recipe.latent, IdentityLatent):
         return  # their sizes are read from files; a silo compares them when it gets the plan
@@ -143,10 +171,11 @@ def _too_small_limits(recipe: Recipe) -> Iterator[Broken]:
         specs = expected_tensors(recipe.expert.architecture, recipe.data.shape, recipe.condition)
     except ArchipelagoError:  # the plan's own rules name the field that does not fit
         return
-    if (needed := stored_bytes(specs)) > recipe.limits.expert_bytes:
-        yield (
-            "limits.expert_bytes",
-            f"at least {needed}, as an expert of this architecture has",
-            f"{recipe.limits.expert_bytes}",
-            "Raise limits.expert_bytes, or choose a smaller architecture.",
+    expert_bytes = stored_bytes(specs)
+    if expert_bytes > recipe.limits.expert_bytes:
+        yield Violation(
+            field="limits.expert_bytes",
+            expected=f"at least {expert_bytes}, as an expert of this architecture has",
+            got=f"{recipe.limits.expert_bytes}",
+            remedy="Raise limits.expert_bytes, or choose a smaller architecture.",
         )

@@ -5,29 +5,20 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from ddm.planning.recipe import SharedRecipe
-from ddm.protocol.limits import Audit, Limits
-from ddm.protocol.partition import Partition
+from ddm.protocol.plan import PlanTerms
 from ddm.protocol.routers import SamplesRouter
-from ddm.protocol.statistics import Statistics
 
 
-class Recipe(SharedRecipe):
+class Recipe(SharedRecipe, PlanTerms):
     """One TOML file: the parts of a plan that an operator chooses.
 
     Attributes:
         valid_days: days until the plan expires; the timestamp that silos are sent holds no longer than 90.
-        rehearsal: the plan tries the federation out with experts that draw noise, so that few steps will do; screening
-            then forgives what few steps cannot teach.
         base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
             need it.
     """
 
     valid_days: Annotated[int, Field(gt=0, le=90)] = 90
-    rehearsal: bool = False
-    partition: Partition
-    statistics: Statistics
-    audit: Audit
-    limits: Limits
 
     @property
     def num_groups(self) -> int:

@@ -9,7 +9,6 @@ from ddm.planning.recipe import SharedRecipe
 from ddm.protocol.base import ShortText
 from ddm.protocol.learning import OwnAdaptation
 from ddm.protocol.limits import Audit, Limits
-from ddm.protocol.partition import Partition
 from ddm.protocol.statistics import Statistics
 
 _MOST_GROUPS = 128
@@ -45,7 +44,6 @@ class IslandsRecipe(SharedRecipe):
     """
 
     owner: OwnerRecipe = OwnerRecipe()
-    partition: Partition
     valid_days: int | None = None
     statistics: Statistics | None = None
     audit: Audit | None = None

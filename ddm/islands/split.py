@@ -22,7 +22,7 @@ from ddm.islands.folder import SPLIT_NAME, Islands, Split, SplitIsland
 from ddm.islands.keys import found, make_keys
 from ddm.islands.recipe import IslandsRecipe
 from ddm.planning.document import plan_of
-from ddm.planning.fit import Fitted, divide, fit_public
+from ddm.planning.fit import PublicParts, divide, fit_public_parts
 from ddm.planning.recipe import TextRecipe
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 from ddm.protocol.enrolment import Agreed
@@ -108,7 +108,7 @@ def split(
         islands = Islands(part)
         private_folder(part)
         chosen = _chosen(len(dataset.images), recipe)
-        fitted = fit_public(recipe, dataset.images[chosen], islands.bundle, on_progress)
+        fitted = fit_public_parts(recipe, dataset.images[chosen], islands.bundle, on_progress)
         fine_N = _fine(dataset.images, fitted, on_progress)
         if by == "clusters":
             division = Division(by, fitted.clusters.coarse_F[fine_N])
@@ -169,7 +169,7 @@ def _chosen(num: int, recipe: IslandsRecipe) -> Tensor:
     return order_N[: recipe.owner.fit_images].sort().values
 
 
-def _fine(images: Tensor, fitted: Fitted, on_progress: Progress | None) -> Tensor:
+def _fine(images: Tensor, fitted: PublicParts, on_progress: Progress | None) -> Tensor:
     """Return the fine centroid of each image."""
     found: list[Tensor] = []
     for first in range(0, len(images), _BLOCK):
@@ -204,7 +204,11 @@ def island_names(num: int) -> list[str]:
 
 
 def _plan(
-    recipe: IslandsRecipe, fitted: Fitted, size_K: Sequence[int], receipt_key: str, folder: Path
+    recipe: IslandsRecipe,
+    fitted: PublicParts,
+    size_K: Sequence[int],
+    receipt_key: str,
+    folder: Path,
 ) -> Plan:
     """Write the plan of one owner: exact counts that nobody is shown, no budget, no audit, no limit on time."""
     names, condition, shape = (
@@ -224,7 +228,6 @@ def _plan(
         agreed={name: Agreed(images=size) for name, size in zip(names, size_K, strict=True)},
         receipt_key=receipt_key,
         partition=SiloPartition(min_images=recipe.partition.min_images),
-        expert=recipe.expert,
         statistics=Statistics(
             unit="image",
             relation="none",
@@ -250,7 +253,7 @@ def _write_islands(
     recipe: IslandsRecipe,
     dataset: Dataset,
     division: Division,
-    fitted: Fitted,
+    fitted: PublicParts,
     on_progress: Progress | None,
 ) -> None:
     """Write each island's images as its expert sees them, and their conditions."""
@@ -316,7 +319,7 @@ def _write_router(
     islands: Islands,
     dataset: Dataset,
     division: Division,
-    fitted: Fitted,
+    fitted: PublicParts,
     fine_N: Tensor,
     chosen: Tensor,
     recipe: IslandsRecipe,

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
-from ddm.planning.fit import Fitted
+from ddm.planning.fit import PublicParts
 from ddm.planning.recipe import SharedRecipe
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.partition import Clustering, SketchSpec
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import Plan, PlanTerms
 
 
 def plan_of(
     recipe: SharedRecipe,
-    fitted: Fitted,
+    fitted: PublicParts,
     folder: Path,
     *,
     name: str,
@@ -24,22 +24,24 @@ def plan_of(
 ) -> Plan:
     """Return the plan that a recipe asks for, with a new id, its files pinned by digest.
 
+    The fields of `PlanTerms` that the recipe has are copied from it, unless `own` has another value.
+
     Args:
         recipe: what is asked for.
-        fitted: what was fitted, whose files lie in `folder`.
+        fitted: what was fitted, whose files are in `folder`.
         folder: holds `plan/*.safetensors`.
         name: of the federation or the owner, with which the plan's id begins.
         valid_for: from now until the plan expires.
         own: the plan's other fields: who trains, on which terms, with which statistics.
     """
     created = now_utc()
+    shared_names = PlanTerms.model_fields.keys() & type(recipe).model_fields.keys()
+    terms = {name: getattr(recipe, name) for name in shared_names}
     return Plan(
         plan_id=f"{name}-{secrets.token_hex(4)}",
         created_at=created,
         expires_at=created + valid_for,
         files=tuple(File.of(path, folder / path) for path in fitted.paths),
-        data=recipe.data,
-        transform=recipe.transform,
         latent=fitted.latent,
         encoder=fitted.encoder,
         clustering=Clustering(
@@ -49,9 +51,6 @@ def plan_of(
             balanced=recipe.clustering.balanced,
         ),
         sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
-        objective=recipe.objective,
-        t_distribution=recipe.t_distribution,
         condition=fitted.condition,
-        router=recipe.router,
-        **own,
+        **terms | own,
     )

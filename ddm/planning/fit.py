@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.clustering import Clusters, fit_clustering
 from ddm.planning.recipe import (
+    AutoencoderKlRecipe,
     DiffusersKlRecipe,
     HogRecipe,
     PcaRecipe,
     PublicRecipe,
     SharedRecipe,
     TextRecipe,
+    TimmRecipe,
 )
 from ddm.protocol.architecture import Condition
 from ddm.protocol.encoder import Encoder as EncoderSpec
@@ -38,7 +41,7 @@ from ddm.protocol.latent import (
 )
 from ddm.routers.sketch import Sketch
 
-FEWEST_HELD_OUT = 20  # public images that judge and calibrate the routers
+MIN_HELD_OUT = 20  # public images that judge and calibrate the routers
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class PublicImages:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class PublicParts:
     """What was computed from the public images, and how the plan describes it.
 
     Attributes:
@@ -71,7 +74,7 @@ class Fitted:
         encoder: the encoder, as the plan describes it.
         latent: the same of what experts see of an image.
         num_fine: number of fine centroids.
-        condition: what experts are told, the encoder of texts pinned by digests.
+        condition: what experts are conditioned on, the encoder of texts pinned by digests.
         sketch: what routers see of an image.
         network: the encoder itself.
         clusters: the clusters themselves.
@@ -90,9 +93,24 @@ class Fitted:
     autoencoder: Latent
 
 
-def fit_public(
+@dataclass(frozen=True)
+class _LatentPart:
+    """The space that experts work in.
+
+    Attributes:
+        latent: encodes images.
+        spec: how the plan describes it.
+        latents: of the images fitted on and of those held out; None where experts see the images themselves.
+    """
+
+    latent: Latent
+    spec: IdentityLatent | Autoencoder
+    latents: tuple[Tensor, Tensor] | None
+
+
+def fit_public_parts(
     recipe: SharedRecipe, public: Tensor, folder: Path, on_progress: Progress | None = None
-) -> Fitted:
+) -> PublicParts:
     """Fit the public parts of a plan and write them into `folder`.
 
     Args:
@@ -108,28 +126,54 @@ def fit_public(
         TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
         DataError: too few public images for the recipe.
     """
-    fitted, holdout = (public[rows] for rows in divide(len(public), recipe.public))
+    fitted_rows, holdout_rows = divide(len(public), recipe.public)
+    fitted = public[fitted_rows]
+    holdout = public[holdout_rows]
     condition = condition_of(recipe)
     encoder, encoder_spec = _open_encoder(recipe, fitted)
+    part = _encode_latents(recipe, fitted, holdout, folder, on_progress)
+    images = PublicImages(fitted, holdout, part.latents)
+
+    features = encoder.encode(fitted, on_progress)
     num_fine = recipe.clustering.fine_for(len(fitted), recipe.num_groups)
-    latent, latent_spec, latents = _encode(recipe, fitted, holdout, folder, on_progress)
-    images = PublicImages(fitted, holdout, latents)
-    sketch, clusters = _fit_partition(recipe, encoder, num_fine, images, folder, on_progress)
-    paths = [CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH]
-    if latents is not None:
+    clusters = fit_clustering(
+        features,
+        num_fine,
+        recipe.clustering.num_coarse,
+        recipe.num_groups,
+        seed=recipe.public.seed,
+        balanced=recipe.clustering.balanced,
+    )
+    sketch = Sketch.fit(
+        images.seen,
+        clusters.group_F[clusters.assign(features)],
+        recipe.sketch.rank,
+        recipe.num_groups,
+        released_rank=recipe.released_rank,
+    )
+    tensors_of = {
+        ENCODER_PATH: encoder.tensors(),
+        CENTROIDS_PATH: clusters.tensors(),
+        SKETCH_PATH: sketch.tensors(),
+    }
+    for path, tensors in tensors_of.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(folder / path, tensors)
+
+    paths = [*tensors_of, *write_base(recipe, images, condition, folder)]
+    if part.latents is not None:
         paths.append(AUTOENCODER_PATH)
-    paths += write_base(recipe, images, condition, folder)
-    return Fitted(
+    return PublicParts(
         images=images,
         paths=tuple(sorted(paths)),
         encoder=encoder_spec,
-        latent=latent_spec,
+        latent=part.spec,
         num_fine=num_fine,
         condition=condition,
         sketch=sketch,
         network=encoder,
         clusters=clusters,
-        autoencoder=latent,
+        autoencoder=part.latent,
     )
 
 
@@ -141,17 +185,18 @@ def divide(num: int, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
     """
     order = torch.randperm(num, generator=torch.Generator().manual_seed(settings.seed))
     num_holdout = int(num * settings.holdout_share)
-    if num_holdout < FEWEST_HELD_OUT:
-        expected = f"at least {FEWEST_HELD_OUT} to hold out, by public.holdout_share"
-        remedy = "Give more public images, or raise public.holdout_share in the recipe."
+    if num_holdout < MIN_HELD_OUT:
         raise DataError(
-            "public images", expected=expected, got=f"{num_holdout} of {num}", remedy=remedy
+            "public images",
+            expected=f"at least {MIN_HELD_OUT} to hold out, by public.holdout_share",
+            got=f"{num_holdout} of {num}",
+            remedy="Give more public images, or raise public.holdout_share in the recipe.",
         )
     return order[num_holdout:], order[:num_holdout]
 
 
 def condition_of(recipe: SharedRecipe) -> Condition:
-    """Return what experts are told, the encoder of texts pinned by the digests of its files."""
+    """Return what experts are conditioned on, the encoder of texts pinned by the digests of its files."""
     condition = recipe.condition
     if not isinstance(condition, TextRecipe):
         return condition
@@ -170,78 +215,84 @@ def condition_of(recipe: SharedRecipe) -> Condition:
 
 def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, EncoderSpec]:
     """Fit or load the encoder, and describe it for the plan."""
-    wanted = recipe.encoder
-    if isinstance(wanted, PcaRecipe):
-        return PcaEncoder.fit(fitted, wanted.dim), PcaSpec(path=ENCODER_PATH, dim=wanted.dim)
-    if isinstance(wanted, HogRecipe):
-        spec = HogSpec(
-            path=ENCODER_PATH, dim=wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored
-        )
-        with _network_of("encoder.cells", recipe):
-            return HogEncoder.fit(
-                fitted, wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored
-            ), spec
-    from ddm.encoders.timm import (
-        TimmEncoder as Network,  # takes seconds, and most recipes do without
-    )
+    chosen = recipe.encoder
+    match chosen:
+        case PcaRecipe():
+            encoder = PcaEncoder.fit(fitted, chosen.dim)
+            return encoder, PcaSpec(path=ENCODER_PATH, dim=chosen.dim)
+        case HogRecipe():
+            cells = chosen.cells
+            mirrored = chosen.mirrored
+            spec = HogSpec(path=ENCODER_PATH, dim=chosen.dim, cells=cells, mirrored=mirrored)
+            with _network_of("encoder.cells", recipe):
+                return HogEncoder.fit(fitted, chosen.dim, cells=cells, mirrored=mirrored), spec
+        case TimmRecipe():
+            from ddm.encoders.timm import TimmEncoder  # takes seconds, and most recipes do without
 
-    if wanted.weights is None:
-        network = Network.random(wanted.model, recipe.data, wanted.seed, wanted.image_size)
-    else:
-        weights = require_file(Path(wanted.weights), f"the weights of {wanted.model}")
-        network = Network.from_file(wanted.model, weights, recipe.data, wanted.image_size)
-    return network, network.spec
+            size = chosen.image_size
+            if chosen.weights is None:
+                network = TimmEncoder.random(chosen.model, recipe.data, chosen.seed, size)
+            else:
+                weights = require_file(Path(chosen.weights), f"the weights of {chosen.model}")
+                network = TimmEncoder.from_file(chosen.model, weights, recipe.data, size)
+            return network, network.spec
+        case _:
+            assert_never(chosen)
 
 
-def _encode(
+def _encode_latents(
     recipe: SharedRecipe,
     fitted: Tensor,
     holdout: Tensor,
     folder: Path,
     on_progress: Progress | None,
-) -> tuple[Latent, IdentityLatent | Autoencoder, tuple[Tensor, Tensor] | None]:
-    """Open the autoencoder if there is one, encode all images, and write its weights where the plan has them.
+) -> _LatentPart:
+    """Open the autoencoder if there is one, encode all images, and write its weights where the plan has them."""
+    chosen = recipe.latent
+    match chosen:
+        case IdentityLatent():
+            return _LatentPart(Identity(), chosen, None)
+        case DiffusersKlRecipe():
+            published, spec = _open_published(chosen, recipe, fitted, folder)
+            fitted_latents = published.encode(fitted, on_progress)
+            holdout_latents = published.encode(holdout, on_progress)
+            return _LatentPart(published, spec, (fitted_latents, holdout_latents))
+        case AutoencoderKlRecipe():
+            weights = require_file(Path(chosen.weights), "the weights of the autoencoder")
+            with _network_of("latent", recipe):
+                autoencoder = open_weights(weights, chosen, recipe.data.shape)
+                autoencoder.alone().encode(fitted[:1])
+            fitted_latents = autoencoder.encode(fitted, on_progress)
+            holdout_latents = autoencoder.encode(holdout, on_progress)
+            # Experts see latents as wide as the noise: divided by their spread on the images that the plan is
+            # fitted on. A published autoencoder brings its own factors instead.
+            scale = spread(fitted_latents)
+            autoencoder.scale = scale
+            (folder / AUTOENCODER_PATH).parent.mkdir(parents=True, exist_ok=True)
+            save_tensors(folder / AUTOENCODER_PATH, autoencoder.tensors())
+            sizes = {name: getattr(chosen, name) for name in AutoencoderSize.model_fields}
+            latents = (fitted_latents / scale, holdout_latents / scale)
+            return _LatentPart(autoencoder, AutoencoderKlLatent(**sizes, scale=scale), latents)
+        case _:
+            assert_never(chosen)
 
-    Latents of MONAI's are divided by how wide they are on the images that the plan is fitted on; a published one brings
-    its factors along.
-    """
-    wanted, target = recipe.latent, folder / AUTOENCODER_PATH
-    if isinstance(wanted, IdentityLatent):
-        return Identity(), wanted, None
+
+def _open_published(
+    chosen: DiffusersKlRecipe, recipe: SharedRecipe, fitted: Tensor, folder: Path
+) -> tuple[Latent, Autoencoder]:
+    """Copy a published autoencoder into the plan's folder, open it, and try it on a first image."""
+    # takes seconds, and most recipes do without
+    from ddm.encoders.public_autoencoder import describe
+
+    spec, weights = describe(Path(chosen.folder), recipe.data.shape, chosen.tile)
+    target = folder / AUTOENCODER_PATH
     target.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(wanted, DiffusersKlRecipe):
-        from ddm.encoders.public_autoencoder import (
-            describe,  # takes seconds, and most recipes do without
-        )
-
-        spec, weights = describe(Path(wanted.folder), recipe.data.shape, wanted.tile)
-        with replacing(target) as copy, weights.open("rb") as published_file:
-            shutil.copyfileobj(published_file, copy)
-        with _network_of("latent", recipe):
-            published = open_latent(spec, recipe.data.shape, None, folder)
-            published.encode(fitted[:1])
-        return (
-            published,
-            spec,
-            (published.encode(fitted, on_progress), published.encode(holdout, on_progress)),
-        )
-    autoencoder_path = require_file(Path(wanted.weights), "the weights of the autoencoder")
+    with replacing(target) as copy, weights.open("rb") as published_file:
+        shutil.copyfileobj(published_file, copy)
     with _network_of("latent", recipe):
-        opened = open_weights(autoencoder_path, wanted, recipe.data.shape)
-        opened.alone().encode(fitted[:1])
-    raw_fitted, raw_holdout = (
-        opened.encode(fitted, on_progress),
-        opened.encode(holdout, on_progress),
-    )
-    scale = spread(raw_fitted)
-    sizes = {name: getattr(wanted, name) for name in AutoencoderSize.model_fields}
-    save_tensors(target, opened.tensors())
-    opened.scale = scale  # from here on as the plan has it
-    return (
-        opened,
-        AutoencoderKlLatent(**sizes, scale=scale),
-        (raw_fitted / scale, raw_holdout / scale),
-    )
+        published = open_latent(spec, recipe.data.shape, None, folder)
+        published.encode(fitted[:1])
+    return published, spec
 
 
 @contextmanager
@@ -260,7 +311,7 @@ def _network_of(field: str, recipe: SharedRecipe) -> Iterator[None]:
         ) from error
     except (ArchipelagoError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
-    # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit
+    # torch, MONAI and diffusers raise all kinds of errors for sizes that do not fit.
     except Exception as error:
         got = " ".join(f"one that fails, {type(error).__name__}: {error}".split())[:200]
         raise SetupError(
@@ -274,9 +325,8 @@ def write_base(
     """Write the public expert that training starts from, if the recipe names one, and return its path in the plan."""
     if not (recipe.base and recipe.expert.base):
         return []
-    save_tensors(
-        folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition)
-    )
+    tensors = _open_base(recipe, recipe.base, images.seen, condition)
+    save_tensors(folder / recipe.expert.base, tensors)
     return [recipe.expert.base]
 
 
@@ -287,32 +337,3 @@ def _open_base(
     path = require_file(Path(weights), "the public expert that training starts from")
     specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), condition)
     return load_tensors(path, specs, max_bytes=path.stat().st_size, max_abs=MAX_WEIGHT)
-
-
-def _fit_partition(
-    recipe: SharedRecipe,
-    encoder: Encoder,
-    num_fine: int,
-    images: PublicImages,
-    folder: Path,
-    on_progress: Progress | None,
-) -> tuple[Sketch, Clusters]:
-    """Fit clusters on features of images, and the sketch on what experts see of them; write both and the encoder."""
-    clustering, num_groups = recipe.clustering, recipe.num_groups
-    features = encoder.encode(images.fitted, on_progress)
-    clusters = fit_clustering(
-        features,
-        num_fine,
-        clustering.num_coarse,
-        num_groups,
-        seed=recipe.public.seed,
-        balanced=clustering.balanced,
-    )
-    group_N = clusters.group_F[clusters.assign(features)]
-    sketch = Sketch.fit(
-        images.seen, group_N, recipe.sketch.rank, num_groups, released_rank=recipe.released_rank
-    )
-    for path, part in ((ENCODER_PATH, encoder), (CENTROIDS_PATH, clusters), (SKETCH_PATH, sketch)):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(folder / path, part.tensors())
-    return sketch, clusters

@@ -9,11 +9,10 @@ from ddm.io.settings import Settings
 from ddm.planning.architectures import ExpertRecipe, RouterRecipe
 from ddm.protocol.architecture import ClassCondition, MaxTokens, NoCondition, Probability
 from ddm.protocol.base import NaturalInt
-from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import Side
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
-from ddm.protocol.learning import LogitNormalT, Objective, UniformT
-from ddm.protocol.transform import TransformSpec
+from ddm.protocol.learning import LogitNormalT, Objective, TDistribution
+from ddm.protocol.plan import ModelTerms
 
 MOST_FINE = 1024
 IMAGES_PER_FINE = 4
@@ -159,8 +158,10 @@ class PublicRecipe(Settings):
     silo_column: Annotated[str, Field(max_length=100)] = "silos"
 
 
-class SharedRecipe(Settings):
-    """What a recipe says of the plan itself: what is fitted, and how experts are trained.
+class SharedRecipe(ModelTerms):
+    """What any recipe holds: the terms that its plan repeats, and what the plan's public parts are fitted from.
+
+    Of the terms, those with a default or with a shorter way to write them are listed again.
 
     Attributes:
         base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
@@ -168,15 +169,13 @@ class SharedRecipe(Settings):
     """
 
     public: PublicRecipe = PublicRecipe()
-    data: DataSpec
-    transform: TransformSpec | None = None
     latent: Annotated[
         IdentityLatent | AutoencoderKlRecipe | DiffusersKlRecipe, Field(discriminator="kind")
     ] = IdentityLatent()
     encoder: Annotated[PcaRecipe | HogRecipe | TimmRecipe, Field(discriminator="kind")]
     clustering: ClusteringRecipe
     sketch: SketchRecipe
-    t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = LogitNormalT()
+    t_distribution: TDistribution = LogitNormalT()
     condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = (
         NoCondition()
     )

@@ -32,7 +32,7 @@ class TrainingRecipe(Training):
         checkpoint_steps: steps between checkpoints; by default 500, or all steps where they are fewer.
     """
 
-    fewest_averages: ClassVar[int] = 0
+    min_averages: ClassVar[int] = 0
 
     # A plan states both numbers; only its recipe may leave them to `plain`.
     learning_rate: Annotated[float | None, Field(gt=0.0, le=1.0)] = None  # type: ignore[assignment]

@@ -187,7 +187,7 @@ class Training(Model):
         unmasked_share: share of the steps, the last ones, that mask nothing.
     """
 
-    fewest_averages: ClassVar[int] = 1
+    min_averages: ClassVar[int] = 1
 
     num_steps: NumSteps
     batch_size: Annotated[int, Field(gt=0, le=2**20)]
@@ -223,7 +223,7 @@ class Training(Model):
 
     @model_validator(mode="after")
     def _one_average(self) -> "Training":
-        if not self.fewest_averages <= len(self.averages) <= 1:
+        if not self.min_averages <= len(self.averages) <= 1:
             raise ValueError(
                 f"one of ema_decay, ema_half_life and ema_width is needed, not {len(self.averages)}"
             )

@@ -15,7 +15,7 @@ from ddm.protocol.footprint import (
     widest_layer,
 )
 from ddm.protocol.limits import Audit
-from ddm.protocol.plan import Plan, most_experts
+from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.statistics.cost import check_total
 from ddm.statistics.of_plan import statistic_bytes, statistics_of
 from silo.config import AuditPolicy, Policy, SizePolicy
@@ -122,7 +122,7 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[
     architecture = plan.expert.architecture.kind
     if architecture not in allowed.architectures:
         yield "architecture", " or ".join(allowed.architectures) or "none", architecture
-    num_experts = most_experts(plan)
+    num_experts = max_experts_per_silo(plan)
     numbers = (
         ("experts of one silo", num_experts, "max_experts"),
         (

@@ -12,7 +12,7 @@ from ddm.io.tensors import stored_bytes
 from ddm.models import expected_tensors
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.learning import FullAdaptation, OwnAdaptation
-from ddm.protocol.plan import Plan, most_experts
+from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.statistics.of_plan import statistics_of
 from ddm.training.checkpoints import KEPT
 from silo.audit.holdout import num_held_out
@@ -50,7 +50,7 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     checkpoints are small and not counted.
     """
     expert, copies = _expert_bytes(plan), _copies(plan)
-    experts = most_experts(plan) * expert * (1 + KEPT * copies) + copies * expert
+    experts = max_experts_per_silo(plan) * expert * (1 + KEPT * copies) + copies * expert
     # Each statistic is kept as it was drawn and as it leaves.
     statistics = 0
     for statistic in statistics_of(plan.statistics).values():
@@ -81,7 +81,7 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     samples = 4 * num * (thumbnail + plan.encoder.dim)
     asked = num + MOST_IMAGES * held + BLURRED
     scores = 3 * 2 * held * MOST_IMAGES * (4 * len(names()) + 8)
-    shown = most_experts(plan) * 2 * 4 * MOST_PAIRS * thumbnail
+    shown = max_experts_per_silo(plan) * 2 * 4 * MOST_PAIRS * thumbnail
     trained = expert * (2 + (KEPT + 1) * _copies(plan))
     return trained + samples + _NEAR_BYTES * asked + scores + shown + _SMALL_BYTES
 
@@ -95,7 +95,10 @@ def job_bytes(plan: Plan, num_images: int) -> int:
     expert, copies = _expert_bytes(plan), _copies(plan)
     images = 2 * (4 * math.prod(plan.expert_shape) + 8) * num_images
     return (
-        images + most_experts(plan) * expert * (2 + KEPT * copies) + copies * expert + _SMALL_BYTES
+        images
+        + max_experts_per_silo(plan) * expert * (2 + KEPT * copies)
+        + copies * expert
+        + _SMALL_BYTES
     )
 
 
@@ -123,7 +126,7 @@ def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) ->
     folders = {site.private: needed, site.outbox: _SMALL_BYTES}
     # what leaves is copied instead of linked
     if site.outbox.stat().st_dev != site.private.stat().st_dev:
-        folders[site.outbox] += plan.limits.expert_bytes * most_experts(plan)
+        folders[site.outbox] += plan.limits.expert_bytes * max_experts_per_silo(plan)
     settings = site.settings()
     if settings.training.launcher != "local":
         jobs = jobs_of(settings.training, settings.silo_id) or site.private

@@ -243,7 +243,7 @@ def test_policy_decides_on_consent_and_the_review_shows_it(planned_once, tmp_pat
     said = command("silo", "review", site.path)
     assert "may not carry them over" in said.out
     draft = json.loads((site.private / "review" / "draft.json").read_bytes())
-    assert "carry_over" not in draft
+    assert draft["carry_over"] is False
 
 
 # What an operator is refused
@@ -337,7 +337,9 @@ def test_silo_refuses_a_plan_that_gives_a_carried_expert_another_meaning(
     """The aggregator's own check is switched off; the late silo makes it again, and so does every reader."""
     tiny = published.tiny
     tiny.join("west", LATE, 1)
-    monkeypatch.setattr(aggregator.planning.carrying.Carrying, "check", lambda self, new: None)
+    monkeypatch.setattr(
+        aggregator.planning.carrying.CarriedExperts, "check", lambda self, new: None
+    )
     statistics = recipe().statistics.model_dump(mode="json") | {
         "counts": {"epsilon": 0.5, "num_groups": 4}
     }

@@ -12,7 +12,7 @@ from ddm.routers.base import posterior
 from examples.paper.privacy.experiment import read_result
 from examples.paper.privacy.families import as_published, fit_exact
 from examples.paper.privacy.measure import TIMES, measure
-from examples.paper.privacy.public import fit_public
+from examples.paper.privacy.public import fit_public_parts
 from examples.paper.privacy.reference import Bench
 from examples.paper.privacy.results import Record, SeedResult, Shares, presets_for
 from examples.paper.privacy.shares import Confused, PriorOnly, sampling_error, total_variation
@@ -89,7 +89,7 @@ def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: Wo
     prior = measure(None, world)
     expected = -float((world.soft_NK * world.prior_K.log()).sum(1).mean())
     assert prior.loss_T == pytest.approx([expected] * len(TIMES))
-    parts = fit_public(world, "pca", 0, 0, lambda message: None)
+    parts = fit_public_parts(world, "pca", 0, 0, lambda message: None)
     exact = measure(fit_exact(world, parts).router, world)
     assert exact.loss_T[0] < expected - 0.05
     assert exact.loss_T[-1] == pytest.approx(expected, abs=0.02)
@@ -99,7 +99,7 @@ def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: Wo
 def test_router_counts_as_it_is_where_noise_leaves_nothing_to_fit_its_temperature_on(
     world: World,
 ) -> None:
-    parts = fit_public(world, "pca", 0, 0, lambda message: None)
+    parts = fit_public_parts(world, "pca", 0, 0, lambda message: None)
     exact = fit_exact(world, parts)
     one_group = replace(parts, held_out_group_N=torch.zeros_like(parts.held_out_group_N))
     noisy_KG = exact.evidence.noisy_KG.clone()
@@ -143,7 +143,7 @@ def test_shares_within_clusters_show_nothing_where_a_control_does_not_stand_out(
 
 
 def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> None:
-    exact = fit_exact(world, fit_public(world, "pca", 0, 0, lambda message: None)).router
+    exact = fit_exact(world, fit_public_parts(world, "pca", 0, 0, lambda message: None)).router
     x_B, t_B = world.test[:50], torch.full((50,), 0.1)
     log_prior_K = world.prior_K.log()
     nothing = posterior(PriorOnly(len(world.silos)), x_B, t_B, log_prior_K)
@@ -156,7 +156,7 @@ def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> 
 
 
 def test_network_beside_a_router_is_that_router_before_training(world: World) -> None:
-    exact = fit_exact(world, fit_public(world, "pca", 0, 0, lambda message: None)).router
+    exact = fit_exact(world, fit_public_parts(world, "pca", 0, 0, lambda message: None)).router
     untrained = Bench(world, 0).beside(exact, 1, lambda message: None)
     ours, theirs = measure(untrained, world), measure(exact, world)
     assert ours.loss_T == pytest.approx(theirs.loss_T, abs=0.02)

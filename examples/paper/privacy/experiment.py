@@ -29,7 +29,7 @@ from examples.paper.privacy.families import (
 )
 from examples.paper.privacy.figure import draw_figure
 from examples.paper.privacy.measure import TIMES, Measured, measure
-from examples.paper.privacy.public import PublicParts, fit_public
+from examples.paper.privacy.public import PublicParts, fit_public_parts
 from examples.paper.privacy.reference import Bench
 from examples.paper.privacy.report import write_report
 from examples.paper.privacy.results import Presets, Record, SeedResult, presets_for
@@ -148,7 +148,7 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
     records = [Record.of("prior", None, 0, prior, prior)]
     worlds = {name: world.grouped_by(name) for name in presets.encoders}
     parts = {
-        name: fit_public(worlds[name], name, presets.encoder_steps, seed, say)
+        name: fit_public_parts(worlds[name], name, presets.encoder_steps, seed, say)
         for name in presets.encoders
     }
     main_parts = parts[presets.encoders[0]]

@@ -56,7 +56,7 @@ class PublicParts:
         return PublicSketches.of(world.public, self.public_group_N, self.sketch, LinearPath())
 
 
-def fit_public(
+def fit_public_parts(
     world: World, encoder: str, num_steps: int, seed: int, say: Callable[[str], None]
 ) -> PublicParts:
     """Fit the public parts.

@@ -15,7 +15,7 @@ from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.sampling.strategies import Strategy
 from examples.paper.privacy.families import PATH, Fitted, Terms, as_published, fit_exact, fit_family
 from examples.paper.privacy.measure import measure
-from examples.paper.privacy.public import PublicParts, fit_public
+from examples.paper.privacy.public import PublicParts, fit_public_parts
 from examples.paper.privacy.shares import PriorOnly
 from examples.paper.privacy.worlds import Dataset
 from examples.paper.privacy.worlds import World as Silos
@@ -67,7 +67,7 @@ class Routers:
         silos, judging = (
             _silos(world, preset, made.own_K, part) for part in (world.test, world.validation)
         )
-        parts = fit_public(silos, "pca", 0, seed, lambda _: None)
+        parts = fit_public_parts(silos, "pca", 0, seed, lambda _: None)
         return cls(
             silos, judging, parts, made, preset.transformer, preset.learned_steps, seed, device
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from aggregator.planning.cost import MOST_TIMED_FLOPS, cost_of
+from aggregator.planning.cost import MAX_TIMED_FLOPS, estimate_cost
 from aggregator.planning.recipe import Recipe
 from ddm.models import count_flops, num_parameters, training_flops
 from ddm.models import empty_expert as empty
@@ -92,15 +92,15 @@ def test_expert_too_large_to_try_is_estimated_and_a_small_one_is_timed(
     document = plan_document()
     small = Plan.parse(to_bytes(document), subject="plan")
     seen = torch.randn(80, *small.expert_shape, generator=torch.Generator().manual_seed(0))
-    timed = cost_of(small, None, seen)
+    timed = estimate_cost(small, None, seen)
     assert timed.timed and timed.train_s > 0
     sizes = {"patch": 1, "hidden": 4096, "depth": 3, "heads": 16}
     document["expert"]["architecture"] = {"kind": "dit", **sizes}
     document["limits"]["expert_bytes"] = 2**40
-    large = cost_of(Plan.parse(to_bytes(document), subject="plan"), None, seen)
+    large = estimate_cost(Plan.parse(to_bytes(document), subject="plan"), None, seen)
     training = small.expert.training
     assert not large.timed
-    assert large.training_flops * training.batch_size * 12 > MOST_TIMED_FLOPS
+    assert large.training_flops * training.batch_size * 12 > MAX_TIMED_FLOPS
     assert (
         large.expert_bytes
         == 4 * large.parameters

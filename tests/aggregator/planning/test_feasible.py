@@ -140,7 +140,7 @@ def test_statistics_above_the_stated_total_are_refused() -> None:
 def test_nothing_is_fitted_for_a_plan_that_cannot_work(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft, "fit_public", lambda *_: pytest.fail("fitted"))
+    monkeypatch.setattr(draft, "fit_public_parts", lambda *_: pytest.fail("fitted"))
     wanted = recipe(partition={"kind": "silo", "min_images": 10_000})
     with pytest.raises(SetupError, match="min_images"):
         draft.draft_plan(published.tiny.federation, wanted, torch.zeros(240, 1, 4, 4), tmp_path)

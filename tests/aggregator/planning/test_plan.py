@@ -41,7 +41,7 @@ def stop(*arguments: object, **named: object) -> None:
     raise Crash
 
 
-@pytest.mark.parametrize("where", ["start_plan", "_close", "export_bundle"])
+@pytest.mark.parametrize("where", ["start_plan", "_write_snapshot", "export_bundle"])
 def test_old_plan_works_on_when_signing_stopped_and_signing_again_leaves_nothing_behind(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -226,7 +226,7 @@ def test_shown_costs_count_the_experts_and_their_training(
     partition: object,
     expected: str,
 ) -> None:
-    monkeypatch.setattr("aggregator.planning.cost._measure_training", lambda plan, images: 60.0)
+    monkeypatch.setattr("aggregator.planning.cost._time_training", lambda plan, images: 60.0)
     text = shown(published_once.tiny, tmp_path, partition=partition)
     assert expected in text
     assert f"about {human_seconds(60.0 * int(expected.split()[2].rstrip(',')))} a silo" in text

@@ -10,7 +10,7 @@ from ddm import open_ensemble
 from ddm.encoders.public_autoencoder import CONFIG, WEIGHTS
 from ddm.errors import SetupError
 from ddm.loading.plan import PlanFiles
-from ddm.planning.fit import fit_public
+from ddm.planning.fit import fit_public_parts
 from ddm.protocol.base import sha256_file
 from ddm.protocol.footprint import encoding_bytes, file_bytes, looking_bytes
 from ddm.protocol.latent import AUTOENCODER_PATH, DiffusersKlLatent
@@ -33,7 +33,7 @@ def test_plan_takes_the_file_as_it_was_published_and_the_factors_from_its_config
     theirs = write_autoencoder(tmp_path / "vae", LAYOUT, channels=(8, 8), images=1)
     wanted = recipe(latent=asked(tmp_path / "vae"))
     public = torch.from_numpy(images(120, 0.1, seed=0))
-    fitted = fit_public(wanted, public, tmp_path / "plan-files")
+    fitted = fit_public_parts(wanted, public, tmp_path / "plan-files")
     assert isinstance(fitted.latent, DiffusersKlLatent)
     assert (fitted.latent.scaling_factor, fitted.latent.channels) == (0.18215, (8, 8))
     assert AUTOENCODER_PATH in fitted.paths
