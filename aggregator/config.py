@@ -20,7 +20,7 @@ from ddm.protocol.base import (
     sha256_hex,
 )
 from ddm.protocol.plan import Plan
-from ddm.publishing.home import MAX_TUF_BYTES, Home
+from ddm.publishing.folder import MAX_TUF_BYTES, PublisherFolder
 from ddm.trust.paths import PLANS, split_silo_role
 
 PUBLIC_NAME = "public.npz"  # a plan's public hold-out
@@ -70,7 +70,7 @@ class CurrentPlan(Document):
 
 
 @dataclass(frozen=True)
-class Federation(Home):
+class Federation(PublisherFolder):
     """The operator's folder."""
 
     @property

@@ -11,7 +11,7 @@ from aggregator.config import Federation
 from ddm.system.console import say
 
 if TYPE_CHECKING:
-    from ddm.publishing.witnesses import Asked, Witness
+    from ddm.publishing.witnesses import Witness, WitnessAnswer
 
 
 def log(
@@ -70,7 +70,7 @@ def witnesses_of(federation: Federation) -> "list[Witness]":
     ]
 
 
-def say_witnessed(asked: "Sequence[Asked]") -> None:
+def say_witnessed(asked: "Sequence[WitnessAnswer]") -> None:
     """Say which witnesses cosigned the last checkpoint, and why others did not."""
     if cosigned := [each.name for each in asked if each.problem is None]:
         say(f"Cosigned by {', '.join(cosigned)}.")

@@ -31,9 +31,8 @@ from ddm.protocol.base import (
     sha256_file,
     sha256_hex,
 )
-from ddm.publishing.journal import Journal, stage
-from ddm.publishing.keys import MODEL_PUBLIC
-from ddm.publishing.logged_keys import key_change, key_changes
+from ddm.publishing.keys import MODEL_PUBLIC, key_change, key_changes
+from ddm.publishing.log import TransparencyLog, stage_entries
 from ddm.publishing.plans import sign_plan_files
 from ddm.publishing.public_log import export_log, public_folder
 from ddm.trust.ceremony import (
@@ -324,10 +323,14 @@ def _write_down(
     repository: Repository,
     key: Callable[[str], SigningKey],
     entries: Sequence[LogEntry],
-) -> Journal | None:
+) -> TransparencyLog | None:
     """Add entries to the log with this change; return the log, None where the root names none."""
     log_key = log_key_of(repository.root())
-    return stage(federation, change, log_key, key("log"), entries) if log_key is not None else None
+    return (
+        stage_entries(federation, change, log_key, key("log"), entries)
+        if log_key is not None
+        else None
+    )
 
 
 def _opening(

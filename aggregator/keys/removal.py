@@ -23,7 +23,7 @@ from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import MAX_CARD_BYTES
-from ddm.publishing.journal import append
+from ddm.publishing.log import append_entries
 from ddm.trust.ceremony import SigningRequest
 from ddm.trust.log.entries import SiloRemoved
 from ddm.trust.repository import Repository
@@ -98,7 +98,7 @@ def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
         )
         name = f"{silo_id}.{sha256_hex(card)[:16]}.json"
         write_atomic(federation.registry / "removed" / name, record.encode())
-    append(
+    append_entries(
         federation,
         SiloRemoved(silo_id=silo_id, key_fingerprint=signing_key(read_card(card)).fingerprint),
     )

@@ -12,9 +12,8 @@ from ddm.errors import SetupError
 from ddm.io.changes import Change
 from ddm.io.files import write_atomic
 from ddm.protocol.base import now_utc, sha256_file, sha256_hex
-from ddm.publishing.journal import stage
-from ddm.publishing.keys import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
-from ddm.publishing.logged_keys import key_change
+from ddm.publishing.keys import MODEL_PUBLIC, key_change, load_key, make_key, make_model_signing_key
+from ddm.publishing.log import stage_entries
 from ddm.publishing.public_log import export_log, public_folder
 from ddm.trust.ceremony import SigningRequest
 from ddm.trust.drafts import Holders, log_key_of
@@ -62,7 +61,9 @@ def rotate(
             added = _replace(federation, change, name, passphrase)
             log_key = log_key_of(Repository(federation.tuf).root())
             if log_key is not None:
-                stage(federation, change, log_key, load_key(federation, "log", passphrase), [added])
+                stage_entries(
+                    federation, change, log_key, load_key(federation, "log", passphrase), [added]
+                )
             change.commit()
             export_log(federation, public_folder(federation))
             return []

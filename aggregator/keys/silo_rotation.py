@@ -29,7 +29,7 @@ from ddm.protocol.enrolment import (
     RotatedCard,
 )
 from ddm.protocol.plan import Plan
-from ddm.publishing.journal import append
+from ddm.publishing.log import append_entries
 from ddm.trust.key_rotation import open_chain
 from ddm.trust.keys import PublicKey
 from ddm.trust.log.entries import SiloKeyChanged
@@ -68,7 +68,7 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
         check_unused(federation, card)
         if card.signing_key != present.signing_key:
             old, new = signing_key(present).fingerprint, signing_key(card).fingerprint
-            append(
+            append_entries(
                 federation,
                 SiloKeyChanged(silo_id=card.silo_id, old_fingerprint=old, key_fingerprint=new),
             )

@@ -23,7 +23,7 @@ from ddm.protocol.enrolment import (
     SealedText,
 )
 from ddm.protocol.plan import Plan
-from ddm.publishing.journal import append
+from ddm.publishing.log import append_entries
 from ddm.trust.envelope import open_sealed
 from ddm.trust.key_rotation import open_rotation
 from ddm.trust.keys import PublicKey
@@ -130,7 +130,7 @@ def enroll(
         _check_new(federation, card)
         _check_not_rotated(federation, card)
         if card.silo_id not in cards(federation):
-            append(
+            append_entries(
                 federation,
                 SiloEnrolled(silo_id=card.silo_id, key_fingerprint=signing_key(card).fingerprint),
             )

@@ -27,7 +27,7 @@ from ddm.protocol.base import (
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
 from ddm.protocol.submission import submission_path
-from ddm.publishing.journal import append
+from ddm.publishing.log import append_entries
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import SiloWithdrawn
@@ -160,7 +160,7 @@ def _record(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Wi
         at=now_utc(),
         carried_from=None if origin == plan.plan_id else origin,
     )
-    append(
+    append_entries(
         federation, SiloWithdrawn(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest)
     )
     write_atomic(path, record.encode())

@@ -33,7 +33,7 @@ from ddm.protocol.base import (
 from ddm.protocol.manifest import Manifest, RouterFamily
 from ddm.protocol.plan import Plan
 from ddm.protocol.router_report import RouterReport
-from ddm.publishing.home import MAX_TUF_BYTES
+from ddm.publishing.folder import MAX_TUF_BYTES
 from ddm.publishing.versions import manifest_path, newest_version
 
 _MAX_RELEASES = 20

@@ -11,7 +11,7 @@ from aggregator.membership.registry import card_of, signing_key
 from aggregator.router.train import load_report, router_path
 from ddm.errors import BusyError, PolicyError
 from ddm.io.files import link_or_copy, read_bounded, write_atomic
-from ddm.loading.plan_documents import read_earlier
+from ddm.loading.earlier_plans import read_earlier_plans
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File
 from ddm.protocol.growth import standing_of
 from ddm.protocol.manifest import Manifest, PublishedSilo
@@ -171,7 +171,7 @@ def gather_contents(
     plan = inventory.plan
     settings = federation.settings()
     targets = version.targets(plan.plan_id)
-    earlier_plans = read_earlier(
+    earlier_plans = read_earlier_plans(
         plan, lambda file: read_bounded(targets / file.path, MAX_DOCUMENT_BYTES)
     )
     members = []

@@ -241,7 +241,7 @@ def distill(
     training = plan.expert.training.model_copy(update=changes)
 
     from ddm.loading.ensemble import build_ensemble
-    from ddm.loading.memory import room_for_experts
+    from ddm.loading.memory import expert_memory_bytes
     from ddm.system.devices import device_named
     from ddm.system.memory import memory_limit
 
@@ -251,7 +251,7 @@ def distill(
     )
     remedy = "Ask for fewer own samples (--num) or a smaller student (--architecture), or raise --memory."
     limit = memory_limit(memory_bytes)
-    room = room_for_experts(plan, opened.manifest, limit, beside=beside, remedy=remedy)
+    room = expert_memory_bytes(plan, opened.manifest, limit, beside=beside, remedy=remedy)
     ensemble = build_ensemble(plan, opened.manifest, opened.folder, memory_bytes=room, device=where)
     wanted = _Wanted(
         opened, found, ensemble, _source(opened), chosen, condition, network, training, out, device

@@ -24,7 +24,7 @@ from ddm.images.fit import check_row, fit
 from ddm.images.npz import npz_names, read_array
 from ddm.images.ranges import RangeCounter, ValueKind, range_of_type, range_remarks
 from ddm.io.files import require_file
-from ddm.loading.memory import room_for_experts
+from ddm.loading.memory import expert_memory_bytes
 from ddm.loading.release import Release
 from ddm.protocol.footprint import sampling_bytes
 from ddm.sampling.guidance import per_sample
@@ -110,7 +110,7 @@ class Drawing:
         )
         kept = 4 * num * prod(plan.data.shape) * len(strategies)
         needed = max(drawing, -(-beside // processes)) + -(-kept // processes)
-        room = room_for_experts(plan, manifest, limit.part(processes), beside=needed)
+        room = expert_memory_bytes(plan, manifest, limit.part(processes), beside=needed)
         source = ReleaseSource(plan, manifest, self.opened.folder, room, self.computing)
         ensemble, condition = source.ensemble(lazily=processes > 1), self.how["condition"]
         weight_K = shares_of_each(ensemble, condition, self.how["prior"], self.declared)

@@ -72,7 +72,7 @@ def sample(
     from ddm.cli.conditions import condition_shares, describe_shares, expert_shares
     from ddm.cli.drawing import Computing, Job, ReleaseSource, draw, shares_of
     from ddm.io.pictures import write_samples
-    from ddm.loading.memory import room_for_experts
+    from ddm.loading.memory import expert_memory_bytes
     from ddm.protocol.footprint import condition_bytes, sampling_bytes
     from ddm.sampling.guidance import knows_shares, names_of
     from ddm.system.memory import memory_limit
@@ -90,7 +90,7 @@ def sample(
         condition_bytes(plan.condition) if told.text else 0
     )
     limit = memory_limit(read_memory(machine.memory)).part(processes)
-    room = room_for_experts(plan, manifest, limit, beside=each + -(-beside // processes))
+    room = expert_memory_bytes(plan, manifest, limit, beside=each + -(-beside // processes))
     condition = told.value(plan.condition)
     source = ReleaseSource(plan, manifest, opened.folder, room, computing)
     ensemble, begin = source.ensemble(lazily=processes > 1), editing.read(plan.data, num)

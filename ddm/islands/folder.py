@@ -26,7 +26,7 @@ from ddm.protocol.base import (
 )
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining
-from ddm.publishing.home import Home
+from ddm.publishing.folder import PublisherFolder
 from ddm.training.job import JobFolder
 
 SPLIT_NAME = "split.json"
@@ -118,7 +118,7 @@ class IslandFolder:
         return self.record.is_file()
 
 
-class Islands(Home):
+class Islands(PublisherFolder):
     """The folder that `ddm split` makes."""
 
     @property

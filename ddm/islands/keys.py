@@ -5,9 +5,14 @@ from ddm.io.files import write_atomic
 from ddm.islands.folder import Islands
 from ddm.protocol.base import now_utc, sha256_file, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.publishing.home import Home
-from ddm.publishing.keys import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
-from ddm.publishing.logged_keys import key_changes
+from ddm.publishing.folder import PublisherFolder
+from ddm.publishing.keys import (
+    MODEL_PUBLIC,
+    key_changes,
+    load_key,
+    make_key,
+    make_model_signing_key,
+)
 from ddm.publishing.plans import sign_plan_files
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.keys import PublicKey, SigningKey
@@ -19,9 +24,9 @@ from ddm.trust.repository import Repository
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "log", "islands")
 
 
-def make_keys(home: Home, passphrase: bytes) -> PublicKey:
+def make_keys(publisher: PublisherFolder, passphrase: bytes) -> PublicKey:
     """Make the keys; return the public half of the one that the islands' keys follow from."""
-    change = Change.begin(home.path)
+    change = Change.begin(publisher.path)
     public = {name: make_key(change, name, passphrase) for name in KEY_NAMES}
     make_model_signing_key(change, passphrase)
     change.commit()

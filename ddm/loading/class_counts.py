@@ -1,7 +1,7 @@
 """Computes who holds a class from what each silo signed, its noised class counts, so that no publisher states it.
 
-The counts are published as the silos sent them; their digests stand in the silos' signed documents. Everything else
-that the shares depend on is the plan's, or checked against the same documents (`ddm.loading.release`).
+The counts are published as the silos sent them; their digests are in the silos' signed documents. Everything else that
+the shares depend on is the plan's, or checked against the same documents (`ddm.loading.consistency`).
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def class_priors(
     """Return the experts' shares of each class and a router for it; None where the silos sent no class counts.
 
     Class counts are histograms over public groups, so the router of a class is a counts router whatever family the
-    release's router is of. It takes over the temperature of a released counts router. A router that reads the class
+    release's router is of. It takes over the temperature of a published counts router. A router that reads the class
     itself answers instead. The counts are read now; shares are computed when the first class is asked for.
 
     Args:
@@ -55,54 +55,66 @@ def class_priors(
             partition.
         TensorFileError: counts of another shape, or such as no noise explains; the latter when they are used.
     """
-    shares = _shares(plan, manifest, folder, files)
-    if shares is None:
+    compute_shares = _class_shares(plan, manifest, folder, files)
+    if compute_shares is None:
         return None
     path = path_named(plan.objective.ensemble_path)
-    reads = isinstance(router.router, ConditionalRouter)
-    temperature = router.temperature if isinstance(router.router, CountsRouter) else 1.0
+    router_reads_class = isinstance(router.router, ConditionalRouter)
+    temperature = 1.0
+    if isinstance(router.router, CountsRouter):
+        temperature = router.temperature
 
     def class_prior(label: int) -> ClassPrior:
-        conditional = shares()
-        prior = conditional.log_prior(label).exp().tolist()
-        if reads:
+        shares = compute_shares()
+        prior = shares.log_prior(label).exp().tolist()
+        if router_reads_class:
             return ClassPrior(prior)
-        own = conditional.router(label, files.sketch, path)
-        return ClassPrior(prior, Calibrated(own, temperature, [1.0] * own.num_experts, path))
+        class_router = shares.router(label, files.sketch, path)
+        uniform = [1.0] * class_router.num_experts
+        return ClassPrior(prior, Calibrated(class_router, temperature, uniform, path))
 
     return class_prior
 
 
-def _shares(
+def _class_shares(
     plan: Plan, manifest: Manifest, folder: Path, files: PlanFiles
 ) -> Callable[[], ConditionalPrior] | None:
+    """Read the class counts now; return a function that computes the shares from them, once."""
     terms = plan.statistics.class_counts
     if terms is None:
         return None
-    layout, by_id = (
-        published_layout(plan, manifest, files.clusters),
-        {silo.silo_id: silo for silo in manifest.silos},
-    )
-    order = list(dict.fromkeys(expert.silo_id for expert in manifest.experts))
-    signed = [_signed(plan, by_id[silo_id], folder) for silo_id in order]
-    noisy_KCG = torch.stack([_counts(plan, document, folder) for document in signed])
-    num_units, counted = (
-        [each.num_units for each in signed],
-        [by_id[silo_id].units for silo_id in order],
-    )
+    layout = published_layout(plan, manifest, files.clusters)
+    published_by_id = {silo.silo_id: silo for silo in manifest.silos}
+    documents = [
+        _read_document(plan, published_by_id[silo_id], folder)
+        for silo_id in _silos_in_order(manifest)
+    ]
+    noisy_KCG = torch.stack([_read_counts(plan, document, folder) for document in documents])
+    stated_units = [document.num_units for document in documents]
+    counted_units = [published_by_id[document.silo_id].units for document in documents]
 
     @cache
-    def shares() -> ConditionalPrior:
+    def compute_shares() -> ConditionalPrior:
         try:
             return ConditionalPrior.from_counts(
-                files.sketch, noisy_KCG, num_units, terms.epsilon, layout, counted_K=counted
+                files.sketch,
+                noisy_KCG,
+                stated_units,
+                terms.epsilon,
+                layout,
+                counted_K=counted_units,
             )
         except MathError as error:
             raise TensorFileError(
                 f"class_counts, {error.subject}", expected=error.expected, got=error.got
             ) from error
 
-    return shares
+    return compute_shares
+
+
+def _silos_in_order(manifest: Manifest) -> list[str]:
+    """Return the silos in the order in which their experts first appear, which is the router's order of silos."""
+    return list(dict.fromkeys(expert.silo_id for expert in manifest.experts))
 
 
 def published_layout(plan: Plan, manifest: Manifest, clusters: Clusters) -> Layout:
@@ -112,47 +124,53 @@ def published_layout(plan: Plan, manifest: Manifest, clusters: Clusters) -> Layo
         DocumentError: an expert that the plan's partition does not have.
     """
     parts: dict[str, Part] = {}
-    for silo_id in dict.fromkeys(expert.silo_id for expert in manifest.experts):
-        own = {expert.cluster for expert in manifest.experts if expert.silo_id == silo_id}
-        kept = sorted(c for c in own if c is not None and c < plan.clustering.num_coarse)
-        if kept or not isinstance(plan.partition, SiloClusterPartition):
-            parts |= {
-                part.expert_id: part
-                for part in known_parts(plan.partition, silo_id, clusters, kept)
-            }
-    if unknown := [
-        expert.expert_id for expert in manifest.experts if expert.expert_id not in parts
-    ]:
-        expected = f"experts of the partition {plan.partition.kind}"
-        raise DocumentError(
-            "manifest.json, experts", expected=expected, got=f"{len(unknown)} others, {unknown[0]}"
+    for silo_id in _silos_in_order(manifest):
+        silo_clusters = {expert.cluster for expert in manifest.experts if expert.silo_id == silo_id}
+        valid_clusters = sorted(
+            cluster
+            for cluster in silo_clusters
+            if cluster is not None and cluster < plan.clustering.num_coarse
         )
-    own_parts = tuple(parts[expert.expert_id] for expert in manifest.experts)
-    return Layout(silo_numbers(manifest.experts), own_parts, plan.partition)
+        if valid_clusters or not isinstance(plan.partition, SiloClusterPartition):
+            for part in known_parts(plan.partition, silo_id, clusters, valid_clusters):
+                parts[part.expert_id] = part
+    unknown = [expert.expert_id for expert in manifest.experts if expert.expert_id not in parts]
+    if unknown:
+        raise DocumentError(
+            "manifest.json, experts",
+            expected=f"experts of the partition {plan.partition.kind}",
+            got=f"{len(unknown)} others, {unknown[0]}",
+        )
+    expert_parts = tuple(parts[expert.expert_id] for expert in manifest.experts)
+    return Layout(silo_numbers(manifest.experts), expert_parts, plan.partition)
 
 
-def _signed(plan: Plan, silo: PublishedSilo, folder: Path) -> Submission | Island:
+def _read_document(plan: Plan, silo: PublishedSilo, folder: Path) -> Submission | Island:
     """Read a silo's document again, which must be the one that the manifest lists."""
     listed = silo.submission
-    data = read_bounded(
-        folder.parent / plan.origin(silo.silo_id) / listed.path,
-        MAX_DOCUMENT_BYTES,
-        subject=listed.path,
-    )
-    if (found := sha256_hex(data)) != listed.digest:
-        expected = f"sha256 {listed.digest[:16]}..., as manifest.json lists"
-        raise DigestError(listed.path, expected=expected, got=f"sha256 {found[:16]}...")
-    kind: type[Submission | Island] = Submission if plan.statistics.private else Island
-    return kind.parse(data, subject=listed.path)
+    # A carried silo's document is beside this plan's folder, in that of the plan for which it signed.
+    path = folder.parent / plan.origin(silo.silo_id) / listed.path
+    data = read_bounded(path, MAX_DOCUMENT_BYTES, subject=listed.path)
+    digest = sha256_hex(data)
+    if digest != listed.digest:
+        raise DigestError(
+            listed.path,
+            expected=f"sha256 {listed.digest[:16]}..., as manifest.json lists",
+            got=f"sha256 {digest[:16]}...",
+        )
+    if plan.statistics.private:
+        return Submission.parse(data, subject=listed.path)
+    return Island.parse(data, subject=listed.path)
 
 
-def _counts(plan: Plan, signed: Submission | Island, folder: Path) -> Tensor:
+def _read_counts(plan: Plan, document: Submission | Island, folder: Path) -> Tensor:
     """Return a silo's noised counts by class and group, shape (C, G)."""
-    name, file = class_counts_path(signed.silo_id), signed.class_counts
+    file = document.class_counts
     if file is None:
         raise DocumentError(
-            f"submission of {signed.silo_id}", expected="class_counts", got="no such statistic"
+            f"submission of {document.silo_id}", expected="class_counts", got="no such statistic"
         )
-    specs = ClassCounts(plan.statistics).tensor_specs(signed.num_units)
-    tensors = load_tensors(folder / name, specs, max_bytes=file.bytes, digest=file.digest)
+    path = folder / class_counts_path(document.silo_id)
+    specs = ClassCounts(plan.statistics).tensor_specs(document.num_units)
+    tensors = load_tensors(path, specs, max_bytes=file.bytes, digest=file.digest)
     return tensors["counts"]

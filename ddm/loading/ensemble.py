@@ -13,7 +13,7 @@ from ddm.diffusion.path import Expert, Experts, Path, as_velocity, path_named
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.loading.class_counts import class_priors
-from ddm.loading.memory import room_for_experts
+from ddm.loading.memory import expert_memory_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import Release, open_release
 from ddm.models import load_expert
@@ -87,8 +87,8 @@ def load_ensemble(
 
     Args:
         release: as `open_release` returns it.
-        memory_bytes: most bytes of memory for the whole ensemble, with one sample at a time; 75% of what is available
-            where omitted. Sizes are computed before anything is loaded. Where not all experts fit beside the rest, they
+        memory_bytes: the maximum for the whole ensemble, with one sample at a time; 75% of what is available where
+            omitted. Sizes are computed before anything is loaded. Where not all experts fit beside the rest, they
             are loaded on first use, as in `build_ensemble`. More samples at once need more: `Ensemble.chunk_size`.
         device: where the experts compute.
 
@@ -98,12 +98,20 @@ def load_ensemble(
         DocumentError: the manifest describes a router that this version cannot apply.
         TensorFileError: a tensor file is not what the plan implies.
     """
-    plan, manifest = release.plan, release.manifest
-    one = sampling_bytes(plan, len(manifest.experts), num=1, batch=1, steps=1)
-    remedy = "Raise memory_bytes, or open the release on a machine with more memory."
-    room = room_for_experts(plan, manifest, memory_limit(memory_bytes), beside=one, remedy=remedy)
-    built = build_ensemble(plan, manifest, release.folder, memory_bytes=room, device=device)
-    return replace(built, release=release.manifest_digest)
+    plan = release.plan
+    manifest = release.manifest
+    one_sample_bytes = sampling_bytes(plan, len(manifest.experts), num=1, batch=1, steps=1)
+    expert_bytes = expert_memory_bytes(
+        plan,
+        manifest,
+        memory_limit(memory_bytes),
+        beside=one_sample_bytes,
+        remedy="Raise memory_bytes, or open the release on a machine with more memory.",
+    )
+    ensemble = build_ensemble(
+        plan, manifest, release.folder, memory_bytes=expert_bytes, device=device
+    )
+    return replace(ensemble, release=release.manifest_digest)
 
 
 def build_ensemble(
@@ -123,9 +131,9 @@ def build_ensemble(
     Args:
         plan: the plan.
         manifest: lists the experts and describes the router.
-        folder: holds `plan/`, `silos/`, `class_counts/` and the router; it is called as the plan, and experts that were
-            carried over lie beside it, in a folder called as theirs.
-        memory_bytes: most bytes of memory for experts. They are then loaded on first use, and again after they were
+        folder: holds `plan/`, `silos/`, `class_counts/` and the router. It has the plan's name; experts that were
+            carried over are beside it, in a folder with the name of their plan.
+        memory_bytes: the maximum for experts. They are then loaded on first use, and again after they were
             dropped, checked against their digests each time, so the errors about files below are raised while sampling.
             None loads all of them now.
         device: where the experts compute.
@@ -137,23 +145,22 @@ def build_ensemble(
         TensorFileError: a tensor file is not what the plan implies.
         SetupError: `memory_bytes` is less than the largest expert needs.
     """
-    shape, condition, path = (
-        plan.expert_shape,
-        plan.condition,
-        path_named(plan.objective.ensemble_path),
-    )
+    shape = plan.expert_shape
+    condition = plan.condition
+    path = path_named(plan.objective.ensemble_path)
     files = PlanFiles.load(plan, folder)
     router = load_router(
         manifest.router, folder, plan=plan, sketch=files.sketch, experts=manifest.experts
     )
 
-    def load(k: int) -> Expert:
-        published = manifest.experts[k]
-        home = folder.parent / plan.origin(published.silo_id)
-        expert = load_expert(plan.expert.architecture, shape, home, published.file, condition).to(
-            device
+    def load(number: int) -> Expert:
+        published = manifest.experts[number]
+        signed_folder = folder.parent / plan.origin(published.silo_id)
+        network = load_expert(
+            plan.expert.architecture, shape, signed_folder, published.file, condition
         )
-        return on_path(arithmetic.applied(expert), plan.objective.of(published.silo_id), path)
+        expert = arithmetic.applied(network.to(device))
+        return on_path(expert, plan.objective.of(published.silo_id), path)
 
     return Ensemble(
         experts=_experts(load, [expert.file.bytes for expert in manifest.experts], memory_bytes),

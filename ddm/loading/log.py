@@ -1,4 +1,4 @@
-"""Checks that a published manifest, or a signed plan, stands in the federation's log; compares it with other views."""
+"""Checks that a published manifest, or a signed plan, is in the federation's log; compares the log with other views."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,13 +48,14 @@ class LogView:
         """
         signed = open_checkpoint(checkpoint_in(other, subject), self.keys, subject)
         mine = self.view.signed
-        if signed.size > mine.size or (
-            signed.size < mine.size and self.view.proofs.starting_at(signed.size) is None
-        ):
-            remedy = "Compare both with the whole log: ddm log LOG --root FILE --checkpoint FILE."
-            expected = f"a checkpoint that this release, of {mine.size} entries, holds a proof for"
+        is_larger = signed.size > mine.size
+        is_unproved = signed.size < mine.size and self.view.proofs.starting_at(signed.size) is None
+        if is_larger or is_unproved:
             raise TrustError(
-                subject, expected=expected, got=f"one of {signed.size} entries", remedy=remedy
+                subject,
+                expected=f"a checkpoint that this release, of {mine.size} entries, holds a proof for",
+                got=f"one of {signed.size} entries",
+                remedy="Compare both with the whole log: ddm log LOG --root FILE --checkpoint FILE.",
             )
         theirs = ProvenCheckpoint(signed, ConsistencyProofs())
         if state is None:
@@ -72,37 +73,37 @@ class LogView:
 
         Args:
             witnesses: those whom the reader trusts.
-            others: cosigned copies of the checkpoint, by what to call them; others among them do not count.
+            others: cosigned copies of the checkpoint, by what to call them; copies of other checkpoints do not count.
 
         Raises:
             SignatureError: too few did, or a cosignature does not verify.
             DocumentError: a copy does not parse.
         """
-        opened = [
-            open_checkpoint(checkpoint_in(data, name), self.keys, name)
-            for name, data in others.items()
-        ]
         mine = self.view.signed
-        same = [mine, *(each for each in opened if each.checkpoint == mine.checkpoint)]
+        copies = [mine]
+        for name, data in others.items():
+            signed = open_checkpoint(checkpoint_in(data, name), self.keys, name)
+            if signed.checkpoint == mine.checkpoint:
+                copies.append(signed)
         remedy = f"Pass it cosigned: --checkpoint FILE, which is cosigned/{mine.size} of the federation's public log."
-        return witnesses.check(same, remedy)
+        return witnesses.check(copies, remedy)
 
 
 def read_log(
     log_keys: tuple[str, ...], proof: bytes, consistency: bytes, entry: LogEntry, subject: str
 ) -> LogView:
-    """Check that an entry stands in the log.
+    """Check that an entry is in the log.
 
     Args:
         log_keys: verifier keys, as the verified roots name them, the newest last; the newest one must have signed.
         proof: the content of the ``.tlog-proof``.
         consistency: the content of `log-consistency.json`.
-        entry: what must stand in the log.
+        entry: what must be in the log.
         subject: the proof's name, for errors.
 
     Raises:
         RootError: the root names no log.
-        TrustError: the checkpoint is not signed by the log, or the entry does not stand there.
+        TrustError: the checkpoint is not signed by the log, or the entry is not in it.
         FormatError: a file does not parse, or does not fit the checkpoint's size.
     """
     if not log_keys:
@@ -118,7 +119,7 @@ def read_log(
 
 
 def entry_of(manifest: Manifest, manifest_digest: str) -> VersionPublished:
-    """Return what must stand in the log for a manifest."""
+    """Return the log's entry for a manifest."""
     return VersionPublished(
         plan_id=manifest.plan_id,
         version=manifest.version,

@@ -1,4 +1,4 @@
-"""Holds a release against a memory limit before anything in it is loaded, by its documents' numbers alone."""
+"""Computes from a release's documents alone how much memory its experts may take, before anything is loaded."""
 
 from ddm.protocol.encoder import TimmEncoder
 from ddm.protocol.footprint import opening_bytes
@@ -7,10 +7,10 @@ from ddm.protocol.plan import Plan
 from ddm.system.memory import MemoryLimit
 
 
-def room_for_experts(
+def expert_memory_bytes(
     plan: Plan, manifest: Manifest, limit: MemoryLimit, *, beside: int, remedy: str | None = None
 ) -> int | None:
-    """Return the most bytes that the experts' weights may take; None where all of them fit at once.
+    """Return the maximum number of bytes of the experts' weights in memory; None where all of them fit at once.
 
     Args:
         plan: of the verified release.
@@ -25,10 +25,12 @@ def room_for_experts(
     sizes = [expert.file.bytes for expert in manifest.experts]
     fixed = opening_bytes(plan, len(sizes)) + beside
     limit.check("memory", fixed + max(sizes), remedy)
-    # only now, since its network is built to be counted, without memory
     if isinstance(plan.encoder, TimmEncoder):
-        from ddm.encoders.timm import timm_bytes  # takes seconds
+        # Counting its bytes builds its network, without memory for the weights, which takes seconds.
+        from ddm.encoders.timm import timm_bytes
 
         fixed += timm_bytes(plan.encoder)
         limit.check("memory", fixed + max(sizes), remedy)
-    return None if fixed + sum(sizes) <= limit.bytes else limit.bytes - fixed
+    if fixed + sum(sizes) <= limit.bytes:
+        return None
+    return limit.bytes - fixed

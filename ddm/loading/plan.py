@@ -46,38 +46,22 @@ class PlanFiles:
             PolicyError: the sketch would not give the privacy that its epsilon states (see `Sketch.check`).
             SetupError: the installed timm does not have the plan's encoder.
         """
-
-        def load(path: str, specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
-            listed = plan.file(path)
-            return load_tensors(folder / path, specs, max_bytes=listed.bytes, digest=listed.digest)
-
-        dim, num_groups = plan.encoder.dim, plan.statistics.counts.num_groups
-        encoder: Encoder
-        if isinstance(plan.encoder, PcaSpec):
-            encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
-        elif isinstance(plan.encoder, HogSpec):
-            encoder = HogEncoder.from_tensors(
-                load(plan.encoder.path, hog_specs(plan.encoder)), plan.encoder
-            )
-        else:
-            from ddm.encoders.timm import (  # takes seconds, and most plans do not need it
-                TimmEncoder,
-                timm_specs,
-            )
-
-            encoder = TimmEncoder.from_tensors(
-                load(plan.encoder.path, timm_specs(plan.encoder)), plan.encoder, plan.data
-            )
-        cluster_shapes = cluster_specs(plan.clustering.num_fine, dim)
-        clusters = Clusters.from_tensors(load(plan.clustering.path, cluster_shapes))
-        latent_spec = plan.data.model_copy(update={"shape": plan.expert_shape})
-        sketch = Sketch.from_tensors(
-            load(plan.sketch.path, sketch_specs(latent_spec, plan.sketch.rank, num_groups))
+        num_groups = plan.statistics.counts.num_groups
+        cluster_shapes = cluster_specs(plan.clustering.num_fine, plan.encoder.dim)
+        clusters = Clusters.from_tensors(
+            _load_listed(plan, folder, plan.clustering.path, cluster_shapes)
         )
-        sketch.check()
         clusters.check(plan.clustering.num_coarse, num_groups)
+
+        expert_space = plan.data.model_copy(update={"shape": plan.expert_shape})
+        sketch_shapes = sketch_specs(expert_space, plan.sketch.rank, num_groups)
+        sketch = Sketch.from_tensors(_load_listed(plan, folder, plan.sketch.path, sketch_shapes))
+        sketch.check()
         return cls(
-            encoder=encoder, clusters=clusters, sketch=sketch, latent=cls.load_latent(plan, folder)
+            encoder=_load_encoder(plan, folder),
+            clusters=clusters,
+            sketch=sketch,
+            latent=cls.load_latent(plan, folder),
         )
 
     @staticmethod
@@ -85,3 +69,26 @@ class PlanFiles:
         """Open the plan's latent alone; see `ddm.encoders.autoencoder.open_latent`."""
         listed = plan.file(plan.latent.path) if isinstance(plan.latent, Autoencoder) else None
         return open_latent(plan.latent, plan.data.shape, listed, folder)
+
+
+def _load_listed(
+    plan: Plan, folder: Path, path: str, specs: dict[str, TensorSpec]
+) -> dict[str, Tensor]:
+    """Load a file of the plan, whose size and digest must be those that the plan lists."""
+    listed = plan.file(path)
+    return load_tensors(folder / path, specs, max_bytes=listed.bytes, digest=listed.digest)
+
+
+def _load_encoder(plan: Plan, folder: Path) -> Encoder:
+    spec = plan.encoder
+    if isinstance(spec, PcaSpec):
+        shapes = pca_specs(plan.data, spec.dim)
+        return PcaEncoder.from_tensors(_load_listed(plan, folder, spec.path, shapes))
+    if isinstance(spec, HogSpec):
+        shapes = hog_specs(spec)
+        return HogEncoder.from_tensors(_load_listed(plan, folder, spec.path, shapes), spec)
+    # timm takes seconds to import, and most plans do not need it.
+    from ddm.encoders.timm import TimmEncoder, timm_specs
+
+    tensors = _load_listed(plan, folder, spec.path, timm_specs(spec))
+    return TimmEncoder.from_tensors(tensors, spec, plan.data)

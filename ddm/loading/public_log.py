@@ -44,9 +44,16 @@ class PublicLog:
             SplitViewError: two histories; both signed checkpoints are kept as evidence.
             FormatError: the checkpoint is of more entries than this copy of the log has.
         """
-        self._check(open_checkpoint(checkpoint_in(other, subject), self.keys, subject), subject)
+        signed = open_checkpoint(checkpoint_in(other, subject), self.keys, subject)
+        self.check_same_history(signed, subject)
 
-    def _check(self, signed: SignedCheckpoint, subject: str) -> None:
+    def check_same_history(self, signed: SignedCheckpoint, subject: str) -> None:
+        """Check that a checkpoint, whose signature was verified, is one of this log; keep evidence if it is not.
+
+        Raises:
+            SplitViewError: two histories.
+            FormatError: the checkpoint is of more entries than this copy of the log has.
+        """
         try:
             check_against_entries(signed, self.lines, subject)
         except SplitViewError as error:
@@ -68,36 +75,38 @@ def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:
         FormatError: a file does not parse, or the log has fewer entries than seen before.
     """
     memory = VersionStore.for_root(state, sha256_hex(root))
-    found = trusted_log_keys(_roots(folder, root), root, memory.roots())
-    if not found:
+    log_keys = trusted_log_keys(_read_roots(folder, root), root, memory.roots())
+    if not log_keys:
         raise RootError(
             "root", expected="the key of the federation's log, log_key", got="a root without it"
         )
-    keys = tuple(VerifierKey.parse(key) for key in found)
+    keys = tuple(VerifierKey.parse(key) for key in log_keys)
+    # Only the newest key may have signed the present checkpoint; older ones vouch for earlier checkpoints alone.
     signed = open_checkpoint(
         read_small(folder, "checkpoint", MAX_NOTE_BYTES), keys[-1:], "checkpoint"
     )
-    lines = _lines(folder, signed)
+    lines = _read_entries(folder, signed)
     entries = tuple(parse_entry(line, f"entry {number}") for number, line in enumerate(lines))
-    opened = PublicLog(signed, lines, entries, keys, CheckpointStore(memory.folder))
-    seen = opened.memory.load()
-    if seen is not None:
-        opened._check(seen.signed, "the checkpoint seen before")
+    public_log = PublicLog(signed, lines, entries, keys, CheckpointStore(memory.folder))
+    remembered = public_log.memory.load()
+    if remembered is not None:
+        public_log.check_same_history(remembered.signed, "the checkpoint seen before")
     check_history(entries)
-    return opened
+    return public_log
 
 
-def _roots(folder: Path, root: bytes) -> dict[str, bytes]:
-    view = {"1.root.json": root}
+def _read_roots(folder: Path, root: bytes) -> dict[str, bytes]:
+    """Read the roots after the pinned one, by which a rotated log key is followed."""
+    roots = {"1.root.json": root}
     for version in range(2, MAX_ROOT_ROTATIONS + 2):
         name = f"{version}.root.json"
         if not (folder / name).exists():
             break
-        view[name] = read_small(folder, name, LIMITS["root"])
-    return view
+        roots[name] = read_small(folder, name, LIMITS["root"])
+    return roots
 
 
-def _lines(folder: Path, signed: SignedCheckpoint) -> tuple[bytes, ...]:
+def _read_entries(folder: Path, signed: SignedCheckpoint) -> tuple[bytes, ...]:
     """Read the entries, which must have the root hash that is signed, and check every tile against them."""
     if signed.size > MAX_ENTRIES:
         raise DocumentError(
@@ -107,9 +116,14 @@ def _lines(folder: Path, signed: SignedCheckpoint) -> tuple[bytes, ...]:
     for index, width in tiles_of(signed.size):
         name = tile_path(None, index, width)
         lines += parse_bundle(read_small(folder, name, MAX_BUNDLE_BYTES), width, name)
-    if (found := root_hash([leaf_hash(line) for line in lines])) != signed.root:
-        expected = f"entries with the signed root hash {signed.root.hex()[:16]}..."
-        raise DigestError("tile/entries", expected=expected, got=f"root hash {found.hex()[:16]}...")
+    computed_root = root_hash([leaf_hash(line) for line in lines])
+    if computed_root != signed.root:
+        raise DigestError(
+            "tile/entries",
+            expected=f"entries with the signed root hash {signed.root.hex()[:16]}...",
+            got=f"root hash {computed_root.hex()[:16]}...",
+        )
+    # The tiles of hashes follow from the entries; other readers rely on them, so that they must not differ.
     for name, data in layout(lines):
         if read_small(folder, name, MAX_BUNDLE_BYTES) != data:
             raise DigestError(

@@ -108,7 +108,7 @@ def draft_manifest(contents: ReleaseContents, version: StagedVersion) -> Manifes
         plan_id=plan_id,
         plan_digest=contents.plan_digest,
         version=version.number,
-        supersedes_digest=manifest_digest(version.home, version.number - 1),
+        supersedes_digest=manifest_digest(version.publisher, version.number - 1),
         published_at=version.created_at,
         licence=contents.licence,
         cite=contents.cite,

@@ -1,4 +1,6 @@
-"""Makes and opens the federation's keys on disk."""
+"""A publisher's keys: makes and opens them on disk, and describes their changes as entries of the log."""
+
+from collections.abc import Iterator, Mapping
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -12,8 +14,12 @@ from cryptography.hazmat.primitives.serialization import (
 from ddm.errors import PassphraseError, SetupError
 from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
-from ddm.publishing.home import Home
+from ddm.publishing.folder import PublisherFolder
+from ddm.trust.drafts import Holders, holders_of, log_key_of
 from ddm.trust.keys import MAX_KEY_FILE_BYTES, PublicKey, SigningKey
+from ddm.trust.log.entries import KeyChanged, LoggedKey
+from ddm.trust.log.note import VerifierKey
+from ddm.trust.repository import Repository
 
 MODEL_KEY = "keys/model-signing.key"
 MODEL_PUBLIC = "model-signing.pub.pem"
@@ -38,17 +44,19 @@ def make_model_signing_key(change: Change, passphrase: bytes) -> None:
     write_atomic(change.put(MODEL_PUBLIC), public)
 
 
-def load_key(home: Home, name: str, passphrase: bytes) -> SigningKey:
-    """Open one of the federation's keys.
+def load_key(publisher: PublisherFolder, name: str, passphrase: bytes) -> SigningKey:
+    """Open one of the publisher's keys.
 
     Raises:
         MissingFileError: the key is not in this folder, because holders keep it.
         PassphraseError: wrong passphrase.
     """
-    return SigningKey.load(home.keys / f"{name}.key", passphrase)
+    return SigningKey.load(publisher.keys / f"{name}.key", passphrase)
 
 
-def load_model_signing_key(home: Home, passphrase: bytes) -> ec.EllipticCurvePrivateKey:
+def load_model_signing_key(
+    publisher: PublisherFolder, passphrase: bytes
+) -> ec.EllipticCurvePrivateKey:
     """Open the P-256 key that signs `model.sig`; its public half is `model-signing.pub.pem`.
 
     Raises:
@@ -56,14 +64,56 @@ def load_model_signing_key(home: Home, passphrase: bytes) -> ec.EllipticCurvePri
         PassphraseError: wrong passphrase.
         SetupError: not a P-256 key.
     """
-    path = home.path / MODEL_KEY
+    path = publisher.path / MODEL_KEY
     data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
     try:
+        # An empty passphrase would be taken for none, which opens only unencrypted keys, with a TypeError.
         key = load_pem_private_key(data, passphrase or b"\0")
     except (ValueError, TypeError) as error:
-        got = "a passphrase that does not open it"
-        raise PassphraseError(path.name, expected="the passphrase of this key", got=got) from error
+        raise PassphraseError(
+            path.name,
+            expected="the passphrase of this key",
+            got="a passphrase that does not open it",
+        ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-        remedy = "Restore keys/model-signing.key from backup, or make a new one: aggregator rotate FED model-signing."
-        raise SetupError(path.name, expected="a P-256 key", got=type(key).__name__, remedy=remedy)
+        raise SetupError(
+            path.name,
+            expected="a P-256 key",
+            got=type(key).__name__,
+            remedy="Restore keys/model-signing.key from backup, or make a new one: "
+            "aggregator rotate FED model-signing.",
+        )
     return key
+
+
+def key_changes(before: Repository | None, after: Repository) -> Iterator[KeyChanged]:
+    """Yield an entry for each key that the metadata after a change name, and those before it, if any, did not."""
+    old_keys: Mapping[LoggedKey, Holders] = {}
+    if before is not None:
+        old_keys = _keys_in_metadata(before)
+    for name, holders in _keys_in_metadata(after).items():
+        if old_keys.get(name) != holders:
+            fingerprints = tuple(sorted(key.fingerprint for key in holders.keys))
+            yield KeyChanged(key=name, fingerprints=fingerprints, threshold=holders.threshold)
+
+
+def key_change(name: LoggedKey, public: PublicKey) -> KeyChanged:
+    """Return the entry of one key that the metadata do not name."""
+    return KeyChanged(key=name, fingerprints=(public.fingerprint,))
+
+
+def _keys_in_metadata(repository: Repository) -> Mapping[LoggedKey, Holders]:
+    root = repository.root()
+    delegates = repository.delegates()
+    root_holders = holders_of(root)
+    keys: dict[LoggedKey, Holders] = {
+        "root": root_holders["root"],
+        "targets": root_holders["targets"],
+        "online": root_holders["timestamp"],
+        "plans": Holders((delegates.plans,)),
+        "release": Holders((delegates.release,)),
+    }
+    log_key = log_key_of(root)
+    if log_key is not None:
+        keys["log"] = Holders((VerifierKey.parse(log_key).public,))
+    return keys

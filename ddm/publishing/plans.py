@@ -7,8 +7,8 @@ from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.publishing.home import Home
-from ddm.publishing.journal import sizes_given_out, stage
+from ddm.publishing.folder import PublisherFolder
+from ddm.publishing.log import sizes_given_out, stage_entries
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import LogEntry, PlanSigned
@@ -17,7 +17,7 @@ from ddm.trust.repository import Repository
 
 
 def sign_plan_files(
-    home: Home,
+    publisher: PublisherFolder,
     change: Change,
     repository: Repository,
     folder: Path,
@@ -28,7 +28,7 @@ def sign_plan_files(
     """Sign the plan in a folder, and write its proofs of the log beside it; return the plan.
 
     Args:
-        home: whose log it enters.
+        publisher: whose log it enters.
         change: puts it into force.
         repository: the metadata, inside the change.
         folder: holds `plan.json` and `plan/`, inside the change.
@@ -39,14 +39,20 @@ def sign_plan_files(
     encoded = read_bounded(folder / "plan.json", MAX_DOCUMENT_BYTES)
     plan = Plan.parse(encoded, subject="plan.json")
     plan_id = plan.plan_id
-    files = {f"{plan_id}/plan.json": (len(encoded), sha256_hex(encoded))}
-    files |= {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in plan.files}
-    entry = PlanSigned(plan_id=plan_id, plan_digest=sha256_hex(encoded))
-    if (log_key := log_key_of(repository.root())) is not None:
-        log = stage(home, change, log_key, key("log"), [*before, entry])
-        for name, data in zip(PLAN_LOG_NAMES, log.prove(entry, sizes_given_out(home)), strict=True):
-            write_atomic(folder / name, data)
-            files[f"{plan_id}/{name}"] = (len(data), sha256_hex(data))
+    plan_digest = sha256_hex(encoded)
+    files = {f"{plan_id}/plan.json": (len(encoded), plan_digest)}
+    for file in plan.files:
+        files[f"{plan_id}/{file.path}"] = (file.bytes, file.digest)
+
+    log_key = log_key_of(repository.root())
+    if log_key is not None:
+        entry = PlanSigned(plan_id=plan_id, plan_digest=plan_digest)
+        log = stage_entries(publisher, change, log_key, key("log"), [*before, entry])
+        proofs = log.prove(entry, sizes_given_out(publisher))
+        # The proofs are signed with the plan, so that a silo can check the log before it accepts the plan.
+        for name, proof in zip(PLAN_LOG_NAMES, proofs, strict=True):
+            write_atomic(folder / name, proof)
+            files[f"{plan_id}/{name}"] = (len(proof), sha256_hex(proof))
     repository.start_plan(
         plan_id,
         files,

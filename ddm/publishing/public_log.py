@@ -1,7 +1,7 @@
 """Writes the public form of the log, C2SP tlog-tiles: static files for a web server, for readers and for witnesses.
 
 Tiles and entry bundles come first and the checkpoint last, so that whoever reads meanwhile finds a whole log. The roots
-of trust lie beside them, by which a reader follows a rotated log key.
+of trust are beside them, by which a reader follows a rotated log key.
 """
 
 from dataclasses import replace
@@ -10,8 +10,16 @@ from pathlib import Path
 from ddm.errors import SetupError
 from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
-from ddm.publishing.home import Home
-from ddm.publishing.journal import CHECKPOINT, COSIGNED, PUBLIC, Journal, check_continues, stage
+from ddm.publishing.folder import PublisherFolder
+from ddm.publishing.log import (
+    CHECKPOINT,
+    COSIGNED,
+    PUBLIC,
+    TransparencyLog,
+    check_continues,
+    require_log_key,
+    stage_entries,
+)
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import SignedCheckpoint, open_checkpoint
@@ -20,74 +28,71 @@ from ddm.trust.log.tiles import layout
 from ddm.trust.repository import Repository
 
 
-def public_folder(home: Home) -> Path:
+def public_folder(publisher: PublisherFolder) -> Path:
     """Return the folder of the public form, which the commands that sign keep up to date."""
-    return home.path / PUBLIC
+    return publisher.path / PUBLIC
 
 
-def sign_waiting(home: Home, key: SigningKey) -> Journal:
+def sign_waiting(publisher: PublisherFolder, key: SigningKey) -> TransparencyLog:
     """Cover entries that wait unsigned with a checkpoint; return the log.
 
     Raises:
         SetupError: the federation's root names no log, or another key.
         BusyError: another process signs.
     """
-    with home.signing_lock():
-        log_key = log_key_of(Repository(home.tuf).root())
-        if log_key is None:
-            raise SetupError(
-                "root", expected="the key of the federation's log, log_key", got="a root without it"
-            )
-        change = Change.begin(home.path, beside_waiting=True)
-        journal = stage(home, change, log_key, key, [])
+    with publisher.signing_lock():
+        log_key = require_log_key(publisher)
+        change = Change.begin(publisher.path, beside_waiting=True)
+        log = stage_entries(publisher, change, log_key, key, [])
         change.commit()
-        export_log(home, public_folder(home))
-        return journal
+        export_log(publisher, public_folder(publisher))
+        return log
 
 
-def export_log(home: Home, out: Path) -> None:
+def export_log(publisher: PublisherFolder, out: Path) -> None:
     """Bring a public copy of the log up to date with its last checkpoint.
 
     Raises:
         SetupError: the copy there is of another log, or of more entries: this folder is older than it.
     """
-    journal = Journal.load(home)
-    if journal.signed is None:
+    log = TransparencyLog.load(publisher)
+    if log.signed is None:
         return
-    entries = journal.entries[: journal.signed.size]
-    check_continues(out / "checkpoint", replace(journal, entries=entries))
-    for path, data in layout(entries):
+    signed_entries = log.entries[: log.signed.size]
+    check_continues(out / "checkpoint", replace(log, entries=signed_entries))
+    # Tiles and roots never change once they are written.
+    for path, data in layout(signed_entries):
         if not (out / path).exists():
             write_atomic(out / path, data)
-    for root in sorted(home.tuf.glob("*.root.json")):
+    for root in sorted(publisher.tuf.glob("*.root.json")):
         if not (out / root.name).exists():
             write_atomic(out / root.name, root.read_bytes())
-    for cosigned in sorted((home.path / COSIGNED).glob("*")):
-        copy = out / "cosigned" / cosigned.name
-        if not copy.exists() or copy.read_bytes() != cosigned.read_bytes():
-            write_atomic(copy, cosigned.read_bytes())
-    encoded = journal.signed.encode()
-    if not (out / "checkpoint").exists() or (out / "checkpoint").read_bytes() != encoded:
-        write_atomic(out / "checkpoint", encoded)
+    for cosigned in sorted((publisher.path / COSIGNED).glob("*")):
+        _write_if_changed(out / "cosigned" / cosigned.name, cosigned.read_bytes())
+    # The checkpoint comes last: whatever it describes is already there for whoever reads it.
+    _write_if_changed(out / "checkpoint", log.signed.encode())
 
 
-def add_cosignatures(home: Home, cosigned: Path) -> int:
+def _write_if_changed(path: Path, data: bytes) -> None:
+    if not path.exists() or path.read_bytes() != data:
+        write_atomic(path, data)
+
+
+def add_cosignatures(publisher: PublisherFolder, cosigned: Path) -> int:
     """Add the signatures under a copy of the last checkpoint, by witnesses, to it; return how many are new.
 
     Raises:
         SetupError: it is a copy of another checkpoint.
         SignatureError: the log's own signature on it is invalid.
     """
-    with home.signing_lock():
-        log_key = log_key_of(Repository(home.tuf).root())
-        data = read_bounded(cosigned, MAX_NOTE_BYTES)
-        theirs = open_checkpoint(
-            data, [VerifierKey.parse(log_key)] if log_key else [], cosigned.name
-        )
-        return keep_cosignatures(home, theirs)
+    with publisher.signing_lock():
+        log_key = log_key_of(Repository(publisher.tuf).root())
+        log_keys = [VerifierKey.parse(log_key)] if log_key else []
+        copy = open_checkpoint(read_bounded(cosigned, MAX_NOTE_BYTES), log_keys, cosigned.name)
+        return keep_cosignatures(publisher, copy)
 
 
-def keep_cosignatures(home: Home, theirs: SignedCheckpoint) -> int:
+def keep_cosignatures(publisher: PublisherFolder, copy: SignedCheckpoint) -> int:
     """Add the signatures on a copy of the last checkpoint to it; return how many are new. The caller has the lock.
 
     A witness's later cosignature takes the place of its earlier one. The cosigned checkpoint is kept by its size, since
@@ -96,21 +101,23 @@ def keep_cosignatures(home: Home, theirs: SignedCheckpoint) -> int:
     Raises:
         SetupError: it is a copy of another checkpoint: the log was signed again meanwhile.
     """
-    ours = Journal.load(home).signed
-    if ours is None or theirs.checkpoint != ours.checkpoint:
-        expected = f"a copy of the last checkpoint, of {ours.size if ours else 0} entries"
+    last = TransparencyLog.load(publisher).signed
+    if last is None or copy.checkpoint != last.checkpoint:
         raise SetupError(
-            "cosigned checkpoint", expected=expected, got=f"one of {theirs.size} entries"
+            "cosigned checkpoint",
+            expected=f"a copy of the last checkpoint, of {last.size if last else 0} entries",
+            got=f"one of {copy.size} entries",
         )
-    new = [each for each in theirs.note.signatures if each not in ours.note.signatures]
-    replaced = {(each.name, each.key_id) for each in new}
-    kept = [each for each in ours.note.signatures if (each.name, each.key_id) not in replaced]
-    if new:
-        # As a reader would read it: too many signatures would make it unreadable for all.
-        note = SignedNote.parse(
-            SignedNote(ours.note.text, (*kept, *new)).encode(), "cosigned checkpoint"
-        )
-        write_atomic(home.path / COSIGNED / str(ours.size), note.encode())
-        write_atomic(home.path / CHECKPOINT, note.encode())
-        export_log(home, public_folder(home))
-    return len(new)
+    old_signatures = last.note.signatures
+    new_signatures = [line for line in copy.note.signatures if line not in old_signatures]
+    if not new_signatures:
+        return 0
+    replaced = {(line.name, line.key_id) for line in new_signatures}
+    kept_signatures = [line for line in old_signatures if (line.name, line.key_id) not in replaced]
+    cosigned = SignedNote(last.note.text, (*kept_signatures, *new_signatures))
+    # Parsed as a reader would: too many signatures would make the checkpoint unreadable for everybody.
+    encoded = SignedNote.parse(cosigned.encode(), "cosigned checkpoint").encode()
+    write_atomic(publisher.path / COSIGNED / str(last.size), encoded)
+    write_atomic(publisher.path / CHECKPOINT, encoded)
+    export_log(publisher, public_folder(publisher))
+    return len(new_signatures)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from ddm.errors import SetupError
 from ddm.io.copying import copy_documents
 from ddm.io.files import write_atomic
 from ddm.loading.ensemble import build_ensemble
@@ -15,11 +14,10 @@ from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.protocol.manifest import Manifest
 from ddm.publishing.contents import ReleaseContents
 from ddm.publishing.drawing import Progress
-from ddm.publishing.journal import sizes_given_out, stage
 from ddm.publishing.keys import load_key, load_model_signing_key
+from ddm.publishing.log import require_log_key, sizes_given_out, stage_entries
 from ddm.publishing.pages import PAGE_NAMES, memory_for, write_pages
 from ddm.publishing.staging import StagedVersion
-from ddm.trust.drafts import log_key_of
 from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
 from ddm.trust.paths import LOG_NAMES, PLAN_LOG_NAMES, RELEASE, RELEASE_NAMES, owner
 from ddm.trust.repository import Repository
@@ -49,7 +47,7 @@ def complete_version(
         SetupError: the root names no log, or the log on disk is damaged.
         TrustError, FormatError: a researcher could not open the release; nothing was published.
     """
-    root = (version.home.tuf / "1.root.json").read_bytes()
+    root = (version.publisher.tuf / "1.root.json").read_bytes()
     targets = version.targets(draft.plan_id)
     write_pages(
         contents,
@@ -80,17 +78,15 @@ def _enter_in_log(
     version: StagedVersion, manifest: Manifest, passphrase: bytes
 ) -> Mapping[str, str]:
     """Enter the manifest in the log, which grows with this change, and write the proofs; return their digests."""
-    home = version.home
-    log_key = log_key_of(Repository(home.tuf).root())
-    if log_key is None:
-        raise SetupError(
-            "root", expected="the key of the federation's log, log_key", got="a root without it"
-        )
+    publisher = version.publisher
+    log_key = require_log_key(publisher)
+    key = load_key(publisher, "log", passphrase)
     entry = entry_of(manifest, manifest.digest)
-    journal = stage(home, version.change, log_key, load_key(home, "log", passphrase), [entry])
+    log = stage_entries(publisher, version.change, log_key, key, [entry])
     targets = version.targets(manifest.plan_id)
+    proofs = log.prove(entry, sizes_given_out(publisher))
     digests = {}
-    for name, proof in zip(LOG_NAMES, journal.prove(entry, sizes_given_out(home)), strict=True):
+    for name, proof in zip(LOG_NAMES, proofs, strict=True):
         write_atomic(targets / name, proof)
         digests[name] = sha256_hex(proof)
     return digests
@@ -109,7 +105,7 @@ def _sign_for_other_tools(
         name: sha256_file(targets / name) for name in PLAN_LOG_NAMES if (targets / name).is_file()
     }
     digests = {**digests_to_sign(manifest), **log_digests, **plan_proofs}
-    key = load_model_signing_key(version.home, passphrase)
+    key = load_model_signing_key(version.publisher, passphrase)
     write_atomic(targets / MODEL_SIGNATURE_NAME, sign_model(manifest.plan_id, digests, key))
 
 
@@ -129,7 +125,7 @@ def sign_tuf_metadata(
     version: StagedVersion, contents: ReleaseContents, manifest: Manifest, passphrase: bytes
 ) -> None:
     """Sign a copy of the TUF metadata, and export the part that readers need into the release."""
-    home = version.home
+    publisher = version.publisher
     plan_id = manifest.plan_id
     targets = version.targets(plan_id)
     release_files = {}
@@ -141,14 +137,14 @@ def sign_tuf_metadata(
             release_files[path] = (file.bytes, file.digest)
 
     metadata = version.change.put("tuf/metadata")
-    copy_documents(home.tuf, metadata)
+    copy_documents(publisher.tuf, metadata)
     repository = Repository(metadata)
     repository.publish(
         plan_id,
         {member.silo_id: member.role for member in contents.members},
         release_files,
-        release_key=load_key(home, "release", passphrase),
-        online_key=load_key(home, "online", passphrase),
+        release_key=load_key(publisher, "release", passphrase),
+        online_key=load_key(publisher, "online", passphrase),
         now=version.created_at,
     )
     repository.export_release(version.folder)

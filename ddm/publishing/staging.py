@@ -15,7 +15,7 @@ from ddm.io.modes import open_to_everyone
 from ddm.io.space import check_writable, require_free_space
 from ddm.io.untrusted import MAX_FILES, list_files
 from ddm.protocol.base import now_utc
-from ddm.publishing.home import Home
+from ddm.publishing.folder import PublisherFolder
 from ddm.publishing.public_log import export_log, public_folder
 from ddm.publishing.versions import check_none_lost, newest_version, release_folder
 
@@ -27,14 +27,14 @@ class StagedVersion:
     """A version that is being made; nothing of it is in force before the change is committed.
 
     Attributes:
-        home: whose keys sign.
+        publisher: whose keys sign.
         number: of the version.
         created_at: the one reading of the clock that manifest and signatures use.
         change: puts the version and its signatures into force together.
         copy_folder: where the copy for readers is made.
     """
 
-    home: Home
+    publisher: PublisherFolder
     number: int
     created_at: datetime
     change: Change
@@ -60,37 +60,37 @@ class StagedVersion:
         """
         needed = {
             self.copy_folder.parent: num_bytes + _PAGES_BYTES,
-            self.home.path: _PAGES_BYTES,
+            self.publisher.path: _PAGES_BYTES,
         }
         require_free_space(needed, "a release")
 
 
 @contextmanager
-def stage_version(home: Home, out: Path) -> Iterator[StagedVersion]:
+def stage_version(publisher: PublisherFolder, out: Path) -> Iterator[StagedVersion]:
     """Hold the signing lock while a version is made; afterwards export the log and copy the newest version out.
 
     The newest version is the one that was made meanwhile, or the one before where nothing was committed.
 
     Args:
-        home: whose keys sign.
+        publisher: whose keys sign.
         out: where the newest version is copied to.
 
     Raises:
         BusyError: `out` exists, since releases are immutable; or another process signs.
         SetupError: `out` cannot be made, or the version signed last is lost.
     """
-    check_writable([home.path, home.tuf])
-    with home.signing_lock(), reserve(out) as copy_folder:
-        check_none_lost(home)
+    check_writable([publisher.path, publisher.tuf])
+    with publisher.signing_lock(), reserve(out) as copy_folder:
+        check_none_lost(publisher)
         # A change that waits for holders is applied to the metadata as they are when it is completed.
-        change = Change.begin(home.path, beside_waiting=True)
-        number = newest_version(home) + 1
+        change = Change.begin(publisher.path, beside_waiting=True)
+        number = newest_version(publisher) + 1
         try:
-            yield StagedVersion(home, number, now_utc(), change, copy_folder)
+            yield StagedVersion(publisher, number, now_utc(), change, copy_folder)
         finally:
             shutil.rmtree(change.folder, ignore_errors=True)
-        export_log(home, public_folder(home))
-        copy_out(release_folder(home, newest_version(home)), copy_folder, out)
+        export_log(publisher, public_folder(publisher))
+        copy_out(release_folder(publisher, newest_version(publisher)), copy_folder, out)
 
 
 @contextmanager

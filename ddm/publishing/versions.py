@@ -11,32 +11,32 @@ from typing import Any
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import check_json, sha256_file
-from ddm.publishing.home import MAX_TUF_BYTES, Home
+from ddm.publishing.folder import MAX_TUF_BYTES, PublisherFolder
 
 
-def newest_version(home: Home) -> int:
+def newest_version(publisher: PublisherFolder) -> int:
     """Return the highest version that is published, 0 before the first."""
-    found = (int(path.name) for path in home.releases.glob("[1-9]*") if path.name.isdigit())
+    found = (int(path.name) for path in publisher.releases.glob("[1-9]*") if path.name.isdigit())
     return max(found, default=0)
 
 
-def release_folder(home: Home, version: int) -> Path:
+def release_folder(publisher: PublisherFolder, version: int) -> Path:
     """Return the folder of a version."""
-    return home.releases / str(version)
+    return publisher.releases / str(version)
 
 
-def manifest_path(home: Home, version: int) -> Path | None:
+def manifest_path(publisher: PublisherFolder, version: int) -> Path | None:
     """Return the path of a version's manifest, None if there is no such version."""
-    return next(release_folder(home, version).glob("targets/*/manifest.json"), None)
+    return next(release_folder(publisher, version).glob("targets/*/manifest.json"), None)
 
 
-def manifest_digest(home: Home, version: int) -> str | None:
+def manifest_digest(publisher: PublisherFolder, version: int) -> str | None:
     """Return the sha256 of a version's manifest, None if there is no such version."""
-    path = manifest_path(home, version)
+    path = manifest_path(publisher, version)
     return sha256_file(path) if path else None
 
 
-def check_none_lost(home: Home) -> None:
+def check_none_lost(publisher: PublisherFolder) -> None:
     """Refuse to publish if the release signed last is gone: its version number would be used twice.
 
     Raises:
@@ -44,10 +44,10 @@ def check_none_lost(home: Home) -> None:
     """
     listed = [
         target["hashes"]["sha256"]
-        for name, target in _signed(home.tuf / "release.json")["targets"].items()
+        for name, target in _signed(publisher.tuf / "release.json")["targets"].items()
         if name.endswith("/manifest.json")
     ]
-    found = manifest_digest(home, newest_version(home))
+    found = manifest_digest(publisher, newest_version(publisher))
     if listed and listed != [found]:
         raise SetupError(
             "releases/",
@@ -57,21 +57,21 @@ def check_none_lost(home: Home) -> None:
         )
 
 
-def is_current(home: Home, version: int) -> bool:
+def is_current(publisher: PublisherFolder, version: int) -> bool:
     """Whether nothing was signed since a version was published: its metadata equal the federation's present ones."""
-    source = release_folder(home, version) / "metadata"
+    source = release_folder(publisher, version) / "metadata"
     published = {path.name: path for path in source.glob("*.json")}
-    roots = {path.name for path in home.tuf.glob("*.root.json")}
+    roots = {path.name for path in publisher.tuf.glob("*.root.json")}
     return roots <= published.keys() and all(
-        (home.tuf / name).is_file() and sha256_file(path) == sha256_file(home.tuf / name)
+        (publisher.tuf / name).is_file() and sha256_file(path) == sha256_file(publisher.tuf / name)
         for name, path in published.items()
     )
 
 
-def timestamp_expiry(home: Home, version: int) -> datetime:
+def timestamp_expiry(publisher: PublisherFolder, version: int) -> datetime:
     """Return when a version's timestamp expires."""
     return datetime.fromisoformat(
-        _signed(release_folder(home, version) / "metadata" / "timestamp.json")["expires"]
+        _signed(release_folder(publisher, version) / "metadata" / "timestamp.json")["expires"]
     )
 
 

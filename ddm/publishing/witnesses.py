@@ -1,7 +1,7 @@
 """Asks witnesses to cosign the log's last checkpoint, by HTTP as C2SP's `tlog-witness` defines it.
 
-They are asked about checkpoints that are in force only. A witness that saw one which was never committed would hold the
-next one for a second history, for ever.
+Only checkpoints that are in force are sent. A witness that cosigned one which was never committed would take the next
+one for a second history, for ever.
 """
 
 import http.client
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ddm.errors import ArchipelagoError, SetupError, SplitViewError, TransportError
-from ddm.publishing.home import Home
-from ddm.publishing.journal import Journal
+from ddm.publishing.folder import PublisherFolder
+from ddm.publishing.log import TransparencyLog
 from ddm.publishing.public_log import keep_cosignatures
 from ddm.trust.log.checkpoint import SignedCheckpoint
 from ddm.trust.log.note import COSIGNATURE, VerifierKey
@@ -58,8 +58,8 @@ class Witness:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What came of asking one witness.
+class WitnessAnswer:
+    """The answer of one witness.
 
     Attributes:
         name: of the witness.
@@ -70,58 +70,75 @@ class Asked:
     problem: ArchipelagoError | None = None
 
 
+@dataclass(frozen=True)
+class HttpAnswer:
+    """The answer to one request.
+
+    Attributes:
+        status: the HTTP status.
+        media_type: of the body.
+        body: its bytes, at most one more than an answer may have.
+    """
+
+    status: int
+    media_type: str
+    body: bytes
+
+
 def ask_witnesses(
-    home: Home, witnesses: Sequence[Witness], *, timeout_s: float = _TIMEOUT_S
-) -> list[Asked]:
+    publisher: PublisherFolder, witnesses: Sequence[Witness], *, timeout_s: float = _TIMEOUT_S
+) -> list[WitnessAnswer]:
     """Ask each witness to cosign the last checkpoint; add what they signed to it, and to the public log.
 
     Args:
-        home: whose log it is; nobody may hold its signing lock here.
+        publisher: whose log it is; nobody may hold its signing lock here.
         witnesses: whom to ask.
         timeout_s: of each request.
 
     Raises:
         SetupError: the log is damaged, or was signed again meanwhile.
     """
-    journal, asked = Journal.load(home), list[Asked]()
-    signed = journal.signed
+    log = TransparencyLog.load(publisher)
+    signed = log.signed
     if signed is None or not witnesses:
-        return asked
-    leaves = journal.leaves[: signed.size]
+        return []
+    leaves = log.leaves[: signed.size]
+    answers = []
     for witness in witnesses:
-        name = witness.key.name
+        # One witness that is down must not keep the others from cosigning.
         try:
-            signed = _ask(witness, leaves, signed, timeout_s)
+            signed = _request_cosignature(witness, leaves, signed, timeout_s)
         except ArchipelagoError as problem:
-            asked.append(Asked(name, problem))
+            answers.append(WitnessAnswer(witness.key.name, problem))
         else:
-            asked.append(Asked(name))
-    with home.signing_lock():
-        keep_cosignatures(home, signed)
-    return asked
+            answers.append(WitnessAnswer(witness.key.name))
+    with publisher.signing_lock():
+        keep_cosignatures(publisher, signed)
+    return answers
 
 
-def _ask(
+def _request_cosignature(
     witness: Witness, leaves: Sequence[bytes], signed: SignedCheckpoint, timeout_s: float
 ) -> SignedCheckpoint:
     """Return the checkpoint with the witness's cosignature."""
-    subject, old_size = f"witness {witness.key.name}", 0
+    subject = f"witness {witness.key.name}"
+    # The size of the witness's last checkpoint is unknown at first; a witness that expected another one answers 409
+    # with the right size, from which the next request proves that the log continues.
+    old_size = 0
     for _ in range(_ATTEMPTS):
-        status, kind, body = _post(
-            witness, encode_request(old_size, leaves, signed), subject, timeout_s
-        )
-        if status == http.client.OK:
-            return add_cosignatures(signed, body, witness.key, subject)
-        if status != http.client.CONFLICT:
-            raise _refusal(status, subject, signed)
-        if old_size == signed.size or kind != SIZE_TYPE:
+        request = encode_request(old_size, leaves, signed)
+        answer = _post(witness, request, subject, timeout_s)
+        if answer.status == http.client.OK:
+            return add_cosignatures(signed, answer.body, witness.key, subject)
+        if answer.status != http.client.CONFLICT:
+            raise _refusal(answer.status, subject, signed)
+        if old_size == signed.size or answer.media_type != SIZE_TYPE:
             raise _second_history(subject, signed)
-        old_size = parse_size(body, subject)
+        old_size = parse_size(answer.body, subject)
         if old_size > signed.size:
-            expected = f"a last checkpoint of at most {signed.size} entries"
             raise SplitViewError(
                 subject,
-                expected=expected,
+                expected=f"a last checkpoint of at most {signed.size} entries",
                 got=f"one of {old_size}, cosigned before",
                 remedy=_BACKUP,
             )
@@ -130,8 +147,7 @@ def _ask(
     )
 
 
-def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> tuple[int, str, bytes]:
-    """Return status, media type and body of the answer."""
+def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> HttpAnswer:
     request = urllib.request.Request(
         f"{witness.url.rstrip('/')}/add-checkpoint",
         body,
@@ -140,21 +156,23 @@ def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> tupl
     )
     try:
         try:
-            answer = urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s)
-        except urllib.error.HTTPError as refused:
-            answer = refused
-        with answer:
-            return (
-                answer.status,
-                answer.headers.get_content_type(),
-                answer.read(MAX_ANSWER_BYTES + 1),
+            response = urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as refusal:
+            response = refusal
+        with response:
+            return HttpAnswer(
+                status=response.status,
+                media_type=response.headers.get_content_type(),
+                # One byte more than allowed shows that an answer is too long.
+                body=response.read(MAX_ANSWER_BYTES + 1),
             )
     except (OSError, http.client.HTTPException, ValueError) as error:
-        host = urlsplit(witness.url).netloc
-        reason = str(getattr(error, "reason", None) or error or type(error).__name__)[:200]
-        remedy = "The release is published all the same. Ask again: aggregator log."
+        reason = getattr(error, "reason", None) or error or type(error).__name__
         raise TransportError(
-            subject, expected=f"an answer from {host}", got=reason, remedy=remedy
+            subject,
+            expected=f"an answer from {urlsplit(witness.url).netloc}",
+            got=str(reason)[:200],
+            remedy="The release is published all the same. Ask again: aggregator log.",
         ) from error
 
 
@@ -166,27 +184,32 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _refusal(status: int, subject: str, signed: SignedCheckpoint) -> ArchipelagoError:
+    """Return the error that says what a status of `tlog-witness` means here."""
     origin = signed.checkpoint.origin
-    if status == http.client.NOT_FOUND:
-        remedy = f"Ask its operator to add the log {origin}, or correct the url in federation.toml."
-        return SetupError(
-            subject,
-            expected="a witness of this log",
-            got="404, a log that it does not know",
-            remedy=remedy,
-        )
-    if status == http.client.FORBIDDEN:
-        remedy = f"Send its operator log_key of the newest root, the verifier key of {origin}."
-        return SetupError(
-            subject, expected="a witness that knows this log's key", got="403", remedy=remedy
-        )
-    if status == http.client.UNPROCESSABLE_ENTITY:
-        return _second_history(subject, signed)
+    match status:
+        case http.client.NOT_FOUND:
+            return SetupError(
+                subject,
+                expected="a witness of this log",
+                got="404, a log that it does not know",
+                remedy=f"Ask its operator to add the log {origin}, or correct the url in federation.toml.",
+            )
+        case http.client.FORBIDDEN:
+            return SetupError(
+                subject,
+                expected="a witness that knows this log's key",
+                got="403",
+                remedy=f"Send its operator log_key of the newest root, the verifier key of {origin}.",
+            )
+        case http.client.UNPROCESSABLE_ENTITY:
+            return _second_history(subject, signed)
     return TransportError(subject, expected="200, or 409 with a size", got=f"HTTP status {status}")
 
 
 def _second_history(subject: str, signed: SignedCheckpoint) -> SplitViewError:
-    expected = f"a witness whose last checkpoint the log of {signed.size} entries continues"
     return SplitViewError(
-        subject, expected=expected, got="one that saw another history of this log", remedy=_BACKUP
+        subject,
+        expected=f"a witness whose last checkpoint the log of {signed.size} entries continues",
+        got="one that saw another history of this log",
+        remedy=_BACKUP,
     )

@@ -23,9 +23,9 @@ from ddm.io.files import move_into_place, read_bounded, staging_folder
 from ddm.io.locks import hold_for_reading
 from ddm.io.tensors import check_file, stored_bytes
 from ddm.io.untrusted import read_small
+from ddm.loading.earlier_plans import check_origins, read_earlier_plans
 from ddm.loading.log import read_log
 from ddm.loading.plan import PlanFiles
-from ddm.loading.plan_documents import check_origins, read_earlier
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.models.adaptation import check_trained
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, File, sha256_hex
@@ -174,7 +174,7 @@ def receive_plan(
         _check_base(accepted)
         check_own_experts(site, accepted.plan, silo_id)
         _check_noise(accepted)
-        read_earlier(accepted.plan, partial(_read_listed, accepted.folder))
+        read_earlier_plans(accepted.plan, partial(_read_listed, accepted.folder))
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
         return load_accepted(site, plan_id, accepted.digest)

@@ -29,8 +29,8 @@ from ddm.errors import (
     SetupError,
     SignatureError,
 )
+from ddm.loading.earlier_plans import check_origins
 from ddm.loading.ensemble import open_ensemble
-from ddm.loading.plan_documents import check_origins
 from ddm.loading.release import Release, open_release
 from ddm.protocol.base import now_utc
 from ddm.protocol.growth import check_carried, check_consent, differences, standing_of
@@ -554,7 +554,7 @@ def test_memory_of_removed_roles_refuses_what_a_later_plan_carries_over(tmp_path
 
 def test_differences_are_those_that_change_the_meaning(grown_once: Published) -> None:
     new = opened(grown_once)
-    old = new.earlier[new.plan.origin("east")]
+    old = new.earlier_plans[new.plan.origin("east")]
     carried = new.plan.carried[0]
     assert differences(old, new.plan, "east") == []
     check_carried(carried, old, new.plan)

@@ -19,7 +19,7 @@ from aggregator.membership.registry import card_of, enroll, read_card, signing_k
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
 from ddm.io.locks import lock_if_unread
 from ddm.protocol.enrolment import CARD_KIND, Agreed, RotatedCard
-from ddm.publishing.journal import Journal
+from ddm.publishing.log import TransparencyLog
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import entry_subject, parse_entry
@@ -162,7 +162,7 @@ def test_log_says_that_a_silo_was_removed_only_where_nothing_but_its_removal_can
 
 def said(keyed: KeyedFederation, silo_id: str) -> list[str]:
     """What the log says of a silo, entry after entry."""
-    entries = [parse_entry(line, "log") for line in Journal.load(keyed.federation).entries]
+    entries = [parse_entry(line, "log") for line in TransparencyLog.load(keyed.federation).entries]
     return [entry.kind for entry in entries if entry_subject(entry) == ("silo", silo_id)]
 
 

@@ -25,8 +25,8 @@ from ddm.loading.log import entry_of
 from ddm.protocol.base import now_utc
 from ddm.publishing import plans as publishing_plans
 from ddm.publishing import signing as publishing_signing
-from ddm.publishing.journal import CHECKPOINT, ENTRIES
 from ddm.publishing.keys import load_key
+from ddm.publishing.log import CHECKPOINT, ENTRIES
 from ddm.publishing.public_log import public_folder
 from ddm.trust.log.checkpoint import open_checkpoint
 from ddm.trust.log.entries import PlanSigned

@@ -9,7 +9,7 @@ from aggregator.config import Federation, FederationSettings, WitnessSettings
 from aggregator.keys.rotation import rotate
 from ddm.errors import SignatureError
 from ddm.io.settings import load_settings, save_settings
-from ddm.publishing.journal import Journal
+from ddm.publishing.log import TransparencyLog
 from ddm.publishing.public_log import public_folder
 from ddm.trust.drafts import log_key_of
 from ddm.trust.repository import Repository
@@ -66,7 +66,7 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
         )
         return command("ddm", "verify", federation.path / "out", *given, *more)
 
-    signed = Journal.load(honest).signed
+    signed = TransparencyLog.load(honest).signed
     assert signed is not None
     cosigned = public_folder(honest) / "cosigned" / str(signed.size)
     assert verify(forked).code == SignatureError.exit_code

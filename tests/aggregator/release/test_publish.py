@@ -191,7 +191,9 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
 
     def hasty(version: StagedVersion, *arguments: Any) -> None:
         honest(version, *arguments)
-        shutil.copytree(version.change.put("tuf/metadata"), version.home.tuf, dirs_exist_ok=True)
+        shutil.copytree(
+            version.change.put("tuf/metadata"), version.publisher.tuf, dirs_exist_ok=True
+        )
 
     def crash(change: Change) -> None:
         raise Crash

@@ -9,7 +9,7 @@ from aggregator.config import Federation, FederationSettings, WitnessSettings
 from aggregator.keys.rotation import rotate
 from ddm.errors import MathError, SetupError, SignatureError, SplitViewError, TransportError
 from ddm.io.settings import load_settings, save_settings
-from ddm.publishing.journal import CHECKPOINT, Journal
+from ddm.publishing.log import CHECKPOINT, TransparencyLog
 from ddm.publishing.public_log import public_folder
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import SigningKey
@@ -159,7 +159,7 @@ def test_witness_that_answers_otherwise_adds_nothing(
 
 
 def test_cosignature_of_another_key_is_not_added(keyed: KeyedFederation, witness: Witness) -> None:
-    signed, other = Journal.load(keyed.federation).signed, SigningKey.generate()
+    signed, other = TransparencyLog.load(keyed.federation).signed, SigningKey.generate()
     assert signed is not None
     foreign = cosign(signed, witness.name, other, 1_700_000_000).note.signatures[-1]
     witness.says = (200, str(foreign).encode())

@@ -16,8 +16,8 @@ from aggregator.membership.withdrawal import withdraw
 from ddm.errors import RoleError, SetupError, SignatureError
 from ddm.loading.public_log import read_public_log
 from ddm.protocol.base import sha256_hex
-from ddm.publishing.journal import CHECKPOINT, ENTRIES, Journal, append
 from ddm.publishing.keys import load_key
+from ddm.publishing.log import CHECKPOINT, ENTRIES, TransparencyLog, append_entries
 from ddm.publishing.public_log import add_cosignatures, export_log, public_folder, sign_waiting
 from ddm.trust.ceremony import SigningRequest, describe_request
 from ddm.trust.drafts import draft_root, holders_of
@@ -52,14 +52,14 @@ def keyed(founded_once: KeyedFederation, tmp_path: Path) -> KeyedFederation:
 def said(federation: Federation) -> list[str]:
     """Kind and subject of every entry."""
     names = ("federation", "key", "silo_id", "plan_id")
-    entries = [json.loads(line) for line in Journal.load(federation).entries]
+    entries = [json.loads(line) for line in TransparencyLog.load(federation).entries]
     return [
         f"{entry['kind']} {next(entry[name] for name in names if name in entry)}"
         for entry in entries
     ]
 
 
-def sign(federation: Federation) -> Journal:
+def sign(federation: Federation) -> TransparencyLog:
     return sign_waiting(federation, load_key(federation, "log", PASSPHRASE))
 
 
@@ -103,7 +103,7 @@ def test_every_command_that_changes_keys_or_signs_appends(
     assert [
         line.replace("withdrawn east", "withdrawn digits-00000001") for line in said(federation)
     ] == expected
-    assert sign(federation).signed == Journal.load(federation).signed
+    assert sign(federation).signed == TransparencyLog.load(federation).signed
     found = read_public_log(public_folder(federation), keyed.root, tmp_path / "state")
     assert len(found.entries) == len(expected)
 
@@ -111,10 +111,10 @@ def test_every_command_that_changes_keys_or_signs_appends(
 def test_log_of_a_rotated_key_goes_on_under_the_same_name(
     keyed: KeyedFederation, tmp_path: Path
 ) -> None:
-    before = Journal.load(keyed.federation).signed
+    before = TransparencyLog.load(keyed.federation).signed
     assert before is not None
     rotate(keyed.federation, "log", PASSPHRASE)
-    after = Journal.load(keyed.federation).signed
+    after = TransparencyLog.load(keyed.federation).signed
     assert after is not None
     old, new = log_keys(keyed.federation)
     assert old.name == new.name == after.checkpoint.origin
@@ -136,12 +136,12 @@ def test_repeating_the_last_word_adds_nothing_and_a_return_to_an_earlier_one_doe
     back = SiloKeyChanged(
         silo_id="east", old_fingerprint="0" * 64, key_fingerprint=here.key_fingerprint
     )
-    size = len(Journal.load(federation).entries)
-    append(federation, here)
-    append(federation, here, here)
-    assert len(Journal.load(federation).entries) == size
-    append(federation, there, back, back, there)
-    assert len(Journal.load(federation).entries) == size + 3
+    size = len(TransparencyLog.load(federation).entries)
+    append_entries(federation, here)
+    append_entries(federation, here, here)
+    assert len(TransparencyLog.load(federation).entries) == size
+    append_entries(federation, there, back, back, there)
+    assert len(TransparencyLog.load(federation).entries) == size + 3
 
 
 def test_edited_or_shortened_log_is_never_signed_again(keyed: KeyedFederation) -> None:
@@ -156,7 +156,7 @@ def test_edited_or_shortened_log_is_never_signed_again(keyed: KeyedFederation) -
         path.write_bytes(damaged)
         for act in (
             lambda: sign(federation),
-            lambda: append(federation),
+            lambda: append_entries(federation),
             lambda: rotate(federation, "tls", PASSPHRASE),
         ):
             with pytest.raises(SetupError, match="entries"):
@@ -167,7 +167,7 @@ def test_edited_or_shortened_log_is_never_signed_again(keyed: KeyedFederation) -
 
 def check_whole(federation: Federation, sizes: dict[int, bytes]) -> None:
     """The log is readable, and no checkpoint of a size has another root than one that was there before."""
-    journal = Journal.load(federation)
+    journal = TransparencyLog.load(federation)
     assert journal.signed is not None
     found = [journal.signed]
     public = public_folder(federation) / "checkpoint"
@@ -184,12 +184,12 @@ def crash_everywhere(keyed: KeyedFederation, folder: Path, stride: int) -> int:
     """Kill a rotation at every `stride`-th step, look before and after anything is put right; return how many."""
     for steps in count():
         there = keyed.copy(folder / str(steps))
-        before = Journal.load(there.federation)
+        before = TransparencyLog.load(there.federation)
         sizes: dict[int, bytes] = {}
         killed = killed_at(steps * stride, lambda: rotate(there.federation, "online", PASSPHRASE))  # noqa: B023
         with case(step=steps * stride):
             check_whole(there.federation, sizes)
-            after = Journal.load(there.federation.require())
+            after = TransparencyLog.load(there.federation.require())
             assert after.entries[: len(before.entries)] == before.entries
             assert len(after.entries) - len(before.entries) in (0, 1)
             check_whole(there.federation, sizes)
@@ -250,7 +250,7 @@ def test_cosignature_of_a_witness_is_kept_until_the_log_grows(
 
 
 def test_log_begins_with_the_fingerprint_of_the_root(keyed: KeyedFederation) -> None:
-    first = json.loads(Journal.load(keyed.federation).entries[0])
+    first = json.loads(TransparencyLog.load(keyed.federation).entries[0])
     assert first["root_digest"] == sha256_hex(keyed.root)
     assert (keyed.federation.path / CHECKPOINT).is_file()
 

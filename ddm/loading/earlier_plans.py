@@ -8,7 +8,7 @@ from ddm.protocol.growth import check_carried
 from ddm.protocol.plan import Plan
 
 
-def read_earlier(plan: Plan, read: Callable[[File], bytes]) -> Mapping[str, Plan]:
+def read_earlier_plans(plan: Plan, read: Callable[[File], bytes]) -> Mapping[str, Plan]:
     """Return the plans from which experts are carried over, by id.
 
     Args:
@@ -20,23 +20,26 @@ def read_earlier(plan: Plan, read: Callable[[File], bytes]) -> Mapping[str, Plan
         DocumentError: a document does not parse.
         ReplayError: an expert would mean something else in this plan than in its own.
     """
-    found: dict[str, Plan] = {}
+    earlier_plans: dict[str, Plan] = {}
     for path, digest in plan.earlier_plans.items():
         data = read(plan.file(path))
-        if (got := sha256_hex(data)) != digest:
+        if sha256_hex(data) != digest:
             raise DigestError(
-                path, expected=f"sha256 {digest[:16]}...", got=f"sha256 {got[:16]}..."
+                path,
+                expected=f"sha256 {digest[:16]}...",
+                got=f"sha256 {sha256_hex(data)[:16]}...",
             )
-        old = Plan.parse(data, subject=path)
-        found[old.plan_id] = old
+        earlier_plan = Plan.parse(data, subject=path)
+        earlier_plans[earlier_plan.plan_id] = earlier_plan
     for carried in plan.carried:
-        if carried.plan_id not in found:
-            got = f"documents of {', '.join(sorted(found))[:200]}"
+        if carried.plan_id not in earlier_plans:
             raise DigestError(
-                carried.plan_path, expected=f"the document of plan {carried.plan_id}", got=got
+                carried.plan_path,
+                expected=f"the document of plan {carried.plan_id}",
+                got=f"documents of {', '.join(sorted(earlier_plans))[:200]}",
             )
-        check_carried(carried, found[carried.plan_id], plan)
-    return found
+        check_carried(carried, earlier_plans[carried.plan_id], plan)
+    return earlier_plans
 
 
 def check_origins(plan: Plan, origins: Mapping[str, str]) -> None:
@@ -49,12 +52,11 @@ def check_origins(plan: Plan, origins: Mapping[str, str]) -> None:
     Raises:
         RoleError: names the silo.
     """
-    for silo_id, origin in origins.items():
+    for silo_id, plan_id in origins.items():
         expected = plan.origin(silo_id)
-        if origin != expected or silo_id not in plan.members:
-            got = f"{silo_id} with the role of plan {origin}"
+        if plan_id != expected or silo_id not in plan.members:
             raise RoleError(
                 "metadata/targets.json",
                 expected=f"a silo of the plan with the role of {expected}",
-                got=got,
+                got=f"{silo_id} with the role of plan {plan_id}",
             )

@@ -12,7 +12,7 @@ MAX_TUF_BYTES = 5_000_000
 
 
 @dataclass(frozen=True)
-class Home:
+class PublisherFolder:
     """A folder with keys that sign releases."""
 
     path: Path
