@@ -60,44 +60,46 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
         raise ApprovalError(
             "approval", expected=expected, got=f"state {state.state}", remedy=remedy
         )
-    if newer := successor(site, state.plan_id or ""):
-        remedy = (
-            "Keep `silo run` running: it takes the new plan. What waits here would reach nobody."
-        )
-        expected, got = (
-            f"a draft for the plan in force, {newer}",
-            f"one for plan {state.plan_id}, which it replaced",
-        )
-        raise ApprovalError("approval", expected=expected, got=got, remedy=remedy)
-    draft = load_draft(site)
-    for subject, found in (("approval", digest), ("review/draft.json", draft.digest)):
-        if found != state.submission_digest:
-            expected = f"the digest of the draft that waits, {state.submission_digest}"
-            raise ApprovalError(subject, expected=expected, got=ascii(found[:80]))
-    failed = draft.audit.verdict == "fail"
-    if failed != (despite_fail is not None):
-        remedy = (
-            "To let it leave all the same, say who answers for "
-            "it: silo approve ... --despite-fail --role --reason."
-        )
-        expected = (
-            "a role and a reason: the leak audit failed"
-            if failed
-            else "no --despite-fail: the audit did not fail"
-        )
-        got = (
-            "no role and no reason"
-            if failed
-            else f"one of {despite_fail.role if despite_fail else None}"
-        )
+    newer_plan_id = successor(site, state.plan_id or "")
+    if newer_plan_id is not None:
         raise ApprovalError(
-            "approval", expected=expected, got=got, remedy=remedy if failed else None
+            "approval",
+            expected=f"a draft for the plan in force, {newer_plan_id}",
+            got=f"one for plan {state.plan_id}, which it replaced",
+            remedy="Keep `silo run` running: it takes the new plan. What waits here would reach nobody.",
         )
+    draft = load_draft(site)
+    # Both must be the draft that the worker made: the digest that a person read, and the file that will be sent.
+    digests = {"approval": digest, "review/draft.json": draft.digest}
+    for subject, actual_digest in digests.items():
+        if actual_digest != state.submission_digest:
+            expected = f"the digest of the draft that waits, {state.submission_digest}"
+            raise ApprovalError(subject, expected=expected, got=ascii(actual_digest[:80]))
+    _check_responsible(draft, despite_fail)
     DecisionLog(site).add(approval_record(draft, "person"))
     write_atomic(
         approval_path(site),
         PersonApproval(submission_digest=digest, despite_fail=despite_fail).encode(),
     )
+
+
+def _check_responsible(draft: Submission, despite_fail: Responsible | None) -> None:
+    """Check that a named role answers for a draft whose audit failed, and for no other."""
+    failed = draft.audit.verdict == "fail"
+    if failed and despite_fail is None:
+        raise ApprovalError(
+            "approval",
+            expected="a role and a reason: the leak audit failed",
+            got="no role and no reason",
+            remedy="To let it leave all the same, say who answers for it: silo approve ... --despite-fail --role "
+            "--reason.",
+        )
+    if not failed and despite_fail is not None:
+        raise ApprovalError(
+            "approval",
+            expected="no --despite-fail: the audit did not fail",
+            got=f"one of {despite_fail.role}",
+        )
 
 
 def approval_record(draft: Submission, by: Literal["person", "policy"]) -> Approved:
@@ -116,7 +118,10 @@ def find_approval(
     """
     path = approval_path(site)
     if path.exists():
-        approved = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096)
-        if approved.submission_digest == draft.digest:
-            return Approval(kind="person", at=now, despite_fail=approved.despite_fail)
-    return Approval(kind="policy", at=now) if by_policy and draft.audit.verdict != "fail" else None
+        approval = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096)
+        # An approval of an earlier draft approves nothing.
+        if approval.submission_digest == draft.digest:
+            return Approval(kind="person", at=now, despite_fail=approval.despite_fail)
+    if by_policy and draft.audit.verdict != "fail":
+        return Approval(kind="policy", at=now)
+    return None

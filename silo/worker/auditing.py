@@ -1,6 +1,6 @@
 """The worker's stage between training and statistics: audits every expert that would leave, and gates the draft."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,17 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm.images.rows import Images
 from ddm.io.files import write_atomic
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
-from ddm.loading.plan import PlanFiles
-from ddm.partition.layout import part_of_images
 from ddm.protocol.base import now_utc
 from ddm.protocol.partition import RandomPartition
 from ddm.protocol.submission import AuditVerdict
 from ddm.training.job import JobFolder
 from ddm.training.jobs import TrainingTask
-from ddm.training.planned import BaseExpert, PlannedExpert, public_base
+from ddm.training.planned import PlannedExpert, public_base
 from silo.audit.document import ExpertAudit, read_report
 from silo.audit.holdout import held_out, num_held_out
 from silo.audit.measuring import audit_expert
@@ -33,36 +30,28 @@ from silo.plan.own_experts import own_experts
 from silo.plan.workspace import Workspace
 from silo.worker.jobs import jobs_of
 from silo.worker.stages import read_assignment
-from silo.worker.training import find_parts, images_of_parts, wanted_job
+from silo.worker.training import SiloTraining, make_training_task
 
 # Shape legend: N images.
 
 
 @dataclass(frozen=True)
 class AuditInputs:
-    """What the audit of a plan's experts starts from.
+    """What the experts of a plan learn, and what the audit compares them with.
 
     Attributes:
         site: this one.
         accepted: the plan.
-        work: its folder.
-        policy: the site's.
-        cohort: the images.
-        inputs: the same as experts learn them.
-        fine_N: each image's fine centroid.
-        held_N: which images are held out.
-        own: this silo's experts of an earlier plan, by name.
+        cohort: the images; experts may learn their latents instead.
+        held_N: which images are held out, shape (N,), bool.
+        training: what the experts learn.
     """
 
     site: Site
     accepted: AcceptedPlan
-    work: Workspace
-    policy: Policy
     cohort: Cohort
-    inputs: Cohort
-    fine_N: Tensor
     held_N: Tensor
-    own: Mapping[str, BaseExpert]
+    training: SiloTraining
 
 
 def check_auditable(accepted: AcceptedPlan, policy: Policy, cohort: Cohort) -> None:
@@ -76,7 +65,8 @@ def check_auditable(accepted: AcceptedPlan, policy: Policy, cohort: Cohort) -> N
     plan = accepted.plan
     if plan.expert.privacy:
         return
-    if report := cannot_tell(plan.plan_id, plan.audit, num_held_out(cohort.num_units, policy)):
+    report = cannot_tell(plan.plan_id, plan.audit, num_held_out(cohort.num_units, policy))
+    if report is not None:
         gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
@@ -93,61 +83,84 @@ def gather_audit_inputs(
     Raises:
         DataError: the assignment, the latents or the vectors of captions are missing or do not fit.
     """
-    plan, files = accepted.plan, accepted.files()
-    if not work.held_path.exists():
-        save_tensors(work.held_path, {"held": held_out(cohort, policy)})
-    specs = {"held": TensorSpec("BOOL", (len(cohort.images),))}
-    return AuditInputs(
-        site=site,
-        accepted=accepted,
+    plan = accepted.plan
+    files = accepted.files()
+    settings = site.settings()
+    held_N = _held_out_once(work, cohort, policy)
+    training = SiloTraining(
+        plan=plan,
+        files=files,
+        cohort=training_inputs(cohort, plan, site.private),
+        fine_N=read_assignment(cohort, files, cohort_path),
         work=work,
         policy=policy,
-        cohort=cohort,
-        inputs=training_inputs(cohort, plan, site.private),
-        fine_N=read_assignment(cohort, files, cohort_path),
-        held_N=load_tensors(work.held_path, specs, max_bytes=len(cohort.images) + 4096)["held"],
-        own=own_experts(site, plan, site.settings().silo_id),
+        silo_id=settings.silo_id,
+        settings=settings.training,
+        bundle=accepted.folder,
+        own_experts=own_experts(site, plan, settings.silo_id),
+        held_N=held_N,
+    )
+    return AuditInputs(
+        site=site, accepted=accepted, cohort=cohort, held_N=held_N, training=training
     )
 
 
+def _held_out_once(work: Workspace, cohort: Cohort, policy: Policy) -> Tensor:
+    """Return which images are held out, as it was decided when the plan was first trained for.
+
+    A policy that changes during the training must not move images from one side to the other: the audit would compare
+    an expert with images that it learned.
+    """
+    if not work.held_path.exists():
+        save_tensors(work.held_path, {"held": held_out(cohort, policy)})
+    num_images = len(cohort.images)
+    specs = {"held": TensorSpec("BOOL", (num_images,))}
+    return load_tensors(work.held_path, specs, max_bytes=num_images + 4096)["held"]
+
+
 def audit_experts(
-    audited: AuditInputs, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
+    inputs: AuditInputs, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool]
 ) -> None:
     """Audit all experts together, from the last part that was measured, and keep the report.
 
     Where experts were trained privately, an audit that breaks off stops nothing: that, too, would show.
 
     Args:
-        audited: experts and data.
-        tell: called with evaluations done and in all, of one expert after the other; what it raises stops the work.
+        inputs: experts and data.
+        on_progress: called with evaluations done and in all, of one expert after the other; what it raises stops the
+            work.
         should_stop: its yes stops a training of the audit.
 
     Raises:
-        KeyboardInterrupt: `should_stop` said yes, or `tell` raised it.
+        KeyboardInterrupt: `should_stop` said yes, or `on_progress` raised it.
     """
-    accepted, work = audited.accepted, audited.work
-    if work.audit_path.exists() and read_report(work.audit_path).plan_id == accepted.plan.plan_id:
-        return  # another salt would give the same report another digest
-    num_held = len(torch.unique(audited.cohort.unit_N[audited.held_N]))
+    plan = inputs.accepted.plan
+    report_path = inputs.training.work.audit_path
+    # A report is written once: another salt would give the same report another digest.
+    if report_path.exists() and read_report(report_path).plan_id == plan.plan_id:
+        return
+    num_held = len(torch.unique(inputs.cohort.unit_N[inputs.held_N]))
     try:
-        report = cannot_tell(accepted.plan.plan_id, accepted.plan.audit, num_held) or whole_report(
-            accepted.plan.plan_id, num_held, _measured(audited, tell, should_stop)
-        )
+        report = cannot_tell(plan.plan_id, plan.audit, num_held)
+        if report is None:
+            audits = _audit_each_expert(inputs, on_progress, should_stop)
+            report = whole_report(plan.plan_id, num_held, audits)
     except Exception as error:
-        if accepted.plan.expert.privacy is None:
+        # Whether an audit fails may depend on the images, so that a private expert must leave in spite of it.
+        if plan.expert.privacy is None:
             raise
-        report = could_not_measure(accepted.plan.plan_id, num_held, error)
-    write_atomic(work.audit_path, report.encode())
+        report = could_not_measure(plan.plan_id, num_held, error)
+    write_atomic(report_path, report.encode())
 
 
-def _measured(
-    audited: AuditInputs, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
+def _audit_each_expert(
+    inputs: AuditInputs, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool]
 ) -> tuple[ExpertAudit, ...]:
-    experts: list[ExpertAudit] = []
-    for subject in _subjects(audited):
-        experts.append(audit_expert(subject, tell, should_stop))
+    audits: list[ExpertAudit] = []
+    for subject in _subjects(inputs):
+        audits.append(audit_expert(subject, on_progress, should_stop))
         discard_parts(subject.folder / "parts")
-    return tuple(experts)
+    return tuple(audits)
 
 
 def audit_verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
@@ -158,62 +171,53 @@ def audit_verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> Au
     """
     if accepted.plan.expert.privacy:
         return AuditVerdict(verdict="bounded")
-    return gate(
-        read_report(work.audit_path), policy.audit, plan_digest=accepted.digest, now=now_utc()
-    )
+    report = read_report(work.audit_path)
+    return gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
-def _subjects(audited: AuditInputs) -> list[Subject]:
+def _subjects(inputs: AuditInputs) -> list[Subject]:
     """Return the experts, each with the images that it learned and those held out that are like its own."""
-    plan, files = audited.accepted.plan, audited.accepted.files()
-    settings, silo_id = audited.site.settings(), audited.site.settings().silo_id
-    parts = find_parts(plan, files, audited.work, silo_id)
-    learned = images_of_parts(plan, files, parts, audited.fine_N, audited.policy, audited.held_N)
-    part_N = part_of_images(
-        plan.partition, parts, files.clusters.group_F[audited.fine_N], plan.expert.training.seed
-    )
-    everywhere = isinstance(plan.partition, RandomPartition)
-    public = public_base(plan, audited.accepted.folder)
+    training = inputs.training
+    plan = training.plan
+    parts = training.parts()
+    learned_images = training.images_of_parts(parts)
+    part_N = training.part_of_images(parts)
+    pixels = pixels_of(inputs.cohort, training.files.latent, plan)
+    jobs = jobs_of(training.settings, training.silo_id)
     subjects = []
     for number, part in enumerate(parts):
-        own_N = torch.ones_like(audited.held_N) if everywhere else part_N == number
-        base = audited.own.get(part.expert_id, public)
-        subjects.append(
-            Subject(
-                expert_id=part.expert_id,
-                expert=PlannedExpert(
-                    plan, silo_id, number, base, settings.training.engine, stops=False
-                ),
-                file=audited.work.expert_path(part.expert_id),
-                files=files,
-                inputs=audited.inputs,
-                pixels=_pixels(audited, files),
-                learned_N=learned[number],
-                held_N=torch.nonzero(audited.held_N & own_N)[:, 0],
-                public=public,
-                secret=audited.site.salt(),
-                num_samples=audited.policy.audit.num_samples,
-                settings=settings.training,
-                folder=audited.work.audit_folder(part.expert_id),
-                job=partial(
-                    _job, audited.work, jobs_of(settings.training, silo_id), part.expert_id
-                ),
-                wanted=partial(_wanted, audited.inputs),
-            )
+        like_own_N = part_N == number
+        if isinstance(plan.partition, RandomPartition):
+            # Every part is a random share of all images, so that all those held out are like its own.
+            like_own_N = torch.ones_like(inputs.held_N)
+        subject = Subject(
+            expert_id=part.expert_id,
+            expert=training.planned_expert(number, part.expert_id),
+            file=training.work.expert_path(part.expert_id),
+            files=training.files,
+            inputs=training.cohort,
+            pixels=pixels,
+            learned_N=learned_images[number],
+            held_N=torch.nonzero(inputs.held_N & like_own_N)[:, 0],
+            public=public_base(plan, training.bundle),
+            secret=inputs.site.salt(),
+            num_samples=training.policy.audit.num_samples,
+            settings=training.settings,
+            folder=training.work.audit_folder(part.expert_id),
+            job=partial(_audit_job, training.work, jobs, part.expert_id),
+            wanted=partial(_audit_task, training.cohort),
         )
+        subjects.append(subject)
     return subjects
 
 
-def _pixels(audited: AuditInputs, files: PlanFiles) -> Images:
-    return pixels_of(audited.cohort, files.latent, audited.accepted.plan)
-
-
-def _job(work: Workspace, jobs: Path | None, expert_id: str, name: str) -> JobFolder:
+def _audit_job(work: Workspace, jobs: Path | None, expert_id: str, name: str) -> JobFolder:
     return work.job(f"audit-{expert_id}-{name}", jobs)
 
 
-def _wanted(
-    inputs: Cohort, expert: PlannedExpert, chosen: Tensor, folder: JobFolder
+def _audit_task(
+    cohort: Cohort, expert: PlannedExpert, chosen: Tensor, folder: JobFolder
 ) -> TrainingTask:
-    folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # where texts are copied to
-    return wanted_job(expert, inputs, chosen, folder)
+    # The vectors of chosen captions are copied into the folder, so it must be there, closed to others.
+    folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return make_training_task(expert, cohort, chosen, folder)

@@ -1,4 +1,4 @@
-"""Says in plain words what a site is doing with its plan, and which command, if any, is its operator's to type."""
+"""Describes in plain words what a site is doing with its plan, and which command its operator types next, if any."""
 
 from collections.abc import Mapping
 
@@ -24,9 +24,9 @@ _NOW: Mapping[SiloState, str] = {
 _KEEP_RUNNING = "nothing to do while `silo run {site}` runs"
 _NEXT: Mapping[SiloState, str] = {
     **dict.fromkeys(_NOW, _KEEP_RUNNING),
-    "plan_refused": "mend what is said below, then `silo run {site}`; or decline it for good: `silo withdraw {site}`",
+    "plan_refused": "fix what is said below, then `silo run {site}`; or decline it for good: `silo withdraw {site}`",
     "awaiting_approval": "look at it with `silo review {site}`, then `silo approve {site} --digest {digest}`",
-    "refused": "send the same again with `silo run {site}`; train on mended images with `silo retrain {site}`; or give "
+    "refused": "send the same again with `silo run {site}`; train on fixed images with `silo retrain {site}`; or give "
     "the plan up with `silo withdraw {site}`",
 }
 HELD = "received; a person at the aggregator decides on it"
@@ -48,7 +48,7 @@ def describe_state(state: State, site: str = "SITE") -> str:
 def describe_next_step(state: State, site: str = "SITE") -> str:
     """Say what the site's operator does next."""
     if state.problem and state.state not in ("withdrawn", "refused", "plan_refused"):
-        return f"mend what is said below, then `silo run {site}`"
+        return f"fix what is said below, then `silo run {site}`"
     return _NEXT[state.state].format(site=site, digest=state.submission_digest or "DIGEST")
 
 

@@ -24,11 +24,14 @@ from silo.plan.workspace import Workspace
 from silo.worker.jobs import jobs_of
 
 # A checkpoint holds the weights, their average and two moments of the optimizer.
-_COPIES = 4
-_ROW_BYTES = 64  # of an image in the cohort's table
-_SMALL_BYTES = 1 << 20  # documents, logs, the ledger
-# of an image whose nearest ones the audit keeps, in two spaces
-_NEAR_BYTES = 2 * (4 * NEIGHBOURS + 8)
+_TENSORS_OF_CHECKPOINT = 4
+# Of an image in the cohort's table.
+_ROW_BYTES = 64
+# Documents, logs, the ledger.
+_SMALL_BYTES = 1 << 20
+# Of an image whose nearest ones the audit keeps, in two spaces: distances and numbers.
+_NEIGHBOURS_BYTES = 2 * (4 * NEIGHBOURS + 8)
+_FLOAT_BYTES = 4
 
 
 def check_folders(site: Site) -> None:
@@ -37,10 +40,12 @@ def check_folders(site: Site) -> None:
     Raises:
         DiskError: names the first that it cannot.
     """
-    plans, checkpoints = site.private / "plans", site.private / "checkpoints"
-    check_writable(
-        [site.private, *(each for each in (plans, checkpoints) if each.exists()), site.outbox]
-    )
+    folders = [site.private]
+    for name in ("plans", "checkpoints"):
+        if (site.private / name).exists():
+            folders.append(site.private / name)
+    folders.append(site.outbox)
+    check_writable(folders)
 
 
 def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
@@ -49,15 +54,16 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     Two checkpoints of every expert stay, and a third is written beside them; where only an adaptation is trained, its
     checkpoints are small and not counted.
     """
-    expert, copies = _expert_bytes(plan), _copies(plan)
-    experts = max_experts_per_silo(plan) * expert * (1 + KEPT * copies) + copies * expert
+    expert = _expert_bytes(plan)
+    checkpoint = _checkpoint_bytes(plan)
+    experts = most_experts(plan) * (expert + KEPT * checkpoint) + checkpoint
     # Each statistic is kept as it was drawn and as it leaves.
     statistics = 0
     for statistic in statistics_of(plan.statistics).values():
         statistics += 2 * stored_bytes(statistic.tensor_specs(num_units))
-    latents = (
-        4 * math.prod(plan.expert_shape) * num_images if isinstance(plan.latent, Autoencoder) else 0
-    )
+    latents = 0
+    if isinstance(plan.latent, Autoencoder):
+        latents = _FLOAT_BYTES * math.prod(plan.expert_shape) * num_images
     return experts + statistics + latents + _ROW_BYTES * num_images + _SMALL_BYTES
 
 
@@ -67,23 +73,33 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     Two experts that it trains itself, the checkpoints of one of them, and the thumbnails, features and nearest images
     of samples and of units held out.
     """
-    held = num_held_out(num_units, policy)
-    if held < plan.audit.min_holdout_units or not held:
+    num_held = num_held_out(num_units, policy)
+    if num_held < plan.audit.min_holdout_units or not num_held:
         return 0
-    expert, training = _expert_bytes(plan), plan.expert.training
-    num = effort_of(
-        training, held, policy.audit.num_samples, reference=plan.expert.base is None
-    ).num_samples
-    channels, *sides = plan.data.shape
-    thumbnail = channels * math.prod(
-        min(side, VOLUME_SIDE if len(sides) == 3 else SIDE) for side in sides
+    effort = effort_of(
+        plan.expert.training,
+        num_held,
+        policy.audit.num_samples,
+        reference=plan.expert.base is None,
     )
-    samples = 4 * num * (thumbnail + plan.encoder.dim)
-    asked = num + MOST_IMAGES * held + BLURRED
-    scores = 3 * 2 * held * MOST_IMAGES * (4 * len(names()) + 8)
-    shown = max_experts_per_silo(plan) * 2 * 4 * MOST_PAIRS * thumbnail
-    trained = expert * (2 + (KEPT + 1) * _copies(plan))
-    return trained + samples + _NEAR_BYTES * asked + scores + shown + _SMALL_BYTES
+    num_samples = effort.num_samples
+    thumbnail_values = _thumbnail_values(plan)
+    trained = 2 * _expert_bytes(plan) + (KEPT + 1) * _checkpoint_bytes(plan)
+    samples = _FLOAT_BYTES * num_samples * (thumbnail_values + plan.encoder.dim)
+    neighbours = _NEIGHBOURS_BYTES * (num_samples + MOST_IMAGES * num_held + BLURRED)
+    # Scores of the expert, its reference and the overfitted control, of members and of units held out.
+    scores = 3 * 2 * num_held * MOST_IMAGES * (_FLOAT_BYTES * len(names()) + 8)
+    worst_pairs = most_experts(plan) * 2 * _FLOAT_BYTES * MOST_PAIRS * thumbnail_values
+    return trained + samples + neighbours + scores + worst_pairs + _SMALL_BYTES
+
+
+def _thumbnail_values(plan: Plan) -> int:
+    """Return how many values a thumbnail of an image has."""
+    channels, *sides = plan.data.shape
+    max_side = SIDE
+    if len(sides) == 3:
+        max_side = VOLUME_SIDE
+    return channels * math.prod(min(side, max_side) for side in sides)
 
 
 def job_bytes(plan: Plan, num_images: int) -> int:
@@ -92,14 +108,11 @@ def job_bytes(plan: Plan, num_images: int) -> int:
     A copy of what experts learn, and another of what the audit's own expert learns; weights and checkpoints, and the
     public expert that training starts from.
     """
-    expert, copies = _expert_bytes(plan), _copies(plan)
-    images = 2 * (4 * math.prod(plan.expert_shape) + 8) * num_images
-    return (
-        images
-        + max_experts_per_silo(plan) * expert * (2 + KEPT * copies)
-        + copies * expert
-        + _SMALL_BYTES
-    )
+    expert = _expert_bytes(plan)
+    checkpoint = _checkpoint_bytes(plan)
+    images = 2 * (_FLOAT_BYTES * math.prod(plan.expert_shape) + 8) * num_images
+    experts = most_experts(plan) * (2 * expert + KEPT * checkpoint) + checkpoint
+    return images + experts + _SMALL_BYTES
 
 
 def _expert_bytes(plan: Plan) -> int:
@@ -108,9 +121,11 @@ def _expert_bytes(plan: Plan) -> int:
     )
 
 
-def _copies(plan: Plan) -> int:
-    """Return how many times the size of an expert a checkpoint is; those of adaptations are small."""
-    return _COPIES if isinstance(plan.expert.adaptation, FullAdaptation | OwnAdaptation) else 0
+def _checkpoint_bytes(plan: Plan) -> int:
+    """Return the size of a checkpoint; those of adaptations are small and not counted."""
+    if isinstance(plan.expert.adaptation, FullAdaptation | OwnAdaptation):
+        return _TENSORS_OF_CHECKPOINT * _expert_bytes(plan)
+    return 0
 
 
 def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) -> None:
@@ -119,24 +134,22 @@ def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) ->
     Raises:
         DiskError: says how much is needed, how much is free, and where.
     """
-    latents = sum(path.stat().st_blocks * 512 for path in site.private.glob("latents-*"))
-    whole = plan_bytes(plan, len(cohort.images), cohort.num_units)
-    whole += audit_bytes(plan, cohort.num_units, site.policy())
-    needed = max(whole - _written(work.folder) - latents, _SMALL_BYTES)
-    folders = {site.private: needed, site.outbox: _SMALL_BYTES}
-    # what leaves is copied instead of linked
-    if site.outbox.stat().st_dev != site.private.stat().st_dev:
-        folders[site.outbox] += plan.limits.expert_bytes * max_experts_per_silo(plan)
     settings = site.settings()
+    latents = sum(path.stat().st_blocks * 512 for path in site.private.glob("latents-*"))
+    in_all = plan_bytes(plan, len(cohort.images), cohort.num_units)
+    in_all += audit_bytes(plan, cohort.num_units, site.policy())
+    still_to_write = max(in_all - _written_bytes(work.folder) - latents, _SMALL_BYTES)
+    needed = {site.private: still_to_write, site.outbox: _SMALL_BYTES}
+    if site.outbox.stat().st_dev != site.private.stat().st_dev:
+        # On another file system, what leaves is copied instead of linked.
+        needed[site.outbox] += plan.limits.expert_bytes * most_experts(plan)
     if settings.training.launcher != "local":
         jobs = jobs_of(settings.training, settings.silo_id) or site.private
-        there = next(each for each in (jobs, *jobs.parents) if each.exists())
-        left = max(
-            job_bytes(plan, len(cohort.images)) - _written(jobs / plan.plan_id), _SMALL_BYTES
-        )
-        folders[there] = folders.get(there, 0) + left
-    require_free_space(folders, f"plan {plan.plan_id}")
+        jobs_disk = next(folder for folder in (jobs, *jobs.parents) if folder.exists())
+        in_jobs = job_bytes(plan, len(cohort.images)) - _written_bytes(jobs / plan.plan_id)
+        needed[jobs_disk] = needed.get(jobs_disk, 0) + max(in_jobs, _SMALL_BYTES)
+    require_free_space(needed, f"plan {plan.plan_id}")
 
 
-def _written(folder: Path) -> int:
+def _written_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

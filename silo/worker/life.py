@@ -56,10 +56,10 @@ IDLE: frozenset[SiloState] = frozenset(
 # From acceptance until an answer that ends it: here the federation's next plan ends the work.
 AT_WORK: frozenset[SiloState] = frozenset(STATES) - IDLE
 
-_MADE: Mapping[tuple[SiloState, Event], Transition] = {
+_OWN_TRANSITIONS: Mapping[tuple[SiloState, Event], Transition] = {
     ("plan_accepted", "scan"): Transition("scanned"),
     ("scanned", "assign"): Transition("assigned"),
-    # the counts, where they decide which experts there are
+    # Epsilon for the counts, where they decide which experts there are.
     ("assigned", "begin"): Transition("training", "epsilon"),
     ("training", "train"): Transition("audited", "training"),
     ("audited", "draw"): Transition("released", "epsilon"),
@@ -72,35 +72,40 @@ _MADE: Mapping[tuple[SiloState, Event], Transition] = {
     ("refused", "restart"): Transition("released"),
     ("plan_refused", "restart"): Transition("waiting"),
 }
-_RETRAINED: tuple[SiloState, ...] = (
-    *(
-        "plan_accepted",
-        "scanned",
-        "assigned",
-        "training",
-        "audited",
-        "released",
-        "awaiting_approval",
-        "refused",
-    ),
+# From acceptance until the submission is sent, and after a refusal.
+_RETRAINABLE: tuple[SiloState, ...] = (
+    "plan_accepted",
+    "scanned",
+    "assigned",
+    "training",
+    "audited",
+    "released",
+    "awaiting_approval",
+    "refused",
 )
-TRANSITIONS: Mapping[tuple[SiloState, Event], Transition] = {
-    **_MADE,
-    **{(state, "accept"): Transition("plan_accepted") for state in STATES if state in IDLE},
-    **{(state, "decline"): Transition("plan_refused") for state in STATES if state in IDLE},
-    **{(state, "retrain"): Transition("plan_accepted") for state in _RETRAINED},
-    **{(state, "succession"): Transition("superseded") for state in STATES if state in AT_WORK},
-    **{
-        (state, "withdraw"): Transition("withdrawn")
-        for state in STATES
-        if state not in ("waiting", "superseded")
-    },
-    **{
-        (state, "notice"): Transition("withdrawn")
-        for state in STATES
-        if state in AT_WORK | {"accepted", "withdrawn"}
-    },
-}
+_WITHDRAWABLE = frozenset(STATES) - {"waiting", "superseded"}
+_NOTIFIABLE = AT_WORK | {"accepted", "withdrawn"}
+
+
+def _transitions() -> Mapping[tuple[SiloState, Event], Transition]:
+    """List every transition: those above, and the events that many states share."""
+    transitions = dict(_OWN_TRANSITIONS)
+    for state in STATES:
+        if state in IDLE:
+            transitions[state, "accept"] = Transition("plan_accepted")
+            transitions[state, "decline"] = Transition("plan_refused")
+        if state in AT_WORK:
+            transitions[state, "succession"] = Transition("superseded")
+        if state in _RETRAINABLE:
+            transitions[state, "retrain"] = Transition("plan_accepted")
+        if state in _WITHDRAWABLE:
+            transitions[state, "withdraw"] = Transition("withdrawn")
+        if state in _NOTIFIABLE:
+            transitions[state, "notice"] = Transition("withdrawn")
+    return transitions
+
+
+TRANSITIONS: Mapping[tuple[SiloState, Event], Transition] = _transitions()
 
 
 def next_state(state: SiloState, event: Event) -> SiloState:
@@ -109,15 +114,16 @@ def next_state(state: SiloState, event: Event) -> SiloState:
     Raises:
         ApprovalError: the event cannot happen in this state.
     """
-    if (step := TRANSITIONS.get((state, event))) is None:
-        possible = [each for each in STATES if (each, event) in TRANSITIONS]
+    transition = TRANSITIONS.get((state, event))
+    if transition is None:
+        possible = [other for other in STATES if (other, event) in TRANSITIONS]
         raise ApprovalError(
             event,
             expected=f"state {' or '.join(possible)}",
             got=f"state {state}",
             remedy="See what the site does and what it waits for: silo status SITE.",
         )
-    return step.to
+    return transition.to
 
 
 def impossible_transitions() -> list[tuple[SiloState, Event]]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 from ddm.errors import ApprovalError
 from ddm.io.files import link_or_copy, move_into_place, staging_folder, write_atomic
 from ddm.io.modes import group_folder, open_to_group
-from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
@@ -38,19 +38,33 @@ from silo.privacy.ledger import Ledger
 from silo.worker.training import find_parts
 
 
+@dataclass(frozen=True)
+class DraftTerms:
+    """What a draft states besides experts, statistics and their audit.
+
+    Attributes:
+        silo_id: this silo.
+        dataset_digest: of the images that were scanned for the plan.
+        sequence: the number of the submission.
+        isolation: what separates the courier from the data.
+        carry_over: whether later plans may take experts and statistics over.
+        created_at: the time.
+    """
+
+    silo_id: str
+    dataset_digest: str
+    sequence: int
+    isolation: Isolation
+    carry_over: bool
+    created_at: datetime
+
+
 def write_draft(
     accepted: AcceptedPlan,
     work: Workspace,
-    files: PlanFiles,
     ledger: Ledger,
     verdict: AuditVerdict,
-    *,
-    silo_id: str,
-    dataset_digest: str,
-    sequence: int,
-    isolation: Isolation,
-    carry_over: bool,
-    now: datetime,
+    terms: DraftTerms,
 ) -> Submission:
     """Write down everything that would leave, except the approval and the signature over all of it.
 
@@ -58,25 +72,32 @@ def write_draft(
         AuditError: the waiver is over.
     """
     plan = accepted.plan
+    files = accepted.files()
     if verdict.waiver:
-        check_waiver(verdict.waiver, plan_digest=accepted.digest, now=now)
-    parts = find_parts(plan, files, work, silo_id)
+        check_waiver(verdict.waiver, plan_digest=accepted.digest, now=terms.created_at)
+    parts = find_parts(plan, files, work, terms.silo_id)
     records = [work.record(part.expert_id) for part in parts]
+    num_units = records[0].num_units
+    privacy = stated_privacy(plan, ledger, accepted.digest, terms.dataset_digest, num_units)
+    # Where one expert learns all images and the unit is an image, its number is the silo's public number of units. Any
+    # other number of images would be an exact count that no epsilon pays for.
     with_images = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
+    experts = [
+        _submitted_expert(
+            record, part.cluster, work, terms.silo_id, privacy, with_images=with_images
+        )
+        for record, part in zip(records, parts, strict=True)
+    ]
     head_digest, num_entries, chain = ledger.head
-    privacy = stated_privacy(plan, ledger, accepted.digest, dataset_digest, records[0].num_units)
     return Submission(
         plan_id=plan.plan_id,
         plan_digest=accepted.digest,
-        silo_id=silo_id,
-        sequence=sequence,
-        created_at=now,
-        num_units=records[0].num_units,
-        isolation=isolation,
-        experts=tuple(
-            _submitted_expert(record, part.cluster, work, silo_id, privacy, with_images=with_images)
-            for record, part in zip(records, parts, strict=True)
-        ),
+        silo_id=terms.silo_id,
+        sequence=terms.sequence,
+        created_at=terms.created_at,
+        num_units=num_units,
+        isolation=terms.isolation,
+        experts=tuple(experts),
         statistics=tuple(_submitted_statistics(plan, work)),
         spent=Spent(
             epsilon=plan.spends.epsilon, delta=plan.spends.delta, unit=plan.statistics.unit
@@ -84,7 +105,7 @@ def write_draft(
         ledger=LedgerHead(head_digest=head_digest, num_entries=num_entries, chain=chain),
         audit=verdict,
         approval=None,
-        carry_over=carry_over,
+        carry_over=terms.carry_over,
         software={"archipelago": version("archipelago"), "torch": version("torch")},
     )
 
@@ -99,16 +120,18 @@ def _submitted_expert(
     with_images: bool,
 ) -> SubmittedExpert:
     """Describe one expert, with a number of images only where it is the silo's public number of units."""
+    num_images = record.num_units if with_images else None
+    seconds = None
+    if isinstance(privacy, NoWeightPrivacy):
+        # How long training took depends on the images; a privately trained expert states nothing but its epsilon.
+        seconds = record.training.seconds
     return SubmittedExpert(
         expert_id=record.expert_id,
         cluster=cluster,
-        num_images=record.num_units if with_images else None,
+        num_images=num_images,
         steps=record.steps,
         file=File.of(expert_path(silo_id, record.expert_id), work.expert_path(record.expert_id)),
-        training=SubmittedTraining(
-            seconds=record.training.seconds if isinstance(privacy, NoWeightPrivacy) else None,
-            flops=record.training.flops,
-        ),
+        training=SubmittedTraining(seconds=seconds, flops=record.training.flops),
         privacy=privacy,
     )
 
@@ -123,14 +146,14 @@ def _submitted_statistics(plan: Plan, work: Workspace) -> Iterator[SubmittedStat
         )
 
 
-def stage_review(draft_submission: Submission, work: Workspace, review: Path) -> str:
+def stage_review(draft: Submission, work: Workspace, review: Path) -> str:
     """Lay out, byte for byte, everything that would leave, for a person to inspect; return the draft's digest."""
     shutil.rmtree(review, ignore_errors=True)
     review.mkdir(parents=True)
-    for path, source in payload(draft_submission, work).items():
+    for path, source in payload(draft, work).items():
         link_or_copy(source, review / path)
-    write_atomic(review / "draft.json", draft_submission.encode())
-    return draft_submission.digest
+    write_atomic(review / "draft.json", draft.encode())
+    return draft.digest
 
 
 def payload(submission: Submission, work: Workspace) -> Mapping[str, Path]:
@@ -146,7 +169,7 @@ def payload(submission: Submission, work: Workspace) -> Mapping[str, Path]:
 
 
 def send_submission(
-    draft_submission: Submission,
+    draft: Submission,
     work: Workspace,
     site: Site,
     key: SigningKey,
@@ -162,24 +185,24 @@ def send_submission(
         ApprovalError: a file changed since it was reviewed.
         AuditError: the waiver is over.
     """
-    if waiver := draft_submission.audit.waiver:
-        check_waiver(waiver, plan_digest=draft_submission.plan_digest, now=approval.at)
-    submission = draft_submission.model_copy(update={"approval": approval})
+    waiver = draft.audit.waiver
+    if waiver is not None:
+        check_waiver(waiver, plan_digest=draft.plan_digest, now=approval.at)
+    submission = draft.model_copy(update={"approval": approval})
+    plan_id = submission.plan_id
+    silo_id = submission.silo_id
     files = payload(submission, work)
-    final = site.outbox / submission.plan_id / str(submission.sequence)
+    final = site.outbox / plan_id / str(submission.sequence)
     if final.exists():
-        return Submission.parse(
-            (final / submission_path(submission.silo_id)).read_bytes(), subject="submission.json"
-        )
+        # Sent before a crash: the signature over these bytes must stay the only one.
+        sent = (final / submission_path(silo_id)).read_bytes()
+        return Submission.parse(sent, subject="submission.json")
     _check_unchanged(submission, files)
+
     encoded = submission.encode()
-    plan_id, silo_id = submission.plan_id, submission.silo_id
-    prefix = f"{plan_id}/"
-    signed = {prefix + submission_path(silo_id): (len(encoded), sha256_hex(encoded))}
-    signed |= {
-        prefix + expert.file.path: (expert.file.bytes, expert.file.digest)
-        for expert in submission.experts
-    }
+    signed = {f"{plan_id}/{submission_path(silo_id)}": (len(encoded), sha256_hex(encoded))}
+    for expert in submission.experts:
+        signed[f"{plan_id}/{expert.file.path}"] = (expert.file.bytes, expert.file.digest)
     role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
 
     group_folder(final.parent, site.outbox)
@@ -194,10 +217,11 @@ def send_submission(
 
 
 def _check_unchanged(submission: Submission, files: Mapping[str, Path]) -> None:
-    listed = [expert.file for expert in submission.experts] + [
-        statistic.file for statistic in submission.statistics
-    ]
+    """Refuse files that changed after a person inspected them."""
+    listed = [expert.file for expert in submission.experts]
+    listed += [statistic.file for statistic in submission.statistics]
     for file in listed:
-        if (found := sha256_file(files[file.path])) != file.digest:
+        digest = sha256_file(files[file.path])
+        if digest != file.digest:
             expected = f"the bytes that were reviewed, sha256 {file.digest}"
-            raise ApprovalError(file.path, expected=expected, got=f"sha256 {found}")
+            raise ApprovalError(file.path, expected=expected, got=f"sha256 {digest}")

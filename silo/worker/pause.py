@@ -1,7 +1,7 @@
 """Pausing a site: its worker stops at the next step and waits, across restarts, until somebody resumes it.
 
-The request is a file, which `silo pause` writes and `silo resume` removes. A paused worker keeps its state, and the
-aggregator is told nothing but that: the courier stays connected, answers, and hands out what was approved before.
+The pause is a file, which `silo pause` writes and `silo resume` removes. A paused worker keeps its state, and the
+aggregator sees nothing else of it: the courier stays connected, answers, and hands out what was approved before.
 """
 
 import ctypes
@@ -45,11 +45,12 @@ def pause(site: Site) -> Pause:
         DecisionLogError: the log of decisions is damaged; the work goes on.
     """
     DecisionLog(site).add(Paused())
-    if (found := present_pause(site)) is not None:
-        return found
-    request = Pause(at=now_utc(), by=who())
-    write_atomic(_path(site), request.encode(), mode=0o600)
-    return request
+    earlier = present_pause(site)
+    if earlier is not None:
+        return earlier
+    new = Pause(at=now_utc(), by=who())
+    write_atomic(_path(site), new.encode(), mode=0o600)
+    return new
 
 
 def resume(site: Site) -> bool:
@@ -74,6 +75,7 @@ def present_pause(site: Site) -> Pause | None:
     except MissingFileError:
         return None
     except FormatError:
+        # A damaged request still is one: work that somebody stopped must not go on for that.
         return Pause(
             at=datetime.fromtimestamp(int(path.lstat().st_mtime), UTC),
             by="somebody; its file is damaged",
@@ -86,7 +88,7 @@ def is_halted(site: Site) -> bool:
 
 
 class StopSignal:
-    """Tells the worker when to stop its work: because it is to end, or because the site is paused.
+    """Says when the worker must stop its work: because it is to end, or because the site is paused.
 
     Args:
         site: this silo's.
@@ -94,19 +96,22 @@ class StopSignal:
     """
 
     def __init__(self, site: Site, stopping: threading.Event) -> None:
-        self._site, self._path, self._stopping = site, _path(site), stopping
+        self._site = site
+        self._path = _path(site)
+        self._stopping = stopping
+        # Kept once it was seen: a pause that is over before the work has stopped still was its reason.
         self._paused = False
 
-    def asked(self) -> bool:
+    def is_set(self) -> bool:
         """Whether to stop at once."""
         self._paused = self._paused or self._path.exists()
         return self._stopping.is_set() or self._paused
 
-    def was_pause(self) -> bool:
+    def is_pause(self) -> bool:
         """Whether the work was interrupted for a pause alone."""
         return self._paused and not self._stopping.is_set()
 
-    def wait(self, poll_s: float) -> None:
+    def wait_while_paused(self, poll_s: float) -> None:
         """Wait while the site is paused, with as little memory as possible.
 
         Raises:
@@ -116,10 +121,11 @@ class StopSignal:
         if not self._path.exists():
             return
         release_memory()
-        silo_id, request = self._site.settings().silo_id, present_pause(self._site)
-        since = f" since {request.since}" if request else ""
+        silo_id = self._site.settings().silo_id
+        pause = present_pause(self._site)
+        since = f" since {pause.since}" if pause else ""
         _log.info("[%s] paused%s. To go on: silo resume %s", silo_id, since, self._site.path)
-        # which tells `halted`, however this process ends
+        # The lock tells `is_halted` that the work has stopped; the system releases it however this process ends.
         with lock_file(self._site.private / f".{HALTED}.lock"):
             while self._path.exists():
                 if self._stopping.wait(poll_s):

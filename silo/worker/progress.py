@@ -1,7 +1,7 @@
 """How far the work is, how fast and how well, for this site's operator alone: nothing here ever leaves.
 
 The loss of a training and the number of images depend on the images, and no privacy is debited for them. So they stay
-in a file of the private folder; the outbox is told the state and a percentage, see `silo.worker.worker`.
+in a file of the private folder; the outbox gets the state and a percentage, see `silo.worker.worker`.
 """
 
 import time
@@ -18,10 +18,11 @@ from ddm.protocol.base import Document, NaturalInt, PlanId, Time, now_utc
 if TYPE_CHECKING:
     from ddm.training.loop import Progress
 
-NOTE_S = 2.0  # time between two notes
+# Time between two notes.
+NOTE_S = 2.0
 _MAX_BYTES = 4096
-_MOST = 1e12
-Rate = Annotated[float, Field(ge=0.0, le=_MOST)]
+_MAX_RATE = 1e12
+Rate = Annotated[float, Field(ge=0.0, le=_MAX_RATE)]
 Stage = Literal[
     "reading images",
     "assigning images",
@@ -59,44 +60,51 @@ class ProgressMeter:
     def __init__(self, private: Path) -> None:
         self._path = note_path(private)
         self._stage: Stage | None = None
-        self._begun, self._first, self._noted_at = 0.0, 0, 0.0
+        self._stage_began_at = 0.0
+        # Images that were done when the stage began: an interrupted one may go on from there.
+        self._first_done = 0
+        self._noted_at = 0.0
 
     def count(self, stage: Stage, plan_id: str, done: int, total: int) -> None:
         """Note how many images are done, of all."""
         now = time.monotonic()
-        if stage != self._stage or done < self._first:
-            self._stage, self._begun, self._first, self._noted_at = stage, now, done, 0.0
-        per_s = (done - self._first) / (now - self._begun) if now > self._begun else 0.0
-        self._note(
-            ProgressNote(
-                stage=stage,
-                plan_id=plan_id,
-                done=done,
-                total=total,
-                at=now_utc(),
-                **_rates(per_s, total - done),
-            )
+        if stage != self._stage or done < self._first_done:
+            self._stage = stage
+            self._stage_began_at = now
+            self._first_done = done
+            self._noted_at = 0.0
+        per_s = 0.0
+        if now > self._stage_began_at:
+            per_s = (done - self._first_done) / (now - self._stage_began_at)
+        note = ProgressNote(
+            stage=stage,
+            plan_id=plan_id,
+            done=done,
+            total=total,
+            at=now_utc(),
+            **_rates(per_s, total - done),
         )
+        self._write(note)
 
     def train(self, plan_id: str, progress: "Progress", batch_size: int) -> None:
         """Note the steps of training over all experts, with loss and speed."""
         if self._stage != "training":
-            self._stage, self._noted_at = "training", 0.0
-        step, num_steps = progress.step, progress.num_steps
-        rates = _rates(progress.steps_per_second, num_steps - step, batch_size)
-        self._note(
-            ProgressNote(
-                stage="training",
-                plan_id=plan_id,
-                done=step,
-                total=num_steps,
-                at=now_utc(),
-                loss=progress.loss,
-                **rates,
-            )
+            self._stage = "training"
+            self._noted_at = 0.0
+        left = progress.num_steps - progress.step
+        note = ProgressNote(
+            stage="training",
+            plan_id=plan_id,
+            done=progress.step,
+            total=progress.num_steps,
+            at=now_utc(),
+            loss=progress.loss,
+            **_rates(progress.steps_per_second, left, batch_size),
         )
+        self._write(note)
 
-    def _note(self, note: ProgressNote) -> None:
+    def _write(self, note: ProgressNote) -> None:
+        """Write a note, unless another was written just now; the last one of a stage is always written."""
         now = time.monotonic()
         if note.done < note.total and self._noted_at and now - self._noted_at < NOTE_S:
             return
@@ -114,16 +122,16 @@ def _rates(per_s: float, left: int, images: int = 1) -> _Rates:
     """Return speed and time left; nothing before there is a rate.
 
     Args:
-        per_s: what is counted, a second.
-        left: of it.
-        images: in each of it.
+        per_s: steps, or images, a second.
+        left: how many of these are still to do.
+        images: in each step.
     """
     if not per_s > 0:
         return {}
-    rates: _Rates = {"images_per_s": min(per_s * images, _MOST)}
+    rates: _Rates = {"images_per_s": min(per_s * images, _MAX_RATE)}
     # While files are scanned, nobody knows yet how many there will be: then the total is 0, and less than what is done.
     if left >= 0:
-        rates["seconds_left"] = min(left / per_s, _MOST)
+        rates["seconds_left"] = min(left / per_s, _MAX_RATE)
     return rates
 
 

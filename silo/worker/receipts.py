@@ -1,67 +1,182 @@
-"""Hears what the aggregator says of a submission: the plan's receipt key must have signed it for this very silo."""
+"""Reads what the aggregator says of a plan, and which event of the plan's life it is.
 
+The plan's receipt key must have signed it for this very silo, plan and submission: the courier, which has the network,
+writes the files that are read here.
+"""
+
+import logging
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddm.errors import FormatError, ReplayError, SubmissionRefusedError, TrustError
+from ddm.errors import (
+    ArchipelagoError,
+    FormatError,
+    ReplayError,
+    SubmissionRefusedError,
+    TrustError,
+)
 from ddm.io.files import read_bounded
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Accepted, Held, Receipt, Refused, Withdrawn
 from ddm.protocol.submission import submission_path
 from ddm.trust.sealed_documents import MAX_RECEIPT_BYTES, ReceiptBinding, open_receipt
-from silo.config import Site
+from silo.config import Policy, Site
+from silo.plan.acceptance import AcceptedPlan, load_accepted
+from silo.worker import stages
 from silo.worker.life import AT_WORK, Event
+from silo.worker.retraining import refused_remedy
 from silo.worker.state import State
+
+_log = logging.getLogger(__name__)
+_CHANGES: Mapping[Event, Mapping[str, bool]] = {
+    "hold": {"held": True},
+    "notice": {"confirmed": True},
+}
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What the aggregator said, as an event of the plan's life, with its own words for a refusal or a withdrawal."""
+class ReceiptNotice:
+    """What a new receipt means for the site.
+
+    Attributes:
+        event: of the plan's life.
+        changes: other fields of the state that change with it.
+        problem: what a person must know of it, if anything.
+        ends_work: whether that ends the worker: the work on the plan was for nothing.
+    """
 
     event: Event
-    words: str = ""
+    changes: Mapping[str, bool]
+    problem: SubmissionRefusedError | None
+    ends_work: bool
 
 
-def listens(state: State) -> bool:
+@dataclass(frozen=True)
+class _Answer:
+    """An event that a genuine receipt names, and the aggregator's reason for a refusal or a withdrawal."""
+
+    event: Event
+    reason: str = ""
+
+
+@dataclass
+class ReceiptReader:
+    """Finds new receipts of a plan, in work or answered.
+
+    Attributes:
+        site: the silo's folder.
+        policy: its policy.
+    """
+
+    site: Site
+    policy: Policy
+    _plans_reported_damaged: set[str] = field(default_factory=set)
+
+    def read(self, state: State) -> ReceiptNotice | None:
+        """Return what a receipt says that the state does not know yet; None where there is none.
+
+        Of a plan that is answered, only a notice that the silo was withdrawn counts. Where the site's copy of such a
+        plan is damaged, that is logged once, and the site goes on to the next plan: only work in progress needs it.
+
+        Raises:
+            ArchipelagoError: the copy of the plan in work is damaged.
+        """
+        if not _may_be_answered(state):
+            return None
+        try:
+            accepted = load_accepted(self.site, state.plan_id or "", state.plan_digest or "")
+        except ArchipelagoError as error:
+            if state.state in AT_WORK:
+                raise
+            self._report_damaged_plan(state, error)
+            return None
+        answer = _find_answer(self.site, state, accepted.plan)
+        if answer is None:
+            return None
+        problem = self._problem_of(answer, state, accepted)
+        ends_work = problem is not None and state.state in AT_WORK
+        if state.state == "withdrawn":
+            # The site withdrew of its own accord, so that the notice only confirms it.
+            problem = None
+        return ReceiptNotice(answer.event, _CHANGES.get(answer.event, {}), problem, ends_work)
+
+    def _problem_of(
+        self, answer: _Answer, state: State, accepted: AcceptedPlan
+    ) -> SubmissionRefusedError | None:
+        """Return the error for a refusal and for a notice that this silo was left out; None for any other answer."""
+        if answer.event == "refusal":
+            ledger = stages.open_ledger(self.site, self.policy)
+            return SubmissionRefusedError(
+                f"submission {state.sequence}",
+                expected="an acceptance",
+                got=f"a refusal: {answer.reason}",
+                remedy=refused_remedy(state, accepted, ledger),
+            )
+        if answer.event == "notice":
+            return SubmissionRefusedError(
+                f"plan {state.plan_id}",
+                expected="this silo to take part",
+                got=f"a notice that the aggregator withdrew this silo: {answer.reason}",
+                remedy="Later releases leave this silo's experts out; earlier ones keep them. Keep `silo run` running: "
+                "a new plan may name it.",
+            )
+        return None
+
+    def _report_damaged_plan(self, state: State, error: ArchipelagoError) -> None:
+        plan_id = state.plan_id or ""
+        if plan_id in self._plans_reported_damaged:
+            return
+        self._plans_reported_damaged.add(plan_id)
+        _log.warning(
+            "this site's copy of the earlier plan %s is damaged (%s): notices about it are not heard, and no later "
+            "plan can train on its experts, until private/plans/%s is restored from backup",
+            plan_id,
+            error,
+            plan_id,
+        )
+
+
+def _may_be_answered(state: State) -> bool:
     """Whether the aggregator may still say something about this plan."""
     return state.plan_digest is not None and state.state in AT_WORK | {"accepted", "withdrawn"}
 
 
-def heard(site: Site, state: State, plan: Plan) -> Heard | None:
-    """Return what the aggregator said that the state does not know yet; None if there is nothing genuine.
+def _find_answer(site: Site, state: State, plan: Plan) -> _Answer | None:
+    """Return what genuine receipts say that the state does not know yet; None if there is nothing.
 
-    A notice that the silo was withdrawn stands in the place of its next receipt.
+    A notice that the silo was withdrawn takes the place of its next receipt.
     """
-    if state.state == "in_outbox" and (
-        answer := _receipt(site, state, plan, f"{state.sequence}.json")
-    ):
-        match answer.verdict:
-            case Accepted():
-                return Heard("receipt")
-            case Refused():
-                return Heard("refusal", f"{answer.verdict.reason} (code {answer.verdict.code})")
+    if state.state == "in_outbox":
+        receipt = _read_receipt(site, state, plan, f"{state.sequence}.json", state.sequence)
+        if receipt is not None:
+            match receipt.verdict:
+                case Accepted():
+                    return _Answer("receipt")
+                case Refused(reason=reason, code=code):
+                    return _Answer("refusal", f"{reason} (code {code})")
     if state.state == "withdrawn" and state.confirmed:
         return None
     for sequence in (state.sequence, state.sequence + 1):
-        notice = _receipt(site, state, plan, f"{sequence}.json", sequence)
-        if notice and isinstance(notice.verdict, Withdrawn):
-            return Heard("notice", notice.verdict.reason)
+        notice = _read_receipt(site, state, plan, f"{sequence}.json", sequence)
+        if notice is not None and isinstance(notice.verdict, Withdrawn):
+            return _Answer("notice", notice.verdict.reason)
     if state.state == "in_outbox" and not state.held:
-        word = _receipt(site, state, plan, f"{state.sequence}.held.json")
-        if word and isinstance(word.verdict, Held):
-            return Heard("hold")
+        held_name = f"{state.sequence}.held.json"
+        receipt = _read_receipt(site, state, plan, held_name, state.sequence)
+        if receipt is not None and isinstance(receipt.verdict, Held):
+            return _Answer("hold")
     return None
 
 
-def _receipt(
-    site: Site, state: State, plan: Plan, name: str, sequence: int | None = None
-) -> Receipt | None:
-    silo_id, number = site.settings().silo_id, sequence or state.sequence
-    binding = ReceiptBinding(plan.plan_id, state.plan_digest or "", silo_id, number)
-    submission = site.outbox / plan.plan_id / str(number) / submission_path(silo_id)
-    return find_receipt(site.inbox / plan.plan_id / "receipts" / name, plan, binding, submission)
+def _read_receipt(site: Site, state: State, plan: Plan, name: str, sequence: int) -> Receipt | None:
+    silo_id = site.settings().silo_id
+    path = site.inbox / plan.plan_id / "receipts" / name
+    binding = ReceiptBinding(plan.plan_id, state.plan_digest or "", silo_id, sequence)
+    submission = site.outbox / plan.plan_id / str(sequence) / submission_path(silo_id)
+    return find_receipt(path, plan, binding, submission)
 
 
 def find_receipt(
@@ -81,47 +196,23 @@ def find_receipt(
     if not path.exists():
         return None
     try:
-        return _verify(path, plan, binding, submission)
+        return _verify_receipt(path, plan, binding, submission)
     except (TrustError, FormatError):
         with suppress(OSError):
             path.rename(path.with_suffix(".refused"))
         return None
 
 
-def _verify(path: Path, plan: Plan, binding: ReceiptBinding, submission: Path) -> Receipt:
+def _verify_receipt(path: Path, plan: Plan, binding: ReceiptBinding, submission: Path) -> Receipt:
     sealed = read_bounded(path, MAX_RECEIPT_BYTES, subject="receipt")
     receipt = open_receipt(sealed, plan.receipt_key, binding)
-    if isinstance(receipt.verdict, Accepted) and not (
-        submission.is_file() and receipt.submission_digest == sha256_file(submission)
-    ):
-        expected = "the digest of the submission that was sent"
+    if not isinstance(receipt.verdict, Accepted):
+        return receipt
+    # An acceptance counts for the bytes that were sent, and for no others under the same number.
+    if not submission.is_file() or receipt.submission_digest != sha256_file(submission):
         raise ReplayError(
-            "receipt", expected=expected, got=receipt.submission_digest or "no digest"
+            "receipt",
+            expected="the digest of the submission that was sent",
+            got=receipt.submission_digest or "no digest",
         )
     return receipt
-
-
-def problem_of(said: Heard, state: State, refused_remedy: str) -> SubmissionRefusedError | None:
-    """Return the error for a refusal and for a notice that this silo was left out; None for any other word.
-
-    Args:
-        said: the aggregator's word.
-        state: in which it was heard.
-        refused_remedy: what may be tried after a refusal.
-    """
-    if said.event == "refusal":
-        return SubmissionRefusedError(
-            f"submission {state.sequence}",
-            expected="an acceptance",
-            got=f"a refusal: {said.words}",
-            remedy=refused_remedy,
-        )
-    if said.event == "notice":
-        return SubmissionRefusedError(
-            f"plan {state.plan_id}",
-            expected="this silo to take part",
-            got=f"a notice that the aggregator withdrew this silo: {said.words}",
-            remedy="Later releases leave this silo's experts out; earlier ones keep them. Keep `silo run` running: "
-            "a new plan may name it.",
-        )
-    return None

@@ -33,33 +33,42 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
         if state.state not in IDLE:
-            expected, got = (
-                "no plan in work, since its submission needs the present key",
-                f"state {state.state}",
+            raise BusyError(
+                "key of the silo",
+                expected="no plan in work, since its submission needs the present key",
+                got=f"state {state.state}",
+                remedy="Rotate the key after the receipt of this plan, or give the plan up first: silo withdraw.",
             )
-            remedy = "Rotate the key after the receipt of this plan, or give the plan up first: silo withdraw."
-            raise BusyError("key of the silo", expected=expected, got=got, remedy=remedy)
-        following = site.private / "silo-next.key"
-        if not following.exists():
-            SigningKey.generate().save(following, passphrase)
-        new = SigningKey.load(following, passphrase)
-        records = rotations(site)
-        if not records or open_rotation(records[-1]).new_key != str(new.public):
-            rotation = KeyRotation(
-                root_digest=site.settings().root_digest,
-                silo_id=site.settings().silo_id,
-                number=len(records) + 1,
-                old_key=str(key.public),
-                new_key=str(new.public),
-                at=now_utc(),
-            )
-            write_atomic(
-                _folder(site) / f"{rotation.number}.json", seal_rotation(rotation, key, new)
-            )
-        DecisionLog(site).add(KeyRotated(old=key.public.fingerprint, new=new.public.fingerprint))
-        following.replace(site.key_path)
+        new_key_path = site.private / "silo-next.key"
+        if not new_key_path.exists():
+            SigningKey.generate().save(new_key_path, passphrase)
+        new_key = SigningKey.load(new_key_path, passphrase)
+        _record_rotation(site, key, new_key)
+        DecisionLog(site).add(
+            KeyRotated(old=key.public.fingerprint, new=new_key.public.fingerprint)
+        )
+        # Last, since the record needs the old key: whatever is interrupted before this is done again with both.
+        new_key_path.replace(site.key_path)
         sync_folder(site.private)
-        return new
+        return new_key
+
+
+def _record_rotation(site: Site, old_key: SigningKey, new_key: SigningKey) -> None:
+    """Write the record that both keys seal, unless an interrupted rotation wrote it already."""
+    records = rotations(site)
+    if records and open_rotation(records[-1]).new_key == str(new_key.public):
+        return
+    settings = site.settings()
+    rotation = KeyRotation(
+        root_digest=settings.root_digest,
+        silo_id=settings.silo_id,
+        number=len(records) + 1,
+        old_key=str(old_key.public),
+        new_key=str(new_key.public),
+        at=now_utc(),
+    )
+    path = _folder(site) / f"{rotation.number}.json"
+    write_atomic(path, seal_rotation(rotation, old_key, new_key))
 
 
 def rotations(site: Site) -> list[bytes]:
@@ -68,20 +77,23 @@ def rotations(site: Site) -> list[bytes]:
     Raises:
         DocumentError: one is missing or damaged.
     """
-    found = sorted(
+    numbers = sorted(
         int(path.stem) for path in _folder(site).glob("[1-9]*.json") if path.stem.isdigit()
     )
-    if found != list(range(1, len(found) + 1)):
-        remedy = "Restore private/rotations/ from backup."
-        expected = "every rotation from the first on"
+    if numbers != list(range(1, len(numbers) + 1)):
         raise DocumentError(
-            "private/rotations", expected=expected, got=f"{len(found)} others", remedy=remedy
+            "private/rotations",
+            expected="every rotation from the first on",
+            got=f"{len(numbers)} others",
+            remedy="Restore private/rotations/ from backup.",
         )
-    return [read_bounded(_folder(site) / f"{number}.json", MAX_ROTATION_BYTES) for number in found]
+    return [
+        read_bounded(_folder(site) / f"{number}.json", MAX_ROTATION_BYTES) for number in numbers
+    ]
 
 
 def published_rotations(site: Site) -> tuple[str, ...]:
-    """Return the rotations that the aggregator is given: the newest, as many as it takes."""
+    """Return the newest rotations, as many as the aggregator accepts."""
     return tuple(data.decode() for data in rotations(site)[-MAX_ROTATIONS:])
 
 

@@ -36,8 +36,9 @@ from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import draw_statistic
 from silo.worker.training import num_classes
 
-_GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
-_AT_ONCE = 1 << 14  # images whose features are in memory; every encoder's own block divides it
+_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: silo withdraw."
+# Images whose features are in memory at once; every encoder's own block divides it.
+_BLOCK_IMAGES = 1 << 14
 
 
 def open_ledger(site: Site, policy: Policy) -> Ledger:
@@ -63,44 +64,52 @@ def scan_images(
     plan = accepted.plan
     source = ImageSource.of_site(site)
     check_declared(source, policy)
-    spec = plan.data
+    data_spec = plan.data
     if policy.data.kind == "arrays" and policy.data.range and not plan.transform:
         # Floating point is compared with the declared range, within which the plan's is: a plan asks nothing of the
         # data themselves.
-        spec = spec.model_copy(update={"range": policy.data.range})
+        data_spec = data_spec.model_copy(update={"range": policy.data.range})
+    class_names: tuple[str, ...] = ()
+    if isinstance(plan.condition, ClassCondition):
+        class_names = plan.condition.names
+    latent_shape = None
+    if isinstance(plan.latent, Autoencoder):
+        latent_shape = plan.expert_shape
     request = CohortRequest(
-        data=spec,
+        data=data_spec,
         min_images=policy.least_images,
         unit=plan.statistics.unit,
         num_classes=num_classes(plan),
-        class_names=plan.condition.names if isinstance(plan.condition, ClassCondition) else (),
+        class_names=class_names,
         known_classes=policy.data.known_classes,
         captions=isinstance(plan.condition, TextCondition),
-        latent_shape=plan.expert_shape if isinstance(plan.latent, Autoencoder) else None,
+        latent_shape=latent_shape,
         transform=plan.transform,
     )
     return load_cohort(source, request, site.salt(), site.private, advance)
 
 
 def check_agreed_numbers(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:
-    """Refuse, before anything is trained, to bring more than the card states: intake would set the submission aside.
+    """Refuse, before training, data of more units than the card states: intake would quarantine the submission.
 
     Raises:
         PolicyError: the data have grown since this site was enrolled.
     """
     plan = accepted.plan
-    agreed, unit = plan.agreed[silo_id], plan.statistics.unit
-    found = {
+    agreed = plan.agreed[silo_id]
+    unit = plan.statistics.unit
+    # Where the unit is an image, the second entry replaces the first, with the same numbers.
+    numbers = {
         "image": (cohort.num_pictures, agreed.images),
         unit: (cohort.num_units, agreed.units(unit)),
     }
-    for what, (num, most) in found.items():
-        if num > most:
+    for name, (num_here, num_agreed) in numbers.items():
+        if num_here > num_agreed:
             raise PolicyError(
-                f"plan {plan.plan_id}: {what}s of this site",
-                expected=f"at most {most}, as its card and the plan state",
-                got=f"{num}",
-                remedy=f"Agree on a higher number (silo enroll --{what}s N, then aggregator enroll) and ask for a new "
+                f"plan {plan.plan_id}: {name}s of this site",
+                expected=f"at most {num_agreed}, as its card and the plan state",
+                got=f"{num_here}",
+                remedy=f"Agree on a higher number (silo enroll --{name}s N, then aggregator enroll) and ask for a new "
                 "plan; or leave some out, and give this plan up: silo withdraw.",
             )
 
@@ -111,9 +120,8 @@ def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None
     Raises:
         BudgetError: nothing was debited and no noise was drawn.
     """
-    ledger.check_affordable(
-        accepted.digest, cohort.digest, paid_mechanisms(accepted.plan, cohort.num_units)
-    )
+    mechanisms = paid_mechanisms(accepted.plan, cohort.num_units)
+    ledger.check_affordable(accepted.digest, cohort.digest, mechanisms)
 
 
 def debit_training(
@@ -149,19 +157,27 @@ def assign_images(
         pixels: what features are made of, where the cohort holds latents.
     """
     images = cohort.images if pixels is None else pixels
-    fine_N, num = torch.empty(len(images), dtype=torch.int64), len(images)
-    for start in range(0, num, _AT_ONCE):
-        rows_B = torch.arange(start, min(start + _AT_ONCE, num))
+    num_images = len(images)
+    fine_N = torch.empty(num_images, dtype=torch.int64)
+    for start in range(0, num_images, _BLOCK_IMAGES):
+        rows_B = torch.arange(start, min(start + _BLOCK_IMAGES, num_images))
 
-        def tell(done: int, _: int, start: int = start) -> None:
-            on_progress(start + done, num)
+        def report(num_encoded: int, _: int, start: int = start) -> None:
+            on_progress(start + num_encoded, num_images)
 
-        fine_N[rows_B] = files.clusters.assign(
-            files.encoder.encode(Selected(images, rows_B), tell, lost=nan)
-        )
-        tell(len(rows_B), num)
-    coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
+        # A network that came with the plan may overflow for an image. To stop there would answer a question about that
+        # image, which no ledger debits; so its features become NaN, and it is assigned like any other.
+        features_BD = files.encoder.encode(Selected(images, rows_B), report, lost=nan)
+        fine_N[rows_B] = files.clusters.assign(features_BD)
+        report(len(rows_B), num_images)
+    _write_assignment(cohort, files, fine_N, cohort_path)
+
+
+def _write_assignment(cohort: Cohort, files: PlanFiles, fine_N: Tensor, cohort_path: Path) -> None:
     import pandas as pd  # takes a second, which most starts need not wait
+
+    coarse_N = files.clusters.coarse_F[fine_N]
+    group_N = files.clusters.group_F[fine_N]
 
     frame = pd.DataFrame(
         {
@@ -193,11 +209,13 @@ def read_assignment(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> Tens
         differing = [name for name, digest in sources.items() if frame.attrs.get(name) != digest]
     except (OSError, ValueError) as error:  # pyarrow's own errors are among these
         raise DataError(
-            "cohort.parquet", expected=expected, got="no readable table", remedy=_GIVE_UP
+            "cohort.parquet", expected=expected, got="no readable table", remedy=_RESTORE_REMEDY
         ) from error
     if differing or len(frame) != len(cohort.images):
-        got = f"a table of {len(frame)} images" + "".join(f", another {name}" for name in differing)
-        raise DataError("cohort.parquet", expected=expected, got=got, remedy=_GIVE_UP)
+        got = f"a table of {len(frame)} images"
+        for name in differing:
+            got += f", another {name}"
+        raise DataError("cohort.parquet", expected=expected, got=got, remedy=_RESTORE_REMEDY)
     return torch.from_numpy(frame["fine"].to_numpy().copy())
 
 

@@ -37,7 +37,7 @@ class State(Document):
         submission_digest: of the draft.
         step: steps of training taken, or images decoded.
         num_steps: of how many.
-        held: whether the submission waits for a person at the aggregator.
+        held: whether the submission is in quarantine, where a person at the aggregator decides on it.
         confirmed: whether the aggregator has said that it left a withdrawn silo out.
         successor: the plan that was signed in the place of a superseded one.
         problem: why the work stopped; it goes as soon as the work goes on.
@@ -57,17 +57,16 @@ class State(Document):
     successor: PlanId | None = None
     problem: Problem | None = None
 
-    def to(self, state: StateName, **changes: object) -> "State":
-        """Return the state that follows, with any problem cleared unless a new one is given."""
-        return self.model_copy(update={"state": state, "problem": None, "held": False, **changes})
-
     def after(self, event: Event, **changes: object) -> "State":
         """Return the state to which an event leads.
 
         Raises:
             ApprovalError: it cannot happen now.
         """
-        return self.to(next_state(self.state, event), **changes)
+        new_state = next_state(self.state, event)
+        # A problem and a wait in quarantine belong to one state: they go unless the event brings them.
+        update = {"state": new_state, "problem": None, "held": False, **changes}
+        return self.model_copy(update=update)
 
 
 def state_path(private: Path) -> Path:
@@ -95,9 +94,12 @@ def load_state(path: Path) -> State:
 def present_state(site: Site) -> State:
     """Read the state as the worker will find it when it looks next: a plan may be superseded while no worker runs."""
     state = load_state(state_path(site.private))
-    if state.state in AT_WORK and (newer := successor(site, state.plan_id or "")):
-        return state.after("succession", successor=newer)
-    return state
+    if state.state not in AT_WORK:
+        return state
+    newer_plan_id = successor(site, state.plan_id or "")
+    if newer_plan_id is None:
+        return state
+    return state.after("succession", successor=newer_plan_id)
 
 
 def save_state(path: Path, state: State) -> State:
@@ -107,10 +109,13 @@ def save_state(path: Path, state: State) -> State:
 
 
 def write_courier_status(site: Site, state: State) -> None:
-    """Write what the aggregator is told of a state, through the outbox; nothing before the first plan."""
-    if state.plan_id:
-        percent = 100 * state.step // state.num_steps if state.num_steps else 0
-        status = StatusFile(
-            plan_id=state.plan_id, state=state.state, progress=percent, sequence=state.sequence
-        )
-        write_for_group(site.outbox / "status.json", status.model_dump_json().encode())
+    """Write what the aggregator may know of a state, for the courier to send; nothing before the first plan."""
+    if state.plan_id is None:
+        return
+    percent = 0
+    if state.num_steps:
+        percent = 100 * state.step // state.num_steps
+    status = StatusFile(
+        plan_id=state.plan_id, state=state.state, progress=percent, sequence=state.sequence
+    )
+    write_for_group(site.outbox / "status.json", status.model_dump_json().encode())

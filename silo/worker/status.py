@@ -83,17 +83,19 @@ class SiteStatus:
     @property
     def next_command(self) -> str | None:
         """What the operator types next; None where the work goes on by itself."""
-        state, name = self.state, self.folder
+        folder = self.folder
         if self.pause is not None:
-            return f"silo resume {name}"
+            return f"silo resume {folder}"
         if self.waiting:
-            return f"silo accept {name} --digest {self.waiting.plan_digest}"
-        if state.state == "awaiting_approval" and not self.approved:
-            return f"silo review {name}"
-        return None if self.running else f"silo run {name}"
+            return f"silo accept {folder} --digest {self.waiting.plan_digest}"
+        if self.state.state == "awaiting_approval" and not self.approved:
+            return f"silo review {folder}"
+        if self.running:
+            return None
+        return f"silo run {folder}"
 
     @property
-    def _beside(self) -> str | None:
+    def _next_words(self) -> str | None:
         """What comes next, where the state alone does not tell."""
         if self.pause is not None:
             return f"to go on where it stopped: silo resume {self.folder}"
@@ -103,45 +105,38 @@ class SiteStatus:
 
     def as_json(self) -> dict[str, object]:
         """Return everything for scripts: the state's own fields, and what else is known here."""
-        pause = {"at": _iso(self.pause.at), "by": self.pause.by} if self.pause else None
-        note = (
-            self.note.model_dump(mode="json", exclude={"format", "plan_id"}) if self.note else None
-        )
-        beside = {
+        pause = None
+        if self.pause is not None:
+            pause = {"at": _iso(self.pause.at), "by": self.pause.by}
+        progress = None
+        if self.note is not None:
+            progress = self.note.model_dump(mode="json", exclude={"format", "plan_id"})
+        audit = None
+        if self.audit is not None:
+            verdict, reason = self.audit
+            audit = {"verdict": verdict, "reason": reason}
+        return self.state.model_dump(mode="json", exclude={"format"}) | {
             "running": self.running,
             "halted": self.halted,
             "paused": pause,
-            "progress": note,
-            "audit": {"verdict": self.audit[0], "reason": self.audit[1]} if self.audit else None,
+            "progress": progress,
+            "audit": audit,
             "next": self.next_command,
         }
-        return self.state.model_dump(mode="json", exclude={"format"}) | beside
 
     def text(self) -> str:
         """Describe it in a few lines."""
         state = self.state
-        lines = [
-            f"{self.silo_id}: {state.state}" + (f", plan {state.plan_id}" if state.plan_id else "")
-        ]
+        heading = f"{self.silo_id}: {state.state}"
+        if state.plan_id:
+            heading += f", plan {state.plan_id}"
+        lines = [heading]
         if self.pause:
-            stops = (
-                "stops at its next step, asked"
-                if self.running and not self.halted
-                else "paused since"
-            )
-            lines.append(f"  {stops} {self.pause.since}")
-        if done := [words for name, words in _DONE.items() if _reached(state.state, name)]:
-            lines.append(f"  done     {'; '.join(done)}")
-        if state.state == "training" and not (self.note and self.note.stage == "auditing"):
-            lines.append(f"  step     {_steps(state, self.note)}")
-        elif self.note:
-            lines.append(f"  {self.note.stage}: {_counted(self.note)}")
-        if self.audit:
-            lines.append(f"  leak audit: {self.audit[0]}: {self.audit[1]}")
-        if state.submission_digest:
-            lines.append(f"  submission {state.sequence}, digest {state.submission_digest}")
-        if state.state in _AHEAD:
-            lines.append(f"  ahead    {', '.join(_STAGES[_AHEAD[state.state] :])}")
+            verb = "paused since"
+            if self.running and not self.halted:
+                verb = "stops at its next step, asked"
+            lines.append(f"  {verb} {self.pause.since}")
+        lines += self._work_lines()
         if self.waiting:
             lines.append(
                 f"  plan {self.waiting.plan_id} waits for a person; it brings {self.waiting.in_words}:"
@@ -149,8 +144,30 @@ class SiteStatus:
             lines.append(f"    silo accept {self.folder} --digest {self.waiting.plan_digest}")
         if not self.running and not self.pause:
             lines.append("  no worker is at work")
-        lines += state_lines(state, self.folder, self._beside)
+        lines += state_lines(state, self.folder, self._next_words)
         return "\n".join(lines)
+
+    def _work_lines(self) -> list[str]:
+        """Describe what was done for the plan, what goes on, and what comes later."""
+        state = self.state
+        lines = []
+        done_words = [words for name, words in _DONE.items() if _reached(state.state, name)]
+        if done_words:
+            lines.append(f"  done     {'; '.join(done_words)}")
+        auditing = self.note is not None and self.note.stage == "auditing"
+        if state.state == "training" and not auditing:
+            lines.append(f"  step     {_steps(state, self.note)}")
+        elif self.note is not None:
+            lines.append(f"  {self.note.stage}: {_counted(self.note)}")
+        if self.audit is not None:
+            verdict, reason = self.audit
+            lines.append(f"  leak audit: {verdict}: {reason}")
+        if state.submission_digest:
+            lines.append(f"  submission {state.sequence}, digest {state.submission_digest}")
+        if state.state in _AHEAD:
+            stages_ahead = _STAGES[_AHEAD[state.state] :]
+            lines.append(f"  ahead    {', '.join(stages_ahead)}")
+        return lines
 
 
 def read_status(site: Site) -> SiteStatus:
@@ -159,28 +176,32 @@ def read_status(site: Site) -> SiteStatus:
     Raises:
         DocumentError: the state is damaged.
     """
-    state, running = present_state(site), is_locked(site.private, "worker")
-    pause, note = present_pause(site), read_note(site.private)
-    # What an earlier stage, plan or process left behind says nothing about now.
-    at_work = (
-        running and state.state in _WORK and note is not None and note.plan_id == state.plan_id
-    )
-    fresh = at_work and note is not None and (now_utc() - note.at).total_seconds() <= _OLD_S
-    ours = note is not None and (note.stage in ("training", "auditing")) == (
-        state.state == "training"
-    )
+    state = present_state(site)
+    running = is_locked(site.private, "worker")
     return SiteStatus(
-        site.settings().silo_id,
-        str(site.path),
-        state,
+        silo_id=site.settings().silo_id,
+        folder=str(site.path),
+        state=state,
         running=running,
         halted=is_halted(site),
-        pause=pause,
+        pause=present_pause(site),
         approved=approval_path(site).exists(),
-        note=note if fresh and ours else None,
+        note=_present_note(site, state) if running else None,
         waiting=read_waiting(site),
         audit=_audit(site, state),
     )
+
+
+def _present_note(site: Site, state: State) -> ProgressNote | None:
+    """Read the note of the present stage: what an earlier stage, plan or process left behind says nothing about now."""
+    note = read_note(site.private)
+    if note is None or state.state not in _WORK or note.plan_id != state.plan_id:
+        return None
+    is_fresh = (now_utc() - note.at).total_seconds() <= _OLD_S
+    is_of_training = note.stage in ("training", "auditing")
+    if not is_fresh or is_of_training != (state.state == "training"):
+        return None
+    return note
 
 
 def _audit(site: Site, state: State) -> tuple[str, str] | None:
@@ -201,15 +222,21 @@ def _reached(state: StateName, name: StateName) -> bool:
 def _steps(state: State, note: ProgressNote | None) -> str:
     if note is None:
         return f"{state.step} of {state.num_steps}"
-    loss = f", loss {note.loss:.4g}" if note.loss is not None else ""
-    return _counted(note) + loss
+    text = _counted(note)
+    if note.loss is not None:
+        text += f", loss {note.loss:.4g}"
+    return text
 
 
 def _counted(note: ProgressNote) -> str:
-    part = f" ({100 * note.done // note.total}%)" if note.total else ""
-    speed = f", {note.images_per_s:.3g} images/s" if note.images_per_s else ""
-    left = f", {human_seconds(note.seconds_left)} left" if note.seconds_left is not None else ""
-    return f"{note.done} of {note.total}{part}{speed}{left}"
+    text = f"{note.done} of {note.total}"
+    if note.total:
+        text += f" ({100 * note.done // note.total}%)"
+    if note.images_per_s:
+        text += f", {note.images_per_s:.3g} images/s"
+    if note.seconds_left is not None:
+        text += f", {human_seconds(note.seconds_left)} left"
+    return text
 
 
 def _iso(at: object) -> str:

@@ -7,9 +7,8 @@ nearest to the cluster, up to the fewest images that plan and policy allow for a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -41,7 +40,82 @@ from silo.worker.jobs import discard_others, jobs_of
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
 
-_NO_EXPERTS: Mapping[str, BaseExpert] = MappingProxyType({})
+
+@dataclass(frozen=True)
+class SiloTraining:
+    """Everything from which a silo's experts of one plan are trained.
+
+    Attributes:
+        plan: the accepted plan.
+        files: its public tensors.
+        cohort: the private images, as experts learn them.
+        fine_N: each image's fine centroid.
+        work: this plan's folder.
+        policy: this site's.
+        silo_id: this silo.
+        settings: how this site trains.
+        bundle: the folder with the plan's files, for a plan whose experts start from a public one.
+        own_experts: this silo's experts of an earlier plan, by name, for a plan that trains them on.
+        held_N: which images no expert learns; None for none.
+        paid: the debit of a plan that trains privately.
+    """
+
+    plan: Plan
+    files: PlanFiles
+    cohort: Cohort
+    fine_N: Tensor
+    work: Workspace
+    policy: Policy
+    silo_id: str
+    settings: TrainingSettings = TrainingSettings()
+    bundle: Path | None = None
+    own_experts: Mapping[str, BaseExpert] = field(default_factory=dict)
+    held_N: Tensor | None = None
+    paid: PaidTraining | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        """This silo's experts, from the noised histogram where it decides."""
+        return find_parts(self.plan, self.files, self.work, self.silo_id)
+
+    def part_of_images(self, parts: Sequence[Part]) -> Tensor:
+        """The number of the expert to which each image belongs, shape (N,)."""
+        group_N = self.files.clusters.group_F[self.fine_N]
+        return part_of_images(self.plan.partition, parts, group_N, self.plan.expert.training.seed)
+
+    def images_of_parts(self, parts: Sequence[Part]) -> list[Tensor]:
+        """The images that each expert learns, as `images_of_part` chooses them, none of them held out."""
+        part_N = self.part_of_images(parts)
+        open_N = torch.arange(len(self.fine_N))
+        if self.held_N is not None:
+            open_N = torch.nonzero(~self.held_N)[:, 0]
+        min_images = min_images_of_expert(self.plan, self.policy)
+
+        images = []
+        for number, part in enumerate(parts):
+            own_N = part_N[open_N] == number
+            chosen = images_of_part(
+                part, own_N, self.fine_N[open_N], self.files.clusters, min_images
+            )
+            images.append(open_N[chosen])
+        return images
+
+    def planned_expert(self, number: int, expert_id: str) -> PlannedExpert:
+        """Describe an expert's training: the plan's, from this silo's own earlier expert or the public one."""
+        base = self.own_experts.get(expert_id)
+        if base is None:
+            base = public_base(self.plan, self.bundle)
+        mechanism = None
+        if self.paid is not None:
+            mechanism = self.paid.mechanism
+        return PlannedExpert(
+            self.plan,
+            self.silo_id,
+            number,
+            base,
+            self.settings.engine,
+            stops=False,
+            paid=mechanism,
+        )
 
 
 def min_images_of_expert(plan: Plan, policy: Policy) -> int:
@@ -53,7 +127,9 @@ def num_classes(plan: Plan) -> int | None:
     """Return how many classes images may have, where the plan needs them: for its experts or for a statistic."""
     if isinstance(plan.condition, ClassCondition):
         return plan.condition.num_classes
-    return plan.statistics.class_counts.num_classes if plan.statistics.class_counts else None
+    if plan.statistics.class_counts:
+        return plan.statistics.class_counts.num_classes
+    return None
 
 
 def counts_define_experts(plan: Plan) -> bool:
@@ -72,40 +148,43 @@ def find_parts(plan: Plan, files: PlanFiles, work: Workspace, silo_id: str) -> t
     return silo_parts(plan.partition, silo_id, files.clusters, noisy_G)
 
 
+@dataclass(frozen=True)
+class _SiloProgress:
+    """Reports the progress of one expert as that of all, and ends a training that exceeds the plan's limit.
+
+    Attributes:
+        plan: the plan.
+        number: the expert's, from 0.
+        num_experts: of this silo.
+        earlier_s: seconds that the experts before it took.
+        on_progress: called with steps counted over all experts.
+    """
+
+    plan: Plan
+    number: int
+    num_experts: int
+    earlier_s: float
+    on_progress: Callable[[Progress], None]
+
+    def report(self, progress: Progress) -> None:
+        _check_time(self.plan, self.earlier_s + progress.seconds)
+        steps_of_expert = self.plan.expert.training.num_steps
+        step = self.number * steps_of_expert + progress.step
+        self.on_progress(replace(progress, step=step, num_steps=self.num_experts * steps_of_expert))
+
+
 def train_experts(
-    plan: Plan,
-    files: PlanFiles,
-    cohort: Cohort,
-    fine_N: Tensor,
-    work: Workspace,
-    policy: Policy,
-    silo_id: str,
+    training: SiloTraining,
     *,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
-    bundle: Path | None = None,
-    own: Mapping[str, BaseExpert] = _NO_EXPERTS,
-    engine: TrainingSettings = TrainingSettings(),
-    held_N: Tensor | None = None,
-    paid: PaidTraining | None = None,
 ) -> None:
     """Train every expert of this silo and write it with its record, resuming exactly where an earlier process stopped.
 
     Args:
-        plan: the accepted plan.
-        files: its public tensors.
-        cohort: the private images.
-        fine_N: each image's fine centroid.
-        work: this plan's folder.
-        policy: this site's.
-        silo_id: this silo.
+        training: plan, images and settings.
         on_progress: called with the progress of an expert, its steps counted over all experts.
         should_stop: called before every step.
-        bundle: the folder with the plan's files, for a plan whose experts start from a public one.
-        own: this silo's experts of an earlier plan, by name, for a plan that trains them on.
-        engine: how this site trains.
-        held_N: which images no expert learns; None for none.
-        paid: the debit of a plan that trains privately.
 
     Raises:
         LedgerError: another expert was trained for that debit.
@@ -113,65 +192,34 @@ def train_experts(
         DataError: the plan's experts are conditioned on classes or texts that this site's images lack.
         KeyboardInterrupt: `should_stop` returned true; the last checkpoint stays.
     """
-    parts = find_parts(plan, files, work, silo_id)
-    learned = images_of_parts(plan, files, parts, fine_N, policy, held_N)
-    num_steps, seconds = plan.expert.training.num_steps, 0.0
-    public, jobs = public_base(plan, bundle), jobs_of(engine, silo_id)
+    plan = training.plan
+    work = training.work
+    parts = training.parts()
+    images_of_experts = training.images_of_parts(parts)
+    jobs = jobs_of(training.settings, training.silo_id)
     if jobs:
         discard_others(jobs, work.folder.name)
+
+    seconds = 0.0
     for number, part in enumerate(parts):
-        folder = work.job(part.expert_id, jobs)
+        job_folder = work.job(part.expert_id, jobs)
+        # The record is written last: an expert that has one needs no more training.
         if not work.record_path(part.expert_id).exists():
-            before = seconds
-
-            def watch(progress: Progress, number: int = number, before: float = before) -> None:
-                _check_time(plan, before + progress.seconds)
-                on_progress(
-                    replace(
-                        progress,
-                        step=number * num_steps + progress.step,
-                        num_steps=len(parts) * num_steps,
-                    )
-                )
-
-            base, private = own.get(part.expert_id, public), paid.mechanism if paid else None
-            expert = PlannedExpert(
-                plan, silo_id, number, base, engine.engine, stops=False, paid=private
+            expert = training.planned_expert(number, part.expert_id)
+            task = make_training_task(
+                expert, training.cohort, images_of_experts[number], job_folder
             )
-            wanted = wanted_job(expert, cohort, learned[number], folder)
-            _train_expert(
-                wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop, paid
-            )
-        discard_job(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
+            progress = _SiloProgress(plan, number, len(parts), seconds, on_progress)
+            _train_expert(training, task, part.expert_id, job_folder, progress.report, should_stop)
+        # Snapshots of averaged weights stay: averages of other widths are made of them after the training.
+        discard_job(job_folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
         seconds += work.record(part.expert_id).training.seconds
-        # again: with several processes, one may write the record before `watch` stops them
+        # Checked again: of several processes, one may write the record before the report of another stops them.
         _check_time(plan, seconds)
 
 
-def images_of_parts(
-    plan: Plan,
-    files: PlanFiles,
-    parts: Sequence[Part],
-    fine_N: Tensor,
-    policy: Policy,
-    held_N: Tensor | None = None,
-) -> list[Tensor]:
-    """Return the images that each expert learns, as `images_of_part` does, none of them held out."""
-    part_N = part_of_images(
-        plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed
-    )
-    held_N = torch.zeros(len(fine_N), dtype=torch.bool) if held_N is None else held_N
-    fewest, open_N = min_images_of_expert(plan, policy), torch.nonzero(~held_N)[:, 0]
-    return [
-        open_N[
-            images_of_part(part, part_N[open_N] == number, fine_N[open_N], files.clusters, fewest)
-        ]
-        for number, part in enumerate(parts)
-    ]
-
-
 def images_of_part(
-    part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, fewest: int
+    part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, min_images: int
 ) -> Tensor:
     """Return the images that an expert learns, ascending: its own and, where they are too few, the nearest others.
 
@@ -180,12 +228,16 @@ def images_of_part(
         own_N: whether each image is the expert's own.
         fine_N: each image's fine centroid.
         clusters: the plan's.
-        fewest: how many images there must be; at most N.
+        min_images: how many images there must be; at most N.
     """
     centroids_FD = clusters.centroids_FD.double()
-    centre_D = centroids_FD[torch.isin(clusters.group_F, torch.tensor(part.groups))].mean(0)
-    distance_N = (centroids_FD - centre_D).norm(dim=1)[fine_N].masked_fill(own_N, -1.0)
-    nearest = distance_N.argsort(stable=True)[: max(int(own_N.sum()), fewest)]
+    in_part_F = torch.isin(clusters.group_F, torch.tensor(part.groups))
+    centre_D = centroids_FD[in_part_F].mean(0)
+    distance_F = (centroids_FD - centre_D).norm(dim=1)
+    # A distance below 0 puts the expert's own images before all others.
+    distance_N = distance_F[fine_N].masked_fill(own_N, -1.0)
+    num_images = max(int(own_N.sum()), min_images)
+    nearest = distance_N.argsort(stable=True)[:num_images]
     return torch.sort(nearest).values
 
 
@@ -195,7 +247,7 @@ def _check_time(plan: Plan, seconds: float) -> None:
         raise PolicyError("training time", expected=limit, got=f"{seconds:.0f} s")
 
 
-def labels_of(plan: Plan, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
+def conditions_of(plan: Plan, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
     """Return the condition of each chosen image, texts from a file in `folder`; None for an unconditional expert.
 
     Raises:
@@ -208,52 +260,57 @@ def labels_of(plan: Plan, cohort: Cohort, chosen: Tensor, folder: Path) -> Tenso
     if condition_N is None:
         kind = plan.condition.kind
         raise DataError("images", expected=f"a {kind} for each", got=f"images without a {kind}")
-    if len(chosen) == len(condition_N):  # ascending: so all of them
+    # The chosen numbers are ascending and distinct: as many as there are images means all of them, and no copy is made.
+    if len(chosen) == len(condition_N):
         return condition_N
-    return condition_N[chosen] if by_class else some_texts(condition_N, chosen, folder)
+    if by_class:
+        return condition_N[chosen]
+    return some_texts(condition_N, chosen, folder)
 
 
-def wanted_job(
+def make_training_task(
     expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: JobFolder
 ) -> TrainingTask:
-    """Say what a job trains on: the chosen images, int64, ascending, with their conditions."""
+    """Describe what a job trains on: the chosen images, int64, ascending, with their conditions."""
     inputs: dict[str, Images] = {"images": select(cohort.images, chosen)}
-    labels = labels_of(expert.plan, cohort, chosen, folder.path)
-    if labels is not None:
-        inputs["labels"] = labels
+    conditions = conditions_of(expert.plan, cohort, chosen, folder.path)
+    if conditions is not None:
+        inputs["labels"] = conditions
     if expert.plan.expert.privacy:
         inputs["units"] = torch.unique(cohort.unit_N[chosen], return_inverse=True)[1]
-    return TrainingTask(
-        expert, inputs, sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes())
-    )
+    data_digest = sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes())
+    return TrainingTask(expert, inputs, data_digest)
 
 
 def _train_expert(
-    wanted: TrainingTask,
-    cohort: Cohort,
+    training: SiloTraining,
+    task: TrainingTask,
     expert_id: str,
-    work: Workspace,
-    folder: JobFolder,
-    settings: TrainingSettings,
+    job_folder: JobFolder,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
-    paid: PaidTraining | None,
 ) -> None:
     """Train one expert, and write it and its record into the plan's folder, where only the worker writes."""
-    path = work.expert_path(expert_id)
-    if paid and not path.exists():
-        paid.check_undrawn()
+    path = training.work.expert_path(expert_id)
+    if training.paid and not path.exists():
+        # One debit pays for one expert: a second draw of its noise would cost as much again.
+        training.paid.check_undrawn()
     result = train_job(
-        wanted, folder, settings, path, on_progress=on_progress, should_stop=should_stop
+        task,
+        job_folder,
+        training.settings,
+        path,
+        on_progress=on_progress,
+        should_stop=should_stop,
     )
-    if paid:
-        paid.record(path)
+    if training.paid:
+        training.paid.record(path)
     record = TrainingRecord(
-        plan_id=wanted.expert.plan.plan_id,
+        plan_id=training.plan.plan_id,
         expert_id=expert_id,
-        num_units=cohort.num_units,
-        num_images=len(wanted.inputs["images"]),
+        num_units=training.cohort.num_units,
+        num_images=len(task.inputs["images"]),
         steps=result.steps,
         training=ExpertTraining(loss=result.loss, seconds=result.seconds, flops=result.flops),
     )
-    write_atomic(work.record_path(expert_id), record.encode())
+    write_atomic(training.work.record_path(expert_id), record.encode())

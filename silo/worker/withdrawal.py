@@ -1,4 +1,4 @@
-"""Gives a plan up, from any state, and leaves a word for the aggregator that this silo's key has signed."""
+"""Gives a plan up, from any state, and leaves a notice for the aggregator that this silo's key has signed."""
 
 import shutil
 
@@ -34,43 +34,52 @@ def withdraw_from_plan(site: Site, key: SigningKey) -> State:
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
         if state.plan_id is None or state.state in ("waiting", "superseded"):
-            got = (
-                f"plan {state.plan_id}, which plan {state.successor} replaced"
-                if state.plan_id
-                else "no plan"
-            )
-            remedy = "Nothing needs to be given up. To wait for the next plan: silo run SITE."
+            got = "no plan"
+            if state.plan_id is not None:
+                got = f"plan {state.plan_id}, which plan {state.successor} replaced"
             raise ApprovalError(
-                "withdrawal", expected="a plan in work, or an accepted one", got=got, remedy=remedy
+                "withdrawal",
+                expected="a plan in work, or an accepted one",
+                got=got,
+                remedy="Nothing needs to be given up. To wait for the next plan: silo run SITE.",
             )
-        new = state if state.state == "withdrawn" else state.after("withdraw")
+        withdrawn = state
         if state.state != "withdrawn":
+            withdrawn = state.after("withdraw")
             DecisionLog(site).add(Withdrew(plan_id=state.plan_id, state=state.state))
-        folder = site.outbox / state.plan_id
-        group_folder(folder, site.outbox)
-        write_for_group(
-            folder / LEAVE_NAME,
-            seal_leave_notice(state.plan_id, site.settings().silo_id, key, now_utc()),
-        )
+        _leave_notice(site, state.plan_id, key)
         if state.state not in ("accepted", "withdrawn"):
             _empty_outbox(site, state)
         # A plan that was declined is not looked at again: it counts as one that this site has worked on.
-        (site.private / "checkpoints" / state.plan_id).mkdir(parents=True, exist_ok=True)
-        save_state(state_path(site.private), new)
-        write_courier_status(site, new)
+        site.work_folder(state.plan_id).mkdir(parents=True, exist_ok=True)
+        save_state(state_path(site.private), withdrawn)
+        write_courier_status(site, withdrawn)
         from silo.worker.jobs import end_jobs  # here, since it loads torch
 
         end_jobs(site, state.plan_id)
         approval_path(site).unlink(missing_ok=True)
         shutil.rmtree(review_folder(site), ignore_errors=True)
-        return new
+        return withdrawn
+
+
+def _leave_notice(site: Site, plan_id: str, key: SigningKey) -> None:
+    """Put a signed notice for the aggregator into the outbox: only this silo can take itself out."""
+    folder = site.outbox / plan_id
+    group_folder(folder, site.outbox)
+    notice = seal_leave_notice(plan_id, site.settings().silo_id, key, now_utc())
+    write_for_group(folder / LEAVE_NAME, notice)
 
 
 def _empty_outbox(site: Site, state: State) -> None:
     """Remove what may not have left yet; the folder stays, so that its number is known."""
-    sent = site.outbox / (state.plan_id or "") / str(state.sequence)
-    for path in sent.iterdir() if sent.is_dir() else ():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    folder = site.outbox / (state.plan_id or "") / str(state.sequence)
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def describe_consequences(before: State) -> str:
@@ -88,7 +97,7 @@ def describe_consequences(before: State) -> str:
     if before.state == "plan_refused":
         return "Nothing was trained or drawn for it, and this site will not take it."
     if before.state == "withdrawn":
-        return "It was given up before; the word for the aggregator is written anew."
+        return "It was given up before; the notice for the aggregator is written again."
     if before.state == "refused":
         return "What was refused is used nowhere. What its statistics cost stays in the ledger."
     return "Nothing was sent. What its statistics cost, if any were drawn, stays in the ledger."

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from silo.plan.acceptance import (
 from silo.plan.consent import is_accepted, may_begin
 from silo.plan.succession import Looked, successor
 from silo.plan.workspace import Workspace, open_workspace
+from silo.privacy.ledger import Ledger
 from silo.worker import auditing, outbox, stages
 from silo.worker import training as experts
 from silo.worker.approval import (
@@ -42,9 +44,9 @@ from silo.worker.approval import (
 )
 from silo.worker.disk_space import check_disk_space, check_folders
 from silo.worker.life import AT_WORK, IDLE, Event
-from silo.worker.listening import Listener
 from silo.worker.pause import StopSignal
 from silo.worker.progress import NOTE_S, ProgressMeter, Stage
+from silo.worker.receipts import ReceiptReader
 from silo.worker.retraining import changed_images
 from silo.worker.state import (
     Problem,
@@ -57,11 +59,15 @@ from silo.worker.state import (
 )
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 2.0  # time between two looks for a newer plan while the work goes on
+# Between two looks for a newer plan while the work goes on.
+_LOOK_S = 2.0
+
+BundleVersion = tuple[str, tuple[int, int] | None]
+"""A plan's name, and what changes when the courier puts another bundle of it in the inbox."""
 
 
 class _SupersededError(Exception):
-    """Another plan was signed in the place of the one in work: nothing more is spent on this one."""
+    """Another plan was signed in place of the one in work: nothing more is spent on this one."""
 
     def __init__(self, plan_id: str) -> None:
         super().__init__(plan_id)
@@ -95,14 +101,16 @@ class Worker:
         self.on_change = on_change
         self.stopping = stopping or threading.Event()
         self.state = load_state(state_path(site.private))
-        self._refused_now: set[tuple[str, tuple[int, int] | None]] = set()
-        self._noted_at = self._looked_at = 0.0
+        self._refused_bundles: set[BundleVersion] = set()
+        # Plans that wait for a person: the digest of each, which `silo accept` names.
+        self._unaccepted_plans: dict[BundleVersion, str] = {}
+        self._saved_at = 0.0
+        self._looked_at = 0.0
         self._looked: Looked = {}
         self._decisions = DecisionLog(site)
         self._meter = ProgressMeter(site.private)
-        self._halt = StopSignal(site, self.stopping)
-        self._listener = Listener(site, self.policy)
-        self._asked: dict[tuple[str, tuple[int, int] | None], str] = {}
+        self._stop_signal = StopSignal(site, self.stopping)
+        self._receipts = ReceiptReader(site, self.policy)
 
     def run(self) -> State:
         """Work until a submission is accepted; if the last one was accepted already, wait for the next plan.
@@ -120,22 +128,26 @@ class Worker:
             check_folders(self.site)
             self.begin()
             while True:
-                before = self.state
-                try:
-                    self._halt.wait(self.settings.poll_s)
-                    self.step()
-                except ArchipelagoError as error:
-                    self._keep_problem(error)
-                    raise
-                except KeyboardInterrupt:
-                    if not self._halt.was_pause():
-                        raise
-                if self.state.state == "accepted" and before.state != "accepted":
+                state_before = self.state
+                self._step_once()
+                if self.state.state == "accepted" and state_before.state != "accepted":
                     return self.state
                 if self.stopping.is_set():
                     raise KeyboardInterrupt
-                if self.state == before:
+                if self.state == state_before:
                     self.stopping.wait(self.settings.poll_s)
+
+    def _step_once(self) -> None:
+        """Wait while the site is paused, then perform one step; a pause that begins meanwhile interrupts it."""
+        try:
+            self._stop_signal.wait_while_paused(self.settings.poll_s)
+            self.step()
+        except ArchipelagoError as error:
+            self.keep_problem(error)
+            raise
+        except KeyboardInterrupt:
+            if not self._stop_signal.is_pause():
+                raise
 
     def begin(self) -> None:
         """Resume where an earlier process stopped; a restart retries what was refused, and what went wrong.
@@ -148,33 +160,34 @@ class Worker:
         if state.state == "plan_refused":
             self._enter(State())
         elif state.state == "refused" and state.sequence < MAX_SUBMISSIONS:
-            self._go("restart", sequence=state.sequence + 1, submission_digest=None)
+            self._advance("restart", sequence=state.sequence + 1, submission_digest=None)
         else:
             if state.state in AT_WORK:
-                self._work()
+                self.workspace()
                 self.state = state.model_copy(update={"problem": None})
             self._announce()
 
     def step(self) -> None:
         """Perform the present state's step; a state that waits for something stays unchanged."""
-        if self._listen():
+        if self._apply_receipt():
             return
         steps: dict[StateName, Callable[[], None]] = {
             **dict.fromkeys(IDLE, self._accept_plan),
-            "plan_accepted": self._scan,
-            "scanned": self._assign,
+            "plan_accepted": self._scan_images,
+            "scanned": self._assign_images,
             "assigned": self._begin_training,
             "training": self._train_and_audit,
             "audited": self._draw_statistics,
-            "released": self._draft,
-            "awaiting_approval": self._await_approval,
+            "released": self._write_draft,
+            "awaiting_approval": self._send_when_approved,
         }
+        perform_step = steps.get(self.state.state)
         try:
             self._check_in_force()
-            if step := steps.get(self.state.state):
-                step()
-        except _SupersededError as found:
-            self._go("succession", successor=found.plan_id)
+            if perform_step is not None:
+                perform_step()
+        except _SupersededError as error:
+            self._advance("succession", successor=error.plan_id)
 
     def _check_in_force(self) -> None:
         """Stop before anything is spent on a plan that was superseded.
@@ -182,210 +195,216 @@ class Worker:
         Raises:
             _SupersededError: the federation's keys have signed another plan.
         """
-        if self.state.state in AT_WORK and (
-            found := successor(self.site, self._plan_id, self._looked)
-        ):
-            raise _SupersededError(found)
+        if self.state.state not in AT_WORK:
+            return
+        newer_plan_id = successor(self.site, self._plan_id, self._looked)
+        if newer_plan_id is not None:
+            raise _SupersededError(newer_plan_id)
 
-    def _should_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether training should stop, since somebody asked for it or the plan was superseded meanwhile."""
-        if self._halt.asked() or time.monotonic() - self._looked_at < _LOOK_S:
-            return self._halt.asked()
-        self._looked_at = time.monotonic()
+        if self._stop_signal.is_set():
+            return True
+        # Training asks before every step; the inbox is looked at less often.
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return False
+        self._looked_at = now
         return successor(self.site, self._plan_id, self._looked) is not None
 
     def _accept_plan(self) -> None:
+        """Accept the first plan in the inbox that this site may work on, or state why one was refused."""
         for plan_id in waiting_plans(self.site):
-            if (mark := (plan_id, bundle_mark(self.site, plan_id))) in self._refused_now:
-                continue
-            if mark in self._asked and not is_accepted(self.site, self._asked[mark]):
+            bundle = (plan_id, bundle_mark(self.site, plan_id))
+            if bundle in self._refused_bundles or self._waits_for_person(bundle):
                 continue
             try:
-                accepted = receive_plan(
-                    self.site,
-                    plan_id,
-                    self.policy,
-                    silo_id=self.settings.silo_id,
-                    key=self.key.public,
-                    max_bytes=self.settings.max_bundle_bytes,
-                    now=now_utc(),
-                    parts=self._parts,
-                )
+                accepted = self._receive_plan(plan_id)
             except BusyError:
                 continue  # the courier holds it for a moment
             except ArchipelagoError as error:
-                self._refused_now.add(mark)
-                self._enter(State(plan_id=plan_id).after("decline", problem=_problem(error)))
+                self._refused_bundles.add(bundle)
+                declined = State(plan_id=plan_id).after("decline", problem=_problem_of(error))
+                self._enter(declined)
                 return
-            if not may_begin(self.site, self.policy, accepted.plan, accepted.digest):
-                self._asked[mark] = accepted.digest
-                _log.warning(
-                    "plan %s waits for a person: silo accept SITE --digest %s",
-                    plan_id,
-                    accepted.digest,
-                )
-                continue
-            self._decisions.add(PlanAccepted(plan_id=plan_id, plan_digest=accepted.digest))
-            num_steps = accepted.plan.expert.training.num_steps
-            self._enter(
-                State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps).after(
-                    "accept"
-                )
+            if may_begin(self.site, self.policy, accepted.plan, accepted.digest):
+                self._begin_plan(accepted)
+                return
+            self._unaccepted_plans[bundle] = accepted.digest
+            _log.warning(
+                "plan %s waits for a person: silo accept SITE --digest %s", plan_id, accepted.digest
             )
-            self._work()
-            return
 
-    def _scan(self) -> None:
-        accepted = self._plan()
+    def _waits_for_person(self, bundle: BundleVersion) -> bool:
+        """Whether this very bundle was verified before, and still waits for `silo accept`."""
+        plan_digest = self._unaccepted_plans.get(bundle)
+        return plan_digest is not None and not is_accepted(self.site, plan_digest)
+
+    def _receive_plan(self, plan_id: str) -> AcceptedPlan:
+        engine = self.settings.training
+        parts_of_batch = engine.accumulate
+        if isinstance(engine.processes, int):
+            parts_of_batch *= engine.processes
+        return receive_plan(
+            self.site,
+            plan_id,
+            self.policy,
+            silo_id=self.settings.silo_id,
+            key=self.key.public,
+            max_bytes=self.settings.max_bundle_bytes,
+            now=now_utc(),
+            parts=parts_of_batch,
+        )
+
+    def _begin_plan(self, accepted: AcceptedPlan) -> None:
+        plan_id = accepted.plan.plan_id
+        # The decision is on disk before the state: a site never works on a plan that its log does not name.
+        self._decisions.add(PlanAccepted(plan_id=plan_id, plan_digest=accepted.digest))
+        state = State(
+            plan_id=plan_id,
+            plan_digest=accepted.digest,
+            num_steps=accepted.plan.expert.training.num_steps,
+        )
+        self._enter(state.after("accept"))
+        self.workspace()
+
+    def _scan_images(self) -> None:
+        """Read the images, and refuse now what would fail only after days of training."""
+        accepted = self.accepted_plan()
         check_encoder(accepted.plan, self.settings)
         cohort = stages.scan_images(
-            self.site, accepted, self.policy, self._counting("reading images")
+            self.site, accepted, self.policy, self.count_images("reading images")
         )
         auditing.check_auditable(accepted, self.policy, cohort)
         stages.check_agreed_numbers(accepted, cohort, self.settings.silo_id)
-        check_disk_space(self.site, accepted.plan, cohort, self._work())
-        stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
-        self._work().clear()  # of what was made of other images, before `silo retrain`
-        self._go("scan", dataset_digest=cohort.digest)
+        check_disk_space(self.site, accepted.plan, cohort, self.workspace())
+        stages.check_budget(accepted, cohort, self._open_ledger())
+        # What was made of other images, before `silo retrain`, must not be taken for that of these.
+        self.workspace().clear()
+        self._advance("scan", dataset_digest=cohort.digest)
 
-    def _assign(self) -> None:
-        accepted = self._plan()
-        cohort, files = self._cohort(accepted), accepted.files()
-        pixels = pixels_of(cohort, files.latent, accepted.plan)
+    def _assign_images(self) -> None:
+        accepted = self.accepted_plan()
+        plan = accepted.plan
+        files = accepted.files()
+        private = self.site.private
+        cohort = self.read_cohort(accepted)
         stages.assign_images(
-            cohort, files, self._cohort_path, self._counting("assigning images"), pixels=pixels
-        )
-        keep_latents(
             cohort,
-            files.latent,
-            accepted.plan,
-            self.site.private,
-            self._counting("encoding images"),
+            files,
+            self.cohort_path,
+            self.count_images("assigning images"),
+            pixels=pixels_of(cohort, files.latent, plan),
         )
-        keep_texts(
-            cohort,
-            accepted.plan,
-            self.settings,
-            self.site.private,
-            self._counting("encoding captions"),
-        )
-        self._go("assign", step=0, num_steps=accepted.plan.expert.training.num_steps)
+        keep_latents(cohort, files.latent, plan, private, self.count_images("encoding images"))
+        keep_texts(cohort, plan, self.settings, private, self.count_images("encoding captions"))
+        self._advance("assign", step=0, num_steps=plan.expert.training.num_steps)
 
     def _begin_training(self) -> None:
-        accepted = self._plan()
-        if experts.counts_define_experts(accepted.plan):
+        accepted = self.accepted_plan()
+        plan = accepted.plan
+        if experts.counts_define_experts(plan):
             self._draw(accepted, ("counts",))
-        parts = experts.find_parts(
-            accepted.plan, accepted.files(), self._work(), self.settings.silo_id
-        )
-        self._go("begin", num_steps=len(parts) * accepted.plan.expert.training.num_steps)
+        parts = experts.find_parts(plan, accepted.files(), self.workspace(), self.settings.silo_id)
+        self._advance("begin", num_steps=len(parts) * plan.expert.training.num_steps)
 
     def _train_and_audit(self) -> None:
-        accepted, work = self._plan(), self._work()
-        cohort = self._cohort(accepted)
+        accepted = self.accepted_plan()
+        batch_size = accepted.plan.expert.training.batch_size
+        work = self.workspace()
+        cohort = self.read_cohort(accepted)
         check_disk_space(self.site, accepted.plan, cohort, work)
-        audited = auditing.gather_audit_inputs(
-            self.site, accepted, work, self.policy, cohort, self._cohort_path
+        inputs = auditing.gather_audit_inputs(
+            self.site, accepted, work, self.policy, cohort, self.cohort_path
         )
         try:
+            paid = stages.debit_training(self.site, self.policy, accepted, cohort)
             experts.train_experts(
-                accepted.plan,
-                accepted.files(),
-                audited.inputs,
-                audited.fine_N,
-                work,
-                self.policy,
-                self.settings.silo_id,
-                on_progress=lambda told: self._progress(
-                    told, accepted.plan.expert.training.batch_size
-                ),
-                should_stop=self._should_stop,
-                bundle=accepted.folder,
-                own=audited.own,
-                engine=self.settings.training,
-                held_N=audited.held_N,
-                paid=stages.debit_training(self.site, self.policy, accepted, cohort),
+                replace(inputs.training, paid=paid),
+                on_progress=lambda progress: self._show_training(progress, batch_size),
+                should_stop=self.should_stop,
             )
-            auditing.audit_experts(audited, self._counting("auditing"), self._should_stop)
+            auditing.audit_experts(inputs, self.count_images("auditing"), self.should_stop)
         except KeyboardInterrupt:
+            # Training stops in the same way for a newer plan as for Ctrl-C or a pause.
             self._check_in_force()
             raise
         auditing.audit_verdict(accepted, work, self.policy)
-        self._go("train", step=self.state.num_steps)
+        self._advance("train", step=self.state.num_steps)
 
     def _draw_statistics(self) -> None:
-        accepted = self._plan()
+        accepted = self.accepted_plan()
         self._draw(accepted, statistics_of(accepted.plan.statistics))
-        self._go("draw")
+        self._advance("draw")
 
     def _draw(self, accepted: AcceptedPlan, kinds: Iterable[StatisticKind]) -> None:
-        cohort = self._cohort(accepted)
-        fine_N = stages.read_assignment(cohort, accepted.files(), self._cohort_path)
-        ledger = stages.open_ledger(self.site, self.policy)
+        cohort = self.read_cohort(accepted)
+        files = accepted.files()
+        fine_N = stages.read_assignment(cohort, files, self.cohort_path)
+        ledger = self._open_ledger()
         inputs = training_inputs(cohort, accepted.plan, self.site.private)
-        self._check_in_force()  # to read the images may have taken hours
-        stages.draw_statistics(
-            accepted, inputs, accepted.files(), fine_N, self._work(), ledger, kinds
-        )
+        # To read the images may have taken hours, in which another plan may have been signed.
+        self._check_in_force()
+        stages.draw_statistics(accepted, inputs, files, fine_N, self.workspace(), ledger, kinds)
 
-    def _draft(self) -> None:
-        accepted, work = self._plan(), self._work()
-        # what was refused is not sent again when the images were mended meanwhile
+    def _write_draft(self) -> None:
+        accepted = self.accepted_plan()
+        work = self.workspace()
         if self.state.sequence > 1:
-            self._cohort(accepted)
+            # A submission that was refused is not sent again when the images have changed meanwhile.
+            self.read_cohort(accepted)
         submission = outbox.write_draft(
             accepted,
             work,
-            accepted.files(),
-            stages.open_ledger(self.site, self.policy),
+            self._open_ledger(),
             auditing.audit_verdict(accepted, work, self.policy),
-            silo_id=self.settings.silo_id,
-            dataset_digest=self.state.dataset_digest or "",
-            sequence=self.state.sequence,
-            isolation=self.isolation,
-            carry_over=self.policy.approval.carry_over,
-            now=now_utc(),
+            outbox.DraftTerms(
+                silo_id=self.settings.silo_id,
+                dataset_digest=self.state.dataset_digest or "",
+                sequence=self.state.sequence,
+                isolation=self.isolation,
+                carry_over=self.policy.approval.carry_over,
+                created_at=now_utc(),
+            ),
         )
         digest = outbox.stage_review(submission, work, review_folder(self.site))
-        self._go("draft", submission_digest=digest)
+        self._advance("draft", submission_digest=digest)
 
-    def _await_approval(self) -> None:
+    def _send_when_approved(self) -> None:
         draft = load_draft(self.site)
         if draft.audit.waiver and draft.audit.waiver.expires_at <= now_utc():
-            self._go("lapse", submission_digest=None)
+            self._advance("lapse", submission_digest=None)
             return
+        # A policy approves a first submission alone: a person looks at what the aggregator refused once.
         by_policy = self.policy.approval.kind == "policy" and self.state.sequence == 1
         approval = find_approval(self.site, draft, by_policy=by_policy, now=now_utc())
         if approval is None:
             return
         if approval.kind == "policy":
             self._decisions.add(approval_record(draft, "policy"))
-        outbox.send_submission(draft, self._work(), self.site, self.key, approval, now=now_utc())
-        self._go("send")
+        outbox.send_submission(
+            draft, self.workspace(), self.site, self.key, approval, now=now_utc()
+        )
+        self._advance("send")
+        # The approval goes last: a worker that dies before this finds the submission in the outbox and goes on.
         approval_path(self.site).unlink(missing_ok=True)
 
-    def _listen(self) -> bool:
-        """Enter the state to which the aggregator's word leads; False where it has said nothing new.
+    def _apply_receipt(self) -> bool:
+        """Enter the state to which a new receipt leads; False where there is none.
 
         Raises:
             SubmissionRefusedError: it refused the submission, or left this silo out before it accepted one.
         """
-        if (said := self._listener.word(self.state)) is None:
+        notice = self._receipts.read(self.state)
+        if notice is None:
             return False
-        self._go(
-            said.event,
-            **said.changes,
-            problem=None if said.problem is None else _problem(said.problem),
-        )
-        if said.problem and said.ends:
-            raise said.problem
+        problem = None
+        if notice.problem is not None:
+            problem = _problem_of(notice.problem)
+        self._advance(notice.event, **notice.changes, problem=problem)
+        if notice.problem is not None and notice.ends_work:
+            raise notice.problem
         return True
-
-    @property
-    def _parts(self) -> int:
-        """Into how many parts this machine divides a batch, as far as its settings tell."""
-        engine = self.settings.training
-        return engine.accumulate * (engine.processes if isinstance(engine.processes, int) else 1)
 
     @property
     def _plan_id(self) -> str:
@@ -396,49 +415,58 @@ class Worker:
         return self.state.plan_id
 
     @property
-    def _cohort_path(self) -> Path:
+    def cohort_path(self) -> Path:
+        """The table of the images and their clusters."""
         return self.site.private / "cohort.parquet"
 
-    def _plan(self) -> AcceptedPlan:
+    def accepted_plan(self) -> AcceptedPlan:
+        """Load the plan in work, by the digest that was pinned when it was accepted."""
         return load_accepted(self.site, self._plan_id, self.state.plan_digest or "")
 
-    def _work(self) -> Workspace:
+    def workspace(self) -> Workspace:
+        """Open the folder of the plan in work."""
         return open_workspace(self.site, self._plan_id)
 
-    def _cohort(self, accepted: AcceptedPlan) -> Cohort:
-        """Read the images again and check that they are those scanned: experts and statistics use the same data."""
+    def _open_ledger(self) -> Ledger:
+        return stages.open_ledger(self.site, self.policy)
+
+    def read_cohort(self, accepted: AcceptedPlan) -> Cohort:
+        """Read the images again and check that they are those scanned: experts and statistics use the same data.
+
+        Raises:
+            DataError: they are others.
+        """
         cohort = stages.scan_images(
-            self.site, accepted, self.policy, self._counting("reading images")
+            self.site, accepted, self.policy, self.count_images("reading images")
         )
         if cohort.digest != self.state.dataset_digest:
-            raise changed_images(
-                self.state, accepted, cohort, stages.open_ledger(self.site, self.policy)
-            )
+            raise changed_images(self.state, accepted, cohort, self._open_ledger())
         return cohort
 
-    def _counting(self, stage: Stage) -> Callable[[int, int], None]:
-        """Show the progress of decoding or encoding, which is not saved: what is interrupted starts over."""
+    def count_images(self, stage: Stage) -> Callable[[int, int], None]:
+        """Return what shows the progress of a stage; it is not saved, since an interrupted stage starts over."""
 
         def count(num_done: int, num_images: int) -> None:
-            if self._halt.asked():
+            if self._stop_signal.is_set():
                 raise KeyboardInterrupt
             # Shown on this machine only: in the outbox, steps of the percentage would reveal the number of images.
             self._meter.count(stage, self._plan_id, num_done, num_images)
-            self.on_change(
-                self.state.model_copy(update={"step": num_done, "num_steps": num_images})
-            )
+            shown = self.state.model_copy(update={"step": num_done, "num_steps": num_images})
+            self.on_change(shown)
 
         return count
 
-    def _progress(self, told: Progress, batch_size: int) -> None:
-        # loss and speed are for this machine only
-        self._meter.train(self._plan_id, told, batch_size)
-        self.state = self.state.model_copy(update={"step": told.step, "num_steps": told.num_steps})
-        if time.monotonic() - self._noted_at >= NOTE_S:
-            self._noted_at = time.monotonic()
+    def _show_training(self, progress: Progress, batch_size: int) -> None:
+        """Note loss and speed for this machine, and save the number of steps, which the aggregator may know."""
+        self._meter.train(self._plan_id, progress, batch_size)
+        self.state = self.state.model_copy(
+            update={"step": progress.step, "num_steps": progress.num_steps}
+        )
+        if time.monotonic() - self._saved_at >= NOTE_S:
+            self._saved_at = time.monotonic()
             self._enter(self.state)
 
-    def _go(self, event: Event, **changes: object) -> None:
+    def _advance(self, event: Event, **changes: object) -> None:
         self._enter(self.state.after(event, **changes))
 
     def _enter(self, state: State) -> None:
@@ -450,17 +478,21 @@ class Worker:
         write_courier_status(self.site, self.state)
         self.on_change(self.state)
 
-    def _keep_problem(self, error: ArchipelagoError) -> None:
-        """Keep why the work stopped, unless the state came with its own reason."""
+    def keep_problem(self, error: ArchipelagoError) -> None:
+        """Save why the work stopped, unless the state came with its own reason."""
         if self.state.problem is None:
-            self.state = self.state.model_copy(update={"problem": _problem(error)})
+            self.state = self.state.model_copy(update={"problem": _problem_of(error)})
             save_state(state_path(self.site.private), self.state)
 
 
-def _problem(error: ArchipelagoError) -> Problem:
-    # What was received may be in it, and not every name of a file is text.
-    said, remedy = (
-        text.encode("utf-8", "backslashreplace").decode()[:400]
-        for text in (str(error), error.remedy)
+def _problem_of(error: ArchipelagoError) -> Problem:
+    return Problem(
+        code=error.exit_code,
+        message=_short_text(str(error)),
+        remedy=_short_text(error.remedy),
     )
-    return Problem(code=error.exit_code, message=said, remedy=remedy)
+
+
+def _short_text(text: str) -> str:
+    # A message may hold what was received, or the name of a file, and not all of these are text.
+    return text.encode("utf-8", "backslashreplace").decode()[:400]

@@ -52,6 +52,7 @@ from silo.worker.descriptions import state_lines
 from silo.worker.life import TRANSITIONS
 from silo.worker.retraining import assess_retraining, retrain
 from silo.worker.state import State, load_state, present_state, state_path
+from silo.worker.training import SiloTraining
 from silo.worker.withdrawal import withdraw_from_plan
 from silo.worker.worker import Worker
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
@@ -91,10 +92,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
     return Template(tmp_path_factory.mktemp("template"))
 
 
-def make_experts(
-    plan: Any, files: Any, cohort: Any, fine_N: Any, work: Any, policy: Any, silo: str, **_: Any
-) -> None:
+def make_experts(training: SiloTraining, **_: Any) -> None:
     """In the place of training: an expert that follows from the images alone."""
+    plan, cohort, work, silo = training.plan, training.cohort, training.work, training.silo_id
     if work.record_path(silo).exists():
         return
     seed = int(cohort.digest[:6], 16)
@@ -164,7 +164,7 @@ class Both:
             try:
                 worker.step()
             except ArchipelagoError as error:
-                worker._keep_problem(error)
+                worker.keep_problem(error)
                 return error
             finally:
                 new = self.debits()[len(paid) :]

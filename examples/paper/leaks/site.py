@@ -38,7 +38,7 @@ from silo.audit.document import ExpertAudit
 from silo.audit.measuring import audit_expert
 from silo.audit.subject import Subject
 from silo.data.cohort import Cohort
-from silo.worker.training import wanted_job
+from silo.worker.training import make_training_task
 
 # Shape legend: N images of the silo, the last of them held out.
 
@@ -170,7 +170,7 @@ class Silo:
 
     def _wanted(self, expert: PlannedExpert, chosen: Tensor, folder: JobFolder) -> TrainingTask:
         folder.path.mkdir(parents=True, exist_ok=True)
-        return wanted_job(expert, self.cohort, chosen, folder)
+        return make_training_task(expert, self.cohort, chosen, folder)
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Workshop:
         folder.path.mkdir(exist_ok=True)
         with progress(f"training {label}, {len(chosen)} images") as tell:
             result = train_job(
-                wanted_job(expert, cohort, chosen, folder),
+                make_training_task(expert, cohort, chosen, folder),
                 folder,
                 TrainingSettings(),
                 path,

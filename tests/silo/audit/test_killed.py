@@ -35,7 +35,7 @@ def dies_at(place: int | str, told: list[int] | None = None) -> None:
         whole: Callable[..., object] = getattr(module, place)
         setattr(module, place, lambda *given: (whole(*given), kill()))
         return
-    counting, calls = Worker._counting, told if told is not None else []
+    counting, calls = Worker.count_images, told if told is not None else []
 
     def count(self: Worker, stage: Any) -> Callable[[int, int], None]:
         tell = counting(self, stage)
@@ -49,7 +49,7 @@ def dies_at(place: int | str, told: list[int] | None = None) -> None:
 
         return then
 
-    Worker._counting = count  # type: ignore[method-assign]
+    Worker.count_images = count  # type: ignore[method-assign]
 
 
 def found(tiny: TinyFederation, plan_id: str) -> dict[str, bytes]:
@@ -75,7 +75,7 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
     killed = tiny.copy(tmp_path / "killed")
     told: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "_counting", Worker._counting)
+        patch.setattr(Worker, "count_images", Worker.count_images)
         dies_at(-1, told)
         tiny.work(SILO, until="audited")
     undisturbed, num = found(tiny, plan_id), len(told)

@@ -113,9 +113,9 @@ def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figure
     report, scored = report_of(tiny, plan_id), []
     work.audit_path.unlink()
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
-    images = worker._cohort(worker._plan())
+    images = worker.read_cohort(worker.accepted_plan())
     again = gather_audit_inputs(
-        tiny.sites[SILO], worker._plan(), work, worker.policy, images, worker._cohort_path
+        tiny.sites[SILO], worker.accepted_plan(), work, worker.policy, images, worker.cohort_path
     )
 
     def tell(done: int, total: int) -> None:
@@ -136,13 +136,13 @@ def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figure
 def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederation, str]) -> None:
     tiny, plan_id = audited
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
-    accepted, images = worker._plan(), worker._cohort(worker._plan())
+    accepted, images = worker.accepted_plan(), worker.read_cohort(worker.accepted_plan())
     found = gather_audit_inputs(
-        tiny.sites[SILO], accepted, worker._work(), worker.policy, images, worker._cohort_path
+        tiny.sites[SILO], accepted, worker.workspace(), worker.policy, images, worker.cohort_path
     )
     assert int(found.held_N.sum()) == 20
     assert torch.equal(found.held_N, held_out(images, worker.policy))
-    assert worker._work().record(SILO).num_images == 60
+    assert worker.workspace().record(SILO).num_images == 60
 
 
 def test_same_figures_have_another_digest_whenever_they_are_written_down(

@@ -29,7 +29,7 @@ from silo.data.latents import training_inputs
 from silo.plan.acceptance import load_accepted
 from silo.plan.workspace import Workspace
 from silo.worker.stages import read_assignment
-from silo.worker.training import labels_of, train_experts
+from silo.worker.training import SiloTraining, conditions_of, train_experts
 from silo.worker.worker import Worker
 from tests.faults.test_disk_full import small_disk
 from tests.support.cohorts import cohort_at
@@ -349,8 +349,10 @@ def test_expert_of_some_images_is_told_their_texts_and_one_of_all_reads_the_file
     plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
     cohort = training_inputs(cohort_of(published, "north"), plan, site.private)
     text_NLD = cohort.text_NLD
-    assert text_NLD is not None and labels_of(plan, cohort, torch.arange(70), tmp_path) is text_NLD
-    some = labels_of(plan, cohort, torch.tensor([0, 1, 69]), tmp_path)
+    assert (
+        text_NLD is not None and conditions_of(plan, cohort, torch.arange(70), tmp_path) is text_NLD
+    )
+    some = conditions_of(plan, cohort, torch.tensor([0, 1, 69]), tmp_path)
     assert (
         some is not None
         and torch.equal(some, text_NLD[[0, 1, 69]])
@@ -389,17 +391,16 @@ def test_mmdit_learns_from_captions_as_well(
     work.expert_path("east").parent.mkdir(parents=True)
     cohort = cohort_of(published, "east")
     files = accepted.files()
-    train_experts(
-        asked,
-        files,
-        training_inputs(cohort, plan, site.private),
-        read_assignment(cohort, files, site.private / "cohort.parquet"),
-        work,
-        Policy(),
-        "east",
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
+    silo_training = SiloTraining(
+        plan=asked,
+        files=files,
+        cohort=training_inputs(cohort, plan, site.private),
+        fine_N=read_assignment(cohort, files, site.private / "cohort.parquet"),
+        work=work,
+        policy=Policy(),
+        silo_id="east",
     )
+    train_experts(silo_training, on_progress=lambda progress: None, should_stop=lambda: False)
     trained = build_expert(joint, plan.expert_shape, condition=plan.condition)
     trained.load_state_dict(load_tensors(work.expert_path("east"), None, max_bytes=1 << 24))
     encoder = TextEncoder.open(folder, plan.condition)  # type: ignore[arg-type]

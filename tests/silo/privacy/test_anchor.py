@@ -49,7 +49,10 @@ def put_back(site: Site, kept: Path) -> None:
 def rewind(site: Site, plan_id: str) -> None:
     """Let the worker draw again, as if all of its work since then was put back with the ledger."""
     shutil.rmtree(site.private / "checkpoints" / plan_id / "statistics")
-    save_state(state_path(site.private), load_state(state_path(site.private)).to("audited"))
+    save_state(
+        state_path(site.private),
+        load_state(state_path(site.private)).model_copy(update={"state": "audited"}),
+    )
 
 
 def draws(site: Site) -> dict[str, bytes]:
@@ -76,7 +79,10 @@ def test_ledger_put_back_with_its_draws_is_refused_because_of_the_statistics_tha
     tiny, site, _ = assigned
     kept = keep(site, tmp_path / "kept")
     tiny.work(SILO, until="released")
-    save_state(state_path(site.private), load_state(state_path(site.private)).to("audited"))
+    save_state(
+        state_path(site.private),
+        load_state(state_path(site.private)).model_copy(update={"state": "audited"}),
+    )
     put_back(site, kept)
     with pytest.raises(LedgerError, match="the ledger is older"):
         tiny.work(SILO, until="released")

@@ -62,7 +62,7 @@ def waiting_once(sent_once: Planned, tmp_path_factory: pytest.TempPathFactory) -
         POLICY | {"approval": {"kind": "person"}, "audit": {"required": True, "waiver": waiver}},
     )
     path = state_path(site.private)
-    save_state(path, load_state(path).to("refused"))
+    save_state(path, load_state(path).model_copy(update={"state": "refused"}))
     tiny.work(SILO, until="awaiting_approval")
     return tiny
 

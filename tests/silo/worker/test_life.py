@@ -109,7 +109,7 @@ def test_training_stops_when_its_plan_is_superseded_meanwhile(
     tiny.work(SILO, until="training")
     monkeypatch.setattr("silo.worker.worker._LOOK_S", 0.0)
     worker = worker_of(tiny)
-    asked, should_stop = [], worker._should_stop
+    asked, should_stop = [], worker.should_stop
 
     def watch() -> bool:
         asked.append(worker.state.state)
@@ -117,7 +117,7 @@ def test_training_stops_when_its_plan_is_superseded_meanwhile(
             tiny.deliver_plan(SILO, second)
         return should_stop()
 
-    monkeypatch.setattr(worker, "_should_stop", watch)
+    monkeypatch.setattr(worker, "should_stop", watch)
     worker.begin()
     worker.step()
     assert (worker.state.state, worker.state.successor) == ("superseded", second)
@@ -322,7 +322,7 @@ def test_problem_that_was_solved_is_gone_when_the_work_goes_on(
     worker.step()
     with pytest.raises(BudgetError):
         worker.step()
-    worker._keep_problem(BudgetError("privacy ledger"))
+    worker.keep_problem(BudgetError("privacy ledger"))
     assert load_state(state_path(site.private)).problem
     write_policy(site, PERSON)
     restarted = worker_of(tiny)

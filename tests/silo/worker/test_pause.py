@@ -225,7 +225,7 @@ def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
         1.5,
     )
     assert note["loss"] == 0.512
-    save_state(state_path(site.private), state.to("audited"))
+    save_state(state_path(site.private), state.model_copy(update={"state": "audited"}))
     assert read_status(site).note is None  # what is noted is of a stage that is over
 
 

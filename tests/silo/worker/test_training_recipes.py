@@ -19,7 +19,7 @@ from ddm.training.config import TrainingSettings
 from silo.config import Policy, SiloSettings
 from silo.data.cohort import Cohort
 from silo.plan.workspace import Workspace
-from silo.worker.training import num_classes, train_experts
+from silo.worker.training import SiloTraining, num_classes, train_experts
 from tests.support.documents import plan_document, to_bytes
 
 SHAPE = (1, 4, 4)
@@ -63,19 +63,18 @@ def trained(
     files = PlanFiles(encoder=None, clusters=ONE_GROUP, sketch=None)  # type: ignore[arg-type]  # neither is used
     work, fine_N = Workspace(folder / silo_id), torch.zeros(NUM, dtype=torch.int64)
     work.expert_path(silo_id).parent.mkdir(parents=True)
-    train_experts(
-        asked,
-        files,
-        images or cohort(),
-        fine_N,
-        work,
-        Policy(),
-        silo_id,
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
-        engine=TrainingSettings(device="cpu"),
+    training = SiloTraining(
+        plan=asked,
+        files=files,
+        cohort=images or cohort(),
+        fine_N=fine_N,
+        work=work,
+        policy=Policy(),
+        silo_id=silo_id,
+        settings=TrainingSettings(device="cpu"),
         **options,
     )
+    train_experts(training, on_progress=lambda progress: None, should_stop=lambda: False)
     expert = build_expert(asked.expert.architecture, SHAPE, condition=asked.condition)
     specs = {name: spec_of(value) for name, value in expert.state_dict().items()}
     return load_tensors(work.expert_path(silo_id), specs, max_bytes=1 << 24)

@@ -269,7 +269,7 @@ def test_worker_keeps_the_same_draws_when_it_starts_again(
     before = {path.name: path.read_bytes() for path in releases.iterdir()}
     entries = site.ledger_path.read_bytes()
     state = load_state(state_path(site.private))
-    state_path(site.private).write_bytes(state.to("audited").encode())
+    state_path(site.private).write_bytes(state.model_copy(update={"state": "audited"}).encode())
     tiny.work(SILO, until="released")
     assert {path.name: path.read_bytes() for path in releases.iterdir()} == before
     assert site.ledger_path.read_bytes() == entries
