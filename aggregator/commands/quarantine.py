@@ -46,11 +46,11 @@ def quarantine(
         outliers[silo_id] = [*outliers.get(silo_id, []), reason]
     figures = {silo_id: examiner.ratios(each) for silo_id, each in accepted.items()}
     if as_json:
-        found = {"waiting": [each.why.model_dump(mode="json") for each in waiting]}
+        found = {"waiting": [each.record.model_dump(mode="json") for each in waiting]}
         say(json.dumps(found | {"accepted": figures, "accepted_outliers": outliers}))
         return
     for each in waiting:
-        why = each.why
+        why = each.record
         say(f"{why.silo_id}, submission {why.sequence}, waiting since {why.at.isoformat()}:")
         for reason in why.reasons:
             say(f"  {reason}")
@@ -68,7 +68,7 @@ def quarantine(
     rows += [
         (expert, "waits", *ratios)
         for each in waiting
-        for expert, ratios in each.why.figures.items()
+        for expert, ratios in each.record.figures.items()
     ]
     if rows:
         say("Loss on public images, as a multiple of that of answering 0:")
@@ -82,22 +82,22 @@ def admit(
     federation = Federation(fed).require()
     waiting = _waiting(federation, silo)
     if waiting:
-        counted = _counted(federation, silo, waiting.why.num_units, units)
+        counted = _counted(federation, silo, waiting.record.num_units, units)
         _record(
             federation,
             silo,
-            waiting.why.submission_digest,
+            waiting.record.submission_digest,
             "admitted",
             reason,
             counted,
             _shown(federation, waiting),
         )
         say(
-            f"Admitted {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the receipt."
+            f"Admitted {silo}, submission {waiting.record.sequence}. `aggregator run {fed}` signs the receipt."
         )
-        if counted < waiting.why.num_units:
+        if counted < waiting.record.num_units:
             say(
-                f"Its prior counts {counted} of the {waiting.why.num_units} that it states; the reason is published."
+                f"Its prior counts {counted} of the {waiting.record.num_units} that it states; the reason is published."
             )
         return
     from aggregator.intake.examination import Examiner
@@ -128,9 +128,9 @@ def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) ->
     waiting = _waiting(federation, silo)
     if not waiting:
         raise _nothing_waits(federation, silo)
-    _record(federation, silo, waiting.why.submission_digest, "refused", reason)
+    _record(federation, silo, waiting.record.submission_digest, "refused", reason)
     say(
-        f"Refused {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the refusal."
+        f"Refused {silo}, submission {waiting.record.sequence}. `aggregator run {fed}` signs the refusal."
     )
 
 
@@ -138,7 +138,7 @@ def _undecided(federation: Federation, waiting: list["QuarantineEntry"]) -> list
     from aggregator.intake.quarantine import read_decisions
 
     decided = {decision.submission_digest for decision in read_decisions(federation)}
-    return [each for each in waiting if each.why.submission_digest not in decided]
+    return [each for each in waiting if each.record.submission_digest not in decided]
 
 
 def _waiting(federation: Federation, silo_id: str) -> "QuarantineEntry | None":
@@ -147,7 +147,7 @@ def _waiting(federation: Federation, silo_id: str) -> "QuarantineEntry | None":
     waiting = _undecided(
         federation, quarantined_submissions(federation, federation.current_plan()[0].plan_id)
     )
-    return next((each for each in waiting if each.why.silo_id == silo_id), None)
+    return next((each for each in waiting if each.record.silo_id == silo_id), None)
 
 
 def _overweight(federation: Federation, accepted: Collection[str]) -> dict[str, str]:
@@ -166,7 +166,7 @@ def _shown(federation: Federation, waiting: "QuarantineEntry") -> "list[Rule] | 
     from aggregator.intake.claims import claim_faults
     from aggregator.intake.flags import flags_of
 
-    why, (plan, _) = waiting.why, federation.current_plan()
+    why, (plan, _) = waiting.record, federation.current_plan()
     flags = flags_of(federation, why.plan_id, why.submission_digest).values()
     rules: set[Rule] = {rule for each in flags for rule in each}
     return sorted(rules | claim_faults(federation, plan, why.silo_id, why.num_units).keys()) or None

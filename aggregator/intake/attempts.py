@@ -16,10 +16,10 @@ from aggregator.intake.own_files import FederationFilesError
 from ddm.errors import ArchipelagoError, RefusedError
 from ddm.io.files import read_bounded, sync_folder, write_atomic
 
-MAX_ATTEMPTS = 3  # at one submission
-MAX_ATTEMPTS_OF_SILO = (
-    6  # at all of a silo's submissions for one plan, each of which may cost a restart
-)
+# At one submission.
+MAX_ATTEMPTS = 3
+# At all of a silo's submissions for one plan, each of which may cost a restart.
+MAX_ATTEMPTS_OF_SILO = 6
 _MAX_BYTES = 20
 
 
@@ -40,21 +40,23 @@ class SubmissionAttempts:
         Raises:
             RefusedError: too many attempts began and never ended.
         """
-        path, before = self.folder / f"{sequence}", self._begun(sequence)
-        in_all = sum(self._begun(int(each.name)) for each in self._all())
-        if before >= MAX_ATTEMPTS or in_all >= MAX_ATTEMPTS_OF_SILO:
+        path = self._path(sequence)
+        num_before = self._num_begun(path)
+        num_of_silo = sum(self._num_begun(other) for other in self.folder.glob("[1-9]*"))
+        if num_before >= MAX_ATTEMPTS or num_of_silo >= MAX_ATTEMPTS_OF_SILO:
             raise RefusedError(
                 f"submission {sequence}",
                 expected=f"fewer than {MAX_ATTEMPTS} crashed examinations, {MAX_ATTEMPTS_OF_SILO} over all submissions",
-                got=f"{before} examinations that never ended, {in_all} over all submissions",
+                got=f"{num_before} examinations that never ended, {num_of_silo} over all submissions",
                 remedy="Read intake.log and the system log: most likely the machine ran out of memory.",
             )
         try:
-            write_atomic(path, b"%d" % (before + 1))
+            write_atomic(path, b"%d" % (num_before + 1))
             yield
         except (KeyboardInterrupt, OSError, FederationFilesError):
-            if before:
-                write_atomic(path, b"%d" % before)
+            # Not the submission's fault: the attempt is taken back.
+            if num_before:
+                write_atomic(path, b"%d" % num_before)
             else:
                 self._end(path)
             raise
@@ -63,12 +65,13 @@ class SubmissionAttempts:
             raise
         self._end(path)
 
-    def _begun(self, sequence: int) -> int:
-        path = self.folder / f"{sequence}"
-        return int(read_bounded(path, _MAX_BYTES)) if path.is_file() else 0
+    def _path(self, sequence: int) -> Path:
+        return self.folder / f"{sequence}"
 
-    def _all(self) -> Iterator[Path]:
-        return self.folder.glob("[1-9]*")
+    def _num_begun(self, path: Path) -> int:
+        if not path.is_file():
+            return 0
+        return int(read_bounded(path, _MAX_BYTES))
 
     def _end(self, path: Path) -> None:
         path.unlink(missing_ok=True)

@@ -3,11 +3,11 @@
 Order matters: the signature before any parser, digests before tensors, shapes before values. The noised histogram is
 read before the experts, since it decides which experts there may be.
 
-`authenticate` tells what the silo signed from what merely arrived in its name. Only the former may be refused: a
+`authenticate` separates what the silo signed from what merely arrived in its name. Only the former may be refused: a
 refusal uses up one of the silo's submissions, and rubbish sent in its name would use them all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -16,7 +16,6 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.intake.limits import submission_entries
-from aggregator.intake.private_experts import check_privacy
 from ddm.errors import (
     AbsentFileError,
     DigestError,
@@ -31,21 +30,27 @@ from ddm.io.untrusted import check_digest, list_files
 from ddm.loading.plan import PlanFiles
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.layout import silo_parts
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
+from ddm.privacy.accounting import noise_multiplier_for
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.partition import RandomPartition, SiloPartition
 from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.protocol.statistics import StatisticKind
 from ddm.protocol.submission import (
     Submission,
+    SubmittedExpert,
     expert_path,
     submission_path,
 )
+from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.statistics.of_plan import statistics_of
 from ddm.trust.keys import PublicKey
 from ddm.trust.silo_role import read_silo_metadata
 
 MAX_ROLE_BYTES = 1 << 20
-LEAST_LIFE = timedelta(days=4 * 365)
+# How long a silo's signature must still be valid.
+MIN_VALIDITY = timedelta(days=4 * 365)
+# Relative difference of noise multipliers, each of which is searched for by the machine that needs it.
+_NOISE_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -111,44 +116,62 @@ def authenticate(folder: Path, expected: Expectation) -> SignedSubmission:
         TrustError: a signature, digest, role or path is wrong, a file is missing or was added.
         FormatError: a file is too large, the role is malformed, or was signed for another plan or number.
     """
-    files = {
-        name: entry.path
-        for name, entry in list_files(folder, max_entries=submission_entries(expected.plan)).items()
-    }
-    plan_id, silo_id = expected.plan.plan_id, expected.silo_id
-    role_name = f"metadata/{plan_id}.{silo_id}.json"
-    role = read_bounded(_present(files, role_name), MAX_ROLE_BYTES, subject=role_name)
-    # A release can be verified until the first of its signatures expires.
-    until = expected.now + LEAST_LIFE
-    version, signed = read_silo_metadata(
-        role, plan_id=plan_id, silo_id=silo_id, key=expected.key, now=until
-    )
-    if version != expected.sequence:
-        raise ReplayError(
-            role_name, expected=f"version {expected.sequence}, the submission's", got=f"{version}"
-        )
-    signed = {name.removeprefix(f"{plan_id}/"): value for name, value in signed.items()}
-    for name, listed in signed.items():
-        _check_bytes(folder, files, name, listed)
-    document = submission_path(silo_id)
+    entries = list_files(folder, max_entries=submission_entries(expected.plan))
+    files = {name: entry.path for name, entry in entries.items()}
+    role_name = f"metadata/{expected.plan.plan_id}.{expected.silo_id}.json"
+    signed = _read_role(files, role_name, expected)
+    for name, (size, digest) in signed.items():
+        _present(files, name)  # a signed name may lead anywhere
+        check_digest(folder, name, size, digest)
+
+    document = submission_path(expected.silo_id)
     if document not in signed:
         raise AbsentFileError(
             document, expected="a submission that the silo's role lists", got="a role without it"
         )
     data = read_bounded(files[document], MAX_DOCUMENT_BYTES, subject=document)
-    known = {role_name, *signed}
     # The signed document names the statistics' digests. One that does not parse is the silo's own, and refused later.
     with suppress(FormatError):
-        for file in _statistics(data, document):
-            _check_bytes(folder, files, file.path, (file.bytes, file.digest))
-            known.add(file.path)
-        if odd := sorted(files.keys() - known):
-            subject = ascii(odd[0])[1:81]
-            raise UnlistedFileError(
-                subject, expected="only files that the submission lists", got="an unlisted file"
-            )
-    experts = {name: value for name, value in signed.items() if name != document}
+        known_names = {role_name, *signed}
+        for statistic in Submission.parse(data, subject=document).statistics:
+            file = statistic.file
+            _present(files, file.path)
+            check_digest(folder, file.path, file.bytes, file.digest)
+            known_names.add(file.path)
+        _check_no_other_file(files, known_names)
+    experts = {name: listed for name, listed in signed.items() if name != document}
     return SignedSubmission(document=data, listed=experts, files=files)
+
+
+def _read_role(
+    files: Mapping[str, Path], role_name: str, expected: Expectation
+) -> dict[str, tuple[int, str]]:
+    """Verify the silo's role; return the size and digest of each file that it lists, by its path in the submission."""
+    plan_id = expected.plan.plan_id
+    role = read_bounded(_present(files, role_name), MAX_ROLE_BYTES, subject=role_name)
+    # A release can be verified until the first of its signatures expires.
+    version, signed = read_silo_metadata(
+        role,
+        plan_id=plan_id,
+        silo_id=expected.silo_id,
+        key=expected.key,
+        now=expected.now + MIN_VALIDITY,
+    )
+    if version != expected.sequence:
+        raise ReplayError(
+            role_name, expected=f"version {expected.sequence}, the submission's", got=f"{version}"
+        )
+    return {name.removeprefix(f"{plan_id}/"): listed for name, listed in signed.items()}
+
+
+def _check_no_other_file(files: Mapping[str, Path], known_names: Set[str]) -> None:
+    unlisted = sorted(files.keys() - known_names)
+    if unlisted:
+        raise UnlistedFileError(
+            ascii(unlisted[0])[1:81],
+            expected="only files that the submission lists",
+            got="an unlisted file",
+        )
 
 
 def verify_submission(signed: SignedSubmission, expected: Expectation) -> VerifiedSubmission:
@@ -174,23 +197,12 @@ def verify_submission(signed: SignedSubmission, expected: Expectation) -> Verifi
     return VerifiedSubmission(submission=submission, digest=signed.digest, files=signed.files)
 
 
-def _statistics(data: bytes, document: str) -> list[File]:
-    return [statistic.file for statistic in Submission.parse(data, subject=document).statistics]
-
-
 def _present(files: Mapping[str, Path], name: str) -> Path:
     if name not in files:
         raise AbsentFileError(
             ascii(name)[1:81], expected="a file that the silo signed", got="no such file"
         )
     return files[name]
-
-
-def _check_bytes(
-    folder: Path, files: Mapping[str, Path], name: str, signed: tuple[int, str]
-) -> None:
-    _present(files, name)  # a signed name may lead anywhere
-    check_digest(folder, name, *signed)
 
 
 def _check_binding(submission: Submission, expected: Expectation) -> None:
@@ -215,63 +227,63 @@ def _check_experts_listed(
         expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts
     }
     if listed != experts:
-        odd = sorted({name for name, _ in listed.items() ^ experts.items()})
-        got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
+        differing = sorted({name for name, _ in listed.items() ^ experts.items()})
         raise DigestError(
-            f"experts of {document}", expected="exactly those that the silo's role lists", got=got
+            f"experts of {document}",
+            expected="exactly those that the silo's role lists",
+            got=f"{len(differing)} unlisted or different, such as {ascii(differing[0])[:80]}",
         )
 
 
 def _check_terms(submission: Submission, expected: Expectation) -> None:
     """Check the submission against the plan: its statistics and their cost, its number of units, its file sizes."""
-    plan, required, spent = expected.plan, expected.plan.statistics, submission.spent
-    terms: dict[str, tuple[float, float]] = {
-        kind: (part.epsilon, part.delta) for kind, part in required.terms.items()
-    }
-    terms["all together"] = (plan.spends.epsilon, plan.spends.delta)
-    reported: dict[str, tuple[float, float]] = {
-        each.kind: (each.epsilon, each.delta) for each in submission.statistics
-    }
-    reported["all together"] = (spent.epsilon, spent.delta)
-    if reported.keys() != terms.keys():
+    plan = expected.plan
+    spent = submission.spent
+    required_terms: dict[str, tuple[float, float]] = {}
+    for kind, terms in plan.statistics.terms.items():
+        required_terms[kind] = (terms.epsilon, terms.delta)
+    required_terms["all together"] = (plan.spends.epsilon, plan.spends.delta)
+    stated_terms: dict[str, tuple[float, float]] = {}
+    for statistic in submission.statistics:
+        stated_terms[statistic.kind] = (statistic.epsilon, statistic.delta)
+    stated_terms["all together"] = (spent.epsilon, spent.delta)
+    if stated_terms.keys() != required_terms.keys():
         raise PolicyError(
-            "submission, statistics", expected=", ".join(terms), got=", ".join(reported)
+            "submission, statistics",
+            expected=", ".join(required_terms),
+            got=", ".join(stated_terms),
         )
-    for kind, (epsilon, delta) in terms.items():
-        if reported[kind] != (epsilon, delta):
-            got = "{:g}, {:g}".format(*reported[kind])
+    for subject, (epsilon, delta) in required_terms.items():
+        if stated_terms[subject] != (epsilon, delta):
             raise PolicyError(
-                f"submission, epsilon and delta of {kind}",
+                f"submission, epsilon and delta of {subject}",
                 expected=f"{epsilon:g}, {delta:g}",
-                got=got,
+                got="{:g}, {:g}".format(*stated_terms[subject]),
             )
-    if spent.unit != required.unit:
-        raise PolicyError("submission, privacy unit", expected=required.unit, got=spent.unit)
+    unit = plan.statistics.unit
+    if spent.unit != unit:
+        raise PolicyError("submission, privacy unit", expected=unit, got=spent.unit)
     _check_sizes(submission, plan)
 
 
 def _check_sizes(submission: Submission, plan: Plan) -> None:
-    numbers = [
-        (
-            "bytes of an expert",
-            max(expert.file.bytes for expert in submission.experts),
-            plan.limits.expert_bytes,
-        ),
-        (
-            "bytes of a statistic",
-            max(statistic.file.bytes for statistic in submission.statistics),
-            plan.limits.statistic_bytes,
-        ),
-    ]
-    for subject, size, most in numbers:
-        if size > most:
-            raise PolicyError(f"submission, {subject}", expected=f"at most {most}", got=f"{size}")
-    fewest = plan.partition.min_images * (
-        max_experts_per_silo(plan) if isinstance(plan.partition, RandomPartition) else 1
-    )
-    if plan.statistics.unit == "image" and submission.num_units < fewest:
+    limits = plan.limits
+    expert_bytes = max(expert.file.bytes for expert in submission.experts)
+    statistic_bytes = max(statistic.file.bytes for statistic in submission.statistics)
+    sizes = {
+        "bytes of an expert": (expert_bytes, limits.expert_bytes),
+        "bytes of a statistic": (statistic_bytes, limits.statistic_bytes),
+    }
+    for subject, (size, limit) in sizes.items():
+        if size > limit:
+            raise PolicyError(f"submission, {subject}", expected=f"at most {limit}", got=f"{size}")
+    min_images = plan.partition.min_images
+    if isinstance(plan.partition, RandomPartition):
+        # Each of a silo's experts learns a random share of its images, so that each needs enough of them.
+        min_images *= most_experts(plan)
+    if plan.statistics.unit == "image" and submission.num_units < min_images:
         raise PolicyError(
-            "submission, images", expected=f"at least {fewest}", got=f"{submission.num_units}"
+            "submission, images", expected=f"at least {min_images}", got=f"{submission.num_units}"
         )
 
 
@@ -304,36 +316,85 @@ def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tenso
 
     Additional experts, other names or exchanged clusters would put weights where the routers expect other images.
     """
-    plan, silo_id = expected.plan, expected.silo_id
+    plan = expected.plan
+    silo_id = expected.silo_id
     parts = silo_parts(plan.partition, silo_id, expected.files.clusters, noisy_G)
     required = [
         (part.expert_id, part.cluster, expert_path(silo_id, part.expert_id)) for part in parts
     ]
-    if [
-        (expert.expert_id, expert.cluster, expert.file.path) for expert in submission.experts
-    ] != required:
-        names = ", ".join(part.expert_id for part in parts)
-        got = ", ".join(expert.expert_id for expert in submission.experts)[:100]
-        got = f"{len(submission.experts)} experts, {got}, whose names, clusters, paths or order differ"
+    stated = [(expert.expert_id, expert.cluster, expert.file.path) for expert in submission.experts]
+    if stated != required:
+        required_names = ", ".join(part.expert_id for part in parts)
+        stated_names = ", ".join(expert.expert_id for expert in submission.experts)[:100]
         raise PolicyError(
             "submission, experts",
-            expected=f"{names} in this order, as its noised counts imply",
-            got=got,
+            expected=f"{required_names} in this order, as its noised counts imply",
+            got=f"{len(stated)} experts, {stated_names}, whose names, clusters, paths or order differ",
         )
-    by_image = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
     for expert in submission.experts:
-        if expert.num_images != (submission.num_units if by_image else None):
-            number = (
-                f"the silo's {submission.num_units} units"
-                if by_image
-                else "no number, since it would be exact"
+        _check_num_images(submission, expert, plan)
+        num_steps = plan.expert.training.num_steps
+        if expert.steps != num_steps:
+            raise PolicyError(
+                "submission, training steps", expected=f"{num_steps}", got=f"{expert.steps}"
             )
-            got = "no number" if expert.num_images is None else f"{expert.num_images}"
-            raise PolicyError("submission, images of an expert", expected=number, got=got)
-        if expert.steps != plan.expert.training.num_steps:
-            steps = f"{plan.expert.training.num_steps}"
-            raise PolicyError("submission, training steps", expected=steps, got=f"{expert.steps}")
         check_privacy(plan, expert, submission.num_units)
+
+
+def _check_num_images(submission: Submission, expert: SubmittedExpert, plan: Plan) -> None:
+    """Check that an expert states no exact number of images, unless it is the silo's public number of units."""
+    required = None
+    description = "no number, since it would be exact"
+    if isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image":
+        required = submission.num_units
+        description = f"the silo's {submission.num_units} units"
+    if expert.num_images != required:
+        got = "no number" if expert.num_images is None else f"{expert.num_images}"
+        raise PolicyError("submission, images of an expert", expected=description, got=got)
+
+
+def check_privacy(plan: Plan, expert: SubmittedExpert, num_units: int) -> None:
+    """Refuse an expert that states more, less or other privacy than the plan requires of a silo of so many units.
+
+    Raises:
+        PolicyError: names the first field that differs.
+    """
+    terms = plan.expert.privacy
+    stated = expert.privacy
+    subject = f"submission, privacy of {expert.expert_id}"
+    if terms is None:
+        if isinstance(stated, DpSgdPrivacy):
+            raise PolicyError(
+                subject, expected="no guarantee, as the plan asks for none", got=str(stated)
+            )
+        return
+    if not isinstance(stated, DpSgdPrivacy):
+        raise PolicyError(
+            subject,
+            expected=f"epsilon {terms.epsilon:g}, delta {terms.delta:g}",
+            got="no guarantee",
+        )
+    unit = plan.statistics.unit
+    rate = terms.rate(num_units)
+    required = (terms.epsilon, terms.delta, unit, rate)
+    if (stated.epsilon, stated.delta, stated.unit, stated.rate) != required:
+        raise PolicyError(
+            subject,
+            expected=f"epsilon {terms.epsilon:g}, delta {terms.delta:g} per {unit}, rate {rate:.6g}",
+            got=f"{stated}, rate {stated.rate:.6g}",
+        )
+    num_steps = plan.expert.training.num_steps
+    min_noise = noise_multiplier_for(terms.epsilon, terms.delta, stated.rate, num_steps)
+    if stated.noise_multiplier < min_noise * (1 - _NOISE_TOLERANCE):
+        raise PolicyError(
+            f"{subject}, noise multiplier",
+            expected=f"at least {min_noise:.4g}",
+            got=f"{stated.noise_multiplier:.4g}",
+        )
+    if expert.training.seconds is not None:
+        raise PolicyError(
+            f"{subject}, seconds", expected="none: they tell of the images", got="a number"
+        )
 
 
 def _check_weights(submission: Submission, files: Mapping[str, Path], plan: Plan) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aggregator.config import Federation
-from aggregator.intake.quarantine import Rule, is_admitted, read_decisions
+from aggregator.intake.quarantine import Rule, decisions_on, is_admitted
 from aggregator.membership.registry import members
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import PolicyError, RefusedError
@@ -39,21 +39,23 @@ def counted_units(
         PolicyError: it states more than was agreed, and no person admitted it.
     """
     agreed = agreed_units(plan, silo_id)
-    about = [
-        each
-        for each in read_decisions(federation)
-        if each.submission_digest == digest and each.verdict == "admitted"
+    admissions = [
+        decision for decision in decisions_on(federation, digest) if decision.verdict == "admitted"
     ]
-    if not about:
+    if not admissions:
         if claimed > agreed:
-            got = f"{claimed}, admitted by nobody"
             raise PolicyError(
-                f"{plan.statistics.unit}s of silo {silo_id}", expected=f"at most {agreed}", got=got
+                f"{plan.statistics.unit}s of silo {silo_id}",
+                expected=f"at most {agreed}",
+                got=f"{claimed}, admitted by nobody",
             )
         return CountedUnits(claimed)
-    # The last decision is the lowest: `decide` lets later ones only lower the number.
-    units = min(claimed, agreed, *(each.units for each in about if each.units is not None))
-    return CountedUnits(units, about[-1].reason if units < claimed else None)
+    # The last decision is the lowest: `record_decision` lets later ones only lower the number.
+    admitted_units = [decision.units for decision in admissions if decision.units is not None]
+    units = min(claimed, agreed, *admitted_units)
+    if units < claimed:
+        return CountedUnits(units, admissions[-1].reason)
+    return CountedUnits(units)
 
 
 def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int) -> dict[Rule, str]:
@@ -67,23 +69,26 @@ def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int)
     """
     present = set(members(federation, plan)) - set(withdrawn_silos(federation, plan))
     max_influence = federation.settings().max_influence
-    agreed, what = agreed_units(plan, silo_id), f"{plan.statistics.unit}s"
-    found: dict[Rule, str] = {}
+    agreed = agreed_units(plan, silo_id)
+    unit = plan.statistics.unit
+    faults: dict[Rule, str] = {}
     if claimed > agreed:
-        words = f"states {claimed} {what}, more than the {agreed} agreed at enrolment, which stand in the plan"
-        found["units"] = words
-    others = {
-        each: agreed_units(plan, each)
-        for each in plan.members
-        if each != silo_id and each in present
+        faults["units"] = (
+            f"states {claimed} {unit}s, more than the {agreed} agreed at enrolment, which stand in the plan"
+        )
+    units = {
+        other: agreed_units(plan, other)
+        for other in plan.members
+        if other != silo_id and other in present
     }
-    share = overweight({**others, silo_id: claimed}, max_influence).get(silo_id)
+    units[silo_id] = claimed
+    share = overweight(units, max_influence).get(silo_id)
     if share is not None:
-        found["influence"] = (
-            f"states {claimed} {what} ({agreed} agreed): {share:.1%} of the prior even if all others bring as many as "
+        faults["influence"] = (
+            f"states {claimed} {unit}s ({agreed} agreed): {share:.1%} of the prior even if all others bring as many as "
             f"they agreed to, above max_influence of {max_influence:.1%}"
         )
-    return found
+    return faults
 
 
 def overweight(units: Mapping[str, int], max_influence: float) -> dict[str, float]:
@@ -94,11 +99,9 @@ def overweight(units: Mapping[str, int], max_influence: float) -> dict[str, floa
     if len(units) * max_influence <= 1.0:
         return {}
     total = sum(units.values())
-    return {
-        silo_id: num / total
-        for silo_id, num in units.items()
-        if num / total > max_influence * (1.0 + 1e-12)
-    }
+    # A share of exactly `max_influence` is allowed, also where the division rounds up.
+    limit = max_influence * (1.0 + 1e-12)
+    return {silo_id: num / total for silo_id, num in units.items() if num / total > limit}
 
 
 def overweight_words(
@@ -132,11 +135,14 @@ def refuse_overweight(
     Raises:
         RefusedError: one holds more of the prior than `max_influence`, and nobody has admitted it.
     """
-    if found := overweight_words(federation, units, digests):
+    words_of_silos = overweight_words(federation, units, digests)
+    if words_of_silos:
         raise RefusedError(
             "accepted submissions",
             expected="no silo with more of the prior than max_influence, unless a person admitted it",
-            got="; ".join(f"{silo_id}: {words}" for silo_id, words in found.items())[:1000],
+            got="; ".join(f"{silo_id}: {words}" for silo_id, words in words_of_silos.items())[
+                :1000
+            ],
             remedy=f"Admit it: aggregator admit {federation.path} SILO --reason TEXT, with less if you add --units N. "
             "If this share is known and wanted, raise max_influence in federation.toml.",
         )

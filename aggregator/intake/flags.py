@@ -6,6 +6,7 @@ A flag decides nothing. On a published expert it records what the operator knew 
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation
@@ -37,7 +38,7 @@ class SubmissionFlags(Document):
 
 def flags_of(federation: Federation, plan_id: PlanId, digest: str) -> Flags:
     """Return the rules by which a submission's experts were flagged, by expert; empty if none was."""
-    path = federation.screening / plan_id / f"{digest}.flags.json"
+    path = _flags_path(federation, plan_id, digest)
     if not path.is_file():
         return {}
     return SubmissionFlags.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name).experts
@@ -48,10 +49,14 @@ def remember_flags(
 ) -> None:
     """Add flags; earlier ones stay, since a person may have decided on them."""
     before = flags_of(federation, plan_id, digest)
-    found = {expert_id: set(flags) for expert_id, flags in before.items()}
+    flags_of_experts = {expert_id: set(flags) for expert_id, flags in before.items()}
     for fault in faults:
-        found.setdefault(fault.expert_id, set()).add(fault.flag)
-    experts = {expert_id: tuple(sorted(flags)) for expert_id, flags in found.items()}
+        flags_of_experts.setdefault(fault.expert_id, set()).add(fault.flag)
+    experts = {expert_id: tuple(sorted(flags)) for expert_id, flags in flags_of_experts.items()}
     if experts != before:
-        path = federation.screening / plan_id / f"{digest}.flags.json"
+        path = _flags_path(federation, plan_id, digest)
         write_atomic(path, SubmissionFlags(submission_digest=digest, experts=experts).encode())
+
+
+def _flags_path(federation: Federation, plan_id: PlanId, digest: str) -> Path:
+    return federation.screening / plan_id / f"{digest}.flags.json"

@@ -1,6 +1,6 @@
 """Reads back everything that was accepted for the current plan, as strictly as intake did."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ddm.io.tensors import load_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import Layout, silo_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
+from ddm.protocol.manifest import Flag
 from ddm.protocol.plan import Plan
 from ddm.protocol.statistics import StatisticKind
 from ddm.protocol.submission import Submission, submission_path
@@ -141,8 +142,8 @@ def take_inventory(federation: Federation) -> Inventory:
         TrustError: a document or a role is no longer what its silo signed.
     """
     plan, digest = federation.current_plan()
-    gone = withdrawn_silos(federation, plan)
-    remaining = [silo_id for silo_id in members(federation, plan) if silo_id not in gone]
+    withdrawn = withdrawn_silos(federation, plan)
+    remaining = [silo_id for silo_id in members(federation, plan) if silo_id not in withdrawn]
     present = [
         silo_id for silo_id in remaining if federation.accepted_folder(plan, silo_id).is_dir()
     ]
@@ -165,43 +166,59 @@ def take_inventory(federation: Federation) -> Inventory:
 
 def _read_silo(federation: Federation, plan: Plan, plan_digest: str, silo_id: str) -> AcceptedSilo:
     """Read a submission back and verify it: its role by the silo's key, its document by the role, plan and size."""
-    carried = next((each for each in plan.carried if each.silo_id == silo_id), None)
+    carried = next((entry for entry in plan.carried if entry.silo_id == silo_id), None)
     if carried is not None:
         plan_digest = carried.plan_digest
     plan_id = plan.origin(silo_id)
-    folder, name = federation.accepted_folder(plan, silo_id), submission_path(silo_id)
+    folder = federation.accepted_folder(plan, silo_id)
+    name = submission_path(silo_id)
     role = read_bounded(folder / "metadata" / f"{plan_id}.{silo_id}.json", MAX_DOCUMENT_BYTES)
     key = signing_key(card_of(federation, silo_id))
     signed = verify_silo_metadata(role, plan_id=plan_id, silo_id=silo_id, key=key, now=now_utc())
+
     document = read_bounded(folder / name, MAX_DOCUMENT_BYTES)
-    size, digest = signed[f"{plan_id}/{name}"]
-    found = sha256_hex(document)
-    if (len(document), found) != (size, digest):
-        expected = f"the document that the silo's role lists, {size} bytes, sha256 {digest}"
+    digest = sha256_hex(document)
+    signed_size, signed_digest = signed[f"{plan_id}/{name}"]
+    if len(document) != signed_size or digest != signed_digest:
         raise DigestError(
-            f"accepted {name}", expected=expected, got=f"{len(document)} bytes, sha256 {found}"
+            f"accepted {name}",
+            expected=f"the document that the silo's role lists, {signed_size} bytes, sha256 {signed_digest}",
+            got=f"{len(document)} bytes, sha256 {digest}",
         )
-    if carried is not None and found != carried.submission_digest:
-        expected = f"the submission that the plan carries over, sha256 {carried.submission_digest}"
-        raise DigestError(f"accepted {name}", expected=expected, got=f"sha256 {found}")
+    if carried is not None and digest != carried.submission_digest:
+        raise DigestError(
+            f"accepted {name}",
+            expected=f"the submission that the plan carries over, sha256 {carried.submission_digest}",
+            got=f"sha256 {digest}",
+        )
     submission = Submission.parse(document, subject=f"submission of {silo_id}")
-    if (submission.plan_id, submission.plan_digest, submission.silo_id) != (
-        plan_id,
-        plan_digest,
-        silo_id,
-    ):
-        expected = f"silo {silo_id} and plan {plan_id} with digest {plan_digest}"
-        got = f"silo {submission.silo_id} and plan {submission.plan_id} with digest {submission.plan_digest}"
-        raise ReplayError(f"accepted submission of {silo_id}", expected=expected, got=got)
+    stated = (submission.plan_id, submission.plan_digest, submission.silo_id)
+    if stated != (plan_id, plan_digest, silo_id):
+        raise ReplayError(
+            f"accepted submission of {silo_id}",
+            expected=f"silo {silo_id} and plan {plan_id} with digest {plan_digest}",
+            got=f"silo {submission.silo_id} and plan {submission.plan_id} with digest {submission.plan_digest}",
+        )
     admitted = is_admitted(federation, digest)
-    # A carried submission may have been flagged for its own plan, and for this one beside other experts.
-    plans = {plan_id, plan.plan_id} if admitted else set()
-    found_flags = [
-        item for each in sorted(plans) for item in flags_of(federation, each, digest).items()
-    ]
-    flags = {
-        name: tuple(sorted({flag for other, each in found_flags if other == name for flag in each}))
-        for name, _ in found_flags
-    }
-    counted = counted_units(federation, plan, silo_id, digest, submission.num_units)
-    return AcceptedSilo(submission, document, folder, role, counted, admitted, flags)
+    flags: Flags = {}
+    if admitted:
+        # A carried submission may have been flagged for its own plan, and for this one beside other experts.
+        flags = _flags_of_plans(federation, sorted({plan_id, plan.plan_id}), digest)
+    return AcceptedSilo(
+        submission=submission,
+        document=document,
+        folder=folder,
+        role=role,
+        counted=counted_units(federation, plan, silo_id, digest, submission.num_units),
+        admitted=admitted,
+        flags=flags,
+    )
+
+
+def _flags_of_plans(federation: Federation, plan_ids: Sequence[str], digest: str) -> Flags:
+    """Return the rules by which a submission's experts were flagged for any of these plans."""
+    flags_of_experts: dict[str, set[Flag]] = {}
+    for plan_id in plan_ids:
+        for expert_id, flags in flags_of(federation, plan_id, digest).items():
+            flags_of_experts.setdefault(expert_id, set()).update(flags)
+    return {expert_id: tuple(sorted(flags)) for expert_id, flags in flags_of_experts.items()}

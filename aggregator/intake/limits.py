@@ -3,6 +3,7 @@
 from aggregator.config import Federation
 from ddm.protocol.plan import Plan, max_experts_per_silo
 
+# Documents, metadata, statistics and their folders.
 MAX_OTHER_ENTRIES = 32
 MAX_DOCUMENTS_BYTES = 16 << 20
 
@@ -19,10 +20,10 @@ def submission_entries(plan: Plan) -> int:
 
 
 def bytes_to_come(federation: Federation, plan: Plan) -> int:
-    """Return the room for every submission still to come and the verified copy beside it.
+    """Return the disk space for every submission still to come and the verified copy beside it.
 
     Each silo has this much of its own, so that none can fill the disk before the others have sent.
     """
     accepted = federation.accepted / plan.plan_id
-    waiting = [silo_id for silo_id in plan.silos if not (accepted / silo_id).exists()]
-    return 2 * len(waiting) * submission_bytes(plan)
+    num_silos = sum(not (accepted / silo_id).exists() for silo_id in plan.silos)
+    return 2 * num_silos * submission_bytes(plan)

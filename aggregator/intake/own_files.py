@@ -1,4 +1,4 @@
-"""Tells a fault of the federation's own files from one of what a silo sent, for which alone the silo is answered."""
+"""Distinguishes faults of the federation's own files from those of a submission, for which alone a silo is refused."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from ddm.errors import ArchipelagoError
 
 
 class FederationFilesError(Exception):
-    """A file of the federation cannot be used: submissions wait until the operator has mended it."""
+    """A file of the federation cannot be used: submissions wait until the operator has repaired it."""
 
 
 @contextmanager

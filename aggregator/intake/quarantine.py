@@ -31,7 +31,7 @@ Rule = Flag | Literal["units", "influence"]
 """What a submission may be admitted in spite of: a rule of screening, more units than agreed, too much of the prior."""
 
 
-class QuarantineReason(Document):
+class QuarantineRecord(Document):
     """The reasons for which a submission is in quarantine.
 
     `num_units` is what the silo states; `figures` holds each expert's loss, by band of t, relative to the loss of
@@ -69,39 +69,41 @@ class QuarantineDecision(Document):
 
 @dataclass(frozen=True)
 class QuarantineEntry:
-    """One submission in quarantine."""
+    """One submission in quarantine.
+
+    Attributes:
+        folder: holds the record and the verified copy.
+        record: why it is there.
+    """
 
     folder: Path
-    why: QuarantineReason
+    record: QuarantineRecord
 
     @property
-    def submission(self) -> Path:
+    def submission_folder(self) -> Path:
         """The verified copy; moved away once its acceptance begins."""
         return self.folder / "submission"
 
 
-def quarantine_submission(federation: Federation, why: QuarantineReason, verified: Path) -> None:
+def quarantine_submission(federation: Federation, record: QuarantineRecord, verified: Path) -> None:
     """Move a verified submission into quarantine; the rename decides."""
-    folder = federation.quarantine / why.plan_id / why.silo_id / str(why.sequence)
-    write_atomic(folder / "reason.json", why.encode())
+    folder = federation.quarantine / record.plan_id / record.silo_id / str(record.sequence)
+    write_atomic(folder / "reason.json", record.encode())
     move_into_place(verified, folder / "submission")
 
 
 def quarantined_submissions(federation: Federation, plan_id: str) -> list[QuarantineEntry]:
     """List the submissions in quarantine, by silo and sequence; a half-finished move does not count."""
     decided = {decision.submission_digest for decision in read_decisions(federation)}
-    paths = (federation.quarantine / plan_id).glob("*/[0-9]*/reason.json")
-    found = [
-        QuarantineEntry(
-            path.parent,
-            QuarantineReason.parse(read_bounded(path, MAX_REASON_BYTES), subject="reason.json"),
-        )
-        for path in paths
-    ]
-    whole = [
-        each for each in found if each.submission.is_dir() or each.why.submission_digest in decided
-    ]
-    return sorted(whole, key=lambda each: (each.why.silo_id, each.why.sequence))
+    entries = []
+    for path in (federation.quarantine / plan_id).glob("*/[0-9]*/reason.json"):
+        data = read_bounded(path, MAX_REASON_BYTES)
+        record = QuarantineRecord.parse(data, subject="reason.json")
+        entry = QuarantineEntry(path.parent, record)
+        # Without its copy, a submission is half moved, or accepted by a decision that is being carried out.
+        if entry.submission_folder.is_dir() or record.submission_digest in decided:
+            entries.append(entry)
+    return sorted(entries, key=lambda entry: (entry.record.silo_id, entry.record.sequence))
 
 
 def read_decisions(federation: Federation) -> list[QuarantineDecision]:
@@ -110,38 +112,53 @@ def read_decisions(federation: Federation) -> list[QuarantineDecision]:
         return []
     lines = read_bounded(federation.decisions, MAX_DECISIONS_BYTES).splitlines()
     return [
-        QuarantineDecision.parse(line, subject=f"decisions.jsonl, line {n}")
-        for n, line in enumerate(lines, 1)
+        QuarantineDecision.parse(line, subject=f"decisions.jsonl, line {number}")
+        for number, line in enumerate(lines, 1)
+    ]
+
+
+def decisions_on(federation: Federation, submission_digest: str) -> list[QuarantineDecision]:
+    """Return all decisions about a submission, oldest first."""
+    return [
+        decision
+        for decision in read_decisions(federation)
+        if decision.submission_digest == submission_digest
     ]
 
 
 def decision_on(federation: Federation, submission_digest: str) -> QuarantineDecision | None:
-    """Return the decision about a submission, None if there is none; the first decision stands."""
-    return next(
-        (
-            each
-            for each in read_decisions(federation)
-            if each.submission_digest == submission_digest
-        ),
-        None,
-    )
+    """Return the decision about a submission, None if there is none; the first decision counts."""
+    decisions = decisions_on(federation, submission_digest)
+    if not decisions:
+        return None
+    return decisions[0]
 
 
 def refused_before(federation: Federation, plan_id: str, silo_id: str) -> bool:
     """Whether a person refused a submission of this silo for this plan that screening had flagged."""
     return any(
-        (each.plan_id, each.silo_id, each.verdict) == (plan_id, silo_id, "refused")
-        for each in read_decisions(federation)
+        decision.plan_id == plan_id
+        and decision.silo_id == silo_id
+        and decision.verdict == "refused"
+        for decision in read_decisions(federation)
     )
 
 
 def is_admitted(federation: Federation, submission_digest: str, rule: Rule | None = None) -> bool:
     """Whether a person admitted a submission in spite of a rule, or of any."""
-    about = [
-        each for each in read_decisions(federation) if each.submission_digest == submission_digest
-    ]
-    shown = [each.shown for each in about if each.verdict == "admitted"]
-    return any(rules is None or (rule in rules if rule else bool(rules)) for rules in shown)
+    for decision in decisions_on(federation, submission_digest):
+        if decision.verdict == "admitted" and _covers(decision, rule):
+            return True
+    return False
+
+
+def _covers(decision: QuarantineDecision, rule: Rule | None) -> bool:
+    """Whether an admission is one in spite of this rule; None: of any."""
+    if decision.shown is None:
+        return True
+    if rule is None:
+        return bool(decision.shown)
+    return rule in decision.shown
 
 
 def record_decision(federation: Federation, decision: QuarantineDecision) -> None:
@@ -152,40 +169,35 @@ def record_decision(federation: Federation, decision: QuarantineDecision) -> Non
         BusyError: another decision is being written.
     """
     with locked(federation.path, "decisions"):
-        about = [
-            each
-            for each in read_decisions(federation)
-            if each.submission_digest == decision.submission_digest
-        ]
-        if about and not _goes_on(decision, about):
-            earlier = about[0]
-            got = f"{earlier.verdict} at {earlier.at.isoformat()}"
-            remedy = (
-                "It stands; only --units may be lowered. To take a silo out: aggregator withdraw."
+        earlier = decisions_on(federation, decision.submission_digest)
+        if earlier and not _may_follow(decision, earlier):
+            first = earlier[0]
+            raise SetupError(
+                f"submission of {decision.silo_id}",
+                expected="no decision yet",
+                got=f"{first.verdict} at {first.at.isoformat()}",
+                remedy="It stands; only --units may be lowered. To take a silo out: aggregator withdraw.",
             )
-            subject = f"submission of {decision.silo_id}"
-            raise SetupError(subject, expected="no decision yet", got=got, remedy=remedy)
-        old = (
-            read_bounded(federation.decisions, MAX_DECISIONS_BYTES)
-            if federation.decisions.exists()
-            else b""
-        )
+        lines = b""
+        if federation.decisions.exists():
+            lines = read_bounded(federation.decisions, MAX_DECISIONS_BYTES)
+        # ASCII alone: whatever a reason holds, a decision is one line of the file.
         line = json.dumps(json.loads(decision.encode()), ensure_ascii=True).encode()
-        write_atomic(federation.decisions, old + line + b"\n")
+        write_atomic(federation.decisions, lines + line + b"\n")
 
 
-def _goes_on(decision: QuarantineDecision, earlier: Sequence[QuarantineDecision]) -> bool:
+def _may_follow(decision: QuarantineDecision, earlier: Sequence[QuarantineDecision]) -> bool:
     """Whether a decision lowers the units of a submission admitted before, or admits it in spite of a further rule."""
-    if {decision.verdict, *(each.verdict for each in earlier)} != {
-        "admitted"
-    } or decision.units is None:
+    if decision.verdict != "admitted" or decision.units is None:
         return False
-    if all(each.units is None or decision.units < each.units for each in earlier):
+    if any(other.verdict != "admitted" for other in earlier):
+        return False
+    earlier_units = [other.units for other in earlier if other.units is not None]
+    if all(decision.units < units for units in earlier_units):
         return True
-    covered = {rule for each in earlier for rule in each.shown or ()}
-    further = set(decision.shown or ()) - covered and all(
-        each.shown is not None for each in earlier
-    )
-    return bool(further) and all(
-        each.units is None or decision.units <= each.units for each in earlier
-    )
+    if any(other.shown is None for other in earlier):
+        # Every rule was covered before.
+        return False
+    covered_rules = {rule for other in earlier for rule in other.shown or ()}
+    new_rules = set(decision.shown or ()) - covered_rules
+    return bool(new_rules) and all(decision.units <= units for units in earlier_units)

@@ -14,6 +14,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import datetime
 from pathlib import Path
 
 from aggregator.config import Federation
@@ -33,7 +34,7 @@ from aggregator.intake.quarantine import (
     MAX_REASONS,
     QuarantineDecision,
     QuarantineEntry,
-    QuarantineReason,
+    QuarantineRecord,
     decision_on,
     is_admitted,
     quarantine_submission,
@@ -55,8 +56,7 @@ from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import now_utc
 from ddm.protocol.leave import LEAVE_NAME, MAX_LEAVE_BYTES
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
-from ddm.protocol.receipt import Held as HeldVerdict
+from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Held, Receipt, Refused
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.transport.sequences import sequences
 from ddm.trust.envelope import open_sealed, seal
@@ -76,7 +76,7 @@ class IntakeService:
         federation: the operator's folder.
         receipt_key: signs receipts; the plan names it.
         on_verdict: called with every receipt written.
-        on_set_aside: called with the reasons for every submission put into quarantine.
+        on_quarantine: called with the record of every submission put into quarantine.
         on_expert: called before each expert that screening measures.
     """
 
@@ -85,17 +85,17 @@ class IntakeService:
         federation: Federation,
         receipt_key: SigningKey,
         on_verdict: Callable[[Receipt], None],
-        on_set_aside: Callable[[QuarantineReason], None] = lambda why: None,
+        on_quarantine: Callable[[QuarantineRecord], None] = lambda record: None,
         on_expert: Callable[[], None] = lambda: None,
     ) -> None:
         self.federation = federation
         self.key = receipt_key
         self.on_verdict = on_verdict
-        self.on_set_aside = on_set_aside
+        self.on_quarantine = on_quarantine
         self.plan, self.plan_digest = federation.current_plan()
         self.files = PlanFiles.load(self.plan, federation.plan_targets(self.plan.plan_id))
         self.examiner = Examiner(federation, self.plan, on_expert)
-        self._gone: set[str] = set()
+        self._silos_removed: set[str] = set()
 
     def locked(self) -> AbstractContextManager[None]:
         """Lock intake, so that one process at a time takes in submissions.
@@ -113,32 +113,18 @@ class IntakeService:
             The number of submissions answered.
 
         Raises:
-            OwnFilesError: a file of the federation cannot be used; nobody is answered for that.
+            FederationFilesError: a file of the federation cannot be used; nobody is answered for that.
         """
-        self._let_go()
-        for silo_id in set(withdrawn_silos(self.federation, self.plan)) - self._gone:
-            finish_withdrawal(
-                self.federation, self.plan.plan_id, self.plan_digest, silo_id, self.key
-            )
-            self._gone.add(silo_id)
-        answered = sum(
-            self._settle(each)
-            for each in quarantined_submissions(self.federation, self.plan.plan_id)
-        )
-        waiting = {
-            (each.why.silo_id, each.why.sequence)
-            for each in quarantined_submissions(self.federation, self.plan.plan_id)
-        }
-        for silo_id in self.plan.silos:
-            self._conclude(silo_id)
-            for path in self._arrived(silo_id):
-                is_waiting = (silo_id, int(path.name)) in waiting
-                answered += self._take(silo_id, path, is_waiting=is_waiting)
-        return answered
+        self._withdraw_silos_that_left()
+        self._finish_withdrawals()
+        num_answered = self._apply_decisions()
+        num_answered += self._take_in_arrivals()
+        return num_answered
 
-    def _let_go(self) -> None:
+    def _withdraw_silos_that_left(self) -> None:
         """Withdraw the silos that gave the plan up, if they signed so themselves."""
-        for silo_id in set(self.plan.silos) - set(withdrawn_silos(self.federation, self.plan)):
+        withdrawn = withdrawn_silos(self.federation, self.plan)
+        for silo_id in set(self.plan.silos) - set(withdrawn):
             path = self.federation.incoming / self.plan.plan_id / silo_id / LEAVE_NAME
             if not path.is_file() or path.is_symlink():
                 continue
@@ -160,73 +146,107 @@ class IntakeService:
                 )
                 path.unlink()
 
-    def _arrived(self, silo_id: str) -> list[Path]:
-        """List what arrived, in order."""
-        incoming = self.federation.incoming / self.plan.plan_id / silo_id
-        return [incoming / f"{number}" for number in sorted(sequences(incoming))]
+    def _finish_withdrawals(self) -> None:
+        """Carry out the withdrawals on record, once in the life of this process."""
+        withdrawn = withdrawn_silos(self.federation, self.plan)
+        for silo_id in set(withdrawn) - self._silos_removed:
+            finish_withdrawal(
+                self.federation, self.plan.plan_id, self.plan_digest, silo_id, self.key
+            )
+            self._silos_removed.add(silo_id)
 
-    def _take(self, silo_id: str, path: Path, *, is_waiting: bool) -> int:
-        """Deal with one folder that arrived; return the answers signed."""
+    def _apply_decisions(self) -> int:
+        """Carry out a person's decisions about submissions in quarantine; return the number of answers signed."""
+        num_answered = 0
+        for entry in quarantined_submissions(self.federation, self.plan.plan_id):
+            if self._apply_decision(entry):
+                num_answered += 1
+        return num_answered
+
+    def _take_in_arrivals(self) -> int:
+        """Answer or quarantine what arrived from each silo, in order; return the number of answers signed."""
+        still_quarantined = {
+            (entry.record.silo_id, entry.record.sequence)
+            for entry in quarantined_submissions(self.federation, self.plan.plan_id)
+        }
+        num_answered = 0
+        for silo_id in self.plan.silos:
+            self._conclude(silo_id)
+            incoming = self.federation.incoming / self.plan.plan_id / silo_id
+            for sequence in sorted(sequences(incoming)):
+                is_quarantined = (silo_id, sequence) in still_quarantined
+                if self._take_in(silo_id, incoming / f"{sequence}", is_quarantined=is_quarantined):
+                    num_answered += 1
+        return num_answered
+
+    def _take_in(self, silo_id: str, path: Path, *, is_quarantined: bool) -> bool:
+        """Deal with one folder that arrived; return whether it was answered."""
         sequence = int(path.name)
-        expected = max(sequences(self._final(silo_id).parent, ".json"), default=0) + 1
-        if sequence != expected or self._final(silo_id).exists():
+        answered = sequences(self._receipts(silo_id), ".json")
+        expected_sequence = max(answered, default=0) + 1
+        if sequence != expected_sequence or self._final(silo_id).exists():
             # Answered before a crash, or not the silo's turn.
             _discard(path)
-            return 0
-        if not is_waiting:
+            return False
+        if not is_quarantined:
             self._answer(silo_id, path)
             self._conclude(silo_id)
         if self._receipt(silo_id, sequence).exists():
             _discard(path)
-            return 1
+            return True
         if path.is_dir() and not path.is_symlink():
-            _empty(path)
-        return 0
+            # In quarantine: the empty folder marks that the ServerApp need not fetch it again.
+            empty_folder(path)
+        return False
 
     def _conclude(self, silo_id: str) -> None:
         """Mark the silo as final if its last answer is final: an acceptance, or the last refusal that there may be."""
-        answered = sequences(self._final(silo_id).parent, ".json")
+        answered = sequences(self._receipts(silo_id), ".json")
         if not answered or self._final(silo_id).exists():
             return
-        last = max(answered)
-        sealed = read_bounded(self._receipt(silo_id, last), MAX_RECEIPT_BYTES)
-        receipt = Receipt.parse(
-            open_sealed(sealed, RECEIPT_KIND, self.key.public, MAX_RECEIPT_BYTES)[0],
-            subject="receipt",
-        )
-        if isinstance(receipt.verdict, Accepted) or last >= MAX_SUBMISSIONS:
+        last_sequence = max(answered)
+        sealed = read_bounded(self._receipt(silo_id, last_sequence), MAX_RECEIPT_BYTES)
+        content, _ = open_sealed(sealed, RECEIPT_KIND, self.key.public, MAX_RECEIPT_BYTES)
+        receipt = Receipt.parse(content, subject="receipt")
+        if isinstance(receipt.verdict, Accepted) or last_sequence >= MAX_SUBMISSIONS:
             write_atomic(self._final(silo_id), b"")
 
-    def _settle(self, each: QuarantineEntry) -> int:
-        """Carry out the decision about a submission in quarantine, if there is one; return the answers signed."""
-        silo_id, sequence = each.why.silo_id, each.why.sequence
-        answered = self._receipt(silo_id, sequence).exists()
-        if not answered:
-            decision = decision_on(self.federation, each.why.submission_digest)
+    def _apply_decision(self, entry: QuarantineEntry) -> bool:
+        """Carry out the decision about a submission in quarantine, if there is one; return whether it was signed."""
+        record = entry.record
+        was_answered = self._receipt(record.silo_id, record.sequence).exists()
+        if not was_answered:
+            decision = decision_on(self.federation, record.submission_digest)
             if decision is None:
-                self._tell_held(each)
-                return 0
-            self._sign(
-                silo_id, sequence, each.why.submission_digest, self._carry_out(each, decision)
-            )
-        shutil.rmtree(each.folder)
-        self._conclude(silo_id)
-        return int(not answered)
+                self._notify_quarantined(record)
+                return False
+            verdict = self._verdict_of_decision(entry, decision)
+            self.sign_receipt(record.silo_id, record.sequence, record.submission_digest, verdict)
+        # The receipt is on disk, so that a crash from here on leaves nothing but this folder to remove.
+        shutil.rmtree(entry.folder)
+        self._conclude(record.silo_id)
+        return not was_answered
 
-    def _carry_out(self, each: QuarantineEntry, decision: QuarantineDecision) -> Accepted | Refused:
-        silo_id, sequence = each.why.silo_id, each.why.sequence
+    def _verdict_of_decision(
+        self, entry: QuarantineEntry, decision: QuarantineDecision
+    ) -> Accepted | Refused:
+        silo_id = entry.record.silo_id
+        sequence = entry.record.sequence
         if decision.verdict == "refused":
             reason = f"submission {sequence}: flagged by screening, then refused by a person: {decision.reason}"
             return Refused(code=RefusedError.exit_code, reason=reason)
-        verified = each.submission if each.submission.is_dir() else self._accepted(silo_id)
+        folder = entry.submission_folder
+        if not folder.is_dir():
+            # Accepted before a crash, which came between the rename and the receipt.
+            folder = self._accepted(silo_id)
         try:
             expected = self._expectation(silo_id, sequence)
             with self._attempt(silo_id, sequence):
-                self._keep(
-                    silo_id, self._verify(authenticate(verified, expected), expected), verified
-                )
+                # Verified again: keys, plan and card may have changed while a person decided.
+                verified = self._verify(authenticate(folder, expected), expected)
+                self.keep_accepted(silo_id, verified, folder)
         except ArchipelagoError as error:
-            return Refused(code=error.exit_code, reason=self._reason(error, sequence))
+            return Refused(code=error.exit_code, reason=_reason(error, sequence))
         return Accepted()
 
     def _answer(self, silo_id: str, path: Path) -> None:
@@ -239,127 +259,130 @@ class IntakeService:
         with staging_folder(self._accepted(silo_id)) as part:
             try:
                 expected = self._expectation(silo_id, sequence)
-                signed = self._signed(path, part, expected)
+                signed = self._copy_signed(path, part, expected)
                 if signed is None:
                     return
                 digest = signed.digest
                 with self._attempt(silo_id, sequence):
                     verified = self._verify(signed, expected)
-                    if self._set_aside(verified, sequence, part):
+                    if self._quarantine_if_implausible(verified, sequence, part):
                         return
-                    self._keep(silo_id, verified, part)
+                    self.keep_accepted(silo_id, verified, part)
                 verdict = Accepted()
             except ArchipelagoError as error:
-                verdict = Refused(code=error.exit_code, reason=self._reason(error, sequence))
-        self._sign(silo_id, sequence, digest, verdict)
+                verdict = Refused(code=error.exit_code, reason=_reason(error, sequence))
+        self.sign_receipt(silo_id, sequence, digest, verdict)
 
-    def _signed(self, path: Path, part: Path, expected: Expectation) -> SignedSubmission | None:
+    def _copy_signed(
+        self, path: Path, part: Path, expected: Expectation
+    ) -> SignedSubmission | None:
         """Copy what arrived to where only this process writes; None where it is not what the silo signed.
 
         Such a folder is thrown away. One that crashes this process again and again, before its signature is known, is
         not opened any more until the operator deletes the count of attempts.
         """
-        silo_id, sequence = expected.silo_id, expected.sequence
-        most = submission_entries(self.plan)
+        silo_id = expected.silo_id
+        sequence = expected.sequence
         try:
             with self._attempt(f"{_UNSIGNED}.{silo_id}", sequence):
                 copy_tree_bounded(
-                    path, part, max_bytes=submission_bytes(self.plan), max_entries=most
+                    path,
+                    part,
+                    max_bytes=submission_bytes(self.plan),
+                    max_entries=submission_entries(self.plan),
                 )
                 return authenticate(part, expected)
         except ArchipelagoError as error:
             _log.warning(
                 "[%s] submission %d is not as the silo signed it: %s", silo_id, sequence, error
             )
-            note_unsigned(self._receipt(silo_id, sequence).parent, sequence)
+            note_unsigned(self._receipts(silo_id), sequence)
             _discard(path)
             return None
 
-    def _reason(self, error: ArchipelagoError, sequence: int) -> str:
-        last = (
-            f"; the last of {MAX_SUBMISSIONS} submissions for a plan"
-            if sequence >= MAX_SUBMISSIONS
-            else ""
-        )
-        return str(error)[: 400 - len(last)] + last
-
-    def _set_aside(self, verified: VerifiedSubmission, sequence: int, folder: Path) -> bool:
+    def _quarantine_if_implausible(
+        self, verified: VerifiedSubmission, sequence: int, folder: Path
+    ) -> bool:
         """Move an implausible submission into quarantine, unless a person admitted it."""
-        silo_id, num_units = verified.submission.silo_id, verified.submission.num_units
+        submission = verified.submission
+        silo_id = submission.silo_id
         with reading_federation_files():
+            # A damaged file of the federation must not look like a fault of the submission.
             self.examiner.trial(silo_id)
-            accepted, admitted = (
-                self.examiner.accepted(),
-                is_admitted(self.federation, verified.digest),
-            )
-            reasons = list(claim_faults(self.federation, self.plan, silo_id, num_units).values())
-        examination = self.examiner.examine(silo_id, verified.submission, verified.digest, folder)
-        reasons += self.examiner.faults(examination, accepted)
+            accepted = self.examiner.accepted()
+            admitted = is_admitted(self.federation, verified.digest)
+            claims = claim_faults(self.federation, self.plan, silo_id, submission.num_units)
+        examination = self.examiner.examine(silo_id, submission, verified.digest, folder)
+        reasons = [*claims.values(), *self.examiner.faults(examination, accepted)]
         if not reasons or admitted:
             return False
-        more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
-        why = QuarantineReason(
+        shown_reasons = reasons[:MAX_REASONS]
+        if len(reasons) > MAX_REASONS:
+            shown_reasons.append(f"and {len(reasons) - MAX_REASONS} more")
+        record = QuarantineRecord(
             plan_id=self.plan.plan_id,
             silo_id=silo_id,
             sequence=sequence,
             submission_digest=examination.submission_digest,
-            num_units=num_units,
-            reasons=(*reasons[:MAX_REASONS], *more),
+            num_units=submission.num_units,
+            reasons=tuple(shown_reasons),
             figures=self.examiner.ratios(examination),
             at=now_utc(),
         )
-        quarantine_submission(self.federation, why, folder)
-        self.on_set_aside(why)
+        quarantine_submission(self.federation, record, folder)
+        self.on_quarantine(record)
         return True
 
-    def _sign(
+    def sign_receipt(
         self, silo_id: str, sequence: int, digest: str | None, verdict: Accepted | Refused
     ) -> None:
-        receipt = Receipt(
+        """Answer a submission for good: the signed receipt on disk is the answer."""
+        receipt = self._make_receipt(silo_id, sequence, digest, verdict, now_utc())
+        path = self._receipt(silo_id, sequence)
+        write_atomic(path, seal(receipt.encode(), RECEIPT_KIND, self.key))
+        forget_unsigned(path.parent, sequence)
+        self.on_verdict(receipt)
+
+    def _notify_quarantined(self, record: QuarantineRecord) -> None:
+        """Let the silo know that a person decides, once."""
+        path = self._receipts(record.silo_id) / f"{record.sequence}.held.json"
+        if path.exists():
+            return
+        receipt = self._make_receipt(
+            record.silo_id, record.sequence, record.submission_digest, Held(), record.at
+        )
+        write_atomic(path, seal(receipt.encode(), RECEIPT_KIND, self.key))
+
+    def _make_receipt(
+        self,
+        silo_id: str,
+        sequence: int,
+        digest: str | None,
+        verdict: Accepted | Refused | Held,
+        at: datetime,
+    ) -> Receipt:
+        return Receipt(
             plan_id=self.plan.plan_id,
             plan_digest=self.plan_digest,
             silo_id=silo_id,
             sequence=sequence,
             submission_digest=digest,
             verdict=verdict,
-            at=now_utc(),
+            at=at,
         )
-        write_atomic(
-            self._receipt(silo_id, sequence), seal(receipt.encode(), RECEIPT_KIND, self.key)
-        )
-        forget_unsigned(self._receipt(silo_id, sequence).parent, sequence)
-        self.on_verdict(receipt)
-
-    def _tell_held(self, each: QuarantineEntry) -> None:
-        """Let the silo know that a person decides, unless it knows."""
-        why = each.why
-        answer = self._receipt(why.silo_id, why.sequence)
-        path = answer.with_name(f"{why.sequence}.held.json")
-        if path.exists():
-            return
-        word = Receipt(
-            plan_id=self.plan.plan_id,
-            plan_digest=self.plan_digest,
-            silo_id=why.silo_id,
-            sequence=why.sequence,
-            submission_digest=why.submission_digest,
-            verdict=HeldVerdict(),
-            at=why.at,
-        )
-        write_atomic(path, seal(word.encode(), RECEIPT_KIND, self.key))
 
     def _attempt(self, folder: str, sequence: int) -> AbstractContextManager[None]:
-        return SubmissionAttempts(self.federation.attempts / self.plan.plan_id / folder).attempt(
-            sequence
-        )
+        attempts = SubmissionAttempts(self.federation.attempts / self.plan.plan_id / folder)
+        return attempts.attempt(sequence)
 
     def _expectation(self, silo_id: str, sequence: int) -> Expectation:
         with reading_federation_files():
             card = taking_part(self.federation, self.plan).get(silo_id)
         if card is None:
-            got = "a silo that was removed, or enrolled anew with another key"
             raise PolicyError(
-                f"silo {silo_id}", expected="a silo that takes part in the plan", got=got
+                f"silo {silo_id}",
+                expected="a silo that takes part in the plan",
+                got="a silo that was removed, or enrolled again with another key",
             )
         return Expectation(
             plan=self.plan,
@@ -375,31 +398,42 @@ class IntakeService:
         verified = verify_submission(signed, expected)
         with reading_federation_files():
             known = known_ledger(self.federation, expected.silo_id)
-        check_ledger(known, expected.silo_id, self.plan.plan_id, verified.submission.ledger.chain)
+        # A ledger that was reset would spend the same privacy twice.
+        chain = verified.submission.ledger.chain
+        check_ledger(known, expected.silo_id, self.plan.plan_id, chain)
         return verified
 
-    def _keep(self, silo_id: str, verified: VerifiedSubmission, part: Path) -> None:
+    def keep_accepted(self, silo_id: str, verified: VerifiedSubmission, part: Path) -> None:
         """Keep exactly the verified bytes, by one rename; a folder already there was left by a crash."""
         final = self._accepted(silo_id)
         if part != final:
             if final.exists():
                 shutil.rmtree(final)
             move_into_place(part, final)
-        remember_ledger(
-            self.federation, silo_id, self.plan.plan_id, verified.submission.ledger.chain
-        )
+        chain = verified.submission.ledger.chain
+        remember_ledger(self.federation, silo_id, self.plan.plan_id, chain)
 
     def _accepted(self, silo_id: str) -> Path:
         return self.federation.accepted / self.plan.plan_id / silo_id
 
+    def _receipts(self, silo_id: str) -> Path:
+        return self.federation.receipts / self.plan.plan_id / silo_id
+
     def _receipt(self, silo_id: str, sequence: int) -> Path:
-        return self.federation.receipts / self.plan.plan_id / silo_id / f"{sequence}.json"
+        return self._receipts(silo_id) / f"{sequence}.json"
 
     def _final(self, silo_id: str) -> Path:
-        return self.federation.receipts / self.plan.plan_id / silo_id / "final"
+        return self._receipts(silo_id) / "final"
 
 
-def _empty(folder: Path) -> None:
+def _reason(error: ArchipelagoError, sequence: int) -> str:
+    suffix = ""
+    if sequence >= MAX_SUBMISSIONS:
+        suffix = f"; the last of {MAX_SUBMISSIONS} submissions for a plan"
+    return str(error)[: 400 - len(suffix)] + suffix
+
+
+def empty_folder(folder: Path) -> None:
     """Delete the contents, which were moved elsewhere, and keep the empty folder as a marker."""
     for path in folder.iterdir():
         _discard(path)

@@ -210,7 +210,7 @@ def check_replaceable(federation: Federation) -> None:
     }
     remaining = taking_part(federation, plan).keys() - withdrawn_silos(federation, plan)
     undecided = {
-        each.why.silo_id for each in quarantined_submissions(federation, plan.plan_id)
+        each.record.silo_id for each in quarantined_submissions(federation, plan.plan_id)
     } & remaining
     if undecided:
         raise SetupError(

@@ -18,7 +18,7 @@ import typer
 from aggregator.config import Federation
 from aggregator.intake.limits import submission_bytes
 from aggregator.intake.own_files import FederationFilesError
-from aggregator.intake.quarantine import QuarantineReason
+from aggregator.intake.quarantine import QuarantineRecord
 from aggregator.intake.service import IntakeService
 from ddm.errors import BusyError
 from ddm.protocol.receipt import Accepted, Receipt, Refused
@@ -73,7 +73,7 @@ def take_in(
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
     pulse = Pulse(federation.path / "flower" / HEARTBEAT)
-    desk = IntakeService(federation, key, _log_verdict, _log_set_aside, pulse.step)
+    desk = IntakeService(federation, key, _log_verdict, _log_quarantine, pulse.step)
     if desk.plan.plan_id != plan_id:
         raise BusyError(
             f"plan {desk.plan.plan_id}",
@@ -112,12 +112,12 @@ def _log_verdict(receipt: Receipt) -> None:
             )
 
 
-def _log_set_aside(why: QuarantineReason) -> None:
-    reasons = "; ".join(why.reasons)
+def _log_quarantine(record: QuarantineRecord) -> None:
+    reasons = "; ".join(record.reasons)
     _log.warning(
         "[%s] submission %d waits for you: %s (aggregator quarantine)",
-        why.silo_id,
-        why.sequence,
+        record.silo_id,
+        record.sequence,
         reasons,
     )
 

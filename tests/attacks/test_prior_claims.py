@@ -143,12 +143,12 @@ def test_claim_above_the_agreed_number_waits_for_a_person_whatever_the_statistic
         silo_id: receipt.verdict.kind for silo_id, receipt in received.items()
     } == dict.fromkeys(OTHERS, "accepted")
     (one,) = waiting(tiny)
-    assert (one.why.silo_id, one.why.num_units) == ("west", CLAIMED)
+    assert (one.record.silo_id, one.record.num_units) == ("west", CLAIMED)
     assert any(
         f"states {CLAIMED} images, more than the {AGREED} agreed" in reason
-        for reason in one.why.reasons
+        for reason in one.record.reasons
     )
-    assert any("above max_influence of 50.0%" in reason for reason in one.why.reasons)
+    assert any("above max_influence of 50.0%" in reason for reason in one.record.reasons)
     assert not (tiny.federation.accepted / plan_id / "west").exists()
     assert not (tiny.federation.receipts / plan_id / "west").exists()
     assert admit(tiny) == 0
@@ -229,7 +229,7 @@ def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(
     enroll(tiny.federation, card)
     planned(tiny, **COUNTED)
     assert sent(tiny, west=CLAIMED) == {}
-    (reason,) = waiting(tiny)[0].why.reasons
+    (reason,) = waiting(tiny)[0].record.reasons
     assert (
         f"{CLAIMED} images ({CLAIMED} agreed)" in reason
         and "above max_influence of 50.0%" in reason
@@ -252,7 +252,7 @@ def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(
     enroll(tiny.federation, card)
     planned(tiny, router={"kind": "counts"}, statistics=TOTAL | {"unit": "patient"})
     assert sent(tiny, east=AGREED, north=AGREED + 1, west=21).keys() == {"east"}
-    reasons = {each.why.silo_id: each.why.reasons for each in waiting(tiny)}
+    reasons = {each.record.silo_id: each.record.reasons for each in waiting(tiny)}
     assert any(
         f"states {AGREED + 1} patients, more than the {AGREED} agreed" in reason
         for reason in reasons["north"]

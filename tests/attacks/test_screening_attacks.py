@@ -111,7 +111,7 @@ def send(arrived: Arrival, weights: dict[str, Tensor]) -> list[str]:
     receipts = arrived.tiny.take_in()
     waiting = quarantined_submissions(arrived.tiny.federation, arrived.plan_id)
     assert bool(waiting) != ([receipt.verdict.kind for receipt in receipts] == ["accepted"])
-    return list(waiting[0].why.reasons) if waiting else []
+    return list(waiting[0].record.reasons) if waiting else []
 
 
 def test_honest_expert_is_accepted_at_once(arrived: Arrival, honest: dict[str, Tensor]) -> None:
@@ -277,7 +277,7 @@ def test_silo_whose_flagged_submission_was_refused_never_passes_by_trying_again(
         QuarantineDecision(
             plan_id=arrived.plan_id,
             silo_id=SILO,
-            submission_digest=waiting.why.submission_digest,
+            submission_digest=waiting.record.submission_digest,
             verdict="refused",
             reason="looked at it",
             at=now_utc(),
@@ -288,7 +288,7 @@ def test_silo_whose_flagged_submission_was_refused_never_passes_by_trying_again(
     again.rewrite(lambda document: document.update(sequence=2), version=2)
     assert arrived.tiny.take_in() == []
     (waiting,) = quarantined_submissions(arrived.tiny.federation, arrived.plan_id)
-    assert all("was flagged and refused" in reason for reason in waiting.why.reasons), (
+    assert all("was flagged and refused" in reason for reason in waiting.record.reasons), (
         "its expert is honest by now"
     )
 

@@ -249,7 +249,7 @@ class Both:
             decision = QuarantineDecision(
                 plan_id=self.plan_id,
                 silo_id=SILO,
-                submission_digest=each.why.submission_digest,
+                submission_digest=each.record.submission_digest,
                 verdict=verdict,
                 reason="a test",
                 at=now_utc(),

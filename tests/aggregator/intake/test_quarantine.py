@@ -57,7 +57,7 @@ def answer(arrival: Arrival, verdict: quarantine.Verdict, reason: str = "looked 
         QuarantineDecision(
             plan_id=arrival.plan_id,
             silo_id=SILO,
-            submission_digest=waiting(arrival)[0].why.submission_digest,
+            submission_digest=waiting(arrival)[0].record.submission_digest,
             verdict=verdict,
             reason=reason,
             at=now_utc(),
@@ -98,10 +98,12 @@ def test_random_weights_in_perfect_form_are_neither_accepted_nor_refused(poisone
     sent = sha256_file(poisoned.expert_path)
     assert poisoned.tiny.take_in() == []
     (one,) = waiting(poisoned)
-    assert any("times that of answering 0" in reason for reason in one.why.reasons)
-    assert set(one.why.figures) == {SILO}
+    assert any("times that of answering 0" in reason for reason in one.record.reasons)
+    assert set(one.record.figures) == {SILO}
     assert (
-        sha256_file(one.submission / "silos" / SILO / "experts" / SILO / "expert.safetensors")
+        sha256_file(
+            one.submission_folder / "silos" / SILO / "experts" / SILO / "expert.safetensors"
+        )
         == sent
     )
     assert not poisoned.accepted.exists() and not poisoned.receipts.exists()
@@ -149,7 +151,7 @@ def test_refused_submission_is_answered_with_the_reason_and_the_silo_may_try_aga
 def test_submission_altered_in_quarantine_is_not_accepted_when_admitted(poisoned: Arrival) -> None:
     poisoned.tiny.take_in()
     (one,) = waiting(poisoned)
-    path = one.submission / "silos" / SILO / "experts" / SILO / "expert.safetensors"
+    path = one.submission_folder / "silos" / SILO / "experts" / SILO / "expert.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -186,9 +188,9 @@ def killed(tiny: TinyFederation, owner: Any, name: str, *, after: bool) -> None:
     ("owner", "name", "after"),
     [
         (quarantine, "write_atomic", True),
-        (taking_in, "set_aside", False),
-        (taking_in, "set_aside", True),
-        (taking_in, "_empty", False),
+        (taking_in, "quarantine_submission", False),
+        (taking_in, "quarantine_submission", True),
+        (taking_in, "empty_folder", False),
     ],
     ids=["reason written", "not yet moved", "moved", "not yet emptied"],
 )
@@ -199,7 +201,7 @@ def test_kill_while_setting_aside_is_mended_by_the_next_start(
     assert any(poisoned.folder.iterdir())  # it was killed before its end
     assert poisoned.tiny.take_in() == []
     (one,) = waiting(poisoned)
-    assert one.submission.is_dir() and not any(poisoned.folder.iterdir())
+    assert one.submission_folder.is_dir() and not any(poisoned.folder.iterdir())
     answer(poisoned, "admitted")
     assert poisoned.verdict().verdict.kind == "accepted"
 
@@ -207,7 +209,12 @@ def test_kill_while_setting_aside_is_mended_by_the_next_start(
 @pytest.mark.parametrize("verdict", ["admitted", "refused"])
 @pytest.mark.parametrize(
     ("name", "after"),
-    [("_keep", False), ("_keep", True), ("_sign", False), ("_sign", True)],
+    [
+        ("keep_accepted", False),
+        ("keep_accepted", True),
+        ("sign_receipt", False),
+        ("sign_receipt", True),
+    ],
     ids=["before the rename", "after the rename", "nothing signed", "receipt signed"],
 )
 def test_kill_while_carrying_out_a_decision_is_mended_with_one_receipt(
@@ -377,7 +384,7 @@ def test_quarantine_of_a_silo_with_thousands_of_bad_experts_can_be_read(
     monkeypatch.setattr(Examiner, "faults", lambda *_: many)
     assert poisoned.tiny.take_in() == []
     (one,) = waiting(poisoned)
-    assert (one.why.reasons[0], one.why.reasons[-1]) == (
+    assert (one.record.reasons[0], one.record.reasons[-1]) == (
         many[0],
         f"and {70_000 - MAX_REASONS} more",
     )

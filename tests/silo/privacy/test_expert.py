@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.intake.private_experts import check_privacy
+from aggregator.intake.checks import check_privacy
 from ddm.errors import BudgetError, LedgerError, PolicyError
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import Plan
