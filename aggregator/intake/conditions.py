@@ -12,7 +12,7 @@ from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, Te
 Answer = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Called as ``u(x_B, t_B, c_B)``; c_B is None for no condition."""
 
-MOST_CLASSES = 256
+MAX_CLASSES = 256
 NUM_TEXTS = 4
 
 
@@ -29,8 +29,8 @@ class ExpertCondition:
     value: Tensor | None = None
 
 
-def chosen_conditions(
-    condition: Condition, rng: np.random.Generator, most: int = MOST_CLASSES
+def choose_conditions(
+    condition: Condition, rng: np.random.Generator, max_conditions: int = MAX_CLASSES
 ) -> list[ExpertCondition]:
     """Return classes or texts in a secret order; none where experts take no condition.
 
@@ -40,41 +40,48 @@ def chosen_conditions(
     Args:
         condition: the plan's.
         rng: chooses.
-        most: how many at most.
+        max_conditions: how many at most.
     """
     match condition:
         case NoCondition():
             return []
         case ClassCondition(num_classes=num_classes):
-            classes = rng.permutation(num_classes)[:most].tolist()
+            classes = rng.permutation(num_classes)[:max_conditions].tolist()
             return [ExpertCondition(f" for class {c}", torch.tensor(c)) for c in classes]
-        case TextCondition(dim=dim, max_tokens=max_tokens):
-            texts = torch.zeros(min(NUM_TEXTS, most), max_tokens, dim)
-            for text in texts:
-                length = int(rng.integers(1, max_tokens + 1))
-                text[:length] = torch.from_numpy(
-                    rng.standard_normal((length, dim), dtype=np.float32)
-                )
+        case TextCondition():
+            texts = _made_up_texts(condition, rng, min(NUM_TEXTS, max_conditions))
             return [
                 ExpertCondition(f" for made-up text {number}", text)
                 for number, text in enumerate(texts, 1)
             ]
 
 
+def _made_up_texts(condition: TextCondition, rng: np.random.Generator, num_texts: int) -> Tensor:
+    """Draw the vectors of texts of random lengths, shape (num_texts, tokens, dim); 0 behind a text's end."""
+    texts = torch.zeros(num_texts, condition.max_tokens, condition.dim)
+    for text in texts:
+        length = int(rng.integers(1, condition.max_tokens + 1))
+        values = rng.standard_normal((length, condition.dim), dtype=np.float32)
+        text[:length] = torch.from_numpy(values)
+    return texts
+
+
 def answer_by_condition(
-    answer: Answer, x_B: Tensor, t_B: Tensor, told: Sequence[ExpertCondition]
+    answer: Answer, x_B: Tensor, t_B: Tensor, conditions: Sequence[ExpertCondition]
 ) -> Tensor:
-    """Ask an expert about samples, first those without a condition, then those that have one.
+    """Evaluate an expert on samples, first those without a condition, then those that have one.
 
     Args:
         answer: the expert.
         x_B: samples, shape (B, ...).
         t_B: their times.
-        told: the condition of each; those without one come first.
+        conditions: of the samples; those without one come first.
     """
-    values = [each.value for each in told if each.value is not None]
-    num_null = len(told) - len(values)
-    found = [answer(x_B[:num_null], t_B[:num_null], None)] if num_null else []
+    values = [condition.value for condition in conditions if condition.value is not None]
+    num_null = len(conditions) - len(values)
+    answers = []
+    if num_null:
+        answers.append(answer(x_B[:num_null], t_B[:num_null], None))
     if values:
-        found.append(answer(x_B[num_null:], t_B[num_null:], torch.stack(values)))
-    return torch.cat(found)
+        answers.append(answer(x_B[num_null:], t_B[num_null:], torch.stack(values)))
+    return torch.cat(answers)

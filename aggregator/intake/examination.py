@@ -19,7 +19,7 @@ from aggregator.intake.screening import (
     ExpertFigures,
     Probe,
     absolute_faults,
-    copies,
+    copy_faults,
     fresh_rms,
     relative_faults,
 )
@@ -77,10 +77,10 @@ def public_images(
         as_latents: return latents where the plan's experts work on latents; False for the images.
     """
     with np.load(federation.plan_folder(plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
-        latents = f"{part}_latents"
-        return torch.from_numpy(
-            archive[latents if as_latents and latents in archive.files else part]
-        )
+        name: str = part
+        if as_latents and f"{part}_latents" in archive.files:
+            name = f"{part}_latents"
+        return torch.from_numpy(archive[name])
 
 
 @dataclass(frozen=True)
@@ -118,69 +118,64 @@ class Examiner:
         return ExpertObjective(path=objective.path, prediction=objective.prediction)
 
     def _trial(self, objective: ExpertObjective) -> Trial:
-        plan, plan_id = self.plan, self.plan.plan_id
-        images = public_images(self.federation, plan_id, "holdout")
+        plan = self.plan
+        images = public_images(self.federation, plan.plan_id, "holdout")
+        training_step_flops = training_flops(
+            plan.expert.architecture, plan.expert_shape, 1, plan.condition
+        )
         return Trial(
             secret=load_screening_secret(self.federation),
-            plan_id=plan_id,
+            plan_id=plan.plan_id,
             objective=objective,
             canonical=path_named(plan.objective.ensemble_path),
             condition=plan.condition,
             images=images[: most_public(images[0].numel())].clone(),
-            mean=public_images(self.federation, plan_id, "fitted").mean(0),
+            mean=public_images(self.federation, plan.plan_id, "fitted").mean(0),
             gallery=self._gallery,
-            forward_flops=training_flops(
-                plan.expert.architecture, plan.expert_shape, 1, plan.condition
-            )
-            / 3,
+            # The backward pass of a training step costs twice as much as its forward pass.
+            forward_flops=training_step_flops / 3,
         )
 
     @cached_property
     def _gallery(self) -> Gallery:
-        """The public images to hold drawn ones to, held-out ones first."""
-        plan, files = (
-            self.plan,
-            PlanFiles.load(self.plan, self.federation.plan_targets(self.plan.plan_id)),
-        )
+        """The public images with which drawn ones are compared, held-out ones first."""
+        files = PlanFiles.load(self.plan, self.federation.plan_targets(self.plan.plan_id))
 
-        def some(as_latents: bool) -> Tensor:
-            parts = [
-                public_images(self.federation, plan.plan_id, part, as_latents=as_latents)
-                for part in PUBLIC_PARTS
-            ]
-            most = most_public(parts[0][0].numel())
-            return torch.cat([part[:most] for part in parts])[:most].clone()
+        def encode(samples: Tensor) -> Tensor:
+            return files.encoder.encode(files.latent.decode(samples))
 
-        def encode(seen: Tensor) -> Tensor:
-            return files.encoder.encode(files.latent.decode(seen))
+        points = self._gallery_images(as_latents=True).flatten(1)
+        features = files.encoder.encode(self._gallery_images(as_latents=False))
+        return Gallery(PublicSet(points), PublicSet(features), encode)
 
-        features = files.encoder.encode(some(as_latents=False))
-        return Gallery(PublicSet(some(as_latents=True).flatten(1)), PublicSet(features), encode)
+    def _gallery_images(self, *, as_latents: bool) -> Tensor:
+        parts = [
+            public_images(self.federation, self.plan.plan_id, part, as_latents=as_latents)
+            for part in PUBLIC_PARTS
+        ]
+        num_images = most_public(parts[0][0].numel())
+        return torch.cat([part[:num_images] for part in parts])[:num_images].clone()
 
     def _base_rms(self, silo_id: str, expert_id: str) -> dict[str, float]:
         """Root mean square of each weight of the expert that training starts from, if there is one."""
-        plan, adaptation = self.plan, self.plan.expert.adaptation
+        plan = self.plan
+        adaptation = plan.expert.adaptation
         if plan.expert.base is not None:
-            path, most = (
-                self.federation.plan_targets(plan.plan_id) / plan.expert.base,
-                plan.file(plan.expert.base).bytes,
-            )
+            path = self.federation.plan_targets(plan.plan_id) / plan.expert.base
+            max_bytes = plan.file(plan.expert.base).bytes
         elif isinstance(adaptation, OwnAdaptation) and silo_id in adaptation.submissions:
-            path = (
-                self.federation.accepted
-                / adaptation.plan_id
-                / silo_id
-                / expert_path(silo_id, expert_id)
-            )
-            if not path.is_file():  # withdrawn since: a person looks at what stands out
+            earlier = self.federation.accepted / adaptation.plan_id / silo_id
+            path = earlier / expert_path(silo_id, expert_id)
+            if not path.is_file():
+                # Withdrawn since: without it, weights seem to have grown more, and a person looks at them.
                 return {}
-            most = path.stat().st_size
+            max_bytes = path.stat().st_size
         else:
             return {}
-        stored = stored_tensors(
-            plan.expert.architecture, plan.expert_shape, path, most, plan.condition
+        tensors = stored_tensors(
+            plan.expert.architecture, plan.expert_shape, path, max_bytes, plan.condition
         )
-        return {name: each.root_mean_square() for name, each in stored.items()}
+        return {name: tensor.root_mean_square() for name, tensor in tensors.items()}
 
     def examine(
         self, silo_id: str, submission: Submission, digest: str, folder: Path
@@ -200,117 +195,120 @@ class Examiner:
 
     def accepted(self) -> dict[str, Examination]:
         """Measure the experts of every accepted submission, by silo."""
-        gone = withdrawn_silos(self.federation, self.plan)
-        remaining = [
-            silo_id for silo_id in members(self.federation, self.plan) if silo_id not in gone
-        ]
-        found = {}
-        for silo_id in remaining:
+        withdrawn = withdrawn_silos(self.federation, self.plan)
+        examinations = {}
+        for silo_id in members(self.federation, self.plan):
             folder = self.federation.accepted_folder(self.plan, silo_id)
-            if folder.is_dir():
-                document = read_bounded(folder / submission_path(silo_id), MAX_DOCUMENT_BYTES)
-                submission = Submission.parse(document, subject=f"submission of {silo_id}")
-                found[silo_id] = self.examine(silo_id, submission, sha256_hex(document), folder)
-        return found
+            if silo_id in withdrawn or not folder.is_dir():
+                continue
+            document = read_bounded(folder / submission_path(silo_id), MAX_DOCUMENT_BYTES)
+            submission = Submission.parse(document, subject=f"submission of {silo_id}")
+            digest = sha256_hex(document)
+            examinations[silo_id] = self.examine(silo_id, submission, digest, folder)
+        return examinations
 
     def faults(self, new: Examination, accepted: Mapping[str, Examination]) -> list[str]:
         """Describe what is implausible about a submission, alone and beside other silos', and store its flags."""
-        figures = {
-            silo_id: each.experts for silo_id, each in accepted.items() if silo_id != new.silo_id
+        training = self.plan.expert.training
+        probe = self.probe(new.silo_id)
+        experts_of_others = {
+            silo_id: examination.experts
+            for silo_id, examination in accepted.items()
+            if silo_id != new.silo_id
         }
-        training, found = self.plan.expert.training, list[Fault]()
+        faults: list[Fault] = []
         for expert in new.experts:
-            probe, rehearsal = self.probe(new.silo_id), self.plan.rehearsal
-            found += absolute_faults(expert, probe, training, rehearsal=rehearsal) + copies(
-                expert, figures, training
-            )
-        found += self._apart({**accepted, new.silo_id: new}).get(new.silo_id, [])
+            faults += absolute_faults(expert, probe, training, rehearsal=self.plan.rehearsal)
+            faults += copy_faults(expert, experts_of_others, training)
+        faults += self._relative_faults({**accepted, new.silo_id: new}).get(new.silo_id, [])
         if refused_before(self.federation, self.plan.plan_id, new.silo_id):
+            # Screening would otherwise tell a silo, refusal by refusal, how far it may go.
             words = " comes after a submission of this silo that was flagged and refused: compare the two"
-            found += [
-                Fault(expert_id=each.expert_id, flag="refused_before", words=words)
-                for each in new.experts
-            ]
-        return self._kept(new, found)
+            for expert in new.experts:
+                faults.append(Fault(expert_id=expert.expert_id, flag="refused_before", words=words))
+        return self._store_flags(new, faults)
 
     def outliers(self, accepted: Mapping[str, Examination]) -> dict[str, list[str]]:
         """Describe which accepted silos stand apart now that later ones are there, except those admitted for it."""
-        apart = self._apart(accepted)
-        found = {
-            silo_id: self._kept(accepted[silo_id], faults) for silo_id, faults in apart.items()
-        }
-        digests = {silo_id: accepted[silo_id].submission_digest for silo_id in found}
-        return {
-            silo_id: text
-            for silo_id, text in found.items()
-            if not is_admitted(self.federation, digests[silo_id], "stands_apart")
-        }
+        outliers = {}
+        for silo_id, faults in self._relative_faults(accepted).items():
+            examination = accepted[silo_id]
+            descriptions = self._store_flags(examination, faults)
+            if not is_admitted(self.federation, examination.submission_digest, "stands_apart"):
+                outliers[silo_id] = descriptions
+        return outliers
 
     def ratios(self, examination: Examination) -> dict[str, tuple[float, ...]]:
         """Return each expert's loss in each band as a multiple of that of answering 0."""
         silent_Z = self.probe(examination.silo_id).silent_Z
         return {
-            each.expert_id: _rounded((each.loss_Z / silent_Z).tolist(), 3)
-            for each in examination.experts
+            expert.expert_id: _rounded((expert.loss_Z / silent_Z).tolist(), 3)
+            for expert in examination.experts
         }
 
-    def _apart(self, examined: Mapping[str, Examination]) -> dict[str, list[Fault]]:
+    def _relative_faults(self, examinations: Mapping[str, Examination]) -> dict[str, list[Fault]]:
         """Compare experts with the same objective; losses of different objectives are in different units."""
-        found: dict[str, list[Fault]] = {}
-        for objective in {self._objective(silo_id) for silo_id in examined}:
-            found |= relative_faults(
-                {s: e.experts for s, e in examined.items() if self._objective(s) == objective}
-            )
-        return found
+        by_objective: dict[ExpertObjective, dict[str, tuple[ExpertFigures, ...]]] = {}
+        for silo_id, examination in examinations.items():
+            experts_of_silos = by_objective.setdefault(self._objective(silo_id), {})
+            experts_of_silos[silo_id] = examination.experts
+        faults: dict[str, list[Fault]] = {}
+        for experts_of_silos in by_objective.values():
+            faults |= relative_faults(experts_of_silos)
+        return faults
 
-    def _kept(self, examination: Examination, found: Sequence[Fault]) -> list[str]:
+    def _store_flags(self, examination: Examination, faults: Sequence[Fault]) -> list[str]:
         """Store the flags and return the faults in words."""
-        if found:
-            remember_flags(self.federation, self.plan.plan_id, examination.submission_digest, found)
-        return [str(fault) for fault in found]
+        if faults:
+            plan_id = self.plan.plan_id
+            remember_flags(self.federation, plan_id, examination.submission_digest, faults)
+        return [str(fault) for fault in faults]
 
     def _examine_expert(
         self, silo_id: str, expert: SubmittedExpert, digest: str, folder: Path
     ) -> ExpertFigures:
-        kept = self.federation.screening / self.plan.plan_id / digest / f"{expert.expert_id}.json"
-        if kept.is_file():
-            return ExpertExamination.parse(
-                read_bounded(kept, MAX_DOCUMENT_BYTES), subject=kept.name
-            ).expert
+        path = self.federation.screening / self.plan.plan_id / digest / f"{expert.expert_id}.json"
+        if path.is_file():
+            data = read_bounded(path, MAX_DOCUMENT_BYTES)
+            return ExpertExamination.parse(data, subject=path.name).expert
         self.on_expert()
-        figures = self._figures(silo_id, folder, expert, digest)
+        figures = self.measure_expert(silo_id, folder, expert, digest)
         examination = ExpertExamination(
             plan_id=self.plan.plan_id, silo_id=silo_id, submission_digest=digest, expert=figures
         )
-        write_atomic(kept, examination.encode())
+        write_atomic(path, examination.encode())
         return figures
 
-    def _figures(
+    def measure_expert(
         self, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str
     ) -> ExpertFigures:
+        """Measure one expert: how far its weights grew, and its answers in a trial."""
         plan = self.plan
-        architecture, shape, condition = plan.expert.architecture, plan.expert_shape, plan.condition
-        stored = stored_tensors(
-            architecture, shape, folder / expert.file.path, expert.file.bytes, condition
+        architecture = plan.expert.architecture
+        tensors = stored_tensors(
+            architecture,
+            plan.expert_shape,
+            folder / expert.file.path,
+            expert.file.bytes,
+            plan.condition,
         )
-        base = self._base_rms(silo_id, expert.expert_id)
-        before = {
-            name: max(fresh_rms(each.shape, architecture.kind), base.get(name, 0.0))
-            for name, each in stored.items()
-        }
-        excess = {name: each.root_mean_square() - before[name] for name, each in stored.items()}
+        base_rms = self._base_rms(silo_id, expert.expert_id)
+        excess = {}
+        for name, tensor in tensors.items():
+            start_rms = max(fresh_rms(tensor.shape, architecture.kind), base_rms.get(name, 0.0))
+            excess[name] = tensor.root_mean_square() - start_rms
         largest = max(excess, key=lambda name: excess[name])
-        answer = StreamedExpert(architecture, shape, stored, condition)
-        measured = self.trial(silo_id).measure(answer, silo_id, digest, expert.expert_id)
+        answer = StreamedExpert(architecture, plan.expert_shape, tensors, plan.condition)
+        results = self.trial(silo_id).measure(answer, silo_id, digest, expert.expert_id)
         return ExpertFigures(
             expert_id=expert.expert_id,
             digest=expert.file.digest,
-            losses=tuple(_rounded(loss_N.tolist(), _PLACES) for loss_N in measured.losses),
+            losses=tuple(_rounded(loss_N.tolist(), _PLACES) for loss_N in results.losses),
             excess_rms=excess[largest],
             excess_tensor=largest,
-            answers=measured.answers,
-            worst=measured.worst,
-            drawn=measured.drawn,
+            answers=results.answers,
+            worst=results.worst,
+            drawn=results.drawn,
         )
 
 
@@ -321,18 +319,17 @@ def refuse_outliers(federation: Federation, inventory: Inventory) -> None:
         RefusedError: one stands apart from the others, and nobody has admitted it.
     """
     examiner = Examiner(federation, inventory.plan)
-    silos = inventory.silos.items()
-    found = examiner.outliers(
-        {
-            name: examiner.examine(name, silo.submission, silo.digest, silo.folder)
-            for name, silo in silos
-        }
-    )
-    if found:
+    examinations = {
+        silo_id: examiner.examine(silo_id, silo.submission, silo.digest, silo.folder)
+        for silo_id, silo in inventory.silos.items()
+    }
+    outliers = examiner.outliers(examinations)
+    if outliers:
+        first_faults = [f"{silo_id}: {faults[0]}" for silo_id, faults in outliers.items()]
         raise RefusedError(
             "accepted experts",
             expected="no expert that stands apart from the others, unless a person admitted it",
-            got="; ".join(f"{silo_id}: {faults[0]}" for silo_id, faults in found.items())[:1000],
+            got="; ".join(first_faults)[:1000],
             remedy=f"See the figures: aggregator quarantine {federation.path}. Then for each silo: aggregator admit "
             f"{federation.path} SILO --reason TEXT, or aggregator withdraw.",
         )

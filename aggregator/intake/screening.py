@@ -6,7 +6,7 @@ docs/explanation/screening.md says on which experts they were measured. `intake.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,39 +23,60 @@ from ddm.protocol.learning import Training
 from ddm.routers.evaluation import BANDS
 from ddm.training.schedule import travel
 
-# Shape legend: Z bands of t, N images, E experts.
+# Shape legend: Z bands of t, N images, E experts, A answers.
 
-FEWEST_IMAGES, MOST_IMAGES = 16, 64
-FLOPS = 2e12  # budget for each part of a trial, a minute of one thread; exceeded only for the fewest images and rows
-SANE = 2.0  # times the loss of answering 0: an expert of a single class reached 1.2 on images of others
+MIN_IMAGES = 16
+MAX_IMAGES = 64
+# Budget for each part of a trial, a minute of one thread; exceeded only for the fewest images and rows.
+TRIAL_FLOPS = 2e12
+# Times the loss of answering 0: an expert of a single class reached 1.2 on images of others.
+MAX_LOSS_RATIO = 2.0
 # Near t = 1 every image is noise: where the prediction holds it, no choice of data explains a loss above answering 0.
-SANE_AT_NOISE = 1.02
-ROW = 10.0  # times the loss of answering 0, of one image at one time below t = 0.8; honest experts: up to 3.3
-ALIKE = 0.5  # times the distance of the most alike public images; an expert of zeros alone: 0.92
-# The median and the largest distance of drawn images from the public set, in those among public images. An error of eps
-# grows on the way to t = 0; honest ones: up to 0.64 and 0.7 for velocity, 0.73 and 1.6 for eps.
-FAR: dict[Prediction, tuple[float, float]] = {
-    "velocity": (1.0, 1.0),
-    "eps": (2.0, 4.0),
-    "v": (1.0, 1.0),
-    "x_0": (1.0, 1.0),
-}
-TRAVEL = 0.2  # of a weight: a plan whose training can move weights this far teaches any expert to denoise
-LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest experts: up to 0.41
-SAME = 0.01  # relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere
-SAME_ANSWERS = 0.005  # times the mean square error: the mean square difference of two experts; honest ones: from 0.026
-DEVIATIONS = 4.0
-# lower bound on the spread of honest experts' log losses in each band
-SPREAD_Z = (
-    0.3,
-    0.3,
-    0.3,
-    0.15,
-    0.15,
-)
-NUM_FEWEST = 3  # experts needed to tell which of them stands apart
+MAX_LOSS_RATIO_AT_NOISE = 1.02
+# Times the loss of answering 0, of one image at one time below t = 0.8; honest experts: up to 3.3.
+MAX_ROW_RATIO = 10.0
+# Times the distance of the most alike public images; an expert of zeros alone: 0.92.
+MIN_DISTANCE_OF_DRAWN = 0.5
+# Of a weight: a plan whose training can move weights this far teaches any expert to denoise.
+MIN_TRAVEL = 0.2
+# Times the loss of the best constant, near t = 1; honest experts: up to 0.41.
+MAX_LEARNT_RATIO = 0.8
+# Relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere.
+MAX_DIFFERENCE_OF_COPIES = 0.01
+# Times the mean square error: the mean square difference of two experts; honest ones: from 0.026.
+MAX_ANSWER_DIFFERENCE_OF_COPIES = 0.005
+# Of an expert's log loss from the median, in units of the median deviation.
+MAX_DEVIATIONS = 4.0
+# Lower bound on the spread of honest experts' log losses in each band.
+MIN_SPREAD_Z = (0.3, 0.3, 0.3, 0.15, 0.15)
+# Experts needed to find which of them stands apart.
+MIN_EXPERTS = 3
+# The standard deviation of a normal distribution, as a multiple of its median absolute deviation.
 _MAD_TO_STD = 1.4826
-_ENDLESS = 1e30  # replaces a loss that is not finite
+# Replaces a loss that is not finite.
+_ENDLESS = 1e30
+
+
+@dataclass(frozen=True)
+class DistanceLimits:
+    """How far drawn images may be from the public set, as multiples of distances among public images.
+
+    Attributes:
+        median: of the drawn images' distances, in median distances of two public images.
+        largest: of them, in distances of the two public images that differ the most.
+    """
+
+    median: float
+    largest: float
+
+
+# An error of eps grows on the way to t = 0; honest experts: up to 0.64 and 0.7 for velocity, 0.73 and 1.6 for eps.
+MAX_DISTANCES: dict[Prediction, DistanceLimits] = {
+    "velocity": DistanceLimits(1.0, 1.0),
+    "eps": DistanceLimits(2.0, 4.0),
+    "v": DistanceLimits(1.0, 1.0),
+    "x_0": DistanceLimits(1.0, 1.0),
+}
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """Called as ``u(x_BCHW, t_B)``."""
@@ -131,19 +152,25 @@ class Probe:
         """
         num = len(images)
         place_ZN = torch.from_numpy((np.arange(num) + rng.random((len(BANDS), num))) / num).float()
-        t = torch.cat(
-            [
-                low + (high - low) * place_N
-                for (low, high), place_N in zip(BANDS, place_ZN, strict=True)
-            ]
-        )
+        times_of_bands = [
+            low + (high - low) * place_N
+            for (low, high), place_N in zip(BANDS, place_ZN, strict=True)
+        ]
+        t = torch.cat(times_of_bands)
         x_0 = images.repeat(len(BANDS), *[1] * (images.dim() - 1))
         eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
-        target = target_of(path, prediction, x_0, eps, t)
+        # The best prediction that depends on t alone takes the mean image for x_0, and no noise for eps.
         constant = target_of(path, prediction, mean.expand_as(x_0), torch.zeros_like(eps), t)
         one = torch.ones(1)
         holds_noise = float(target_of(path, prediction, 0 * one, one, one)) > 0.5
-        return cls(x_t(path, x_0, eps, t), t, target, constant, prediction, holds_noise)
+        return cls(
+            x=x_t(path, x_0, eps, t),
+            t=t,
+            target=target_of(path, prediction, x_0, eps, t),
+            constant=constant,
+            prediction=prediction,
+            holds_noise=holds_noise,
+        )
 
     def losses(self, answer: Velocity) -> NDArray[np.float64]:
         """Return the mean squared error of every image in every band, shape (Z, N)."""
@@ -169,9 +196,10 @@ class Probe:
         return np.asarray(self.losses(lambda x, t: self.constant).mean(1))
 
 
-def num_images(forward_flops: float) -> int:
+def num_screening_images(forward_flops: float) -> int:
     """Return the number of public images on which an expert is measured: fewer where an evaluation costs more."""
-    return int(np.clip(FLOPS / (forward_flops * len(BANDS)), FEWEST_IMAGES, MOST_IMAGES))
+    affordable = TRIAL_FLOPS / (forward_flops * len(BANDS))
+    return int(np.clip(affordable, MIN_IMAGES, MAX_IMAGES))
 
 
 def fresh_rms(shape: Sequence[int], kind: str = "dit") -> float:
@@ -181,12 +209,14 @@ def fresh_rms(shape: Sequence[int], kind: str = "dit") -> float:
         shape: the weight's.
         kind: the architecture's; in a `unet` normalisations and class embeddings start at 1.
     """
-    drawn = (
-        math.sqrt(2.0 / sum(shape)) * (1.0 + 4.0 / math.sqrt(math.prod(shape)))
-        if len(shape) > 1
-        else 0.0
-    )
-    return max(drawn, 1.0 + 4.0 / math.sqrt(math.prod(shape))) if kind == "unet" else drawn
+    # 4 / sqrt(n) is 5.7 standard deviations of the root mean square of n normal values.
+    chance = 1.0 + 4.0 / math.sqrt(math.prod(shape))
+    drawn = 0.0
+    if len(shape) > 1:
+        drawn = math.sqrt(2.0 / sum(shape)) * chance
+    if kind == "unet":
+        return max(drawn, chance)
+    return drawn
 
 
 def absolute_faults(
@@ -200,79 +230,104 @@ def absolute_faults(
         training: the plan's.
         rehearsal: whether the plan is one, whose few steps need not teach anything.
     """
-    name, found = figures.expert_id, list[Fault]()
+    name = figures.expert_id
+    max_growth = travel(training)
+    has_learnt = max_growth >= MIN_TRAVEL or not rehearsal
+    faults: list[Fault] = []
+    if figures.excess_rms > max_growth:
+        words = (
+            f": tensor {figures.excess_tensor} grew by {figures.excess_rms:.3g} in root mean square; training can add "
+            f"{max_growth:.3g} at most"
+        )
+        faults.append(Fault(expert_id=name, flag="large_weights", words=words))
     ratio_Z = figures.loss_Z / probe.silent_Z
-    reach = travel(training)
-    trained = reach >= TRAVEL or not rehearsal
-    if figures.excess_rms > reach:
-        beyond = f"grew by {figures.excess_rms:.3g} in root mean square; training can add {reach:.3g} at most"
-        words = f": tensor {figures.excess_tensor} {beyond}"
-        found.append(Fault(expert_id=name, flag="large_weights", words=words))
     if bool(np.allclose(ratio_Z, 1.0, rtol=0.0, atol=1e-9)):
-        silent = " answers 0 to every input, as before its first training step"
-        return [*found, Fault(expert_id=name, flag="answers_zero", words=silent)]
-    found += _single_faults(figures, FAR[probe.prediction], trained=trained)
-    limit_Z = np.full(len(BANDS), SANE)
+        # The other rules would say the same once more.
+        words = " answers 0 to every input, as before its first training step"
+        faults.append(Fault(expert_id=name, flag="answers_zero", words=words))
+        return faults
+    faults += _row_faults(figures)
+    faults += _drawn_faults(figures, MAX_DISTANCES[probe.prediction], has_learnt=has_learnt)
+    faults += _band_faults(name, ratio_Z, probe)
+    if probe.holds_noise and has_learnt:
+        faults += _learning_faults(figures, probe, training)
+    return faults
+
+
+def _band_faults(expert_id: str, ratio_Z: NDArray[np.float64], probe: Probe) -> Iterator[Fault]:
+    """Describe a loss far above that of answering 0."""
+    limit_Z = np.full(len(BANDS), MAX_LOSS_RATIO)
     if probe.holds_noise:
-        limit_Z[-1] = SANE_AT_NOISE
+        limit_Z[-1] = MAX_LOSS_RATIO_AT_NOISE
     for band, ratio, limit in zip(BANDS, ratio_Z, limit_Z, strict=True):
         if not ratio <= limit:
             words = f": {_at(band)} its loss is {ratio:.3g} times that of answering 0, above the limit {limit:g}"
-            found.append(Fault(expert_id=name, flag="high_loss", words=words))
+            yield Fault(expert_id=expert_id, flag="high_loss", words=words)
+
+
+def _learning_faults(figures: ExpertFigures, probe: Probe, training: Training) -> Iterator[Fault]:
+    """Describe an expert that is no better near t = 1 than a constant, which it learns there first."""
     of_constant = float(figures.loss_Z[-1] / probe.constant_Z[-1])
-    if probe.holds_noise and trained and not of_constant <= LEARNT:
-        learnt = f"{of_constant:.3g} times that of the best constant, above the limit {LEARNT:g}"
-        learnt += f" after {training.num_steps} steps"
-        found.append(
-            Fault(
-                expert_id=name, flag="not_learnt", words=f": {_at(BANDS[-1])} its loss is {learnt}"
-            )
+    if not of_constant <= MAX_LEARNT_RATIO:
+        words = (
+            f": {_at(BANDS[-1])} its loss is {of_constant:.3g} times that of the best constant, above the limit "
+            f"{MAX_LEARNT_RATIO:g} after {training.num_steps} steps"
         )
-    return found
+        yield Fault(expert_id=figures.expert_id, flag="not_learnt", words=words)
 
 
-def _single_faults(
-    figures: ExpertFigures, most: tuple[float, float], *, trained: bool
-) -> list[Fault]:
-    """Describe what is implausible at a single time, and in the drawn images, which after few steps are noise."""
-    name, worst, found = figures.expert_id, figures.worst, list[Fault]()
+def _row_faults(figures: ExpertFigures) -> Iterator[Fault]:
+    """Describe what is implausible at a single time."""
+    worst = figures.worst
     if not worst.times <= 1:
-        words = f": at t {worst.t:g}{worst.told} its loss is {worst.times:.3g} times the limit, and above it at "
-        words += f"{worst.num_over} of {worst.num_rows} single times"
-        found.append(Fault(expert_id=name, flag="high_loss_once", words=words))
-    for each in figures.drawn:
-        images = f": of {each.num} images drawn{each.told}"
-        if each.num_broken:
-            words = f"{images} {each.num_broken} are not finite"
-            found.append(Fault(expert_id=name, flag="broken_images", words=words))
-        elif trained and not (each.far <= most[0] and each.farthest <= most[1]):
-            words = f"{images}, half lie {each.far:.3g} times as far from every public image as two of those from each "
-            words += (
-                f"other, one {each.farthest:.3g} times as far as the "
-                f"two that differ the most, above {most[0]:g} or "
+        words = (
+            f": at t {worst.t:g}{worst.condition} its loss is {worst.times:.3g} times the limit, and above it at "
+            f"{worst.num_over} of {worst.num_rows} single times"
+        )
+        yield Fault(expert_id=figures.expert_id, flag="high_loss_once", words=words)
+
+
+def _drawn_faults(
+    figures: ExpertFigures, limits: DistanceLimits, *, has_learnt: bool
+) -> Iterator[Fault]:
+    """Describe what is implausible about the drawn images, which after few steps are noise."""
+    name = figures.expert_id
+    for drawn in figures.drawn:
+        images = f": of {drawn.num} images drawn{drawn.told}"
+        if drawn.num_broken:
+            words = f"{images} {drawn.num_broken} are not finite"
+            yield Fault(expert_id=name, flag="broken_images", words=words)
+        elif not has_learnt:
+            continue
+        elif not (drawn.far <= limits.median and drawn.farthest <= limits.largest):
+            words = (
+                f"{images}, half lie {drawn.far:.3g} times as far from every public image as two of those from each "
+                f"other, one {drawn.farthest:.3g} times as far as the two that differ the most, above "
+                f"{limits.median:g} or {limits.largest:g}"
             )
-            words += f"{most[1]:g}"
-            found.append(Fault(expert_id=name, flag="far_images", words=words))
-        elif trained and not each.alike >= ALIKE:
-            words = f"{images}, two differ {each.alike:.3g} times as much as the most alike public ones, not {ALIKE:g}"
-            found.append(Fault(expert_id=name, flag="alike_images", words=words))
-    return found
+            yield Fault(expert_id=name, flag="far_images", words=words)
+        elif not drawn.alike >= MIN_DISTANCE_OF_DRAWN:
+            words = (
+                f"{images}, two differ {drawn.alike:.3g} times as much as the most alike public ones, not "
+                f"{MIN_DISTANCE_OF_DRAWN:g}"
+            )
+            yield Fault(expert_id=name, flag="alike_images", words=words)
 
 
-def copies(
+def copy_faults(
     figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training
 ) -> list[Fault]:
     """Name the experts that this one copies: byte for byte or, after enough training to tell, by its predictions."""
-    found = []
-    for silo_id, theirs in others.items():
-        for other in theirs:
+    descriptions = []
+    for silo_id, experts in others.items():
+        for other in experts:
             if other.digest == figures.digest:
-                found.append(
+                descriptions.append(
                     f" is identical, byte for byte, to expert {other.expert_id} of {silo_id}"
                 )
-            elif travel(training) >= TRAVEL and _same(figures, other):
-                found.append(f" predicts the same as expert {other.expert_id} of {silo_id}")
-    return [Fault(expert_id=figures.expert_id, flag="copy", words=words) for words in found]
+            elif travel(training) >= MIN_TRAVEL and _predict_the_same(figures, other):
+                descriptions.append(f" predicts the same as expert {other.expert_id} of {silo_id}")
+    return [Fault(expert_id=figures.expert_id, flag="copy", words=words) for words in descriptions]
 
 
 def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str, list[Fault]]:
@@ -284,33 +339,47 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
     Returns:
         Faults by silo; empty with fewer than `NUM_FEWEST` experts.
     """
-    lined_up = [(silo_id, figures) for silo_id, experts in by_silo.items() for figures in experts]
-    if len(lined_up) < NUM_FEWEST:
+    experts = [
+        (silo_id, figures)
+        for silo_id, figures_of_silo in by_silo.items()
+        for figures in figures_of_silo
+    ]
+    num_experts = len(experts)
+    if num_experts < MIN_EXPERTS:
         return {}
-    log_EZ = np.log(np.stack([figures.loss_Z for _, figures in lined_up]))
+    log_EZ = np.log(np.stack([figures.loss_Z for _, figures in experts]))
+    # Median and median deviation, which a minority of bad experts cannot move.
     median_Z = np.median(log_EZ, axis=0)
-    spread_Z = np.maximum(_MAD_TO_STD * np.median(np.abs(log_EZ - median_Z), axis=0), SPREAD_Z)
-    apart_EZ = (log_EZ - median_Z) / spread_Z
-    found: dict[str, list[Fault]] = {}
-    for (silo_id, figures), apart_Z, log_Z in zip(lined_up, apart_EZ, log_EZ, strict=True):
-        for band, apart, times in zip(BANDS, apart_Z, np.exp(log_Z - median_Z), strict=True):
-            if apart > DEVIATIONS:
-                loss = f"its loss is {times:.3g} times the median of {len(lined_up)} experts, {apart:.1f} deviations"
-                fault = Fault(
-                    expert_id=figures.expert_id, flag="stands_apart", words=f": {_at(band)} {loss}"
+    spread_Z = np.maximum(_MAD_TO_STD * np.median(np.abs(log_EZ - median_Z), axis=0), MIN_SPREAD_Z)
+    deviations_EZ = (log_EZ - median_Z) / spread_Z
+    ratio_EZ = np.exp(log_EZ - median_Z)
+
+    faults: dict[str, list[Fault]] = {}
+    for number, (silo_id, figures) in enumerate(experts):
+        for band_number, band in enumerate(BANDS):
+            deviations = deviations_EZ[number, band_number]
+            if deviations > MAX_DEVIATIONS:
+                words = (
+                    f": {_at(band)} its loss is {ratio_EZ[number, band_number]:.3g} times the median of {num_experts} "
+                    f"experts, {deviations:.1f} deviations"
                 )
-                found.setdefault(silo_id, []).append(fault)
-    return found
+                fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=words)
+                faults.setdefault(silo_id, []).append(fault)
+    return faults
 
 
-def _same(first: ExpertFigures, second: ExpertFigures) -> bool:
+def _predict_the_same(first: ExpertFigures, second: ExpertFigures) -> bool:
     """Whether two experts have the same loss on every image, or nearly the same answers."""
-    a_ZN, b_ZN = np.asarray(first.losses), np.asarray(second.losses)
-    if bool((np.abs(a_ZN - b_ZN) <= SAME * np.minimum(a_ZN, b_ZN)).all()):
+    first_ZN = np.asarray(first.losses)
+    second_ZN = np.asarray(second.losses)
+    max_difference_ZN = MAX_DIFFERENCE_OF_COPIES * np.minimum(first_ZN, second_ZN)
+    if bool((np.abs(first_ZN - second_ZN) <= max_difference_ZN).all()):
         return True
-    a_A, b_A = np.asarray(first.answers), np.asarray(second.answers)
-    own = min(float(np.square(a_A).mean()), float(np.square(b_A).mean()))
-    return float(np.square(a_A - b_A).mean()) < SAME_ANSWERS * own
+    first_A = np.asarray(first.answers)
+    second_A = np.asarray(second.answers)
+    error = min(float(np.square(first_A).mean()), float(np.square(second_A).mean()))
+    difference = float(np.square(first_A - second_A).mean())
+    return difference < MAX_ANSWER_DIFFERENCE_OF_COPIES * error
 
 
 def _at(band: tuple[float, float]) -> str:

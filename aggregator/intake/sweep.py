@@ -4,7 +4,6 @@ Losses averaged over a band of t hide an expert that answers wildly at one time,
 begins. Here one loss at one time decides.
 """
 
-# Shape legend: R rows, each one noised public image at one time under one condition.
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,19 +15,27 @@ from aggregator.intake.conditions import (
     Answer,
     ExpertCondition,
     answer_by_condition,
-    chosen_conditions,
+    choose_conditions,
 )
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.diffusion.solver import uniform_times
 from ddm.protocol.architecture import Condition
 from ddm.protocol.base import Model
 
-DEFAULT_STEPS = 50  # of the teacher of `ddm distill`; the 25 midpoint steps of `ddm sample` ask at the same times
-OTHER_STEPS = (24, 16)  # of the report's pictures; of the samples router
-FEWEST_ROWS, MOST_SECRET_ROWS = 64, 64
-FEWEST_CLASSES = 8
+# Shape legend: N public images, R rows, each one noised public image at one time under one condition.
+
+# Of the teacher of `ddm distill`; the 25 midpoint steps of `ddm sample` evaluate an expert at the same times.
+DEFAULT_STEPS = 50
+# Of the report's pictures, and of the samples router.
+OTHER_STEPS = (24, 16)
+MIN_ROWS = 64
+MAX_SECRET_ROWS = 64
+MIN_CLASSES = 8
 ROWS_OF_CONDITION = 4
+# The time from which on another image is the worst plausible answer.
 NEAR_NOISE = 0.8
+# Replaces a loss that is not finite.
+_ENDLESS = 1e30
 
 
 class WorstRow(Model):
@@ -36,17 +43,43 @@ class WorstRow(Model):
 
     Attributes:
         t: its time.
-        told: its condition, in words.
+        condition: of the expert there, in words.
         times: its loss, as a multiple of the limit there.
         num_over: the number of rows above their limits.
         num_rows: of all.
     """
 
     t: float
-    told: str
+    condition: str
     times: float
     num_over: int
     num_rows: int
+
+
+@dataclass(frozen=True)
+class SweepSize:
+    """How many rows a sweep has.
+
+    Attributes:
+        num_rows: rows without a condition.
+        max_conditions: most conditions, each of which gets some rows more.
+    """
+
+    num_rows: int
+    max_conditions: int
+
+
+@dataclass(frozen=True)
+class LossLimits:
+    """The largest plausible loss of a row.
+
+    Attributes:
+        near_noise: from t = 0.8 on, times the loss of the farthest public image, or of answering 0.
+        below: times the loss of answering 0.
+    """
+
+    near_noise: float
+    below: float
 
 
 @dataclass(frozen=True)
@@ -58,14 +91,14 @@ class Sweep:
         t: their times.
         target: the prediction that an expert learns there.
         limit: the largest plausible loss of each row.
-        told: the condition of each row.
+        conditions: of the rows.
     """
 
     x: Tensor
     t: Tensor
     target: Tensor
     limit: Tensor
-    told: list[ExpertCondition]
+    conditions: list[ExpertCondition]
 
     @classmethod
     def of(
@@ -75,10 +108,8 @@ class Sweep:
         prediction: Prediction,
         condition: Condition,
         rng: np.random.Generator,
-        *,
-        num_rows: int,
-        num_told: int,
-        slack: tuple[float, float],
+        size: SweepSize,
+        limits: LossLimits,
     ) -> "Sweep":
         """Choose times, noise, images and conditions.
 
@@ -92,25 +123,29 @@ class Sweep:
             prediction: the quantity that an expert predicts.
             condition: the kind of condition that it takes.
             rng: chooses.
-            num_rows: rows without a condition.
-            num_told: most conditions, each of which gets some rows more.
-            slack: the factors of the limit near t = 1 and below.
+            size: how many rows.
+            limits: how far off an expert may be.
         """
-        times = chosen_times(rng, num_rows)
-        told = [ExpertCondition()] * len(times)
-        # t = 1, and a secret time in each third
-        for each in chosen_conditions(condition, rng, most=num_told):
-            times += [
-                1.0,
-                *((np.arange(ROWS_OF_CONDITION - 1) + rng.random(3)) / (ROWS_OF_CONDITION - 1)),
-            ]
-            told += [each] * ROWS_OF_CONDITION
+        times = choose_times(rng, size.num_rows)
+        conditions = [ExpertCondition()] * len(times)
+        for chosen in choose_conditions(condition, rng, max_conditions=size.max_conditions):
+            # t = 1, and a secret time in each third.
+            num_parts = ROWS_OF_CONDITION - 1
+            times += [1.0, *((np.arange(num_parts) + rng.random(num_parts)) / num_parts)]
+            conditions += [chosen] * ROWS_OF_CONDITION
         t = torch.tensor(times, dtype=torch.float32)
         x_0 = images[torch.from_numpy(rng.integers(len(images), size=len(times)))]
         eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
         target = target_of(path, prediction, x_0, eps, t)
-        limit = _limits(images, x_0, target, t, path, prediction, slack)
-        return cls(x_t(path, x_0, eps, t), t, target, limit, told)
+        # The loss of another image in place of the one that was noised.
+        another_R = _farthest_loss(images, x_0, t, path, prediction)
+        silent_R = target.double().square().flatten(1).mean(1)
+        limit = torch.where(
+            t.double() >= NEAR_NOISE,
+            limits.near_noise * torch.maximum(silent_R, another_R),
+            limits.below * silent_R,
+        )
+        return cls(x_t(path, x_0, eps, t), t, target, limit, conditions)
 
     def worst(self, answer: Answer) -> WorstRow:
         """Return the row on which an expert exceeds its limit the most."""
@@ -118,7 +153,7 @@ class Sweep:
         row = int(times_R.argmax())
         return WorstRow(
             t=float(f"{float(self.t[row]):.4g}"),
-            told=self.told[row].words,
+            condition=self.conditions[row].words,
             times=float(f"{float(times_R[row]):.4g}"),
             num_over=int((times_R > 1).sum()),
             num_rows=len(times_R),
@@ -126,63 +161,50 @@ class Sweep:
 
     def multiples(self, answer: Answer) -> Tensor:
         """Return each row's loss as a multiple of its limit, shape (R,); a loss that is not finite is very large."""
-        loss_R = (
-            (answer_by_condition(answer, self.x, self.t, self.told) - self.target)
-            .double()
-            .square()
-            .flatten(1)
-            .mean(1)
-        )
-        return torch.nan_to_num(loss_R / self.limit, nan=_ENDLESS, posinf=_ENDLESS).clamp(
-            max=_ENDLESS
-        )
+        answers = answer_by_condition(answer, self.x, self.t, self.conditions)
+        error = (answers - self.target).double()
+        loss_R = error.square().flatten(1).mean(1)
+        multiple_R = torch.nan_to_num(loss_R / self.limit, nan=_ENDLESS, posinf=_ENDLESS)
+        return multiple_R.clamp(max=_ENDLESS)
 
 
-_ENDLESS = 1e30
-
-
-def chosen_times(rng: np.random.Generator, num_rows: int) -> list[float]:
+def choose_times(rng: np.random.Generator, num_rows: int) -> list[float]:
     """Return the times of the rows: t = 1 and t = 0, the default grid, secret times, then halves of steps and others.
 
     Args:
         rng: draws the secret times, and chooses where not all fit.
         num_rows: how many.
     """
-    ends, grid = [1.0, 0.0], uniform_times(DEFAULT_STEPS)[1:-1]
+    ends = [1.0, 0.0]
+    grid = uniform_times(DEFAULT_STEPS)[1:-1]
     halves = [(2 * n + 1) / (2 * DEFAULT_STEPS) for n in range(DEFAULT_STEPS)]
-    more = sorted({t for steps in OTHER_STEPS for t in uniform_times(steps)} - {*ends, *grid})
-    secret = rng.random(MOST_SECRET_ROWS).tolist()
-    found = [*ends, *grid, *secret[: max(0, num_rows - len(grid) - 2) // 2 + 1]]
-    rest = cast("list[float]", rng.permutation([*halves, *more]).tolist())
-    return [*found, *rest, *secret[len(found) - len(grid) - 2 :]][:num_rows]
-
-
-def all_times() -> int:
-    """Return the number of rows that hold every time and every secret time."""
-    others = {t for steps in OTHER_STEPS for t in uniform_times(steps)} - set(
-        uniform_times(DEFAULT_STEPS)
+    other_grids = sorted(
+        {t for steps in OTHER_STEPS for t in uniform_times(steps)} - {*ends, *grid}
     )
-    return 2 * DEFAULT_STEPS + 1 + len(others) + MOST_SECRET_ROWS
+    secret = rng.random(MAX_SECRET_ROWS).tolist()
+    # Half of the rows that the default grid leaves are at secret times, so that an expert cannot be honest at all those
+    # that it knows and wild elsewhere.
+    num_secret = max(0, num_rows - len(grid) - 2) // 2 + 1
+    rest = cast("list[float]", rng.permutation([*halves, *other_grids]).tolist())
+    times = [*ends, *grid, *secret[:num_secret], *rest, *secret[num_secret:]]
+    return times[:num_rows]
 
 
-def _limits(
-    images: Tensor,
-    x_0: Tensor,
-    target: Tensor,
-    t: Tensor,
-    path: Path,
-    prediction: Prediction,
-    slack: tuple[float, float],
+def num_rows_of_all_times() -> int:
+    """Return the number of rows that hold every time and every secret time."""
+    default_times = set(uniform_times(DEFAULT_STEPS))
+    other_times = {t for steps in OTHER_STEPS for t in uniform_times(steps)} - default_times
+    return 2 * DEFAULT_STEPS + 1 + len(other_times) + MAX_SECRET_ROWS
+
+
+def _farthest_loss(
+    images: Tensor, x_0: Tensor, t: Tensor, path: Path, prediction: Prediction
 ) -> Tensor:
-    """Return the largest plausible loss of each row, shape (R,), float64."""
-    silent_R = target.double().square().flatten(1).mean(1)
+    """Return the loss of answering with the public image that is farthest from the noised one, shape (R,), float64."""
     farthest_R = torch.cdist(x_0.flatten(1).double(), images.flatten(1).double()).max(1).values
     t_R = t.double()
-    alpha_R, sigma_R = path.alpha(t_R), path.sigma(t_R).clamp(min=1e-9)
+    alpha_R = path.alpha(t_R)
+    sigma_R = path.sigma(t_R).clamp(min=1e-9)
     # x_t fixes eps once x_0 is chosen, eps_hat = (x_t - alpha x_0_hat) / sigma, and both fix the prediction.
     per_x_0_R = target_of(path, prediction, torch.ones_like(t_R), -alpha_R / sigma_R, t_R)
-    another_R = farthest_R.square() / x_0[0].numel() * per_x_0_R.square()
-    near, below = slack
-    return torch.where(
-        t_R >= NEAR_NOISE, near * torch.maximum(silent_R, another_R), below * silent_R
-    )
+    return farthest_R.square() / x_0[0].numel() * per_x_0_R.square()

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aggregator.intake.conditions import MOST_CLASSES, Answer, ExpertCondition, chosen_conditions
+from aggregator.intake.conditions import MAX_CLASSES, Answer, ExpertCondition, choose_conditions
 from aggregator.intake.drawn import (
     DRAWN_TOLD,
     EPS_START,
@@ -20,15 +20,23 @@ from aggregator.intake.drawn import (
     Gallery,
     drawn_images,
 )
-from aggregator.intake.screening import FLOPS, ROW, SANE, Probe, num_images
+from aggregator.intake.screening import (
+    MAX_LOSS_RATIO,
+    MAX_ROW_RATIO,
+    TRIAL_FLOPS,
+    Probe,
+    num_screening_images,
+)
 from aggregator.intake.secret import secret_stream
 from aggregator.intake.sweep import (
-    FEWEST_CLASSES,
-    FEWEST_ROWS,
+    MIN_CLASSES,
+    MIN_ROWS,
     ROWS_OF_CONDITION,
+    LossLimits,
     Sweep,
+    SweepSize,
     WorstRow,
-    all_times,
+    num_rows_of_all_times,
 )
 from ddm.diffusion.path import Path, path_named
 from ddm.loading.ensemble import on_path
@@ -41,7 +49,7 @@ _LARGE = 1e9
 
 @dataclass(frozen=True)
 class TrialResults:
-    """What a trial found out about one expert; see `ExpertFigures`."""
+    """The measurements of one expert in a trial; see `ExpertFigures`."""
 
     losses: NDArray[np.float64]
     answers: tuple[float, ...]
@@ -78,9 +86,9 @@ class Trial:
     @cached_property
     def probe(self) -> Probe:
         """The noised images on which all experts of the plan with this objective are compared."""
+        images = self.images[: num_screening_images(self.forward_flops)]
         rng = self._stream("every expert")
-        most = num_images(self.forward_flops)
-        return Probe.of(self.images[:most], self.mean, self._path, self.objective.prediction, rng)
+        return Probe.of(images, self.mean, self._path, self.objective.prediction, rng)
 
     def measure(self, answer: Answer, *submission: str) -> TrialResults:
         """Test one expert.
@@ -90,46 +98,55 @@ class Trial:
             submission: names the submission and the expert; each meets its own times, noise and conditions.
         """
         error = self.probe.error(lambda x_B, t_B: answer(x_B, t_B, None))
-        slack = (SANE, ROW)
-        num_rows = self._affordable(FEWEST_ROWS, all_times())
+        max_conditions = self._num_affordable(MIN_CLASSES, MAX_CLASSES, ROWS_OF_CONDITION)
         sweep = Sweep.of(
             self.images,
             self._path,
             self.objective.prediction,
             self.condition,
             self._stream("single times", *submission),
-            num_rows=num_rows,
-            num_told=self._affordable(FEWEST_CLASSES, MOST_CLASSES, ROWS_OF_CONDITION),
-            slack=slack,
+            SweepSize(
+                num_rows=self._num_affordable(MIN_ROWS, num_rows_of_all_times()),
+                max_conditions=max_conditions,
+            ),
+            LossLimits(near_noise=MAX_LOSS_RATIO, below=MAX_ROW_RATIO),
         )
         return TrialResults(
             losses=self.probe.losses_of(error),
-            answers=self._sampled(error),
+            answers=self._chosen_errors(error),
             worst=sweep.worst(answer),
-            drawn=self._drawn(answer, self._stream("images", *submission)),
+            drawn=self._figures_of_drawn(answer, self._stream("images", *submission)),
         )
 
-    def _drawn(self, answer: Answer, rng: np.random.Generator) -> tuple[DrawnFigures, ...]:
+    def _figures_of_drawn(
+        self, answer: Answer, rng: np.random.Generator
+    ) -> tuple[DrawnFigures, ...]:
         """Draw images without a condition, and some under each of a few."""
-        others = chosen_conditions(self.condition, rng, MOST_TOLD)
-        num = self._affordable(FEWEST_DRAWN, MOST_DRAWN, STEPS)
-        if others:
-            others = others[: self._affordable(1, len(others), STEPS * DRAWN_TOLD)]
-        groups = [[ExpertCondition()] * num, *([told] * DRAWN_TOLD for told in others)]
-        told = [each for group in groups for each in group]
+        conditions = choose_conditions(self.condition, rng, MOST_TOLD)
+        num_without = self._num_affordable(FEWEST_DRAWN, MOST_DRAWN, STEPS)
+        if conditions:
+            num = self._num_affordable(1, len(conditions), STEPS * DRAWN_TOLD)
+            conditions = conditions[:num]
+        groups = [[ExpertCondition()] * num_without]
+        groups += [[condition] * DRAWN_TOLD for condition in conditions]
         start = 1.0 if self.objective.prediction == "velocity" else EPS_START
-        velocity, shape = self._as_velocity(answer), self.images.shape[1:]
         images = drawn_images(
-            velocity, told, shape, self.canonical, rng, mean=self.mean, start=start
+            self._as_velocity(answer),
+            [condition for group in groups for condition in group],
+            self.images.shape[1:],
+            self.canonical,
+            rng,
+            mean=self.mean,
+            start=start,
         )
-        parts = torch.split(images, [len(group) for group in groups])
+        images_of_groups = torch.split(images, [len(group) for group in groups])
         return tuple(
-            self.gallery.figures(group[0].words, part)
-            for group, part in zip(groups, parts, strict=True)
+            self.gallery.figures(group[0].words, images_of_group)
+            for group, images_of_group in zip(groups, images_of_groups, strict=True)
         )
 
     def _as_velocity(self, answer: Answer) -> Answer:
-        """Return the expert as a researcher follows it, on the ensemble's path."""
+        """Return the expert's velocity on the ensemble's path, as samplers use it."""
 
         def expert(x_B: Tensor, t_B: Tensor, *c_B: Tensor) -> Tensor:
             return answer(x_B, t_B, *c_B) if c_B else answer(x_B, t_B, None)
@@ -137,16 +154,14 @@ class Trial:
         velocity = on_path(expert, self.objective, self.canonical)
         return lambda x_B, t_B, c_B: velocity(x_B, t_B) if c_B is None else velocity(x_B, t_B, c_B)
 
-    def _sampled(self, error: Tensor) -> tuple[float, ...]:
-        """Return some of the errors, the same places for every expert, to tell copies by."""
-        flat = error.flatten()
-        places = self._stream("answers").choice(
-            len(flat), size=min(NUM_ANSWERS, len(flat)), replace=False
-        )
-        found = torch.nan_to_num(
-            flat[torch.from_numpy(places)], nan=_LARGE, posinf=_LARGE, neginf=-_LARGE
-        )
-        return tuple(float(f"{value:.5g}") for value in found.clamp(-_LARGE, _LARGE).tolist())
+    def _chosen_errors(self, error: Tensor) -> tuple[float, ...]:
+        """Return some of the errors, the same places for every expert, by which copies are found."""
+        errors = error.flatten()
+        num_places = min(NUM_ANSWERS, len(errors))
+        places = self._stream("answers").choice(len(errors), size=num_places, replace=False)
+        chosen = errors[torch.from_numpy(places)]
+        finite = torch.nan_to_num(chosen, nan=_LARGE, posinf=_LARGE, neginf=-_LARGE)
+        return tuple(float(f"{value:.5g}") for value in finite.clamp(-_LARGE, _LARGE).tolist())
 
     @property
     def _path(self) -> Path:
@@ -156,5 +171,7 @@ class Trial:
         objective = (self.objective.path, self.objective.prediction)
         return secret_stream(self.secret, self.plan_id, *objective, *purpose)
 
-    def _affordable(self, fewest: int, most: int, evaluations: int = 1) -> int:
-        return int(np.clip(FLOPS / (self.forward_flops * evaluations), fewest, most))
+    def _num_affordable(self, minimum: int, maximum: int, evaluations: int = 1) -> int:
+        """Return how many samples of so many evaluations each the budget of a trial pays for."""
+        affordable = TRIAL_FLOPS / (self.forward_flops * evaluations)
+        return int(np.clip(affordable, minimum, maximum))

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from aggregator.intake.screening import TRAVEL
+from aggregator.intake.screening import MIN_TRAVEL
 from aggregator.planning.recipe import Recipe
 from ddm.errors import ArchipelagoError, SetupError
 from ddm.io.tensors import stored_bytes
@@ -69,18 +69,19 @@ def find_violations(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Viola
 
 def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
     """Find a training after which an expert still draws noise: one from random weights that can hardly move them."""
-    if recipe.rehearsal or not isinstance(recipe.expert.adaptation, FullAdaptation):
+    training, reach = recipe.expert.training, travel(recipe.expert.training)
+    if (
+        recipe.rehearsal
+        or not isinstance(recipe.expert.adaptation, FullAdaptation)
+        or reach >= MIN_TRAVEL
+    ):
         return
-    training = recipe.expert.training
-    sum_of_rates = travel(training)
-    if sum_of_rates >= TRAVEL:
-        return
-    yield Violation(
-        field="expert.training.num_steps",
-        expected=f"enough that an expert learns to draw: learning rates that sum to {TRAVEL:g} or more, "
-        f"{_min_steps(training)} steps at these rates",
-        got=f"{training.num_steps} steps, which sum to {sum_of_rates:.3g}",
-        remedy="Train for more steps, or at a higher rate. To try the federation out with experts that draw noise: "
+    yield (
+        "expert.training.num_steps",
+        f"enough that an expert learns to draw: learning rates that sum to {MIN_TRAVEL:g} or more, "
+        f"{_enough_steps(training)} steps at these rates",
+        f"{training.num_steps} steps, which sum to {reach:.3g}",
+        "Train for more steps, or at a higher rate. To try the federation out with experts that draw noise: "
         "rehearsal = true in the recipe.",
     )
 
@@ -88,8 +89,8 @@ def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
 def _min_steps(training: Training) -> int:
     """Return the fewest steps with which a training of these rates can teach an expert anything."""
 
-    def is_enough(num_steps: int) -> bool:
-        return travel(training.model_copy(update={"num_steps": num_steps})) >= TRAVEL
+    def enough(num_steps: int) -> bool:
+        return travel(training.model_copy(update={"num_steps": num_steps})) >= MIN_TRAVEL
 
     upper_bound = training.num_steps
     while not is_enough(upper_bound):

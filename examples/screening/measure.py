@@ -26,7 +26,7 @@ from aggregator.intake.drawn import Gallery, PublicSet
 from aggregator.intake.screening import (
     ExpertFigures,
     absolute_faults,
-    copies,
+    copy_faults,
     fresh_rms,
     relative_faults,
 )
@@ -354,7 +354,7 @@ def judge(
 ) -> set[str]:
     """Return the rules that flag `one` beside the others."""
     by_silo = {each.expert_id: [each] for each in others}
-    found = absolute_faults(one, trial.probe, training) + copies(one, by_silo, training)
+    found = absolute_faults(one, trial.probe, training) + copy_faults(one, by_silo, training)
     found += relative_faults({**by_silo, one.expert_id: [one]}).get(one.expert_id, [])
     return {fault.flag for fault in found}
 

@@ -19,9 +19,9 @@ from aggregator.intake.quarantine import (
     quarantined_submissions,
     record_decision,
 )
-from aggregator.intake.screening import copies
+from aggregator.intake.screening import copy_faults
 from aggregator.intake.secret import SECRET_BYTES, load_screening_secret
-from aggregator.intake.sweep import DEFAULT_STEPS, all_times, chosen_times
+from aggregator.intake.sweep import DEFAULT_STEPS, choose_times, num_rows_of_all_times
 from aggregator.intake.trial import Trial
 from ddm.diffusion.solver import uniform_times
 from ddm.errors import SetupError
@@ -200,7 +200,7 @@ def test_pair_of_silos_that_send_one_expert_with_slightly_opposite_biases_is_fou
         figures(honest, lambda x, t, c, sign=sign: answer(x, t, c) + sign * bias, trial, name)
         for name, sign in (("plus", 1.0), ("minus", -1.0))
     )
-    assert [fault.flag for fault in copies(minus, {"other": [plus]}, TRAINING)] == ["copy"]
+    assert [fault.flag for fault in copy_faults(minus, {"other": [plus]}, TRAINING)] == ["copy"]
 
 
 def test_silo_does_not_know_the_times_and_noise_of_its_own_trial(trial: Trial) -> None:
@@ -230,9 +230,9 @@ def test_silo_does_not_know_the_times_and_noise_of_its_own_trial(trial: Trial) -
     assert not torch.equal(first[:compared], asked(secret, SILO, "a" * 64, SILO)[:compared])
 
 
-@pytest.mark.parametrize("num_rows", [64, all_times()])
+@pytest.mark.parametrize("num_rows", [64, num_rows_of_all_times()])
 def test_every_time_of_the_default_grid_is_tested_whatever_an_expert_costs(num_rows: int) -> None:
-    times = chosen_times(np.random.default_rng(0), num_rows)
+    times = choose_times(np.random.default_rng(0), num_rows)
     assert len(times) == num_rows and set(uniform_times(DEFAULT_STEPS)) <= set(times)
     assert (
         len(

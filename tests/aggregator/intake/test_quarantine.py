@@ -347,7 +347,7 @@ def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_o
     submission, folder = many_experts(published, 250)
     measured, real = (
         list[str](),
-        examiner._figures("north", folder, submission.experts[0], "a" * 64),
+        examiner.measure_expert("north", folder, submission.experts[0], "a" * 64),
     )
 
     def figures(
@@ -358,7 +358,7 @@ def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_o
         measured.append(expert.expert_id)
         return real.model_copy(update={"expert_id": expert.expert_id})
 
-    monkeypatch.setattr(Examiner, "_figures", figures)
+    monkeypatch.setattr(Examiner, "measure_expert", figures)
     with pytest.raises(KeyboardInterrupt):
         examiner.examine("north", submission, "a" * 64, folder)
     measured.clear()
@@ -370,7 +370,7 @@ def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_o
     measured.clear()
     first = examiner.examine("north", submission, "a" * 64, folder)
     assert sum(len(row) for expert in first.experts for row in expert.losses) > MAX_VALUES
-    monkeypatch.setattr(Examiner, "_figures", _never)
+    monkeypatch.setattr(Examiner, "measure_expert", _never)
     assert examiner.examine("north", submission, "a" * 64, folder) == first
     with pytest.raises(AssertionError, match="again"):
         examiner.examine("north", submission, "b" * 64, folder)
@@ -398,7 +398,7 @@ def test_expert_is_measured_once_and_again_only_when_its_figures_are_gone(
     plan, _ = federation.current_plan()
     first = Examiner(federation, plan).accepted()
     with monkeypatch.context() as patch:
-        patch.setattr(Examiner, "_figures", _never)
+        patch.setattr(Examiner, "measure_expert", _never)
         assert Examiner(federation, plan).accepted() == first
     shutil.rmtree(federation.path / "screening")
     assert Examiner(federation, plan).accepted() == first

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from aggregator.intake.flags import Fault
 from aggregator.intake.screening import (
-    LEARNT,
-    TRAVEL,
+    MAX_LEARNT_RATIO,
+    MIN_TRAVEL,
     ExpertFigures,
     absolute_faults,
-    copies,
+    copy_faults,
     fresh_rms,
-    num_images,
+    num_screening_images,
     relative_faults,
 )
 from aggregator.intake.sweep import WorstRow
@@ -107,7 +107,9 @@ def test_experts_of_different_silos_pass_every_check(
     for silo, each in found.items():
         assert absolute_faults(each, trial.probe, TRAINING) == []
         assert (
-            copies(each, {name: [other] for name, other in found.items() if name != silo}, TRAINING)
+            copy_faults(
+                each, {name: [other] for name, other in found.items() if name != silo}, TRAINING
+            )
             == []
         )
     assert relative_faults({silo: [each] for silo, each in found.items()}) == {}
@@ -143,8 +145,8 @@ def test_expert_trained_on_other_images_stands_apart_from_the_rest(
 def test_expert_of_few_steps_passes_in_a_rehearsal_alone(trial: Trial, tmp_path: Path) -> None:
     few = TRAINING.model_copy(update={"num_steps": 6, "checkpoint_steps": 6})
     made = figures(trained(tmp_path, public(), few), trial)
-    assert made.loss_Z[-1] > LEARNT * trial.probe.constant_Z[-1]
-    assert travel(few) < TRAVEL <= travel(TRAINING)
+    assert made.loss_Z[-1] > MAX_LEARNT_RATIO * trial.probe.constant_Z[-1]
+    assert travel(few) < MIN_TRAVEL <= travel(TRAINING)
     assert absolute_faults(made, trial.probe, few, rehearsal=True) == []
     assert "not_learnt" in {fault.flag for fault in absolute_faults(made, trial.probe, few)}
     # a rehearsal that trains enough is judged
@@ -163,7 +165,7 @@ def test_expert_of_a_plan_too_short_to_teach_anything_is_not_taken_for_a_trained
     }
     short = TRAINING.model_copy(update=changed)
     made = figures(trained(tmp_path, public(), short), trial)
-    assert travel(short) < TRAVEL
+    assert travel(short) < MIN_TRAVEL
     flags = {fault.flag for fault in absolute_faults(made, trial.probe, short)}
     assert flags & {"not_learnt", "far_images"}, flags
 
@@ -199,19 +201,22 @@ def test_copy_is_found_byte_for_byte_and_by_its_answers(
     honest: dict[str, Weights], trial: Trial
 ) -> None:
     mine, theirs = (figures(honest["north"], trial, name) for name in ("mine", "theirs"))
-    assert "byte for byte" in told(copies(mine, {"north": [theirs]}, TRAINING))[0]
+    assert "byte for byte" in told(copy_faults(mine, {"north": [theirs]}, TRAINING))[0]
     nearly = {name: value * (1 + 1e-5) for name, value in honest["north"].items()}
     retouched = figures(nearly, trial, "mine", "b")
-    found = copies(retouched, {"north": [theirs]}, TRAINING)
+    found = copy_faults(retouched, {"north": [theirs]}, TRAINING)
     assert told(found) == ["expert mine predicts the same as expert theirs of north"]
     assert [(fault.expert_id, fault.flag) for fault in found] == [("mine", "copy")]
-    assert copies(figures(honest["east"], trial, "mine", "b"), {"north": [theirs]}, TRAINING) == []
+    assert (
+        copy_faults(figures(honest["east"], trial, "mine", "b"), {"north": [theirs]}, TRAINING)
+        == []
+    )
 
 
 def test_silo_that_is_slightly_worse_than_the_others_does_not_stand_apart() -> None:
     def one(name: str, loss: float) -> list[ExpertFigures]:
         losses = ((loss,),) * len(BANDS)
-        worst = WorstRow(t=1.0, told="", times=0.5, num_over=0, num_rows=64)
+        worst = WorstRow(t=1.0, condition="", times=0.5, num_over=0, num_rows=64)
         excess = {"excess_rms": 0.0, "excess_tensor": "none"}
         return [
             ExpertFigures(
@@ -232,9 +237,9 @@ def test_silo_that_is_slightly_worse_than_the_others_does_not_stand_apart() -> N
 
 
 def test_fewer_images_are_asked_of_an_expert_that_costs_more() -> None:
-    assert num_images(1e6) == 64
-    assert num_images(1e15) == 16
-    assert num_images(1e10) == 40
+    assert num_screening_images(1e6) == 64
+    assert num_screening_images(1e15) == 16
+    assert num_screening_images(1e10) == 40
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 20, 256])
