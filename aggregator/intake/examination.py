@@ -222,7 +222,7 @@ class Examiner:
             faults += copy_faults(expert, experts_of_others, training)
         faults += self._relative_faults({**accepted, new.silo_id: new}).get(new.silo_id, [])
         if refused_before(self.federation, self.plan.plan_id, new.silo_id):
-            # Screening would otherwise tell a silo, refusal by refusal, how far it may go.
+            # A silo that may try often enough passes once by chance, so from now on a person looks at all it sends.
             words = " comes after a submission of this silo that was flagged and refused: compare the two"
             for expert in new.experts:
                 faults.append(Fault(expert_id=expert.expert_id, flag="refused_before", words=words))

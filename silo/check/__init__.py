@@ -1,1 +1,1 @@
-"""Looks over a site before and during a run: what is wrong, or soon will be, and what to do."""
+"""Checks a site before and during a run: what is wrong, or soon will be, and what to do."""

@@ -1,4 +1,4 @@
-"""The launcher that `[training] launcher` names: what is found of it, and the rule over that."""
+"""The command that `[training] launcher` names: facts about it, and the rule over these facts."""
 
 import shutil
 import stat
@@ -12,12 +12,13 @@ from ddm.io.space import check_writable
 from ddm.system.findings import Finding
 from ddm.training.config import TrainingSettings, filled
 
+# Permissions of everybody but owner and group.
 _OTHERS = 0o007
 
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """What this machine tells of the command that starts a job's processes.
+    """What is known on this machine of the command that starts a job's processes.
 
     Attributes:
         missing: the programs of its words that are not found; behind `env` comes another one.
@@ -38,11 +39,12 @@ def find_launcher(settings: TrainingSettings) -> LauncherFacts | None:
         return None
     words = filled(tuple(settings.launcher), {"python": sys.executable})
     missing = tuple(word for word in _programs(words) if shutil.which(word) is None)
-    if (jobs := settings.jobs) is None or not jobs.exists():
+    jobs = settings.jobs
+    if jobs is None or not jobs.exists():
         return LauncherFacts(missing, jobs)
+    fault = None
     try:
         check_writable([jobs])
-        fault = None
     except DiskError as error:
         fault = error.got
     return LauncherFacts(missing, jobs, fault, stat.S_IMODE(jobs.stat().st_mode))
@@ -51,44 +53,48 @@ def find_launcher(settings: TrainingSettings) -> LauncherFacts | None:
 def _programs(words: Sequence[str]) -> Iterator[str]:
     """Yield the command's program, and the one that `env NAME=VALUE ...` starts."""
     yield words[0]
-    if Path(words[0]).name == "env":
-        yield from [word for word in words[1:] if "=" not in word and not word.startswith("-")][:1]
+    if Path(words[0]).name != "env":
+        return
+    for word in words[1:]:
+        if "=" not in word and not word.startswith("-"):
+            yield word
+            return
 
 
-def launcher_findings(found: LauncherFacts | None) -> Iterator[Finding]:
+def launcher_findings(launcher: LauncherFacts | None) -> Iterator[Finding]:
     """Report what would keep a job from starting, or show others the images that are copied for it."""
-    if found is None:
+    if launcher is None:
         return
-    for name in found.missing:
-        remedy = "Install it, or give its whole path in silo.toml; the worker's service has a PATH of its own."
+    for name in launcher.missing:
         yield Finding(
-            "training.launcher", "a program on this machine", f"{name}, which is not found", remedy
+            "training.launcher",
+            expected="a program on this machine",
+            got=f"{name}, which is not found",
+            remedy="Install it, or give its whole path in silo.toml; the worker's service has a PATH of its own.",
         )
-    if (jobs := found.jobs) is None:
+    jobs = launcher.jobs
+    if jobs is None:
         return
-    if found.mode is None:
-        remedy = f"Mount it, or make it where every machine of the job sees it: mkdir -m 700 {jobs}"
-        got = "nothing there; the worker would make it, and other machines may not see it"
-        yield Finding(
-            str(jobs), "the folder training.jobs, which every machine sees", got, remedy, "warn"
-        )
-    elif found.fault is not None:
-        remedy = (
-            "Let the worker's user write there, or set training.jobs in silo.toml to where it may."
-        )
+    if launcher.mode is None:
         yield Finding(
             str(jobs),
-            "the folder training.jobs, in which the worker can write",
-            found.fault,
-            remedy,
+            expected="the folder training.jobs, which every machine sees",
+            got="nothing there; the worker would make it, and other machines may not see it",
+            remedy=f"Mount it, or make it where every machine of the job sees it: mkdir -m 700 {jobs}",
+            level="warn",
         )
-    elif found.mode & _OTHERS:
-        remedy = f"chmod o= {jobs}, or let training.jobs in silo.toml name a folder of the worker's own below it."
-        got = f"mode {found.mode:03o}"
+    elif launcher.fault is not None:
         yield Finding(
             str(jobs),
-            "closed to others: images are copied there while a job trains",
-            got,
-            remedy,
-            "warn",
+            expected="the folder training.jobs, in which the worker can write",
+            got=launcher.fault,
+            remedy="Let the worker's user write there, or set training.jobs in silo.toml to where it may.",
+        )
+    elif launcher.mode & _OTHERS:
+        yield Finding(
+            str(jobs),
+            expected="closed to others: images are copied there while a job trains",
+            got=f"mode {launcher.mode:03o}",
+            remedy=f"chmod o= {jobs}, or let training.jobs in silo.toml name a folder of the worker's own below it.",
+            level="warn",
         )

@@ -1,4 +1,4 @@
-"""Gathers the facts of a site and its machine; it changes nothing, and opens neither key nor image."""
+"""Reads the facts of a site and its machine; it changes nothing, and opens neither key nor image."""
 
 import json
 import os
@@ -25,12 +25,14 @@ from silo.privacy.holder import open_ledger
 from silo.worker.state import State, load_state, state_path
 
 _MAX_SMALL_BYTES = 1 << 20
-_PRIVATE, _OTHERS = 0o077, 0o007
+# Permissions that a path must not give: to everybody but its owner, and to everybody but owner and group.
+_NOT_OWNER = 0o077
+_NOT_GROUP = 0o007
 _ENCRYPTED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 
 
 class SiteFactsReader:
-    """Gathers facts; whatever cannot be read becomes an error of its check instead.
+    """Reads facts; whatever cannot be read becomes an error of its check instead.
 
     Args:
         site: the site's folder.
@@ -42,21 +44,24 @@ class SiteFactsReader:
         self._try = self._attempts.read
 
     def facts(self) -> SiteFacts:
-        """Gather everything."""
+        """Read everything."""
         site = self._site
         settings = self._try("configuration", site.settings)
         policy = self._try("configuration", site.policy)
         state = self._try("work", lambda: load_state(state_path(site.private)))
-        self._try(
-            "disk",
-            lambda: check_writable([each for each in (site.private, site.outbox) if each.exists()]),
-        )
-        self._try("data", lambda: self._data(settings))
-        self._try(
-            "decisions",
-            lambda: DecisionLog(site).entries if DecisionLog(site).folder.exists() else (),
-        )
-        address = settings.address if settings else None
+        self._try("disk", self._check_writable)
+        self._try("data", lambda: self._check_data(settings))
+        self._try("decisions", self._check_decisions)
+        launcher = None
+        ahead_s = None
+        connection = None
+        proxy = None
+        if settings is not None:
+            launcher = self._try("launcher", lambda: find_launcher(settings.training))
+            ahead_s = seconds_ahead(settings.address)
+            connection = try_connection(settings.address, site.courier / "ca.pem")
+            host, _, _ = settings.address.rpartition(":")
+            proxy = shown(proxy_for(host))
         num_gpus, has_gpu = _gpus()
         return SiteFacts(
             settings=settings,
@@ -65,97 +70,115 @@ class SiteFactsReader:
             num_gpus=num_gpus,
             has_gpu=has_gpu,
             num_cores=len(os.sched_getaffinity(0)),
-            launcher=self._try("launcher", lambda: find_launcher(settings.training))
-            if settings
-            else None,
+            launcher=launcher,
             memory_bytes=available_bytes(),
             disk_bytes=self._try("disk", lambda: free_bytes(site.private)) or 0,
-            ahead_s=seconds_ahead(address) if address else None,
-            connection=try_connection(address, site.courier / "ca.pem") if address else None,
-            proxy=shown(proxy_for(address.rpartition(":")[0])) if address else None,
+            ahead_s=ahead_s,
+            connection=connection,
+            proxy=proxy,
             modes=tuple(self._modes(settings)),
             key_encrypted=self._try("keys", self._key_encrypted),
             root_digest=self._try("keys", self._root_digest),
             isolation=self._try("isolation", lambda: site.isolation) or "none",
             spent=self._try("ledger", lambda: self._spent(policy)),
-            running=self._running(),
+            running=self._is_running(),
             problem=_problem(state),
             has_text_reader=reader_path() is not None,
             errors=self._attempts.errors,
         )
 
-    def _data(self, settings: SiloSettings | None) -> None:
+    def _check_writable(self) -> None:
+        folders = [self._site.private, self._site.outbox]
+        check_writable([folder for folder in folders if folder.exists()])
+
+    def _check_decisions(self) -> None:
+        log = DecisionLog(self._site)
+        if log.folder.exists():
+            _ = log.entries  # reading verifies them
+
+    def _check_data(self, settings: SiloSettings | None) -> None:
         if settings is None:
             return
         path = Path(settings.data)
         if not path.exists():
-            remedy = "Set data in silo.toml to where the images are, or mount them."
             raise SetupError(
                 str(path),
                 expected="the images that silo.toml names",
                 got="nothing there",
-                remedy=remedy,
+                remedy="Set data in silo.toml to where the images are, or mount them.",
             )
+        # Opened and closed again: whether this user may read it, without reading anything.
         with path.open("rb") if path.is_file() else os.scandir(path):
             pass
 
     def _key_encrypted(self) -> bool:
-        remedy = "Restore private/silo.key from backup. Without it the silo must be enrolled anew."
-        found = require_file(self._site.key_path, "this site's signing key", remedy)
-        if not self._site.hides_courier():
-            node_key = self._site.courier / "node.key"
-            require_file(node_key, "this site's node key", "Restore courier/node.key from backup.")
-        self._site.salt()
-        return read_bounded(found, _MAX_SMALL_BYTES).lstrip().startswith(_ENCRYPTED)
+        site = self._site
+        key_path = require_file(
+            site.key_path,
+            "this site's signing key",
+            "Restore private/silo.key from backup. Without it the silo must be enrolled again.",
+        )
+        if not site.hides_courier():
+            require_file(
+                site.courier / "node.key",
+                "this site's node key",
+                "Restore courier/node.key from backup.",
+            )
+        site.salt()
+        return read_bounded(key_path, _MAX_SMALL_BYTES).lstrip().startswith(_ENCRYPTED)
 
     def _root_digest(self) -> str:
         remedy = "Restore private/trust/ from backup."
-        return sha256_hex(
-            read_bounded(
-                require_file(self._site.root_path, "the pinned root", remedy), _MAX_SMALL_BYTES
-            )
-        )
+        root_path = require_file(self._site.root_path, "the pinned root", remedy)
+        return sha256_hex(read_bounded(root_path, _MAX_SMALL_BYTES))
 
     def _modes(self, settings: SiloSettings | None) -> Iterator[PathMode]:
         site = self._site
-        places = [(site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
+        forbidden = {
+            site.inbox: _NOT_GROUP,
+            site.outbox: _NOT_GROUP,
+            site.private: _NOT_OWNER,
+            site.courier: _NOT_OWNER,
+            site.key_path: _NOT_OWNER,
+            site.courier / "node.key": _NOT_OWNER,
+        }
         if not site.in_container():  # which makes the folder for what it mounts there
-            places.insert(0, (site.path, _OTHERS))
-        places += [
-            (each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key")
-        ]
-        if settings:
-            folder = site.ledger_folder_in(settings)
-            places += [(folder, _PRIVATE), (folder / "dataset.salt", _PRIVATE)]
-        if settings and settings.passphrase_file:
-            places.append((Path(settings.passphrase_file), _PRIVATE))
-        for path, forbidden in places:
+            forbidden[site.path] = _NOT_GROUP
+        if settings is not None:
+            ledger_folder = site.ledger_folder_in(settings)
+            forbidden[ledger_folder] = _NOT_OWNER
+            forbidden[ledger_folder / "dataset.salt"] = _NOT_OWNER
+            if settings.passphrase_file:
+                forbidden[Path(settings.passphrase_file)] = _NOT_OWNER
+        for path, forbidden_bits in forbidden.items():
             with suppress(OSError):
-                yield PathMode(str(path), stat.S_IMODE(path.stat().st_mode), forbidden)
+                yield PathMode(str(path), stat.S_IMODE(path.stat().st_mode), forbidden_bits)
 
     def _spent(self, policy: Policy | None) -> tuple[float, float] | None:
         if policy is None:
             return None
         return open_ledger(self._site, policy).spent()
 
-    def _running(self) -> bool:
+    def _is_running(self) -> bool:
         """Whether the process that the last run noted is alive and works on this site."""
         with suppress(ArchipelagoError, OSError, ValueError, KeyError, TypeError):
-            noted = json.loads(
-                read_bounded(self._site.private / "processes.json", _MAX_SMALL_BYTES)
-            )
-            return b"silo" in Path(f"/proc/{int(noted['worker'])}/cmdline").read_bytes()
+            data = read_bounded(self._site.private / "processes.json", _MAX_SMALL_BYTES)
+            process_id = int(json.loads(data)["worker"])
+            return b"silo" in Path(f"/proc/{process_id}/cmdline").read_bytes()
         return False
 
 
 def _gpus() -> tuple[int | None, bool]:
     """Return how many GPUs torch sees, None where it cannot be loaded, and whether the machine has one of NVIDIA's."""
-    there = Path("/proc/driver/nvidia/version").exists()
+    has_driver = Path("/proc/driver/nvidia/version").exists()
     try:
         import torch
     except (ImportError, OSError):
-        return None, there
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0, there
+        return None, has_driver
+    num_gpus = 0
+    if torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+    return num_gpus, has_driver
 
 
 def _problem(state: State | None) -> str | None:

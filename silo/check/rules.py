@@ -11,7 +11,9 @@ from silo.config import Isolation, Policy, SiloSettings
 from silo.courier.clock import describe
 from silo.courier.reach import remedy_for
 
-LEAST_MEMORY_BYTES = 2 << 30  # of a worker that trains a small expert, its libraries included
+# Of a worker that trains a small expert, its libraries included.
+MIN_MEMORY_BYTES = 2 << 30
+_GROUP = 0o070
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class SiteFacts:
     has_gpu: bool = False
     num_cores: int = 1
     launcher: LauncherFacts | None = None
-    memory_bytes: int = LEAST_MEMORY_BYTES
+    memory_bytes: int = MIN_MEMORY_BYTES
     disk_bytes: int = 0
     ahead_s: float | None = None
     connection: str | None = None
@@ -100,29 +102,38 @@ def _packages(facts: SiteFacts) -> Iterator[Finding]:
 
 def _device(facts: SiteFacts) -> Iterator[Finding]:
     settings = facts.settings
+    device = settings.training.device if settings else None
     if facts.num_gpus is None:
         yield Finding(
             "torch",
-            "a torch that loads",
-            "one that does not",
-            "Reinstall Archipelago (make setup).",
+            expected="a torch that loads",
+            got="one that does not",
+            remedy="Reinstall Archipelago (make setup).",
         )
-    elif settings and settings.training.device == "cuda" and not facts.num_gpus:
-        remedy = "Set training.device in silo.toml to auto or cpu, or install a torch built for this GPU."
-        yield Finding("training.device", "a GPU that torch sees", "none", remedy)
-    elif facts.has_gpu and not facts.num_gpus and settings and settings.training.device == "auto":
-        remedy = "Install a torch built with CUDA, or set training.device to cpu in silo.toml to say that it is meant."
+    elif device == "cuda" and not facts.num_gpus:
+        yield Finding(
+            "training.device",
+            expected="a GPU that torch sees",
+            got="none",
+            remedy="Set training.device in silo.toml to auto or cpu, or install a torch built for this GPU.",
+        )
+    elif device == "auto" and facts.has_gpu and not facts.num_gpus:
         yield Finding(
             "GPU",
-            "one that torch sees",
-            "one that it does not see; training takes the CPU",
-            remedy,
-            "warn",
+            expected="one that torch sees",
+            got="one that it does not see; training takes the CPU",
+            remedy="Install a torch built with CUDA, or set training.device to cpu in silo.toml to say that it is "
+            "meant.",
+            level="warn",
         )
     if settings and settings.threads > facts.num_cores:
-        expected = f"at most {facts.num_cores}, the cores that this process may use"
-        remedy = "Lower threads in silo.toml: more of them than cores slow each other down."
-        yield Finding("threads", expected, str(settings.threads), remedy, "warn")
+        yield Finding(
+            "threads",
+            expected=f"at most {facts.num_cores}, the cores that this process may use",
+            got=str(settings.threads),
+            remedy="Lower threads in silo.toml: more of them than cores slow each other down.",
+            level="warn",
+        )
 
 
 def _launcher(facts: SiteFacts) -> Iterator[Finding]:
@@ -130,101 +141,142 @@ def _launcher(facts: SiteFacts) -> Iterator[Finding]:
 
 
 def _memory(facts: SiteFacts) -> Iterator[Finding]:
-    if not facts.running and facts.memory_bytes < LEAST_MEMORY_BYTES:
-        expected = f"{human_bytes(LEAST_MEMORY_BYTES)} available for the smallest plans"
+    # A worker that runs has taken its memory already.
+    if not facts.running and facts.memory_bytes < MIN_MEMORY_BYTES:
         yield Finding(
-            "memory", expected, human_bytes(facts.memory_bytes), "Stop other programs.", "warn"
+            "memory",
+            expected=f"{human_bytes(MIN_MEMORY_BYTES)} available for the smallest plans",
+            got=human_bytes(facts.memory_bytes),
+            remedy="Stop other programs.",
+            level="warn",
         )
 
 
 def _disk(facts: SiteFacts) -> Iterator[Finding]:
-    if facts.settings and facts.disk_bytes < facts.settings.max_bundle_bytes:
-        expected = (
-            f"{human_bytes(facts.settings.max_bundle_bytes)} free, for one plan of max_bundle_bytes"
+    if facts.settings is None:
+        return
+    needed_bytes = facts.settings.max_bundle_bytes
+    if facts.disk_bytes < needed_bytes:
+        yield Finding(
+            "disk",
+            expected=f"{human_bytes(needed_bytes)} free, for one plan of max_bundle_bytes",
+            got=f"{human_bytes(facts.disk_bytes)} free",
+            remedy="Free disk space, or lower max_bundle_bytes in silo.toml.",
+            level="warn",
         )
-        remedy = "Free disk space, or lower max_bundle_bytes in silo.toml."
-        yield Finding("disk", expected, f"{human_bytes(facts.disk_bytes)} free", remedy, "warn")
 
 
 def _clock(facts: SiteFacts) -> Iterator[Finding]:
-    wrong = describe(facts.ahead_s)
-    if wrong:
-        remedy = "Set the clock (timedatectl set-ntp true) before anything is signed."
-        yield Finding("clock", "that of the aggregator, give or take 4 minutes", wrong, remedy)
+    wrong_time = describe(facts.ahead_s)
+    if wrong_time:
+        yield Finding(
+            "clock",
+            expected="that of the aggregator, give or take 4 minutes",
+            got=wrong_time,
+            remedy="Set the clock (timedatectl set-ntp true) before anything is signed.",
+        )
 
 
 def _connection(facts: SiteFacts) -> Iterator[Finding]:
     if facts.settings is None or facts.connection is None:
         return
-    through = f" through the proxy {facts.proxy}" if facts.proxy else ""
-    remedy = (
-        f"{remedy_for(facts.connection, facts.proxy)} A worker that has no network on purpose: check as the courier's "
-        "user."
+    through = ""
+    if facts.proxy:
+        through = f" through the proxy {facts.proxy}"
+    remedy = remedy_for(facts.connection, facts.proxy)
+    yield Finding(
+        facts.settings.address,
+        expected=f"a TLS connection{through}, with a certificate by courier/ca.pem",
+        got=facts.connection,
+        remedy=f"{remedy} A worker that has no network on purpose: check as the courier's user.",
+        level="warn",
     )
-    expected = f"a TLS connection{through}, with a certificate by courier/ca.pem"
-    yield Finding(facts.settings.address, expected, facts.connection, remedy, "warn")
 
 
 def _permissions(facts: SiteFacts) -> Iterator[Finding]:
-    for each in facts.modes:
-        if excess := each.mode & each.forbidden:
-            got = f"mode {each.mode:03o}"
-            remedy = f"chmod {'go' if excess & 0o070 else 'o'}= {each.path}"
-            expected = (
-                "closed to everyone but its owner" if each.forbidden & 0o070 else "closed to others"
-            )
-            yield Finding(each.path, expected, got, remedy)
+    for path_mode in facts.modes:
+        excess = path_mode.mode & path_mode.forbidden
+        if not excess:
+            continue
+        expected = "closed to others"
+        if path_mode.forbidden & _GROUP:
+            expected = "closed to everyone but its owner"
+        classes = "o"
+        if excess & _GROUP:
+            classes = "go"
+        yield Finding(
+            path_mode.path,
+            expected=expected,
+            got=f"mode {path_mode.mode:03o}",
+            remedy=f"chmod {classes}= {path_mode.path}",
+        )
 
 
 def _keys(facts: SiteFacts) -> Iterator[Finding]:
     if facts.key_encrypted is False:
-        remedy = "Replace it: silo rotate SITE --out card.json, with a passphrase."
         yield Finding(
             "private/silo.key",
-            "a key that a passphrase encrypts",
-            "a key that opens without one",
-            remedy,
+            expected="a key that a passphrase encrypts",
+            got="a key that opens without one",
+            remedy="Replace it: silo rotate SITE --out card.json, with a passphrase.",
         )
     settings = facts.settings
     if settings and facts.root_digest and facts.root_digest != settings.root_digest:
-        remedy = "Restore private/trust/ from backup, and ask how the file was changed."
-        expected = f"fingerprint {settings.root_digest}, as in silo.toml"
-        yield Finding("private/trust/1.root.json", expected, facts.root_digest, remedy)
+        yield Finding(
+            "private/trust/1.root.json",
+            expected=f"fingerprint {settings.root_digest}, as in silo.toml",
+            got=facts.root_digest,
+            remedy="Restore private/trust/ from backup, and ask how the file was changed.",
+        )
 
 
 def _isolation(facts: SiteFacts) -> Iterator[Finding]:
     if facts.isolation == "none":
-        remedy = "Give the courier a user of its own: docs/how-to/two-users.md."
-        got = "one user for both: nothing keeps the courier from the data"
-        yield Finding("worker and courier", "two users", got, remedy, "warn")
+        yield Finding(
+            "worker and courier",
+            expected="two users",
+            got="one user for both: nothing keeps the courier from the data",
+            remedy="Give the courier a user of its own: docs/how-to/two-users.md.",
+            level="warn",
+        )
 
 
 def _ledger(facts: SiteFacts) -> Iterator[Finding]:
     if facts.spent is None or facts.policy is None:
         return
-    privacy, (epsilon, _) = facts.policy.privacy, facts.spent
-    if (left := privacy.budget_epsilon - epsilon) < privacy.max_epsilon:
-        expected = f"epsilon {privacy.max_epsilon:g} left, what one plan may cost"
-        got = f"{max(left, 0):.3g} of {privacy.budget_epsilon:g}"
-        remedy = (
-            "Only cheaper plans can be answered. Raising "
-            "privacy.budget_epsilon weakens what patients were promised."
+    privacy = facts.policy.privacy
+    epsilon, _ = facts.spent
+    left = privacy.budget_epsilon - epsilon
+    if left < privacy.max_epsilon:
+        yield Finding(
+            "privacy budget",
+            expected=f"epsilon {privacy.max_epsilon:g} left, what one plan may cost",
+            got=f"{max(left, 0):.3g} of {privacy.budget_epsilon:g}",
+            remedy="Only cheaper plans can be answered. Raising privacy.budget_epsilon weakens what patients were "
+            "promised.",
+            level="warn",
         )
-        yield Finding("privacy budget", expected, got, remedy, "warn")
 
 
 def _text_reader(facts: SiteFacts) -> Iterator[Finding]:
     if not facts.has_text_reader:
-        got = "tesseract is not installed: burned-in text is looked for by shapes alone"
         yield Finding(
-            "burned-in text", "a second opinion", got, "apt-get install tesseract-ocr", "warn"
+            "burned-in text",
+            expected="a second opinion",
+            got="tesseract is not installed: burned-in text is looked for by shapes alone",
+            remedy="apt-get install tesseract-ocr",
+            level="warn",
         )
 
 
 def _work(facts: SiteFacts) -> Iterator[Finding]:
     if facts.problem and not facts.running:
         yield Finding(
-            "last run", "no problem", facts.problem, "Mend that, then: silo run SITE.", "warn"
+            "last run",
+            expected="no problem",
+            got=facts.problem,
+            remedy="Fix that, then: silo run SITE.",
+            level="warn",
         )
 
 

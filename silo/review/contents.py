@@ -11,8 +11,10 @@ from ddm.io.tensors import TensorSpec, load_tensors, read_header
 from ddm.protocol.base import MAX_DOCUMENT_BYTES
 from ddm.system.escape import escape_control
 
-MOST_VALUES = 20_000  # shown of one file; all of them are in its download
-_AT_ONCE_BYTES = 1 << 28
+# Shown of one file; all of them are in its download.
+MAX_VALUES = 20_000
+# A larger file is not opened as a whole.
+_MAX_OPENED_BYTES = 1 << 28
 
 
 def as_text(path: Path) -> str:
@@ -31,18 +33,20 @@ def _tensors(path: Path) -> Iterator[str]:
     size = path.stat().st_size
     header = read_header(path, max_bytes=size)
     yield f"{len(header)} tensors, {sum(_count(spec) for spec in header.values())} values\n"
-    if size > _AT_ONCE_BYTES:
+    if size > _MAX_OPENED_BYTES:
         yield from (f"{name}: {spec}" for name, spec in header.items())
         yield "\nToo large to be opened here; the download holds every value."
         return
-    left = MOST_VALUES
+    num_left = MAX_VALUES
     for name, tensor in load_tensors(path, header, max_bytes=size).items():
         values = tensor.double().numpy()
         yield f"{name}: {header[name]}, least {values.min():.6g}, mean {values.mean():.6g}, largest {values.max():.6g}"
-        if values.size <= left and values.size <= MOST_VALUES // 4:
-            left -= values.size
-            with np.printoptions(threshold=MOST_VALUES, linewidth=116, precision=5):
-                yield str(values.astype(np.int64) if header[name].dtype.startswith("I") else values)
+        if values.size <= num_left and values.size <= MAX_VALUES // 4:
+            num_left -= values.size
+            if header[name].dtype.startswith("I"):
+                values = values.astype(np.int64)
+            with np.printoptions(threshold=MAX_VALUES, linewidth=116, precision=5):
+                yield str(values)
         else:
             yield "(too many to show; the download holds them)"
         yield ""

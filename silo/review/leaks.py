@@ -12,7 +12,8 @@ from silo.config import Site
 from silo.plan.workspace import open_workspace
 from silo.review.facts import Facts
 
-MOST_EXPERTS, MOST_ATTACKS = 8, 5
+MAX_EXPERTS = 8
+MAX_ATTACKS = 5
 
 
 @dataclass(frozen=True)
@@ -36,37 +37,34 @@ def expert_leaks(site: Site, facts: Facts) -> tuple[ExpertLeaks, ...]:
     """Read what was found on each expert; nothing where there was no measurement."""
     if facts.audit is None:
         return ()
-    work, found = open_workspace(site, facts.draft.plan_id), []
-    for audit in facts.audit.experts[:MOST_EXPERTS]:
-        worst = read_worst(work.audit_folder(audit.expert_id))
+    work = open_workspace(site, facts.draft.plan_id)
+    leaks = []
+    for audit in facts.audit.experts[:MAX_EXPERTS]:
         pairs: tuple[tuple[str, str, int], ...] = ()
-        if worst:
-            samples, images = (_pictures(worst[1][name], facts) for name in ("samples", "images"))
-            pairs = tuple(zip(samples, images, worst[0].pair_images, strict=False))
-        found.append(
-            ExpertLeaks(audit, figure_rows(audit), pairs, worst[0].suspects if worst else ())
-        )
-    return tuple(found)
+        suspects: tuple[int, ...] = ()
+        worst = read_worst(work.audit_folder(audit.expert_id))
+        if worst is not None:
+            document, thumbnails = worst
+            samples = _pictures(thumbnails["samples"], facts)
+            images = _pictures(thumbnails["images"], facts)
+            pairs = tuple(zip(samples, images, document.pair_images, strict=False))
+            suspects = document.suspects
+        leaks.append(ExpertLeaks(audit, figure_rows(audit), pairs, suspects))
+    return tuple(leaks)
 
 
 def figure_rows(audit: ExpertAudit) -> tuple[tuple[str, Figure], ...]:
     """Return the strongest attacks by AUC, the sharpest one, the shares of near copies and the control, with names."""
-    strongest = sorted(audit.auc, key=lambda each: -each.value)[:MOST_ATTACKS]
-    rows = [(f"AUC, {each.name}", each) for each in strongest]
-    rows += [(f"found at 1% false positives, {each.name}", each) for each in _largest(audit.tpr)]
-    rows += [(f"near copies in {each.name}", each) for each in audit.copies]
-    return (
-        *rows,
-        *(
-            [(f"AUC on the overfitted copy, {audit.control.name}", audit.control)]
-            if audit.control
-            else []
-        ),
-    )
-
-
-def _largest(figures: tuple[Figure, ...]) -> list[Figure]:
-    return [max(figures, key=lambda each: each.value)] if figures else []
+    strongest = sorted(audit.auc, key=lambda figure: -figure.value)[:MAX_ATTACKS]
+    rows = [(f"AUC, {figure.name}", figure) for figure in strongest]
+    if audit.tpr:
+        sharpest = max(audit.tpr, key=lambda figure: figure.value)
+        rows.append((f"found at 1% false positives, {sharpest.name}", sharpest))
+    for figure in audit.copies:
+        rows.append((f"near copies in {figure.name}", figure))
+    if audit.control is not None:
+        rows.append((f"AUC on the overfitted copy, {audit.control.name}", audit.control))
+    return tuple(rows)
 
 
 def _pictures(rows: Tensor, facts: Facts) -> tuple[str, ...]:

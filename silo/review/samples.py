@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,8 +19,12 @@ from silo.config import Site
 from silo.review.facts import Facts
 from silo.worker.approval import review_folder
 
-MOST_SHOWN, MOST_EXPERTS, STEPS, AT_ONCE = 16, 8, 24, 4
-MOST_FLOPS = 4e12  # of all samples of one expert: about two minutes on two cores
+MAX_SAMPLES = 16
+MAX_EXPERTS = 8
+STEPS = 24
+SAMPLES_AT_ONCE = 4
+# Of all samples of one expert: about two minutes on two cores.
+MAX_FLOPS = 4e12
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,16 @@ class SampleSheets:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        num, words = _effort(self.facts)
-        for expert in self.facts.draft.experts[:MOST_EXPERTS]:
+        num = _num_affordable_samples(self.facts)
+        problem = ""
+        if not num:
             problem = (
-                ""
-                if num
-                else "one sample would take minutes: draw them with `ddm sample` once it is published"
+                "one sample would take minutes: draw them with `ddm sample` once it is published"
             )
-            self._sheets[expert.expert_id] = SampleSheet(
-                expert.expert_id, num, words, problem=problem
-            )
+        words = _condition_words(self.facts)
+        for expert in self.facts.draft.experts[:MAX_EXPERTS]:
+            sheet = SampleSheet(expert.expert_id, num, words, problem=problem)
+            self._sheets[expert.expert_id] = sheet
 
     def start(self) -> None:
         """Begin to draw."""
@@ -83,60 +87,64 @@ class SampleSheets:
 
     def _draw(self) -> None:
         torch.set_num_threads(self.site.settings().threads)
-        for expert in self.facts.draft.experts[:MOST_EXPERTS]:
-            sheet = self._sheets[expert.expert_id]
-            if sheet.problem:
+        for expert in self.facts.draft.experts[:MAX_EXPERTS]:
+            if self._sheets[expert.expert_id].problem:
                 continue
             try:
-                draw = _drawer(self.site, self.facts, expert)
-                for first in range(0, sheet.num, AT_ONCE):
-                    if self._ended.is_set():
-                        return
-                    pictures = (*sheet.pictures, *draw(first, min(AT_ONCE, sheet.num - first)))
-                    sheet = self._keep(
-                        SampleSheet(sheet.expert_id, sheet.num, sheet.words, pictures)
-                    )
+                self._draw_expert(expert)
             except (ArchipelagoError, RuntimeError, MemoryError, OSError) as error:
-                problem = (
-                    str(error) if isinstance(error, ArchipelagoError) else type(error).__name__
-                )
-                self._keep(
-                    SampleSheet(
-                        sheet.expert_id,
-                        sheet.num,
-                        sheet.words,
-                        sheet.pictures,
-                        f"not drawn: {problem}",
-                    )
-                )
+                reason = type(error).__name__
+                if isinstance(error, ArchipelagoError):
+                    reason = str(error)
+                self._update(expert.expert_id, problem=f"not drawn: {reason}")
 
-    def _keep(self, sheet: SampleSheet) -> SampleSheet:
-        if sheet.num and not sheet.pictures and not sheet.problem:
-            sheet = SampleSheet(
-                sheet.expert_id,
-                sheet.num,
-                sheet.words,
-                problem="neither grey nor colour: not shown",
-            )
-        self._sheets[sheet.expert_id] = sheet
-        return sheet
+    def _draw_expert(self, expert: SubmittedExpert) -> None:
+        """Draw samples of one expert until there are enough, or the page has ended."""
+        draw = _load_drawer(self.site, self.facts, expert)
+        num = self._sheets[expert.expert_id].num
+        for first in range(0, num, SAMPLES_AT_ONCE):
+            if self._ended.is_set():
+                return
+            new_pictures = draw(first, min(SAMPLES_AT_ONCE, num - first))
+            pictures = (*self._sheets[expert.expert_id].pictures, *new_pictures)
+            if not pictures:
+                self._update(expert.expert_id, problem="neither grey nor colour: not shown")
+                return
+            self._update(expert.expert_id, pictures=pictures)
+
+    def _update(
+        self, expert_id: str, *, pictures: tuple[str, ...] | None = None, problem: str = ""
+    ) -> None:
+        """Replace a sheet as a whole, since the page reads it from another thread."""
+        sheet = self._sheets[expert_id]
+        if pictures is None:
+            pictures = sheet.pictures
+        self._sheets[expert_id] = replace(sheet, pictures=pictures, problem=problem)
 
 
-def _effort(facts: Facts) -> tuple[int, str]:
-    """Return how many samples of each expert are affordable, and under which condition they are drawn."""
+def _num_affordable_samples(facts: Facts) -> int:
+    """Return how many samples of each expert are drawn; 0 where one alone costs too much."""
     plan = facts.plan
-    forward, _ = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
-    num = int(min(MOST_SHOWN, MOST_FLOPS // (2 * STEPS * max(forward, 1))))
-    if isinstance(plan.condition, ClassCondition):
-        return num, "classes in turn"
-    return num, "" if plan.condition.kind == "none" else "without a text"
+    forward_flops, _ = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
+    # A step of the solver evaluates the expert twice.
+    sample_flops = 2 * STEPS * max(forward_flops, 1)
+    return int(min(MAX_SAMPLES, MAX_FLOPS // sample_flops))
 
 
-def _drawer(
+def _condition_words(facts: Facts) -> str:
+    condition = facts.plan.condition
+    if isinstance(condition, ClassCondition):
+        return "classes in turn"
+    if condition.kind == "none":
+        return ""
+    return "without a text"
+
+
+def _load_drawer(
     site: Site, facts: Facts, expert: SubmittedExpert
 ) -> Callable[[int, int], tuple[str, ...]]:
     """Load an expert; return what draws so many of its samples from a number on."""
-    plan, silo_id = facts.plan, facts.draft.silo_id
+    plan = facts.plan
     path = path_named(plan.objective.ensemble_path)
     network = load_expert(
         plan.expert.architecture,
@@ -145,8 +153,9 @@ def _drawer(
         expert.file,
         plan.condition,
     )
+    velocity = on_path(network, plan.objective.of(facts.draft.silo_id), path)
     ensemble = Ensemble(
-        [on_path(network, plan.objective.of(silo_id), path)],
+        [velocity],
         None,
         [1.0],
         plan.expert_shape,
@@ -155,15 +164,25 @@ def _drawer(
         condition=plan.condition,
         latent=PlanFiles.load_latent(plan, facts.accepted.folder),
     )
-    classes = plan.condition.num_classes if isinstance(plan.condition, ClassCondition) else 0
+    num_classes = 0
+    if isinstance(plan.condition, ClassCondition):
+        num_classes = plan.condition.num_classes
 
     def draw(first: int, num: int) -> tuple[str, ...]:
+        # A sample depends on its number alone, however many are drawn at once.
         numbers = range(first, first + num)
-        asked = torch.tensor([number % classes for number in numbers]) if classes else None
-        share = [1.0] if classes else None
-        drawn = ensemble.sample(
-            num, steps=STEPS, numbers=numbers, condition=asked, condition_prior=share
+        classes = None
+        condition_prior = None
+        if num_classes:
+            classes = torch.tensor([number % num_classes for number in numbers])
+            condition_prior = [1.0]
+        samples = ensemble.sample(
+            num,
+            steps=STEPS,
+            numbers=numbers,
+            condition=classes,
+            condition_prior=condition_prior,
         )
-        return inline(drawn.images, plan.data.range)
+        return inline(samples.images, plan.data.range)
 
     return draw

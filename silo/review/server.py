@@ -21,7 +21,8 @@ from silo.review.samples import SampleSheets
 from silo.worker.approval import approve, find_approval
 from silo.worker.state import load_state, state_path
 
-_CONNECTION_S = 600.0  # a download of weights may take this long
+# A download of weights may take this long.
+_CONNECTION_S = 600.0
 _FILES = {
     "ask.js": ("ddm", "pages/templates/ask.js", "text/javascript"),
     "approve.js": ("silo", "review/page/approve.js", "text/javascript"),
@@ -31,7 +32,7 @@ _FILES = {
 
 
 class ApprovalRequest(Model):
-    """What the page sends: the digest of the draft that a person saw."""
+    """What the page sends to approve: the digest of the draft that a person saw."""
 
     submission_digest: Digest
 
@@ -50,10 +51,10 @@ def serve_approval(
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
     """
-    serve_secret(lambda end: _answers(site, facts, sheets, end), on_listening, _CONNECTION_S)
+    serve_secret(lambda end: _handlers(site, facts, sheets, end), on_listening, _CONNECTION_S)
 
 
-def _answers(
+def _handlers(
     site: Site, facts: Facts, sheets: SampleSheets, end: Callable[[], None]
 ) -> tuple[Sequence[Route], Mapping[str, Handler]]:
     page = render(
@@ -64,65 +65,76 @@ def _answers(
         findings=expert_leaks(site, facts),
     )
 
-    def chosen(request: Request) -> Leaving | None:
-        number = request.path_params["number"]
-        return facts.files[number] if number < len(facts.files) else None
+    def requested_file(request: Request) -> Leaving | None:
+        number: int = request.path_params["number"]
+        if number >= len(facts.files):
+            return None
+        return facts.files[number]
 
-    async def whole(request: Request) -> Response:
+    async def show_page(request: Request) -> Response:
         return HTMLResponse(page)
 
-    async def view(request: Request) -> Response:
-        if (file := chosen(request)) is None:
+    async def show_contents(request: Request) -> Response:
+        file = requested_file(request)
+        if file is None:
             return PlainTextResponse("no such file\n", status_code=404)
         text = await run_in_threadpool(as_text, file.local)
         number = request.path_params["number"]
-        return HTMLResponse(
-            render("silo", "contents.html.jinja", file=file, number=number, text=text)
-        )
+        html = render("silo", "contents.html.jinja", file=file, number=number, text=text)
+        return HTMLResponse(html)
 
-    async def file(request: Request) -> Response:
-        if (found := chosen(request)) is None:
+    async def download(request: Request) -> Response:
+        file = requested_file(request)
+        if file is None:
             return PlainTextResponse("no such file\n", status_code=404)
-        name = found.path.replace("/", "_")
-        return FileResponse(found.local, media_type="application/octet-stream", filename=name)
+        name = file.path.replace("/", "_")
+        return FileResponse(file.local, media_type="application/octet-stream", filename=name)
 
-    async def state(request: Request) -> Response:
-        drawn = [asdict(sheet) for sheet in sheets.sheets]
-        return json_response({**_state(site, facts), "sheets": drawn, "done": sheets.done})
+    async def show_state(request: Request) -> Response:
+        sheets_json = [asdict(sheet) for sheet in sheets.sheets]
+        return json_response({**_state(site, facts), "sheets": sheets_json, "done": sheets.done})
 
-    async def approved(request: Request) -> Response:
+    async def approve_draft(request: Request) -> Response:
         return await _decide(request, facts, lambda digest: approve(site, digest))
 
-    async def done(request: Request) -> Response:
+    async def end_page(request: Request) -> Response:
         end()
         return json_response({})
 
     routes = [
-        Route("/", whole),
-        Route("/view/{number:int}", view),
-        Route("/file/{number:int}", file),
-        Route("/state", state),
+        Route("/", show_page),
+        Route("/view/{number:int}", show_contents),
+        Route("/file/{number:int}", download),
+        Route("/state", show_state),
         *static_routes(_FILES),
     ]
-    return routes, {"approve": approved, "done": done}
+    return routes, {"approve": approve_draft, "done": end_page}
 
 
 async def _decide(request: Request, facts: Facts, decide: Callable[[str], object]) -> Response:
     """Decide about the draft that this page shows, and about no other."""
     try:
-        asked = ApprovalRequest.model_validate_json(await body_of(request))
+        approval = ApprovalRequest.model_validate_json(await body_of(request))
     except ValidationError:
         return PlainTextResponse("not a digest\n", status_code=400)
-    if asked.submission_digest != facts.draft.digest:
+    if approval.submission_digest != facts.draft.digest:
         return PlainTextResponse("not the draft that this page shows\n", status_code=400)
-    await run_in_threadpool(decide, asked.submission_digest)
+    await run_in_threadpool(decide, approval.submission_digest)
     return json_response({})
 
 
 def _state(site: Site, facts: Facts) -> dict[str, Any]:
+    """Describe for the page whether its draft still waits, and whether somebody approved it meanwhile."""
     state = load_state(state_path(site.private))
-    waits = state.state == "awaiting_approval" and state.submission_digest == facts.draft.digest
-    approved = (
-        waits and find_approval(site, facts.draft, by_policy=False, now=now_utc()) is not None
+    is_waiting = (
+        state.state == "awaiting_approval" and state.submission_digest == facts.draft.digest
     )
-    return {"state": state.state, "waits": waits and not approved, "approved": approved}
+    is_approved = False
+    if is_waiting:
+        approval = find_approval(site, facts.draft, by_policy=False, now=now_utc())
+        is_approved = approval is not None
+    return {
+        "state": state.state,
+        "waits": is_waiting and not is_approved,
+        "approved": is_approved,
+    }

@@ -30,25 +30,19 @@ def review_text(site: Site, facts: Facts) -> str:
 
 
 def _heading(facts: Facts) -> str:
-    draft, budget = facts.draft, facts.budget
+    draft = facts.draft
+    budget = facts.budget
     spent = draft.spent
-    audit: str = draft.audit.verdict
-    if draft.audit.waiver:
-        waiver = draft.audit.waiver
-        audit += f" until {waiver.expires_at:%Y-%m-%d} by {waiver.role}: {waiver.reason}"
-    elif draft.audit.verdict == "bounded":
-        audit += ", the epsilon of the experts, is all that leaves of it"
-    measured = (
-        f"{facts.audit.verdict}: {facts.audit.reason}"
-        if facts.audit
-        else "the report cannot be read"
-    )
-    lines = [
-        f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
-        *([f"  REHEARSAL       {facts.rehearsal}"] if facts.rehearsal else []),
+    measured = "the report cannot be read"
+    if facts.audit is not None:
+        measured = f"{facts.audit.verdict}: {facts.audit.reason}"
+    lines = [f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}"]
+    if facts.rehearsal:
+        lines.append(f"  REHEARSAL       {facts.rehearsal}")
+    lines += [
         f"  it costs        epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
         f"  budget          epsilon {budget.spent:.4g} of {budget.budget_epsilon:g} spent, {budget.left:.4g} left",
-        f"  leak audit      {audit}",
+        f"  leak audit      {_audit_words(draft)}",
         f"  measured here   {measured}",
         f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
         f"  later plans     {_CARRY_OVER[draft.carry_over]}",
@@ -57,65 +51,85 @@ def _heading(facts: Facts) -> str:
     return "\n".join(lines)
 
 
+def _audit_words(draft: Submission) -> str:
+    audit = draft.audit
+    if audit.waiver is not None:
+        waiver = audit.waiver
+        return (
+            f"{audit.verdict} until {waiver.expires_at:%Y-%m-%d} by {waiver.role}: {waiver.reason}"
+        )
+    if audit.verdict == "bounded":
+        return f"{audit.verdict}, the epsilon of the experts, is all that leaves of it"
+    return audit.verdict
+
+
 def _isolation_note(isolation: str) -> str:
-    note = " (worker and courier run as the same user, so nothing prevents the courier from reading the data)"
-    return note if isolation == "none" else ""
+    if isolation != "none":
+        return ""
+    return " (worker and courier run as the same user, so nothing prevents the courier from reading the data)"
 
 
 def _files(files: tuple[Leaving, ...]) -> str:
-    rows = [(each.path, human_bytes(each.bytes), each.privacy, each.digest[:16]) for each in files]
+    rows = [(file.path, human_bytes(file.bytes), file.privacy, file.digest[:16]) for file in files]
     return table(rows, ("file", "size", "privacy", "sha256"))
 
 
 def _noise(facts: Facts) -> str:
-    return table([(each.kind, each.level) for each in facts.noises], ("statistic", "noise"))
+    rows = [(noise.kind, noise.level) for noise in facts.noises]
+    return table(rows, ("statistic", "noise"))
 
 
 def _news(facts: Facts) -> str:
     if not facts.previous:
         return ""
-    rows = [(each.name, each.before or "", each.now) for each in facts.numbers if each.changed]
+    rows = [
+        (number.name, number.before or "", number.now) for number in facts.numbers if number.changed
+    ]
     return "Since the submission before:\n" + table(rows, ("what", "before", "now"))
 
 
 def _without_dp(draft: Submission) -> str:
-    exposed = sum(isinstance(expert.privacy, NoWeightPrivacy) for expert in draft.experts)
-    weights = f"{exposed} expert(s), trained without DP-SGD: they may memorise single images"
-    rows = [
-        *([("expert weights", weights)] if exposed else []),
-        (f"number of {draft.spent.unit}s", f"{draft.num_units}"),
-        *((f"training of {expert.expert_id}", _training(expert)) for expert in draft.experts),
-        ("audit", draft.audit.verdict),
-        (
-            "software",
-            ", ".join(f"{name} {number}" for name, number in sorted(draft.software.items())),
-        ),
-    ]
+    rows = []
+    num_exposed = sum(isinstance(expert.privacy, NoWeightPrivacy) for expert in draft.experts)
+    if num_exposed:
+        weights = (
+            f"{num_exposed} expert(s), trained without DP-SGD: they may memorise single images"
+        )
+        rows.append(("expert weights", weights))
+    rows.append((f"number of {draft.spent.unit}s", f"{draft.num_units}"))
+    for expert in draft.experts:
+        rows.append((f"training of {expert.expert_id}", _training(expert)))
+    rows.append(("audit", draft.audit.verdict))
+    software = [f"{name} {version}" for name, version in sorted(draft.software.items())]
+    rows.append(("software", ", ".join(software)))
     return "Leaves without differential privacy:\n" + table(rows, ("what", "value"))
 
 
 def _leaks(facts: Facts) -> str:
-    audits = facts.audit.experts if facts.audit else ()
-    rows = [
-        (audit.expert_id, name, f"{figure.value:.3f}", f"{figure.low:.3f} to {figure.high:.3f}")
-        for audit in audits
-        for name, figure in figure_rows(audit)
-    ]
+    if facts.audit is None:
+        return ""
+    rows = []
+    for audit in facts.audit.experts:
+        for name, figure in figure_rows(audit):
+            interval = f"{figure.low:.3f} to {figure.high:.3f}"
+            rows.append((audit.expert_id, name, f"{figure.value:.3f}", interval))
     if not rows:
         return ""
-    return "Measured by the leak audit; none of it leaves:\n" + table(
-        rows, ("expert", "figure", "value", "95% interval")
-    )
+    columns = ("expert", "figure", "value", "95% interval")
+    return "Measured by the leak audit; none of it leaves:\n" + table(rows, columns)
 
 
 def _training(expert: SubmittedExpert) -> str:
-    seconds = expert.training.seconds
-    return f"{expert.steps} steps" + ("" if seconds is None else f", {human_seconds(seconds)}")
+    text = f"{expert.steps} steps"
+    if expert.training.seconds is not None:
+        text += f", {human_seconds(expert.training.seconds)}"
+    return text
 
 
 def _next_step(site: Site, draft: Submission) -> str:
+    command = f"silo approve {site.path} --digest {draft.digest}"
+    if draft.audit.verdict == "fail":
+        command += " --despite-fail --role ROLE --reason REASON"
     return (
-        f"The files to inspect: {review_folder(site)}\n"
-        f"To approve exactly these bytes:\n  silo approve {site.path} --digest {draft.digest}"
-        + (" --despite-fail --role ROLE --reason REASON" if draft.audit.verdict == "fail" else "")
+        f"The files to inspect: {review_folder(site)}\nTo approve exactly these bytes:\n  {command}"
     )

@@ -29,7 +29,7 @@ from silo.config import Site
 from silo.decisions import DecisionLog
 from silo.review.contents import as_text
 from silo.review.facts import gather
-from silo.review.samples import MOST_SHOWN, SampleSheets
+from silo.review.samples import MAX_SAMPLES, SampleSheets
 from silo.review.text import review_text
 from silo.worker.approval import approval_path, approve
 from silo.worker.state import load_state, save_state, state_path
@@ -198,7 +198,7 @@ def test_samples_are_drawn_without_a_connection(
     sheets = SampleSheets(site, gather(site))
     sheets._draw()
     (sheet,) = sheets.sheets
-    assert sheets.done and not sheet.problem and len(set(sheet.pictures)) == MOST_SHOWN
+    assert sheets.done and not sheet.problem and len(set(sheet.pictures)) == MAX_SAMPLES
     assert all(each.startswith("data:image/png;base64,") for each in sheet.pictures)
 
 
@@ -308,7 +308,7 @@ def test_person_reads_looks_and_approves_in_a_browser(site: Site, browser: Chrom
     with served(site) as page:
         browser.get(page.url)
         wait_until(
-            lambda: len(browser.find_elements(By.CSS_SELECTOR, ".sheet img")) == MOST_SHOWN,
+            lambda: len(browser.find_elements(By.CSS_SELECTOR, ".sheet img")) == MAX_SAMPLES,
             "samples",
         )
         drawn = "return [...document.querySelectorAll('.sheet img')].every(i => i.naturalWidth > 0)"
