@@ -14,6 +14,8 @@ from ddm.system.findings import Finding, Findings, apply
 from ddm.trust.repository_check import MetadataStatus
 
 NGINX_VERSION = (1, 19, 5)
+# Permissions of everybody but the owner.
+_NOT_OWNER = 0o077
 # How long before an expiry to warn of it.
 NOTICE = timedelta(days=30)
 # Allows for differences between machines and file systems; a clock that signs plans should be far better.
@@ -113,13 +115,12 @@ def examine(facts: FederationFacts) -> Findings:
 
 def _permissions(facts: FederationFacts) -> Iterator[Finding]:
     for path, mode in facts.modes.items():
-        if mode & 0o077:
-            got = f"mode {mode:03o}"
+        if mode & _NOT_OWNER:
             yield Finding(
                 path,
-                "readable by its owner alone",
-                got,
-                f"chmod go= {path}; if others had access, rotate the key.",
+                expected="readable by its owner alone",
+                got=f"mode {mode:03o}",
+                remedy=f"chmod go= {path}; if others had access, rotate the key.",
             )
 
 
@@ -129,20 +130,28 @@ def _no_more(facts: FederationFacts) -> Iterator[Finding]:
 
 
 def _nginx(facts: FederationFacts) -> Iterator[Finding]:
-    required = ".".join(str(part) for part in NGINX_VERSION)
+    required = _dotted(NGINX_VERSION)
     remedy = f"Install nginx {required} or later (Debian: apt install nginx-light)."
     if facts.nginx is None:
+        # On loopback, Flower answers without nginx in front of it.
         if facts.settings and not is_loopback(facts.settings.host):
             yield Finding(
                 "nginx",
-                "nginx in front of an address that others reach",
-                "no nginx installed",
-                remedy,
+                expected="nginx in front of an address that others reach",
+                got="no nginx installed",
+                remedy=remedy,
             )
     elif facts.nginx < NGINX_VERSION:
         yield Finding(
-            "nginx", f"version {required} or later", ".".join(map(str, facts.nginx)), remedy
+            "nginx",
+            expected=f"version {required} or later",
+            got=_dotted(facts.nginx),
+            remedy=remedy,
         )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in version)
 
 
 def _port(facts: FederationFacts) -> Iterator[Finding]:
@@ -150,38 +159,50 @@ def _port(facts: FederationFacts) -> Iterator[Finding]:
         return
     address = f"{facts.settings.host}:{facts.settings.port}"
     if facts.processes.running and facts.port != "ours":
-        got = "no answer" if facts.port == "free" else "an answer of another program"
+        got = "an answer of another program"
+        if facts.port == "free":
+            got = "no answer"
         yield Finding(
-            address, "an answer with the federation's certificate", got, "Read flower/logs/."
+            address,
+            expected="an answer with the federation's certificate",
+            got=got,
+            remedy="Read flower/logs/.",
         )
     elif not facts.processes.running and facts.port != "free":
-        got = "a port in use, or an address that is not this machine's"
-        yield Finding(address, "a free port for aggregator run", got, BUSY_PORT_REMEDY)
+        yield Finding(
+            address,
+            expected="a free port for aggregator run",
+            got="a port in use, or an address that is not this machine's",
+            remedy=BUSY_PORT_REMEDY,
+        )
 
 
 def _certificate(facts: FederationFacts) -> Iterator[Finding]:
-    certificate, host = facts.certificate, facts.invited_host
+    certificate = facts.certificate
     if certificate is None:
         return
     restore = "Restore tls/ and invitation.json from the same backup: silos have that invitation."
+    host = facts.invited_host
     if host and host not in certificate.hosts:
-        expected = f"the name {host}, to which silos connect"
-        yield Finding("tls/server.pem", expected, ", ".join(certificate.hosts), restore)
-    if not certificate.by_authority:
-        got = "a certificate signed by another authority"
         yield Finding(
             "tls/server.pem",
-            "a certificate signed by the authority in invitation.json",
-            got,
-            restore,
+            expected=f"the name {host}, to which silos connect",
+            got=", ".join(certificate.hosts),
+            remedy=restore,
+        )
+    if not certificate.by_authority:
+        yield Finding(
+            "tls/server.pem",
+            expected="a certificate signed by the authority in invitation.json",
+            got="a certificate signed by another authority",
+            remedy=restore,
         )
     if certificate.expires - facts.now < NOTICE:
-        renew = "Make a new one: aggregator rotate FED tls, then restart aggregator run."
         yield Finding(
             "tls/server.pem",
-            f"{NOTICE.days} days or more left",
-            _left(facts, certificate.expires),
-            renew,
+            expected=f"{NOTICE.days} days or more left",
+            got=_left(facts, certificate.expires),
+            remedy="Make a new one: aggregator rotate FED tls, then restart aggregator run.",
         )
 
 
@@ -190,60 +211,76 @@ def _metadata(facts: FederationFacts) -> Iterator[Finding]:
         if role.problem:
             yield Finding.of(role.problem)
         elif role.expires and role.expires - facts.now < NOTICE:
-            remedy = "Sign it again: aggregator rotate FED root or targets."
-            if not role.name.startswith(("targets", *"123456789")):
-                remedy = "Sign it again: aggregator publish --renew, or the next aggregator plan."
+            # `targets` and the versions of root, `1.root.json` and so on, are signed by people; the rest by publishing.
+            remedy = "Sign it again: aggregator publish --renew, or the next aggregator plan."
+            if role.name.startswith(("targets", *"123456789")):
+                remedy = "Sign it again: aggregator rotate FED root or targets."
             yield Finding(
                 f"tuf/metadata/{role.name}",
-                f"{NOTICE.days} days or more left",
-                _left(facts, role.expires),
-                remedy,
+                expected=f"{NOTICE.days} days or more left",
+                got=_left(facts, role.expires),
+                remedy=remedy,
             )
 
 
 def _left(facts: FederationFacts, expires: datetime) -> str:
     days = (expires - facts.now).days
-    return f"{days} days left" if days >= 0 else f"expired {expires:%Y-%m-%d}"
+    if days < 0:
+        return f"expired {expires:%Y-%m-%d}"
+    return f"{days} days left"
 
 
 def _root(facts: FederationFacts) -> Iterator[Finding]:
     if facts.root_digest and facts.invited_digest and facts.root_digest != facts.invited_digest:
-        remedy = "Restore both from backup: silos and researchers have pinned one of the two."
         yield Finding(
             "tuf/metadata/1.root.json",
-            f"fingerprint {facts.invited_digest}",
-            facts.root_digest,
-            remedy,
+            expected=f"fingerprint {facts.invited_digest}",
+            got=facts.root_digest,
+            remedy="Restore both from backup: silos and researchers have pinned one of the two.",
         )
 
 
 def _clock(facts: FederationFacts) -> Iterator[Finding]:
     remedy = "Set the clock (timedatectl set-ntp true), and sign nothing before that."
+    present = f"{facts.now:%Y-%m-%d %H:%M}Z"
     newest = max(facts.traces, key=lambda trace: trace.at, default=None)
     if newest and newest.at - facts.now > CLOCK_TOLERANCE:
         behind = human_seconds((newest.at - facts.now).total_seconds())
-        expected = f"a time after {newest.at:%Y-%m-%d %H:%M}Z, recorded in {newest.what}"
-        yield Finding("clock", expected, f"{facts.now:%Y-%m-%d %H:%M}Z, {behind} before it", remedy)
+        yield Finding(
+            "clock",
+            expected=f"a time after {newest.at:%Y-%m-%d %H:%M}Z, recorded in {newest.what}",
+            got=f"{present}, {behind} before it",
+            remedy=remedy,
+        )
     if facts.reference and abs(facts.reference - facts.now) > CLOCK_TOLERANCE:
-        expected = f"{facts.reference:%Y-%m-%d %H:%M}Z, as on the other machine"
-        yield Finding("clock", expected, f"{facts.now:%Y-%m-%d %H:%M}Z", remedy)
+        yield Finding(
+            "clock",
+            expected=f"{facts.reference:%Y-%m-%d %H:%M}Z, as on the other machine",
+            got=present,
+            remedy=remedy,
+        )
 
 
 def _disk(facts: FederationFacts) -> Iterator[Finding]:
     if facts.disk_free_bytes < facts.disk_needed_bytes:
-        expected = f"{human_bytes(facts.disk_needed_bytes)} free for the submissions still to come"
-        got = f"{human_bytes(facts.disk_free_bytes)} free"
+        needed = human_bytes(facts.disk_needed_bytes)
         yield Finding(
-            "disk", expected, got, "Free disk space, or move the federation to a larger disk."
+            "disk",
+            expected=f"{needed} free for the submissions still to come",
+            got=f"{human_bytes(facts.disk_free_bytes)} free",
+            remedy="Free disk space, or move the federation to a larger disk.",
         )
 
 
 def _memory(facts: FederationFacts) -> Iterator[Finding]:
-    free = facts.memory_free_bytes
-    if not facts.processes.running and free < facts.memory_needed_bytes:
-        expected = f"{human_bytes(facts.memory_needed_bytes)} for a run"
-        remedy = "Stop other programs, or set a smaller shard_bytes in federation.toml."
-        yield Finding("memory", expected, f"{human_bytes(free)} available", remedy)
+    # A run that goes on has taken its memory already.
+    if not facts.processes.running and facts.memory_free_bytes < facts.memory_needed_bytes:
+        yield Finding(
+            "memory",
+            expected=f"{human_bytes(facts.memory_needed_bytes)} for a run",
+            got=f"{human_bytes(facts.memory_free_bytes)} available",
+            remedy="Stop other programs, or set a smaller shard_bytes in federation.toml.",
+        )
 
 
 def _packages(facts: FederationFacts) -> Iterator[Finding]:
@@ -253,44 +290,52 @@ def _packages(facts: FederationFacts) -> Iterator[Finding]:
 def _processes(facts: FederationFacts) -> Iterator[Finding]:
     if facts.processes.running:
         for program in facts.processes.programs:
-            if not program.alive:
-                remedy = "aggregator run restarts it within seconds; check again, then read flower/logs/."
-                if program.name == "aggregator run":
-                    remedy = "A process it started still holds flower/.runtime.lock: end that process, then run again."
-                got = f"process {program.pid or 0}, which has ended"
-                yield Finding(program.name, "a running process", got, remedy)
+            if program.alive:
+                continue
+            remedy = (
+                "aggregator run restarts it within seconds; check again, then read flower/logs/."
+            )
+            if program.name == "aggregator run":
+                remedy = "A process it started still holds flower/.runtime.lock: end that process, then run again."
+            yield Finding(
+                program.name,
+                expected="a running process",
+                got=f"process {program.pid or 0}, which has ended",
+                remedy=remedy,
+            )
     for program in facts.orphans:
-        got = f"process {program.pid}, still running"
         yield Finding(
-            program.name, "no process without aggregator run", got, f"End it: kill {program.pid}"
+            program.name,
+            expected="no process without aggregator run",
+            got=f"process {program.pid}, still running",
+            remedy=f"End it: kill {program.pid}",
         )
 
 
 def _silos(facts: FederationFacts) -> Iterator[Finding]:
     for silo_id in facts.not_enrolled:
-        remedy = "Restore registry/ from backup, or remove the silo: aggregator remove."
         yield Finding(
             f"silo {silo_id}",
-            "an enrolment card for this silo of the plan",
-            "no card in registry/",
-            remedy,
+            expected="an enrolment card for this silo of the plan",
+            got="no card in registry/",
+            remedy="Restore registry/ from backup, or remove the silo: aggregator remove.",
         )
     for silo_id in facts.other_key:
-        remedy = (
-            "Its submissions would be refused. Sign a new plan, or restore its card from backup."
+        yield Finding(
+            f"silo {silo_id}",
+            expected="a card with the key that the plan's metadata names",
+            got="a card with another key",
+            remedy="Its submissions would be refused. Sign a new plan, or restore its card from backup.",
         )
-        expected = "a card with the key that the plan's metadata names"
-        yield Finding(f"silo {silo_id}", expected, "a card with another key", remedy)
 
 
 def _ledgers(facts: FederationFacts) -> Iterator[Finding]:
     for silo_id in facts.lost_ledgers:
-        remedy = (
-            "Restore registry/ledgers/ from backup: without it a reset ledger would go unnoticed."
-        )
-        expected = "the ledger's chain from its accepted submission"
         yield Finding(
-            f"ledger of silo {silo_id}", expected, "no such chain in registry/ledgers/", remedy
+            f"ledger of silo {silo_id}",
+            expected="the ledger's chain from its accepted submission",
+            got="no such chain in registry/ledgers/",
+            remedy="Restore registry/ledgers/ from backup: without it a reset ledger would go unnoticed.",
         )
 
 
@@ -298,9 +343,9 @@ def _leftovers(facts: FederationFacts) -> Iterator[Finding]:
     for path in facts.leftovers:
         yield Finding(
             path,
-            "no unfinished work",
-            "files of an interrupted command",
-            "Run that command again, or remove them.",
+            expected="no unfinished work",
+            got="files of an interrupted command",
+            remedy="Run that command again, or remove them.",
         )
 
 

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from aggregator.monitoring.doctor import NOTICE
-from aggregator.monitoring.silo_status import SiloStatus, Standing, SubmissionStatus
+from aggregator.monitoring.silo_status import Arrival, SiloStatus, Standing, SubmissionStatus
 from aggregator.monitoring.status import FederationStatus
 from ddm.system.console import human_bytes, human_seconds, table
 
@@ -62,33 +62,48 @@ class SiloLabels:
 def labels_of(silo: SiloStatus, now: datetime) -> SiloLabels:
     """Describe one silo's status in words."""
     label, tone = STANDINGS[silo.standing]
-    arrival, arriving, percent = silo.arrival, "", 0
-    if arrival:
-        percent = min(100 * arrival.bytes_here // max(arrival.bytes_total, 1), 100)
-        arriving = f"{human_bytes(arrival.bytes_here)} of {human_bytes(arrival.bytes_total)}"
-        arriving += (
-            f", {human_bytes(arrival.bytes_per_s)}/s" if arrival.bytes_per_s >= 1 else ", stalled"
-        )
-        if arrival.bytes_per_s >= 1:
-            left = (arrival.bytes_total - arrival.bytes_here) / arrival.bytes_per_s
-            arriving += f", about {_span(timedelta(seconds=max(left, 0)))} left"
-    last_seen = relative_time(silo.last_seen, now) if silo.last_seen else ""
-    return SiloLabels(silo, label, tone, silo.state.replace("_", " "), last_seen, arriving, percent)
+    arriving = ""
+    percent = 0
+    if silo.arrival is not None:
+        arriving = _arrival_words(silo.arrival)
+        bytes_total = max(silo.arrival.bytes_total, 1)
+        percent = min(100 * silo.arrival.bytes_here // bytes_total, 100)
+    last_seen = ""
+    if silo.last_seen is not None:
+        last_seen = relative_time(silo.last_seen, now)
+    return SiloLabels(
+        silo=silo,
+        label=label,
+        tone=tone,
+        reported=silo.state.replace("_", " "),
+        last_seen=last_seen,
+        arriving=arriving,
+        percent=percent,
+    )
+
+
+def _arrival_words(arrival: Arrival) -> str:
+    text = f"{human_bytes(arrival.bytes_here)} of {human_bytes(arrival.bytes_total)}"
+    if arrival.bytes_per_s < 1:
+        return f"{text}, stalled"
+    left_s = (arrival.bytes_total - arrival.bytes_here) / arrival.bytes_per_s
+    left = timedelta(seconds=max(left_s, 0))
+    return f"{text}, {human_bytes(arrival.bytes_per_s)}/s, about {_span(left)} left"
 
 
 def relative_time(at: datetime, now: datetime) -> str:
     """Describe a time relative to now: `12 s ago`, `in 89 days`."""
-    return f"{_span(now - at)} ago" if at <= now else f"in {_span(at - now)}"
+    if at <= now:
+        return f"{_span(now - at)} ago"
+    return f"in {_span(at - now)}"
 
 
 def _span(length: timedelta) -> str:
     if length >= timedelta(days=730):
         return f"{length.days // 365} years"
-    return (
-        f"{length.days} days"
-        if length >= timedelta(days=2)
-        else human_seconds(length.total_seconds())
-    )
+    if length >= timedelta(days=2):
+        return f"{length.days} days"
+    return human_seconds(length.total_seconds())
 
 
 def attention_points(status: FederationStatus) -> Iterator[str]:
@@ -100,39 +115,51 @@ def attention_points(status: FederationStatus) -> Iterator[str]:
         if status.processes.running and not program.alive:
             yield f"{program.name} has ended; aggregator run restarts it"
     for silo in status.silos:
-        if silo.standing == "quarantined":
-            yield f"{silo.silo_id} was quarantined: aggregator quarantine shows why; then aggregator admit or refuse"
-        elif silo.standing == "refused":
-            yield f"{silo.silo_id}: {_answer(silo.submissions[-1])}"
-        elif silo.standing == "declined":
-            yield f"{silo.silo_id} refused the plan: ask its operator, whose `silo status` says why"
-        elif silo.standing == "leaving":
-            yield f"{silo.silo_id} gave the plan up: aggregator run leaves it out; if only its node says so, ask it"
+        yield from _silo_attention(silo)
     yield from _still_published(status)
-    silent = [silo.silo_id for silo in status.silos if silo.standing == "silent"]
-    if silent:
-        yield f"no answer from {', '.join(silent)}: contact their operators"
+    silent_silos = [silo.silo_id for silo in status.silos if silo.standing == "silent"]
+    if silent_silos:
+        yield f"no answer from {', '.join(silent_silos)}: contact their operators"
     for expiry in status.expiries:
         if expiry.at - status.at < NOTICE:
             verb = "expired" if expiry.at <= status.at else "expires"
             yield f"{expiry.what} {verb} {relative_time(expiry.at, status.at)}"
 
 
+def _silo_attention(silo: SiloStatus) -> Iterator[str]:
+    match silo.standing:
+        case "quarantined":
+            yield f"{silo.silo_id} was quarantined: aggregator quarantine shows why; then aggregator admit or refuse"
+        case "refused":
+            yield f"{silo.silo_id}: {_answer(silo.submissions[-1])}"
+        case "declined":
+            yield f"{silo.silo_id} refused the plan: ask its operator, whose `silo status` says why"
+        case "leaving":
+            yield f"{silo.silo_id} gave the plan up: aggregator run leaves it out; if only its node says so, ask it"
+
+
 def _still_published(status: FederationStatus) -> Iterator[str]:
     """Yield the silos that are gone but still in the newest release."""
-    newest = status.releases[0] if status.releases else None
-    if newest is None or newest.plan_id != status.plan_id:
+    if not status.releases:
+        return
+    newest = status.releases[0]
+    if newest.plan_id != status.plan_id:
         return
     for silo in status.silos:
         if silo.standing in ("removed", "withdrawn") and silo.silo_id in newest.silos:
-            still = f"version {newest.version} still contains {silo.silo_id}, which was {silo.standing} since"
-            yield f"{still}: aggregator router, then aggregator publish"
+            yield (
+                f"version {newest.version} still contains {silo.silo_id}, which was {silo.standing} since: aggregator "
+                "router, then aggregator publish"
+            )
 
 
 def _answer(submission: SubmissionStatus) -> str:
-    code = f", code {submission.code}" if submission.code is not None else ""
-    reasons = f": {'; '.join(submission.reasons)}" if submission.reasons else ""
-    return f"submission {submission.sequence} {submission.verdict}{code}{reasons}"
+    text = f"submission {submission.sequence} {submission.verdict}"
+    if submission.code is not None:
+        text += f", code {submission.code}"
+    if submission.reasons:
+        text += f": {'; '.join(submission.reasons)}"
+    return text
 
 
 def page_values(status: FederationStatus) -> dict[str, Any]:
@@ -151,10 +178,12 @@ def status_text(status: FederationStatus) -> str:
     """Format a status for a terminal."""
     running = "running" if status.processes.running else "not running"
     lines = [f"{status.federation} at {status.address}, {running}; plan {status.plan_id or 'none'}"]
-    rows = [
-        (labels.silo.silo_id, labels.label, _reported(labels), labels.last_seen, labels.arriving)
-        for labels in (labels_of(silo, status.at) for silo in status.silos)
-    ]
+    rows = []
+    for silo in status.silos:
+        labels = labels_of(silo, status.at)
+        rows.append(
+            (silo.silo_id, labels.label, _reported(labels), labels.last_seen, labels.arriving)
+        )
     if rows:
         lines += ["", table(rows, ("silo", "status", "reports", "last seen", "arriving"))]
     answers = [
@@ -162,35 +191,38 @@ def status_text(status: FederationStatus) -> str:
         for silo in status.silos
         for submission in silo.submissions
     ]
-    lines += ["", "Submissions", *answers] if answers else []
-    lines += ["", *_rest(status)]
-    urgent = list(attention_points(status))
-    lines += ["", "Needs attention", *(f"  {text}" for text in urgent)] if urgent else []
+    if answers:
+        lines += ["", "Submissions", *answers]
+    lines += ["", *_federation_lines(status)]
+    points = list(attention_points(status))
+    if points:
+        lines += ["", "Needs attention", *(f"  {text}" for text in points)]
     return "\n".join(lines)
 
 
 def _reported(labels: SiloLabels) -> str:
-    training = labels.silo.state == "training"
-    return f"{labels.reported} {labels.silo.progress}%" if training else labels.reported
+    if labels.silo.state == "training":
+        return f"{labels.reported} {labels.silo.progress}%"
+    return labels.reported
 
 
-def _rest(status: FederationStatus) -> Iterator[str]:
-    router = status.router
-    yield "router     " + (
-        f"{router.family}, trained on {', '.join(router.silos)}" if router else "not trained"
-    )
-    newest = status.releases[0] if status.releases else None
-    yield "release    " + (
-        f"version {newest.version}, {relative_time(newest.published_at, status.at)}"
-        if newest
-        else "none"
-    )
+def _federation_lines(status: FederationStatus) -> Iterator[str]:
+    router = "not trained"
+    if status.router is not None:
+        router = f"{status.router.family}, trained on {', '.join(status.router.silos)}"
+    yield f"router     {router}"
+    release = "none"
+    if status.releases:
+        newest = status.releases[0]
+        release = f"version {newest.version}, {relative_time(newest.published_at, status.at)}"
+    yield f"release    {release}"
     if status.processes.running:
-        programs = [
-            f"{each.name} {each.pid if each.alive else 'ENDED'}"
-            for each in status.processes.programs
-        ]
+        programs = []
+        for program in status.processes.programs:
+            pid = program.pid if program.alive else "ENDED"
+            programs.append(f"{program.name} {pid}")
         yield f"processes  {', '.join(programs)}; {status.processes.num_restarts} restarts"
     yield f"disk       {human_bytes(status.disk_free_bytes)} free"
-    for expiry in status.expiries[:1]:
-        yield f"expires    {expiry.what} {relative_time(expiry.at, status.at)}"
+    if status.expiries:
+        earliest = status.expiries[0]
+        yield f"expires    {earliest.what} {relative_time(earliest.at, status.at)}"

@@ -85,21 +85,22 @@ def serve(
 
 def make_app(federation: Federation) -> Starlette:
     """Make the application: the page, its style sheet, and the same status as JSON."""
-    watch = StatusReader(federation)
+    reader = StatusReader(federation)
     style = files("ddm").joinpath("pages/templates/live.css").read_text("utf-8")
 
-    def page(request: Request) -> Response:
+    def show_page(request: Request) -> Response:
         paused = "paused" in request.query_params
-        values: Mapping[str, Any] = page_values(watch.look())
+        values: Mapping[str, Any] = page_values(reader.read())
         html = render("aggregator", "live.html.jinja", refresh_s=REFRESH_S, paused=paused, **values)
-        return Response(
-            html, media_type="text/html", headers={} if paused else {"Refresh": f"{REFRESH_S}"}
-        )
+        headers = {}
+        if not paused:
+            headers["Refresh"] = f"{REFRESH_S}"
+        return Response(html, media_type="text/html", headers=headers)
 
-    def facts(request: Request) -> Response:
-        return Response(watch.look().model_dump_json(), media_type="application/json")
+    def show_json(request: Request) -> Response:
+        return Response(reader.read().model_dump_json(), media_type="application/json")
 
-    def look(request: Request) -> Response:
+    def show_style(request: Request) -> Response:
         return Response(style, media_type="text/css")
 
     def unreadable(request: Request, error: Exception) -> Response:
@@ -107,7 +108,11 @@ def make_app(federation: Federation) -> Starlette:
         return PlainTextResponse(text, status_code=503, headers={"Refresh": f"{REFRESH_S}"})
 
     return Starlette(
-        routes=[Route("/", page), Route("/status.json", facts), Route("/live.css", look)],
+        routes=[
+            Route("/", show_page),
+            Route("/status.json", show_json),
+            Route("/live.css", show_style),
+        ],
         middleware=[Middleware(HostFilter, content=_CONTENT)],
         exception_handlers={ArchipelagoError: unreadable, OSError: unreadable},
     )
@@ -121,13 +126,15 @@ class StatusReader:
         self._earlier: deque[FederationStatus] = deque()
         self._lock = threading.Lock()
 
-    def look(self) -> FederationStatus:
+    def read(self) -> FederationStatus:
         """Return the present status."""
         with self._lock:
             now = now_utc()
+            # A clock that was set back makes an earlier status one of the future, which no rate can be taken from.
             while self._earlier and not timedelta(0) <= now - self._earlier[0].at <= _RATE_OVER:
                 self._earlier.popleft()
-            status = read_status(self._federation, now, self._earlier[0] if self._earlier else None)
+            earliest = self._earlier[0] if self._earlier else None
+            status = read_status(self._federation, now, earliest)
             if not self._earlier or self._earlier[-1].at < now:
                 self._earlier.append(status)
             return status

@@ -30,27 +30,28 @@ def check_database(path: Path) -> None:
     """
     if not path.exists():
         return
-    query = (
-        "PRAGMA quick_check(1)"
-        if path.stat().st_size <= _MAX_DATABASE_BYTES
-        else "PRAGMA schema_version"
-    )
+    query = "PRAGMA quick_check(1)"
+    if path.stat().st_size > _MAX_DATABASE_BYTES:
+        query = "PRAGMA schema_version"
+    uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
     try:
-        with closing(
-            sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=2)
-        ) as opened:
-            (answer,) = opened.execute(query).fetchone()
+        with closing(sqlite3.connect(uri, uri=True, timeout=2)) as connection:
+            (answer,) = connection.execute(query).fetchone()
     except sqlite3.Error as error:
         answer = str(error)
+    # The version of the schema is a number; the check answers `ok`.
     if not isinstance(answer, int) and answer != "ok":
-        remedy = "Stop aggregator run, move the file away and run again: Flower makes a new one, and nothing is lost."
         raise SetupError(
-            str(path), expected="an intact database", got=str(answer)[:200], remedy=remedy
+            str(path),
+            expected="an intact database",
+            got=str(answer)[:200],
+            remedy="Stop aggregator run, move the file away and run again: Flower makes a new one, and nothing is "
+            "lost.",
         )
 
 
 def clock_of(url: str) -> datetime:
-    """Ask a web server for the time.
+    """Read the time of a web server.
 
     Args:
         url: of the server; only the header of its response is read.
@@ -78,11 +79,11 @@ def clock_of(url: str) -> datetime:
 
 def port_state(federation: Federation, settings: FederationSettings, *, running: bool) -> PortState:
     """Return who holds the federation's port."""
+    # A server on all addresses answers on loopback.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     if running:
-        return (
-            "ours" if answers(host, settings.port, federation.path / "tls" / "ca.pem") else "taken"
-        )
+        ca_path = federation.path / "tls" / "ca.pem"
+        return "ours" if answers(host, settings.port, ca_path) else "taken"
     return "taken" if port_in_use(settings.host, settings.port) else "free"
 
 
@@ -101,14 +102,12 @@ def nginx_version() -> tuple[int, ...] | None:
         ).stderr
     except subprocess.TimeoutExpired:
         output = f"no output within {_TIMEOUT_S:g} s"
-    found = re.search(r"nginx/([0-9]+(?:\.[0-9]+)*)", output)
-    if not found:
-        remedy = "Run `nginx -v`, and reinstall nginx if it fails."
+    match = re.search(r"nginx/([0-9]+(?:\.[0-9]+)*)", output)
+    if match is None:
         raise SetupError(
-            str(nginx), expected="its version", got=output[:100] or "no output", remedy=remedy
+            str(nginx),
+            expected="its version",
+            got=output[:100] or "no output",
+            remedy="Run `nginx -v`, and reinstall nginx if it fails.",
         )
-    return _version(found[1])
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+    return tuple(int(part) for part in match[1].split(".")[:3])

@@ -1,4 +1,4 @@
-"""Gathers the doctor's facts from the federation's folder and this machine, without changing anything."""
+"""Reads the doctor's facts from the federation's folder and this machine, without changing anything."""
 
 import shutil
 import stat
@@ -36,6 +36,15 @@ from ddm.trust.paths import split_silo_role
 from ddm.trust.repository_check import MetadataStatus, check_repository_files
 
 _MAX_SMALL_BYTES = 1 << 20
+_MAX_PEM_BYTES = 1 << 16
+# Files whose times must be before now.
+_DATED_FILES = (
+    "federation.toml",
+    "flower/info.json",
+    "plans/current.json",
+    "incoming/*/*/seen",
+    "receipts/*/*/*.json",
+)
 # `aggregator.keys.tls` backdates certificates by this much.
 _BACKDATED = timedelta(days=1)
 # Peaks of one silo's transfer in MiB, by examples/benchmarks/{intake_size,transfer}.py (Flower 1.41.0, Linux, x86-64):
@@ -53,7 +62,7 @@ def run_memory_bytes(shard_bytes: int) -> int:
 
 
 class FederationFactsReader:
-    """Gathers facts; whatever cannot be read becomes an error of its check instead.
+    """Reads facts; whatever cannot be read becomes an error of its check instead.
 
     Args:
         federation: the operator's folder.
@@ -61,12 +70,13 @@ class FederationFactsReader:
     """
 
     def __init__(self, federation: Federation, now: datetime) -> None:
-        self._federation, self._now = federation, now
+        self._federation = federation
+        self._now = now
         self._attempts = Attempts()
         self._try = self._attempts.read
 
     def facts(self, against: str | None = None) -> FederationFacts:
-        """Gather everything.
+        """Read everything.
 
         Args:
             against: URL of a web server whose clock to compare with.
@@ -76,39 +86,55 @@ class FederationFactsReader:
         plan = self._try("configuration", self._plan)
         processes = read_processes(federation)
         invitation = self._try("root", self._invitation)
+        invited_host = None
+        invited_digest = None
+        if invitation is not None:
+            invited_host, _, _ = invitation.address.rpartition(":")
+            invited_digest = invitation.root_digest
         certificate = self._try("certificate", lambda: self._certificate(invitation))
         metadata = tuple(check_repository_files(federation.tuf))
-        root = self._try(
-            "root", lambda: read_bounded(federation.tuf / "1.root.json", _MAX_SMALL_BYTES)
-        )
         self._try("database", lambda: check_database(federation.path / "flower" / "superlink.db"))
         not_enrolled, other_key = self._try("silos", self._silos) or ((), ())
+        reference = None
+        if against is not None:
+            reference = self._try("clock", lambda: clock_of(against))
+        disk_needed_bytes = 0
+        lost_ledgers: tuple[str, ...] = ()
+        if plan is not None:
+            disk_needed_bytes = bytes_to_come(federation, plan)
+            lost_ledgers = tuple(self._lost_ledgers(plan))
+        memory_needed_bytes = 0
+        if settings is not None:
+            memory_needed_bytes = run_memory_bytes(settings.shard_bytes)
         return FederationFacts(
             now=self._now,
             modes=dict(self._modes(settings)),
             settings=settings,
-            invited_host=invitation.address.rpartition(":")[0] if invitation else None,
+            invited_host=invited_host,
             nginx=self._try("nginx", nginx_version),
             port=self._port(settings, processes) or "free",
             certificate=certificate,
-            root_digest=sha256_hex(root) if root else None,
-            invited_digest=invitation.root_digest if invitation else None,
+            root_digest=self._try("root", self._root_digest),
+            invited_digest=invited_digest,
             metadata=metadata,
             traces=tuple(self._traces(plan, certificate, metadata)),
-            reference=self._try("clock", lambda: clock_of(against)) if against else None,
+            reference=reference,
             disk_free_bytes=shutil.disk_usage(federation.path).free,
-            disk_needed_bytes=bytes_to_come(federation, plan) if plan else 0,
+            disk_needed_bytes=disk_needed_bytes,
             memory_free_bytes=available_bytes(),
-            memory_needed_bytes=run_memory_bytes(settings.shard_bytes) if settings else 0,
+            memory_needed_bytes=memory_needed_bytes,
             packages=tuple(check_packages()),
             processes=processes,
             orphans=tuple(self._orphans(processes)),
             not_enrolled=not_enrolled,
             other_key=other_key,
-            lost_ledgers=tuple(self._lost_ledgers(plan)) if plan else (),
+            lost_ledgers=lost_ledgers,
             leftovers=tuple(self._leftovers(processes)),
             errors=self._attempts.errors,
         )
+
+    def _root_digest(self) -> str:
+        return sha256_hex(read_bounded(self._federation.tuf / "1.root.json", _MAX_SMALL_BYTES))
 
     def _plan(self) -> Plan | None:
         if not (self._federation.path / "plans" / "current.json").exists():
@@ -127,60 +153,43 @@ class FederationFactsReader:
         return Invitation.parse(data, subject="invitation.json")
 
     def _modes(self, settings: FederationSettings | None) -> Iterator[tuple[str, int]]:
-        path = self._federation.path
-        private = [
-            path,
-            self._federation.keys,
-            *self._federation.keys.glob("*.key"),
-            *(path / "tls").glob("*.key"),
-        ]
-        private.append(path / "flower" / "superexec.secret")
+        folder = self._federation.path
+        keys = self._federation.keys
+        private = [folder, keys, *keys.glob("*.key"), *(folder / "tls").glob("*.key")]
+        private.append(folder / "flower" / "superexec.secret")
         if settings and settings.passphrase_file:
-            private.append(Path(settings.passphrase_file))
-            if not private[-1].is_file():
-                self._attempts.note(
-                    "permissions",
-                    SetupError(
-                        "passphrase_file",
-                        expected="the file that federation.toml names",
-                        got="no such file",
-                    ),
+            passphrase_path = Path(settings.passphrase_file)
+            private.append(passphrase_path)
+            if not passphrase_path.is_file():
+                error = SetupError(
+                    "passphrase_file",
+                    expected="the file that federation.toml names",
+                    got="no such file",
                 )
-        for each in private:
+                self._attempts.note("permissions", error)
+        for path in private:
             with suppress(OSError):
-                yield str(each), stat.S_IMODE(each.stat().st_mode)
+                yield str(path), stat.S_IMODE(path.stat().st_mode)
 
     def _certificate(self, invitation: Invitation | None) -> ServerCertificate:
+        authority = None
         try:
-            certificate = x509.load_pem_x509_certificate(
-                read_bounded(self._federation.path / "tls" / "server.pem", 65536)
-            )
-            names = certificate.extensions.get_extension_for_class(
-                x509.SubjectAlternativeName
-            ).value
-            authority = (
-                x509.load_pem_x509_certificate(invitation.ca_certificate.encode())
-                if invitation
-                else None
-            )
+            pem = read_bounded(self._federation.path / "tls" / "server.pem", _MAX_PEM_BYTES)
+            certificate = x509.load_pem_x509_certificate(pem)
+            extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            if invitation is not None:
+                authority = x509.load_pem_x509_certificate(invitation.ca_certificate.encode())
         except (ValueError, x509.ExtensionNotFound) as error:
             raise FormatError(
                 "tls/server.pem", expected="a server certificate", got=str(error)[:200]
             ) from error
-        try:
-            if authority:
-                certificate.verify_directly_issued_by(authority)
-            by_authority = True
-        except (ValueError, TypeError, InvalidSignature):
-            by_authority = False
+        names = extension.value
+        addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
         return ServerCertificate(
-            hosts=(
-                *names.get_values_for_type(x509.DNSName),
-                *map(str, names.get_values_for_type(x509.IPAddress)),
-            ),
+            hosts=(*names.get_values_for_type(x509.DNSName), *addresses),
             signed_at=certificate.not_valid_before_utc + _BACKDATED,
             expires=certificate.not_valid_after_utc,
-            by_authority=by_authority,
+            by_authority=authority is None or _is_issued_by(certificate, authority),
         )
 
     def _traces(
@@ -193,31 +202,31 @@ class FederationFactsReader:
             yield RecordedTime("the plan", plan.created_at)
         if certificate:
             yield RecordedTime("the certificate", certificate.signed_at)
-        yield from (RecordedTime(role.name, role.signed_at) for role in metadata if role.signed_at)
-        path = self._federation.path
-        for name in (
-            "federation.toml",
-            "flower/info.json",
-            "plans/current.json",
-            "incoming/*/*/seen",
-            "receipts/*/*/*.json",
-        ):
-            for each in path.glob(name):
+        for role in metadata:
+            if role.signed_at:
+                yield RecordedTime(role.name, role.signed_at)
+        folder = self._federation.path
+        for pattern in _DATED_FILES:
+            for path in folder.glob(pattern):
                 with suppress(OSError):
-                    at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
-                    yield RecordedTime(each.relative_to(path).as_posix(), at)
+                    modified_at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+                    yield RecordedTime(path.relative_to(folder).as_posix(), modified_at)
 
     def _silos(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        known = cards(self._federation)
-        named = {
-            name[1]: key
-            for role, key in self._federation.delegations().items()
-            if (name := split_silo_role(role))
-        }
-        missing = tuple(silo_id for silo_id in named if silo_id not in known)
-        return missing, tuple(
-            name for name, key in named.items() if name in known and known[name].signing_key != key
-        )
+        """Return the silos of the signed metadata without a card, and those whose card has another key."""
+        enrolled = cards(self._federation)
+        not_enrolled = []
+        other_key = []
+        for role, key in self._federation.delegations().items():
+            name = split_silo_role(role)
+            if name is None:
+                continue
+            _, silo_id = name
+            if silo_id not in enrolled:
+                not_enrolled.append(silo_id)
+            elif enrolled[silo_id].signing_key != key:
+                other_key.append(silo_id)
+        return tuple(not_enrolled), tuple(other_key)
 
     def _lost_ledgers(self, plan: Plan) -> Iterator[str]:
         for silo_id in plan.silos:
@@ -242,14 +251,21 @@ class FederationFactsReader:
                     yield program
 
     def _leftovers(self, processes: Processes) -> Iterator[str]:
-        path = self._federation.path
         if processes.running or is_locked(self._federation.tuf.parent, "signer"):
             return
         for pattern in ("*.part", "releases/*.part"):
-            yield from sorted(str(each) for each in path.glob(pattern))
+            for path in sorted(self._federation.path.glob(pattern)):
+                yield str(path)
+
+
+def _is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def _read_ledger(path: Path) -> KnownLedger:
-    return KnownLedger.parse(
-        read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"registry/ledgers/{path.name}"
-    )
+    data = read_bounded(path, MAX_DOCUMENT_BYTES)
+    return KnownLedger.parse(data, subject=f"registry/ledgers/{path.name}")

@@ -20,7 +20,7 @@ from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, SiloId, Time, check_json
 from ddm.protocol.plan import Plan
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Held, Receipt
+from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Held, Receipt, Refused
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 
@@ -145,39 +145,51 @@ def read_silo(
         Its standing, its last report, its submissions.
     """
     folders = SiloFolders.of(federation, plan.plan_id, silo_id)
-    report = _report(folders.incoming / "status.json")
-    state, progress = str(report.get("state", ""))[:_MAX_STATE], report.get("progress")
-    last_seen = max(
-        filter(None, (changed_at(folders.incoming / name) for name in ("seen", "status.json"))),
-        default=None,
-    )
+    report = _read_report(folders.incoming / "status.json")
+    last_seen = _last_seen(folders.incoming)
     arrival = _arrival(folders, now, earlier)
-    number = report.get("sequence")
-    sequence = number if type(number) is int else 0
     submissions = tuple(_submissions(folders, PublicKey.parse(plan.receipt_key)))
-    # Before the programs started, nothing was requested of the silo.
-    waiting_since = max(filter(None, (last_seen, processes.started_at)), default=now)
-    silent = last_seen is not None and processes.running and now - waiting_since > SILENT_AFTER
     if gone is None and plan.origin(silo_id) != plan.plan_id:
-        gone = "carried"  # it signed for an earlier plan, and nothing is asked of it
-    return SiloStatus(
-        silo_id=silo_id,
-        standing=gone
-        or standing(
+        # It signed for an earlier plan, and nothing is requested of it.
+        gone = "carried"
+    silo_standing: Standing
+    if gone is not None:
+        silo_standing = gone
+    else:
+        silo_standing = standing(
             submissions,
             arrival,
-            state,
-            sequence=sequence,
+            report.state,
+            sequence=report.sequence,
             answered=last_seen is not None,
-            silent=silent,
-        ),
-        state=state,
-        progress=progress if type(progress) is int and 0 <= progress <= 100 else 0,
+            silent=_is_silent(last_seen, processes, now),
+        )
+    return SiloStatus(
+        silo_id=silo_id,
+        standing=silo_standing,
+        state=report.state,
+        progress=report.progress,
         last_seen=last_seen,
         arrival=arrival,
         submissions=submissions,
         final=gone is not None or (folders.receipts / "final").exists(),
     )
+
+
+def _last_seen(incoming: Path) -> datetime | None:
+    times = [changed_at(incoming / name) for name in ("seen", "status.json")]
+    return max((time for time in times if time is not None), default=None)
+
+
+def _is_silent(last_seen: datetime | None, processes: Processes, now: datetime) -> bool:
+    """Whether a silo that answered before has not answered for long, though it was asked."""
+    if last_seen is None or not processes.running:
+        return False
+    # Before the programs started, nothing was requested of the silo.
+    waiting_since = last_seen
+    if processes.started_at is not None:
+        waiting_since = max(last_seen, processes.started_at)
+    return now - waiting_since > SILENT_AFTER
 
 
 def standing(
@@ -218,18 +230,46 @@ def standing(
         return "declined"
     if state == "waiting":
         return "offered"
-    return "approval" if state == "awaiting_approval" else "working"
+    if state == "awaiting_approval":
+        return "approval"
+    return "working"
 
 
-def _report(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Report:
+    """What a silo reported last, as far as it can be read.
+
+    Attributes:
+        state: of its work; empty where it reported none.
+        progress: of the training, in percent.
+        sequence: of the submission that it is at; 0 where it reported none.
+    """
+
+    state: str
+    progress: int
+    sequence: int
+
+
+def _read_report(path: Path) -> _Report:
+    # The silo controls the values and their types. A JSON boolean is an int in Python, hence the comparison of types.
+    values = _read_object(path)
+    progress = values.get("progress")
+    if type(progress) is not int or not 0 <= progress <= 100:
+        progress = 0
+    sequence = values.get("sequence")
+    if type(sequence) is not int:
+        sequence = 0
+    return _Report(str(values.get("state", ""))[:_MAX_STATE], progress, sequence)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if there is no readable one."""
     try:
-        report = check_json(
-            read_bounded(path, _MAX_SMALL_BYTES), subject=path.name, limit=_MAX_SMALL_BYTES
-        )
+        data = read_bounded(path, _MAX_SMALL_BYTES)
+        value = check_json(data, subject=path.name, limit=_MAX_SMALL_BYTES)
     except ArchipelagoError:
         return {}
-    return report if isinstance(report, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _names(folder: Path) -> list[str]:
@@ -239,12 +279,13 @@ def _names(folder: Path) -> list[str]:
 
 
 def _numbers(folder: Path, suffix: str = "") -> set[int]:
-    stems = (name.removesuffix(suffix) for name in _names(folder) if name.endswith(suffix))
-    return {
-        int(stem)
-        for stem in stems
-        if stem.isascii() and stem.isdigit() and len(stem) <= 7 and int(stem)
-    }
+    """Return the numbers that name entries of a folder; seven digits bound what is read of a foreign name."""
+    numbers = set()
+    for name in _names(folder):
+        stem = name.removesuffix(suffix)
+        if name.endswith(suffix) and stem.isascii() and stem.isdigit() and len(stem) <= 7:
+            numbers.add(int(stem))
+    return numbers - {0}
 
 
 def _arrival(folders: SiloFolders, now: datetime, earlier: EarlierArrival | None) -> Arrival | None:
@@ -252,42 +293,59 @@ def _arrival(folders: SiloFolders, now: datetime, earlier: EarlierArrival | None
     for sequence in sorted(_numbers(folders.incoming, ".part"), reverse=True):
         part = folders.incoming / f"{sequence}.part"
         try:
-            notes = check_json(
-                read_bounded(part / ".progress.json", _MAX_INDEX_BYTES),
-                subject="progress",
-                limit=_MAX_INDEX_BYTES,
-            )
-            total = sum(entry["num_bytes"] for entry in notes["files"])
-            here = sum(end - start for ranges in notes["ranges"].values() for start, end in ranges)
-            since, then = _first_file(part, now)
-            if earlier and earlier[1].sequence == sequence and earlier[1].bytes_here <= here:
-                since, then = earlier[0], earlier[1].bytes_here
-            rate = max(here - then, 0) / max((now - since).total_seconds(), 1.0)
-            return Arrival(sequence=sequence, bytes_here=here, bytes_total=total, bytes_per_s=rate)
+            return _read_arrival(part, sequence, now, earlier)
         except (ArchipelagoError, ValidationError, KeyError, TypeError, ValueError, AttributeError):
             continue
     return None
 
 
+def _read_arrival(
+    part: Path, sequence: int, now: datetime, earlier: EarlierArrival | None
+) -> Arrival:
+    data = read_bounded(part / ".progress.json", _MAX_INDEX_BYTES)
+    notes = check_json(data, subject="progress", limit=_MAX_INDEX_BYTES)
+    bytes_total = sum(entry["num_bytes"] for entry in notes["files"])
+    bytes_here = 0
+    for ranges in notes["ranges"].values():
+        bytes_here += sum(end - start for start, end in ranges)
+
+    since, bytes_before = _first_file(part, now)
+    if earlier is not None:
+        earlier_at, earlier_arrival = earlier
+        # The same submission, and not one that was begun again since.
+        if earlier_arrival.sequence == sequence and earlier_arrival.bytes_here <= bytes_here:
+            since = earlier_at
+            bytes_before = earlier_arrival.bytes_here
+    seconds = max((now - since).total_seconds(), 1.0)
+    return Arrival(
+        sequence=sequence,
+        bytes_here=bytes_here,
+        bytes_total=bytes_total,
+        bytes_per_s=max(bytes_here - bytes_before, 0) / seconds,
+    )
+
+
 def _first_file(part: Path, now: datetime) -> tuple[datetime, int]:
     """Return when the oldest file of a part folder was written, and its size, which no rate includes."""
-    found = [(now.timestamp(), 0)]
+    times_and_sizes = [(now.timestamp(), 0)]
     for path in islice(part.rglob("[!.]*"), _MAX_ENTRIES):
         with suppress(OSError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode):
-                found.append((status.st_mtime, status.st_size))
-    at, size = min(found)
-    return datetime.fromtimestamp(at, UTC), size
+                times_and_sizes.append((status.st_mtime, status.st_size))
+    written_at, size = min(times_and_sizes)
+    return datetime.fromtimestamp(written_at, UTC), size
 
 
 def _submissions(folders: SiloFolders, key: PublicKey) -> Iterator[SubmissionStatus]:
     """Yield every submission in order: from its receipt, else from quarantine, else as arrived."""
-    answered, held = _numbers(folders.receipts, ".json"), _numbers(folders.quarantine)
-    for sequence in sorted(answered | held | _numbers(folders.incoming)):
+    answered = _numbers(folders.receipts, ".json")
+    quarantined = _numbers(folders.quarantine)
+    arrived = _numbers(folders.incoming)
+    for sequence in sorted(answered | quarantined | arrived):
         if sequence in answered:
             yield _answered(folders.receipts, sequence, key)
-        elif sequence in held:
+        elif sequence in quarantined:
             yield SubmissionStatus(
                 sequence=sequence,
                 verdict="quarantined",
@@ -298,35 +356,37 @@ def _submissions(folders: SiloFolders, key: PublicKey) -> Iterator[SubmissionSta
 
 
 def _answered(receipts: Path, sequence: int, key: PublicKey) -> SubmissionStatus:
-    delivered = (receipts / f"{sequence}.delivered").exists()
     try:
         sealed = read_bounded(receipts / f"{sequence}.json", _MAX_SMALL_BYTES)
-        receipt = Receipt.parse(
-            open_sealed(sealed, RECEIPT_KIND, key, _MAX_SMALL_BYTES)[0], subject="receipt"
-        )
+        content, _ = open_sealed(sealed, RECEIPT_KIND, key, _MAX_SMALL_BYTES)
+        receipt = Receipt.parse(content, subject="receipt")
     except ArchipelagoError as error:
-        return SubmissionStatus(
-            sequence=sequence, verdict="unreadable", reasons=(str(error)[:400],)
-        )
+        return _unreadable(sequence, str(error)[:400])
     verdict = receipt.verdict
     if isinstance(verdict, Held):
-        return SubmissionStatus(
-            sequence=sequence, verdict="unreadable", reasons=("a receipt that answers nothing",)
-        )
+        return _unreadable(sequence, "a receipt that answers nothing")
+    reasons: tuple[str, ...] = ()
+    if not isinstance(verdict, Accepted):
+        reasons = (verdict.reason,)
+    code = None
+    if isinstance(verdict, Refused):
+        code = verdict.code
     return SubmissionStatus(
         sequence=sequence,
         verdict=verdict.kind,
-        code=getattr(verdict, "code", None),
-        reasons=(verdict.reason,) if not isinstance(verdict, Accepted) else (),
+        code=code,
+        reasons=reasons,
         at=receipt.at,
-        delivered=delivered,
+        delivered=(receipts / f"{sequence}.delivered").exists(),
     )
+
+
+def _unreadable(sequence: int, reason: str) -> SubmissionStatus:
+    return SubmissionStatus(sequence=sequence, verdict="unreadable", reasons=(reason,))
 
 
 def _reasons(folder: Path) -> tuple[str, ...]:
-    reasons = _report(folder / "reason.json").get("reasons")
-    return (
-        tuple(str(reason)[:400] for reason in reasons[:_MAX_REASONS])
-        if isinstance(reasons, list)
-        else ()
-    )
+    reasons = _read_object(folder / "reason.json").get("reasons")
+    if not isinstance(reasons, list):
+        return ()
+    return tuple(str(reason)[:400] for reason in reasons[:_MAX_REASONS])

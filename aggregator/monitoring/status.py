@@ -6,6 +6,7 @@ The status may be shown on a screen: it holds no key, no passphrase and nothing 
 import shutil
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cryptography import x509
@@ -120,27 +121,37 @@ def read_status(
     """
     settings = federation.settings()
     problems: list[str] = []
+    plan = None
     try:
         plan, _ = federation.current_plan()
     except ArchipelagoError as error:
-        plan = None
-        problems.append(str(error)[:400])
+        problems.append(_short(error))
     processes = read_processes(federation)
+    silos: tuple[SiloStatus, ...] = ()
+    router = None
+    if plan is not None:
+        silos = _silos(federation, plan, processes, now, earlier, problems)
+        router = _router(federation, plan, problems)
     disk = shutil.disk_usage(federation.path)
+    expiries = sorted(_expiries(federation, plan, problems), key=lambda expiry: expiry.at)
     return FederationStatus(
         federation=settings.name,
         address=f"{settings.host}:{settings.port}",
         at=now,
         plan_id=plan.plan_id if plan else None,
         processes=processes,
-        silos=_silos(federation, plan, processes, now, earlier, problems) if plan else (),
-        router=_router(federation, plan, problems) if plan else None,
+        silos=silos,
+        router=router,
         releases=tuple(_releases(federation, problems)),
         disk_free_bytes=disk.free,
         disk_total_bytes=disk.total,
-        expiries=tuple(sorted(_expiries(federation, plan, problems), key=lambda expiry: expiry.at)),
+        expiries=tuple(expiries),
         problems=tuple(problems),
     )
+
+
+def _short(error: ArchipelagoError) -> str:
+    return str(error)[:400]
 
 
 def _silos(
@@ -151,11 +162,15 @@ def _silos(
     earlier: FederationStatus | None,
     problems: list[str],
 ) -> tuple[SiloStatus, ...]:
-    gone = _gone(federation, plan, problems)
+    departures = _departures(federation, plan, problems)
 
     def earlier_arrival(silo_id: str) -> EarlierArrival | None:
-        silo = earlier.silo(silo_id) if earlier else None
-        return (earlier.at, silo.arrival) if earlier and silo and silo.arrival else None
+        if earlier is None:
+            return None
+        silo = earlier.silo(silo_id)
+        if silo is None or silo.arrival is None:
+            return None
+        return earlier.at, silo.arrival
 
     return tuple(
         read_silo(
@@ -165,21 +180,25 @@ def _silos(
             processes=processes,
             now=now,
             earlier=earlier_arrival(silo_id),
-            gone=gone.get(silo_id),
+            gone=departures.get(silo_id),
         )
         for silo_id in plan.members
     )
 
 
-def _gone(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Departure]:
+def _departures(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Departure]:
     """Return the plan's silos that left it; a silo both removed and withdrawn counts as removed."""
-    found: dict[str, Departure] = dict.fromkeys(withdrawn_silos(federation, plan), "withdrawn")
+    departures: dict[str, Departure] = {}
+    for silo_id in withdrawn_silos(federation, plan):
+        departures[silo_id] = "withdrawn"
     try:
-        out = {record.silo_id for record in removed(federation)} - members(federation, plan).keys()
+        remaining = members(federation, plan)
+        for record in removed(federation):
+            if record.silo_id not in remaining:
+                departures[record.silo_id] = "removed"
     except ArchipelagoError as error:
-        problems.append(str(error)[:400])
-        return found
-    return found | dict.fromkeys(out, "removed")
+        problems.append(_short(error))
+    return departures
 
 
 def _router(federation: Federation, plan: Plan, problems: list[str]) -> RouterStatus | None:
@@ -191,7 +210,7 @@ def _router(federation: Federation, plan: Plan, problems: list[str]) -> RouterSt
             read_bounded(path, MAX_DOCUMENT_BYTES), subject="router/report.json"
         )
     except ArchipelagoError as error:
-        problems.append(str(error)[:400])
+        problems.append(_short(error))
         return None
     return RouterStatus(family=report.published, silos=tuple(sorted(report.submissions)))
 
@@ -208,7 +227,7 @@ def _releases(federation: Federation, problems: list[str]) -> Iterator[ReleaseSt
                 read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"releases/{version}, manifest.json"
             )
         except ArchipelagoError as error:
-            problems.append(str(error)[:400])
+            problems.append(_short(error))
             continue
         yield ReleaseStatus(
             version=version,
@@ -233,15 +252,17 @@ def _expiries(federation: Federation, plan: Plan | None, problems: list[str]) ->
         problems.append(f"tls/server.pem: {error}"[:400])
     for path in sorted(federation.tuf.glob("*.json")):
         role = path.name.removesuffix(".json")
-        if (
-            role.endswith(".root")
-            and (federation.tuf / f"{int(role.split('.')[0]) + 1}.root.json").exists()
-        ):
+        if role.endswith(".root") and _next_root(path).exists():
+            # Only the newest root must be valid; earlier ones lead to it.
             continue
         try:
-            signed = check_json(
-                read_bounded(path, MAX_TUF_BYTES), subject=path.name, limit=MAX_TUF_BYTES
-            )["signed"]
+            data = read_bounded(path, MAX_TUF_BYTES)
+            signed = check_json(data, subject=path.name, limit=MAX_TUF_BYTES)["signed"]
             yield Expiry(what=f"metadata {role}", at=datetime.fromisoformat(signed["expires"]))
         except (ArchipelagoError, KeyError, TypeError, ValueError) as error:
             problems.append(f"{path.name}: {error}"[:400])
+
+
+def _next_root(path: Path) -> Path:
+    version = int(path.name.split(".")[0])
+    return path.with_name(f"{version + 1}.root.json")

@@ -113,8 +113,8 @@ def _device(facts: SiteFacts) -> Iterator[Finding]:
     elif device == "cuda" and not facts.num_gpus:
         yield Finding(
             "training.device",
-            expected="a GPU that torch sees",
-            got="none",
+            expected="a GPU for training",
+            got="no GPU that torch sees",
             remedy="Set training.device in silo.toml to auto or cpu, or install a torch built for this GPU.",
         )
     elif device == "auto" and facts.has_gpu and not facts.num_gpus:
