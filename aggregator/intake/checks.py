@@ -280,7 +280,7 @@ def _check_sizes(submission: Submission, plan: Plan) -> None:
     min_images = plan.partition.min_images
     if isinstance(plan.partition, RandomPartition):
         # Each of a silo's experts learns a random share of its images, so that each needs enough of them.
-        min_images *= most_experts(plan)
+        min_images *= max_experts_per_silo(plan)
     if plan.statistics.unit == "image" and submission.num_units < min_images:
         raise PolicyError(
             "submission, images", expected=f"at least {min_images}", got=f"{submission.num_units}"

@@ -69,19 +69,18 @@ def find_violations(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Viola
 
 def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
     """Find a training after which an expert still draws noise: one from random weights that can hardly move them."""
-    training, reach = recipe.expert.training, travel(recipe.expert.training)
-    if (
-        recipe.rehearsal
-        or not isinstance(recipe.expert.adaptation, FullAdaptation)
-        or reach >= MIN_TRAVEL
-    ):
+    if recipe.rehearsal or not isinstance(recipe.expert.adaptation, FullAdaptation):
         return
-    yield (
-        "expert.training.num_steps",
-        f"enough that an expert learns to draw: learning rates that sum to {MIN_TRAVEL:g} or more, "
-        f"{_enough_steps(training)} steps at these rates",
-        f"{training.num_steps} steps, which sum to {reach:.3g}",
-        "Train for more steps, or at a higher rate. To try the federation out with experts that draw noise: "
+    training = recipe.expert.training
+    sum_of_rates = travel(training)
+    if sum_of_rates >= MIN_TRAVEL:
+        return
+    yield Violation(
+        field="expert.training.num_steps",
+        expected=f"enough that an expert learns to draw: learning rates that sum to {MIN_TRAVEL:g} or more, "
+        f"{_min_steps(training)} steps at these rates",
+        got=f"{training.num_steps} steps, which sum to {sum_of_rates:.3g}",
+        remedy="Train for more steps, or at a higher rate. To try the federation out with experts that draw noise: "
         "rehearsal = true in the recipe.",
     )
 
@@ -89,7 +88,7 @@ def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
 def _min_steps(training: Training) -> int:
     """Return the fewest steps with which a training of these rates can teach an expert anything."""
 
-    def enough(num_steps: int) -> bool:
+    def is_enough(num_steps: int) -> bool:
         return travel(training.model_copy(update={"num_steps": num_steps})) >= MIN_TRAVEL
 
     upper_bound = training.num_steps

@@ -56,7 +56,7 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     """
     expert = _expert_bytes(plan)
     checkpoint = _checkpoint_bytes(plan)
-    experts = most_experts(plan) * (expert + KEPT * checkpoint) + checkpoint
+    experts = max_experts_per_silo(plan) * (expert + KEPT * checkpoint) + checkpoint
     # Each statistic is kept as it was drawn and as it leaves.
     statistics = 0
     for statistic in statistics_of(plan.statistics).values():
@@ -89,7 +89,7 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     neighbours = _NEIGHBOURS_BYTES * (num_samples + MOST_IMAGES * num_held + BLURRED)
     # Scores of the expert, its reference and the overfitted control, of members and of units held out.
     scores = 3 * 2 * num_held * MOST_IMAGES * (_FLOAT_BYTES * len(names()) + 8)
-    worst_pairs = most_experts(plan) * 2 * _FLOAT_BYTES * MOST_PAIRS * thumbnail_values
+    worst_pairs = max_experts_per_silo(plan) * 2 * _FLOAT_BYTES * MOST_PAIRS * thumbnail_values
     return trained + samples + neighbours + scores + worst_pairs + _SMALL_BYTES
 
 
@@ -111,7 +111,7 @@ def job_bytes(plan: Plan, num_images: int) -> int:
     expert = _expert_bytes(plan)
     checkpoint = _checkpoint_bytes(plan)
     images = 2 * (_FLOAT_BYTES * math.prod(plan.expert_shape) + 8) * num_images
-    experts = most_experts(plan) * (2 * expert + KEPT * checkpoint) + checkpoint
+    experts = max_experts_per_silo(plan) * (2 * expert + KEPT * checkpoint) + checkpoint
     return images + experts + _SMALL_BYTES
 
 
@@ -142,7 +142,7 @@ def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) ->
     needed = {site.private: still_to_write, site.outbox: _SMALL_BYTES}
     if site.outbox.stat().st_dev != site.private.stat().st_dev:
         # On another file system, what leaves is copied instead of linked.
-        needed[site.outbox] += plan.limits.expert_bytes * most_experts(plan)
+        needed[site.outbox] += plan.limits.expert_bytes * max_experts_per_silo(plan)
     if settings.training.launcher != "local":
         jobs = jobs_of(settings.training, settings.silo_id) or site.private
         jobs_disk = next(folder for folder in (jobs, *jobs.parents) if folder.exists())
