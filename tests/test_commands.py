@@ -23,7 +23,7 @@ import silo.cli
 from ddm.errors import ExpiredError
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.system.console import run_app
-from ddm.system.guard import descendants
+from ddm.system.process_table import descendants
 from ddm.system.processes import free_port, program
 from ddm.trust.verify import verify_release
 from silo.config import Site

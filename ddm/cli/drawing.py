@@ -294,7 +294,7 @@ def draw_together(
         num_processes,
         threads=max(1, torch.get_num_threads() // num_processes),
         on_report=hear,
-        kind=SAMPLING,
+        description=SAMPLING,
     )
     return Drawn(torch.from_numpy(images), torch.from_numpy(expert_N))
 

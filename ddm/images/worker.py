@@ -49,12 +49,12 @@ def set_bounds(limits: Limits) -> None:
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer requests until there are no more, or until memory ran out once: a fresh process then takes over."""
+    end_with_parent()
     settings = json.loads(requests.readline())
     limits = Limits(**settings["limits"])
     secrets = _Secrets(
         bytes.fromhex(settings["key"]), bytes.fromhex(settings["order"]), settings["patient_rule"]
     )
-    end_with_parent(settings["parent"])
     set_bounds(limits)
     _write(answers, READY)  # from here on, time counts against the files
     answers.flush()

@@ -15,7 +15,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +32,8 @@ from ddm.images.picture import Limits, Picture
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from ddm.images.worker import HEADER, READY
-from ddm.system.processes import processor_use
-from ddm.system.signals import blocked
+from ddm.system.process_table import processor_use
+from ddm.system.processes import start_tied
 
 _MAX_QUEUED_JOBS = 16  # requests that wait in the pipe of one decoder
 # of these requests: less than a pipe holds, so that neither end waits for the other
@@ -156,8 +155,11 @@ def decode_files(
     """
     remaining = iter(jobs)
     first_jobs = list(islice(remaining, options.num_processes))
-    processes = [_DecoderProcess(options) for _ in first_jobs]  # no more processes than files
+    processes: list[_DecoderProcess] = []
     try:
+        # No more processes than files.
+        for _ in first_jobs:
+            processes.append(_DecoderProcess(options))
         yield from _decode_in_turn(processes, chain(first_jobs, remaining), is_cancelled)
     finally:
         for process in processes:
@@ -242,16 +244,13 @@ class _DecoderProcess:
 
     def _start(self) -> None:
         """Start the process; it sets its own bounds before it opens a file."""
-        command = [sys.executable, "-P", "-m", "ddm.images.worker"]
-        # A Ctrl-C at the terminal is for this process. If it ended a decoder, the file in hand would seem to blame.
-        with blocked():
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, **_ENVIRONMENT},
-            )
+        self._process = start_tied(
+            "ddm.images.worker",
+            env={**os.environ, **_ENVIRONMENT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         self._jobs = deque[DecodeJob]()
         self._request_bytes = deque[int]()  # of each job
         self._buffer = bytearray()
@@ -264,7 +263,6 @@ class _DecoderProcess:
         self.has_ended = False
         settings = {
             "limits": asdict(self._options.limits),
-            "parent": os.getpid(),
             "key": self._options.key.hex(),
             "order": self._options.order_key.hex(),
             "patient_rule": self._options.patient_rule,

@@ -1,14 +1,14 @@
-"""The guard process, which ends a program and everything it started when its supervisor ends.
+"""The guard process, which ends a program and everything it started when the process that asked for it ends.
 
 `python -m ddm.system.guard SETTINGS -- COMMAND...` runs one command. The guard leads its own session, so a Ctrl-C
-typed at the terminal reaches the supervisor only, and it ends the whole tree of its program when
+typed at the terminal reaches the process that started it only, and it ends the whole tree of its program when
 
-- the supervisor closes the pipe on its standard input, on purpose or because it was killed,
+- its standard input closes, because that process closed it or was killed,
 - the program ends by itself (what it left behind is ended), or
 - the guard receives SIGTERM.
 
 Should the guard itself be killed, the kernel kills the program (Linux). The guard is single-threaded, which is what
-makes code between fork and exec safe. On systems without Linux's `/proc` it falls back to the process group.
+makes code between fork and exec safe. Where there is no `/proc`, it knows of its program alone.
 
 `python -m ddm.system.guard --script PATH ARGS...` runs a Python script and ends the process when the script's main
 thread ends, also if it left threads behind that would keep a useless process alive.
@@ -23,40 +23,26 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from ddm.system.process_table import descendants
+
+# Set for a process that is tied to its parent, see `end_with_parent`: the parent's process id.
+PARENT_VARIABLE = "ARCHIPELAGO_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_NUM_THREADS = 17  # among the fields of /proc/PID/stat after the name
 _IS_LINUX = sys.platform == "linux"
 _KILL_TIMEOUT_S = 2.0
-
-
-def descendants(pid: int) -> list[int]:
-    """List every living process below one process, read from `/proc`.
-
-    Args:
-        pid: the process at the top; it is not in the list.
-
-    Returns:
-        Process ids, parents before children; empty where there is no `/proc`.
-    """
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # The name in parentheses may hold spaces and parentheses; the fields after the last one are state, ppid.
-            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-            # A process whose main thread has ended shows as a zombie while its other threads go on.
-            if fields[0] not in ("Z", "X") or int(fields[_NUM_THREADS]) > 1:
-                children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-    found = [pid]
-    for parent in found:
-        found += children.get(parent, [])
-    return found[1:]
+_PARENT_POLL_S = 1.0
+# Grandchildren are adopted, so their end may come without a SIGCHLD to the guard.
+_GRANDCHILD_POLL_S = 0.05
+_READ_BYTES = 65536
+# Reads at one time, so that a program that never stops writing cannot keep the guard from ending it.
+_MAX_READS = 64
 
 
 class RotatingLog:
@@ -68,7 +54,8 @@ class RotatingLog:
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path, self._max_bytes = path, max_bytes
+        self._path = path
+        self._max_bytes = max_bytes
         self._open()
 
     def _open(self) -> None:
@@ -77,14 +64,14 @@ class RotatingLog:
 
     def _rotate(self) -> None:
         """Begin a new file; where that is refused, the old one goes on."""
-        old = self._fd
+        old_fd = self._fd
         with contextlib.suppress(OSError):
             self._path.replace(self._path.with_name(self._path.name + ".1"))
             self._open()
-            os.close(old)
+            os.close(old_fd)
 
     def write(self, data: bytes) -> None:
-        """Append; a full disk must not end the program, so errors are swallowed."""
+        """Append; a full disk must not end the program, so errors are ignored."""
         with contextlib.suppress(OSError):
             if self._num_bytes + len(data) > self._max_bytes:
                 self._rotate()
@@ -93,7 +80,7 @@ class RotatingLog:
 
 
 def _input_pipe() -> int:
-    """Read a length in 4 bytes, then so many bytes, from the supervisor; return a pipe that holds them and ends."""
+    """Read a length in 4 bytes and then as many bytes; return a pipe that holds them and ends."""
     data = _read_exactly(int.from_bytes(_read_exactly(4), "big"))
     read_fd, write_fd = os.pipe()
     os.write(write_fd, data)
@@ -103,17 +90,23 @@ def _input_pipe() -> int:
 
 def _read_exactly(num_bytes: int) -> bytes:
     data = b""
-    while len(data) < num_bytes and (piece := os.read(0, num_bytes - len(data))):
+    while len(data) < num_bytes:
+        piece = os.read(sys.stdin.fileno(), num_bytes - len(data))
+        if not piece:
+            break
         data += piece
     return data
 
 
 class _Guard:
-    """One program, its output pipe and the pipe that ties it to the supervisor."""
+    """One program, its output pipe, and the standard input that ties it to the process that asked for it."""
 
     def __init__(self, command: list[str], log: RotatingLog, grace_s: float, input_fd: int) -> None:
-        self._log, self._grace_s = log, grace_s
-        self._stopping = False
+        self._log = log
+        self._grace_s = grace_s
+        self._is_stopping = False
+        self._returncode: int | None = None
+        # `select` wakes up at a signal because the signal's number is written into this pipe.
         self._wake_fd, wake_write_fd = os.pipe()
         os.set_blocking(wake_write_fd, False)
         signal.set_wakeup_fd(wake_write_fd)
@@ -122,26 +115,26 @@ class _Guard:
             signal.signal(number, self._on_signal)
         self._output_fd, write_fd = os.pipe()
         os.set_blocking(self._output_fd, False)
+        guard_pid = os.getpid()
         self._program = subprocess.Popen(
             command,
             stdin=input_fd,
             stdout=write_fd,
             stderr=write_fd,
-            preexec_fn=partial(end_with_parent, os.getpid()),
+            preexec_fn=lambda: _let_kernel_end_with(guard_pid),
         )
         if input_fd >= 0:
             os.close(input_fd)
         os.close(write_fd)
-        self._returncode: int | None = None
 
     def _on_signal(self, *_: object) -> None:
-        self._stopping = True
+        self._is_stopping = True
 
     def run(self) -> int:
         """Wait for the program or the order to stop, end the whole tree, return the exit code."""
-        os.write(1, f"{self._program.pid}\n".encode())
+        os.write(sys.stdout.fileno(), f"{self._program.pid}\n".encode())
         self._pump_until(
-            lambda: self._stopping or self._returncode is not None, watch_supervisor=True
+            lambda: self._is_stopping or self._returncode is not None, watch_input=True
         )
         if self._returncode is None:
             self._signal([self._program.pid], signal.SIGTERM)
@@ -154,10 +147,14 @@ class _Guard:
                 self._signal(self._rest(), number)
                 self._pump_until(lambda: not self._rest(), timeout_s=timeout_s)
         self._drain()
-        code = self._returncode if self._returncode is not None else -signal.SIGKILL
-        return code if code >= 0 else 128 - code
+        if self._returncode is None:
+            return 128 + signal.SIGKILL
+        if self._returncode < 0:
+            return 128 - self._returncode
+        return self._returncode
 
     def _rest(self) -> list[int]:
+        """The processes that are left of the program's tree."""
         if _IS_LINUX:
             return descendants(os.getpid())
         return [] if self._returncode is not None else [self._program.pid]
@@ -172,29 +169,32 @@ class _Guard:
         condition: Callable[[], bool],
         *,
         timeout_s: float | None = None,
-        watch_supervisor: bool = False,
+        watch_input: bool = False,
     ) -> None:
+        """Copy output into the log until a condition holds, or for so long."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        # Waiting for grandchildren needs a poll: they are adopted, so their end may come without a SIGCHLD here.
-        tick_s = None if watch_supervisor else 0.05
+        input_fd = sys.stdin.fileno()
+        watched = [self._wake_fd]
+        poll_s: float | None = _GRANDCHILD_POLL_S
+        if watch_input:
+            watched.append(input_fd)
+            poll_s = None
         while True:
             self._reap()
             if condition() or (deadline is not None and time.monotonic() > deadline):
                 return
-            watched = [self._wake_fd, self._output_fd, *([0] if watch_supervisor else [])]
-            ready, _, _ = select.select(watched, [], [], tick_s)
+            ready, _, _ = select.select([*watched, self._output_fd], [], [], poll_s)
             if self._output_fd in ready:
                 self._drain()
             if self._wake_fd in ready:
                 os.read(self._wake_fd, 4096)
-            if 0 in ready and not os.read(0, 4096):
-                self._stopping = True
+            if input_fd in ready and not os.read(input_fd, 4096):
+                self._is_stopping = True
 
     def _drain(self) -> None:
-        # Bounded, so that a program that never stops writing cannot keep the guard from ending it.
-        for _ in range(64):
+        for _ in range(_MAX_READS):
             try:
-                data = os.read(self._output_fd, 65536)
+                data = os.read(self._output_fd, _READ_BYTES)
             except BlockingIOError:
                 return
             if not data:
@@ -215,12 +215,35 @@ class _Guard:
                     self._returncode = self._program.returncode = os.waitstatus_to_exitcode(status)
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent dies, and end it where that has happened; Linux only."""
+def end_with_parent() -> None:
+    """End this process when its parent ends, however that ends; nothing where `start_tied` did not start it.
+
+    On Linux the kernel kills it, even while it hangs in a library; elsewhere a thread looks every second.
+    """
+    # Removed, so that processes that this one starts are not taken for children of its parent.
+    text = os.environ.pop(PARENT_VARIABLE, None)
+    if text is None:
+        return
+    parent_pid = int(text)
     if _IS_LINUX:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:
-            os._exit(1)
+        _let_kernel_end_with(parent_pid)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+
+
+def _let_kernel_end_with(parent_pid: int) -> None:
+    if not _IS_LINUX:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died before the kernel was told.
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)
 
 
 def _run_script(arguments: list[str]) -> NoReturn:
@@ -242,14 +265,17 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "--script":
         _run_script(arguments[1:])
     settings = json.loads(arguments[0])
+    # arguments[1] is `--`.
+    command = arguments[2:]
     if _IS_LINUX:
+        # Grandchildren whose parent has ended become children of the guard, which can then end them.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     log = RotatingLog(Path(settings["log_path"]), int(settings["log_bytes"]))
     try:
         input_fd = _input_pipe() if settings["input"] else subprocess.DEVNULL
-        guard = _Guard(arguments[2:], log, float(settings["grace_s"]), input_fd)
+        guard = _Guard(command, log, float(settings["grace_s"]), input_fd)
     except OSError as error:
-        log.write(f"cannot start {arguments[2]}: {error.strerror}\n".encode())
+        log.write(f"cannot start {command[0]}: {error.strerror}\n".encode())
         return 127
     return guard.run()
 

@@ -1,22 +1,22 @@
-"""Several processes of this machine that do parts of one work: each is started here, and never outlives us.
+"""Parts of one work, each in a process of this machine.
 
-A process is a fresh interpreter: it inherits nothing of this one but a pipe, through which it is told what to do and
-reports. They open no socket, and do not talk with each other. No signal reaches them. A process that dies ends the
-others, and when this one dies, however it does, so do they.
+Each process is tied to this one (`ddm.system.processes.start_tied`) and inherits nothing of it but a pipe, through
+which it is sent what to do and reports. They open no socket, and do not talk with each other. One that dies ends the
+others.
 """
 
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,21 +24,21 @@ from typing import Any, Protocol
 from ddm.errors import ArchipelagoError, SetupError
 from ddm.system.guard import end_with_parent
 from ddm.system.logs import follow_logging
-from ddm.system.signals import blocked
+from ddm.system.processes import start_tied
 
 _POLL_S = 0.1
-_GRACE_S = (
-    2.0  # for the cause of an error to be heard, where what was heard first may be its consequence
-)
-_OURS = (ArchipelagoError, OSError)  # which say by themselves what is wrong
+# For the cause of an error to be received, where what was received first may be its consequence.
+_GRACE_S = 2.0
+# Errors that say by themselves what is wrong.
+_CLEAR_ERRORS = (ArchipelagoError, OSError)
 
 
 @dataclass(frozen=True)
 class PartDescription:
-    """What processes do, in the words of errors.
+    """What each process does, in the words of errors.
 
     Attributes:
-        name: of one of them.
+        name: of one process.
         again: what running the command again does.
         fewer: what to lower where the machine is out of memory.
     """
@@ -46,6 +46,10 @@ class PartDescription:
     name: str
     again: str
     fewer: str
+
+    def name_of(self, rank: int, num: int) -> str:
+        """Return the name of one process of several."""
+        return f"{self.name} {rank + 1} of {num}"
 
 
 class Work(Protocol):
@@ -57,31 +61,36 @@ class Work(Protocol):
 
 
 def run_parts(
-    work: Work, num: int, *, threads: int, on_report: Callable[[Any], None], kind: PartDescription
+    work: Work,
+    num: int,
+    *,
+    threads: int,
+    on_report: Callable[[Any], None],
+    description: PartDescription,
 ) -> None:
     """Do one work in several processes, and wait for their end.
 
     Args:
-        work: what each does a part of.
-        num: how many.
+        work: what each process does a part of.
+        num: how many processes.
         threads: that each may compute with.
         on_report: called here with what a process reports; what it raises ends all of them.
-        kind: what they are called.
+        description: what they are called.
 
     Raises:
         ArchipelagoError: what a process raised; a `SetupError` where one died.
     """
-    # They are killed at their end, and clear nothing away by themselves.
+    # The processes are killed at the end, so they cannot remove their own files.
     with tempfile.TemporaryDirectory(prefix="archipelago-", ignore_cleanup_errors=True) as scratch:
-        task = _Task(work, threads, Path(scratch), kind)
-        children = [_Child(task, rank, num) for rank in range(num)]
+        task = _Task(work, num, threads, Path(scratch), description)
+        processes = [_PartProcess(task, rank) for rank in range(num)]
         try:
-            for child in children:
-                child.start()
-            _watch(children, on_report)
+            for process in processes:
+                process.start()
+            _watch(processes, on_report)
         finally:
-            for child in children:
-                child.end()
+            for process in processes:
+                process.end()
 
 
 @dataclass(frozen=True)
@@ -89,112 +98,109 @@ class _Task:
     """What a process is sent through its pipe."""
 
     work: Work
+    num: int
     threads: int
     scratch: Path
-    kind: PartDescription
+    description: PartDescription
 
 
 @dataclass(frozen=True)
-class _Ended:
-    """A process's last word, or that it had none."""
+class _End:
+    """The last message of a process, or that it died without one."""
 
     error: BaseException | None = None
-    died: bool = False
+    has_died: bool = False
 
 
-class _Child:
-    """One of the processes, seen from here."""
+class _PartProcess:
+    """One of the processes, as this one sees it."""
 
-    def __init__(self, task: _Task, rank: int, num: int) -> None:
-        self.name = _name(task.kind, rank, num)
+    def __init__(self, task: _Task, rank: int) -> None:
         self._task = task
-        self.pipe, self._theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_main, args=(self._theirs, rank, num), name=self.name
-        )
+        self._rank = rank
+        self._name = task.description.name_of(rank, task.num)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.pipe, self._their_pipe = multiprocessing.Pipe()
 
     def start(self) -> None:
         """Start it, and send it what to do."""
-        resource_tracker.ensure_running()  # else it starts with the process, and lets signals in again
-        with blocked():
-            self._process.start()
-        self._theirs.close()
-        # that it has died shows when it is listened to
+        descriptor = self._their_pipe.fileno()
+        self._process = start_tied(__name__, str(descriptor), pass_fds=[descriptor])
+        self._their_pipe.close()
+        # That it has died already shows when its answer is read.
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.pipe.send(self._task)
+            self.pipe.send((self._rank, self._task))
 
     def receive(self) -> object:
-        """Return what it says; its end, where it died without a word."""
+        """Return its next message; its end, where it died without one."""
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            self._process.join(_GRACE_S)
-            return _Ended(_death(self.name, self._process.exitcode, self._task.kind), died=True)
+            return _End(self._death(), has_died=True)
+
+    def _death(self) -> SetupError:
+        code = None
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_GRACE_S)
+        cause = f"exit code {code}"
+        if code is not None and code < 0:
+            cause = signal.Signals(-code).name
+        description = self._task.description
+        return SetupError(
+            self._name,
+            expected="its answer",
+            got=f"its end: {cause}",
+            remedy=f"Run the command again: {description.again}. SIGKILL without anybody's doing is a machine out of "
+            f"memory: {description.fewer}.",
+        )
 
     def end(self) -> None:
-        """End a process that has nothing left to do, before it could hear that nobody listens any more."""
-        if self._process.pid is not None:
+        """End a process that has nothing left to do."""
+        if self._process is not None:
             self._process.kill()
-            self._process.join()
-            self._process.close()
-        self._theirs.close()
+            self._process.wait()
+        self._their_pipe.close()
         self.pipe.close()
 
 
-def _watch(children: list[_Child], on_report: Callable[[Any], None]) -> None:
-    """Listen until all have ended, or the cause of one's failure is known."""
-    running, ends = {child.pipe: child for child in children}, list[_Ended]()
+def _watch(processes: list[_PartProcess], on_report: Callable[[Any], None]) -> None:
+    """Receive messages until all processes have ended, or the cause of one's failure is known."""
+    running = {process.pipe: process for process in processes}
+    ends: list[_End] = []
     deadline = float("inf")
     while running and time.monotonic() < deadline:
         ready = wait(list(running), timeout=_POLL_S)
-        for child in [child for pipe, child in running.items() if pipe in ready]:
-            message = child.receive()
-            if not isinstance(message, _Ended):
+        for process in [process for pipe, process in running.items() if pipe in ready]:
+            message = process.receive()
+            if not isinstance(message, _End):
                 on_report(message)
                 continue
-            del running[child.pipe]
+            del running[process.pipe]
             ends.append(message)
             if message.error is not None:
-                plain = message.died or isinstance(message.error, _OURS)
-                deadline = min(deadline, time.monotonic() + (0.0 if plain else _GRACE_S))
-    if error := _cause(ends):
+                # Other errors may follow from a neighbour's, which is then still on its way.
+                is_cause = message.has_died or isinstance(message.error, _CLEAR_ERRORS)
+                grace_s = 0.0 if is_cause else _GRACE_S
+                deadline = min(deadline, time.monotonic() + grace_s)
+    error = _cause(ends)
+    if error is not None:
         raise error
 
 
-def _cause(ends: list[_Ended]) -> BaseException | None:
-    """Return what ended the work: an error of ours, else a death, else what came first."""
-    errors = [end.error for end in ends if end.error is not None and not end.died]
-    ours = [error for error in errors if isinstance(error, _OURS)]
-    died = [end.error for end in ends if end.died]
-    return next(iter([*ours, *died, *errors]), None)
+def _cause(ends: list[_End]) -> BaseException | None:
+    """Return what ended the work: a clear error, else a death, else what came first."""
+    errors = [end.error for end in ends if end.error is not None and not end.has_died]
+    clear = [error for error in errors if isinstance(error, _CLEAR_ERRORS)]
+    deaths = [end.error for end in ends if end.has_died]
+    return next(iter([*clear, *deaths, *errors]), None)
 
 
-def _name(kind: PartDescription, rank: int, num: int) -> str:
-    return f"{kind.name} {rank + 1} of {num}"
-
-
-def _death(name: str, exitcode: int | None, kind: PartDescription) -> SetupError:
-    how = (
-        signal.Signals(-exitcode).name
-        if exitcode is not None and exitcode < 0
-        else f"exit code {exitcode}"
-    )
-    return SetupError(
-        name,
-        expected="its answer",
-        got=f"its end: {how}",
-        remedy=f"Run the command again: {kind.again}. SIGKILL without anybody's doing is a machine out of memory: "
-        f"{kind.fewer}.",
-    )
-
-
-def _main(pipe: Connection, rank: int, num: int) -> None:
-    """What a started process runs."""
-    if parent := multiprocessing.parent_process():
-        # The pipe tells of the parent's death too, but only a process that can listen, and a moment later.
-        end_with_parent(parent.pid or 0)
-    task: _Task = pipe.recv()
-    threading.Thread(target=_listen, args=(pipe,), daemon=True).start()
+def main(descriptor: int) -> None:
+    """Run one process: receive the task through a pipe, do a part of it, and report."""
+    end_with_parent()
+    pipe: Connection = Connection(descriptor)
+    rank, task = pipe.recv()
     os.environ["OMP_NUM_THREADS"] = str(task.threads)
     follow_logging()
     tempfile.tempdir = str(task.scratch)
@@ -203,19 +209,22 @@ def _main(pipe: Connection, rank: int, num: int) -> None:
         import torch
 
         torch.set_num_threads(task.threads)
-        task.work(rank, num, pipe.send)
-    except (*_OURS, KeyboardInterrupt) as caught:
+        task.work(rank, task.num, pipe.send)
+    except (*_CLEAR_ERRORS, KeyboardInterrupt) as caught:
         error = caught
-    except BaseException:  # as text, because not every error can be sent
-        error = RuntimeError(f"{_name(task.kind, rank, num)}:\n{traceback.format_exc()}")
+    except BaseException:
+        # As text, because not every error can be sent.
+        name = task.description.name_of(rank, task.num)
+        error = RuntimeError(f"{name}:\n{traceback.format_exc()}")
     sys.stdout.flush()
     sys.stderr.flush()
-    pipe.send(_Ended(error))
-    threading.Event().wait()  # for the parent, who ends this process
+    pipe.send(_End(error))
+    # The parent ends this process, once it has read the message.
+    threading.Event().wait()
 
 
-def _listen(pipe: Connection) -> None:
-    """Hear the parent's end."""
-    with closing(pipe), suppress(EOFError, OSError):
-        pipe.recv()
-    os._exit(1)
+if __name__ == "__main__":
+    # The classes above must have the name of this module, under which the parent knows them, not `__main__`.
+    from ddm.system.parallel import main as run_part
+
+    run_part(int(sys.argv[1]))

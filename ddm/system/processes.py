@@ -1,7 +1,12 @@
-"""Other programs, started so that none of them outlives this process.
+"""Processes that this one starts.
 
-Every program runs under a `ddm.system.guard`, a small process that ends the program and all it started when asked,
-when the program dies, or when this process dies, however it dies (kill -9 included).
+There are two ways, see docs/adr/0071-two-ways-to-start-a-process.md. Neither outlives this process, however it ends:
+
+- `spawn` runs any program under a guard (`ddm.system.guard`), which ends it and all that it started when asked, when
+  the program ends, or when this process ends. `ddm.system.supervisor` starts again what ends or hangs.
+- `start_tied` runs a module of ours, which has no children, in a fresh interpreter that the kernel ends with this one.
+
+What has to outlive this process, such as the command that submits a job to a scheduler, is a `DetachedProgram`.
 
 Where SIGTERM and Ctrl-C shall end in `finally`, and a second Ctrl-C shall change nothing:
 
@@ -12,8 +17,6 @@ Where SIGTERM and Ctrl-C shall end in `finally`, and a second Ctrl-C shall chang
                 ...
         finally:
             terminate_all([child])
-
-`ddm.system.supervisor` starts again what ends or hangs.
 """
 
 import errno
@@ -31,10 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from ddm.errors import MissingFileError, SetupError
-from ddm.system.guard import descendants
+from ddm.system.guard import PARENT_VARIABLE
+from ddm.system.process_table import descendants, start_ticks
+from ddm.system.signals import blocked
 
 _LOG_BYTES = 16 * 1024 * 1024
 _POLL_S = 0.05
+# For the kernel to take down what was killed, which may hold a GPU.
+_KILLED_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -53,6 +60,7 @@ class Child:
         self._process = process
         self._grace_s = grace_s
         self.started_at = time.monotonic()
+        # The guard writes the id once the program runs, and nothing where it cannot start.
         line = process.stdout.readline() if process.stdout else b""
         self.pid = int(line) if line.strip().isdigit() else process.pid
 
@@ -85,17 +93,22 @@ class Child:
         terminate_all([self])
 
     def kill(self) -> None:
-        """Kill the tree without asking."""
-        for pid in [*descendants(self.guard_pid), self.guard_pid]:
+        """Kill the tree without asking, and wait until the kernel has taken it down."""
+        tree = [self.guard_pid, *descendants(self.guard_pid)]
+        for pid in reversed(tree):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.guard_pid, signal.SIGKILL)
         self._process.wait()
+        # Whoever starts the program again must not meet a process of the old one that still writes.
+        deadline = time.monotonic() + _KILLED_S
+        while any(map(start_ticks, tree)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         self._close()
 
     def num_descendants(self) -> int | None:
-        """How many living processes the program has started; None where the system cannot tell."""
+        """How many living processes the program has started; None where the system does not list them."""
         return len(descendants(self.pid)) if sys.platform == "linux" else None
 
     def log_tail(self, max_bytes: int = 4096) -> str:
@@ -103,7 +116,7 @@ class Child:
         return file_tail(self.log_path, max_bytes)
 
     def stop_timeout_s(self) -> float:
-        """Seconds after which the guard must be done."""
+        """Seconds after which the guard must have ended everything."""
         return 2 * self._grace_s + 4.0
 
     def _close(self) -> None:
@@ -137,13 +150,12 @@ def spawn(
         The running child.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    has_input = input_bytes is not None
     settings = json.dumps(
         {
             "log_path": str(log_path.absolute()),
             "log_bytes": _LOG_BYTES,
             "grace_s": grace_s,
-            "input": has_input,
+            "input": input_bytes is not None,
         }
     )
     process = subprocess.Popen(
@@ -165,15 +177,121 @@ def spawn(
     return child
 
 
-def processor_use(pid: int) -> tuple[bool, float]:
-    """Return whether a process would run if it got a processor or its data, and the processor time that it has had, s.
+def start_tied(
+    module: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> "subprocess.Popen[bytes]":
+    """Start a module of ours in a fresh interpreter that ends with this process; the module calls `end_with_parent`.
 
-    Both from `/proc`; without it, or without the process, False and 0.
+    No SIGINT or SIGTERM reaches it, however early: a Ctrl-C at the terminal is for this process, which ends it. It
+    searches no folder of the caller's for modules. Call this in a thread that lives as long as the process shall:
+    the kernel ends it with the thread.
+
+    Args:
+        module: its name; `python -P -m MODULE` runs it.
+        arguments: of the module.
+        env: its whole environment; this process's when omitted.
+        cwd: its working folder; this process's when omitted.
+        stdin: as for `subprocess.Popen`, and so are the others; an input that is empty when omitted.
+        stdout: this process's when omitted.
+        stderr: this process's when omitted.
+        pass_fds: descriptors that it inherits; no others.
     """
-    with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return fields[0] in ("R", "D"), sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-    return False, 0.0
+    environment = dict(os.environ if env is None else env)
+    environment[PARENT_VARIABLE] = str(os.getpid())
+    process = None
+    try:
+        with blocked():
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *arguments],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                cwd=cwd,
+                pass_fds=pass_fds,
+            )
+    except BaseException:
+        # A Ctrl-C that came meanwhile is raised at the end of the block, where the caller has no process to end yet.
+        if process is not None:
+            process.kill()
+            process.wait()
+        raise
+    return process
+
+
+class DetachedProgram:
+    """A program that outlives this process: started here, or by an earlier process and known by its id.
+
+    Args:
+        pid: its process id, which leads a session of its own.
+        ticks: when it started, see `start_ticks`, so that no later process of the same id is taken for it.
+        process: where it was started here.
+    """
+
+    def __init__(
+        self, pid: int, ticks: int, process: "subprocess.Popen[bytes] | None" = None
+    ) -> None:
+        self.pid = pid
+        self.ticks = ticks
+        self._process = process
+
+    @classmethod
+    def start(
+        cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], cwd: Path
+    ) -> "DetachedProgram":
+        """Start a program without a terminal and without a descriptor of this process.
+
+        Args:
+            command: program and arguments; the program is a path.
+            log_path: the file that its output is appended to.
+            env: its whole environment.
+            cwd: its working folder.
+        """
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+            )
+        return cls(process.pid, start_ticks(process.pid), process)
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; None while it runs, and always where an earlier process started it."""
+        return None if self._process is None else self._process.poll()
+
+    def running(self) -> bool:
+        """Whether it runs on this machine."""
+        if self._process is not None:
+            return self._process.poll() is None
+        return self.ticks > 0 and start_ticks(self.pid) == self.ticks
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most so long until it has ended; return whether it has."""
+        deadline = time.monotonic() + timeout_s
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return not self.running()
+
+    def terminate(self, timeout_s: float) -> None:
+        """Send SIGTERM to it and its group, and wait so long for it to end what it started elsewhere."""
+        if not self.running():
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGTERM)
+        self.wait(timeout_s)
 
 
 def file_tail(path: Path, max_bytes: int = 4096) -> str:
@@ -224,17 +342,19 @@ def flower_environment(home: Path) -> dict[str, str]:
     A proxy of the site is for what leaves the machine: the programs reach each other on loopback without it.
     """
     bin_folder = str(Path(sys.executable).parent)
-    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    without_proxy = ["127.0.0.1", "localhost"]
+    if configured := os.environ.get("no_proxy") or os.environ.get("NO_PROXY"):
+        without_proxy.insert(0, configured)
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("FLWR_")},
         "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", os.defpath)]),
-        "no_proxy": ",".join([*([direct] if direct else []), "127.0.0.1", "localhost"]),
+        "no_proxy": ",".join(without_proxy),
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         "OMP_NUM_THREADS": "1",
-        # Else every thread of a server keeps freed memory for itself: 900 MiB of a SuperLink's in place of 660.
+        # Otherwise each thread of a server keeps freed memory for itself: a SuperLink then takes 900 MiB, not 660.
         "MALLOC_ARENA_MAX": "2",
         "PYTHONUNBUFFERED": "1",
     }
@@ -247,32 +367,32 @@ def port_in_use(host: str, port: int) -> bool:
         SetupError: no address of this machine.
     """
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        remedy = "Check host in federation.toml, and that this machine finds the name, in /etc/hosts or by DNS."
-        expected = "an address, or a name that this machine can resolve"
         raise SetupError(
-            f"host {host}", expected=expected, got="a name without an address", remedy=remedy
+            f"host {host}",
+            expected="an address, or a name that this machine can resolve",
+            got="a name without an address",
+            remedy="Check host in federation.toml, and that this machine finds the name, in /etc/hosts or by DNS.",
         ) from error
-    return any(_taken(family, place, host) for family, _, _, _, place in places)
+    return any(_is_taken(family, address, host) for family, _, _, _, address in addresses)
 
 
-def _taken(family: int, place: Any, host: str) -> bool:
+def _is_taken(family: int, address: Any, host: str) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         # As servers do: a port in TIME_WAIT is free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
-            listener.bind(place)
+            listener.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                got, remedy = (
-                    "an address of another machine",
-                    "Set host in federation.toml to one of this machine.",
-                )
                 raise SetupError(
-                    f"host {host}", expected="an address of this machine", got=got, remedy=remedy
+                    f"host {host}",
+                    expected="an address of this machine",
+                    got="an address of another machine",
+                    remedy="Set host in federation.toml to one of this machine.",
                 ) from error
             return True
     return False
@@ -280,8 +400,7 @@ def _taken(family: int, place: Any, host: str) -> bool:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port that nothing listens on now; another process may take it before the caller does."""
-    with socket.socket(
-        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
-    ) as listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from ddm.system.guard import end_with_parent
 from ddm.system.logs import follow_logging
 from ddm.system.signals import stop_on_first_signal
 
@@ -21,17 +22,16 @@ def main() -> int:
     parser.add_argument(
         "--launch", help="the start that it belongs to: {launch} in training.launcher"
     )
-    asked = parser.parse_args()
-    with stop_on_first_signal() as stop:  # before torch is imported, which takes seconds
+    options = parser.parse_args()
+    end_with_parent()
+    # Before torch is imported, which takes seconds.
+    with stop_on_first_signal() as stop:
         follow_logging()
-        from ddm.training.job import JobFolder
-        from ddm.training.process import LAUNCH_VARIABLE, train_folder
+        from ddm.training.job import LAUNCH_VARIABLE, JobFolder
+        from ddm.training.process import train_folder
 
-        return train_folder(
-            JobFolder(asked.folder.absolute()),
-            asked.launch or os.environ.get(LAUNCH_VARIABLE),
-            stop,
-        )
+        launch_id = options.launch or os.environ.get(LAUNCH_VARIABLE)
+        return train_folder(JobFolder(options.folder.absolute()), launch_id, stop)
 
 
 if __name__ == "__main__":

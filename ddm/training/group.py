@@ -1,28 +1,36 @@
-"""How the processes of one training find each other, whoever started them.
+"""How the processes of one training find each other, whoever started them, and whether they talk with nobody else.
 
-torchrun, Kubernetes' operators and `silo run` say in the environment which process this is; srun and mpirun say it in
-words of their own. Where nobody names a meeting point (`MASTER_ADDR`), it is a file in the job's folder, which all of
-them see, and nothing listens for it.
+torchrun, Kubernetes' operators and `ddm.training.local` say in the environment which process this is; srun and mpirun
+use variables of their own. Where no meeting point is named (`MASTER_ADDR`), it is a file in the job's folder, which all
+of them see, so that nothing listens for it.
+
+Processes that train together do not authenticate each other: another user of the machine who is quick can connect in
+the place of one of them, to read weights or to change them. On one machine the kernel knows whose each connection is.
 """
 
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from ddm.errors import SetupError, TrustError
-from ddm.training.peer_check import has_foreign_peers
+from ddm.system.peers import tcp_sockets
+from ddm.training.job import process_name
 
-# of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
+# How long one waits for another's part, who may be writing a checkpoint of 50 GB or compiling.
 PATIENCE_S = 30 * 60.0
-# Of the process, of all, of those on its machine. Slurm tells a batch script, too, which task of a step it would be.
-_WORDS = (
+_ON_ONE_NODE = ("SLURM_STEP_NUM_NODES", "1")
+# The rank, the number of processes, the rank on its machine. Slurm's variables are those of a step: it tells a batch
+# script, too, which task of a step it would be.
+_VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-_ATTEMPT = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+_ATTEMPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True)
@@ -45,59 +53,67 @@ class Member:
 
     @property
     def name(self) -> str:
-        """What an error calls it."""
+        """How errors call it."""
         return process_name(self.rank, self.num)
 
 
-def process_name(rank: int, num: int) -> str:
-    """Return what an error calls a process."""
-    return f"training process {rank + 1} of {num}"
-
-
 def member_of(environment: Mapping[str, str]) -> Member:
-    """Return which process this is, by the words of whoever started it; the only one where nobody says.
+    """Return which process this is, as the environment says; the only one where it says nothing.
 
     Raises:
-        SetupError: the words contradict each other.
+        SetupError: the variables contradict each other.
     """
-    for rank_name, num_name, local_name in _WORDS:
-        if rank_name not in environment or num_name not in environment:
-            continue
-        try:
-            rank, num = int(environment[rank_name]), int(environment[num_name])
-            local_rank = int(environment.get(local_name, "0"))
-        except ValueError:
-            rank, num, local_rank = -1, 0, 0
-        if not 0 <= rank < num or not 0 <= local_rank < num:
-            raise SetupError(
-                f"{rank_name} and {num_name}",
-                expected="the number of this process, from 0, and how many there are",
-                got="other values in the environment",
-                remedy="Start the processes with torchrun or srun, which set both.",
-            )
-        alone = (
-            environment.get("LOCAL_WORLD_SIZE") == str(num)
-            or environment.get("SLURM_STEP_NUM_NODES") == "1"
-        )
-        attempt = "-".join(environment.get(name, "") for name in _ATTEMPT)
-        return Member(rank, num, local_rank, alone or num == 1, attempt)
+    for rank_name, num_name, local_name in _VARIABLES:
+        if rank_name in environment and num_name in environment:
+            return _member(environment, rank_name, num_name, local_name)
     return Member(0, 1, 0, on_one_machine=True)
 
 
+def _member(
+    environment: Mapping[str, str], rank_name: str, num_name: str, local_name: str
+) -> Member:
+    try:
+        rank = int(environment[rank_name])
+        num = int(environment[num_name])
+        local_rank = int(environment.get(local_name, "0"))
+        is_valid = 0 <= rank < num and 0 <= local_rank < num
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise SetupError(
+            f"{rank_name} and {num_name}",
+            expected="the number of this process, from 0, and how many there are",
+            got="other values in the environment",
+            remedy="Start the processes with torchrun or srun, which set both.",
+        )
+    name, value = _ON_ONE_NODE
+    on_one_machine = (
+        num == 1
+        or environment.get("LOCAL_WORLD_SIZE") == str(num)
+        or environment.get(name) == value
+    )
+    attempt = "-".join(environment.get(name, "") for name in _ATTEMPT_VARIABLES)
+    return Member(rank, num, local_rank, on_one_machine, attempt)
+
+
 def torch_environment(member: Member, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what accelerate and torch read, in the words of torchrun."""
+    """Return the variables that accelerate and torch read, named as torchrun names them."""
     import torch
 
-    # A scheduler may show each process its own GPU alone, which then is the first that it sees.
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local_rank = member.local_rank % gpus if gpus else member.local_rank
-    told = {"RANK": str(member.rank), "WORLD_SIZE": str(member.num), "LOCAL_RANK": str(local_rank)}
-    if "MASTER_ADDR" not in environment:
-        # Else accelerate asks for the meeting point of processes on several machines, which have met already.
-        told["LOCAL_WORLD_SIZE"] = str(member.num)
-    return told | {
-        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    local_rank = member.local_rank
+    if torch.cuda.is_available():
+        # A scheduler may show each process its own GPU alone, which then is the first that it sees.
+        local_rank %= torch.cuda.device_count()
+    variables = {
+        "RANK": str(member.rank),
+        "WORLD_SIZE": str(member.num),
+        "LOCAL_RANK": str(local_rank),
+        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
     }
+    if "MASTER_ADDR" not in environment:
+        # Otherwise accelerate asks for the meeting point of processes on several machines, which have met already.
+        variables["LOCAL_WORLD_SIZE"] = str(member.num)
+    return variables
 
 
 def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> None:
@@ -109,8 +125,8 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
         patience_s: how long each waits for another.
 
     Raises:
-        SetupError: the others are not found.
-        TrustError: somebody else's process was.
+        SetupError: the others are not there.
+        TrustError: a process of another user took part.
     """
     from torch import distributed
 
@@ -124,13 +140,13 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
             path = str(folder / f"rendezvous{member.attempt}")
             store = distributed.FileStore(path, member.num)  # type: ignore[attr-defined]
             store.set_timeout(patience)
-            # Without a backend named, torch takes gloo for what lies on the CPU and NCCL for what lies on a GPU.
+            # Without a backend named, torch takes gloo for tensors on the CPU and NCCL for those on a GPU.
             distributed.init_process_group(
                 store=store, rank=member.rank, world_size=member.num, timeout=patience
             )
-            # Whose a connection is shows when it has been accepted, which torch waits for in one of the two alone.
+            # Whose a connection is shows once it has been accepted, which torch waits for at one of its ends alone.
             store.set(f"met/{member.rank}", "")
-            store.wait([f"met/{each}" for each in range(member.num)])
+            store.wait([f"met/{rank}" for rank in range(member.num)])
     except RuntimeError as error:
         raise SetupError(
             member.name,
@@ -146,3 +162,35 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
             got="a connection with a process of another user",
             remedy="Find out who connects to the ports of others on this machine; training.processes = 1 opens none.",
         )
+
+
+def has_foreign_peers() -> bool:
+    """Whether a TCP connection of this process is with anybody but a process of its own user on this machine.
+
+    An end that the kernel does not list counts as foreign, and so does one whose process has yet to accept the
+    connection, or has closed it. Only Linux lists them; elsewhere the answer is no.
+    """
+    if sys.platform != "linux":
+        return False
+    sockets = tcp_sockets()
+    user_of_ends = {(socket.local, socket.remote): socket.user for socket in sockets}
+    own_inodes = _socket_inodes()
+    for socket in sockets:
+        if socket.inode not in own_inodes or socket.listening:
+            continue
+        # The other end of a connection within this machine is a row with the two addresses exchanged.
+        if user_of_ends.get((socket.remote, socket.local)) != os.getuid():
+            return True
+    return False
+
+
+def _socket_inodes() -> set[str]:
+    """Return the inodes of this process's sockets."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # It may have been closed since.
+        with suppress(FileNotFoundError):
+            link = str(descriptor.readlink())
+            if link.startswith("socket:["):
+                inodes.add(link.removeprefix("socket:[").removesuffix("]"))
+    return inodes

@@ -27,80 +27,97 @@ from ddm.training.job import ArrayLocation, CopiedArray, Input, JobFolder, Refer
 
 
 def write_inputs(
-    inputs: Mapping[str, Images], files: Mapping[str, Path], folder: JobFolder, *, alone: bool
+    inputs: Mapping[str, Images], files: Mapping[str, Path], folder: JobFolder, *, is_complete: bool
 ) -> dict[str, Input]:
     """Write what the processes of a job read into its folder, and return how its document names it.
 
     Args:
         inputs: by name.
-        files: an npy that holds one of them exactly, and is linked instead.
+        files: npy files that hold one of them exactly, and are linked instead.
         folder: the job's.
-        alone: whether the folder must hold everything; else images that lie in files already are read there.
+        is_complete: whether the folder must hold everything; otherwise images in files that exist are read there.
 
     Raises:
         OSError: the disk is full.
     """
-    kept: dict[str, Input] = {}
+    documents: dict[str, Input] = {}
     for name, images in inputs.items():
-        path, referred = folder.array(name), None if alone else _referred(images, folder, name)
+        path = folder.array(name)
         path.unlink(missing_ok=True)
-        if name in files and referred is None:
+        referenced = None if is_complete else _reference(images, folder, name)
+        if referenced is not None:
+            documents[name] = referenced
+            continue
+        if name in files:
             link_or_copy(files[name], path)
-        elif referred is None:
+        else:
             _copy(images, path)
-        kept[name] = referred or CopiedArray(place=_place_of_npy(path, folder))
-    return kept
+        documents[name] = CopiedArray(location=_location_in_npy(path, folder))
+    return documents
 
 
-def open_input(given: Input, folder: JobFolder) -> Images:
+def open_input(document: Input, folder: JobFolder) -> Images:
     """Open one of a job's arrays, in the type that it is stored in or, of images that lie elsewhere, as float32.
 
     Raises:
         DataError: the file is not there, or shorter than the document says.
     """
-    if isinstance(given, CopiedArray):
-        return _mapped(given.place, folder)
-    arrays = tuple(_array(place, folder) for place in given.places)
+    if isinstance(document, CopiedArray):
+        return _map(document.location, folder)
+    arrays = tuple(_open_array(location, folder) for location in document.locations)
     array: StoredArray = arrays[0] if len(arrays) == 1 else JoinedArrays(arrays)
-    fitted = given.fitted
-    convert, shape = (
-        (partial(fit, spec=fitted), fitted.shape) if fitted else (as_floats, array.shape[1:])
-    )
-    images: Images = StoredImages(array, convert, shape)
-    if given.shift is not None and given.scale is not None:
-        images = Scaled(images, given.shift, given.scale)
-    return images if given.chosen is None else Selected(images, _mapped(given.chosen, folder))
+    if document.fitted is None:
+        images: Images = StoredImages(array, as_floats, array.shape[1:])
+    else:
+        convert = partial(fit, spec=document.fitted)
+        images = StoredImages(array, convert, document.fitted.shape)
+    if document.shift is not None and document.scale is not None:
+        images = Scaled(images, document.shift, document.scale)
+    if document.chosen is None:
+        return images
+    return Selected(images, _map(document.chosen, folder))
 
 
-def _referred(images: Images, folder: JobFolder, name: str) -> ReferencedImages | None:
-    """Return where images lie already; None where that is nowhere, or in a way that the document has no words for."""
+def _reference(images: Images, folder: JobFolder, name: str) -> ReferencedImages | None:
+    """Return where images are stored; None where they are in memory, or the document cannot describe how they are read.
+
+    Images may be rows chosen from scaled values of stored arrays; each of the three is one layer, and each is optional.
+    """
     selected = images if isinstance(images, Selected) else None
     whole = selected.images if selected else images
     scaled = whole if isinstance(whole, Scaled) else None
     stored = scaled.images if scaled else whole
     if not isinstance(stored, StoredImages):
         return None
-    convert, array = stored.convert, stored.array
-    fitted = (
-        convert.keywords["spec"] if isinstance(convert, partial) and convert.func is fit else None
-    )
-    arrays = array.parts if isinstance(array, JoinedArrays) else (array,)
-    if (fitted is None and convert is not as_floats) or not all(
-        isinstance(each, FileArray) for each in arrays
-    ):
+    convert = stored.convert
+    fitted = None
+    if isinstance(convert, partial) and convert.func is fit:
+        fitted = convert.keywords["spec"]
+    elif convert is not as_floats:
         return None
-    rows = None
+    array = stored.array
+    arrays = array.parts if isinstance(array, JoinedArrays) else (array,)
+    locations = []
+    for part in arrays:
+        if not isinstance(part, FileArray):
+            return None
+        locations.append(_location_of(part))
+    chosen = None
     if selected is not None:
         path = folder.path / f"{name}-rows.npy"
         with replacing(path) as handle:
             write_rows(handle, (len(selected),), np.dtype("<i8"), [selected.chosen_N.numpy()])
-        rows = _place_of_npy(path, folder)
-    places = tuple(_place_of(each) for each in arrays if isinstance(each, FileArray))
-    shift, scale = (scaled.shift, scaled.scale) if scaled else (None, None)
-    return ReferencedImages(places=places, fitted=fitted, chosen=rows, shift=shift, scale=scale)
+        chosen = _location_in_npy(path, folder)
+    return ReferencedImages(
+        locations=tuple(locations),
+        fitted=fitted,
+        chosen=chosen,
+        shift=scaled.shift if scaled else None,
+        scale=scaled.scale if scaled else None,
+    )
 
 
-def _place_of(array: FileArray) -> ArrayLocation:
+def _location_of(array: FileArray) -> ArrayLocation:
     return ArrayLocation(
         path=str(array.path.resolve()),
         dtype=array.dtype.str,
@@ -109,21 +126,25 @@ def _place_of(array: FileArray) -> ArrayLocation:
     )
 
 
-def _place_of_npy(path: Path, folder: JobFolder) -> ArrayLocation:
-    header, name = npy_header(path), str(path.relative_to(folder.path))
+def _location_in_npy(path: Path, folder: JobFolder) -> ArrayLocation:
+    header = npy_header(path)
     return ArrayLocation(
-        path=name, dtype=header.dtype.str, shape=header.shape, offset=header.offset
+        path=str(path.relative_to(folder.path)),
+        dtype=header.dtype.str,
+        shape=header.shape,
+        offset=header.offset,
     )
 
 
 def _copy(images: Images, path: Path) -> None:
-    """Write images as float32, and any other tensor as it is; the padding of texts stays a hole in the file."""
+    """Write images as float32, and any other tensor as it is."""
     values = images.detach().cpu().numpy() if isinstance(images, Tensor) else None
     with replacing(path) as handle:
         if values is None or values.ndim != 3:
             dtype = np.dtype("<f4") if values is None else values.dtype
             write_rows(handle, images.shape, dtype, (block for _, block in blocks(images)))
             return
+        # Texts, padded with zeros to one length: the padding becomes a hole in the file, which takes no space.
         header = {"descr": values.dtype.str, "fortran_order": False, "shape": values.shape}
         np.lib.format.write_array_header_1_0(handle, header)
         begin = handle.tell()
@@ -133,9 +154,10 @@ def _copy(images: Images, path: Path) -> None:
         handle.truncate(begin + values.nbytes)
 
 
-def _array(place: ArrayLocation, folder: JobFolder) -> FileArray:
+def _open_array(location: ArrayLocation, folder: JobFolder) -> FileArray:
+    path = folder.path / location.path
     try:
-        return FileArray(folder.path / place.path, np.dtype(place.dtype), place.shape, place.offset)
+        return FileArray(path, np.dtype(location.dtype), location.shape, location.offset)
     except OSError as error:
         raise DataError(
             "images of a job",
@@ -146,9 +168,9 @@ def _array(place: ArrayLocation, folder: JobFolder) -> FileArray:
         ) from error
 
 
-def _mapped(place: ArrayLocation, folder: JobFolder) -> Tensor:
-    """Map an array; what is written into it stays with this process."""
-    # which checks the length, since reading beyond the end of a mapping kills
-    array = _array(place, folder)
+def _map(location: ArrayLocation, folder: JobFolder) -> Tensor:
+    """Map an array into memory; what is written into it stays with this process."""
+    # This checks the length, since reading beyond the end of a mapping kills the process.
+    array = _open_array(location, folder)
     mapped = np.memmap(array.path, array.dtype, mode="c", offset=array.offset, shape=array.shape)
     return torch.from_numpy(mapped)

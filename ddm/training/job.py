@@ -36,11 +36,17 @@ from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.config import Engine
 
 MAX_JOB_BYTES = 4 << 20
-MAX_WORD_BYTES = 64 << 10  # of the documents that processes write over and over
+# Of the documents that processes write again and again.
+MAX_DOCUMENT_BYTES = 64 << 10
 MAX_TEXT = 4000
+# How a process learns to which start it belongs, where its arguments do not say so.
+LAUNCH_VARIABLE = "ARCHIPELAGO_LAUNCH"
+# The exit code of a process that was asked to stop and wrote a checkpoint.
+EXIT_STOPPED = 130
+_MAX_FAILURES = 1024
 
 LaunchId = Annotated[str, StringConstraints(pattern="^[a-z0-9]{1,32}$")]
-Said = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
+BoundedText = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
@@ -64,21 +70,21 @@ class CopiedArray(Model):
     """An array in the job's own folder, as it is."""
 
     kind: Literal["copied"] = "copied"
-    place: ArrayLocation
+    location: ArrayLocation
 
 
 class ReferencedImages(Model):
-    """Images that are read where they lie.
+    """Images that are read from the files that hold them.
 
     Attributes:
-        places: the arrays that hold them, one after the other.
+        locations: of the arrays that hold them, one after the other.
         fitted: into which range and shape their values are brought; None where they are taken as float32.
         chosen: which rows, int64; None for all.
         shift, scale: a value x is then ``(x - shift) / scale``; None where it stays.
     """
 
     kind: Literal["referred"] = "referred"
-    places: Annotated[tuple[ArrayLocation, ...], Field(min_length=1, max_length=4096)]
+    locations: Annotated[tuple[ArrayLocation, ...], Field(min_length=1, max_length=4096)]
     fitted: DataSpec | None = None
     chosen: ArrayLocation | None = None
     shift: Measure | None = None
@@ -127,7 +133,7 @@ class Launch(Document):
     Attributes:
         launch_id: names its folder, and fences off processes of earlier starts.
         work: what is trained, see `work_of`.
-        by: this machine's processes, or a command.
+        by: this machine alone, in processes that end with the worker, or the operator's command, which outlives it.
         host: where the command was started.
         pid: of the command; with `started`, in ticks since the machine started, no other process is taken for it.
         returned: its exit code, once it is known.
@@ -138,7 +144,7 @@ class Launch(Document):
     format: Literal["archipelago/launch/1"] = "archipelago/launch/1"
     launch_id: LaunchId
     work: Digest
-    by: Literal["processes", "command"]
+    by: Literal["local", "command"]
     host: Annotated[str, Field(max_length=255)]
     pid: NaturalInt
     started: NaturalInt
@@ -156,7 +162,7 @@ class Heartbeat(Document):
         step, num_steps, loss, steps_per_second, seconds: as `ddm.training.loop.Progress`; step 0 before the first.
     """
 
-    format: Literal["archipelago/beat/1"] = "archipelago/beat/1"
+    format: Literal["archipelago/heartbeat/1"] = "archipelago/heartbeat/1"
     count: PositiveInt
     ended: bool = False
     step: NaturalInt = 0
@@ -170,17 +176,28 @@ class ProcessFailure(Document):
     """Why a process ended.
 
     Attributes:
-        kind: one of our errors, by its exit code; the operating system's, by its number; or another, in words.
+        rank: the process's number.
+        num_processes: how many share the work.
+        kind: one of our errors, by its exit code; the operating system's, by its number; died, of a process that
+            could not say why; or another error, as text.
+        code: the exit code or the number.
+        subject, expected, got, remedy: of an error of ours; otherwise the subject says all.
     """
 
     format: Literal["archipelago/failure/1"] = "archipelago/failure/1"
     rank: NaturalInt
-    kind: Literal["ours", "system", "other"]
+    num_processes: PositiveInt
+    kind: Literal["ours", "system", "died", "other"]
     code: NaturalInt = 0
-    subject: Said
-    expected: Said | None = None
-    got: Said | None = None
-    remedy: Said | None = None
+    subject: BoundedText
+    expected: BoundedText | None = None
+    got: BoundedText | None = None
+    remedy: BoundedText | None = None
+
+    @property
+    def process_name(self) -> str:
+        """How errors call the process."""
+        return process_name(self.rank, self.num_processes)
 
 
 class TrainingResult(Document):
@@ -211,6 +228,11 @@ def new_launch_id() -> str:
     return secrets.token_hex(8)
 
 
+def process_name(rank: int, num: int) -> str:
+    """Return how errors call a process."""
+    return f"training process {rank + 1} of {num}"
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one start."""
@@ -218,9 +240,9 @@ class RunFolder:
     path: Path
 
     @property
-    def beat(self) -> Path:
+    def heartbeat(self) -> Path:
         """See `Heartbeat`."""
-        return self.path / "beat.json"
+        return self.path / "heartbeat.json"
 
     @property
     def stop(self) -> Path:
@@ -229,24 +251,21 @@ class RunFolder:
 
     @property
     def command_log(self) -> Path:
-        """What the command printed that started the processes."""
+        """What the command that started the processes printed, and processes of this machine."""
         return self.path / "command.log"
 
     def failure(self, rank: int) -> Path:
         """See `ProcessFailure`."""
         return self.path / f"failure-{rank}.json"
 
-    def log(self, rank: int) -> Path:
-        """What a process printed that this machine started itself."""
-        return self.path / f"process-{rank}.log"
-
     def failures(self) -> list[ProcessFailure]:
         """Read why processes ended, by their ranks; what is not whole is left out."""
-        found = (
-            read_document(ProcessFailure, path)
-            for path in sorted(self.path.glob("failure-*.json"))[:1024]
-        )
-        return sorted((each for each in found if each), key=lambda each: each.rank)
+        failures = []
+        for path in sorted(self.path.glob("failure-*.json"))[:_MAX_FAILURES]:
+            failure = read_document(ProcessFailure, path)
+            if failure is not None:
+                failures.append(failure)
+        return sorted(failures, key=lambda failure: failure.rank)
 
 
 @dataclass(frozen=True)
@@ -317,17 +336,21 @@ class JobFolder:
             DigestError: another plan than the job's.
         """
         if not self.job.is_file():
-            got = "a folder without it" if self.path.is_dir() else "nothing there"
-            remedy = "Name the folder that a silo's worker or ddm train made, as every machine of the job sees it."
             raise MissingFileError(
-                str(self.path), expected="a job's folder, with job.json", got=got, remedy=remedy
+                str(self.path),
+                expected="a job's folder, with job.json",
+                got="a folder without it" if self.path.is_dir() else "nothing there",
+                remedy="Name the folder that a silo's worker or ddm train made, as every machine of the job sees it.",
             )
         job = TrainingJob.parse(read_bounded(self.job, MAX_JOB_BYTES), subject=self.job.name)
         data = read_bounded(self.plan, MAX_JOB_BYTES)
-        if (found := sha256_hex(data)) != job.plan_digest:
-            expected, got = f"sha256 {job.plan_digest[:16]}...", f"sha256 {found[:16]}..."
+        digest = sha256_hex(data)
+        if digest != job.plan_digest:
             raise DigestError(
-                self.plan.name, expected=expected, got=got, remedy="Start the training again."
+                self.plan.name,
+                expected=f"sha256 {job.plan_digest[:16]}...",
+                got=f"sha256 {digest[:16]}...",
+                remedy="Start the training again.",
             )
         return job, Plan.parse(data, subject=self.plan.name)
 
@@ -342,9 +365,10 @@ def discard_job(folder: JobFolder, *, keep_checkpoints: bool = False) -> None:
     if not folder.path.is_dir():
         return
     for path in sorted(folder.path.iterdir()):
+        if path == folder.checkpoints and keep_checkpoints:
+            continue
         if path.is_dir() and not path.is_symlink():
-            if path != folder.checkpoints or not keep_checkpoints:
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
     with suppress(OSError):
@@ -368,7 +392,7 @@ def read_document(kind: type[DocumentT], path: Path) -> DocumentT | None:
     """Read a small document; None where there is none, or none that can be read."""
     try:
         return kind.parse(
-            read_bounded(path, MAX_WORD_BYTES), subject=path.name, limit=MAX_WORD_BYTES
+            read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name, limit=MAX_DOCUMENT_BYTES
         )
     except (ArchipelagoError, OSError):
         return None

@@ -1,9 +1,9 @@
-"""Trains one expert as a job: in this process, in several of this machine, or wherever a launcher's command starts it.
+"""Trains one expert as a job: in this process, or by a command that starts the processes.
 
-Where one process of this machine trains, it is this one. Else the folder is all that the processes and this one share:
-what is to be trained lies there before they start, and whoever follows them takes from it what verifies, and nothing
-else. Another start is made only of a job that has ended or is lost, so a process that comes back after its own death
-follows what it finds.
+Where one process of this machine trains, it is this one. Otherwise the folder is all that the processes and this one
+share: what is to be trained is there before they start, and whoever follows them takes from it what verifies, and
+nothing else. Another start is made only of a job that has ended or is lost, so a worker that starts again after its
+own death follows the job that goes on.
 """
 
 import os
@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -27,7 +26,6 @@ from ddm.privacy.secret_stream import make_secret
 from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings
 from ddm.training.distributed import num_processes
-from ddm.training.following import Follower, finished, lost
 from ddm.training.inputs import write_inputs
 from ddm.training.job import (
     JobFolder,
@@ -39,11 +37,19 @@ from ddm.training.job import (
     work_of,
     write_document,
 )
-from ddm.training.launcher import Command, Processes, start_command
+from ddm.training.launch import (
+    LaunchCommand,
+    StartFollower,
+    finished,
+    futile_starts_error,
+    start_command,
+    start_local,
+)
 from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert
 from ddm.training.process import only_one, train_here
 
+# Of a safetensors file, beyond its tensors.
 _HEADER_BYTES = 1 << 20
 _COPY_BYTES = 1 << 20
 
@@ -71,7 +77,7 @@ class TrainingTask:
 
 
 def train_job(
-    wanted: TrainingTask,
+    task: TrainingTask,
     folder: JobFolder,
     settings: TrainingSettings,
     to: Path,
@@ -79,99 +85,146 @@ def train_job(
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> TrainingResult:
-    """Train an expert, from the last checkpoint where there is one, and put it where it belongs once it verifies.
+    """Train an expert, from the last checkpoint where there is one, and put it in its place once it verifies.
 
     Args:
-        wanted: the expert and its inputs.
+        task: the expert and its inputs.
         folder: the job's.
         settings: how, and by which processes.
         to: where the expert goes.
         on_progress: called every few steps; what it raises stops the training.
-        should_stop: its yes stops the training after a checkpoint.
+        should_stop: once it returns true the training stops after a checkpoint.
 
     Raises:
-        KeyboardInterrupt: `should_stop` said yes.
+        KeyboardInterrupt: `should_stop` returned true.
         ArchipelagoError: what training raised; a `SetupError` where its processes die or do not start, a
             `DigestError`, `TensorFileError` or `DocumentError` where what they left is not an expert of the plan.
     """
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if wanted.expert.plan.expert.privacy:
+    if task.expert.plan.expert.privacy:
         make_secret(folder.secret)
-    result = finished(folder, wanted.work) or _resumed(
-        wanted, folder, settings, on_progress, should_stop
-    )
-    if result is None and settings.launcher == "local" and num_processes(settings) == 1:
-        result = _train_in_this_process(wanted, folder, on_progress, should_stop)
-    while result is None:
-        result = _started(wanted, folder, settings).follow(wanted.work, on_progress, should_stop)
-    _collect(wanted.expert, result, folder, to)
+    run = _JobRun(task, folder, settings, on_progress, should_stop)
+    result = run.train()
+    _collect(task.expert, result, folder, to)
     return result
 
 
-def _train_in_this_process(
-    wanted: TrainingTask,
-    folder: JobFolder,
-    on_progress: Callable[[Progress], None],
-    should_stop: Callable[[], bool],
-) -> TrainingResult | None:
-    # so that late processes of an earlier start end
-    _note(folder, _new_launch(wanted, "processes"))
-    with only_one(folder):
-        train_here(folder, wanted.expert, wanted.inputs, wanted.data, on_progress, should_stop)
-    return finished(folder, wanted.work)
+@dataclass(frozen=True)
+class _JobRun:
+    """A job and whoever waits for it, see `train_job`."""
 
+    task: TrainingTask
+    folder: JobFolder
+    settings: TrainingSettings
+    on_progress: Callable[[Progress], None]
+    should_stop: Callable[[], bool]
 
-def _resumed(
-    wanted: TrainingTask,
-    folder: JobFolder,
-    settings: TrainingSettings,
-    on_progress: Callable[[Progress], None],
-    should_stop: Callable[[], bool],
-) -> TrainingResult | None:
-    """Follow the start that an earlier process made by a command, if it may still go on."""
-    launch = read_document(Launch, folder.launch)
-    if launch is None or launch.by != "command":
-        return None
-    follower = Follower(folder, launch, Command(launch), settings)
-    if launch.work != wanted.work:
-        follower.ask_to_stop()
-        return None
-    if follower.run.stop.exists():  # it was stopped, and has ended or will
-        return None
-    return follower.follow(wanted.work, on_progress, should_stop)
+    @property
+    def _is_local(self) -> bool:
+        return self.settings.launcher == "local"
 
+    def train(self) -> TrainingResult:
+        """Train until there is a result."""
+        result = finished(self.folder, self.task.work)
+        if result is None:
+            result = self._follow_earlier_start()
+        if result is None and self._is_local and num_processes(self.settings) == 1:
+            result = self._train_in_this_process()
+        while result is None:
+            result = self._follow(self._start())
+        return result
 
-def _started(wanted: TrainingTask, folder: JobFolder, settings: TrainingSettings) -> Follower:
-    """Start the job's processes.
+    def _follow(self, follower: StartFollower) -> TrainingResult | None:
+        return follower.follow(self.task.work, self.on_progress, self.should_stop)
 
-    Raises:
-        SetupError: the last starts came no step further.
-    """
-    launch = _next_launch(wanted, folder, settings)
-    _prepare(wanted, folder, settings)
-    _note(folder, launch)
-    if settings.launcher == "local":
-        num = num_processes(settings)
-        processes = Processes(folder, launch.launch_id, num, torch.get_num_threads())
-        return Follower(folder, launch, processes, settings, num)
-    launch, command = start_command(settings, folder, launch)
-    write_document(launch, folder.launch)
-    return Follower(folder, launch, command, settings)
+    def _follow_earlier_start(self) -> TrainingResult | None:
+        """Follow the start that an earlier process made by a command, if it may still go on."""
+        launch = read_document(Launch, self.folder.launch)
+        if launch is None or launch.by != "command":
+            return None
+        command = LaunchCommand.of_earlier(launch)
+        follower = StartFollower(self.folder, launch, command, self.settings)
+        if launch.work != self.task.work:
+            follower.request_stop()
+            return None
+        if follower.run.stop.exists():
+            # It was stopped, and has ended or will.
+            return None
+        return self._follow(follower)
 
+    def _train_in_this_process(self) -> TrainingResult | None:
+        # With another start in force, late processes of an earlier one end.
+        self._put_in_force(self._new_launch())
+        with only_one(self.folder):
+            train_here(
+                self.folder,
+                self.task.expert,
+                self.task.inputs,
+                self.task.data,
+                self.on_progress,
+                self.should_stop,
+            )
+        return finished(self.folder, self.task.work)
 
-def _next_launch(wanted: TrainingTask, folder: JobFolder, settings: TrainingSettings) -> Launch:
-    by: Literal["processes", "command"] = "processes" if settings.launcher == "local" else "command"
-    before, step, futile = read_document(Launch, folder.launch), _last_step(folder), 0
-    if before is not None and (before.work, before.by, by) == (wanted.work, "command", "command"):
-        run = folder.run(before.launch_id)
-        # the end of one that was stopped tells nothing
-        if not run.stop.exists() and step <= before.step:
-            futile = before.futile + 1
-        if futile >= settings.retries:
-            # the next call begins to count anew: somebody has looked into it
-            folder.launch.unlink(missing_ok=True)
-            raise lost(run, futile)
-    return _new_launch(wanted, by).model_copy(update={"futile": futile, "step": step})
+    def _start(self) -> StartFollower:
+        """Start the job's processes.
+
+        Raises:
+            SetupError: the last starts came no step further.
+        """
+        launch = self._next_launch()
+        write_job(self.task, self.folder, self.settings)
+        self._put_in_force(launch)
+        if self._is_local:
+            num = num_processes(self.settings)
+            command = start_local(self.folder, launch, num, torch.get_num_threads())
+        else:
+            launch, command = start_command(self.settings, self.folder, launch)
+            write_document(launch, self.folder.launch)
+        return StartFollower(self.folder, launch, command, self.settings)
+
+    def _next_launch(self) -> Launch:
+        launch = self._new_launch()
+        earlier = read_document(Launch, self.folder.launch)
+        step = _last_step(self.folder)
+        num_futile = 0
+        is_comparable = (
+            earlier is not None
+            and earlier.work == launch.work
+            and earlier.by == launch.by == "command"
+        )
+        if earlier is not None and is_comparable:
+            run = self.folder.run(earlier.launch_id)
+            # The end of a start that was stopped says nothing about it.
+            if not run.stop.exists() and step <= earlier.step:
+                num_futile = earlier.futile + 1
+            if num_futile >= self.settings.retries:
+                # The next call counts from 0: by then somebody has looked into it.
+                self.folder.launch.unlink(missing_ok=True)
+                raise futile_starts_error(run, num_futile)
+        return launch.model_copy(update={"futile": num_futile, "step": step})
+
+    def _new_launch(self) -> Launch:
+        return Launch(
+            launch_id=new_launch_id(),
+            work=self.task.work,
+            by="local" if self._is_local else "command",
+            host=socket.gethostname()[:255],
+            pid=os.getpid(),
+            started=0,
+        )
+
+    def _put_in_force(self, launch: Launch) -> None:
+        """Write which start is in force; the folders of earlier ones go, except that the last one's logs stay."""
+        earlier = read_document(Launch, self.folder.launch)
+        recent = {launch.launch_id}
+        if earlier is not None:
+            recent.add(earlier.launch_id)
+        if self.folder.runs.is_dir():
+            for path in self.folder.runs.iterdir():
+                if path.name not in recent:
+                    shutil.rmtree(path, ignore_errors=True)
+        write_document(launch, self.folder.launch)
 
 
 def _last_step(folder: JobFolder) -> int:
@@ -180,26 +233,16 @@ def _last_step(folder: JobFolder) -> int:
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
-def _new_launch(wanted: TrainingTask, by: Literal["processes", "command"]) -> Launch:
-    host = socket.gethostname()[:255]
-    return Launch(
-        launch_id=new_launch_id(), work=wanted.work, by=by, host=host, pid=os.getpid(), started=0
-    )
+def write_job(task: TrainingTask, folder: JobFolder, settings: TrainingSettings) -> None:
+    """Write what the processes of a job read, with `job.json` last.
 
-
-def _note(folder: JobFolder, launch: Launch) -> None:
-    """Put a start in force; the folders of earlier ones go, but for the last one's logs."""
-    before = read_document(Launch, folder.launch)
-    kept = {launch.launch_id, before.launch_id if before else None}
-    for path in folder.runs.iterdir() if folder.runs.is_dir() else ():
-        if path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)
-    write_document(launch, folder.launch)
-
-
-def _prepare(wanted: TrainingTask, folder: JobFolder, settings: TrainingSettings) -> None:
-    """Write what the processes read; the job itself last."""
-    expert, plan = wanted.expert, wanted.expert.plan
+    Args:
+        task: the expert and its inputs.
+        folder: the job's.
+        settings: the site's; with a launcher's command, images are copied into the folder.
+    """
+    expert = task.expert
+    plan = expert.plan
     folder.result.unlink(missing_ok=True)
     base = None
     if expert.base is not None:
@@ -208,14 +251,14 @@ def _prepare(wanted: TrainingTask, folder: JobFolder, settings: TrainingSettings
         base = File(
             path=folder.base.name, bytes=expert.base.file.bytes, digest=expert.base.file.digest
         )
-    alone = settings.launcher != "local"
-    inputs = write_inputs(wanted.inputs, wanted.files, folder, alone=alone)
+    is_complete = settings.launcher != "local"
+    inputs = write_inputs(task.inputs, task.files, folder, is_complete=is_complete)
     write_atomic(folder.plan, plan.encode())
     job = TrainingJob(
         plan_digest=plan.digest,
         silo_id=expert.silo_id,
         number=expert.number,
-        data=wanted.data,
+        data=task.data,
         engine=settings.engine,
         threads=torch.get_num_threads(),
         base=base,
@@ -231,21 +274,28 @@ def _prepare(wanted: TrainingTask, folder: JobFolder, settings: TrainingSettings
 def _collect(expert: PlannedExpert, result: TrainingResult, folder: JobFolder, to: Path) -> None:
     """Copy the expert to where nobody but this process's user writes, verify the copy, and give it its name.
 
+    The copy is verified and not the original, which the processes of the job could change after the check.
+
     Raises:
         DigestError, TensorFileError, DocumentError: not an expert of the plan, with finite weights.
     """
-    plan, name = expert.plan, folder.expert.name
-    steps = plan.expert.training.num_steps
-    if result.steps != steps or not isfinite(result.loss) or result.expert.path != name:
+    plan = expert.plan
+    name = folder.expert.name
+    num_steps = plan.expert.training.num_steps
+    if result.steps != num_steps or not isfinite(result.loss) or result.expert.path != name:
         folder.result.unlink(missing_ok=True)
-        got = f"{result.steps} steps of {result.expert.path}"
-        raise DocumentError(folder.result.name, expected=f"{steps} steps, and {name}", got=got)
+        raise DocumentError(
+            folder.result.name,
+            expected=f"{num_steps} steps, and {name}",
+            got=f"{result.steps} steps of {result.expert.path}",
+        )
     specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
+    max_bytes = stored_bytes(specs) + _HEADER_BYTES
     part = to.with_name(f".{to.name}.unverified")
     to.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open_regular(folder.expert, name) as (reader, size), part.open("wb") as writer:
-            if size != result.expert.bytes or size > stored_bytes(specs) + _HEADER_BYTES:
+            if size != result.expert.bytes or size > max_bytes:
                 raise TensorFileError(
                     name, expected=f"{stored_bytes(specs)} bytes and a header", got=f"{size} bytes"
                 )
@@ -253,7 +303,7 @@ def _collect(expert: PlannedExpert, result: TrainingResult, folder: JobFolder, t
         check_file(part, specs, max_bytes=size, max_abs=MAX_WEIGHT, digest=result.expert.digest)
         move_into_place(part, to)
     except ArchipelagoError:
-        # the next call trains again, from the last checkpoint
+        # The next call trains again, from the last checkpoint.
         folder.result.unlink(missing_ok=True)
         raise
     finally:

@@ -1,7 +1,7 @@
-"""What each process of a job does, whoever started it: train its part, and leave a sign of life, an end, a result.
+"""What each process of a job does, whoever started it: train its part, and leave signs of life, an end, a result.
 
-Every process reads the folder alone. The first one also says every few seconds that it lives, looks whether it is to
-stop or another start has taken its place, and holds the folder's lock as long as it writes.
+Every process reads the folder alone. The first one also writes every few seconds that it is alive, checks whether it
+is to stop or another start has taken its place, and holds the folder's lock as long as it writes.
 """
 
 import os
@@ -11,16 +11,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict
+from types import TracebackType
+
+import torch
 
 from ddm.errors import ArchipelagoError, BusyError, SetupError
 from ddm.images.rows import Images
 from ddm.io.locks import locked
 from ddm.protocol.base import File
 from ddm.protocol.submission import MAX_LOSS
+from ddm.system.console import say
 from ddm.training.group import PATIENCE_S, Member, join_group, member_of, torch_environment
 from ddm.training.inputs import open_input
 from ddm.training.job import (
+    EXIT_STOPPED,
     MAX_TEXT,
     Heartbeat,
     JobFolder,
@@ -37,38 +42,45 @@ from ddm.training.job import (
 from ddm.training.loop import Progress
 from ddm.training.planned import BaseExpert, PlannedExpert
 
-LAUNCH_VARIABLE = "ARCHIPELAGO_LAUNCH"
-BY_HAND = "byhand"  # the start of a job that no worker follows
-EXIT_STOPPED, EXIT_BROKEN = 130, 1
-BEAT_S = 2.0  # between two signs of life
-_LOOK_S = 0.25  # between two looks at what a follower wants
-_LOCK_S = 60.0  # that an earlier start's first process may take to end
+# The start of a job that no worker follows.
+BY_HAND = "byhand"
+_EXIT_BROKEN = 1
+# Between two signs of life, and between two looks at what a follower wrote.
+_HEARTBEAT_S = 2.0
+_LOOK_S = 0.25
+# For an earlier start's first process to end.
+_LOCK_S = 60.0
 
 
-def train_folder(folder: JobFolder, asked: str | None, stop: threading.Event) -> int:
+def train_folder(folder: JobFolder, launch_id: str | None, stop: threading.Event) -> int:
     """Do this process's part of the job, and return the exit code with which it ends.
 
     Args:
         folder: the job's.
-        asked: the start that it belongs to; None where nobody said.
+        launch_id: the start that it belongs to; None where nobody said.
         stop: once it is set, the process writes a checkpoint and ends.
     """
-    launch = read_document(Launch, folder.launch)
-    launch_id = asked or (launch.launch_id if launch else BY_HAND)
-    run, rank = folder.run(launch_id), 0
+    if launch_id is None:
+        launch = read_document(Launch, folder.launch)
+        launch_id = launch.launch_id if launch else BY_HAND
+    run = folder.run(launch_id)
+    member = Member(rank=0, num=1, local_rank=0, on_one_machine=True)
     try:
         member = member_of(os.environ)
-        rank = member.rank
-        with _signs_of_life(folder, run, launch_id, stop) if rank == 0 else _silence() as report:
-            _train(folder, run, member, report, stop)
+        if member.rank == 0:
+            with _HeartbeatThread(folder, launch_id, stop) as heartbeats:
+                _train(folder, run, member, heartbeats.note, stop)
+        else:
+            _train(folder, run, member, lambda progress: None, stop)
     except KeyboardInterrupt:
         return EXIT_STOPPED
     except Exception as error:
-        failure = _failure(rank, error)
-        with suppress(OSError):  # where the disk is full, the exit code has to do
-            write_document(failure, run.failure(rank))
+        failure = _failure_of(member, error)
+        # Where the disk is full, the exit code has to suffice.
+        with suppress(OSError):
+            write_document(failure, run.failure(member.rank))
         _print(failure)
-        return failure.code if failure.kind == "ours" else EXIT_BROKEN
+        return failure.code if failure.kind == "ours" else _EXIT_BROKEN
     return 0
 
 
@@ -76,19 +88,21 @@ def _train(
     folder: JobFolder,
     run: RunFolder,
     member: Member,
-    report: Callable[[Progress], None],
+    on_progress: Callable[[Progress], None],
     stop: threading.Event,
 ) -> None:
-    import torch
-
     job, plan = folder.read_job()
     _check_number(job, member)
     torch.set_num_threads(job.threads)
     os.environ |= torch_environment(member, os.environ)
-    base = BaseExpert(folder.path, job.base) if job.base else None
-    engine = job.engine.model_copy(update={"processes": member.num})
     expert = PlannedExpert(
-        plan, job.silo_id, job.number, base, engine, stops=job.stops, paid=job.paid
+        plan,
+        job.silo_id,
+        job.number,
+        BaseExpert(folder.path, job.base) if job.base else None,
+        job.engine.model_copy(update={"processes": member.num}),
+        stops=job.stops,
+        paid=job.paid,
     )
     with ExitStack() as stack:
         stack.enter_context(_scratch())
@@ -97,11 +111,11 @@ def _train(
         if member.num > 1:
             join_group(member, run.path)
         inputs: dict[str, Images] = {"images": open_input(job.images, folder)}
-        for name, given in (("labels", job.labels), ("units", job.units)):
-            if given is not None:
-                inputs[name] = open_input(given, folder)
-        with _saying_who_waits(member):
-            train_here(folder, expert, inputs, job.data, report, stop.is_set)
+        for name, array in (("labels", job.labels), ("units", job.units)):
+            if array is not None:
+                inputs[name] = open_input(array, folder)
+        with _explained_timeouts(member):
+            train_here(folder, expert, inputs, job.data, on_progress, stop.is_set)
 
 
 def train_here(
@@ -114,13 +128,22 @@ def train_here(
 ) -> None:
     """Train in this process, or this process's part, and write the expert and its result into the folder.
 
+    Args:
+        folder: the job's.
+        expert: as the plan says.
+        inputs: see `ddm.training.jobs.TrainingTask`, and so is `data`.
+        data: the digest of whatever names the inputs.
+        on_progress: called every few steps; what it raises stops the training.
+        should_stop: once it returns true the training stops after a checkpoint.
+
     Raises:
         KeyboardInterrupt, ArchipelagoError: see `ddm.training.loop.train`.
     """
     trained = expert.train(
         inputs, folder.expert, folder.checkpoints, on_progress, should_stop, secret=folder.secret
     )
-    if trained is None:  # another process has it
+    if trained is None:
+        # Another process writes the expert.
         return
     result = TrainingResult(
         work=work_of(expert.plan.digest, expert.silo_id, expert.number, data),
@@ -134,16 +157,16 @@ def train_here(
 
 
 def _check_number(job: TrainingJob, member: Member) -> None:
-    """Refuse to train beside others who each believe to be alone.
+    """Refuse to train beside others each of which would take itself for the only one.
 
     Raises:
-        SetupError: not as many processes as the job asks for.
+        SetupError: not as many processes as the job requires.
     """
-    wanted = job.engine.processes
-    if isinstance(wanted, int) and wanted != member.num:
+    num = job.engine.processes
+    if isinstance(num, int) and num != member.num:
         raise SetupError(
             "training.processes",
-            expected=f"{wanted} processes, as silo.toml says",
+            expected=f"{num} processes, as silo.toml says",
             got=f"{member.num}, as this process was told by whoever started it",
             remedy="Let training.processes in silo.toml be the number that training.launcher starts, on all machines "
             'together, or "auto". srun and torchrun tell each process; for others, set RANK and WORLD_SIZE.',
@@ -152,7 +175,7 @@ def _check_number(job: TrainingJob, member: Member) -> None:
 
 @contextmanager
 def only_one(folder: JobFolder) -> Iterator[None]:
-    """Hold the folder; an earlier start's first process gets a moment to end.
+    """Hold the folder's lock; an earlier start's first process gets a moment to end.
 
     Raises:
         BusyError: it does not.
@@ -172,18 +195,19 @@ def only_one(folder: JobFolder) -> Iterator[None]:
 
 @contextmanager
 def _scratch() -> Iterator[None]:
-    """Let torch and accelerate keep their files in a folder that goes when the process ends by itself."""
-    before = tempfile.tempdir
+    """Let torch and accelerate keep their files in a folder that is removed when the process ends by itself."""
+    outer = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="archipelago-", ignore_cleanup_errors=True) as folder:
         tempfile.tempdir = folder
         try:
             yield
         finally:
-            tempfile.tempdir = before
+            tempfile.tempdir = outer
 
 
 @contextmanager
-def _saying_who_waits(member: Member) -> Iterator[None]:
+def _explained_timeouts(member: Member) -> Iterator[None]:
+    """Turn torch's timeout into an error that says who waited for whom."""
     try:
         yield
     except RuntimeError as error:
@@ -197,93 +221,107 @@ def _saying_who_waits(member: Member) -> Iterator[None]:
         ) from error
 
 
-@dataclass
-class _Pulse:
-    """The first process's signs of life, written by a thread of their own."""
+class _HeartbeatThread:
+    """Writes the first process's signs of life, and stops the training where the folder says so.
 
-    folder: JobFolder
-    run: RunFolder
-    launch_id: str
-    stop: threading.Event
-    count: int = 0
-    latest: Progress | None = None
-    over: threading.Event = field(default_factory=threading.Event)
+    A thread of its own does both, because one step may take longer than a sign of life may stay away.
 
-    def beat(self, *, ended: bool = False) -> None:
-        """Write a sign of life with the latest progress; a file system that refuses one may take the next."""
-        self.count += 1
-        beat = Heartbeat(count=self.count, ended=ended)
+    Args:
+        folder: the job's.
+        launch_id: the start.
+        stop: set once the training is to stop.
+    """
+
+    def __init__(self, folder: JobFolder, launch_id: str, stop: threading.Event) -> None:
+        self._folder = folder
+        self._run = folder.run(launch_id)
+        self._launch_id = launch_id
+        self._stop = stop
+        self._count = 0
+        self._progress: Progress | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+
+    def __enter__(self) -> "_HeartbeatThread":
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._write(ended=True)
+
+    def note(self, progress: Progress) -> None:
+        """Let the next sign of life report this progress."""
+        self._progress = progress
+
+    def _write(self, *, ended: bool = False) -> None:
+        self._count += 1
+        heartbeat = Heartbeat(count=self._count, ended=ended)
+        if self._progress is not None:
+            fields = asdict(self._progress)
+            fields["loss"] = min(self._progress.loss, MAX_LOSS)
+            heartbeat = heartbeat.model_copy(update=fields)
+        # A file system that refuses one may take the next.
         with suppress(OSError):
-            told = (
-                vars(self.latest) | {"loss": min(self.latest.loss, MAX_LOSS)} if self.latest else {}
-            )
-            write_transient(beat.model_copy(update=told), self.run.beat)
+            write_transient(heartbeat, self._run.heartbeat)
 
-    def look(self) -> None:
-        """Stop where the follower asks for it, has begun another start, or has removed the folder."""
-        launch = read_document(Launch, self.folder.launch)
-        fenced = launch is not None and self.launch_id not in (launch.launch_id, BY_HAND)
-        if fenced or self.run.stop.exists() or not self.folder.job.exists():
-            self.stop.set()
+    def _look(self) -> None:
+        """Stop where the follower requests it, has begun another start, or has removed the folder."""
+        launch = read_document(Launch, self._folder.launch)
+        is_replaced = launch is not None and self._launch_id not in (launch.launch_id, BY_HAND)
+        if is_replaced or self._run.stop.exists() or not self._folder.job.exists():
+            self._stop.set()
 
-    def keep(self) -> None:
-        """Beat and look until all is over."""
-        shown, beaten = self.latest, time.monotonic()
-        while not self.over.wait(_LOOK_S):
-            self.look()
-            if self.latest is not shown or time.monotonic() - beaten >= BEAT_S:
-                shown, beaten = self.latest, time.monotonic()
-                self.beat()
-
-
-@contextmanager
-def _signs_of_life(
-    folder: JobFolder, run: RunFolder, launch_id: str, stop: threading.Event
-) -> Iterator[Callable[[Progress], None]]:
-    pulse = _Pulse(folder, run, launch_id, stop)
-    pulse.beat()
-    thread = threading.Thread(target=pulse.keep, daemon=True)
-    thread.start()
-    try:
-        yield lambda progress: setattr(pulse, "latest", progress)
-    finally:
-        pulse.over.set()
-        thread.join()
-        pulse.beat(ended=True)
+    def _keep(self) -> None:
+        """Write and look until the training is over."""
+        written_progress = self._progress
+        written_at = time.monotonic()
+        while not self._is_over.wait(_LOOK_S):
+            self._look()
+            is_due = time.monotonic() - written_at >= _HEARTBEAT_S
+            if is_due or self._progress is not written_progress:
+                written_progress = self._progress
+                written_at = time.monotonic()
+                self._write()
 
 
-@contextmanager
-def _silence() -> Iterator[Callable[[Progress], None]]:
-    yield lambda progress: None
-
-
-def _failure(rank: int, error: Exception) -> ProcessFailure:
+def _failure_of(member: Member, error: Exception) -> ProcessFailure:
+    failure = ProcessFailure(
+        rank=member.rank, num_processes=member.num, kind="other", subject=_text(str(error))
+    )
     if isinstance(error, ArchipelagoError):
-        said = [
-            (text or "")[:MAX_TEXT] or None for text in (error.expected, error.got, error.remedy)
-        ]
-        expected, got, remedy = said
-        return ProcessFailure(
-            rank=rank,
-            kind="ours",
-            code=error.exit_code,
-            subject=error.subject[:MAX_TEXT],
-            expected=expected,
-            got=got,
-            remedy=remedy,
-        )
-    if isinstance(error, OSError) and error.errno is not None:
-        return ProcessFailure(
-            rank=rank, kind="system", code=error.errno, subject=error.strerror or ""
-        )
-    return ProcessFailure(rank=rank, kind="other", subject=traceback.format_exc()[-MAX_TEXT:])
+        fields = {
+            "kind": "ours",
+            "code": error.exit_code,
+            "subject": _text(error.subject),
+            "expected": _text(error.expected) or None,
+            "got": _text(error.got) or None,
+            "remedy": _text(error.remedy) or None,
+        }
+    elif isinstance(error, OSError) and error.errno is not None:
+        fields = {"kind": "system", "code": error.errno, "subject": _text(error.strerror)}
+    else:
+        fields = {"subject": traceback.format_exc()[-MAX_TEXT:]}
+    return failure.model_copy(update=fields)
+
+
+def _text(text: str | None) -> str:
+    return (text or "")[:MAX_TEXT]
 
 
 def _print(failure: ProcessFailure) -> None:
-    from ddm.system.console import say
-
-    parts = {"expected": failure.expected, "found": failure.got, "to do": failure.remedy}
     say(f"error: {failure.subject}", error=True)
-    for name, text in parts.items():
+    for name, text in (
+        ("expected", failure.expected),
+        ("found", failure.got),
+        ("to do", failure.remedy),
+    ):
         if text:
             say(f"  {name + ':':<9} {text}", error=True)

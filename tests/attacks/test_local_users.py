@@ -12,7 +12,7 @@ import pytest
 
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import find_nginx
-from ddm.system.guard import descendants
+from ddm.system.process_table import descendants
 from ddm.system.processes import free_port
 from silo.courier.supernode import Courier
 from tests.integration.test_transport import PLAN, make_federation, make_site

@@ -19,7 +19,7 @@ from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import find_nginx
 from ddm.errors import BusyError, TransportError
-from ddm.system.guard import descendants
+from ddm.system.process_table import descendants
 from ddm.system.processes import flower_environment, free_port
 from silo.courier.supernode import Courier, make_node_key
 from tests.support.bundles import Signer, site_settings

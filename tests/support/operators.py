@@ -11,7 +11,7 @@ import numpy as np
 import tomli_w
 
 from aggregator.config import Federation
-from ddm.system.guard import descendants
+from ddm.system.process_table import descendants
 from ddm.system.processes import Child, free_port, program, spawn, terminate_all
 from silo.config import Site
 from tests.support.federation import POLICY, images, recipe, waive, write_policy

@@ -279,7 +279,7 @@ def _sign_request(data: bytes) -> object:
 
 
 _EXPERT = {"path": "expert.safetensors", "bytes": 8, "digest": DIGEST}
-_PLACE = {"path": "images.npy", "dtype": "<f4", "shape": [3, 1, 8, 8], "offset": 128}
+_LOCATION = {"path": "images.npy", "dtype": "<f4", "shape": [3, 1, 8, 8], "offset": 128}
 _FITTED = {"shape": [1, 8, 8], "range": [-1.0, 1.0]}
 _JOB: Mapping[type[Document], dict[str, Any]] = {
     TrainingJob: {
@@ -290,11 +290,11 @@ _JOB: Mapping[type[Document], dict[str, Any]] = {
         },
         "images": {
             "kind": "referred",
-            "places": [_PLACE],
+            "locations": [_LOCATION],
             "fitted": _FITTED,
-            "chosen": _PLACE | {"dtype": "<i8"},
+            "chosen": _LOCATION | {"dtype": "<i8"},
         },
-        "labels": {"kind": "copied", "place": _PLACE},
+        "labels": {"kind": "copied", "location": _LOCATION},
     },
     Launch: {
         **{
@@ -308,7 +308,7 @@ _JOB: Mapping[type[Document], dict[str, Any]] = {
         **{"returned": 1, "futile": 1, "step": 2},
     },
     ProcessFailure: {
-        **{"rank": 0, "kind": "ours", "code": 7, "subject": "images"},
+        **{"rank": 0, "num_processes": 2, "kind": "ours", "code": 7, "subject": "images"},
         **{"expected": "a number", "got": "none", "remedy": "Try again."},
     },
     Heartbeat: {"count": 2, "step": 3, "num_steps": 4, "loss": 0.5},

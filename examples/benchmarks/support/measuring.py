@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddm.system.guard import descendants
+from ddm.system.process_table import descendants
 
 # Part of a command line -> what the process is called; the first that fits.
 _ROLES = (

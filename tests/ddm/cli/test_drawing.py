@@ -1,6 +1,5 @@
 """Several processes that share the samples of one command: what they draw is what one would, and none stays behind."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from ddm.loading.ensemble import load_ensemble
 from ddm.models.arithmetic import Arithmetic
 from ddm.sampling.expert_cache import LazyExperts
 from ddm.sampling.strategies import strategy_named
+from ddm.system.process_table import descendants, start_ticks
 from tests.conftest import Published
 from tests.support.case import case
 from tests.support.processes import alive
@@ -147,10 +147,10 @@ def test_process_that_dies_ends_all_with_its_name(published: Published) -> None:
     pids: list[int] = []
 
     def kill_the_second(done: int, total: int) -> None:
-        running = {child.name: int(child.pid or 0) for child in multiprocessing.active_children()}
         if not pids:
-            pids.extend(running.values())
-            os.kill(running["sampling process 2 of 2"], signal.SIGKILL)
+            # They are listed in the order in which they were started.
+            pids.extend(sorted(descendants(os.getpid()), key=start_ticks))
+            os.kill(pids[1], signal.SIGKILL)
 
     with pytest.raises(SetupError, match="sampling process 2 of 2.*SIGKILL") as caught:
         draw_together(job, 100, 2, shares_of(job), kill_the_second)
@@ -171,8 +171,7 @@ def test_interrupt_ends_the_command_and_all_of_its_processes(
     watchdog.start()
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
     found: list[int] = []
-    # the two, and the tracker that Python starts beside them
-    while len(found) < 3 and program.poll() is None:
+    while len(found) < 2 and program.poll() is None:
         found = [int(pid) for pid in children.read_text().split()]
     program.send_signal(signal.SIGINT)
     _, told = program.communicate()
@@ -180,5 +179,4 @@ def test_interrupt_ends_the_command_and_all_of_its_processes(
     assert program.returncode == 130, told
     assert "Traceback" not in told
     assert not out.exists()
-    # the tracker notices a moment later
     wait_until(lambda: not any(map(alive, found)), "the end of the processes")

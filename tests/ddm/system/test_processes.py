@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import MissingFileError
-from ddm.system.guard import RotatingLog, descendants
+from ddm.system.guard import RotatingLog
+from ddm.system.process_table import descendants, processor_use
 from ddm.system.processes import (
     free_port,
     port_in_use,
-    processor_use,
     program,
     script_command,
     spawn,

@@ -30,7 +30,6 @@ from ddm.images.rows import FileArray, Images, JoinedArrays, Scaled, Selected, S
 from ddm.io.settings import load_settings
 from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings, filled
-from ddm.training.following import STILL_S, Follower, Signs, cause, judge
 from ddm.training.group import Member, member_of
 from ddm.training.inputs import open_input, write_inputs
 from ddm.training.job import (
@@ -43,7 +42,16 @@ from ddm.training.job import (
     write_document,
     write_transient,
 )
-from ddm.training.launcher import Command, Condition
+from ddm.training.jobs import write_job
+from ddm.training.launch import (
+    STILL_S,
+    CommandCondition,
+    LaunchCommand,
+    StartFollower,
+    StartStatus,
+    cause,
+    judge,
+)
 from ddm.training.process import train_folder
 from silo.config import SiloSettings
 from silo.worker.jobs import discard_others
@@ -57,9 +65,9 @@ BY_COMMAND = TrainingSettings(launcher=("true", "{folder}"), silence_s=10.0)
 
 def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
     def verdict(
-        condition: Condition, alive: bool, ended: bool, silent_s: float, ours: bool = False
+        condition: CommandCondition, alive: bool, ended: bool, silent_s: float, ours: bool = False
     ) -> str:
-        return judge(Signs(condition, alive, ended, silent_s, ours), SETTINGS)
+        return judge(StartStatus(condition, alive, ended, silent_s, ours), SETTINGS)
 
     for asked, expected in [
         (("running", False, False, 1e9), "wait"),  # in srun's queue
@@ -94,33 +102,37 @@ def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
 
 
 def test_error_behind_all_others_is_raised() -> None:
-    gone = ProcessFailure(rank=0, kind="other", subject="connection closed by peer")
+    gone = ProcessFailure(
+        rank=0, num_processes=2, kind="other", subject="connection closed by peer"
+    )
     broken = ProcessFailure(
         rank=1,
+        num_processes=2,
         kind="ours",
         code=NumericalError.exit_code,
         subject="loss",
         got="nan",
         remedy="Slower.",
     )
-    full = ProcessFailure(rank=1, kind="system", code=28, subject="No space left on device")
-    died = ["training process 2 of 2: SIGKILL"]
-    assert cause([], [], 2, again=False) is None
-    for failures, deaths, kind, words in [
+    full = ProcessFailure(
+        rank=1, num_processes=2, kind="system", code=28, subject="No space left on device"
+    )
+    died = ProcessFailure(rank=1, num_processes=2, kind="died", subject="SIGKILL")
+    assert cause([], is_retried=False) is None
+    for failures, kind, words in [
         (
-            [gone],
-            died,
+            [gone, died],
             SetupError,
             "training process 2 of 2: expected its answer, got its end: SIGKILL",
         ),
-        ([gone, broken], died, NumericalError, "loss: got nan"),
-        ([full], [], OSError, "No space left"),
-        ([gone], [], RuntimeError, "training process 1 of 2:\nconnection closed by peer"),
+        ([gone, broken], NumericalError, "loss: got nan"),
+        ([full], OSError, "No space left"),
+        ([gone], RuntimeError, "training process 1 of 2:\nconnection closed by peer"),
     ]:
-        error = cause(failures, deaths, 2, again=False)
+        error = cause(failures, is_retried=False)
         assert type(error) is kind and words in str(error), error
-    assert cause([gone], died, 2, again=True) is None, "another start answers that"
-    assert isinstance(cause([broken], died, 2, again=True), NumericalError)
+    assert cause([gone, died], is_retried=True) is None, "another start answers that"
+    assert isinstance(cause([died, broken], is_retried=True), NumericalError)
 
 
 def test_process_knows_who_it_is_from_whoever_started_it() -> None:
@@ -232,9 +244,11 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
         (Selected(Scaled(lying, 0.3, 1.7), chosen), texts),
         (Scaled(Scaled(lying, 0.3, 1.7), 0.1, 2.0), torch.arange(9)),
     ]:
-        for alone in (False, True):
-            with case(images=type(images).__name__, alone=alone):
-                kept = write_inputs({"images": images, "labels": labels}, {}, folder, alone=alone)
+        for is_complete in (False, True):
+            with case(images=type(images).__name__, is_complete=is_complete):
+                kept = write_inputs(
+                    {"images": images, "labels": labels}, {}, folder, is_complete=is_complete
+                )
                 found, told = open_input(kept["images"], folder), open_input(kept["labels"], folder)
                 assert torch.equal(found[:], images[:]) and torch.equal(
                     found[torch.tensor([2, 0])],
@@ -243,7 +257,7 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
                     else images[torch.tensor([2, 0])],
                 )
                 assert torch.equal(torch.as_tensor(told), labels) and told.dtype == labels.dtype  # type: ignore[attr-defined]
-                refers = not alone and isinstance(images, StoredImages | Selected)
+                refers = not is_complete and isinstance(images, StoredImages | Selected)
                 assert (kept["images"].kind == "referred") == refers
 
 
@@ -363,7 +377,7 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
                 "steps_per_second": 1.0,
                 "seconds": 1.0,
             }
-            write_transient(Heartbeat(count=count).model_copy(update=told), run.beat)
+            write_transient(Heartbeat(count=count).model_copy(update=told), run.heartbeat)
         write_document(result_of(trial), trial.folder.result)
 
     thread = threading.Thread(target=job)
@@ -401,7 +415,7 @@ def test_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_noted(
     tmp_path: Path,
 ) -> None:
-    script = 'cd "$1/.."; ls -l /proc/self/fd > fds; ps -o sid= -p $$ > sid; echo $$ > pid'
+    script = 'cd "$1/.."; ls -l /proc/self/fd > fds; echo "$PYTHONSAFEPATH" > safe; ps -o sid= -p $$ > sid; echo $$ > pid'
     words = ("bash", "-c", script, "-", "{folder}")
     trial = Trial(tmp_path, TrainingSettings(launcher=words, device="cpu", start_s=1.0, retries=1))
     with (tmp_path / "open").open("w") as opened:
@@ -409,6 +423,7 @@ def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_note
         with pytest.raises(SetupError, match="1 starts in a row"):
             trial()
     assert str(tmp_path / "open") not in (tmp_path / "fds").read_text()
+    assert (tmp_path / "safe").read_text() == "1\n", "Python imports nothing from the job's folder"
     assert (tmp_path / "sid").read_text().strip() == (tmp_path / "pid").read_text().strip(), (
         "it leads its own session"
     )
@@ -418,16 +433,16 @@ def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> No
     """Slurm may begin late what was given up long ago; the start in force is another."""
     trial = Trial(tmp_path, wanted=wanted_of(num_steps=1_000_000, checkpoint_steps=1_000_000))
     stop, codes = threading.Event(), list[int]()
-    from ddm.training.jobs import _prepare
-
     trial.folder.path.mkdir()
-    _prepare(trial.wanted, trial.folder, trial.settings)
+    write_job(trial.wanted, trial.folder, trial.settings)
     write_document(launch(launch_id="late"), trial.folder.launch)
     thread = threading.Thread(target=lambda: codes.append(train_folder(trial.folder, "late", stop)))
     thread.start()
     try:
         wait_until(
-            lambda: (beat := read_document(Heartbeat, trial.folder.run("late").beat)) and beat.step,
+            lambda: (
+                (beat := read_document(Heartbeat, trial.folder.run("late").heartbeat)) and beat.step
+            ),
             "progress",
         )
         write_document(launch(launch_id="two"), trial.folder.launch)
@@ -436,16 +451,14 @@ def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> No
         stop.set()
         thread.join()
     assert codes == [130]
-    beat = read_document(Heartbeat, trial.folder.run("late").beat)
+    beat = read_document(Heartbeat, trial.folder.run("late").heartbeat)
     assert beat is not None and beat.ended and beat.step < 1_000_000
 
 
 def test_job_whose_plan_was_changed_is_refused(tmp_path: Path) -> None:
-    from ddm.training.jobs import _prepare
-
     trial = Trial(tmp_path)
     trial.folder.path.mkdir()
-    _prepare(trial.wanted, trial.folder, trial.settings)
+    write_job(trial.wanted, trial.folder, trial.settings)
     assert trial.folder.read_job()[1] == trial.wanted.expert.plan
     trial.folder.plan.write_bytes(trial.folder.plan.read_bytes().replace(b"0.01", b"0.02"))
     with pytest.raises(DigestError):
@@ -459,13 +472,11 @@ def test_as_many_processes_train_as_the_job_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that each believe to be alone would write into one folder."""
-    from ddm.training.jobs import _prepare
-
     trial = Trial(
         tmp_path, TrainingSettings(device="cpu", processes=2, launcher=("srun", "{folder}"))
     )
     trial.folder.path.mkdir()
-    _prepare(trial.wanted, trial.folder, trial.settings)
+    write_job(trial.wanted, trial.folder, trial.settings)
     assert train_folder(trial.folder, None, threading.Event()) == SetupError.exit_code
     (said,) = trial.folder.run("byhand").failures()
     assert (
@@ -478,12 +489,12 @@ def test_as_many_processes_train_as_the_job_says(
 def test_stopped_follower_stops_the_job(tmp_path: Path) -> None:
     trial = Trial(tmp_path, BY_COMMAND)
     trial.folder.path.mkdir()
-    write_transient(Heartbeat(count=1), trial.folder.run("one").beat)
-    follower = Follower(trial.folder, launch(), Command(launch()), BY_COMMAND)
+    write_transient(Heartbeat(count=1), trial.folder.run("one").heartbeat)
+    follower = StartFollower(trial.folder, launch(), LaunchCommand.of_earlier(launch()), BY_COMMAND)
 
     def end_when_asked() -> None:
         wait_until(follower.run.stop.exists, "the word to stop")
-        write_transient(Heartbeat(count=2, ended=True), follower.run.beat)
+        write_transient(Heartbeat(count=2, ended=True), follower.run.heartbeat)
 
     thread = threading.Thread(target=end_when_asked)
     thread.start()
@@ -500,7 +511,7 @@ def test_job_of_a_plan_that_was_given_up_ends_and_its_images_go(tmp_path: Path) 
         for plan in ("mine-00000001", "other-00000001")
     )
     for folder in (mine, other):
-        write_inputs(wanted_of().inputs, {}, folder, alone=True)
+        write_inputs(wanted_of().inputs, {}, folder, is_complete=True)
     discard_others(tmp_path / "jobs", "mine-00000001")
     assert mine.array("images").exists() and not other.path.exists()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import NumericalError, PolicyError, SetupError, TrustError
-from ddm.system.guard import descendants
+from ddm.system.process_table import descendants
 from ddm.training.config import TrainingSettings
 from ddm.training.loop import Progress
 from tests.support.jobs import Trial, wanted_of

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
 from aggregator.server_app import node_identity
 from ddm.errors import MissingFileError, SetupError
 from ddm.protocol.enrolment import Card
-from ddm.system.guard import descendants
+from ddm.system.process_table import descendants
 from silo.courier import supernode
 from silo.courier.handlers import SiteLimits
 from silo.courier.supernode import Courier, answers_late, make_node_key

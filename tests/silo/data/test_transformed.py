@@ -133,7 +133,7 @@ def test_unchanged_cohort_is_found_again_and_a_changed_one_is_made_anew(
     monkeypatch.setattr(ScannedImages, "decoded", counted)
     assert levels(folder, private) == [10, 20] and decoded == [1]
     assert levels(folder, private) == [10, 20] and decoded == [1]
-    monkeypatch.setattr("ddm.images.workers.subprocess.Popen", None)  # no decoder even starts
+    monkeypatch.setattr("ddm.images.workers.start_tied", None)  # no decoder even starts
     assert levels(folder, private) == [10, 20] and decoded == [1]
     monkeypatch.undo()
     monkeypatch.setattr(ScannedImages, "decoded", counted)

@@ -1,11 +1,12 @@
 """Decoders that never begin, that end as if all were well, or that nobody listens to: nothing waits for ever."""
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,11 @@ def instead(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "decoder"
     program.write_text(f"#!{sys.executable}\n{code}")
     program.chmod(0o700)
-    monkeypatch.setattr(workers, "sys", SimpleNamespace(executable=str(program)))
+
+    def start(module: str, **settings: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([str(program)], **settings)
+
+    monkeypatch.setattr(workers, "start_tied", start)
 
 
 def job(name: str) -> DecodeJob:

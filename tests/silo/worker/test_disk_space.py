@@ -139,7 +139,7 @@ def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much
     images = torch.zeros(60, *plan.expert_shape)
     folder = JobFolder(tmp_path / "job")
     folder.path.mkdir()
-    write_inputs({"images": images}, {}, folder, alone=True)
+    write_inputs({"images": images}, {}, folder, is_complete=True)
     assert (
         written(folder.path) <= job_bytes(plan, 60) - job_bytes(plan, 0) <= 3 * written(folder.path)
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddm.errors import SetupError
 from ddm.io.settings import save_settings
-from ddm.system.guard import descendants
+from ddm.system.process_table import descendants
 from silo.config import Site
 from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker
@@ -155,8 +155,10 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
     with looked_into(os.getpid(), look) as addresses:
         while worker.state.state != "in_outbox":
             worker.step()
-    assert list(found.values()) == [False] * 4, "two processes and their guards"
-    assert [len(each - {site.settings().data}) for each in shared.values()] == [2, 2, 0, 0], (
+    assert list(found.values()) == [False] * 4, (
+        "two processes, the command that starts them, and its guard"
+    )
+    assert [len(each - {site.settings().data}) for each in shared.values()] == [2, 0, 0, 0], (
         "a guard has two pipes"
     )
     assert holds(os.getpid(), secret), "the search finds a key that is there"

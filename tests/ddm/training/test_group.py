@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddm.training.peer_check import has_foreign_peers
+from ddm.training.group import has_foreign_peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 OTHER_USER = 12345
