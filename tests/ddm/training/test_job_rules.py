@@ -415,7 +415,10 @@ def test_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_noted(
     tmp_path: Path,
 ) -> None:
-    script = 'cd "$1/.."; ls -l /proc/self/fd > fds; echo "$PYTHONSAFEPATH" > safe; ps -o sid= -p $$ > sid; echo $$ > pid'
+    script = (
+        'cd "$1/.."; ls -l /proc/self/fd > fds; echo "$PYTHONSAFEPATH" > safe; '
+        "ps -o sid= -p $$ > sid; echo $$ > pid"
+    )
     words = ("bash", "-c", script, "-", "{folder}")
     trial = Trial(tmp_path, TrainingSettings(launcher=words, device="cpu", start_s=1.0, retries=1))
     with (tmp_path / "open").open("w") as opened:
