@@ -13,6 +13,7 @@ from ddm.images.table import ColumnName
 from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
+from ddm.protocol.architecture import ArchitectureKind
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import PixelSide, PixelValue
@@ -154,7 +155,7 @@ class TrainingPolicy(Settings):
     max_statistic_bytes: Annotated[int, Field(gt=0)] = 256 * 1024**2
     max_train_s: Annotated[int, Field(gt=0)] = 7 * 24 * 3600
     max_gpu_hours: Annotated[float, Field(ge=0)] = 1000.0
-    architectures: tuple[Literal["dit", "mmdit", "unet"], ...] = ("dit",)
+    architectures: tuple[ArchitectureKind, ...] = ("dit",)
 
 
 class SizePolicy(Settings):

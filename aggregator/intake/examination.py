@@ -295,7 +295,8 @@ class Examiner:
         base_rms = self._base_rms(silo_id, expert.expert_id)
         excess = {}
         for name, tensor in tensors.items():
-            start_rms = max(fresh_rms(tensor.shape, architecture.kind), base_rms.get(name, 0.0))
+            fresh = fresh_rms(tensor.shape, has_unit_weights=architecture.has_unit_weights)
+            start_rms = max(fresh, base_rms.get(name, 0.0))
             excess[name] = tensor.root_mean_square() - start_rms
         largest = max(excess, key=lambda name: excess[name])
         answer = StreamedExpert(architecture, plan.expert_shape, tensors, plan.condition)

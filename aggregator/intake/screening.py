@@ -202,19 +202,19 @@ def num_screening_images(forward_flops: float) -> int:
     return int(np.clip(affordable, MIN_IMAGES, MAX_IMAGES))
 
 
-def fresh_rms(shape: Sequence[int], kind: str = "dit") -> float:
+def fresh_rms(shape: Sequence[int], *, has_unit_weights: bool = False) -> float:
     """Return the largest root mean square of a freshly drawn weight of this shape (Glorot); 0 for a bias.
 
     Args:
         shape: the weight's.
-        kind: the architecture's; in a `unet` normalisations and class embeddings start at 1.
+        has_unit_weights: whether normalisations and class embeddings start at 1, as the architecture says.
     """
     # 4 / sqrt(n) is 5.7 standard deviations of the root mean square of n normal values.
     chance = 1.0 + 4.0 / math.sqrt(math.prod(shape))
     drawn = 0.0
     if len(shape) > 1:
         drawn = math.sqrt(2.0 / sum(shape)) * chance
-    if kind == "unet":
+    if has_unit_weights:
         return max(drawn, chance)
     return drawn
 

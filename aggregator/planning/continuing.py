@@ -40,10 +40,9 @@ def complete_expert(
 
     architecture = expert.architecture
     trained_grid = grid_of(earlier)
-    if architecture.kind != "unet" and architecture.position_grid is None:
+    if trained_grid is not None:
         # The positions of a larger image must span the range that the expert knows, so the plan names its grid.
-        if architecture.patch_grid(shape) != trained_grid:
-            architecture = architecture.model_copy(update={"position_grid": trained_grid})
+        architecture = architecture.spanning(trained_grid, shape)
     adaptation = expert.adaptation.model_copy(update={"submissions": submissions})
     return expert.model_copy(update={"architecture": architecture, "adaptation": adaptation})
 

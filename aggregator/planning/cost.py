@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import path_named
+from ddm.footprint import expert_size, training_bytes
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
 from ddm.protocol.architecture import TextCondition
-from ddm.protocol.footprint import expert_size, training_bytes
 from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.routers.sketch import Sketch
 from ddm.statistics.cost import plan_epsilon

@@ -278,8 +278,8 @@ def _needed(
     plan: "Plan", network: Architecture, condition: Condition, num_experts: int, num: int
 ) -> int:
     """Return the bytes of training a student on so many own samples, beside its teachers."""
-    from ddm.protocol.footprint import labels_bytes, sampling_bytes
-    from ddm.protocol.sizes import network_size
+    from ddm.footprint import labels_bytes, sampling_bytes
+    from ddm.models import network_size
 
     batch = plan.expert.training.batch_size
     student = network_size(network, plan.expert_shape, condition).training_bytes(batch)

@@ -89,7 +89,7 @@ class Computing:
 
     def place(self, rank: int) -> torch.device:
         """Return the device of one process, and set what torch keeps for the whole process."""
-        self.arithmetic.settle()
+        self.arithmetic.configure_torch()
         device = device_named(self.device, setting="--device")
         return (
             torch.device("cuda", rank % torch.cuda.device_count())

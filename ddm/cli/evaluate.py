@@ -189,7 +189,7 @@ def evaluate(
     from ddm.evaluation.measuring import Yardstick
     from ddm.evaluation.metrics import metrics_bytes
     from ddm.evaluation.reference import open_reference
-    from ddm.protocol.footprint import condition_bytes, labels_bytes
+    from ddm.footprint import condition_bytes, labels_bytes
     from ddm.system.memory import memory_limit
 
     computing = Computing(machine.device, machine.arithmetic(), rare.batch)

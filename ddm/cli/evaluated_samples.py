@@ -20,13 +20,13 @@ from torch import Tensor
 from ddm.cli.conditions import condition_shares, shares_of_each
 from ddm.cli.drawing import Advance, Computing, Job, ReleaseSource, draw
 from ddm.errors import DataError
+from ddm.footprint import sampling_bytes
 from ddm.images.fit import check_row, fit
 from ddm.images.npz import npz_names, read_array
 from ddm.images.ranges import RangeCounter, ValueKind, range_of_type, range_remarks
 from ddm.io.files import require_file
 from ddm.loading.memory import expert_memory_bytes
 from ddm.loading.release import Release
-from ddm.protocol.footprint import sampling_bytes
 from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Strategy
 from ddm.system.memory import MemoryLimit, available_bytes

@@ -162,8 +162,8 @@ def info(
 
 def _network(plan: Plan) -> str:
     """Return the size of an expert's network, and what it takes to evaluate and to train."""
+    from ddm.footprint import expert_size, training_bytes
     from ddm.models import count_flops
-    from ddm.protocol.footprint import expert_size, training_bytes
 
     size, batch = expert_size(plan), plan.expert.training.batch_size
     forward, both = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)

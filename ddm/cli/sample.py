@@ -71,9 +71,9 @@ def sample(
 
     from ddm.cli.conditions import condition_shares, describe_shares, expert_shares
     from ddm.cli.drawing import Computing, Job, ReleaseSource, draw, shares_of
+    from ddm.footprint import condition_bytes, sampling_bytes
     from ddm.io.pictures import write_samples
     from ddm.loading.memory import expert_memory_bytes
-    from ddm.protocol.footprint import condition_bytes, sampling_bytes
     from ddm.sampling.guidance import knows_shares, names_of
     from ddm.system.memory import memory_limit
 

@@ -42,8 +42,8 @@ def sample_student(
 
     from ddm.cli.drawing import Computing, Job, StudentSource, draw
     from ddm.distillation.student import read_record
+    from ddm.footprint import condition_bytes
     from ddm.io.pictures import write_samples
-    from ddm.protocol.footprint import condition_bytes
     from ddm.sampling.guidance import names_of
     from ddm.sampling.strategies import Lock
     from ddm.system.memory import memory_limit

@@ -11,8 +11,9 @@ from ddm.diffusion.path import path_named
 from ddm.encoders.autoencoder import open_latent
 from ddm.ensemble import Ensemble
 from ddm.errors import DigestError
+from ddm.footprint import drawing_bytes
 from ddm.io.files import read_bounded, require_file
-from ddm.models import load_expert
+from ddm.models import load_expert, network_size
 from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.architecture import Architecture, Condition, NoCondition
 from ddm.protocol.base import (
@@ -28,10 +29,8 @@ from ddm.protocol.base import (
     Seconds,
 )
 from ddm.protocol.data import DataSpec
-from ddm.protocol.footprint import drawing_bytes
 from ddm.protocol.latent import Autoencoder, IdentityLatent, Latent
 from ddm.protocol.learning import TDistribution, Training
-from ddm.protocol.sizes import network_size
 from ddm.sampling.guidance import ClassPrior
 
 RECORD_SUFFIX, AUTOENCODER_SUFFIX = ".json", ".autoencoder.safetensors"
@@ -110,7 +109,7 @@ class Student(Document):
     file: File
 
     def sampling_bytes(self, *, num: int, batch: int, steps: int) -> int:
-        """Return the bytes of loading the student and drawing samples; see `ddm.protocol.footprint.drawing_bytes`."""
+        """Return the bytes of loading the student and drawing samples; see `ddm.footprint.drawing_bytes`."""
         size = network_size(self.architecture, self.latent.shape(self.data.shape), self.condition)
         loaded = (
             self.file.bytes
@@ -211,7 +210,7 @@ def build_student(
             error.subject, expected=expected, got=f"a file of {error.got}", remedy=remedy
         ) from error
     return Ensemble(
-        [arithmetic.applied(expert)],
+        [arithmetic.prepare(expert)],
         None,
         [1.0],
         shape,

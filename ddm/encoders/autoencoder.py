@@ -24,6 +24,7 @@ from ddm.io.array_input import real_tensor
 from ddm.io.tensors import load_tensors, spec_of
 from ddm.protocol.base import File
 from ddm.protocol.latent import (
+    Autoencoder,
     AutoencoderKlLatent,
     AutoencoderSize,
     DiffusersKlLatent,
@@ -219,6 +220,23 @@ def build_autoencoder(size: AutoencoderSize, shape: tuple[int, ...], *, seed: in
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _build(size, shape)
+
+
+def empty_autoencoder(latent: Autoencoder, shape: tuple[int, ...]) -> nn.Module:
+    """Build a plan's autoencoder on the meta device, without memory for its weights.
+
+    Raises:
+        ShapeError: sides that its levels cannot halve.
+        SetupError: the library that builds it, MONAI or diffusers, is not installed.
+    """
+    if isinstance(latent, DiffusersKlLatent):
+        # Imported late: diffusers takes seconds, and most plans do without.
+        from ddm.encoders.public_autoencoder import build_public_autoencoder
+
+        with torch.device("meta"):
+            return build_public_autoencoder(latent, shape)
+    with torch.device("meta"):
+        return _build(latent, shape)
 
 
 def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: Path) -> Latent:

@@ -169,10 +169,8 @@ def load(
         ShapeError: the image does not fit the autoencoder.
         SetupError: diffusers is not installed.
     """
-    if misfit := spec.misfit(shape):
-        raise ShapeError("autoencoder", expected=misfit, got=str(shape))
     with torch.device("meta"):
-        net = build(spec, shape[0])
+        net = build_public_autoencoder(spec, shape)
     kind = _NAMES[spec.dtype]
     specs = {
         name: TensorSpec(kind, tuple(tensor.shape)) for name, tensor in net.state_dict().items()
@@ -192,12 +190,20 @@ def load(
     return PublicAutoencoder(net, spec)
 
 
-def build(size: DiffusersKlSize, channels: int) -> nn.Module:
-    """Build diffusers' network, with its own initial weights, for images of so many channels.
+def build_public_autoencoder(size: DiffusersKlSize, shape: tuple[int, ...]) -> nn.Module:
+    """Build diffusers' network, with its own initial weights.
+
+    Args:
+        size: its sizes.
+        shape: one image, (C, H, W).
 
     Raises:
+        ShapeError: the image does not fit the autoencoder.
         SetupError: diffusers is not installed.
     """
+    misfit = size.misfit(shape)
+    if misfit:
+        raise ShapeError("autoencoder", expected=misfit, got=str(shape))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import_torchvision()
     try:
@@ -213,8 +219,8 @@ def build(size: DiffusersKlSize, channels: int) -> nn.Module:
             remedy=remedy,
         ) from error
     net: nn.Module = AutoencoderKL(
-        in_channels=channels,
-        out_channels=channels,
+        in_channels=shape[0],
+        out_channels=shape[0],
         down_block_types=("DownEncoderBlock2D",) * size.levels,
         up_block_types=("UpDecoderBlock2D",) * size.levels,
         block_out_channels=size.channels,

@@ -21,6 +21,7 @@ from ddm.islands.data import Dataset
 from ddm.islands.folder import SPLIT_NAME, Islands, Split, SplitIsland
 from ddm.islands.keys import found, make_keys
 from ddm.islands.recipe import IslandsRecipe
+from ddm.models import network_size
 from ddm.planning.document import plan_of
 from ddm.planning.fit import PublicParts, divide, fit_public_parts
 from ddm.planning.recipe import TextRecipe
@@ -30,7 +31,6 @@ from ddm.protocol.limits import Audit, Limits
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesRouter
-from ddm.protocol.sizes import network_size
 from ddm.protocol.statistics import EXACT, Budget, ClassCountsStatistic, CountsStatistic, Statistics
 
 # Shape legend: N images, K islands, G groups of fine centroids.

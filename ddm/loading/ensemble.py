@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ddm.diffusion.path import Expert, Experts, Path, as_velocity, path_named
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
+from ddm.footprint import sampling_bytes
 from ddm.loading.class_counts import class_priors
 from ddm.loading.memory import expert_memory_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import Release, open_release
 from ddm.models import load_expert
 from ddm.models.arithmetic import Arithmetic
-from ddm.protocol.footprint import sampling_bytes
 from ddm.protocol.learning import ExpertObjective
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
@@ -159,7 +159,7 @@ def build_ensemble(
         network = load_expert(
             plan.expert.architecture, shape, signed_folder, published.file, condition
         )
-        expert = arithmetic.applied(network.to(device))
+        expert = arithmetic.prepare(network.to(device))
         return on_path(expert, plan.objective.of(published.silo_id), path)
 
     return Ensemble(

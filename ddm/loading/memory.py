@@ -1,7 +1,7 @@
 """Computes from a release's documents alone how much memory its experts may take, before anything is loaded."""
 
+from ddm.footprint import opening_bytes
 from ddm.protocol.encoder import TimmEncoder
-from ddm.protocol.footprint import opening_bytes
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.system.memory import MemoryLimit

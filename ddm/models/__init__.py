@@ -1,27 +1,22 @@
 """Builds and loads the networks of experts, and computes their sizes and cost before they are built."""
 
 from collections.abc import Sequence
-from math import prod
+from functools import lru_cache
 from pathlib import Path
-from typing import assert_never
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm.io.tensors import TensorSpec, load_tensors
-from ddm.models.dit import DiT
-from ddm.models.mmdit import MMDiT
-from ddm.models.unet import UNet
+from ddm.models.network import ExpertNetwork, NetworkSize, num_parameters, size_of
 from ddm.protocol.architecture import (
     Architecture,
     ClassCondition,
     Condition,
-    Dit,
-    Mmdit,
     NoCondition,
+    Shape,
     TextCondition,
-    Unet,
 )
 from ddm.protocol.base import File
 
@@ -31,13 +26,12 @@ __all__ = [
     "empty_expert",
     "expected_tensors",
     "load_expert",
+    "network_size",
     "num_parameters",
     "training_flops",
 ]
 
 MAX_WEIGHT = 1e4
-
-Network = DiT | MMDiT | UNet
 
 
 def build_expert(
@@ -64,7 +58,7 @@ def build_expert(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _build(architecture, shape, condition)
+        return architecture.build_network(tuple(shape), condition)
 
 
 def expected_tensors(
@@ -75,15 +69,24 @@ def expected_tensors(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
-    # what a network computes when it is built, such as positions, takes no memory either
-    with torch.device("meta"):
-        weights = _build(architecture, shape, condition).state_dict()
-    return {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
+    return _specs_of(_on_meta(architecture, shape, condition))
+
+
+@lru_cache(maxsize=32)
+def network_size(
+    architecture: Architecture, shape: Shape, condition: Condition = NoCondition()
+) -> NetworkSize:
+    """Return how large an expert is, without allocating it; sizes that no machine has are counted as well.
+
+    Raises:
+        ShapeError, SetupError: see `build_expert`.
+    """
+    return size_of(_on_meta(architecture, shape, condition))
 
 
 def empty_expert(
     architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()
-) -> Network:
+) -> ExpertNetwork:
     """Build an expert on the meta device, without memory for its weights, which the caller assigns.
 
     Buffers that it computes itself, such as positions, are real.
@@ -91,7 +94,7 @@ def empty_expert(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
-    return _build(architecture, shape, condition, device="meta")
+    return architecture.build_network(tuple(shape), condition, device="meta")
 
 
 def load_expert(
@@ -116,20 +119,16 @@ def load_expert(
         SetupError: the architecture needs a library that is not installed.
     """
     # The initial weights are replaced at once, so they need neither memory nor random numbers.
-    expert: nn.Module = empty_expert(architecture, shape, condition)
-    specs = {
-        name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in expert.state_dict().items()
-    }
+    expert = empty_expert(architecture, shape, condition)
     weights = load_tensors(
-        folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest
+        folder / file.path,
+        _specs_of(expert),
+        max_bytes=file.bytes,
+        max_abs=MAX_WEIGHT,
+        digest=file.digest,
     )
     expert.load_state_dict(weights, strict=True, assign=True)
     return expert.eval().requires_grad_(False)
-
-
-def num_parameters(expert: nn.Module) -> int:
-    """Count the trained numbers of an expert."""
-    return sum(prod(parameter.shape) for parameter in expert.parameters())
 
 
 def training_flops(
@@ -143,7 +142,8 @@ def training_flops(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
-    return count_flops(architecture, shape, condition)[1] * num_images_seen
+    _, training_step = count_flops(architecture, shape, condition)
+    return training_step * num_images_seen
 
 
 def count_flops(
@@ -156,33 +156,30 @@ def count_flops(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
+    expert = _on_meta(architecture, shape, condition)
     with torch.device("meta"):
-        expert = _build(architecture, shape, condition)
-        inputs: tuple[Tensor, ...] = (torch.empty(1, *shape), torch.empty(1))
-        match condition:
-            case ClassCondition():
-                inputs = (*inputs, torch.zeros(1, dtype=torch.int64))
-            case TextCondition(dim=dim, max_tokens=max_tokens):
-                inputs = (*inputs, torch.empty(1, max_tokens, dim))
+        inputs: list[Tensor] = [torch.empty(1, *shape), torch.empty(1)]
+        if isinstance(condition, ClassCondition):
+            inputs.append(torch.zeros(1, dtype=torch.int64))
+        elif isinstance(condition, TextCondition):
+            inputs.append(torch.empty(1, condition.max_tokens, condition.dim))
         with FlopCounterMode(display=False) as counter:
-            answer = expert(*inputs)
+            prediction = expert(*inputs)
             forward = int(counter.get_total_flops())
-            torch.autograd.backward(answer.sum())
+            torch.autograd.backward(prediction.sum())
     return forward, int(counter.get_total_flops())
 
 
-def _build(
-    architecture: Architecture,
-    shape: Sequence[int],
-    condition: Condition,
-    device: str | None = None,
-) -> Network:
-    match architecture:
-        case Dit():
-            return DiT(architecture, tuple(shape), condition, device)
-        case Mmdit():
-            return MMDiT(architecture, tuple(shape), condition, device)
-        case Unet():
-            return UNet(architecture, tuple(shape), condition, device)
-        case _:
-            assert_never(architecture)
+def _on_meta(
+    architecture: Architecture, shape: Sequence[int], condition: Condition
+) -> ExpertNetwork:
+    # Under the context, what a network computes when it is built, such as positions, takes no memory either. The bounds
+    # of a document keep every size within the range of torch's counters.
+    with torch.device("meta"):
+        return architecture.build_network(tuple(shape), condition)
+
+
+def _specs_of(expert: nn.Module) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in expert.state_dict().items()
+    }

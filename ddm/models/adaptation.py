@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ddm.errors import SetupError
+from ddm.models import empty_expert
+from ddm.protocol.architecture import Architecture, Condition
 from ddm.protocol.learning import (
     Adaptation,
     FullAdaptation,
@@ -38,15 +40,17 @@ class LoraLinear(nn.Module):
 
     def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
-        weight = frozen.weight
-        self.frozen, self.scale = frozen.requires_grad_(False), alpha / rank
-        self.down_RI = nn.Parameter(weight.new_empty(rank, frozen.in_features))
-        self.up_OR = nn.Parameter(weight.new_zeros(frozen.out_features, rank))
-        nn.init.uniform_(self.down_RI, -sqrt(1 / frozen.in_features), sqrt(1 / frozen.in_features))
+        self.frozen = frozen.requires_grad_(False)
+        self.scale = alpha / rank
+        self.down_RI = nn.Parameter(frozen.weight.new_empty(rank, frozen.in_features))
+        self.up_OR = nn.Parameter(frozen.weight.new_zeros(frozen.out_features, rank))
+        bound = sqrt(1 / frozen.in_features)
+        nn.init.uniform_(self.down_RI, -bound, bound)
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """Return the sum of both layers' outputs."""
-        out: Tensor = self.frozen(x_BI) + self.scale * ((x_BI @ self.down_RI.T) @ self.up_OR.T)
+        update_BO = (x_BI @ self.down_RI.T) @ self.up_OR.T
+        out: Tensor = self.frozen(x_BI) + self.scale * update_BO
         return out
 
 
@@ -80,6 +84,17 @@ def adapt(expert: nn.Module, adaptation: Adaptation, *, seed: int) -> nn.Module:
             assert_never(adaptation)
 
 
+def num_added_parameters(
+    adaptation: Adaptation, architecture: Architecture, shape: tuple[int, ...], condition: Condition
+) -> int:
+    """Return how many numbers an adaptation adds to an expert: those of a low-rank one, without allocating them."""
+    if not isinstance(adaptation, LoraAdaptation):
+        return 0
+    with torch.device("meta"):
+        expert = adapt(empty_expert(architecture, shape, condition), adaptation, seed=0)
+    return sum(weight.numel() for weight in expert.parameters() if weight.requires_grad)
+
+
 def merged(weights: Mapping[str, Tensor], adaptation: Adaptation) -> dict[str, Tensor]:
     """Return the weights of the whole expert.
 
@@ -89,23 +104,19 @@ def merged(weights: Mapping[str, Tensor], adaptation: Adaptation) -> dict[str, T
     """
     if not isinstance(adaptation, LoraAdaptation):
         return dict(weights)
-    whole = {
-        name.replace(".frozen.", "."): value
-        for name, value in weights.items()
-        if not _is_factor(name)
-    }
+    scale = adaptation.alpha / adaptation.rank
+    merged_weights = {}
+    for name, weight in weights.items():
+        if not name.endswith((".up_OR", ".down_RI")):
+            merged_weights[name.replace(".frozen.", ".")] = weight
     for name, up_OR in weights.items():
         layer, _, factor = name.rpartition(".")
         if factor == "up_OR":
-            update = (up_OR.double() @ weights[f"{layer}.down_RI"].double()) * (
-                adaptation.alpha / adaptation.rank
-            )
-            whole[f"{layer}.weight"] = (whole[f"{layer}.weight"].double() + update).to(up_OR)
-    return whole
-
-
-def _is_factor(name: str) -> bool:
-    return name.endswith((".up_OR", ".down_RI"))
+            frozen = merged_weights[f"{layer}.weight"]
+            # In double precision, so that the merged weight is the nearest one to the sum that was trained.
+            update = scale * (up_OR.double() @ weights[f"{layer}.down_RI"].double())
+            merged_weights[f"{layer}.weight"] = (frozen.double() + update).to(up_OR)
+    return merged_weights
 
 
 def _add_lora(module: nn.Module, rank: int, alpha: float) -> None:
@@ -124,7 +135,7 @@ def check_trained(names: Iterable[str], prefixes: Sequence[str]) -> None:
     """
     names = list(names)
     for prefix in prefixes:
-        if not any(_begins(name, prefix) for name in names):
+        if not any(_has_prefix(name, prefix) for name in names):
             raise SetupError(
                 "plan, adaptation.trained",
                 expected="names of the expert's weights, or prefixes of names",
@@ -136,8 +147,8 @@ def check_trained(names: Iterable[str], prefixes: Sequence[str]) -> None:
 def _train_only(expert: nn.Module, prefixes: tuple[str, ...]) -> None:
     check_trained([name for name, _ in expert.named_parameters()], prefixes)
     for name, weight in expert.named_parameters():
-        weight.requires_grad_(any(_begins(name, prefix) for prefix in prefixes))
+        weight.requires_grad_(any(_has_prefix(name, prefix) for prefix in prefixes))
 
 
-def _begins(name: str, prefix: str) -> bool:
+def _has_prefix(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")

@@ -46,44 +46,44 @@ class Arithmetic:
             SetupError: tf32 or float16 without a GPU, or bfloat16 on a GPU that has none.
         """
         if self.dtype in ("tf32", "float16") and device.type != "cuda":
-            remedy = "Use float32 or bfloat16, or a GPU."
             raise SetupError(
                 f"dtype {self.dtype}",
                 expected="a GPU",
                 got=f"the device {device.type}",
-                remedy=remedy,
+                remedy="Use float32 or bfloat16, or a GPU.",
             )
-        if (
-            self.dtype == "bfloat16"
-            and device.type == "cuda"
-            and not torch.cuda.is_bf16_supported()
-        ):
-            got = torch.cuda.get_device_name(device)
+        on_gpu = device.type == "cuda"
+        if self.dtype == "bfloat16" and on_gpu and not torch.cuda.is_bf16_supported():
             raise SetupError(
-                "dtype bfloat16", expected="a GPU with bfloat16", got=got, remedy="Use float16."
+                "dtype bfloat16",
+                expected="a GPU with bfloat16",
+                got=torch.cuda.get_device_name(device),
+                remedy="Use float16.",
             )
 
-    def settle(self) -> None:
+    def configure_torch(self) -> None:
         """Set what torch keeps for the whole process: whether products of float32 may be rounded to TF32."""
         torch.set_float32_matmul_precision("high" if self.dtype == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = self.dtype == "tf32"
 
-    def applied(self, network: nn.Module) -> Callable[..., Tensor]:
-        """Return a network as it is sampled; its weights are converted where they lie."""
+    def prepare(self, network: nn.Module) -> Callable[..., Tensor]:
+        """Return a network as it is sampled; its weights are converted in place."""
         lower = _LOWER.get(self.dtype)
         if lower is not None:
             for module in network.modules():
                 if isinstance(module, _PRODUCTS):
                     module.to(lower)
-        call: Callable[..., Tensor] = (
-            torch.compile(network, dynamic=True) if self.compile else network
-        )
-        return call if lower is None else _Lowered(call, lower)
+        call: Callable[..., Tensor] = network
+        if self.compile:
+            call = torch.compile(network, dynamic=True)
+        if lower is not None:
+            call = _AutocastNetwork(call, lower)
+        return call
 
 
 @dataclass(frozen=True)
-class _Lowered:
-    """A network under autocast, which answers in the dtype that it is asked in."""
+class _AutocastNetwork:
+    """A network under autocast, which answers in the dtype of its input."""
 
     network: Callable[..., Tensor]
     dtype: torch.dtype
@@ -105,7 +105,9 @@ def why_not_compiled(device: torch.device) -> str | None:
     try:
         with torch.inference_mode():
             torch.compile(small)(torch.zeros(2, 4, device=device))
-    # torch raises many kinds, of its own and of the compilers that it calls
+    # Torch raises many kinds of error, its own and those of the compilers that it calls.
     except Exception as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        return reason[:200]
     return None

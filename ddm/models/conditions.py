@@ -1,6 +1,6 @@
 """Embeds the condition of an expert, a class or a text, and the null condition."""
 
-# Shape legend: B batch, L text tokens, D hidden width.
+# Shape legend: B batch, N image tokens, L text tokens, D hidden width, A attention heads.
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from ddm.errors import ShapeError
 from ddm.models.layers import attend, heads_of, normalise
 from ddm.protocol.architecture import ClassCondition, TextCondition
 
-_SMALL = 0.02
+_INITIAL_DEVIATION = 0.02
 
 
 class ClassEmbedding(nn.Module):
@@ -20,7 +20,7 @@ class ClassEmbedding(nn.Module):
         super().__init__()
         # Row 0 is the null condition, so that a class beyond the last has no row and is refused.
         self.table = nn.Embedding(1 + condition.num_classes, hidden, device=device)
-        nn.init.normal_(self.table.weight, std=_SMALL)
+        nn.init.normal_(self.table.weight, std=_INITIAL_DEVIATION)
 
     def forward(self, c_B: Tensor | None, num: int) -> Tensor:
         """Return the classes' vectors, shape (B, D).
@@ -47,7 +47,7 @@ def class_rows(c_B: Tensor | None, num: int, device: torch.device) -> Tensor:
     return c_B.to(device) + 1
 
 
-class Text(NamedTuple):
+class TextTokens(NamedTuple):
     """Text tokens for a network to attend to.
 
     Attributes:
@@ -60,8 +60,8 @@ class Text(NamedTuple):
 
     def mean(self) -> Tensor:
         """Return the mean of the attended tokens, shape (B, D)."""
-        read_BL1 = self.mask_B11L[:, 0, 0, :, None].to(self.tokens_BLD)
-        return (self.tokens_BLD * read_BL1).sum(1) / read_BL1.sum(1)
+        weight_BL1 = self.mask_B11L[:, 0, 0, :, None].to(self.tokens_BLD)
+        return (self.tokens_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
 
 
 class TextEmbedding(nn.Module):
@@ -71,13 +71,13 @@ class TextEmbedding(nn.Module):
         super().__init__()
         self.condition = condition
         self.null = nn.Parameter(torch.zeros(hidden, device=device))
-        widen, mix = (
+        self.mlp = nn.Sequential(
             nn.Linear(condition.dim, hidden, device=device),
+            nn.GELU(),
             nn.Linear(hidden, hidden, device=device),
         )
-        self.mlp = nn.Sequential(widen, nn.GELU(), mix)
 
-    def forward(self, c_BLD: Tensor | None, num: int) -> Text:
+    def forward(self, c_BLD: Tensor | None, num: int) -> TextTokens:
         """Return the tokens, and which of them are attended to.
 
         Args:
@@ -89,13 +89,16 @@ class TextEmbedding(nn.Module):
         """
         if c_BLD is None:
             null = self.null.expand(num, 1, -1)
-            return Text(null, torch.ones(num, 1, 1, 1, dtype=torch.bool, device=null.device))
+            mask_B11L = torch.ones(num, 1, 1, 1, dtype=torch.bool, device=null.device)
+            return TextTokens(null, mask_B11L)
+
         check_text(c_BLD, num, self.condition)
-        read_BL = (c_BLD != 0).any(-1)
-        null_BL = torch.zeros_like(read_BL)
-        null_BL[:, 0] = ~read_BL.any(-1)
-        tokens_BLD = torch.where(null_BL[..., None], self.null, self.mlp(c_BLD))
-        return Text(tokens_BLD, (read_BL | null_BL)[:, None, None])
+        is_token_BL = (c_BLD != 0).any(-1)
+        # A sample without a text attends to the learned token in its first place.
+        is_null_BL = torch.zeros_like(is_token_BL)
+        is_null_BL[:, 0] = ~is_token_BL.any(-1)
+        tokens_BLD = torch.where(is_null_BL[..., None], self.null, self.mlp(c_BLD))
+        return TextTokens(tokens_BLD, (is_token_BL | is_null_BL)[:, None, None])
 
 
 def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
@@ -104,9 +107,13 @@ def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
     Raises:
         ShapeError: no tokens, more than the plan allows, or tokens of another width.
     """
-    most, shape = condition.max_tokens, tuple(c_BLD.shape)
-    if len(shape) != 3 or shape[0] != num or not 0 < shape[1] <= most or shape[2] != condition.dim:
-        raise ShapeError("text", expected=f"({num}, 1 to {most}, {condition.dim})", got=str(shape))
+    shape = tuple(c_BLD.shape)
+    max_tokens = condition.max_tokens
+    fits = len(shape) == 3 and shape[0] == num and shape[2] == condition.dim
+    if not fits or not 0 < shape[1] <= max_tokens:
+        raise ShapeError(
+            "text", expected=f"({num}, 1 to {max_tokens}, {condition.dim})", got=str(shape)
+        )
 
 
 class CrossAttention(nn.Module):
@@ -119,11 +126,15 @@ class CrossAttention(nn.Module):
         self.key_value = nn.Linear(hidden, 2 * hidden, device=device)
         self.project = nn.Linear(hidden, hidden, device=device)
 
-    def forward(self, h_BND: Tensor, text: Text) -> Tensor:
+    def forward(self, h_BND: Tensor, text: TextTokens) -> Tensor:
         """Return the update of the image tokens, shape (B, N, D)."""
+        q_BND = self.query(normalise(h_BND))
         k_BLD, v_BLD = self.key_value(text.tokens_BLD).chunk(2, -1)
-        q_BAND, k_BALD, v_BALD = (
-            heads_of(part, self.heads) for part in (self.query(normalise(h_BND)), k_BLD, v_BLD)
+        mixed_BND = attend(
+            heads_of(q_BND, self.heads),
+            heads_of(k_BLD, self.heads),
+            heads_of(v_BLD, self.heads),
+            text.mask_B11L,
         )
-        out: Tensor = self.project(attend(q_BAND, k_BALD, v_BALD, text.mask_B11L))
+        out: Tensor = self.project(mixed_BND)
         return out

@@ -5,14 +5,16 @@ on t and the class. The GELU is exact, on one CPU thread five times as fast as i
 computed, not stored. No variance is learned.
 """
 
-# Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, A attention heads.
+# Shape legend: B batch, C channels, H height, W width, N tokens, M kept tokens, D hidden width, A attention heads.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddm.errors import ShapeError
-from ddm.models.conditions import ClassEmbedding, CrossAttention, Text, TextEmbedding
+from ddm.models.conditions import ClassEmbedding, CrossAttention, TextEmbedding, TextTokens
 from ddm.models.layers import (
+    BLOCK_FORWARD,
+    BLOCK_GRADIENT,
     MLP_RATIO,
     HeadNorm,
     TimeEmbedding,
@@ -23,15 +25,28 @@ from ddm.models.layers import (
     images_of,
     initialise,
     modulate,
+    outer_values,
     patches_of,
     sincos_positions,
 )
-from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition
+from ddm.models.network import Activations, ExpertNetwork
+from ddm.protocol.architecture import (
+    ClassCondition,
+    Condition,
+    Dit,
+    NoCondition,
+    Shape,
+    TextCondition,
+)
 
-_MODULATIONS = 6
+# Shift, scale and gate, of attention and of the two-layer network.
+_BLOCK_MODULATIONS = 6
+# Kept for the gradient by the normalisation of queries and keys, and by cross-attention, in units of tokens x width.
+_QK_NORM_GRADIENT = 4
+_READER_GRADIENT = 8
 
 
-class DiT(nn.Module):
+class DitNetwork(ExpertNetwork):
     """A diffusion transformer with adaLN-zero blocks.
 
     A class is added to the time; a text enters by cross-attention after each block's attention. A fresh model returns
@@ -55,51 +70,46 @@ class DiT(nn.Module):
     def __init__(
         self,
         architecture: Dit,
-        shape: tuple[int, ...],
+        shape: Shape,
         condition: Condition = NoCondition(),
         device: str | None = None,
     ) -> None:
         super().__init__()
         check_fit(architecture, shape, condition)
-        (channels, height, width), patch, hidden = shape, architecture.patch, architecture.hidden
-        rows, columns = height // patch, width // patch
-        self.shape, self.patch = shape, patch
-        self.embed = nn.Linear(channels * patch * patch, hidden, device=device)
-        self.register_buffer(
-            "position_ND",
-            sincos_positions(rows, columns, hidden, architecture.position_grid),
-            persistent=False,
-        )
+        self.architecture = architecture
+        self.shape = shape
+        self.condition = condition
+        self.patch = architecture.patch
+        hidden = architecture.hidden
+        depth = architecture.depth
+        patch_values = shape[0] * self.patch * self.patch
+        rows, columns = architecture.patch_grid(shape)
+
+        # The order in which layers are made decides which random numbers each one gets.
+        self.embed = nn.Linear(patch_values, hidden, device=device)
+        positions = sincos_positions(rows, columns, hidden, architecture.position_grid)
+        self.register_buffer("position_ND", positions, persistent=False)
         self.time = TimeEmbedding(hidden, device)
-        self.widths = [_MODULATIONS * hidden] * architecture.depth + [2 * hidden]
-        self.modulation = nn.Linear(hidden, sum(self.widths), device=device)
+        self.modulation_widths = [_BLOCK_MODULATIONS * hidden] * depth + [2 * hidden]
+        self.modulation = nn.Linear(hidden, sum(self.modulation_widths), device=device)
         reads_text = isinstance(condition, TextCondition)
         self.blocks = nn.ModuleList(
-            Block(
-                hidden,
-                architecture.heads,
-                device,
-                reads_text=reads_text,
-                qk_norm=architecture.qk_norm,
-            )
-            for _ in range(architecture.depth)
+            DitBlock(architecture, device, reads_text=reads_text) for _ in range(depth)
         )
-        self.head = nn.Linear(hidden, channels * patch * patch, device=device)
-        self.classes = (
-            ClassEmbedding(condition, hidden, device)
-            if isinstance(condition, ClassCondition)
-            else None
-        )
-        self.text = (
-            TextEmbedding(condition, hidden, device)
-            if isinstance(condition, TextCondition)
-            else None
-        )
-        readers = [
-            module.project for module in self.modules() if isinstance(module, CrossAttention)
-        ]
-        initialise(self, self.time, self.modulation, self.head, *readers)
-        self.widest = max(sum(self.widths), MLP_RATIO * hidden * rows * columns)
+        self.head = nn.Linear(hidden, patch_values, device=device)
+        self.classes = None
+        if isinstance(condition, ClassCondition):
+            self.classes = ClassEmbedding(condition, hidden, device)
+        self.text = None
+        if isinstance(condition, TextCondition):
+            self.text = TextEmbedding(condition, hidden, device)
+
+        zero_layers = [self.modulation, self.head]
+        for module in self.modules():
+            if isinstance(module, CrossAttention):
+                zero_layers.append(module.project)
+        initialise(self, self.time, zero_layers)
+        self.widest_output = max(sum(self.modulation_widths), MLP_RATIO * hidden * rows * columns)
 
     def forward(
         self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None
@@ -120,7 +130,9 @@ class DiT(nn.Module):
                 form than the model's.
         """
         patches: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM))
-        return images_of(patches, self.shape, self.patch) if kept_BM is None else patches
+        if kept_BM is not None:
+            return patches
+        return images_of(patches, self.shape, self.patch)
 
     def tokens(
         self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, kept_BM: Tensor | None = None
@@ -128,69 +140,91 @@ class DiT(nn.Module):
         """Return the tokens that the head reads, shape (B, N, D) or (B, M, D); see `forward`."""
         check_input(x_BCHW, t_B, self.shape)
         if c is not None and self.classes is None and self.text is None:
-            got = f"a condition of shape {tuple(c.shape)}"
             raise ShapeError(
-                "condition", expected="no condition: the model is unconditional", got=got
+                "condition",
+                expected="no condition: the model is unconditional",
+                got=f"a condition of shape {tuple(c.shape)}",
             )
         condition_BD = self.time(t_B)
         if self.classes is not None:
             condition_BD = condition_BD + self.classes(c, len(t_B))
-        text = self.text(c, len(t_B)) if self.text is not None else None
+        text = None
+        if self.text is not None:
+            text = self.text(c, len(t_B))
+
         modulation_B1M = self.modulation(F.silu(condition_BD))[:, None]
-        *by_block, last = torch.split(modulation_B1M, self.widths, -1)
+        *block_modulations, last = torch.split(modulation_B1M, self.modulation_widths, -1)
         h_BND = self.image_tokens(x_BCHW, kept_BM)
-        for block, block_modulation in zip(self.blocks, by_block, strict=True):
+        for block, block_modulation in zip(self.blocks, block_modulations, strict=True):
             h_BND = block(h_BND, block_modulation, text)
-        return modulate(h_BND, *last.chunk(2, -1))
+        shift, scale = last.chunk(2, -1)
+        return modulate(h_BND, shift, scale)
 
     def image_tokens(self, x_BCHW: Tensor, kept_BM: Tensor | None = None) -> Tensor:
         """Return the tokens that the first block reads, shape (B, N, D) or (B, M, D)."""
-        patches, position = patches_of(x_BCHW, self.patch), self.position_ND
+        patches = patches_of(x_BCHW, self.patch)
+        position = self.position_ND
         if kept_BM is not None:
-            patches, position = gather_tokens(patches, kept_BM), position[kept_BM]
+            patches = gather_tokens(patches, kept_BM)
+            position = position[kept_BM]
         out: Tensor = self.embed(patches) + position
         return out
 
+    def activations(self) -> Activations:
+        """See `ExpertNetwork`."""
+        hidden = self.architecture.hidden
+        image_values = self.position_ND.numel()
+        text_values = 0
+        block_gradient = BLOCK_GRADIENT * image_values
+        if self.architecture.qk_norm:
+            block_gradient += _QK_NORM_GRADIENT * image_values
+        if isinstance(self.condition, TextCondition):
+            text_values = self.condition.max_tokens * hidden
+            block_gradient += _READER_GRADIENT * image_values + 3 * text_values
 
-class Block(nn.Module):
+        outside = outer_values(self.shape, self.condition) + 3 * text_values
+        outside += 2 * sum(self.modulation_widths)
+        return Activations(
+            widest=image_values,
+            forward=BLOCK_FORWARD * (image_values + text_values) + outside,
+            gradient=self.architecture.depth * block_gradient + 6 * image_values + outside,
+        )
+
+
+class DitBlock(nn.Module):
     """Self-attention, cross-attention to a text if there is one, and a two-layer network, on the residual stream."""
 
     def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        device: str | None = None,
-        *,
-        reads_text: bool = False,
-        qk_norm: bool = False,
+        self, architecture: Dit, device: str | None = None, *, reads_text: bool = False
     ) -> None:
         super().__init__()
-        self.heads = heads
+        hidden = architecture.hidden
+        self.heads = architecture.heads
         self.qkv = nn.Linear(hidden, 3 * hidden, device=device)
         self.project = nn.Linear(hidden, hidden, device=device)
         self.up = nn.Linear(hidden, MLP_RATIO * hidden, device=device)
         self.down = nn.Linear(MLP_RATIO * hidden, hidden, device=device)
-        self.norms = nn.ModuleList(
-            HeadNorm(hidden // heads, device) for _ in range(2 if qk_norm else 0)
-        )
-        self.reader = CrossAttention(hidden, heads, device) if reads_text else None
+        num_norms = 2 if architecture.qk_norm else 0
+        self.norms = nn.ModuleList(HeadNorm(hidden // self.heads, device) for _ in range(num_norms))
+        self.reader = CrossAttention(hidden, self.heads, device) if reads_text else None
 
-    def forward(self, h_BND: Tensor, modulation: Tensor, text: Text | None = None) -> Tensor:
+    def forward(self, h_BND: Tensor, modulation: Tensor, text: TextTokens | None = None) -> Tensor:
         """Return the tokens after this block; `modulation` is its six (B, 1, D) parts side by side."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(_MODULATIONS, -1)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(
+            _BLOCK_MODULATIONS, -1
+        )
         h_BND = torch.addcmul(h_BND, gate_a, self._attend(modulate(h_BND, shift_a, scale_a)))
         if self.reader is not None:
             h_BND = h_BND + self.reader(h_BND, text)
-        mlp = self.down(F.gelu(self.up(modulate(h_BND, shift_m, scale_m))))
-        return torch.addcmul(h_BND, gate_m, mlp)
+        widened = F.gelu(self.up(modulate(h_BND, shift_m, scale_m)))
+        return torch.addcmul(h_BND, gate_m, self.down(widened))
 
     def _attend(self, h_BND: Tensor) -> Tensor:
         batch, tokens, hidden = h_BND.shape
         qkv = self.qkv(h_BND).view(batch, tokens, 3, self.heads, hidden // self.heads)
         q_BAND, k_BAND, v_BAND = qkv.permute(2, 0, 3, 1, 4)
         if len(self.norms):
-            q_BAND, k_BAND = (
-                norm(part) for norm, part in zip(self.norms, (q_BAND, k_BAND), strict=True)
-            )
+            q_BAND = self.norms[0](q_BAND)
+            k_BAND = self.norms[1](k_BAND)
         out: Tensor = self.project(attend(q_BAND, k_BAND, v_BAND))
         return out

@@ -1,18 +1,25 @@
 """Layers shared by the transformers: patches, positions, times, modulation, attention, initial weights."""
 
 # Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, A attention heads, P patch.
-from math import inf, log
+from collections.abc import Sequence
+from math import inf, log, prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddm.errors import ShapeError
-from ddm.protocol.architecture import Architecture, Condition
+from ddm.protocol.architecture import Architecture, Condition, GridSize, Shape, TextCondition
 
 TIME_FEATURES = 256
 MLP_RATIO = 4
-_FEW_TOKENS = 8
+
+# Values that a transformer's block holds, in units of tokens x width (`ddm.models.network.Activations`). They were
+# found by measurement; tests/ddm/test_footprint.py holds them to the allocator's own account.
+BLOCK_FORWARD = 18
+BLOCK_GRADIENT = 26
+
+_MAX_TOKENS_PER_VALUE = 8
 
 
 class TimeEmbedding(nn.Module):
@@ -25,11 +32,11 @@ class TimeEmbedding(nn.Module):
         half = TIME_FEATURES // 2
         frequencies = 1000.0 * torch.exp(-log(10_000.0) * torch.arange(half) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        widen, mix = (
+        self.mlp = nn.Sequential(
             nn.Linear(TIME_FEATURES, hidden, device=device),
+            nn.SiLU(),
             nn.Linear(hidden, hidden, device=device),
         )
-        self.mlp = nn.Sequential(widen, nn.SiLU(), mix)
 
     def forward(self, t_B: Tensor) -> Tensor:
         """Return one vector of the hidden width per time."""
@@ -38,31 +45,37 @@ class TimeEmbedding(nn.Module):
         return out
 
 
-def check_fit(architecture: Architecture, shape: tuple[int, ...], condition: Condition) -> None:
+def check_fit(architecture: Architecture, shape: Shape, condition: Condition) -> None:
     """Refuse an architecture that does not fit the shape or the condition.
 
     Raises:
         ShapeError: it does not.
     """
-    if misfit := architecture.misfit(shape, condition):
-        got = f"shape {shape}, condition {condition.kind}"
-        raise ShapeError(f"architecture {architecture.kind}", expected=misfit, got=got)
+    misfit = architecture.misfit(shape, condition)
+    if misfit:
+        raise ShapeError(
+            f"architecture {architecture.kind}",
+            expected=misfit,
+            got=f"shape {shape}, condition {condition.kind}",
+        )
 
 
-def check_input(x_B: Tensor, t_B: Tensor, shape: tuple[int, ...]) -> None:
+def check_input(x_B: Tensor, t_B: Tensor, shape: Shape) -> None:
     """Refuse samples of another shape than the model's, or not one time per sample.
 
     Raises:
         ShapeError: on either.
     """
     if tuple(x_B.shape[1:]) != shape or t_B.shape != x_B.shape[:1]:
-        expected = f"samples (B, {', '.join(map(str, shape))}) and times (B,)"
-        got = f"samples {tuple(x_B.shape)} and times {tuple(t_B.shape)}"
-        raise ShapeError("model input", expected=expected, got=got)
+        raise ShapeError(
+            "model input",
+            expected=f"samples (B, {', '.join(map(str, shape))}) and times (B,)",
+            got=f"samples {tuple(x_B.shape)} and times {tuple(t_B.shape)}",
+        )
 
 
-def initialise(model: nn.Module, time: TimeEmbedding, *zeros: nn.Linear) -> None:
-    """Initialise all linear layers (Glorot), those of the time with smaller values, and `zeros` with zero."""
+def initialise(model: nn.Module, time: TimeEmbedding, zero_layers: Sequence[nn.Linear]) -> None:
+    """Initialise all linear layers (Glorot), those of the time with smaller values, and `zero_layers` with zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -70,16 +83,18 @@ def initialise(model: nn.Module, time: TimeEmbedding, *zeros: nn.Linear) -> None
     for module in time.mlp:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
-    for module in zeros:
-        nn.init.zeros_(module.weight)
+    for layer in zero_layers:
+        nn.init.zeros_(layer.weight)
 
 
 def patches_of(x_BCHW: Tensor, patch: int) -> Tensor:
     """Cut images into square patches, row by row, shape (B, N, C P P)."""
     _, channels, height, width = x_BCHW.shape
-    rows, columns = height // patch, width // patch
+    rows = height // patch
+    columns = width // patch
     split = x_BCHW.reshape(-1, channels, rows, patch, columns, patch)
-    return split.permute(0, 2, 4, 1, 3, 5).reshape(-1, rows * columns, channels * patch * patch)
+    by_place = split.permute(0, 2, 4, 1, 3, 5)
+    return by_place.reshape(-1, rows * columns, channels * patch * patch)
 
 
 def gather_tokens(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
@@ -87,16 +102,14 @@ def gather_tokens(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
     return h_BND.gather(1, kept_BM[..., None].expand(-1, -1, h_BND.shape[-1]))
 
 
-def images_of(p_BND: Tensor, shape: tuple[int, ...], patch: int) -> Tensor:
+def images_of(p_BND: Tensor, shape: Shape, patch: int) -> Tensor:
     """Join patches into images, the inverse of `patches_of`."""
     channels, height, width = shape
     split = p_BND.reshape(-1, height // patch, width // patch, channels, patch, patch)
     return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width)
 
 
-def sincos_positions(
-    rows: int, columns: int, hidden: int, grid: tuple[int, int] | None = None
-) -> Tensor:
+def sincos_positions(rows: int, columns: int, hidden: int, grid: GridSize | None = None) -> Tensor:
     """Fixed position embeddings of a grid: half of the features encode the row, half the column.
 
     Args:
@@ -114,16 +127,15 @@ def sincos_positions(
     """
     quarter = hidden // 4
     frequencies = torch.exp(-log(10_000.0) * torch.arange(quarter) / max(quarter, 1))
-    places = [
-        torch.arange(num) * (own / num)
-        for num, own in zip((rows, columns), grid or (rows, columns), strict=True)
-    ]
-    row, column = torch.meshgrid(*places, indexing="ij")
-    angles = [place.reshape(-1, 1) * frequencies for place in (row, column)]
-    features = torch.cat(
-        [wave for angle in angles for wave in (torch.sin(angle), torch.cos(angle))], dim=-1
-    )
-    return F.pad(features, (0, hidden - 4 * quarter))
+    known_rows, known_columns = grid or (rows, columns)
+    row_places = torch.arange(rows) * (known_rows / rows)
+    column_places = torch.arange(columns) * (known_columns / columns)
+
+    waves = []
+    for place in torch.meshgrid(row_places, column_places, indexing="ij"):
+        angle = place.reshape(-1, 1) * frequencies
+        waves += [torch.sin(angle), torch.cos(angle)]
+    return F.pad(torch.cat(waves, dim=-1), (0, hidden - 4 * quarter))
 
 
 def normalise(h_BND: Tensor) -> Tensor:
@@ -156,29 +168,36 @@ def heads_of(h_BND: Tensor, heads: int) -> Tensor:
 
 
 def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attend, and concatenate the heads again, shape (B, N, D); `mask` is False for tokens to ignore."""
+    """Attend, and concatenate the heads again, shape (B, N, D); `mask` is False for tokens to ignore.
+
+    Torch's fused attention is fast everywhere but in training in bf16 on a CPU, where its backward pass is slow. There
+    products written out are one and a half to five times as fast, up to about eight tokens for each number of a head
+    (`examples/benchmarks/attention.py`). What they keep for the gradient is then less than a block keeps besides. With
+    more tokens float32 is up to twice as fast in narrow heads, and as fast in wide ones.
+    """
     if not _trains_in_bf16_on_a_cpu(q_BAND):
         mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
-    elif k_BAND.shape[-2] <= _FEW_TOKENS * q_BAND.shape[-1]:
+    elif k_BAND.shape[-2] <= _MAX_TOKENS_PER_VALUE * q_BAND.shape[-1]:
         scores = (q_BAND * q_BAND.shape[-1] ** -0.5) @ k_BAND.transpose(-1, -2)
-        mixed = (
-            torch.softmax(scores if mask is None else scores.masked_fill(~mask, -inf), -1) @ v_BAND
-        )
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -inf)
+        mixed = torch.softmax(scores, -1) @ v_BAND
     else:
-        q, k, v = (part.float() for part in (q_BAND, k_BAND, v_BAND))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).to(q_BAND.dtype)
+        mixed = F.scaled_dot_product_attention(
+            q_BAND.float(), k_BAND.float(), v_BAND.float(), attn_mask=mask
+        ).to(q_BAND.dtype)
     return mixed.transpose(1, 2).flatten(2)
 
 
 def _trains_in_bf16_on_a_cpu(q_BAND: Tensor) -> bool:
-    """Whether torch's fused attention is to be avoided, whose backward pass in bf16 is slow on CPUs.
+    on_cpu = q_BAND.device.type == "cpu"
+    trains = q_BAND.requires_grad and torch.is_grad_enabled()
+    return q_BAND.dtype == torch.bfloat16 and on_cpu and trains
 
-    Products written out are one and a half to five times as fast, up to about eight tokens for each number of a head
-    (`examples/benchmarks/attention.py`). What they keep for the gradient is then less than a block keeps besides. With
-    more tokens float32 is up to twice as fast in narrow heads, and as fast in wide ones.
-    """
-    if not (
-        q_BAND.dtype == torch.bfloat16 and q_BAND.device.type == "cpu" and torch.is_grad_enabled()
-    ):
-        return False
-    return q_BAND.requires_grad
+
+def outer_values(shape: Shape, condition: Condition) -> int:
+    """Return the values of a sample, its condition, and what is computed from them around the network."""
+    text_values = 0
+    if isinstance(condition, TextCondition):
+        text_values = condition.max_tokens * condition.dim
+    return 8 * prod(shape) + 2 * text_values

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ddm.errors import ShapeError
 from ddm.models.conditions import TextEmbedding
 from ddm.models.layers import (
+    BLOCK_FORWARD,
+    BLOCK_GRADIENT,
     MLP_RATIO,
     HeadNorm,
     TimeEmbedding,
@@ -24,15 +26,21 @@ from ddm.models.layers import (
     images_of,
     initialise,
     modulate,
+    outer_values,
     patches_of,
     sincos_positions,
 )
-from ddm.protocol.architecture import Condition, Mmdit, TextCondition
+from ddm.models.network import Activations, ExpertNetwork
+from ddm.protocol.architecture import Condition, Mmdit, Shape, TextCondition
 
-_OF_STREAM, _OF_READ, _OF_SHARED = 6, 2, 3  # modulations
+# Modulations of a stream with its own output (shift, scale and gate, of attention and network), of one that only gives
+# keys and values (shift and scale), and of a block whose weights both streams share (shift, scale and gate).
+_STREAM_MODULATIONS = 6
+_KEY_VALUE_MODULATIONS = 2
+_SHARED_MODULATIONS = 3
 
 
-class MMDiT(nn.Module):
+class MmditNetwork(ExpertNetwork):
     """A text-conditional transformer with joint attention and adaLN-zero in both streams; a fresh one returns 0.
 
     Args:
@@ -53,7 +61,7 @@ class MMDiT(nn.Module):
     def __init__(
         self,
         architecture: Mmdit,
-        shape: tuple[int, ...],
+        shape: Shape,
         condition: Condition,
         device: str | None = None,
     ) -> None:
@@ -63,39 +71,47 @@ class MMDiT(nn.Module):
             raise ShapeError(
                 "condition", expected="the kind text", got=f"the kind {condition.kind}"
             )
-        (channels, height, width), patch, hidden = shape, architecture.patch, architecture.hidden
-        rows, columns = height // patch, width // patch
-        self.shape, self.patch, self.num_tokens = shape, patch, rows * columns
-        self.embed = nn.Linear(channels * patch * patch, hidden, device=device)
-        self.register_buffer(
-            "position_ND",
-            sincos_positions(rows, columns, hidden, architecture.position_grid),
-            persistent=False,
-        )
-        self.time, self.text = (
-            TimeEmbedding(hidden, device),
-            TextEmbedding(condition, hidden, device),
-        )
+        self.architecture = architecture
+        self.shape = shape
+        self.condition = condition
+        self.patch = architecture.patch
+        hidden = architecture.hidden
+        heads = architecture.heads
+        patch_values = shape[0] * self.patch * self.patch
+        rows, columns = architecture.patch_grid(shape)
+        self.num_tokens = rows * columns
+
+        # The order in which layers are made decides which random numbers each one gets.
+        self.embed = nn.Linear(patch_values, hidden, device=device)
+        positions = sincos_positions(rows, columns, hidden, architecture.position_grid)
+        self.register_buffer("position_ND", positions, persistent=False)
+        self.time = TimeEmbedding(hidden, device)
+        self.text = TextEmbedding(condition, hidden, device)
         self.pooled = nn.Linear(hidden, hidden, device=device)
+
         num_joint = architecture.depth - architecture.shared_depth
-        # Nothing uses the text tokens after the very last block, so that block does not compute them.
-        answers = [i + 1 < architecture.depth for i in range(num_joint)]
-        self.joint = nn.ModuleList(
-            JointBlock(hidden, architecture.heads, each, device) for each in answers
-        )
-        self.shared = nn.ModuleList(
-            SharedBlock(hidden, architecture.heads, device)
-            for _ in range(architecture.shared_depth)
-        )
-        joint = [(_OF_STREAM + (_OF_STREAM if each else _OF_READ)) * hidden for each in answers]
-        self.widths = [*joint, *[_OF_SHARED * hidden] * architecture.shared_depth, 2 * hidden]
-        self.modulation = nn.Linear(hidden, sum(self.widths), device=device)
-        self.head = nn.Linear(hidden, channels * patch * patch, device=device)
-        initialise(self, self.time, self.modulation, self.head)
-        wide = 3 + MLP_RATIO if architecture.shared_depth else MLP_RATIO
-        self.widest = max(
-            sum(self.widths), wide * hidden * (self.num_tokens + condition.max_tokens)
-        )
+        self.joint = nn.ModuleList()
+        self.shared = nn.ModuleList()
+        self.modulation_widths = []
+        for index in range(num_joint):
+            # Nothing uses the text tokens after the very last block, so that block does not compute them.
+            updates_text = index + 1 < architecture.depth
+            block = JointBlock(hidden, heads, updates_text, device)
+            self.joint.append(block)
+            self.modulation_widths.append(block.num_modulations * hidden)
+        for _ in range(architecture.shared_depth):
+            self.shared.append(SharedBlock(hidden, heads, device))
+            self.modulation_widths.append(_SHARED_MODULATIONS * hidden)
+        self.modulation_widths.append(2 * hidden)
+        self.modulation = nn.Linear(hidden, sum(self.modulation_widths), device=device)
+        self.head = nn.Linear(hidden, patch_values, device=device)
+        initialise(self, self.time, [self.modulation, self.head])
+
+        block_ratio = MLP_RATIO
+        if architecture.shared_depth:
+            block_ratio += 3
+        num_all_tokens = self.num_tokens + condition.max_tokens
+        self.widest_output = max(sum(self.modulation_widths), block_ratio * hidden * num_all_tokens)
 
     def forward(self, x_BCHW: Tensor, t_B: Tensor, c_BLD: Tensor | None = None) -> Tensor:
         """Return the prediction at (x, t).
@@ -113,73 +129,119 @@ class MMDiT(nn.Module):
         """
         check_input(x_BCHW, t_B, self.shape)
         text = self.text(c_BLD, len(t_B))
-        h_BND = self.embed(patches_of(x_BCHW, self.patch)) + self.position_ND
         condition_BD = self.time(t_B) + self.pooled(text.mean())
-        by_block = torch.split(self.modulation(F.silu(condition_BD))[:, None], self.widths, -1)
+        modulation_B1M = self.modulation(F.silu(condition_BD))[:, None]
+        modulations = torch.split(modulation_B1M, self.modulation_widths, -1)
+        joint_modulations = modulations[: len(self.joint)]
+        shared_modulations = modulations[len(self.joint) : -1]
         mask_B11T = F.pad(text.mask_B11L, (self.num_tokens, 0), value=True)
+
+        h_BND = self.embed(patches_of(x_BCHW, self.patch)) + self.position_ND
         g_BLD = text.tokens_BLD
-        for block, modulation in zip(self.joint, by_block, strict=False):
+        for block, modulation in zip(self.joint, joint_modulations, strict=True):
             h_BND, g_BLD = block(h_BND, g_BLD, modulation, mask_B11T)
         if len(self.shared):
             h_BTD = torch.cat([h_BND, g_BLD], dim=1)
-            for block, modulation in zip(self.shared, by_block[len(self.joint) :], strict=False):
+            for block, modulation in zip(self.shared, shared_modulations, strict=True):
                 h_BTD = block(h_BTD, modulation, mask_B11T)
             h_BND = h_BTD[:, : self.num_tokens]
-        patches_BND = self.head(modulate(h_BND, *by_block[-1].chunk(2, -1)))
+
+        shift, scale = modulations[-1].chunk(2, -1)
+        patches_BND = self.head(modulate(h_BND, shift, scale))
         return images_of(patches_BND, self.shape, self.patch)
+
+    def activations(self) -> Activations:
+        """See `ExpertNetwork`."""
+        hidden = self.architecture.hidden
+        token_values = (self.num_tokens + self.condition.max_tokens) * hidden
+        outside = outer_values(self.shape, self.condition) + 2 * sum(self.modulation_widths)
+        # Beside what a block of one stream keeps: the normalised queries and keys of both.
+        block_gradient = (BLOCK_GRADIENT + 8) * token_values
+        return Activations(
+            widest=token_values,
+            forward=2 * BLOCK_FORWARD * token_values + outside,
+            gradient=self.architecture.depth * block_gradient + 8 * token_values + outside,
+        )
 
 
 class Stream(nn.Module):
-    """The weights of one kind of token in a block; without `answers` its tokens give keys and values only."""
+    """The weights of one kind of token in a block.
 
-    def __init__(self, hidden: int, heads: int, answers: bool, device: str | None = None) -> None:
+    Args:
+        hidden: width.
+        heads: attention heads.
+        is_updated: whether the block returns new tokens of this kind; otherwise they give keys and values only.
+        device: where the weights are created.
+    """
+
+    def __init__(
+        self, hidden: int, heads: int, is_updated: bool, device: str | None = None
+    ) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(hidden, (3 if answers else 2) * hidden, device=device)
-        self.norms = _norms(hidden // heads, 2 if answers else 1, device)
-        if answers:
+        num_projections = 3 if is_updated else 2
+        self.qkv = nn.Linear(hidden, num_projections * hidden, device=device)
+        self.norms = _head_norms(hidden // heads, num_projections - 1, device)
+        if is_updated:
             self.project = nn.Linear(hidden, hidden, device=device)
             self.up = nn.Linear(hidden, MLP_RATIO * hidden, device=device)
             self.down = nn.Linear(MLP_RATIO * hidden, hidden, device=device)
 
     def keys_values_queries(self, h_BTD: Tensor) -> list[Tensor]:
-        """Return keys, values and, with `answers`, queries, each of shape (B, A, T, D / A)."""
-        return _normalised(self.qkv(h_BTD), self.norms, self.heads)
+        """Return keys, values and, where tokens are updated, queries, each of shape (B, A, T, D / A)."""
+        return _split_and_normalise(self.qkv(h_BTD), self.norms, self.heads)
 
     def update(self, h_BTD: Tensor, mixed_BTD: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
         """Return the tokens after this block, from the output of attention and (gate, shift, scale, gate)."""
         gate_a, shift_m, scale_m, gate_m = modulation
         h_BTD = torch.addcmul(h_BTD, gate_a, self.project(mixed_BTD))
-        mlp = self.down(F.gelu(self.up(modulate(h_BTD, shift_m, scale_m))))
-        return torch.addcmul(h_BTD, gate_m, mlp)
+        widened = F.gelu(self.up(modulate(h_BTD, shift_m, scale_m)))
+        return torch.addcmul(h_BTD, gate_m, self.down(widened))
 
 
 class JointBlock(nn.Module):
-    """Joint attention over image and text tokens, with separate weights for each kind."""
+    """Joint attention over image and text tokens, with separate weights for each kind.
+
+    Args:
+        hidden: width.
+        heads: attention heads.
+        updates_text: whether it returns new text tokens.
+        device: where the weights are created.
+
+    Attributes:
+        num_modulations: vectors that scale, shift and gate its tokens.
+    """
 
     def __init__(
-        self, hidden: int, heads: int, text_answers: bool, device: str | None = None
+        self, hidden: int, heads: int, updates_text: bool, device: str | None = None
     ) -> None:
         super().__init__()
         self.image = Stream(hidden, heads, True, device)
-        self.text = Stream(hidden, heads, text_answers, device)
-        self.text_answers = text_answers
+        self.text = Stream(hidden, heads, updates_text, device)
+        self.updates_text = updates_text
+        text_modulations = _STREAM_MODULATIONS if updates_text else _KEY_VALUE_MODULATIONS
+        self.num_modulations = _STREAM_MODULATIONS + text_modulations
 
     def forward(
         self, h_BND: Tensor, g_BLD: Tensor, modulation: Tensor, mask_B11T: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return image and text tokens after this block; the mask is False where text is padding."""
-        count = _OF_STREAM + (_OF_STREAM if self.text_answers else _OF_READ)
-        shift_h, scale_h, *of_image = modulation.chunk(count, -1)
-        shift_g, scale_g, *of_text = of_image[_OF_STREAM - 2 :]
+        parts = modulation.chunk(self.num_modulations, -1)
+        shift_h, scale_h, *image_update = parts[:_STREAM_MODULATIONS]
+        shift_g, scale_g, *text_update = parts[_STREAM_MODULATIONS:]
         k_h, v_h, q_h = self.image.keys_values_queries(modulate(h_BND, shift_h, scale_h))
+        # There are no queries of the text where its tokens are not updated.
         k_g, v_g, *q_g = self.text.keys_values_queries(modulate(g_BLD, shift_g, scale_g))
-        k, v, q = torch.cat([k_h, k_g], 2), torch.cat([v_h, v_g], 2), torch.cat([q_h, *q_g], 2)
-        mixed_BTD = attend(q, k, v, mask_B11T)
-        num = h_BND.shape[1]
-        h_BND = self.image.update(h_BND, mixed_BTD[:, :num], tuple(of_image[: _OF_STREAM - 2]))
-        if self.text_answers:
-            g_BLD = self.text.update(g_BLD, mixed_BTD[:, num:], tuple(of_text))
+        mixed_BTD = attend(
+            torch.cat([q_h, *q_g], dim=2),
+            torch.cat([k_h, k_g], dim=2),
+            torch.cat([v_h, v_g], dim=2),
+            mask_B11T,
+        )
+        num_image = h_BND.shape[1]
+        h_BND = self.image.update(h_BND, mixed_BTD[:, :num_image], tuple(image_update))
+        if self.updates_text:
+            g_BLD = self.text.update(g_BLD, mixed_BTD[:, num_image:], tuple(text_update))
         return h_BND, g_BLD
 
 
@@ -188,28 +250,38 @@ class SharedBlock(nn.Module):
 
     def __init__(self, hidden: int, heads: int, device: str | None = None) -> None:
         super().__init__()
-        self.heads, self.parts = heads, [3 * hidden, MLP_RATIO * hidden]
-        self.wide = nn.Linear(hidden, sum(self.parts), device=device)
-        self.norms = _norms(hidden // heads, 2, device)
+        self.heads = heads
+        self.wide_parts = [3 * hidden, MLP_RATIO * hidden]
+        self.wide = nn.Linear(hidden, sum(self.wide_parts), device=device)
+        self.norms = _head_norms(hidden // heads, 2, device)
         self.narrow = nn.Linear((1 + MLP_RATIO) * hidden, hidden, device=device)
 
     def forward(self, h_BTD: Tensor, modulation: Tensor, mask_B11T: Tensor) -> Tensor:
         """Return the tokens after this block; the mask is False where text is padding."""
-        shift, scale, gate = modulation.chunk(_OF_SHARED, -1)
-        kvq, up = self.wide(modulate(h_BTD, shift, scale)).split(self.parts, -1)
-        k, v, q = _normalised(kvq, self.norms, self.heads)
-        both = torch.cat([attend(q, k, v, mask_B11T), F.gelu(up)], dim=-1)
-        return torch.addcmul(h_BTD, gate, self.narrow(both))
+        shift, scale, gate = modulation.chunk(_SHARED_MODULATIONS, -1)
+        wide = self.wide(modulate(h_BTD, shift, scale))
+        kvq, up = wide.split(self.wide_parts, -1)
+        k, v, q = _split_and_normalise(kvq, self.norms, self.heads)
+        mixed = attend(q, k, v, mask_B11T)
+        return torch.addcmul(h_BTD, gate, self.narrow(torch.cat([mixed, F.gelu(up)], dim=-1)))
 
 
-def _norms(width: int, num: int, device: str | None) -> nn.ModuleList:
+def _head_norms(width: int, num: int, device: str | None) -> nn.ModuleList:
     return nn.ModuleList(HeadNorm(width, device) for _ in range(num))
 
 
-def _normalised(kvq: Tensor, norms: nn.ModuleList, heads: int) -> list[Tensor]:
-    """Split keys, values and queries (if there are any), and normalise keys and queries in every head."""
+def _split_and_normalise(kvq: Tensor, norms: nn.ModuleList, heads: int) -> list[Tensor]:
+    """Split keys, values and queries (if there are any), and normalise keys and queries in every head.
+
+    Args:
+        kvq: their projections side by side, shape (B, T, 2 D) or (B, T, 3 D).
+        norms: that of the keys and, if there are queries, that of the queries.
+        heads: attention heads.
+    """
     batch, tokens, _ = kvq.shape
-    parts = list(kvq.reshape(batch, tokens, 1 + len(norms), heads, -1).permute(2, 0, 3, 1, 4))
-    for place, norm in zip((0, 2), norms, strict=False):
-        parts[place] = norm(parts[place])
+    split = kvq.reshape(batch, tokens, 1 + len(norms), heads, -1)
+    parts = list(split.permute(2, 0, 3, 1, 4))
+    parts[0] = norms[0](parts[0])
+    if len(norms) == 2:
+        parts[2] = norms[1](parts[2])
     return parts

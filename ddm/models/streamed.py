@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from ddm.errors import TensorFileError
 from ddm.io.tensors import check_tensors, read_header
 from ddm.models import empty_expert, expected_tensors
+from ddm.models.network import FLOAT_BYTES
 from ddm.protocol.architecture import Architecture, Condition, NoCondition
 
 PART_BYTES = 32 << 20
-_FLOAT_BYTES = 4
-_LIVE = 12  # intermediate results of about the widest layer's size that are alive at once
+# Intermediate results of about the size of the widest output that exist at once, and the most bytes of all of them.
+_NUM_INTERMEDIATE = 12
 _ACTIVATION_BYTES = 256 << 20
 
 
@@ -43,18 +44,22 @@ class StoredTensor:
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield consecutive rows and their indices, some at a time; the entries of a vector are its rows."""
-        num_rows, width = self.shape[0], prod(self.shape[1:])
-        step = max(1, PART_BYTES // (_FLOAT_BYTES * width))
+        num_rows = self.shape[0]
+        row_bytes = FLOAT_BYTES * prod(self.shape[1:])
+        rows_per_part = max(1, PART_BYTES // row_bytes)
         with self.path.open("rb") as handle:
-            for start in range(0, num_rows, step):
-                rows = slice(start, min(start + step, num_rows))
-                size = (rows.stop - start) * width * _FLOAT_BYTES
+            for start in range(0, num_rows, rows_per_part):
+                rows = slice(start, min(start + rows_per_part, num_rows))
+                num_bytes = (rows.stop - start) * row_bytes
                 data = bytearray(
-                    os.pread(handle.fileno(), size, self.offset + start * width * _FLOAT_BYTES)
+                    os.pread(handle.fileno(), num_bytes, self.offset + start * row_bytes)
                 )
-                if len(data) != size:
-                    expected, got = f"{size} bytes, as its header says", f"{len(data)} bytes"
-                    raise TensorFileError(self.path.name, expected=expected, got=got)
+                if len(data) != num_bytes:
+                    raise TensorFileError(
+                        self.path.name,
+                        expected=f"{num_bytes} bytes, as its header says",
+                        got=f"{len(data)} bytes",
+                    )
                 yield rows, torch.frombuffer(data, dtype=torch.float32).view(-1, *self.shape[1:])
 
     def load(self) -> Tensor:
@@ -63,8 +68,10 @@ class StoredTensor:
 
     def root_mean_square(self) -> float:
         """Return ``sqrt(mean(w^2))``."""
-        total = sum(float(part.square().sum(dtype=torch.float64)) for _, part in self.parts())
-        return math.sqrt(total / prod(self.shape))
+        sum_of_squares = 0.0
+        for _, part in self.parts():
+            sum_of_squares += float(part.square().sum(dtype=torch.float64))
+        return math.sqrt(sum_of_squares / prod(self.shape))
 
 
 def stored_tensors(
@@ -86,11 +93,12 @@ def stored_tensors(
     Raises:
         TensorFileError: it holds other tensors than the architecture implies.
     """
-    found = read_header(path, max_bytes=max_bytes)
-    check_tensors(found, expected_tensors(architecture, shape, condition), path.name)
-    offset = path.stat().st_size - sum(spec.bytes for spec in found.values())
+    header = read_header(path, max_bytes=max_bytes)
+    check_tensors(header, expected_tensors(architecture, shape, condition), path.name)
     stored = {}
-    for name, spec in found.items():  # in the order of their bytes, side by side
+    # The header lists tensors in the order of their bytes, which follow it side by side.
+    offset = path.stat().st_size - sum(spec.bytes for spec in header.values())
+    for name, spec in header.items():
         stored[name] = StoredTensor(path, offset, spec.shape)
         offset += spec.bytes
     return stored
@@ -101,14 +109,18 @@ class StreamedLinear(nn.Module):
 
     def __init__(self, weight: StoredTensor, bias: StoredTensor | None) -> None:
         super().__init__()
-        self.weight_OI, self.bias_O = weight, bias
+        self.weight_OI = weight
+        self.bias_O = bias
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """Return ``x W^T + b``."""
-        bias_O = self.bias_O.load() if self.bias_O else None
-        out = x_BI.new_empty((*x_BI.shape[:-1], self.weight_OI.shape[0]))
+        num_out = self.weight_OI.shape[0]
+        bias_O = x_BI.new_zeros(num_out)
+        if self.bias_O is not None:
+            bias_O = self.bias_O.load()
+        out = x_BI.new_empty((*x_BI.shape[:-1], num_out))
         for rows, weight_OI in self.weight_OI.parts():
-            out[..., rows] = F.linear(x_BI, weight_OI, bias_O[rows] if bias_O is not None else None)
+            out[..., rows] = F.linear(x_BI, weight_OI, bias_O[rows])
         return out
 
 
@@ -135,18 +147,25 @@ class StreamedExpert:
         model = empty_expert(architecture, shape, condition)
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
-                owner, _, last = name.rpartition(".")
+                parent, _, attribute = name.rpartition(".")
                 streamed = StreamedLinear(stored[f"{name}.weight"], stored.get(f"{name}.bias"))
-                setattr(model.get_submodule(owner), last, streamed)
+                setattr(model.get_submodule(parent), attribute, streamed)
+        # What is left has no streamed form: convolutions, norms, embeddings.
         resident = {name: stored[name].load() for name in model.state_dict()}
         model.load_state_dict(resident, strict=True, assign=True)
         self.resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self.model = model.eval()
-        self._batch = max(1, _ACTIVATION_BYTES // (_LIVE * _FLOAT_BYTES * model.widest))
+        bytes_per_sample = _NUM_INTERMEDIATE * FLOAT_BYTES * model.widest_output
+        self._batch = max(1, _ACTIVATION_BYTES // bytes_per_sample)
 
     @torch.no_grad()
     def __call__(self, x_B: Tensor, t_B: Tensor, c_B: Tensor | None = None) -> Tensor:
         """Return the expert's prediction, shape (B, ...); without `c_B`, under the null condition."""
-        inputs = (x_B, t_B) if c_B is None else (x_B, t_B, c_B)
-        batches = zip(*(torch.split(each, self._batch) for each in inputs), strict=True)
-        return torch.cat([self.model(*batch) for batch in batches])
+        predictions = []
+        for start in range(0, len(x_B), self._batch):
+            batch = slice(start, start + self._batch)
+            if c_B is None:
+                predictions.append(self.model(x_B[batch], t_B[batch]))
+            else:
+                predictions.append(self.model(x_B[batch], t_B[batch], c_B[batch]))
+        return torch.cat(predictions)

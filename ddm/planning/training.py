@@ -4,15 +4,14 @@ They may get better from version to version. Those of `Training` may not: a plan
 meaning.
 """
 
-from typing import Annotated, ClassVar, Literal, assert_never
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ddm.protocol.architecture import Architecture, Dit, Mmdit, Unet
+from ddm.protocol.architecture import Architecture
 from ddm.protocol.base import NumSteps
 from ddm.protocol.learning import Share, Training
 
-RATE_TIMES_WIDTH = 0.5
 EMA_WIDTH = 0.1
 CHECKPOINT_STEPS = 500
 
@@ -62,14 +61,12 @@ def usual_rate(architecture: Architecture) -> float:
     """Return the learning rate of an expert whose recipe names none.
 
     Raises:
-        ValueError: a unet, for which no rate was measured.
+        ValueError: an architecture for which no rate was measured.
     """
-    match architecture:
-        case Dit() | Mmdit():
-            return RATE_TIMES_WIDTH / architecture.hidden
-        case Unet():
-            raise ValueError(
-                "expert.training.learning_rate is needed for a unet: only transformers have a usual one"
-            )
-        case _:
-            assert_never(architecture)
+    rate = architecture.usual_learning_rate
+    if rate is None:
+        raise ValueError(
+            f"expert.training.learning_rate is needed for a {architecture.kind}: only transformers "
+            "have a usual one"
+        )
+    return rate

@@ -1,6 +1,11 @@
-"""The architectures and the kinds of condition that an expert may have. Sizes only: imports no torch."""
+"""The architectures and the kinds of condition that an expert may have: fields with bounds. Imports no torch.
 
-from typing import Annotated, Literal
+Each architecture is one class here, its document, and one file of `ddm/models`, its network. The document builds the
+network in a method that imports it late, so that a plan is read without torch (docs/adr/0070).
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -8,7 +13,13 @@ from ddm.errors import ShapeError
 from ddm.protocol.base import File, Model
 from ddm.protocol.classes import Classes, misnamed
 
+if TYPE_CHECKING:
+    from ddm.models.network import ExpertNetwork
+
 Shape = tuple[int, ...]
+
+# The learning rate of a transformer's recipe that names none, times its width (docs/results/recipe.md).
+RATE_TIMES_WIDTH = 0.5
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 ClassName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
@@ -25,8 +36,7 @@ class ClassCondition(Model):
     Attributes:
         num_classes: number of classes, numbered from 0.
         drop: probability with which training drops a sample's class.
-        names: what the classes are called, from number 0 on: tables of images may have them as labels, and samples are
-            asked for by them.
+        names: the names of the classes, from number 0 on, which tables of images and requests for samples may use.
     """
 
     kind: Literal["class"] = "class"
@@ -36,8 +46,10 @@ class ClassCondition(Model):
 
     @model_validator(mode="after")
     def _names_tell_classes_apart(self) -> "ClassCondition":
-        if self.names and (wrong := misnamed(self.names, self.num_classes)):
-            raise ValueError(wrong)
+        if self.names:
+            problem = misnamed(self.names, self.num_classes)
+            if problem:
+                raise ValueError(problem)
         return self
 
     @property
@@ -74,6 +86,71 @@ class TextCondition(Model):
 Condition = Annotated[NoCondition | ClassCondition | TextCondition, Field(discriminator="kind")]
 
 
+GridSide = Annotated[int, Field(gt=0, le=65536)]
+GridSize = tuple[GridSide, GridSide]
+
+
+class ExpertArchitecture(Model, ABC):
+    """The document of an expert's network: its sizes, and what the toolkit has to know before it builds one.
+
+    Attributes:
+        supports_masking: whether training may leave out a share of the tokens (`mask_ratio`).
+        has_unit_weights: whether some weights, as the scales of normalisations, start at 1. Screening then allows for
+            it where it asks how far weights have moved.
+        size_names: the published sizes that a recipe may name in `size`; empty for an architecture without.
+    """
+
+    supports_masking: ClassVar[bool] = False
+    has_unit_weights: ClassVar[bool] = False
+    size_names: ClassVar[str] = ""
+
+    @abstractmethod
+    def misfit(self, shape: Shape, condition: Condition) -> str | None:
+        """Return what the sample's shape or the condition must be, or None where both fit."""
+
+    @abstractmethod
+    def build_network(
+        self, shape: Shape, condition: Condition, device: str | None = None
+    ) -> "ExpertNetwork":
+        """Build the network; import it here, not above.
+
+        Args:
+            shape: one sample in the experts' space.
+            condition: the kind of condition that it takes.
+            device: where the weights are created; on ``meta`` they have no memory, and the caller assigns them.
+
+        Raises:
+            ShapeError: the architecture does not fit the shape or the condition.
+            SetupError: the architecture needs a library that is not installed.
+        """
+
+    @property
+    def usual_learning_rate(self) -> float | None:
+        """The learning rate of a recipe that names none; None where none was measured."""
+        return None
+
+    def position_span(self, shape: Shape) -> GridSize | None:
+        """Return rows and columns of the grid that positions span; None for a network without patches."""
+        return None
+
+    def spanning(self, grid: GridSize, shape: Shape) -> Self:
+        """Return it with positions that span this grid, as an expert learned them on other image sizes."""
+        return self
+
+    @classmethod
+    def published_size(cls, name: str) -> Self:
+        """Return a published size by its name.
+
+        Raises:
+            ShapeError: there is no published size of this name.
+        """
+        raise ShapeError(
+            "size of an architecture",
+            expected="numbers: this architecture has no published sizes",
+            got=repr(name[:40]),
+        )
+
+
 class TransformerSize(Model):
     """The sizes of a transformer on square patches.
 
@@ -106,23 +183,44 @@ class TransformerSize(Model):
         return None
 
 
-GridSide = Annotated[int, Field(gt=0, le=65536)]
-
-
-class ExpertTransformer(TransformerSize):
+class ExpertTransformer(TransformerSize, ExpertArchitecture):
     """A transformer whose positions are computed from the place of a patch.
 
     Attributes:
         position_grid: rows and columns of the grid of patches on which an expert was trained first; in an image with
-            more patches, the places of rows and columns lie between those of this grid and span the same range. None:
-            positions are the numbers of row and column.
+            more patches, the places of rows and columns lie between those of this grid and span the same range. None
+            where positions are the numbers of row and column.
     """
 
-    position_grid: tuple[GridSide, GridSide] | None = None
+    position_grid: GridSize | None = None
+
+    @property
+    def usual_learning_rate(self) -> float:
+        """See `ExpertArchitecture`; wider transformers need smaller rates."""
+        return RATE_TIMES_WIDTH / self.hidden
 
     def patch_grid(self, shape: Shape) -> tuple[int, int]:
         """Return rows and columns of the patches of a sample (C, H, W)."""
         return shape[1] // self.patch, shape[2] // self.patch
+
+    def position_span(self, shape: Shape) -> GridSize:
+        """See `ExpertArchitecture`."""
+        return self.position_grid or self.patch_grid(shape)
+
+    def spanning(self, grid: GridSize, shape: Shape) -> Self:
+        """See `ExpertArchitecture`; a `position_grid` that the document names stays."""
+        if self.position_grid is not None or self.patch_grid(shape) == grid:
+            return self
+        return self.model_copy(update={"position_grid": grid})
+
+
+# Widths, depths and heads as published (Peebles and Xie 2023, table 1).
+_DIT_SIZES = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
+# Depths d of Esser et al. 2024, whose width is 64 d and whose heads are d.
+_MMDIT_DEPTHS = {f"d{depth}": depth for depth in (15, 18, 21, 24, 30, 38)}
+# The width, depth and heads of McAllister et al. 2025, which come to 3B parameters in shared blocks only.
+_MMDIT_3B = (2560, 30, 20)
+_PATCHES = ("2", "4", "8")
 
 
 class Dit(ExpertTransformer):
@@ -133,8 +231,32 @@ class Dit(ExpertTransformer):
             rates and in bf16 (Dehghani et al. 2023); those of an MMDiT always are.
     """
 
+    supports_masking: ClassVar[bool] = True
+    size_names: ClassVar[str] = "S, B, L or XL, then /2, /4 or /8"
+
     kind: Literal["dit"] = "dit"
     qk_norm: bool = False
+
+    def build_network(
+        self, shape: Shape, condition: Condition, device: str | None = None
+    ) -> "ExpertNetwork":
+        """See `ExpertArchitecture`."""
+        from ddm.models.dit import DitNetwork
+
+        return DitNetwork(self, shape, condition, device)
+
+    @classmethod
+    def published_size(cls, name: str) -> Self:
+        """Return a published size by its name: S, B, L or XL, then the side of a patch, as in ``XL/2``.
+
+        Raises:
+            ShapeError: there is no published size of this name.
+        """
+        letter, _, patch = name.partition("/")
+        if letter not in _DIT_SIZES or patch not in _PATCHES:
+            raise ShapeError("size of a DiT", expected=cls.size_names, got=repr(name[:40]))
+        hidden, depth, heads = _DIT_SIZES[letter]
+        return cls(patch=int(patch), hidden=hidden, depth=depth, heads=heads)
 
 
 class Mmdit(ExpertTransformer):
@@ -144,6 +266,8 @@ class Mmdit(ExpertTransformer):
         shared_depth: how many of the blocks, counted from the last, share one set of weights between both kinds of
             token and compute attention and network in parallel; 0 is Stable Diffusion 3.
     """
+
+    size_names: ClassVar[str] = f"{', '.join(_MMDIT_DEPTHS)} or 3B, then /2, /4 or /8"
 
     kind: Literal["mmdit"] = "mmdit"
     shared_depth: Annotated[int, Field(ge=0, le=128)] = 0
@@ -157,15 +281,46 @@ class Mmdit(ExpertTransformer):
         return self
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
-        """See `TransformerSize.misfit`."""
+        """See `ExpertArchitecture`."""
         if not isinstance(condition, TextCondition):
             return (
                 f"the condition text, not {condition.kind}: without texts use the architecture dit"
             )
         return super().misfit(shape, condition)
 
+    def build_network(
+        self, shape: Shape, condition: Condition, device: str | None = None
+    ) -> "ExpertNetwork":
+        """See `ExpertArchitecture`."""
+        from ddm.models.mmdit import MmditNetwork
 
-class Unet(Model):
+        return MmditNetwork(self, shape, condition, device)
+
+    @classmethod
+    def published_size(cls, name: str) -> Self:
+        """Return a published size by its name: d15 to d38, or 3B, then the side of a patch, as in ``d24/2``.
+
+        ``d24`` is that of Stable Diffusion 3 medium. ``3B`` has the paper's width and depth, every block shared.
+
+        Raises:
+            ShapeError: there is no published size of this name.
+
+        Source:
+            Esser et al. 2024, section 5.3; McAllister et al. 2025.
+        """
+        stem, _, patch = name.partition("/")
+        if (stem not in _MMDIT_DEPTHS and stem != "3B") or patch not in _PATCHES:
+            raise ShapeError("size of an MMDiT", expected=cls.size_names, got=repr(name[:40]))
+        if stem == "3B":
+            hidden, depth, heads = _MMDIT_3B
+            return cls(
+                patch=int(patch), hidden=hidden, depth=depth, heads=heads, shared_depth=depth
+            )
+        depth = _MMDIT_DEPTHS[stem]
+        return cls(patch=int(patch), hidden=64 * depth, depth=depth, heads=depth)
+
+
+class Unet(ExpertArchitecture):
     """MONAI's DiffusionModelUNet, for images and volumes.
 
     Attributes:
@@ -175,6 +330,8 @@ class Unet(Model):
         head_channels: channels of one attention head.
         norm_groups: groups of every normalisation.
     """
+
+    has_unit_weights: ClassVar[bool] = True
 
     kind: Literal["unet"] = "unet"
     channels: Annotated[
@@ -194,68 +351,33 @@ class Unet(Model):
             raise ValueError(
                 f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}"
             )
-        attending = [
-            width for width, attends in zip(self.channels, self.attention, strict=True) if attends
-        ]
-        if any(width % self.head_channels for width in (*attending, self.channels[-1])):
-            wanted = f"multiples of head_channels, {self.head_channels}"
+        attending_widths = {self.channels[-1]}
+        for width, attends in zip(self.channels, self.attention, strict=True):
+            if attends:
+                attending_widths.add(width)
+        if any(width % self.head_channels for width in attending_widths):
             raise ValueError(
-                f"channels with attention and the last ones must be {wanted}, got {self.channels}"
+                f"channels with attention and the last ones must be multiples of head_channels, "
+                f"{self.head_channels}, got {self.channels}"
             )
         return self
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
-        """See `TransformerSize.misfit`."""
+        """See `ExpertArchitecture`."""
         halved = 2 ** (len(self.channels) - 1)
         if any(side % halved for side in shape[1:]):
             return f"sides that are multiples of {halved} for {len(self.channels)} levels, not {shape[1:]}"
         return None
 
+    def build_network(
+        self, shape: Shape, condition: Condition, device: str | None = None
+    ) -> "ExpertNetwork":
+        """See `ExpertArchitecture`."""
+        from ddm.models.unet import UnetNetwork
 
+        return UnetNetwork(self, shape, condition, device)
+
+
+# The architectures that a plan, a policy and a recipe may name.
 Architecture = Annotated[Dit | Mmdit | Unet, Field(discriminator="kind")]
-
-# Widths, depths and heads as published (Peebles and Xie 2023, table 1).
-_DIT_SIZES = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
-# Depths d of Esser et al. 2024, whose width is 64 d and whose heads are d.
-_MMDIT_DEPTHS = (15, 18, 21, 24, 30, 38)
-# The width and depth of McAllister et al. 2025, which come to 3B parameters in shared blocks only.
-_MMDIT_3B = (2560, 30, 20)
-_PATCHES = ("2", "4", "8")
-
-
-def dit_size(name: str) -> Dit:
-    """Return a published size by its name: S, B, L or XL, then the side of a patch, as in ``XL/2``.
-
-    Raises:
-        ShapeError: there is no published size of this name.
-    """
-    letter, _, patch = name.partition("/")
-    if letter not in _DIT_SIZES or patch not in _PATCHES:
-        raise ShapeError(
-            "size of a DiT", expected="S, B, L or XL, then /2, /4 or /8", got=repr(name[:40])
-        )
-    hidden, depth, heads = _DIT_SIZES[letter]
-    return Dit(patch=int(patch), hidden=hidden, depth=depth, heads=heads)
-
-
-def mmdit_size(name: str) -> Mmdit:
-    """Return a published size by its name: d15 to d38, or 3B, then the side of a patch, as in ``d24/2``.
-
-    ``d24`` is that of Stable Diffusion 3 medium. ``3B`` has the paper's width and depth, every block shared.
-
-    Raises:
-        ShapeError: there is no published size of this name.
-
-    Source:
-        Esser et al. 2024, section 5.3; McAllister et al. 2025.
-    """
-    stem, _, patch = name.partition("/")
-    depths = {f"d{depth}": depth for depth in _MMDIT_DEPTHS}
-    if (stem not in depths and stem != "3B") or patch not in _PATCHES:
-        expected = f"{', '.join(depths)} or 3B, then /2, /4 or /8"
-        raise ShapeError("size of an MMDiT", expected=expected, got=repr(name[:40]))
-    if stem == "3B":
-        hidden, depth, heads = _MMDIT_3B
-        return Mmdit(patch=int(patch), hidden=hidden, depth=depth, heads=heads, shared_depth=depth)
-    depth = depths[stem]
-    return Mmdit(patch=int(patch), hidden=64 * depth, depth=depth, heads=depth)
+ArchitectureKind = Literal["dit", "mmdit", "unet"]

@@ -3,18 +3,13 @@
 from typing import Any
 
 from ddm.errors import ReplayError
-from ddm.protocol.architecture import Dit, Mmdit, Unet
 from ddm.protocol.partition import SiloClusterPartition
 from ddm.protocol.plan import Plan
 
 
 def grid_of(plan: Plan) -> tuple[int, int] | None:
     """Return the grid of patches whose places an expert of this plan knows; None for a network without patches."""
-    match plan.expert.architecture:
-        case Dit() | Mmdit() as architecture:
-            return architecture.position_grid or architecture.patch_grid(plan.expert_shape)
-        case Unet():
-            return None
+    return plan.expert.architecture.position_span(plan.expert_shape)
 
 
 def check_continuation(old: Plan, new: Plan, silo_id: str) -> None:

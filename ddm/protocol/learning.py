@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from ddm.protocol.architecture import Architecture, Dit
+from ddm.protocol.architecture import Architecture
 from ddm.protocol.base import Digest, Model, NaturalInt, NumSteps, PlanId, RelativePath, SiloId
 from ddm.protocol.weight_privacy import DpSgd
 
@@ -255,7 +255,7 @@ class Expert(Model):
 
     @model_validator(mode="after")
     def _masked_experts_have_tokens(self) -> "Expert":
-        if self.training.mask_ratio and not isinstance(self.architecture, Dit):
+        if self.training.mask_ratio and not self.architecture.supports_masking:
             wanted = "a mask_ratio above 0 needs the architecture dit"
             raise ValueError(f"{wanted}, not {self.architecture.kind}")
         return self

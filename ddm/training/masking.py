@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.errors import ShapeError
-from ddm.models.dit import DiT
+from ddm.models.dit import DitNetwork
 from ddm.models.layers import gather_tokens, patches_of
 from ddm.protocol.learning import Training
 
@@ -49,7 +49,7 @@ def kept_patches(model: nn.Module, x_BCHW: Tensor, kept_BM: Tensor) -> Tensor:
     Raises:
         ShapeError: the model has no tokens.
     """
-    if not isinstance(model, DiT):
+    if not isinstance(model, DitNetwork):
         raise ShapeError("kept tokens", expected="a DiT", got=f"a {type(model).__name__}")
     return gather_tokens(patches_of(x_BCHW, model.patch), kept_BM)
 
@@ -60,7 +60,7 @@ def tokens_of(model: nn.Module, settings: Training) -> int:
     Raises:
         ShapeError: a mask_ratio above 0, and a model without tokens.
     """
-    if isinstance(model, DiT):
+    if isinstance(model, DitNetwork):
         return len(model.position_ND)
     if settings.mask_ratio:
         got = f"{settings.mask_ratio:g} for a {type(model).__name__}"

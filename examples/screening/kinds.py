@@ -178,7 +178,12 @@ def measure(kind: Kind, training: Training, num_federations: int) -> tuple[int, 
         base = {name: _rms(value) for name, value in (start.weights or {}).items()}
         for trial in trials(kind, public, latent):
             found = [
-                _grown(figures(each, answer, trial, f"silo{k}"), each, base, kind.architecture.kind)
+                _grown(
+                    figures(each, answer, trial, f"silo{k}"),
+                    each,
+                    base,
+                    has_unit_weights=kind.architecture.has_unit_weights,
+                )
                 for k, (each, answer) in enumerate(zip(weights, answers, strict=True))
             ]
             for k, one in enumerate(found):
@@ -219,11 +224,12 @@ def _grown(
     found: ExpertFigures,
     weights: Mapping[str, Tensor],
     base: Mapping[str, float],
-    architecture: str,
+    *,
+    has_unit_weights: bool,
 ) -> ExpertFigures:
     """Compare weights with fresh ones, and with those that training started from, as intake does."""
     before = {
-        name: max(fresh_rms(value.shape, architecture), base.get(name, 0.0))
+        name: max(fresh_rms(value.shape, has_unit_weights=has_unit_weights), base.get(name, 0.0))
         for name, value in weights.items()
     }
     excess = {name: _rms(value) - before[name] for name, value in weights.items()}

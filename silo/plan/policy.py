@@ -5,7 +5,7 @@ from datetime import datetime
 from math import prod
 
 from ddm.errors import PolicyError
-from ddm.protocol.footprint import (
+from ddm.footprint import (
     encoding_bytes,
     expert_size,
     file_bytes,

@@ -10,9 +10,9 @@ import pytest
 
 import ddm.publishing.signing
 from aggregator.release.publish import Publication, publish
+from ddm.footprint import opening_bytes, sampling_bytes
 from ddm.loading.release import Release, open_release
 from ddm.protocol.base import sha256_file
-from ddm.protocol.footprint import opening_bytes, sampling_bytes
 from ddm.protocol.manifest import Manifest
 from ddm.publishing.contents import ReleaseContents, draft_manifest
 from ddm.publishing.keys import load_key

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from aggregator.planning.recipe import Recipe
 from ddm.islands.recipe import OwnerRecipe
+from ddm.protocol.architecture import ExpertArchitecture
 from tools.reference.docstring import Docstring, parse
 
 HEAD = """\
@@ -24,6 +25,7 @@ the signed plan. `ddm split` reads the same file, without need of `statistics`, 
 relative to where the command is run.
 """
 ROW = "| `{name}` | {type} | {default} | {bounds} | {meaning} |"
+SIZE_ROW = "| `size` | text | none | {names} | A published size, in place of the numbers that it stands for. |"
 TABLE = "| field | type | default | bounds | meaning |\n| --- | --- | --- | --- | --- |"
 NAMES = {int: "whole number", float: "number", str: "text", bool: "boolean"}
 UNBOUNDED = 2**53 - 1  # what a document can hold, not a limit that anybody meets
@@ -87,6 +89,8 @@ def section(table: Table) -> Iterator[str]:
         for name, info in table.model.model_fields.items()
         if is_leaf(name, info)
     ]
+    if issubclass(table.model, ExpertArchitecture) and table.model.size_names:
+        rows.append(SIZE_ROW.format(names=table.model.size_names))
     if rows:
         yield TABLE
         yield from rows

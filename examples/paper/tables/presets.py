@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from ddm.planning.training import RATE_TIMES_WIDTH
-from ddm.protocol.architecture import Dit
+from ddm.protocol.architecture import RATE_TIMES_WIDTH, Dit
 from ddm.protocol.base import Model
 from ddm.protocol.routers import SamplesRouter
 

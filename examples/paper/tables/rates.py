@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 
 from ddm.errors import NumericalError
-from ddm.planning.training import RATE_TIMES_WIDTH
+from ddm.protocol.architecture import RATE_TIMES_WIDTH
 from examples.paper.tables.models import FORMER
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Choice, Cost

@@ -194,7 +194,8 @@ def test_no_fresh_unet_has_heavier_weights_than_a_fresh_one_may(condition: Condi
     for name, value in (
         build_expert(unet, (1, 8, 8), condition=condition, seed=1).state_dict().items()
     ):
-        assert float(value.square().mean().sqrt()) <= fresh_rms(value.shape, "unet"), name
+        limit = fresh_rms(value.shape, has_unit_weights=True)
+        assert float(value.square().mean().sqrt()) <= limit, name
 
 
 def test_copy_is_found_byte_for_byte_and_by_its_answers(

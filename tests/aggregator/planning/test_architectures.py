@@ -10,7 +10,7 @@ from aggregator.planning.cost import MAX_TIMED_FLOPS, estimate_cost
 from aggregator.planning.recipe import Recipe
 from ddm.models import count_flops, num_parameters, training_flops
 from ddm.models import empty_expert as empty
-from ddm.protocol.architecture import Dit, Mmdit, TextCondition, dit_size, mmdit_size
+from ddm.protocol.architecture import Dit, Mmdit, TextCondition
 from ddm.protocol.learning import Expert
 from ddm.protocol.plan import Plan
 from ddm.system.console import human_flops
@@ -70,19 +70,19 @@ def test_plan_with_the_name_of_a_size_is_refused() -> None:
 
 def test_published_sizes_have_the_parameters_that_their_names_say() -> None:
     text = TextCondition(dim=4096, max_tokens=77)
-    billions = num_parameters(empty(mmdit_size("3B/2"), (16, 32, 32), text)) / 1e9
+    billions = num_parameters(empty(Mmdit.published_size("3B/2"), (16, 32, 32), text)) / 1e9
     assert billions == pytest.approx(3.0, abs=0.01)
-    assert num_parameters(empty(mmdit_size("d24/2"), (16, 32, 32), text)) / 1e9 == pytest.approx(
-        2.0, abs=0.05
-    )
+    assert num_parameters(
+        empty(Mmdit.published_size("d24/2"), (16, 32, 32), text)
+    ) / 1e9 == pytest.approx(2.0, abs=0.05)
 
 
 def test_forward_flops_are_those_that_the_paper_states_and_a_third_of_training() -> None:
     """Peebles and Xie 2023, table 4: B/2 takes 23.0 Gflops of multiplications and additions together."""
-    forward, both = count_flops(dit_size("B/2"), (4, 32, 32))
+    forward, both = count_flops(Dit.published_size("B/2"), (4, 32, 32))
     assert forward / 2e9 == pytest.approx(23.0, rel=0.02)
     assert both / forward == pytest.approx(3.0, rel=0.01)
-    assert training_flops(dit_size("B/2"), (4, 32, 32), 5) == 5 * both
+    assert training_flops(Dit.published_size("B/2"), (4, 32, 32), 5) == 5 * both
 
 
 def test_expert_too_large_to_try_is_estimated_and_a_small_one_is_timed(

@@ -15,11 +15,11 @@ from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from aggregator.planning.sign import sign_plan
 from ddm.errors import DataError, SetupError
+from ddm.footprint import token_router_size
 from ddm.images.samples import open_image_set
 from ddm.planning.fit import divide
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesRouter
-from ddm.protocol.sizes import token_router_size
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, images, recipe
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ddm.encoders.autoencoder import AutoencoderKl, open_latent
-from ddm.encoders.public_autoencoder import CONFIG, WEIGHTS, build, describe
+from ddm.encoders.public_autoencoder import CONFIG, WEIGHTS, build_public_autoencoder, describe
 from ddm.errors import DigestError, MissingFileError, SetupError, ShapeError, TensorFileError
+from ddm.footprint import autoencoder_size
 from ddm.models import num_parameters
 from ddm.protocol.base import File
 from ddm.protocol.latent import DiffusersKlLatent
-from ddm.protocol.sizes import autoencoder_size
 from tests.support.autoencoders import FLUX, SD, SDXL, autoencoder_kl, write_autoencoder
 from tests.support.case import case
 
@@ -105,9 +105,9 @@ def test_tiles_bound_the_memory_of_large_images() -> None:
     }
     tiled = DiffusersKlLatent(**sizes, **parts, tile=512)
     whole = DiffusersKlLatent(**sizes, **parts)
-    one = autoencoder_size(whole, (3, 512, 512)).alive
-    assert autoencoder_size(tiled, (3, 4096, 4096)).alive == one
-    assert autoencoder_size(whole, (3, 4096, 4096)).alive == 64 * one
+    one = autoencoder_size(whole, (3, 512, 512)).activations.forward
+    assert autoencoder_size(tiled, (3, 4096, 4096)).activations.forward == one
+    assert autoencoder_size(whole, (3, 4096, 4096)).activations.forward == 64 * one
     assert autoencoder_size(whole, (3, 512, 512)).parameters == 83_653_863, (
         "as Stable Diffusion's is published"
     )
@@ -123,7 +123,7 @@ def test_parameters_are_counted_exactly(
     write_autoencoder(tmp_path, layout, channels=channels)
     spec, _ = describe(tmp_path, SHAPE, 0)
     with torch.device("meta"):
-        built = build(spec, 3)
+        built = build_public_autoencoder(spec, SHAPE)
     assert autoencoder_size(spec, SHAPE).parameters == num_parameters(built)
 
 

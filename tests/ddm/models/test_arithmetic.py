@@ -34,7 +34,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 def test_kept_bfloat16_weights_answer_as_autocast_would_to_the_byte() -> None:
     plain, x_t = network(), inputs()
     lowered = copy.deepcopy(plain)
-    call = Arithmetic("bfloat16").applied(lowered)
+    call = Arithmetic("bfloat16").prepare(lowered)
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(*x_t).float()
@@ -51,7 +51,7 @@ def test_kept_bfloat16_weights_answer_as_autocast_would_to_the_byte() -> None:
 
 def test_float32_is_the_network_itself() -> None:
     plain = network()
-    assert Arithmetic().applied(plain) is plain
+    assert Arithmetic().prepare(plain) is plain
 
 
 def test_device_refuses_what_it_does_not_have() -> None:
@@ -67,10 +67,10 @@ def test_products_of_float32_are_rounded_only_where_tf32_is_asked_for(
     # set back afterwards
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
     try:
-        Arithmetic("tf32").settle()
+        Arithmetic("tf32").configure_torch()
         assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
     finally:
-        Arithmetic().settle()
+        Arithmetic().configure_torch()
     assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
 
 
@@ -90,5 +90,5 @@ def test_compiled_expert_answers_as_an_eager_one() -> None:
         pytest.skip(f"torch cannot compile here: {why}")
     plain, x_t = network(), inputs()
     with torch.inference_mode():
-        found = Arithmetic(compile=True).applied(plain)(*x_t)
+        found = Arithmetic(compile=True).prepare(plain)(*x_t)
         torch.testing.assert_close(found, plain(*x_t), atol=1e-4, rtol=1e-4)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddm.errors import ShapeError
 from ddm.io.tensors import spec_of
 from ddm.models import build_expert, expected_tensors, num_parameters, training_flops
-from ddm.models.dit import DiT
+from ddm.models.dit import DitNetwork
 from ddm.models.layers import sincos_positions
 from ddm.protocol.architecture import (
     ClassCondition,
@@ -19,7 +19,6 @@ from ddm.protocol.architecture import (
     Dit,
     NoCondition,
     TextCondition,
-    dit_size,
 )
 from tests.support.case import case
 
@@ -51,9 +50,9 @@ def awake(
     shape: tuple[int, int, int] = (3, 4, 6),
     condition: Condition = NoCondition(),
     sizes: Dit = SMALL,
-) -> DiT:
+) -> DitNetwork:
     """A small model whose zero gates have been given values, in float64."""
-    model = DiT(sizes, shape, condition).double()
+    model = DitNetwork(sizes, shape, condition).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -76,7 +75,7 @@ def texts() -> Tensor:
     return c
 
 
-def plain_dit(model: DiT, image: Tensor, t: Tensor, c: Tensor | None = None) -> Tensor:
+def plain_dit(model: DitNetwork, image: Tensor, t: Tensor, c: Tensor | None = None) -> Tensor:
     """Equations of Peebles and Xie for one image, token by token, attention written out."""
     channels, height, width = image.shape
     patch, rows, columns = 2, height // 2, width // 2
@@ -305,7 +304,11 @@ def test_class_conditional_sizes_differ_from_the_published_ones_by_positions_and
 ):
     imagenet = ClassCondition(num_classes=1000)
     positions, variance = 256 * 1152, 4 * 2 * 2 * (1152 + 1)
-    assert count(dit_size("XL/2"), imagenet) == 675_129_632 - positions - variance == 674_816_272
+    assert (
+        count(Dit.published_size("XL/2"), imagenet)
+        == 675_129_632 - positions - variance
+        == 674_816_272
+    )
     published = {
         "S/2": 33e6,
         "B/2": 130e6,
@@ -315,8 +318,8 @@ def test_class_conditional_sizes_differ_from_the_published_ones_by_positions_and
         "XL/8": 676e6,
     }
     for name, about in published.items():
-        assert count(dit_size(name), imagenet) == pytest.approx(about, rel=0.005)
-    assert count(dit_size("L/2"), imagenet) != pytest.approx(675e6, rel=0.005)
+        assert count(Dit.published_size(name), imagenet) == pytest.approx(about, rel=0.005)
+    assert count(Dit.published_size("L/2"), imagenet) != pytest.approx(675e6, rel=0.005)
 
 
 @pytest.mark.parametrize("name", ["S/2", "B/2", "L/2", "XL/2"])
@@ -326,7 +329,9 @@ def test_sizes_are_as_documented(name: str) -> None:
         ClassCondition(num_classes=1000),
         TextCondition(dim=768, max_tokens=77),
     )
-    counts = " | ".join(f"{count(dit_size(name), condition):,}" for condition in conditions)
+    counts = " | ".join(
+        f"{count(Dit.published_size(name), condition):,}" for condition in conditions
+    )
     row = next(
         line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {name} |")
     )
@@ -336,15 +341,15 @@ def test_sizes_are_as_documented(name: str) -> None:
 def test_a_text_costs_cross_attention_in_every_block_and_its_own_embedding() -> None:
     reading = 28 * (4 * 1152**2 + 4 * 1152)
     embedding = (768 + 1) * 1152 + (1152 + 1) * 1152 + 1152
-    with_text = count(dit_size("XL/2"), TextCondition(dim=768, max_tokens=77))
-    assert with_text - count(dit_size("XL/2")) == reading + embedding
+    with_text = count(Dit.published_size("XL/2"), TextCondition(dim=768, max_tokens=77))
+    assert with_text - count(Dit.published_size("XL/2")) == reading + embedding
     assert with_text == 824_643_088
 
 
 def test_size_that_was_not_published_is_refused() -> None:
     for name in ["XXL/2", "XL", "XL/3", "xl/2", ""]:
         with case(name=name), pytest.raises(ShapeError, match="DiT"):
-            dit_size(name)
+            Dit.published_size(name)
 
 
 def test_unconditional_weights_have_the_names_and_numbers_of_released_ones() -> None:

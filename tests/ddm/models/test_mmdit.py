@@ -10,7 +10,7 @@ from torch import Tensor
 from ddm.errors import ShapeError
 from ddm.models import build_expert, expected_tensors, training_flops
 from ddm.models.layers import HeadNorm
-from ddm.models.mmdit import MMDiT
+from ddm.models.mmdit import MmditNetwork
 from ddm.protocol.architecture import ClassCondition, Mmdit, NoCondition, TextCondition
 from tests.support.case import case
 
@@ -22,9 +22,9 @@ def small(shared_depth: int) -> Mmdit:
     return Mmdit(patch=2, hidden=16, depth=3, heads=2, shared_depth=shared_depth)
 
 
-def awake(shared_depth: int) -> MMDiT:
+def awake(shared_depth: int) -> MmditNetwork:
     """A small model whose zero gates have been given values, in float64."""
-    model = MMDiT(small(shared_depth), SHAPE, TEXT).double()
+    model = MmditNetwork(small(shared_depth), SHAPE, TEXT).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -62,7 +62,7 @@ def read(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return torch.cat(heads)
 
 
-def plain_mmdit(model: MMDiT, image: Tensor, t: Tensor, c: Tensor) -> Tensor:
+def plain_mmdit(model: MmditNetwork, image: Tensor, t: Tensor, c: Tensor) -> Tensor:
     """The definition for one image and the tokens of its text alone."""
     patches = image.reshape(3, 2, 2, 3, 2).permute(1, 3, 0, 2, 4).reshape(6, 12)
     seen = [
@@ -79,7 +79,7 @@ def plain_mmdit(model: MMDiT, image: Tensor, t: Tensor, c: Tensor) -> Tensor:
         return [parts.pop(0) for _ in range(num)]
 
     for block in model.joint:
-        of_image, of_text = take(6), take(6 if block.text_answers else 2)
+        of_image, of_text = take(6), take(6 if block.updates_text else 2)
         asked = [block.image.qkv(normalised(token, *of_image[:2])).split(16) for token in seen]
         told_by = [block.text.qkv(normalised(token, *of_text[:2])).split(16) for token in words]
         keys = [scaled(a[0], block.image.norms[0]) for a in asked] + [
@@ -87,7 +87,7 @@ def plain_mmdit(model: MMDiT, image: Tensor, t: Tensor, c: Tensor) -> Tensor:
         ]
         values = [a[1] for a in asked + told_by]
         answers = [(block.image, seen, asked, of_image)]
-        if block.text_answers:
+        if block.updates_text:
             answers.append((block.text, words, told_by, of_text))
         for stream, tokens, queries, (_, _, gate_a, shift, scale, gate_m) in answers:
             for i, token in enumerate(tokens):

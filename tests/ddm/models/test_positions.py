@@ -61,4 +61,3 @@ def test_weights_are_of_the_same_names_and_shapes_at_every_size() -> None:
     small = Dit(patch=2, hidden=16, depth=1, heads=2)
     large = small.model_copy(update={"position_grid": (4, 4)})
     assert expected_tensors(small, (1, 8, 8)) == expected_tensors(large, (1, 16, 16))
-    assert "position_grid" not in small.model_dump()

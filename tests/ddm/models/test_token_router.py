@@ -6,7 +6,7 @@ import torch
 from ddm.errors import ShapeError
 from ddm.models import num_parameters
 from ddm.models.token_router import TokenRouter
-from ddm.protocol.architecture import ClassCondition, Dit, TextCondition, dit_size
+from ddm.protocol.architecture import ClassCondition, Dit, TextCondition
 
 SMALL = Dit(patch=2, hidden=16, depth=2, heads=2)
 
@@ -85,9 +85,11 @@ def test_shares_of_a_condition_need_no_image_and_are_none_without_one() -> None:
 
 def test_router_of_scale_b_weighs_what_the_explanation_says() -> None:
     with torch.device("meta"):
-        plain = num_parameters(TokenRouter(dit_size("B/2"), (4, 32, 32), 8))
+        plain = num_parameters(TokenRouter(Dit.published_size("B/2"), (4, 32, 32), 8))
         reading = num_parameters(
-            TokenRouter(dit_size("B/2"), (4, 32, 32), 8, TextCondition(dim=768, max_tokens=77))
+            TokenRouter(
+                Dit.published_size("B/2"), (4, 32, 32), 8, TextCondition(dim=768, max_tokens=77)
+            )
         )
     assert plain == 129_529_352
     assert reading == 159_065_872

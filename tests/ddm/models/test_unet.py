@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddm.errors import SetupError, ShapeError
 from ddm.models import build_expert, expected_tensors, num_parameters, training_flops
-from ddm.models.unet import TIME_SCALE, UNet
+from ddm.models.unet import TIME_SCALE, UnetNetwork
 from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, TextCondition, Unet
 
 SMALL = Unet(
@@ -22,14 +22,14 @@ TEXT = TextCondition(dim=5, max_tokens=4)
 SHAPES = [(2, 8, 12), (1, 8, 4, 12)]
 
 
-def awake(shape: tuple[int, ...], condition: Condition = NoCondition()) -> UNet:
+def awake(shape: tuple[int, ...], condition: Condition = NoCondition()) -> UnetNetwork:
     """A model whose zero convolutions have been given values."""
     model = build_expert(SMALL, shape, condition=condition)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
-    assert isinstance(model, UNet)
+    assert isinstance(model, UnetNetwork)
     return model.eval()
 
 

@@ -11,8 +11,9 @@ from ddm.protocol.plan import Plan
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 
-DIT = {"kind": "dit", "patch": 2, "hidden": 96, "depth": 4, "heads": 4}
-MMDIT = DIT | {"kind": "mmdit", "shared_depth": 1}
+SIZES = {"patch": 2, "hidden": 96, "depth": 4, "heads": 4, "position_grid": None}
+DIT = SIZES | {"kind": "dit", "qk_norm": False}
+MMDIT = SIZES | {"kind": "mmdit", "shared_depth": 1}
 UNET = {
     "kind": "unet",
     "channels": [32, 64],
@@ -21,8 +22,8 @@ UNET = {
     "head_channels": 32,
     "norm_groups": 16,
 }
-CLASSES = {"kind": "class", "num_classes": 10, "drop": 0.2}
-TEXT = {"kind": "text", "dim": 16, "max_tokens": 8, "drop": 0.1}
+CLASSES = {"kind": "class", "num_classes": 10, "drop": 0.2, "names": []}
+TEXT = {"kind": "text", "dim": 16, "max_tokens": 8, "drop": 0.1, "encoder": None}
 NONE = {"kind": "none"}
 VOLUME = [1, 8, 8, 4]
 SAMPLES = {

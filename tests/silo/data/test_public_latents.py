@@ -9,10 +9,10 @@ from aggregator.intake.inventory import take_inventory
 from ddm import open_ensemble
 from ddm.encoders.public_autoencoder import CONFIG, WEIGHTS
 from ddm.errors import SetupError
+from ddm.footprint import encoding_bytes, file_bytes, looking_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.planning.fit import fit_public_parts
 from ddm.protocol.base import sha256_file
-from ddm.protocol.footprint import encoding_bytes, file_bytes, looking_bytes
 from ddm.protocol.latent import AUTOENCODER_PATH, DiffusersKlLatent
 from silo.data.latents import keep_latents, training_inputs
 from tests.support.autoencoders import SD, write_autoencoder

@@ -7,9 +7,22 @@ import pytest
 import torch
 
 from ddm.diffusion.path import LinearPath
-from ddm.models import build_expert
+from ddm.encoders.autoencoder import build_autoencoder
+from ddm.footprint import (
+    autoencoder_size,
+    expert_size,
+    file_bytes,
+    looking_bytes,
+    perceptron_parameters,
+    sampling_bytes,
+    token_router_size,
+    training_bytes,
+)
+from ddm.models import build_expert, network_size, num_parameters
+from ddm.models.token_router import TokenRouter
 from ddm.protocol.architecture import (
     Architecture,
+    ClassCondition,
     Condition,
     Dit,
     Mmdit,
@@ -18,16 +31,10 @@ from ddm.protocol.architecture import (
     TextCondition,
     Unet,
 )
-from ddm.protocol.footprint import (
-    expert_size,
-    file_bytes,
-    looking_bytes,
-    sampling_bytes,
-    training_bytes,
-)
+from ddm.protocol.latent import AutoencoderKlLatent
 from ddm.protocol.learning import UniformT
 from ddm.protocol.plan import Plan
-from ddm.protocol.sizes import network_size
+from ddm.protocol.routers import SamplesRouter
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
@@ -164,3 +171,45 @@ def test_bytes_of_files_are_those_of_their_tensors() -> None:
         "mirrored": False,
     }
     assert file_bytes(plan(encoder=gradients))["plan/encoder.safetensors"] == 4 * 33 * 128 + header
+
+
+@pytest.mark.parametrize("num_experts", [1, 7])
+@pytest.mark.parametrize(
+    "condition", [NoCondition(), ClassCondition(num_classes=5), TextCondition(dim=6, max_tokens=3)]
+)
+def test_size_of_the_samples_router_is_that_of_the_real_network(
+    num_experts: int, condition: Condition
+) -> None:
+    sizes = {"patch": 2, "hidden": 24, "depth": 2, "heads": 3}
+    shape = (3, 8, 4)
+    reads_condition = not isinstance(condition, NoCondition)
+    router = SamplesRouter(**sizes, num_steps=1, conditional=reads_condition)
+    network = TokenRouter(Dit(**sizes), shape, num_experts, condition)
+    size = token_router_size(router, shape, num_experts, condition)
+    assert size.bytes == sum(weight.nbytes for weight in network.state_dict().values())
+    assert size.activations == network.activations()
+
+
+@pytest.mark.parametrize("channels", [(8,), (8, 16), (16, 8, 24)])
+@pytest.mark.parametrize("attends", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 16), (1, 8, 8, 4)])
+def test_size_of_an_autoencoder_is_that_of_the_real_network(
+    channels: tuple[int, ...], attends: bool, shape: Shape
+) -> None:
+    latent = AutoencoderKlLatent(
+        channels=channels,
+        attention=(attends,) * len(channels),
+        latent_channels=3,
+        num_res_blocks=2,
+        norm_groups=4,
+        scale=1.0,
+    )
+    network = build_autoencoder(latent, shape)
+    assert autoencoder_size(latent, shape).bytes == sum(
+        weight.nbytes for weight in network.state_dict().values()
+    )
+
+
+def test_parameters_of_a_perceptron_are_counted_exactly() -> None:
+    layers = [torch.nn.Linear(8, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)]
+    assert perceptron_parameters(8, 5, 2, 3) == sum(num_parameters(layer) for layer in layers)

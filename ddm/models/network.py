@@ -1,0 +1,87 @@
+"""The base of every expert's network, and how many values and bytes a network takes."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import nn
+
+FLOAT_BYTES = 4
+# Of a weight in training: itself, its gradient, two moments, its average, and the average as it is written to disk.
+_TRAINING_COPIES = 6
+# Of a buffer while it is computed.
+_BUFFER_COPIES = 3
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The values that a network has in memory for one sample, beside its weights.
+
+    These are upper estimates, at least what one sample takes and at most a few times that. They follow from sizes by
+    arithmetic, so that a plan which would exhaust a machine is refused before anything of that size is allocated.
+
+    Attributes:
+        widest: the output of the widest layer; tokens x width of a transformer.
+        forward: a forward pass, at once.
+        gradient: what a training step keeps for the gradient.
+    """
+
+    widest: int
+    forward: int
+    gradient: int
+
+
+@dataclass(frozen=True)
+class NetworkSize:
+    """How large a network is.
+
+    Attributes:
+        parameters: trained numbers.
+        buffers: values that are computed when it is built, such as positions.
+        activations: values of one sample.
+    """
+
+    parameters: int
+    buffers: int
+    activations: Activations
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its weights."""
+        return FLOAT_BYTES * self.parameters
+
+    def forward_bytes(self, batch: int) -> int:
+        """Return the bytes of a forward pass of so many samples, without the weights."""
+        return FLOAT_BYTES * (_BUFFER_COPIES * self.buffers + batch * self.activations.forward)
+
+    def training_bytes(self, batch: int) -> int:
+        """Return the bytes of a training step on so many samples, weights and optimiser included."""
+        weights = _TRAINING_COPIES * self.bytes
+        return weights + self.forward_bytes(batch) + FLOAT_BYTES * batch * self.activations.gradient
+
+
+class ExpertNetwork(nn.Module, ABC):
+    """A network that an architecture names; called as ``network(x_B, t_B)`` or ``network(x_B, t_B, condition)``.
+
+    Attributes:
+        widest_output: values of the largest output of a linear layer or convolution for one sample.
+    """
+
+    widest_output: int
+
+    @abstractmethod
+    def activations(self) -> Activations:
+        """Return how many values one sample takes, by arithmetic; the network may be on the meta device."""
+
+
+def size_of(network: ExpertNetwork) -> NetworkSize:
+    """Return the size of a network, which may be on the meta device."""
+    return NetworkSize(
+        parameters=num_parameters(network),
+        buffers=sum(buffer.numel() for buffer in network.buffers()),
+        activations=network.activations(),
+    )
+
+
+def num_parameters(network: nn.Module) -> int:
+    """Count the trained numbers of a network."""
+    return sum(parameter.numel() for parameter in network.parameters())
