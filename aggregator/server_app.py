@@ -2,8 +2,8 @@
 
 It reads the federation folder from the environment and everything else from `flower/run.json`, both written by
 `aggregator.runtime.flower`, except for the rate limits in `federation.toml`; the run's configuration, which silos see,
-holds nothing about this machine. One ServerApp works on a folder at a time. The node of its registered key identifies
-a silo. Intake runs in another process.
+holds nothing about this machine. One ServerApp works on a folder at a time. A silo is identified by the key of its
+node, which is registered. Intake runs in another process: this one parses what silos send, and can sign nothing.
 """
 
 import logging
@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from pydantic import Field
 
 from aggregator.config import Federation
-from aggregator.transfer.delivery import SiloDelivery, load_bundle
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bundle
 from aggregator.transfer.dispatcher import Dispatcher, Node
 from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
 from ddm.io.files import read_bounded
@@ -37,9 +37,9 @@ HEARTBEAT = "serverapp.alive"
 # The most that a hostile reply may make this process allocate before Flower has assembled it and it can be checked.
 _MEMORY_BYTES = 2 * 1024**3
 # Address space for the stacks of one connection's threads, which counts although it is unused.
-_LINE_BYTES = 32 * 1024**2
+_CHANNEL_BYTES = 32 * 1024**2
 # Exceptions that Flower raises when it assembles malformed objects from a silo; its own failures have other types.
-_GARBAGE = (
+_MALFORMED_ERRORS = (
     DecodeError,
     ValueError,
     TypeError,
@@ -57,7 +57,7 @@ class RunSettings(Model):
 
     plan_id: PlanId
     nodes: dict[SiloId, str]
-    only_told: tuple[SiloId, ...] = ()
+    receipts_only: tuple[SiloId, ...] = ()
     shard_bytes: PositiveInt
     max_submission_bytes: PositiveInt
     wait_s: int = Field(ge=0, le=MAX_WAIT_S)
@@ -72,7 +72,8 @@ class FlowerCarrier:
     """
 
     def __init__(self, grid: Grid, max_bytes: int) -> None:
-        self._grid, self._max_bytes = grid, max_bytes
+        self._grid = grid
+        self._max_bytes = max_bytes
 
     def nodes(self) -> dict[bytes, Node]:
         """The connected nodes, by public key."""
@@ -86,8 +87,10 @@ class FlowerCarrier:
         message = Message(
             encode(request), dst_node_id=node.node_id, message_type="query", ttl=ttl_s
         )
-        (message_id,) = self._grid.push_messages([message]) or (None,)
-        return str(message_id) if message_id else None
+        message_ids = list(self._grid.push_messages([message]))
+        if not message_ids or not message_ids[0]:
+            return None
+        return str(message_ids[0])
 
     def fetch(self, message_id: str) -> Envelope[Reply] | None:
         """Fetch the reply to a request, None while there is none.
@@ -98,20 +101,28 @@ class FlowerCarrier:
         """
         try:
             messages = list(self._grid.pull_messages([message_id]))
-        except _GARBAGE as error:
-            got = f"a reply that does not parse ({type(error).__name__})"
-            raise TransportError("message", expected="a reply", got=got) from error
+        except _MALFORMED_ERRORS as error:
+            raise TransportError(
+                "message",
+                expected="a reply",
+                got=f"a reply that does not parse ({type(error).__name__})",
+            ) from error
         if not messages:
             return None
-        if messages[0].has_error():
-            got = f"Flower's error code {int(messages[0].error.code)}"
-            raise TransportError("message", expected="a reply", got=got)
-        try:
-            return decode_reply(messages[0].content, max_bytes=self._max_bytes)
-        except MemoryError as error:
-            expected = f"a reply with at most {self._max_bytes} bytes of data"
+        message = messages[0]
+        if message.has_error():
             raise TransportError(
-                "message", expected=expected, got="a reply that does not fit into memory"
+                "message",
+                expected="a reply",
+                got=f"Flower's error code {int(message.error.code)}",
+            )
+        try:
+            return decode_reply(message.content, max_bytes=self._max_bytes)
+        except MemoryError as error:
+            raise TransportError(
+                "message",
+                expected=f"a reply with at most {self._max_bytes} bytes of data",
+                got="a reply that does not fit into memory",
             ) from error
 
 
@@ -124,37 +135,42 @@ def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
         settings: of the run.
     """
     index = load_bundle(fed / "plans" / settings.plan_id / "bundle")
+    limits = TransferLimits(
+        shard_bytes=settings.shard_bytes,
+        max_submission_bytes=settings.max_submission_bytes,
+        wait_s=settings.wait_s,
+    )
     deliveries = {
         node_identity(key): SiloDelivery(
             fed,
             settings.plan_id,
             silo_id,
             index=index,
-            shard_bytes=settings.shard_bytes,
-            max_submission_bytes=settings.max_submission_bytes,
-            wait_s=settings.wait_s,
-            takes_part=silo_id not in settings.only_told,
+            limits=limits,
+            takes_part=silo_id not in settings.receipts_only,
         )
         for silo_id, key in settings.nodes.items()
     }
+    max_bytes_per_s, max_silo_bytes_per_s = _rate_caps(fed)
     return Dispatcher(
         FlowerCarrier(grid, settings.shard_bytes),
         deliveries,
         stopped=lambda: _stop_requested(fed / "flower"),
-        **_caps(fed),
+        max_bytes_per_s=max_bytes_per_s,
+        max_silo_bytes_per_s=max_silo_bytes_per_s,
     )
 
 
-def _caps(fed: Path) -> dict[str, int | None]:
-    """Return the rate limits of incoming shards; a change of federation.toml applies from the next ServerApp on."""
+def _rate_caps(fed: Path) -> tuple[int | None, int | None]:
+    """Return the caps on what all silos and each silo send, in bytes a second; None for none.
+
+    A change of federation.toml applies from the next ServerApp on.
+    """
     try:
         settings = Federation(fed).settings()
     except MissingFileError:
-        return {}
-    return {
-        "max_bytes_per_s": settings.max_bytes_per_s,
-        "max_silo_bytes_per_s": settings.max_silo_bytes_per_s,
-    }
+        return None, None
+    return settings.max_bytes_per_s, settings.max_silo_bytes_per_s
 
 
 def _stop_requested(flower: Path) -> bool:
@@ -178,10 +194,11 @@ def node_identity(openssh_key: str) -> bytes:
     try:
         key = load_ssh_public_key(openssh_key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        remedy = "Restore registry/ from backup: a silo's card there holds its node key."
-        got = f"{len(openssh_key)} characters that are no such key"
         raise SetupError(
-            "node key", expected="an OpenSSH public key", got=got, remedy=remedy
+            "node key",
+            expected="an OpenSSH public key",
+            got=f"{len(openssh_key)} characters that are no such key",
+            remedy="Restore registry/ from backup: a silo's card there holds its node key.",
         ) from error
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
@@ -199,7 +216,7 @@ def main(grid: Grid, context: Context) -> None:
         read_bounded(fed / "flower" / "run.json", 1024 * 1024)
     )
     # An array that names one chunk a million times is small on the wire; here it only fails its own silo's exchange.
-    limit = _MEMORY_BYTES + len(settings.nodes) * _LINE_BYTES
+    limit = _MEMORY_BYTES + len(settings.nodes) * _CHANNEL_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         while not (fed / "flower" / "stop").exists():
@@ -220,7 +237,10 @@ def _log_to(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=4 * 1024 * 1024, backupCount=1)
     options = LogOptions.from_environment()
-    handler.setFormatter(JsonFormatter() if options.as_json else PlainFormatter(details=True))
+    if options.as_json:
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(PlainFormatter(details=True))
     send_logs(handler, options)
 
 

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from ddm.errors import ArchipelagoError
 from ddm.system.logs import follow_logging
 from ddm.transport.flower import decode_request, encode
-from ddm.transport.messages import Envelope, Held
+from ddm.transport.messages import BundleProgress, Envelope
 from silo.courier.handlers import SiteLimits, answer
 
 _log = logging.getLogger(__name__)
@@ -34,12 +34,13 @@ def handle(message: Message, context: Context) -> Message:
     """
     follow_logging()
     try:
-        limits = SiteLimits.of(context.node_config)
+        limits = SiteLimits.from_node_config(context.node_config)
         reply = answer(decode_request(message.content, max_bytes=limits.shard_bytes), limits)
     except ArchipelagoError as error:
-        reply = Envelope(Held(code=error.exit_code))
-    except Exception:  # Flower would send the exception's text to the aggregator
-        reply = Envelope(Held(code=ArchipelagoError.exit_code))
+        reply = Envelope(BundleProgress(code=error.exit_code))
+    except Exception:
+        # Flower would send the exception's text, with paths of this machine, to the aggregator.
+        reply = Envelope(BundleProgress(code=ArchipelagoError.exit_code))
     _log.debug("answered with %s, code %d", reply.message.kind, reply.message.code)
     return Message(encode(reply), reply_to=message)
 

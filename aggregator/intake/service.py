@@ -48,7 +48,7 @@ from aggregator.membership.registry import (
     taking_part,
 )
 from aggregator.membership.withdrawal import GIVEN_UP, finish_withdrawal, withdraw, withdrawn_silos
-from aggregator.transfer.delivery import forget_unsigned, note_unsigned
+from aggregator.transfer.delivery import clear_unsigned, count_unsigned
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, RefusedError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import move_into_place, read_bounded, staging_folder, write_atomic
@@ -58,7 +58,7 @@ from ddm.protocol.base import now_utc
 from ddm.protocol.leave import LEAVE_NAME, MAX_LEAVE_BYTES
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Held, Receipt, Refused
 from ddm.transport.messages import MAX_SUBMISSIONS
-from ddm.transport.sequences import sequences
+from ddm.transport.sequences import sequence_numbers
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.sealed_documents import open_leave_notice
@@ -173,7 +173,7 @@ class IntakeService:
         for silo_id in self.plan.silos:
             self._conclude(silo_id)
             incoming = self.federation.incoming / self.plan.plan_id / silo_id
-            for sequence in sorted(sequences(incoming)):
+            for sequence in sorted(sequence_numbers(incoming)):
                 is_quarantined = (silo_id, sequence) in still_quarantined
                 if self._take_in(silo_id, incoming / f"{sequence}", is_quarantined=is_quarantined):
                     num_answered += 1
@@ -182,7 +182,7 @@ class IntakeService:
     def _take_in(self, silo_id: str, path: Path, *, is_quarantined: bool) -> bool:
         """Deal with one folder that arrived; return whether it was answered."""
         sequence = int(path.name)
-        answered = sequences(self._receipts(silo_id), ".json")
+        answered = sequence_numbers(self._receipts(silo_id), ".json")
         expected_sequence = max(answered, default=0) + 1
         if sequence != expected_sequence or self._final(silo_id).exists():
             # Answered before a crash, or not the silo's turn.
@@ -201,7 +201,7 @@ class IntakeService:
 
     def _conclude(self, silo_id: str) -> None:
         """Mark the silo as final if its last answer is final: an acceptance, or the last refusal that there may be."""
-        answered = sequences(self._receipts(silo_id), ".json")
+        answered = sequence_numbers(self._receipts(silo_id), ".json")
         if not answered or self._final(silo_id).exists():
             return
         last_sequence = max(answered)
@@ -296,7 +296,7 @@ class IntakeService:
             _log.warning(
                 "[%s] submission %d is not as the silo signed it: %s", silo_id, sequence, error
             )
-            note_unsigned(self._receipts(silo_id), sequence)
+            count_unsigned(self._receipts(silo_id), sequence)
             _discard(path)
             return None
 
@@ -340,7 +340,7 @@ class IntakeService:
         receipt = self._make_receipt(silo_id, sequence, digest, verdict, now_utc())
         path = self._receipt(silo_id, sequence)
         write_atomic(path, seal(receipt.encode(), RECEIPT_KIND, self.key))
-        forget_unsigned(path.parent, sequence)
+        clear_unsigned(path.parent, sequence)
         self.on_verdict(receipt)
 
     def _notify_quarantined(self, record: QuarantineRecord) -> None:

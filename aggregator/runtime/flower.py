@@ -20,7 +20,7 @@ from aggregator.config import BUSY_PORT_REMEDY
 from aggregator.runtime.database import fault_of, move_aside_if_damaged
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import answers, nginx_command, render_config, write_config
-from aggregator.transfer.delivery import plan_done
+from aggregator.transfer.delivery import is_plan_finished
 from ddm.errors import BusyError, TransportError
 from ddm.io.files import require_file, write_atomic
 from ddm.io.locks import is_locked, locked
@@ -66,7 +66,7 @@ class FlowerRuntime:
         shard_bytes: most bytes in one message.
         max_submission_bytes: most bytes of one submission.
         wait_s: for how long a silo without news may hold back its answer.
-        only_told: of these, the silos that do not train for the plan, and have not heard the end of an earlier one.
+        receipts_only: of these, the silos that do not train for the plan, and have not heard the end of an earlier one.
         nginx: the program that takes the address; without it Flower's own server does, open to whoever reaches it.
         beside: other programs to keep alive meanwhile; they are started first.
     """
@@ -82,7 +82,7 @@ class FlowerRuntime:
         shard_bytes: int,
         max_submission_bytes: int,
         wait_s: int = 30,
-        only_told: Collection[str] = (),
+        receipts_only: Collection[str] = (),
         nginx: Path | None = None,
         beside: Sequence[Program] = (),
     ) -> None:
@@ -92,7 +92,7 @@ class FlowerRuntime:
         self._run_settings: dict[str, Any] = {
             "plan_id": plan_id,
             "nodes": self._nodes,
-            "only_told": sorted(only_told),
+            "receipts_only": sorted(receipts_only),
             "shard_bytes": shard_bytes,
             "max_submission_bytes": max_submission_bytes,
             "wait_s": wait_s,
@@ -244,8 +244,8 @@ class FlowerRuntime:
     @property
     def finished(self) -> bool:
         """Whether every silo of the plan has its last receipt."""
-        taking_part = self._nodes.keys() - set(self._run_settings["only_told"])
-        return plan_done(self._fed, self._plan_id, sorted(taking_part))
+        taking_part = self._nodes.keys() - set(self._run_settings["receipts_only"])
+        return is_plan_finished(self._fed, self._plan_id, sorted(taking_part))
 
     def check(self) -> None:
         """Start again what has died or hangs, a bounded number of times; call every second.

@@ -13,7 +13,7 @@ from aggregator.intake.limits import bytes_to_come, submission_bytes
 from aggregator.membership.registry import cards, taking_part
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
-from aggregator.transfer.delivery import plan_done, still_to_hear
+from aggregator.transfer.delivery import has_undelivered_receipts, is_plan_finished
 from ddm.errors import DocumentError, SetupError
 from ddm.io.files import write_atomic
 from ddm.io.locks import locked
@@ -71,14 +71,14 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
     _log.info(
         "Plan %s: waiting for %s at %s:%d", plan.plan_id, waiting, settings.host, settings.port
     )
-    only_told = _only_told(federation, plan)
+    receipts_only = _receipts_only(federation, plan)
     runtime = FlowerRuntime(
         federation.path,
         host=settings.host,
         port=settings.port,
         plan_id=plan.plan_id,
-        nodes={silo_id: card.node_key for silo_id, card in (silos_now | only_told).items()},
-        only_told=only_told,
+        nodes={silo_id: card.node_key for silo_id, card in (silos_now | receipts_only).items()},
+        receipts_only=receipts_only,
         shard_bytes=settings.shard_bytes,
         max_submission_bytes=submission_bytes(plan),
         nginx=nginx,
@@ -106,12 +106,13 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
     return plan
 
 
-def _only_told(federation: Federation, plan: Plan) -> dict[str, Card]:
+def _receipts_only(federation: Federation, plan: Plan) -> dict[str, Card]:
     """Return the cards of silos that do not train for the plan, and have not heard what became of an earlier one."""
     return {
         silo_id: card
         for silo_id, card in cards(federation).items()
-        if silo_id not in plan.silos and still_to_hear(federation.path, plan.plan_id, silo_id)
+        if silo_id not in plan.silos
+        and has_undelivered_receipts(federation.path, plan.plan_id, silo_id)
     }
 
 
@@ -140,7 +141,7 @@ def _check_disk(federation: Federation, plan: Plan) -> None:
 
 def _all_done(federation: Federation, plan: Plan) -> bool:
     """Whether nothing is left to do for those who take part by now: a silo may have been removed meanwhile."""
-    return plan_done(federation.path, plan.plan_id, list(taking_part(federation, plan)))
+    return is_plan_finished(federation.path, plan.plan_id, list(taking_part(federation, plan)))
 
 
 def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Program:

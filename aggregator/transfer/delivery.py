@@ -4,28 +4,29 @@
 
     plans/<plan_id>/bundle/**                         offered until the silo has it
     incoming/<plan_id>/<silo_id>/status.json          the last status reported
-    incoming/<plan_id>/<silo_id>/seen                 its time is that of the last answer
+    incoming/<plan_id>/<silo_id>/seen                 its time is that of the last reply
     incoming/<plan_id>/<silo_id>/<sequence>/          a whole submission; `<sequence>.part/` while it arrives
-    incoming/<plan_id>/<silo_id>/leave.json           its signed word that it gave the plan up
+    incoming/<plan_id>/<silo_id>/leave.json           its signed notice that it left the plan
     receipts/<plan_id>/<silo_id>/<sequence>.json      delivered, then marked with `<sequence>.delivered`
-    receipts/<plan_id>/<silo_id>/<sequence>.held.json word that a person decides; `<sequence>.held.delivered`
+    receipts/<plan_id>/<silo_id>/<sequence>.held.json notice that a person decides; `<sequence>.held.delivered`
     receipts/<plan_id>/<silo_id>/<sequence>.unsigned  how often what arrived was not as the silo signed it
     receipts/<plan_id>/<silo_id>/final                nothing more is expected of this silo after its receipts
 
-Who answers here is known by its node's key, which the courier holds; the silo speaks by the key that signs. So an
-answer may delay what a silo has to say, and no more: only the submission after the last one answered is fetched, and
-what is not fetched is not held against the silo.
+The node's key, which the courier holds, shows who replies here; what the silo states is signed with another key, which
+the worker holds. A stolen node key may therefore delay a silo, and no more: only the submission after the last answered
+one is fetched, and a submission that is not fetched does not count against the silo.
 
-Receipts for earlier plans that did not reach the silo go first: a plan may be replaced while a silo is away, and it
-should hear what became of its work before it hears of the next plan. A silo that knows that plan no more says so, and
-is not told again by this process.
+Receipts for earlier plans that did not reach the silo go first: a plan may be replaced while a silo is away, and the
+silo should learn what became of its work before it gets the next plan. A silo that no longer knows that plan says so,
+and this process does not send it that receipt again.
 """
 
 import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import FormatError, MissingFileError, ReplayError
@@ -35,37 +36,37 @@ from ddm.transport.messages import (
     MAX_BUNDLE_FILES,
     MAX_RECEIPT_BYTES,
     MAX_SUBMISSIONS,
-    Ask,
-    Deliver,
-    Delivered,
+    BundleProgress,
     Envelope,
-    FileEntry,
-    Held,
+    IndexEntry,
     Offer,
     Pull,
+    ReceiptDelivery,
+    ReceiptStored,
     Reply,
-    Report,
     Request,
     Shards,
     Span,
     Status,
-    first_of,
+    StatusQuery,
+    StatusReport,
+    truncate_spans,
 )
-from ddm.transport.sequences import sequences
-from ddm.transport.shards import PartFolder, list_folder, read_spans
+from ddm.transport.sequences import sequence_numbers
+from ddm.transport.shards import PartFolder, list_folder, read_spans, whole_spans
 
 _UNSIGNED = ".unsigned"
 _HELD = ".held"
-# What a silo answers to a receipt for a plan that it knows no more.
+# What a silo replies to a receipt for a plan that it no longer knows.
 _UNKNOWN_PLAN = (MissingFileError.exit_code, ReplayError.exit_code)
 _MAX_COUNT_BYTES = 20
-# How long what cannot be fetched is not asked for, and what was not as signed is not fetched again: twice as long each
-# time.
+# For how long a submission that cannot be fetched, or was not as signed, is left alone: twice as long each time.
 _HOLD_S = 60.0
-_LONGEST_HOLD_S = 3600.0
+_MAX_HOLD_S = 3600.0
 _MAX_BUNDLE_BYTES = 2**40
-# A batch is read into memory when it is offered, so no more than can be under way.
-_MAX_AT_ONCE = 4
+# A batch is read into memory when it is offered, so no more than can be in flight.
+_MAX_BATCHES = 4
+_MAX_SPANS_PER_BATCH = 256
 # Many silos may join at once, and each is sent a plan of its own.
 _OFFER_BYTES = 4 * 1024 * 1024
 # What comes along with the news of a submission: enough that a small one needs no further message.
@@ -73,7 +74,39 @@ _FIRST_BYTES = 4 * 1024 * 1024
 _log = logging.getLogger(__name__)
 
 
-def load_bundle(bundle: Path) -> tuple[FileEntry, ...]:
+@dataclass(frozen=True)
+class TransferLimits:
+    """Bounds on what is sent and fetched.
+
+    Attributes:
+        shard_bytes: most bytes in one message.
+        max_submission_bytes: most bytes of one submission.
+        wait_s: for how long the silo may hold back a reply that has no news.
+    """
+
+    shard_bytes: int
+    max_submission_bytes: int
+    wait_s: int
+
+
+@dataclass(frozen=True)
+class _PendingReceipt:
+    """A receipt that did not reach its silo yet, or a notice that a person decides (`held`)."""
+
+    plan_id: str
+    sequence: int
+    held: bool = False
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A submission on its way."""
+
+    sequence: int
+    part: PartFolder
+
+
+def load_bundle(bundle: Path) -> tuple[IndexEntry, ...]:
     """Read the index of a plan's bundle, digests included."""
     return list_folder(
         bundle, max_files=MAX_BUNDLE_FILES, max_bytes=_MAX_BUNDLE_BYTES, with_digest=True
@@ -86,12 +119,10 @@ class SiloDelivery:
     Args:
         fed: the federation folder.
         plan_id: the plan.
-        silo_id: whom the registered key of the node names.
+        silo_id: the silo to which the node's key is registered.
         index: the bundle's index.
-        shard_bytes: most bytes in one message.
-        max_submission_bytes: most bytes of one submission.
-        wait_s: for how long the silo may hold back an answer that has no news.
-        takes_part: whether it trains for the plan; False for one that is only told of earlier plans.
+        limits: bounds on messages and submissions.
+        takes_part: whether it trains for the plan; False for one that only gets receipts for earlier plans.
         clock: seconds that only go forward.
     """
 
@@ -101,132 +132,105 @@ class SiloDelivery:
         plan_id: str,
         silo_id: str,
         *,
-        index: tuple[FileEntry, ...],
-        shard_bytes: int,
-        max_submission_bytes: int,
-        wait_s: int,
+        index: tuple[IndexEntry, ...],
+        limits: TransferLimits,
         takes_part: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.plan_id, self.silo_id = plan_id, silo_id
-        self._fed, self._takes_part = fed, takes_part
-        # Of earlier plans, what this silo does not want to hear any more.
-        self._declined: set[tuple[str, int]] = set()
+        self.plan_id = plan_id
+        self.silo_id = silo_id
+        self._fed = fed
+        self._index = index
+        self._limits = limits
+        self._takes_part = takes_part
+        self._clock = clock
         self._bundle = fed / "plans" / plan_id / "bundle"
         self._incoming = fed / "incoming" / plan_id / silo_id
         self._receipts = fed / "receipts" / plan_id / silo_id
-        self._index, self._shard_bytes, self._wait_s = index, shard_bytes, wait_s
-        self._max_submission_bytes = max_submission_bytes
-        self._bundle_complete = False
-        # What the silo lacks of the bundle: everything, until it says otherwise. One that has reported before has the
-        # bundle in all likelihood: it is only asked.
-        known = (self._incoming / "status.json").exists()
-        self._lacking = (
-            [] if known else [Span(path=e.path, offset=0, num_bytes=e.num_bytes) for e in index]
-        )
+        # Receipts for earlier plans that this silo no longer knows.
+        self._declined: set[_PendingReceipt] = set()
         self._status = Status()
-        self._part: tuple[int, PartFolder] | None = None
-        self._clock = clock
-        # An announced submission that is not fetched, and until when the silo need not tell of it again.
-        self._held, self._held_until = 0, 0.0
+        self._arrival: _Arrival | None = None
+        # An announced submission that is not fetched, and until when the silo need not announce it again.
+        self._ignored_sequence = 0
+        self._ignored_until = 0.0
+
+        self._bundle_complete = False
+        # The silo lacks the whole bundle, until it says otherwise. One that has reported before has the bundle in all
+        # likelihood: the first offer to it is empty, and only finds out.
+        self._lacking = list(whole_spans(index))
+        if (self._incoming / "status.json").exists():
+            self._lacking = []
         self._incoming.mkdir(parents=True, exist_ok=True)
 
     @property
-    def done(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether this silo needs nothing any more."""
         if not self._takes_part:
-            return not self._earlier()
-        return (self._receipts / "final").exists() and not _undelivered(self._receipts)
+            return not self._earlier_receipts()
+        return _is_silo_finished(self._receipts)
 
     @property
-    def pulling(self) -> bool:
+    def is_pulling(self) -> bool:
         """Whether a submission is on its way."""
-        return self._part is not None
+        return self._arrival is not None
 
     def next_requests(
-        self, in_flight: Sequence[Request], room: int, *, pull_bytes: int | None = None
+        self, in_flight: Sequence[Request], max_messages: int, *, pull_bytes: int | None = None
     ) -> list[Envelope[Request]]:
         """Return what to send now.
 
         Args:
-            in_flight: requests without an answer yet.
-            room: most messages to return.
+            in_flight: requests without a reply yet.
+            max_messages: most messages to return.
             pull_bytes: most bytes of a submission in one message; as many as in any other by default.
         """
-        if self.done:
-            # One whose submission was accepted may still give the plan up, while the others are at work.
-            return self._ask(in_flight)[: max(room, 0)] if self._takes_part else []
-        busy = {
-            (one.plan_id, one.sequence, one.held) for one in in_flight if isinstance(one, Deliver)
-        }
-        if earlier := self._earlier():
-            return [self._receipt(*each) for each in earlier if (*each, False) not in busy][
-                : max(room, 0)
-            ]
-        own = [(self.plan_id, sequence, False) for sequence in _undelivered(self._receipts)]
-        own += [(self.plan_id, sequence, True) for sequence in _untold(self._receipts)]
-        found = [self._receipt(*each) for each in own if each not in busy]
-        if not self._bundle_complete and len(found) < room:
-            found += self._offers(
-                [one for one in in_flight if isinstance(one, Offer)], room - len(found)
-            )
-        if self._part is not None:
-            found += self._pulls(in_flight, min(pull_bytes or self._shard_bytes, self._shard_bytes))
-        elif not found and not self._awaiting_receipt():
-            found += self._ask(in_flight)
-        return found[: max(room, 0)]
-
-    def _ask(self, in_flight: Sequence[Request]) -> list[Envelope[Request]]:
-        """Ask behind whatever is under way: a SuperNode that finds no message sleeps for three seconds."""
-        if any(isinstance(request, Ask | Deliver) for request in in_flight):
+        max_messages = max(max_messages, 0)
+        if self.is_finished:
+            # One whose submission was accepted may still leave the plan, while the others are at work.
+            if self._takes_part:
+                return self._status_queries(in_flight)[:max_messages]
             return []
-        ask = Ask(
-            plan_id=self.plan_id,
-            known=self._status,
-            received=max(self._received(), self._held if self._clock() < self._held_until else 0),
-            # What arrived before a restart is on disk: the index alone is enough to go on.
-            max_bytes=0
-            if any(self._incoming.glob("*.part"))
-            else min(self._shard_bytes, _FIRST_BYTES),
-            wait_s=self._wait_s,
-        )
-        return [Envelope(ask)]
+
+        earlier = self._earlier_receipts()
+        if earlier:
+            return self._receipt_deliveries(earlier, in_flight)[:max_messages]
+
+        requests = self._receipt_deliveries(self._own_receipts(), in_flight)
+        if not self._bundle_complete and len(requests) < max_messages:
+            requests += self._offers(in_flight, max_messages - len(requests))
+        if self._arrival is not None:
+            max_bytes = min(pull_bytes or self._limits.shard_bytes, self._limits.shard_bytes)
+            requests += self._pulls(self._arrival, in_flight, max_bytes)
+        elif not requests and not self._is_awaiting_receipt():
+            requests += self._status_queries(in_flight)
+        return requests[:max_messages]
 
     def take(self, request: Request, answer: Envelope[Reply]) -> int:
-        """Put the answer to one request on disk; return 0, or the silo's code when it could not do what it should.
+        """Put the reply to one request on disk; return 0, or the silo's code when it could not do what it should.
 
         Raises:
-            FormatError: the answer does not fit the request.
+            FormatError: the reply does not fit the request.
             OSError: the disk is full.
         """
         reply = answer.message
         (self._incoming / "seen").touch()
+        if reply.code:
+            self._take_failure(request, reply.code)
+            return reply.code
         match request, reply:
-            case _, _ if reply.code:
-                if (
-                    isinstance(request, Deliver)
-                    and request.plan_id != self.plan_id
-                    and reply.code in _UNKNOWN_PLAN
-                ):
-                    self._declined.add((request.plan_id, request.sequence))
-                if isinstance(request, Pull):
-                    # What was announced may be there no longer: let the silo say anew what it has.
-                    self._part = None
-                return reply.code
-            case Offer(), Held():
+            case Offer(), BundleProgress():
                 self._bundle_complete = self._bundle_complete or reply.complete
-                self._lacking = self._known_ranges(reply.missing)
-            case Ask(), Report():
+                self._lacking = self._check_missing(reply.missing)
+            case StatusQuery(), StatusReport():
                 self._take_report(reply, answer.pieces())
-            case Pull(), Shards() if reply.spans and reply.spans == first_of(
+            # A silo may send less than was requested, but only its beginning.
+            case Pull(), Shards() if reply.spans and reply.spans == truncate_spans(
                 request.spans, len(answer.data)
             ):
                 self._take_shards(request, reply.spans, answer.pieces())
-            case Deliver(), Delivered():
-                name = f"{request.sequence}{_HELD if request.held else ''}.delivered"
-                write_atomic(
-                    self._receipts.parent.parent / request.plan_id / self.silo_id / name, b""
-                )
+            case ReceiptDelivery(), ReceiptStored():
+                self._mark_delivered(request)
             case _:
                 raise FormatError(
                     f"answer of silo {self.silo_id}",
@@ -235,24 +239,112 @@ class SiloDelivery:
                 )
         return 0
 
-    def _offers(self, in_flight: list[Offer], room: int) -> list[Envelope[Request]]:
-        sent = {span for request in in_flight for span in request.spans}
-        most = min(self._shard_bytes, _OFFER_BYTES)
-        batches = self._batches(
-            [span for span in self._cut(self._lacking, most) if span not in sent], most
+    def _take_failure(self, request: Request, code: int) -> None:
+        match request:
+            case ReceiptDelivery() if request.plan_id != self.plan_id and code in _UNKNOWN_PLAN:
+                self._declined.add(_PendingReceipt(request.plan_id, request.sequence))
+            case Pull():
+                # What was announced may be there no longer: let the silo announce again what it has.
+                self._arrival = None
+
+    def _mark_delivered(self, delivery: ReceiptDelivery) -> None:
+        folder = self._fed / "receipts" / delivery.plan_id / self.silo_id
+        write_atomic(folder / _receipt_name(delivery.sequence, delivery.held, ".delivered"), b"")
+
+    def _status_queries(self, in_flight: Sequence[Request]) -> list[Envelope[Request]]:
+        """Query behind whatever is in flight: a SuperNode that finds no message sleeps for three seconds."""
+        if any(isinstance(request, StatusQuery | ReceiptDelivery) for request in in_flight):
+            return []
+        received = self._last_received()
+        if self._clock() < self._ignored_until:
+            received = max(received, self._ignored_sequence)
+        max_bytes = min(self._limits.shard_bytes, _FIRST_BYTES)
+        # What arrived before a restart is on disk: the index alone is enough to go on.
+        if any(self._incoming.glob("*.part")):
+            max_bytes = 0
+        query = StatusQuery(
+            plan_id=self.plan_id,
+            known=self._status,
+            received=received,
+            max_bytes=max_bytes,
+            wait_s=self._limits.wait_s,
         )
-        if not batches and not in_flight:
-            # Nothing is left to send, yet the silo has not said that it is complete: let it say what it holds.
+        return [Envelope(query)]
+
+    def _receipt_deliveries(
+        self, receipts: Iterable[_PendingReceipt], in_flight: Sequence[Request]
+    ) -> list[Envelope[Request]]:
+        """Make a message of each receipt that is not in flight yet."""
+        sent = {
+            _PendingReceipt(request.plan_id, request.sequence, request.held)
+            for request in in_flight
+            if isinstance(request, ReceiptDelivery)
+        }
+        return [self._receipt_delivery(receipt) for receipt in receipts if receipt not in sent]
+
+    def _receipt_delivery(self, receipt: _PendingReceipt) -> Envelope[Request]:
+        folder = self._fed / "receipts" / receipt.plan_id / self.silo_id
+        name = _receipt_name(receipt.sequence, receipt.held, ".json")
+        data = read_bounded(folder / name, MAX_RECEIPT_BYTES)
+        delivery = ReceiptDelivery(
+            plan_id=receipt.plan_id, sequence=receipt.sequence, held=receipt.held
+        )
+        return Envelope(delivery, data)
+
+    def _earlier_receipts(self) -> list[_PendingReceipt]:
+        """List the receipts for earlier plans that did not reach this silo."""
+        receipts = [
+            _PendingReceipt(plan.name, sequence)
+            for plan in earlier_plans(self._fed, self.plan_id)
+            for sequence in _undelivered(plan / self.silo_id)
+        ]
+        return [receipt for receipt in receipts if receipt not in self._declined]
+
+    def _own_receipts(self) -> list[_PendingReceipt]:
+        """List the receipts and notices for this plan that did not reach this silo."""
+        receipts = [
+            _PendingReceipt(self.plan_id, number) for number in _undelivered(self._receipts)
+        ]
+        receipts += [
+            _PendingReceipt(self.plan_id, number, held=True)
+            for number in _undelivered_notices(self._receipts)
+        ]
+        return receipts
+
+    def _offers(self, in_flight: Sequence[Request], max_messages: int) -> list[Envelope[Request]]:
+        """Offer what the silo lacks of the bundle and is not in flight."""
+        offers = [request for request in in_flight if isinstance(request, Offer)]
+        sent = {span for offer in offers for span in offer.spans}
+        max_bytes = min(self._limits.shard_bytes, _OFFER_BYTES)
+        spans = [span for span in _cut(self._lacking, max_bytes) if span not in sent]
+        batches = _batches(spans, max_bytes)
+        if not batches and not offers:
+            # Nothing is left to send, yet the silo has not said that it is complete: let it say what it has.
             batches = [[]]
-        return [self._offer(batch) for batch in batches[: min(room, _MAX_AT_ONCE)]]
+        return [self._offer(batch) for batch in batches[: min(max_messages, _MAX_BATCHES)]]
 
     def _offer(self, spans: Sequence[Span]) -> Envelope[Request]:
-        return Envelope(
-            Offer(plan_id=self.plan_id, files=self._index, spans=tuple(spans)),
-            read_spans(self._bundle, spans),
-        )
+        offer = Offer(plan_id=self.plan_id, files=self._index, spans=tuple(spans))
+        return Envelope(offer, read_spans(self._bundle, spans))
 
-    def _known_ranges(self, missing: Sequence[Span]) -> list[Span]:
+    def _pulls(
+        self, arrival: _Arrival, in_flight: Sequence[Request], max_bytes: int
+    ) -> list[Envelope[Request]]:
+        """Request what is missing of the submission and is not in flight."""
+        requested = [
+            span
+            for request in in_flight
+            if isinstance(request, Pull) and request.sequence == arrival.sequence
+            for span in request.spans
+        ]
+        missing = arrival.part.missing(max_bytes, in_flight=requested)
+        return [
+            Envelope(Pull(plan_id=self.plan_id, sequence=arrival.sequence, spans=tuple(batch)))
+            for batch in _batches(missing, max_bytes)[:_MAX_BATCHES]
+        ]
+
+    def _check_missing(self, missing: Sequence[Span]) -> list[Span]:
+        """Refuse ranges that the bundle does not have, or that name a byte twice: each would be read and sent."""
         sizes = {entry.path: entry.num_bytes for entry in self._index}
         if any(span.offset + span.num_bytes > sizes.get(span.path, -1) for span in missing):
             raise FormatError(
@@ -260,10 +352,8 @@ class SiloDelivery:
                 expected="ranges of the bundle",
                 got="a range beyond",
             )
-        if len(set(missing)) != len(missing) or sum(span.num_bytes for span in missing) > sum(
-            sizes.values()
-        ):
-            # Each would be read and sent.
+        num_bytes = sum(span.num_bytes for span in missing)
+        if len(set(missing)) != len(missing) or num_bytes > sum(sizes.values()):
             raise FormatError(
                 f"answer of silo {self.silo_id}",
                 expected="each byte named once",
@@ -271,186 +361,186 @@ class SiloDelivery:
             )
         return list(missing)
 
-    def _cut(self, spans: Sequence[Span], step: int) -> list[Span]:
-        return [
-            Span(path=span.path, offset=span.offset + at, num_bytes=min(step, span.num_bytes - at))
-            for span in spans
-            for at in range(0, max(span.num_bytes, 1), step)
-        ]
-
-    def _batches(self, spans: Sequence[Span], most: int) -> list[list[Span]]:
-        """Group ranges so that a message is full, but holds at most `most` bytes."""
-        batches: list[list[Span]] = []
-        room = 0
-        for span in spans:
-            if not batches or span.num_bytes > room or len(batches[-1]) >= 256:
-                batches.append([])
-                room = most
-            batches[-1].append(span)
-            room -= span.num_bytes
-        return batches
-
-    def _pulls(self, in_flight: Sequence[Request], most: int) -> list[Envelope[Request]]:
-        if self._part is None:
-            return []
-        sequence, part = self._part
-        pulls = [
-            request
-            for request in in_flight
-            if isinstance(request, Pull) and request.sequence == sequence
-        ]
-        missing = part.missing(most, coming=(span for request in pulls for span in request.spans))
-        return [
-            Envelope(Pull(plan_id=self.plan_id, sequence=sequence, spans=tuple(batch)))
-            for batch in self._batches(missing, most)[:_MAX_AT_ONCE]
-        ]
-
-    def _take_report(self, report: Report, pieces: Sequence[memoryview]) -> None:
-        if report.status != self._status or not (self._incoming / "status.json").exists():
+    def _take_report(self, report: StatusReport, pieces: Sequence[memoryview]) -> None:
+        status_path = self._incoming / "status.json"
+        if report.status != self._status or not status_path.exists():
             status = {
                 "plan_id": self.plan_id,
                 "silo_id": self.silo_id,
                 **report.status.model_dump(),
             }
-            write_atomic(self._incoming / "status.json", json.dumps(status).encode())
+            write_atomic(status_path, json.dumps(status).encode())
         self._status = report.status
+        # The first one counts. It is signed, and intake verifies it.
         if report.leave and not (self._incoming / LEAVE_NAME).exists():
             write_atomic(self._incoming / LEAVE_NAME, report.leave.encode())
-        if report.sequence <= self._received() or not report.files:
-            return
-        if why := self._not_to_fetch(report):
+        if report.files and report.sequence > self._last_received():
+            self._take_announcement(report, pieces)
+
+    def _take_announcement(self, report: StatusReport, pieces: Sequence[memoryview]) -> None:
+        """Begin to fetch an announced submission, unless it is not the one to come now."""
+        reason = self._reason_not_to_fetch(report)
+        if reason is not None:
             _log.warning(
                 "silo %s announces submission %d: %s; not fetched",
                 self.silo_id,
                 report.sequence,
-                why,
+                reason,
             )
             return
-        self._forget_parts(report.sequence)
+        self._discard_other_parts(report.sequence)
         part = PartFolder(self._incoming / str(report.sequence), report.files)
         part.write(zip(report.spans, pieces, strict=True))
-        self._part = (report.sequence, part)
-        self._finish_part()
+        self._arrival = _Arrival(report.sequence, part)
+        self._finish_arrival()
 
-    def _forget_parts(self, sequence: int) -> None:
-        """Discard what has arrived of submissions announced before: one at a time, or each would hold the disk."""
+    def _discard_other_parts(self, sequence: int) -> None:
+        """Discard what has arrived of submissions announced before: one at a time, or each would fill the disk."""
         for path in self._incoming.glob("*.part"):
             if path.name != f"{sequence}.part":
                 shutil.rmtree(path)
 
-    def _not_to_fetch(self, report: Report) -> str | None:
-        """Say why an announced submission is not fetched now, and hold it for a while; None for one to fetch."""
-        hold_s, why, expected = _HOLD_S, None, self._received() + 1
+    def _reason_not_to_fetch(self, report: StatusReport) -> str | None:
+        """Say why an announced submission is not fetched now, and ignore it for a while; None for one to fetch.
+
+        The attack: a thief of the node key announces submission 999, or one that fills the disk, or again and again one
+        that the silo did not sign.
+        """
+        next_sequence = self._last_received() + 1
         num_bytes = sum(entry.num_bytes for entry in report.files)
-        if report.sequence != expected or expected > MAX_SUBMISSIONS:
-            why = (
-                f"expected {expected}" if expected <= MAX_SUBMISSIONS else "expected no further one"
-            )
-        elif num_bytes > self._max_submission_bytes:
-            why = f"expected at most {self._max_submission_bytes} bytes, by the plan's limits, got {num_bytes}"
-        elif (hold_s := _unsigned_for_s(self._receipts, report.sequence)) > 0.0:
-            why = "expected what the silo signed, got something else the last time"
-        if why:
-            self._held, self._held_until = report.sequence, self._clock() + hold_s
-        return why
+        max_bytes = self._limits.max_submission_bytes
+        ignored_for_s = _HOLD_S
+        if next_sequence > MAX_SUBMISSIONS:
+            reason = "expected no further one"
+        elif report.sequence != next_sequence:
+            reason = f"expected {next_sequence}"
+        elif num_bytes > max_bytes:
+            reason = f"expected at most {max_bytes} bytes, by the plan's limits, got {num_bytes}"
+        else:
+            ignored_for_s = _unsigned_for_s(self._receipts, report.sequence)
+            if ignored_for_s <= 0.0:
+                return None
+            reason = "expected what the silo signed, got something else the last time"
+        self._ignored_sequence = report.sequence
+        self._ignored_until = self._clock() + ignored_for_s
+        return reason
 
     def _take_shards(
         self, request: Pull, spans: Sequence[Span], pieces: Sequence[memoryview]
     ) -> None:
-        if self._part is None or self._part[0] != request.sequence:
+        # A late reply, to a request for a submission that is given up or complete, is dropped.
+        if self._arrival is None or self._arrival.sequence != request.sequence:
             return
-        self._part[1].write(zip(spans, pieces, strict=True))
-        self._finish_part()
+        self._arrival.part.write(zip(spans, pieces, strict=True))
+        self._finish_arrival()
 
-    def _finish_part(self) -> None:
-        if self._part is not None and self._part[1].finish():
-            self._part = None
+    def _finish_arrival(self) -> None:
+        if self._arrival is not None and self._arrival.part.finish():
+            self._arrival = None
 
-    def _received(self) -> int:
-        """The highest sequence that is here whole, or has its answer."""
-        return max(sequences(self._incoming) | sequences(self._receipts, ".json"), default=0)
+    def _last_received(self) -> int:
+        """The highest sequence that is here whole, or has its receipt."""
+        numbers = sequence_numbers(self._incoming) | sequence_numbers(self._receipts, ".json")
+        return max(numbers, default=0)
 
-    def _awaiting_receipt(self) -> bool:
-        received = self._received()
+    def _is_awaiting_receipt(self) -> bool:
+        """Whether the silo's last submission is being verified: its status says nothing new meanwhile."""
+        received = self._last_received()
         if received == 0 or (self._receipts / f"{received}.json").exists():
             return False
         # A person may take days, in which the silo may have something to say.
         return not (self._receipts / f"{received}{_HELD}.json").exists()
 
-    def _receipt(self, plan_id: str, sequence: int, held: bool = False) -> Envelope[Request]:
-        folder, name = (
-            self._fed / "receipts" / plan_id / self.silo_id,
-            f"{sequence}{_HELD if held else ''}.json",
-        )
-        receipt = read_bounded(folder / name, MAX_RECEIPT_BYTES)
-        return Envelope(Deliver(plan_id=plan_id, sequence=sequence, held=held), receipt)
 
-    def _earlier(self) -> list[tuple[str, int]]:
-        """List the receipts for earlier plans that did not reach this silo."""
-        found = [
-            (plan.name, sequence)
-            for plan in earlier_plans(self._fed, self.plan_id)
-            for sequence in _undelivered(plan / self.silo_id)
-        ]
-        return [each for each in found if each not in self._declined]
+def _receipt_name(sequence: int, held: bool, suffix: str) -> str:
+    return f"{sequence}{_HELD}{suffix}" if held else f"{sequence}{suffix}"
 
 
-def note_unsigned(receipts: Path, sequence: int) -> None:
-    """Note that what arrived under this number was not as the silo signed it."""
+def _cut(spans: Sequence[Span], max_bytes: int) -> list[Span]:
+    """Cut ranges into pieces of at most so many bytes; an empty range stays one piece."""
+    pieces = []
+    for span in spans:
+        for start in range(0, max(span.num_bytes, 1), max_bytes):
+            num_bytes = min(max_bytes, span.num_bytes - start)
+            pieces.append(Span(path=span.path, offset=span.offset + start, num_bytes=num_bytes))
+    return pieces
+
+
+def _batches(spans: Sequence[Span], max_bytes: int) -> list[list[Span]]:
+    """Group ranges so that a message is full, but holds at most so many bytes."""
+    batches: list[list[Span]] = []
+    bytes_left = 0
+    for span in spans:
+        if not batches or span.num_bytes > bytes_left or len(batches[-1]) >= _MAX_SPANS_PER_BATCH:
+            batches.append([])
+            bytes_left = max_bytes
+        batches[-1].append(span)
+        bytes_left -= span.num_bytes
+    return batches
+
+
+def count_unsigned(receipts: Path, sequence: int) -> None:
+    """Count that what arrived under this number was not as the silo signed it."""
     path = receipts / f"{sequence}{_UNSIGNED}"
-    write_atomic(path, b"%d" % (_num_unsigned(path) + 1))
+    write_atomic(path, b"%d" % (read_unsigned_count(path) + 1))
 
 
-def forget_unsigned(receipts: Path, sequence: int) -> None:
-    """Forget such notes once the silo's own submission is answered."""
+def clear_unsigned(receipts: Path, sequence: int) -> None:
+    """Remove that count once the silo's own submission is answered."""
     (receipts / f"{sequence}{_UNSIGNED}").unlink(missing_ok=True)
 
 
 def _unsigned_for_s(receipts: Path, sequence: int) -> float:
     """Return for how many seconds more a submission is not fetched again, after it was not as signed."""
     path = receipts / f"{sequence}{_UNSIGNED}"
-    times = _num_unsigned(path)
-    if times == 0:
+    count = read_unsigned_count(path)
+    if count == 0:
         return 0.0
-    delay_s = min(_HOLD_S * 2.0 ** min(times - 1, 16), _LONGEST_HOLD_S)
+    delay_s = min(_HOLD_S * 2.0 ** min(count - 1, 16), _MAX_HOLD_S)
     # A clock that was set back must not hold it for longer.
     return min(path.stat().st_mtime + delay_s - time.time(), delay_s)
 
 
-def _num_unsigned(path: Path) -> int:
+def read_unsigned_count(path: Path) -> int:
+    """Read a count of `count_unsigned`; a damaged one counts as 1."""
     if not path.is_file():
         return 0
     text = read_bounded(path, _MAX_COUNT_BYTES)
     return int(text) if text.isdigit() else 1
 
 
-def plan_done(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:
+def is_plan_finished(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:
     """Whether every silo of a plan has its last receipt, and nothing is left to do."""
-    for silo_id in silo_ids:
-        receipts = fed / "receipts" / plan_id / silo_id
-        if not (receipts / "final").exists() or _undelivered(receipts):
-            return False
-    return True
+    plan_receipts = fed / "receipts" / plan_id
+    return all(_is_silo_finished(plan_receipts / silo_id) for silo_id in silo_ids)
+
+
+def _is_silo_finished(receipts: Path) -> bool:
+    return (receipts / "final").exists() and not _undelivered(receipts)
 
 
 def earlier_plans(fed: Path, plan_id: str) -> list[Path]:
     """List the folders of receipts for other plans than this one."""
     folder = fed / "receipts"
-    return (
-        sorted(each for each in folder.iterdir() if each.name != plan_id) if folder.is_dir() else []
-    )
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name != plan_id)
 
 
-def still_to_hear(fed: Path, plan_id: str, silo_id: str) -> bool:
+def has_undelivered_receipts(fed: Path, plan_id: str, silo_id: str) -> bool:
     """Whether a receipt for an earlier plan did not reach a silo."""
     return any(_undelivered(plan / silo_id) for plan in earlier_plans(fed, plan_id))
 
 
-def _untold(receipts: Path) -> list[int]:
-    """List the submissions that wait for a person without the silo's knowledge."""
-    told = sequences(receipts, f"{_HELD}.delivered") | sequences(receipts, ".json")
-    return sorted(sequences(receipts, f"{_HELD}.json") - told)
-
-
 def _undelivered(receipts: Path) -> list[int]:
-    return sorted(sequences(receipts, ".json") - sequences(receipts, ".delivered"))
+    """List the submissions whose receipt did not reach the silo."""
+    return sorted(sequence_numbers(receipts, ".json") - sequence_numbers(receipts, ".delivered"))
+
+
+def _undelivered_notices(receipts: Path) -> list[int]:
+    """List the submissions that wait for a person without the silo's knowledge."""
+    notices = sequence_numbers(receipts, f"{_HELD}.json")
+    delivered = sequence_numbers(receipts, f"{_HELD}.delivered")
+    # After the receipt itself the notice would only be confusing.
+    answered = sequence_numbers(receipts, ".json")
+    return sorted(notices - delivered - answered)

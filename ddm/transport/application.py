@@ -1,7 +1,7 @@
 """The one Flower application that a silo runs: what `aggregator run` ships, known by a digest in this package.
 
-The application's modules only point at installed code. Whoever holds an aggregator could ship another one, which a
-SuperNode would install and run as the courier's user; so a silo compares before it unpacks.
+The application's modules only import installed code. The attack: whoever controls an aggregator ships another one,
+which a SuperNode would install and run as the courier's user. A silo therefore compares before it unpacks.
 """
 
 import hashlib
@@ -23,9 +23,18 @@ _SETTINGS = "pyproject.toml"
 # Flower's own list of the files with their digests; it is not code, and says nothing that the files do not.
 _CONTENT = ".info/CONTENT"
 # What the parsers of archives and of TOML raise at garbage; RuntimeError includes NotImplementedError.
-_GARBAGE = (
-    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError),
-    *(ValueError, KeyError, TypeError, RuntimeError, MemoryError, OverflowError),
+_PARSER_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
 )
 
 
@@ -38,13 +47,18 @@ def check_application(archive: bytes) -> None:
     Raises:
         DigestError: it is another application, or no archive.
     """
-    if (found := application_digest(archive)) != APPLICATION_DIGEST:
-        raise DigestError(
-            "the shipped application",
-            expected=f"sha256 {APPLICATION_DIGEST[:16]}..., that of this version of Archipelago",
-            got=f"{found[:16]}..." if found else "something else than a small archive",
-            remedy="Nothing of it was run. Ask the federation's operator which version of Archipelago runs there.",
-        )
+    digest = application_digest(archive)
+    if digest == APPLICATION_DIGEST:
+        return
+    got = "something else than a small archive"
+    if digest is not None:
+        got = f"{digest[:16]}..."
+    raise DigestError(
+        "the shipped application",
+        expected=f"sha256 {APPLICATION_DIGEST[:16]}..., that of this version of Archipelago",
+        got=got,
+        remedy="Nothing of it was run. Ask the federation's operator which version of Archipelago runs there.",
+    )
 
 
 def application_digest(archive: bytes) -> str | None:
@@ -54,22 +68,22 @@ def application_digest(archive: bytes) -> str | None:
     the settings as what they say.
     """
     try:
-        files = _files(archive)
+        files = _read_archive(archive)
         settings = tomllib.loads(files.pop(_SETTINGS).decode())
         files.pop(_CONTENT, None)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        whole = json.dumps(
-            {"settings": settings, "files": digests}, sort_keys=True, allow_nan=False
-        )
-    except _GARBAGE:
+        description = {"settings": settings, "files": digests}
+        encoded = json.dumps(description, sort_keys=True, allow_nan=False).encode()
+    except _PARSER_ERRORS:
         return None
-    return hashlib.sha256(whole.encode()).hexdigest()
+    return hashlib.sha256(encoded).hexdigest()
 
 
-def _files(archive: bytes) -> dict[str, bytes]:
+def _read_archive(archive: bytes) -> dict[str, bytes]:
+    """Read every file within bounds: an archive of a few kilobytes can unpack to gigabytes."""
     if len(archive) > MAX_APPLICATION_BYTES:
         raise ValueError("too large")
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     with zipfile.ZipFile(io.BytesIO(archive)) as opened:
         entries = opened.infolist()
         if len(entries) > _MAX_FILES:
@@ -79,7 +93,8 @@ def _files(archive: bytes) -> dict[str, bytes]:
                 raise ValueError("compressed in another way than Flower does")
             with opened.open(entry) as stream:
                 data = stream.read(MAX_APPLICATION_BYTES + 1)
-            if entry.filename in found or len(data) > MAX_APPLICATION_BYTES:
+            # Of two files of one name, Flower could unpack the one that was not digested here.
+            if entry.filename in files or len(data) > MAX_APPLICATION_BYTES:
                 raise ValueError("two files of one name, or a file that is too large")
-            found[entry.filename] = data
-    return found
+            files[entry.filename] = data
+    return files

@@ -13,16 +13,20 @@ from ddm.transport.messages import (
     MAX_RECEIPT_BYTES,
     REPLIES,
     REQUESTS,
-    Deliver,
     Envelope,
     MessageT,
+    Pull,
+    ReceiptDelivery,
     Reply,
     Request,
 )
 
 _MAX_HEAD_BYTES = 1024 * 1024
 _STYPE = "archipelago.bytes"
-_HEAD, _DATA, _DOCUMENT, _BYTES = "head", "data", "document", "bytes"
+_HEAD = "head"
+_DATA = "data"
+_DOCUMENT = "document"
+_BYTES = "bytes"
 
 
 def encode(envelope: Envelope[Request | Reply]) -> RecordDict:
@@ -62,6 +66,7 @@ def decode_reply(records: RecordDict, *, max_bytes: int) -> Envelope[Reply]:
 def _decode(
     records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int
 ) -> Envelope[MessageT]:
+    # Names and types of the records before their content, the document before the bytes: each step trusts the last.
     names = set(records.keys())
     if names not in ({_HEAD}, {_HEAD, _DATA}) or not isinstance(records[_HEAD], ConfigRecord):
         raise DocumentError(
@@ -70,9 +75,14 @@ def _decode(
     head = dict(records[_HEAD])
     document = head.get(_DOCUMENT)
     if set(head) != {_DOCUMENT} or not isinstance(document, str) or len(document) > _MAX_HEAD_BYTES:
-        expected = f"one document of at most {_MAX_HEAD_BYTES} characters"
-        raise DocumentError("message head", expected=expected, got="a record of another form")
-    data = _data(records[_DATA], max_bytes) if _DATA in names else b""
+        raise DocumentError(
+            "message head",
+            expected=f"one document of at most {_MAX_HEAD_BYTES} characters",
+            got="a record of another form",
+        )
+    data = b""
+    if _DATA in names:
+        data = _decode_data(records[_DATA], max_bytes)
     check_json(document.encode(), subject="message head", limit=_MAX_HEAD_BYTES)
     try:
         message = adapter.validate_json(document)
@@ -81,21 +91,29 @@ def _decode(
         raise DocumentError(
             "message", expected="a valid document", got=f"{error.error_count()} errors"
         ) from None
-    if isinstance(message, Deliver):
-        if not 0 < len(data) <= MAX_RECEIPT_BYTES:
-            raise DocumentError(
-                "receipt", expected=f"1 to {MAX_RECEIPT_BYTES} bytes", got=str(len(data))
-            )
-    elif sum(
-        span.num_bytes for span in getattr(message, "spans", ()) if message.kind != "pull"
-    ) != len(data):
-        raise DocumentError(
-            "message data", expected="as many bytes as its spans", got=str(len(data))
-        )
+    _check_num_bytes(message, len(data))
     return Envelope(message, data)
 
 
-def _data(record: object, max_bytes: int) -> bytes:
+def _check_num_bytes(message: Request | Reply, num_bytes: int) -> None:
+    """Require as many data bytes as the document announces, so that `Envelope.pieces` cuts them all and no more."""
+    if isinstance(message, ReceiptDelivery):
+        if not 0 < num_bytes <= MAX_RECEIPT_BYTES:
+            raise DocumentError(
+                "receipt", expected=f"1 to {MAX_RECEIPT_BYTES} bytes", got=str(num_bytes)
+            )
+        return
+    expected_bytes = 0
+    # The spans of a `Pull` are those that it wants, and nothing travels with it.
+    if not isinstance(message, Pull):
+        expected_bytes = sum(span.num_bytes for span in getattr(message, "spans", ()))
+    if num_bytes != expected_bytes:
+        raise DocumentError(
+            "message data", expected="as many bytes as its spans", got=str(num_bytes)
+        )
+
+
+def _decode_data(record: object, max_bytes: int) -> bytes:
     if not isinstance(record, ArrayRecord) or set(record.keys()) != {_BYTES}:
         raise DocumentError(
             "message data", expected=f"one array called {_BYTES}", got="other records"

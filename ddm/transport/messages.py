@@ -1,14 +1,14 @@
 """The messages between the aggregator and a silo's courier.
 
-The aggregator asks, the courier answers; nothing else exists. Every message is short, can be repeated without harm and
-names files by plan and relative path, never a silo: who answers is known from the node key. File contents travel
-beside the document as one run of bytes, cut by `spans` in their order.
+The aggregator sends requests, the courier replies; nothing else exists. Every message is short, can be repeated without
+harm and names files by plan and relative path, never a silo: who replies is known from the node key. File contents
+travel beside the document as one run of bytes, cut by `spans` in their order.
 
-    Offer    here is the plan's bundle          ->  Held        what is still missing of it
-    Ask      how far are you, what is there     ->  Report      status and the newest submission's files
-    Pull     these byte ranges, please          ->  Shards      the ranges
-    Deliver  a receipt for your submission,     ->  Delivered   it is on disk
-             or word that a person looks at it
+    Offer            the plan's bundle, or parts of it          ->  BundleProgress  what is still missing of it
+    StatusQuery      how far is the worker, what is there       ->  StatusReport    status, newest submission's files
+    Pull             send these byte ranges                     ->  Shards          the ranges
+    ReceiptDelivery  a receipt for a submission, or a notice    ->  ReceiptStored   it is on disk
+                     that a person will decide about it
 
 `code` is 0 or an exit code of `ddm.errors`; a reply with a code carries nothing else.
 """
@@ -25,7 +25,8 @@ from ddm.protocol.enrolment import SealedText
 MAX_BUNDLE_FILES = 256
 MAX_SUBMISSION_FILES = 1024
 MAX_SPANS = 1024
-MAX_SUBMISSIONS = 20  # of one silo to one plan
+# Of one silo to one plan.
+MAX_SUBMISSIONS = 20
 MAX_RECEIPT_BYTES = 1024 * 1024
 MAX_WAIT_S = 60
 
@@ -50,7 +51,7 @@ Sequence = Annotated[int, Field(ge=1, le=1_000_000)]
 Code = Annotated[int, Field(ge=0, le=255)]
 
 
-class FileEntry(Model):
+class IndexEntry(Model):
     """One file of a bundle or a submission; bundles state the digest, submissions are signed inside."""
 
     path: RelativePath
@@ -83,57 +84,60 @@ class StatusFile(Status):
     plan_id: PlanId
 
 
-def first_of(spans: Iterable[Span], max_bytes: int) -> tuple[Span, ...]:
+def truncate_spans(spans: Iterable[Span], max_bytes: int) -> tuple[Span, ...]:
     """Return the first bytes of a run of ranges: whole ranges while they fit, then the beginning of the next one."""
-    found: list[Span] = []
+    first_spans: list[Span] = []
     for span in spans:
-        length = min(span.num_bytes, max_bytes)
-        if length == 0 and span.num_bytes > 0:
+        num_bytes = min(span.num_bytes, max_bytes)
+        if num_bytes == 0 and span.num_bytes > 0:
             break
-        found.append(Span(path=span.path, offset=span.offset, num_bytes=length))
-        max_bytes -= length
-    return tuple(found)
+        first_spans.append(Span(path=span.path, offset=span.offset, num_bytes=num_bytes))
+        max_bytes -= num_bytes
+    return tuple(first_spans)
 
 
-def check_index(files: Iterable[FileEntry]) -> None:
-    """Refuse two files that one folder cannot hold: equal names, some systems know no case, or a file and a folder.
+def check_no_collisions(files: Iterable[IndexEntry]) -> None:
+    """Refuse files that one folder cannot hold: two of one name, or a file where another one needs a folder.
+
+    Names that differ in case only collide as well, since some file systems know no case: the second file would
+    overwrite the first one there.
 
     Raises:
         ValueError: two of them collide.
     """
     names = [entry.path.casefold() for entry in files]
-    folders = {
-        "/".join(name.split("/")[:depth])
-        for name in names
-        for depth in range(1, name.count("/") + 1)
-    }
+    folders = set()
+    for name in names:
+        parts = name.split("/")
+        for depth in range(1, len(parts)):
+            folders.add("/".join(parts[:depth]))
     if len(set(names)) != len(names) or folders & set(names):
         raise ValueError("paths collide")
 
 
-class _Indexed(Model):
+class _MessageWithFiles(Model):
     @model_validator(mode="after")
-    def _no_collisions(self) -> "_Indexed":
-        check_index(getattr(self, "files", ()))
+    def _no_collisions(self) -> "_MessageWithFiles":
+        check_no_collisions(getattr(self, "files", ()))
         return self
 
 
-class Offer(_Indexed):
+class Offer(_MessageWithFiles):
     """The plan's bundle: its whole index, and some of its bytes."""
 
     kind: Literal["offer"] = "offer"
     plan_id: PlanId
-    files: Annotated[tuple[FileEntry, ...], Field(min_length=1, max_length=MAX_BUNDLE_FILES)]
+    files: Annotated[tuple[IndexEntry, ...], Field(min_length=1, max_length=MAX_BUNDLE_FILES)]
     spans: Spans = ()
 
 
-class Ask(Model):
-    """Tell how far the worker is: answered when there is news beyond `known` and `received`, or after `wait_s` seconds.
+class StatusQuery(Model):
+    """Report how far the worker is: at once if it is further than `known` or `received`, else after `wait_s` seconds.
 
-    A new submission's first bytes, at most `max_bytes` of them, come along with the answer.
+    A new submission's first bytes, at most `max_bytes` of them, come along with the reply.
     """
 
-    kind: Literal["ask"] = "ask"
+    kind: Literal["status_query"] = "status_query"
     plan_id: PlanId
     known: Status
     max_bytes: NumBytes
@@ -150,60 +154,61 @@ class Pull(Model):
     spans: Annotated[Spans, Field(min_length=1)]
 
 
-class Deliver(Model):
+class ReceiptDelivery(Model):
     """A receipt, carried as the data beside the document; its content is signed and opaque here.
 
-    `held` marks word that the submission waits for a person at the aggregator; its receipt is still to come.
+    `held` marks the notice that a person at the aggregator will decide about the submission; its receipt is still to
+    come.
     """
 
-    kind: Literal["deliver"] = "deliver"
+    kind: Literal["receipt_delivery"] = "receipt_delivery"
     plan_id: PlanId
     sequence: Sequence
     held: bool = False
     spans: Annotated[tuple[Span, ...], Field(max_length=0)] = ()
 
 
-class Held(Model):
+class BundleProgress(Model):
     """Whether the bundle is complete, else the ranges that the silo still lacks (the first of them)."""
 
-    kind: Literal["held"] = "held"
+    kind: Literal["bundle_progress"] = "bundle_progress"
     code: Code = 0
     complete: bool = False
     missing: Spans = ()
 
 
-class Report(_Indexed):
+class StatusReport(_MessageWithFiles):
     """The worker's status and, once there is one, the newest submission without a receipt and its first ranges.
 
-    `leave` is the silo's signed word that it gave the plan up (`ddm.protocol.leave`), opaque here.
+    `leave` is the silo's signed notice that it left the plan (`ddm.protocol.leave`), opaque here.
     """
 
-    kind: Literal["report"] = "report"
+    kind: Literal["status_report"] = "status_report"
     code: Code = 0
     status: Status = Status()
     sequence: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    files: Annotated[tuple[FileEntry, ...], Field(max_length=MAX_SUBMISSION_FILES)] = ()
+    files: Annotated[tuple[IndexEntry, ...], Field(max_length=MAX_SUBMISSION_FILES)] = ()
     spans: Spans = ()
     leave: SealedText | None = None
 
 
 class Shards(Model):
-    """The ranges asked for, in that order, or the beginning of them: a silo may give less than it is asked for."""
+    """The requested ranges, in that order, or the beginning of them: a silo may send less than is requested."""
 
     kind: Literal["shards"] = "shards"
     code: Code = 0
     spans: Spans = ()
 
 
-class Delivered(Model):
+class ReceiptStored(Model):
     """The receipt is on the silo's disk."""
 
-    kind: Literal["delivered"] = "delivered"
+    kind: Literal["receipt_stored"] = "receipt_stored"
     code: Code = 0
 
 
-Request = Offer | Ask | Pull | Deliver
-Reply = Held | Report | Shards | Delivered
+Request = Offer | StatusQuery | Pull | ReceiptDelivery
+Reply = BundleProgress | StatusReport | Shards | ReceiptStored
 REQUESTS: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 REPLIES: TypeAdapter[Reply] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])
 MessageT = TypeVar("MessageT", bound=Request | Reply, covariant=True)
@@ -215,7 +220,7 @@ class Envelope(Generic[MessageT]):
 
     Attributes:
         message: a request or a reply.
-        data: the contents of `message.spans`, one after the other; for `Deliver`, the receipt.
+        data: the contents of `message.spans`, one after the other; for `ReceiptDelivery`, the receipt.
     """
 
     message: MessageT
@@ -223,8 +228,10 @@ class Envelope(Generic[MessageT]):
 
     def pieces(self) -> list[memoryview]:
         """The data, cut by the message's spans; nothing is copied."""
-        cut, start, data = [], 0, memoryview(self.data)
+        data = memoryview(self.data)
+        pieces = []
+        start = 0
         for span in getattr(self.message, "spans", ()):
-            cut.append(data[start : start + span.num_bytes])
+            pieces.append(data[start : start + span.num_bytes])
             start += span.num_bytes
-        return cut
+        return pieces

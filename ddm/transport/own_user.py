@@ -1,7 +1,8 @@
 """Lets a server on loopback answer its own user and nobody else on the machine.
 
-Flower's servers listen on TCP, where every user of a machine can connect. This stands in front of such a server, as
-ASGI middleware, and asks the kernel whose each connection is, before a byte of a request's body is read.
+Flower's servers listen on TCP, where every user of a machine can connect. The attack: another user of the machine
+fetches messages that are meant for the silo, or answers in its name. This ASGI middleware is in front of such a server
+and looks up in the kernel which user each connection belongs to, before a byte of a request's body is read.
 """
 
 import os
@@ -25,7 +26,7 @@ _LENGTH = re.compile(rb"[0-9]{1,9}")
 class OwnUserOnly:
     """Answers 403 to a connection that is not with a process of this process's own user on this machine.
 
-    Only Linux tells whose a connection is; elsewhere everybody is answered.
+    Only Linux says which user a connection belongs to; elsewhere everybody is answered.
 
     Args:
         app: the server.
@@ -38,7 +39,7 @@ class OwnUserOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        # An open path first: to ask the kernel takes the longer, the more connections strangers hold.
+        # An open path first: the kernel takes longer to answer the more connections strangers hold.
         if scope["type"] == "lifespan" or self._is_open(scope) or self._is_own(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -56,7 +57,9 @@ class OwnUserOnly:
     def _is_own(self, scope: Scope) -> bool:
         if sys.platform != "linux":
             return True
-        client, server = scope.get("client"), scope.get("server")
+        client = scope.get("client")
+        server = scope.get("server")
+        # Without both addresses the connection cannot be looked up; nobody is let in on trust.
         if not client or not server or server[1] is None:
             return False
         return user_of(tuple(client), tuple(server)) == os.geteuid()
@@ -64,12 +67,10 @@ class OwnUserOnly:
     def _is_open(self, scope: Scope) -> bool:
         if self._open is None or scope["type"] != "http" or scope["method"] != "POST":
             return False
-        # The server reads a whole body before it asks whose it is, so one of unknown length is not begun with.
+        # The server reads a whole body before it checks who sent it, so that one of unknown length could fill memory.
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-        if (
-            len(lengths) != 1
-            or not _LENGTH.fullmatch(lengths[0])
-            or int(lengths[0]) > MAX_BODY_BYTES
-        ):
+        if len(lengths) != 1 or not _LENGTH.fullmatch(lengths[0]):
+            return False
+        if int(lengths[0]) > MAX_BODY_BYTES:
             return False
         return self._open.fullmatch(scope["path"]) is not None

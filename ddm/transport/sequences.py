@@ -1,4 +1,4 @@
-"""Submissions and receipts lie under their sequence number, with or without a suffix."""
+"""Sequence numbers in the names of submissions and receipts: ``3/``, ``3.json``, ``3.held.json``."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,18 @@ from pathlib import Path
 _SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
 
 
-def sequences(folder: Path, suffix: str = "") -> set[int]:
-    """Return the sequence numbers under which something lies in a folder; what has another name does not count.
+def sequence_numbers(folder: Path, suffix: str = "") -> set[int]:
+    """Return the sequence numbers of the entries of a folder; entries of another name are left out.
 
     Args:
         folder: it need not exist.
         suffix: what follows the number, e.g. ``".json"``.
     """
-    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
-    numbers = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
-    return {int(number) for number in numbers if _SEQUENCE.fullmatch(number)}
+    if not folder.is_dir():
+        return set()
+    numbers = set()
+    for path in folder.iterdir():
+        number = path.name.removesuffix(suffix)
+        if path.name.endswith(suffix) and _SEQUENCE.fullmatch(number):
+            numbers.add(int(number))
+    return numbers

@@ -1,7 +1,8 @@
 """Folders that travel in pieces, and arrive whole or not at all.
 
 The sender lists a folder and reads byte ranges of it; the receiver collects ranges, in any order and across restarts,
-in a `.part` folder and renames it when every byte is there. Nothing follows a symbolic link.
+in a `.part` folder and renames it when every byte is there. Nothing follows a symbolic link: whoever can place one in a
+folder could otherwise make the other user's process read or write any file of that user.
 """
 
 import hashlib
@@ -17,35 +18,38 @@ from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.paths import MAX_DEPTH
 from ddm.io.untrusted import open_below, walk
 from ddm.protocol.base import Model, NaturalInt, RelativePath
-from ddm.transport.messages import MAX_SPANS, FileEntry, Span, check_index
+from ddm.transport.messages import MAX_SPANS, IndexEntry, Span, check_no_collisions
 
-# Starts with a dot, which no path on the wire may.
+# Starts with a dot, which no path in a message may, so that no received file can replace it.
 _PROGRESS = ".progress.json"
 _MAX_PROGRESS_BYTES = 16 * 1024 * 1024
 
 
 def list_folder(
     folder: Path, *, max_files: int, max_bytes: int, with_digest: bool = False
-) -> tuple[FileEntry, ...]:
+) -> tuple[IndexEntry, ...]:
     """List a folder of at most so many files and bytes as an index, one entry a file, sorted by path.
 
     Raises:
         UnsafePathError: see `ddm.io.untrusted.walk`; or a path that may not travel.
         FormatError: too many files or bytes.
     """
-    entries: list[FileEntry] = []
-    total = 0
-    # Each file may lie in folders of its own.
-    for name, found in walk(folder, max_entries=max_files * MAX_DEPTH):
-        total += found.bytes
-        if len(entries) >= max_files or total > max_bytes:
-            got = f"{total} bytes in the first {len(entries) + 1} files"
+    entries: list[IndexEntry] = []
+    total_bytes = 0
+    # Each file may be in folders of its own.
+    for name, entry in walk(folder, max_entries=max_files * MAX_DEPTH):
+        total_bytes += entry.bytes
+        if len(entries) >= max_files or total_bytes > max_bytes:
             raise FormatError(
-                "folder", expected=f"at most {max_files} files of {max_bytes} bytes in all", got=got
+                "folder",
+                expected=f"at most {max_files} files of {max_bytes} bytes in all",
+                got=f"{total_bytes} bytes in the first {len(entries) + 1} files",
             )
+        digest = None
+        if with_digest:
+            digest = file_digest(folder, name)
         try:
-            digest = file_digest(folder, name) if with_digest else None
-            entries.append(FileEntry(path=name, num_bytes=found.bytes, digest=digest))
+            entries.append(IndexEntry(path=name, num_bytes=entry.bytes, digest=digest))
         except ValidationError as error:
             raise UnsafePathError(
                 name, expected="a path that may travel", got="a path that is too long or too deep"
@@ -59,7 +63,7 @@ def file_digest(folder: Path, relative: str) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # it reads into buffers
 
 
-def whole_spans(files: Iterable[FileEntry]) -> Iterator[Span]:
+def whole_spans(files: Iterable[IndexEntry]) -> Iterator[Span]:
     """Return the ranges that make up an index: every file from its first byte to its last."""
     return (Span(path=entry.path, offset=0, num_bytes=entry.num_bytes) for entry in files)
 
@@ -68,7 +72,7 @@ def read_spans(folder: Path, spans: Iterable[Span]) -> bytes:
     """Read byte ranges of the files in a folder, and return them one after the other.
 
     Raises:
-        FormatError: a range lies beyond the end of its file, or the file does not exist.
+        FormatError: a range is beyond the end of its file, or the file does not exist.
         UnsafePathError: a symbolic link or a special file on the way.
     """
     parts: list[bytes] = []
@@ -76,36 +80,40 @@ def read_spans(folder: Path, spans: Iterable[Span]) -> bytes:
         try:
             with open_below(folder, span.path, span.path) as (stream, _):
                 stream.seek(span.offset)
-                parts.append(stream.read(span.num_bytes))
+                data = stream.read(span.num_bytes)
         except AbsentFileError as error:
             raise FormatError(
                 "range", expected="one of a file in the folder", got="a range of a missing file"
             ) from error
-        if len(parts[-1]) != span.num_bytes:
-            got = f"{len(parts[-1])} bytes from byte {span.offset} on"
-            raise FormatError("range", expected=f"{span.num_bytes} bytes", got=got)
+        if len(data) != span.num_bytes:
+            raise FormatError(
+                "range",
+                expected=f"{span.num_bytes} bytes",
+                got=f"{len(data)} bytes from byte {span.offset} on",
+            )
+        parts.append(data)
     return b"".join(parts)
 
 
 class _Progress(Model):
     """What a part folder has on disk: its index, and for every file the ranges received, merged and sorted."""
 
-    files: tuple[FileEntry, ...]
+    files: tuple[IndexEntry, ...]
     ranges: dict[RelativePath, tuple[tuple[NaturalInt, NaturalInt], ...]]
 
 
 class PartFolder:
     """A folder on its way in: ranges arrive in any order, survive restarts, and become visible all at once.
 
-    A part folder of another index, or a damaged one, is thrown away: nothing in it was ever used.
+    A part folder of another index, or a damaged one, is deleted: nothing in it was ever used.
 
     Args:
         target: what the folder is called when complete; until then it is `<target>.part`.
         files: its whole index.
     """
 
-    def __init__(self, target: Path, files: Sequence[FileEntry]) -> None:
-        check_index(files)
+    def __init__(self, target: Path, files: Sequence[IndexEntry]) -> None:
+        check_no_collisions(files)
         self.target = target
         self.files = tuple(files)
         self._part = target.with_name(target.name + ".part")
@@ -117,119 +125,125 @@ class PartFolder:
             progress = _Progress(files=self.files, ranges={})
         self._ranges = {path: list(ranges) for path, ranges in progress.ranges.items()}
 
-    def missing(self, max_span_bytes: int, *, coming: Iterable[Span] = ()) -> list[Span]:
+    def missing(self, max_span_bytes: int, *, in_flight: Iterable[Span] = ()) -> list[Span]:
         """The ranges still to come, in the index's order, each at most `max_span_bytes` long.
 
         Args:
             max_span_bytes: longest range.
-            coming: ranges that are on their way, however they were cut; nothing of them is named again.
+            in_flight: ranges that are on their way, however they were cut; nothing of them is named again.
 
         Returns:
             At most `MAX_SPANS` ranges; an empty file is a range of length 0.
         """
-        held: dict[str, list[tuple[int, int]]] = {
+        covered: dict[str, list[tuple[int, int]]] = {
             path: list(ranges) for path, ranges in self._ranges.items()
         }
-        for span in coming:
-            held.setdefault(span.path, []).append((span.offset, span.offset + span.num_bytes))
-        found: list[Span] = []
+        for span in in_flight:
+            covered.setdefault(span.path, []).append((span.offset, span.offset + span.num_bytes))
+        missing: list[Span] = []
         for entry in self.files:
-            ranges = held.get(entry.path)
-            for start, end in _gaps(_merged(ranges) if ranges else None, entry.num_bytes):
+            for start, end in _gaps(covered.get(entry.path, []), entry.num_bytes):
+                # An empty file is a gap of length 0, which needs one range too.
                 for offset in range(start, max(end, start + 1), max_span_bytes):
-                    length = min(max_span_bytes, end - offset)
-                    found.append(Span(path=entry.path, offset=offset, num_bytes=length))
-                    if len(found) == MAX_SPANS:
-                        return found
-        return found
+                    num_bytes = min(max_span_bytes, end - offset)
+                    missing.append(Span(path=entry.path, offset=offset, num_bytes=num_bytes))
+                    if len(missing) == MAX_SPANS:
+                        return missing
+        return missing
 
     def write(self, pieces: Iterable[tuple[Span, bytes | memoryview]]) -> None:
-        """Store ranges durably; ranges already held are written again without harm.
+        """Store ranges durably; ranges that are there already are written again without harm.
 
         Raises:
-            FormatError: a range lies outside the index.
+            FormatError: a range is outside the index.
             OSError: the disk is full.
         """
-        written = False
+        has_written = False
         for span, data in pieces:
             size = self._sizes.get(span.path)
-            if size is None or len(data) != span.num_bytes or span.offset + span.num_bytes > size:
-                got = f"{len(data)} bytes for byte {span.offset} and on of a file of {size or 'no'} bytes"
+            end = span.offset + span.num_bytes
+            if size is None or len(data) != span.num_bytes or end > size:
                 raise FormatError(
-                    "range", expected="the bytes of a range within an indexed file", got=got
+                    "range",
+                    expected="the bytes of a range within an indexed file",
+                    got=f"{len(data)} bytes for byte {span.offset} and on "
+                    f"of a file of {size or 'no'} bytes",
                 )
             with open_below(self._part, span.path, span.path, make=True) as (stream, _):
                 stream.seek(span.offset)
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
-            end = span.offset + span.num_bytes
-            self._ranges[span.path] = _merged(
-                [*self._ranges.get(span.path, []), (span.offset, end)]
-            )
-            written = True
-        if written:
+            ranges = [*self._ranges.get(span.path, []), (span.offset, end)]
+            self._ranges[span.path] = _merge_ranges(ranges)
+            has_written = True
+        # After the bytes are on disk: a range that is recorded is never fetched again.
+        if has_written:
             self._save()
 
     def finish(self) -> bool:
         """Check the digests that the index states and rename the folder to its target; False while ranges are missing.
 
         Raises:
-            DigestError: a file is not the one in the index; the whole part folder is thrown away.
+            DigestError: a file is not the one in the index; the whole part folder is deleted.
         """
         if self.missing(max_span_bytes=2**50):
             return False
         for entry in self.files:
-            if (
-                entry.digest is not None
-                and (found := file_digest(self._part, entry.path)) != entry.digest
-            ):
+            if entry.digest is None:
+                continue
+            digest = file_digest(self._part, entry.path)
+            if digest != entry.digest:
+                # Which range is wrong is not known, so that all of them have to come again.
                 self.discard()
                 raise DigestError(
                     "received file",
                     expected=f"sha256 {entry.digest[:16]}...",
-                    got=f"{found[:16]}...",
+                    got=f"{digest[:16]}...",
                 )
         (self._part / _PROGRESS).unlink()
         move_into_place(self._part, self.target)
         return True
 
     def discard(self) -> None:
-        """Throw away what has arrived."""
+        """Delete what has arrived."""
         shutil.rmtree(self._part, ignore_errors=True)
 
     def _load(self) -> _Progress | None:
         try:
-            return _Progress.model_validate_json(
-                read_bounded(self._part / _PROGRESS, _MAX_PROGRESS_BYTES)
-            )
+            data = read_bounded(self._part / _PROGRESS, _MAX_PROGRESS_BYTES)
+            return _Progress.model_validate_json(data)
         except (MissingFileError, FormatError, UnsafePathError, ValidationError):
             return None
 
     def _save(self) -> None:
-        progress = _Progress(
-            files=self.files, ranges={path: tuple(ranges) for path, ranges in self._ranges.items()}
-        )
+        ranges = {path: tuple(file_ranges) for path, file_ranges in self._ranges.items()}
+        progress = _Progress(files=self.files, ranges=ranges)
         write_atomic(self._part / _PROGRESS, progress.model_dump_json().encode())
 
 
-def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sort ranges and join those that touch or overlap."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+            last_start, last_end = merged[-1]
+            merged[-1] = (last_start, max(last_end, end))
         else:
             merged.append((start, end))
     return merged
 
 
-def _gaps(ranges: list[tuple[int, int]] | None, size: int) -> list[tuple[int, int]]:
-    """What `ranges` leave open of [0, size); a file never received is a gap even when it is empty."""
-    if ranges is None:
+def _gaps(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Return what `ranges` leave open of [0, size); a file of which nothing came is a gap even when it is empty."""
+    if not ranges:
         return [(0, size)]
-    gaps, at = [], 0
-    for start, end in ranges:
-        if start > at:
-            gaps.append((at, start))
-        at = end
-    return gaps + ([(at, size)] if at < size else [])
+    gaps = []
+    position = 0
+    for start, end in _merge_ranges(ranges):
+        if start > position:
+            gaps.append((position, start))
+        position = end
+    if position < size:
+        gaps.append((position, size))
+    return gaps

@@ -2,8 +2,8 @@
 
     python -P -m ddm.transport.superexec ADDRESS CA_CERTIFICATE SECRET_FILE KIND
 
-It does what `flower-superexec` does, except that a task's token never stands in a command line, which every user of
-the machine can read: it lies in a file without a name, of which the program inherits an open descriptor.
+It does what `flower-superexec` does, except that a task's token is never in a command line, which every user of the
+machine can read. The token is in a file without a name, of which the program inherits an open descriptor.
 """
 
 import os
@@ -16,7 +16,8 @@ from pathlib import Path
 from ddm.system.processes import program
 
 # Flower's names for both the kinds of tasks and the programs that carry them out.
-SERVER_APP, CLIENT_APP = "flwr-serverapp", "flwr-clientapp"
+SERVER_APP = "flwr-serverapp"
+CLIENT_APP = "flwr-clientapp"
 POLL_VARIABLE = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 _ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
@@ -44,7 +45,7 @@ def superexec_command(address: str, ca_path: Path, secret_path: Path, kind: str)
 
 def take_tasks(address: str, ca_path: Path, secret: bytes, kind: str, *, poll_s: float) -> None:
     """Take tasks of one kind until this process is ended."""
-    # Whoever only starts this program loads nothing of Flower.
+    # Imported here, since `superexec_command` is used by programs that need nothing of Flower.
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
     from flwr.supercore.interceptors import (
         RuntimeVersionHttpInterceptor,
@@ -66,29 +67,25 @@ def take_tasks(address: str, ca_path: Path, secret: bytes, kind: str, *, poll_s:
         retry_invoker=make_simple_http_retry_invoker(),
     )
     while True:
-        found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[kind]))
+        answer = client.AcquireTask(AcquireTaskRequest(supported_task_types=[kind]))
         # Whatever the server hands out, nothing but the one kind of program is started.
-        if found.HasField("task") and found.token and found.task.type == kind:
-            start_task(kind, address, ca_path, found.token)
+        if answer.HasField("task") and answer.token and answer.task.type == kind:
+            start_task(kind, address, ca_path, answer.token)
         time.sleep(poll_s)
 
 
 def start_task(kind: str, address: str, ca_path: Path, token: str) -> "subprocess.Popen[bytes]":
     """Start the program that carries out one task; it learns its token from a descriptor that it inherits."""
-    with tempfile.TemporaryFile() as held:
-        held.write(token.encode())
-        held.flush()
-        held.seek(0)
-        command = [
-            *(
-                str(program(kind)),
-                "--runtime-api-address",
-                address,
-                "--root-certificates",
-                str(ca_path),
-            ),
-            *("--token-file", f"/dev/fd/{held.fileno()}", "--parent-pid", str(os.getpid())),
-        ]
+    with tempfile.TemporaryFile() as token_file:
+        token_file.write(token.encode())
+        token_file.flush()
+        # The program shares the position of the descriptor, and reads from there.
+        token_file.seek(0)
+        command = [str(program(kind))]
+        command += ["--runtime-api-address", address]
+        command += ["--root-certificates", str(ca_path)]
+        command += ["--token-file", f"/dev/fd/{token_file.fileno()}"]
+        command += ["--parent-pid", str(os.getpid())]
         # A ServerApp keeps a log of its own.
         output = subprocess.DEVNULL if kind == SERVER_APP else None
         return subprocess.Popen(
@@ -96,7 +93,7 @@ def start_task(kind: str, address: str, ca_path: Path, token: str) -> "subproces
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=[held.fileno()],
+            pass_fds=[token_file.fileno()],
         )
 
 

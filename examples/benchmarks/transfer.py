@@ -14,7 +14,7 @@ from typing import Any
 from support.measuring import PROCESS_COLUMNS, Processes, parse, report, require_space, say
 from support.sites import PLAN, make_federation, make_site, running, submit, write_random
 
-from aggregator.transfer.dispatcher import IN_FLIGHT
+from aggregator.transfer.dispatcher import MAX_IN_FLIGHT
 
 TIMEOUT_S = 1800.0
 
@@ -49,7 +49,7 @@ def transfer(
 
 def main() -> None:
     """Command line: --gib SIZE --shard MIB --quick --json --out FOLDER --work FOLDER."""
-    arguments = parse(__doc__, gib=1.0, shard=64, flight=IN_FLIGHT)
+    arguments = parse(__doc__, gib=1.0, shard=64, flight=MAX_IN_FLIGHT)
     num_bytes = int((0.125 if arguments.quick else arguments.gib) * 2**30)
     require_space(arguments.work, 2 * num_bytes)
     rows: list[tuple[int, int, float, float]] = []

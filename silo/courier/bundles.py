@@ -20,7 +20,7 @@ from ddm.io.files import move_into_place
 from ddm.io.locks import lock_if_unread, locked
 from ddm.io.modes import group_folder, open_to_group
 from ddm.protocol.base import sha256_hex
-from ddm.transport.messages import MAX_BUNDLE_FILES, FileEntry, Held, Offer
+from ddm.transport.messages import MAX_BUNDLE_FILES, BundleProgress, IndexEntry, Offer
 from ddm.transport.shards import PartFolder, list_folder
 from ddm.trust.rules import SignedFile
 from ddm.trust.verify import verify_bundle_metadata
@@ -31,7 +31,7 @@ _METADATA = "metadata/"
 
 def take_bundle(
     offer: Offer, pieces: Sequence[memoryview], inbox: Inbox, *, bundle_bytes: int, shard_bytes: int
-) -> Held:
+) -> BundleProgress:
     """Keep what verifies of the bytes that came, and tell what is missing.
 
     Args:
@@ -53,17 +53,17 @@ def take_bundle(
         inbox.tidy()
         home = inbox.folder / offer.plan_id
         if (home / "bundle").exists() and _held(home / "bundle", bundle_bytes) == files:
-            return Held(complete=True)
+            return BundleProgress(complete=True)
         return _collect(offer, files, pieces, inbox, shard_bytes)
 
 
 def _collect(
     offer: Offer,
-    files: tuple[FileEntry, ...],
+    files: tuple[IndexEntry, ...],
     pieces: Sequence[memoryview],
     inbox: Inbox,
     shard_bytes: int,
-) -> Held:
+) -> BundleProgress:
     home = inbox.folder / offer.plan_id
     ranges = list(zip(offer.spans, pieces, strict=True))
     # Of each index a part of its own: what a stranger offers under a plan's name takes nothing from the plan.
@@ -81,7 +81,7 @@ def _collect(
         if lacking := tuple(
             span for span in part.missing(shard_bytes) if span.path.startswith(_METADATA)
         ):
-            return Held(missing=lacking)
+            return BundleProgress(missing=lacking)
         signed = verify_bundle_metadata(own, inbox.root(), state=inbox.memory)
         if signed.plan_id != offer.plan_id:
             raise ReplayError(
@@ -94,7 +94,7 @@ def _collect(
             )
         part.write((span, data) for span, data in ranges if not span.path.startswith(_METADATA))
         if not part.finish():
-            return Held(missing=tuple(part.missing(shard_bytes)))
+            return BundleProgress(missing=tuple(part.missing(shard_bytes)))
     except (TrustError, FormatError):
         part.discard()
         inbox.tidy()
@@ -103,7 +103,7 @@ def _collect(
     _put(target, home)
     verify_bundle_metadata(home / "bundle", inbox.root(), state=inbox.memory, remember=True)
     inbox.tidy()  # an earlier plan does not verify beside it
-    return Held(complete=True)
+    return BundleProgress(complete=True)
 
 
 def _put(target: Path, home: Path) -> None:
@@ -119,7 +119,7 @@ def _put(target: Path, home: Path) -> None:
         move_into_place(target, home / "bundle")
 
 
-def _check_index(files: Sequence[FileEntry], plan_id: str, bundle_bytes: int) -> None:
+def _check_index(files: Sequence[IndexEntry], plan_id: str, bundle_bytes: int) -> None:
     if (num_bytes := sum(entry.num_bytes for entry in files)) > bundle_bytes:
         raise PolicyError("bundle", expected=f"at most {bundle_bytes} bytes", got=f"{num_bytes}")
     if missing := sum(entry.digest is None for entry in files):
@@ -138,7 +138,7 @@ def _check_index(files: Sequence[FileEntry], plan_id: str, bundle_bytes: int) ->
         )
 
 
-def _check_signed(files: Sequence[FileEntry], targets: Mapping[str, SignedFile]) -> None:
+def _check_signed(files: Sequence[IndexEntry], targets: Mapping[str, SignedFile]) -> None:
     signed = {f"targets/{path}": (target.bytes, target.digest) for path, target in targets.items()}
     offered = {
         entry.path: (entry.num_bytes, entry.digest)
@@ -150,7 +150,7 @@ def _check_signed(files: Sequence[FileEntry], targets: Mapping[str, SignedFile])
         raise DigestError("bundle index", expected="exactly the signed files", got=got)
 
 
-def _held(bundle: Path, bundle_bytes: int) -> tuple[FileEntry, ...]:
+def _held(bundle: Path, bundle_bytes: int) -> tuple[IndexEntry, ...]:
     """List a complete bundle with digests; nothing where it is not one that could travel."""
     try:
         return list_folder(

@@ -1,11 +1,11 @@
-"""The courier's answers to the aggregator.
+"""The courier's replies to the aggregator.
 
 It writes the inbox (`silo.courier.bundles`, `silo.courier.receipts`), reads the outbox, and takes every limit from this
-site's own configuration, never from the message. Whatever goes wrong becomes a number; no exception's text, path or
-name leaves.
+site's own configuration, never from the message. Every failure becomes a number: no exception's text, path or name is
+sent, since any of them could contain something of the site.
 
-A SuperNode brings one message after the other. So a site that caps its rate needs no memory of what it gave: an answer
-carries no more than the cap lets through in `_PACED_S` seconds, and is held back for as long as its bytes may take.
+A SuperNode brings one message after the other. A site that caps its rate therefore need not remember what it sent: a
+reply carries no more than the cap lets through in `_PACED_S` seconds, and is delayed for as long as its bytes may take.
 """
 
 import time
@@ -21,22 +21,22 @@ from ddm.io.files import read_bounded
 from ddm.protocol.leave import LEAVE_NAME, MAX_LEAVE_BYTES
 from ddm.transport.messages import (
     MAX_SUBMISSION_FILES,
-    Ask,
-    Deliver,
-    Delivered,
+    BundleProgress,
     Envelope,
-    Held,
     Offer,
     Pull,
+    ReceiptDelivery,
+    ReceiptStored,
     Reply,
-    Report,
     Request,
     Shards,
     Status,
     StatusFile,
-    first_of,
+    StatusQuery,
+    StatusReport,
+    truncate_spans,
 )
-from ddm.transport.sequences import sequences
+from ddm.transport.sequences import sequence_numbers
 from ddm.transport.shards import list_folder, read_spans, whole_spans
 from silo.config import Site
 
@@ -46,10 +46,10 @@ _POLL_S = 0.5
 # Well below the time to live of any message.
 _PACED_S = 10.0
 _REPLY_TO: Mapping[type[Request], type[Reply]] = {
-    Offer: Held,
-    Ask: Report,
+    Offer: BundleProgress,
+    StatusQuery: StatusReport,
     Pull: Shards,
-    Deliver: Delivered,
+    ReceiptDelivery: ReceiptStored,
 }
 
 
@@ -63,7 +63,7 @@ class SiteLimits:
         shard_bytes: most bytes in one message, either way.
         submission_bytes: most bytes of one submission.
         bytes_per_s: most bytes a second that leave, on average over a few messages; 0 for as many as the line takes.
-        inbox_bytes: most bytes of all that lies in the inbox.
+        inbox_bytes: most bytes of all files in the inbox.
         inbox_files: most files and folders in it.
     """
 
@@ -76,29 +76,27 @@ class SiteLimits:
     inbox_files: int = 1 << 31
 
     @classmethod
-    def of(cls, node_config: Mapping[str, object]) -> "SiteLimits":
+    def from_node_config(cls, node_config: Mapping[str, object]) -> "SiteLimits":
         """Read the node configuration that `silo.courier.supernode` gave the SuperNode."""
-        names = (
-            "bundle_bytes",
-            "shard_bytes",
-            "submission_bytes",
-            "bytes_per_s",
-            "inbox_bytes",
-            "inbox_files",
-        )
-        return cls(
-            Path(unquote(str(node_config["site"]))),
-            *(int(str(node_config[name])) for name in names),
-        )
+        numbers = {
+            name: int(str(node_config[name]))
+            for name in (
+                "bundle_bytes",
+                "shard_bytes",
+                "submission_bytes",
+                "bytes_per_s",
+                "inbox_bytes",
+                "inbox_files",
+            )
+        }
+        return cls(Path(unquote(str(node_config["site"]))), **numbers)
 
     @property
-    def answer_bytes(self) -> int:
-        """Most bytes in one answer."""
-        return (
-            min(self.shard_bytes, int(self.bytes_per_s * _PACED_S))
-            if self.bytes_per_s
-            else self.shard_bytes
-        )
+    def reply_bytes(self) -> int:
+        """Most bytes in one reply."""
+        if self.bytes_per_s == 0:
+            return self.shard_bytes
+        return min(self.shard_bytes, int(self.bytes_per_s * _PACED_S))
 
 
 def answer(
@@ -112,17 +110,17 @@ def answer(
 
 
 def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
-    request, data = envelope.message, envelope.data
+    request = envelope.message
     try:
         match request:
             case Offer():
                 return Envelope(_take_bundle(request, envelope.pieces(), limits))
-            case Ask():
-                return report(request, limits)
+            case StatusQuery():
+                return report_status(request, limits)
             case Pull():
-                return give_shards(request, limits)
-            case Deliver():
-                return Envelope(_take_receipt(request, data, limits))
+                return send_shards(request, limits)
+            case ReceiptDelivery():
+                return Envelope(_take_receipt(request, envelope.data, limits))
     except ArchipelagoError as error:
         return Envelope(_REPLY_TO[type(request)](code=error.exit_code))
     # a bug or a full disk: the aggregator learns that it failed, and nothing more
@@ -130,8 +128,8 @@ def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
         return Envelope(_REPLY_TO[type(request)](code=ArchipelagoError.exit_code))
 
 
-def _take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) -> Held:
-    # It verifies signatures, for which other messages need not wait.
+def _take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) -> BundleProgress:
+    # Imported here, since each message starts a process, and only this one needs to verify signatures.
     from silo.courier.bundles import take_bundle
     from silo.courier.inbox import Inbox
 
@@ -141,64 +139,67 @@ def _take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits)
     )
 
 
-def _take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delivered:
+def _take_receipt(deliver: ReceiptDelivery, receipt: bytes, limits: SiteLimits) -> ReceiptStored:
     from silo.courier.receipts import take_receipt
 
     return take_receipt(deliver, receipt, Site(limits.site))
 
 
-def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
+def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusReport]:
     """Report a new submission at once, a new state after a few seconds, progress when the aggregator stops waiting.
 
-    A message costs a second of computing here, so states that follow each other quickly share one. The answer holds the
+    A message costs a second of computing here, so states that follow each other quickly share one. The reply holds the
     worker's status, the newest submission that has no receipt, and its first bytes.
     """
-    deadline = time.monotonic() + ask.wait_s
-    settled = min(time.monotonic() + _SETTLE_S, deadline)
+    deadline = time.monotonic() + query.wait_s
+    settled_at = min(time.monotonic() + _SETTLE_S, deadline)
     while True:
-        status, sequence = read_status(ask.plan_id, limits), newest_sequence(ask.plan_id, limits)
+        status = read_status(query.plan_id, limits)
+        sequence = newest_sequence(query.plan_id, limits)
         now = time.monotonic()
-        news = (status.state, status.sequence) != (ask.known.state, ask.known.sequence)
-        if sequence > ask.received or (news and now >= settled) or now >= deadline:
+        known = (query.known.state, query.known.sequence)
+        has_new_state = (status.state, status.sequence) != known
+        if sequence > query.received or (has_new_state and now >= settled_at) or now >= deadline:
             break
         time.sleep(_POLL_S)
-    leave = read_leave(ask.plan_id, limits)
-    if sequence <= ask.received or leave:
-        return Envelope(Report(status=status, leave=leave))
-    submission = limits.site / "outbox" / ask.plan_id / str(sequence)
+    leave = read_leave(query.plan_id, limits)
+    # A silo that left the plan sends nothing more for it.
+    if sequence <= query.received or leave:
+        return Envelope(StatusReport(status=status, leave=leave))
+    submission = limits.site / "outbox" / query.plan_id / str(sequence)
     files = list_folder(
         submission, max_files=MAX_SUBMISSION_FILES, max_bytes=limits.submission_bytes
     )
-    spans = first_of(whole_spans(files), min(ask.max_bytes, limits.answer_bytes))
-    found = Report(status=status, sequence=sequence, files=files, spans=spans)
-    return Envelope(found, read_spans(submission, spans))
+    spans = truncate_spans(whole_spans(files), min(query.max_bytes, limits.reply_bytes))
+    report = StatusReport(status=status, sequence=sequence, files=files, spans=spans)
+    return Envelope(report, read_spans(submission, spans))
 
 
 def read_status(plan_id: str, limits: SiteLimits) -> Status:
-    """Read what the worker last said about one plan; `waiting` when it said nothing, or is at another plan.
+    """Read what the worker last reported about one plan; `waiting` if it reported nothing, or is at another plan.
 
     Raises:
         DocumentError: the file is not as it must be.
     """
     try:
-        found = StatusFile.model_validate_json(
-            read_bounded(limits.site / "outbox" / "status.json", _MAX_STATUS_BYTES)
-        )
+        data = read_bounded(limits.site / "outbox" / "status.json", _MAX_STATUS_BYTES)
+        status = StatusFile.model_validate_json(data)
     except MissingFileError:
         return Status()
     except ValidationError:
         raise DocumentError(
             "status.json", expected="a valid status", got="a document of another form"
         ) from None
-    if found.plan_id != plan_id:
+    if status.plan_id != plan_id:
         return Status()
-    return Status(state=found.state, progress=found.progress, sequence=found.sequence)
+    return Status(state=status.state, progress=status.progress, sequence=status.sequence)
 
 
 def read_leave(plan_id: str, limits: SiteLimits) -> str | None:
-    """Read the silo's sealed word that it gave the plan up; None where it did not."""
+    """Read the silo's sealed notice that it left the plan; None where it did not."""
+    path = limits.site / "outbox" / plan_id / LEAVE_NAME
     try:
-        return read_bounded(limits.site / "outbox" / plan_id / LEAVE_NAME, MAX_LEAVE_BYTES).decode()
+        return read_bounded(path, MAX_LEAVE_BYTES).decode()
     except MissingFileError:
         return None
     except UnicodeDecodeError:
@@ -208,18 +209,23 @@ def read_leave(plan_id: str, limits: SiteLimits) -> str | None:
 def newest_sequence(plan_id: str, limits: SiteLimits) -> int:
     """Return the number of the highest submission in the outbox, 0 when it has a receipt or there is none."""
     receipts = limits.site / "inbox" / plan_id / "receipts"
-    newest = max(sequences(limits.site / "outbox" / plan_id), default=0)
-    return 0 if (receipts / f"{newest}.json").exists() else newest
+    newest = max(sequence_numbers(limits.site / "outbox" / plan_id), default=0)
+    if (receipts / f"{newest}.json").exists():
+        return 0
+    return newest
 
 
-def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
-    """Read the ranges asked for, or as much of them as one answer carries, from an approved submission.
+def send_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
+    """Read the requested ranges, or as much of them as one reply carries, from an approved submission.
+
+    Only what a person approved is in the outbox, so that nothing else can be requested by any path.
 
     Raises:
-        PolicyError: more bytes than this site gives in one message.
+        PolicyError: more bytes than this site sends in one message.
         ReplayError: there is no such submission.
     """
-    if (num_bytes := sum(span.num_bytes for span in pull.spans)) > limits.shard_bytes:
+    num_bytes = sum(span.num_bytes for span in pull.spans)
+    if num_bytes > limits.shard_bytes:
         raise PolicyError(
             "shards", expected=f"at most {limits.shard_bytes} bytes", got=f"{num_bytes}"
         )
@@ -228,5 +234,5 @@ def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
         raise ReplayError(
             "submission", expected="one in the outbox", got=f"number {pull.sequence}, not there"
         )
-    spans = first_of(pull.spans, limits.answer_bytes)
+    spans = truncate_spans(pull.spans, limits.reply_bytes)
     return Envelope(Shards(spans=spans), read_spans(submission, spans))

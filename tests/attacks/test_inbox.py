@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.transfer.delivery import SiloDelivery, load_bundle
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bundle
 from ddm.errors import (
     BusyError,
     DigestError,
@@ -19,7 +19,16 @@ from ddm.errors import (
     SignatureError,
 )
 from ddm.io.locks import hold_for_reading
-from ddm.transport.messages import Ask, Deliver, Envelope, FileEntry, Offer, Report, Span, Status
+from ddm.transport.messages import (
+    Envelope,
+    IndexEntry,
+    Offer,
+    ReceiptDelivery,
+    Span,
+    Status,
+    StatusQuery,
+    StatusReport,
+)
 from ddm.transport.shards import list_folder, read_spans, whole_spans
 from silo.courier.handlers import SiteLimits, answer
 from silo.courier.inbox import MAX_UNVERIFIED, Inbox, usage
@@ -67,8 +76,13 @@ def deliver(
 ) -> list[int]:
     """Offer a plan as the aggregator does until the silo holds it or 30 messages were sent; return the codes."""
     index = load_bundle(fed / "plans" / plan_id / "bundle")
+    transfer = TransferLimits(shard_bytes=SHARD, max_submission_bytes=10**6, wait_s=0)
     sender = SiloDelivery(
-        fed, plan_id, "north", index=index, shard_bytes=SHARD, max_submission_bytes=10**6, wait_s=0
+        fed,
+        plan_id,
+        "north",
+        index=index,
+        limits=TransferLimits(shard_bytes=SHARD, max_submission_bytes=10**6, wait_s=0),
     )
     codes: list[int] = []
     while len(codes) < 30:
@@ -268,7 +282,7 @@ def test_only_a_receipt_that_the_plan_s_key_signed_for_this_submission_is_kept(
 
     def send(receipt: bytes, sequence: int = 1) -> int:
         return answer(
-            Envelope(Deliver(plan_id=PLAN, sequence=sequence), receipt), limits
+            Envelope(ReceiptDelivery(plan_id=PLAN, sequence=sequence), receipt), limits
         ).message.code
 
     assert send(os.urandom(500)) == DocumentError.exit_code
@@ -355,15 +369,13 @@ def test_silo_that_announces_one_submission_after_another_holds_the_place_of_one
         PLAN,
         "north",
         index=(),
-        shard_bytes=SHARD,
-        max_submission_bytes=BUNDLE_BYTES,
-        wait_s=0,
+        limits=TransferLimits(shard_bytes=SHARD, max_submission_bytes=BUNDLE_BYTES, wait_s=0),
     )
-    ask = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=SHARD, wait_s=0)
+    ask = StatusQuery(plan_id=PLAN, known=Status(), received=0, max_bytes=SHARD, wait_s=0)
     for sequence in range(1, 16):
-        files = (FileEntry(path="expert", num_bytes=BUNDLE_BYTES),)
+        files = (IndexEntry(path="expert", num_bytes=BUNDLE_BYTES),)
         spans = (Span(path="expert", offset=BUNDLE_BYTES - SHARD, num_bytes=SHARD),)
-        report = Report(status=Status(), sequence=sequence, files=files, spans=spans)
+        report = StatusReport(status=Status(), sequence=sequence, files=files, spans=spans)
         delivery.take(ask, Envelope(report, bytes(SHARD)))
     parts = list((tmp_path / "incoming" / PLAN / "north").glob("*.part"))
     assert len(parts) == 1, "of the newest"

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from aggregator.transfer.delivery import SiloDelivery, load_bundle, plan_done
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits, is_plan_finished, load_bundle
 from ddm.errors import DigestError, FormatError, PolicyError, ReplayError, UnsafePathError
 from ddm.transport.messages import (
-    Ask,
-    Deliver,
+    BundleProgress,
     Envelope,
-    FileEntry,
-    Held,
+    IndexEntry,
     Offer,
     Pull,
-    Report,
+    ReceiptDelivery,
     Shards,
     Span,
     Status,
+    StatusQuery,
+    StatusReport,
 )
 from silo.courier.handlers import SiteLimits, answer
 from tests.support.bundles import Signer, site_settings
@@ -64,7 +64,7 @@ def limits(tmp_path, signer):
 def delivery(fed, **changes):
     settings = {"shard_bytes": SHARD, "max_submission_bytes": 20_000, "wait_s": 0, **changes}
     index = load_bundle(fed / "plans" / PLAN / "bundle")
-    return SiloDelivery(fed, PLAN, "north", index=index, **settings)
+    return SiloDelivery(fed, PLAN, "north", index=index, limits=TransferLimits(**settings))
 
 
 def submit(limits, sequence=1, size=4321):
@@ -126,13 +126,15 @@ def test_everything_arrives_identical_when_messages_are_lost_and_the_server_rest
     assert json.loads((incoming / "status.json").read_text())["state"] == "in_outbox"
 
     intake(fed, signer)
-    assert not plan_done(fed, PLAN, ["north"])
-    aggregator = converse(fed, limits, until=lambda: plan_done(fed, PLAN, ["north"]), **faults)
+    assert not is_plan_finished(fed, PLAN, ["north"])
+    aggregator = converse(
+        fed, limits, until=lambda: is_plan_finished(fed, PLAN, ["north"]), **faults
+    )
     receipt = limits.site / "inbox" / PLAN / "receipts" / "1.json"
     assert receipt.read_bytes() == (fed / "receipts" / PLAN / "north" / "1.json").read_bytes()
-    assert aggregator.done
+    assert aggregator.is_finished
     # it may still give the plan up
-    assert [each.message.kind for each in aggregator.next_requests([], 4)] == ["ask"]
+    assert [each.message.kind for each in aggregator.next_requests([], 4)] == ["status_query"]
 
 
 def test_second_submission_is_fetched_when_the_first_was_refused(fed, limits, signer):
@@ -172,7 +174,7 @@ def test_bundle_is_never_replaced_when_the_aggregator_offers_other_content(fed, 
 def test_bundle_is_refused_when_it_is_larger_than_the_site_allows(fed, limits):
     (offer, *_) = delivery(fed).next_requests([], 4)
     small = replace(limits, bundle_bytes=2499)
-    assert answer(offer, small).message == Held(code=PolicyError.exit_code)
+    assert answer(offer, small).message == BundleProgress(code=PolicyError.exit_code)
     assert not list((limits.site / "inbox").iterdir())
 
 
@@ -184,8 +186,8 @@ def test_nothing_outside_the_outbox_is_given_when_the_outbox_holds_a_link(limits
     (outbox / "1" / "door").symlink_to(tmp_path / "site" / "private")
     pull = Pull(plan_id=PLAN, sequence=1, spans=(Span(path="door/key", offset=0, num_bytes=6),))
     assert answer(Envelope(pull), limits) == Envelope(Shards(code=UnsafePathError.exit_code))
-    ask = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
-    assert answer(Envelope(ask), limits) == Envelope(Report(code=UnsafePathError.exit_code))
+    ask = StatusQuery(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
+    assert answer(Envelope(ask), limits) == Envelope(StatusReport(code=UnsafePathError.exit_code))
 
 
 def test_shards_are_refused_when_more_is_asked_for_than_the_site_gives_at_once(limits):
@@ -201,7 +203,10 @@ def test_receipt_is_refused_when_it_is_for_no_submission_or_replaces_one(fed, li
     bundle = fed / "plans" / PLAN / "bundle"
     one, two, three = (signer.receipt(bundle, PLAN, sequence=sequence) for sequence in (1, 2, 3))
     # no such plan
-    assert answer(Envelope(Deliver(plan_id=PLAN, sequence=1), one), limits).message.code == refused
+    assert (
+        answer(Envelope(ReceiptDelivery(plan_id=PLAN, sequence=1), one), limits).message.code
+        == refused
+    )
     shutil.copytree(bundle, limits.site / "inbox" / PLAN / "bundle")
     other = signer.receipt(bundle, PLAN, submission_digest="1" * 64)
     # One after the last submission is a notice that the silo was withdrawn.
@@ -212,7 +217,9 @@ def test_receipt_is_refused_when_it_is_for_no_submission_or_replaces_one(fed, li
         (2, two, 0),
     ):
         assert (
-            answer(Envelope(Deliver(plan_id=PLAN, sequence=sequence), receipt), limits).message.code
+            answer(
+                Envelope(ReceiptDelivery(plan_id=PLAN, sequence=sequence), receipt), limits
+            ).message.code
             == code
         )
     assert (limits.site / "inbox" / PLAN / "receipts" / "1.json").read_bytes() == one
@@ -223,21 +230,23 @@ def test_receipt_is_refused_when_it_is_for_no_submission_or_replaces_one(fed, li
 )
 def test_damaged_status_becomes_a_number_when_reported(limits, status):
     (limits.site / "outbox" / "status.json").write_text(status)
-    ask = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1, wait_s=0)
+    ask = StatusQuery(plan_id=PLAN, known=Status(), received=0, max_bytes=1, wait_s=0)
     report = answer(Envelope(ask), limits).message
-    assert report == Report(code=report.code) and report.code in (20, 21)
+    assert report == StatusReport(code=report.code) and report.code in (20, 21)
 
 
 def test_unforeseen_error_becomes_the_number_one_when_the_disk_refuses(limits):
     shutil.rmtree(limits.site / "inbox")
-    entry = FileEntry(path="metadata/secretname", num_bytes=1, digest="0" * 64)
-    assert answer(Envelope(Offer(plan_id=PLAN, files=(entry,))), limits) == Envelope(Held(code=1))
+    entry = IndexEntry(path="metadata/secretname", num_bytes=1, digest="0" * 64)
+    assert answer(Envelope(Offer(plan_id=PLAN, files=(entry,))), limits) == Envelope(
+        BundleProgress(code=1)
+    )
 
 
 def test_submission_is_not_fetched_when_it_is_larger_than_the_plan_allows(fed, limits):
     submit(limits)
     aggregator = delivery(fed, max_submission_bytes=4000)
-    ask = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
+    ask = StatusQuery(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
     assert aggregator.take(ask, answer(Envelope(ask), limits)) == 0
     names = {path.name for path in (fed / "incoming" / PLAN / "north").iterdir()}
     assert names == {"status.json", "seen"}
@@ -246,11 +255,11 @@ def test_submission_is_not_fetched_when_it_is_larger_than_the_plan_allows(fed, l
 @pytest.mark.parametrize(
     "reply",
     [
-        Envelope(Report()),
+        Envelope(StatusReport()),
         Envelope(Shards(spans=(Span(path="other", offset=0, num_bytes=1),)), b"x"),
         Envelope(Shards()),
         Envelope(Shards(spans=(Span(path="sketch.safetensors", offset=0, num_bytes=2),)), b"xx"),
-        Envelope(Held(missing=(Span(path="other", offset=0, num_bytes=1),))),
+        Envelope(BundleProgress(missing=(Span(path="other", offset=0, num_bytes=1),))),
     ],
 )
 def test_answer_is_refused_when_it_does_not_fit_the_request(fed, limits, reply):
@@ -259,7 +268,7 @@ def test_answer_is_refused_when_it_does_not_fit_the_request(fed, limits, reply):
     request = Pull(
         plan_id=PLAN, sequence=1, spans=(Span(path="sketch.safetensors", offset=0, num_bytes=1),)
     )
-    if isinstance(reply.message, Held):
+    if isinstance(reply.message, BundleProgress):
         (offer, *_) = aggregator.next_requests([], 4)
         request = offer.message
     with pytest.raises(FormatError):

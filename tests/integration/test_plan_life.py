@@ -33,7 +33,7 @@ from aggregator.membership.withdrawal import withdraw as take_out
 from aggregator.monitoring.labels import STANDINGS
 from aggregator.monitoring.silo_status import SiloStatus
 from aggregator.monitoring.status import read_status
-from aggregator.transfer.delivery import SiloDelivery, load_bundle
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bundle
 from ddm.errors import ApprovalError, ArchipelagoError, BudgetError, DataError
 from ddm.io.files import write_atomic
 from ddm.io.tensors import save_tensors
@@ -41,7 +41,7 @@ from ddm.models import build_expert
 from ddm.protocol.base import now_utc
 from ddm.protocol.submission import ExpertTraining
 from ddm.publishing.keys import load_key
-from ddm.transport.messages import Ask
+from ddm.transport.messages import StatusQuery
 from silo.courier.handlers import SiteLimits, answer
 from silo.plan.succession import successor
 from silo.plan.workspace import TrainingRecord
@@ -182,14 +182,12 @@ class Both:
             self.plan_id,
             SILO,
             index=load_bundle(self.federation.bundle(self.plan_id)),
-            shard_bytes=1 << 22,
-            max_submission_bytes=1 << 26,
-            wait_s=0,
+            limits=TransferLimits(shard_bytes=1 << 22, max_submission_bytes=1 << 26, wait_s=0),
         )
         asked = 0
         for _ in range(60):
             for envelope in delivery.next_requests([], 4):
-                asked += isinstance(envelope.message, Ask)
+                asked += isinstance(envelope.message, StatusQuery)
                 delivery.take(envelope.message, answer(envelope, self.limits))
             if asked >= 2:
                 return

@@ -85,7 +85,7 @@ def try_objects(kind: str, content: bytes) -> None:
         found = fetch(*replaced(kind, content))
     except (TransportError, DocumentError):
         return
-    assert found is None or found.message.kind == "report"  # type: ignore[attr-defined]
+    assert found is None or found.message.kind == "status_report"  # type: ignore[attr-defined]
 
 
 def body(kind: str) -> st.SearchStrategy[bytes]:

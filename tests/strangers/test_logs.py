@@ -26,7 +26,7 @@ from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.publishing.keys import load_key
 from ddm.system.console import fail, say
 from ddm.transport.flower import decode_reply, encode
-from ddm.transport.messages import Report
+from ddm.transport.messages import StatusReport
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.sealed_documents import ReceiptBinding
@@ -202,7 +202,7 @@ def test_courier_answers_an_honest_request(tmp_path: Path) -> None:
     reply = decode_reply(
         handle(message(encode(REQUESTS["ask"])), at_site(tmp_path)).content, max_bytes=0
     )
-    assert isinstance(reply.message, Report) and reply.message.code == 0
+    assert isinstance(reply.message, StatusReport) and reply.message.code == 0
 
 
 def test_courier_answers_hostile_requests_with_a_code_only(

@@ -210,7 +210,7 @@ def test_reflection_finds_the_fields_that_name_files() -> None:
     known = {
         "File.path",
         "Span.path",
-        "FileEntry.path",
+        "IndexEntry.path",
         "Offer.plan_id",
         "Submission.silo_id",
         "Manifest.plan_id",

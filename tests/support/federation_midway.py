@@ -11,7 +11,7 @@ from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
 from ddm.publishing.keys import load_key
 from ddm.system.processes import free_port
-from ddm.transport.messages import FileEntry, Span
+from ddm.transport.messages import IndexEntry, Span
 from ddm.transport.shards import PartFolder
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
@@ -57,8 +57,8 @@ class Stage:
     def arrive(self, silo_id: str, num_shards: int, of: int, sequence: int = 1) -> None:
         """The first shards of a submission are here."""
         files = (
-            FileEntry(path="counts.safetensors", num_bytes=8),
-            FileEntry(path="expert", num_bytes=of * SHARD),
+            IndexEntry(path="counts.safetensors", num_bytes=8),
+            IndexEntry(path="expert", num_bytes=of * SHARD),
         )
         part = PartFolder(self.incoming(silo_id) / str(sequence), files)
         part.write([(Span(path="counts.safetensors", offset=0, num_bytes=8), b"8 bytes.")])

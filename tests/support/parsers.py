@@ -28,18 +28,18 @@ from ddm.protocol.submission import Submission
 from ddm.training.job import Heartbeat, Launch, ProcessFailure, TrainingJob, TrainingResult
 from ddm.transport.flower import decode_reply, decode_request, encode
 from ddm.transport.messages import (
-    Ask,
-    Deliver,
-    Delivered,
+    BundleProgress,
     Envelope,
-    FileEntry,
-    Held,
+    IndexEntry,
     Offer,
     Pull,
-    Report,
+    ReceiptDelivery,
+    ReceiptStored,
     Shards,
     Span,
     Status,
+    StatusQuery,
+    StatusReport,
 )
 from ddm.trust.ceremony import HolderSignature, SigningRequest
 from ddm.trust.drafts import Delegates, draft_targets
@@ -456,21 +456,21 @@ def texts() -> Mapping[str, Door]:
     }
 
 
-_FILE = FileEntry(path="targets/plan.json", num_bytes=6, digest=DIGEST)
+_FILE = IndexEntry(path="targets/plan.json", num_bytes=6, digest=DIGEST)
 _SPAN = Span(path="targets/plan.json", offset=0, num_bytes=6)
 REQUESTS = {
     "offer": Envelope(Offer(plan_id=PLAN, files=(_FILE,), spans=(_SPAN,)), b"abcdef"),
-    "ask": Envelope(Ask(plan_id=PLAN, known=Status(), max_bytes=10, received=0, wait_s=1)),
+    "ask": Envelope(StatusQuery(plan_id=PLAN, known=Status(), max_bytes=10, received=0, wait_s=1)),
     "pull": Envelope(Pull(plan_id=PLAN, sequence=1, spans=(_SPAN,))),
-    "deliver": Envelope(Deliver(plan_id=PLAN, sequence=1), b"{}"),
+    "deliver": Envelope(ReceiptDelivery(plan_id=PLAN, sequence=1), b"{}"),
 }
 REPLIES = {
-    "held": Envelope(Held(missing=(_SPAN,))),
+    "held": Envelope(BundleProgress(missing=(_SPAN,))),
     "report": Envelope(
-        Report(status=Status(), sequence=1, files=(_FILE,), spans=(_SPAN,)), b"abcdef"
+        StatusReport(status=Status(), sequence=1, files=(_FILE,), spans=(_SPAN,)), b"abcdef"
     ),
     "shards": Envelope(Shards(spans=(_SPAN,)), b"abcdef"),
-    "delivered": Envelope(Delivered()),
+    "delivered": Envelope(ReceiptStored()),
 }
 
 

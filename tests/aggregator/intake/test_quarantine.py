@@ -29,7 +29,7 @@ from aggregator.intake.quarantine import (
 from aggregator.intake.screening import ExpertFigures
 from aggregator.intake.service import IntakeService
 from aggregator.router.train import train_router
-from aggregator.transfer.delivery import SiloDelivery
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits
 from ddm.errors import RefusedError, SetupError
 from ddm.protocol.base import MAX_VALUES, now_utc, sha256_file
 from ddm.protocol.submission import Submission, SubmittedExpert
@@ -82,9 +82,7 @@ def delivery(arrival: Arrival) -> SiloDelivery:
         arrival.plan_id,
         SILO,
         index=(),
-        shard_bytes=1 << 20,
-        max_submission_bytes=1 << 24,
-        wait_s=1,
+        limits=TransferLimits(shard_bytes=1 << 20, max_submission_bytes=1 << 24, wait_s=1),
     )
 
 
@@ -112,16 +110,16 @@ def test_random_weights_in_perfect_form_are_neither_accepted_nor_refused(poisone
 
 
 def test_what_waits_is_not_fetched_again_and_takes_no_room_twice(poisoned: Arrival) -> None:
-    assert delivery(poisoned)._received() == 1
+    assert delivery(poisoned)._last_received() == 1
     poisoned.tiny.take_in()
     assert poisoned.folder.is_dir() and not any(poisoned.folder.iterdir())
-    assert delivery(poisoned)._received() == 1
-    assert delivery(poisoned)._awaiting_receipt()  # so the silo is not asked: a person has time
+    assert delivery(poisoned)._last_received() == 1
+    assert delivery(poisoned)._is_awaiting_receipt()  # so the silo is not asked: a person has time
     assert poisoned.tiny.take_in() == []
     assert len(waiting(poisoned)) == 1
     answer(poisoned, "refused")
     poisoned.tiny.take_in()
-    assert not delivery(poisoned)._awaiting_receipt()
+    assert not delivery(poisoned)._is_awaiting_receipt()
 
 
 def test_admitted_submission_is_accepted_with_a_receipt_that_binds_it(poisoned: Arrival) -> None:

@@ -17,7 +17,7 @@ from tuf.api.metadata import TargetFile, Targets
 from aggregator.intake import service as taking_in
 from aggregator.intake.own_files import FederationFilesError
 from aggregator.membership.registry import card_of, signing_key
-from aggregator.transfer.delivery import plan_done
+from aggregator.transfer.delivery import is_plan_finished
 from ddm.errors import (
     DocumentError,
     LedgerError,
@@ -315,7 +315,7 @@ def test_plan_ends_when_intake_was_killed_between_the_receipt_and_its_mark(
     (arrival.receipts / "final").unlink()
     assert arrival.tiny.take_in() == []
     (arrival.receipts / "1.delivered").touch()
-    assert plan_done(arrival.tiny.federation.path, arrival.plan_id, [SILO])
+    assert is_plan_finished(arrival.tiny.federation.path, arrival.plan_id, [SILO])
 
 
 def test_refusal_is_not_the_end_when_intake_starts_again(arrival: Arrival) -> None:
@@ -332,7 +332,7 @@ def test_last_refusal_that_there_may_be_says_so_and_ends(
     arrival.rewrite(lambda document: document.update(approval=None))
     arrival.refused(PolicyError, "approval", "the last of 1 submissions")
     (arrival.receipts / "1.delivered").touch()
-    assert plan_done(arrival.tiny.federation.path, arrival.plan_id, [SILO])
+    assert is_plan_finished(arrival.tiny.federation.path, arrival.plan_id, [SILO])
 
 
 def test_next_plan_is_refused_while_an_accepted_submission_is_in_no_release(

@@ -13,14 +13,14 @@ from aggregator.membership.withdrawal import withdraw
 from aggregator.monitoring.labels import attention_points, page_values, status_text
 from aggregator.monitoring.silo_status import Arrival, SubmissionStatus, standing
 from aggregator.monitoring.status import FederationStatus, read_status
-from aggregator.transfer.delivery import SiloDelivery, load_bundle
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bundle
 from ddm.io.locks import locked
 from ddm.pages.render import render
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Accepted, Refused
 from ddm.publishing.keys import load_key
 from ddm.system.processes import program
-from ddm.transport.messages import Ask, Envelope, Report, Status
+from ddm.transport.messages import Envelope, Status, StatusQuery, StatusReport
 from ddm.trust.keys import SigningKey
 from tests.conftest import Published
 from tests.support.case import case
@@ -96,12 +96,12 @@ def test_answer_without_news_counts_as_contact(stage: Stage) -> None:
         stage.plan.plan_id,
         "north",
         index=load_bundle(bundle),
-        shard_bytes=SHARD,
-        max_submission_bytes=SHARD,
-        wait_s=30,
+        limits=TransferLimits(shard_bytes=SHARD, max_submission_bytes=SHARD, wait_s=30),
     )
-    ask = Ask(plan_id=stage.plan.plan_id, known=Status(), max_bytes=0, received=0, wait_s=30)
-    same = Envelope(Report(status=Status(state="training", progress=7)))
+    ask = StatusQuery(
+        plan_id=stage.plan.plan_id, known=Status(), max_bytes=0, received=0, wait_s=30
+    )
+    same = Envelope(StatusReport(status=Status(state="training", progress=7)))
     delivery.take(ask, same)
     for path in stage.incoming("north").iterdir():
         long_ago(path)

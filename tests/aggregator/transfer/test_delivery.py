@@ -9,36 +9,45 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.transfer.delivery import SiloDelivery, _num_unsigned, note_unsigned
+from aggregator.transfer.delivery import (
+    SiloDelivery,
+    TransferLimits,
+    count_unsigned,
+    read_unsigned_count,
+)
 from ddm.errors import FormatError
 from ddm.transport.messages import (
     MAX_SUBMISSIONS,
-    Ask,
+    BundleProgress,
     Envelope,
-    FileEntry,
-    Held,
+    IndexEntry,
     Offer,
-    Report,
     Span,
     Status,
+    StatusQuery,
+    StatusReport,
 )
 from tests.support.waiting import LIMIT_S
 
 PLAN = "digits-3f9a1c2e"
-ENTRY = FileEntry(path="sketch.safetensors", num_bytes=3)
-ASK = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
+ENTRY = IndexEntry(path="sketch.safetensors", num_bytes=3)
+ASK = StatusQuery(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
 
 
 @pytest.fixture
 def delivery(tmp_path: Path) -> SiloDelivery:
     return SiloDelivery(
-        tmp_path, PLAN, "north", index=(), shard_bytes=1000, max_submission_bytes=1000, wait_s=0
+        tmp_path,
+        PLAN,
+        "north",
+        index=(),
+        limits=TransferLimits(shard_bytes=1000, max_submission_bytes=1000, wait_s=0),
     )
 
 
 def announce(delivery: SiloDelivery, sequence: int) -> None:
     span = Span(path=ENTRY.path, offset=0, num_bytes=3)
-    report = Report(status=Status(), sequence=sequence, files=(ENTRY,), spans=(span,))
+    report = StatusReport(status=Status(), sequence=sequence, files=(ENTRY,), spans=(span,))
     assert delivery.take(ASK, Envelope(report, b"abc")) == 0
 
 
@@ -53,7 +62,7 @@ def asked(delivery: SiloDelivery) -> int:
     """Up to which submission the silo need not tell of any."""
     delivery._bundle_complete = True
     (envelope,) = delivery.next_requests([], 3)
-    assert isinstance(envelope.message, Ask)
+    assert isinstance(envelope.message, StatusQuery)
     return envelope.message.received
 
 
@@ -63,8 +72,8 @@ def test_submission_out_of_order_is_neither_fetched_nor_held_against_the_silo(
 ) -> None:
     """The attack: somebody answers in the silo's place, and the aggregator signs that it wants no more of it."""
     now = [0.0]
-    limits = {"shard_bytes": 1000, "max_submission_bytes": 1000, "wait_s": 0}
-    delivery = SiloDelivery(tmp_path, PLAN, "north", index=(), **limits, clock=lambda: now[0])
+    limits = TransferLimits(shard_bytes=1000, max_submission_bytes=1000, wait_s=0)
+    delivery = SiloDelivery(tmp_path, PLAN, "north", index=(), limits=limits, clock=lambda: now[0])
     assert asked(delivery) == 0
     announce(delivery, sequence)
     assert names(tmp_path) == set()
@@ -91,8 +100,8 @@ def test_submission_that_was_not_as_signed_is_fetched_again_later_and_ever_more_
 ) -> None:
     receipts = tmp_path / "receipts" / PLAN / "north"
     for times, least_s in ((1, 59), (2, 119), (3, 239), (12, 3599)):
-        for _ in range(times - _num_unsigned(receipts / "1.unsigned")):
-            note_unsigned(receipts, 1)
+        for _ in range(times - read_unsigned_count(receipts / "1.unsigned")):
+            count_unsigned(receipts, 1)
         announce(delivery, 1)
         assert names(tmp_path) == set()
         aged = time.time() - least_s
@@ -124,12 +133,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from aggregator.transfer.delivery import SiloDelivery
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits
 from ddm.transport.messages import Envelope
 from silo.courier.handlers import SiteLimits, answer
 root, plan, shard, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 limits = SiteLimits(root / "site", bundle_bytes=10**6, shard_bytes=shard, submission_bytes=10**9)
-delivery = SiloDelivery(root / "fed", plan, "north", index=(), shard_bytes=shard, max_submission_bytes=10**9, wait_s=0)
+limits = TransferLimits(shard_bytes=shard, max_submission_bytes=10**9, wait_s=0)
+delivery = SiloDelivery(root / "fed", plan, "north", index=(), limits=limits)
 delivery._bundle_complete = True
 sync, synced = os.fsync, []
 def killing(descriptor):
@@ -170,14 +180,14 @@ def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(
 def test_bundle_is_not_sent_a_thousand_times_when_a_silo_lacks_the_same_range_a_thousand_times(
     tmp_path: Path,
 ) -> None:
-    index = (FileEntry(path="plan.json", num_bytes=10),)
-    limits = {"shard_bytes": 100, "max_submission_bytes": 100, "wait_s": 0}
-    delivery = SiloDelivery(tmp_path, PLAN, "north", index=index, **limits)
+    index = (IndexEntry(path="plan.json", num_bytes=10),)
+    limits = TransferLimits(shard_bytes=100, max_submission_bytes=100, wait_s=0)
+    delivery = SiloDelivery(tmp_path, PLAN, "north", index=index, limits=limits)
     offer = Offer(plan_id=PLAN, files=index, spans=())
     whole = Span(path="plan.json", offset=0, num_bytes=10)
     with pytest.raises(FormatError):
-        delivery.take(offer, Envelope(Held(missing=(whole,) * 1000)))
+        delivery.take(offer, Envelope(BundleProgress(missing=(whole,) * 1000)))
     half = Span(path="plan.json", offset=0, num_bytes=5)
     with pytest.raises(FormatError):
-        delivery.take(offer, Envelope(Held(missing=(whole, half))))
-    assert delivery.take(offer, Envelope(Held(missing=(half,)))) == 0
+        delivery.take(offer, Envelope(BundleProgress(missing=(whole, half))))
+    assert delivery.take(offer, Envelope(BundleProgress(missing=(half,)))) == 0

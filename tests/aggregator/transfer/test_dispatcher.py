@@ -11,11 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.transfer.delivery import SiloDelivery, load_bundle
-from aggregator.transfer.dispatcher import Dispatcher, Line, Node
-from aggregator.transfer.pacing import Pace
+from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bundle
+from aggregator.transfer.dispatcher import Dispatcher, Intervals, Node, RateLimit, SiloChannel
 from ddm.errors import TransportError
-from ddm.transport.messages import Envelope, Held, Pull, Reply, Report, Request, Shards, Span
+from ddm.transport.messages import (
+    BundleProgress,
+    Envelope,
+    Pull,
+    Reply,
+    Request,
+    Shards,
+    Span,
+    StatusReport,
+)
 from silo.courier.handlers import SiteLimits, answer
 from tests.support.bundles import Signer, site_settings
 from tests.support.waiting import LIMIT_S
@@ -56,7 +64,8 @@ class World:
     """A federation with a bundle, and silos that each hold a submission."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.fed = path, path / "fed"
+        self.path = path
+        self.fed = path / "fed"
         self.signer = Signer(path / "tuf")
         self.signer.sign(self.fed / "plans" / PLAN / "bundle", PLAN, {})
 
@@ -79,9 +88,7 @@ class World:
             PLAN,
             silo_id,
             index=index,
-            shard_bytes=SHARD,
-            max_submission_bytes=10**6,
-            wait_s=0,
+            limits=TransferLimits(shard_bytes=SHARD, max_submission_bytes=10**6, wait_s=0),
         )
 
     def arrived(self, silo_id: str) -> Path:
@@ -106,11 +113,13 @@ def garbage(request: Envelope[Request]) -> Envelope[Reply]:
 
 
 def other_kind(request: Envelope[Request]) -> Envelope[Reply]:
-    return Envelope(Report() if isinstance(request.message, Pull) else Shards())
+    return Envelope(StatusReport() if isinstance(request.message, Pull) else Shards())
 
 
 def for_another_silo(request: Envelope[Request]) -> Envelope[Reply]:
-    return Envelope(Held(missing=(Span(path="silos/south/expert", offset=0, num_bytes=10),)))
+    return Envelope(
+        BundleProgress(missing=(Span(path="silos/south/expert", offset=0, num_bytes=10),))
+    )
 
 
 def never(request: Envelope[Request]) -> None:
@@ -134,11 +143,7 @@ def no_space(limits: SiteLimits) -> Behaviour:
 
 
 @pytest.mark.parametrize("bad", [garbage, other_kind, for_another_silo, never, stalled, no_space])
-def test_honest_silo_is_served_when_the_other_one_is_not(
-    world: World, bad: Behaviour, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aggregator.transfer.dispatcher._TICK_S", 0.01)
-    monkeypatch.setattr("aggregator.transfer.dispatcher._IDLE_TICK_S", 0.01)
+def test_honest_silo_is_served_when_the_other_one_is_not(world: World, bad: Behaviour) -> None:
     behaviour = no_space(world.silo("south")) if bad is no_space else bad  # type: ignore[comparison-overlap]
     flower = FakeFlower({b"south": behaviour, b"north": honest(world.silo("north"))})
     deliveries = {b"south": world.delivery("south"), b"north": world.delivery("north")}
@@ -147,12 +152,13 @@ def test_honest_silo_is_served_when_the_other_one_is_not(
         flower,
         deliveries,
         stopped=lambda: world.arrived("north").exists() or time.monotonic() > ended,
+        intervals=Intervals(tick_s=0.01, idle_tick_s=0.01),
     ).run()
     assert world.identical("north") and not world.arrived("south").exists()
 
 
-def test_post_fails_when_a_line_meets_what_nobody_foresaw(world: World) -> None:
-    """The runtime starts it again; a line that ended in silence would never be missed."""
+def test_dispatcher_fails_when_a_channel_meets_an_error_that_nobody_foresaw(world: World) -> None:
+    """The runtime starts it again; a channel that ended in silence would never be missed."""
 
     def bug(request: Envelope[Request]) -> Envelope[Reply]:
         raise ZeroDivisionError
@@ -172,21 +178,21 @@ class Clock:
         return self.now
 
 
-def line_of(
+def channel_to(
     world: World, behaviour: Behaviour, clock: Clock, **settings: object
-) -> tuple[Line, FakeFlower]:
+) -> tuple[SiloChannel, FakeFlower]:
     flower = FakeFlower({b"north": behaviour})
     settings = {"pull_bytes": lambda: SHARD, **settings}
-    return Line(flower, world.delivery("north"), clock=clock, **settings), flower
+    return SiloChannel(flower, world.delivery("north"), clock=clock, **settings), flower
 
 
-def walk(
-    line: Line, clock: Clock, until: Callable[[], bool], node: Node = Node(0, "first")
+def step_until(
+    channel: SiloChannel, clock: Clock, until: Callable[[], bool], node: Node = Node(0, "first")
 ) -> float:
     for _ in range(4000):
         if until():
             return clock.now
-        line.step(node)
+        channel.step(node)
         clock.now += 0.5
     raise AssertionError("it does not end")
 
@@ -197,30 +203,32 @@ def pulls(flower: FakeFlower) -> list[Pull]:
 
 def test_every_byte_is_asked_for_once(world: World) -> None:
     clock = Clock()
-    line, flower = line_of(world, honest(world.silo("north")), clock)
-    walk(line, clock, world.arrived("north").exists)
-    asked = [span.num_bytes for pull in pulls(flower) for span in pull.spans]
-    assert world.identical("north") and sum(asked) == SIZE - SHARD, (
+    channel, flower = channel_to(world, honest(world.silo("north")), clock)
+    step_until(channel, clock, world.arrived("north").exists)
+    requested = [span.num_bytes for pull in pulls(flower) for span in pull.spans]
+    assert world.identical("north") and sum(requested) == SIZE - SHARD, (
         "the first shard came with the news"
     )
 
 
-def test_no_more_messages_are_under_way_than_allowed(world: World) -> None:
-    clock, under_way = Clock(), []
+def test_no_more_messages_are_in_flight_than_allowed(world: World) -> None:
+    clock = Clock()
+    num_in_flight = []
     limits = world.silo("north")
-    line, _ = line_of(world, honest(limits), clock, in_flight=2)
+    channel, _ = channel_to(world, honest(limits), clock, max_in_flight=2)
     while not world.arrived("north").exists():
-        line._send(Node(0, "first"))
-        under_way.append(len(line._sent))
-        line.step(None)
+        channel._send(Node(0, "first"))
+        num_in_flight.append(len(channel._sent))
+        channel.step(None)
         clock.now += 0.5
-    assert max(under_way) == 2
+    assert max(num_in_flight) == 2
 
 
 def test_answers_are_smaller_when_the_silo_gives_less_and_nothing_is_fetched_twice(
     world: World,
 ) -> None:
-    clock, given = Clock(), []
+    clock = Clock()
+    reply_sizes: list[int] = []
     limits = world.silo("north")
 
     def little(request: Envelope[Request]) -> Envelope[Reply]:
@@ -229,32 +237,34 @@ def test_answers_are_smaller_when_the_silo_gives_less_and_nothing_is_fetched_twi
             SiteLimits(limits.site, 50_000, SHARD, 10**6, bytes_per_s=300),
             pause=lambda s: None,
         )
-        given.append(len(reply.data))
+        reply_sizes.append(len(reply.data))
         return reply
 
-    line, _ = line_of(world, little, clock)
-    walk(line, clock, world.arrived("north").exists)
-    assert world.identical("north") and max(given) == 3000 and sum(given) == SIZE
+    channel, _ = channel_to(world, little, clock)
+    step_until(channel, clock, world.arrived("north").exists)
+    assert world.identical("north") and max(reply_sizes) == 3000 and sum(reply_sizes) == SIZE
 
 
 @pytest.mark.parametrize("rate", [1000, 5000])
 def test_shards_are_asked_for_no_faster_than_the_cap(world: World, rate: int) -> None:
-    clock, free = Clock(), World(world.path / "free")
-    line, _ = line_of(free, honest(free.silo("north", size=200_000)), clock)
-    assert walk(line, clock, free.arrived("north").exists) < 20.0, "without a cap"
+    clock = Clock()
+    free = World(world.path / "free")
+    channel, _ = channel_to(free, honest(free.silo("north", size=200_000)), clock)
+    assert step_until(channel, clock, free.arrived("north").exists) < 20.0, "without a cap"
     clock = Clock()
     limits = world.silo("north", size=200_000)
-    line, flower = line_of(
-        world, honest(limits), clock, paces=(Pace(rate, clock), Pace(10**9, clock))
+    channel, flower = channel_to(
+        world, honest(limits), clock, rate_limits=(RateLimit(rate, clock), RateLimit(10**9, clock))
     )
-    seconds = walk(line, clock, world.arrived("north").exists)
-    asked = sum(span.num_bytes for pull in pulls(flower) for span in pull.spans)
+    seconds = step_until(channel, clock, world.arrived("north").exists)
+    requested = sum(span.num_bytes for pull in pulls(flower) for span in pull.spans)
     longest = max(sum(span.num_bytes for span in pull.spans) for pull in pulls(flower))
-    assert (asked - longest) / rate <= seconds <= 1.2 * asked / rate
+    assert (requested - longest) / rate <= seconds <= 1.2 * requested / rate
 
 
 def test_lost_answer_is_asked_for_again_when_its_time_is_over(world: World) -> None:
-    clock, lost = Clock(), []
+    clock = Clock()
+    lost: list[Envelope[Request]] = []
     limits = world.silo("north")
 
     def losing(request: Envelope[Request]) -> Envelope[Reply] | None:
@@ -263,23 +273,21 @@ def test_lost_answer_is_asked_for_again_when_its_time_is_over(world: World) -> N
             return None
         return answer(request, limits)
 
-    line, flower = line_of(world, losing, clock)
-    seconds = walk(line, clock, world.arrived("north").exists)
-    asked = sum(span.num_bytes for pull in pulls(flower) for span in pull.spans)
-    assert world.identical("north") and seconds < 200 and asked == SIZE, (
+    channel, flower = channel_to(world, losing, clock)
+    seconds = step_until(channel, clock, world.arrived("north").exists)
+    requested = sum(span.num_bytes for pull in pulls(flower) for span in pull.spans)
+    assert world.identical("north") and seconds < 200 and requested == SIZE, (
         "one shard came with the news, one twice"
     )
 
 
-def test_answer_that_later_ones_overtook_is_not_waited_for_to_its_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answer_that_later_ones_overtook_is_not_waited_for_to_its_end(world: World) -> None:
     """A large answer may take its time; one that was lost on the way shows by the answers that came after it."""
-    monkeypatch.setattr("aggregator.transfer.dispatcher._BYTES_PER_S", SHARD / 600)
     limits = world.silo("north")
 
     def seconds_until_whole(lost_pull: int) -> float:
-        clock, seen = Clock(), []
+        clock = Clock()
+        seen: list[Envelope[Request]] = []
 
         def losing(request: Envelope[Request]) -> Envelope[Reply] | None:
             if isinstance(request.message, Pull) and request not in seen:
@@ -287,35 +295,36 @@ def test_answer_that_later_ones_overtook_is_not_waited_for_to_its_end(
             lost = len(seen) >= lost_pull and request is seen[lost_pull - 1]
             return None if lost else answer(request, limits)
 
-        line, _ = line_of(world, losing, clock, in_flight=3)
-        took = walk(line, clock, world.arrived("north").exists)
+        channel, _ = channel_to(world, losing, clock, max_in_flight=3, min_bytes_per_s=SHARD / 600)
+        took = step_until(channel, clock, world.arrived("north").exists)
         assert world.identical("north")
         shutil.rmtree(world.fed / "incoming")
         return took
 
-    overtaken, last = seconds_until_whole(lost_pull=1), seconds_until_whole(lost_pull=5)
+    overtaken = seconds_until_whole(lost_pull=1)
+    last = seconds_until_whole(lost_pull=5)
     assert overtaken < 100 < 600 < last, (
         "nothing comes after the last shard, so it has its whole time"
     )
 
 
-def test_answers_are_forgotten_when_the_supernode_connects_anew(world: World) -> None:
+def test_answers_are_forgotten_when_the_supernode_connects_again(world: World) -> None:
     clock = Clock()
-    line, flower = line_of(world, never, clock)
+    channel, flower = channel_to(world, never, clock)
     for _ in range(5):
-        line.step(Node(0, "first"))
+        channel.step(Node(0, "first"))
     before = len(flower.sent[b"north"])
     assert before == 2, "the bundle is offered, and behind it a question waits"
     for _ in range(5):
-        line.step(Node(0, "second"))
+        channel.step(Node(0, "second"))
     assert len(flower.sent[b"north"]) == 2 * before
 
 
 def test_silo_that_fails_is_asked_ever_more_rarely(world: World) -> None:
     clock = Clock()
-    line, flower = line_of(world, garbage, clock)
+    channel, flower = channel_to(world, garbage, clock)
     for _ in range(600):
-        line.step(Node(0, "first"))
+        channel.step(Node(0, "first"))
         clock.now += 0.5
     assert 8 <= len(flower.sent[b"north"]) <= 40
 
@@ -328,7 +337,7 @@ def test_shards_become_smaller_when_more_silos_send_at_once(world: World) -> Non
         flower, {name.encode(): world.delivery(name) for name in names}, stopped=lambda: True
     )
     alone = dispatcher._pull_bytes()
-    for line in dispatcher._lines.values():
-        while not line.delivery.pulling:
-            line.step(Node(names.index(line.delivery.silo_id), "first"))
+    for channel in dispatcher._channels.values():
+        while not channel.delivery.is_pulling:
+            channel.step(Node(names.index(channel.delivery.silo_id), "first"))
     assert dispatcher._pull_bytes() == alone // 8

@@ -10,23 +10,23 @@ from ddm.errors import DocumentError
 from ddm.transport.flower import decode_reply, decode_request, encode
 from ddm.transport.messages import (
     MAX_BUNDLE_FILES,
-    Ask,
-    Deliver,
-    Delivered,
+    BundleProgress,
     Envelope,
-    FileEntry,
-    Held,
+    IndexEntry,
     Offer,
     Pull,
-    Report,
+    ReceiptDelivery,
+    ReceiptStored,
     Shards,
     Span,
     Status,
+    StatusQuery,
+    StatusReport,
 )
 from tests.support.case import case
 
 PLAN = "digits-3f9a1c2e"
-FILE = FileEntry(path="targets/plan.json", num_bytes=6, digest="0" * 64)
+FILE = IndexEntry(path="targets/plan.json", num_bytes=6, digest="0" * 64)
 SPAN = Span(path="targets/plan.json", offset=0, num_bytes=6)
 
 
@@ -49,7 +49,7 @@ def test_request_survives_the_wire_when_valid():
         Envelope(Offer(plan_id=PLAN, files=(FILE,), spans=(SPAN,)), b"abcdef"),
         Envelope(Offer(plan_id=PLAN, files=(FILE,))),
         Envelope(
-            Ask(
+            StatusQuery(
                 plan_id=PLAN,
                 known=Status(state="training", progress=5),
                 received=0,
@@ -58,7 +58,7 @@ def test_request_survives_the_wire_when_valid():
             )
         ),
         Envelope(Pull(plan_id=PLAN, sequence=1, spans=(SPAN,))),
-        Envelope(Deliver(plan_id=PLAN, sequence=1), b"{}"),
+        Envelope(ReceiptDelivery(plan_id=PLAN, sequence=1), b"{}"),
     ]:
         assert decode_request(encode(envelope), max_bytes=6) == envelope, envelope
 
@@ -66,13 +66,15 @@ def test_request_survives_the_wire_when_valid():
 @pytest.mark.parametrize(
     "envelope",
     [
-        Envelope(Held(missing=(SPAN,))),
+        Envelope(BundleProgress(missing=(SPAN,))),
         Envelope(
-            Report(status=Status(state="in_outbox"), sequence=1, files=(FILE,), spans=(SPAN,)),
+            StatusReport(
+                status=Status(state="in_outbox"), sequence=1, files=(FILE,), spans=(SPAN,)
+            ),
             b"abcdef",
         ),
         Envelope(Shards(spans=(SPAN, SPAN)), b"abcdefghijkl"),
-        Envelope(Delivered(code=23)),
+        Envelope(ReceiptStored(code=23)),
     ],
 )
 def test_reply_survives_the_wire_when_valid(envelope):
@@ -112,17 +114,24 @@ def test_path_is_refused_when_it_could_leave_its_folder():
 @pytest.mark.parametrize("names", [("a", "A"), ("a", "a/b"), ("x/y", "x/y/z")])
 def test_index_is_refused_when_two_paths_collide(names):
     with pytest.raises(ValidationError):
-        Offer(plan_id=PLAN, files=tuple(FileEntry(path=name, num_bytes=1) for name in names))
+        Offer(plan_id=PLAN, files=tuple(IndexEntry(path=name, num_bytes=1) for name in names))
 
 
 def test_index_is_refused_when_it_lists_too_many_files():
-    files = tuple(FileEntry(path=f"f{i}", num_bytes=1) for i in range(MAX_BUNDLE_FILES + 1))
+    files = tuple(IndexEntry(path=f"f{i}", num_bytes=1) for i in range(MAX_BUNDLE_FILES + 1))
     Offer(plan_id=PLAN, files=files[:-1])
     with pytest.raises(ValidationError):
         Offer(plan_id=PLAN, files=files)
 
 
-ASK = {"kind": "ask", "plan_id": PLAN, "known": {}, "received": 0, "max_bytes": 1, "wait_s": 1}
+ASK = {
+    "kind": "status_query",
+    "plan_id": PLAN,
+    "known": {},
+    "received": 0,
+    "max_bytes": 1,
+    "wait_s": 1,
+}
 
 
 def test_request_is_refused_when_a_field_is_not_as_documented():
@@ -138,7 +147,7 @@ def test_request_is_refused_when_a_field_is_not_as_documented():
         {"known": {"progress": 101}},
     ]:
         with case(change=change):
-            assert isinstance(decode_request(raw(ASK), max_bytes=1).message, Ask)
+            assert isinstance(decode_request(raw(ASK), max_bytes=1).message, StatusQuery)
             with pytest.raises(DocumentError) as refusal:
                 decode_request(raw({**ASK, **change}), max_bytes=1)
             assert "owned" not in str(refusal.value) and "etc" not in str(refusal.value)
@@ -161,7 +170,7 @@ def test_data_are_refused_when_they_do_not_fit_their_spans_or_limit():
 
 
 def test_message_is_refused_when_it_holds_other_records():
-    records = encode(Envelope(Held()))
+    records = encode(Envelope(BundleProgress()))
     records["more"] = ConfigRecord({})
     with pytest.raises(DocumentError):
         decode_reply(records, max_bytes=1)

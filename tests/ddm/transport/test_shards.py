@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddm.errors import DigestError, FormatError, UnsafePathError
-from ddm.transport.messages import FileEntry, Span, first_of
+from ddm.transport.messages import IndexEntry, Span, truncate_spans
 from ddm.transport.shards import PartFolder, list_folder, read_spans, whole_spans
 
 LIMITS = {"max_files": 10, "max_bytes": 10_000}
@@ -64,7 +64,7 @@ def test_part_folder_forgets_what_it_has_when_the_index_changes(sent, tmp_path):
     part = PartFolder(tmp_path / "new", index)
     part.write([(Span(path="b.json", offset=0, num_bytes=2), b"{}")])
     assert "b.json" not in {span.path for span in PartFolder(tmp_path / "new", index).missing(100)}
-    changed = (*index[:-1], FileEntry(path="other", num_bytes=1))
+    changed = (*index[:-1], IndexEntry(path="other", num_bytes=1))
     assert "b.json" in {span.path for span in PartFolder(tmp_path / "new", changed).missing(100)}
 
 
@@ -138,19 +138,19 @@ def test_listing_is_refused_when_the_folder_is_over_a_limit(sent, limit):
 
 def test_first_ranges_hold_exactly_the_limit_when_there_is_more(sent):
     spans = list(whole_spans(list_folder(sent, **LIMITS)))
-    assert [(span.path, span.num_bytes) for span in first_of(spans, 1000)] == [
+    assert [(span.path, span.num_bytes) for span in truncate_spans(spans, 1000)] == [
         ("b.json", 2),
         ("deep/er/a.bin", 998),
         ("empty", 0),
     ]
-    assert sum(span.num_bytes for span in first_of(spans, 10_000)) == 1026
+    assert sum(span.num_bytes for span in truncate_spans(spans, 10_000)) == 1026
 
 
 def test_first_ranges_start_where_the_ranges_do():
     spans = [Span(path="a", offset=100, num_bytes=50), Span(path="b", offset=7, num_bytes=50)]
-    assert first_of(spans, 60) == (spans[0], Span(path="b", offset=7, num_bytes=10))
-    assert first_of(spans, 50) == (spans[0],)
-    assert first_of(spans, 0) == ()
+    assert truncate_spans(spans, 60) == (spans[0], Span(path="b", offset=7, num_bytes=10))
+    assert truncate_spans(spans, 50) == (spans[0],)
+    assert truncate_spans(spans, 0) == ()
 
 
 def test_range_on_its_way_is_not_named_again_however_it_was_cut(sent, tmp_path):
@@ -160,7 +160,7 @@ def test_range_on_its_way_is_not_named_again_however_it_was_cut(sent, tmp_path):
         Span(path="deep/er/a.bin", offset=300, num_bytes=200),
         Span(path="empty", offset=0, num_bytes=0),
     ]
-    found = part.missing(150, coming=coming)
+    found = part.missing(150, in_flight=coming)
     assert [(span.path, span.offset, span.num_bytes) for span in found] == [
         ("b.json", 0, 2),
         ("deep/er/a.bin", 100, 150),
@@ -175,7 +175,7 @@ def test_range_on_its_way_is_not_named_again_however_it_was_cut(sent, tmp_path):
 
 def test_folder_of_many_gibibytes_takes_no_memory_and_no_disk_where_it_is_empty(tmp_path):
     """A range far out in a file of 12 GiB is written without anything before it."""
-    entry = FileEntry(path="expert", num_bytes=12 * 2**30)
+    entry = IndexEntry(path="expert", num_bytes=12 * 2**30)
     part = PartFolder(tmp_path / "new", [entry])
     part.write(
         [

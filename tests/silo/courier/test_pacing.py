@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from ddm.transport.messages import Ask, Envelope, Offer, Pull, Report, Shards, Span, Status
+from ddm.transport.messages import (
+    Envelope,
+    Offer,
+    Pull,
+    Shards,
+    Span,
+    Status,
+    StatusQuery,
+    StatusReport,
+)
 from silo.courier.handlers import SiteLimits, answer
 
 PLAN = "digits-3f9a1c2e"
@@ -29,7 +38,7 @@ PULL = Pull(
 )
 
 
-def paced(request: Ask | Pull | Offer, limits: SiteLimits) -> tuple[Envelope, float]:
+def paced(request: StatusQuery | Pull | Offer, limits: SiteLimits) -> tuple[Envelope, float]:
     waited: list[float] = []
     return answer(Envelope(request), limits, pause=waited.append), sum(waited)
 
@@ -42,14 +51,17 @@ def test_answer_is_cut_to_ten_seconds_and_held_back_for_them(limits: SiteLimits)
 
 def test_news_of_a_submission_is_held_back_as_well(limits: SiteLimits) -> None:
     reply, waited = paced(
-        Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1200, wait_s=0), limits
+        StatusQuery(plan_id=PLAN, known=Status(), received=0, max_bytes=1200, wait_s=0), limits
     )
-    assert isinstance(reply.message, Report) and len(reply.data) == 1000 and waited == 10.0
+    assert isinstance(reply.message, StatusReport) and len(reply.data) == 1000 and waited == 10.0
 
 
 def test_answer_without_bytes_is_not_held_back(limits: SiteLimits) -> None:
     assert (
-        paced(Ask(plan_id=PLAN, known=Status(), received=1, max_bytes=9, wait_s=0), limits)[1] == 0
+        paced(StatusQuery(plan_id=PLAN, known=Status(), received=1, max_bytes=9, wait_s=0), limits)[
+            1
+        ]
+        == 0
     )
     assert paced(replace_sequence(PULL), limits)[1] == 0
 

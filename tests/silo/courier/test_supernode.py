@@ -53,7 +53,7 @@ def test_limits_come_back_when_the_site_path_holds_unusual_characters(tmp_path):
     arguments = Courier(site, address="127.0.0.1:1", max_bundle_bytes=7).node_config().split(" ")
     config = dict(argument.split("=", 1) for argument in arguments)
     config["site"] = config["site"].strip('"')
-    limits = SiteLimits.of(config)
+    limits = SiteLimits.from_node_config(config)
     assert limits.site == site and limits.bundle_bytes == 7
 
 
