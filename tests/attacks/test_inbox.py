@@ -82,7 +82,7 @@ def deliver(
         plan_id,
         "north",
         index=index,
-        limits=TransferLimits(shard_bytes=SHARD, max_submission_bytes=10**6, wait_s=0),
+        limits=transfer,
     )
     codes: list[int] = []
     while len(codes) < 30:

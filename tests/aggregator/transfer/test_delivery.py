@@ -127,10 +127,8 @@ def test_submission_is_not_fetched_again_when_it_was_answered_and_thrown_away(
 
 
 WRITER = """
-import json, os, signal, sys
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from aggregator.transfer.delivery import SiloDelivery, TransferLimits
@@ -138,8 +136,8 @@ from ddm.transport.messages import Envelope
 from silo.courier.handlers import SiteLimits, answer
 root, plan, shard, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 limits = SiteLimits(root / "site", bundle_bytes=10**6, shard_bytes=shard, submission_bytes=10**9)
-limits = TransferLimits(shard_bytes=shard, max_submission_bytes=10**9, wait_s=0)
-delivery = SiloDelivery(root / "fed", plan, "north", index=(), limits=limits)
+transfer = TransferLimits(shard_bytes=shard, max_submission_bytes=10**9, wait_s=0)
+delivery = SiloDelivery(root / "fed", plan, "north", index=(), limits=transfer)
 delivery._bundle_complete = True
 sync, synced = os.fsync, []
 def killing(descriptor):
