@@ -40,8 +40,10 @@ def map_array(path: Path) -> Tensor:
     try:
         return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
     except (OSError, ValueError) as error:
-        got = "no file" if isinstance(error, FileNotFoundError) else "a file that is not whole"
-        remedy = "Copy the folder again from where it was split, or split the data again."
+        is_absent = isinstance(error, FileNotFoundError)
         raise DataError(
-            f"{path.parent.name}/{path.name}", expected="an array", got=got, remedy=remedy
+            f"{path.parent.name}/{path.name}",
+            expected="an array",
+            got="no file" if is_absent else "a file that is not whole",
+            remedy="Copy the folder again from where it was split, or split the data again.",
         ) from error

@@ -81,7 +81,8 @@ class Dataset:
         Raises:
             DataError: see `column`; or captions that are no text.
         """
-        found = self.column("captions")
-        if found.dtype.kind not in "UO":
-            raise DataError("column captions", expected="text", got=str(found.dtype))
-        return [str(text) for text in found]
+        captions = self.column("captions")
+        # NumPy's kinds of text: of one length, or Python objects.
+        if captions.dtype.kind not in "UO":
+            raise DataError("column captions", expected="text", got=str(captions.dtype))
+        return [str(caption) for caption in captions]

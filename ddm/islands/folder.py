@@ -1,4 +1,4 @@
-"""The folder of one owner's islands: where everything lies, and the record of how the data set was divided."""
+"""The folder of one owner's islands: where everything is, and the record of how the data set was divided."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,10 +149,11 @@ class Islands(PublisherFolder):
             SetupError: it was made by a version with another format.
         """
         if not (self.path / SPLIT_NAME).is_file():
-            got = "a folder without it" if self.path.is_dir() else "nothing there"
-            remedy = "Make one: ddm split --data PATH --recipe plan.toml --islands K --out DIR."
             raise MissingFileError(
-                str(self.path), expected=f"a folder with {SPLIT_NAME}", got=got, remedy=remedy
+                str(self.path),
+                expected=f"a folder with {SPLIT_NAME}",
+                got="a folder without it" if self.path.is_dir() else "nothing there",
+                remedy="Make one: ddm split --data PATH --recipe plan.toml --islands K --out DIR.",
             )
         try:
             return Split.parse(
@@ -174,10 +175,14 @@ class Islands(PublisherFolder):
             DigestError: it is not the one that was split by.
         """
         data = read_bounded(self.bundle / "plan.json", MAX_DOCUMENT_BYTES)
-        if (found := sha256_hex(data)) != self.split.plan_digest:
-            expected, got = f"sha256 {self.split.plan_digest[:16]}...", f"sha256 {found[:16]}..."
-            remedy = "Copy the folder again from where it was split."
-            raise DigestError("plan/plan.json", expected=expected, got=got, remedy=remedy)
+        digest = sha256_hex(data)
+        if digest != self.split.plan_digest:
+            raise DigestError(
+                "plan/plan.json",
+                expected=f"sha256 {self.split.plan_digest[:16]}...",
+                got=f"sha256 {digest[:16]}...",
+                remedy="Copy the folder again from where it was split.",
+            )
         return Plan.parse(data, subject="plan.json")
 
     def trained(self, number: int) -> TrainedIsland:
@@ -190,14 +195,15 @@ class Islands(PublisherFolder):
         record = TrainedIsland.parse(
             read_bounded(folder.record, MAX_DOCUMENT_BYTES), subject=folder.record.name
         )
-        present = File.of(record.expert.path, folder.expert) if folder.expert.is_file() else None
+        present = None
+        if folder.expert.is_file():
+            present = File.of(record.expert.path, folder.expert)
+        # A record of another split may have been copied here with its island.
         if present != record.expert or record.plan_id != self.split.plan_id:
-            got = "another file" if present else "no file"
-            remedy = (
-                f"Copy islands/{number} again, or remove trained.json there and train it again."
-            )
-            expected = "the expert that trained.json describes"
             raise DigestError(
-                f"islands/{number}/{folder.expert.name}", expected=expected, got=got, remedy=remedy
+                f"islands/{number}/{folder.expert.name}",
+                expected="the expert that trained.json describes",
+                got="another file" if present else "no file",
+                remedy=f"Copy islands/{number} again, or remove trained.json there and train it again.",
             )
         return record

@@ -1,5 +1,7 @@
 """The keys of one owner: made when the data set is split, and kept encrypted in its folder."""
 
+from functools import cache
+
 from ddm.io.changes import Change
 from ddm.io.files import write_atomic
 from ddm.islands.folder import Islands
@@ -38,28 +40,34 @@ def island_key(islands: SigningKey, plan_id: str, island_id: str) -> SigningKey:
     return islands.derive(f"{plan_id}.{island_id}")
 
 
-def found(islands: Islands, plan: Plan, name: str, passphrase: bytes) -> None:
+def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) -> None:
     """Make the root of trust, sign the plan, and open the log with both.
 
     Args:
         islands: holds keys and plan.
-        plan: as it lies there.
+        plan: as it is in that folder.
         name: the owner's, in the log.
         passphrase: opens the keys.
     """
-    keys: dict[str, SigningKey] = {}
 
-    def key(wanted: str) -> SigningKey:
-        if wanted not in keys:
-            keys[wanted] = load_key(islands, wanted, passphrase)
-        return keys[wanted]
+    # Deriving a key from the passphrase takes long on purpose, so that each key is opened once.
+    @cache
+    def key(key_name: str) -> SigningKey:
+        return load_key(islands, key_name, passphrase)
 
-    now, change = now_utc(), Change.begin(islands.path)
-    log = VerifierKey(f"archipelago/{name}/{key('log').public.fingerprint[:16]}", key("log").public)
-    held = {role: Holders((key(role).public,)) for role in ("root", "targets")}
+    now = now_utc()
+    change = Change.begin(islands.path)
+    log_key = VerifierKey(
+        f"archipelago/{name}/{key('log').public.fingerprint[:16]}", key("log").public
+    )
     online = Holders((key("online").public,))
-    first = draft_root(1, {**held, "snapshot": online, "timestamp": online}, now, str(log))
-    root = sign_metadata(first, [key("root")])
+    role_holders = {
+        "root": Holders((key("root").public,)),
+        "targets": Holders((key("targets").public,)),
+        "snapshot": online,
+        "timestamp": online,
+    }
+    root = sign_metadata(draft_root(1, role_holders, now, str(log_key)), [key("root")])
     delegates = Delegates(key("plans").public, key("release").public)
     repository = Repository.create(
         change.put("tuf/metadata"),
@@ -70,14 +78,21 @@ def found(islands: Islands, plan: Plan, name: str, passphrase: bytes) -> None:
         online_key=key("online"),
         now=now,
     )
-    of_island = {name: island_key(key("islands"), plan.plan_id, name).public for name in plan.silos}
-    delegates = Delegates(key("plans").public, key("release").public, plan.plan_id, of_island)
+
+    island_keys = {
+        island_id: island_key(key("islands"), plan.plan_id, island_id).public
+        for island_id in plan.silos
+    }
+    delegates = Delegates(key("plans").public, key("release").public, plan.plan_id, island_keys)
     targets = sign_metadata(repository.next_targets(delegates, now), [key("targets")])
     model_key = KeyChanged(
         key="model-signing", fingerprints=(sha256_file(islands.path / MODEL_PUBLIC),)
     )
-    opened = FederationOpened(federation=name, root_digest=sha256_hex(root))
-    opening: tuple[LogEntry, ...] = (opened, *key_changes(None, repository), model_key)
+    opening: tuple[LogEntry, ...] = (
+        FederationOpened(federation=name, root_digest=sha256_hex(root)),
+        *key_changes(None, repository),
+        model_key,
+    )
     sign_plan_files(islands, change, repository, islands.bundle, targets, key, opening)
     write_atomic(change.put(islands.root.name), root)
     change.commit()

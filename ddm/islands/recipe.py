@@ -11,7 +11,7 @@ from ddm.protocol.learning import OwnAdaptation
 from ddm.protocol.limits import Audit, Limits
 from ddm.protocol.statistics import Statistics
 
-_MOST_GROUPS = 128
+_DEFAULT_GROUPS = 128
 
 
 class OwnerRecipe(Settings):
@@ -21,7 +21,7 @@ class OwnerRecipe(Settings):
         name: what the releases are called.
         licence: of the releases.
         cite: how to cite them.
-        fit_images: most images, drawn at random, that encoder, clusters, sketch and router are fitted on.
+        fit_images: the maximum number of images, drawn at random, to fit encoder, clusters, sketch and router on.
         num_groups: groups of fine centroids that the router distinguishes; by default 128, or `[statistics]` says.
     """
 
@@ -56,7 +56,7 @@ class IslandsRecipe(SharedRecipe):
             return self.owner.num_groups
         if self.statistics:
             return self.statistics.counts.num_groups
-        return min(_MOST_GROUPS, self.clustering.num_fine or _MOST_GROUPS)
+        return min(_DEFAULT_GROUPS, self.clustering.num_fine or _DEFAULT_GROUPS)
 
     @property
     def released_rank(self) -> int:
@@ -65,7 +65,7 @@ class IslandsRecipe(SharedRecipe):
 
     @property
     def not_used(self) -> tuple[str, ...]:
-        """The tables of a federation's recipe that stand in this one."""
+        """The tables of a federation's recipe that this one contains."""
         return tuple(
             name for name in ("statistics", "audit", "limits") if getattr(self, name) is not None
         )

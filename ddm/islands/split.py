@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from ddm.io.tensors import save_tensors
 from ddm.islands.arrays import write_rows
 from ddm.islands.data import Dataset
 from ddm.islands.folder import SPLIT_NAME, Islands, Split, SplitIsland
-from ddm.islands.keys import found, make_keys
+from ddm.islands.keys import make_keys, sign_first_plan
 from ddm.islands.recipe import IslandsRecipe
 from ddm.models import network_size
 from ddm.planning.document import plan_of
@@ -33,12 +35,17 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesRouter
 from ddm.protocol.statistics import EXACT, Budget, ClassCountsStatistic, CountsStatistic, Statistics
 
-# Shape legend: N images, K islands, G groups of fine centroids.
+# Shape legend: N images, K islands, G groups of fine centroids, C classes.
 
-_LIFE = timedelta(days=5 * 365)
-_BLOCK = 4096
+MIN_ISLANDS = 2
+MAX_ISLANDS = 1024
+_PLAN_LIFE = timedelta(days=5 * 365)
+_BLOCK_IMAGES = 4096
 _HEADER_BYTES = 1 << 20
-NO_LIMIT_S, NO_LIMIT_HOURS = 10**10, 1e7
+_FLOAT32_BYTES = 4
+# A plan needs limits; an owner's machine has none.
+NO_LIMIT_S = 10**10
+NO_LIMIT_HOURS = 1e7
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,46 @@ class Division:
     @property
     def column(self) -> str | None:
         """The column, None for clusters and random."""
-        return None if self.by in ("clusters", "random") else self.by
+        if self.by in ("clusters", "random"):
+            return None
+        return self.by
+
+    @property
+    def num_islands(self) -> int:
+        """How many islands there are."""
+        return int(self.island_N.max()) + 1
+
+    @property
+    def size_K(self) -> list[int]:
+        """The number of images of each island."""
+        sizes: list[int] = torch.bincount(self.island_N, minlength=self.num_islands).tolist()
+        return sizes
+
+
+@dataclass(frozen=True)
+class DividedData:
+    """A data set with its division, and what encoder and clusters say of it.
+
+    Attributes:
+        dataset: the images.
+        recipe: how they are divided, and what is trained on them.
+        parts: encoder, clusters and sketch, fitted on some of the images.
+        fitted_rows: the images on which these were fitted, ascending.
+        fine_N: the fine centroid of each image.
+        division: the island of each.
+    """
+
+    dataset: Dataset
+    recipe: IslandsRecipe
+    parts: PublicParts
+    fitted_rows: Tensor
+    fine_N: Tensor
+    division: Division
+
+    @property
+    def group_N(self) -> Tensor:
+        """The group of fine centroids of each image."""
+        return self.parts.clusters.group_F[self.fine_N]
 
 
 def split(
@@ -86,51 +132,62 @@ def split(
         SetupError: fewer than two islands, or another number than the column has values.
         DataError: an island with too few images, an image without a value in the column, or images, labels or captions
             that do not fit the recipe.
-        DiskError: too little room.
+        DiskError: too little free space.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        remedy = "Choose another folder; one that was split is never overwritten."
+    _check_absent(out)
+    # A column is read before anything is fitted, which takes minutes.
+    column_division = None
+    if by not in ("clusters", "random"):
+        column_division = _divide_by_column(dataset, by, num_islands)
+        num_islands = column_division.num_islands
+    recipe = _with_islands(recipe, num_islands, by)
+    with staging_folder(out.absolute()) as staged:
+        islands = Islands(staged)
+        private_folder(staged)
+        fitted_rows = _choose_fitted(len(dataset.images), recipe)
+        parts = fit_public_parts(recipe, dataset.images[fitted_rows], islands.bundle, on_progress)
+        fine_N = _assign_fine(dataset.images, parts, on_progress)
+        division = column_division or _divide_by_recipe(recipe, parts, fine_N, by, num_islands)
+        _check_sizes(division, recipe)
+        data = DividedData(dataset, recipe, parts, fitted_rows, fine_N, division)
+
+        public_key = make_keys(islands, passphrase)
+        plan = _write_plan(data, str(public_key), islands.bundle)
+        _write_islands(islands, plan, data, on_progress)
+        _write_router_inputs(islands, data)
+        sign_first_plan(islands, plan, recipe.owner.name, passphrase)
+        record = _split_record(data, plan)
+        write_atomic(staged / SPLIT_NAME, record.encode())
+        if out.exists():
+            out.rmdir()
+        move_into_place(staged, out)
+    return record
+
+
+def _check_absent(out: Path) -> None:
+    is_empty_folder = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty_folder:
         raise BusyError(
             str(out),
             expected="a path where nothing exists",
             got="a folder or a file",
-            remedy=remedy,
+            remedy="Choose another folder; one that was split is never overwritten.",
         )
-    if by not in ("clusters", "random"):
-        present = dataset.values(by).require_complete(f"column {by}")
-        values = sorted(set(present), key=_value_order)
-        place_of = {value: place for place, value in enumerate(values)}
-        number_N = np.array([place_of[value] for value in present])
-        _check_number(len(values), num_islands, f"column {by}")
-        num_islands = len(values)
-    recipe = _with_islands(recipe, num_islands, by)
-    with staging_folder(out.absolute()) as part:
-        islands = Islands(part)
-        private_folder(part)
-        chosen = _chosen(len(dataset.images), recipe)
-        fitted = fit_public_parts(recipe, dataset.images[chosen], islands.bundle, on_progress)
-        fine_N = _fine(dataset.images, fitted, on_progress)
-        if by == "clusters":
-            division = Division(by, fitted.clusters.coarse_F[fine_N])
-        elif by == "random":
-            generator = torch.Generator().manual_seed(recipe.public.seed)
-            order_N = torch.randperm(len(dataset.images), generator=generator)
-            division = Division(by, order_N % (num_islands or recipe.clustering.num_coarse))
-        else:
-            division = Division(by, torch.from_numpy(number_N.astype(np.int64)), tuple(values))
-        size_K = _sizes(division, recipe)
-        public = make_keys(islands, passphrase)
-        plan = _plan(recipe, fitted, size_K, str(public), islands.bundle)
-        write_atomic(islands.bundle / "plan.json", plan.encode())
-        _write_islands(islands, plan, recipe, dataset, division, fitted, on_progress)
-        _write_router(islands, dataset, division, fitted, fine_N, chosen, recipe)
-        found(islands, plan, recipe.owner.name, passphrase)
-        record = _record(recipe, plan, division, size_K, dataset)
-        write_atomic(part / SPLIT_NAME, record.encode())
-        if out.exists():
-            out.rmdir()
-        move_into_place(part, out)
-    return record
+
+
+def _divide_by_column(dataset: Dataset, column: str, num_islands: int | None) -> Division:
+    """Give each value of a column an island of its own, in the order of the values."""
+    value_N = dataset.values(column).require_complete(f"column {column}")
+    values = sorted(set(value_N), key=_value_order)
+    num_values = len(values)
+    if not MIN_ISLANDS <= num_values <= MAX_ISLANDS or num_islands not in (None, num_values):
+        expected = f"{MIN_ISLANDS} to {MAX_ISLANDS} values"
+        if num_islands is not None:
+            expected = f"{num_islands} values, as many as --islands"
+        raise SetupError(f"column {column}", expected=expected, got=f"{num_values}")
+    number_of = {value: number for number, value in enumerate(values)}
+    island_N = np.array([number_of[value] for value in value_N], dtype=np.int64)
+    return Division(column, torch.from_numpy(island_N), tuple(values))
 
 
 def _value_order(value: str) -> tuple[bool, float, str]:
@@ -141,91 +198,101 @@ def _value_order(value: str) -> tuple[bool, float, str]:
         return True, 0.0, value
 
 
-def _check_number(found_values: int, wanted: int | None, subject: str) -> None:
-    if not 2 <= found_values <= 1024 or wanted not in (None, found_values):
-        expected = (
-            "2 to 1024 values" if wanted is None else f"{wanted} values, as many as --islands"
-        )
-        raise SetupError(subject, expected=expected, got=f"{found_values}")
-
-
-def _with_islands(recipe: IslandsRecipe, num: int | None, by: str) -> IslandsRecipe:
+def _with_islands(recipe: IslandsRecipe, num_islands: int | None, by: str) -> IslandsRecipe:
     """Return the recipe with as many coarse clusters as islands, where these are the clusters."""
-    wanted = num or recipe.clustering.num_coarse
-    if not 2 <= wanted <= 1024:
-        raise SetupError("--islands", expected="2 to 1024", got=str(wanted))
+    num_coarse = num_islands or recipe.clustering.num_coarse
+    if not MIN_ISLANDS <= num_coarse <= MAX_ISLANDS:
+        raise SetupError(
+            "--islands", expected=f"{MIN_ISLANDS} to {MAX_ISLANDS}", got=str(num_coarse)
+        )
     if by != "clusters":
         return recipe
-    return recipe.model_copy(
-        update={"clustering": recipe.clustering.model_copy(update={"num_coarse": wanted})}
-    )
+    clustering = recipe.clustering.model_copy(update={"num_coarse": num_coarse})
+    return recipe.model_copy(update={"clustering": clustering})
 
 
-def _chosen(num: int, recipe: IslandsRecipe) -> Tensor:
+def _choose_fitted(num_images: int, recipe: IslandsRecipe) -> Tensor:
     """Return the images that encoder, clusters, sketch and router are fitted on, ascending."""
-    if num <= recipe.owner.fit_images:
-        return torch.arange(num)
-    order_N = torch.randperm(num, generator=torch.Generator().manual_seed(recipe.public.seed))
-    return order_N[: recipe.owner.fit_images].sort().values
+    max_images = recipe.owner.fit_images
+    if num_images <= max_images:
+        return torch.arange(num_images)
+    generator = torch.Generator().manual_seed(recipe.public.seed)
+    order_N = torch.randperm(num_images, generator=generator)
+    return order_N[:max_images].sort().values
 
 
-def _fine(images: Tensor, fitted: PublicParts, on_progress: Progress | None) -> Tensor:
+def _assign_fine(images: Tensor, parts: PublicParts, on_progress: Progress | None) -> Tensor:
     """Return the fine centroid of each image."""
-    found: list[Tensor] = []
-    for first in range(0, len(images), _BLOCK):
-        found.append(fitted.clusters.assign(fitted.network.encode(images[first : first + _BLOCK])))
+    assigned: list[Tensor] = []
+    for first in range(0, len(images), _BLOCK_IMAGES):
+        block = images[first : first + _BLOCK_IMAGES]
+        assigned.append(parts.clusters.assign(parts.network.encode(block)))
         if on_progress:
-            on_progress(min(first + _BLOCK, len(images)), len(images))
-    return torch.cat(found)
+            on_progress(first + len(block), len(images))
+    return torch.cat(assigned)
 
 
-def _sizes(division: Division, recipe: IslandsRecipe) -> list[int]:
-    """Return the number of images of each island.
+def _divide_by_recipe(
+    recipe: IslandsRecipe, parts: PublicParts, fine_N: Tensor, by: str, num_islands: int | None
+) -> Division:
+    """Divide by clusters of features, or at random into islands of equal size."""
+    if by == "clusters":
+        return Division(by, parts.clusters.coarse_F[fine_N])
+    generator = torch.Generator().manual_seed(recipe.public.seed)
+    order_N = torch.randperm(len(fine_N), generator=generator)
+    return Division(by, order_N % (num_islands or recipe.clustering.num_coarse))
+
+
+def _check_sizes(division: Division, recipe: IslandsRecipe) -> None:
+    """Refuse islands with too few images.
 
     Raises:
-        DataError: one has too few.
+        DataError: names the smallest one.
     """
-    size_K = torch.bincount(division.island_N, minlength=int(division.island_N.max()) + 1).tolist()
-    fewest = max(2, recipe.partition.min_images)
-    if small := {k: size for k, size in enumerate(size_K) if size < fewest}:
-        number, size = min(small.items(), key=lambda item: item[1])
-        raise DataError(
-            f"island {number}",
-            expected=f"at least {fewest} images (partition.min_images)",
-            got=f"{size}" + (f"; {len(small)} islands have too few" if len(small) > 1 else ""),
-            remedy="Ask for fewer islands, set clustering.balanced = true, or lower partition.min_images.",
-        )
-    return [int(size) for size in size_K]
+    min_images = max(2, recipe.partition.min_images)
+    small_islands = [
+        (size, number) for number, size in enumerate(division.size_K) if size < min_images
+    ]
+    if not small_islands:
+        return
+    size, number = min(small_islands)
+    got = f"{size}"
+    if len(small_islands) > 1:
+        got += f"; {len(small_islands)} islands have too few"
+    raise DataError(
+        f"island {number}",
+        expected=f"at least {min_images} images (partition.min_images)",
+        got=got,
+        remedy="Ask for fewer islands, set clustering.balanced = true, or lower partition.min_images.",
+    )
 
 
 def island_names(num: int) -> list[str]:
     """Return the islands' names, whose order is that of their numbers."""
-    return [f"island{number:0{len(str(num - 1))}d}" for number in range(num)]
+    num_digits = len(str(num - 1))
+    return [f"island{number:0{num_digits}d}" for number in range(num)]
 
 
-def _plan(
-    recipe: IslandsRecipe,
-    fitted: PublicParts,
-    size_K: Sequence[int],
-    receipt_key: str,
-    folder: Path,
-) -> Plan:
-    """Write the plan of one owner: exact counts that nobody is shown, no budget, no audit, no limit on time."""
-    names, condition, shape = (
-        island_names(len(size_K)),
-        fitted.condition,
-        fitted.latent.shape(recipe.data.shape),
-    )
-    num_classes = condition.num_classes if isinstance(condition, ClassCondition) else None
-    expert_bytes = network_size(recipe.expert.architecture, shape, condition).bytes + _HEADER_BYTES
-    return plan_of(
+def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
+    """Write the plan of one owner: exact counts that stay private, no budget, no audit, no limit on time."""
+    recipe = data.recipe
+    condition = data.parts.condition
+    class_counts = None
+    if isinstance(condition, ClassCondition):
+        class_counts = ClassCountsStatistic(epsilon=EXACT, num_classes=condition.num_classes)
+
+    expert_shape = data.parts.latent.shape(recipe.data.shape)
+    expert_size = network_size(recipe.expert.architecture, expert_shape, condition)
+    sizes = data.division.size_K
+    names = island_names(len(sizes))
+    plan = plan_of(
         recipe,
-        fitted,
+        data.parts,
         folder,
         name=recipe.owner.name,
-        valid_for=_LIFE,
+        valid_for=_PLAN_LIFE,
         silos=tuple(names),
-        agreed={name: Agreed(images=size) for name, size in zip(names, size_K, strict=True)},
+        agreed={name: Agreed(images=size) for name, size in zip(names, sizes, strict=True)},
         receipt_key=receipt_key,
         partition=SiloPartition(min_images=recipe.partition.min_images),
         statistics=Statistics(
@@ -233,80 +300,79 @@ def _plan(
             relation="none",
             total=Budget(epsilon=EXACT, delta=0.0),
             counts=CountsStatistic(epsilon=EXACT, num_groups=recipe.num_groups),
-            class_counts=ClassCountsStatistic(epsilon=EXACT, num_classes=num_classes)
-            if num_classes
-            else None,
+            class_counts=class_counts,
         ),
         audit=Audit(required=False, min_holdout_units=1, max_near_copy_rate=1.0, max_mia_auc=1.0),
         limits=Limits(
-            expert_bytes=expert_bytes,
+            expert_bytes=expert_size.bytes + _HEADER_BYTES,
             statistic_bytes=1,
             train_s=NO_LIMIT_S,
             gpu_hours=NO_LIMIT_HOURS,
         ),
     )
+    write_atomic(folder / "plan.json", plan.encode())
+    return plan
 
 
 def _write_islands(
-    islands: Islands,
-    plan: Plan,
-    recipe: IslandsRecipe,
-    dataset: Dataset,
-    division: Division,
-    fitted: PublicParts,
-    on_progress: Progress | None,
+    islands: Islands, plan: Plan, data: DividedData, on_progress: Progress | None
 ) -> None:
     """Write each island's images as its expert sees them, and their conditions."""
-    num, shape = len(dataset.images), plan.expert_shape
-    text_values = (
-        plan.condition.max_tokens * plan.condition.dim
-        if isinstance(plan.condition, TextCondition)
-        else 0
-    )
-    require_free_space(
-        {islands.path: 4 * num * (int(np.prod(shape)) + text_values)}, "the islands' images"
-    )
-    done, told = 0, _told(dataset, plan.condition)
+    num_images = len(data.dataset.images)
+    values_per_image = prod(plan.expert_shape)
+    if isinstance(plan.condition, TextCondition):
+        values_per_image += plan.condition.max_tokens * plan.condition.dim
+    needed = _FLOAT32_BYTES * num_images * values_per_image
+    require_free_space({islands.path: needed}, "the islands' images")
+
+    conditions = _read_conditions(data.dataset, plan.condition)
+    num_encoded = 0
+
+    def encode_blocks(rows: Tensor) -> Iterator[np.ndarray]:
+        nonlocal num_encoded
+        for block in torch.split(rows, _BLOCK_IMAGES):
+            yield data.parts.autoencoder.encode(data.dataset.images[block]).numpy()
+            num_encoded += len(block)
+            if on_progress:
+                on_progress(num_encoded, num_images)
+
     for number in range(len(plan.silos)):
-        folder, rows = islands.island(number), torch.nonzero(division.island_N == number)[:, 0]
-
-        def seen(rows: Tensor = rows) -> Iterator[np.ndarray]:
-            nonlocal done
-            for some in torch.split(rows, _BLOCK):
-                yield fitted.autoencoder.encode(dataset.images[some]).numpy()
-                done += len(some)
-                if on_progress:
-                    on_progress(done, num)
-
+        folder = islands.island(number)
+        rows = torch.nonzero(data.division.island_N == number)[:, 0]
         write_rows(folder.rows, (len(rows),), [rows.numpy()], np.int64)
-        write_rows(folder.images, (len(rows), *shape), seen())
-        if told is not None:
-            _write_conditions(folder.labels, told[rows.numpy()], recipe, plan.condition)
+        write_rows(folder.images, (len(rows), *plan.expert_shape), encode_blocks(rows))
+        if conditions is not None:
+            _write_conditions(folder.labels, conditions[rows.numpy()], data.recipe, plan.condition)
 
 
-def _told(dataset: Dataset, condition: Condition) -> np.ndarray | None:
-    """Return the class or the caption of every image; None where experts are told nothing."""
+def _read_conditions(dataset: Dataset, condition: Condition) -> np.ndarray | None:
+    """Return the class or the caption of every image; None where experts have no condition."""
     if isinstance(condition, ClassCondition):
         return dataset.classes(condition.classes)
-    return np.array(dataset.captions()) if isinstance(condition, TextCondition) else None
+    if isinstance(condition, TextCondition):
+        return np.array(dataset.captions())
+    return None
 
 
 def _write_conditions(
-    path: Path, told: np.ndarray, recipe: IslandsRecipe, condition: Condition
+    path: Path, conditions: np.ndarray, recipe: IslandsRecipe, condition: Condition
 ) -> None:
     """Write some images' classes, or their captions as experts read them."""
+    num_images = len(conditions)
     if isinstance(condition, TextCondition):
-        texts = _texts([str(caption) for caption in told], recipe, condition)
-        write_rows(path, (len(told), condition.max_tokens, condition.dim), texts)
+        captions = [str(caption) for caption in conditions]
+        embeddings = _encode_captions(captions, recipe, condition)
+        write_rows(path, (num_images, condition.max_tokens, condition.dim), embeddings)
     else:
-        write_rows(path, (len(told),), [told], np.int64)
+        write_rows(path, (num_images,), [conditions], np.int64)
 
 
-def _texts(
+def _encode_captions(
     captions: list[str], recipe: IslandsRecipe, condition: TextCondition
 ) -> Iterator[np.ndarray]:
     """Yield captions as the encoder that the recipe names sees them."""
-    from ddm.encoders.text import BLOCK, TextEncoder  # takes seconds, and most recipes do without
+    # Importing the encoder takes seconds, and most recipes do without.
+    from ddm.encoders.text import BLOCK, TextEncoder
 
     if not isinstance(recipe.condition, TextRecipe):
         return
@@ -315,68 +381,81 @@ def _texts(
         yield encoder.encode(captions[first : first + BLOCK]).numpy()
 
 
-def _write_router(
-    islands: Islands,
-    dataset: Dataset,
-    division: Division,
-    fitted: PublicParts,
-    fine_N: Tensor,
-    chosen: Tensor,
-    recipe: IslandsRecipe,
-) -> None:
+def _write_router_inputs(islands: Islands, data: DividedData) -> None:
     """Write what the router is made from: labelled images to fit and to judge it on, and exact counts."""
-    group_N, island_N = fitted.clusters.group_F[fine_N], division.island_N
-    num_islands, num_groups = int(island_N.max()) + 1, recipe.num_groups
-    images = fitted.images
-    seen = images.latents or (images.fitted, images.holdout)
+    recipe = data.recipe
+    fitted, holdout = divide(len(data.fitted_rows), recipe.public)
+    images = data.parts.images
+    fitted_images, holdout_images = images.latents or (images.fitted, images.holdout)
+    _write_labelled(islands.router, "fitted", fitted_images, data.fitted_rows[fitted], data)
+    _write_labelled(islands.router, "holdout", holdout_images, data.fitted_rows[holdout], data)
+
     if isinstance(recipe.router, SamplesRouter) and recipe.router.conditional:
-        told = _told(dataset, fitted.condition)
-        if told is not None:
-            own = told[chosen[divide(len(chosen), recipe.public)[0]].numpy()]
-            _write_conditions(
-                islands.router / "fitted-conditions.npy", own, recipe, fitted.condition
-            )
-    for name, part, rows in zip(
-        ("fitted", "holdout"), seen, divide(len(chosen), recipe.public), strict=True
-    ):
-        own = chosen[rows]
-        write_rows(islands.router / f"{name}.npy", tuple(part.shape), [part.numpy()])
-        write_rows(
-            islands.router / f"{name}-islands.npy", (len(own),), [island_N[own].numpy()], np.int64
-        )
-        write_rows(
-            islands.router / f"{name}-groups.npy", (len(own),), [group_N[own].numpy()], np.int64
-        )
-    counts = torch.bincount(island_N * num_groups + group_N, minlength=num_islands * num_groups)
+        conditions = _read_conditions(data.dataset, data.parts.condition)
+        if conditions is not None:
+            fitted_conditions = conditions[data.fitted_rows[fitted].numpy()]
+            path = islands.router / "fitted-conditions.npy"
+            _write_conditions(path, fitted_conditions, recipe, data.parts.condition)
+    save_tensors(islands.router / "counts.safetensors", _exact_counts(data))
+
+
+def _write_labelled(
+    folder: Path, name: str, images: Tensor, rows: Tensor, data: DividedData
+) -> None:
+    """Write some images, with the island and the group of each."""
+    write_rows(folder / f"{name}.npy", tuple(images.shape), [images.numpy()])
+    for label, label_N in (("islands", data.division.island_N), ("groups", data.group_N)):
+        labels = label_N[rows].numpy()
+        write_rows(folder / f"{name}-{label}.npy", (len(rows),), [labels], np.int64)
+
+
+def _exact_counts(data: DividedData) -> dict[str, Tensor]:
+    """Count images by island and group, shape (K, G), and by island, class and group, shape (K, C, G)."""
+    num_islands = data.division.num_islands
+    num_groups = data.recipe.num_groups
+    island_N = data.division.island_N
+    cell_N = island_N * num_groups + data.group_N
+    counts = torch.bincount(cell_N, minlength=num_islands * num_groups)
     tensors = {"counts": counts.view(num_islands, num_groups)}
-    if isinstance(fitted.condition, ClassCondition):
-        num_classes = fitted.condition.num_classes
-        cell_N = (
-            island_N * num_classes + torch.from_numpy(dataset.classes(fitted.condition.classes))
-        ) * num_groups + group_N
-        by_class = torch.bincount(cell_N, minlength=num_islands * num_classes * num_groups)
-        tensors["class_counts"] = by_class.view(num_islands, num_classes, num_groups)
-    save_tensors(islands.router / "counts.safetensors", tensors)
+
+    condition = data.parts.condition
+    if isinstance(condition, ClassCondition):
+        num_classes = condition.num_classes
+        class_N = torch.from_numpy(data.dataset.classes(condition.classes))
+        cell_N = (island_N * num_classes + class_N) * num_groups + data.group_N
+        class_counts = torch.bincount(cell_N, minlength=num_islands * num_classes * num_groups)
+        tensors["class_counts"] = class_counts.view(num_islands, num_classes, num_groups)
+    return tensors
 
 
-def _record(
-    recipe: IslandsRecipe, plan: Plan, division: Division, size_K: Sequence[int], dataset: Dataset
-) -> Split:
-    values: Sequence[str | None] = division.values or [None] * len(size_K)
+def _split_record(data: DividedData, plan: Plan) -> Split:
+    division = data.division
+    owner = data.recipe.owner
+    sizes = division.size_K
+    values: Sequence[str | None] = division.values or [None] * len(sizes)
+    islands = [
+        SplitIsland(island_id=name, num_images=size, value=value)
+        for name, size, value in zip(plan.silos, sizes, values, strict=True)
+    ]
     return Split(
         plan_id=plan.plan_id,
         plan_digest=plan.digest,
         created_at=plan.created_at,
-        by="column" if division.column else "clusters" if division.by == "clusters" else "random",
+        by=_way(division),
         column=division.column,
-        seed=recipe.public.seed,
-        name=recipe.owner.name,
-        data=dataset.path.name,
-        licence=recipe.owner.licence,
-        cite=recipe.owner.cite,
-        islands=tuple(
-            SplitIsland(island_id=name, num_images=size, value=value)
-            for name, size, value in zip(plan.silos, size_K, values, strict=True)
-        ),
+        seed=data.recipe.public.seed,
+        name=owner.name,
+        data=data.dataset.path.name,
+        licence=owner.licence,
+        cite=owner.cite,
+        islands=tuple(islands),
         software={name: version(name) for name in ("archipelago", "torch")},
     )
+
+
+def _way(division: Division) -> Literal["clusters", "random", "column"]:
+    if division.by == "clusters":
+        return "clusters"
+    if division.by == "random":
+        return "random"
+    return "column"

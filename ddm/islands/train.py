@@ -67,7 +67,7 @@ def train_island(
     """
     check_number(islands, number)
     folder = islands.island(number)
-    with _held(folder, number):
+    with _lock_island(folder, number):
         if not folder.is_trained:
             _train(islands, number, settings, on_progress, should_stop)
         if not is_first_process():
@@ -77,8 +77,8 @@ def train_island(
 
 
 @contextmanager
-def _held(folder: IslandFolder, number: int) -> Iterator[None]:
-    """Hold an island for this process, or for the processes that torchrun has started, of which the first holds it."""
+def _lock_island(folder: IslandFolder, number: int) -> Iterator[None]:
+    """Lock an island for this process, or for the processes that torchrun has started, of which the first locks it."""
     with ExitStack() as stack:
         if is_first_process():
             check_writable([folder.path])
@@ -101,20 +101,24 @@ def _train(
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    plan, folder = islands.plan, islands.island(number)
+    """Train an island's expert, write it, and last the record that says that it is there."""
+    plan = islands.plan
+    folder = islands.island(number)
     files = {"images": folder.images}
     if not isinstance(plan.condition, NoCondition):
         files["labels"] = folder.labels
     inputs: dict[str, Images] = {name: map_array(path) for name, path in files.items()}
-    island_id, base = plan.silos[number], public_base(plan, islands.bundle)
+    island_id = plan.silos[number]
+    base = public_base(plan, islands.bundle)
     expert = PlannedExpert(plan, island_id, number, base, settings.engine)
-    wanted = TrainingTask(expert, inputs, sha256_file(folder.rows), files)
-    if "RANK" in os.environ:  # torchrun has started the others
-        train_here(folder.job, expert, inputs, wanted.data, on_progress, should_stop)
+    task = TrainingTask(expert, inputs, sha256_file(folder.rows), files)
+    # Under torchrun every process runs this; only the first one goes on to write the expert.
+    if "RANK" in os.environ:
+        train_here(folder.job, expert, inputs, task.data, on_progress, should_stop)
         if not is_first_process():
             return
     result = train_job(
-        wanted,
+        task,
         folder.job,
         settings,
         folder.expert,

@@ -26,8 +26,11 @@ class Scale:
 
     def x(self, value: float) -> str:
         """Return the position of `value`."""
-        part = (value - self.low) / ((self.high - self.low) or 1.0)
-        return f"{min(max(part, 0.0), 1.0) * self.width:.1f}"
+        # A scale of equal ends, where all values are 0, puts everything at its left end.
+        span = (self.high - self.low) or 1.0
+        part = (value - self.low) / span
+        clipped = min(max(part, 0.0), 1.0)
+        return f"{clipped * self.width:.1f}"
 
     @classmethod
     def over(cls, values: Sequence[float]) -> "Scale":
@@ -47,7 +50,8 @@ def inline(images: "Tensor", value_range: tuple[float, float]) -> tuple[str, ...
 
 
 def _png(pixels: object) -> str:
-    image, encoded = Image.fromarray(pixels), BytesIO()  # type: ignore[arg-type]
+    image = Image.fromarray(pixels)  # type: ignore[arg-type]
     image.thumbnail((MAX_PIXELS, MAX_PIXELS))
+    encoded = BytesIO()
     image.save(encoded, format="PNG", optimize=True)
     return "data:image/png;base64," + b64encode(encoded.getvalue()).decode("ascii")

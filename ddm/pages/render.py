@@ -10,10 +10,11 @@ from markupsafe import Markup
 
 from ddm.system.console import human_bytes, human_seconds
 
-MOST_CLASSES = 64  # whose names a page shows; a plan may have 4096
+MAX_NAMED_CLASSES = 64  # whose names a page shows; a plan may have 4096
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _EXPONENT = re.compile(r"^(-?\d+)e")
 _LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
+# Characters that begin markup, and what makes a bare address a link for readers of Markdown.
 _MARKDOWN = re.compile(r"[\\`*_{}\[\]#|~!$@^]|(?<=www)\.|:(?=//)")
 _HTML = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;"}
 
@@ -34,11 +35,10 @@ def render(package: str, name: str, **values: object) -> str:
         name: `<page>.html.jinja` or `<page>.md.jinja`.
         values: what it names.
     """
-    return (
-        (_markdown(package) if name.endswith(".md.jinja") else _html(package))
-        .get_template(name)
-        .render(values)
-    )
+    environment = _html(package)
+    if name.endswith(".md.jinja"):
+        environment = _markdown(package)
+    return environment.get_template(name).render(values)
 
 
 @cache
@@ -52,31 +52,35 @@ def _markdown(package: str) -> Environment:
 
 
 def _environment(package: str, **escaping: Any) -> Environment:
-    loader = ChoiceLoader(
-        [PackageLoader(each, "pages/templates") for each in dict.fromkeys((package, "ddm"))]
+    packages = dict.fromkeys((package, "ddm"))
+    loaders = [PackageLoader(name, "pages/templates") for name in packages]
+    environment = Environment(
+        loader=ChoiceLoader(loaders),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **escaping,
     )
-    made = Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **escaping
-    )
-    made.globals["MOST_CLASSES"] = MOST_CLASSES
-    made.filters |= {
+    environment.globals["MAX_NAMED_CLASSES"] = MAX_NAMED_CLASSES
+    environment.filters |= {
         "bytes": human_bytes,
         "seconds": human_seconds,
         "yaml": _yaml,
         "licence_id": _licence_id,
     }
-    return made
+    return environment
 
 
 def _yaml(value: object) -> Markup:
     """Write a value as YAML: JSON in ASCII, except that YAML needs a decimal point in numbers such as 1e-05."""
-    return Markup(
-        _EXPONENT.sub(r"\1.0e", json.dumps(value))
-        if isinstance(value, float)
-        else json.dumps(value)
-    )
+    encoded = json.dumps(value)
+    if isinstance(value, float):
+        encoded = _EXPONENT.sub(r"\1.0e", encoded)
+    return Markup(encoded)
 
 
 def _licence_id(licence: str) -> Markup:
     """Write a licence identifier for a model card, such as cc-by-4.0; `other` for free text."""
-    return _yaml(licence.lower() if _LICENCE.fullmatch(licence) else "other")
+    if _LICENCE.fullmatch(licence):
+        return _yaml(licence.lower())
+    return _yaml("other")

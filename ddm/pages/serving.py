@@ -53,8 +53,9 @@ def listening(host: str, port: int) -> "Iterator[tuple[socket.socket, str]]":
             f"port {port} on {host}", expected="a free port", got=str(error.strerror)
         ) from error
     with listener:
-        shown = f"[{host}]" if ":" in host else host
-        yield listener, f"http://{shown}:{listener.getsockname()[1]}/"
+        port = listener.getsockname()[1]
+        url_host = f"[{host}]" if ":" in host else host
+        yield listener, f"http://{url_host}:{port}/"
 
 
 def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Server:
@@ -66,7 +67,8 @@ def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Serve
     """
     config = uvicorn.Config(
         app,
-        http=type("Brief", (BriefProtocol,), {"connection_s": connection_s}),
+        # uvicorn makes the protocol itself, so that the limit is an attribute of a class.
+        http=type("LimitedProtocol", (BriefProtocol,), {"connection_s": connection_s}),
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -91,7 +93,8 @@ def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
     try:
         asyncio.run(serving)
     finally:
-        serving.close()  # else Python warns, where Ctrl-C came before the server began, that it never did
+        # Where Ctrl-C came before the server began, Python would warn of a coroutine that never ran.
+        serving.close()
 
 
 class BriefProtocol(H11Protocol):
@@ -117,7 +120,8 @@ class HostFilter:
     def __init__(
         self, app: ASGIApp, content: str, own: Callable[[str], bool] | None = None
     ) -> None:
-        self._app, self._own = app, own or _is_address
+        self._app = app
+        self._own = own or _is_address
         self._headers = {
             "Content-Security-Policy": f"default-src 'none'; {content}; {_POLICY}",
             **_HEADERS,
@@ -131,17 +135,20 @@ class HostFilter:
                 MutableHeaders(scope=message).update(self._headers)
             await send(message)
 
-        answer: ASGIApp = self._app
+        app: ASGIApp = self._app
         hosts = Headers(scope=scope).getlist("host")
-        # A browser that came by another name sends that name.
+        # DNS rebinding: a website's own name resolves to this machine, and its browser sends that name.
         if len(hosts) != 1 or not self._own(_without_port(hosts[0])):
             text = "Open this page by its IP address or localhost, not by another name.\n"
-            answer = PlainTextResponse(text, status_code=421)
-        await answer(scope, receive, send_with_headers)
+            app = PlainTextResponse(text, status_code=421)
+        await app(scope, receive, send_with_headers)
 
 
 def _without_port(host: str) -> str:
-    name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
+    # An IPv6 address without a port, as in "[::1]", ends with a bracket and contains colons itself.
+    if host.endswith("]"):
+        return host
+    name, _, port = host.rpartition(":")
     return name or port
 
 

@@ -9,7 +9,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from ddm.pages.secret import Handler, body_of, json_response, serve_secret, static_routes
+from ddm.pages.private_page import (
+    Handler,
+    body_of,
+    json_response,
+    serve_private_page,
+    static_routes,
+)
 from ddm.protocol.base import Model
 from ddm.system.escape import escape_control
 from silo.images.decisions import Decision
@@ -51,7 +57,7 @@ def serve_review(review: Review, viewer: Viewer, on_listening: Callable[[str], N
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
     """
-    serve_secret(lambda end: _routes(review, viewer, end), on_listening)
+    serve_private_page(lambda end: _routes(review, viewer, end), on_listening)
 
 
 def _routes(

@@ -10,8 +10,14 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ddm.pages.private_page import (
+    Handler,
+    body_of,
+    json_response,
+    serve_private_page,
+    static_routes,
+)
 from ddm.pages.render import render
-from ddm.pages.secret import Handler, body_of, json_response, serve_secret, static_routes
 from ddm.protocol.base import Digest, Model, now_utc
 from silo.config import Site
 from silo.review.contents import as_text
@@ -51,7 +57,7 @@ def serve_approval(
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
     """
-    serve_secret(lambda end: _handlers(site, facts, sheets, end), on_listening, _CONNECTION_S)
+    serve_private_page(lambda end: _handlers(site, facts, sheets, end), on_listening, _CONNECTION_S)
 
 
 def _handlers(

@@ -31,7 +31,7 @@ from ddm.errors import DocumentError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
 from ddm.pages.pictures import MAX_PIXELS
-from ddm.pages.render import MOST_CLASSES
+from ddm.pages.render import MAX_NAMED_CLASSES
 from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.submission import Submission
@@ -243,11 +243,11 @@ def with_classes(given: PageInput, num: int, names: tuple[str, ...] = ()) -> Pag
 
 
 def test_pages_name_the_classes_that_samples_can_be_asked_for(given: PageInput) -> None:
-    names = tuple(f"finding {number}" for number in range(MOST_CLASSES + 3))
+    names = tuple(f"finding {number}" for number in range(MAX_NAMED_CLASSES + 3))
     for num, known, words in (
         (2, ("normal", "pneumonia"), ", or by name: normal, pneumonia"),
         (3, (), ": 0 to 2"),
-        (len(names), names, f", {names[MOST_CLASSES - 1]} and 3 more"),
+        (len(names), names, f", {names[MAX_NAMED_CLASSES - 1]} and 3 more"),
     ):
         asked = undrawn(with_classes(given, num, known))
         report, card = Reader(asked[REPORT_NAME]).text, asked[CARD_NAME]

@@ -27,11 +27,11 @@ Routes = Callable[[Callable[[], None]], tuple[Sequence[Route], Mapping[str, Hand
 """Called with what ends the server; returns what is read, and what changes something, each by its name."""
 
 _HOST = "127.0.0.1"
-_MOST_BODY_BYTES = 1 << 16
+_MAX_BODY_BYTES = 1 << 16
 _CONTENT = "script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 
 
-def serve_secret(
+def serve_private_page(
     make_routes: Routes, on_listening: Callable[[str], None], connection_s: float = CONNECTION_S
 ) -> None:
     """Serve a page until its own code ends it.
@@ -63,16 +63,16 @@ def static_routes(contents: Mapping[str, tuple[str, str, str]]) -> list[Route]:
     Args:
         contents: package, path in it and media type of each, by its name; the page itself is called ``""``.
     """
-    read = {
-        name: (files(package).joinpath(path).read_bytes(), kind)
-        for name, (package, path, kind) in contents.items()
-    }
+    responses = {}
+    for name, (package, path, media_type) in contents.items():
+        responses[name] = (files(package).joinpath(path).read_bytes(), media_type)
 
-    async def static(request: Request) -> Response:
-        content, kind = read[request.url.path.rpartition("/")[2]]
-        return Response(content, media_type=kind)
+    async def answer_static(request: Request) -> Response:
+        name = request.url.path.rpartition("/")[2]
+        content, media_type = responses[name]
+        return Response(content, media_type=media_type)
 
-    return [Route(f"/{name}", static) for name in read]
+    return [Route(f"/{name}", answer_static) for name in responses]
 
 
 def json_response(content: Mapping[str, Any]) -> Response:
@@ -85,7 +85,7 @@ async def body_of(request: Request) -> bytes:
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > _MOST_BODY_BYTES:
+        if len(body) > _MAX_BODY_BYTES:
             return b""
     return body
 
@@ -94,15 +94,16 @@ class TokenFilter:
     """Answers only what is asked below a secret path, and takes it off."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token.encode()
+        self._app = app
+        self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        _, given, *rest = f"{scope['path']}".split("/", 2)
-        if not rest or not hmac.compare_digest(given.encode(), self._token):
-            await PlainTextResponse(
-                "Nothing here. Open the address that the command printed.\n", 404
-            )(scope, receive, send)
+        _, token, *rest = f"{scope['path']}".split("/", 2)
+        # Compared in constant time, so that answers do not show how much of a guess was right.
+        if not rest or not hmac.compare_digest(token.encode(), self._token):
+            text = "Nothing here. Open the address that the command printed.\n"
+            await PlainTextResponse(text, 404)(scope, receive, send)
             return
         await self._app({**scope, "path": f"/{rest[0]}", "raw_path": None}, receive, send)
 
@@ -110,27 +111,30 @@ class TokenFilter:
 def _app(
     routes: Sequence[Route], changes: Mapping[str, Handler], origin: str, token: str
 ) -> Starlette:
-    own = [
-        Route(f"/{name}", _own(handler, origin), methods=["POST"])
+    change_routes = [
+        Route(f"/{name}", _from_page_only(handler, origin), methods=["POST"])
         for name, handler in changes.items()
     ]
-    guards = [
+    filters = [
         Middleware(HostFilter, content=_CONTENT, own=(_HOST, "localhost").__contains__),
         Middleware(TokenFilter, token=token),
     ]
     failures = {ArchipelagoError: _failed, OSError: _failed}
-    return Starlette(routes=[*routes, *own], middleware=guards, exception_handlers=failures)
+    return Starlette(
+        routes=[*routes, *change_routes], middleware=filters, exception_handlers=failures
+    )
 
 
-def _own(handler: Handler, origin: str) -> Handler:
+def _from_page_only(handler: Handler, origin: str) -> Handler:
     """Let only the page itself change anything."""
 
     async def checked(request: Request) -> Response:
-        allowed = {origin, origin.replace(_HOST, "localhost")}
-        if (
-            request.headers.get("origin") not in allowed
-            or request.headers.get("content-type") != "application/json"
-        ):
+        # Cross-site request forgery: a browser names the page from which a request came, and another page cannot send
+        # JSON without asking first.
+        allowed_origins = {origin, origin.replace(_HOST, "localhost")}
+        is_from_page = request.headers.get("origin") in allowed_origins
+        is_json = request.headers.get("content-type") == "application/json"
+        if not (is_from_page and is_json):
             return PlainTextResponse("Only the page itself may do this.\n", status_code=403)
         return await handler(request)
 
@@ -138,5 +142,7 @@ def _own(handler: Handler, origin: str) -> Handler:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    remedy = f" {error.remedy}" if isinstance(error, ArchipelagoError) else ""
-    return PlainTextResponse(f"{error}.{remedy}\n", status_code=503)
+    text = f"{error}."
+    if isinstance(error, ArchipelagoError):
+        text += f" {error.remedy}"
+    return PlainTextResponse(f"{text}\n", status_code=503)
