@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from aggregator.config import KEY_NAMES, Federation, FederationSettings
-from aggregator.keys.ceremony import HOLDER_KEYS, conduct
+from aggregator.keys.ceremony import HOLDER_KEYS, conduct_ceremony
 from aggregator.keys.tls import make_tls
 from ddm.errors import BusyError
 from ddm.io.changes import Change
@@ -114,4 +114,4 @@ def _build(
         SigningRequest.to_sign(first_root, purpose, None),
         SigningRequest.to_sign(first_targets, purpose, None, first_root),
     ]
-    return conduct(federation, change, requests, passphrase, act="found", purpose=purpose)
+    return conduct_ceremony(federation, change, requests, passphrase, act="found", purpose=purpose)

@@ -78,15 +78,15 @@ def complete(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Put into force what was waiting for the signatures of holders."""
-    from aggregator.keys import ceremony
+    from aggregator.keys.ceremony import abandon_change, complete_change
 
     federation = Federation(fed).require()
     if abandon:
-        say(f"Discarded: {ceremony.abandon(federation)}.")
+        say(f"Discarded: {abandon_change(federation)}.")
         return
-    done = ceremony.complete(federation, federation_passphrase(federation, passphrase_file))
-    say(f"In force: {done.purpose}.")
-    if done.act == "found":
+    change = complete_change(federation, federation_passphrase(federation, passphrase_file))
+    say(f"In force: {change.purpose}.")
+    if change.act == "found":
         say_founded(federation)
 
 
@@ -102,13 +102,12 @@ def rotate(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Replace a key with a new one."""
-    from aggregator.keys.rotation import check_name
-    from aggregator.keys.rotation import rotate as put_new_key
+    from aggregator.keys.rotation import parse_key_name, rotate_key
 
-    name = check_name(key)
+    name = parse_key_name(key)
     federation = Federation(fed).require()
     holders = holders_from(holder, threshold, "--threshold")
-    missing = put_new_key(
+    missing = rotate_key(
         federation, name, federation_passphrase(federation, passphrase_file), holders
     )
     if missing:

@@ -91,13 +91,18 @@ def enroll(
 ) -> None:
     """Enroll a silo or take in its new key, and agree to its size; compare both through a second channel."""
     from aggregator.keys.silo_rotation import take_rotation
-    from aggregator.membership.registry import cards, check_agreed, read_rotated, signing_key
-    from aggregator.membership.registry import enroll as keep_card
+    from aggregator.membership.registry import (
+        check_agreed_size,
+        enroll_silo,
+        read_cards,
+        read_rotated_card,
+        signing_key,
+    )
 
     federation = Federation(fed).require()
-    rotated = read_rotated(card)
-    if rotated is not None and rotated[0].silo_id in cards(federation):
-        check_agreed(rotated[0], images, patients)
+    rotated = read_rotated_card(card)
+    if rotated is not None and rotated[0].silo_id in read_cards(federation):
+        check_agreed_size(rotated[0], images, patients)
         renewed = take_rotation(federation, rotated[1])
         say(
             f"The new key of {renewed.silo_id}, which its old key announced: {signing_key(renewed).fingerprint}"
@@ -107,7 +112,7 @@ def enroll(
         )
         say("the old ones.")
         return
-    enrolled = keep_card(federation, card, images=images, patients=patients)
+    enrolled = enroll_silo(federation, card, images=images, patients=patients)
     say(
         f"Enrolled {enrolled.silo_id} for at most {enrolled.agreed}, which bounds its prior from the next plan on."
     )
@@ -123,10 +128,10 @@ def remove(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take a silo out of the federation: nothing it sends is accepted, and no later plan names it."""
-    from aggregator.keys.removal import remove as take_out
+    from aggregator.keys.removal import remove_silo
 
     federation = Federation(fed).require()
-    removal = take_out(
+    removal = remove_silo(
         federation, silo_id, reason, federation_passphrase(federation, passphrase_file)
     )
     say(

@@ -71,12 +71,12 @@ def withdraw(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take a silo out of the present plan for good; the next version leaves it out."""
-    from aggregator.membership.withdrawal import withdraw as take_out
+    from aggregator.membership.withdrawal import withdraw_silo
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))
-    record = take_out(federation, silo_id, reason, key)
+    record = withdraw_silo(federation, silo_id, reason, key)
     say(f"Withdrew {silo_id} from plan {record.plan_id}: {record.reason}")
     say(f"Next: aggregator router {fed}, then aggregator publish {fed} --out RELEASE.")
     if record.carried_from is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from aggregator.config import Federation
 from aggregator.intake.quarantine import Rule, decisions_on, is_admitted
-from aggregator.membership.registry import members
+from aggregator.membership.registry import member_cards
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.plan import Plan
@@ -67,7 +67,7 @@ def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int)
         silo_id: the silo.
         claimed: the number.
     """
-    present = set(members(federation, plan)) - set(withdrawn_silos(federation, plan))
+    present = set(member_cards(federation, plan)) - set(withdrawn_silos(federation, plan))
     max_influence = federation.settings().max_influence
     agreed = agreed_units(plan, silo_id)
     unit = plan.statistics.unit

@@ -25,7 +25,7 @@ from aggregator.intake.screening import (
 )
 from aggregator.intake.secret import load_screening_secret
 from aggregator.intake.trial import Trial
-from aggregator.membership.registry import members
+from aggregator.membership.registry import member_cards
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.diffusion.path import path_named
 from ddm.errors import RefusedError
@@ -197,7 +197,7 @@ class Examiner:
         """Measure the experts of every accepted submission, by silo."""
         withdrawn = withdrawn_silos(self.federation, self.plan)
         examinations = {}
-        for silo_id in members(self.federation, self.plan):
+        for silo_id in member_cards(self.federation, self.plan):
             folder = self.federation.accepted_folder(self.plan, silo_id)
             if silo_id in withdrawn or not folder.is_dir():
                 continue

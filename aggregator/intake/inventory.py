@@ -10,7 +10,7 @@ from aggregator.config import Federation
 from aggregator.intake.claims import CountedUnits, counted_units
 from aggregator.intake.flags import Flags, flags_of
 from aggregator.intake.quarantine import is_admitted
-from aggregator.membership.registry import card_of, members, signing_key
+from aggregator.membership.registry import card_of, member_cards, signing_key
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.io.files import read_bounded
@@ -143,7 +143,7 @@ def take_inventory(federation: Federation) -> Inventory:
     """
     plan, digest = federation.current_plan()
     withdrawn = withdrawn_silos(federation, plan)
-    remaining = [silo_id for silo_id in members(federation, plan) if silo_id not in withdrawn]
+    remaining = [silo_id for silo_id in member_cards(federation, plan) if silo_id not in withdrawn]
     present = [
         silo_id for silo_id in remaining if federation.accepted_folder(plan, silo_id).is_dir()
     ]

@@ -41,13 +41,18 @@ from aggregator.intake.quarantine import (
     quarantined_submissions,
 )
 from aggregator.membership.registry import (
+    active_cards,
     check_ledger,
-    known_ledger,
-    remember_ledger,
+    read_known_ledger,
+    record_ledger,
     signing_key,
-    taking_part,
 )
-from aggregator.membership.withdrawal import GIVEN_UP, finish_withdrawal, withdraw, withdrawn_silos
+from aggregator.membership.withdrawal import (
+    LEFT_BY_ITSELF,
+    finish_withdrawal,
+    withdraw_silo,
+    withdrawn_silos,
+)
 from aggregator.transfer.delivery import clear_unsigned, count_unsigned
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, RefusedError
 from ddm.io.copying import copy_tree_bounded
@@ -129,12 +134,12 @@ class IntakeService:
             if not path.is_file() or path.is_symlink():
                 continue
             try:
-                card = taking_part(self.federation, self.plan).get(silo_id)
+                card = active_cards(self.federation, self.plan).get(silo_id)
                 if card is None:
                     continue
                 sealed = read_bounded(path, MAX_LEAVE_BYTES)
                 open_leave_notice(sealed, signing_key(card), self.plan.plan_id, silo_id)
-                withdraw(self.federation, silo_id, GIVEN_UP, self.key)
+                withdraw_silo(self.federation, silo_id, LEFT_BY_ITSELF, self.key)
                 _log.info("[%s] gave the plan up, and is left out from now on", silo_id)
             except BusyError:
                 continue  # another command signs: the next step tries again
@@ -377,7 +382,7 @@ class IntakeService:
 
     def _expectation(self, silo_id: str, sequence: int) -> Expectation:
         with reading_federation_files():
-            card = taking_part(self.federation, self.plan).get(silo_id)
+            card = active_cards(self.federation, self.plan).get(silo_id)
         if card is None:
             raise PolicyError(
                 f"silo {silo_id}",
@@ -397,7 +402,7 @@ class IntakeService:
     def _verify(self, signed: SignedSubmission, expected: Expectation) -> VerifiedSubmission:
         verified = verify_submission(signed, expected)
         with reading_federation_files():
-            known = known_ledger(self.federation, expected.silo_id)
+            known = read_known_ledger(self.federation, expected.silo_id)
         # A ledger that was reset would spend the same privacy twice.
         chain = verified.submission.ledger.chain
         check_ledger(known, expected.silo_id, self.plan.plan_id, chain)
@@ -411,7 +416,7 @@ class IntakeService:
                 shutil.rmtree(final)
             move_into_place(part, final)
         chain = verified.submission.ledger.chain
-        remember_ledger(self.federation, silo_id, self.plan.plan_id, chain)
+        record_ledger(self.federation, silo_id, self.plan.plan_id, chain)
 
     def _accepted(self, silo_id: str) -> Path:
         return self.federation.accepted / self.plan.plan_id / silo_id

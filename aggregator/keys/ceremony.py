@@ -13,9 +13,9 @@ from typing import Literal
 
 from aggregator.config import Federation
 from aggregator.intake.quarantine import quarantined_submissions
-from aggregator.keys.silo_rotation import check_cards
+from aggregator.keys.silo_rotation import check_cards_unchanged
 from aggregator.membership.invitation import make_invitation
-from aggregator.membership.registry import taking_part
+from aggregator.membership.registry import active_cards
 from aggregator.membership.withdrawal import check_still_carried, withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.changes import Change
@@ -54,7 +54,7 @@ from ddm.trust.repository import Repository
 HOLDER_KEYS = ("root", "targets")
 
 
-class Pending(Document):
+class PendingChange(Document):
     """A change that takes effect once its documents are signed.
 
     Attributes:
@@ -71,7 +71,7 @@ class Pending(Document):
     plan_id: PlanId | None = None
 
 
-def conduct(
+def conduct_ceremony(
     federation: Federation,
     change: Change,
     requests: Sequence[SigningRequest],
@@ -88,7 +88,7 @@ def conduct(
         change: holds everything but the metadata.
         requests: the documents that holders must sign.
         passphrase: opens the federation's keys.
-        act: see `Pending`.
+        act: see `PendingChange`.
         purpose: the same in words.
         plan_id: the plan to start.
 
@@ -96,7 +96,7 @@ def conduct(
         The missing signatures, in words; empty when the change is in force.
     """
     names = tuple(request.name for request in requests)
-    pending = Pending(act=act, purpose=purpose, documents=names, plan_id=plan_id)
+    pending = PendingChange(act=act, purpose=purpose, documents=names, plan_id=plan_id)
     write_atomic(change.folder / "pending.json", pending.encode())
     for request in requests:
         write_atomic(change.folder / request.name, request.encode())
@@ -113,7 +113,7 @@ def conduct(
     return missing
 
 
-def complete(federation: Federation, passphrase: bytes) -> Pending:
+def complete_change(federation: Federation, passphrase: bytes) -> PendingChange:
     """Apply the change that waits for signatures, and return it.
 
     Raises:
@@ -139,7 +139,7 @@ def complete(federation: Federation, passphrase: bytes) -> Pending:
         return pending
 
 
-def abandon(federation: Federation) -> str:
+def abandon_change(federation: Federation) -> str:
     """Discard the change that waits for signatures; return its purpose.
 
     Raises:
@@ -208,7 +208,7 @@ def check_replaceable(federation: Federation) -> None:
         for release in releases
         for path in release.glob(f"targets/{plan.plan_id}/silos/*")
     }
-    remaining = taking_part(federation, plan).keys() - withdrawn_silos(federation, plan)
+    remaining = active_cards(federation, plan).keys() - withdrawn_silos(federation, plan)
     undecided = {
         each.record.silo_id for each in quarantined_submissions(federation, plan.plan_id)
     } & remaining
@@ -234,8 +234,8 @@ def _answer_path(document: Path, key: PublicKey) -> Path:
     return document.with_name(f"{document.name}.{key.fingerprint[:16]}.sig")
 
 
-def _pending(change: Change) -> Pending:
-    return Pending.parse(
+def _pending(change: Change) -> PendingChange:
+    return PendingChange.parse(
         read_bounded(change.folder / "pending.json", MAX_DOCUMENT_BYTES), subject="pending.json"
     )
 
@@ -262,7 +262,7 @@ def _answers(change: Change, name: str) -> list[HolderSignature]:
     ]
 
 
-def _missing(change: Change, pending: Pending) -> list[str]:
+def _missing(change: Change, pending: PendingChange) -> list[str]:
     found: list[str] = []
     for name in pending.documents:
         request = read_request(change.folder / name)
@@ -273,7 +273,9 @@ def _missing(change: Change, pending: Pending) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _apply(federation: Federation, change: Change, pending: Pending, passphrase: bytes) -> None:
+def _apply(
+    federation: Federation, change: Change, pending: PendingChange, passphrase: bytes
+) -> None:
     """Sign the remaining metadata with the federation's own keys, on a copy, and move everything into place."""
     signed: dict[str, bytes] = {}
     for name in pending.documents:
@@ -382,5 +384,5 @@ def _start_plan(
         federation, change, repository, bundle / "targets" / plan_id, targets, key
     )
     check_still_carried(federation, plan)
-    check_cards(federation, plan, repository.delegates().silos)
+    check_cards_unchanged(federation, plan, repository.delegates().silos)
     repository.export_bundle(bundle)

@@ -7,14 +7,14 @@ keeps the silo out of later plans. Then the holders of `targets` sign metadata w
 from dataclasses import dataclass
 
 from aggregator.config import Federation
-from aggregator.keys.ceremony import conduct
+from aggregator.keys.ceremony import conduct_ceremony
 from aggregator.keys.silo_rotation import forget_rotations
 from aggregator.membership.registry import (
-    Removed,
+    RemovalRecord,
     card_of,
-    cards,
     read_card,
-    removed,
+    read_cards,
+    read_removals,
     rotations_of,
     signing_key,
 )
@@ -30,7 +30,7 @@ from ddm.trust.repository import Repository
 
 
 @dataclass(frozen=True)
-class Removal:
+class RemovalOutcome:
     """The outcome of a removal.
 
     Attributes:
@@ -42,7 +42,9 @@ class Removal:
     missing: list[str]
 
 
-def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes) -> Removal:
+def remove_silo(
+    federation: Federation, silo_id: str, reason: str, passphrase: bytes
+) -> RemovalOutcome:
     """Remove a silo; a second call finishes an interrupted removal.
 
     Args:
@@ -63,7 +65,7 @@ def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes)
     with federation.signing_lock():
         repository = Repository(federation.tuf)
         delegates = repository.delegates()
-        card = cards(federation).get(silo_id)
+        card = read_cards(federation).get(silo_id)
         # A silo enrolled anew since an interrupted removal: the removal of its old delegation is finished first.
         renewed = card is not None and delegates.silos.get(
             silo_id, signing_key(card)
@@ -73,13 +75,15 @@ def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes)
         elif silo_id not in delegates.silos:
             card_of(federation, silo_id)  # raises, naming the enrolled silos
         if silo_id not in delegates.silos:
-            return Removal(None, [])
+            return RemovalOutcome(None, [])
         change = Change.begin(federation.path)
         purpose = f"remove the silo {silo_id} from plan {delegates.plan_id}"
         targets = repository.next_targets(delegates.without(silo_id), now_utc())
         request = SigningRequest.to_sign(targets, purpose, repository.targets(), repository.root())
-        missing = conduct(federation, change, [request], passphrase, act="renew", purpose=purpose)
-        return Removal(delegates.plan_id, missing)
+        missing = conduct_ceremony(
+            federation, change, [request], passphrase, act="renew", purpose=purpose
+        )
+        return RemovalOutcome(delegates.plan_id, missing)
 
 
 def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
@@ -90,10 +94,10 @@ def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
     """
     path = federation.registry / f"{silo_id}.json"
     card = read_bounded(path, MAX_CARD_BYTES)
-    known = {record.card for record in removed(federation)}
+    known = {record.card for record in read_removals(federation)}
     if card.decode() not in known:
         rotations = rotations_of(federation).get(silo_id, ())
-        record = Removed(
+        record = RemovalRecord(
             silo_id=silo_id, reason=reason, at=now_utc(), card=card.decode(), rotations=rotations
         )
         name = f"{silo_id}.{sha256_hex(card)[:16]}.json"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from aggregator.config import Federation
-from aggregator.keys.ceremony import HOLDER_KEYS, conduct
+from aggregator.keys.ceremony import HOLDER_KEYS, conduct_ceremony
 from aggregator.keys.tls import renew_server
 from ddm.errors import SetupError
 from ddm.io.changes import Change
@@ -29,7 +29,7 @@ ROTATED_KEYS: tuple[RotatedKey, ...] = get_args(RotatedKey)
 _NEXT = "receipts-next"
 
 
-def rotate(
+def rotate_key(
     federation: Federation, name: RotatedKey, passphrase: bytes, holders: Holders | None = None
 ) -> list[str]:
     """Replace one of the federation's keys with a new one.
@@ -68,12 +68,12 @@ def rotate(
             export_log(federation, public_folder(federation))
             return []
         requests = _requests(federation, change, name, passphrase, holders)
-        return conduct(
+        return conduct_ceremony(
             federation, change, requests, passphrase, act="renew", purpose=f"rotate the key {name}"
         )
 
 
-def check_name(text: str) -> RotatedKey:
+def parse_key_name(text: str) -> RotatedKey:
     """Read the name of a key as an operator typed it.
 
     Raises:

@@ -12,9 +12,9 @@ from aggregator.config import Federation
 from aggregator.membership.registry import (
     MAX_ROTATED_BYTES,
     card_of,
-    cards,
-    check_unused,
+    check_keys_unused,
     read_card,
+    read_cards,
     signing_key,
 )
 from ddm.errors import BusyError, DocumentError, MissingFileError, PolicyError, RollbackError
@@ -65,7 +65,7 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
             raise RollbackError(
                 f"rotations of {card.silo_id}", expected=expected, got="fewer rotations"
             )
-        check_unused(federation, card)
+        check_keys_unused(federation, card)
         if card.signing_key != present.signing_key:
             old, new = signing_key(present).fingerprint, signing_key(card).fingerprint
             append_entries(
@@ -101,7 +101,9 @@ def use_rotated_cards(federation: Federation, change: Change, silos: Iterable[st
             write_atomic(change.put(f"registry/rotations/{silo_id}.json"), waiting.encode())
 
 
-def check_cards(federation: Federation, plan: Plan, keys: Mapping[str, PublicKey]) -> None:
+def check_cards_unchanged(
+    federation: Federation, plan: Plan, keys: Mapping[str, PublicKey]
+) -> None:
     """Refuse a plan that waited for signatures while a silo was removed, or its key or its agreed size changed.
 
     Args:
@@ -112,7 +114,7 @@ def check_cards(federation: Federation, plan: Plan, keys: Mapping[str, PublicKey
     Raises:
         PolicyError: names the silo; the silo would refuse this plan, or is no silo of the federation any more.
     """
-    enrolled = cards(federation)
+    enrolled = read_cards(federation)
     following = cards_for_next_plan(federation, (name for name in plan.members if name in enrolled))
     # A carried silo keeps the key that signed its submission: a rotated card waits for a plan in which it signs anew.
     signing = {
@@ -133,7 +135,7 @@ def check_cards(federation: Federation, plan: Plan, keys: Mapping[str, PublicKey
         raise PolicyError(f"plan {plan.plan_id}", expected=expected, got=got, remedy=remedy)
 
 
-def key_history(federation: Federation, silos: Iterable[str]) -> KeyHistory | None:
+def collect_key_history(federation: Federation, silos: Iterable[str]) -> KeyHistory | None:
     """Return the rotations of these silos up to the keys in force, None where there are none.
 
     Where all of them are more than readers take, those of each silo that are longest ago are left out. A reader who

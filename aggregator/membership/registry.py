@@ -34,7 +34,7 @@ MAX_ROTATED_BYTES = 1024 * 1024
 MAX_REMOVED_BYTES = 2 * MAX_ROTATED_BYTES
 
 
-class Removed(Document):
+class RemovalRecord(Document):
     """A silo that was removed from the federation: who, why, when, and its card and its key's rotations as received."""
 
     format: Literal["archipelago/removed/1"] = "archipelago/removed/1"
@@ -80,7 +80,7 @@ def read_card(data: bytes) -> Card:
     return card
 
 
-def read_rotated(path: Path) -> tuple[Card, RotatedCard] | None:
+def read_rotated_card(path: Path) -> tuple[Card, RotatedCard] | None:
     """Read what `silo rotate` wrote, and the card in it; None when the file is of another format, as a plain card.
 
     Raises:
@@ -98,7 +98,7 @@ def read_rotated(path: Path) -> tuple[Card, RotatedCard] | None:
     return read_card(rotated.card.encode()), rotated
 
 
-def enroll(
+def enroll_silo(
     federation: Federation,
     card_path: Path,
     *,
@@ -121,15 +121,15 @@ def enroll(
         PolicyError: one of these keys belonged to a silo that was removed; or the card states more than was agreed.
         BusyError: another process signs.
     """
-    rotated = read_rotated(card_path)
+    rotated = read_rotated_card(card_path)
     data = rotated[1].card.encode() if rotated else read_bounded(card_path, MAX_CARD_BYTES)
     card = read_card(data)
-    check_agreed(card, images, patients)
+    check_agreed_size(card, images, patients)
     with federation.signing_lock():
-        check_unused(federation, card)
+        check_keys_unused(federation, card)
         _check_new(federation, card)
         _check_not_rotated(federation, card)
-        if card.silo_id not in cards(federation):
+        if card.silo_id not in read_cards(federation):
             append_entries(
                 federation,
                 SiloEnrolled(silo_id=card.silo_id, key_fingerprint=signing_key(card).fingerprint),
@@ -140,7 +140,7 @@ def enroll(
 
 def _check_new(federation: Federation, card: Card) -> None:
     """Refuse another key for an enrolled silo, and a key that another silo has."""
-    for other_id, other in cards(federation).items():
+    for other_id, other in read_cards(federation).items():
         same = (other.signing_key == card.signing_key, other.node_key == card.node_key)
         if not all(same) if other_id == card.silo_id else any(same):
             raise BusyError(
@@ -165,14 +165,14 @@ def _check_not_rotated(federation: Federation, card: Card) -> None:
         )
 
 
-def check_unused(federation: Federation, card: Card) -> None:
+def check_keys_unused(federation: Federation, card: Card) -> None:
     """Refuse keys that belonged to a removed silo, or a signing key that another silo has, had or will have.
 
     Raises:
         PolicyError: a key belonged to a silo that was removed.
         BusyError: the signing key belongs or belonged to a silo.
     """
-    for record in removed(federation):
+    for record in read_removals(federation):
         old = read_card(record.card.encode())
         if old.node_key == card.node_key or card.signing_key in {
             old.signing_key,
@@ -184,7 +184,7 @@ def check_unused(federation: Federation, card: Card) -> None:
                 got=f"a key of {old.silo_id}, removed {record.at:%Y-%m-%d}",
                 remedy="Ask the silo to make new keys: `silo init` in a new folder, then `silo enroll`.",
             )
-    held = {other_id: {other.signing_key} for other_id, other in cards(federation).items()}
+    held = {other_id: {other.signing_key} for other_id, other in read_cards(federation).items()}
     for silo_id, rotations in rotations_of(federation).items():
         held.setdefault(silo_id, set()).update(_rotated_keys(rotations))
     for silo_id in sorted(held):
@@ -213,7 +213,7 @@ def _rotated_keys(rotations: Iterable[str]) -> set[str]:
     return {key for rotation in opened for key in (rotation.old_key, rotation.new_key)}
 
 
-def check_agreed(card: Card, images: int | None, patients: int | None) -> None:
+def check_agreed_size(card: Card, images: int | None, patients: int | None) -> None:
     """Refuse a card that states more than the operator agrees to, or no patients where their number was agreed."""
     for unit, most in (("images", images), ("patients", patients)):
         stated = getattr(card.agreed, unit)
@@ -226,7 +226,7 @@ def check_agreed(card: Card, images: int | None, patients: int | None) -> None:
             )
 
 
-def cards(federation: Federation) -> Mapping[str, Card]:
+def read_cards(federation: Federation) -> Mapping[str, Card]:
     """Read every enrolled card, by silo id."""
     paths = sorted(path for path in federation.registry.glob("*.json"))
     found = []
@@ -236,11 +236,12 @@ def cards(federation: Federation) -> Mapping[str, Card]:
     return {card.silo_id: card for card in found}
 
 
-def removed(federation: Federation) -> list[Removed]:
+def read_removals(federation: Federation) -> list[RemovalRecord]:
     """Read the records of all removed silos."""
     paths = sorted((federation.registry / "removed").glob("*.json"))
     return [
-        Removed.parse(read_bounded(path, MAX_REMOVED_BYTES), subject=path.name) for path in paths
+        RemovalRecord.parse(read_bounded(path, MAX_REMOVED_BYTES), subject=path.name)
+        for path in paths
     ]
 
 
@@ -250,7 +251,7 @@ def card_of(federation: Federation, silo_id: str) -> Card:
     Raises:
         MissingFileError: the silo is not enrolled.
     """
-    found = cards(federation)
+    found = read_cards(federation)
     if silo_id not in found:
         got = f"a silo that is not enrolled; enrolled: {', '.join(found) or 'none'}"
         remedy = "Check the name, or enrol the silo first: aggregator enroll."
@@ -260,22 +261,22 @@ def card_of(federation: Federation, silo_id: str) -> Card:
     return found[silo_id]
 
 
-def taking_part(federation: Federation, plan: Plan) -> Mapping[str, Card]:
+def active_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
     """Return the cards of the plan's silos that may still answer it, in its order: those with a delegated key.
 
     A silo that was removed, or enrolled anew with another key, can take part from the next plan on.
     """
     return {
         silo_id: card
-        for silo_id, card in members(federation, plan).items()
+        for silo_id, card in member_cards(federation, plan).items()
         if silo_id in plan.silos
     }
 
 
-def members(federation: Federation, plan: Plan) -> Mapping[str, Card]:
+def member_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
     """Return the cards of the silos that take part, and of those whose experts the plan carries over, sorted."""
     delegated = federation.delegations()
-    found = cards(federation)
+    found = read_cards(federation)
     return {
         silo_id: found[silo_id]
         for silo_id in plan.members
@@ -313,7 +314,7 @@ def check_ledger(known: KnownLedger, silo_id: str, plan_id: str, chain: tuple[st
         )
 
 
-def remember_ledger(
+def record_ledger(
     federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]
 ) -> None:
     """Keep the chain of an accepted submission."""
@@ -326,7 +327,7 @@ def _ledger_path(federation: Federation, silo_id: str) -> Path:
     return federation.registry / "ledgers" / f"{silo_id}.json"
 
 
-def known_ledger(federation: Federation, silo_id: str) -> KnownLedger:
+def read_known_ledger(federation: Federation, silo_id: str) -> KnownLedger:
     """Return what is known of a silo's ledger; nothing before its first accepted submission."""
     path = _ledger_path(federation, silo_id)
     return (

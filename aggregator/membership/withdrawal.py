@@ -33,7 +33,7 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import SiloWithdrawn
 
 MAX_RECORD_BYTES = 65536
-GIVEN_UP = "given up by the silo itself"
+LEFT_BY_ITSELF = "given up by the silo itself"
 
 
 class Withdrawal(Document):
@@ -51,7 +51,7 @@ class Withdrawal(Document):
     carried_from: PlanId | None = None
 
 
-def withdraw(
+def withdraw_silo(
     federation: Federation, silo_id: str, reason: str, receipt_key: SigningKey
 ) -> Withdrawal:
     """Withdraw a silo from the present plan for good; a second call finishes the first one and keeps its reason.

@@ -13,7 +13,7 @@ from cryptography.exceptions import InvalidSignature
 
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.limits import bytes_to_come
-from aggregator.membership.registry import KnownLedger, cards
+from aggregator.membership.registry import KnownLedger, read_cards
 from aggregator.monitoring.doctor import FederationFacts, RecordedTime, ServerCertificate
 from aggregator.monitoring.machine import (
     PortState,
@@ -214,7 +214,7 @@ class FederationFactsReader:
 
     def _silos(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the silos of the signed metadata without a card, and those whose card has another key."""
-        enrolled = cards(self._federation)
+        enrolled = read_cards(self._federation)
         not_enrolled = []
         other_key = []
         for role, key in self._federation.delegations().items():

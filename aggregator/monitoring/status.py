@@ -13,7 +13,7 @@ from cryptography import x509
 from pydantic import Field
 
 from aggregator.config import Federation
-from aggregator.membership.registry import members, removed
+from aggregator.membership.registry import member_cards, read_removals
 from aggregator.membership.withdrawal import withdrawn_silos
 from aggregator.monitoring.silo_status import Departure, EarlierArrival, SiloStatus, read_silo
 from aggregator.runtime.processes import Processes, read_processes
@@ -192,8 +192,8 @@ def _departures(federation: Federation, plan: Plan, problems: list[str]) -> dict
     for silo_id in withdrawn_silos(federation, plan):
         departures[silo_id] = "withdrawn"
     try:
-        remaining = members(federation, plan)
-        for record in removed(federation):
+        remaining = member_cards(federation, plan)
+        for record in read_removals(federation):
             if record.silo_id not in remaining:
                 departures[record.silo_id] = "removed"
     except ArchipelagoError as error:

@@ -11,7 +11,7 @@ from aggregator.config import Federation
 from aggregator.intake.public_columns import Columns, kept_columns
 from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan
-from aggregator.membership.registry import cards
+from aggregator.membership.registry import read_cards
 from aggregator.planning.carrying import CarriedExperts, reuse_public_parts
 from aggregator.planning.columns import check_columns_kept, fitted_columns
 from aggregator.planning.continuing import check_continued, complete_expert
@@ -98,7 +98,7 @@ def _choose_training_silos(
     federation: Federation, carried: CarriedExperts | None
 ) -> tuple[str, ...]:
     """Return the enrolled silos that are not carried over, sorted."""
-    enrolled = cards(federation)
+    enrolled = read_cards(federation)
     if not enrolled:
         raise SetupError(
             "plan",

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from aggregator.config import PUBLIC_NAME, CurrentPlan, Federation
-from aggregator.keys.ceremony import check_replaceable, conduct
+from aggregator.keys.ceremony import check_replaceable, conduct_ceremony
 from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan, use_rotated_cards
 from aggregator.membership.registry import signing_key
@@ -99,7 +99,7 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
         targets = repository.next_targets(delegates, now_utc())
         purpose = f"start the plan {plan.plan_id}"
         request = SigningRequest.to_sign(targets, purpose, repository.targets(), repository.root())
-        return conduct(
+        return conduct_ceremony(
             federation,
             change,
             [request],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aggregator.config import Federation
 from aggregator.intake.inventory import AcceptedSilo, Inventory, take_inventory
-from aggregator.keys.silo_rotation import key_history
+from aggregator.keys.silo_rotation import collect_key_history
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.router.train import load_report, router_path
 from ddm.errors import BusyError, PolicyError
@@ -128,7 +128,7 @@ def link_files(
     link_plan(plan, federation.plan_targets(plan.plan_id), targets)
     for silo_id, silo in inventory.silos.items():
         _link_submission(plan, silo_id, silo, targets)
-    history = key_history(federation, inventory.silos)
+    history = collect_key_history(federation, inventory.silos)
     if history is not None:
         write_atomic(targets / KEY_HISTORY, history.encode())
     _link_router(federation, plan, router, targets)

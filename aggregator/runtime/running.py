@@ -10,7 +10,7 @@ from pathlib import Path
 from aggregator.config import Federation
 from aggregator.intake.attempts import MAX_ATTEMPTS_OF_SILO
 from aggregator.intake.limits import bytes_to_come, submission_bytes
-from aggregator.membership.registry import cards, taking_part
+from aggregator.membership.registry import active_cards, read_cards
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
 from aggregator.transfer.delivery import has_undelivered_receipts, is_plan_finished
@@ -53,7 +53,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
     federation.accepted.mkdir(parents=True, exist_ok=True)
     with locked(federation.accepted, "intake"):
         pass
-    silos_now = dict(taking_part(federation, plan))
+    silos_now = dict(active_cards(federation, plan))
     if not silos_now:
         remedy = "Sign another plan: aggregator plan."
         raise SetupError(
@@ -110,7 +110,7 @@ def _receipts_only(federation: Federation, plan: Plan) -> dict[str, Card]:
     """Return the cards of silos that do not train for the plan, and have not heard what became of an earlier one."""
     return {
         silo_id: card
-        for silo_id, card in cards(federation).items()
+        for silo_id, card in read_cards(federation).items()
         if silo_id not in plan.silos
         and has_undelivered_receipts(federation.path, plan.plan_id, silo_id)
     }
@@ -141,7 +141,7 @@ def _check_disk(federation: Federation, plan: Plan) -> None:
 
 def _all_done(federation: Federation, plan: Plan) -> bool:
     """Whether nothing is left to do for those who take part by now: a silo may have been removed meanwhile."""
-    return is_plan_finished(federation.path, plan.plan_id, list(taking_part(federation, plan)))
+    return is_plan_finished(federation.path, plan.plan_id, list(active_cards(federation, plan)))
 
 
 def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Program:

@@ -25,7 +25,7 @@ from support.measuring import parse, report, require_space, say
 from support.targets import Target, report_targets
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.membership.registry import enroll
+from aggregator.membership.registry import enroll_silo
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from aggregator.setup import init_federation
@@ -124,7 +124,7 @@ def make_plan(folder: Path, num: int) -> None:
     invited = read_invitation(federation.path / "invitation.json", digest)
     key = init_site(site, "north", folder / "data", invited, PASSPHRASE, None)
     (folder / "card.json").write_bytes(make_card(site, key, images=num))
-    enroll(federation, folder / "card.json")
+    enroll_silo(federation, folder / "card.json")
     public = torch.from_numpy(latents(np.random.default_rng(1), NUM_PUBLIC))
     plan = draft_plan(federation, recipe(), public, folder / "plan").plan
     (folder / "plan.json").write_bytes(plan.encode())

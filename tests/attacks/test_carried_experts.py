@@ -16,7 +16,7 @@ from tuf.api.exceptions import BadVersionNumberError
 import aggregator.planning.carrying
 import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
-from aggregator.membership.withdrawal import withdraw
+from aggregator.membership.withdrawal import withdraw_silo
 from aggregator.planning.carrying import choose_carried
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
@@ -265,7 +265,7 @@ def test_plan_that_carries_everybody_is_refused(published: Published, tmp_path: 
 
 def test_withdrawn_silo_is_never_carried(published: Published) -> None:
     tiny = published.tiny
-    withdraw(tiny.federation, "east", "asked us to", receipts_key(tiny))
+    withdraw_silo(tiny.federation, "east", "asked us to", receipts_key(tiny))
     assert [
         each.silo_id for each in choose_carried(tiny.federation, published.plan_id, []).carried
     ] == ["north"]
@@ -278,7 +278,7 @@ def test_plan_drafted_before_a_withdrawal_is_not_signed(
     tiny.join("west", LATE, 1)
     carrying = choose_carried(tiny.federation, published.plan_id, [])
     draft = draft_plan(tiny.federation, recipe(), carrying, tmp_path)
-    withdraw(tiny.federation, "east", "asked us to", receipts_key(tiny))
+    withdraw_silo(tiny.federation, "east", "asked us to", receipts_key(tiny))
     with pytest.raises(PolicyError, match="withdrawn"):
         sign_plan(tiny.federation, draft, PASSPHRASE)
     assert tiny.federation.current_plan()[0].plan_id == published.plan_id
@@ -365,7 +365,7 @@ def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by
     opened(grown, state)
     shutil.copytree(tiny.federation.path, metadata)
     kept = tiny.copy(tmp_path / "unlawful")  # a copy of the folder in which nothing was withdrawn
-    withdraw(tiny.federation, "east", "asked us to", receipts_key(tiny))
+    withdraw_silo(tiny.federation, "east", "asked us to", receipts_key(tiny))
     tiny.publish(tmp_path / "without")
     assert open_release(
         tmp_path / "without", root=grown.root, state=state

@@ -10,7 +10,7 @@ import torch
 from aggregator.cli import app as aggregator_app
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.quarantine import QuarantineEntry, quarantined_submissions, read_decisions
-from aggregator.membership.registry import enroll
+from aggregator.membership.registry import enroll_silo
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
@@ -226,7 +226,7 @@ def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(
     """The card said 340,000, and nobody looked at it."""
     site, card = tiny.sites["west"], tiny.path / "west.card.json"
     card.write_bytes(make_card(site, tiny.key("west"), images=CLAIMED))
-    enroll(tiny.federation, card)
+    enroll_silo(tiny.federation, card)
     planned(tiny, **COUNTED)
     assert sent(tiny, west=CLAIMED) == {}
     (reason,) = waiting(tiny)[0].record.reasons
@@ -249,7 +249,7 @@ def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(
 ) -> None:
     site, card = tiny.sites["west"], tiny.path / "west.card.json"
     card.write_bytes(make_card(site, tiny.key("west"), images=AGREED, patients=20))
-    enroll(tiny.federation, card)
+    enroll_silo(tiny.federation, card)
     planned(tiny, router={"kind": "counts"}, statistics=TOTAL | {"unit": "patient"})
     assert sent(tiny, east=AGREED, north=AGREED + 1, west=21).keys() == {"east"}
     reasons = {each.record.silo_id: each.record.reasons for each in waiting(tiny)}
@@ -267,7 +267,7 @@ def test_plan_drafted_before_a_card_changed_is_not_signed(tiny: TinyFederation) 
     draft = draft_plan(tiny.federation, recipe(), public, tiny.path / "scratch")
     card = tiny.path / "west.card.json"
     card.write_bytes(make_card(tiny.sites["west"], tiny.key("west"), images=32))
-    enroll(tiny.federation, card)
+    enroll_silo(tiny.federation, card)
     with pytest.raises(SetupError, match="other ones of west, whose cards changed"):
         sign_plan(tiny.federation, draft, PASSPHRASE)
 

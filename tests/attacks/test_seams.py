@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import aggregator.keys.removal
-from aggregator.keys.removal import remove
+from aggregator.keys.removal import remove_silo
 from aggregator.keys.silo_rotation import cards_for_next_plan, take_rotation
-from aggregator.membership.registry import card_of, enroll, read_card, signing_key
+from aggregator.membership.registry import card_of, enroll_silo, read_card, signing_key
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
 from ddm.io.locks import lock_if_unread
 from ddm.protocol.enrolment import CARD_KIND, Agreed, RotatedCard
@@ -88,7 +88,7 @@ def test_size_of_a_card_counts_or_is_refused_although_a_rotated_card_waits(
     for name, key in (("waits", old), ("in force", keyed.silos["east"])):
         with case(name=name):
             with pytest.raises(BusyError, match="silo east"):
-                enroll(keyed.federation, plain_card(keyed, "east", key, 512))
+                enroll_silo(keyed.federation, plain_card(keyed, "east", key, 512))
             assert cards_for_next_plan(keyed.federation, ["east"])["east"].agreed.images == 1024
             if name == "waits":
                 start(keyed, 1)
@@ -106,10 +106,10 @@ def test_plan_that_waits_for_holders_is_refused_where_an_agreed_size_changed_mea
 ) -> None:
     keyed.plan(1)
     keyed.sign("targets", "dan")
-    enroll(keyed.federation, plain_card(keyed, "east", keyed.silos["east"], 512))
+    enroll_silo(keyed.federation, plain_card(keyed, "east", keyed.silos["east"], 512))
     with pytest.raises(PolicyError, match="agreed"):
         keyed.complete()
-    enroll(keyed.federation, plain_card(keyed, "east", keyed.silos["east"], 1024))
+    enroll_silo(keyed.federation, plain_card(keyed, "east", keyed.silos["east"], 1024))
     keyed.complete()
     assert keyed.federation.current_plan()[0].agreed["east"].images == 1024
 
@@ -122,7 +122,7 @@ def test_plan_that_waits_for_holders_brings_no_key_of_a_removed_silo_back(
     gone = keyed.silos["east"]
     keyed.plan(1)
     keyed.sign("targets", "dan")
-    remove(keyed.federation, "east", "stolen laptop", PASSPHRASE)
+    remove_silo(keyed.federation, "east", "stolen laptop", PASSPHRASE)
     keyed.enroll("east")
     take_in(keyed, "east")
     with pytest.raises(PolicyError, match="east"):
@@ -145,17 +145,17 @@ def test_log_says_that_a_silo_was_removed_only_where_nothing_but_its_removal_can
         start(keyed, 1)
     words = ("aggregator", "enroll", keyed.federation.path, keyed.path / "east.card.json")
     before = said(keyed, "east")
-    for step in ("write_atomic", "append", "forget_rotations"):
+    for step in ("write_atomic", "append_entries", "forget_rotations"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(aggregator.keys.removal, step, cut_short)
-            remove(keyed.federation, "east", "a mistake", PASSPHRASE)
+            remove_silo(keyed.federation, "east", "a mistake", PASSPHRASE)
         with case(step=step):
             assert command(*words).code == (0 if step == "write_atomic" else 31)
             assert said(keyed, "east") == (
                 before if step != "forget_rotations" else [*before, "silo_removed"]
             )
     with suppress(ArchipelagoError):  # with a plan, the holders' signatures are missing
-        remove(keyed.federation, "east", "a mistake", PASSPHRASE)
+        remove_silo(keyed.federation, "east", "a mistake", PASSPHRASE)
     assert said(keyed, "east") == [*before, "silo_removed"]
     assert not (keyed.federation.registry / "east.json").exists()
 
@@ -194,7 +194,7 @@ def test_consent_is_remembered_or_asked_for_again_however_the_reader_is_cut_shor
     state, old = tmp_path / "state", keyed.silos["east"].public.fingerprint
     start(keyed, 1)
     verify_release(keyed.publish(1, tmp_path / "first"), keyed.root, state=state)
-    remove(keyed.federation, "east", "lost its key", PASSPHRASE)
+    remove_silo(keyed.federation, "east", "lost its key", PASSPHRASE)
     keyed.sign("targets", "dan")
     keyed.complete()
     keyed.enroll("east")

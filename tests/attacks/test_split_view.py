@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.keys.rotation import rotate
+from aggregator.keys.rotation import rotate_key
 from aggregator.release.publish import publish
 from ddm.cli.main import app
 from ddm.errors import ArchipelagoError, SetupError, SplitViewError, TrustError
@@ -107,7 +107,7 @@ def histories(published_once: Published, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(published_once.release, folder / "first")
     with pytest.MonkeyPatch.context() as patch:
         publish_short_pages(patch)
-        rotate(honest, "release", PASSPHRASE)
+        rotate_key(honest, "release", PASSPHRASE)
         for name, edit in (
             ("forked", None),
             ("rewritten", other_manifest),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.config import Federation, FederationSettings, WitnessSettings
-from aggregator.keys.rotation import rotate
+from aggregator.keys.rotation import rotate_key
 from ddm.errors import SignatureError
 from ddm.io.settings import load_settings, save_settings
 from ddm.publishing.log import TransparencyLog
@@ -45,7 +45,7 @@ def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
     assert log_key is not None
     (tmp_path / "pass").write_bytes(PASSPHRASE)
     with witnessing("witness.example/w1", [log_key]) as server:
-        rotate(forked, "release", PASSPHRASE)  # the other history has an entry more
+        rotate_key(forked, "release", PASSPHRASE)  # the other history has an entry more
         first, second = (
             published(federation, server, tmp_path / "pass") for federation in (honest, forked)
         )

@@ -29,7 +29,7 @@ from aggregator.intake.quarantine import (
     quarantined_submissions,
     record_decision,
 )
-from aggregator.membership.withdrawal import withdraw as take_out
+from aggregator.membership.withdrawal import withdraw_silo
 from aggregator.monitoring.labels import STANDINGS
 from aggregator.monitoring.silo_status import SiloStatus
 from aggregator.monitoring.status import read_status
@@ -340,9 +340,9 @@ class Life(RuleBasedStateMachine):
         self.both.decide("refused")
 
     @rule()
-    def take_out(self) -> None:
+    def withdraw_silo(self) -> None:
         federation = self.both.federation
-        take_out(federation, SILO, "a test", load_key(federation, "receipts", PASSPHRASE))
+        withdraw_silo(federation, SILO, "a test", load_key(federation, "receipts", PASSPHRASE))
 
     @rule()
     def settle(self) -> None:

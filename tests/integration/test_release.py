@@ -17,7 +17,7 @@ from tuf.ngclient.fetcher import FetcherInterface
 
 import ddm.loading.release
 import ddm.publishing.signing
-from aggregator.membership.withdrawal import withdraw
+from aggregator.membership.withdrawal import withdraw_silo
 from ddm import open_ensemble
 from ddm.errors import (
     ArchipelagoError,
@@ -140,7 +140,7 @@ def test_python_tufs_own_client_refuses_a_withdrawn_silo_that_it_knew_and_whose_
     (tmp_path / "metadata").mkdir()
     name = f"{published.plan_id}/silos/north/submission.json"
     assert client(first, published.root, tmp_path).get_targetinfo(name) is not None
-    withdraw(
+    withdraw_silo(
         tiny.federation, "north", "asked to", load_key(tiny.federation, "receipts", PASSPHRASE)
     )
     tiny.publish(second)

@@ -13,7 +13,7 @@ import pytest
 from tuf.api.metadata import Targets
 
 from aggregator.config import Federation
-from aggregator.membership.registry import enroll
+from aggregator.membership.registry import enroll_silo
 from ddm.errors import ArchipelagoError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import read_bounded
@@ -230,7 +230,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "document": lambda path: read_bounded(path, MAX_DOCUMENT_BYTES),
     "metadata": lambda path: read_small(path.parent, path.name, LIMITS["root"]),
     "invitation": lambda path: read_invitation(path, DIGEST),
-    "card": lambda path: enroll(Federation(path.parent), path),
+    "card": lambda path: enroll_silo(Federation(path.parent), path),
     "configuration": lambda path: load_settings(SiloSettings, path),
     "tensors": lambda path: read_header(path, max_bytes=TEN_GIB),
     "tensors above their limit": lambda path: read_header(path, max_bytes=1 << 20),

@@ -15,7 +15,7 @@ from flwr.app.message.message import Metadata
 
 from aggregator.config import Federation
 from aggregator.intake.service import IntakeService
-from aggregator.membership.registry import enroll
+from aggregator.membership.registry import enroll_silo
 from aggregator.server_app import FlowerCarrier
 from ddm.errors import ArchipelagoError, DocumentError, FormatError, ReplayError
 from ddm.io.settings import load_settings
@@ -140,7 +140,7 @@ def test_operator_who_is_handed_a_hostile_file_is_told_nothing_of_its_text(
 ) -> None:
     readers: list[Callable[[Path], object]] = [
         lambda path: read_invitation(path, "c" * 64),
-        lambda path: enroll(Federation(tmp_path), path),
+        lambda path: enroll_silo(Federation(tmp_path), path),
         lambda path: load_settings(SiloSettings, path),
     ]
     for content in (

@@ -14,7 +14,7 @@ import torch
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.service import IntakeService
-from aggregator.membership.registry import enroll
+from aggregator.membership.registry import enroll_silo
 from aggregator.planning.carrying import choose_carried
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
@@ -164,7 +164,7 @@ class TinyFederation:
             update={"max_epsilon": 1000.0, "unit": "image"}
         )
         (self.path / f"{silo_id}.card.json").write_bytes(seal(card.encode(), CARD_KIND, key))
-        enroll(self.federation, self.path / f"{silo_id}.card.json")
+        enroll_silo(self.federation, self.path / f"{silo_id}.card.json")
         self.sites[silo_id] = site
 
     def copy(self, folder: Path) -> "TinyFederation":

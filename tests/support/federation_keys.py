@@ -10,10 +10,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.keys.ceremony import complete, sign_document
+from aggregator.keys.ceremony import complete_change, sign_document
 from aggregator.keys.rotation import next_receipts_key
-from aggregator.keys.silo_rotation import key_history
-from aggregator.membership.registry import enroll, read_card, taking_part
+from aggregator.keys.silo_rotation import collect_key_history
+from aggregator.membership.registry import active_cards, enroll_silo, read_card
 from aggregator.planning.cost import Cost
 from aggregator.planning.draft import Draft
 from aggregator.planning.sign import sign_plan
@@ -108,7 +108,7 @@ class KeyedFederation:
         )
         path = self.path / f"{silo_id}.card.json"
         path.write_bytes(seal(card.encode(), CARD_KIND, self.silos[silo_id]))
-        enroll(self.federation, path)
+        enroll_silo(self.federation, path)
 
     def rotate(self, silo_id: str) -> Path:
         """Give a silo a new key, which its old key announces; return what the silo hands out. No plan names it yet."""
@@ -169,7 +169,7 @@ class KeyedFederation:
         shutil.copytree(self.federation.plan_targets(plan_id), targets)
         roles = {}
         plan, _ = self.federation.current_plan()
-        for silo_id in silos or tuple(taking_part(self.federation, plan)):
+        for silo_id in silos or tuple(active_cards(self.federation, plan)):
             home = targets / "silos" / silo_id
             home.mkdir(parents=True)
             (home / "submission.json").write_text(f'{{"silo":"{silo_id}"}}')
@@ -177,7 +177,7 @@ class KeyedFederation:
             roles[silo_id] = self.silo_metadata(number, silo_id, home)
         (targets / "manifest.json").write_bytes(b"{}")
         (targets / "router.safetensors").write_bytes(b"router" * 50)
-        if history := key_history(self.federation, roles):
+        if history := collect_key_history(self.federation, roles):
             (targets / KEY_HISTORY).write_bytes(history.encode())
         release = {
             name: file
@@ -224,4 +224,4 @@ class KeyedFederation:
 
     def complete(self) -> str:
         """Put into force what waits."""
-        return complete(self.federation, PASSPHRASE).purpose
+        return complete_change(self.federation, PASSPHRASE).purpose

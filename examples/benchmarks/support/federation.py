@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.membership.registry import card_of, enroll
+from aggregator.membership.registry import card_of, enroll_silo
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from aggregator.planning.sign import sign_plan
@@ -171,7 +171,7 @@ class MadeUp:
             key = init_site(site, silo_id, data, invited, PASSPHRASE, None)
             save_settings(Policy.model_validate(_POLICY), site.path / "policy.toml", "benchmark")
             (path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
-            enroll(federation, path / f"{silo_id}.card.json")
+            enroll_silo(federation, path / f"{silo_id}.card.json")
             sites[silo_id] = site
         return cls(path, federation, sites, _sign(federation, architecture, path / "scratch"))
 

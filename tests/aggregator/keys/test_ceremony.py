@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from securesystemslib.formats import encode_canonical
 
-from aggregator.keys.ceremony import abandon, read_request, sign_document
-from aggregator.keys.removal import remove
-from aggregator.keys.rotation import rotate
+from aggregator.keys.ceremony import abandon_change, read_request, sign_document
+from aggregator.keys.removal import remove_silo
+from aggregator.keys.rotation import rotate_key
 from ddm.errors import (
     ArchipelagoError,
     BusyError,
@@ -99,15 +99,15 @@ def test_only_one_change_waits_and_it_can_be_thrown_away(keyed: KeyedFederation)
     }
     for attempt in (
         lambda: keyed.plan(2),
-        lambda: rotate(keyed.federation, "online", PASSPHRASE),
-        lambda: rotate(keyed.federation, "receipts", PASSPHRASE),
+        lambda: rotate_key(keyed.federation, "online", PASSPHRASE),
+        lambda: rotate_key(keyed.federation, "receipts", PASSPHRASE),
     ):
         with pytest.raises(BusyError):
             attempt()
     assert {
         path.name: path.read_bytes() for path in (keyed.federation.path / "ceremony").glob("*.json")
     } == waiting
-    assert abandon(keyed.federation) == "start the plan digits-00000001"
+    assert abandon_change(keyed.federation) == "start the plan digits-00000001"
     with pytest.raises(MissingFileError):
         keyed.complete()
     assert keyed.plan(2)
@@ -117,7 +117,7 @@ def test_founding_cannot_be_thrown_away(tmp_path: Path) -> None:
     keyed = KeyedFederation(tmp_path)
     keyed.found(keyed.hold("ada", threshold=1))
     with pytest.raises(PolicyError):
-        abandon(keyed.federation)
+        abandon_change(keyed.federation)
 
 
 def test_signature_of_a_stranger_and_a_second_one_of_the_same_holder_are_refused(
@@ -161,7 +161,7 @@ def test_answer_to_a_document_thrown_away_does_not_sign_another(keyed: KeyedFede
     answers = {
         path.name: path.read_bytes() for path in keyed.document("targets").parent.glob("*.sig")
     }
-    abandon(keyed.federation)
+    abandon_change(keyed.federation)
     keyed.plan(2)
     for name, data in answers.items():
         (keyed.document("targets").parent / name).write_bytes(data)
@@ -221,13 +221,13 @@ def test_words_name_every_key_that_comes_stays_or_goes_and_every_threshold(
     keyed: KeyedFederation,
 ) -> None:
     held = keyed.hold("ada", "ben", "fay", threshold=3)
-    rotate(keyed.federation, "root", PASSPHRASE, held)
+    rotate_key(keyed.federation, "root", PASSPHRASE, held)
     lines = describe_request(read_request(keyed.document("root"))).splitlines()
     assert lines[0].startswith("root, version 2 (replaces version 1)")
     assert "root: 3 of 3 must sign (was 2)" in lines
     for name, mark in (("ada", " "), ("ben", " "), ("fay", "+"), ("cem", "-"), ("dan", " ")):
         assert f"  {mark} key {keyed.holders[name].public.short}" in lines
-    abandon(keyed.federation)
+    abandon_change(keyed.federation)
     keyed.plan(1, ("north",))
     text = describe_request(read_request(keyed.document("targets")))
     assert "digits-00000001.north: NEW: 1 of 1 must sign" in text
@@ -255,7 +255,7 @@ def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refu
 def test_root_passes_to_other_holders_when_enough_old_and_new_ones_sign(
     keyed: KeyedFederation,
 ) -> None:
-    rotate(keyed.federation, "root", PASSPHRASE, keyed.hold("fay", "gus", threshold=2))
+    rotate_key(keyed.federation, "root", PASSPHRASE, keyed.hold("fay", "gus", threshold=2))
     keyed.sign("root", "fay", "gus", "ada")
     with pytest.raises(SetupError) as refused:
         keyed.complete()
@@ -263,7 +263,7 @@ def test_root_passes_to_other_holders_when_enough_old_and_new_ones_sign(
     assert "1 of 2 signatures" in refused.value.got
     keyed.sign("root", "ben")
     keyed.complete()
-    rotate(keyed.federation, "online", PASSPHRASE)
+    rotate_key(keyed.federation, "online", PASSPHRASE)
     with pytest.raises(SignatureError):
         keyed.sign("root", "cem")
     keyed.sign("root", "fay", "gus")
@@ -282,7 +282,7 @@ def test_root_passes_to_other_holders_when_enough_old_and_new_ones_sign(
 def test_targets_passes_to_other_holders_with_a_new_root_and_new_delegations(
     keyed: KeyedFederation,
 ) -> None:
-    rotate(keyed.federation, "targets", PASSPHRASE, keyed.hold("fay", threshold=1))
+    rotate_key(keyed.federation, "targets", PASSPHRASE, keyed.hold("fay", threshold=1))
     keyed.sign("root", "ada", "ben")
     with pytest.raises(SignatureError):
         keyed.sign("targets", "dan")
@@ -297,7 +297,7 @@ def test_targets_passes_to_other_holders_with_a_new_root_and_new_delegations(
 def test_keys_held_elsewhere_are_not_replaced_by_one_here_unasked(keyed: KeyedFederation) -> None:
     for name in ("root", "targets"):
         with pytest.raises(SetupError) as refused:
-            rotate(keyed.federation, name, PASSPHRASE)
+            rotate_key(keyed.federation, name, PASSPHRASE)
         assert "--holder" in refused.value.remedy
 
 
@@ -305,7 +305,7 @@ def test_local_keys_leave_the_folder_when_root_and_targets_pass_to_holders(tmp_p
     keyed = KeyedFederation(tmp_path)
     keyed.found()
     assert (keyed.federation.keys / "root.key").exists()
-    rotate(keyed.federation, "root", PASSPHRASE, keyed.hold("ada", "ben", threshold=1))
+    rotate_key(keyed.federation, "root", PASSPHRASE, keyed.hold("ada", "ben", threshold=1))
     assert (keyed.federation.keys / "root.key").exists(), "until the new holders have signed"
     keyed.sign("root", "ada")
     keyed.complete()
@@ -318,12 +318,12 @@ def test_plan_that_names_a_silo_removed_meanwhile_does_not_come_into_force(
     keyed: KeyedFederation,
 ) -> None:
     keyed.plan(1)
-    remove(keyed.federation, "east", "stolen laptop", PASSPHRASE)
+    remove_silo(keyed.federation, "east", "stolen laptop", PASSPHRASE)
     keyed.sign("targets", *TARGETS)
     with pytest.raises(PolicyError, match="east"):
         keyed.complete()
     assert not (keyed.federation.path / "plans" / "current.json").exists()
-    abandon(keyed.federation)
+    abandon_change(keyed.federation)
     keyed.plan(2, ("north",))
     keyed.sign("targets", *TARGETS)
     keyed.complete()

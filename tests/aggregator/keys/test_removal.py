@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.keys.removal import remove
-from aggregator.membership.registry import Removed, cards, read_card, taking_part
+from aggregator.keys.removal import remove_silo
+from aggregator.membership.registry import RemovalRecord, active_cards, read_card, read_cards
 from ddm.errors import (
     ArchipelagoError,
     MissingFileError,
@@ -28,11 +28,11 @@ def test_removed_silo_leaves_the_registry_the_delegations_and_the_next_version(
     keyed: KeyedFederation,
 ) -> None:
     card = (keyed.federation.registry / "east.json").read_bytes()
-    removal = remove(keyed.federation, "east", "left the federation", PASSPHRASE)
+    removal = remove_silo(keyed.federation, "east", "left the federation", PASSPHRASE)
     assert (removal.plan_id, removal.missing) == ("digits-00000001", [])
-    assert set(cards(keyed.federation)) == {"north"}
+    assert set(read_cards(keyed.federation)) == {"north"}
     (path,) = (keyed.federation.registry / "removed").iterdir()
-    record = Removed.parse(path.read_bytes(), subject=path.name)
+    record = RemovalRecord.parse(path.read_bytes(), subject=path.name)
     assert (record.silo_id, record.reason, record.card) == (
         "east",
         "left the federation",
@@ -41,7 +41,7 @@ def test_removed_silo_leaves_the_registry_the_delegations_and_the_next_version(
     assert read_card(record.card.encode()).signing_key == str(keyed.silos["east"].public)
     assert set(keyed.repository.delegates().silos) == {"north"}
     plan, _ = keyed.federation.current_plan()
-    assert list(taking_part(keyed.federation, plan)) == ["north"]
+    assert list(active_cards(keyed.federation, plan)) == ["north"]
     verified = verify_release(
         keyed.publish(1, keyed.path / "second"), keyed.root, state=keyed.path / "state"
     )
@@ -52,7 +52,7 @@ def test_what_a_removed_silo_signed_is_refused_with_the_new_metadata(
     keyed: KeyedFederation,
 ) -> None:
     """The attacks: its files and its metadata put back into the new release; listed again by a thief of online."""
-    remove(keyed.federation, "east", "stolen key", PASSPHRASE)
+    remove_silo(keyed.federation, "east", "stolen key", PASSPHRASE)
     second = keyed.publish(1, keyed.path / "second")
     verify_release(second, keyed.root, state=None)
     role = "digits-00000001.east.json"
@@ -70,7 +70,7 @@ def test_last_silo_of_a_plan_can_be_removed_and_the_next_plan_signed(
     keyed: KeyedFederation,
 ) -> None:
     for silo_id in ("east", "north"):
-        remove(keyed.federation, silo_id, "ended", PASSPHRASE)
+        remove_silo(keyed.federation, silo_id, "ended", PASSPHRASE)
     with pytest.raises(SetupError) as refused:
         keyed.federation.current_plan()
     assert "aggregator plan" in refused.value.remedy
@@ -82,25 +82,25 @@ def test_last_silo_of_a_plan_can_be_removed_and_the_next_plan_signed(
 def test_silo_outside_the_plan_is_removed_without_a_signature(keyed: KeyedFederation) -> None:
     keyed.enroll("west")
     before = (keyed.federation.tuf / "targets.json").read_bytes()
-    assert remove(keyed.federation, "west", "never came", PASSPHRASE).plan_id is None
+    assert remove_silo(keyed.federation, "west", "never came", PASSPHRASE).plan_id is None
     assert (keyed.federation.tuf / "targets.json").read_bytes() == before
-    assert set(cards(keyed.federation)) == {"east", "north"}
+    assert set(read_cards(keyed.federation)) == {"east", "north"}
 
 
 def test_removed_silo_comes_back_with_new_keys_only_and_takes_part_from_the_next_plan(
     keyed: KeyedFederation,
 ) -> None:
     old = keyed.silos["east"]
-    remove(keyed.federation, "east", "laptop stolen", PASSPHRASE)
+    remove_silo(keyed.federation, "east", "laptop stolen", PASSPHRASE)
     for name in ("east", "west"):
         with pytest.raises(PolicyError, match="never belonged to a removed silo"):
             keyed.enroll(name, old)
     keyed.enroll("east", SigningKey.generate())
     plan, _ = keyed.federation.current_plan()
-    assert list(taking_part(keyed.federation, plan)) == ["north"]
+    assert list(active_cards(keyed.federation, plan)) == ["north"]
     keyed.plan(2)
     plan, _ = keyed.federation.current_plan()
-    assert list(taking_part(keyed.federation, plan)) == ["east", "north"]
+    assert list(active_cards(keyed.federation, plan)) == ["east", "north"]
 
 
 def test_removal_cut_short_after_the_card_is_finished_by_the_same_command(
@@ -113,26 +113,26 @@ def test_removal_cut_short_after_the_card_is_finished_by_the_same_command(
         raise Crash
 
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr("aggregator.keys.removal.conduct", stop)
-        remove(keyed.federation, "east", "stolen key", PASSPHRASE)
+        patch.setattr("aggregator.keys.removal.conduct_ceremony", stop)
+        remove_silo(keyed.federation, "east", "stolen key", PASSPHRASE)
     plan, _ = keyed.federation.current_plan()
-    assert list(taking_part(keyed.federation, plan)) == ["north"]
+    assert list(active_cards(keyed.federation, plan)) == ["north"]
     assert set(keyed.repository.delegates().silos) == {"east", "north"}
-    remove(keyed.federation, "east", "stolen key", PASSPHRASE)
+    remove_silo(keyed.federation, "east", "stolen key", PASSPHRASE)
     assert set(keyed.repository.delegates().silos) == {"north"}
     assert len(list((keyed.federation.registry / "removed").iterdir())) == 1
 
 
 def test_removal_of_a_stranger_or_without_a_reason_is_refused(keyed: KeyedFederation) -> None:
     with pytest.raises(MissingFileError):
-        remove(keyed.federation, "west", "who", PASSPHRASE)
+        remove_silo(keyed.federation, "west", "who", PASSPHRASE)
     with pytest.raises(SetupError):
-        remove(keyed.federation, "east", "  ", PASSPHRASE)
-    assert set(cards(keyed.federation)) == {"east", "north"}
+        remove_silo(keyed.federation, "east", "  ", PASSPHRASE)
+    assert set(read_cards(keyed.federation)) == {"east", "north"}
 
 
 def test_damaged_record_of_a_removal_lets_nobody_in(keyed: KeyedFederation) -> None:
-    remove(keyed.federation, "east", "left", PASSPHRASE)
+    remove_silo(keyed.federation, "east", "left", PASSPHRASE)
     (path,) = (keyed.federation.registry / "removed").iterdir()
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"card": "{}"}))
     with pytest.raises(ArchipelagoError):
@@ -143,7 +143,7 @@ def test_ensemble_is_published_without_a_removed_silo_and_its_readers_accept_it(
     published: Published, tmp_path: Path
 ) -> None:
     tiny = published.tiny
-    remove(tiny.federation, "east", "left the federation", PASSPHRASE)
+    remove_silo(tiny.federation, "east", "left the federation", PASSPHRASE)
     tiny.publish(tmp_path / "next")
     root = tiny.root.read_bytes()
     assert set(verify_release(tmp_path / "next", root, state=None).silo_keys) == {"north"}

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-from aggregator.keys.removal import remove
-from aggregator.keys.rotation import ROTATED_KEYS, check_name, rotate
+from aggregator.keys.removal import remove_silo
+from aggregator.keys.rotation import ROTATED_KEYS, parse_key_name, rotate_key
 from ddm.errors import BusyError, MissingFileError, PassphraseError, SetupError, SignatureError
 from ddm.publishing.keys import load_key, load_model_signing_key
 from ddm.trust.keys import PublicKey
@@ -37,7 +37,7 @@ def test_releases_verify_with_the_original_root_before_and_after_a_rotation(
 ) -> None:
     state, old_key = keyed.path / "state", load_key(keyed.federation, name, PASSPHRASE).public
     before = verified_versions(keyed, keyed.path / "first", state)
-    assert rotate(keyed.federation, check_name(name), PASSPHRASE) == []
+    assert rotate_key(keyed.federation, parse_key_name(name), PASSPHRASE) == []
     assert verified_versions(keyed, keyed.path / "first") == before
     after = verified_versions(keyed, keyed.publish(1, keyed.path / "second"), state)
     assert after["root"] == (1 if name in ("plans", "release") else 2)
@@ -53,7 +53,7 @@ def test_silo_that_knew_only_the_old_root_accepts_the_next_plan(
 ) -> None:
     trust = keyed.path / "silo trust"
     verify_bundle(keyed.federation.bundle("digits-00000001"), keyed.root, state=trust)
-    rotate(keyed.federation, check_name(name), PASSPHRASE)
+    rotate_key(keyed.federation, parse_key_name(name), PASSPHRASE)
     keyed.plan(2)
     bundle = keyed.federation.bundle("digits-00000002")
     assert verify_bundle(bundle, keyed.root, state=trust).plan_id == "digits-00000002"
@@ -68,7 +68,7 @@ def test_plan_in_progress_is_accepted_after_a_rotation_from_the_very_bundle_that
     before, late, early = files(bundle), keyed.path / "late", keyed.path / "early"
     verify_bundle(bundle, keyed.root, state=early)
     for _ in range(2):
-        rotate(keyed.federation, check_name(name), PASSPHRASE)
+        rotate_key(keyed.federation, parse_key_name(name), PASSPHRASE)
     assert files(bundle) == before
     for trust in (late, early):
         assert verify_bundle(bundle, keyed.root, state=trust).plan_id == "digits-00000001"
@@ -90,13 +90,13 @@ def test_old_key_signs_nothing_any_more(keyed: KeyedFederation, name: str) -> No
     """The attack: whoever stole the old key puts it back and signs with it."""
     stolen = [(keyed.federation.keys / f"{name}.{kind}") for kind in ("key", "pub")]
     kept = [path.read_bytes() for path in stolen]
-    rotate(keyed.federation, check_name(name), PASSPHRASE)
+    rotate_key(keyed.federation, parse_key_name(name), PASSPHRASE)
     for path, data in zip(stolen, kept, strict=True):
         path.write_bytes(data)
     current = keyed.federation.tuf / "timestamp.json"
     before = current.read_bytes()
     if name == "root":
-        waits = rotate(keyed.federation, "online", PASSPHRASE)
+        waits = rotate_key(keyed.federation, "online", PASSPHRASE)
         assert waits[0].startswith("root-3.json: 0 of 1 signatures")
     elif name == "targets":
         waits = keyed.plan(2)
@@ -112,7 +112,7 @@ def test_reader_who_saw_the_rotation_refuses_what_the_old_key_signed(
     keyed: KeyedFederation, name: str
 ) -> None:
     state = keyed.path / "state"
-    rotate(keyed.federation, check_name(name), PASSPHRASE)
+    rotate_key(keyed.federation, parse_key_name(name), PASSPHRASE)
     assert verified_versions(keyed, keyed.publish(1, keyed.path / "second"), state)
     with pytest.raises(SignatureError):
         verified_versions(keyed, keyed.path / "first", state)
@@ -124,7 +124,7 @@ def test_receipts_key_takes_effect_with_the_next_plan_and_the_plan_in_progress_k
 ) -> None:
     federation = keyed.federation
     plan, _ = federation.current_plan()
-    rotate(federation, "receipts", PASSPHRASE)
+    rotate_key(federation, "receipts", PASSPHRASE)
     assert str(load_key(federation, "receipts", PASSPHRASE).public) == plan.receipt_key
     keyed.plan(2)
     following, _ = federation.current_plan()
@@ -140,7 +140,7 @@ def test_plan_drafted_before_the_receipts_key_was_rotated_is_not_signed(
     from aggregator.planning.sign import sign_plan
 
     draft = keyed.draft(2)
-    rotate(keyed.federation, "receipts", PASSPHRASE)
+    rotate_key(keyed.federation, "receipts", PASSPHRASE)
     with pytest.raises(SetupError, match="rotated"):
         sign_plan(keyed.federation, draft, PASSPHRASE)
     assert keyed.federation.current_plan()[0].plan_id == "digits-00000001"
@@ -150,7 +150,7 @@ def test_receipts_key_is_replaced_at_once_where_no_plan_names_it(tmp_path: Path)
     keyed = KeyedFederation(tmp_path)
     keyed.found()
     before = load_key(keyed.federation, "receipts", PASSPHRASE).public
-    rotate(keyed.federation, "receipts", PASSPHRASE)
+    rotate_key(keyed.federation, "receipts", PASSPHRASE)
     assert load_key(keyed.federation, "receipts", PASSPHRASE).public != before
 
 
@@ -159,7 +159,7 @@ def test_model_signing_key_changes_and_the_old_public_half_still_verifies_what_i
 ) -> None:
     federation, algorithm = keyed.federation, ec.ECDSA(hashes.SHA256())
     signature = load_model_signing_key(federation, PASSPHRASE).sign(b"model", algorithm)
-    rotate(federation, "model-signing", PASSPHRASE)
+    rotate_key(federation, "model-signing", PASSPHRASE)
     new = load_pem_public_key((federation.path / "model-signing.pub.pem").read_bytes())
     (kept,) = federation.path.glob("model-signing-*.pub.pem")
     old = load_pem_public_key(kept.read_bytes())
@@ -181,9 +181,9 @@ def test_model_signing_key_changes_and_the_old_public_half_still_verifies_what_i
 def test_two_operators_cannot_sign_at_once(keyed: KeyedFederation) -> None:
     with keyed.federation.signing_lock():
         for attempt in (
-            lambda: rotate(keyed.federation, "online", PASSPHRASE),
+            lambda: rotate_key(keyed.federation, "online", PASSPHRASE),
             lambda: keyed.plan(2),
-            lambda: remove(keyed.federation, "north", "left", PASSPHRASE),
+            lambda: remove_silo(keyed.federation, "north", "left", PASSPHRASE),
         ):
             with pytest.raises(BusyError):
                 attempt()
@@ -194,9 +194,9 @@ def test_unknown_key_is_named_and_holders_of_a_key_that_has_none_are_refused(
     keyed: KeyedFederation,
 ) -> None:
     with pytest.raises(SetupError, match="model-signing"):
-        check_name("router")
+        parse_key_name("router")
     with pytest.raises(SetupError):
-        rotate(keyed.federation, "online", PASSPHRASE, keyed.hold("ada", threshold=1))
+        rotate_key(keyed.federation, "online", PASSPHRASE, keyed.hold("ada", threshold=1))
 
 
 def test_tls_key_changes_under_the_same_authority_and_the_same_names(
@@ -205,7 +205,7 @@ def test_tls_key_changes_under_the_same_authority_and_the_same_names(
     tls = keyed.federation.path / "tls"
     old_key = (tls / "server.key").read_bytes()
     authority = (tls / "ca.pem").read_bytes()
-    rotate(keyed.federation, "tls", PASSPHRASE)
+    rotate_key(keyed.federation, "tls", PASSPHRASE)
     assert (tls / "server.key").read_bytes() != old_key
     assert (tls / "ca.pem").read_bytes() == authority
     assert (tls / "server.key").stat().st_mode & 0o777 == 0o600
@@ -219,7 +219,7 @@ def test_tls_rotation_says_what_is_missing_when_the_authority_is_offline(
 ) -> None:
     (keyed.federation.path / "tls" / "ca.key").unlink()
     with pytest.raises(MissingFileError) as refused:
-        rotate(keyed.federation, "tls", PASSPHRASE)
+        rotate_key(keyed.federation, "tls", PASSPHRASE)
     assert "offline" in refused.value.remedy
 
 
@@ -227,7 +227,7 @@ def test_tls_rotation_says_what_is_missing_when_the_authority_is_offline(
 def test_wrong_passphrase_rotates_nothing(keyed: KeyedFederation, name: str) -> None:
     before = files(keyed.federation.path)
     with pytest.raises(PassphraseError):
-        rotate(keyed.federation, check_name(name), b"wrong")
+        rotate_key(keyed.federation, parse_key_name(name), b"wrong")
     assert files(keyed.federation.path) == before
 
 
@@ -296,7 +296,8 @@ def test_rotation_killed_at_any_write_leaves_the_old_key_or_the_new_one_working(
         number += stride
         broken = keyed.copy(tmp_path_factory.mktemp("broken"))
         if not killed_at(
-            number, lambda here=broken: rotate(here.federation, check_name(name), PASSPHRASE)
+            number,
+            lambda here=broken: rotate_key(here.federation, parse_key_name(name), PASSPHRASE),
         ):
             break
         broken.federation.require()

@@ -2,7 +2,7 @@
 
 import json
 
-from aggregator.keys.silo_rotation import key_history
+from aggregator.keys.silo_rotation import collect_key_history
 from ddm.protocol.enrolment import MAX_KEY_HISTORY_BYTES, MAX_ROTATIONS, KeyHistory
 from tests.support.federation_keys import KeyedFederation
 
@@ -22,10 +22,10 @@ def keep(keyed: KeyedFederation, silo_id: str, rotations: tuple[str, ...]) -> No
 
 
 def test_history_is_whole_where_readers_take_it(keyed: KeyedFederation) -> None:
-    assert key_history(keyed.federation, ["east", "north"]) is None
+    assert collect_key_history(keyed.federation, ["east", "north"]) is None
     keep(keyed, "east", ROTATIONS)
     keep(keyed, "north", ROTATIONS[:3])
-    assert key_history(keyed.federation, ["east", "north"]) == KeyHistory(
+    assert collect_key_history(keyed.federation, ["east", "north"]) == KeyHistory(
         silos={"east": ROTATIONS, "north": ROTATIONS[:3]}
     )
 
@@ -40,7 +40,7 @@ def test_history_that_is_too_long_for_readers_loses_what_is_longest_ago(
     for silo_id in silos:
         (many / f"{silo_id}.json").write_bytes((many / "east.json").read_bytes())
     keep(keyed, "north", ROTATIONS[:2])
-    found = key_history(keyed.federation, [*silos, "north"])
+    found = collect_key_history(keyed.federation, [*silos, "north"])
     assert found is not None
     assert found.silos["north"] == ROTATIONS[:2]
     num = len(found.silos["silo00"])

@@ -9,11 +9,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from aggregator.config import Federation
 from aggregator.membership.registry import (
-    cards,
     check_ledger,
-    enroll,
-    known_ledger,
-    remember_ledger,
+    enroll_silo,
+    read_cards,
+    read_known_ledger,
+    record_ledger,
 )
 from ddm.errors import (
     ArchipelagoError,
@@ -74,9 +74,9 @@ def test_enroll_keeps_a_card_and_takes_the_same_one_again(
     federation: Federation, tmp_path: Path
 ) -> None:
     key = SigningKey.generate()
-    enroll(federation, write_card(tmp_path, "north", key))
-    enroll(federation, write_card(tmp_path, "north", key))
-    assert {silo: card.signing_key for silo, card in cards(federation).items()} == {
+    enroll_silo(federation, write_card(tmp_path, "north", key))
+    enroll_silo(federation, write_card(tmp_path, "north", key))
+    assert {silo: card.signing_key for silo, card in read_cards(federation).items()} == {
         "north": str(key.public)
     }
 
@@ -85,16 +85,16 @@ def test_enroll_takes_a_new_size_with_the_same_keys_and_refuses_one_above_what_t
     federation: Federation, tmp_path: Path
 ) -> None:
     key = SigningKey.generate()
-    enroll(federation, write_card(tmp_path, "north", key), images=64)
+    enroll_silo(federation, write_card(tmp_path, "north", key), images=64)
     larger = write_card(tmp_path, "north", key, agreed=Agreed(images=340_000, patients=200_000))
     for most in ({"images": 64}, {"images": 339_999}, {"patients": 100}):
         with pytest.raises(PolicyError, match=f"at most {next(iter(most.values()))}"):
-            enroll(federation, larger, **most)
-    assert cards(federation)["north"].agreed == Agreed(images=64)
-    enroll(federation, larger, images=340_000)
-    assert cards(federation)["north"].agreed == Agreed(images=340_000, patients=200_000)
+            enroll_silo(federation, larger, **most)
+    assert read_cards(federation)["north"].agreed == Agreed(images=64)
+    enroll_silo(federation, larger, images=340_000)
+    assert read_cards(federation)["north"].agreed == Agreed(images=340_000, patients=200_000)
     with pytest.raises(PolicyError, match="got no number"):
-        enroll(federation, write_card(tmp_path, "north", key), patients=100)
+        enroll_silo(federation, write_card(tmp_path, "north", key), patients=100)
 
 
 def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(
@@ -102,7 +102,7 @@ def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(
 ) -> None:
     path = write_card(tmp_path, "north", SigningKey.generate(), named=SigningKey.generate())
     with pytest.raises(DocumentError):
-        enroll(federation, path)
+        enroll_silo(federation, path)
 
 
 def test_enroll_refuses_a_node_key_that_is_none_and_would_stop_the_transfer_of_all(
@@ -112,7 +112,7 @@ def test_enroll_refuses_a_node_key_that_is_none_and_would_stop_the_transfer_of_a
         tmp_path, "north", SigningKey.generate(), node="ecdsa-sha2-nistp256 " + "A" * 40
     )
     with pytest.raises(DocumentError, match="node_key"):
-        enroll(federation, path)
+        enroll_silo(federation, path)
 
 
 def test_enroll_refuses_a_tampered_card(federation: Federation, tmp_path: Path) -> None:
@@ -121,26 +121,28 @@ def test_enroll_refuses_a_tampered_card(federation: Federation, tmp_path: Path) 
     envelope["payload"] = envelope["payload"].replace("north", "south")
     path.write_text(json.dumps(envelope, separators=(",", ":"), sort_keys=True))
     with pytest.raises((SignatureError, DocumentError)):
-        enroll(federation, path)
-    assert not cards(federation)
+        enroll_silo(federation, path)
+    assert not read_cards(federation)
 
 
 def test_enroll_refuses_another_key_for_an_enrolled_silo(
     federation: Federation, tmp_path: Path
 ) -> None:
-    enroll(federation, write_card(tmp_path, "north", SigningKey.generate()))
+    enroll_silo(federation, write_card(tmp_path, "north", SigningKey.generate()))
     other = write_card(tmp_path, "north", SigningKey.generate(), node=OTHER_NODE)
     with pytest.raises(BusyError):
-        enroll(federation, other)
+        enroll_silo(federation, other)
 
 
 def test_enroll_refuses_another_spelling_of_a_node_key(
     federation: Federation, tmp_path: Path
 ) -> None:
     """The attack: another silo's node key, spelt so that it differs as text, takes over that silo's conversation."""
-    enroll(federation, write_card(tmp_path, "north", SigningKey.generate()))
+    enroll_silo(federation, write_card(tmp_path, "north", SigningKey.generate()))
     with pytest.raises(DocumentError, match="node_key"):
-        enroll(federation, write_card(tmp_path, "south", SigningKey.generate(), node=f"{NODE}="))
+        enroll_silo(
+            federation, write_card(tmp_path, "south", SigningKey.generate(), node=f"{NODE}=")
+        )
 
 
 @pytest.mark.parametrize("kept", ["node key", "signing key"])
@@ -149,14 +151,17 @@ def test_enroll_refuses_a_card_that_keeps_one_public_key_of_a_silo_and_replaces_
 ) -> None:
     """The attack: the node key is public, so anybody can name it beside a signing key of their own."""
     key = SigningKey.generate()
-    enroll(federation, write_card(tmp_path, "north", key))
+    enroll_silo(federation, write_card(tmp_path, "north", key))
     if kept == "node key":
         forged = write_card(tmp_path, "north", SigningKey.generate())
     else:
         forged = write_card(tmp_path, "north", key, node=OTHER_NODE)
     with pytest.raises(BusyError):
-        enroll(federation, forged)
-    assert (cards(federation)["north"].signing_key, cards(federation)["north"].node_key) == (
+        enroll_silo(federation, forged)
+    assert (
+        read_cards(federation)["north"].signing_key,
+        read_cards(federation)["north"].node_key,
+    ) == (
         str(key.public),
         NODE,
     )
@@ -166,37 +171,37 @@ def test_enroll_refuses_a_key_that_another_silo_holds(
     federation: Federation, tmp_path: Path
 ) -> None:
     key = SigningKey.generate()
-    enroll(federation, write_card(tmp_path, "north", key))
+    enroll_silo(federation, write_card(tmp_path, "north", key))
     with pytest.raises(BusyError):
-        enroll(federation, write_card(tmp_path, "south", key, node=OTHER_NODE))
+        enroll_silo(federation, write_card(tmp_path, "south", key, node=OTHER_NODE))
     with pytest.raises(BusyError):
-        enroll(federation, write_card(tmp_path, "south", SigningKey.generate()))
+        enroll_silo(federation, write_card(tmp_path, "south", SigningKey.generate()))
 
 
 def test_enroll_of_nothing_says_so(federation: Federation, tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
-        enroll(federation, tmp_path / "none.json")
+        enroll_silo(federation, tmp_path / "none.json")
     (tmp_path / "junk.json").write_bytes(b"junk")
     with pytest.raises(ArchipelagoError):
-        enroll(federation, tmp_path / "junk.json")
+        enroll_silo(federation, tmp_path / "junk.json")
 
 
 def test_ledger_may_only_grow(federation: Federation) -> None:
     one, two, three = "1" * 64, "2" * 64, "3" * 64
-    check_ledger(known_ledger(federation, "north"), "north", PLAN, (one,))
-    remember_ledger(federation, "north", PLAN, (one, two))
+    check_ledger(read_known_ledger(federation, "north"), "north", PLAN, (one,))
+    record_ledger(federation, "north", PLAN, (one, two))
     for plan_id in (PLAN, NEXT_PLAN):
-        check_ledger(known_ledger(federation, "north"), "north", plan_id, (one, two, three))
+        check_ledger(read_known_ledger(federation, "north"), "north", plan_id, (one, two, three))
         for chain in ((), (one,), (one, three), (two, one, three)):
             with pytest.raises(LedgerError):
-                check_ledger(known_ledger(federation, "north"), "north", plan_id, chain)
-    check_ledger(known_ledger(federation, "south"), "south", PLAN, (three,))
+                check_ledger(read_known_ledger(federation, "north"), "north", plan_id, chain)
+    check_ledger(read_known_ledger(federation, "south"), "south", PLAN, (three,))
 
 
 def test_ledger_must_grow_for_another_plan(federation: Federation) -> None:
     """The attack: releases of a new plan that no debit stands for."""
     chain = ("1" * 64, "2" * 64)
-    remember_ledger(federation, "north", PLAN, chain)
-    check_ledger(known_ledger(federation, "north"), "north", PLAN, chain)
+    record_ledger(federation, "north", PLAN, chain)
+    check_ledger(read_known_ledger(federation, "north"), "north", PLAN, chain)
     with pytest.raises(LedgerError):
-        check_ledger(known_ledger(federation, "north"), "north", NEXT_PLAN, chain)
+        check_ledger(read_known_ledger(federation, "north"), "north", NEXT_PLAN, chain)

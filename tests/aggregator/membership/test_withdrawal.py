@@ -11,7 +11,7 @@ import aggregator.cli
 import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.service import IntakeService
-from aggregator.membership.withdrawal import read_withdrawal, withdraw
+from aggregator.membership.withdrawal import read_withdrawal, withdraw_silo
 from aggregator.router.train import train_router
 from ddm.errors import (
     ArchipelagoError,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def take_out(published: Published) -> None:
-    withdraw(published.tiny.federation, "north", REASON, receipts_key(published.tiny))
+    withdraw_silo(published.tiny.federation, "north", REASON, receipts_key(published.tiny))
 
 
 def test_withdrawn_silo_is_in_no_later_version(published: Published, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_silo_that_never_answered_can_be_withdrawn(
     late: tuple[TinyFederation, str], tmp_path: Path
 ) -> None:
     tiny, plan_id = late
-    withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
+    withdraw_silo(tiny.federation, "east", REASON, receipts_key(tiny))
     tiny.collect("east", plan_id)
     assert not [receipt for receipt in tiny.take_in() if receipt.verdict.kind == "accepted"]
     manifest = again(tiny, tmp_path / "out").manifest
@@ -110,12 +110,12 @@ def test_withdrawal_refuses_a_strange_silo_no_reason_and_a_busy_intake(
 ) -> None:
     federation, key = published.tiny.federation, receipts_key(published.tiny)
     with pytest.raises(SetupError, match="west"):
-        withdraw(federation, "west", REASON, key)
+        withdraw_silo(federation, "west", REASON, key)
     for reason in ("", "  ", "x" * 401):
         with pytest.raises(SetupError, match="--reason"):
-            withdraw(federation, "north", reason, key)
+            withdraw_silo(federation, "north", reason, key)
     with federation.signing_lock(), pytest.raises(BusyError):
-        withdraw(federation, "north", REASON, key)
+        withdraw_silo(federation, "north", REASON, key)
     assert take_inventory(federation).withdrawn == ()
 
 
@@ -154,7 +154,7 @@ def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(
     tiny.collect("east", plan_id)
 
     def withdraw_it(receipt: Receipt) -> None:
-        withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
+        withdraw_silo(tiny.federation, "east", REASON, receipts_key(tiny))
 
     desk = IntakeService(tiny.federation, receipts_key(tiny), withdraw_it)
     with desk.locked():
@@ -172,8 +172,8 @@ def test_withdrawal_killed_at_any_step_and_run_again_is_complete(
     for step in range(1000):
         there = copied(published, tmp_path / str(step))
         federation, key = there.tiny.federation, receipts_key(there.tiny)
-        killed = killed_at(step, partial(withdraw, federation, "north", REASON, key))
-        withdraw(federation, "north", "another reason", key)
+        killed = killed_at(step, partial(withdraw_silo, federation, "north", REASON, key))
+        withdraw_silo(federation, "north", "another reason", key)
         folder = federation.withdrawn / there.plan_id / "north"
         assert {path.name for path in folder.glob("[!.]*")} == {"withdrawal.json", "submission"}
         assert read_withdrawal(federation, there.plan_id, "north").reason in (
@@ -213,7 +213,7 @@ def test_silo_that_waits_for_its_receipt_learns_that_it_was_withdrawn(
     late: tuple[TinyFederation, str],
 ) -> None:
     tiny, plan_id = late
-    withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
+    withdraw_silo(tiny.federation, "east", REASON, receipts_key(tiny))
     tiny.deliver_receipt("east", plan_id)
     with pytest.raises(SubmissionRefusedError, match=REASON):
         tiny.work("east", until="accepted")

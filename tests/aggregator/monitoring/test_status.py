@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.keys.removal import remove
-from aggregator.membership.withdrawal import withdraw
+from aggregator.keys.removal import remove_silo
+from aggregator.membership.withdrawal import withdraw_silo
 from aggregator.monitoring.labels import attention_points, page_values, status_text
 from aggregator.monitoring.silo_status import Arrival, SubmissionStatus, standing
 from aggregator.monitoring.status import FederationStatus, read_status
@@ -145,10 +145,10 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
 ) -> None:
     federation = published.tiny.federation
     assert not list(attention_points(read_status(federation, now_utc())))
-    withdraw(
+    withdraw_silo(
         federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE)
     )
-    remove(federation, "east", "left", PASSPHRASE)
+    remove_silo(federation, "east", "left", PASSPHRASE)
     found = read_status(federation, now_utc())
     assert [(silo.standing, silo.final) for silo in found.silos] == [
         ("removed", True),
@@ -170,10 +170,10 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
 
 def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(published: Published) -> None:
     federation = published.tiny.federation
-    withdraw(
+    withdraw_silo(
         federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE)
     )
-    remove(federation, "north", "left", PASSPHRASE)
+    remove_silo(federation, "north", "left", PASSPHRASE)
     assert [silo.standing for silo in read_status(federation, now_utc()).silos] == [
         "accepted",
         "removed",

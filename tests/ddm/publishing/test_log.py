@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from tuf.ngclient._internal.trusted_metadata_set import TrustedMetadataSet
 from tuf.ngclient.config import EnvelopeType
 
 from aggregator.config import Federation
-from aggregator.keys.removal import remove
-from aggregator.keys.rotation import rotate
-from aggregator.membership.withdrawal import withdraw
+from aggregator.keys.removal import remove_silo
+from aggregator.keys.rotation import rotate_key
+from aggregator.membership.withdrawal import withdraw_silo
 from ddm.errors import RoleError, SetupError, SignatureError
 from ddm.loading.public_log import read_public_log
 from ddm.protocol.base import sha256_hex
@@ -92,13 +93,13 @@ def test_every_command_that_changes_keys_or_signs_appends(
         "model-signing",
         "tls",
     ):
-        rotate(federation, name, PASSPHRASE)  # type: ignore[arg-type]
+        rotate_key(federation, name, PASSPHRASE)  # type: ignore[arg-type]
         expected.append(f"key {name}")
         with case(name=name):
             assert said(federation) == expected
-    withdraw(federation, "east", "asked to", load_key(federation, "receipts", PASSPHRASE))
-    withdraw(federation, "east", "asked to", load_key(federation, "receipts", PASSPHRASE))
-    remove(federation, "east", "left", PASSPHRASE)
+    withdraw_silo(federation, "east", "asked to", load_key(federation, "receipts", PASSPHRASE))
+    withdraw_silo(federation, "east", "asked to", load_key(federation, "receipts", PASSPHRASE))
+    remove_silo(federation, "east", "left", PASSPHRASE)
     expected += ["withdrawn digits-00000001", "silo_removed east"]
     assert [
         line.replace("withdrawn east", "withdrawn digits-00000001") for line in said(federation)
@@ -113,7 +114,7 @@ def test_log_of_a_rotated_key_goes_on_under_the_same_name(
 ) -> None:
     before = TransparencyLog.load(keyed.federation).signed
     assert before is not None
-    rotate(keyed.federation, "log", PASSPHRASE)
+    rotate_key(keyed.federation, "log", PASSPHRASE)
     after = TransparencyLog.load(keyed.federation).signed
     assert after is not None
     old, new = log_keys(keyed.federation)
@@ -157,7 +158,7 @@ def test_edited_or_shortened_log_is_never_signed_again(keyed: KeyedFederation) -
         for act in (
             lambda: sign(federation),
             lambda: append_entries(federation),
-            lambda: rotate(federation, "tls", PASSPHRASE),
+            lambda: rotate_key(federation, "tls", PASSPHRASE),
         ):
             with pytest.raises(SetupError, match="entries"):
                 act()
@@ -186,7 +187,9 @@ def crash_everywhere(keyed: KeyedFederation, folder: Path, stride: int) -> int:
         there = keyed.copy(folder / str(steps))
         before = TransparencyLog.load(there.federation)
         sizes: dict[int, bytes] = {}
-        killed = killed_at(steps * stride, lambda: rotate(there.federation, "online", PASSPHRASE))  # noqa: B023
+        killed = killed_at(
+            steps * stride, partial(rotate_key, there.federation, "online", PASSPHRASE)
+        )
         with case(step=steps * stride):
             check_whole(there.federation, sizes)
             after = TransparencyLog.load(there.federation.require())
@@ -218,7 +221,7 @@ def test_log_killed_at_any_step_is_as_before_or_as_after(
 def test_public_copy_grows_and_keeps_every_file(keyed: KeyedFederation, tmp_path: Path) -> None:
     export_log(keyed.federation, tmp_path / "served")
     old = {path: path.read_bytes() for path in (tmp_path / "served").rglob("*") if path.is_file()}
-    rotate(keyed.federation, "online", PASSPHRASE)
+    rotate_key(keyed.federation, "online", PASSPHRASE)
     export_log(keyed.federation, tmp_path / "served")
     changed = [path.name for path, data in old.items() if path.read_bytes() != data]
     assert changed == ["checkpoint"]
@@ -242,7 +245,7 @@ def test_cosignature_of_a_witness_is_kept_until_the_log_grows(
     trusted = Witnesses((vkey,))
     times = trusted.check([read_public_log(public, keyed.root, tmp_path / "state").signed])
     assert times["witness.example/w1"].year == 2023
-    rotate(federation, "online", PASSPHRASE)
+    rotate_key(federation, "online", PASSPHRASE)
     with pytest.raises(SignatureError):
         trusted.check([read_public_log(public, keyed.root, tmp_path / "state").signed])
     with pytest.raises(SetupError, match="cosigned"):

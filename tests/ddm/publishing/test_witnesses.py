@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.config import Federation, FederationSettings, WitnessSettings
-from aggregator.keys.rotation import rotate
+from aggregator.keys.rotation import rotate_key
 from ddm.errors import MathError, SetupError, SignatureError, SplitViewError, TransportError
 from ddm.io.settings import load_settings, save_settings
 from ddm.publishing.log import CHECKPOINT, TransparencyLog
@@ -88,7 +88,7 @@ def test_witnesses_cosign_a_log_each_time_it_grew_and_readers_demand_them(
         )
         both = ("--witness", witness.vkey, "--witness", second.vkey)
         assert "cosigned by witness.example/w2 at" in read(keyed, *both).out
-        rotate(keyed.federation, "online", PASSPHRASE)
+        rotate_key(keyed.federation, "online", PASSPHRASE)
         assert read(keyed, *both).code == SignatureError.exit_code, (
             "the log has grown, and nobody was asked yet"
         )
@@ -119,14 +119,14 @@ def test_witness_that_saw_a_second_history_says_so(
 ) -> None:
     """The folder is restored from a backup, and goes on differently."""
     before = keyed.copy(tmp_path / "backup")
-    rotate(keyed.federation, "online", PASSPHRASE)
+    rotate_key(keyed.federation, "online", PASSPHRASE)
     assert log(keyed).code == 0
     name(before.federation, witness)
     done = log(before)
     assert (done.code, "restore the newest one" in done.err) == (SplitViewError.exit_code, True)
-    rotate(before.federation, "online", PASSPHRASE)
+    rotate_key(before.federation, "online", PASSPHRASE)
     assert log(before).code == SplitViewError.exit_code, "as many entries, and others"
-    rotate(before.federation, "release", PASSPHRASE)
+    rotate_key(before.federation, "release", PASSPHRASE)
     assert log(before).code == SplitViewError.exit_code, "more entries, which do not continue"
     assert len(note_lines(before)) == 1 and witness.said[-3:] == [409, 409, 422]
 
@@ -170,7 +170,7 @@ def test_cosignature_of_another_key_is_not_added(keyed: KeyedFederation, witness
 def test_absent_witness_is_named_and_the_log_is_signed_all_the_same(keyed: KeyedFederation) -> None:
     with witnessing("witness.example/gone", [log_key(keyed)]) as server:
         name(keyed.federation, server)
-    rotate(keyed.federation, "online", PASSPHRASE)
+    rotate_key(keyed.federation, "online", PASSPHRASE)
     done = log(keyed)
     assert (done.code, "witness.example/gone" in done.err) == (TransportError.exit_code, True)
     assert read(keyed).code == 0

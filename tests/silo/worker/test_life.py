@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aggregator.membership.registry import remember_ledger
+from aggregator.membership.registry import record_ledger
 from ddm.errors import (
     ApprovalError,
     BudgetError,
@@ -215,7 +215,7 @@ def refused_once(tiny: TinyFederation, plan_id: str) -> None:
     """Have the aggregator refuse the first submission, for a reason that has nothing to do with its images."""
     tiny.work(SILO)
     tiny.collect(SILO, plan_id)
-    remember_ledger(tiny.federation, SILO, "earlier-00000001", ("0" * 64,))
+    record_ledger(tiny.federation, SILO, "earlier-00000001", ("0" * 64,))
     tiny.take_in()
     (tiny.federation.registry / "ledgers" / f"{SILO}.json").unlink()
     tiny.deliver_receipt(SILO, plan_id)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aggregator.membership.registry import enroll
+from aggregator.membership.registry import enroll_silo
 from ddm import open_ensemble
 from ddm.errors import DataError, SetupError
 from ddm.protocol.base import sha256_hex
@@ -54,7 +54,7 @@ def join(tiny: TinyFederation, silo_id: str, table: Path, policy: dict[str, obje
     write_policy(site, policy)
     done = command("silo", "enroll", site.path, "--out", card, *asked)
     assert done.code == 0, done.err
-    enroll(tiny.federation, card)
+    enroll_silo(tiny.federation, card)
     tiny.sites[silo_id] = site
     return site
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from aggregator.membership.registry import remember_ledger
+from aggregator.membership.registry import record_ledger
 from aggregator.planning.recipe import Recipe
 from ddm.errors import ApprovalError, AuditError, BudgetError, DataError, SubmissionRefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
@@ -284,7 +284,7 @@ def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(
     tiny.collect(SILO, plan_id)
     known = tiny.federation.registry / "ledgers" / f"{SILO}.json"
     # which this site's ledger does not extend
-    remember_ledger(tiny.federation, SILO, "earlier-00000001", ("0" * 64,))
+    record_ledger(tiny.federation, SILO, "earlier-00000001", ("0" * 64,))
     tiny.take_in()
     known.unlink()
     tiny.deliver_receipt(SILO, plan_id)
