@@ -15,6 +15,9 @@ SELDOM = /tests?/|/testing/|/transformers/models/|pipelines/|/_inductor/|/devtoo
 SELDOM := $(SELDOM)|/(pip|setuptools|networkx|fontTools|mypyc?|dns|torchgen)/
 INSTALL_LOCK = $(UV_INSTALL) --require-hashes -r $(1) 2>/dev/null || $(PIP_INSTALL) --require-hashes -r $(1)
 
+# Tests start our programs some hundred times. With bytecode each start takes a third of the processor time.
+unexport PYTHONDONTWRITEBYTECODE
+
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
