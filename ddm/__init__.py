@@ -8,11 +8,13 @@ if TYPE_CHECKING:
     from ddm.encoders.text import TextEncoder
     from ddm.ensemble import Ensemble
     from ddm.loading.ensemble import open_ensemble
+    from ddm.sampling.options import SamplingOptions
 
-__all__ = ["Ensemble", "TextEncoder", "load_student", "open_ensemble"]
+__all__ = ["Ensemble", "SamplingOptions", "TextEncoder", "load_student", "open_ensemble"]
 
 _HOMES = {
     "Ensemble": "ddm.ensemble",
+    "SamplingOptions": "ddm.sampling.options",
     "TextEncoder": "ddm.encoders.text",
     "load_student": "ddm.distillation.student",
     "open_ensemble": "ddm.loading.ensemble",

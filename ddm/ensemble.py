@@ -26,8 +26,8 @@ scale g, a sample follows
 
     (1 + g) sum_k w_k(x, t | c) u_k(x, t | c) - g sum_k w_k(x, t) u_k(x, t)
 
-Where a sample begins elsewhere than in noise, the router is asked at the x that it begins at: an image noised to time t
-and followed back is an image-to-image translation, and noise beside known pixels becomes an inpainting.
+Where a sample begins elsewhere than in noise, the router is evaluated at the x that it begins at: an image noised to
+time t and followed back is an image-to-image translation, and noise beside known pixels becomes an inpainting.
 
 The parts are in `ddm.sampling`: `mixture` mixes velocities, `guidance` computes what a condition changes, `strategies`
 selects experts, `start` says where samples begin, `trajectories` integrates them from there to data with a solver of
@@ -39,7 +39,7 @@ Source:
 """
 
 # Shape legend: K experts, B batch, N samples, ... all data dimensions.
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -48,19 +48,27 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import Experts, LinearPath, Path
-from ddm.diffusion.solver import SolverName, solver_named
+from ddm.diffusion.solver import solver_named
 from ddm.encoders.autoencoder import Identity, Latent
 from ddm.errors import ShapeError
 from ddm.protocol.architecture import Condition, NoCondition
 from ddm.routers.base import Router, log_prior
-from ddm.sampling.expert_cache import moved
-from ddm.sampling.guidance import Asked, ClassPrior, ClassPriors, ConditionValue, names_of
-from ddm.sampling.inpainting import Known, complete, known_part, streams
+from ddm.sampling.expert_cache import move_experts
+from ddm.sampling.guidance import (
+    ClassPrior,
+    ClassPriors,
+    ConditionRequest,
+    ConditionValue,
+    SampledEnsemble,
+    class_names,
+)
+from ddm.sampling.inpainting import Inpainting, KnownRegion, MaskedImages, inpainting_generators
 from ddm.sampling.mixture import Mixture, mix_velocity
-from ddm.sampling.precision import InArithmetic, checked
-from ddm.sampling.provenance import Log
+from ddm.sampling.options import DEFAULT_OPTIONS, SamplingOptions
+from ddm.sampling.precision import CastExperts, check_dtype
+from ddm.sampling.provenance import ProvenanceLog
 from ddm.sampling.samples import Samples, check_finite
-from ddm.sampling.start import Start, at_times, start
+from ddm.sampling.start import InitialState, at_times, make_initial_state
 from ddm.sampling.strategies import (
     Full,
     Lock,
@@ -70,11 +78,18 @@ from ddm.sampling.strategies import (
     Threshold,
     TopK,
     TopOne,
-    chosen_strategy,
+    resolve_strategy,
     segments,
     strategy_named,
 )
-from ddm.sampling.trajectories import Callback, Trajectories, draw_noise, seed_of, ticking
+from ddm.sampling.trajectories import (
+    Callback,
+    Trajectories,
+    TrajectoryState,
+    draw_noise,
+    resolve_seed,
+    step_reporter,
+)
 
 __all__ = [
     "ClassPrior",
@@ -84,6 +99,7 @@ __all__ = [
     "Nucleus",
     "Sample",
     "Samples",
+    "SamplingOptions",
     "Strategy",
     "Threshold",
     "TopK",
@@ -92,7 +108,7 @@ __all__ = [
     "strategy_named",
 ]
 
-# of the samples that are integrated at the same time, with their random numbers
+# Of the samples that are integrated at the same time, with their random numbers.
 _IN_FLIGHT_BYTES = 1 << 26
 
 
@@ -138,7 +154,7 @@ class Ensemble:
     value_range: tuple[float, float] = (-1.0, 1.0)
 
     def __post_init__(self) -> None:
-        checked(self.dtype)
+        check_dtype(self.dtype)
         log_prior(self.prior, len(self.experts))
         if self.expert_ids and len(self.expert_ids) != len(self.experts):
             got = f"{len(self.expert_ids)} names"
@@ -150,19 +166,20 @@ class Ensemble:
             raise ShapeError("router", expected=f"a router of {len(self.experts)} experts", got=got)
 
     def __repr__(self) -> str:
-        names = ", ".join([*self.expert_ids[:4], *(["..."] if len(self.expert_ids) > 4 else [])])
-        router = getattr(self.router, "router", self.router)  # without the layers around it
-        parts = [
+        names = ", ".join(self.expert_ids[:4]) or "without names"
+        if len(self.expert_ids) > 4:
+            names += ", ..."
+        # The family, without the calibration around it.
+        router = getattr(self.router, "router", self.router)
+        facts = [
             f"samples {tuple(self.shape)}",
             type(self.path).__name__,
             f"router {type(router).__name__}",
-        ]
-        parts += [
             f"condition {self.condition.kind}",
             f"{self.device}",
             f"{self.dtype}".removeprefix("torch."),
         ]
-        return f"Ensemble of {len(self.experts)} experts ({names or 'without names'})\n  {', '.join(parts)}"
+        return f"Ensemble of {len(self.experts)} experts ({names})\n  {', '.join(facts)}"
 
     def to(self, *where: torch.device | str | torch.dtype) -> "Ensemble":
         """Return the ensemble on another device, in another arithmetic, or both; this one stays as it is.
@@ -174,15 +191,21 @@ class Ensemble:
         Raises:
             MathError: a dtype that experts are not sampled in.
         """
-        found = self
-        for each in where:
-            if isinstance(each, torch.dtype):
-                found = replace(found, dtype=checked(each))
-                continue
-            router: Any = self.router
-            router = moved([router], each)[0] if isinstance(router, nn.Module) else router
-            found = replace(found, device=each, experts=moved(self.experts, each), router=router)
-        return found
+        ensemble = self
+        for target in where:
+            if isinstance(target, torch.dtype):
+                check_dtype(target)
+                ensemble = replace(ensemble, dtype=target)
+            else:
+                ensemble = ensemble._on_device(target)
+        return ensemble
+
+    def _on_device(self, device: torch.device | str) -> "Ensemble":
+        router: Any = self.router
+        if isinstance(router, nn.Module):
+            router = move_experts([router], device)[0]
+        experts = move_experts(self.experts, device)
+        return replace(self, device=device, experts=experts, router=router)
 
     def velocity(
         self,
@@ -210,9 +233,8 @@ class Ensemble:
             Shape (B, ...).
         """
         x_B, t_B = at_times(x_B, t_B, self.shape)
-        mixture = self._mixture(
-            Asked(prior, condition, condition_prior, guidance, guidance_interval), len(x_B)
-        )
+        request = ConditionRequest(prior, condition, condition_prior, guidance, guidance_interval)
+        mixture = self._mixture(request, num_samples=len(x_B))
         return mixture.velocity(x_B, t_B, mixture.weights(x_B, t_B))
 
     def posterior(
@@ -247,9 +269,8 @@ class Ensemble:
             MathError: an ensemble without a router, below t = 1.
         """
         x_B, t_B = at_times(x_B, t_B, self.shape)
-        return self._mixture(Asked(prior, condition, condition_prior), len(x_B)).log_posterior(
-            x_B, t_B
-        )
+        request = ConditionRequest(prior, condition, condition_prior)
+        return self._mixture(request, num_samples=len(x_B)).log_posterior(x_B, t_B)
 
     def sample(
         self,
@@ -258,25 +279,12 @@ class Ensemble:
         strategy: str | Strategy = "lock",
         tau: float | None = None,
         steps: int = 25,
-        solver: SolverName = "midpoint",
         seed: int = 0,
-        generator: torch.Generator | None = None,
-        x: Tensor | None = None,
-        x_0: Tensor | None = None,
-        noise: Tensor | None = None,
-        t_start: float | None = None,
-        times: Sequence[float] | None = None,
-        known: Known | None = None,
-        prior: Sequence[float] | None = None,
         condition: ConditionValue | str | None = None,
-        condition_prior: Sequence[float] | None = None,
         guidance: float = 0.0,
-        guidance_interval: tuple[float, float] = (0.0, 1.0),
-        router_every: int = 1,
-        numbers: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
+        prior: Sequence[float] | None = None,
         callback: Callback | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        options: SamplingOptions = DEFAULT_OPTIONS,
     ) -> Samples:
         """Draw samples; the same call returns the same bytes.
 
@@ -284,46 +292,31 @@ class Ensemble:
         floating-point rounding depends on which samples an expert evaluates together; with `chunk_size` 1 an expert
         evaluates one, and sample i has the same bytes for every `num`.
 
-        >>> from ddm.ensemble import Ensemble
+        >>> from ddm.ensemble import Ensemble, SamplingOptions
         >>> silos = [
         ...     lambda x, t: x / t.clamp(min=1e-3)[:, None] - 1,
         ...     lambda x, t: x / t.clamp(min=1e-3)[:, None] + 1,
         ... ]
         >>> ensemble = Ensemble(silos, None, [0.7, 0.3], shape=(2,))
-        >>> drawn = ensemble.sample(1000, steps=20, solver="euler")
+        >>> drawn = ensemble.sample(1000, steps=20, options=SamplingOptions(solver="euler"))
         >>> drawn
         Samples of shape (1000, 2), shares of the experts 0.72, 0.28
         >>> drawn.provenance[0]  # sample 0 followed one expert from t = 1 on
         (Followed(t=1.0, experts=(0,)),)
 
         Args:
-            num: number of samples, N; may be left out where a tensor below tells it.
+            num: number of samples, N; may be left out where a tensor of `options` or the condition states it.
             strategy: a `Strategy`, or its name: full, sample, lock, top-1, top-k, nucleus, threshold.
             tau: t_lock of the strategy named lock; 1 when omitted.
             steps: solver steps, evenly spaced in t; the default solver evaluates twice in each.
-            solver: see `ddm.diffusion.solver`.
             seed: any integer >= 0.
-            generator: draws the seed, in place of `seed`; it has moved on afterwards, so that another call with it
-                draws other samples.
-            x: where samples begin, at `t_start`, in the experts' space, shape (N, ...); noise when omitted.
-            x_0: data in the experts' space, which are noised to `t_start`; see `image_to_image`.
-            noise: standard normal noise in place of the samples' own, shape (N, ...).
-            t_start: the time at which `x` are, or to which `x_0` are noised; below 1 lock needs a router too.
-            times: all times, descending from `t_start`, in place of `t_start` and `steps`; where the last one is above
-                0, samples are returned as they are then.
-            known: the part of samples that is given; see `inpaint`.
-            prior: weights in place of the ensemble's own, such as equal weights; 0 withdraws an expert.
             condition: a class, by number or by name, or the token embeddings (L, D) of a text, that all samples are
                 drawn under; or one for each sample, int64 (N,) or (N, L, D).
-            condition_prior: each expert's share of the data with that condition, where the release does not state it.
             guidance: g; exact with the strategy full only, see docs/explanation/strategies.md.
-            guidance_interval: the lowest and the highest time at which guidance applies.
-            router_every: evaluate the router at every n-th step only, and keep its weights in between.
-            numbers: the numbers of the samples, N of them, in place of 0 to N - 1: sample i is the same in any company.
-            dtype: the arithmetic of the experts, in place of the ensemble's.
+            prior: weights in place of the ensemble's own, such as equal weights; 0 withdraws an expert.
             callback: called after each step with all samples, see `ddm.sampling.trajectories.Callback`. Samples then
                 travel together, not expert by expert, which takes the memory of all of them at once.
-            on_progress: called with the steps taken, summed over all samples, and the total to take.
+            options: what is seldom changed: the solver, where samples begin, the shares of a condition, and more.
 
         Raises:
             MathError: an argument out of range, arguments that do not go together, or a strategy that needs a router
@@ -331,72 +324,103 @@ class Ensemble:
             ShapeError: tensors of another shape, or of different numbers of samples.
             NumericalError: samples that are not finite.
         """
-        mixture = self._mixture(
-            Asked(prior, condition, condition_prior, guidance, guidance_interval), dtype=dtype
+        request = ConditionRequest(
+            prior, condition, options.condition_prior, guidance, options.guidance_interval
         )
-        nums = {
-            "num": num,
-            "condition": mixture.num,
-            "known": known.num if known and known.num > 1 else None,
-        }
-        begin = start(
-            nums, self.shape, {"x": x, "x_0": x_0, "noise": noise}, t_start, times, steps, numbers
-        )
-        moves = known.num_moves(len(begin.times) - 1) if known else len(begin.times) - 1
-        step, chosen, seed = (
-            solver_named(solver, self.path),
-            chosen_strategy(strategy, tau),
-            seed_of(seed, generator),
-        )
-        changes = moves if known else len(segments(chosen, begin.times, router_every))
-        log, tick = (
-            Log(mixture.active_K, begin.num, changes),
-            ticking(on_progress, begin.num * moves),
-        )
-        trajectories = Trajectories(
-            mixture, chosen, begin.times, step, router_every, tick, callback, log
-        )
-        at_once = max(self.chunk_size, _IN_FLIGHT_BYTES // (4 * prod(self.shape) + 8 * moves))
-        at_once = begin.num if callback else at_once
-        with torch.inference_mode():
-            parts = [
-                self._integrate(
-                    trajectories, range(row, min(row + at_once, begin.num)), seed, begin, known
-                )
-                for row in range(0, begin.num, at_once)
-            ]
-        latents, expert_N = (torch.cat(part) for part in zip(*parts, strict=True))
-        check_finite(latents, expert_N, self.expert_ids)
-        told = (
-            log.table(),
-            self.release,
-            names_of(self.condition, condition, begin.num),
-            self.value_range,
-        )
-        return Samples(self.latent.decode(latents), expert_N, len(self.experts), latents, *told)
+        mixture = self._mixture(request, dtype=options.dtype)
+        known = options.known
+        lengths = {"num": num, "condition": mixture.num_conditions}
+        if known is not None and known.num_samples > 1:
+            lengths["known"] = known.num_samples
+        initial_state = make_initial_state(options, self.shape, steps, lengths)
+        num_samples = initial_state.num_samples
 
-    def image_to_image(self, images: Tensor, t_start: float, **how: Any) -> Samples:
+        resolved_strategy = resolve_strategy(strategy, tau)
+        num_moves = len(initial_state.times) - 1
+        max_changes = len(segments(resolved_strategy, initial_state.times, options.router_every))
+        if known is not None:
+            # Corrections move samples between steps, and may change their experts in each move.
+            num_moves = known.num_moves(num_moves)
+            max_changes = num_moves
+        log = ProvenanceLog(mixture.active_K, num_samples, max_changes)
+        trajectories = Trajectories(
+            mixture=mixture,
+            strategy=resolved_strategy,
+            times=initial_state.times,
+            step=solver_named(options.solver, self.path),
+            router_every=options.router_every,
+            report_step=step_reporter(options.on_progress, num_samples * num_moves),
+            callback=callback,
+            log=log,
+        )
+        run = _SamplingRun(
+            trajectories=trajectories,
+            initial_state=initial_state,
+            known=known,
+            seed=resolve_seed(seed, options.generator),
+            num_moves=num_moves,
+        )
+        chunk_size = num_samples if callback else self._samples_in_flight(num_moves)
+        latent_chunks = []
+        expert_chunks = []
+        with torch.inference_mode():
+            for first in range(0, num_samples, chunk_size):
+                rows = range(first, min(first + chunk_size, num_samples))
+                arrived = self._integrate(run, rows)
+                latent_chunks.append(arrived.x_B.cpu())
+                expert_chunks.append(arrived.expert_B.cpu())
+        latents = torch.cat(latent_chunks)
+        expert_N = torch.cat(expert_chunks)
+        check_finite(latents, expert_N, self.expert_ids)
+        return Samples(
+            images=self.latent.decode(latents),
+            expert_N=expert_N,
+            num_experts=len(self.experts),
+            latents=latents,
+            provenance=log.table(),
+            release=self.release,
+            classes=class_names(self.condition, condition, num_samples),
+            value_range=self.value_range,
+        )
+
+    def image_to_image(
+        self,
+        images: Tensor,
+        t_start: float,
+        *,
+        options: SamplingOptions = DEFAULT_OPTIONS,
+        **keywords: Any,
+    ) -> Samples:
         """Noise images to a time and follow them back to data: variations that keep what the noise left of each.
 
         >>> from ddm.ensemble import Ensemble
         >>> import torch
         >>> silo = lambda x, t: (x - 2) / t.clamp(min=1e-3)[:, None]  # whose data are all at 2
         >>> ensemble = Ensemble([silo], None, [1.0], shape=(2,))
-        >>> ensemble.image_to_image(torch.zeros(1, 2), t_start=0.5, steps=10, solver="euler").images
+        >>> ensemble.image_to_image(torch.zeros(1, 2), t_start=0.5, steps=10).images
         tensor([[2., 2.]])
 
         Args:
             images: in the data's range, shape (N, C, H, W) or (N, C, D, H, W); encoded where experts work on latents.
             t_start: above 0, where images stay as they are, to 1, where nothing of them is left.
-            how: any of `sample`'s other arguments; every strategy asks the router at the noised images.
+            options: as of `sample`.
+            keywords: any of `sample`'s other arguments; every strategy evaluates the router at the noised images.
 
         Raises:
             MathError, ShapeError, NumericalError: see `sample`.
         """
-        return self.sample(x_0=self.latent.encode(images), t_start=t_start, **how)
+        options = replace(options, x_0=self.latent.encode(images), t_start=t_start)
+        return self.sample(options=options, **keywords)
 
     def inpaint(
-        self, images: Tensor, known: Tensor, *, corrections: int = 9, **how: Any
+        self,
+        images: Tensor,
+        known: Tensor,
+        *,
+        corrections: int = 9,
+        strategy: str | Strategy = "sample",
+        options: SamplingOptions = DEFAULT_OPTIONS,
+        **keywords: Any,
     ) -> Samples:
         """Draw what is not known of images from its distribution given what is known; see `ddm.sampling.inpainting`.
 
@@ -405,61 +429,85 @@ class Ensemble:
         >>> silo = lambda x, t: (x - 2) / t.clamp(min=1e-3)[:, None, None, None]  # whose data are all 2
         >>> ensemble = Ensemble([silo], None, [1.0], shape=(1, 1, 2))
         >>> left = torch.tensor([[True, False]])
-        >>> ensemble.inpaint(torch.full((1, 1, 1, 2), 1.5), left, steps=10, solver="euler").images
+        >>> ensemble.inpaint(torch.full((1, 1, 1, 2), 1.5), left, steps=10).images
         tensor([[[[1.5000, 2.0000]]]])
 
         Args:
             images: in the data's range, shape (N, C, H, W) or (N, C, D, H, W); anything finite where not known.
             known: bool, true where images are known: of all samples, (H, W) or (C, H, W), or of each, (N, C, H, W).
-            corrections: after each step, each at the cost of one evaluation; see `ddm.sampling.inpainting.Known`.
-            how: any of `sample`'s other arguments; the strategy is "sample" when omitted. One that locks at t = 1
-                draws its expert before it has seen what is known, and gives each silo its prior share.
+            corrections: after each step, each at the cost of one evaluation; see `KnownRegion`.
+            strategy: as of `sample`. One that locks at t = 1 draws its expert before it has seen what is known, and
+                gives each silo its prior share.
+            options: as of `sample`.
+            keywords: any of `sample`'s other arguments.
 
         Raises:
             MathError, ShapeError, NumericalError: see `sample`.
         """
-        given, mask, images = known_part(images, known, self.latent.encode, corrections)
-        drawn = self.sample(len(images), known=given, **({"strategy": "sample"} | how))
-        return replace(drawn, images=torch.where(mask, images.to(drawn.images), drawn.images))
+        masked = MaskedImages.of(images, known)
+        options = replace(options, known=masked.region(self.latent.encode, corrections))
+        drawn = self.sample(len(masked.images), strategy=strategy, options=options, **keywords)
+        # The decoded latents differ from the images even where these are known.
+        completed = torch.where(masked.mask, masked.images.to(drawn.images), drawn.images)
+        return replace(drawn, images=completed)
 
-    def _integrate(
-        self, whole: Trajectories, rows: range, seed: int, begin: Start, known: Known | None
-    ) -> tuple[Tensor, Tensor]:
-        """Draw the samples of these rows; return them, and the expert of each, on the CPU."""
-        trajectories, numbers, steps = whole.of(rows), begin.numbers(rows), len(whole.times) - 1
-        noise, uniform = draw_noise(
-            numbers, self.shape, seed, known.num_moves(steps) if known else steps
-        )
-        x, uniform = (
-            begin.at(rows, noise.to(self.device, whole.dtype), self.path),
-            uniform.to(self.device),
-        )
-        if known:
-            found = complete(
-                trajectories,
-                self.path,
-                known.of(rows),
-                x,
-                uniform,
-                rows.start,
-                streams(seed, numbers),
-            )
-        else:
-            found = trajectories.integrate(x, uniform, rows.start)
-        return found[0].cpu(), found[1].cpu()
+    def _samples_in_flight(self, num_moves: int) -> int:
+        """Return how many samples are integrated at the same time."""
+        sample_bytes = 4 * prod(self.shape) + 8 * num_moves
+        return max(self.chunk_size, _IN_FLIGHT_BYTES // sample_bytes)
+
+    def _integrate(self, run: "_SamplingRun", rows: range) -> TrajectoryState:
+        """Draw the samples of these rows."""
+        trajectories = run.trajectories.of(rows)
+        numbers = run.initial_state.numbers_of(rows)
+        noise, uniform = draw_noise(numbers, self.shape, run.seed, run.num_moves)
+        noise = noise.to(self.device, trajectories.dtype)
+        uniform = uniform.to(self.device)
+        x = run.initial_state.at(rows, noise, self.path)
+        if run.known is None:
+            return trajectories.integrate(x, uniform, rows.start)
+        generators = inpainting_generators(run.seed, numbers)
+        inpainting = Inpainting(trajectories, self.path, run.known.of(rows), generators)
+        return inpainting.integrate(x, uniform, rows.start)
 
     def _mixture(
-        self, asked: Asked, num: int | None = None, dtype: torch.dtype | None = None
+        self,
+        request: ConditionRequest,
+        num_samples: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Mixture:
-        """Return the mixture that is asked for; `num` is how many conditions there may be, where it is known."""
-        experts = InArithmetic(self.experts, dtype or self.dtype, self.device)
-        conditional, null, of_samples = asked.branches(
-            self.condition, self.router, self.prior, self.class_prior
-        )
-        if num is not None and of_samples and len(of_samples) != num:
-            raise ShapeError(
-                "condition", expected=f"one for each of {num} samples", got=str(len(of_samples))
-            )
+        """Return the mixture of a request; `num_samples` is how many conditions there may be, where it is known."""
+        ensemble = SampledEnsemble(self.condition, self.router, self.prior, self.class_prior)
+        branches = request.branches(ensemble)
+        conditions = branches.sample_conditions
+        if num_samples is not None and conditions is not None and len(conditions) != num_samples:
+            expected = f"one for each of {num_samples} samples"
+            raise ShapeError("condition", expected=expected, got=str(len(conditions)))
         return Mixture(
-            experts, conditional, self.chunk_size, null, asked.guidance, asked.interval, of_samples
+            experts=CastExperts(self.experts, dtype or self.dtype, self.device),
+            conditional=branches.conditional,
+            chunk_size=self.chunk_size,
+            unconditional=branches.unconditional,
+            guidance=request.guidance,
+            interval=request.interval,
+            sample_conditions=conditions,
         )
+
+
+@dataclass(frozen=True)
+class _SamplingRun:
+    """One call of `Ensemble.sample`, whose samples are integrated some at a time.
+
+    Attributes:
+        trajectories: of all samples.
+        initial_state: where they begin.
+        known: the part of them that is given.
+        seed: of their random streams.
+        num_moves: how often each sample moves.
+    """
+
+    trajectories: Trajectories
+    initial_state: InitialState
+    known: KnownRegion | None
+    seed: int
+    num_moves: int

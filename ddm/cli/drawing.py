@@ -27,7 +27,7 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.sampling.guidance import per_sample
-from ddm.sampling.strategies import Lock, Strategy, draw_expert
+from ddm.sampling.strategies import Strategy, draw_expert
 from ddm.sampling.trajectories import draw_noise
 from ddm.system.devices import DeviceName, device_named
 from ddm.system.parallel import PartDescription, run_parts
@@ -319,7 +319,7 @@ def dealt(job: Job, num: int, weight_K: Tensor) -> Tensor:
     Under lock at t = 1 that is the order of their experts, which are drawn here as they will be there.
     """
     numbers = torch.arange(num)
-    if not isinstance(job.strategy, Lock) or job.strategy.t_lock < 1:
+    if not job.strategy.keeps_first_expert:
         return numbers
     shape = job.source.expert_shape
     uniform_N = torch.cat([draw_noise([i], shape, job.seed, 1)[1][:, 0] for i in range(num)])

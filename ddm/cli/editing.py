@@ -134,13 +134,17 @@ class Editing:
         self, ensemble: "Ensemble", num: int, read: "tuple[Tensor, Tensor | None] | None", how: Any
     ) -> "Samples":
         """Draw samples, from noise or from what was read."""
+        from ddm.sampling.options import sampling_keywords
+
+        how = sampling_keywords(how)
         if read is None:
             return ensemble.sample(num, **how)
         images, known = read
         if known is None:
             return ensemble.image_to_image(images, self.t_start or 1.0, **how)
-        more = {} if self.corrections is None else {"corrections": self.corrections}
-        return ensemble.inpaint(images, known, **more, **how)
+        if self.corrections is not None:
+            how["corrections"] = self.corrections
+        return ensemble.inpaint(images, known, **how)
 
 
 FROM_NOISE = Editing(None, None, None, None, None)

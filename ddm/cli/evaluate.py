@@ -12,7 +12,7 @@ import typer
 
 from ddm.cli.editing import interval
 from ddm.cli.evaluated_conditions import Asked, conditions_for, held_of_class
-from ddm.cli.following import FLAGS, Following, StrategyName, chosen_strategy, priors
+from ddm.cli.following import FLAGS, STRATEGY_NAMES, Following, chosen_strategy, priors
 from ddm.cli.options import (
     HOW,
     WHAT,
@@ -30,6 +30,7 @@ from ddm.cli.options import (
 from ddm.cli.settings import DrawingSettings, read_settings, set_option
 from ddm.errors import SetupError
 from ddm.protocol.architecture import ClassCondition, NoCondition
+from ddm.sampling.strategies import STRATEGIES
 from ddm.system.console import progress, say, table
 
 if TYPE_CHECKING:
@@ -109,9 +110,12 @@ Neighbours = Annotated[
     ),
 ]
 Strategies = Annotated[
-    list[StrategyName] | None,
+    list[str] | None,
     typer.Option(
-        "--strategy", help="Which expert each step follows; repeatable.", rich_help_panel=HOW
+        "--strategy",
+        click_type=STRATEGY_NAMES,
+        help="Which expert each step follows; repeatable.",
+        rich_help_panel=HOW,
     ),
 ]
 ClassesOption = Annotated[
@@ -168,7 +172,7 @@ def evaluate(
             got="neither a number of samples nor a file of them",
         )
     asked, within = Asked(label, text, text_encoder), interval(rare.guidance_interval)
-    names = list(dict.fromkeys(each.value for each in strategy or [StrategyName.LOCK]))
+    names = list(dict.fromkeys(strategy or ["lock"]))
     wanted = following.settings(rare)
     if samples is not None:
         _check_nothing_is_drawn(
@@ -326,13 +330,13 @@ def _told(label: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
 
 def _strategies(names: list[str], wanted: dict[str, Any]) -> "dict[str, Strategy]":
     """Build each strategy with the settings that are its own; a setting that none of them has is refused."""
-    from ddm.sampling.strategies import SETTINGS
-
     for setting, value in wanted.items():
-        if not any(setting in SETTINGS[name] for name in names):
+        if not any(setting in STRATEGIES[name].settings for name in names):
             chosen_strategy(names[0], {setting: value})  # refuses it
     return {
-        name: chosen_strategy(name, {s: v for s, v in wanted.items() if s in SETTINGS[name]})
+        name: chosen_strategy(
+            name, {s: v for s, v in wanted.items() if s in STRATEGIES[name].settings}
+        )
         for name in names
     }
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
 
 from ddm.cli.options import HOW
 from ddm.cli.settings import DrawingSettings
 from ddm.errors import SetupError
+from ddm.sampling.strategies import STRATEGIES, strategy_named
 
 if TYPE_CHECKING:
     from ddm.protocol.manifest import Manifest
@@ -24,16 +26,7 @@ FLAGS = {
 }
 
 
-class StrategyName(StrEnum):
-    """How experts are combined along a trajectory."""
-
-    FULL = "full"
-    SAMPLE = "sample"
-    LOCK = "lock"
-    TOP_1 = "top-1"
-    TOP_K = "top-k"
-    NUCLEUS = "nucleus"
-    THRESHOLD = "threshold"
+STRATEGY_NAMES = click.Choice(list(STRATEGIES))
 
 
 class Prefix(StrEnum):
@@ -95,11 +88,9 @@ class Following:
 
 def chosen_strategy(name: str, wanted: dict[str, Any]) -> "Strategy":
     """Return the strategy, and refuse settings that mean nothing to it."""
-    from ddm.sampling.strategies import SETTINGS, strategy_named
-
     for setting, value in wanted.items():
-        if setting not in SETTINGS[name]:
-            owner = next(other for other, settings in SETTINGS.items() if setting in settings)
+        if setting not in STRATEGIES[name].settings:
+            owner = next(other for other, kind in STRATEGIES.items() if setting in kind.settings)
             got = f"{value} with --strategy {name}"
             raise SetupError(FLAGS[setting], expected=f"--strategy {owner}", got=got)
     if wanted.get("prefix") and wanted.get("tau", 1.0) == 1.0:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.cli.editing import Editing, InitOption, InpaintOption, MaskOption, TStartOption, interval
-from ddm.cli.following import Following, StrategyName, chosen_strategy, priors
+from ddm.cli.following import STRATEGY_NAMES, Following, chosen_strategy, priors
 from ddm.cli.options import (
     HOW,
     ImagesOption,
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from ddm.sampling.strategies import Strategy
 
 StrategyOption = Annotated[
-    StrategyName | None,
+    str | None,
     typer.Option(
         "--strategy",
+        click_type=STRATEGY_NAMES,
         help="Default lock, which is exact; with --inpaint sample.",
         rich_help_panel=HOW,
     ),
@@ -64,8 +65,8 @@ def sample(
         Editing(init, t_start, inpaint, mask, rare.corrections),
         interval(rare.guidance_interval),
     )
-    strategy = strategy or (StrategyName.SAMPLE if inpaint else StrategyName.LOCK)
-    chosen = chosen_strategy(strategy.value, following.settings(rare))
+    strategy = strategy or ("sample" if inpaint else "lock")
+    chosen = chosen_strategy(strategy, following.settings(rare))
     _check_together(chosen, rare, told, editing)
     prepare_output(out)
 
@@ -74,7 +75,7 @@ def sample(
     from ddm.footprint import condition_bytes, sampling_bytes
     from ddm.io.pictures import write_samples
     from ddm.loading.memory import expert_memory_bytes
-    from ddm.sampling.guidance import knows_shares, names_of
+    from ddm.sampling.guidance import class_names, knows_shares
     from ddm.system.memory import memory_limit
 
     computing = Computing(machine.device, machine.arithmetic(), rare.batch)
@@ -107,10 +108,10 @@ def sample(
         "router_every": rare.router_every or 1,
     }
     job = Job(source, chosen, solving.seed, how, editing, begin)
-    with progress(f"sampling {num} with {strategy.value}") as advance:
+    with progress(f"sampling {num} with {strategy}") as advance:
         weight_K = expert_shares(ensemble, weights, class_prior)
         drawn = draw(job, num, processes, weight_K, advance, ensemble)
-    classes = names_of(plan.condition, condition, num)
+    classes = class_names(plan.condition, condition, num)
     owners = drawn.expert_N.tolist()
     written = write_samples(
         drawn.images, owners, out, opened.manifest_digest, classes, plan.data.range

@@ -44,7 +44,7 @@ def sample_student(
     from ddm.distillation.student import read_record
     from ddm.footprint import condition_bytes
     from ddm.io.pictures import write_samples
-    from ddm.sampling.guidance import names_of
+    from ddm.sampling.guidance import class_names
     from ddm.sampling.strategies import Lock
     from ddm.system.memory import memory_limit
 
@@ -68,7 +68,7 @@ def sample_student(
     job = Job(StudentSource(record, student, computing), Lock(), solving.seed, how)
     with progress(f"sampling {num}") as advance:
         drawn = draw(job, num, processes, torch.ones(1), advance)
-    classes = names_of(record.condition, condition, num)
+    classes = class_names(record.condition, condition, num)
     source, owners = record.source, drawn.expert_N.tolist()
     written = write_samples(drawn.images, owners, out, source.manifest, classes, record.data.range)
     say(

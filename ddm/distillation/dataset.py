@@ -241,7 +241,7 @@ def _drawn(
 
     def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
         return mix_velocity(
-            ensemble.experts, x_B, t_B, w_BK.to(x_B), label_B, together=ensemble.chunk_size
+            ensemble.experts, x_B, t_B, w_BK.to(x_B), label_B, chunk_size=ensemble.chunk_size
         )
 
     with torch.no_grad():

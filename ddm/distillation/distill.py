@@ -129,7 +129,7 @@ class Teaching:
             there_B, times_B, w_BK = (each.to(ensemble.device) for each in inputs)
             condition_B = None if condition is None else condition.to(ensemble.device)
             u_B = mix_velocity(
-                self._experts(), there_B, times_B, w_BK, condition_B, together=ensemble.chunk_size
+                self._experts(), there_B, times_B, w_BK, condition_B, chunk_size=ensemble.chunk_size
             )
             x_0, eps = x_0_and_eps(ensemble.path, x_B, u_B.to(x_B), t_B)
         return replace(part, x_0=x_0, eps=eps)

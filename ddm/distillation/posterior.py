@@ -10,7 +10,12 @@ from torch import Tensor
 
 from ddm.ensemble import Ensemble
 from ddm.errors import MathError
-from ddm.sampling.guidance import Asked, ConditionValue, knows_shares
+from ddm.sampling.guidance import (
+    ConditionRequest,
+    ConditionValue,
+    SampledEnsemble,
+    knows_shares,
+)
 from ddm.sampling.mixture import Branch
 
 _NO_CLASS = -1
@@ -71,7 +76,7 @@ class Posterior:
         """
         if self.of_texts is not None and condition_B is not None:
             log_w_BK = self.of_texts.log_posterior(
-                x_B, t_B, together=self.together, condition_B=condition_B
+                x_B, t_B, chunk_size=self.together, condition_B=condition_B
             )
             return log_w_BK.double().exp()
         label_B = torch.full((len(x_B),), _NO_CLASS) if condition_B is None else condition_B.cpu()
@@ -80,7 +85,7 @@ class Posterior:
             rows = (label_B == label).nonzero()[:, 0]
             own = (
                 self.of_class[label]
-                .posterior(x_B[rows], t_B[rows], together=self.together)
+                .posterior(x_B[rows], t_B[rows], chunk_size=self.together)
                 .double()
             )
             w_BK = own.new_empty(len(x_B), own.shape[1]) if w_BK is None else w_BK
@@ -100,8 +105,10 @@ def _class_branch(ensemble: Ensemble, label: int) -> Branch:
 
 
 def _branch(ensemble: Ensemble, condition: ConditionValue | None, *, shares_known: bool) -> Branch:
-    asked = Asked(condition=condition, condition_prior=None if shares_known else ensemble.prior)
-    (branch,), _, _ = asked.branches(
+    declared = None if shares_known else ensemble.prior
+    request = ConditionRequest(condition=condition, condition_prior=declared)
+    sampled = SampledEnsemble(
         ensemble.condition, ensemble.router, ensemble.prior, ensemble.class_prior
     )
+    (branch,) = request.branches(sampled).conditional
     return branch

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.routers.base import log_prior
 from ddm.routers.evaluation import noised_log_likelihood
 
@@ -131,11 +131,12 @@ def draw(
     shown_silos = largest_silos(ensemble.prior, silo_E)
     num_batches = len(shown_silos) + len(effort.strategies)
     num_drawn = 0
+    options = SamplingOptions(solver=SOLVER)
 
     def draw_batch(num: int, strategy: str, prior: Sequence[float]) -> DrawnImages:
         nonlocal num_drawn
         samples = ensemble.sample(
-            num, strategy=strategy, steps=effort.steps, solver=SOLVER, seed=seed, prior=prior
+            num, strategy=strategy, steps=effort.steps, seed=seed, prior=prior, options=options
         )
         num_drawn += 1
         if on_progress:

@@ -29,11 +29,8 @@ class LazyExperts:
         self, load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int
     ) -> None:
         if memory_bytes < max(sizes):
-            raise SetupError(
-                "memory for experts",
-                expected=f"at least {max(sizes)} bytes",
-                got=f"{memory_bytes} bytes",
-            )
+            expected = f"at least {max(sizes)} bytes"
+            raise SetupError("memory for experts", expected=expected, got=f"{memory_bytes} bytes")
         self._load = load
         self._sizes = tuple(sizes)
         self._memory_bytes = memory_bytes
@@ -58,22 +55,28 @@ class LazyExperts:
     def to(self, device: torch.device | str) -> "LazyExperts":
         """Return the same experts, loaded onto another device."""
         load = self._load
-        return LazyExperts(lambda k: moved([load(k)], device)[0], self._sizes, self._memory_bytes)
+        return LazyExperts(
+            lambda k: move_experts([load(k)], device)[0], self._sizes, self._memory_bytes
+        )
 
 
-def moved(experts: Experts, device: torch.device | str) -> Experts:
+def move_experts(experts: Experts, device: torch.device | str) -> Experts:
     """Return experts on a device: copies of networks that are elsewhere, and plain functions as they are."""
     if isinstance(experts, LazyExperts):
         return experts.to(device)
-    return [_moved(experts[k], torch.device(device)) for k in range(len(experts))]
+    return [_move_expert(experts[k], torch.device(device)) for k in range(len(experts))]
 
 
-def _moved(expert: Expert, device: torch.device) -> Expert:
+def _move_expert(expert: Expert, device: torch.device) -> Expert:
     if not isinstance(expert, nn.Module):
         return expert
     tensors = [*expert.parameters(), *expert.buffers()]
-    here = all(
-        each.device.type == device.type and device.index in (None, each.device.index)
-        for each in tensors
-    )
-    return expert if here else deepcopy(expert).to(device)
+    if all(_is_on(tensor, device) for tensor in tensors):
+        return expert
+    # A copy, since the caller's own ensemble stays where it is.
+    return deepcopy(expert).to(device)
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on a device; one without an index means any of its type."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

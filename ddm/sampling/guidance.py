@@ -16,7 +16,7 @@ from torch import Tensor
 from ddm.errors import MathError, ShapeError
 from ddm.protocol.architecture import ClassCondition, Condition, NoCondition
 from ddm.routers.base import ConditionalRouter, Router, log_prior
-from ddm.sampling.mixture import Branch, OfSamples
+from ddm.sampling.mixture import Branch, SampleConditions
 
 ConditionValue = int | Tensor
 """What samples are drawn under.
@@ -43,8 +43,40 @@ ClassPriors = Callable[[int], ClassPrior]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a caller asks of samples.
+class Branches:
+    """The branches of a mixture.
+
+    Attributes:
+        conditional: one, or one for each class that samples have.
+        unconditional: with guidance only.
+        sample_conditions: what differs from sample to sample, where anything does.
+    """
+
+    conditional: tuple[Branch, ...]
+    unconditional: Branch | None = None
+    sample_conditions: SampleConditions | None = None
+
+
+@dataclass(frozen=True)
+class SampledEnsemble:
+    """What an ensemble says of its experts, from which branches are made.
+
+    Attributes:
+        condition: the kind of condition that the experts take.
+        router: models which expert's data a noised sample came from.
+        prior: the ensemble's own.
+        class_prior: returns the experts' shares of a class.
+    """
+
+    condition: Condition
+    router: Router | None
+    prior: Sequence[float]
+    class_prior: ClassPriors | None
+
+
+@dataclass(frozen=True)
+class ConditionRequest:
+    """Under which condition, prior and guidance a caller wants samples.
 
     Args:
         prior: weights in place of the ensemble's own; None for those.
@@ -64,77 +96,70 @@ class Asked:
     interval: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        if self.condition is None and (self.guidance or self.condition_prior is not None):
-            subject, got = (
-                ("guidance", f"{self.guidance:g}")
-                if self.guidance
-                else ("condition_prior", "a prior")
-            )
-            raise MathError(
-                subject, expected="a condition together with it", got=f"{got} without a condition"
-            )
+        if self.condition is None:
+            expected = "a condition together with it"
+            if self.guidance:
+                got = f"{self.guidance:g} without a condition"
+                raise MathError("guidance", expected=expected, got=got)
+            if self.condition_prior is not None:
+                got = "a prior without a condition"
+                raise MathError("condition_prior", expected=expected, got=got)
         if not 0 <= self.guidance < inf:
-            raise MathError(
-                "guidance", expected="a finite number of at least 0", got=str(self.guidance)
-            )
+            expected = "a finite number of at least 0"
+            raise MathError("guidance", expected=expected, got=str(self.guidance))
         if len(self.interval) != 2 or not 0 <= self.interval[0] < self.interval[1] <= 1:
             expected = "two times (low, high) with 0 <= low < high <= 1"
             raise MathError("guidance_interval", expected=expected, got=str(self.interval))
         if tuple(self.interval) != (0.0, 1.0) and not self.guidance:
-            raise MathError(
-                "guidance_interval", expected="guidance above 0 together with it", got="guidance=0"
-            )
+            expected = "guidance above 0 together with it"
+            raise MathError("guidance_interval", expected=expected, got="guidance=0")
 
-    def branches(
-        self,
-        condition: Condition,
-        router: Router | None,
-        prior: Sequence[float],
-        class_prior: ClassPriors | None,
-    ) -> tuple[tuple[Branch, ...], Branch | None, OfSamples | None]:
-        """Return the conditional branches, the unconditional one, and the samples' own conditions.
-
-        Args:
-            condition: the kind of condition that its experts take.
-            router: its router.
-            prior: its own prior.
-            class_prior: its experts' shares of a class.
-
-        Returns:
-            One conditional branch, or one for each class that samples have; an unconditional one with guidance only;
-            and what differs from sample to sample, where anything does.
+    def branches(self, ensemble: SampledEnsemble) -> Branches:
+        """Return the branches of the mixture that is requested of an ensemble.
 
         Raises:
             MathError, ShapeError: the ensemble does not take the condition, or nobody knows who holds it.
         """
-        target = log_prior(prior if self.prior is None else self.prior, len(prior))
+        target_prior = ensemble.prior if self.prior is None else self.prior
+        target_log_prior = log_prior(target_prior, len(ensemble.prior))
         if self.condition is None:
-            return (Branch(target, router),), None, None
+            return Branches((Branch(target_log_prior, ensemble.router),))
 
-        def branch(value: ConditionValue) -> Branch:
-            told, _ = condition_and_null(condition, value)
-            counted = class_prior is not None and isinstance(value, int)
-            if self.condition_prior is None and not counted and knows_shares(router):
-                return Branch(target, router, told, router_shares=True)
-            known = _known(value, self.condition_prior, class_prior, len(prior))
-            return Branch(
-                conditional_log_prior(known.prior, prior, self.prior), known.router or router, told
-            )
-
-        value = by_number(condition, self.condition)
-        several = per_sample(condition, value)
-        if several is None:
-            _, null = condition_and_null(condition, value)
-            return (branch(value),), Branch(target, router, null) if self.guidance else None, None
-        if several.dim() == 1:
-            labels_G, group_N = torch.unique(several, return_inverse=True)
-            branches = tuple(branch(label) for label in labels_G.tolist())
-            _, null = condition_and_null(condition, int(labels_G[0]))
+        value = by_number(ensemble.condition, self.condition)
+        sample_values = per_sample(ensemble.condition, value)
+        sample_conditions = None
+        if sample_values is None:
+            branch_values = [value]
+        elif sample_values.dim() == 1:
+            # Samples of one class share a branch.
+            class_G, branch_B = torch.unique(sample_values, return_inverse=True)
+            branch_values = class_G.tolist()
+            sample_conditions = SampleConditions(branch_B, sample_values)
         else:
-            branches, group_N = (branch(several[0]),), torch.zeros(len(several), dtype=torch.int64)
-            _, null = condition_and_null(condition, several[0])
-        of_samples = OfSamples(group_N, several)
-        return branches, Branch(target, router, null) if self.guidance else None, of_samples
+            # All texts share a branch: nothing but the text itself differs among them.
+            branch_values = [sample_values[0]]
+            branch_B = torch.zeros(len(sample_values), dtype=torch.int64)
+            sample_conditions = SampleConditions(branch_B, sample_values)
+
+        conditional = tuple(self._branch(ensemble, value) for value in branch_values)
+        unconditional = None
+        if self.guidance:
+            _, null = condition_and_null(ensemble.condition, branch_values[0])
+            unconditional = Branch(target_log_prior, ensemble.router, null)
+        return Branches(conditional, unconditional, sample_conditions)
+
+    def _branch(self, ensemble: SampledEnsemble, value: ConditionValue) -> Branch:
+        """Return the branch of one condition."""
+        router, num_experts = ensemble.router, len(ensemble.prior)
+        condition, _ = condition_and_null(ensemble.condition, value)
+        is_counted = ensemble.class_prior is not None and isinstance(value, int)
+        if self.condition_prior is None and not is_counted and knows_shares(router):
+            target_prior = ensemble.prior if self.prior is None else self.prior
+            target_log_prior = log_prior(target_prior, num_experts)
+            return Branch(target_log_prior, router, condition, router_shares=True)
+        known = _known_shares(value, self.condition_prior, ensemble.class_prior, num_experts)
+        log_prior_K = conditional_log_prior(known.prior, ensemble.prior, self.prior)
+        return Branch(log_prior_K, known.router or router, condition)
 
 
 def by_number(condition: Condition, value: ConditionValue | str) -> ConditionValue:
@@ -144,17 +169,19 @@ def by_number(condition: Condition, value: ConditionValue | str) -> ConditionVal
         MathError: experts without a class of this name.
     """
     if not isinstance(value, str) or not isinstance(condition, ClassCondition):
-        # a text that is no class is refused where conditions are looked at
+        # A word for experts that take no classes is refused by `condition_and_null`, by its type.
         return cast("ConditionValue", value)
-    if (number := condition.classes.number(value)) is None:
-        raise MathError(
-            "condition", expected=f"a class, {condition.classes.words()}", got=repr(value[:40])
-        )
+    number = condition.classes.number(value)
+    if number is None:
+        expected = f"a class, {condition.classes.words()}"
+        raise MathError("condition", expected=expected, got=repr(value[:40]))
     return number
 
 
-def names_of(condition: Condition, value: ConditionValue | str | None, num: int) -> tuple[str, ...]:
-    """Return the class that each of `num` samples was asked for, by its name where it has one; none without classes."""
+def class_names(
+    condition: Condition, value: ConditionValue | str | None, num: int
+) -> tuple[str, ...]:
+    """Return the class of each of `num` requested samples, by its name where it has one; none without classes."""
     if value is None or not isinstance(condition, ClassCondition):
         return ()
     value = by_number(condition, value)
@@ -168,19 +195,20 @@ def knows_shares(router: Router | None) -> bool:
 
 
 def router_shares(
-    router: Router | None, told: Tensor, prior: Sequence[float]
+    router: Router | None, condition: Tensor, prior: Sequence[float]
 ) -> list[float] | None:
     """Return each expert's share of the data with a condition, as the router has learned it; None where it has not.
 
     Args:
         router: the ensemble's.
-        told: the condition, as experts receive it.
+        condition: as experts receive it.
         prior: the ensemble's own.
     """
     if not isinstance(router, ConditionalRouter) or not knows_shares(router):
         return None
-    log_K = log_prior(prior, len(prior)) + router.log_shares(told[None])[0].double().cpu()
-    shares: list[float] = log_K.softmax(0).tolist()
+    learned_K = router.log_shares(condition[None])[0].double().cpu()
+    log_shares_K = log_prior(prior, len(prior)) + learned_K
+    shares: list[float] = log_shares_K.softmax(0).tolist()
     return shares
 
 
@@ -190,46 +218,47 @@ def per_sample(condition: Condition, value: ConditionValue | None) -> Tensor | N
     Raises:
         ShapeError: classes that are not whole numbers, or no conditions at all.
     """
-    dims = 1 if isinstance(condition, ClassCondition) else 3
-    if isinstance(condition, NoCondition) or not isinstance(value, Tensor) or value.dim() != dims:
+    takes_classes = isinstance(condition, ClassCondition)
+    num_dims = 1 if takes_classes else 3
+    if isinstance(condition, NoCondition) or not isinstance(value, Tensor):
         return None
-    if not len(value) or (dims == 1 and value.dtype != torch.int64):
-        expected = (
-            "one class for each sample, int64 (N,)"
-            if dims == 1
-            else "one text for each sample, (N, L, D)"
-        )
-        raise ShapeError(
-            "condition", expected=expected, got=f"{value.dtype} of shape {tuple(value.shape)}"
-        )
+    if value.dim() != num_dims:
+        return None
+    if not len(value) or (takes_classes and value.dtype != torch.int64):
+        expected = "one text for each sample, (N, L, D)"
+        if takes_classes:
+            expected = "one class for each sample, int64 (N,)"
+        got = f"{value.dtype} of shape {tuple(value.shape)}"
+        raise ShapeError("condition", expected=expected, got=got)
     return value
 
 
-def _known(
+def _known_shares(
     condition: ConditionValue,
     declared: Sequence[float] | None,
     class_prior: ClassPriors | None,
     num_experts: int,
 ) -> ClassPrior:
-    """Return the experts' shares of a condition as the caller declares them, else as the release states them.
-
-    An ensemble of one expert needs neither: that expert's share is 1.
-    """
+    """Return the experts' shares of a condition as the caller declares them, else as the release states them."""
+    stated: ClassPrior | None = None
+    if class_prior is not None and isinstance(condition, int):
+        stated = class_prior(condition)
     if declared is None and num_experts == 1:
+        # The share of an only expert is 1, whoever states it.
         declared = [1.0]
-    known = class_prior(condition) if class_prior and isinstance(condition, int) else None
     if declared is not None:
-        return ClassPrior(declared, known.router if known else None)
-    if known is None:
-        remedy = "Pass condition_prior; the ensemble's own prior assumes that all experts hold equal shares of it."
-        expected = "each expert's share of the data with this condition"
-        got = (
-            "a release without class counts"
-            if isinstance(condition, int)
-            else "a text, which no release counts"
-        )
-        raise MathError("condition_prior", expected=expected, got=got, remedy=remedy)
-    return known
+        return ClassPrior(declared, None if stated is None else stated.router)
+    if stated is not None:
+        return stated
+    got = "a text, which no release counts"
+    if isinstance(condition, int):
+        got = "a release without class counts"
+    raise MathError(
+        "condition_prior",
+        expected="each expert's share of the data with this condition",
+        got=got,
+        remedy="Pass condition_prior; the ensemble's own prior assumes that all experts hold equal shares of it.",
+    )
 
 
 def condition_and_null(condition: Condition, value: ConditionValue) -> tuple[Tensor, Tensor]:
@@ -239,30 +268,26 @@ def condition_and_null(condition: Condition, value: ConditionValue) -> tuple[Ten
         MathError: the experts are unconditional, take another kind of condition, or have no such class.
         ShapeError: token embeddings of another shape.
     """
-    kind = type(value).__name__
+    type_name = type(value).__name__
     if isinstance(condition, NoCondition):
-        remedy = "Leave the condition out: these experts were trained without one."
         raise MathError(
-            "condition", expected="no condition", got=f"a condition of type {kind}", remedy=remedy
+            "condition",
+            expected="no condition",
+            got=f"a condition of type {type_name}",
+            remedy="Leave the condition out: these experts were trained without one.",
         )
     if isinstance(condition, ClassCondition):
         if not isinstance(value, int) or not 0 <= value < condition.num_classes:
-            got = str(value) if isinstance(value, int) else kind
-            raise MathError(
-                "condition", expected=f"a class, int, 0 to {condition.num_classes - 1}", got=got
-            )
+            expected = f"a class, int, 0 to {condition.num_classes - 1}"
+            got = str(value) if isinstance(value, int) else type_name
+            raise MathError("condition", expected=expected, got=got)
         return torch.tensor(value), torch.tensor(-1)
-    most, shape = condition.max_tokens, tuple(value.shape) if isinstance(value, Tensor) else ()
-    if (
-        not isinstance(value, Tensor)
-        or len(shape) != 2
-        or not 0 < shape[0] <= most
-        or shape[1] != condition.dim
-    ):
-        expected = f"a text, a tensor of 1 to {most} tokens of {condition.dim} values"
-        raise ShapeError(
-            "condition", expected=expected, got=f"{kind} of shape {shape}" if shape else kind
-        )
+    expected = f"a text, a tensor of 1 to {condition.max_tokens} tokens of {condition.dim} values"
+    if not isinstance(value, Tensor):
+        raise ShapeError("condition", expected=expected, got=type_name)
+    shape = tuple(value.shape)
+    if len(shape) != 2 or not 0 < shape[0] <= condition.max_tokens or shape[1] != condition.dim:
+        raise ShapeError("condition", expected=expected, got=f"{type_name} of shape {shape}")
     return value, torch.zeros_like(value)
 
 
@@ -282,6 +307,7 @@ def conditional_log_prior(
     """
     own_K = log_prior(prior, len(prior))
     target_K = own_K if target_prior is None else log_prior(target_prior, len(prior))
+    # An expert that the ensemble's own prior withdraws, and the target does not, has no share to be shifted from.
     shift_K = torch.where(own_K.isfinite(), target_K - own_K, target_K)
     prior_K = (log_prior(class_prior, len(prior)) + shift_K).softmax(0)
     if not bool(prior_K.isfinite().all()):

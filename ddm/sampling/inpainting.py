@@ -8,7 +8,7 @@ part most of the noise is replaced by new,
 
 while the known part gets new noise throughout. A correction leaves the distribution at time t as it is where nothing is
 known, since it takes noise away and adds as much; where something is known it makes the unknown part fit it. Every
-correction asks the router at the very x_t that the experts see.
+correction evaluates the router at the very x_t that the experts see.
 
 RePaint does the same by going back in time by a step's length and forth again. Its resampling moves a sample by the
 noise of one step, a correction by nearly all the noise of its time, so that the same number of evaluations brings the
@@ -35,18 +35,18 @@ from ddm.diffusion.path import Path, Velocity, x_0_and_eps, x_t
 from ddm.diffusion.rng import stream
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.io.array_input import real_tensor
-from ddm.sampling.trajectories import Trajectories
+from ddm.sampling.trajectories import Trajectories, TrajectoryState
 
 RHO = 0.5
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownRegion:
     """The part of samples that is given.
 
     Args:
         x_0: data in the experts' space; what is not known may be anything finite. Shape (N, ...).
-        known: where data are given, bool, (N, ...) or one for all samples, (1, ...).
+        mask: where data are given, bool, (N, ...) or one for all samples, (1, ...).
         corrections: after each step, each at the cost of one evaluation; 0 only puts the known part in.
 
     Raises:
@@ -55,114 +55,123 @@ class Known:
     """
 
     x_0: Tensor
-    known: Tensor
+    mask: Tensor
     corrections: int = 9
 
     def __post_init__(self) -> None:
-        lengths = (1, len(self.x_0))
-        if self.known.shape[1:] != self.x_0.shape[1:] or len(self.known) not in lengths:
-            expected = (
-                f"a mask of shape {(len(self.x_0), *self.x_0.shape[1:])}, or of 1 for all samples"
-            )
-            raise ShapeError("known", expected=expected, got=f"shape {tuple(self.known.shape)}")
-        if self.known.dtype is not torch.bool:
-            raise ShapeError(
-                "known",
-                expected="a mask of bool, true where data are given",
-                got=str(self.known.dtype),
-            )
+        num_samples = len(self.x_0)
+        if self.mask.shape[1:] != self.x_0.shape[1:] or len(self.mask) not in (1, num_samples):
+            shape = (num_samples, *self.x_0.shape[1:])
+            expected = f"a mask of shape {shape}, or of 1 for all samples"
+            raise ShapeError("known", expected=expected, got=f"shape {tuple(self.mask.shape)}")
+        if self.mask.dtype is not torch.bool:
+            expected = "a mask of bool, true where data are given"
+            raise ShapeError("known", expected=expected, got=str(self.mask.dtype))
         if not bool(self.x_0.isfinite().all()):
             raise NumericalError("known", expected="finite data", got="NaN or infinity")
         if self.corrections < 0:
             raise MathError("corrections", expected="at least 0", got=str(self.corrections))
-        if bool(self.known.all()):
-            raise MathError(
-                "known",
-                expected="something that is not known",
-                got="a mask that is true everywhere",
-            )
+        if bool(self.mask.all()):
+            expected = "something that is not known"
+            raise MathError("known", expected=expected, got="a mask that is true everywhere")
 
     @property
-    def num(self) -> int:
+    def num_samples(self) -> int:
         """The number of samples, or 1 for data that all samples have."""
         return len(self.x_0)
 
-    def of(self, samples: range) -> "Known":
+    def of(self, samples: range) -> "KnownRegion":
         """Return the known part of some samples."""
-        x_0, known = (
-            each if len(each) == 1 else each[samples.start : samples.stop]
-            for each in (self.x_0, self.known)
-        )
-        return replace(self, x_0=x_0, known=known)
+        rows = slice(samples.start, samples.stop)
+        x_0 = self.x_0 if len(self.x_0) == 1 else self.x_0[rows]
+        mask = self.mask if len(self.mask) == 1 else self.mask[rows]
+        return replace(self, x_0=x_0, mask=mask)
 
     def num_moves(self, steps: int) -> int:
         """Return how often each sample moves: in `steps` steps, and in the corrections after all but the last."""
         return steps + (steps - 1) * self.corrections
 
+    def put_into(self, x_B: Tensor, t: float, eps_B: Tensor, path: Path) -> Tensor:
+        """Return samples at time t whose known part is that of the data, noised to t by `eps_B`."""
+        data_B = self.x_0.to(x_B).expand_as(x_B)
+        return torch.where(self.mask.to(x_B.device), x_t(path, data_B, eps_B, filled(x_B, t)), x_B)
 
-def complete(
-    trajectories: Trajectories,
-    path: Path,
-    given: Known,
-    x_B: Tensor,
-    uniform_BM: Tensor,
-    first: int,
-    own: Sequence[np.random.Generator],
-) -> tuple[Tensor, Tensor]:
-    """Integrate samples from noise to data that agree with what is known.
+
+@dataclass(frozen=True)
+class Inpainting:
+    """The completion of samples beside what is known of them.
 
     Args:
         trajectories: of these samples.
         path: the ensemble's.
-        given: the known part of these samples.
-        x_B: where they start, shape (B, ...).
-        uniform_BM: in [0, 1), one number for every move; draws the experts.
-        first: the row of the first sample.
-        own: each sample's own stream of random numbers.
-
-    Returns:
-        See `Trajectories.integrate`.
+        known: the known part of these samples.
+        generators: each sample's own stream of random numbers.
 
     Raises:
-        MathError: times that end above 0, where what is known is noised, or a router that is not asked at every step.
+        MathError: times that end above 0, where what is known is noised, or a router that is not evaluated at every
+            step.
     """
-    end, every = trajectories.times[-1], trajectories.router_every
-    if end > 0:
-        raise MathError(
-            "times",
-            expected="times that end at 0 where a part is known",
-            got=f"{end:g} as the last one",
-        )
-    if every != 1:
-        raise MathError("router_every", expected="1 where a part is known", got=str(every))
-    known_B, data_B = given.known.to(x_B.device), given.x_0.to(x_B)
-    probe = replace(trajectories, step=_velocity_alone, callback=None)
 
-    def noise() -> Tensor:
-        drawn = np.stack(
-            [each.standard_normal(tuple(x_B.shape[1:]), dtype=np.float32) for each in own]
-        )
-        return torch.from_numpy(drawn).to(x_B)
+    trajectories: Trajectories
+    path: Path
+    known: KnownRegion
+    generators: Sequence[np.random.Generator]
 
-    def put(x: Tensor, t: float, eps_B: Tensor) -> Tensor:
-        return torch.where(known_B, x_t(path, data_B.expand_as(x), eps_B, filled(x, t)), x)
+    def __post_init__(self) -> None:
+        end = self.trajectories.times[-1]
+        if end > 0:
+            expected = "times that end at 0 where a part is known"
+            raise MathError("times", expected=expected, got=f"{end:g} as the last one")
+        every = self.trajectories.router_every
+        if every != 1:
+            raise MathError("router_every", expected="1 where a part is known", got=str(every))
 
-    moved, move = trajectories.start(put(x_B, trajectories.times[0], noise())), 0
-    for t, t_next in pairwise(trajectories.times):
-        moved = trajectories.move(moved, (t, t_next), uniform_BM[:, move:], first)
-        move += 1
-        if t_next <= 0:
-            break
-        for _ in range(given.corrections):
-            n_B = noise()
-            x = put(moved.state.x_B, t_next, n_B)
-            asked = probe.move(moved.at(x), (t_next, t_next), uniform_BM[:, move:], first)
-            x_0_B, eps_B = x_0_and_eps(path, x, asked.state.x_B, filled(x, t_next))
-            renewed_B = x_t(path, x_0_B, RHO * eps_B + (1 - RHO**2) ** 0.5 * n_B, filled(x, t_next))
-            moved = replace(asked, num_steps=moved.num_steps).at(torch.where(known_B, x, renewed_B))
-            move += 1
-        moved = moved.at(put(moved.state.x_B, t_next, noise()))
-    return put(moved.state.x_B, trajectories.times[-1], noise()), moved.k_B
+    def integrate(self, x_B: Tensor, uniform_BM: Tensor, first: int) -> TrajectoryState:
+        """Integrate samples from noise to data that agree with what is known.
+
+        Args:
+            x_B: where they start, shape (B, ...).
+            uniform_BM: in [0, 1), one number for every move; draws the experts.
+            first: the row of the first sample.
+        """
+        times = self.trajectories.times
+        samples = self.trajectories.start(self._with_known_part(x_B, times[0]))
+        num_moves = 0
+        for t, t_next in pairwise(times):
+            samples = self.trajectories.move(samples, (t, t_next), uniform_BM[:, num_moves:], first)
+            num_moves += 1
+            if t_next <= 0:
+                break
+            for _ in range(self.known.corrections):
+                samples = self._correct(samples, t_next, uniform_BM[:, num_moves:], first)
+                num_moves += 1
+            samples = samples.at(self._with_known_part(samples.x_B, t_next))
+        return samples.at(self._with_known_part(samples.x_B, times[-1]))
+
+    def _correct(
+        self, samples: TrajectoryState, t: float, uniform_BM: Tensor, first: int
+    ) -> TrajectoryState:
+        """Replace most of the noise of the unknown part by new noise, at the same time t."""
+        noise_B = self._noise(samples.x_B)
+        x_B = self.known.put_into(samples.x_B, t, noise_B, self.path)
+        # A step from t to t that returns the velocity in the place of where it leads.
+        probe = replace(self.trajectories, step=_velocity_alone, callback=None)
+        probed = probe.move(samples.at(x_B), (t, t), uniform_BM, first)
+        x_0_B, eps_B = x_0_and_eps(self.path, x_B, probed.x_B, filled(x_B, t))
+        new_eps_B = RHO * eps_B + (1 - RHO**2) ** 0.5 * noise_B
+        corrected_B = x_t(self.path, x_0_B, new_eps_B, filled(x_B, t))
+        mask_B = self.known.mask.to(x_B.device)
+        corrected = replace(probed, num_steps=samples.num_steps)
+        return corrected.at(torch.where(mask_B, x_B, corrected_B))
+
+    def _with_known_part(self, x_B: Tensor, t: float) -> Tensor:
+        return self.known.put_into(x_B, t, self._noise(x_B), self.path)
+
+    def _noise(self, x_B: Tensor) -> Tensor:
+        """Return new noise, of each sample's own stream."""
+        shape = tuple(x_B.shape[1:])
+        rows = [each.standard_normal(shape, dtype=np.float32) for each in self.generators]
+        return torch.from_numpy(np.stack(rows)).to(x_B)
 
 
 def _velocity_alone(
@@ -183,50 +192,62 @@ def mask_of_latents(known: Tensor, shape: tuple[int, ...]) -> Tensor:
         return known
     unknown = (~known).any(1, keepdim=True).float()
     window = [side // small for side, small in zip(known.shape[2:], shape[1:], strict=True)]
-    pooled = (max_pool2d if len(window) == 2 else max_pool3d)(unknown, window)
-    return (pooled == 0).expand(-1, *shape)
+    pool = max_pool2d if len(window) == 2 else max_pool3d
+    return (pool(unknown, window) == 0).expand(-1, *shape)
 
 
-def known_part(
-    images: Any, known: Any, encode: Callable[[Tensor], Tensor], corrections: int
-) -> tuple[Known, Tensor, Tensor]:
-    """Return the known part in the experts' space, the mask of the images, and the images as a tensor.
+@dataclass(frozen=True)
+class MaskedImages:
+    """Images of which a part is known.
 
-    Args:
+    Attributes:
         images: shape (N, C, H, W) or (N, C, D, H, W).
-        known: bool, true where images are known; dimensions before (H, W) or (D, H, W) may be missing.
-        encode: encodes images.
-        corrections: see `Known`.
-
-    Raises:
-        DataError: images or a mask that hold no real numbers.
-        ShapeError: a mask that does not fit the images.
-        MathError: see `Known`.
+        mask: bool, true where images are known, of the same number of dimensions; its first may be 1.
     """
-    images = real_tensor(images, "images")
-    known = real_tensor(known, "known")
-    mask, shape = known, tuple(images.shape[1:])
-    while mask.dim() < images.dim():
-        mask = mask[None]
-    if (
-        mask.shape[2:] != images.shape[2:]
-        or mask.shape[1] not in (1, *shape[:1])
-        or mask.dtype is not torch.bool
-    ):
-        expected = f"bool, true where images are known, shape {shape[1:]}, {shape} or {tuple(images.shape)}"
-        raise ShapeError(
-            "known",
-            expected=expected,
-            got=f"{known.dtype} {tuple(known.shape)}".removeprefix("torch."),
-        )
-    mask, latents = mask.expand(-1, *shape), encode(images)
-    return (
-        Known(latents, mask_of_latents(mask, tuple(latents.shape[1:])), corrections),
-        mask,
-        images,
-    )
+
+    images: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, images: Any, known: Any) -> "MaskedImages":
+        """Check images and a mask, arrays or tensors.
+
+        Args:
+            images: shape (N, C, H, W) or (N, C, D, H, W).
+            known: bool, true where images are known; dimensions before (H, W) or (D, H, W) may be missing.
+
+        Raises:
+            DataError: images or a mask that hold no real numbers.
+            ShapeError: a mask that does not fit the images.
+        """
+        images = real_tensor(images, "images")
+        known = real_tensor(known, "known")
+        shape = tuple(images.shape[1:])
+        mask = known
+        while mask.dim() < images.dim():
+            mask = mask[None]
+        fits = mask.shape[2:] == images.shape[2:] and mask.shape[1] in (1, *shape[:1])
+        if not fits or mask.dtype is not torch.bool:
+            expected = f"bool, true where images are known, shape {shape[1:]}, {shape} or {tuple(images.shape)}"
+            got = f"{known.dtype} {tuple(known.shape)}".removeprefix("torch.")
+            raise ShapeError("known", expected=expected, got=got)
+        return cls(images, mask.expand(-1, *shape))
+
+    def region(self, encode: Callable[[Tensor], Tensor], corrections: int) -> KnownRegion:
+        """Return the known part in the experts' space.
+
+        Args:
+            encode: encodes images into that space.
+            corrections: see `KnownRegion`.
+
+        Raises:
+            MathError: see `KnownRegion`.
+        """
+        latents = encode(self.images)
+        mask = mask_of_latents(self.mask, tuple(latents.shape[1:]))
+        return KnownRegion(latents, mask, corrections)
 
 
-def streams(seed: int, samples: Sequence[int]) -> list[np.random.Generator]:
+def inpainting_generators(seed: int, samples: Sequence[int]) -> list[np.random.Generator]:
     """Return the random stream of each sample, from which the noise of its corrections comes."""
-    return [stream("inpaint", seed, i) for i in samples]
+    return [stream("inpaint", seed, sample) for sample in samples]

@@ -16,7 +16,13 @@ from torch import Tensor
 from ddm.diffusion.path import Experts, expand_time
 from ddm.errors import MathError, ShapeError
 from ddm.routers.base import ConditionalRouter, Router, log_posterior
-from ddm.sampling.precision import InArithmetic, evaluate, full_precision
+from ddm.sampling.precision import CastExperts, evaluate, full_precision
+
+ConditionOfRows = Callable[[Tensor], Tensor]
+"""Called with the numbers of some rows; returns their conditions, as experts receive them."""
+
+# Times are compared within the rounding of float32.
+_TIME_TOLERANCE = 1e-6
 
 
 def mix_velocity(
@@ -26,7 +32,7 @@ def mix_velocity(
     w_BK: Tensor,
     condition_B: Tensor | None = None,
     *,
-    together: int = 1 << 30,
+    chunk_size: int = 1 << 30,
 ) -> Tensor:
     """Mix expert velocities into the velocity of the pooled data.
 
@@ -40,7 +46,7 @@ def mix_velocity(
         t_B: times in [0, 1], shape (B,).
         w_BK: router posterior; entries in [0, 1], rows sum to 1.
         condition_B: the experts' condition, one row per sample; None for unconditional experts.
-        together: most samples that an expert evaluates at once.
+        chunk_size: most samples that an expert evaluates at once.
 
     Returns:
         Shape (B, ...), data units per unit t, dtype and device of ``x_B``.
@@ -51,28 +57,29 @@ def mix_velocity(
     Source:
         McAllister et al. 2025, marginal flow over a partition.
     """
-    return _mixed(
-        experts, x_B, t_B, w_BK, None if condition_B is None else condition_B.__getitem__, together
-    )
+    condition_of_rows = None if condition_B is None else condition_B.__getitem__
+    return _mix(experts, x_B, t_B, w_BK, condition_of_rows, chunk_size)
 
 
-def _mixed(
+def _mix(
     experts: Experts,
     x_B: Tensor,
     t_B: Tensor,
     w_BK: Tensor,
-    told: Callable[[Tensor], Tensor] | None,
-    together: int,
+    condition_of_rows: ConditionOfRows | None,
+    chunk_size: int,
 ) -> Tensor:
-    """Mix velocities as `mix_velocity` does; `told` returns the conditions of the rows that it is called with."""
+    """Mix velocities as `mix_velocity` does, with conditions that are made for the rows of one chunk at a time."""
     if tuple(w_BK.shape) != (len(x_B), len(experts)) or t_B.shape != x_B.shape[:1]:
-        got = f"weights {tuple(w_BK.shape)} and times {tuple(t_B.shape)}"
         expected = f"weights ({len(x_B)}, {len(experts)}) and times ({len(x_B)},)"
+        got = f"weights {tuple(w_BK.shape)} and times {tuple(t_B.shape)}"
         raise ShapeError("mixture", expected=expected, got=got)
-    u_B, has_weight_BK = torch.zeros_like(x_B), w_BK > 0
+    u_B = torch.zeros_like(x_B)
+    has_weight_BK = w_BK > 0
     for k in has_weight_BK.any(0).nonzero()[:, 0].tolist():
-        for rows in torch.split(has_weight_BK[:, k].nonzero()[:, 0], together):
-            condition = () if told is None else (told(rows),)
+        rows_of_expert = has_weight_BK[:, k].nonzero()[:, 0]
+        for rows in torch.split(rows_of_expert, chunk_size):
+            condition = () if condition_of_rows is None else (condition_of_rows(rows),)
             u_rows = evaluate(experts[k], x_B[rows], t_B[rows], *condition)
             u_B.index_add_(0, rows, expand_time(w_BK[rows, k], u_rows) * u_rows)
     return u_B
@@ -106,7 +113,7 @@ class Branch:
         t_B: Tensor,
         allowed_BK: Tensor | None = None,
         *,
-        together: int,
+        chunk_size: int,
         condition_B: Tensor | None = None,
     ) -> Tensor:
         """Return the log-posterior (B, K) among the experts allowed: the prior's at t = 1, and where one is allowed.
@@ -115,63 +122,74 @@ class Branch:
             x_B: noised samples.
             t_B: their times.
             allowed_BK: all where omitted.
-            together: most samples that the router evaluates at once.
+            chunk_size: most samples that the router evaluates at once.
             condition_B: each sample's condition, where they differ within the branch.
         """
-        log_prior_BK = self.log_prior_K.to(x_B.device).expand(len(x_B), -1)
+        condition_B = self._condition_for_router(x_B, condition_B)
+        log_prior_BK = self._log_prior(x_B, condition_B)
+        if allowed_BK is not None:
+            log_prior_BK = log_prior_BK.masked_fill(~allowed_BK, -torch.inf)
+        # Pure noise tells nothing, and where one expert is left there is nothing to tell: no router is needed.
+        if bool((t_B >= 1).all()) or int(log_prior_BK.isfinite().sum(1).max()) == 1:
+            return log_prior_BK.log_softmax(1)
+        if self.router is None:
+            got = "an ensemble without a router"
+            raise MathError("mixture at t < 1", expected="a router", got=got)
+        chunks = []
+        with full_precision(x_B):
+            for rows in torch.split(torch.arange(len(x_B), device=x_B.device), chunk_size):
+                router = self.router
+                if isinstance(router, ConditionalRouter) and condition_B is not None:
+                    router = router.given(condition_B[rows])
+                chunks.append(log_posterior(router, x_B[rows], t_B[rows], log_prior_BK[rows]))
+        return torch.cat(chunks)
+
+    def posterior(
+        self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, chunk_size: int
+    ) -> Tensor:
+        """Return `log_posterior` as probabilities."""
+        return self.log_posterior(x_B, t_B, allowed_BK, chunk_size=chunk_size).exp()
+
+    def _condition_for_router(self, x_B: Tensor, condition_B: Tensor | None) -> Tensor | None:
+        """Return each sample's condition, None for a router that reads none."""
+        if not isinstance(self.router, ConditionalRouter):
+            return None
         if condition_B is None and self.condition is not None:
             condition_B = self.condition.expand(len(x_B), *self.condition.shape)
-        told = isinstance(self.router, ConditionalRouter) and condition_B is not None
-        condition_B = condition_B.to(x_B.device) if told and condition_B is not None else None
+        return None if condition_B is None else condition_B.to(x_B.device)
+
+    def _log_prior(self, x_B: Tensor, condition_B: Tensor | None) -> Tensor:
+        """Return the log-prior of each sample, (B, K)."""
+        log_prior_BK = self.log_prior_K.to(x_B.device).expand(len(x_B), -1)
         if (
             self.router_shares
             and isinstance(self.router, ConditionalRouter)
             and condition_B is not None
         ):
             log_prior_BK = log_prior_BK + self.router.log_shares(condition_B).to(log_prior_BK)
-        if allowed_BK is not None:
-            log_prior_BK = log_prior_BK.masked_fill(~allowed_BK, -torch.inf)
-        if bool((t_B >= 1).all()) or int(log_prior_BK.isfinite().sum(1).max()) == 1:
-            return log_prior_BK.log_softmax(1)
-        if self.router is None:
-            raise MathError(
-                "mixture at t < 1", expected="a router", got="an ensemble without a router"
-            )
-        found = []
-        with full_precision(x_B):
-            for rows in torch.split(torch.arange(len(x_B), device=x_B.device), together):
-                router = self.router
-                if isinstance(router, ConditionalRouter) and condition_B is not None:
-                    router = router.given(condition_B[rows])
-                found.append(log_posterior(router, x_B[rows], t_B[rows], log_prior_BK[rows]))
-        return torch.cat(found)
-
-    def posterior(
-        self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, together: int
-    ) -> Tensor:
-        """Return `log_posterior` as probabilities."""
-        return self.log_posterior(x_B, t_B, allowed_BK, together=together).exp()
+        return log_prior_BK
 
 
 @dataclass(frozen=True)
-class OfSamples:
+class SampleConditions:
     """The conditions of samples that differ in them.
 
     Args:
-        group_B: the number of each sample's branch.
+        branch_B: the number of each sample's branch.
         condition_B: each sample's condition.
     """
 
-    group_B: Tensor
+    branch_B: Tensor
     condition_B: Tensor
 
     def __len__(self) -> int:
         return len(self.condition_B)
 
-    def of(self, rows: Tensor | slice) -> "OfSamples":
+    def of(self, rows: Tensor | slice) -> "SampleConditions":
         """Return the conditions of some of the samples."""
-        rows = rows.to(self.group_B.device) if isinstance(rows, Tensor) else rows
-        return OfSamples(self.group_B[rows], self.condition_B[rows])
+        if isinstance(rows, Tensor):
+            rows = rows.to(self.branch_B.device)
+        return SampleConditions(self.branch_B[rows], self.condition_B[rows])
 
 
 @dataclass(frozen=True)
@@ -182,28 +200,35 @@ class Mixture:
         experts: velocities on the canonical path.
         conditional: one branch, or one for each condition that samples have; their posterior decides which expert a
             sample follows.
-        together: most samples that an expert or a router evaluates at once.
+        chunk_size: most samples that an expert or a router evaluates at once.
         unconditional: the branch that guidance leads away from; None without guidance.
         guidance: g.
         interval: the times, both included, between which guidance applies.
-        of_samples: the samples' conditions, where they differ.
+        sample_conditions: the samples' conditions, where they differ.
 
     Source:
         Kynkäänniemi et al. 2024, for the interval, arXiv 2404.07724.
     """
 
-    experts: InArithmetic
+    experts: CastExperts
     conditional: tuple[Branch, ...]
-    together: int
+    chunk_size: int
     unconditional: Branch | None = None
     guidance: float = 0.0
     interval: tuple[float, float] = (0.0, 1.0)
-    of_samples: "OfSamples | None" = None
+    sample_conditions: SampleConditions | None = None
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """All branches, the conditional ones first."""
+        if self.unconditional is None:
+            return self.conditional
+        return (*self.conditional, self.unconditional)
 
     @property
     def num_active(self) -> int:
         """The number of experts with a weight above 0 in some branch."""
-        return max(branch.num_active for branch in (*self.conditional, *self._others()))
+        return max(branch.num_active for branch in self.branches)
 
     @property
     def active_K(self) -> Tensor:
@@ -211,39 +236,49 @@ class Mixture:
         return torch.stack([branch.log_prior_K.isfinite() for branch in self.conditional]).any(0)
 
     @property
-    def num(self) -> int | None:
+    def num_conditions(self) -> int | None:
         """The number of samples, where each has a condition of its own."""
-        return len(self.of_samples) if self.of_samples else None
+        return None if self.sample_conditions is None else len(self.sample_conditions)
 
     def of(self, rows: Tensor | slice) -> "Mixture":
         """Return the mixture of some of the samples."""
-        return replace(self, of_samples=self.of_samples.of(rows)) if self.of_samples else self
+        if self.sample_conditions is None:
+            return self
+        return replace(self, sample_conditions=self.sample_conditions.of(rows))
 
     def log_posterior(self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None) -> Tensor:
         """Return the log-posterior (B, K) of the experts under each sample's condition."""
-        if len(self.conditional) == 1 or self.of_samples is None:
-            own = self.of_samples.condition_B if self.of_samples else None
+        conditions = self.sample_conditions
+        if len(self.conditional) == 1 or conditions is None:
             return self.conditional[0].log_posterior(
-                x_B, t_B, allowed_BK, together=self.together, condition_B=own
+                x_B,
+                t_B,
+                allowed_BK,
+                chunk_size=self.chunk_size,
+                condition_B=None if conditions is None else conditions.condition_B,
             )
-        found = x_B.new_empty(len(x_B), len(self.experts), dtype=torch.float64)
-        group_B = self.of_samples.group_B.to(x_B.device)
-        for group in range(len(self.conditional)):
-            rows = (group_B == group).nonzero()[:, 0]
-            if len(rows):
-                allowed = None if allowed_BK is None else allowed_BK[rows]
-                branch = self.conditional[group]
-                found[rows] = branch.log_posterior(
-                    x_B[rows], t_B[rows], allowed, together=self.together
-                ).double()
-        return found
+        log_w_BK = x_B.new_empty(len(x_B), len(self.experts), dtype=torch.float64)
+        branch_B = conditions.branch_B.to(x_B.device)
+        for number, branch in enumerate(self.conditional):
+            rows = (branch_B == number).nonzero()[:, 0]
+            if not len(rows):
+                continue
+            allowed = None if allowed_BK is None else allowed_BK[rows]
+            log_w = branch.log_posterior(x_B[rows], t_B[rows], allowed, chunk_size=self.chunk_size)
+            log_w_BK[rows] = log_w.double()
+        return log_w_BK
 
     def posterior(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return `log_posterior` as probabilities."""
         return self.log_posterior(x_B, t_B).exp()
 
     def weights(
-        self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, held: bool = False
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        allowed_BK: Tensor | None = None,
+        *,
+        of_all_branches: bool = False,
     ) -> Tensor:
         """Return the posterior among the experts allowed of every branch that is evaluated at these times, (R, K).
 
@@ -251,50 +286,56 @@ class Mixture:
             x_B: noised samples.
             t_B: their times.
             allowed_BK: all where omitted.
-            held: return those of all branches, for weights that serve at later times too.
+            of_all_branches: whether the weights serve at later times too, when guidance may apply.
         """
-        found = [self.log_posterior(x_B, t_B, allowed_BK).exp()]
-        if self._others() and (held or bool(self._guided(t_B).any())):
-            found += [
-                each.posterior(x_B, t_B, allowed_BK, together=self.together)
-                for each in self._others()
-            ]
-        return torch.cat([part.to(found[0].dtype) for part in found])
+        w_BK = self.log_posterior(x_B, t_B, allowed_BK).exp()
+        if self.unconditional is None:
+            return w_BK
+        if not of_all_branches and not bool(self._is_guided(t_B).any()):
+            return w_BK
+        unconditional_BK = self.unconditional.posterior(
+            x_B, t_B, allowed_BK, chunk_size=self.chunk_size
+        )
+        return torch.cat([w_BK, unconditional_BK.to(w_BK.dtype)])
 
     def velocity(self, x_B: Tensor, t_B: Tensor, w_RK: Tensor) -> Tensor:
         """Return the guided mixture, shape (B, ...); each expert is evaluated once for all branches."""
-        num, guided_B = len(x_B), self._guided(t_B)
-        copies = 1 + len(self._others()) * int(bool(guided_B.any()))
-        x_R, t_R = (torch.cat([part] * copies) for part in (x_B, t_B))
-        u_R = _mixed(
-            self.experts, x_R, t_R, w_RK[: len(x_R)], self._conditions(x_B, copies), self.together
-        )
-        if copies == 1:
+        num_samples = len(x_B)
+        is_guided_B = self._is_guided(t_B)
+        guides = self.unconditional is not None and bool(is_guided_B.any())
+        copies = 2 if guides else 1
+        x_R = torch.cat([x_B] * copies)
+        t_R = torch.cat([t_B] * copies)
+        condition_of_rows = self._condition_of_rows(x_B, copies)
+        u_R = _mix(self.experts, x_R, t_R, w_RK[: len(x_R)], condition_of_rows, self.chunk_size)
+        if not guides:
             return u_R
-        g_B = expand_time(guided_B * self.guidance, x_B)
-        return (1 + g_B) * u_R[:num] - g_B * u_R[num:]
+        g_B = expand_time(is_guided_B * self.guidance, x_B)
+        return (1 + g_B) * u_R[:num_samples] - g_B * u_R[num_samples:]
 
-    def _others(self) -> tuple[Branch, ...]:
-        return () if self.unconditional is None else (self.unconditional,)
-
-    def _guided(self, t_B: Tensor) -> Tensor:
-        """Return whether guidance applies at each time, within the rounding of float32."""
+    def _is_guided(self, t_B: Tensor) -> Tensor:
+        """Return whether guidance applies at each time."""
         low, high = self.interval
-        return (t_B >= low - 1e-6) & (t_B <= high + 1e-6)
+        return (t_B >= low - _TIME_TOLERANCE) & (t_B <= high + _TIME_TOLERANCE)
 
-    def _conditions(self, x_B: Tensor, copies: int) -> Callable[[Tensor], Tensor] | None:
-        """Return what tells some rows of the evaluated branches their conditions; texts of all would take gigabytes."""
-        branches, num = (self.conditional[0], *self._others())[:copies], len(x_B)
-        found = [branch.condition for branch in branches if branch.condition is not None]
-        if not found:
+    def _condition_of_rows(self, x_B: Tensor, copies: int) -> ConditionOfRows | None:
+        """Return a function for the conditions of rows of the evaluated branches; None for unconditional experts."""
+        branches = [self.conditional[0]]
+        if copies == 2 and self.unconditional is not None:
+            branches.append(self.unconditional)
+        conditions = [branch.condition for branch in branches if branch.condition is not None]
+        if not conditions:
             return None
-        condition_G = torch.stack(found).to(x_B.device)
+        condition_G = torch.stack(conditions).to(x_B.device)
+        num_samples = len(x_B)
 
-        def told(rows: Tensor) -> Tensor:
-            condition_R = condition_G[rows // num]
-            if self.of_samples is not None:
-                own = rows < num
-                condition_R[own] = self.of_samples.of(rows[own]).condition_B.to(condition_R)
+        def condition_of_rows(rows: Tensor) -> Tensor:
+            # Made for a few rows at a time: texts of all samples would take gigabytes.
+            condition_R = condition_G[rows // num_samples]
+            if self.sample_conditions is not None:
+                is_conditional = rows < num_samples
+                own = self.sample_conditions.of(rows[is_conditional]).condition_B
+                condition_R[is_conditional] = own.to(condition_R)
             return condition_R
 
-        return told
+        return condition_of_rows

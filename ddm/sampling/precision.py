@@ -16,8 +16,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
-class InArithmetic:
-    """Experts that compute in one arithmetic and answer in the dtype that they are asked in.
+class CastExperts:
+    """Experts that compute in one arithmetic and answer in the dtype of the samples.
 
     An autocast region of the caller's decides for float32, the default, as it would for any network.
 
@@ -35,7 +35,7 @@ class InArithmetic:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        checked(self.arithmetic)
+        check_dtype(self.arithmetic)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,15 +46,18 @@ class InArithmetic:
         return len(self.experts)
 
     def __getitem__(self, k: int) -> Expert:
-        kind = torch.device(self.device).type
-        lower = self.arithmetic if self.arithmetic is torch.bfloat16 else None
-        if self.arithmetic is torch.float32 and torch.is_autocast_enabled(kind):
-            lower = torch.get_autocast_dtype(kind)
+        device_type = torch.device(self.device).type
+        autocast_dtype: torch.dtype | None = None
+        if self.arithmetic is torch.bfloat16:
+            autocast_dtype = torch.bfloat16
+        elif self.arithmetic is torch.float32 and torch.is_autocast_enabled(device_type):
+            autocast_dtype = torch.get_autocast_dtype(device_type)
 
         def expert(x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
-            if lower is None or x_B.dtype is torch.float64:
+            # The expert is looked up at each call, so that nothing keeps it in memory (`LazyExperts`).
+            if autocast_dtype is None or x_B.dtype is torch.float64:
                 return evaluate(self.experts[k], x_B, t_B, *condition_B)
-            with torch.autocast(kind, lower):
+            with torch.autocast(device_type, autocast_dtype):
                 return evaluate(self.experts[k], x_B, t_B, *condition_B)
 
         return expert
@@ -63,29 +66,32 @@ class InArithmetic:
 def evaluate(expert: Expert, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
     """Return an expert's velocity in the dtype of ``x_B``; a network with weights of another dtype computes in it."""
     t_B = t_B.to(x_B.dtype)
-    given = [each.to(x_B.dtype) if each.is_floating_point() else each for each in condition_B]
+    condition = [_cast(part, x_B.dtype) for part in condition_B]
     if isinstance(expert, nn.Module):
         state = {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
-        if any(each.is_floating_point() and each.dtype != x_B.dtype for each in state.values()):
-            cast = {
-                name: each.to(x_B.dtype) for name, each in state.items() if each.is_floating_point()
-            }
-            answer: Tensor = functional_call(expert, cast, (x_B, t_B, *given))
-            return answer.to(x_B.dtype)
-    return expert(x_B, t_B, *given).to(x_B.dtype)
+        floating = {name: value for name, value in state.items() if value.is_floating_point()}
+        if any(value.dtype != x_B.dtype for value in floating.values()):
+            cast = {name: value.to(x_B.dtype) for name, value in floating.items()}
+            velocity: Tensor = functional_call(expert, cast, (x_B, t_B, *condition))
+            return velocity.to(x_B.dtype)
+    return expert(x_B, t_B, *condition).to(x_B.dtype)
 
 
-def checked(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype.
+def _cast(condition: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return texts in a dtype, and classes, which are whole numbers, as they are."""
+    return condition.to(dtype) if condition.is_floating_point() else condition
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse an arithmetic that experts cannot be sampled in.
 
     Raises:
-        MathError: experts cannot be sampled in it.
+        MathError: a dtype that is not one of `DTYPES`.
     """
     if dtype not in DTYPES:
-        expected = ", ".join(str(each) for each in DTYPES)
+        expected = ", ".join(str(allowed) for allowed in DTYPES)
         remedy = "float16 overflows where bfloat16 does not; integers cannot hold a velocity."
         raise MathError("dtype", expected=expected, got=str(dtype), remedy=remedy)
-    return dtype
 
 
 def full_precision(x_B: Tensor) -> AbstractContextManager[None]:
@@ -94,9 +100,9 @@ def full_precision(x_B: Tensor) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _without_autocast(kind: str) -> Iterator[None]:
-    if not torch.is_autocast_enabled(kind):
+def _without_autocast(device_type: str) -> Iterator[None]:
+    if not torch.is_autocast_enabled(device_type):
         yield
         return
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(device_type, enabled=False):
         yield

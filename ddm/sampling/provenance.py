@@ -46,63 +46,80 @@ class Provenance:
             expected = f"0 to {self.num - 1}, the samples whose experts were kept"
             raise MathError("sample's number", expected=expected, got=str(i))
         first, last = np.searchsorted(self.sample_E, [i, i + 1])
-        sets = np.unpackbits(self.experts_EY[first:last], axis=1, count=self.num_experts).astype(
-            bool
-        )
         times = self.t_E[first:last].tolist()
-        return tuple(
-            Followed(t, tuple(np.flatnonzero(row).tolist()))
-            for t, row in zip(times, sets, strict=True)
-        )
+        follows_EK = np.unpackbits(self.experts_EY[first:last], axis=1, count=self.num_experts)
+        parts = []
+        for t, follows_K in zip(times, follows_EK, strict=True):
+            experts = np.flatnonzero(follows_K)
+            parts.append(Followed(t, tuple(experts.tolist())))
+        return tuple(parts)
 
     def __repr__(self) -> str:
-        return (
-            f"Provenance of {self.num} samples, {len(self.sample_E) - self.num} changes of experts"
-        )
+        num_changes = len(self.sample_E) - self.num
+        return f"Provenance of {self.num} samples, {num_changes} changes of experts"
 
 
-def joined(parts: list[Provenance]) -> Provenance:
+def join_provenance(parts: list[Provenance]) -> Provenance:
     """Return the table of samples that were drawn in parts; it ends where a part's table does not hold all of it."""
-    first, rows = 0, list[np.ndarray]()
+    num_samples = 0
+    samples = []
     for part in parts:
-        rows.append(part.sample_E + first)
-        first += part.num
-    t_E, experts_EY = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("t_E", "experts_EY")
+        samples.append(part.sample_E + num_samples)
+        num_samples += part.num
+    return Provenance(
+        sample_E=np.concatenate(samples),
+        t_E=np.concatenate([part.t_E for part in parts]),
+        experts_EY=np.concatenate([part.experts_EY for part in parts]),
+        num=num_samples,
+        num_experts=parts[-1].num_experts,
     )
-    return Provenance(np.concatenate(rows), t_E, experts_EY, first, parts[-1].num_experts)
+
+
+class _Changes(NamedTuple):
+    """Samples that changed their experts at one time: their numbers, the time for each, and the experts in bits."""
+
+    samples: np.ndarray
+    times: np.ndarray
+    experts: np.ndarray
 
 
 @dataclass
-class Log:
+class ProvenanceLog:
     """Collects the table while samples travel.
 
     Args:
         active_K: the experts with a weight above 0; a mixture of all means these.
-        num: N.
-        most_changes: of one sample, in all.
+        num: N; lowered to what fits into 16 MiB.
+        max_changes: of one sample, in all.
     """
 
     active_K: Tensor
     num: int
-    most_changes: int
-    rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    max_changes: int
+    changes: list[_Changes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        entry = 8 + 8 + -(-len(self.active_K) // 8)
-        self.num = min(self.num, max(1, MAX_BYTES // (entry * self.most_changes)))
+        num_bytes_of_set = -(-len(self.active_K) // 8)
+        entry_bytes = 8 + 8 + num_bytes_of_set
+        self.num = min(self.num, max(1, MAX_BYTES // (entry_bytes * self.max_changes)))
 
     def note(self, first: int, t: float, allowed_BK: Tensor, changed_B: Tensor) -> None:
         """Note the experts that samples follow from time t on, for those that change them; `first` is their number."""
         changed_B = changed_B[: max(0, self.num - first)]
-        changed = changed_B.nonzero()[:, 0]
-        if len(changed):
-            sets = (allowed_BK[changed] & self.active_K.to(allowed_BK.device)).cpu().numpy()
-            rows = first + changed.cpu().numpy()
-            self.rows.append((rows, np.full(len(rows), t), np.packbits(sets, axis=1)))
+        rows = changed_B.nonzero()[:, 0]
+        if not len(rows):
+            return
+        followed = (allowed_BK[rows] & self.active_K.to(allowed_BK.device)).cpu().numpy()
+        samples = first + rows.cpu().numpy()
+        times = np.full(len(samples), t)
+        self.changes.append(_Changes(samples, times, np.packbits(followed, axis=1)))
 
     def table(self) -> Provenance:
         """Return what was collected, sample by sample."""
-        samples, times, sets = (np.concatenate(part) for part in zip(*self.rows, strict=True))
+        samples = np.concatenate([change.samples for change in self.changes])
+        times = np.concatenate([change.times for change in self.changes])
+        experts = np.concatenate([change.experts for change in self.changes])
         order = np.argsort(samples, kind="stable")
-        return Provenance(samples[order], times[order], sets[order], self.num, len(self.active_K))
+        return Provenance(
+            samples[order], times[order], experts[order], self.num, len(self.active_K)
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddm.errors import NumericalError
 from ddm.io.pictures import write_samples
-from ddm.sampling.provenance import Provenance, joined
+from ddm.sampling.provenance import Provenance, join_provenance
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,15 +80,18 @@ class Samples:
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
     """Return samples that were drawn in parts, in the order of the parts."""
-    tables = [part.provenance for part in parts]
+    tables = [part.provenance for part in parts if part.provenance is not None]
+    classes: list[str] = []
+    for part in parts:
+        classes.extend(part.classes)
     return Samples(
         images=torch.cat([part.images for part in parts]),
         expert_N=torch.cat([part.expert_N for part in parts]),
         num_experts=parts[0].num_experts,
         latents=torch.cat([part.latents for part in parts]),
-        provenance=joined([each for each in tables if each]) if all(tables) else None,
+        provenance=join_provenance(tables) if len(tables) == len(parts) else None,
         release=parts[0].release,
-        classes=tuple(name for part in parts for name in part.classes),
+        classes=tuple(classes),
         value_range=parts[0].value_range,
     )
 
@@ -105,10 +108,14 @@ def check_finite(x_0: Tensor, expert_N: Tensor, names: Sequence[str]) -> None:
         NumericalError: which names the experts of those samples.
     """
     broken_N = ~x_0.flatten(1).isfinite().all(1)
-    if bool(broken_N.any()):
-        found = ", ".join(
-            str(names[k] if names else k) for k in sorted(set(expert_N[broken_N].tolist()))
-        )
-        got = f"NaN or infinity in {int(broken_N.sum())} of {len(x_0)} samples, of experts {found}"
-        remedy = "Take more steps or less guidance; if that does not help, leave these experts out by a prior of 0."
-        raise NumericalError("samples", expected="finite numbers", got=got, remedy=remedy)
+    num_broken = int(broken_N.sum())
+    if not num_broken:
+        return
+    experts = sorted(set(expert_N[broken_N].tolist()))
+    words = ", ".join(str(names[expert]) if names else str(expert) for expert in experts)
+    raise NumericalError(
+        "samples",
+        expected="finite numbers",
+        got=f"NaN or infinity in {num_broken} of {len(x_0)} samples, of experts {words}",
+        remedy="Take more steps or less guidance; if that does not help, leave these experts out by a prior of 0.",
+    )

@@ -14,48 +14,45 @@ from ddm.diffusion.path import Path, expand_time, x_t
 from ddm.diffusion.solver import check_times, uniform_times
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.io.array_input import real_tensor
+from ddm.sampling.options import SamplingOptions
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialState:
     """Where samples begin, and the times of their steps.
 
     At most one of the three tensors that a caller gives decides where they begin; without any, they begin in noise of
     their own.
 
     Args:
-        num: N.
+        num_samples: N.
         times: S + 1 times, descending.
-        own: the numbers of the samples, which name their random streams; 0 to N - 1 when empty.
+        numbers: of the samples, which name their random streams; 0 to N - 1 when empty.
         x: samples at the first time, shape (N, ...).
         x_0: samples at t = 0, which are noised to the first time.
         noise: standard normal, in place of the samples' own.
     """
 
-    num: int
+    num_samples: int
     times: tuple[float, ...]
-    own: Sequence[int] = ()
+    numbers: Sequence[int] = ()
     x: Tensor | None = None
     x_0: Tensor | None = None
     noise: Tensor | None = None
 
-    def numbers(self, rows: range) -> Sequence[int]:
+    def numbers_of(self, rows: range) -> Sequence[int]:
         """Return the numbers of the samples in these rows, which name their random streams."""
-        return self.own[rows.start : rows.stop] if self.own else rows
+        return self.numbers[rows.start : rows.stop] if self.numbers else rows
 
-    def at(self, samples: range, noise: Tensor, path: Path) -> Tensor:
-        """Return where some samples begin; `noise` is their own, and decides the dtype and the device."""
-        given = None if self.noise is None else self.noise[samples.start : samples.stop].to(noise)
-        noise = noise if given is None else given
+    def at(self, rows: range, own_noise: Tensor, path: Path) -> Tensor:
+        """Return where some samples begin; `own_noise` decides the dtype and the device."""
+        own_rows = slice(rows.start, rows.stop)
         if self.x is not None:
-            return self.x[samples.start : samples.stop].to(noise)
+            return self.x[own_rows].to(own_noise)
+        noise = own_noise if self.noise is None else self.noise[own_rows].to(own_noise)
         if self.x_0 is not None:
-            return x_t(
-                path,
-                self.x_0[samples.start : samples.stop].to(noise),
-                noise,
-                filled(noise, self.times[0]),
-            )
+            t = filled(noise, self.times[0])
+            return x_t(path, self.x_0[own_rows].to(noise), noise, t)
         return noise * path.sigma(torch.ones(()))
 
 
@@ -80,25 +77,19 @@ def at_times(x_B: Any, t_B: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     return samples_B, times_B
 
 
-def start(
-    nums: Mapping[str, int | None],
+def make_initial_state(
+    options: SamplingOptions,
     shape: Sequence[int],
-    given: Mapping[str, Any],
-    t_start: float | None,
-    times: Sequence[float] | None,
     steps: int,
-    numbers: Sequence[int] | None = None,
-) -> Start:
+    lengths: Mapping[str, int | None],
+) -> InitialState:
     """Check what a caller says about the start of samples.
 
     Args:
-        nums: N, by the argument that tells it; None where one does not.
+        options: the caller's.
         shape: of one sample.
-        given: x, x_0 and noise of `Start`, of which x stands alone; arrays or tensors.
-        t_start: the first time; 1 when omitted, unless `times` say otherwise.
-        times: in place of `t_start` and `steps`.
-        steps: evenly spaced in t.
-        numbers: of the samples, N of them; 0 to N - 1 when omitted.
+        steps: evenly spaced in t, where the options state no times.
+        lengths: N, by the argument that states it; None where one does not.
 
     Raises:
         MathError: arguments that do not go together, or times out of range.
@@ -106,81 +97,96 @@ def start(
         ShapeError: tensors of another shape, or of another number of samples.
         NumericalError: tensors that are not finite.
     """
-    given = {
-        name: None if values is None else real_tensor(values, name)
-        for name, values in given.items()
-    }
-    x, x_0, noise = given["x"], given["x_0"], given["noise"]
-    if x is not None and (x_0 is not None or noise is not None):
-        raise MathError(
-            "x", expected="x alone", got="x together with x_0 or noise, which would not be used"
-        )
-    if times is not None and t_start is not None:
-        raise MathError(
-            "times",
-            expected="times, which begin at t_start, or t_start",
-            got="both times and t_start",
-        )
-    grid = tuple(float(t) for t in times) if times is not None else _even(t_start, steps)
-    check_times(grid)
-    if times is None and t_start is None and (x is not None or x_0 is not None):
-        what = "x" if x is not None else "x_0"
-        raise MathError(
-            what,
-            expected="t_start or times as well",
-            got=f"{what} without the time at which it begins",
-        )
-    if x is None and x_0 is None and grid[0] < 1:
-        remedy = "Give x, samples at t_start, or x_0, samples at t = 0 that are noised to it."
+    tensors: dict[str, Tensor] = {}
+    for name in ("x", "x_0", "noise"):
+        values = getattr(options, name)
+        if values is not None:
+            tensors[name] = real_tensor(values, name)
+    times = _times(options, steps, tensors)
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, shape)
+    num_samples = _num_samples(lengths, tensors)
+    return InitialState(
+        num_samples=num_samples,
+        times=times,
+        numbers=_numbers(options.numbers, num_samples),
+        x=tensors.get("x"),
+        x_0=tensors.get("x_0"),
+        noise=tensors.get("noise"),
+    )
+
+
+def _times(
+    options: SamplingOptions, steps: int, tensors: Mapping[str, Tensor]
+) -> tuple[float, ...]:
+    """Return the times of the steps, which must fit what samples begin at."""
+    if "x" in tensors and len(tensors) > 1:
+        got = "x together with x_0 or noise, which would not be used"
+        raise MathError("x", expected="x alone", got=got)
+    if options.times is not None and options.t_start is not None:
+        expected = "times, which begin at t_start, or t_start"
+        raise MathError("times", expected=expected, got="both times and t_start")
+    times = _time_grid(options, steps)
+    check_times(times)
+    begins_at = "x" if "x" in tensors else "x_0"
+    is_given = begins_at in tensors
+    if is_given and options.times is None and options.t_start is None:
+        got = f"{begins_at} without the time at which it begins"
+        raise MathError(begins_at, expected="t_start or times as well", got=got)
+    if not is_given and times[0] < 1:
         raise MathError(
             "t_start",
             expected="1 for samples that begin in noise",
-            got=f"{grid[0]:g}",
-            remedy=remedy,
+            got=f"{times[0]:g}",
+            remedy="Give x, samples at t_start, or x_0, samples at t = 0 that are noised to it.",
         )
-    for name, tensor in given.items():
-        if tensor is not None:
-            _check(name, tensor, shape)
-    lengths = dict(nums) | {
-        name: len(tensor) for name, tensor in given.items() if tensor is not None
-    }
-    found = {name: length for name, length in lengths.items() if length is not None}
-    if not found:
-        raise MathError(
-            "num", expected="the number of samples", got="no number, and no tensor that tells it"
-        )
-    if len(set(found.values())) > 1:
-        got = ", ".join(f"{length} in {name}" for name, length in found.items())
-        raise ShapeError("samples", expected="the same number everywhere", got=got)
-    num = next(iter(found.values()))
-    if num < 1:
-        raise MathError("sample", expected="num >= 1", got=f"num={num}")
-    numbers = None if numbers is None else [int(number) for number in numbers]
-    if numbers is not None and (len(numbers) != num or min(numbers) < 0):
-        expected = f"{num} numbers of samples, each at least 0"
-        raise MathError(
-            "numbers", expected=expected, got=f"{len(numbers)}, from {min(numbers, default=0)}"
-        )
-    return Start(num, grid, numbers or (), x, x_0, noise)
+    return times
 
 
-def _even(t_start: float | None, steps: int) -> tuple[float, ...]:
-    if t_start is not None and not 0 < t_start <= 1:
+def _time_grid(options: SamplingOptions, steps: int) -> tuple[float, ...]:
+    """Return the caller's times, or times that are evenly spaced between t_start, or 1, and 0."""
+    if options.times is not None:
+        return tuple(float(t) for t in options.times)
+    t_start = 1.0 if options.t_start is None else options.t_start
+    if not 0 < t_start <= 1:
         raise MathError("t_start", expected="a time above 0, at most 1", got=str(t_start))
-    return tuple((1.0 if t_start is None else t_start) * t for t in uniform_times(steps))
+    return tuple(t_start * t for t in uniform_times(steps))
 
 
-def _check(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    got = tuple(tensor.shape)
-    if (
-        tensor.dim() != len(shape) + 1
-        or got[1:] != tuple(shape)
-        or not prod(got)
-        or not tensor.is_floating_point()
-    ):
+def _num_samples(lengths: Mapping[str, int | None], tensors: Mapping[str, Tensor]) -> int:
+    """Return N, on which all arguments that state it must agree."""
+    stated = {name: length for name, length in lengths.items() if length is not None}
+    stated |= {name: len(tensor) for name, tensor in tensors.items()}
+    if not stated:
+        got = "no number, and no tensor that tells it"
+        raise MathError("num", expected="the number of samples", got=got)
+    if len(set(stated.values())) > 1:
+        got = ", ".join(f"{length} in {name}" for name, length in stated.items())
+        raise ShapeError("samples", expected="the same number everywhere", got=got)
+    num_samples = next(iter(stated.values()))
+    if num_samples < 1:
+        raise MathError("sample", expected="num >= 1", got=f"num={num_samples}")
+    return num_samples
+
+
+def _numbers(numbers: Sequence[int] | None, num_samples: int) -> Sequence[int]:
+    """Return the numbers of the samples, empty for 0 to N - 1."""
+    if numbers is None:
+        return ()
+    checked_numbers = [int(number) for number in numbers]
+    if len(checked_numbers) != num_samples or min(checked_numbers) < 0:
+        expected = f"{num_samples} numbers of samples, each at least 0"
+        got = f"{len(checked_numbers)}, from {min(checked_numbers, default=0)}"
+        raise MathError("numbers", expected=expected, got=got)
+    return checked_numbers
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    tensor_shape = tuple(tensor.shape)
+    fits = tensor.dim() == len(shape) + 1 and tensor_shape[1:] == tuple(shape)
+    if not fits or not prod(tensor_shape) or not tensor.is_floating_point():
         expected = f"floating point, shape (N, {', '.join(map(str, shape))})"
-        raise ShapeError(
-            name, expected=expected, got=f"{tensor.dtype} of shape {got}".removeprefix("torch.")
-        )
+        got = f"{tensor.dtype} of shape {tensor_shape}".removeprefix("torch.")
+        raise ShapeError(name, expected=expected, got=got)
     if not bool(tensor.isfinite().all()):
         raise NumericalError(name, expected="finite numbers", got="NaN or infinity")

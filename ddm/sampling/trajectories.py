@@ -21,19 +21,10 @@ from ddm.diffusion.rng import stream
 from ddm.diffusion.solver import Step, follow
 from ddm.errors import MathError, ShapeError
 from ddm.sampling.mixture import Mixture
-from ddm.sampling.provenance import Log
-from ddm.sampling.strategies import (
-    Follow,
-    Nucleus,
-    Segment,
-    Strategy,
-    Threshold,
-    TopK,
-    draw_expert,
-    segments,
-)
+from ddm.sampling.provenance import ProvenanceLog
+from ddm.sampling.strategies import Segment, StepRule, Strategy, draw_expert, segments
 
-Tick = Callable[[int], None]
+StepReporter = Callable[[int], None]
 """Called with the number of samples that have just taken a step."""
 
 Callback = Callable[[int, float, Tensor, Tensor], Tensor | None]
@@ -58,26 +49,31 @@ class SolverState:
 
 
 @dataclass(frozen=True)
-class Underway:
+class TrajectoryState:
     """Samples somewhere between noise and data.
 
     Args:
-        state: where they are.
+        solver_state: where they are.
         allowed_BK: the experts that they followed last.
-        k_B: the last expert that was drawn for each.
+        expert_B: the last expert that was drawn for each.
         t_before: where their last step began; infinite before the first one.
         num_steps: how many steps they have taken.
     """
 
-    state: SolverState
+    solver_state: SolverState
     allowed_BK: Tensor
-    k_B: Tensor
+    expert_B: Tensor
     t_before: float = inf
     num_steps: int = 0
 
-    def at(self, x_B: Tensor) -> "Underway":
-        """Return the samples moved elsewhere; a multistep solver starts anew."""
-        return replace(self, state=SolverState(x_B, Memory.none(x_B)))
+    @property
+    def x_B(self) -> Tensor:
+        """Where the samples are."""
+        return self.solver_state.x_B
+
+    def at(self, x_B: Tensor) -> "TrajectoryState":
+        """Return the samples moved elsewhere, where a multistep solver knows nothing of them."""
+        return replace(self, solver_state=SolverState(x_B, Memory.none(x_B)))
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ class Trajectories:
         times: S + 1 times, descending.
         step: the solver's step.
         router_every: see `segments`.
-        tick: reports progress.
+        report_step: reports progress.
         callback: see `Callback`; samples are brought together after every step for it.
         log: notes which experts samples follow.
     """
@@ -100,26 +96,22 @@ class Trajectories:
     times: Sequence[float]
     step: Step
     router_every: int
-    tick: Tick
+    report_step: StepReporter
     callback: Callback | None = None
-    log: Log | None = None
+    log: ProvenanceLog | None = None
 
     def __post_init__(self) -> None:
-        branches = self.mixture.conditional + (
-            (self.mixture.unconditional,) if self.mixture.unconditional else ()
-        )
-        asked = self.strategy.needs_router or self.times[0] < 1
-        if (
-            asked
-            and self.mixture.num_active > 1
-            and any(branch.router is None for branch in branches)
-        ):
-            remedy = "Use the strategy lock with t_lock = 1, from pure noise on, or an ensemble that has a router."
-            subject, got = (
+        # Samples that begin below t = 1 are no pure noise, so that their posterior is not the prior.
+        needs_router = self.strategy.needs_router or self.times[0] < 1
+        if not needs_router or self.mixture.num_active == 1:
+            return
+        if any(branch.router is None for branch in self.mixture.branches):
+            raise MathError(
                 f"strategy {type(self.strategy).__name__}",
-                "an ensemble without a router",
+                expected="a router",
+                got="an ensemble without a router",
+                remedy="Use the strategy lock with t_lock = 1, from pure noise on, or an ensemble that has a router.",
             )
-            raise MathError(subject, expected="a router", got=got, remedy=remedy)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,15 +122,14 @@ class Trajectories:
         """Return the trajectories of the samples with these numbers."""
         return replace(self, mixture=self.mixture.of(slice(samples.start, samples.stop)))
 
-    def start(self, x_B: Tensor) -> Underway:
+    def start(self, x_B: Tensor) -> TrajectoryState:
         """Return samples that have not moved yet."""
-        all_BK = torch.ones(
-            len(x_B), len(self.mixture.experts), dtype=torch.bool, device=x_B.device
-        )
-        k_B = torch.zeros(len(x_B), dtype=torch.int64, device=x_B.device)
-        return Underway(SolverState(x_B, Memory.none(x_B)), all_BK, k_B)
+        num_experts = len(self.mixture.experts)
+        all_BK = torch.ones(len(x_B), num_experts, dtype=torch.bool, device=x_B.device)
+        expert_B = torch.zeros(len(x_B), dtype=torch.int64, device=x_B.device)
+        return TrajectoryState(SolverState(x_B, Memory.none(x_B)), all_BK, expert_B)
 
-    def integrate(self, x_B: Tensor, uniform_BS: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    def integrate(self, x_B: Tensor, uniform_BS: Tensor, first: int = 0) -> TrajectoryState:
         """Integrate samples along all times.
 
         Args:
@@ -147,139 +138,168 @@ class Trajectories:
             first: the number of the first sample.
 
         Returns:
-            The samples, and the last expert that each followed; for a mixture, one drawn from its last weights.
+            The samples at the last time, with the last expert that each followed; for a mixture, one drawn from its
+            last weights.
         """
-        arrived = self.move(self.start(x_B), self.times, uniform_BS, first)
-        return arrived.state.x_B, arrived.k_B
+        return self.move(self.start(x_B), self.times, uniform_BS, first)
 
     def move(
-        self, samples: Underway, times: Sequence[float], uniform_BS: Tensor, first: int = 0
-    ) -> Underway:
+        self, samples: TrajectoryState, times: Sequence[float], uniform_BS: Tensor, first: int = 0
+    ) -> TrajectoryState:
         """Integrate samples along some of the times; see `integrate`."""
-        state, before_BK, k_B = samples.state, samples.allowed_BK, samples.k_B
-        all_BK = torch.ones_like(before_BK)
-        for number, segment in enumerate(
-            segments(self.strategy, times, self.router_every, samples.t_before)
-        ):
-            allowed_BK, follow, t = all_BK, segment.follow, segment.times[0]
-            if follow is Follow.KEEP:
-                allowed_BK = before_BK
-            elif follow is not Follow.MEAN or segment.times[-1] == self.times[-1]:
-                w_BK = self.mixture.posterior(state.x_B, filled(state.x_B, t))
-                if follow is Follow.SELECT:
-                    allowed_BK = _selected(self.strategy, w_BK)
-                k_B = draw_expert(w_BK * allowed_BK, uniform_BS[:, segment.first])
-            if follow in (Follow.DRAW, Follow.LOCK):
-                allowed_BK = one_hot(k_B, all_BK.shape[1]).bool()
-            changed_B = (allowed_BK != before_BK).any(1)
+        cut = segments(self.strategy, times, self.router_every, samples.t_before)
+        for number, segment in enumerate(cut):
+            reaches_end = segment.times[-1] == self.times[-1]
+            uniform_B = uniform_BS[:, segment.first_step]
+            allowed_BK, expert_B = self._experts_to_follow(segment, samples, uniform_B, reaches_end)
+            changed_B = (allowed_BK != samples.allowed_BK).any(1)
             if self.log:
-                is_new = samples.num_steps + segment.first == 0
-                self.log.note(
-                    first, t, allowed_BK, torch.ones_like(changed_B) if is_new else changed_B
-                )
-            state = SolverState(state.x_B, state.memory.forget(changed_B))
+                # The first entry of a sample is noted even where it follows all experts, as `start` says.
+                is_first_step = samples.num_steps == 0
+                noted_B = torch.ones_like(changed_B) if is_first_step else changed_B
+                self.log.note(first, segment.times[0], allowed_BK, noted_B)
+            # A multistep solver must not extrapolate from the velocity of another expert.
+            memory = samples.solver_state.memory.forget(changed_B)
+            state = SolverState(samples.x_B, memory)
             # Alternating the order starts a segment with the expert that the last one left in memory.
-            order, num = -1 if number % 2 else 1, samples.num_steps + segment.first
-            state, before_BK = (
-                self._integrate_segment(segment, state, allowed_BK, order, num),
-                allowed_BK,
+            in_reverse = number % 2 == 1
+            state = self._integrate_segment(
+                segment, state, allowed_BK, samples.num_steps, in_reverse=in_reverse
             )
-        num_steps = samples.num_steps + len(times) - 1
-        return Underway(state, before_BK, k_B, times[-2], num_steps)
+            samples = TrajectoryState(
+                solver_state=state,
+                allowed_BK=allowed_BK,
+                expert_B=expert_B,
+                t_before=segment.times[-2],
+                num_steps=samples.num_steps + len(segment.times) - 1,
+            )
+        return samples
+
+    def _experts_to_follow(
+        self, segment: Segment, samples: TrajectoryState, uniform_B: Tensor, reaches_end: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the experts that samples follow during a segment (B, K), and one drawn from among them (B,)."""
+        rule = segment.rule
+        if rule is StepRule.KEEP:
+            return samples.allowed_BK, samples.expert_B
+        allowed_BK = torch.ones_like(samples.allowed_BK)
+        if rule is StepRule.MIXTURE and not reaches_end:
+            # The posterior at the segment's start would draw an expert that nobody reads.
+            return allowed_BK, samples.expert_B
+        w_BK = self.mixture.posterior(samples.x_B, filled(samples.x_B, segment.times[0]))
+        if rule is StepRule.SELECT:
+            allowed_BK = self.strategy.select(w_BK)
+        expert_B = draw_expert(w_BK * allowed_BK, uniform_B)
+        if rule in (StepRule.DRAW, StepRule.LOCK):
+            allowed_BK = one_hot(expert_B, allowed_BK.shape[1]).bool()
+        return allowed_BK, expert_B
 
     def _integrate_segment(
-        self, segment: Segment, state: SolverState, allowed_BK: Tensor, order: int, num_steps: int
+        self,
+        segment: Segment,
+        state: SolverState,
+        allowed_BK: Tensor,
+        num_steps: int,
+        *,
+        in_reverse: bool,
     ) -> SolverState:
         """Take a segment's steps; where each sample is allowed one expert, integrate the samples of each as a group."""
-        groups: list[tuple[Tensor | slice, Velocity]] = []
-        if bool((allowed_BK.sum(1) > 1).any()):
-            groups.append((slice(None), self._mean(segment, state.x_B, allowed_BK)))
-        else:
-            present = allowed_BK.any(0).nonzero()[:, 0].tolist()[::order]
-            members = (allowed_BK[:, k].nonzero()[:, 0] for k in present)
-            parts = [
-                rows for group in members for rows in torch.split(group, self.mixture.together)
-            ]
-            groups += [(rows, self._one(allowed_BK[rows], self.mixture.of(rows))) for rows in parts]
+        groups = self._groups(segment, state.x_B, allowed_BK, in_reverse=in_reverse)
         if self.callback is None:
-            return self._together(groups, segment.times, state)
-        for n, leg in enumerate(pairwise(segment.times)):
-            state = self._together(groups, leg, state)
-            moved_B = self.callback(num_steps + n, leg[-1], state.x_B, allowed_BK)
-            if moved_B is not None:
-                if moved_B.shape != state.x_B.shape:
-                    got = str(tuple(moved_B.shape))
-                    raise ShapeError(
-                        "what the callback returned", expected=str(tuple(state.x_B.shape)), got=got
-                    )
-                state = SolverState(moved_B.to(state.x_B), state.memory)
+            return self._integrate_groups(groups, segment.times, state)
+        for step, ends in enumerate(pairwise(segment.times), start=num_steps):
+            state = self._integrate_groups(groups, ends, state)
+            moved_B = self.callback(step, ends[1], state.x_B, allowed_BK)
+            if moved_B is None:
+                continue
+            if moved_B.shape != state.x_B.shape:
+                expected = str(tuple(state.x_B.shape))
+                got = str(tuple(moved_B.shape))
+                raise ShapeError("what the callback returned", expected=expected, got=got)
+            state = SolverState(moved_B.to(state.x_B), state.memory)
         return state
 
-    def _together(
+    def _groups(
+        self, segment: Segment, x_B: Tensor, allowed_BK: Tensor, *, in_reverse: bool
+    ) -> list[tuple[Tensor | slice, Velocity]]:
+        """Return the rows that are integrated together, each with its velocity."""
+        if bool((allowed_BK.sum(1) > 1).any()):
+            return [(slice(None), self._mixture_velocity(segment, x_B, allowed_BK))]
+        groups: list[tuple[Tensor | slice, Velocity]] = []
+        followed_experts = allowed_BK.any(0).nonzero()[:, 0].tolist()
+        if in_reverse:
+            followed_experts.reverse()
+        for expert in followed_experts:
+            rows_of_expert = allowed_BK[:, expert].nonzero()[:, 0]
+            for rows in torch.split(rows_of_expert, self.mixture.chunk_size):
+                velocity = self._expert_velocity(allowed_BK[rows], self.mixture.of(rows))
+                groups.append((rows, velocity))
+        return groups
+
+    def _integrate_groups(
         self,
         groups: list[tuple[Tensor | slice, Velocity]],
         times: Sequence[float],
         state: SolverState,
     ) -> SolverState:
         """Integrate groups of samples one after the other, and return all of them in their order."""
-        parts = [self._follow(velocity, times, state.of(rows)) for rows, velocity in groups]
+        parts = [self._integrate(velocity, times, state.of(rows)) for rows, velocity in groups]
         if isinstance(groups[0][0], slice):
             return parts[0]
         x_B = torch.cat([part.x_B for part in parts])
         memory = Memory.joined([part.memory for part in parts])
-        return SolverState(x_B, memory).of(torch.cat([rows for rows, _ in groups]).argsort())  # type: ignore[misc]
+        order_B = torch.cat([rows for rows, _ in groups]).argsort()  # type: ignore[misc]
+        return SolverState(x_B, memory).of(order_B)
 
-    def _follow(
+    def _integrate(
         self, velocity: Velocity, times: Sequence[float], state: SolverState
     ) -> SolverState:
+        """Integrate one group of samples."""
+
         def step(
             u: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory
         ) -> tuple[Tensor, Memory]:
             result = self.step(u, x_B, t, t_next, memory)
-            self.tick(len(x_B))
+            self.report_step(len(x_B))
             return result
 
         return SolverState(*follow(velocity, state.x_B, times, step, state.memory))
 
     @staticmethod
-    def _one(allowed_BK: Tensor, mixture: Mixture) -> Velocity:
+    def _expert_velocity(allowed_BK: Tensor, mixture: Mixture) -> Velocity:
         """Return the velocity of samples that follow one expert each, for which no router is needed."""
 
         def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
+            # The weight of the one expert is 1 in the conditional branch, and in the unconditional one.
             return mixture.velocity(x_B, t_B, allowed_BK.to(x_B).repeat(2, 1))
 
         return velocity
 
-    def _mean(self, segment: Segment, x_B: Tensor, allowed_BK: Tensor) -> Velocity:
+    def _mixture_velocity(self, segment: Segment, x_B: Tensor, allowed_BK: Tensor) -> Velocity:
         """Return the velocity of mixtures, with weights of every evaluation, or of the segment's start."""
         if self.router_every == 1:
             return lambda x_B, t_B: self.mixture.velocity(
                 x_B, t_B, self.mixture.weights(x_B, t_B, allowed_BK)
             )
-        held_RK = self.mixture.weights(x_B, filled(x_B, segment.times[0]), allowed_BK, held=True)
-        return lambda x_B, t_B: self.mixture.velocity(x_B, t_B, held_RK)
+        t_B = filled(x_B, segment.times[0])
+        fixed_RK = self.mixture.weights(x_B, t_B, allowed_BK, of_all_branches=True)
+        return lambda x_B, t_B: self.mixture.velocity(x_B, t_B, fixed_RK)
 
 
-def _selected(strategy: Strategy, w_BK: Tensor) -> Tensor:
-    if not isinstance(strategy, TopK | Nucleus | Threshold):
-        raise TypeError(f"expected a strategy with a method select, got {type(strategy).__name__}")
-    return strategy.select(w_BK)
+def step_reporter(on_progress: Callable[[int, int], None] | None, total_steps: int) -> StepReporter:
+    """Return a `StepReporter` that passes on how many steps of the total have been taken."""
+    num_taken = 0
 
-
-def ticking(on_progress: Callable[[int, int], None] | None, total: int) -> Tick:
-    """Return a `Tick` that tells the caller how many steps of the total have been taken."""
-    done = 0
-
-    def tick(samples: int) -> None:
-        nonlocal done
-        done += samples
+    def report(num_samples: int) -> None:
+        nonlocal num_taken
+        num_taken += num_samples
         if on_progress:
-            on_progress(done, total)
+            on_progress(num_taken, total_steps)
 
-    return tick
+    return report
 
 
-def seed_of(seed: int, generator: torch.Generator | None) -> int:
+def resolve_seed(seed: int, generator: torch.Generator | None) -> int:
     """Return the seed of samples: the caller's, or one that the caller's generator draws.
 
     Raises:
@@ -298,14 +318,10 @@ def draw_noise(
     samples: Sequence[int], shape: Sequence[int], seed: int, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Return the noise of some samples and one uniform number per step, each sample from its own random stream."""
-    noise, uniform_BS = (
-        np.empty((len(samples), *shape), np.float32),
-        np.empty((len(samples), steps)),
-    )
-    for row, i in enumerate(samples):
-        own = stream("sample", seed, i)
-        noise[row], uniform_BS[row] = (
-            own.standard_normal(tuple(shape), dtype=np.float32),
-            own.random(steps),
-        )
+    noise = np.empty((len(samples), *shape), np.float32)
+    uniform_BS = np.empty((len(samples), steps))
+    for row, sample in enumerate(samples):
+        generator = stream("sample", seed, sample)
+        noise[row] = generator.standard_normal(tuple(shape), dtype=np.float32)
+        uniform_BS[row] = generator.random(steps)
     return torch.from_numpy(noise), torch.from_numpy(uniform_BS)

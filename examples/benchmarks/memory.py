@@ -27,7 +27,7 @@ from support.measuring import parse, report, require_memory, require_space, say
 from support.targets import Target, report_targets
 
 from ddm.diffusion.path import Expert
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.models import load_expert
 from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File
@@ -58,7 +58,7 @@ def draw(folder: Path, size: str, num_experts: int, budget: int) -> None:
     sizes = [file.bytes for file in files]
     experts = LazyExperts(load, sizes, budget * max(sizes))
     Ensemble(experts, None, [1.0] * num_experts, SHAPE).sample(
-        16 * num_experts, steps=2, solver="euler"
+        16 * num_experts, steps=2, options=SamplingOptions(solver="euler")
     )
     status = Path("/proc/self/status").read_text().splitlines()
     print(json.dumps(int(next(line for line in status if "VmHWM" in line).split()[1]) * 1024))

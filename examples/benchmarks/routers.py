@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ddm.diffusion.path import LinearPath
 from ddm.diffusion.solver import integrate, uniform_times
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.io.files import write_atomic
 from ddm.io.tensors import save_tensors
 from ddm.islands.assemble import assemble
@@ -277,7 +277,8 @@ def draws(
             ensemble = Ensemble(experts[:num], None, [1.0] * num, SHAPE)
             for drawn in images:
                 alone = seconds(partial(dense, experts[0], drawn, ensemble.chunk_size))
-                own = seconds(partial(ensemble.sample, drawn, steps=STEPS, solver="euler"))
+                euler = SamplingOptions(solver="euler")
+                own = seconds(partial(ensemble.sample, drawn, steps=STEPS, options=euler))
                 if number:
                     found.setdefault((num, drawn), []).append((drawn / own, alone / own))
     return [

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ddm.diffusion.path import LinearPath
 from ddm.diffusion.solver import integrate, uniform_times
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.models import build_expert
 from ddm.protocol.architecture import Dit
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch
 
+EULER = SamplingOptions(solver="euler")
 NUM_EXPERTS = 8
 SHAPE = (1, 16, 16)
 ARCHITECTURE = Dit(patch=2, hidden=192, depth=6, heads=6)
@@ -69,9 +70,8 @@ def main() -> None:
     for number in range(arguments.rounds + 1):
         alone = seconds(lambda: dense(experts[0], num, steps, ensemble.chunk_size))
         for strategy in ("lock", "sample"):
-            own = seconds(
-                partial(ensemble.sample, num, strategy=strategy, steps=steps, solver="euler")
-            )
+            sample = partial(ensemble.sample, num, strategy=strategy, steps=steps, options=EULER)
+            own = seconds(sample)
             say(f"dense {num / alone:.1f} images/s, {strategy} {num / own:.1f}")
             if number:  # the first round warms up
                 rows.append((number, strategy, num / alone, num / own, alone / own))

@@ -27,7 +27,7 @@ from ddm.diffusion.solver import SolverName, solver_named, uniform_times
 from ddm.routers.base import Router, log_prior
 from ddm.sampling.mixture import Branch
 from ddm.sampling.mixture import Mixture as Sampled
-from ddm.sampling.precision import InArithmetic
+from ddm.sampling.precision import CastExperts
 from ddm.sampling.strategies import Full, Lock, Sample, Strategy
 from ddm.sampling.trajectories import Trajectories, draw_noise
 
@@ -114,14 +114,16 @@ def draw(
 ) -> Tensor:
     """Draw samples 0 to num - 1; under lock each has the same expert for every solver and number of steps."""
     branch = Branch(log_prior(world.prior, len(world.experts)), world.router)
-    mixture = Sampled(InArithmetic(world.experts), (branch,), 4096)
+    mixture = Sampled(CastExperts(world.experts), (branch,), 4096)
     noise, uniform_NS = draw_noise(range(num), world.shape, 0, len(times) - 1)
     noise = noise.double() if world.exact else noise
     steps = solver_named(solver, world.path)
     with torch.inference_mode():
-        return Trajectories(mixture, strategy, times, steps, 1, lambda _: None).integrate(
-            noise, uniform_NS
-        )[0]
+        return (
+            Trajectories(mixture, strategy, times, steps, 1, lambda _: None)
+            .integrate(noise, uniform_NS)
+            .x_B
+        )
 
 
 def measure(

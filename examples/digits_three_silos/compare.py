@@ -18,7 +18,7 @@ from torch import Tensor
 from aggregator.config import PUBLIC_NAME, Federation
 from aggregator.intake.inventory import Inventory, take_inventory
 from ddm.diffusion.path import LinearPath
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import ArchipelagoError, SetupError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
@@ -210,7 +210,13 @@ def _shares(ensemble: Ensemble, exact: LearnedRouter) -> dict[str, dict[str, obj
     rows: dict[str, dict[str, object]] = {}
     weights = log_prior(ensemble.prior, len(ensemble.experts))
     for name, strategy in STRATEGIES.items():
-        drawn = ensemble.sample(NUM_SHARES, strategy=strategy, steps=STEPS, solver="euler", seed=1)
+        drawn = ensemble.sample(
+            NUM_SHARES,
+            strategy=strategy,
+            steps=STEPS,
+            seed=1,
+            options=SamplingOptions(solver="euler"),
+        )
         t_N = torch.full((NUM_SHARES,), NEAR_DATA)
         w_NK = posterior(exact, drawn.images * (1 - NEAR_DATA), t_N, weights).double()
         rows[name] = {

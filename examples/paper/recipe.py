@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ddm.diffusion.path import LinearPath
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.evaluation.classifier import Classifier, train_classifier
 from ddm.evaluation.intervals import Estimate
 from ddm.evaluation.metrics import FeatureSet, measure
@@ -168,7 +168,11 @@ def _measure(
         ensemble = Ensemble([model.eval()], None, [1.0], SHAPE, condition=told)
         with progress(f"{name}: drawing") as tell:
             drawn = ensemble.sample(
-                num, steps=_SOLVER_STEPS, condition=classes, seed=seed, on_progress=tell
+                num,
+                steps=_SOLVER_STEPS,
+                condition=classes,
+                seed=seed,
+                options=SamplingOptions(on_progress=tell),
             )
         samples = FeatureSet.of(judge.encode(drawn.images.clamp(*DATA.range)), _NEIGHBOURS)
         fids[width] = measure(samples, reference)[0]["fid"]

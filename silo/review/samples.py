@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ddm.diffusion.path import path_named
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import ArchipelagoError
 from ddm.loading.ensemble import on_path
 from ddm.loading.plan import PlanFiles
@@ -176,13 +176,8 @@ def _load_drawer(
         if num_classes:
             classes = torch.tensor([number % num_classes for number in numbers])
             condition_prior = [1.0]
-        samples = ensemble.sample(
-            num,
-            steps=STEPS,
-            numbers=numbers,
-            condition=classes,
-            condition_prior=condition_prior,
-        )
+        options = SamplingOptions(numbers=numbers, condition_prior=condition_prior)
+        samples = ensemble.sample(num, steps=STEPS, condition=classes, options=options)
         return inline(samples.images, plan.data.range)
 
     return draw

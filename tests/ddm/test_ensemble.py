@@ -17,6 +17,7 @@ from ddm.ensemble import (
     Nucleus,
     Sample,
     Samples,
+    SamplingOptions,
     Strategy,
     Threshold,
     TopK,
@@ -26,7 +27,8 @@ from ddm.ensemble import (
 )
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.routers.base import log_prior, posterior
-from ddm.sampling.strategies import Follow, draw_expert, segments
+from ddm.sampling.options import sampling_keywords
+from ddm.sampling.strategies import StepRule, draw_expert, segments
 from ddm.sampling.trajectories import draw_noise
 from tests.support.case import case
 from tests.support.gaussian_mixture import UninformedRouter, four_silos
@@ -110,7 +112,9 @@ def test_shares_are_kept_when_an_expert_that_predicts_eps_on_another_path_is_loc
     experts[0] = as_velocity(
         four_silos(CosinePath()).eps_expert(0), "eps", CosinePath(), LinearPath()
     )
-    drawn = exact(experts=experts, router=None).sample(NUM, steps=40, solver="heun")
+    drawn = exact(experts=experts, router=None).sample(
+        NUM, steps=40, options=SamplingOptions(solver="heun")
+    )
     assert deviation(shares_of(drawn.images), PRIOR) < 4
     mean = drawn.images[drawn.expert_N == 0].mean(dim=0).double()
     own = four_silos().weight_C[:3, None] / 0.7
@@ -136,14 +140,18 @@ def test_strategy_keeps_the_shares_of_the_silos() -> None:
         Lock(0.5, prefix="full"),
     ]:
         with case(strategy=strategy):
-            drawn = exact().sample(NUM, strategy=strategy, steps=30, solver="heun", seed=1)
+            drawn = exact().sample(
+                NUM, strategy=strategy, steps=30, seed=1, options=SamplingOptions(solver="heun")
+            )
             assert deviation(shares_of(drawn.images), PRIOR) < 4
             assert deviation(drawn.shares, PRIOR) < 4
             assert (four_silos().silo_of(drawn.images) == drawn.expert_N).double().mean() > 0.99
 
 
 def test_top_1_does_not_keep_the_shares_of_the_silos() -> None:
-    drawn = exact().sample(NUM, strategy=TopOne(), steps=30, solver="heun", seed=1)
+    drawn = exact().sample(
+        NUM, strategy=TopOne(), steps=30, seed=1, options=SamplingOptions(solver="heun")
+    )
     assert deviation(shares_of(drawn.images), PRIOR) > 12
     assert shares_of(drawn.images)[0] > 0.8
 
@@ -152,7 +160,7 @@ def test_top_1_does_not_keep_the_shares_of_the_silos() -> None:
 def test_shares_are_lost_when_the_strategy_follows_an_uninformed_router(strategy: Strategy) -> None:
     """Only a locked sample is safe from it: its expert was drawn from the prior, and then made the whole picture."""
     uninformed = exact(router=UninformedRouter(4))
-    how = {"steps": 20, "solver": "heun"}
+    how: dict[str, Any] = {"steps": 20, "options": SamplingOptions(solver="heun")}
     assert deviation(shares_of(uninformed.sample(NUM, strategy=strategy, **how).images), PRIOR) > 12
     assert deviation(shares_of(exact().sample(NUM, strategy=strategy, **how).images), PRIOR) < 4
     assert deviation(shares_of(uninformed.sample(NUM, strategy=Lock(0.5), **how).images), PRIOR) < 4
@@ -163,7 +171,12 @@ def test_shares_follow_another_prior_when_one_is_asked_for(strategy: str) -> Non
     equal = (0.25,) * 4
     tau = 0.7 if strategy == "lock" else None
     drawn = exact().sample(
-        2048, strategy=strategy, tau=tau, prior=(3, 3, 3, 3), steps=25, solver="heun"
+        2048,
+        strategy=strategy,
+        tau=tau,
+        prior=(3, 3, 3, 3),
+        steps=25,
+        options=SamplingOptions(solver="heun"),
     )
     assert deviation(shares_of(drawn.images), equal, 2048) < 4
     assert deviation(shares_of(drawn.images), PRIOR, 2048) > 12
@@ -179,7 +192,11 @@ def test_withdrawn_expert_is_never_asked_and_makes_nothing() -> None:
             experts = four_silos().experts()
             experts[0] = withdrawn
             drawn = exact(experts=experts).sample(
-                1024, strategy=strategy, prior=(0, 0.2, 0.08, 0.02), steps=20, solver="heun"
+                1024,
+                strategy=strategy,
+                prior=(0, 0.2, 0.08, 0.02),
+                steps=20,
+                options=SamplingOptions(solver="heun"),
             )
             assert drawn.shares[0] == 0.0
             assert (four_silos().silo_of(drawn.images) == 0).double().mean() < 0.01
@@ -237,7 +254,7 @@ def test_sample_i_is_the_same_for_every_num_and_grouping(
 
     def draw(num: int, chunk_size: int) -> Samples:
         return exact(chunk_size=chunk_size).sample(
-            num, strategy=strategy, steps=6, seed=3, solver=solver
+            num, strategy=strategy, steps=6, seed=3, options=SamplingOptions(solver=solver)
         )
 
     many = draw(150, 64)
@@ -277,7 +294,9 @@ class Watched(list[Velocity]):
 
 def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
     experts = Watched()
-    exact(experts=experts).sample(640, strategy="sample", steps=5, solver="heun")
+    exact(experts=experts).sample(
+        640, strategy="sample", steps=5, options=SamplingOptions(solver="heun")
+    )
     times = [1 - n / 5 for n in range(6)]
     for n in range(5):
         visits, experts.asked = experts.asked[: 2 * 4], experts.asked[2 * 4 :]
@@ -291,7 +310,7 @@ def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
 
 def test_locked_samples_travel_expert_by_expert_all_the_way() -> None:
     experts = Watched()
-    exact(experts=experts).sample(640, steps=5, solver="heun")
+    exact(experts=experts).sample(640, steps=5, options=SamplingOptions(solver="heun"))
     order = [k for k, _, _ in experts.asked]
     assert order == sorted(order)
     assert len(order) == 4 * 5 * 2
@@ -319,21 +338,21 @@ def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps() -> None:
         with case(strategy=strategy, expected=expected):
             times = [1.0, 0.8, 0.6, 0.4, 0.2]
             letters = {
-                Follow.MEAN: "M",
-                Follow.DRAW: "D",
-                Follow.LOCK: "L",
-                Follow.KEEP: "K",
-                Follow.SELECT: "S",
+                StepRule.MIXTURE: "M",
+                StepRule.DRAW: "D",
+                StepRule.LOCK: "L",
+                StepRule.KEEP: "K",
+                StepRule.SELECT: "S",
             }
             befores = [float("inf"), *times]
             assert (
                 "".join(
-                    letters[strategy.follow(t, b)] for t, b in zip(times, befores, strict=False)
+                    letters[strategy.step_rule(t, b)] for t, b in zip(times, befores, strict=False)
                 )
                 == expected
             )
             cut = segments(strategy, [*times, 0.0])
-            assert [segment.first for segment in cut] == [
+            assert [segment.first_step for segment in cut] == [
                 n for n, letter in enumerate(expected) if letter != "K"
             ]
             assert [t for segment in cut for t in segment.times[:-1]] == times
@@ -352,7 +371,10 @@ def test_draw_expert_has_the_law_of_its_weights_and_never_draws_zero_weight() ->
 def test_sampling_reports_the_steps_that_samples_have_taken(strategy: str) -> None:
     told: list[tuple[int, int]] = []
     exact(chunk_size=8).sample(
-        20, strategy=strategy, steps=3, on_progress=lambda *now: told.append(now)
+        20,
+        strategy=strategy,
+        steps=3,
+        options=SamplingOptions(on_progress=lambda *now: told.append(now)),
     )
     assert told[-1] == (60, 60)
     assert sorted(set(told)) == told
@@ -396,7 +418,7 @@ def test_arguments_out_of_range_are_refused() -> None:
     wrong += [{"strategy": Lock(), "tau": 0.5}]
     for arguments in wrong:
         with pytest.raises(MathError):
-            exact().sample(4, **arguments)
+            exact().sample(4, **sampling_keywords(arguments))
     for build in (lambda: TopK(0), lambda: Nucleus(0.0), lambda: Threshold(1.1)):
         with pytest.raises(MathError):
             build()
@@ -436,7 +458,7 @@ def test_samples_that_are_not_finite_are_refused_and_their_expert_is_named(strat
     )
     # Only the last step of two asks below 0.5, so that no router sees what is not finite.
     with pytest.raises(NumericalError, match="east") as refusal:
-        ensemble.sample(200, strategy=strategy, steps=2, solver="heun")
+        ensemble.sample(200, strategy=strategy, steps=2, options=SamplingOptions(solver="heun"))
     assert "north" not in str(refusal.value)
     assert (
         ensemble.sample(200, strategy=strategy, steps=2, prior=(1, 0, 1, 1)).images.isfinite().all()
@@ -459,5 +481,5 @@ def test_fewer_samples_are_under_way_when_more_is_drawn_for_each(
     monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 960)
     for steps, most in ((1, 60), (5, 20)):
         drawn.clear()
-        exact(chunk_size=1).sample(60, steps=steps, solver="euler")
+        exact(chunk_size=1).sample(60, steps=steps, options=SamplingOptions(solver="euler"))
         assert drawn == [most] * (60 // most)

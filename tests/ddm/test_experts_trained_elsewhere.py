@@ -15,7 +15,7 @@ from torch import Tensor
 from ddm.diffusion.path import CosinePath, LinearPath, path_named, x_0_and_eps
 from ddm.diffusion.schedules import DiscretePath
 from ddm.encoders.timm import import_torchvision
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.models import build_expert
 from ddm.protocol.architecture import ClassCondition, Dit
 from tests.support.gaussian_mixture import UninformedRouter, four_silos
@@ -143,7 +143,7 @@ def test_own_and_foreign_experts_sample_together_and_mix_by_their_weights(
         [1, 1],
         SHAPE,
         condition=ClassCondition(num_classes=5),
-    ).sample(4, steps=2, condition=3, condition_prior=[1, 1], guidance=1.0)
+    ).sample(4, steps=2, condition=3, guidance=1.0, options=SamplingOptions(condition_prior=[1, 1]))
     assert bool(guided.images.isfinite().all())
 
 

@@ -20,9 +20,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Open and sample": (
         "ddm.loading.ensemble.open_ensemble",
         "ddm.ensemble.Ensemble",
+        "ddm.sampling.options.SamplingOptions",
         "ddm.sampling.samples.Samples",
         "ddm.sampling.provenance.Provenance",
-        "ddm.sampling.inpainting.Known",
+        "ddm.sampling.inpainting.KnownRegion",
         "ddm.diffusion.solver.SolverName",
         "ddm.distillation.student.load_student",
         "ddm.encoders.text.TextEncoder",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import Expert
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.sampling.samples import Samples
 from examples.paper.tables.data import Part
 from examples.paper.tables.exact import ExactRouter, exact_class_priors
@@ -96,8 +96,7 @@ def drawn(
         preset.num_samples,
         strategy=STRATEGIES[row.strategy],
         steps=row.steps or preset.sampling_steps,
-        solver=row.solver,
         seed=seed,
-        on_progress=on_progress,
         **how,
+        options=SamplingOptions(solver=row.solver, on_progress=on_progress),
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ddm.cli.drawing import Computing, Drawn, Job, ReleaseSource, draw_together
+from ddm.ensemble import SamplingOptions
 from ddm.errors import SetupError
 from ddm.loading.ensemble import load_ensemble
 from ddm.models.arithmetic import Arithmetic
@@ -103,7 +104,9 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
 def test_sample_is_the_same_in_any_company(published: Published) -> None:
     ensemble = load_ensemble(opened(published, published.release))
     for strategy in STRATEGIES:
-        few = ensemble.sample(3, strategy=strategy, steps=3, numbers=[7, 0, 2]).images
+        few = ensemble.sample(
+            3, strategy=strategy, steps=3, options=SamplingOptions(numbers=[7, 0, 2])
+        ).images
         many = ensemble.sample(8, strategy=strategy, steps=3).images
         torch.testing.assert_close(few, many[[7, 0, 2]], atol=1e-5, rtol=0)
 

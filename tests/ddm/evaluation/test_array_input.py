@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import ArchipelagoError, DataError, MathError, ShapeError
 from ddm.evaluation import Reference, evaluate
 from ddm.evaluation.intervals import proportion, wilson
@@ -160,14 +160,20 @@ def test_ensemble_takes_arrays_where_it_takes_tensors() -> None:
     assert torch.equal(
         ensemble.posterior(strange, np.ones(4, ">f4")), ensemble.posterior(torch.tensor(x), once)
     )
-    drawn = ensemble.sample(noise=strange, steps=2)
+    drawn = ensemble.sample(steps=2, options=SamplingOptions(noise=strange))
     assert torch.equal(
-        drawn.images, ensemble.sample(noise=torch.from_numpy(x[::-1].copy()), steps=2).images
+        drawn.images,
+        ensemble.sample(
+            steps=2, options=SamplingOptions(noise=torch.from_numpy(x[::-1].copy()))
+        ).images,
     )
-    assert len(ensemble.sample(2, numbers=np.array([5, 6]), steps=2).images) == 2
+    assert (
+        len(ensemble.sample(2, steps=2, options=SamplingOptions(numbers=np.array([5, 6]))).images)
+        == 2
+    )
     for name, call in {
-        "x_0": lambda: ensemble.sample(x_0=x + 1j, t_start=0.5),
-        "noise": lambda: ensemble.sample(noise=x.astype(str)),
+        "x_0": lambda: ensemble.sample(options=SamplingOptions(x_0=x + 1j, t_start=0.5)),
+        "noise": lambda: ensemble.sample(options=SamplingOptions(noise=x.astype(str))),
         "x": lambda: ensemble.posterior(x + 1j, once),
         "t": lambda: ensemble.velocity(x, ["one"] * 4),
         "images": lambda: ensemble.inpaint(x.astype(object), np.ones((4, 2), bool)),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddm.cli.conditions import condition_shares
 from ddm.diffusion.path import LinearPath
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import MathError
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 from ddm.protocol.routers import SamplesRouter as Settings
@@ -117,7 +117,7 @@ def test_at_pure_noise_the_posterior_is_the_experts_share_of_the_condition(
     torch.testing.assert_close(
         ensemble.posterior(x, at).exp(), torch.tensor([PRIOR]).double().expand(5, 2)
     )
-    drawn = ensemble.sample(2000, steps=1, condition=one, solver="euler")
+    drawn = ensemble.sample(2000, steps=1, condition=one, options=SamplingOptions(solver="euler"))
     assert drawn.shares[0] == pytest.approx(
         float(share_K[0] / share_K.sum()), abs=0.08 + 5 * 0.5 / 2000**0.5
     )

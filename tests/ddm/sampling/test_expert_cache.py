@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import CosinePath, Expert, LinearPath
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import DigestError, MemoryLimitError, SetupError
 from ddm.loading.ensemble import load_ensemble, on_path, open_ensemble
 from ddm.loading.release import open_release
@@ -99,7 +99,9 @@ def test_locked_samples_load_each_expert_once_and_sampled_ones_again_and_again()
     # there and back: the last two of each step are still there for the next
     assert len(disk.loaded) == 4 + 4 * 2
     experts, disk = lazy(20)
-    ensemble(experts).sample(200, strategy="sample", steps=10, router_every=2)
+    ensemble(experts).sample(
+        200, strategy="sample", steps=10, options=SamplingOptions(router_every=2)
+    )
     assert len(disk.loaded) == 4 + 4 * 2
 
 

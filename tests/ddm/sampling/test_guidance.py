@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddm.diffusion.path import Expert
-from ddm.ensemble import Ensemble, Lock, Sample, Strategy, TopK, TopOne
+from ddm.ensemble import Ensemble, Lock, Sample, SamplingOptions, Strategy, TopK, TopOne
 from ddm.errors import MathError, ShapeError
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.sampling.guidance import ClassPrior
+from ddm.sampling.options import sampling_keywords
 from tests.support.case import case
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
@@ -145,7 +146,13 @@ def test_conditional_samples_have_the_class_and_the_shares_of_those_who_hold_it(
         with case(strategy=strategy):
             num, expected = 2000, torch.tensor(prior_given(0), dtype=torch.float64)
             expected = expected / expected.sum()
-            drawn = exact().sample(num, strategy=strategy, steps=25, solver="heun", condition=0)
+            drawn = exact().sample(
+                num,
+                strategy=strategy,
+                steps=25,
+                condition=0,
+                options=SamplingOptions(solver="heun"),
+            )
             silo_N = four_silos().silo_of(drawn.images)
             component_N = (
                 four_silos()
@@ -164,7 +171,12 @@ def test_sample_and_lock_are_approximations_under_guidance_alone() -> None:
 
     def spread(strategy: str, guidance: float) -> float:
         drawn = exact().sample(
-            1000, strategy=strategy, steps=16, solver="heun", condition=1, guidance=guidance
+            1000,
+            strategy=strategy,
+            steps=16,
+            condition=1,
+            guidance=guidance,
+            options=SamplingOptions(solver="heun"),
         )
         return float(drawn.images[:, 0].std())
 
@@ -187,7 +199,12 @@ def test_expert_is_visited_once_for_both_branches() -> None:
         return expert
 
     exact(experts=[watched(k) for k in range(4)]).sample(
-        20, strategy="full", steps=3, solver="euler", condition=0, guidance=1
+        20,
+        strategy="full",
+        steps=3,
+        condition=0,
+        guidance=1,
+        options=SamplingOptions(solver="euler"),
     )
     assert asked == [0, 1, 2, 3] * 3
 
@@ -195,7 +212,11 @@ def test_expert_is_visited_once_for_both_branches() -> None:
 def test_silo_that_holds_no_image_of_a_class_declared_so_is_never_asked() -> None:
     declared = (0.0, 1.0, 0.0, 1.0)
     drawn = exact(class_prior=None).sample(
-        200, strategy="sample", steps=5, condition=0, condition_prior=declared
+        200,
+        strategy="sample",
+        steps=5,
+        condition=0,
+        options=SamplingOptions(condition_prior=declared),
     )
     assert drawn.shares[0] == drawn.shares[2] == 0.0
 
@@ -224,7 +245,13 @@ def test_text_is_told_with_zeros_as_no_text() -> None:
 
     spoken = Ensemble([expert], None, (1.0,), (2,), condition=TextCondition(dim=3, max_tokens=4))
     text = torch.ones(4, 3)
-    spoken.sample(2, steps=1, solver="euler", condition=text, condition_prior=(1.0,), guidance=1.0)
+    spoken.sample(
+        2,
+        steps=1,
+        condition=text,
+        guidance=1.0,
+        options=SamplingOptions(solver="euler", condition_prior=(1.0,)),
+    )
     assert torch.equal(told[0], torch.cat([text.expand(2, 4, 3), torch.zeros(2, 4, 3)]))
     wrong: list[Any] = [
         0,
@@ -236,12 +263,12 @@ def test_text_is_told_with_zeros_as_no_text() -> None:
     ]
     for asked in wrong:
         with pytest.raises(ShapeError, match="condition"):
-            spoken.sample(2, condition=asked, condition_prior=(1.0,))
+            spoken.sample(2, condition=asked, options=SamplingOptions(condition_prior=(1.0,)))
 
 
 def refused(ensemble: Ensemble, about: str, **arguments: object) -> None:
     with pytest.raises(MathError, match=about):
-        ensemble.sample(2, steps=1, **arguments)  # type: ignore[arg-type]
+        ensemble.sample(2, steps=1, **sampling_keywords(arguments))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("prior", [None, (1.0, 1.0, 1.0, 1.0)])
@@ -311,14 +338,18 @@ def test_each_sample_may_have_a_text_of_its_own() -> None:
         [expert, expert], None, (1.0, 1.0), (2,), condition=TextCondition(dim=3, max_tokens=4)
     )
     text_N = torch.arange(5.0)[:, None, None].expand(5, 4, 3)
-    drawn = spoken.sample(condition=text_N, condition_prior=(1.0, 1.0), steps=3, solver="euler")
+    drawn = spoken.sample(
+        condition=text_N,
+        steps=3,
+        options=SamplingOptions(condition_prior=(1.0, 1.0), solver="euler"),
+    )
     torch.testing.assert_close(
         drawn.images, torch.arange(5.0)[:, None].expand(5, 2), atol=1e-4, rtol=0
     )
     assert sum(len(each) for each in told) == 15
     for wrong in (text_N[:, :, :2], text_N[:0], torch.ones(5, 5, 3)):
         with pytest.raises(ShapeError, match="condition"):
-            spoken.sample(condition=wrong, condition_prior=(1.0, 1.0))
+            spoken.sample(condition=wrong, options=SamplingOptions(condition_prior=(1.0, 1.0)))
     refused(exact(), "0 to 1", condition=torch.tensor([0, 2]))
     for classes in (torch.tensor([0.0, 1.0]), torch.tensor([0, 1, 1])):
         with pytest.raises(ShapeError):
@@ -356,8 +387,15 @@ def test_texts_of_a_mixture_are_laid_out_for_as_many_samples_as_an_expert_is_giv
     condition = text.expand(100, 64, 8) if own else text
     for guidance in (0.0, 2.0):
         with Largest() as largest:
-            how = {"condition": condition, "condition_prior": (1.0, 1.0), "guidance": guidance}
-            spoken.sample(100, strategy="full", steps=1, solver="euler", **how)
+            options = SamplingOptions(solver="euler", condition_prior=(1.0, 1.0))
+            spoken.sample(
+                100,
+                strategy="full",
+                steps=1,
+                condition=condition,
+                guidance=guidance,
+                options=options,
+            )
         assert largest.values <= 4 * text.numel()
 
 
@@ -383,11 +421,11 @@ def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() 
         ensemble.sample(
             20,
             steps=5,
-            solver="euler",
             condition=0,
             guidance=1.0,
-            guidance_interval=(0.4, 0.6),
-            router_every=every,
+            options=SamplingOptions(
+                solver="euler", guidance_interval=(0.4, 0.6), router_every=every
+            ),
         )
         rows = {t: sum(num for at, num in asked if at == t) for t in (1.0, 0.8, 0.6, 0.4, 0.2)}
         assert rows == {1.0: 20, 0.8: 20, 0.6: 40, 0.4: 40, 0.2: 20}
@@ -398,11 +436,12 @@ def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() 
             strategy=strategy,
             condition=0,
             guidance=1.0,
-            guidance_interval=(0.4, 0.6),
-            router_every=2,
+            options=SamplingOptions(guidance_interval=(0.4, 0.6), router_every=2),
         )
     plain, guided, within = (
-        exact().sample(500, steps=10, strategy="full", condition=1, **more).images  # type: ignore[arg-type]
+        exact()
+        .sample(500, steps=10, strategy="full", condition=1, **sampling_keywords(more))
+        .images  # type: ignore[arg-type]
         for more in ({}, {"guidance": 3.0}, {"guidance": 3.0, "guidance_interval": (0.0, 1.0)})
     )
     assert torch.equal(guided, within) and not torch.equal(guided, plain)

@@ -9,9 +9,21 @@ from torch import Tensor
 
 from ddm.diffusion.path import CosinePath, LinearPath, Path
 from ddm.diffusion.solver import SolverName
-from ddm.ensemble import Ensemble, Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne
+from ddm.ensemble import (
+    Ensemble,
+    Full,
+    Lock,
+    Nucleus,
+    Sample,
+    SamplingOptions,
+    Strategy,
+    Threshold,
+    TopK,
+    TopOne,
+)
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.sampling.inpainting import mask_of_latents
+from ddm.sampling.options import sampling_keywords
 from tests.support.case import case
 from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
@@ -48,7 +60,8 @@ def share_above(mixture: GaussianMixture, first: float) -> float:
 
 def inpainted(mixture: GaussianMixture, first: float, **how: Any) -> Tensor:
     images = torch.tensor([[first, 77.0]]).expand(NUM, 2)
-    drawn = of_mixture(mixture).inpaint(images, LEFT, **({"steps": 20, "solver": "euler"} | how))
+    keywords = sampling_keywords({"steps": 20, "solver": "euler"} | how)
+    drawn = of_mixture(mixture).inpaint(images, LEFT, **keywords)
     assert torch.equal(drawn.images[:, 0], images[:, 0])
     return drawn.images[:, 1]
 
@@ -142,7 +155,7 @@ def test_experts_and_router_are_asked_where_the_known_part_is_noised_to_their_ti
 
     images = torch.tensor([[3.0, 0.0]]).expand(NUM, 2)
     of_mixture(mixture, router=Watching()).inpaint(
-        images, LEFT, steps=5, solver="euler", corrections=2
+        images, LEFT, steps=5, corrections=2, options=SamplingOptions(solver="euler")
     )
     times = [0.8, 0.6, 0.4, 0.2]
     # two corrections and a step
@@ -175,7 +188,11 @@ def test_progress_and_provenance_count_corrections(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 1)
     images = torch.tensor([[2.0, 0.0]]).expand(20, 2)
     drawn = of_mixture(four_silos(), chunk_size=8).inpaint(
-        images, LEFT, steps=4, corrections=3, on_progress=lambda *now: told.append(now)
+        images,
+        LEFT,
+        steps=4,
+        corrections=3,
+        options=SamplingOptions(on_progress=lambda *now: told.append(now)),
     )
     assert told[-1] == (20 * (4 + 3 * 3),) * 2 and told == sorted(told)
     assert drawn.provenance is not None and len(drawn.provenance) == 20
@@ -207,13 +224,18 @@ def test_latents_are_known_where_all_their_pixels_are_and_known_pixels_are_put_b
 
     ensemble = Ensemble([expert], None, [1.0], (1, 1, 2), latent=Halves())  # type: ignore[arg-type]
     drawn = ensemble.inpaint(
-        torch.tensor([[[[1.0, 2.0, 3.0, 0.0]]]]), known[0], steps=6, solver="euler"
+        torch.tensor([[[[1.0, 2.0, 3.0, 0.0]]]]),
+        known[0],
+        steps=6,
+        options=SamplingOptions(solver="euler"),
     )
     torch.testing.assert_close(
         drawn.images.flatten(), torch.tensor([1.0, 2.0, 3.0, 5.0]), atol=1e-3, rtol=0
     )
     assert drawn.latents.flatten()[0] == pytest.approx(1.5)
-    varied = ensemble.image_to_image(torch.ones(2, 1, 1, 4), 0.5, steps=3, solver="euler")
+    varied = ensemble.image_to_image(
+        torch.ones(2, 1, 1, 4), 0.5, steps=3, options=SamplingOptions(solver="euler")
+    )
     torch.testing.assert_close(varied.images, torch.full((2, 1, 1, 4), 5.0), atol=1e-3, rtol=0)
 
 
@@ -223,10 +245,15 @@ def test_times_that_end_in_noise_and_a_router_asked_now_and_then_are_refused_bes
     ensemble, images = of_mixture(two_silos()), torch.zeros(3, 2)
     for corrections in (0, 9):
         with case(corrections=corrections), pytest.raises(MathError, match="times that end at 0"):
-            ensemble.inpaint(images, LEFT, corrections=corrections, times=[1.0, 0.5, 0.1])
+            ensemble.inpaint(
+                images,
+                LEFT,
+                corrections=corrections,
+                options=SamplingOptions(times=[1.0, 0.5, 0.1]),
+            )
     for every in (0, 2):
         with case(every=every), pytest.raises(MathError, match="router_every"):
-            ensemble.inpaint(images, LEFT, steps=2, router_every=every)
+            ensemble.inpaint(images, LEFT, steps=2, options=SamplingOptions(router_every=every))
 
 
 def test_mask_that_means_nothing_is_refused() -> None:

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from ddm.diffusion.path import LinearPath
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import MathError
 from ddm.loading.ensemble import load_ensemble, on_path, open_ensemble
 from ddm.loading.release import open_release
 from ddm.models import build_expert
 from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.learning import ExpertObjective
-from ddm.sampling.expert_cache import LazyExperts, moved
+from ddm.sampling.expert_cache import LazyExperts, move_experts
+from ddm.sampling.options import sampling_keywords
 from tests.conftest import Published
 from tests.ddm.system.test_devices import CLASS, DIT, MMDIT, SHAPE, TEXT, UNET, experts
 from tests.support.case import case
@@ -61,7 +62,8 @@ def test_samples_are_drawn_in_the_arithmetic_that_is_asked_for() -> None:
         "guidance": 1.0,
     }
     drawn = {
-        dtype: made.sample(4, dtype=dtype, **how) for dtype in (None, torch.bfloat16, torch.float64)
+        dtype: made.sample(4, **sampling_keywords(how | {"dtype": dtype}))
+        for dtype in (None, torch.bfloat16, torch.float64)
     }  # type: ignore[arg-type]
     assert {each.images.dtype for each in (drawn[None], drawn[torch.bfloat16])} == {torch.float32}
     assert drawn[torch.float64].images.dtype is torch.float64
@@ -70,7 +72,9 @@ def test_samples_are_drawn_in_the_arithmetic_that_is_asked_for() -> None:
     assert 0 < float((drawn[None].images - exact).abs().max()) < 1e-3 * spread
     assert 1e-4 * spread < float((drawn[torch.bfloat16].images - exact).abs().max()) < 0.2 * spread
     for where in (torch.bfloat16, torch.float64):
-        assert torch.equal(made.to(where).sample(4, **how).images, drawn[where].images)  # type: ignore[arg-type]
+        assert torch.equal(
+            made.to(where).sample(4, **sampling_keywords(how)).images, drawn[where].images
+        )  # type: ignore[arg-type]
     with pytest.raises(MathError, match="float16"):
         made.to(torch.float16)
 
@@ -83,7 +87,10 @@ def test_autocast_region_of_the_caller_lowers_experts_alone(published: Published
             inside = made.sample(3, strategy=strategy, steps=2)
         assert inside.images.dtype is torch.float32
         assert torch.equal(
-            inside.images, made.sample(3, strategy=strategy, steps=2, dtype=torch.bfloat16).images
+            inside.images,
+            made.sample(
+                3, strategy=strategy, steps=2, options=SamplingOptions(dtype=torch.bfloat16)
+            ).images,
         )
         assert 0 < float((inside.images - plain.images).abs().max()) < 0.5
     x, t = (
@@ -104,7 +111,9 @@ def test_function_of_float64_is_sampled_with_its_precision() -> None:
     mixture = four_silos()
     exact = Ensemble(mixture.experts(), mixture, mixture.prior_K, (2,), dtype=torch.float64)
     one, other = (
-        exact.sample(1, steps=20, strategy="full", solver="rk4", dtype=each)
+        exact.sample(
+            1, steps=20, strategy="full", options=SamplingOptions(solver="rk4", dtype=each)
+        )
         for each in (None, torch.float32)
     )
     assert one.latents.dtype is torch.float64 and other.latents.dtype is torch.float32
@@ -125,11 +134,14 @@ def test_ensemble_is_copied_to_a_device_and_says_where_it_is() -> None:
         )
         images = (
             there.to(torch.float32)
-            .sample(2, steps=2, condition=1, condition_prior=[0.5, 0.5])
+            .sample(2, steps=2, condition=1, options=SamplingOptions(condition_prior=[0.5, 0.5]))
             .images
         )
     assert torch.equal(
-        images, made.sample(2, steps=2, condition=1, condition_prior=[0.5, 0.5]).images
+        images,
+        made.sample(
+            2, steps=2, condition=1, options=SamplingOptions(condition_prior=[0.5, 0.5])
+        ).images,
     )
     told = repr(there)
     assert len(told.splitlines()) == 2 and "tensor" not in told
@@ -139,14 +151,14 @@ def test_ensemble_is_copied_to_a_device_and_says_where_it_is() -> None:
     )
     assert made.to("cpu").experts[0] is made.experts[0]
     function = four_silos().expert(0)
-    assert moved([function], "cpu")[0] is function
+    assert move_experts([function], "cpu")[0] is function
 
 
 def test_experts_that_are_loaded_on_first_use_are_loaded_onto_the_device() -> None:
     net = build_expert(DIT, SHAPE, condition=ClassCondition(num_classes=2))
     lazy = LazyExperts(lambda k: net, [1], 1)
     with pretend_gpu() as gpu:
-        there = moved(lazy, "cuda")
+        there = move_experts(lazy, "cuda")
         assert isinstance(there, LazyExperts) and there.loaded_bytes == 0
         assert gpu.device_of(next(there[0].parameters())).type == "cuda"  # type: ignore[attr-defined]
 

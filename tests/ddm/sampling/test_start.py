@@ -11,9 +11,21 @@ from torch import Tensor
 import ddm.ensemble
 from ddm.diffusion.path import CosinePath, LinearPath, Path, x_t
 from ddm.diffusion.solver import SolverName
-from ddm.ensemble import Ensemble, Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne
+from ddm.ensemble import (
+    Ensemble,
+    Full,
+    Lock,
+    Nucleus,
+    Sample,
+    SamplingOptions,
+    Strategy,
+    Threshold,
+    TopK,
+    TopOne,
+)
 from ddm.errors import MathError, NumericalError, ShapeError
-from ddm.sampling.provenance import Log, joined
+from ddm.sampling.options import sampling_keywords
+from ddm.sampling.provenance import ProvenanceLog, join_provenance
 from ddm.sampling.samples import concatenate
 from ddm.sampling.trajectories import draw_noise
 from tests.support.case import case
@@ -110,7 +122,7 @@ def test_given_noise_start_and_times_are_the_same_way(
     def draw(num: int | None = None, **asked: Any) -> Tensor:
         return (
             exact(chunk_size=7)
-            .sample(num, strategy=strategy, solver=solver, seed=3, **asked)
+            .sample(num, strategy=strategy, seed=3, **sampling_keywords(asked | {"solver": solver}))
             .images
         )
 
@@ -132,10 +144,18 @@ def test_trajectory_in_two_parts_has_the_law_of_one() -> None:
     for strategy in (Full(), Sample(), Lock(0.4)):
         with case(strategy=strategy):
             half = exact().sample(
-                1000, strategy=strategy, times=[1 - n / 20 for n in range(11)], seed=1
+                1000,
+                strategy=strategy,
+                seed=1,
+                options=SamplingOptions(times=[1 - n / 20 for n in range(11)]),
             )
             assert half.images.norm(dim=1).mean() < 2.2  # still half noise
-            done = exact().sample(x=half.latents, t_start=0.5, steps=10, strategy=strategy, seed=2)
+            done = exact().sample(
+                steps=10,
+                strategy=strategy,
+                seed=2,
+                options=SamplingOptions(x=half.latents, t_start=0.5),
+            )
             share = torch.tensor(four_silos().prior_K)
             error = (share * (1 - share) / 1000).sqrt()
             assert ((counts(done.images) / 1000 - share).abs() < 5.5 * error).all()
@@ -143,13 +163,15 @@ def test_trajectory_in_two_parts_has_the_law_of_one() -> None:
 
 def test_generator_takes_the_place_of_the_seed_and_moves_on() -> None:
     def draw(generator: torch.Generator) -> Tensor:
-        return exact().sample(20, steps=2, generator=generator).images
+        return exact().sample(20, steps=2, options=SamplingOptions(generator=generator)).images
 
     generator = torch.Generator().manual_seed(7)
     first, second = draw(generator), draw(generator)
     assert not torch.equal(first, second)
     assert torch.equal(draw(torch.Generator().manual_seed(7)), first)
-    alone = exact(chunk_size=1).sample(3, steps=2, generator=torch.Generator().manual_seed(7))
+    alone = exact(chunk_size=1).sample(
+        3, steps=2, options=SamplingOptions(generator=torch.Generator().manual_seed(7))
+    )
     torch.testing.assert_close(alone.images, first[:3], atol=1e-5, rtol=0)
 
 
@@ -168,12 +190,18 @@ def test_callback_sees_every_step_of_all_samples_and_may_move_them() -> None:
             for told in (seen, last, followed):
                 told.clear()  # type: ignore[attr-defined]
             drawn = exact(chunk_size=4).sample(
-                30, steps=4, strategy=strategy, callback=watch, router_every=2
+                30,
+                steps=4,
+                strategy=strategy,
+                callback=watch,
+                options=SamplingOptions(router_every=2),
             )
             assert seen == [(0, 0.75), (1, 0.5), (2, 0.25), (3, 0.0)]
             assert torch.equal(last[-1], drawn.images)
             torch.testing.assert_close(
-                exact(chunk_size=4).sample(30, steps=4, strategy=strategy, router_every=2).images,
+                exact(chunk_size=4)
+                .sample(30, steps=4, strategy=strategy, options=SamplingOptions(router_every=2))
+                .images,
                 drawn.images,
                 atol=2e-5,
                 rtol=0,
@@ -209,19 +237,23 @@ def test_provenance_tells_each_change_and_is_bounded(monkeypatch: pytest.MonkeyP
     assert full is not None and [tuple(part) for part in full[1]] == [(1.0, (0, 1))]
     halves = (range(150), range(150, 300))
     parts = [
-        exact(chunk_size=16).sample(150, strategy="sample", steps=8, numbers=half)
+        exact(chunk_size=16).sample(
+            150, strategy="sample", steps=8, options=SamplingOptions(numbers=half)
+        )
         for half in halves
     ]
     both = concatenate(parts)
     assert [both.provenance[i] for i in range(300)] == [table[i] for i in range(300)]  # type: ignore[index]
-    assert torch.equal(both.expert_N, drawn.expert_N) and "300 samples" in repr(joined([table]))
+    assert torch.equal(both.expert_N, drawn.expert_N) and "300 samples" in repr(
+        join_provenance([table])
+    )
     monkeypatch.setattr("ddm.sampling.provenance.MAX_BYTES", 17 * 8 * 20)
     few = exact(chunk_size=16).sample(300, strategy="sample", steps=8).provenance
     assert few is not None and len(few) == 20
     assert [few[i] for i in range(20)] == [table[i] for i in range(20)]
     with pytest.raises(MathError, match="0 to 19"):
         few[20]
-    assert Log(torch.ones(9, dtype=torch.bool), 5, 1).num == 5
+    assert ProvenanceLog(torch.ones(9, dtype=torch.bool), 5, 1).num == 5
 
 
 def test_arguments_that_do_not_go_together_are_refused_in_one_sentence() -> None:
@@ -250,7 +282,7 @@ def test_arguments_that_do_not_go_together_are_refused_in_one_sentence() -> None
     ]
     for asked, kind, told in wrong:
         with case(asked=asked), pytest.raises(kind, match=told):
-            exact().sample(steps=2, **asked)
+            exact().sample(steps=2, **sampling_keywords(asked))
 
 
 def test_posterior_is_the_log_probability_of_each_expert_even_where_it_is_too_small_for_a_number() -> (

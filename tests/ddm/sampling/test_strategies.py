@@ -1,12 +1,25 @@
 """The strategies that select several experts, and a router that is asked only now and then."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from ddm.ensemble import Ensemble, Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne
+from ddm.ensemble import (
+    Ensemble,
+    Full,
+    Lock,
+    Nucleus,
+    Sample,
+    SamplingOptions,
+    Strategy,
+    Threshold,
+    TopK,
+    TopOne,
+)
 from ddm.errors import MathError
-from ddm.sampling.strategies import SETTINGS, Follow, Prefix, segments, strategy_named
+from ddm.sampling.strategies import STRATEGIES, Prefix, StepRule, segments, strategy_named
 from tests.support.case import case
 from tests.support.gaussian_mixture import four_silos
 
@@ -49,7 +62,7 @@ def test_strategy_selects_the_experts_that_its_name_says() -> None:
 @pytest.mark.parametrize("strategy", [TopK(4), Nucleus(1.0), Threshold(0.0)])
 def test_strategy_that_selects_all_is_the_full_mixture(strategy: Strategy) -> None:
     full, other = (
-        exact().sample(64, strategy=each, steps=8, solver="heun", seed=2)
+        exact().sample(64, strategy=each, steps=8, seed=2, options=SamplingOptions(solver="heun"))
         for each in (Full(), strategy)
     )
     torch.testing.assert_close(full.images, other.images, atol=1e-5, rtol=0)
@@ -76,14 +89,18 @@ def weighted(x: Tensor, t_B: Tensor, k: int) -> Tensor:
 def test_weights_of_the_selected_are_renormalised() -> None:
     ensemble = exact()
     for k in (1, 2, 3):
-        drawn = ensemble.sample(12, strategy=TopK(k), steps=3, solver="euler", seed=1)
+        drawn = ensemble.sample(
+            12, strategy=TopK(k), steps=3, seed=1, options=SamplingOptions(solver="euler")
+        )
         x = torch.stack([noise(i) for i in range(12)])
         for t in (1.0, 2 / 3, 1 / 3):
             x = x - weighted(x, torch.full((12,), t, dtype=torch.float64), k) / 3
         torch.testing.assert_close(drawn.images.double(), x, atol=1e-4, rtol=0)
         assert (
             drawn.images
-            - ensemble.sample(12, strategy=Full(), steps=3, solver="euler", seed=1).images
+            - ensemble.sample(
+                12, strategy=Full(), steps=3, seed=1, options=SamplingOptions(solver="euler")
+            ).images
         ).abs().max() > 0.1
 
 
@@ -93,9 +110,17 @@ def noise(i: int) -> Tensor:
     return torch.from_numpy(stream("sample", 1, i).standard_normal(2, dtype="float32")).double()
 
 
-def shares_off(strategy: Strategy, num: int = 2048, **arguments: int) -> float:
+def shares_off(strategy: Strategy, num: int = 2048, **options: Any) -> float:
     images = (
-        exact().sample(num, strategy=strategy, steps=24, solver="heun", seed=1, **arguments).images
+        exact()
+        .sample(
+            num,
+            strategy=strategy,
+            steps=24,
+            seed=1,
+            options=SamplingOptions(solver="heun", **options),
+        )
+        .images
     )
     expected = torch.tensor(four_silos().prior_K, dtype=torch.float64)
     found = torch.bincount(four_silos().silo_of(images), minlength=4).double() / num
@@ -131,27 +156,36 @@ class Counting:
 @pytest.mark.parametrize("strategy", [Full(), Sample(), TopK(2), Lock(0.0)])
 def test_router_is_asked_at_every_nth_step_alone(strategy: Strategy) -> None:
     router = Counting()
-    exact(router=router).sample(8, strategy=strategy, steps=10, router_every=4)
+    exact(router=router).sample(
+        8, strategy=strategy, steps=10, options=SamplingOptions(router_every=4)
+    )
     assert set(router.times) == {0.6, 0.2}
     router = Counting()
-    exact(router=router).sample(8, strategy=strategy, steps=10, solver="euler")
+    exact(router=router).sample(
+        8, strategy=strategy, steps=10, options=SamplingOptions(solver="euler")
+    )
     assert len(set(router.times)) == 9
 
 
-@pytest.mark.parametrize(("prefix", "before"), [("full", Follow.MEAN), ("sample", Follow.DRAW)])
+@pytest.mark.parametrize(
+    ("prefix", "before"), [("full", StepRule.MIXTURE), ("sample", StepRule.DRAW)]
+)
 def test_lock_draws_at_its_time_even_where_the_router_would_rest(
-    prefix: Prefix, before: Follow
+    prefix: Prefix, before: StepRule
 ) -> None:
     cut = segments(Lock(0.7, prefix), (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), router_every=4)
-    assert [(part.first, part.follow) for part in cut] == [(0, before), (2, Follow.LOCK)]
+    assert [(part.first_step, part.rule) for part in cut] == [(0, before), (2, StepRule.LOCK)]
     router = Counting()
-    exact(router=router).sample(8, strategy="lock", tau=0.8, steps=10, router_every=5)
+    exact(router=router).sample(
+        8, strategy="lock", tau=0.8, steps=10, options=SamplingOptions(router_every=5)
+    )
     assert router.times == [0.8]
 
 
 def test_strategy_is_named_with_its_own_settings_and_with_no_others() -> None:
     values = {"tau": 0.5, "prefix": "full", "k": 3, "mass": 0.5, "least": 0.2}
-    for name, settings in SETTINGS.items():
+    for name, kind in STRATEGIES.items():
+        settings = kind.settings
         strategy_named(name, **{setting: values[setting] for setting in settings})  # type: ignore[arg-type]
         for setting in set(values) - set(settings):
             with pytest.raises(MathError, match=name):

@@ -7,7 +7,18 @@ from torch import Tensor
 
 from ddm.diffusion.path import CosinePath, LinearPath, Path
 from ddm.diffusion.solver import SolverName
-from ddm.ensemble import Ensemble, Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne
+from ddm.ensemble import (
+    Ensemble,
+    Full,
+    Lock,
+    Nucleus,
+    Sample,
+    SamplingOptions,
+    Strategy,
+    Threshold,
+    TopK,
+    TopOne,
+)
 from ddm.sampling.trajectories import draw_noise
 from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
@@ -112,7 +123,13 @@ def test_samples_travel_in_groups_as_each_would_alone(
     mixture = four_silos(path)
     together = Ensemble(
         mixture.experts(), mixture, mixture.prior_K, (2,), path, chunk_size=4
-    ).sample(NUM, strategy=strategy, steps=STEPS, solver=solver, seed=SEED, router_every=every)
+    ).sample(
+        NUM,
+        strategy=strategy,
+        steps=STEPS,
+        seed=SEED,
+        options=SamplingOptions(solver=solver, router_every=every),
+    )
     noise, uniform_BS = draw_noise(range(NUM), (2,), SEED, STEPS)
     for i in range(NUM):
         alone, x_D = Alone(mixture, strategy, every, uniform_BS[i]), noise[i].double()

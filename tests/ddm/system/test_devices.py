@@ -14,7 +14,7 @@ from ddm.distillation.distill import distill
 from ddm.distillation.student import load_student
 from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
 from ddm.encoders.text import TextEncoder, pin
-from ddm.ensemble import Ensemble
+from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import SetupError
 from ddm.loading.ensemble import load_ensemble, on_path
 from ddm.loading.release import open_release
@@ -137,7 +137,12 @@ def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(
         nets, router = experts(architecture, condition, device), UninformedRouter(2)
         made = Ensemble(nets, router, [1.0, 2.0], SHAPE, device=device, condition=condition)
         return made.sample(
-            3, strategy=strategy, steps=2, solver="exponential", seed=1, **words
+            3,
+            strategy=strategy,
+            steps=2,
+            seed=1,
+            **words,
+            options=SamplingOptions(solver="exponential"),
         ).images  # type: ignore[arg-type]
 
     for strategy in ("full", "lock"):
@@ -157,7 +162,11 @@ def test_release_is_sampled_on_a_gpu_as_on_a_cpu(
 ) -> None:
     release = open_release(published.release, root=published.root, state=None)
     draw: Callable[[Ensemble], object] = partial(
-        Ensemble.sample, num=4, strategy=strategy, steps=3, router_every=2
+        Ensemble.sample,
+        num=4,
+        strategy=strategy,
+        steps=3,
+        options=SamplingOptions(router_every=2),
     )
     here = draw(load_ensemble(release))
     with pretend_gpu():

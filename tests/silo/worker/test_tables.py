@@ -8,6 +8,7 @@ from PIL import Image
 
 from aggregator.membership.registry import enroll_silo
 from ddm import open_ensemble
+from ddm.ensemble import SamplingOptions
 from ddm.errors import DataError, SetupError
 from ddm.protocol.base import sha256_hex
 from silo.config import ImagesSettings, Site
@@ -132,6 +133,10 @@ def test_names_of_classes_travel_from_a_table_to_samples(tmp_path: Path) -> None
     assert done.code == SetupError.exit_code and "a class, dim, bright" in done.err
     ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
     samples = ensemble.sample(
-        2, steps=2, condition="bright", condition_prior=[1, 1], strategy="full"
+        2,
+        steps=2,
+        condition="bright",
+        strategy="full",
+        options=SamplingOptions(condition_prior=[1, 1]),
     )
     assert samples.classes == ("bright", "bright")
