@@ -16,15 +16,17 @@ def doctor(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Compare the clock with this web server's; nothing else is sent."
+            metavar="URL",
+            help="Compare the clock with that of this web server; nothing else is sent.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Check what commonly goes wrong; exit code 0 if all is well, 3 otherwise."""
+    """Check for common problems; exit code 0 if there is none, 3 otherwise."""
     from aggregator.monitoring.doctor import examine
     from aggregator.monitoring.probes import FederationFactsReader
 
-    found = examine(FederationFactsReader(Federation(fed).require(), now_utc()).facts(against))
-    if not tell(found, as_json=as_json):
+    reader = FederationFactsReader(Federation(fed).require(), now_utc())
+    findings = examine(reader.facts(against))
+    if not tell(findings, as_json=as_json):
         raise typer.Exit(SetupError.exit_code)

@@ -18,7 +18,9 @@ from ddm.system.console import confirm, passphrase, say
 HolderPassphraseOption = Annotated[
     Path | None,
     typer.Option(
-        "--passphrase-file", metavar="FILE", help="Its first line opens the holder's key."
+        "--passphrase-file",
+        metavar="FILE",
+        help="File whose first line is the passphrase of the holder's key.",
     ),
 ]
 
@@ -30,34 +32,41 @@ def holder(
     """Make a holder's key on the holder's own machine; only the `.pub` file leaves it."""
     from ddm.trust.keys import SigningKey
 
-    key, public = SigningKey.generate(), key_file.with_suffix(".pub")
-    if public.exists() or public == key_file:
-        got = (
-            "the name of the private key itself"
-            if public == key_file
-            else "a file that is there already"
-        )
-        remedy = "Choose a name for the key that does not end in .pub, and that no key has yet."
+    public_file = key_file.with_suffix(".pub")
+    got = None
+    if public_file == key_file:
+        got = "the name of the private key itself"
+    elif public_file.exists():
+        got = "a file that is there already"
+    if got is not None:
         raise SetupError(
-            str(public), expected="a new file for the public key", got=got, remedy=remedy
+            str(public_file),
+            expected="a new file for the public key",
+            got=got,
+            remedy="Choose a name for the key that does not end in .pub, and that no key has yet.",
         )
-    key.save(
-        key_file, passphrase(passphrase_file, None, "New passphrase for this key", confirm=True)
-    )
-    key.public.save(public)
-    say(f"Made {key_file}; it stays here. Give {public} to the federation's operator.")
+    key = SigningKey.generate()
+    secret = passphrase(passphrase_file, None, "New passphrase for this key", confirm=True)
+    key.save(key_file, secret)
+    key.public.save(public_file)
+    say(f"Made {key_file}; it stays here. Give {public_file} to the federation's operator.")
     say(f"  fingerprint  {key.public.fingerprint}")
 
 
 def sign(
     document: Annotated[
-        Path, typer.Argument(metavar="DOCUMENT", help="From the federation's ceremony/ folder.")
+        Path,
+        typer.Argument(
+            metavar="DOCUMENT", help="A document from the federation's folder ceremony/."
+        ),
     ],
     key: Annotated[Path, typer.Option(metavar="KEYFILE", help="This holder's private key.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Sign without asking for confirmation.")
+    ] = False,
     passphrase_file: HolderPassphraseOption = None,
 ) -> None:
-    """Show what a document means and sign it as one of its holders; needs no federation, only this file."""
+    """Show the meaning of a document and sign it as one of its holders; needs only this file, no federation."""
     from aggregator.keys.ceremony import read_request, sign_document
     from ddm.trust.ceremony import describe_request
     from ddm.trust.keys import SigningKey
@@ -65,26 +74,30 @@ def sign(
     say(describe_request(read_request(document)))
     if not yes:
         confirm("Sign this?", refused="Not signed.")
-    opened = SigningKey.load(key, passphrase(passphrase_file, None, f"Passphrase of {key.name}"))
-    answer = sign_document(document, opened)
+    secret = passphrase(passphrase_file, None, f"Passphrase of {key.name}")
+    signature_file = sign_document(document, SigningKey.load(key, secret))
     say(
-        f"Signed: {answer}. Put it beside the document in the federation's ceremony/, then: aggregator complete FED"
+        f"Signed: {signature_file}. Put it beside the document in the federation's ceremony/, "
+        "then: aggregator complete FED"
     )
 
 
 def complete(
     fed: FederationArgument,
-    abandon: Annotated[bool, typer.Option("--abandon", help="Discard what waits instead.")] = False,
+    abandon: Annotated[
+        bool, typer.Option("--abandon", help="Discard the waiting change instead.")
+    ] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Put into force what was waiting for the signatures of holders."""
+    """Put a change into force once its holders have signed it."""
     from aggregator.keys.ceremony import abandon_change, complete_change
 
     federation = Federation(fed).require()
     if abandon:
         say(f"Discarded: {abandon_change(federation)}.")
         return
-    change = complete_change(federation, federation_passphrase(federation, passphrase_file))
+    secret = federation_passphrase(federation, passphrase_file)
+    change = complete_change(federation, secret)
     say(f"In force: {change.purpose}.")
     if change.act == "found":
         say_founded(federation)
@@ -93,10 +106,11 @@ def complete(
 def rotate(
     fed: FederationArgument,
     key: Annotated[
-        str, typer.Argument(metavar="KEY", help="Which key; docs/how-to/keys.md lists them.")
+        str, typer.Argument(metavar="KEY", help="Name of the key; docs/how-to/keys.md lists them.")
     ],
     holder: Annotated[
-        list[Path] | None, typer.Option(metavar="PUB", help="A holder from now on; repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="PUB", help="Public key of a new holder; repeatable."),
     ] = None,
     threshold: Annotated[int, typer.Option(min=1, help="How many of these holders must sign.")] = 1,
     passphrase_file: PassphraseOption = None,
@@ -107,17 +121,16 @@ def rotate(
     name = parse_key_name(key)
     federation = Federation(fed).require()
     holders = holders_from(holder, threshold, "--threshold")
-    missing = rotate_key(
-        federation, name, federation_passphrase(federation, passphrase_file), holders
-    )
+    secret = federation_passphrase(federation, passphrase_file)
+    missing = rotate_key(federation, name, secret, holders)
     if missing:
         say_missing(federation, missing)
         return
-    say(f"Rotated {name}. {_FOLLOWS[name]}")
+    say(f"Rotated {name}. {_NEXT_STEPS[name]}")
 
 
 _PUBLISHED = "Releases published so far verify as before; publish again, so that readers learn of the new key."
-_FOLLOWS = {
+_NEXT_STEPS = {
     "root": _PUBLISHED,
     "targets": _PUBLISHED,
     "plans": _PUBLISHED,

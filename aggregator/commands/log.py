@@ -19,18 +19,19 @@ def log(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Another public copy to bring up to date, for a web server."
+            metavar="DIR", help="Also update a public copy in this folder, for a web server."
         ),
     ] = None,
     cosigned: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="The last checkpoint as witnesses cosigned it; keeps theirs."
+            metavar="FILE",
+            help="The last checkpoint with cosignatures of witnesses, which are added to the log.",
         ),
     ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Sign what waits in the transparency log, ask its witnesses to cosign, and write its public form."""
+    """Sign new entries of the transparency log, ask its witnesses to cosign, and write its public files."""
     from ddm.publishing.keys import load_key
     from ddm.publishing.public_log import add_cosignatures, export_log, public_folder, sign_waiting
     from ddm.publishing.witnesses import ask_witnesses
@@ -38,22 +39,23 @@ def log(
     federation = Federation(fed).require()
     witnesses = witnesses_of(federation)
     if cosigned is not None:
-        say(f"Added {add_cosignatures(federation, cosigned)} signatures to the checkpoint.")
+        num_added = add_cosignatures(federation, cosigned)
+        say(f"Added {num_added} signatures to the checkpoint.")
     else:
-        sign_waiting(
-            federation,
-            load_key(federation, "log", federation_passphrase(federation, passphrase_file)),
-        )
-    asked = ask_witnesses(federation, witnesses)
+        secret = federation_passphrase(federation, passphrase_file)
+        sign_waiting(federation, load_key(federation, "log", secret))
+    answers = ask_witnesses(federation, witnesses)
     folder = public_folder(federation)
     if out is not None:
         export_log(federation, out)
         folder = out
     say(f"The public log is in {folder}; serve it as static files.")
     say(f"Anybody: ddm log {folder} --root {federation.tuf / '1.root.json'}")
-    say_witnessed(asked)
-    if problems := [each.problem for each in asked if each.problem]:
-        raise problems[0]
+    say_witnessed(answers)
+    # The log is written by now; the exit code still says that a witness is missing.
+    for answer in answers:
+        if answer.problem:
+            raise answer.problem
 
 
 def witnesses_of(federation: Federation) -> "list[Witness]":
@@ -66,14 +68,16 @@ def witnesses_of(federation: Federation) -> "list[Witness]":
     from ddm.trust.log.note import VerifierKey
 
     return [
-        Witness(each.url, VerifierKey.parse(each.key)) for each in federation.settings().witnesses
+        Witness(witness.url, VerifierKey.parse(witness.key))
+        for witness in federation.settings().witnesses
     ]
 
 
-def say_witnessed(asked: "Sequence[WitnessAnswer]") -> None:
+def say_witnessed(answers: "Sequence[WitnessAnswer]") -> None:
     """Say which witnesses cosigned the last checkpoint, and why others did not."""
-    if cosigned := [each.name for each in asked if each.problem is None]:
-        say(f"Cosigned by {', '.join(cosigned)}.")
-    for each in asked:
-        if each.problem:
-            say(f"note: witness {each.name} did not cosign: {each.problem.got}", error=True)
+    cosigners = [answer.name for answer in answers if answer.problem is None]
+    if cosigners:
+        say(f"Cosigned by {', '.join(cosigners)}.")
+    for answer in answers:
+        if answer.problem:
+            say(f"note: witness {answer.name} did not cosign: {answer.problem.got}", error=True)

@@ -27,7 +27,7 @@ def init(
     fed: FederationArgument,
     name: Annotated[str, typer.Option(help="The federation's name: a-z, 0-9, hyphens.")],
     address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where silos reach this aggregator.")
+        str, typer.Option(metavar="HOST:PORT", help="Address at which silos reach this aggregator.")
     ],
     root_holder: Annotated[
         list[Path] | None,
@@ -58,7 +58,8 @@ def init(
     """Make a federation: keys, TLS certificates, root of trust, invitation."""
     from aggregator.setup import init_federation
 
-    settings, federation = _settings(name, address, passphrase_file), Federation(fed)
+    settings = _settings(name, address, passphrase_file)
+    federation = Federation(fed)
     root = holders_from(root_holder, root_threshold, "--root-threshold")
     targets = holders_from(targets_holder, targets_threshold, "--targets-threshold")
     secret = passphrase(
@@ -74,22 +75,22 @@ def init(
 def enroll(
     fed: FederationArgument,
     card: Annotated[
-        Path, typer.Argument(metavar="CARD", help="What `silo enroll` or `silo rotate` wrote.")
+        Path, typer.Argument(metavar="CARD", help="File from `silo enroll` or `silo rotate`.")
     ],
     images: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Most images that you agree to; a card that states more is refused."
+            min=2, help="Largest number of images that you agree to; a card with more is refused."
         ),
     ] = None,
     patients: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Most patients that you agree to; a card that states more is refused."
+            min=2, help="Largest number of patients that you agree to; a card with more is refused."
         ),
     ] = None,
 ) -> None:
-    """Enroll a silo or take in its new key, and agree to its size; compare both through a second channel."""
+    """Enroll a silo or its new key, and agree to its size; compare both through a second channel."""
     from aggregator.keys.silo_rotation import take_rotation
     from aggregator.membership.registry import (
         check_agreed_size,
@@ -102,11 +103,11 @@ def enroll(
     federation = Federation(fed).require()
     rotated = read_rotated_card(card)
     if rotated is not None and rotated[0].silo_id in read_cards(federation):
-        check_agreed_size(rotated[0], images, patients)
-        renewed = take_rotation(federation, rotated[1])
-        say(
-            f"The new key of {renewed.silo_id}, which its old key announced: {signing_key(renewed).fingerprint}"
-        )
+        new_card, rotations = rotated
+        check_agreed_size(new_card, images, patients)
+        renewed = take_rotation(federation, rotations)
+        fingerprint = signing_key(renewed).fingerprint
+        say(f"The new key of {renewed.silo_id}, which its old key announced: {fingerprint}")
         say(
             f"Agreed size: at most {renewed.agreed}. Both are in force from the next plan on; a plan in progress keeps"
         )
@@ -124,16 +125,15 @@ def enroll(
 def remove(
     fed: FederationArgument,
     silo_id: Annotated[str, typer.Argument(metavar="SILO", help="An enrolled silo.")],
-    reason: Annotated[str, typer.Option(help="Kept with its card, not published.")],
+    reason: Annotated[str, typer.Option(help="The reason; kept with its card, not published.")],
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Take a silo out of the federation: nothing it sends is accepted, and no later plan names it."""
+    """Remove a silo from the federation: its submissions are refused, and later plans do not include it."""
     from aggregator.keys.removal import remove_silo
 
     federation = Federation(fed).require()
-    removal = remove_silo(
-        federation, silo_id, reason, federation_passphrase(federation, passphrase_file)
-    )
+    secret = federation_passphrase(federation, passphrase_file)
+    removal = remove_silo(federation, silo_id, reason, secret)
     say(
         f"Removed {silo_id}: its card is in registry/removed/, and nothing it sends is accepted any more."
     )
@@ -157,8 +157,11 @@ def _settings(name: str, address: str, passphrase_file: Path | None) -> "Federat
 
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[A-Za-z0-9.-]{1,250}", host) or not re.fullmatch("[0-9]{1,5}", port):
-        wanted = "HOST:PORT with a name or an IPv4 address, for example 127.0.0.1:9092"
-        raise SetupError("--address", expected=wanted, got=repr(address[:100]))
+        raise SetupError(
+            "--address",
+            expected="HOST:PORT with a name or an IPv4 address, for example 127.0.0.1:9092",
+            got=repr(address[:100]),
+        )
     try:
         return FederationSettings(
             name=name,
@@ -167,11 +170,14 @@ def _settings(name: str, address: str, passphrase_file: Path | None) -> "Federat
             passphrase_file=remembered(passphrase_file),
         )
     except ValidationError as error:
-        field = str(error.errors()[0]["loc"][0])
-        if field == "name":
-            expected, got = "a letter a-z, then up to 40 of a-z, 0-9 and hyphens", repr(name[:40])
-        else:
-            expected, got = "HOST:PORT with a port from 1 to 65535", repr(address[:100])
+        if error.errors()[0]["loc"][0] == "name":
+            raise SetupError(
+                "--name",
+                expected="a letter a-z, then up to 40 of a-z, 0-9 and hyphens",
+                got=repr(name[:40]),
+            ) from error
         raise SetupError(
-            f"--{'name' if field == 'name' else 'address'}", expected=expected, got=got
+            "--address",
+            expected="HOST:PORT with a port from 1 to 65535",
+            got=repr(address[:100]),
         ) from error

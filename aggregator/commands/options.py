@@ -20,7 +20,9 @@ FederationArgument = Annotated[
 PassphraseOption = Annotated[
     Path | None,
     typer.Option(
-        "--passphrase-file", metavar="FILE", help="Its first line opens the federation's keys."
+        "--passphrase-file",
+        metavar="FILE",
+        help="File whose first line is the passphrase of the federation's keys.",
     ),
 ]
 
@@ -47,8 +49,12 @@ def holders_from(paths: Sequence[Path] | None, threshold: int, flag: str) -> "Ho
     from ddm.trust.drafts import Holders
 
     if paths:
-        return Holders(tuple(PublicKey.load(path) for path in paths), threshold)
+        public_keys = tuple(PublicKey.load(path) for path in paths)
+        return Holders(public_keys, threshold)
     if threshold != 1:
-        expected = "the holders' public keys as well"
-        raise SetupError(flag, expected=expected, got=f"{threshold} without a holder")
+        raise SetupError(
+            flag,
+            expected="the holders' public keys as well",
+            got=f"{threshold} without a holder",
+        )
     return None

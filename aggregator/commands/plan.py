@@ -1,6 +1,7 @@
 """The command `aggregator plan`: draft a plan, show what it costs, sign it."""
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,34 +26,38 @@ if TYPE_CHECKING:
 
     from aggregator.planning.carrying import CarriedExperts
     from aggregator.planning.draft import Draft
+    from ddm.protocol.architecture import ClassCondition, TextCondition
     from ddm.protocol.plan import Plan
 
 
 def plan(
     fed: FederationArgument,
-    recipe: Annotated[Path, typer.Option(help="TOML; examples/recipes has one for each case.")],
+    recipe: Annotated[
+        Path, typer.Option(help="The recipe, a TOML file; examples/recipes has one for each case.")
+    ],
     public: Annotated[
         Path | None,
-        typer.Option(
-            help="Public images, as silos bring theirs: arrays, or pictures with a transform; not needed with --carry."
-        ),
+        typer.Option(help="Public images in the form of the silos' images; not used with --carry."),
     ] = None,
     carry: Annotated[
         str | None,
         typer.Option(
-            metavar="PLAN_ID", help="Carry over the accepted experts of the plan in force."
+            metavar="PLAN_ID",
+            help="Carry over the accepted experts of this plan, the one in force.",
         ),
     ] = None,
     replace: Annotated[
         list[str] | None,
-        typer.Option(metavar="SILO", help="With --carry: this silo trains again; may be repeated."),
+        typer.Option(metavar="SILO", help="With --carry: this silo trains again; repeatable."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Sign without asking for confirmation.")
+    ] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Fit the public parts of a plan, show size, time and epsilon, then sign it.
+    """Fit the public parts of a plan, show its size, time and epsilon, then sign it.
 
-    With --carry the public parts of the plan in force go on, and so do its accepted experts: only new silos train.
+    With --carry the new plan keeps the public parts and accepted experts of the plan in force: only new silos train.
     """
     from pydantic import ValidationError
 
@@ -67,24 +72,19 @@ def plan(
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)
-    given = {"--public": public, "--carry": carry, "--replace": replace}
-    if (public is None) != (carry is not None) or (replace and carry is None):
-        expected = "--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again"
-        got = (
-            ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
-        )
-        raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
+    _check_source_options(public, carry, replace)
     check_signable(federation)
     source: Tensor | CarriedExperts
     columns = None
     if public is None:
         source = choose_carried(federation, carry or "", replace or ())
     else:
-        opened = open_image_set(public, chosen.data, chosen.transform, subject="public images")
-        source = opened.read()
-        columns = read_columns(opened, chosen)
-        for remark in (*opened.remarks, *opened.range_remarks(source)):
+        image_set = open_image_set(public, chosen.data, chosen.transform, subject="public images")
+        source = image_set.read()
+        columns = read_columns(image_set, chosen)
+        for remark in (*image_set.remarks, *image_set.range_remarks(source)):
             say(f"Public images: {remark}")
+    # A wrong passphrase shows before the minutes that fitting takes.
     secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "plans", secret)
     with tempfile.TemporaryDirectory() as scratch:
@@ -96,7 +96,7 @@ def plan(
         except ValidationError as error:
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
             raise settings_error(recipe, error) from error
-        say(costs(draft))
+        say(describe_draft(draft))
         if not yes:
             confirm("Sign this plan?", refused="Not signed.")
         missing = sign_plan(federation, draft, secret)
@@ -108,110 +108,164 @@ def plan(
         )
 
 
-def costs(draft: "Draft") -> str:
-    """Return what the operator is shown before a plan is signed."""
-    made, cost = draft.plan, draft.cost
-    training, statistics = made.expert.training, made.statistics
-    per_unit = f"per {statistics.unit}, {statistics.relation.replace('_', '-')}"
-    rate = f"rate {training.learning_rate:.2g} ({training.schedule})"
-    measured = f"one thread of this machine, from {'a few steps' if cost.timed else 'its rate of matrix products'}"
-    rows = [
-        *([("REHEARSAL", "experts draw noise: publish nothing of it")] if made.rehearsal else []),
-        ("silos that train" if made.carried else "silos", ", ".join(made.silos)),
-        *((f"carried from {plan_id}", names) for plan_id, names in _carried(made).items()),
-        (f"agreed {statistics.unit}s", _agreed(made)),
-        *(_transform(made)),
-        ("encoder", _encoder(made)),
-        *_condition(made),
-        ("experts a silo", _experts(draft)),
-        ("an expert", f"{made.expert.architecture.kind}, {human_bytes(cost.expert_bytes)}"),
-        (
-            "its steps",
-            f"{training.num_steps} of {training.batch_size} images, {rate}, {training.precision}",
-        ),
-        *_network(draft),
-        ("training", f"about {human_seconds(cost.train_s)} a silo ({measured})"),
-        (
-            "total, stated",
-            f"epsilon {statistics.total.epsilon:g}, delta {statistics.total.delta:g} {per_unit}",
-        ),
-        ("total, composed", f"epsilon {cost.epsilon:.4g} at that delta"),
-        *_statistics(draft),
-        *_weights(made),
-        ("valid until", made.expires_at.isoformat()),
-    ]
-    return f"Plan {made.plan_id}\n" + table(rows, ("what", "value"))
+def _check_source_options(
+    public: Path | None, carry: str | None, replace: list[str] | None
+) -> None:
+    """Refuse anything but --public alone, or --carry with or without --replace.
 
-
-def _weights(made: "Plan") -> list[tuple[str, str]]:
-    """Return how private the experts' weights are, and what has no privacy."""
-    from aggregator.planning.cost import estimate_private_step
-    from ddm.privacy.accounting import noise_multiplier_for  # takes seconds
-
-    private = made.expert.privacy
-    if private is None:
-        return [("without privacy", "expert weights (no DP-SGD), number of units")]
-    terms = f"epsilon {private.epsilon:g}, delta {private.delta:g} per {made.statistics.unit}, replace-one"
-    most = max(agreed.units(made.statistics.unit) or 1 for agreed in made.agreed.values())
-    rate, steps = private.rate(most), made.expert.training.num_steps
-    noise = noise_multiplier_for(private.epsilon, private.delta, rate, steps)
-    step = estimate_private_step(made)
-    return [
-        ("expert weights", f"DP-SGD: {terms}"),
-        (
-            "its noise",
-            f"{noise:.3g} x clip of {private.clip:g} for {most} {made.statistics.unit}s, more for fewer",
-        ),
-        (
-            "its sampling",
-            f"{round(rate * most)} of {most} a step, each by chance, with probability {rate:.3g}",
-        ),
-        (
-            "a private step",
-            f"about {step.samples:.4g} samples, each {step.slower:g} times as slow as in a plain step: "
-            f"{step.factor:.3g} times a plain step of {made.expert.training.batch_size}",
-        ),
-        ("all together", f"epsilon {made.spends.epsilon:g}, delta {made.spends.delta:g} at most"),
-        ("without privacy", "number of units"),
-    ]
-
-
-def _network(draft: "Draft") -> list[tuple[str, str]]:
-    """Return the size of an expert's network, and what it takes to train and to evaluate."""
-    cost, training = draft.cost, draft.plan.expert.training
-    whole = cost.training_flops * training.batch_size * training.num_steps
-    step = f"{human_flops(cost.training_flops)} an image, {human_flops(whole)} in all"
-    evaluated = f"{human_flops(cost.forward_flops)}, {human_bytes(cost.sampling_bytes)} of memory an image, in float32"
-    return [
-        ("  parameters", f"{cost.parameters:,}"),
-        (
-            "  a training step",
-            f"{step}, {human_bytes(cost.training_bytes)} of memory in batches of {training.batch_size}",
-        ),
-        ("  an evaluation", evaluated),
-    ]
-
-
-def _agreed(plan: "Plan") -> str:
-    """Return the most units of each silo, and its share of the prior if all bring as many."""
-    units = {silo_id: plan.agreed[silo_id].units(plan.statistics.unit) for silo_id in plan.members}
-    return ", ".join(
-        f"{silo_id} {num} ({num / sum(units.values()):.0%})" for silo_id, num in units.items()
+    Raises:
+        SetupError: on these.
+    """
+    has_one_source = (public is None) != (carry is None)
+    if has_one_source and (carry is not None or not replace):
+        return
+    options = {"--public": public, "--carry": carry, "--replace": replace}
+    present = [name for name, value in options.items() if value]
+    raise SetupError(
+        "plan",
+        expected="--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again",
+        got=", ".join(present) or "no --public and no --carry",
+        remedy="See `aggregator plan --help`.",
     )
 
 
-def _carried(plan: "Plan") -> dict[str, str]:
-    """Return the silos whose experts go on, by the plan for which they trained."""
-    found: dict[str, list[str]] = {}
-    for each in plan.carried:
-        found.setdefault(each.plan_id, []).append(each.silo_id)
-    return {plan_id: ", ".join(names) for plan_id, names in found.items()}
+Row = tuple[str, str]
+"""What is described, and its value."""
 
 
-def _transform(plan: "Plan") -> list[tuple[str, str]]:
-    """Return what becomes of every picture, one step a line."""
-    steps = plan.transform.words if plan.transform else ()
-    return [("each picture" if number == 0 else "", step) for number, step in enumerate(steps)]
+def describe_draft(draft: "Draft") -> str:
+    """Return what the operator is shown before a plan is signed."""
+    rows = [
+        *_silo_rows(draft.plan),
+        *_data_rows(draft.plan),
+        *_expert_rows(draft),
+        *_statistic_rows(draft),
+        *_weight_rows(draft.plan),
+        ("valid until", draft.plan.expires_at.isoformat()),
+    ]
+    return f"Plan {draft.plan.plan_id}\n" + table(rows, ("what", "value"))
+
+
+def _silo_rows(plan: "Plan") -> Iterator[Row]:
+    """Yield who trains, whose experts are carried over, and the agreed size and share of the prior of each silo."""
+    if plan.rehearsal:
+        yield "REHEARSAL", "experts draw noise: publish nothing of it"
+    silos = ", ".join(plan.silos)
+    if plan.carried:
+        yield "silos that train", silos
+    else:
+        yield "silos", silos
+    for plan_id in sorted({carried.plan_id for carried in plan.carried}):
+        names = [carried.silo_id for carried in plan.carried if carried.plan_id == plan_id]
+        yield f"carried from {plan_id}", ", ".join(names)
+
+    unit = plan.statistics.unit
+    units = {silo_id: plan.agreed[silo_id].units(unit) for silo_id in plan.members}
+    total_units = sum(units.values())
+    shares = [f"{silo_id} {num} ({num / total_units:.0%})" for silo_id, num in units.items()]
+    yield f"agreed {unit}s", ", ".join(shares)
+
+
+def _data_rows(plan: "Plan") -> Iterator[Row]:
+    """Yield what becomes of every picture, one step a line, and what encoder and experts see of it."""
+    title = "each picture"
+    for step in plan.transform.words if plan.transform else ():
+        yield title, step
+        title = ""
+    yield "encoder", _encoder(plan)
+    if plan.condition.kind != "none":
+        yield "condition", _condition(plan.condition)
+
+
+def _expert_rows(draft: "Draft") -> Iterator[Row]:
+    """Yield the number and size of the experts, and what it takes to train and to evaluate one."""
+    plan = draft.plan
+    cost = draft.cost
+    training = plan.expert.training
+    yield "experts a silo", _num_experts(draft)
+    yield "an expert", f"{plan.expert.architecture.kind}, {human_bytes(cost.expert_bytes)}"
+    rate = f"rate {training.learning_rate:.2g} ({training.schedule})"
+    yield (
+        "its steps",
+        f"{training.num_steps} of {training.batch_size} images, {rate}, {training.precision}",
+    )
+
+    yield "  parameters", f"{cost.parameters:,}"
+    total_flops = cost.training_flops * training.batch_size * training.num_steps
+    yield (
+        "  a training step",
+        f"{human_flops(cost.training_flops)} an image, {human_flops(total_flops)} in all, "
+        f"{human_bytes(cost.training_bytes)} of memory in batches of {training.batch_size}",
+    )
+    yield (
+        "  an evaluation",
+        f"{human_flops(cost.forward_flops)}, {human_bytes(cost.sampling_bytes)} of memory an image, in float32",
+    )
+    source = "a few steps" if cost.timed else "its rate of matrix products"
+    yield (
+        "training",
+        f"about {human_seconds(cost.train_s)} a silo (one thread of this machine, from {source})",
+    )
+
+
+def _statistic_rows(draft: "Draft") -> Iterator[Row]:
+    """Yield what the statistics cost together, and each of them."""
+    from ddm.statistics.of_plan import statistics_of
+
+    statistics = draft.plan.statistics
+    total = statistics.total
+    relation = statistics.relation.replace("_", "-")
+    yield (
+        "total, stated",
+        f"epsilon {total.epsilon:g}, delta {total.delta:g} per {statistics.unit}, {relation}",
+    )
+    yield "total, composed", f"epsilon {draft.cost.epsilon:.4g} at that delta"
+    for kind, statistic in statistics_of(statistics).items():
+        terms = statistics.terms[kind]
+        cost = f"epsilon {terms.epsilon:g}"
+        if terms.delta > 0:
+            cost += f", delta {terms.delta:g}"
+        cost += f", {statistic.size_in_words()}"
+        if kind == "sketch":
+            cost += f", t {draft.cost.t_release:.3f}"
+        yield f"  {statistic.name}", cost
+
+
+def _weight_rows(plan: "Plan") -> Iterator[Row]:
+    """Yield how private the experts' weights are, and what has no privacy."""
+    from aggregator.planning.cost import estimate_private_step
+    from ddm.privacy.accounting import noise_multiplier_for  # takes seconds
+
+    terms = plan.expert.privacy
+    if terms is None:
+        yield "without privacy", "expert weights (no DP-SGD), number of units"
+        return
+    unit = plan.statistics.unit
+    training = plan.expert.training
+    # Noise and sampling of the largest silo: smaller ones need more noise for the same epsilon.
+    num_units = max(agreed.units(unit) for agreed in plan.agreed.values())
+    rate = terms.rate(num_units)
+    noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, training.num_steps)
+    yield (
+        "expert weights",
+        f"DP-SGD: epsilon {terms.epsilon:g}, delta {terms.delta:g} per {unit}, replace-one",
+    )
+    yield (
+        "its noise",
+        f"{noise:.3g} x clip of {terms.clip:g} for {num_units} {unit}s, more for fewer",
+    )
+    yield (
+        "its sampling",
+        f"{round(rate * num_units)} of {num_units} a step, each by chance, with probability {rate:.3g}",
+    )
+    step = estimate_private_step(plan)
+    yield (
+        "a private step",
+        f"about {step.samples:.4g} samples, each {step.slower:g} times as slow as in a plain step: "
+        f"{step.factor:.3g} times a plain step of {training.batch_size}",
+    )
+    yield "all together", f"epsilon {plan.spends.epsilon:g}, delta {plan.spends.delta:g} at most"
+    yield "without privacy", "number of units"
 
 
 def _encoder(plan: "Plan") -> str:
@@ -219,46 +273,29 @@ def _encoder(plan: "Plan") -> str:
     if encoder.kind == "pca":
         return f"{encoder.dim} principal components of the public images"
     if encoder.kind == "hog":
-        both = ", an image and its mirror image alike" if encoder.mirrored else ""
-        return f"{encoder.dim} principal components of their gradients in {encoder.cells} x {encoder.cells} cells{both}"
-    warning = ", RANDOM WEIGHTS: clusters mean little" if encoder.weights == "random" else ""
-    return f"{encoder.model}, {encoder.dim} features{warning}"
+        text = f"{encoder.dim} principal components of their gradients in {encoder.cells} x {encoder.cells} cells"
+        if encoder.mirrored:
+            text += ", an image and its mirror image alike"
+        return text
+    text = f"{encoder.model}, {encoder.dim} features"
+    if encoder.weights == "random":
+        text += ", RANDOM WEIGHTS: clusters mean little"
+    return text
 
 
-def _condition(plan: "Plan") -> list[tuple[str, str]]:
-    condition = plan.condition
-    if condition.kind == "none":
-        return []
+def _condition(condition: "ClassCondition | TextCondition") -> str:
     if condition.kind == "class":
-        return [
-            ("condition", f"one of {condition.num_classes} classes, {condition.classes.words()}")
-        ]
-    name = condition.encoder.name if condition.encoder else "vectors"
+        return f"one of {condition.num_classes} classes, {condition.classes.words()}"
+    encoder = condition.encoder.name if condition.encoder else "vectors"
     tokens = f"{condition.max_tokens} tokens of {condition.dim} values"
-    return [("condition", f"a text, by {name}: {tokens}; not in the bundle")]
+    return f"a text, by {encoder}: {tokens}; not in the bundle"
 
 
-def _experts(draft: "Draft") -> str:
-    kind = draft.plan.partition.kind
-    if kind == "silo":
-        return "1"
-    one_each = (
-        "one a coarse cluster" if kind == "silo_cluster" else "on random shares, as a control"
-    )
-    return f"at most {draft.cost.num_experts}, {one_each}"
-
-
-def _statistics(draft: "Draft") -> list[tuple[str, str]]:
-    from ddm.statistics.of_plan import statistics_of
-
-    rows = []
-    for kind, statistic in statistics_of(draft.plan.statistics).items():
-        terms = draft.plan.statistics.terms[kind]
-        cost = f"epsilon {terms.epsilon:g}"
-        if terms.delta > 0:
-            cost += f", delta {terms.delta:g}"
-        cost += f", {statistic.size_in_words()}"
-        if kind == "sketch":
-            cost += f", t {draft.cost.t_release:.3f}"
-        rows.append((f"  {statistic.name}", cost))
-    return rows
+def _num_experts(draft: "Draft") -> str:
+    match draft.plan.partition.kind:
+        case "silo":
+            return "1"
+        case "silo_cluster":
+            return f"at most {draft.cost.num_experts}, one a coarse cluster"
+        case "random":
+            return f"at most {draft.cost.num_experts}, on random shares, as a control"

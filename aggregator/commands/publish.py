@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 def publish(
     fed: FederationArgument,
-    out: Annotated[Path, typer.Option(help="The release folder to make; it must not exist.")],
+    out: Annotated[Path, typer.Option(help="Folder of the release; it must not exist.")],
     quorum: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Fewest silos the release may have; default as in federation.toml."
+            min=1,
+            help="Smallest number of silos in the release (default: that in federation.toml).",
         ),
     ] = None,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Make a new version even if nothing has changed.")
+        bool, typer.Option("--renew", help="Publish a new version even if nothing has changed.")
     ] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
@@ -33,24 +34,25 @@ def publish(
     from ddm.publishing.witnesses import ask_witnesses
 
     federation = Federation(fed).require()
-    secret, witnesses = federation_passphrase(federation, passphrase_file), witnesses_of(federation)
+    secret = federation_passphrase(federation, passphrase_file)
+    witnesses = witnesses_of(federation)
     with progress("Drawing for the report") as advance:
-        done = publish_release(
+        publication = publish_release(
             federation, secret, out, quorum=quorum, renew=renew, on_progress=advance
         )
-    say(announcement(done, out))
+    say(announcement(publication, out))
     say_witnessed(ask_witnesses(federation, witnesses))
     say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
 
 
-def announcement(done: "Publication", out: Path) -> str:
+def announcement(publication: "Publication", out: Path) -> str:
     """Say what was published, and which silos are missing."""
-    manifest = done.manifest
+    manifest = publication.manifest
     num_planned = len(manifest.silos) + len(manifest.missing_silos) + len(manifest.withdrawn_silos)
     lines = [
         f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}: {out}"
     ]
-    if not done.fresh:
+    if not publication.fresh:
         lines = [
             f"Version {manifest.version} of {manifest.plan_id} holds all of this already; nothing new was published.",
             f"Copied it to {out}; --renew makes a new version.",
@@ -67,10 +69,10 @@ def announcement(done: "Publication", out: Path) -> str:
 def withdraw(
     fed: FederationArgument,
     silo_id: Annotated[str, typer.Argument(metavar="SILO", help="A silo of the present plan.")],
-    reason: Annotated[str, typer.Option(help="Sent to the silo, not published.")],
+    reason: Annotated[str, typer.Option(help="The reason; sent to the silo, not published.")],
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Take a silo out of the present plan for good; the next version leaves it out."""
+    """Remove a silo from the present plan for good; later versions do not contain it."""
     from aggregator.membership.withdrawal import withdraw_silo
     from ddm.publishing.keys import load_key
 

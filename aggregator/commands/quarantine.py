@@ -15,44 +15,49 @@ if TYPE_CHECKING:
     from aggregator.intake.quarantine import QuarantineEntry, Rule, Verdict
 
 SiloArgument = Annotated[str, typer.Argument(metavar="SILO", help="The silo's id.")]
-ReasonOption = Annotated[str, typer.Option(help="Why, for the record; 1 to 200 characters.")]
+ReasonOption = Annotated[str, typer.Option(help="The reason, for the record; 1 to 200 characters.")]
 UnitsOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Images or patients that its prior counts, if fewer than stated; published with --reason.",
+        help="Number of images or patients for its prior, if fewer than stated; published with --reason.",
     ),
 ]
 
 
 def quarantine(
     fed: FederationArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """List submissions that wait for a decision, with reasons and figures beside those of the accepted experts."""
+    """List the submissions that wait for a decision: reasons, and losses beside those of accepted experts."""
     from aggregator.intake.examination import Examiner
     from aggregator.intake.quarantine import quarantined_submissions
     from ddm.routers.evaluation import BANDS
 
     federation = Federation(fed).require()
     plan, _ = federation.current_plan()
-    examiner, waiting = (
-        Examiner(federation, plan),
-        _undecided(federation, quarantined_submissions(federation, plan.plan_id)),
-    )
+    waiting = _undecided(federation, quarantined_submissions(federation, plan.plan_id))
+    examiner = Examiner(federation, plan)
     accepted = examiner.accepted()
     outliers = examiner.outliers(accepted)
     for silo_id, reason in _overweight(federation, accepted).items():
         outliers[silo_id] = [*outliers.get(silo_id, []), reason]
-    figures = {silo_id: examiner.ratios(each) for silo_id, each in accepted.items()}
+    accepted_ratios = {silo_id: examiner.ratios(expert) for silo_id, expert in accepted.items()}
+
     if as_json:
-        found = {"waiting": [each.record.model_dump(mode="json") for each in waiting]}
-        say(json.dumps(found | {"accepted": figures, "accepted_outliers": outliers}))
+        document = {
+            "waiting": [entry.record.model_dump(mode="json") for entry in waiting],
+            "accepted": accepted_ratios,
+            "accepted_outliers": outliers,
+        }
+        say(json.dumps(document))
         return
-    for each in waiting:
-        why = each.record
-        say(f"{why.silo_id}, submission {why.sequence}, waiting since {why.at.isoformat()}:")
-        for reason in why.reasons:
+    for entry in waiting:
+        record = entry.record
+        say(
+            f"{record.silo_id}, submission {record.sequence}, waiting since {record.at.isoformat()}:"
+        )
+        for reason in record.reasons:
             say(f"  {reason}")
     for silo_id, reasons in outliers.items():
         say(f"{silo_id}, accepted, but an outlier by now:")
@@ -60,70 +65,91 @@ def quarantine(
             say(f"  {reason}")
     if not waiting and not outliers:
         say("Nothing waits for a decision.")
-    rows = [
-        (expert, "accepted", *ratios)
-        for silo in figures.values()
-        for expert, ratios in silo.items()
-    ]
-    rows += [
-        (expert, "waits", *ratios)
-        for each in waiting
-        for expert, ratios in each.record.figures.items()
-    ]
+
+    rows: list[tuple[object, ...]] = []
+    for silo_ratios in accepted_ratios.values():
+        for expert_id, ratios in silo_ratios.items():
+            rows.append((expert_id, "accepted", *ratios))
+    for entry in waiting:
+        for expert_id, ratios in entry.record.figures.items():
+            rows.append((expert_id, "waits", *ratios))
     if rows:
+        bands = [f"t {low:g}-{high:g}" for low, high in BANDS]
         say("Loss on public images, as a multiple of that of answering 0:")
-        say(table(rows, ("expert", "state", *(f"t {low:g}-{high:g}" for low, high in BANDS))))
+        say(table(rows, ("expert", "state", *bands)))
 
 
 def admit(
     fed: FederationArgument, silo: SiloArgument, reason: ReasonOption, units: UnitsOption = None
 ) -> None:
-    """Accept what intake set aside, or lower what an accepted silo counts; `aggregator run` then signs the receipt."""
+    """Accept a quarantined submission, or lower the units of an accepted one; `aggregator run` signs the receipt."""
     federation = Federation(fed).require()
     waiting = _waiting(federation, silo)
     if waiting:
-        counted = _counted(federation, silo, waiting.record.num_units, units)
-        _record(
-            federation,
-            silo,
-            waiting.record.submission_digest,
-            "admitted",
-            reason,
-            counted,
-            _shown(federation, waiting),
-        )
+        _admit_quarantined(federation, waiting, reason, units)
+    else:
+        _admit_accepted(federation, silo, reason, units)
+
+
+def _admit_quarantined(
+    federation: Federation, waiting: "QuarantineEntry", reason: str, units: int | None
+) -> None:
+    """Admit a submission that waits, in spite of the rules that it waits by."""
+    record = waiting.record
+    counted_units = _counted_units(federation, record.silo_id, record.num_units, units)
+    rules = _rules_shown(federation, waiting)
+    _record(
+        federation,
+        record.silo_id,
+        record.submission_digest,
+        "admitted",
+        reason,
+        counted_units,
+        rules,
+    )
+    say(
+        f"Admitted {record.silo_id}, submission {record.sequence}. "
+        f"`aggregator run {federation.path}` signs the receipt."
+    )
+    if counted_units < record.num_units:
         say(
-            f"Admitted {silo}, submission {waiting.record.sequence}. `aggregator run {fed}` signs the receipt."
+            f"Its prior counts {counted_units} of the {record.num_units} that it states; the reason is published."
         )
-        if counted < waiting.record.num_units:
-            say(
-                f"Its prior counts {counted} of the {waiting.record.num_units} that it states; the reason is published."
-            )
-        return
+
+
+def _admit_accepted(federation: Federation, silo_id: str, reason: str, units: int | None) -> None:
+    """Admit an accepted silo in spite of a rule that applies by now, or lower its units."""
     from aggregator.intake.examination import Examiner
     from aggregator.intake.inventory import take_inventory
 
-    examiner = Examiner(federation, federation.current_plan()[0])
+    plan, _ = federation.current_plan()
+    examiner = Examiner(federation, plan)
     accepted = examiner.accepted()
-    flagged: Mapping[Rule, Collection[str]] = {
+    flagged_silos: Mapping[Rule, Collection[str]] = {
         "stands_apart": examiner.outliers(accepted),
         "influence": _overweight(federation, accepted),
     }
-    shown = [rule for rule, silos in flagged.items() if silo in silos]
-    if silo not in accepted or not (shown or units):
-        raise _nothing_waits(federation, silo)
-    present = take_inventory(federation).silos[silo].counted.units
-    counted = _counted(federation, silo, present, units)
-    if not shown and counted == present:
+    rules = [rule for rule, silos in flagged_silos.items() if silo_id in silos]
+    if silo_id not in accepted or not (rules or units):
+        raise _nothing_waits(federation, silo_id)
+    present_units = take_inventory(federation).silos[silo_id].counted.units
+    counted_units = _counted_units(federation, silo_id, present_units, units)
+    if not rules and counted_units == present_units:
         raise SetupError(
-            "--units", expected=f"fewer than the {present} that {silo} counts as", got=f"{units}"
+            "--units",
+            expected=f"fewer than the {present_units} that {silo_id} counts as",
+            got=f"{units}",
         )
-    _record(federation, silo, accepted[silo].submission_digest, "admitted", reason, counted, shown)
-    say(f"Admitted {silo} as it was accepted, counted as {counted}. Next: aggregator router {fed}")
+    submission_digest = accepted[silo_id].submission_digest
+    _record(federation, silo_id, submission_digest, "admitted", reason, counted_units, rules)
+    say(
+        f"Admitted {silo_id} as it was accepted, counted as {counted_units}. "
+        f"Next: aggregator router {federation.path}"
+    )
 
 
 def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> None:
-    """Refuse what waits in quarantine; `aggregator run` then signs the refusal, and the silo learns the reason."""
+    """Refuse a quarantined submission; `aggregator run` signs the refusal, and the silo receives the reason."""
     federation = Federation(fed).require()
     waiting = _waiting(federation, silo)
     if not waiting:
@@ -134,20 +160,21 @@ def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) ->
     )
 
 
-def _undecided(federation: Federation, waiting: list["QuarantineEntry"]) -> list["QuarantineEntry"]:
+def _undecided(federation: Federation, entries: list["QuarantineEntry"]) -> list["QuarantineEntry"]:
     from aggregator.intake.quarantine import read_decisions
 
     decided = {decision.submission_digest for decision in read_decisions(federation)}
-    return [each for each in waiting if each.record.submission_digest not in decided]
+    return [entry for entry in entries if entry.record.submission_digest not in decided]
 
 
 def _waiting(federation: Federation, silo_id: str) -> "QuarantineEntry | None":
     from aggregator.intake.quarantine import quarantined_submissions
 
-    waiting = _undecided(
-        federation, quarantined_submissions(federation, federation.current_plan()[0].plan_id)
-    )
-    return next((each for each in waiting if each.record.silo_id == silo_id), None)
+    plan, _ = federation.current_plan()
+    for entry in _undecided(federation, quarantined_submissions(federation, plan.plan_id)):
+        if entry.record.silo_id == silo_id:
+            return entry
+    return None
 
 
 def _overweight(federation: Federation, accepted: Collection[str]) -> dict[str, str]:
@@ -161,27 +188,37 @@ def _overweight(federation: Federation, accepted: Collection[str]) -> dict[str, 
     return overweight_words(federation, inventory.counted_units, inventory.digests)
 
 
-def _shown(federation: Federation, waiting: "QuarantineEntry") -> "list[Rule] | None":
+def _rules_shown(federation: Federation, waiting: "QuarantineEntry") -> "list[Rule] | None":
     """Return the rules by which a submission waits; None, which covers all, where their record is gone."""
     from aggregator.intake.claims import claim_faults
     from aggregator.intake.flags import flags_of
 
-    why, (plan, _) = waiting.record, federation.current_plan()
-    flags = flags_of(federation, why.plan_id, why.submission_digest).values()
-    rules: set[Rule] = {rule for each in flags for rule in each}
-    return sorted(rules | claim_faults(federation, plan, why.silo_id, why.num_units).keys()) or None
+    record = waiting.record
+    plan, _ = federation.current_plan()
+    rules: set[Rule] = set(claim_faults(federation, plan, record.silo_id, record.num_units))
+    for expert_rules in flags_of(federation, record.plan_id, record.submission_digest).values():
+        rules.update(expert_rules)
+    return sorted(rules) or None
 
 
-def _counted(federation: Federation, silo_id: str, claimed: int, units: int | None) -> int:
+def _counted_units(
+    federation: Federation, silo_id: str, stated_units: int, units: int | None
+) -> int:
     """Return the number of units that an admitted silo counts as: at most what it states, and what was agreed."""
     from aggregator.intake.claims import agreed_units
 
-    agreed = agreed_units(federation.current_plan()[0], silo_id)
-    most = min(claimed, agreed)
-    if units is not None and units > most:
-        expected = f"at most {most}: {silo_id} states {claimed}, and {agreed} were agreed"
-        raise SetupError("--units", expected=expected, got=f"{units}")
-    return most if units is None else units
+    plan, _ = federation.current_plan()
+    agreed = agreed_units(plan, silo_id)
+    max_units = min(stated_units, agreed)
+    if units is None:
+        return max_units
+    if units > max_units:
+        raise SetupError(
+            "--units",
+            expected=f"at most {max_units}: {silo_id} states {stated_units}, and {agreed} were agreed",
+            got=f"{units}",
+        )
+    return units
 
 
 def _record(
@@ -191,7 +228,7 @@ def _record(
     verdict: "Verdict",
     reason: str,
     units: int | None = None,
-    shown: "Sequence[Rule] | None" = None,
+    rules: "Sequence[Rule] | None" = None,
 ) -> None:
     from pydantic import ValidationError
 
@@ -206,14 +243,14 @@ def _record(
             submission_digest=digest,
             verdict=verdict,
             units=units,
-            shown=None if shown is None else tuple(shown),
+            shown=None if rules is None else tuple(rules),
             reason=reason,
             at=now_utc(),
         )
     except ValidationError as error:
-        got = f"{len(reason)} characters" + (
-            "" if reason.isprintable() else ", not all of them printable"
-        )
+        got = f"{len(reason)} characters"
+        if not reason.isprintable():
+            got += ", not all of them printable"
         raise SetupError("--reason", expected="1 to 200 printable characters", got=got) from error
     record_decision(federation, decision)
 

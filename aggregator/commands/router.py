@@ -11,24 +11,24 @@ from ddm.system.console import progress, say
 
 def router(
     fed: FederationArgument,
-    seed: Annotated[int, typer.Option(min=0, help="Of batches and initial weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of batches and initial weights.")] = 0,
 ) -> None:
-    """Train the router on the silos' statistics, and judge it on public images."""
+    """Train the router on the silos' statistics, and evaluate it on public images."""
     from aggregator.intake.inventory import take_inventory
     from aggregator.router.train import train_router
     from ddm.publishing.router_table import describe_router
 
     federation = Federation(fed).require()
     inventory = take_inventory(federation)
-    counted = inventory.counted_units
-    units = ", ".join(
-        f"{silo_id} {number}"
-        + (f" (counted as {counted[silo_id]})" if counted[silo_id] < number else "")
-        for silo_id, number in inventory.num_units.items()
-    )
-    say(
-        f"Training on statistics of {units} {inventory.plan.statistics.unit}s, as each silo states …"
-    )
+    units = []
+    for silo_id, stated_units in inventory.num_units.items():
+        counted_units = inventory.counted_units[silo_id]
+        text = f"{silo_id} {stated_units}"
+        if counted_units < stated_units:
+            text += f" (counted as {counted_units})"
+        units.append(text)
+    unit = inventory.plan.statistics.unit
+    say(f"Training on statistics of {', '.join(units)} {unit}s, as each silo states …")
     with progress("Training the router") as advance:
         report = train_router(
             federation,

@@ -14,10 +14,10 @@ def service(
     fed: FederationArgument,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write the files into.")],
     user: Annotated[
-        str, typer.Option(metavar="NAME", help="Whom the federation's folder will belong to.")
+        str, typer.Option(metavar="NAME", help="User who will own the federation's folder.")
     ] = ("archipelago"),
 ) -> None:
-    """Write the files by which `aggregator run` is a systemd service of a user of its own; changes nothing else."""
+    """Write the files that run `aggregator run` as a systemd service of its own user; nothing else is changed."""
     from aggregator.services.units import as_user
     from ddm.services.rendering import write_services
 

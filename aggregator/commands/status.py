@@ -16,16 +16,16 @@ _PAGE = "The page"
 
 def status(
     fed: FederationArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="Serve a page to watch, until Ctrl-C.", rich_help_panel=_PAGE),
+        typer.Option("--serve", help="Serve a live web page until Ctrl-C.", rich_help_panel=_PAGE),
     ] = False,
     address: Annotated[
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where --serve listens; port 0 for any free one.",
+            help="Address of the page; port 0 takes a free one.",
             rich_help_panel=_PAGE,
         ),
     ] = DEFAULT_ADDRESS,
@@ -33,26 +33,31 @@ def status(
         bool,
         typer.Option(
             "--expose",
-            help="Let --serve listen where others reach it; the page needs no password.",
+            help="Allow an address that other machines can reach; the page has no password.",
             rich_help_panel=_PAGE,
         ),
     ] = False,
 ) -> None:
-    """Show silos, submissions, processes and expiries, from the folder alone."""
+    """Show silos, submissions, processes and expiry dates, from the federation's folder alone."""
     federation = Federation(fed).require()
     if serve:
         if as_json:
-            remedy = "Leave one out; the page has the same facts at /status.json."
             raise SetupError(
-                "--json", expected="--json or --serve", got="--json and --serve", remedy=remedy
+                "--json",
+                expected="--json or --serve",
+                got="--json and --serve",
+                remedy="Leave one out; the page has the same facts at /status.json.",
             )
         _serve(federation, address, expose)
         return
     from aggregator.monitoring.labels import status_text
     from aggregator.monitoring.status import read_status
 
-    found = read_status(federation, now_utc())
-    say(found.model_dump_json(indent=2) if as_json else status_text(found))
+    federation_status = read_status(federation, now_utc())
+    if as_json:
+        say(federation_status.model_dump_json(indent=2))
+    else:
+        say(status_text(federation_status))
 
 
 def _serve(federation: Federation, address: str, expose: bool) -> None:

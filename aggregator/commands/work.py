@@ -6,7 +6,7 @@ from ddm.system.console import say
 
 
 def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> None:
-    """Deliver the plan, take in submissions, send receipts; ends when every silo has its receipt."""
+    """Deliver the plan, receive submissions, send receipts; ends when every silo has its receipt."""
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()

@@ -20,7 +20,7 @@ def check(
     site: SiteArgument,
     as_json: JsonOption = False,
 ) -> None:
-    """Look over site and machine: what is wrong or soon will be, and what to do; exit code 3 if anything fails."""
+    """Check site and machine for present and coming problems, with a remedy for each; exit code 3 if a check fails."""
     from ddm.system.findings import tell
     from silo.check.reading import SiteFactsReader
     from silo.check.rules import examine
@@ -42,8 +42,11 @@ def show(
     """Show what was spent, plan by plan, and what is left of the site's budget."""
     from silo.privacy.account import account
 
-    found = account(_ledger(site))
-    say(json.dumps(found.as_json(), indent=2) if as_json else found.text())
+    budget = account(_ledger(site))
+    if as_json:
+        say(json.dumps(budget.as_json(), indent=2))
+    else:
+        say(budget.text())
 
 
 @ledger.command()
@@ -59,11 +62,11 @@ def anchor(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", dir_okay=False, help="On another disk, in a folder that exists."
+            metavar="FILE", dir_okay=False, help="File on another disk, in a folder that exists."
         ),
     ],
 ) -> None:
-    """Keep the ledger's head in a file on another disk from now on, so that an older ledger draws nothing."""
+    """Keep the ledger's head in a file on another disk, so that a restored older ledger cannot be used."""
     from silo.setup import set_anchor
 
     path = file.resolve()
@@ -87,18 +90,14 @@ def show_log(
     from silo.decisions import in_words
 
     entries = _decisions(site).entries
-    if as_json:
-        records = [entry.record.model_dump(mode="json", exclude={"format"}) for entry in entries]
-        say(
-            json.dumps(
-                [
-                    {"digest": entry.digest, **each}
-                    for entry, each in zip(entries, records, strict=True)
-                ]
-            )
-        )
-    else:
+    if not as_json:
         say(table(in_words(entries), ("when", "who", "what")))
+        return
+    rows = []
+    for entry in entries:
+        record = entry.record.model_dump(mode="json", exclude={"format"})
+        rows.append({"digest": entry.digest, **record})
+    say(json.dumps(rows))
 
 
 @log.command("verify")
@@ -107,37 +106,37 @@ def verify_log(
     holds: Annotated[
         str | None,
         typer.Option(
-            "--holds", metavar="HEAD", help="A head noted earlier, which must still be in it."
+            "--holds",
+            metavar="HEAD",
+            help="Head that was noted earlier; the log must still contain it.",
         ),
     ] = None,
 ) -> None:
     """Verify every decision, their chain and its head."""
-    log = _decisions(site)
-    entries = log.entries
+    decisions = _decisions(site)
+    entries = decisions.entries
     if holds is not None and holds not in {entry.digest for entry in entries}:
         expected = f"the record {holds[:16]} among its records"
         raise DecisionLogError("decision log", expected=expected, got=f"{len(entries)} others")
-    say(f"{len(entries)} decisions, unbroken. Head: {log.head[0]}")
+    say(f"{len(entries)} decisions, unbroken. Head: {decisions.head[0]}")
 
 
 def _decisions(site: Path) -> "DecisionLog":
     from silo.decisions import DecisionLog
 
-    place = Site(site).require()
-    remedy = "It is made with the first decision, and when the worker starts: silo run SITE."
-    found = DecisionLog(place)
-    if not found.folder.is_dir():
+    decisions = DecisionLog(Site(site).require())
+    if not decisions.folder.is_dir():
         raise MissingFileError(
-            str(found.folder),
+            str(decisions.folder),
             expected="this site's log of decisions",
             got="nothing there",
-            remedy=remedy,
+            remedy="It is made with the first decision, and when the worker starts: silo run SITE.",
         )
-    return found
+    return decisions
 
 
 def _ledger(site: Path) -> "Ledger":
     from silo.privacy.holder import open_ledger
 
-    place = Site(site).require()
-    return open_ledger(place, place.policy())
+    opened_site = Site(site).require()
+    return open_ledger(opened_site, opened_site.policy())

@@ -61,13 +61,13 @@ def scan(
     """Examine images before training: what is there, what cannot be used, what a person must see."""
     from silo.images.command import image_source, read_columns, review_command_of, scan_images
 
-    given_settings = {
+    scan_settings = {
         "columns": read_columns(column) if column else None,
         "memory_mib": memory,
         "seconds": seconds,
         "processes": processes,
     }
-    source = image_source(site, data, private, given_settings)
+    source = image_source(site, data, private, scan_settings)
     of_site = site is not None and data is None
     review_command = review_command_of(site, data, private)
     scan_images(
@@ -78,7 +78,7 @@ def scan(
         preview=preview,
         plan=plan,
     )
-    if site is not None and data is None:
+    if site is not None and of_site:
         _compare_with_policy(source, Site(site).policy(), quiet=as_json)
 
 

@@ -20,7 +20,11 @@ MaybeSiteArgument = Annotated[
 ]
 PassphraseOption = Annotated[
     Path | None,
-    typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the silo's key."),
+    typer.Option(
+        "--passphrase-file",
+        metavar="FILE",
+        help="File whose first line is the passphrase of the silo's key.",
+    ),
 ]
 ColumnOption = Annotated[
     list[str] | None,
@@ -28,14 +32,14 @@ ColumnOption = Annotated[
         metavar="NAME=COLUMN", help="A table's column for path, label, patient, split or caption."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="For scripts.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 def open_key(site: Site, passphrase_file: Path | None) -> "SigningKey":
     """Open the silo's signing key."""
     from ddm.trust.keys import SigningKey
 
-    remedy = "Restore private/silo.key from backup. Without it the silo must be enrolled anew, as a new site."
+    remedy = "Restore private/silo.key from backup. Without it the silo must be enrolled again, as a new site."
     require_file(site.key_path, "this site's signing key", remedy)
     return SigningKey.load(site.key_path, site_passphrase(site, passphrase_file))
 

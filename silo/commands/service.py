@@ -25,52 +25,61 @@ def service(
     site: SiteArgument,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write the files into.")],
     kind: Annotated[
-        Kind, typer.Option(help="Two users under systemd, or two rootless containers.")
+        Kind,
+        typer.Option(help="What separates the two: users under systemd, or rootless containers."),
     ] = Kind.SYSTEMD,
     worker_user: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="With systemd: who has the data; default: silo-ID-worker."
+            metavar="NAME",
+            help="With systemd: user with access to the data (default: silo-ID-worker).",
         ),
     ] = None,
     courier_user: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="With systemd: who has the network; default: silo-ID-courier."
+            metavar="NAME",
+            help="With systemd: user with access to the network (default: silo-ID-courier).",
         ),
     ] = None,
     group: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With systemd: what the two share; default: silo-ID."),
+        typer.Option(metavar="NAME", help="With systemd: group of both users (default: silo-ID)."),
     ] = None,
     image: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="With containers: default localhost/archipelago:VERSION."
+            metavar="NAME", help="With containers: image (default: localhost/archipelago:VERSION)."
         ),
     ] = None,
 ) -> None:
-    """Write the files by which worker and courier run as services apart from each other; changes nothing else."""
+    """Write the files that run worker and courier as two separate services; nothing else is changed."""
     from importlib.metadata import version
 
     from ddm.services.rendering import write_services
     from silo.services.units import Names, as_containers, as_users
 
-    place = Site(site).require()
-    silo_id = place.settings().silo_id
+    opened_site = Site(site).require()
+    silo_id = opened_site.settings().silo_id
     if kind is Kind.SYSTEMD:
         if image:
             raise SetupError("--image", expected="--kind containers with it", got="--kind systemd")
-        named = (worker_user or f"silo-{silo_id}-worker", courier_user or f"silo-{silo_id}-courier")
-        files = as_users(place, Names(*named, group or f"silo-{silo_id}"))
+        names = Names(
+            worker_user or f"silo-{silo_id}-worker",
+            courier_user or f"silo-{silo_id}-courier",
+            group or f"silo-{silo_id}",
+        )
+        files = as_users(opened_site, names)
     else:
         if worker_user or courier_user or group:
-            remedy = "Leave them out: the containers belong to the user who starts them."
-            raise SetupError("--worker-user, --courier-user, --group", expected="--kind systemd with them",
-                             got="--kind containers", remedy=remedy)  # fmt: skip
-        files = as_containers(
-            place, image or f"localhost/archipelago:{version('archipelago')}", PODMAN
-        )
+            raise SetupError(
+                "--worker-user, --courier-user, --group",
+                expected="--kind systemd with them",
+                got="--kind containers",
+                remedy="Leave them out: the containers belong to the user who starts them.",
+            )
+        default_image = f"localhost/archipelago:{version('archipelago')}"
+        files = as_containers(opened_site, image or default_image, PODMAN)
     write_services(out, files)
     say(f"Written to {out}: {', '.join(sorted(files))}.")
     say(_next_steps(out, kind))

@@ -50,7 +50,7 @@ def init(
         typer.Option(
             metavar="FILE",
             dir_okay=False,
-            help="On another disk: keeps the ledger's head against rollback.",
+            help="File on another disk that keeps the ledger's head, against rollback.",
         ),
     ] = None,
 ) -> None:
@@ -60,37 +60,42 @@ def init(
 
     invited = read_invitation(invitation, root_fingerprint)
     images = images_settings(column or [])
-    place = Site(site)
+    new_site = Site(site)
     silo_id = _checked_id(silo_id)
-    source = new_source(place, data, images)
+    source = new_source(new_site, data, images)
     with files_progress(source) as advance:
-        look = first_look(place, source, advance)
+        look = first_look(new_site, source, advance)
     if look.num_adopted:
         say(
             f"Copied: decisions about {look.num_adopted} images of these data, made before the site existed.\n"
         )
     if look.summary:
-        show(look.summary, place)
-        why = "; ".join(str(problem) for problem in look.problems)
-        if why:
-            say(f"\nOnly plans with a table [transform] can use these data: {why}.\n")
+        show(look.summary, new_site)
+        problems = "; ".join(str(problem) for problem in look.problems)
+        if problems:
+            say(f"\nOnly plans with a table [transform] can use these data: {problems}.\n")
         else:
             say("\nOnly plans with a table [transform] and plans of volumes can use these data.\n")
     for remark in look.remarks:
         say(f"- {remark}")
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
-    named = LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor))
     key = init_site(
-        place, silo_id, data, invited, secret, passphrase_file, images, ledger=named, looked=True
+        new_site,
+        silo_id,
+        data,
+        invited,
+        secret,
+        passphrase_file,
+        images,
+        ledger=LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor)),
+        looked=True,
     )
     say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
     say(f"  signing key   {key.public.fingerprint}")
     say(f"  root          {invited.root_digest}")
-    say(f"  isolation     {place.isolation}" + _isolation_advice(place))
-    say(
-        f"  ledger        {place.ledger_path}"
-        + ("" if anchor else ", without an anchor: docs/how-to/run-a-silo.md")
-    )
+    say(f"  isolation     {new_site.isolation}{_isolation_advice(new_site)}")
+    anchor_advice = "" if anchor else ", without an anchor: docs/how-to/run-a-silo.md"
+    say(f"  ledger        {new_site.ledger_path}{anchor_advice}")
     say(f"Look through {site / 'policy.toml'}, then: silo enroll {site} --out card.json")
 
 
@@ -101,30 +106,31 @@ def enroll(
         int | None,
         typer.Option(
             min=2,
-            help="Most images that this site may bring; default: its data, to the next power of two.",
+            help="Largest number of images for a plan (default: those there are, rounded up to a power of two).",
         ),
     ] = None,
     patients: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Most patients; by default counted where policy.toml protects patients."
+            min=2,
+            help="Largest number of patients for a plan (default: counted where policy.toml protects patients).",
         ),
     ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Write the enrolment card for the aggregator: public keys, and the most data that this site may bring."""
+    """Write the enrolment card for the aggregator: public keys, and the largest number of images of this site."""
     from silo.images.command import files_progress
     from silo.images.report import unused_parts_text
     from silo.images.source import ImageSource
     from silo.setup import make_card, with_rotations
     from silo.worker.rotation import published_rotations
 
-    place = Site(site).require()
-    key = open_key(place, passphrase_file)
+    opened_site = Site(site).require()
+    key = open_key(opened_site, passphrase_file)
     unused_parts = Counter[str]()
-    with files_progress(ImageSource.of_site(place)) as advance:
+    with files_progress(ImageSource.of_site(opened_site)) as advance:
         card = make_card(
-            place,
+            opened_site,
             key,
             images=images,
             patients=patients,
@@ -133,10 +139,10 @@ def enroll(
         )
     if unused_parts:
         say(unused_parts_text(unused_parts))
-    write_atomic(out, with_rotations(card, published_rotations(place)))
+    write_atomic(out, with_rotations(card, published_rotations(opened_site)))
     open_to_everyone(out)
     say(
-        f"Card in {out}, for at most {place.agreed()}; every silo and every reader of a release sees this number."
+        f"Card in {out}, for at most {opened_site.agreed()}; every silo and every reader of a release sees this number."
     )
     say(
         f"Tell the aggregator number and fingerprint through a second channel: {key.public.fingerprint}"
@@ -153,10 +159,12 @@ def rotate(
     from silo.setup import make_card, with_rotations
     from silo.worker.rotation import published_rotations, rotate_key
 
-    place = Site(site).require()
-    secret = site_passphrase(place, passphrase_file)
-    key = rotate_key(place, SigningKey.load(place.key_path, secret), secret)
-    write_atomic(out, with_rotations(make_card(place, key), published_rotations(place)))
+    opened_site = Site(site).require()
+    secret = site_passphrase(opened_site, passphrase_file)
+    old_key = SigningKey.load(opened_site.key_path, secret)
+    key = rotate_key(opened_site, old_key, secret)
+    card = make_card(opened_site, key)
+    write_atomic(out, with_rotations(card, published_rotations(opened_site)))
     open_to_everyone(out)
     say(f"Rotated. The new signing key: {key.public.fingerprint}")
     say(
@@ -181,8 +189,9 @@ def _checked_id(silo_id: str) -> str:
 
 
 def _isolation_advice(site: Site) -> str:
-    advice = (
+    if site.isolation != "none":
+        return ""
+    return (
         " (only two users, one for the worker and one for the "
         "courier, enforce the boundary: docs/how-to/two-users.md)"
     )
-    return advice if site.isolation == "none" else ""

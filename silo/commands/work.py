@@ -33,65 +33,66 @@ class Part(StrEnum):
 def run(
     site: SiteArgument,
     only: Annotated[
-        Part | None, typer.Option(help="Run one half, as a service of its own user.")
+        Part | None, typer.Option(help="Run only this half of the site, for a service of its own.")
     ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Take the plan, train, draw the statistics, wait for approval, send; ends with the receipt of the submission."""
-    place = Site(site).require()
+    """Take a plan, train, draw the statistics, wait for approval, send; ends when the receipt arrives."""
+    opened_site = Site(site).require()
     if only is Part.COURIER:
         from silo.courier.service import run_courier
 
-        run_courier(place)
+        run_courier(opened_site)
         return
 
     from silo import running
 
-    key = open_key(place, passphrase_file)
-    state = running.run_worker(place, key) if only is Part.WORKER else running.run_both(place, key)
-    say(
-        f"[{place.settings().silo_id}] done: submission {state.sequence} of plan {state.plan_id} is {state.state}."
-    )
+    key = open_key(opened_site, passphrase_file)
+    if only is Part.WORKER:
+        state = running.run_worker(opened_site, key)
+    else:
+        state = running.run_both(opened_site, key)
+    silo_id = opened_site.settings().silo_id
+    say(f"[{silo_id}] done: submission {state.sequence} of plan {state.plan_id} is {state.state}.")
 
 
 def status(
     site: SiteArgument,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is done, how far the work is, how fast it goes, and what to type next."""
+    """Show the state of the work, its progress and speed, and the next command."""
     from silo.worker.status import read_status
 
-    found = read_status(Site(site).require())
-    say(json.dumps(found.as_json()) if as_json else found.text())
+    site_status = read_status(Site(site).require())
+    if as_json:
+        say(json.dumps(site_status.as_json()))
+    else:
+        say(site_status.text())
 
 
 def pause(site: SiteArgument) -> None:
-    """Stop the work at its next step, memory and GPU free; it stays stopped, also after a restart, until resumed."""
-    from silo.worker.pause import pause as ask
+    """Stop the work at its next step and free memory and GPU; it stays stopped until `silo resume`."""
+    from silo.worker.pause import pause as request_pause
     from silo.worker.status import read_status
 
-    place = Site(site).require()
-    request = ask(place)
-    stops = (
-        " The worker stops at its next step: see `silo status`."
-        if read_status(place).running
-        else ""
-    )
-    say(
-        f"Paused since {request.since}.{stops} The courier stays connected; the aggregator sees the state alone."
-    )
+    opened_site = Site(site).require()
+    request = request_pause(opened_site)
+    say(f"Paused since {request.since}.")
+    if read_status(opened_site).running:
+        say("The worker stops at its next step: see `silo status`.")
+    say("The courier stays connected; the aggregator sees the state alone.")
     say(f"To go on where it stopped: silo resume {site}")
 
 
 def resume(site: SiteArgument) -> None:
-    """Let a paused site go on where it stopped."""
-    from silo.worker.pause import resume as let_go_on
+    """Let a paused site continue where it stopped."""
+    from silo.worker.pause import resume as remove_pause
     from silo.worker.status import read_status
 
-    place = Site(site).require()
-    if not let_go_on(place):
+    opened_site = Site(site).require()
+    if not remove_pause(opened_site):
         say("This site is not paused.")
-    elif read_status(place).running:
+    elif read_status(opened_site).running:
         say("Resumed: the worker goes on.")
     else:
         say(f"Resumed. No worker is at work: silo run {site}")
@@ -102,35 +103,38 @@ def review(
     page: Annotated[
         bool | None,
         typer.Option(
-            "--page/--text", help="On a page of this machine, or as text; at a terminal a page."
+            "--page/--text",
+            help="Show a web page on this machine, or text (default: a page if at a terminal).",
         ),
     ] = None,
     images: Annotated[
         bool, typer.Option("--images", help="Review flagged images instead of a submission.")
     ] = False,
     data: Annotated[
-        Path | None, typer.Option(help="With --images: as in `silo scan`; no site needed.")
+        Path | None, typer.Option(help="With --images: as in `silo scan`; no site is needed.")
     ] = None,
     private: Annotated[
         Path | None, typer.Option(file_okay=False, help="With --images: as in `silo scan`.")
     ] = None,
     listed: Annotated[
         bool,
-        typer.Option("--list", help="With --images: print the images that wait, without a page."),
+        typer.Option("--list", help="With --images: list the images that wait for a decision."),
     ] = False,
     clear: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="With --images: clear a file, or all below a folder."),
+        typer.Option(
+            metavar="PATH", help="With --images: clear a file, or all files below a folder."
+        ),
     ] = None,
     leave_out: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="PATH|NUMBER",
-            help="With --images: leave out a file, all below a folder, or a picture of the last preview sheet.",
+            help="With --images: leave out a file, all files below a folder, or a picture of the last preview.",
         ),
     ] = None,
 ) -> None:
-    """Show what would leave, byte for byte, and approve it; with --images, what a person must see before training."""
+    """Show all data that would be sent, byte for byte, and approve it; with --images, review flagged images."""
     if images:
         from silo.images.review_command import review_images
 
@@ -143,9 +147,7 @@ def review(
         )
         return
     if data or private or listed or clear or leave_out:
-        remedy = (
-            "silo review --images with the same options; or silo review SITE for what would leave."
-        )
+        remedy = "silo review --images with the same options; or silo review SITE for a submission."
         raise SetupError(
             "review", expected="--images with these options", got="no --images", remedy=remedy
         )
@@ -165,46 +167,55 @@ def approve(
     despite_fail: Annotated[
         bool,
         typer.Option(
-            "--despite-fail", help="Although the leak audit failed; needs --role and --reason."
+            "--despite-fail",
+            help="Approve although the leak audit failed; needs --role and --reason.",
         ),
     ] = False,
     role: Annotated[
-        str | None, typer.Option(help="With --despite-fail: who answers for it. Published.")
+        str | None,
+        typer.Option(help="With --despite-fail: role of the person responsible; it is published."),
     ] = None,
     reason: Annotated[
-        str | None, typer.Option(help="With --despite-fail: and why. Published.")
+        str | None, typer.Option(help="With --despite-fail: the reason; it is published.")
     ] = None,
 ) -> None:
-    """Approve exactly the reviewed submission, which then leaves."""
+    """Approve exactly the reviewed submission, which is then sent."""
     from silo.worker.approval import approve as record_approval
     from silo.worker.approval import load_draft
 
-    place = Site(site).require()
-    record_approval(place, digest.strip().lower(), _responsible(despite_fail, role, reason))
-    size = sum(expert.file.bytes for expert in load_draft(place).experts)
-    say(f"Approved. The worker signs and sends {digest[:16]}… ({human_bytes(size)} of weights).")
+    opened_site = Site(site).require()
+    responsible = _responsible(despite_fail, role, reason)
+    record_approval(opened_site, digest.strip().lower(), responsible)
+    num_bytes = sum(expert.file.bytes for expert in load_draft(opened_site).experts)
+    say(
+        f"Approved. The worker signs and sends {digest[:16]}… ({human_bytes(num_bytes)} of weights)."
+    )
 
 
 def _responsible(despite_fail: bool, role: str | None, reason: str | None) -> "Responsible | None":
     from ddm.protocol.submission import Responsible
 
-    if despite_fail != (role is not None) or despite_fail != (reason is not None):
-        given = [
-            name for name, value in (("--role", role), ("--reason", reason)) if value is not None
-        ]
-        got = " and ".join(["--despite-fail"] * despite_fail + given)
+    options = {
+        "--despite-fail": despite_fail,
+        "--role": role is not None,
+        "--reason": reason is not None,
+    }
+    present = [name for name, is_present in options.items() if is_present]
+    if not present:
+        return None
+    if len(present) < len(options):
         raise SetupError(
-            "approve", expected="--despite-fail, --role and --reason together", got=f"{got} alone"
+            "approve",
+            expected="--despite-fail, --role and --reason together",
+            got=f"{' and '.join(present)} alone",
         )
-    return (
-        Responsible(role=_said("--role", role), reason=_said("--reason", reason))
-        if despite_fail
-        else None
+    return Responsible(
+        role=_publishable_text("--role", role), reason=_publishable_text("--reason", reason)
     )
 
 
-def _said(name: str, text: str | None) -> str:
-    """Check what will be published."""
+def _publishable_text(name: str, text: str | None) -> str:
+    """Check a text that will be published."""
     if not text or not text.strip() or len(text) > 400:
         raise SetupError(name, expected="1 to 400 characters", got=f"{len(text or '')}")
     return text.strip()
@@ -214,28 +225,24 @@ def accept(
     site: SiteArgument,
     digest: Annotated[
         str,
-        typer.Option(
-            help="The plan's, as `silo status` shows it and `aggregator plan` printed it."
-        ),
+        typer.Option(help="Digest of the plan, as `silo status` and `aggregator plan` print it."),
     ],
 ) -> None:
-    """Accept exactly this plan, which brings networks that will see private images; the worker then begins."""
+    """Accept exactly this plan, whose networks will process private images; the worker then begins."""
     from silo.plan.consent import accept as record_acceptance
 
-    found = _checked_digest("--digest", digest)
-    waiting = record_acceptance(Site(site).require(), found)
-    what = (
-        f"plan {waiting.plan_id}, with {', '.join(waiting.brings) or 'no network'}"
-        if waiting
-        else "in advance"
-    )
-    say(f"Accepted {found[:16]}…: {what}.")
+    plan_digest = _checked_digest("--digest", digest)
+    waiting = record_acceptance(Site(site).require(), plan_digest)
+    accepted = "in advance"
+    if waiting:
+        accepted = f"plan {waiting.plan_id}, with {waiting.in_words}"
+    say(f"Accepted {plan_digest[:16]}…: {accepted}.")
 
 
 def waive(
     site: SiteArgument,
-    role: Annotated[str, typer.Option(help="Who answers for it, by role. Published.")],
-    reason: Annotated[str, typer.Option(help="And why. Published.")],
+    role: Annotated[str, typer.Option(help="Role of the person responsible; it is published.")],
+    reason: Annotated[str, typer.Option(help="The reason; it is published.")],
     until: Annotated[
         str,
         typer.Option(
@@ -245,87 +252,90 @@ def waive(
     plan_digest: Annotated[
         str | None,
         typer.Option(
-            help="The plan's, as `aggregator plan` printed it; default: of the plan in work."
+            help="Digest of the plan, as `aggregator plan` prints it (default: that of the plan in work)."
         ),
     ] = None,
 ) -> None:
-    """Let experts leave whose leak audit cannot tell, for one plan and until a day; what failed is never waived."""
+    """Allow experts to be sent whose leak audit is inconclusive, for one plan and until a day."""
     from ddm.protocol.base import now_utc
     from ddm.protocol.submission import Waiver
     from silo.plan.waiver import end_of, write_waiver
 
-    place = Site(site).require()
-    chosen, expires_at = _plan_to_waive(place, plan_digest), end_of(until)
+    opened_site = Site(site).require()
+    waived_digest = _plan_to_waive(opened_site, plan_digest)
+    expires_at = end_of(until)
     if expires_at <= now_utc():
         raise SetupError("--until", expected="a day to come", got=until)
-    write_waiver(
-        place,
-        Waiver(
-            role=_said("--role", role),
-            reason=_said("--reason", reason),
-            plan_digest=chosen,
-            verdict="inconclusive",
-            expires_at=expires_at,
-        ),
+    waiver = Waiver(
+        role=_publishable_text("--role", role),
+        reason=_publishable_text("--reason", reason),
+        plan_digest=waived_digest,
+        verdict="inconclusive",
+        expires_at=expires_at,
     )
+    write_waiver(opened_site, waiver)
+    until_time = f"{expires_at:%Y-%m-%d %H:%M %Z}"
     say(
-        f"Waived an inconclusive audit for plan {chosen[:16]}… until {expires_at:%Y-%m-%d %H:%M %Z}, in policy.toml."
+        f"Waived an inconclusive audit for plan {waived_digest[:16]}… until {until_time}, in policy.toml."
     )
     say(f"The worker reads it when it starts: silo run {site}")
 
 
-def _plan_to_waive(place: Site, plan_digest: str | None) -> str:
+def _plan_to_waive(site: Site, plan_digest: str | None) -> str:
+    """Return the digest of the plan that an operator names, else that of the plan in work."""
     from silo.worker.life import IDLE
     from silo.worker.state import load_state, state_path
 
-    if plan_digest is None:
-        state = load_state(state_path(place.private))
-        if state.state in IDLE or state.plan_digest is None:
-            remedy = "Run `silo run SITE` first, or give --plan-digest, as the aggregator's operator reads it out."
-            expected = "a plan in work, or --plan-digest"
-            raise SetupError("waive", expected=expected, got=f"state {state.state}", remedy=remedy)
-        return state.plan_digest
-    return _checked_digest("--plan-digest", plan_digest)
+    if plan_digest is not None:
+        return _checked_digest("--plan-digest", plan_digest)
+    state = load_state(state_path(site.private))
+    if state.state in IDLE or state.plan_digest is None:
+        raise SetupError(
+            "waive",
+            expected="a plan in work, or --plan-digest",
+            got=f"state {state.state}",
+            remedy="Run `silo run SITE` first, or give --plan-digest, as the aggregator's operator reads it out.",
+        )
+    return state.plan_digest
 
 
 def _checked_digest(name: str, text: str) -> str:
-    if not re.fullmatch("[0-9a-f]{64}", found := text.strip().lower()):
+    digest = text.strip().lower()
+    if not re.fullmatch("[0-9a-f]{64}", digest):
         raise SetupError(name, expected="64 hexadecimal digits", got=ascii(text[:80]))
-    return found
+    return digest
 
 
 def retrain(
     site: SiteArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Train again for the plan in work, on the images as they are now; shows first what that costs."""
+    """Train again for the plan in work, on the present images; shows the cost first."""
     from silo.worker.retraining import assess_retraining
     from silo.worker.retraining import retrain as start_over
 
-    place = Site(site).require()
-    state, price, changed = assess_retraining(place)
-    images = (
-        "are others than those scanned for this plan"
-        if changed
-        else "are those that were scanned for this plan"
-    )
+    opened_site = Site(site).require()
+    state, price, changed = assess_retraining(opened_site)
+    images = "are those that were scanned for this plan"
+    if changed:
+        images = "are others than those scanned for this plan"
     say(f"Plan {state.plan_id}: the images {images}. Training again costs {price}.")
     if price.affordable and not yes:
         confirm("Throw away what was trained, and train again?")
-    start_over(place)
+    start_over(opened_site)
     say(f"Ready. The worker begins with the images: silo run {site}")
 
 
 def withdraw(site: SiteArgument, passphrase_file: PassphraseOption = None) -> None:
-    """Give the present plan up, in any state, or take back what was accepted; the site then waits for the next one."""
+    """Leave the present plan, in any state, or take back an accepted submission; then wait for the next plan."""
     from silo.worker.state import load_state
-    from silo.worker.withdrawal import describe_consequences
-    from silo.worker.withdrawal import withdraw_from_plan as give_up
+    from silo.worker.withdrawal import describe_consequences, withdraw_from_plan
 
-    place = Site(site).require()
-    key, before = open_key(place, passphrase_file), load_state(place.private / "state.json")
-    state = give_up(place, key)
-    say(f"Gave up plan {state.plan_id}. {describe_consequences(before)}")
+    opened_site = Site(site).require()
+    key = open_key(opened_site, passphrase_file)
+    state_before = load_state(opened_site.private / "state.json")
+    state = withdraw_from_plan(opened_site, key)
+    say(f"Gave up plan {state.plan_id}. {describe_consequences(state_before)}")
     say(
-        f"The aggregator is told while the site is connected: silo run {site}, which then waits for the next plan."
+        f"The aggregator learns of it while the site is connected: silo run {site}, which then waits for the next plan."
     )

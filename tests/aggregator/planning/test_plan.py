@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from aggregator.commands.plan import costs
+from aggregator.commands.plan import describe_draft
 from aggregator.intake.service import IntakeService
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
@@ -116,7 +116,7 @@ def test_plan_that_costs_more_than_its_total_is_refused_with_both_numbers_before
 def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
     """What the operator is shown before signing."""
     public = torch.from_numpy(images(240, 0.2, seed=1))
-    return costs(draft_plan(tiny.federation, recipe(**changes), public, folder))
+    return describe_draft(draft_plan(tiny.federation, recipe(**changes), public, folder))
 
 
 def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
