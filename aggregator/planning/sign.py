@@ -1,6 +1,7 @@
 """Sign a drafted plan, lay out the bundle that silos are sent, and make the plan current."""
 
 import io
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
+from ddm.protocol.enrolment import Card
+from ddm.protocol.plan import Plan
 from ddm.trust.ceremony import SigningRequest
+from ddm.trust.drafts import Delegates
 from ddm.trust.paths import silo_role
 from ddm.trust.repository import Repository
 
@@ -62,40 +66,21 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
     with locked(federation.accepted, "intake"), federation.signing_lock():
         check_replaceable(federation)
         plan = draft.plan
-        if plan.receipt_key != (present := str(next_receipts_key(federation))):
-            raise SetupError(
-                f"plan {plan.plan_id}",
-                expected=f"the present receipts key, {present}",
-                got=f"{plan.receipt_key}, which was rotated after the plan was drafted",
-                remedy="Draft the plan again: aggregator plan.",
-            )
+        # A key or a card may have changed between the draft and the operator's yes.
+        _check_receipts_key(federation, plan)
         check_still_carried(federation, plan)
-        enrolled = cards_for_next_plan(federation, plan.silos)
-        if other := [
-            silo_id for silo_id, card in enrolled.items() if card.agreed != plan.agreed[silo_id]
-        ]:
-            raise SetupError(
-                f"plan {plan.plan_id}",
-                expected="the agreed sizes of the present cards",
-                got=f"other ones of {', '.join(other)}, whose cards changed after the plan was drafted",
-                remedy="Draft the plan again: aggregator plan.",
-            )
+        training_cards = cards_for_next_plan(federation, plan.silos)
+        _check_agreed_sizes(plan, training_cards)
+
         change = Change.begin(federation.path)
-        _lay_out(draft, change.put(f"plans/{plan.plan_id}"))
+        _write_plan_folder(draft, change.put(f"plans/{plan.plan_id}"))
         current = CurrentPlan(plan_id=plan.plan_id, plan_digest=plan.digest)
         write_atomic(change.put("plans/current.json"), current.encode())
         use_next_receipts_key(federation, change)
-        repository = Repository(federation.tuf)
-        carried = {each.silo_id: each.plan_id for each in plan.carried}
-        in_force = repository.delegates().roles
-        silos = {silo_id: signing_key(card) for silo_id, card in enrolled.items()}
-        silos |= {
-            silo_id: in_force[silo_role(origin, silo_id)] for silo_id, origin in carried.items()
-        }
         use_rotated_cards(federation, change, plan.silos)
-        delegates = replace(
-            repository.delegates(), plan_id=plan.plan_id, silos=silos, carried=carried
-        )
+
+        repository = Repository(federation.tuf)
+        delegates = _delegates_of(plan, repository.delegates(), training_cards)
         targets = repository.next_targets(delegates, now_utc())
         purpose = f"start the plan {plan.plan_id}"
         request = SigningRequest.to_sign(targets, purpose, repository.targets(), repository.root())
@@ -110,16 +95,57 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
         )
 
 
-def _lay_out(draft: Draft, home: Path) -> None:
+def _check_receipts_key(federation: Federation, plan: Plan) -> None:
+    """Refuse a plan that names a receipts key which was rotated since: silos would refuse every receipt."""
+    receipt_key = str(next_receipts_key(federation))
+    if plan.receipt_key != receipt_key:
+        raise SetupError(
+            f"plan {plan.plan_id}",
+            expected=f"the present receipts key, {receipt_key}",
+            got=f"{plan.receipt_key}, which was rotated after the plan was drafted",
+            remedy="Draft the plan again: aggregator plan.",
+        )
+
+
+def _check_agreed_sizes(plan: Plan, training_cards: Mapping[str, Card]) -> None:
+    """Refuse a plan with an agreed size that changed since: the silo would refuse the plan."""
+    changed_silos = [
+        silo_id for silo_id, card in training_cards.items() if card.agreed != plan.agreed[silo_id]
+    ]
+    if changed_silos:
+        raise SetupError(
+            f"plan {plan.plan_id}",
+            expected="the agreed sizes of the present cards",
+            got=f"other ones of {', '.join(changed_silos)}, whose cards changed after the plan was drafted",
+            remedy="Draft the plan again: aggregator plan.",
+        )
+
+
+def _delegates_of(plan: Plan, in_force: Delegates, training_cards: Mapping[str, Card]) -> Delegates:
+    """Return who may sign for the plan: silos that train by their cards, carried ones by the key that signed."""
+    silo_keys = {silo_id: signing_key(card) for silo_id, card in training_cards.items()}
+    carried_from = {}
+    for carried in plan.carried:
+        carried_from[carried.silo_id] = carried.plan_id
+        silo_keys[carried.silo_id] = in_force.roles[silo_role(carried.plan_id, carried.silo_id)]
+    return replace(in_force, plan_id=plan.plan_id, silos=silo_keys, carried=carried_from)
+
+
+def _write_plan_folder(draft: Draft, folder: Path) -> None:
     """Write everything but the signatures to where it comes into force with them."""
-    targets = home / "bundle" / "targets" / draft.plan.plan_id
+    targets = folder / "bundle" / "targets" / draft.plan.plan_id
     for file in draft.plan.files:
         link_or_copy(draft.folder / file.path, targets / file.path)
     write_atomic(targets / "plan.json", draft.plan.encode())
-    public, images = io.BytesIO(), draft.images
-    arrays = {"fitted": images.fitted, "holdout": images.holdout}
+
+    images = draft.images
+    arrays: dict[str, np.ndarray] = dict(draft.columns)
+    arrays["fitted"] = images.fitted.numpy()
+    arrays["holdout"] = images.holdout.numpy()
     if images.latents:
-        arrays |= {"fitted_latents": images.latents[0], "holdout_latents": images.latents[1]}
-    stored = {name: array.numpy() for name, array in arrays.items()} | dict(draft.columns)
-    np.savez_compressed(public, **stored)  # type: ignore[arg-type]
-    write_atomic(home / PUBLIC_NAME, public.getvalue())
+        fitted_latents, holdout_latents = images.latents
+        arrays["fitted_latents"] = fitted_latents.numpy()
+        arrays["holdout_latents"] = holdout_latents.numpy()
+    archive = io.BytesIO()
+    np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
+    write_atomic(folder / PUBLIC_NAME, archive.getvalue())

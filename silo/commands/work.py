@@ -229,7 +229,7 @@ def accept(
     ],
 ) -> None:
     """Accept exactly this plan, whose networks will process private images; the worker then begins."""
-    from silo.plan.consent import accept as record_acceptance
+    from silo.plan.consent import record_acceptance
 
     plan_digest = _checked_digest("--digest", digest)
     waiting = record_acceptance(Site(site).require(), plan_digest)
@@ -259,11 +259,11 @@ def waive(
     """Allow experts to be sent whose leak audit is inconclusive, for one plan and until a day."""
     from ddm.protocol.base import now_utc
     from ddm.protocol.submission import Waiver
-    from silo.plan.waiver import end_of, write_waiver
+    from silo.plan.waiver import parse_end, write_waiver
 
     opened_site = Site(site).require()
     waived_digest = _plan_to_waive(opened_site, plan_digest)
-    expires_at = end_of(until)
+    expires_at = parse_end(until)
     if expires_at <= now_utc():
         raise SetupError("--until", expected="a day to come", got=until)
     waiver = Waiver(

@@ -45,7 +45,7 @@ from ddm.trust.verify import (
     verify_bundle_metadata,
 )
 from silo.config import Policy, Site
-from silo.plan.looks import look_at
+from silo.plan.attempts import guard_attempt
 from silo.plan.own_experts import check_own_experts
 from silo.plan.policy import check_plan
 
@@ -76,21 +76,18 @@ def plan_folder(site: Site, plan_id: str) -> Path:
 
 def waiting_plans(site: Site) -> list[str]:
     """List the plans with a complete bundle in the inbox on which this site has never worked, oldest first."""
-    found = [
-        path.parent
-        for path in site.inbox.glob("*/bundle")
-        if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)
-    ]
-    new = [path for path in found if not site.work_folder(path.name).exists()]
-    return [
-        path.name for path in sorted(new, key=lambda path: bundle_mark(site, path.name) or (0, 0))
-    ]
+    plan_ids = []
+    for bundle in site.inbox.glob("*/bundle"):
+        plan_id = bundle.parent.name
+        if re.fullmatch(PLAN_ID_PATTERN, plan_id) and not site.work_folder(plan_id).exists():
+            plan_ids.append(plan_id)
+    return sorted(plan_ids, key=lambda plan_id: bundle_mark(site, plan_id) or (0, 0))
 
 
 def bundle_mark(site: Site, plan_id: str) -> tuple[int, int] | None:
     """Return what changes when another bundle of a plan arrives; None while there is none.
 
-    The courier may replace a bundle, so a plan that was refused is looked at again once this has changed.
+    The courier may replace a bundle, so a plan that was refused is tried again once this has changed.
     """
     try:
         info = (site.inbox / plan_id / "bundle").lstat()
@@ -129,159 +126,194 @@ def receive_plan(
         BusyError: the courier holds the bundle just now; it says nothing about the plan.
         OSError: a fault of this machine, such as a full disk.
     """
-    source, root = site.inbox / plan_id / "bundle", site.root_path.read_bytes()
+    source = site.inbox / plan_id / "bundle"
+    root = site.root_path.read_bytes()
     with (
-        _kept(source.parent),
-        look_at(site, plan_id),
+        _hold(source.parent),
+        guard_attempt(site, plan_id),
         staging_folder(plan_folder(site, plan_id)) as part,
     ):
         # Before anything large is copied: what nobody signed costs neither time nor disk.
         targets = verify_bundle_metadata(
             source, root, state=site.private / "trust", now=now
         ).targets
-        most = MAX_METADATA_BYTES + sum(target.bytes for target in targets.values())
-        copy_tree_bounded(source, part, max_bytes=min(max_bytes, most))
-        memory = CheckpointStore(site.private / "trust" / sha256_hex(root))
+        signed_bytes = MAX_METADATA_BYTES + sum(target.bytes for target in targets.values())
+        copy_tree_bounded(source, part, max_bytes=min(max_bytes, signed_bytes))
+
+        # Everything below reads the copy, which the courier cannot change between check and use.
+        checkpoints = CheckpointStore(site.private / "trust" / sha256_hex(root))
         verified = verify_bundle(
             part,
             root,
             state=site.private / "trust",
-            before_recording=lambda verified: _check_log(part, verified, memory),
+            before_recording=lambda verified: _check_log(part, verified, checkpoints),
             now=now,
         )
         if verified.plan_id != plan_id:
             raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
         accepted = _read_plan(part, plan_id, verified.files["plan.json"].digest)
-        listed = {file.path: (file.bytes, file.digest) for file in accepted.plan.files}
-        beside = {"plan.json", *PLAN_LOG_NAMES}
-        signed = {
-            name: (file.bytes, file.digest)
-            for name, file in verified.files.items()
-            if name not in beside
-        }
-        if listed != signed:
-            odd = sorted({name for name, _ in listed.items() ^ signed.items()})
-            got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
-            raise DigestError(
-                "files of plan.json", expected="exactly those that the signature lists", got=got
-            )
-        check_origins(accepted.plan, verified.origins)
-        check_plan(accepted.plan, policy, silo_id=silo_id, now=now, parts=parts)
+        plan = accepted.plan
+        _check_files_are_signed(plan, verified)
+        check_origins(plan, verified.origins)
+
+        # Rules on the document's numbers come before anything of their size is allocated or opened.
+        check_plan(plan, policy, silo_id=silo_id, now=now, parts=parts)
         _check_own_key(plan_id, silo_id, key, verified.silo_keys)
-        _check_agreed(accepted.plan, site, silo_id)
-        _check_size(accepted.plan)
-        _check_encoder(accepted.plan, policy)
+        _check_agreed(plan, site, silo_id)
+        _check_expert_bytes(plan)
+        _check_encoder_bytes(plan, policy)
+
+        # Last the contents of files, block by block, before weeks of work depend on them.
         _check_base(accepted)
-        check_own_experts(site, accepted.plan, silo_id)
+        check_own_experts(site, plan, silo_id)
         _check_noise(accepted)
-        read_earlier_plans(accepted.plan, partial(_read_listed, accepted.folder))
+        read_earlier_plans(plan, partial(_read_listed, accepted.folder))
+
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
         return load_accepted(site, plan_id, accepted.digest)
 
 
 @contextmanager
-def _kept(folder: Path) -> Iterator[None]:
-    """Keep the courier from tidying a plan away while it is copied.
+def _hold(folder: Path) -> Iterator[None]:
+    """Keep the courier from removing a plan while it is copied.
 
     Raises:
-        BusyError: it is tidying there just now.
-        AbsentFileError: it did so already.
+        BusyError: it is at work there just now.
+        AbsentFileError: it removed the plan already.
     """
     with ExitStack() as stack:
         try:
             stack.enter_context(hold_for_reading(folder))
         except BlockingIOError as error:
-            expected, got = (
-                "a bundle that nobody else holds",
-                "one that the courier is looking after",
-            )
             raise BusyError(
-                "plan bundle", expected=expected, got=got, remedy="Look again in a moment."
+                "plan bundle",
+                expected="a bundle that nobody else holds",
+                got="one that the courier is looking after",
+                remedy="Look again in a moment.",
             ) from error
         except OSError as error:
-            remedy = "Nothing to do: the courier puts another one in its place."
-            got = f"a folder that is going ({error.strerror})"
             raise AbsentFileError(
-                "plan bundle", expected="a bundle in the inbox", got=got, remedy=remedy
+                "plan bundle",
+                expected="a bundle in the inbox",
+                got=f"a folder that is going ({error.strerror})",
+                remedy="Nothing to do: the courier puts another one in its place.",
             ) from error
         yield
 
 
-def _check_own_key(plan_id: str, silo_id: str, key: PublicKey, named: Mapping[str, str]) -> None:
-    """Refuse a plan in which another key than this silo's would sign in its place."""
-    if (found := named.get(silo_id)) != key.fingerprint:
-        raise SignatureError(
-            f"plan {plan_id}: key of silo {silo_id}",
-            expected=f"this silo's key, {key.short}",
-            got=f"{group_fingerprint(found)}, which could sign in this silo's place"
-            if found
-            else "no key",
-            remedy="After `silo rotate`, give the aggregator the new card and ask for another plan. Otherwise ask who "
-            "holds that key, and answer no plan of this federation until you know.",
+def _check_files_are_signed(plan: Plan, verified: VerifiedRelease) -> None:
+    """Check that the plan lists the files that the signature covers, and no others."""
+    listed = {(file.path, file.bytes, file.digest) for file in plan.files}
+    signed = set()
+    for name, file in verified.files.items():
+        # The plan does not list itself, nor the proofs of the log that were made after it.
+        if name != "plan.json" and name not in PLAN_LOG_NAMES:
+            signed.add((name, file.bytes, file.digest))
+    if listed != signed:
+        names = sorted({name for name, _, _ in listed ^ signed})
+        raise DigestError(
+            "files of plan.json",
+            expected="exactly those that the signature lists",
+            got=f"{len(names)} unlisted or different, such as {ascii(names[0])[:80]}",
         )
+
+
+def _check_own_key(
+    plan_id: str, silo_id: str, key: PublicKey, silo_keys: Mapping[str, str]
+) -> None:
+    """Refuse a plan in which another key than this silo's would sign in its place."""
+    fingerprint = silo_keys.get(silo_id)
+    if fingerprint == key.fingerprint:
+        return
+    got = "no key"
+    if fingerprint:
+        got = f"{group_fingerprint(fingerprint)}, which could sign in this silo's place"
+    raise SignatureError(
+        f"plan {plan_id}: key of silo {silo_id}",
+        expected=f"this silo's key, {key.short}",
+        got=got,
+        remedy="After `silo rotate`, give the aggregator the new card and ask for another plan. Otherwise ask who "
+        "holds that key, and answer no plan of this federation until you know.",
+    )
 
 
 def _check_agreed(plan: Plan, site: Site, silo_id: str) -> None:
     """Check that the plan states the size that this site put on its card; another one would change its prior."""
-    agreed, stated = site.agreed(), plan.agreed[silo_id]
-    if agreed != stated:
+    card_size = site.agreed()
+    plan_size = plan.agreed[silo_id]
+    if card_size == plan_size:
+        return
+    subject = f"plan {plan.plan_id}: agreed size of {silo_id}"
+    remedy = "Give the aggregator this site's present card (silo enroll), and ask for a new plan."
+    if card_size is None:
         raise PolicyError(
-            f"plan {plan.plan_id}: agreed size of {silo_id}",
-            expected=f"{agreed}, as on this site's last card"
-            if agreed
-            else "a card that this site has made",
-            got=f"{stated}" if agreed else "no card in private/card.json",
-            remedy="Give the aggregator this site's present card (silo enroll), and ask for a new plan.",
+            subject,
+            expected="a card that this site has made",
+            got="no card in private/card.json",
+            remedy=remedy,
         )
+    raise PolicyError(
+        subject,
+        expected=f"{card_size}, as on this site's last card",
+        got=f"{plan_size}",
+        remedy=remedy,
+    )
 
 
-def _check_log(bundle: Path, verified: VerifiedRelease, memory: CheckpointStore) -> None:
-    """Check that the plan stands in the federation's log, if the root names one, and that the log only grew."""
+def _check_log(bundle: Path, verified: VerifiedRelease, checkpoints: CheckpointStore) -> None:
+    """Check that the federation's log has the plan, if the root names one, and that the log only grew.
+
+    An aggregator that shows two silos different plans would have to show them different logs, which this detects.
+    """
     if not verified.log_keys:
         return
     folder = bundle / "targets" / verified.plan_id
     entry = PlanSigned(plan_id=verified.plan_id, plan_digest=verified.files["plan.json"].digest)
     proof = read_small(folder, PLAN_PROOF_NAME, MAX_PROOF_BYTES)
     consistency = read_small(folder, PLAN_CONSISTENCY_NAME, MAX_CONSISTENCY_BYTES)
-    shown = read_log(verified.log_keys, proof, consistency, entry, PLAN_PROOF_NAME)
-    memory.record(shown.view, PLAN_PROOF_NAME)
+    log = read_log(verified.log_keys, proof, consistency, entry, PLAN_PROOF_NAME)
+    checkpoints.record(log.view, PLAN_PROOF_NAME)
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:
     """Open the plan's files and check, before weeks of training, that its statistics would be more than noise."""
+    sketch = accepted.files().sketch
     try:
         for statistic in statistics_of(accepted.plan.statistics).values():
-            statistic.check_public(accepted.plan, accepted.files().sketch)
+            statistic.check_public(accepted.plan, sketch)
     except NumericalError as error:
         raise PolicyError(
             f"plan {accepted.plan.plan_id}: {error.subject}", expected=error.expected, got=error.got
         ) from error
 
 
-def _check_size(plan: Plan) -> None:
+def _check_expert_bytes(plan: Plan) -> None:
     """Check the architecture against the size that the plan declares, before anything of that size is allocated."""
-    needed = stored_bytes(
-        expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
-    )
-    if needed > plan.limits.expert_bytes:
-        limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
-        remedy = "Ask the aggregator for a plan with larger limits.expert_bytes; policy.toml cannot change it."
-        subject = f"plan {plan.plan_id}: size of an expert"
-        raise PolicyError(subject, expected=limit, got=f"{needed} bytes", remedy=remedy)
+    specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
+    expert_bytes = stored_bytes(specs)
+    if expert_bytes > plan.limits.expert_bytes:
+        raise PolicyError(
+            f"plan {plan.plan_id}: size of an expert",
+            expected=f"at most the plan's own limit of {plan.limits.expert_bytes} bytes",
+            got=f"{expert_bytes} bytes",
+            remedy="Ask the aggregator for a plan with larger limits.expert_bytes; policy.toml cannot change it.",
+        )
 
 
-def _check_encoder(plan: Plan, policy: Policy) -> None:
+def _check_encoder_bytes(plan: Plan, policy: Policy) -> None:
     """Check what a network of timm holds besides the weights in its file, such as tables of positions."""
     if not isinstance(plan.encoder, TimmEncoder):
         return
     from ddm.encoders.timm import timm_bytes  # takes seconds, and most plans do not need it
 
-    needed, most = timm_bytes(plan.encoder), policy.sizes.max_memory_bytes
-    if needed > most:
-        expected = f"at most {most} (sizes.max_memory_bytes in policy.toml)"
+    encoder_bytes = timm_bytes(plan.encoder)
+    max_bytes = policy.sizes.max_memory_bytes
+    if encoder_bytes > max_bytes:
         raise PolicyError(
-            f"plan {plan.plan_id}: bytes of the encoder", expected=expected, got=str(needed)
+            f"plan {plan.plan_id}: bytes of the encoder",
+            expected=f"at most {max_bytes} (sizes.max_memory_bytes in policy.toml)",
+            got=str(encoder_bytes),
         )
 
 
@@ -291,15 +323,14 @@ def _read_listed(folder: Path, file: File) -> bytes:
 
 def _check_base(accepted: AcceptedPlan) -> None:
     """Check the public expert that training starts from, block by block, before weeks of work depend on it."""
-    plan, expert = accepted.plan, accepted.plan.expert
+    plan = accepted.plan
+    expert = plan.expert
     if expert.base is None:
         return
-    specs, listed = (
-        expected_tensors(expert.architecture, plan.expert_shape, plan.condition),
-        plan.file(expert.base),
-    )
+    specs = expected_tensors(expert.architecture, plan.expert_shape, plan.condition)
+    file = plan.file(expert.base)
     path = accepted.folder / expert.base
-    check_file(path, specs, max_bytes=listed.bytes, max_abs=MAX_WEIGHT, digest=listed.digest)
+    check_file(path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
     if isinstance(expert.adaptation, PartialAdaptation):
         check_trained(specs, expert.adaptation.trained)
 
@@ -316,9 +347,10 @@ def load_accepted(site: Site, plan_id: str, digest: str) -> AcceptedPlan:
 def _read_plan(bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
     folder = bundle / "targets" / plan_id
     data = read_bounded(folder / "plan.json", MAX_DOCUMENT_BYTES)
-    if (found := sha256_hex(data)) != digest:
+    digest_found = sha256_hex(data)
+    if digest_found != digest:
         raise DigestError(
-            "plan.json", expected=f"the digest pinned on acceptance, {digest}", got=found
+            "plan.json", expected=f"the digest pinned on acceptance, {digest}", got=digest_found
         )
     plan = Plan.parse(data, subject="plan.json")
     if plan.plan_id != plan_id:

@@ -1,7 +1,7 @@
-"""A person's acceptance of a plan that brings networks: weights from elsewhere that will see private images.
+"""A person's acceptance of a plan that contains networks: weights from elsewhere that will process private images.
 
-Whatever such a network does with an image stays on the site or is noised, but it runs where the images are. The worker
-waits in the state in which it was, so that nobody outside sees more than that no plan was accepted yet.
+Whatever such a network computes of an image stays on the site or is noised, but it runs where the images are. The
+worker waits in its present state, so that nobody outside sees more than that no plan was accepted yet.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ class WaitingPlan(Document):
 
     plan_id: PlanId
     plan_digest: Digest
-    brings: tuple[ShortText, ...] = Field(max_length=16)
+    networks: tuple[ShortText, ...] = Field(max_length=16)
 
     @property
     def in_words(self) -> str:
-        """The networks that it brings."""
-        return ", ".join(self.brings) or "no network"
+        """The networks that it contains."""
+        return ", ".join(self.networks) or "no network"
 
 
 class PlanConsent(Document):
@@ -60,21 +60,25 @@ def waiting_path(site: Site) -> Path:
 def read_waiting(site: Site) -> WaitingPlan | None:
     """Read which plan waits for a person, None where none does."""
     path = waiting_path(site)
-    return (
-        WaitingPlan.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES)
-        if path.exists()
-        else None
-    )
+    if not path.exists():
+        return None
+    return WaitingPlan.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES)
 
 
 def may_begin(site: Site, policy: Policy, plan: Plan, plan_digest: str) -> bool:
     """Whether a plan needs no person, or a person accepted it; else it is noted as waiting."""
-    brings = tuple(networks_of(plan))
-    needed = policy.plans.accept == "person" or (policy.plans.accept == "networks" and bool(brings))
-    if not needed or is_accepted(site, plan_digest):
+    networks = tuple(networks_of(plan))
+    match policy.plans.accept:
+        case "person":
+            needs_person = True
+        case "networks":
+            needs_person = bool(networks)
+        case "policy":
+            needs_person = False
+    if not needs_person or is_accepted(site, plan_digest):
         waiting_path(site).unlink(missing_ok=True)
         return True
-    waiting = WaitingPlan(plan_id=plan.plan_id, plan_digest=plan_digest, brings=brings)
+    waiting = WaitingPlan(plan_id=plan.plan_id, plan_digest=plan_digest, networks=networks)
     write_atomic(waiting_path(site), waiting.encode(), mode=0o600)
     return False
 
@@ -84,13 +88,11 @@ def is_accepted(site: Site, plan_digest: str) -> bool:
     path = _consent_path(site)
     if not path.exists():
         return False
-    return (
-        PlanConsent.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES).plan_digest
-        == plan_digest
-    )
+    consent = PlanConsent.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES)
+    return consent.plan_digest == plan_digest
 
 
-def accept(site: Site, plan_digest: str) -> WaitingPlan | None:
+def record_acceptance(site: Site, plan_digest: str) -> WaitingPlan | None:
     """Record a person's acceptance of exactly the plan with this digest, and return it if it waits already.
 
     Raises:

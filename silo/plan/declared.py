@@ -1,10 +1,11 @@
 """Compares a plan with the facts that a site declared about its data: rules only, which never see an image.
 
-A plan that does not fit is refused for what policy.toml says, not for what the images are: so its bounds are no
-questions about them. `silo.data.declared` holds the data against the same facts, before there is any plan.
+A plan that does not fit is refused for what policy.toml states, not for what the images are: so its bounds are no
+questions about them. `silo.data.declared` compares the data with the same facts, before there is any plan.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ddm.images.layout import row_shapes
 from ddm.protocol.architecture import ClassCondition, TextCondition
@@ -14,85 +15,114 @@ from ddm.protocol.partition import RandomPartition
 from ddm.protocol.plan import Plan
 from silo.config import DataPolicy, Policy
 
-Rule = tuple[str, str, str]
 _HOW = "; `silo scan SITE` says what its data are"
 
 
-def declared_rules(plan: Plan, policy: Policy) -> Iterator[Rule]:
-    """Yield (subject, what the site declared, what the plan requires) for everything that does not fit."""
-    data, least = policy.data, policy.least_images
-    parts = plan.partition.num_parts if isinstance(plan.partition, RandomPartition) else 1
-    fewest = parts * max(plan.partition.min_images, policy.training.min_images)
-    if fewest > least:
-        yield (
+class BrokenRule(NamedTuple):
+    """A rule of a site's policy that a plan breaks.
+
+    Attributes:
+        subject: what the rule is about.
+        allowed: what the policy allows.
+        required: what the plan requires.
+    """
+
+    subject: str
+    allowed: str
+    required: str
+
+
+def declared_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:
+    """Yield every declaration of the site that the plan does not fit."""
+    min_images = max(plan.partition.min_images, policy.training.min_images)
+    if isinstance(plan.partition, RandomPartition):
+        min_images *= plan.partition.num_parts
+    if min_images > policy.least_images:
+        yield BrokenRule(
             "fewest images",
-            f"at most {least} (data.min_images in policy.toml, else training.min_images)",
-            f"{fewest}",
+            f"at most {policy.least_images} (data.min_images in policy.toml, else training.min_images)",
+            f"{min_images}",
         )
-    yield from _samples(plan, data)
-    if isinstance(plan.condition, TextCondition) and not data.captions:
-        yield (
+    yield from _sample_rules(plan, policy.data)
+    if isinstance(plan.condition, TextCondition) and not policy.data.captions:
+        yield BrokenRule(
             "condition",
             "captions = true under [data] in policy.toml",
             "texts, which this site does not declare",
         )
-    yield from _classes(plan, data)
+    yield from _class_rules(plan, policy.data)
 
 
-def _samples(plan: Plan, data: DataPolicy) -> Iterator[Rule]:
-    subject, shape = "kind of the data", plan.data.shape
-    if data.kind in (None, "pictures") and (plan.transform or len(shape) == 4):
-        return
-    if data.kind is None:
-        yield (
-            subject,
-            f"one that this site declared (data.kind in policy.toml{_HOW})",
-            f"data of shape {shape}",
-        )
-    elif data.kind == "latents":
-        if not isinstance(plan.latent, Autoencoder):
-            yield (
-                subject,
+def _sample_rules(plan: Plan, data: DataPolicy) -> Iterator[BrokenRule]:
+    """Compare the kind, shape and range of the data."""
+    takes_pictures = plan.transform is not None or len(plan.data.shape) == 4
+    match data.kind:
+        case None if not takes_pictures:
+            yield BrokenRule(
+                "kind of the data",
+                f"one that this site declared (data.kind in policy.toml{_HOW})",
+                f"data of shape {plan.data.shape}",
+            )
+        case "pictures" if not takes_pictures:
+            yield BrokenRule(
+                "kind of the data",
+                "a table [transform], or volumes: this site declares pictures (data.kind)",
+                "arrays as they are",
+            )
+        case "latents" if not isinstance(plan.latent, Autoencoder):
+            yield BrokenRule(
+                "kind of the data",
                 "an autoencoder: this site declares latents (data.kind)",
                 "experts of images",
             )
-        elif data.shape != plan.expert_shape:
-            yield (
+        case "latents" if data.shape != plan.expert_shape:
+            yield BrokenRule(
                 "shape of a latent",
                 f"{data.shape} (data.shape in policy.toml)",
                 f"{plan.expert_shape}",
             )
-    elif plan.transform:
-        return
-    elif data.kind == "pictures":
-        expected = "a table [transform], or volumes: this site declares pictures (data.kind)"
-        yield subject, expected, "arrays as they are"
-    else:
-        if data.shape not in row_shapes(plan.data):
-            yield "shape of an image", f"{data.shape} (data.shape in policy.toml)", f"{shape}"
-        (low, high), wide = data.range or plan.data.range, plan.data.range
-        if not wide[0] <= low < high <= wide[1]:
-            got = f"{wide[0]:g} to {wide[1]:g}"
-            yield (
-                "range of values",
-                f"{low:g} to {high:g} within it (data.range in policy.toml)",
-                got,
-            )
+        case "arrays" if plan.transform is None:
+            yield from _array_rules(plan, data)
 
 
-def _classes(plan: Plan, data: DataPolicy) -> Iterator[Rule]:
-    by_class = isinstance(plan.condition, ClassCondition)
-    if not by_class and not plan.statistics.class_counts:
-        return
-    if isinstance(plan.condition, ClassCondition):
-        asked = plan.condition.classes
-    else:
-        asked = Classes(
-            plan.statistics.class_counts.num_classes if plan.statistics.class_counts else 0
+def _array_rules(plan: Plan, data: DataPolicy) -> Iterator[BrokenRule]:
+    """Compare arrays that a plan takes as they are."""
+    if data.shape not in row_shapes(plan.data):
+        yield BrokenRule(
+            "shape of an image",
+            f"{data.shape} (data.shape in policy.toml)",
+            f"{plan.data.shape}",
         )
-    if (own := data.known_classes) is None:
-        yield "classes", "some that this site declared (data.classes in policy.toml)", asked.words()
+    plan_low, plan_high = plan.data.range
+    low, high = data.range or plan.data.range
+    if not plan_low <= low < high <= plan_high:
+        yield BrokenRule(
+            "range of values",
+            f"{low:g} to {high:g} within it (data.range in policy.toml)",
+            f"{plan_low:g} to {plan_high:g}",
+        )
+
+
+def _class_rules(plan: Plan, data: DataPolicy) -> Iterator[BrokenRule]:
+    """Compare the classes that the plan conditions on or counts with those that the site declared."""
+    if isinstance(plan.condition, ClassCondition):
+        plan_classes = plan.condition.classes
+    elif plan.statistics.class_counts:
+        plan_classes = Classes(plan.statistics.class_counts.num_classes)
+    else:
         return
-    known = own.names or tuple(map(str, range(own.num)))
-    if any(asked.number(name) is None for name in known):
-        yield "classes", f"among others {own.words()} (data.classes in policy.toml)", asked.words()
+    site_classes = data.known_classes
+    if site_classes is None:
+        yield BrokenRule(
+            "classes",
+            "some that this site declared (data.classes in policy.toml)",
+            plan_classes.words(),
+        )
+        return
+    names = site_classes.names or [str(number) for number in range(site_classes.num)]
+    if any(plan_classes.number(name) is None for name in names):
+        yield BrokenRule(
+            "classes",
+            f"among others {site_classes.words()} (data.classes in policy.toml)",
+            plan_classes.words(),
+        )

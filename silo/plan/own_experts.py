@@ -31,15 +31,17 @@ def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, BaseExpert
     adaptation = plan.expert.adaptation
     if not isinstance(adaptation, OwnAdaptation) or silo_id not in adaptation.submissions:
         return {}
-    submission = _submission(site, adaptation, silo_id)
-    old = _earlier_plan(site, submission)
-    check_continuation(old, plan, silo_id)
-    home = site.private / "checkpoints" / old.plan_id / "experts"
-    found = {}
+    submission = _own_submission(site, adaptation, silo_id)
+    earlier_plan = _earlier_plan(site, submission)
+    check_continuation(earlier_plan, plan, silo_id)
+
+    folder = site.private / "checkpoints" / earlier_plan.plan_id / "experts"
+    experts = {}
     for expert in submission.experts:
+        # The submission names the file by its path in the outbox; in the worker's folder each expert has its own.
         file = expert.file.model_copy(update={"path": "expert.safetensors"})
-        found[expert.expert_id] = BaseExpert(home / expert.expert_id, file)
-    return found
+        experts[expert.expert_id] = BaseExpert(folder / expert.expert_id, file)
+    return experts
 
 
 def check_own_experts(site: Site, plan: Plan, silo_id: str) -> None:
@@ -50,32 +52,42 @@ def check_own_experts(site: Site, plan: Plan, silo_id: str) -> None:
         TensorFileError: an expert is not what the plan implies.
     """
     specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
-    for own in own_experts(site, plan, silo_id).values():
-        if not (path := own.folder / own.file.path).is_file():
-            expected = "this silo's own expert, from which the plan trains on"
+    for expert in own_experts(site, plan, silo_id).values():
+        path = expert.folder / expert.file.path
+        if not path.is_file():
             raise MissingFileError(
-                path.parent.name, expected=expected, got="no such file", remedy=_REMEDY
+                path.parent.name,
+                expected="this silo's own expert, from which the plan trains on",
+                got="no such file",
+                remedy=_REMEDY,
             )
         check_file(
-            path, specs, max_bytes=own.file.bytes, max_abs=MAX_WEIGHT, digest=own.file.digest
+            path,
+            specs,
+            max_bytes=expert.file.bytes,
+            max_abs=MAX_WEIGHT,
+            digest=expert.file.digest,
         )
 
 
-def _submission(site: Site, adaptation: OwnAdaptation, silo_id: str) -> Submission:
-    wanted = adaptation.submissions[silo_id]
-    for path in sorted((site.outbox / adaptation.plan_id).glob(f"*/{submission_path(silo_id)}")):
+def _own_submission(site: Site, adaptation: OwnAdaptation, silo_id: str) -> Submission:
+    """Read the submission with the digest that the plan names; the outbox may have several of the earlier plan."""
+    digest = adaptation.submissions[silo_id]
+    outbox = site.outbox / adaptation.plan_id
+    for path in sorted(outbox.glob(f"*/{submission_path(silo_id)}")):
         data = read_bounded(path, MAX_DOCUMENT_BYTES)
-        if sha256_hex(data) == wanted:
+        if sha256_hex(data) == digest:
             return Submission.parse(data, subject="own submission")
     raise MissingFileError(
         f"own submission to plan {adaptation.plan_id}",
-        expected=f"the one from which the plan trains on, sha256 {wanted[:16]}...",
+        expected=f"the one from which the plan trains on, sha256 {digest[:16]}...",
         got="no such submission in the outbox",
         remedy=_REMEDY,
     )
 
 
 def _earlier_plan(site: Site, submission: Submission) -> Plan:
+    """Read the plan for which a submission was made, from where the worker keeps it."""
     plan_id = submission.plan_id
     path = site.private / "plans" / plan_id / "targets" / plan_id / "plan.json"
     if not path.is_file():
@@ -83,9 +95,12 @@ def _earlier_plan(site: Site, submission: Submission) -> Plan:
             f"plan {plan_id}", expected="this site's copy of it", got="no such file", remedy=_REMEDY
         )
     data = read_bounded(path, MAX_DOCUMENT_BYTES)
-    if (found := sha256_hex(data)) != submission.plan_digest:
-        expected = f"sha256 {submission.plan_digest[:16]}..., as this silo's submission names it"
+    digest = sha256_hex(data)
+    if digest != submission.plan_digest:
         raise DigestError(
-            f"plan {plan_id}", expected=expected, got=f"sha256 {found[:16]}...", remedy=_REMEDY
+            f"plan {plan_id}",
+            expected=f"sha256 {submission.plan_digest[:16]}..., as this silo's submission names it",
+            got=f"sha256 {digest[:16]}...",
+            remedy=_REMEDY,
         )
     return Plan.parse(data, subject=f"plan {plan_id}")

@@ -19,7 +19,7 @@ from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.statistics.cost import check_total
 from ddm.statistics.of_plan import statistic_bytes, statistics_of
 from silo.config import AuditPolicy, Policy, SizePolicy
-from silo.plan.declared import declared_rules
+from silo.plan.declared import BrokenRule, declared_rules
 
 
 def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts: int = 1) -> None:
@@ -35,20 +35,21 @@ def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts
     Raises:
         PolicyError: names the first broken rule, what the policy allows and what the plan requires.
     """
-    for subject, allowed, required in broken_rules(
-        plan, policy, silo_id=silo_id, now=now, parts=parts
-    ):
-        raise PolicyError(f"plan {plan.plan_id}: {subject}", expected=allowed, got=required)
+    rules = broken_rules(plan, policy, silo_id=silo_id, now=now, parts=parts)
+    for rule in rules:
+        raise PolicyError(
+            f"plan {plan.plan_id}: {rule.subject}", expected=rule.allowed, got=rule.required
+        )
 
 
 def broken_rules(
     plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts: int = 1
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (subject, what the policy allows, what the plan requires) for every rule that the plan breaks."""
+) -> Iterator[BrokenRule]:
+    """Yield every rule that the plan breaks."""
     if silo_id not in plan.silos:
-        yield "silos", f"{silo_id} among them", ", ".join(plan.silos)
+        yield BrokenRule("silos", f"{silo_id} among them", ", ".join(plan.silos))
     if now >= plan.expires_at:
-        yield (
+        yield BrokenRule(
             "expiry",
             "a plan still valid on acceptance",
             f"a plan that expired {plan.expires_at.isoformat()}",
@@ -60,113 +61,163 @@ def broken_rules(
     yield from _audit_rules(plan.audit, policy.audit)
 
 
-def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[str, str, str]]:
+def _exceeds(subject: str, required: float, max_allowed: float, field: str) -> Iterator[BrokenRule]:
+    """Yield a rule that allows less than is required; `field` is its line in policy.toml."""
+    if required > max_allowed:
+        yield BrokenRule(
+            subject,
+            f"at most {max_allowed:.15g} ({field} in policy.toml)",
+            f"{required:.15g}",
+        )
+
+
+def _size_rules(plan: Plan, sizes: SizePolicy, parts: int) -> Iterator[BrokenRule]:
     """Compute what the plan's numbers imply, before anything of that size is opened or allocated."""
-    network, widest = widest_layer(plan)
-    slices = plan.transform.slices if plan.transform else None
-    implied, listed = file_bytes(plan), {file.path: file.bytes for file in plan.files}
-    largest = max(implied, key=lambda path: max(implied[path], listed[path]))
-    numbers = (
-        ("values of one sample", max(plan.data.dim, prod(plan.expert_shape)), "max_sample_values"),
-        (f"tokens x width of the {network}", widest, "max_layer_values"),
-        ("parameters of an expert", expert_size(plan).parameters, "max_parameters"),
-        (f"bytes of {largest}", max(implied[largest], listed[largest]), "max_file_bytes"),
-        ("bytes of memory to open its files", looking_bytes(plan), "max_memory_bytes"),
-        ("slices of one volume", slices.count if slices else 0, "max_slices"),
-        ("bytes of memory of what one picture becomes", picture_bytes(plan), "max_memory_bytes"),
-        ("bytes of memory to encode images", encoding_bytes(plan), "max_memory_bytes"),
-        ("bytes of memory of a training step", training_bytes(plan, parts), "max_memory_bytes"),
+    sample_values = max(plan.data.dim, prod(plan.expert_shape))
+    yield from _exceeds(
+        "values of one sample", sample_values, sizes.max_sample_values, "sizes.max_sample_values"
     )
-    for subject, required, name in numbers:
-        yield from _above(subject, required, getattr(allowed, name), f"sizes.{name}")
-    for path, size in listed.items():
-        if size > implied[path]:
-            yield (
+    network, layer_values = widest_layer(plan)
+    yield from _exceeds(
+        f"tokens x width of the {network}",
+        layer_values,
+        sizes.max_layer_values,
+        "sizes.max_layer_values",
+    )
+    yield from _exceeds(
+        "parameters of an expert",
+        expert_size(plan).parameters,
+        sizes.max_parameters,
+        "sizes.max_parameters",
+    )
+    yield from _file_rules(plan, sizes)
+    if plan.transform and plan.transform.slices:
+        num_slices = plan.transform.slices.count
+        yield from _exceeds(
+            "slices of one volume", num_slices, sizes.max_slices, "sizes.max_slices"
+        )
+    memory_bytes = {
+        "to open its files": looking_bytes(plan),
+        "of what one picture becomes": picture_bytes(plan),
+        "to encode images": encoding_bytes(plan),
+        "of a training step": training_bytes(plan, parts),
+    }
+    for purpose, num_bytes in memory_bytes.items():
+        yield from _exceeds(
+            f"bytes of memory {purpose}",
+            num_bytes,
+            sizes.max_memory_bytes,
+            "sizes.max_memory_bytes",
+        )
+
+
+def _file_rules(plan: Plan, sizes: SizePolicy) -> Iterator[BrokenRule]:
+    """Compare the sizes that the plan lists for its files with those that its numbers imply."""
+    implied_bytes = file_bytes(plan)
+    listed_bytes = {file.path: file.bytes for file in plan.files}
+    # The larger of both counts: a plan may list less than it makes the site allocate.
+    largest_bytes = {path: max(size, listed_bytes[path]) for path, size in implied_bytes.items()}
+    largest = max(largest_bytes, key=lambda path: largest_bytes[path])
+    yield from _exceeds(
+        f"bytes of {largest}", largest_bytes[largest], sizes.max_file_bytes, "sizes.max_file_bytes"
+    )
+    for path, num_bytes in listed_bytes.items():
+        if num_bytes > implied_bytes[path]:
+            yield BrokenRule(
                 f"bytes of {path}",
-                f"at most {implied[path]}, as the plan's sizes imply",
-                f"{size}",
+                f"at most {implied_bytes[path]}, as the plan's sizes imply",
+                f"{num_bytes}",
             )
 
 
-def _above(subject: str, required: float, most: float, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield a rule that allows less than is required; `name` is its line in policy.toml."""
-    if required > most:
-        yield subject, f"at most {most:.15g} ({name} in policy.toml)", f"{required:.15g}"
-
-
-def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]:
-    statistics, total = plan.statistics, plan.spends
+def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:
+    """Compare unit, epsilon and delta of the plan with what the policy allows one plan."""
+    statistics = plan.statistics
+    privacy = policy.privacy
     if not statistics.private:
-        yield (
+        yield BrokenRule(
             "relation of the statistics",
             "replace_one",
             "none: a plan of one owner's islands, for no silo",
         )
-    if (policy.privacy.unit, statistics.unit) == ("patient", "image"):
-        got = "image; image-level statistics say nothing about a patient, who may have many images"
-        yield "privacy unit", "patient", got
-    yield from _above(
-        "epsilon of the plan", total.epsilon, policy.privacy.max_epsilon, "privacy.max_epsilon"
+    if privacy.unit == "patient" and statistics.unit == "image":
+        yield BrokenRule(
+            "privacy unit",
+            "patient",
+            "image; image-level statistics say nothing about a patient, who may have many images",
+        )
+    spends = plan.spends
+    yield from _exceeds(
+        "epsilon of the plan", spends.epsilon, privacy.max_epsilon, "privacy.max_epsilon"
     )
-    yield from _above(
-        "delta of the plan", total.delta, policy.privacy.max_delta, "privacy.max_delta"
-    )
+    yield from _exceeds("delta of the plan", spends.delta, privacy.max_delta, "privacy.max_delta")
     try:
         check_total(plan)
     except PolicyError as error:
-        yield "privacy of all statistics together", error.expected or "", error.got or ""
+        yield BrokenRule(
+            "privacy of all statistics together", error.expected or "", error.got or ""
+        )
 
 
-def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[str, str, str]]:
+def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[BrokenRule]:
+    """Compare what training costs with what the policy allows, and with the plan's own limits."""
     allowed = policy.training
+    training = plan.expert.training
     architecture = plan.expert.architecture.kind
     if architecture not in allowed.architectures:
-        yield "architecture", " or ".join(allowed.architectures) or "none", architecture
+        yield BrokenRule("architecture", " or ".join(allowed.architectures) or "none", architecture)
     num_experts = max_experts_per_silo(plan)
     numbers = (
         ("experts of one silo", num_experts, "max_experts"),
-        (
-            "training steps of all its experts",
-            num_experts * plan.expert.training.num_steps,
-            "max_steps",
-        ),
-        ("batch size", plan.expert.training.batch_size, "max_batch_size"),
+        ("training steps of all its experts", num_experts * training.num_steps, "max_steps"),
+        ("batch size", training.batch_size, "max_batch_size"),
         ("bytes of an expert", plan.limits.expert_bytes, "max_expert_bytes"),
         ("bytes of a statistic", plan.limits.statistic_bytes, "max_statistic_bytes"),
         ("seconds of training", plan.limits.train_s, "max_train_s"),
         ("GPU hours", plan.limits.gpu_hours, "max_gpu_hours"),
     )
     for subject, required, name in numbers:
-        yield from _above(subject, required, getattr(allowed, name), f"training.{name}")
-    checkpoint_steps = plan.expert.training.checkpoint_steps
-    own_limits = [("steps between checkpoints", checkpoint_steps, plan.expert.training.num_steps)]
-    agreed = plan.agreed.get(silo_id)
+        yield from _exceeds(subject, required, getattr(allowed, name), f"training.{name}")
+
+    # A training that never reaches a checkpoint could not be resumed.
+    own_limits = [("steps between checkpoints", training.checkpoint_steps, training.num_steps)]
     # For as many units as were agreed, not for as many as there are: a limit is no question about the data.
-    num_units = 0 if agreed is None else agreed.units(plan.statistics.unit) or 0
+    agreed = plan.agreed.get(silo_id)
+    num_units = 0 if agreed is None else agreed.units(plan.statistics.unit)
     names = statistics_of(plan.statistics)
     for kind, num_bytes in statistic_bytes(plan, num_units).items():
         subject = f"bytes of the {names[kind].name}"
         own_limits.append((subject, num_bytes, plan.limits.statistic_bytes))
     for subject, required, limit in own_limits:
         if required > limit:
-            yield subject, f"at most the plan's own {limit:.15g}", f"{required:.15g}"
+            yield BrokenRule(subject, f"at most the plan's own {limit:.15g}", f"{required:.15g}")
 
 
-def _audit_rules(required: Audit, allowed: AuditPolicy) -> Iterator[tuple[str, str, str]]:
-    """Hold the plan's limits, which decide what passes, against the loosest ones that this site lets pass."""
-    if allowed.required and not required.required:
-        yield "leak audit", "required", "not required"
-    if required.min_holdout_units < allowed.min_holdout_units:
-        least = f"at least {allowed.min_holdout_units} (audit.min_holdout_units in policy.toml)"
-        yield "held-out units that the leak audit needs", least, f"{required.min_holdout_units}"
-    limits = (
-        ("AUC that passes the leak audit", required.max_mia_auc, "max_mia_auc"),
-        ("share of members found that passes the leak audit", required.max_mia_tpr, "max_mia_tpr"),
-        (
-            "share of near copies that passes the leak audit",
-            required.max_near_copy_rate,
-            "max_near_copy_rate",
-        ),
+def _audit_rules(audit: Audit, policy: AuditPolicy) -> Iterator[BrokenRule]:
+    """Compare the plan's limits, which decide what passes the audit, with the loosest that this site accepts."""
+    if policy.required and not audit.required:
+        yield BrokenRule("leak audit", "required", "not required")
+    if audit.min_holdout_units < policy.min_holdout_units:
+        yield BrokenRule(
+            "held-out units that the leak audit needs",
+            f"at least {policy.min_holdout_units} (audit.min_holdout_units in policy.toml)",
+            f"{audit.min_holdout_units}",
+        )
+    yield from _exceeds(
+        "AUC that passes the leak audit",
+        audit.max_mia_auc,
+        policy.max_mia_auc,
+        "audit.max_mia_auc",
     )
-    for subject, most, name in limits:
-        yield from _above(subject, most, getattr(allowed, name), f"audit.{name}")
+    yield from _exceeds(
+        "share of members found that passes the leak audit",
+        audit.max_mia_tpr,
+        policy.max_mia_tpr,
+        "audit.max_mia_tpr",
+    )
+    yield from _exceeds(
+        "share of near copies that passes the leak audit",
+        audit.max_near_copy_rate,
+        policy.max_near_copy_rate,
+        "audit.max_near_copy_rate",
+    )

@@ -1,4 +1,4 @@
-"""Writes the waiver of an audit that cannot tell into policy.toml, for one plan and until a day."""
+"""Writes the waiver of an inconclusive audit into policy.toml, for one plan and until a day."""
 
 import re
 from datetime import UTC, datetime, time
@@ -26,50 +26,58 @@ def write_waiver(site: Site, waiver: Waiver) -> None:
         SetupError: the file holds its waiver in a form that this cannot replace.
     """
     path = site.path / "policy.toml"
-    before, text = site.policy(), path.read_text("utf-8")
-    written = with_waiver(text, waiver)
-    aside = path.with_name(".policy.toml.new")
+    policy = site.policy()
+    audit = policy.audit.model_copy(update={"waiver": waiver})
+    expected_policy = policy.model_copy(update={"audit": audit})
+    data = with_waiver(path.read_text("utf-8"), waiver).encode()
+    new_path = path.with_name(".policy.toml.new")
     try:
-        write_atomic(aside, written.encode())
-        wanted = before.model_copy(
-            update={"audit": before.audit.model_copy(update={"waiver": waiver})}
-        )
-        if len(written.encode()) > MAX_SETTINGS_BYTES or _read(aside) != wanted:
-            remedy = "Remove audit.waiver from policy.toml by hand, then run it again."
-            expected = "a policy.toml with its waiver, if any, in a table [audit.waiver]"
-            raise SetupError(str(path), expected=expected, got="another form", remedy=remedy)
-        open_to_group(aside, site.path)
-        aside.replace(path)
+        write_atomic(new_path, data)
+        # The text is edited by a pattern, which may miss another way to write the table: what the new file means is
+        # compared with what it must mean before it takes the place of the old one.
+        if len(data) > MAX_SETTINGS_BYTES or _read_policy(new_path) != expected_policy:
+            raise SetupError(
+                str(path),
+                expected="a policy.toml with its waiver, if any, in a table [audit.waiver]",
+                got="another form",
+                remedy="Remove audit.waiver from policy.toml by hand, then run it again.",
+            )
+        open_to_group(new_path, site.path)
+        new_path.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        new_path.unlink(missing_ok=True)
 
 
 def with_waiver(text: str, waiver: Waiver) -> str:
     """Return the text of a policy with this waiver as its last table."""
-    rest = _TABLE.sub("", text.rstrip("\n") + "\n")
+    other_tables = _TABLE.sub("", text.rstrip("\n") + "\n")
     table = tomli_w.dumps({"audit": {"waiver": waiver.model_dump(mode="json")}})
-    return f"{rest.rstrip()}\n\n{table}"
+    return f"{other_tables.rstrip()}\n\n{table}"
 
 
-def end_of(text: str) -> datetime:
+def parse_end(text: str) -> datetime:
     """Read until when a waiver is in force: the end of a day (UTC), or a time with its zone.
 
     Raises:
         SetupError: it is neither.
     """
     try:
-        found = datetime.fromisoformat(text)
-        if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
-            return datetime.combine(found.date(), time(23, 59, 59), UTC)
+        end = datetime.fromisoformat(text)
     except ValueError:
-        found = datetime.min
-    if found.tzinfo is None:
-        expected = "a day such as 2027-03-31, or a time with its zone such as 2027-03-31T12:00:00Z"
-        raise SetupError("--until", expected=expected, got=ascii(text[:40]))
-    return found
+        end = None
+    if end is not None and re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+        return datetime.combine(end.date(), time(23, 59, 59), UTC)
+    if end is None or end.tzinfo is None:
+        raise SetupError(
+            "--until",
+            expected="a day such as 2027-03-31, or a time with its zone such as 2027-03-31T12:00:00Z",
+            got=ascii(text[:40]),
+        )
+    return end
 
 
-def _read(path: Path) -> Policy | None:
+def _read_policy(path: Path) -> Policy | None:
+    """Read a policy; None where it is not one."""
     try:
         return load_settings(Policy, path)
     except SetupError:

@@ -28,7 +28,7 @@ class Workspace:
     folder: Path
 
     def expert_path(self, expert_id: str) -> Path:
-        """A trained expert, EMA weights."""
+        """Return the path of a trained expert, its averaged weights."""
         return self.folder / "experts" / expert_id / "expert.safetensors"
 
     def record_path(self, expert_id: str) -> Path:
@@ -36,16 +36,20 @@ class Workspace:
         return self.folder / "experts" / expert_id / "training.json"
 
     def job(self, expert_id: str, jobs: Path | None = None) -> JobFolder:
-        """Its training, until it is trained: here, or in the folder of the site's jobs that other machines see."""
+        """Return the folder in which an expert is trained.
+
+        Args:
+            expert_id: the expert.
+            jobs: the folder of the site's jobs that other machines see; None for training on this machine.
+        """
         if jobs is None:
             return JobFolder(self.folder / "experts" / expert_id / "training")
         return JobFolder(jobs / self.folder.name / expert_id)
 
     def record(self, expert_id: str) -> TrainingRecord:
         """Read an expert's record."""
-        return TrainingRecord.parse(
-            self.record_path(expert_id).read_bytes(), subject="training.json"
-        )
+        data = self.record_path(expert_id).read_bytes()
+        return TrainingRecord.parse(data, subject="training.json")
 
     @property
     def audit_path(self) -> Path:
@@ -58,13 +62,16 @@ class Workspace:
         return self.folder / "held.safetensors"
 
     def audit_folder(self, expert_id: str) -> Path:
-        """What the audit of one expert keeps on the site: its parts, and the worst that it found."""
+        """Return the folder that the audit of one expert keeps on the site: its parts, and the worst that it found."""
         return self.folder / "audit" / expert_id
 
     def clear(self) -> None:
         """Remove everything that was made for the plan; what the ledger paid for stays with the ledger."""
         for path in self.folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     @property
     def statistics(self) -> Path:

@@ -10,7 +10,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
 from ddm.protocol.submission import Approval, Responsible, Submission
 from silo.config import Site
 from silo.decisions import Approved, DecisionLog
-from silo.plan.succession import successor
+from silo.plan.succession import find_successor
 from silo.worker.state import load_state, state_path
 
 
@@ -60,7 +60,7 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
         raise ApprovalError(
             "approval", expected=expected, got=f"state {state.state}", remedy=remedy
         )
-    newer_plan_id = successor(site, state.plan_id or "")
+    newer_plan_id = find_successor(site, state.plan_id or "")
     if newer_plan_id is not None:
         raise ApprovalError(
             "approval",

@@ -15,7 +15,7 @@ from silo.config import Site
 from silo.data.cohort import Cohort
 from silo.decisions import DecisionLog, Retrained
 from silo.plan.acceptance import AcceptedPlan, load_accepted
-from silo.plan.succession import successor
+from silo.plan.succession import find_successor
 from silo.privacy.ledger import Debit, Ledger
 from silo.worker import stages
 from silo.worker.approval import approval_path
@@ -126,7 +126,7 @@ def _assess(site: Site) -> tuple[State, RetrainingCost, bool]:
             got="one in the outbox",
             remedy="Run it again: `silo run`, which waits for the receipt. Or give the plan up: silo withdraw.",
         )
-    newer_plan_id = successor(site, state.plan_id or "")
+    newer_plan_id = find_successor(site, state.plan_id or "")
     if newer_plan_id is not None:
         raise ApprovalError(
             "retraining",

@@ -10,7 +10,7 @@ from ddm.io.files import write_atomic, write_for_group
 from ddm.protocol.base import Digest, Document, NaturalInt, PlanId, ShortText
 from ddm.transport.messages import SiloState, StatusFile
 from silo.config import Site
-from silo.plan.succession import successor
+from silo.plan.succession import find_successor
 from silo.worker.life import AT_WORK, Event, next_state
 
 StateName = SiloState
@@ -96,7 +96,7 @@ def present_state(site: Site) -> State:
     state = load_state(state_path(site.private))
     if state.state not in AT_WORK:
         return state
-    newer_plan_id = successor(site, state.plan_id or "")
+    newer_plan_id = find_successor(site, state.plan_id or "")
     if newer_plan_id is None:
         return state
     return state.after("succession", successor=newer_plan_id)

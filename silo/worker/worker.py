@@ -30,7 +30,7 @@ from silo.plan.acceptance import (
     waiting_plans,
 )
 from silo.plan.consent import is_accepted, may_begin
-from silo.plan.succession import Looked, successor
+from silo.plan.succession import InspectedBundles, find_successor
 from silo.plan.workspace import Workspace, open_workspace
 from silo.privacy.ledger import Ledger
 from silo.worker import auditing, outbox, stages
@@ -106,7 +106,7 @@ class Worker:
         self._unaccepted_plans: dict[BundleVersion, str] = {}
         self._saved_at = 0.0
         self._looked_at = 0.0
-        self._looked: Looked = {}
+        self._looked: InspectedBundles = {}
         self._decisions = DecisionLog(site)
         self._meter = ProgressMeter(site.private)
         self._stop_signal = StopSignal(site, self.stopping)
@@ -197,7 +197,7 @@ class Worker:
         """
         if self.state.state not in AT_WORK:
             return
-        newer_plan_id = successor(self.site, self._plan_id, self._looked)
+        newer_plan_id = find_successor(self.site, self._plan_id, self._looked)
         if newer_plan_id is not None:
             raise _SupersededError(newer_plan_id)
 
@@ -210,7 +210,7 @@ class Worker:
         if now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now
-        return successor(self.site, self._plan_id, self._looked) is not None
+        return find_successor(self.site, self._plan_id, self._looked) is not None
 
     def _accept_plan(self) -> None:
         """Accept the first plan in the inbox that this site may work on, or state why one was refused."""

@@ -28,7 +28,7 @@ from ddm.protocol.learning import UniformT
 from ddm.protocol.plan import Plan
 from ddm.trust.keys import SigningKey
 from silo.config import Site
-from silo.plan.looks import MOST_LOST
+from silo.plan.attempts import MAX_LOST_ATTEMPTS
 from silo.worker.state import Problem, State, load_state, state_path
 from silo.worker.worker import Worker
 from tests.conftest import Published
@@ -272,7 +272,7 @@ def refusals(site: Site, plan_ids: list[str]) -> dict[str, Problem]:
     assert (done.error, done.message) == (None, "")
     assert done.mib <= MIB
     assert done.cpu_s <= CPU_S
-    assert not list((site.private / "looks").iterdir())
+    assert not list((site.private / "attempts").iterdir())
     assert not list((site.private / "plans").iterdir())
     found: dict[str, str] = json.loads(told.read_text())
     assert list(found) == plan_ids
@@ -388,7 +388,7 @@ def test_signal_in_the_middle_of_a_look_ends_the_worker_and_refuses_nothing(
 ) -> None:
     hostile.deliver(HONEST)
     failing(monkeypatch, KeyboardInterrupt)
-    for _ in range(MOST_LOST + 1):
+    for _ in range(MAX_LOST_ATTEMPTS + 1):
         with pytest.raises(KeyboardInterrupt):
             Worker(site, KEY, lambda state: None).run()
     monkeypatch.undo()
@@ -402,14 +402,14 @@ def test_plan_that_takes_the_process_with_it_each_time_is_refused_without_anothe
     plan_id = hostile.deliver(HONEST)
     with monkeypatch.context() as broken:
         broken.setattr(silo.plan.acceptance, "check_plan", lambda *given, **named: os._exit(9))
-        for _ in range(MOST_LOST):
+        for _ in range(MAX_LOST_ATTEMPTS):
             assert ended(forked(Worker(site, KEY, lambda state: None).run)) == 9
             assert load_state(state_path(site.private)).state == "waiting"
         problem = worked(site).problem
     assert problem is not None
     assert problem.code == 24
-    assert "looks at it that each ended the process" in problem.message
-    (site.private / "looks" / f"{plan_id}.json").unlink()
+    assert "attempts that each ended the process" in problem.message
+    (site.private / "attempts" / f"{plan_id}.json").unlink()
     assert worked(site, "plan_accepted", restarts=0).state == "plan_accepted"
 
 

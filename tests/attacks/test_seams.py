@@ -26,7 +26,7 @@ from ddm.trust.log.entries import entry_subject, parse_entry
 from ddm.trust.silo_key_store import SiloKeyStore
 from ddm.trust.verify import verify_release
 from ddm.trust.version_store import VersionStore
-from silo.plan.looks import MOST_LOST, look_at
+from silo.plan.attempts import MAX_LOST_ATTEMPTS, guard_attempt
 from silo.worker.worker import Worker
 from tests.support.case import case
 from tests.support.commands import command
@@ -225,19 +225,19 @@ def test_plan_that_ends_the_process_is_given_up_although_others_are_looked_at_be
 ) -> None:
     """The attack: a courier puts an older, worthless bundle beside it, at which the worker looks first each time."""
     site = planned_once[0].copy(tmp_path / "copy").sites["north"]
-    for _ in range(MOST_LOST):
-        with pytest.raises(PolicyError), look_at(site, "worthless-00000001"):
+    for _ in range(MAX_LOST_ATTEMPTS):
+        with pytest.raises(PolicyError), guard_attempt(site, "worthless-00000001"):
             raise PolicyError("plan", expected="x", got="y")
-        with look_at(site, "deadly-00000002"):
+        with guard_attempt(site, "deadly-00000002"):
             kept = {
                 path: path.read_bytes() for path in site.private.rglob("*look*") if path.is_file()
             }
-            kept |= {path: path.read_bytes() for path in site.private.glob("looks/*")}
+            kept |= {path: path.read_bytes() for path in site.private.glob("attempts/*")}
         for path, data in kept.items():  # the process ended in the look
             path.write_bytes(data)
     with (
         pytest.raises(ArchipelagoError, match="each ended the process"),
-        look_at(site, "deadly-00000002"),
+        guard_attempt(site, "deadly-00000002"),
     ):
         pass
 

@@ -43,7 +43,7 @@ from ddm.protocol.submission import ExpertTraining
 from ddm.publishing.keys import load_key
 from ddm.transport.messages import StatusQuery
 from silo.courier.handlers import SiteLimits, answer
-from silo.plan.succession import successor
+from silo.plan.succession import find_successor
 from silo.plan.workspace import TrainingRecord
 from silo.privacy.ledger import Debit
 from silo.worker import stages
@@ -160,7 +160,7 @@ class Both:
         worker.begin()
         for _ in range(most):
             before, paid = worker.state, self.debits()
-            over = before.plan_id and successor(self.site, before.plan_id)
+            over = before.plan_id and find_successor(self.site, before.plan_id)
             try:
                 worker.step()
             except ArchipelagoError as error:
@@ -281,7 +281,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def approve(self) -> None:
         state, site = self.both.state, self.both.site
-        over = successor(site, state.plan_id or "")
+        over = find_successor(site, state.plan_id or "")
         try:
             approve(site, str(state.submission_digest))
             assert not over
@@ -309,7 +309,7 @@ class Life(RuleBasedStateMachine):
         try:
             assert retrain(self.both.site).state == "plan_accepted"
         except ApprovalError:
-            assert (before.state, "retrain") not in TRANSITIONS or successor(
+            assert (before.state, "retrain") not in TRANSITIONS or find_successor(
                 self.both.site, before.plan_id or ""
             )
         except (BudgetError, DataError):

@@ -9,7 +9,7 @@ from ddm.errors import ApprovalError
 from ddm.protocol.encoder import TimmEncoder
 from ddm.protocol.plan import Plan
 from silo.config import PlansPolicy, Policy
-from silo.plan.consent import accept, is_accepted, may_begin, networks_of, read_waiting
+from silo.plan.consent import is_accepted, may_begin, networks_of, read_waiting, record_acceptance
 from silo.worker.worker import Worker
 from tests.support.commands import command
 from tests.support.documents import plan_document, to_bytes
@@ -50,8 +50,8 @@ def test_plan_begins_without_a_person_only_where_the_policy_says_so(
     assert (read_waiting(site) is None) == begins
     if not begins:
         with pytest.raises(ApprovalError, match=DIGEST):
-            accept(site, OTHER)
-        accept(site, DIGEST)
+            record_acceptance(site, OTHER)
+        record_acceptance(site, DIGEST)
         assert may_begin(site, policy, plan(), DIGEST)
         assert not may_begin(site, policy, plan(), OTHER)
 

@@ -15,7 +15,7 @@ from ddm.protocol.submission import Responsible, Submission, Waiver, submission_
 from silo.audit.document import AuditReport
 from silo.audit.report import cannot_tell, gate
 from silo.config import AuditPolicy, Policy
-from silo.plan.waiver import end_of, with_waiver, write_waiver
+from silo.plan.waiver import parse_end, with_waiver, write_waiver
 from silo.worker import auditing
 from silo.worker.approval import approve
 from tests.support.case import case
@@ -152,11 +152,11 @@ def test_policy_whose_waiver_cannot_be_replaced_stays_as_it_is(
 
 
 def test_until_is_a_day_or_a_time_with_its_zone() -> None:
-    assert end_of("2027-03-31") == datetime(2027, 3, 31, 23, 59, 59, tzinfo=UTC)
-    assert end_of("2027-03-31T12:00:00Z") == datetime(2027, 3, 31, 12, tzinfo=UTC)
+    assert parse_end("2027-03-31") == datetime(2027, 3, 31, 23, 59, 59, tzinfo=UTC)
+    assert parse_end("2027-03-31T12:00:00Z") == datetime(2027, 3, 31, 12, tzinfo=UTC)
     for text in ("2027-03-31T12:00:00", "tomorrow", "31.3.2027", ""):
         with pytest.raises(SetupError, match="--until"):
-            end_of(text)
+            parse_end(text)
 
 
 def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(

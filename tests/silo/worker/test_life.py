@@ -23,7 +23,7 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.sealed_documents import open_leave_notice, seal_leave_notice
 from silo.config import Site
 from silo.plan.acceptance import plan_folder
-from silo.plan.succession import successor
+from silo.plan.succession import find_successor
 from silo.worker.approval import approve
 from silo.worker.descriptions import HELD, describe_state, state_lines
 from silo.worker.life import AT_WORK, IDLE, STATES, TRANSITIONS, next_state
@@ -132,9 +132,9 @@ def test_plan_is_superseded_as_soon_as_the_metadata_of_the_next_one_are_here(
     site = tiny.sites[SILO]
     part = site.inbox / second / f"{'0' * 16}.part"
     shutil.copytree(tiny.federation.bundle(second) / "metadata", part / "metadata")
-    assert successor(site, first) is None  # the courier has not verified them
+    assert find_successor(site, first) is None  # the courier has not verified them
     (part / "targets").mkdir()
-    assert successor(site, first) == second
+    assert find_successor(site, first) == second
 
 
 def test_announcement_that_nobody_signed_changes_nothing(
@@ -153,9 +153,9 @@ def test_announcement_that_nobody_signed_changes_nothing(
     metadata = site.inbox / second / "bundle" / "metadata" / "targets.json"
     genuine = metadata.read_bytes()
     metadata.write_bytes(genuine.replace(b'"version":', b'"version": '))
-    assert successor(site, first) is None
+    assert find_successor(site, first) is None
     metadata.write_bytes(genuine)
-    assert successor(site, first) == second  # the control: it is these bytes that announce it
+    assert find_successor(site, first) == second  # the control: it is these bytes that announce it
 
 
 def test_older_plan_sent_again_announces_nothing(replaced: tuple[TinyFederation, str, str]) -> None:
@@ -165,7 +165,7 @@ def test_older_plan_sent_again_announces_nothing(replaced: tuple[TinyFederation,
     tiny.deliver_plan(SILO, second)
     assert tiny.work(SILO, until="assigned").plan_id == second
     shutil.move(old, site.inbox / first)
-    assert successor(site, second) is None
+    assert find_successor(site, second) is None
 
 
 def test_draft_of_a_superseded_plan_is_not_approved(
