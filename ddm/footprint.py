@@ -16,7 +16,7 @@ from ddm.models import network_size
 from ddm.models.adaptation import num_added_parameters
 from ddm.models.network import FLOAT_BYTES, Activations, NetworkSize, num_parameters, size_of
 from ddm.models.token_router import TokenRouter
-from ddm.protocol.architecture import ClassCondition, Condition, Dit, TextCondition
+from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition
 from ddm.protocol.base import MAX_DOCUMENT_BYTES
 from ddm.protocol.encoder import HogEncoder, PcaEncoder, TimmEncoder
 from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
@@ -93,7 +93,10 @@ def autoencoder_size(latent: Autoencoder, shape: tuple[int, ...]) -> NetworkSize
 
 @lru_cache(maxsize=32)
 def token_router_size(
-    router: SamplesRouter, shape: tuple[int, ...], num_experts: int, condition: Condition
+    router: SamplesRouter,
+    shape: tuple[int, ...],
+    num_experts: int,
+    condition: Condition = NoCondition(),
 ) -> NetworkSize:
     """Return the size of the samples router.
 

@@ -174,6 +174,6 @@ def drawn_images(
         lambda x_B, t_B: answer_by_condition(velocity, x_B, t_B, told),
         x_B,
         times,
-        "exponential",
+        "dpm",
         path,
     )

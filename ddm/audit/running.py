@@ -88,6 +88,6 @@ def draw_samples(
             return velocity(x_B, t_B, *condition)
 
         with torch.inference_mode():
-            drawn = integrate(moving, x_1, times, "unipc", path).float().cpu()
+            drawn = integrate(moving, x_1, times, "dpm", path).float().cpu()
         advance(size)
         yield drawn.clone()

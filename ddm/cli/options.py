@@ -204,9 +204,7 @@ class SolverName(StrEnum):
     HEUN = "heun"
     MIDPOINT = "midpoint"
     RK4 = "rk4"
-    EXPONENTIAL = "exponential"
     DPM = "dpm"
-    UNIPC = "unipc"
 
 
 SolverOption = Annotated[

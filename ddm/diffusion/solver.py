@@ -5,7 +5,7 @@
 | euler | 1 | 1 |
 | midpoint, heun | 2 | 2 |
 | rk4 | 4 | 4 |
-| exponential, dpm, unipc | 2 | 1, with a memory of the steps before |
+| dpm | 2 | 1, with a memory of the step before |
 """
 
 # Shape legend: B batch, S steps, ... all data dimensions.
@@ -16,14 +16,14 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from ddm.diffusion.multistep import Memory, dpm_step, exponential_step, filled, unipc_step
+from ddm.diffusion.multistep import SolverMemory, dpm_step, filled
 from ddm.diffusion.path import LinearPath, Path, Velocity
 from ddm.errors import MathError
 
-SolverName = Literal["euler", "heun", "midpoint", "rk4", "exponential", "dpm", "unipc"]
+SolverName = Literal["euler", "heun", "midpoint", "rk4", "dpm"]
 
 
-Step = Callable[[Velocity, Tensor, float, float, Memory], tuple[Tensor, Memory]]
+Step = Callable[[Velocity, Tensor, float, float, SolverMemory], tuple[Tensor, SolverMemory]]
 """Called as ``step(velocity, x_B, t, t_next, memory)``; returns x at `t_next` and the memory then."""
 
 
@@ -41,7 +41,7 @@ def integrate(
         x_1: where the trajectory starts, shape (B, ...).
         times: S + 1 times, strictly descending, usually from 1 to 0.
         solver: see the table above.
-        path: the velocity's path, linear when omitted; only multistep solvers use it.
+        path: the velocity's path, linear when omitted; only `dpm` uses it.
 
     Returns:
         The end of the trajectory, shape (B, ...).
@@ -50,14 +50,14 @@ def integrate(
         MathError: times that do not descend, or an unknown solver.
     """
     check_times(times)
-    return follow(
-        velocity, x_1, times, solver_named(solver, path or LinearPath()), Memory.none(x_1)
-    )[0]
+    step = solver_named(solver, path or LinearPath())
+    x_0, _ = follow(velocity, x_1, times, step, SolverMemory.empty(x_1))
+    return x_0
 
 
 def follow(
-    velocity: Velocity, x_B: Tensor, times: Sequence[float], step: Step, memory: Memory
-) -> tuple[Tensor, Memory]:
+    velocity: Velocity, x_B: Tensor, times: Sequence[float], step: Step, memory: SolverMemory
+) -> tuple[Tensor, SolverMemory]:
     """Take every step along `times`; return x at the end, and the memory."""
     for t, t_next in pairwise(times):
         x_B, memory = step(velocity, x_B, t, t_next, memory)
@@ -88,7 +88,8 @@ def heun_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tenso
 
 def rk4_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor:
     """The classical Runge-Kutta step: one velocity here, two halfway, one at the end, weighted 1, 2, 2, 1."""
-    length, halfway = t_next - t, filled(x_B, (t + t_next) / 2)
+    length = t_next - t
+    halfway = filled(x_B, (t + t_next) / 2)
     u_1 = velocity(x_B, filled(x_B, t))
     u_2 = velocity(x_B + length / 2 * u_1, halfway)
     u_3 = velocity(x_B + length / 2 * u_2, halfway)
@@ -111,18 +112,19 @@ def solver_named(name: SolverName, path: Path) -> Step:
             return _without_memory(midpoint_step)
         case "rk4":
             return _without_memory(rk4_step)
-        case "exponential":
-            return partial(exponential_step, path=path)
         case "dpm":
             return partial(dpm_step, path=path)
-        case "unipc":
-            return partial(unipc_step, path=path)
         case _:
             raise MathError("solver", expected=", ".join(get_args(SolverName)), got=repr(name))
 
 
 def _without_memory(step: Callable[[Velocity, Tensor, float, float], Tensor]) -> Step:
-    return lambda velocity, x_B, t, t_next, memory: (step(velocity, x_B, t, t_next), memory)
+    def step_and_pass_memory(
+        velocity: Velocity, x_B: Tensor, t: float, t_next: float, memory: SolverMemory
+    ) -> tuple[Tensor, SolverMemory]:
+        return step(velocity, x_B, t, t_next), memory
+
+    return step_and_pass_memory
 
 
 def uniform_times(steps: int) -> tuple[float, ...]:
@@ -144,6 +146,11 @@ def check_times(times: Sequence[float]) -> None:
     """
     descends = all(earlier > later for earlier, later in pairwise(times))
     if len(times) < 2 or not descends or times[0] > 1 or times[-1] < 0:
-        got = ", ".join(f"{t:g}" for t in times[:8]) + (", ..." if len(times) > 8 else "")
-        expected = "at least 2 times, strictly descending, within [0, 1]"
-        raise MathError("times", expected=expected, got=got or "no times")
+        listed = [f"{t:g}" for t in times[:8]]
+        if len(times) > 8:
+            listed.append("...")
+        raise MathError(
+            "times",
+            expected="at least 2 times, strictly descending, within [0, 1]",
+            got=", ".join(listed) or "no times",
+        )

@@ -60,8 +60,10 @@ def _expand_architecture(table: Any) -> Any:
 
 
 def _expand_size(table: Any, document: type[ExpertArchitecture]) -> Any:
-    if not isinstance(table, Mapping) or not isinstance(table.get("size"), str):
+    if not isinstance(table, Mapping) or table.get("size") is None:
         return table
+    if not isinstance(table["size"], str):
+        raise ValueError(f"size must be a string, got {table['size']!r}")
     try:
         published = document.published_size(table["size"])
     except ShapeError as error:

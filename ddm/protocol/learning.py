@@ -173,8 +173,7 @@ class Training(Model):
             al. 2024).
         ema_snapshots: how many times in the run averages of two widths are kept, from which `ddm.training.averages`
             finds that of any other width afterwards; needs `ema_width`, and memory for two more copies of the weights.
-        loss_weighting: the weight of a time in the loss: none, min_snr (Hang et al. 2023) or sigmoid (Hoogeboom et al.
-            2024).
+        loss_weighting: the weight of a time in the loss: none, or sigmoid (Hoogeboom et al. 2024).
         order: whether a step draws its images anew, or all images are used once, in random order, before any is used
             again.
         flip: whether images are mirrored from left to right at random.
@@ -202,7 +201,7 @@ class Training(Model):
     ema_half_life: Annotated[float | None, Field(gt=0.0, le=1e12)] = None
     ema_width: Annotated[float | None, Field(ge=0.01, le=0.25)] = None
     ema_snapshots: Annotated[int, Field(ge=0, le=1024)] = 0
-    loss_weighting: Literal["none", "min_snr", "sigmoid"] = "none"
+    loss_weighting: Literal["none", "sigmoid"] = "none"
     order: Literal["drawn", "epochs"] = "drawn"
     flip: bool = False
     crop: Annotated[int, Field(ge=0, le=64)] = 0

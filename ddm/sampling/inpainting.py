@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d, max_pool3d
 
-from ddm.diffusion.multistep import Memory, filled
+from ddm.diffusion.multistep import SolverMemory, filled
 from ddm.diffusion.path import Path, Velocity, x_0_and_eps, x_t
 from ddm.diffusion.rng import stream
 from ddm.errors import MathError, NumericalError, ShapeError
@@ -175,8 +175,8 @@ class Inpainting:
 
 
 def _velocity_alone(
-    u: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory
-) -> tuple[Tensor, Memory]:
+    u: Velocity, x_B: Tensor, t: float, t_next: float, memory: SolverMemory
+) -> tuple[Tensor, SolverMemory]:
     """Return the velocity in the place of where it leads."""
     return u(x_B, filled(x_B, t)), memory
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ddm.diffusion.multistep import Memory, filled
+from ddm.diffusion.multistep import SolverMemory, filled
 from ddm.diffusion.path import Velocity
 from ddm.diffusion.rng import stream
 from ddm.diffusion.solver import Step, follow
@@ -41,7 +41,7 @@ class SolverState:
     """Samples at one time, and what a multistep solver remembers of them."""
 
     x_B: Tensor
-    memory: Memory
+    memory: SolverMemory
 
     def of(self, rows: Tensor | slice) -> "SolverState":
         """Return the state of some of the samples."""
@@ -73,7 +73,7 @@ class TrajectoryState:
 
     def at(self, x_B: Tensor) -> "TrajectoryState":
         """Return the samples moved elsewhere, where a multistep solver knows nothing of them."""
-        return replace(self, solver_state=SolverState(x_B, Memory.none(x_B)))
+        return replace(self, solver_state=SolverState(x_B, SolverMemory.empty(x_B)))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Trajectories:
         num_experts = len(self.mixture.experts)
         all_BK = torch.ones(len(x_B), num_experts, dtype=torch.bool, device=x_B.device)
         expert_B = torch.zeros(len(x_B), dtype=torch.int64, device=x_B.device)
-        return TrajectoryState(SolverState(x_B, Memory.none(x_B)), all_BK, expert_B)
+        return TrajectoryState(SolverState(x_B, SolverMemory.empty(x_B)), all_BK, expert_B)
 
     def integrate(self, x_B: Tensor, uniform_BS: Tensor, first: int = 0) -> TrajectoryState:
         """Integrate samples along all times.
@@ -247,7 +247,7 @@ class Trajectories:
         if isinstance(groups[0][0], slice):
             return parts[0]
         x_B = torch.cat([part.x_B for part in parts])
-        memory = Memory.joined([part.memory for part in parts])
+        memory = SolverMemory.joined([part.memory for part in parts])
         order_B = torch.cat([rows for rows, _ in groups]).argsort()  # type: ignore[misc]
         return SolverState(x_B, memory).of(order_B)
 
@@ -257,8 +257,8 @@ class Trajectories:
         """Integrate one group of samples."""
 
         def step(
-            u: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory
-        ) -> tuple[Tensor, Memory]:
+            u: Velocity, x_B: Tensor, t: float, t_next: float, memory: SolverMemory
+        ) -> tuple[Tensor, SolverMemory]:
             result = self.step(u, x_B, t, t_next, memory)
             self.report_step(len(x_B))
             return result

@@ -12,20 +12,17 @@ from torch import Tensor
 
 from ddm.diffusion.path import Path, Prediction
 
-MIN_SNR_GAMMA = 5.0
 SIGMOID_BIAS = -1.0
 _LEAST_SIGMA = 1e-6  # of x_0, whose weight at sigma = 0 is a limit
 
-Weighting = Literal["none", "min_snr", "sigmoid"]
+Weighting = Literal["none", "sigmoid"]
 
 
 def loss_weights(kind: Weighting, path: Path, prediction: Prediction, t_B: Tensor) -> Tensor | None:
     """Return the weight of each time in the squared error of the prediction, shape (B,); None for equal weights.
 
-    With ``snr = alpha^2 / sigma^2`` the weights of the squared error of eps are
-
-    - min_snr: ``min(snr, gamma) / snr`` with gamma = 5 (Hang et al. 2023, arXiv 2303.09556);
-    - sigmoid: ``sigmoid(b - log snr)`` with b = -1 (Hoogeboom et al. 2024, arXiv 2410.19324).
+    With ``snr = alpha^2 / sigma^2`` the sigmoid weights of the squared error of eps are ``sigmoid(b - log snr)`` with
+    b = -1 (Hoogeboom et al. 2024, arXiv 2410.19324).
 
     An error d of another prediction implies an error of eps, so its weights are these times a square:
 
@@ -37,15 +34,9 @@ def loss_weights(kind: Weighting, path: Path, prediction: Prediction, t_B: Tenso
         Kingma and Gao 2023, arXiv 2303.00848, for one weighting in terms of several predictions.
     """
     alpha, sigma = path.alpha(t_B), path.sigma(t_B).clamp(min=_LEAST_SIGMA)
-    match kind:
-        case "none":
-            return None
-        case "min_snr":
-            of_eps = (MIN_SNR_GAMMA * sigma.square() / alpha.square()).clamp(max=1.0)
-        case "sigmoid":
-            of_eps = sigma.square() / (sigma.square() + exp(-SIGMOID_BIAS) * alpha.square())
-        case _:
-            assert_never(kind)
+    if kind == "none":
+        return None
+    of_eps = sigma.square() / (sigma.square() + exp(-SIGMOID_BIAS) * alpha.square())
     match prediction:
         case "eps":
             return of_eps

@@ -37,9 +37,7 @@ COST: dict[SolverName, int] = {
     "midpoint": 2,
     "heun": 2,
     "rk4": 4,
-    "exponential": 1,
     "dpm": 1,
-    "unipc": 1,
 }
 FINE_STEPS = 100
 # where grids along log-SNR begin and end; then one step to 0, before one from 1

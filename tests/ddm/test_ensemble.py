@@ -246,7 +246,7 @@ def test_the_same_call_gives_the_same_bytes_and_another_seed_others() -> None:
         Threshold(),
     ],
 )
-@pytest.mark.parametrize("solver", ["heun", "exponential"])
+@pytest.mark.parametrize("solver", ["heun", "dpm"])
 def test_sample_i_is_the_same_for_every_num_and_grouping(
     strategy: Strategy, solver: SolverName
 ) -> None:

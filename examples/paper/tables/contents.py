@@ -13,9 +13,7 @@ _EVALUATIONS: Mapping[SolverName, int] = {
     "heun": 2,
     "midpoint": 2,
     "rk4": 4,
-    "exponential": 1,
     "dpm": 1,
-    "unipc": 1,
 }
 
 

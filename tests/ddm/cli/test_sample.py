@@ -120,7 +120,7 @@ def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
     np.testing.assert_allclose(draw("--set batch=1"), plain, atol=1e-5)
     for flags in (
         "--solver rk4",
-        "--solver exponential",
+        "--solver dpm",
         "--strategy top-k --top-k 1",
         "--strategy lock --tau 0.5 --prefix full",
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddm.diffusion.multistep import Memory, filled
+from ddm.diffusion.multistep import SolverMemory, filled
 from ddm.diffusion.path import (
     CosinePath,
     LinearPath,
@@ -60,42 +60,21 @@ def four_silos_error(path: Path, solver: SolverName, times: Sequence[float]) -> 
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
-@pytest.mark.parametrize(("solver", "order"), [("midpoint", 2), ("exponential", 2), ("dpm", 2)])
+@pytest.mark.parametrize("solver", ["midpoint", "dpm"])
 def test_solver_of_second_order_has_it_on_a_mixture_away_from_the_ends(
-    path: Path, solver: SolverName, order: int
+    path: Path, solver: SolverName
 ) -> None:
     """One Gaussian would flatter midpoint, which is of third order on it; at the ends log-SNR is infinite."""
 
     def at(steps: int) -> float:
         return four_silos_error(path, solver, [0.9 - 0.7 * n / steps for n in range(steps + 1)])
 
-    assert abs(log2(at(50) / at(100)) - order) < 0.25
-
-
-@pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
-def test_exponential_solver_is_of_more_than_first_order_from_end_to_end(path: Path) -> None:
-    assert log2(error(path, "exponential", 200) / error(path, "exponential", 800)) / 2 > 1.6
-    assert log2(error(path, "euler", 200) / error(path, "euler", 800)) / 2 < 1.1
-
-
-@pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
-def test_unipc_is_of_a_higher_order_than_what_it_corrects_on_a_mixture_away_from_the_ends(
-    path: Path,
-) -> None:
-    """The corrector adds one to the order of the predictor (Zhao et al. 2023, theorem 3.1)."""
-
-    def at(steps: int) -> float:
-        return four_silos_error(path, "unipc", [0.9 - 0.7 * n / steps for n in range(steps + 1)])
-
-    assert 2.5 < log2(at(100) / at(200)) < 3.5
+    assert abs(log2(at(50) / at(100)) - 2) < 0.25
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
 @pytest.mark.parametrize("steps", [1, 2, 7])
-@pytest.mark.parametrize("solver", ["exponential", "dpm", "unipc"])
-def test_multistep_solver_is_exact_when_the_data_are_one_point(
-    path: Path, steps: int, solver: SolverName
-) -> None:
+def test_multistep_solver_is_exact_when_the_data_are_one_point(path: Path, steps: int) -> None:
     """x_0 never changes then, and both ends are reached without a division by alpha or sigma."""
     point = torch.tensor([1.5, -0.5], dtype=torch.float64)
     x_1 = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -103,7 +82,7 @@ def test_multistep_solver_is_exact_when_the_data_are_one_point(
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         return velocity_from_x_0(path, x, point.expand_as(x), t)
 
-    ends = integrate(velocity, x_1, uniform_times(steps), solver, path)
+    ends = integrate(velocity, x_1, uniform_times(steps), "dpm", path)
     assert (ends - point).abs().max() < 1e-12
     if steps > 1 and isinstance(path, CosinePath):
         assert (
@@ -111,20 +90,20 @@ def test_multistep_solver_is_exact_when_the_data_are_one_point(
         ).abs().max() > 1e-3
 
 
-def test_dpm_solver_follows_its_paper_and_extrapolation_in_t_is_better_on_steps_even_in_t() -> None:
-    """Against DPM-Solver++(2M), written out here."""
+def test_dpm_solver_follows_its_paper() -> None:
+    """Against DPM-Solver++(2M), written out here; the control is a solver of the same order."""
     for path in (LinearPath(), CosinePath()):
         for steps in (20, 40):
             mixture = four_silos(path)
             x_1 = torch.randn(
                 100, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64
             )
-            truth = integrate(mixture.velocity, x_1, uniform_times(150), "rk4")
-            ours = integrate(mixture.velocity, x_1, uniform_times(steps), "exponential", path)
-            theirs = dpm_solver_2m(mixture.velocity, x_1, uniform_times(steps), path)
-            dpm = integrate(mixture.velocity, x_1, uniform_times(steps), "dpm", path)
-            torch.testing.assert_close(dpm, theirs, atol=1e-12, rtol=0)
-            assert (ours - truth).abs().mean() < (theirs - truth).abs().mean()
+            times = uniform_times(steps)
+            published = dpm_solver_2m(mixture.velocity, x_1, times, path)
+            ours = integrate(mixture.velocity, x_1, times, "dpm", path)
+            torch.testing.assert_close(ours, published, atol=1e-12, rtol=0)
+            other = integrate(mixture.velocity, x_1, times, "midpoint", path)
+            assert (other - published).abs().max() > 1e-3
 
 
 def dpm_solver_2m(velocity: Velocity, x: Tensor, times: Sequence[float], path: Path) -> Tensor:
@@ -147,24 +126,25 @@ def dpm_solver_2m(velocity: Velocity, x: Tensor, times: Sequence[float], path: P
     return x
 
 
-@pytest.mark.parametrize("solver", ["exponential", "dpm", "unipc"])
-def test_solver_forgets_a_sample_that_changed_its_expert_and_no_other(solver: SolverName) -> None:
+def test_solver_forgets_a_sample_that_changed_its_expert_and_no_other() -> None:
     """Half of the samples change velocity in the middle; they go on as if they had started there."""
     first, second = (four_silos().expert(k) for k in (0, 1))
-    times, step = uniform_times(10), solver_named(solver, LinearPath())
+    times = uniform_times(10)
+    step = solver_named("dpm", LinearPath())
     x_1 = torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     changed = torch.arange(6) % 2 == 0
-    halfway, memory = follow(first, x_1, times[:6], step, Memory.none(x_1))
+    halfway, memory = follow(first, x_1, times[:6], step, SolverMemory.empty(x_1))
 
-    def rest(velocity: Velocity, known: Memory) -> Tensor:
+    def rest(velocity: Velocity, known: SolverMemory) -> Tensor:
         return follow(velocity, halfway, times[5:], step, known)[0]
 
     assert torch.equal(rest(first, memory.forget(changed))[~changed], rest(first, memory)[~changed])
     assert torch.equal(
-        rest(second, memory.forget(changed))[changed], rest(second, Memory.none(x_1))[changed]
+        rest(second, memory.forget(changed))[changed],
+        rest(second, SolverMemory.empty(x_1))[changed],
     )
     assert (
-        rest(second, memory)[changed] - rest(second, Memory.none(x_1))[changed]
+        rest(second, memory)[changed] - rest(second, SolverMemory.empty(x_1))[changed]
     ).abs().max() > 1e-3
 
 
@@ -178,9 +158,7 @@ def test_solver_evaluates_as_often_as_its_table_says() -> None:
         ("heun", 14),
         ("midpoint", 14),
         ("rk4", 28),
-        ("exponential", 7),
         ("dpm", 7),
-        ("unipc", 7),
     )
     for solver, expected in evaluations:
         asked: list[Tensor] = []

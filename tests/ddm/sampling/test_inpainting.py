@@ -136,7 +136,7 @@ def test_strategy_that_locks_in_noise_gives_every_silo_its_prior_share() -> None
     assert float((found > 0).double().mean()) == pytest.approx(0.5, abs=0.12)
 
 
-@pytest.mark.parametrize("solver", ["heun", "midpoint", "rk4", "exponential"])
+@pytest.mark.parametrize("solver", ["heun", "midpoint", "rk4", "dpm"])
 def test_every_solver_inpaints(solver: SolverName) -> None:
     found = inpainted(two_silos(), 2.5, solver=solver, steps=12, corrections=6)
     assert float((found < 0).double().mean()) > 0.8

@@ -115,7 +115,7 @@ def test_router_is_asked_at_the_noised_image_and_not_at_the_prior() -> None:
 
 
 @pytest.mark.parametrize("strategy", ALL)
-@pytest.mark.parametrize("solver", ["heun", "exponential"])
+@pytest.mark.parametrize("solver", ["heun", "dpm"])
 def test_given_noise_start_and_times_are_the_same_way(
     strategy: Strategy, solver: SolverName
 ) -> None:

@@ -142,7 +142,7 @@ def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(
             steps=2,
             seed=1,
             **words,
-            options=SamplingOptions(solver="exponential"),
+            options=SamplingOptions(solver="dpm"),
         ).images  # type: ignore[arg-type]
 
     for strategy in ("full", "lock"):

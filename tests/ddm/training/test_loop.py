@@ -168,7 +168,7 @@ OTHER = {"schedule": "cosine", "warmup_steps": 4, "betas": (0.8, 0.95), "max_gra
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, OTHER, OTHER | {"loss_weighting": "min_snr", "order": "epochs"}]
+    "changes", [{}, OTHER, OTHER | {"loss_weighting": "sigmoid", "order": "epochs"}]
 )
 def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[str, Any]) -> None:
     recipe = settings(num_steps=12, **changes)
@@ -183,9 +183,10 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[
         batch = draw_batch(Examples(images()), recipe, n, UniformT())
         x_0, eps, t_B, t = batch.x_0, batch.eps, batch.t_B, batch.t_B[:, None, None, None]
         squares = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square()
-        # min(snr, 5) / snr of eps, whose error is 1 - t of the velocity's
-        if recipe.loss_weighting == "min_snr":
-            squares = squares * torch.minimum((1 - t).square(), 5 * t.square())
+        # sigmoid(-1 - log snr) of eps, whose error is 1 - t of the velocity's
+        if recipe.loss_weighting == "sigmoid":
+            snr = ((1 - t) / t).square()
+            squares = squares * torch.sigmoid(-1 - snr.log()) * (1 - t).square()
         loss = squares.mean()
         gradients = dict(
             zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True)

@@ -1,4 +1,4 @@
-"""Every weighting, held against its definition on the error of eps, with the error of a velocity converted exactly."""
+"""The sigmoid weights against their definition on the error of eps, with the error of a velocity converted exactly."""
 
 from typing import Any
 
@@ -12,24 +12,22 @@ PATHS: list[Path] = [LinearPath(), CosinePath()]
 TIMES = torch.linspace(0.01, 0.99, 50, dtype=torch.float64)
 
 
-def published(kind: str, path: Path) -> torch.Tensor:
+def published(path: Path) -> torch.Tensor:
     snr = (path.alpha(TIMES) / path.sigma(TIMES)) ** 2
-    return snr.clamp(max=5.0) / snr if kind == "min_snr" else torch.sigmoid(-1.0 - snr.log())
+    return torch.sigmoid(-1.0 - snr.log())
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", ["min_snr", "sigmoid"])
-def test_weights_of_eps_are_the_published_ones(kind: Any, path: Path) -> None:
-    found = loss_weights(kind, path, "eps", TIMES)
+def test_weights_of_eps_are_the_published_ones(path: Path) -> None:
+    found = loss_weights("sigmoid", path, "eps", TIMES)
     assert found is not None
-    assert torch.allclose(found, published(kind, path))
+    assert torch.allclose(found, published(path))
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", ["min_snr", "sigmoid"])
 @pytest.mark.parametrize("prediction", ["velocity", "v", "x_0"])
 def test_other_predictions_have_the_loss_that_their_eps_would_have(
-    prediction: Any, kind: Any, path: Path
+    prediction: Any, path: Path
 ) -> None:
     random = torch.Generator().manual_seed(0)
     x, u, off = (torch.randn(50, 3, generator=random, dtype=torch.float64) for _ in range(3))
@@ -37,17 +35,16 @@ def test_other_predictions_have_the_loss_that_their_eps_would_have(
         x_0_and_eps_of(path, prediction, x, answer, TIMES)[1] for answer in (u + off, u)
     )
     error = wrong - right
-    weights = loss_weights(kind, path, prediction, TIMES)
+    weights = loss_weights("sigmoid", path, prediction, TIMES)
     assert weights is not None
-    of_eps = error.square() * expand_time(published(kind, path), error)
+    of_eps = error.square() * expand_time(published(path), error)
     assert torch.allclose(off.square() * expand_time(weights, off), of_eps)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("prediction", ["velocity", "eps", "v", "x_0"])
-@pytest.mark.parametrize("kind", ["min_snr", "sigmoid"])
-def test_weights_are_finite_at_both_ends(kind: Any, prediction: Any, path: Path) -> None:
-    weights = loss_weights(kind, path, prediction, torch.tensor([0.0, 1.0]))
+def test_weights_are_finite_at_both_ends(prediction: Any, path: Path) -> None:
+    weights = loss_weights("sigmoid", path, prediction, torch.tensor([0.0, 1.0]))
     assert weights is not None
     assert bool(weights.isfinite().all())
     assert bool((weights >= 0).all())
