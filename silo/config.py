@@ -17,7 +17,7 @@ from ddm.protocol.architecture import ArchitectureKind
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import PixelSide, PixelValue
-from ddm.protocol.enrolment import MAX_CARD_BYTES, Agreed, Card
+from ddm.protocol.enrolment import MAX_CARD_BYTES, AgreedSize, Card
 from ddm.protocol.submission import Waiver
 from ddm.training.config import TrainingSettings
 
@@ -286,7 +286,7 @@ class Site:
         """The secret that keys dataset digests."""
         return self.ledger_folder / "dataset.salt"
 
-    def agreed(self) -> Agreed | None:
+    def agreed(self) -> AgreedSize | None:
         """Read the size that this site's last card states; None before the first card was made."""
         if not self.card_path.exists():
             return None

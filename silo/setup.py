@@ -18,7 +18,7 @@ from ddm.io.locks import locked
 from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
-from ddm.protocol.enrolment import CARD_KIND, Agreed, Card, Invitation, RotatedCard
+from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card, Invitation, RotatedCard
 from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
@@ -263,7 +263,7 @@ def _agreed(
     patients: int | None,
     advance: Callable[[int], None],
     on_count: Callable[[UnitCounts], None],
-) -> Agreed:
+) -> AgreedSize:
     by_patient = site.policy().privacy.unit == "patient"
     before = site.agreed()
     if before is not None and (not by_patient or before.patients is not None):
@@ -285,7 +285,7 @@ def _agreed(
         if patients is not None:
             patients = min(patients, images)
     try:
-        return Agreed(images=images, patients=patients)
+        return AgreedSize(images=images, patients=patients)
     except ValidationError as error:
         got = f"{images} images" + (f" and {patients} patients" if patients is not None else "")
         expected = "at least two images, and at most as many patients as images"

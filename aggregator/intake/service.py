@@ -61,7 +61,7 @@ from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import now_utc
 from ddm.protocol.leave import LEAVE_NAME, MAX_LEAVE_BYTES
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Held, Receipt, Refused
+from ddm.protocol.receipt import RECEIPT_KIND, AcceptedVerdict, HeldVerdict, Receipt, RefusedVerdict
 from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.transport.sequences import sequence_numbers
 from ddm.trust.envelope import open_sealed, seal
@@ -213,7 +213,7 @@ class IntakeService:
         sealed = read_bounded(self._receipt(silo_id, last_sequence), MAX_RECEIPT_BYTES)
         content, _ = open_sealed(sealed, RECEIPT_KIND, self.key.public, MAX_RECEIPT_BYTES)
         receipt = Receipt.parse(content, subject="receipt")
-        if isinstance(receipt.verdict, Accepted) or last_sequence >= MAX_SUBMISSIONS:
+        if isinstance(receipt.verdict, AcceptedVerdict) or last_sequence >= MAX_SUBMISSIONS:
             write_atomic(self._final(silo_id), b"")
 
     def _apply_decision(self, entry: QuarantineEntry) -> bool:
@@ -234,12 +234,12 @@ class IntakeService:
 
     def _verdict_of_decision(
         self, entry: QuarantineEntry, decision: QuarantineDecision
-    ) -> Accepted | Refused:
+    ) -> AcceptedVerdict | RefusedVerdict:
         silo_id = entry.record.silo_id
         sequence = entry.record.sequence
         if decision.verdict == "refused":
             reason = f"submission {sequence}: flagged by screening, then refused by a person: {decision.reason}"
-            return Refused(code=RefusedError.exit_code, reason=reason)
+            return RefusedVerdict(code=RefusedError.exit_code, reason=reason)
         folder = entry.submission_folder
         if not folder.is_dir():
             # Accepted before a crash, which came between the rename and the receipt.
@@ -251,8 +251,8 @@ class IntakeService:
                 verified = self._verify(authenticate(folder, expected), expected)
                 self.keep_accepted(silo_id, verified, folder)
         except ArchipelagoError as error:
-            return Refused(code=error.exit_code, reason=_reason(error, sequence))
-        return Accepted()
+            return RefusedVerdict(code=error.exit_code, reason=_reason(error, sequence))
+        return AcceptedVerdict()
 
     def _answer(self, silo_id: str, path: Path) -> None:
         """Accept, refuse or quarantine what arrived, if the silo signed it; throw away anything else."""
@@ -260,7 +260,7 @@ class IntakeService:
         # A folder already there was left by a crash, and never answered.
         shutil.rmtree(self._accepted(silo_id), ignore_errors=True)
         digest = None
-        verdict: Accepted | Refused
+        verdict: AcceptedVerdict | RefusedVerdict
         with staging_folder(self._accepted(silo_id)) as part:
             try:
                 expected = self._expectation(silo_id, sequence)
@@ -273,9 +273,9 @@ class IntakeService:
                     if self._quarantine_if_implausible(verified, sequence, part):
                         return
                     self.keep_accepted(silo_id, verified, part)
-                verdict = Accepted()
+                verdict = AcceptedVerdict()
             except ArchipelagoError as error:
-                verdict = Refused(code=error.exit_code, reason=_reason(error, sequence))
+                verdict = RefusedVerdict(code=error.exit_code, reason=_reason(error, sequence))
         self.sign_receipt(silo_id, sequence, digest, verdict)
 
     def _copy_signed(
@@ -339,7 +339,11 @@ class IntakeService:
         return True
 
     def sign_receipt(
-        self, silo_id: str, sequence: int, digest: str | None, verdict: Accepted | Refused
+        self,
+        silo_id: str,
+        sequence: int,
+        digest: str | None,
+        verdict: AcceptedVerdict | RefusedVerdict,
     ) -> None:
         """Answer a submission for good: the signed receipt on disk is the answer."""
         receipt = self._make_receipt(silo_id, sequence, digest, verdict, now_utc())
@@ -354,7 +358,7 @@ class IntakeService:
         if path.exists():
             return
         receipt = self._make_receipt(
-            record.silo_id, record.sequence, record.submission_digest, Held(), record.at
+            record.silo_id, record.sequence, record.submission_digest, HeldVerdict(), record.at
         )
         write_atomic(path, seal(receipt.encode(), RECEIPT_KIND, self.key))
 
@@ -363,7 +367,7 @@ class IntakeService:
         silo_id: str,
         sequence: int,
         digest: str | None,
-        verdict: Accepted | Refused | Held,
+        verdict: AcceptedVerdict | RefusedVerdict | HeldVerdict,
         at: datetime,
     ) -> Receipt:
         return Receipt(

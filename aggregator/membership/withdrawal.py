@@ -25,7 +25,7 @@ from ddm.protocol.base import (
     sha256_hex,
 )
 from ddm.protocol.plan import Plan
-from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
+from ddm.protocol.receipt import RECEIPT_KIND, Receipt, WithdrawnVerdict
 from ddm.protocol.submission import submission_path
 from ddm.publishing.log import append_entries
 from ddm.trust.envelope import open_sealed, seal
@@ -172,7 +172,9 @@ def _notify(federation: Federation, record: Withdrawal, plan_digest: str, key: S
     folder = federation.receipts / record.plan_id / record.silo_id
     write_atomic(folder / "final", b"")
     answered = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]
-    if any(isinstance(_answer(folder / f"{n}.json", key).verdict, Withdrawn) for n in answered):
+    if any(
+        isinstance(_answer(folder / f"{n}.json", key).verdict, WithdrawnVerdict) for n in answered
+    ):
         return
     last = max(answered, default=0)
     notice = Receipt(
@@ -181,7 +183,7 @@ def _notify(federation: Federation, record: Withdrawal, plan_digest: str, key: S
         silo_id=record.silo_id,
         sequence=last + 1,
         submission_digest=record.submission_digest,
-        verdict=Withdrawn(reason=record.reason),
+        verdict=WithdrawnVerdict(reason=record.reason),
         at=record.at,
     )
     write_atomic(folder / f"{last + 1}.json", seal(notice.encode(), RECEIPT_KIND, key))

@@ -20,7 +20,7 @@ from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, SiloId, Time, check_json
 from ddm.protocol.plan import Plan
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Held, Receipt, Refused
+from ddm.protocol.receipt import RECEIPT_KIND, AcceptedVerdict, HeldVerdict, Receipt, RefusedVerdict
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 
@@ -363,13 +363,13 @@ def _answered(receipts: Path, sequence: int, key: PublicKey) -> SubmissionStatus
     except ArchipelagoError as error:
         return _unreadable(sequence, str(error)[:400])
     verdict = receipt.verdict
-    if isinstance(verdict, Held):
+    if isinstance(verdict, HeldVerdict):
         return _unreadable(sequence, "a receipt that answers nothing")
     reasons: tuple[str, ...] = ()
-    if not isinstance(verdict, Accepted):
+    if not isinstance(verdict, AcceptedVerdict):
         reasons = (verdict.reason,)
     code = None
-    if isinstance(verdict, Refused):
+    if isinstance(verdict, RefusedVerdict):
         code = verdict.code
     return SubmissionStatus(
         sequence=sequence,

@@ -20,9 +20,9 @@ from ddm.loading.plan import PlanFiles
 from ddm.planning.fit import PublicImages, PublicParts, condition_of, write_base
 from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, TimmRecipe
 from ddm.protocol.base import sha256_file
-from ddm.protocol.carried import Carried
+from ddm.protocol.carried import CarriedSilo
 from ddm.protocol.encoder import HogEncoder, TimmEncoder
-from ddm.protocol.enrolment import Agreed
+from ddm.protocol.enrolment import AgreedSize
 from ddm.protocol.growth import check_carried, check_consent
 from ddm.protocol.latent import Autoencoder, AutoencoderKlLatent, AutoencoderSize, DiffusersKlLatent
 from ddm.protocol.plan import Plan
@@ -41,8 +41,8 @@ class CarriedExperts:
     """
 
     plan: Plan
-    carried: tuple[Carried, ...]
-    agreed: Mapping[str, Agreed]
+    carried: tuple[CarriedSilo, ...]
+    agreed: Mapping[str, AgreedSize]
     earlier: Mapping[str, Plan]
     folder: Path
 
@@ -95,7 +95,7 @@ def choose_carried(
             continue
         # A silo that the plan in force carries itself keeps the plan for which it trained.
         origin = carried_before.get(silo_id)
-        carried = Carried(
+        carried = CarriedSilo(
             silo_id=silo_id,
             plan_id=origin.plan_id if origin else plan.plan_id,
             plan_digest=origin.plan_digest if origin else plan_digest,
@@ -121,7 +121,7 @@ def choose_carried(
     )
 
 
-def _origin(plan: Plan, folder: Path, carried: Carried) -> Plan:
+def _origin(plan: Plan, folder: Path, carried: CarriedSilo) -> Plan:
     """Return the plan for which a silo trained."""
     if carried.plan_id == plan.plan_id:
         return plan
@@ -129,7 +129,7 @@ def _origin(plan: Plan, folder: Path, carried: Carried) -> Plan:
 
 
 def _check_sizes(
-    federation: Federation, inventory: Inventory, carried_silos: list[Carried]
+    federation: Federation, inventory: Inventory, carried_silos: list[CarriedSilo]
 ) -> None:
     """Refuse to carry a silo whose agreed size changed: its prior was counted by the earlier one."""
     cards = cards_for_next_plan(federation, [carried.silo_id for carried in carried_silos])

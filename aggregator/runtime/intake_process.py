@@ -21,7 +21,7 @@ from aggregator.intake.own_files import FederationFilesError
 from aggregator.intake.quarantine import QuarantineRecord
 from aggregator.intake.service import IntakeService
 from ddm.errors import BusyError
-from ddm.protocol.receipt import Accepted, Receipt, Refused
+from ddm.protocol.receipt import AcceptedVerdict, Receipt, RefusedVerdict
 from ddm.publishing.keys import load_key
 from ddm.system.console import new_app, run_app
 
@@ -104,9 +104,9 @@ def _step(desk: IntakeService) -> float:
 
 def _log_verdict(receipt: Receipt) -> None:
     match receipt.verdict:
-        case Accepted():
+        case AcceptedVerdict():
             _log.info("[%s] submission %d accepted", receipt.silo_id, receipt.sequence)
-        case Refused() as refusal:
+        case RefusedVerdict() as refusal:
             _log.warning(
                 "[%s] submission %d REFUSED: %s", receipt.silo_id, receipt.sequence, refusal.reason
             )

@@ -28,7 +28,7 @@ from ddm.planning.document import plan_of
 from ddm.planning.fit import PublicParts, divide, fit_public_parts
 from ddm.planning.recipe import TextRecipe
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
-from ddm.protocol.enrolment import Agreed
+from ddm.protocol.enrolment import AgreedSize
 from ddm.protocol.limits import Audit, Limits
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
@@ -292,7 +292,7 @@ def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
         name=recipe.owner.name,
         valid_for=_PLAN_LIFE,
         silos=tuple(names),
-        agreed={name: Agreed(images=size) for name, size in zip(names, sizes, strict=True)},
+        agreed={name: AgreedSize(images=size) for name, size in zip(names, sizes, strict=True)},
         receipt_key=receipt_key,
         partition=SiloPartition(min_images=recipe.partition.min_images),
         statistics=Statistics(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddm.errors import DigestError, ReplayError, TrustError
 from ddm.loading.earlier_plans import check_origins
 from ddm.protocol.base import File
-from ddm.protocol.carried import Carried
+from ddm.protocol.carried import CarriedSilo
 from ddm.protocol.growth import check_consent, standing_of
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo
@@ -126,7 +126,7 @@ def _check_submissions(verified: VerifiedRelease, documents: ReleaseDocuments) -
 
 
 def _check_carried(
-    verified: VerifiedRelease, carried: Carried, submission: Submission | Island
+    verified: VerifiedRelease, carried: CarriedSilo, submission: Submission | Island
 ) -> None:
     """Check that a carried silo's document is the one that the plan names, and that its silo consents."""
     path = submission_path(carried.silo_id)

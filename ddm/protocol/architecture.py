@@ -11,7 +11,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from ddm.errors import ShapeError
 from ddm.protocol.base import File, Model
-from ddm.protocol.classes import Classes, misnamed
+from ddm.protocol.classes import Classes, find_naming_fault
 
 if TYPE_CHECKING:
     from ddm.models.network import ExpertNetwork
@@ -47,7 +47,7 @@ class ClassCondition(Model):
     @model_validator(mode="after")
     def _names_tell_classes_apart(self) -> "ClassCondition":
         if self.names:
-            problem = misnamed(self.names, self.num_classes)
+            problem = find_naming_fault(self.names, self.num_classes)
             if problem:
                 raise ValueError(problem)
         return self

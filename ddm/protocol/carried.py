@@ -3,7 +3,7 @@
 from ddm.protocol.base import Digest, Model, PlanId, SiloId
 
 
-class Carried(Model):
+class CarriedSilo(Model):
     """One silo's accepted submission to an earlier plan, whose experts and statistics go on as they are.
 
     Attributes:
@@ -24,7 +24,9 @@ class Carried(Model):
         return f"plan/{self.plan_id}.json"
 
 
-def check_listed(plan_id: str, silos: tuple[str, ...], carried: tuple[Carried, ...]) -> None:
+def check_carried_silos(
+    plan_id: str, silos: tuple[str, ...], carried: tuple[CarriedSilo, ...]
+) -> None:
     """Refuse a silo that is carried twice, or trains as well, and two documents of one earlier plan.
 
     Raises:

@@ -29,14 +29,14 @@ class Classes:
         Returns:
             None where it means none of them.
         """
-        plain = folded(text)
+        plain = normalize_name(text)
         match = _NUMBER.fullmatch(plain)
         found = self._by_name.get(plain, int(match[1]) if match else self.num)
         return found if found < self.num else None
 
     @cached_property
     def _by_name(self) -> dict[str, int]:
-        return {folded(name): number for number, name in enumerate(self.names)}
+        return {normalize_name(name): number for number, name in enumerate(self.names)}
 
     def name(self, number: int) -> str:
         """Return what a class is called; its number where it has no name."""
@@ -50,20 +50,22 @@ class Classes:
         return ", ".join(self.names[:most]) + more
 
 
-def folded(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a name without what does not tell it from another one."""
     return " ".join(name.split()).casefold()
 
 
-def misnamed(names: Sequence[str], num: int) -> str | None:
+def find_naming_fault(names: Sequence[str], num: int) -> str | None:
     """Return what is wrong with the names of classes; None where nothing is."""
     if len(names) != num:
         return f"names must be as many as num_classes, {num}, got {len(names)}"
     if any(name != name.strip() or not name.isprintable() for name in names):
         return "names must be printable text without blanks around them"
-    if len({folded(name) for name in names}) < num:
+    if len({normalize_name(name) for name in names}) < num:
         return "names must differ by more than case and blanks"
     for number, name in enumerate(names):
-        if (match := _NUMBER.fullmatch(folded(name))) and (match[2] or int(match[1]) != number):
+        if (match := _NUMBER.fullmatch(normalize_name(name))) and (
+            match[2] or int(match[1]) != number
+        ):
             return f"a name that is a number must be that of its class: {name!r} is not {number}"
     return None

@@ -36,7 +36,7 @@ class Invitation(Document):
     log_key: LogKeyText
 
 
-class Agreed(Model):
+class AgreedSize(Model):
     """The most data that a silo may bring, agreed between its operator and the aggregator's: a bound on its prior.
 
     Attributes:
@@ -48,7 +48,7 @@ class Agreed(Model):
     patients: Agreement | None = None
 
     @model_validator(mode="after")
-    def _patients_have_images(self) -> "Agreed":
+    def _patients_have_images(self) -> "AgreedSize":
         if self.patients is not None and self.patients > self.images:
             raise ValueError(
                 f"patients cannot be more than images, got {self.patients} and {self.images}"
@@ -78,7 +78,7 @@ class Card(Document):
     node_key: Annotated[
         str, StringConstraints(pattern=r"^ecdsa-sha2-nistp(256|384) [A-Za-z0-9+/=]{1,400}$")
     ]
-    agreed: Agreed
+    agreed: AgreedSize
     max_epsilon: Epsilon
     unit: Unit
     created_at: Time

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddm.errors import ReplayError
-from ddm.protocol.carried import Carried
+from ddm.protocol.carried import CarriedSilo
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.manifest import PublishedSilo, Standing
 from ddm.protocol.plan import Plan
@@ -42,7 +42,7 @@ def differences(old: Plan, new: Plan, silo_id: str) -> list[tuple[str, str, str]
     return list(_differing("", _meaning(old, silo_id), _meaning(new, silo_id)))
 
 
-def check_carried(carried: Carried, old: Plan, new: Plan) -> None:
+def check_carried(carried: CarriedSilo, old: Plan, new: Plan) -> None:
     """Refuse a plan in which a carried expert would mean something else than where its silo trained it.
 
     Args:
@@ -77,7 +77,7 @@ def check_carried(carried: Carried, old: Plan, new: Plan) -> None:
         )
 
 
-def check_consent(carried: Carried, submission: Submission) -> None:
+def check_consent(carried: CarriedSilo, submission: Submission) -> None:
     """Refuse a submission that is not the carried one, or whose silo did not consent to being carried.
 
     Raises:

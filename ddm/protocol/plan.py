@@ -6,10 +6,10 @@ from pydantic import Field, model_validator
 
 from ddm.protocol.architecture import ClassCondition, Condition
 from ddm.protocol.base import Document, File, KeyText, Model, PlanId, SiloId, Time
-from ddm.protocol.carried import Carried, check_listed
+from ddm.protocol.carried import CarriedSilo, check_carried_silos
 from ddm.protocol.data import DataSpec
 from ddm.protocol.encoder import Encoder
-from ddm.protocol.enrolment import Agreed
+from ddm.protocol.enrolment import AgreedSize
 from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
 from ddm.protocol.learning import Expert, Objective, OwnAdaptation, TDistribution
 from ddm.protocol.limits import Audit, Limits
@@ -68,8 +68,8 @@ class Plan(PlanTerms, Document):
     created_at: Time
     expires_at: Time
     silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=1024)]
-    carried: Annotated[tuple[Carried, ...], Field(max_length=1024)] = ()
-    agreed: Annotated[dict[SiloId, Agreed], Field(max_length=1024)]
+    carried: Annotated[tuple[CarriedSilo, ...], Field(max_length=1024)] = ()
+    agreed: Annotated[dict[SiloId, AgreedSize], Field(max_length=1024)]
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     latent: Latent
@@ -82,7 +82,7 @@ class Plan(PlanTerms, Document):
     def _silos_are_sorted_and_agreed(self) -> "Plan":
         if list(self.silos) != sorted(set(self.silos)):
             raise ValueError(f"silos must be sorted and distinct; these {len(self.silos)} are not")
-        check_listed(self.plan_id, self.silos, self.carried)
+        check_carried_silos(self.plan_id, self.silos, self.carried)
         if set(self.agreed) != set(self.members):
             raise ValueError("agreed must name each silo once, as silos and carried do")
         return self

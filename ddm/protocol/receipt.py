@@ -7,13 +7,13 @@ from pydantic import Field
 from ddm.protocol.base import Digest, Document, Model, PlanId, PositiveInt, ShortText, SiloId, Time
 
 
-class Accepted(Model):
+class AcceptedVerdict(Model):
     """The submission was verified and accepted."""
 
     kind: Literal["accepted"] = "accepted"
 
 
-class Refused(Model):
+class RefusedVerdict(Model):
     """The submission was refused: the documented error code and one sentence."""
 
     kind: Literal["refused"] = "refused"
@@ -21,13 +21,13 @@ class Refused(Model):
     reason: ShortText
 
 
-class Held(Model):
+class HeldVerdict(Model):
     """The submission was verified and waits for a person's decision; its receipt is still to come."""
 
     kind: Literal["held"] = "held"
 
 
-class Withdrawn(Model):
+class WithdrawnVerdict(Model):
     """The silo was withdrawn: later versions hold nothing of it, and its submissions are no longer accepted."""
 
     kind: Literal["withdrawn"] = "withdrawn"
@@ -43,7 +43,10 @@ class Receipt(Document):
     silo_id: SiloId
     sequence: PositiveInt
     submission_digest: Digest | None
-    verdict: Annotated[Accepted | Refused | Held | Withdrawn, Field(discriminator="kind")]
+    verdict: Annotated[
+        AcceptedVerdict | RefusedVerdict | HeldVerdict | WithdrawnVerdict,
+        Field(discriminator="kind"),
+    ]
     at: Time
 
 

@@ -8,7 +8,7 @@ from ddm.images.array_files import ImageArrays, open_images
 from ddm.images.columns import class_numbers, read_column
 from ddm.images.find import DataKind
 from ddm.images.rows import blocks
-from ddm.protocol.classes import Classes, misnamed
+from ddm.protocol.classes import Classes, find_naming_fault
 from ddm.protocol.data import DataSpec
 from silo.config import DataPolicy, Policy
 from silo.data.problems import refuse_all
@@ -42,7 +42,7 @@ def check_declared(source: ImageSource, policy: Policy) -> None:
         raise DataError("data", expected=expected, got=data.kind.value, remedy=_REMEDY)
     classes = declared.known_classes
     if classes is not None and classes.names:
-        problem = misnamed(classes.names, classes.num)
+        problem = find_naming_fault(classes.names, classes.num)
         if problem:
             expected = "names of which each means one class, as in a plan"
             raise DataError(

@@ -20,7 +20,13 @@ from ddm.errors import (
 from ddm.io.files import read_bounded
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
-from ddm.protocol.receipt import Accepted, Held, Receipt, Refused, Withdrawn
+from ddm.protocol.receipt import (
+    AcceptedVerdict,
+    HeldVerdict,
+    Receipt,
+    RefusedVerdict,
+    WithdrawnVerdict,
+)
 from ddm.protocol.submission import submission_path
 from ddm.trust.sealed_documents import MAX_RECEIPT_BYTES, ReceiptBinding, open_receipt
 from silo.config import Policy, Site
@@ -153,20 +159,20 @@ def _find_answer(site: Site, state: State, plan: Plan) -> _Answer | None:
         receipt = _read_receipt(site, state, plan, f"{state.sequence}.json", state.sequence)
         if receipt is not None:
             match receipt.verdict:
-                case Accepted():
+                case AcceptedVerdict():
                     return _Answer("receipt")
-                case Refused(reason=reason, code=code):
+                case RefusedVerdict(reason=reason, code=code):
                     return _Answer("refusal", f"{reason} (code {code})")
     if state.state == "withdrawn" and state.confirmed:
         return None
     for sequence in (state.sequence, state.sequence + 1):
         notice = _read_receipt(site, state, plan, f"{sequence}.json", sequence)
-        if notice is not None and isinstance(notice.verdict, Withdrawn):
+        if notice is not None and isinstance(notice.verdict, WithdrawnVerdict):
             return _Answer("notice", notice.verdict.reason)
     if state.state == "in_outbox" and not state.held:
         held_name = f"{state.sequence}.held.json"
         receipt = _read_receipt(site, state, plan, held_name, state.sequence)
-        if receipt is not None and isinstance(receipt.verdict, Held):
+        if receipt is not None and isinstance(receipt.verdict, HeldVerdict):
             return _Answer("hold")
     return None
 
@@ -206,7 +212,7 @@ def find_receipt(
 def _verify_receipt(path: Path, plan: Plan, binding: ReceiptBinding, submission: Path) -> Receipt:
     sealed = read_bounded(path, MAX_RECEIPT_BYTES, subject="receipt")
     receipt = open_receipt(sealed, plan.receipt_key, binding)
-    if not isinstance(receipt.verdict, Accepted):
+    if not isinstance(receipt.verdict, AcceptedVerdict):
         return receipt
     # An acceptance counts for the bytes that were sent, and for no others under the same number.
     if not submission.is_file() or receipt.submission_digest != sha256_file(submission):

@@ -18,7 +18,7 @@ from aggregator.keys.silo_rotation import cards_for_next_plan, take_rotation
 from aggregator.membership.registry import card_of, enroll_silo, read_card, signing_key
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
 from ddm.io.locks import lock_if_unread
-from ddm.protocol.enrolment import CARD_KIND, Agreed, RotatedCard
+from ddm.protocol.enrolment import CARD_KIND, AgreedSize, RotatedCard
 from ddm.publishing.log import TransparencyLog
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
@@ -69,7 +69,7 @@ def plain_card(keyed: KeyedFederation, silo_id: str, key: SigningKey, images: in
     """A card without rotations, which whoever has the key can make."""
     card = card_of(keyed.federation, silo_id)
     changed = card.model_copy(
-        update={"signing_key": str(key.public), "agreed": Agreed(images=images)}
+        update={"signing_key": str(key.public), "agreed": AgreedSize(images=images)}
     )
     path = keyed.path / "plain.json"
     path.write_bytes(seal(changed.encode(), CARD_KIND, key))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ddm.errors import DataError, MissingFileError, PolicyError, SetupError
-from ddm.protocol.enrolment import CARD_KIND, MAX_CARD_BYTES, Agreed, Card
+from ddm.protocol.enrolment import CARD_KIND, MAX_CARD_BYTES, AgreedSize, Card
 from ddm.system.console import run_app
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import SigningKey
@@ -36,7 +36,7 @@ def hold(tiny: TinyFederation, **arrays: np.ndarray) -> None:
     settings.write_text(settings.read_text().replace(site.settings().data, str(path)))
 
 
-def stated(site: Site, key: SigningKey, **numbers: int) -> Agreed:
+def stated(site: Site, key: SigningKey, **numbers: int) -> AgreedSize:
     payload, signer = open_sealed(
         make_card(site, key, **numbers), CARD_KIND, key.public, MAX_CARD_BYTES
     )
@@ -61,9 +61,9 @@ def test_card_counts_the_data_until_a_person_states_a_number_which_then_stays(
 ) -> None:
     site, key = planned[0].sites[SILO], planned[0].key(SILO)
     site.card_path.unlink()
-    assert stated(site, key) == Agreed(images=64)
-    assert stated(site, key, images=50) == Agreed(images=50) == site.agreed()
-    assert stated(site, key) == Agreed(images=50)
+    assert stated(site, key) == AgreedSize(images=64)
+    assert stated(site, key, images=50) == AgreedSize(images=50) == site.agreed()
+    assert stated(site, key) == AgreedSize(images=50)
     for numbers in ({"images": 1}, {"images": 50, "patients": 51}):
         with pytest.raises(SetupError, match="at least two images, and at most as many patients"):
             stated(site, key, **numbers)
@@ -78,9 +78,9 @@ def test_card_of_a_site_that_protects_patients_counts_them(
     with pytest.raises(DataError, match="patients"):
         stated(site, key)
     hold(tiny, **cohort(100, 0.0, 1, patients=True))
-    assert stated(site, key) == Agreed(images=128, patients=64)
+    assert stated(site, key) == AgreedSize(images=128, patients=64)
     assert Card.parse(site.card_path.read_bytes(), subject="card.json").unit == "patient"
-    assert stated(site, key, images=110, patients=40) == Agreed(images=110, patients=40)
+    assert stated(site, key, images=110, patients=40) == AgreedSize(images=110, patients=40)
 
 
 def test_command_writes_the_card_and_says_what_it_states(
@@ -93,7 +93,7 @@ def test_command_writes_the_card_and_says_what_it_states(
         run_app(app, [str(each) for each in (*arguments, "--passphrase-file", tiny.path / "pass")])
     assert left.value.code == 0
     assert "for at most 48 images" in capsys.readouterr().out
-    assert tiny.sites[SILO].agreed() == Agreed(images=48)
+    assert tiny.sites[SILO].agreed() == AgreedSize(images=48)
 
 
 @pytest.mark.parametrize("images", [None, 63, 65])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddm.protocol.base import now_utc, sha256_hex
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt
+from ddm.protocol.receipt import RECEIPT_KIND, AcceptedVerdict, Receipt
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
@@ -97,7 +97,7 @@ class Signer:
             silo_id=silo_id,
             sequence=sequence,
             submission_digest="0" * 64,
-            verdict=Accepted(),
+            verdict=AcceptedVerdict(),
             at=now_utc(),
         )
         return seal(receipt.model_copy(update=changes).encode(), RECEIPT_KIND, key)

@@ -20,7 +20,7 @@ from aggregator.planning.sign import sign_plan
 from aggregator.setup import init_federation
 from ddm.planning.fit import PublicImages
 from ddm.protocol.base import File, now_utc, sha256_hex
-from ddm.protocol.enrolment import CARD_KIND, Agreed, Card, KeyRotation, RotatedCard
+from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card, KeyRotation, RotatedCard
 from ddm.protocol.plan import Plan
 from ddm.publishing.keys import load_key
 from ddm.trust.drafts import Holders
@@ -101,7 +101,7 @@ class KeyedFederation:
             silo_id=silo_id,
             signing_key=str(self.silos[silo_id].public),
             node_key=node,
-            agreed=Agreed(images=1024),
+            agreed=AgreedSize(images=1024),
             max_epsilon=8.0,
             unit="image",
             created_at=now_utc(),

@@ -8,7 +8,7 @@ from aggregator.config import Federation
 from ddm.io.files import write_atomic
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
+from ddm.protocol.receipt import RECEIPT_KIND, AcceptedVerdict, Receipt, RefusedVerdict
 from ddm.publishing.keys import load_key
 from ddm.system.processes import free_port
 from ddm.transport.messages import IndexEntry, Span
@@ -70,7 +70,7 @@ class Stage:
     def answer(
         self,
         silo_id: str,
-        verdict: Accepted | Refused,
+        verdict: AcceptedVerdict | RefusedVerdict,
         sequence: int = 1,
         key: SigningKey | None = None,
     ) -> None:

@@ -25,7 +25,7 @@ from ddm.errors import (
     SignatureError,
 )
 from ddm.protocol.base import now_utc
-from ddm.protocol.enrolment import CARD_KIND, Agreed, Card
+from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 
@@ -53,7 +53,7 @@ def write_card(
     key: SigningKey,
     node: str = NODE,
     named: SigningKey | None = None,
-    agreed: Agreed = Agreed(images=64),
+    agreed: AgreedSize = AgreedSize(images=64),
 ) -> Path:
     signing_key = str((named or key).public)
     card = Card(
@@ -86,13 +86,13 @@ def test_enroll_takes_a_new_size_with_the_same_keys_and_refuses_one_above_what_t
 ) -> None:
     key = SigningKey.generate()
     enroll_silo(federation, write_card(tmp_path, "north", key), images=64)
-    larger = write_card(tmp_path, "north", key, agreed=Agreed(images=340_000, patients=200_000))
+    larger = write_card(tmp_path, "north", key, agreed=AgreedSize(images=340_000, patients=200_000))
     for most in ({"images": 64}, {"images": 339_999}, {"patients": 100}):
         with pytest.raises(PolicyError, match=f"at most {next(iter(most.values()))}"):
             enroll_silo(federation, larger, **most)
-    assert read_cards(federation)["north"].agreed == Agreed(images=64)
+    assert read_cards(federation)["north"].agreed == AgreedSize(images=64)
     enroll_silo(federation, larger, images=340_000)
-    assert read_cards(federation)["north"].agreed == Agreed(images=340_000, patients=200_000)
+    assert read_cards(federation)["north"].agreed == AgreedSize(images=340_000, patients=200_000)
     with pytest.raises(PolicyError, match="got no number"):
         enroll_silo(federation, write_card(tmp_path, "north", key), patients=100)
 

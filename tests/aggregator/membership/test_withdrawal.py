@@ -21,7 +21,7 @@ from ddm.errors import (
     SetupError,
     SubmissionRefusedError,
 )
-from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
+from ddm.protocol.receipt import RECEIPT_KIND, Receipt, WithdrawnVerdict
 from ddm.system.console import run_app
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
@@ -224,7 +224,7 @@ def test_forged_notice_of_withdrawal_changes_nothing(published: Published) -> No
     """By another key, and by the right key for another silo."""
     tiny, plan_id = published.tiny, published.plan_id
     accepted = next(receipts(published))
-    notice = accepted.model_copy(update={"sequence": 2, "verdict": Withdrawn(reason=REASON)})
+    notice = accepted.model_copy(update={"sequence": 2, "verdict": WithdrawnVerdict(reason=REASON)})
     other = notice.model_copy(update={"silo_id": "east"})
     path = tiny.sites["north"].inbox / plan_id / "receipts" / "2.json"
     for forged, key in ((notice, SigningKey.generate()), (other, receipts_key(tiny))):

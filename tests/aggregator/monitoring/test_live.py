@@ -21,7 +21,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from aggregator.config import Federation
 from aggregator.monitoring.live import REFRESH_S, parse_address
 from ddm.errors import PolicyError, SetupError
-from ddm.protocol.receipt import Accepted, Refused
+from ddm.protocol.receipt import AcceptedVerdict, RefusedVerdict
 from ddm.system.processes import program
 from tests.conftest import Published
 from tests.support.browser import browser, one_browser, overflow, scripts_off, show_as
@@ -126,7 +126,7 @@ def test_page_shows_what_changes_in_the_folder_by_itself_with_scripts_off(
         assert "not seen yet" in card(browser, "north")
         live.stage.report("north", "training", 73)
         live.stage.report("east", "refused")
-        live.stage.answer("east", Refused(code=12, reason="other bytes than were signed"))
+        live.stage.answer("east", RefusedVerdict(code=12, reason="other bytes than were signed"))
         patience = WebDriverWait(browser, 4 * REFRESH_S, ignored_exceptions=[Exception])
         patience.until(lambda page: "working" in card(page, "north"))
         assert "73%" in card(browser, "north")
@@ -176,8 +176,8 @@ def test_progress_is_told_to_those_who_do_not_see_it(live: Live, browser: Chrome
 def test_text_has_enough_contrast(live: Live, browser: Chrome, dark: bool) -> None:
     live.stage.report("north", "training", 40)
     live.stage.report("east", "refused")
-    live.stage.answer("east", Refused(code=12, reason="other bytes"))
-    live.stage.answer("north", Accepted())
+    live.stage.answer("east", RefusedVerdict(code=12, reason="other bytes"))
+    live.stage.answer("north", AcceptedVerdict())
     show_as(browser, "desktop", dark=dark)
     browser.get(f"{live.url}?paused")
     assert browser.execute_script(CONTRAST) >= 4.5

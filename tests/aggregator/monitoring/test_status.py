@@ -17,7 +17,7 @@ from aggregator.transfer.delivery import SiloDelivery, TransferLimits, load_bund
 from ddm.io.locks import locked
 from ddm.pages.render import render
 from ddm.protocol.base import now_utc
-from ddm.protocol.receipt import Accepted, Refused
+from ddm.protocol.receipt import AcceptedVerdict, RefusedVerdict
 from ddm.publishing.keys import load_key
 from ddm.system.processes import program
 from ddm.transport.messages import Envelope, Status, StatusQuery, StatusReport
@@ -128,14 +128,14 @@ def test_rate_of_an_arrival_is_what_came_between_two_looks(stage: Stage) -> None
 
 def test_refusal_is_shown_with_code_and_reason_and_a_later_acceptance_ends_it(stage: Stage) -> None:
     stage.report("north", "refused")
-    stage.answer("north", Refused(code=12, reason="other bytes"))
+    stage.answer("north", RefusedVerdict(code=12, reason="other bytes"))
     (refused,) = look(stage).submissions
     assert (refused.verdict, refused.code, refused.reasons) == ("refused", 12, ("other bytes",))
     assert look(stage).standing == "refused"
     assert any(
         "other bytes" in text for text in attention_points(read_status(stage.federation, now_utc()))
     )
-    stage.answer("north", Accepted(), sequence=2)
+    stage.answer("north", AcceptedVerdict(), sequence=2)
     assert [one.verdict for one in look(stage).submissions] == ["refused", "accepted"]
     assert look(stage).standing == "accepted"
 
@@ -181,7 +181,7 @@ def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(published: P
 
 
 def test_receipt_by_another_key_is_not_shown_as_an_acceptance(stage: Stage) -> None:
-    stage.answer("north", Accepted(), key=SigningKey.generate())
+    stage.answer("north", AcceptedVerdict(), key=SigningKey.generate())
     (forged,) = look(stage).submissions
     assert forged.verdict == "unreadable" and look(stage).standing == "absent"
 
@@ -191,7 +191,7 @@ def test_quarantine_is_shown_with_its_reasons_until_it_is_answered(stage: Stage)
     stage.set_aside("north", "loss 3 times that of the others")
     assert look(stage).standing == "quarantined"
     assert look(stage).submissions[0].reasons == ("loss 3 times that of the others",)
-    stage.answer("north", Accepted())
+    stage.answer("north", AcceptedVerdict())
     assert look(stage).standing == "accepted"
 
 

@@ -15,7 +15,7 @@ from aggregator.planning.sign import check_signable
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
-from ddm.protocol.enrolment import Agreed, Card
+from ddm.protocol.enrolment import AgreedSize, Card
 from tests.conftest import Published
 from tests.support.federation import recipe
 
@@ -26,7 +26,7 @@ def card(silo_id: str, images: int, **policy: Any) -> Card:
         "silo_id": silo_id,
         "signing_key": f"ed25519:{'0' * 64}",
         "node_key": "ecdsa-sha2-nistp256 AAAA",
-        "agreed": Agreed(images=images),
+        "agreed": AgreedSize(images=images),
         "max_epsilon": 1000.0,
         "unit": "image",
         "created_at": now_utc(),
