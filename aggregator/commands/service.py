@@ -18,10 +18,10 @@ def service(
     ] = ("archipelago"),
 ) -> None:
     """Write the files that run `aggregator run` as a systemd service of its own user; nothing else is changed."""
-    from aggregator.services.units import as_user
-    from ddm.services.rendering import write_services
+    from aggregator.services.units import service_files
+    from ddm.services.units import write_services
 
-    files = as_user(Federation(fed).require(), user)
+    files = service_files(Federation(fed).require(), user)
     write_services(out, files)
     say(f"Written to {out}: {', '.join(sorted(files))}.")
     say(

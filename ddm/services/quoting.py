@@ -37,10 +37,13 @@ def command_word(value: object) -> Quoted:
 def command_line(words: Iterable[object]) -> Quoted:
     """Quote a command of a unit, with a line for each mount."""
     text = ""
+    follows_mount = False
     for word in map(command_word, words):
         is_mount = word.lstrip('"').startswith("--mount=")
-        after_mount = text.rpartition("\n")[2].lstrip(' "').startswith("--mount=")
-        text += " \\\n  " + word if is_mount or after_mount else f" {word}"
+        # A backslash at its end continues the line.
+        separator = " \\\n  " if is_mount or follows_mount else " "
+        text += separator + word
+        follows_mount = is_mount
     return Quoted(text.lstrip())
 
 
@@ -65,11 +68,8 @@ def user_name(value: object) -> Quoted:
     Raises:
         SetupError: it could be read as more than a name.
     """
-    return Quoted(
-        _matching(
-            _NAME, value, "a user's or a group's name: a-z or _, then up to 30 of a-z, 0-9, _ and -"
-        )
-    )
+    expected = "a user's or a group's name: a-z or _, then up to 30 of a-z, 0-9, _ and -"
+    return Quoted(_matching(_NAME, value, expected))
 
 
 def image_name(value: object) -> Quoted:
@@ -87,12 +87,16 @@ def mount(path: Path, *, writable: bool = False) -> str:
     Raises:
         SetupError: the path holds a comma or a colon, which podman cannot tell from the option's own.
     """
-    if found := [sign for sign in ",:" if sign in str(path)]:
-        remedy = "Move it to a path without these, or run the site as services of two users: --kind systemd."
-        raise SetupError(
-            str(path), expected="a path without , and :", got=f"one with {found[0]}", remedy=remedy
-        )
-    return f"--mount=type=bind,src={path},dst={path},ro={'false' if writable else 'true'}"
+    for sign in ",:":
+        if sign in str(path):
+            raise SetupError(
+                str(path),
+                expected="a path without , and :",
+                got=f"one with {sign}",
+                remedy="Move it to a path without these, or run the site as services of two users: --kind systemd.",
+            )
+    read_only = "false" if writable else "true"
+    return f"--mount=type=bind,src={path},dst={path},ro={read_only}"
 
 
 def _matching(pattern: re.Pattern[str], value: object, expected: str) -> str:
@@ -104,12 +108,12 @@ def _matching(pattern: re.Pattern[str], value: object, expected: str) -> str:
 
 def _checked(value: object) -> str:
     text = str(value)
+    # A line break would end the line of a setting and begin another one.
     if _CONTROL.search(text) or not text or not text.isprintable():
-        remedy = "Move it to a path that can be printed."
         raise SetupError(
             repr(text[:200]),
             expected="printable text",
             got="text with signs that cannot be printed",
-            remedy=remedy,
+            remedy="Move it to a path that can be printed.",
         )
     return text

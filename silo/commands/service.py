@@ -56,20 +56,20 @@ def service(
     """Write the files that run worker and courier as two separate services; nothing else is changed."""
     from importlib.metadata import version
 
-    from ddm.services.rendering import write_services
-    from silo.services.units import Names, as_containers, as_users
+    from ddm.services.units import write_services
+    from silo.services.units import ServiceUsers, container_service_files, user_service_files
 
     opened_site = Site(site).require()
     silo_id = opened_site.settings().silo_id
     if kind is Kind.SYSTEMD:
         if image:
             raise SetupError("--image", expected="--kind containers with it", got="--kind systemd")
-        names = Names(
+        users = ServiceUsers(
             worker_user or f"silo-{silo_id}-worker",
             courier_user or f"silo-{silo_id}-courier",
             group or f"silo-{silo_id}",
         )
-        files = as_users(opened_site, names)
+        files = user_service_files(opened_site, users)
     else:
         if worker_user or courier_user or group:
             raise SetupError(
@@ -79,7 +79,7 @@ def service(
                 remedy="Leave them out: the containers belong to the user who starts them.",
             )
         default_image = f"localhost/archipelago:{version('archipelago')}"
-        files = as_containers(opened_site, image or default_image, PODMAN)
+        files = container_service_files(opened_site, image or default_image, PODMAN)
     write_services(out, files)
     say(f"Written to {out}: {', '.join(sorted(files))}.")
     say(_next_steps(out, kind))

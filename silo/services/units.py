@@ -4,17 +4,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import SetupError
-from ddm.services.places import hidden_by_systemd, installed, needs_person, require_passphrase_file
 from ddm.services.quoting import mount
-from ddm.services.rendering import render
+from ddm.services.units import Access, installed_program, render, require_passphrase_file
 from silo.config import SiloSettings, Site
 
-_TABLES = (".csv", ".tsv", ".parquet")  # whose paths lead to images beside them
-ENVIRONMENTS = Path("/etc/archipelago")
+# Tables of paths, which lead to images beside them.
+_TABLES = (".csv", ".tsv", ".parquet")
+_ENVIRONMENTS = Path("/etc/archipelago")
+_PROXY_VARIABLES = ("https_proxy", "no_proxy")
+_CONTAINER_OPTIONS = (
+    *("--rm", "--replace", "--pull=never", "--log-driver=none", "--read-only", "--cap-drop=all"),
+    *("--security-opt=no-new-privileges", "--env=HOME=/tmp"),
+)
 
 
 @dataclass(frozen=True)
-class Places:
+class SitePaths:
     """Everything of a machine that a site's services touch, as absolute paths without links.
 
     Attributes:
@@ -36,197 +41,205 @@ class Places:
     jobs: Path | None
 
     @classmethod
-    def of(cls, site: Site, settings: SiloSettings) -> "Places":
+    def of(cls, site: Site, settings: SiloSettings) -> "SitePaths":
         """Read them from a site's configuration.
 
         Raises:
-            SetupError: no passphrase file is named, or the images or another of these places lie around the site or
-                inside it where the courier looks, so that no mount could keep the courier from them.
+            SetupError: no passphrase file is named, or the courier could not be kept from the images or another path.
         """
-        folder = site.path.resolve()
-        found = Site(folder)
+        resolved = Site(site.path.resolve())
         data = Path(settings.data).resolve()
-        data = data.parent if data.suffix.lower() in _TABLES else data
-        passphrase_file = require_passphrase_file(
-            settings.passphrase_file, str(site.path / "silo.toml")
-        ).resolve()
-        ledger = found.ledger_folder_in(settings).resolve()
-        anchor = path.resolve() if (path := found.anchor_path_in(settings)) else None
-        jobs = settings.training.jobs.resolve() if settings.training.jobs else None
-        apart = {"images": data, "passphrase file": passphrase_file, "ledger": ledger}
-        apart |= {"anchor": anchor.parent} if anchor else {}
-        apart |= {"folder of jobs": jobs} if jobs else {}
-        for what, kept in apart.items():
-            shared = [found.courier, found.inbox, found.outbox]
-            if kept in (folder, *folder.parents) or any(
-                each in (kept, *kept.parents) for each in shared
-            ):
-                remedy = f"Move the {what} or the site, and name the new place in silo.toml."
-                expected = f"{what} apart from {folder}, or in its private/"
+        if data.suffix.lower() in _TABLES:
+            data = data.parent
+        anchor = resolved.anchor_path_in(settings)
+        paths = cls(
+            site=resolved,
+            data=data,
+            passphrase_file=require_passphrase_file(
+                settings.passphrase_file, str(site.path / "silo.toml")
+            ),
+            text_encoder=Path(settings.text.encoder).resolve() if settings.text else None,
+            ledger=resolved.ledger_folder_in(settings).resolve(),
+            anchor=anchor.resolve() if anchor else None,
+            jobs=settings.training.jobs.resolve() if settings.training.jobs else None,
+        )
+        paths._require_apart()
+        return paths
+
+    def _require_apart(self) -> None:
+        """Refuse paths around the site, or inside it where the courier looks: no mount could keep the courier away.
+
+        Raises:
+            SetupError: names the path.
+        """
+        apart: dict[str, Path | None] = {
+            "images": self.data,
+            "passphrase file": self.passphrase_file,
+            "ledger": self.ledger,
+            "anchor": self.anchor.parent if self.anchor else None,
+            "folder of jobs": self.jobs,
+        }
+        folder = self.site.path
+        seen_by_courier = (self.site.courier, self.site.inbox, self.site.outbox)
+        for name, path in apart.items():
+            if path is None:
+                continue
+            is_around = folder.is_relative_to(path)
+            is_shared = any(
+                path.is_relative_to(shared) or shared.is_relative_to(path)
+                for shared in seen_by_courier
+            )
+            if is_around or is_shared:
                 raise SetupError(
-                    str(kept), expected=expected, got="what the courier must see too", remedy=remedy
+                    str(path),
+                    expected=f"{name} apart from {folder}, or in its private/",
+                    got="what the courier must see too",
+                    remedy=f"Move the {name} or the site, and name the new place in silo.toml.",
                 )
-        encoder = Path(settings.text.encoder).resolve() if settings.text else None
-        return cls(found, data, passphrase_file, encoder, ledger, anchor, jobs)
-
-    @property
-    def configuration(self) -> tuple[Path, Path]:
-        """What both halves read."""
-        return self.site.path / "silo.toml", self.site.path / "policy.toml"
-
-    @property
-    def worker_reads(self) -> tuple[Path, ...]:
-        """What the worker reads, apart from what it writes."""
-        found = (*self.configuration, self.site.inbox, self.data, self.passphrase_file)
-        return (*found, self.text_encoder) if self.text_encoder else found
-
-    @property
-    def worker_writes(self) -> tuple[Path, ...]:
-        """What the worker writes."""
-        return self.site.private, self.site.outbox, *self.elsewhere
 
     @property
     def elsewhere(self) -> tuple[Path, ...]:
         """What the worker alone writes outside its private folder."""
-        wanted = (self.ledger, self.anchor and self.anchor.parent, self.jobs)
-        return tuple(
-            dict.fromkeys(
-                each for each in wanted if each and self.site.private not in (each, *each.parents)
-            )
+        folders = (self.ledger, self.anchor.parent if self.anchor else None, self.jobs)
+        outside = [
+            folder
+            for folder in folders
+            if folder is not None and not folder.is_relative_to(self.site.private)
+        ]
+        return tuple(dict.fromkeys(outside))
+
+    @property
+    def closed_to_courier(self) -> tuple[Path, ...]:
+        """What the script for two users checks that the courier's cannot read."""
+        paths = (self.ledger, self.anchor, self.jobs)
+        return tuple(path for path in paths if path and path != self.site.private)
+
+    @property
+    def worker(self) -> Access:
+        """What the worker sees."""
+        text_encoder = (self.text_encoder,) if self.text_encoder else ()
+        return Access(
+            reads=(
+                *self._configuration,
+                self.site.inbox,
+                self.data,
+                self.passphrase_file,
+                *text_encoder,
+            ),
+            writes=(self.site.private, self.site.outbox, *self.elsewhere),
+            hidden=(self.site.courier,),
         )
 
     @property
-    def courier_reads(self) -> tuple[Path, ...]:
-        """What the courier reads, apart from what it writes."""
-        return *self.configuration, self.site.outbox
+    def courier(self) -> Access:
+        """What the courier sees."""
+        return Access(
+            reads=(*self._configuration, self.site.outbox),
+            writes=(self.site.courier, self.site.inbox),
+            hidden=(self.site.private, self.data, self.passphrase_file, *self.elsewhere),
+        )
 
     @property
-    def courier_writes(self) -> tuple[Path, ...]:
-        """What the courier writes."""
-        return self.site.courier, self.site.inbox
+    def _configuration(self) -> tuple[Path, Path]:
+        return self.site.path / "silo.toml", self.site.path / "policy.toml"
 
 
 @dataclass(frozen=True)
-class Names:
-    """The users of a site's services; by default the silo's name makes them its own."""
+class ServiceUsers:
+    """The users of a site's services; by default the silo's name makes them its own.
+
+    Attributes:
+        worker: the user of the half with the data.
+        courier: the user of the half with the network.
+        group: of both.
+    """
 
     worker: str
     courier: str
     group: str
 
 
-def as_users(site: Site, names: Names) -> dict[str, str]:
-    """Return the files of two services of two users.
+def user_service_files(site: Site, users: ServiceUsers) -> dict[str, str]:
+    """Return the files of two services of two users, by their names.
 
     Raises:
-        SetupError: see `Places.of`; or a path cannot be quoted.
+        SetupError: see `SitePaths.of`; or a path cannot be quoted.
     """
     settings = site.settings()
-    places, (silo, roots) = Places.of(site, settings), installed("silo")
-    common = {"silo": settings.silo_id, "needs_person": needs_person()}
-    files = {}
-    for half, reads, writes in (
-        ("worker", places.worker_reads, places.worker_writes),
-        ("courier", places.courier_reads, places.courier_writes),
-    ):
-        hidden = [
-            f"-{each}"
-            for each in (
-                places.site.private,
-                places.data,
-                places.passphrase_file,
-                *places.elsewhere,
-            )
-        ]
-        files[f"{_unit(settings, half)}.service"] = render(
-            "silo",
-            f"{half}.service.jinja",
-            **common,
-            **{half: getattr(names, half)},
-            command=_command(silo, places.site, half),
-            readable=hidden_by_systemd((*reads, *roots)),
-            writable=writes,
-            at_home=hidden_by_systemd(writes),
-            hidden=f"-{places.site.courier}" if half == "worker" else hidden,
-            environment=ENVIRONMENTS / f"{_unit(settings, 'courier')}.env",
-            cpu_only=settings.training.device == "cpu",
-        )
-    files["prepare.sh"] = render(
+    paths = SitePaths.of(site, settings)
+    program = installed_program("silo")
+    worker_unit = render(
         "silo",
-        "prepare-users.sh.jinja",
-        group=names.group,
-        worker=names.worker,
-        courier=names.courier,
-        site=places.site.path,
-        passphrase_file=places.passphrase_file,
-        program=silo,
-        data=places.data,
-        ledger=places.ledger,
-        anchor=places.anchor,
-        elsewhere=places.elsewhere,
-        closed=[
-            each
-            for each in (places.ledger, places.anchor, places.jobs)
-            if each and each != places.site.private
-        ],
+        "worker.service.jinja",
+        silo=settings.silo_id,
+        user=users.worker,
+        command=_command(program.path, paths.site, "worker"),
+        access=_with_program(paths.worker, program.folders),
+        has_gpu=settings.training.device != "cpu",
     )
-    return files
+    courier_name = _service_name(settings, "courier")
+    courier_unit = render(
+        "silo",
+        "courier.service.jinja",
+        silo=settings.silo_id,
+        user=users.courier,
+        command=_command(program.path, paths.site, "courier"),
+        access=_with_program(paths.courier, program.folders),
+        environment=_ENVIRONMENTS / f"{courier_name}.env",
+    )
+    script = render(
+        "silo", "prepare-users.sh.jinja", users=users, paths=paths, program=program.path
+    )
+    return {
+        f"{_service_name(settings, 'worker')}.service": worker_unit,
+        f"{courier_name}.service": courier_unit,
+        "prepare.sh": script,
+    }
 
 
-def as_containers(site: Site, image: str, podman: Path) -> dict[str, str]:
-    """Return the files of two services of one ordinary user, each a rootless container.
+def container_service_files(site: Site, image: str, podman: Path) -> dict[str, str]:
+    """Return the files of two services of one ordinary user, each a rootless container, by their names.
 
     Raises:
-        SetupError: see `Places.of`; or a path cannot be quoted, or not be mounted.
+        SetupError: see `SitePaths.of`; or a path cannot be quoted, or not be mounted.
     """
     settings = site.settings()
-    places = Places.of(site, settings)
-    halves = {
-        "worker": (places.worker_reads, places.worker_writes, ["--network=none", "--shm-size=1g"]),
-        "courier": (
-            places.courier_reads,
-            places.courier_writes,
-            [f"--env={name}" for name in _PROXY],
-        ),
-    }
+    paths = SitePaths.of(site, settings)
+    worker_options = ["--network=none", "--shm-size=1g"]
+    if settings.training.device == "cuda":
+        worker_options.append("--device=nvidia.com/gpu=all")
+    courier_options = [f"--env={name}" for name in _PROXY_VARIABLES]
     files = {"Containerfile": render("silo", "Containerfile.jinja", image=image)}
-    for half, (reads, writes, own) in halves.items():
-        unit = _unit(settings, half)
-        mounts = [mount(each) for each in reads] + [mount(each, writable=True) for each in writes]
-        if half == "worker" and settings.training.device != "cpu":
-            own = (
-                [*own, "--device=nvidia.com/gpu=all"] if settings.training.device == "cuda" else own
-            )
-        options = ["--rm", "--replace", f"--name={unit}", "--pull=never", "--log-driver=none", "--read-only",
-                   "--cap-drop=all", "--security-opt=no-new-privileges", "--env=HOME=/tmp"]  # fmt: skip
-        command = [
-            podman,
-            "run",
-            *options,
-            *own,
-            *mounts,
-            image,
-            *_command("silo", places.site, half),
+    for half, access, options in (
+        ("worker", paths.worker, worker_options),
+        ("courier", paths.courier, courier_options),
+    ):
+        name = _service_name(settings, half)
+        # A container sees nothing that is not mounted, so nothing has to be hidden.
+        mounts = [
+            *(mount(path) for path in access.reads),
+            *(mount(path, writable=True) for path in access.writes),
         ]
-        files[f"{unit}.service"] = render(
+        run = [podman, "run", f"--name={name}", *_CONTAINER_OPTIONS, *options, *mounts, image]
+        files[f"{name}.service"] = render(
             "silo",
             "container.service.jinja",
             silo=settings.silo_id,
             half=half,
-            command=command,
-            stop=[podman, "stop", "--ignore", "--time=45", unit],
-            environment=f"{unit}.env" if half == "courier" else None,
-            needs_person=needs_person(),
+            command=[*run, *_command("silo", paths.site, half)],
+            stop=[podman, "stop", "--ignore", "--time=45", name],
+            environment=f"{name}.env" if half == "courier" else None,
         )
     return files
 
 
-_PROXY = ("https_proxy", "no_proxy")
+def _with_program(access: Access, folders: tuple[Path, ...]) -> Access:
+    return Access((*access.reads, *folders), access.writes, access.hidden)
 
 
-def _unit(settings: SiloSettings, half: str) -> str:
+def _service_name(settings: SiloSettings, half: str) -> str:
     return f"archipelago-{settings.silo_id}-{half}"
 
 
-def _command(silo: str | Path, site: Site, half: str) -> list[object]:
-    return [silo, "run", site.path, "--only", half]
+def _command(program: str | Path, site: Site, half: str) -> list[object]:
+    return [program, "run", site.path, "--only", half]

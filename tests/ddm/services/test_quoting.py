@@ -16,7 +16,7 @@ from ddm.services.quoting import (
     unit_word,
     user_name,
 )
-from ddm.services.rendering import _environment, write_services
+from ddm.services.units import template_environment, write_services
 from tests.support.services import words_of
 
 printable = st.text(
@@ -81,7 +81,7 @@ def test_path_with_a_comma_or_colon_is_refused_for_a_mount(tmp_path) -> None:
 
 
 def test_template_takes_nothing_that_was_not_quoted() -> None:
-    template = _environment("ddm").from_string("A={{ value }}\n")
+    template = template_environment("ddm").from_string("A={{ value }}\n")
     assert template.render(value=Quoted("x")) == "A=x\n"
     with pytest.raises(ArchipelagoError):
         template.render(value="x")
