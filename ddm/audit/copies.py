@@ -1,8 +1,8 @@
 """Which samples are nearly copies of training images, on the scale of real images that were not trained on.
 
-A sample is a near copy in a space if it lies within a third of the distance at which held-out images usually lie (the
-floor, which holds whatever was held out), or nearer to a training image than all but 0.3% of those held out and much
-nearer to it than to the next ones: samples are smoother than images, so a small distance alone says little.
+A sample is a near copy in a space if its distance to a training image is at most a third of the usual distance of
+held-out images (the floor), or if it is nearer to a training image than all but 0.3% of those held out and much nearer
+to it than to the next ones: samples are smoother than images, so a small distance alone means little.
 
 Source:
     Carlini et al. 2023, arXiv 2301.13188, for the distance relative to those of the next neighbours.
@@ -17,37 +17,42 @@ from torch import Tensor
 from ddm.evaluation.intervals import Estimate, proportion
 
 NEIGHBOURS = 11
-_NEAR, _ALONE, _FLOOR = 0.003, 0.01, 1 / 3
+_FLOOR_SHARE = 1 / 3  # of the usual distance
+# Shares of the images held out that are below the two limits.
+_DISTANCE_QUANTILE = 0.003
+_RELATIVE_QUANTILE = 0.01
+_TINY = 1e-30
 
 
 @dataclass(frozen=True)
-class Scale:
+class CopyScale:
     """At which distances a sample is a near copy.
 
     Attributes:
         floor: a distance at which it is one in any case.
-        near: a distance at which it may be one.
-        alone: the distance relative to the next neighbours' at which it then is.
+        max_distance: a distance at which it may be one.
+        max_relative_distance: the distance relative to the next neighbours' at which it then is.
     """
 
     floor: float
-    near: float
-    alone: float
+    max_distance: float
+    max_relative_distance: float
 
     @classmethod
-    def of(cls, holdout_HK: Tensor, *, floor: bool = True) -> "Scale":
+    def of(cls, holdout_HK: Tensor, *, has_floor: bool = True) -> "CopyScale":
         """Take the scale from the images held out.
 
         Args:
             holdout_HK: squared distances of each to its nearest training images, ascending.
-            floor: whether there is one: not among features of few dimensions, where small distances are common.
+            has_floor: not among features of few dimensions, where small distances are common.
         """
-        apart_H, relative_H = _apart(holdout_HK)
-        return cls(
-            floor=_FLOOR * float(apart_H.median()) if floor else 0.0,
-            near=float(torch.quantile(apart_H, _NEAR, interpolation="lower")),
-            alone=float(torch.quantile(relative_H, _ALONE, interpolation="lower")),
-        )
+        distance_H, relative_H = _distances(holdout_HK)
+        max_distance = torch.quantile(distance_H, _DISTANCE_QUANTILE, interpolation="lower")
+        max_relative = torch.quantile(relative_H, _RELATIVE_QUANTILE, interpolation="lower")
+        floor = 0.0
+        if has_floor:
+            floor = _FLOOR_SHARE * float(distance_H.median())
+        return cls(floor, float(max_distance), float(max_relative))
 
     def near_copies(self, sample_NK: Tensor) -> Tensor:
         """Return which samples are near copies, boolean (N,).
@@ -55,24 +60,31 @@ class Scale:
         Args:
             sample_NK: squared distances of each to its nearest training images, ascending.
         """
-        apart_N, relative_N = _apart(sample_NK)
-        return (apart_N <= self.floor) | ((apart_N <= self.near) & (relative_N <= self.alone))
+        distance_N, relative_N = _distances(sample_NK)
+        below_floor_N = distance_N <= self.floor
+        is_near_N = distance_N <= self.max_distance
+        is_alone_N = relative_N <= self.max_relative_distance
+        return below_floor_N | (is_near_N & is_alone_N)
 
 
 def duplicates(holdout_HK: Tensor) -> Tensor:
     """Return which images held out are nearly training images themselves, by the floor; boolean (H,)."""
-    return _apart(holdout_HK)[0] <= Scale.of(holdout_HK).floor
+    distance_H, _ = _distances(holdout_HK)
+    return distance_H <= CopyScale.of(holdout_HK).floor
 
 
-def share_of_copies(scale: Scale, sample_NK: Tensor) -> Estimate:
+def share_of_copies(scale: CopyScale, sample_NK: Tensor) -> Estimate:
     """Return the share of samples that are near copies, with its interval."""
     return proportion(scale.near_copies(sample_NK))
 
 
-def _apart(squared_NK: Tensor) -> tuple[Tensor, Tensor]:
+def _distances(squared_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distance to the nearest image, and its share of the mean distance to the next ones."""
-    apart_NK = squared_NK.sqrt()
-    next_N = torch.where(apart_NK[:, 1:].isfinite(), apart_NK[:, 1:], 0.0).sum(1)
-    num_N = apart_NK[:, 1:].isfinite().sum(1).clamp(min=1)
-    relative_N = apart_NK[:, 0] / (next_N / num_N).clamp(min=1e-30)
-    return apart_NK[:, 0], relative_N
+    distance_NK = squared_NK.sqrt()
+    nearest_N = distance_NK[:, 0]
+    next_NK = distance_NK[:, 1:]
+    # Of fewer training images than neighbours, the rest is at infinity.
+    exists_NK = next_NK.isfinite()
+    total_N = torch.where(exists_NK, next_NK, 0.0).sum(1)
+    mean_N = total_N / exists_NK.sum(1).clamp(min=1)
+    return nearest_N, nearest_N / mean_N.clamp(min=_TINY)

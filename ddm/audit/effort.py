@@ -1,4 +1,4 @@
-"""How much an audit computes: a tenth of what the training did, but never too little to tell."""
+"""How much an audit computes: a tenth of what the training did, but never too little for a verdict."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,19 @@ from ddm.protocol.learning import Training
 
 SHARE = 0.1
 """Of the evaluations of the expert that training took, a step on an image counting as three."""
+TRAINING_CALLS = 3
+"""What a training step on an image costs, in evaluations of the expert."""
 SAMPLE_STEPS = 20
-_REFERENCE, _FEWEST_REFERENCE = 0.03, 50
-_CONTROL, _FEWEST_CONTROL, _MOST_CONTROL = 0.01, 60, 2000
-MOST_IMAGES, _FEWEST_SAMPLES = 4, 500
+MAX_IMAGES_PER_UNIT = 4
+# Shares of the steps of the training, within bounds.
+_REFERENCE_SHARE = 0.03
+_MIN_REFERENCE_STEPS = 50
+_CONTROL_SHARE = 0.01
+_MIN_CONTROL_STEPS = 60
+_MAX_CONTROL_STEPS = 2000
 _CONTROL_UNITS = 16
+_MIN_SAMPLES = 500
+_NUM_ATTACKED_EXPERTS = 3  # the expert, the reference and the overfitted copy
 
 
 @dataclass(frozen=True)
@@ -33,25 +41,40 @@ class Effort:
     num_samples: int
 
 
-def effort_of(training: Training, num_units: int, most_samples: int, *, reference: bool) -> Effort:
-    """Share the budget: first the two trainings, then the attacks, then samples.
+def effort_of(
+    training: Training, num_units: int, max_samples: int, *, trains_reference: bool
+) -> Effort:
+    """Divide the budget: first the two trainings, then the attacks, then samples.
 
     Args:
         training: the plan's recipe.
         num_units: members and units held out, together.
-        most_samples: drawn if there is room.
-        reference: whether a reference is trained.
+        max_samples: drawn if the budget allows it.
+        trains_reference: whether a reference is trained.
     """
-    steps = (
-        min(max(round(_REFERENCE * training.num_steps), _FEWEST_REFERENCE), training.num_steps)
-        if reference
-        else 0
+    reference_steps = 0
+    if trains_reference:
+        reference_steps = max(round(_REFERENCE_SHARE * training.num_steps), _MIN_REFERENCE_STEPS)
+        reference_steps = min(reference_steps, training.num_steps)
+    control_steps = max(round(_CONTROL_SHARE * training.num_steps), _MIN_CONTROL_STEPS)
+    control_steps = min(control_steps, _MAX_CONTROL_STEPS)
+
+    step_calls = TRAINING_CALLS * training.batch_size
+    budget = SHARE * step_calls * training.num_steps
+    budget -= step_calls * (reference_steps + control_steps)
+
+    # Half of what is left is for the attacks, the rest for samples.
+    calls_per_image_of_units = _NUM_ATTACKED_EXPERTS * CALLS * num_units
+    images_per_unit = 1
+    if num_units:
+        affordable_images = int(budget / 2 / calls_per_image_of_units)
+        images_per_unit = min(max(affordable_images, 1), MAX_IMAGES_PER_UNIT)
+    budget -= images_per_unit * calls_per_image_of_units
+    num_samples = max(int(budget / SAMPLE_STEPS), _MIN_SAMPLES)
+    return Effort(
+        reference_steps=reference_steps,
+        control_steps=control_steps,
+        control_units=_CONTROL_UNITS,
+        images_per_unit=images_per_unit,
+        num_samples=min(num_samples, max_samples),
     )
-    control = min(max(round(_CONTROL * training.num_steps), _FEWEST_CONTROL), _MOST_CONTROL)
-    total = SHARE * 3 * training.num_steps * training.batch_size
-    left = total - 3 * (steps + control) * training.batch_size
-    each = 3 * CALLS * num_units  # the expert, the reference and the overfitted copy
-    images = min(max(int(left / 2 / each), 1), MOST_IMAGES) if num_units else 1
-    samples = int((left - images * each) / SAMPLE_STEPS)
-    num = min(max(samples, _FEWEST_SAMPLES), most_samples)
-    return Effort(steps, control, _CONTROL_UNITS, images, num)

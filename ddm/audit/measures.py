@@ -1,4 +1,4 @@
-"""How well a score tells units that were trained on from units that were not, with 95% intervals over units."""
+"""How well a score separates units that were trained on from units that were not, with 95% intervals over units."""
 
 # Shape legend: M units trained on, N units held out.
 from math import sqrt
@@ -10,30 +10,34 @@ from ddm.evaluation.intervals import Estimate, wilson
 
 FALSE_POSITIVES = 0.01
 _Z = 1.959964
+_ROUNDING = 1e-18  # a variance below this is rounding
 
 
 def auc(member_M: Tensor, other_N: Tensor, *, z: float = _Z) -> Estimate:
     """Return the area under the ROC curve: the chance that a member scores above another, ties counting half.
 
-    The interval is DeLong's, whose variance sums what single units of either side contribute; where no unit of one side
-    lies among those of the other that variance is 0, and the interval is Wilson's for the smaller side.
+    The interval is DeLong's, whose variance sums what single units of either side contribute; where the two sides do
+    not overlap that variance is 0, and the interval is Wilson's for the smaller side.
 
     Args:
-        member_M: scores of units trained on, higher where the attack believes it.
+        member_M: scores of units trained on, higher where the attack suspects it.
         other_N: scores of units held out.
         z: half the interval's width in standard deviations.
 
     Source:
         DeLong, DeLong and Clarke-Pearson 1988.
     """
-    placed_M, placed_N = _placed(member_M, other_N), 1 - _placed(other_N, member_M)
-    value = float(placed_M.mean())
-    variance = _variance(placed_M) + _variance(placed_N)
+    # The structural components of DeLong et al.: each unit's own estimate of the area.
+    component_M = _share_below(member_M, other_N)
+    component_N = 1 - _share_below(other_N, member_M)
+    value = float(component_M.mean())
+    variance = _variance_of_mean(component_M) + _variance_of_mean(component_N)
     if variance == 0.0:
         num = min(len(member_M), len(other_N))
-        return Estimate(value, *wilson(round(value * num), num))
-    half = z * sqrt(variance)
-    return Estimate(value, max(value - half, 0.0), min(value + half, 1.0))
+        low, high = wilson(round(value * num), num)
+        return Estimate(value, low, high)
+    half_width = z * sqrt(variance)
+    return Estimate(value, max(value - half_width, 0.0), min(value + half_width, 1.0))
 
 
 def true_positives(member_M: Tensor, other_N: Tensor, rate: float = FALSE_POSITIVES) -> Estimate:
@@ -43,24 +47,29 @@ def true_positives(member_M: Tensor, other_N: Tensor, rate: float = FALSE_POSITI
 
     Args:
         member_M: scores of units trained on.
-        other_N: scores of units held out; with fewer than ``1 / rate`` of them none may lie above the threshold.
+        other_N: scores of units held out; with fewer than ``1 / rate`` of them none may be above the threshold.
         rate: of false positives.
     """
-    allowed = int(rate * len(other_N))
-    threshold = torch.sort(other_N, descending=True).values[allowed]
+    num_members = len(member_M)
+    max_false_positives = int(rate * len(other_N))
+    threshold = torch.sort(other_N, descending=True).values[max_false_positives]
     count = int((member_M > threshold).sum())
-    return Estimate(count / len(member_M), *wilson(count, len(member_M)))
+    low, high = wilson(count, num_members)
+    return Estimate(count / num_members, low, high)
 
 
-def _placed(one_M: Tensor, other_N: Tensor) -> Tensor:
+def _share_below(score_M: Tensor, other_N: Tensor) -> Tensor:
     """Return for each score the share of the others below it, ties counting half, float64."""
     sorted_N = torch.sort(other_N.double()).values
-    below_M = torch.searchsorted(sorted_N, one_M.double(), right=False)
-    up_to_M = torch.searchsorted(sorted_N, one_M.double(), right=True)
-    return (below_M + up_to_M).double() / (2 * len(other_N))
+    num_below_M = torch.searchsorted(sorted_N, score_M.double(), right=False)
+    num_up_to_M = torch.searchsorted(sorted_N, score_M.double(), right=True)
+    return (num_below_M + num_up_to_M).double() / (2 * len(other_N))
 
 
-def _variance(placed_M: Tensor) -> float:
-    """Return the variance of the mean; of less than rounding, 0."""
-    found = float(placed_M.var() / len(placed_M)) if len(placed_M) > 1 else 0.0
-    return found if found > 1e-18 else 0.0
+def _variance_of_mean(component_M: Tensor) -> float:
+    if len(component_M) < 2:
+        return 0.0
+    variance = float(component_M.var() / len(component_M))
+    if variance <= _ROUNDING:
+        return 0.0
+    return variance

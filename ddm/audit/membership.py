@@ -1,7 +1,7 @@
 """From the scores of images to what an attacker learns about units, and the two controls that show that it works."""
 
 # Shape legend: I images, U units, A attacks, M units trained on, N units held out.
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import torch
@@ -11,10 +11,12 @@ from ddm.audit.attacks import names
 from ddm.audit.measures import auc, true_positives
 from ddm.evaluation.intervals import Estimate
 
+_SIGNIFICANCE = 0.01
+
 
 @dataclass(frozen=True)
 class Attack:
-    """How well one attack tells members.
+    """How well one attack recognises members.
 
     Attributes:
         name: of the attack, with its share of noise, and whether a reference expert calibrated it.
@@ -32,7 +34,7 @@ class Membership:
     """All attacks on one expert.
 
     Attributes:
-        attacks: each of them.
+        attacks: all of them.
         num_members: M.
         num_others: N.
         suspicion_M: for each member the highest of its scores over all attacks, in standard deviations of the units
@@ -56,7 +58,7 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class Scored:
+class UnitScores:
     """The scores of one expert for members' images, and for those of units held out.
 
     Attributes:
@@ -71,56 +73,76 @@ class Scored:
     member_I: Tensor
     other_I: Tensor
 
+    def of_units(self, column: int) -> tuple[Tensor, Tensor]:
+        """Return one attack's scores of members and of units held out, shapes (M,) and (N,)."""
+        member_M = by_unit(self.member_IA[:, column], self.member_I)
+        other_N = by_unit(self.other_IA[:, column], self.other_I)
+        return member_M, other_N
 
-def membership(scored: Scored, reference: Scored | None = None) -> Membership:
+    def minus(self, reference: "UnitScores") -> "UnitScores":
+        """Return the scores less those of another expert, of the same images."""
+        return replace(
+            self,
+            member_IA=self.member_IA - reference.member_IA,
+            other_IA=self.other_IA - reference.other_IA,
+        )
+
+
+def measure_membership(scores: UnitScores, reference: UnitScores | None = None) -> Membership:
     """Attack units by each attack as it is and, with a reference, by what the expert knows beyond the reference.
 
     A unit's score is the highest of its images'.
 
     Args:
-        scored: of the expert.
+        scores: of the expert.
         reference: of an expert that learned neither the members nor the units held out, with the same noise.
     """
-    pairs = [
-        (name, scored.member_IA[:, a], scored.other_IA[:, a]) for a, name in enumerate(names())
-    ]
+    scores_by_attack = {}
+    for column, name in enumerate(names()):
+        scores_by_attack[name] = scores.of_units(column)
     if reference is not None:
-        member_IA, other_IA = (
-            scored.member_IA - reference.member_IA,
-            scored.other_IA - reference.other_IA,
-        )
-        pairs += [
-            (f"{name}, calibrated", member_IA[:, a], other_IA[:, a])
-            for a, name in enumerate(names())
-        ]
-    attacks, suspicion = [], []
-    for name, member_I, other_I in pairs:
-        member_M, other_N = by_unit(member_I, scored.member_I), by_unit(other_I, scored.other_I)
+        # What the expert knows beyond the reference: images that are easy for any expert no longer look known.
+        calibrated = scores.minus(reference)
+        for column, name in enumerate(names()):
+            scores_by_attack[f"{name}, calibrated"] = calibrated.of_units(column)
+
+    attacks = []
+    suspicions = []
+    for name, (member_M, other_N) in scores_by_attack.items():
         attacks.append(Attack(name, auc(member_M, other_N), true_positives(member_M, other_N)))
-        spread = float(other_N.std()) if len(other_N) > 1 else 0.0
-        suspicion.append((member_M - other_N.mean()) / (spread or 1.0))
-    num = len(suspicion[0])
+        suspicions.append((member_M - other_N.mean()) / _spread(other_N))
+    suspicion_M = torch.stack(suspicions).amax(0)
     return Membership(
-        tuple(attacks), num, int(scored.other_I.max()) + 1, torch.stack(suspicion).amax(0)[:num]
+        attacks=tuple(attacks),
+        num_members=len(suspicion_M),
+        num_others=int(scores.other_I.max()) + 1,
+        suspicion_M=suspicion_M,
     )
 
 
-def unseen(scored: Scored) -> bool:
-    """Whether an expert that learned neither side takes them for the same, by every attack; else the two sides differ.
+def _spread(score_N: Tensor) -> float:
+    """Return the standard deviation; 1 where there is none, which leaves scores as they are."""
+    if len(score_N) < 2:
+        return 1.0
+    return float(score_N.std()) or 1.0
 
-    Tested at 1% over all attacks together, in both directions.
+
+def sides_alike(scores: UnitScores) -> bool:
+    """Whether members and units held out look the same to an expert that learned neither, by every attack.
+
+    If they do not, the two sides differ by themselves, and attacks on the audited expert would measure that difference.
+    Tested at 1% over all attacks together (Bonferroni), in both directions.
     """
-    z = NormalDist().inv_cdf(1 - 0.005 / len(names()))
-    for a in range(scored.member_IA.shape[1]):
-        member_M = by_unit(scored.member_IA[:, a], scored.member_I)
-        other_N = by_unit(scored.other_IA[:, a], scored.other_I)
-        found = auc(member_M, other_N, z=z)
-        if not found.low <= 0.5 <= found.high:
+    z = NormalDist().inv_cdf(1 - _SIGNIFICANCE / 2 / len(names()))
+    for column in range(len(names())):
+        member_M, other_N = scores.of_units(column)
+        area = auc(member_M, other_N, z=z)
+        if not area.low <= 0.5 <= area.high:
             return False
     return True
 
 
 def by_unit(score_I: Tensor, unit_I: Tensor) -> Tensor:
     """Return the highest score of each unit's images, shape (U,), float64."""
-    found = torch.full((int(unit_I.max()) + 1,), -torch.inf, dtype=torch.float64)
-    return found.scatter_reduce(0, unit_I, score_I.double(), "amax")
+    score_U = torch.full((int(unit_I.max()) + 1,), -torch.inf, dtype=torch.float64)
+    return score_U.scatter_reduce(0, unit_I, score_I.double(), "amax")

@@ -7,87 +7,91 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm.audit.attacks import Target, scores
+from ddm.audit.attacks import AttackedExpert, scores
 from ddm.audit.effort import SAMPLE_STEPS
 from ddm.diffusion.path import Path, as_velocity
 from ddm.diffusion.rng import stream
 from ddm.diffusion.solver import integrate
 from ddm.images.rows import Images
 
-AT_ONCE = 64
-Advance = Callable[[int], None]
-"""Called with the images of each block that is done; an exception that it raises ends the work."""
+_BLOCK_SIZE = 64
+OnImages = Callable[[int], None]
+"""Called with the number of images of each finished block; an exception that it raises ends the work."""
 
 
 def score_images(
-    target: Target,
+    expert: AttackedExpert,
     images: Images,
-    chosen_N: Tensor,
-    condition_N: Tensor | None,
+    image_N: Tensor,
+    condition_I: Tensor | None,
     seed: int,
-    advance: Advance,
+    on_images: OnImages,
 ) -> Tensor:
     """Attack images, each with noise that depends on seed and its place alone.
 
     Args:
-        target: the expert.
+        expert: the expert.
         images: in the expert's space.
-        chosen_N: which of them, int64.
-        condition_N: of every image, None for an unconditional expert.
+        image_N: the numbers of those that are attacked, int64.
+        condition_I: of every image of `images`, None for an unconditional expert.
         seed: of the noise.
-        advance: see `Advance`.
+        on_images: see `OnImages`.
 
     Returns:
         Shape (N, A), float64.
     """
-    parts = []
-    for start in range(0, len(chosen_N), AT_ONCE):
-        rows = slice(start, start + AT_ONCE)
-        noise = torch.Generator().manual_seed(
-            int(stream("audit noise", seed, start).integers(2**63))
-        )
-        condition_B = None if condition_N is None else condition_N[chosen_N[rows]]
-        parts.append(scores(target, images[chosen_N[rows]], condition_B, noise))
-        advance(len(parts[-1]))
-    return torch.cat(parts)
+    blocks = []
+    for start in range(0, len(image_N), _BLOCK_SIZE):
+        image_B = image_N[start : start + _BLOCK_SIZE]
+        noise_seed = int(stream("audit noise", seed, start).integers(2**63))
+        noise = torch.Generator().manual_seed(noise_seed)
+        condition_B = None
+        if condition_I is not None:
+            condition_B = condition_I[image_B]
+        blocks.append(scores(expert, images[image_B], condition_B, noise))
+        on_images(len(image_B))
+    return torch.cat(blocks)
 
 
 def draw_samples(
-    target: Target,
+    expert: AttackedExpert,
     path: Path,
     shape: tuple[int, ...],
     condition_S: Tensor | None,
     num: int,
     seed: int,
-    advance: Advance,
+    on_images: OnImages,
 ) -> Iterator[Tensor]:
     """Yield blocks of samples in the expert's space, float32, on the CPU.
 
     Args:
-        target: the expert.
-        path: on which samples travel.
+        expert: the expert.
+        path: on which samples move.
         shape: of one sample.
         condition_S: of each sample, None for an unconditional expert.
         num: S.
         seed: of their noise.
-        advance: see `Advance`.
+        on_images: see `OnImages`.
     """
-    velocity = as_velocity(target.network, target.prediction, target.path, path)
+    velocity = as_velocity(expert.network, expert.prediction, expert.path, path)
     times = np.linspace(1, 0, SAMPLE_STEPS + 1).tolist()
-    for start in range(0, num, AT_ONCE):
-        size = min(AT_ONCE, num - start)
+    for start in range(0, num, _BLOCK_SIZE):
+        size = min(_BLOCK_SIZE, num - start)
         random = stream("audit sample", seed, start)
-        x_1 = torch.from_numpy(random.standard_normal((size, *shape), dtype=np.float32)).to(
-            target.device
-        )
-        condition = (
-            () if condition_S is None else (condition_S[start : start + size].to(target.device),)
-        )
+        noise = random.standard_normal((size, *shape), dtype=np.float32)
+        x_1 = torch.from_numpy(noise).to(expert.device)
+        condition: tuple[Tensor, ...] = ()
+        if condition_S is not None:
+            condition = (condition_S[start : start + size].to(expert.device),)
 
-        def moving(x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...] = condition) -> Tensor:
+        # The condition as a default: a closure would take that of a later block.
+        def conditioned_velocity(
+            x_B: Tensor, t_B: Tensor, condition: tuple[Tensor, ...] = condition
+        ) -> Tensor:
             return velocity(x_B, t_B, *condition)
 
         with torch.inference_mode():
-            drawn = integrate(moving, x_1, times, "dpm", path).float().cpu()
-        advance(size)
-        yield drawn.clone()
+            samples = integrate(conditioned_velocity, x_1, times, "dpm", path).float().cpu()
+        on_images(size)
+        # A tensor made in inference mode cannot be used in computations with gradients.
+        yield samples.clone()

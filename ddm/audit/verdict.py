@@ -7,7 +7,16 @@ from ddm.audit.membership import Membership
 from ddm.evaluation.intervals import Estimate
 from ddm.protocol.limits import Audit, Verdict
 
-_ENOUGH_COPIES = 0.9
+_MIN_CONTROL_COPIES = 0.9
+
+
+@dataclass(frozen=True)
+class _LimitedFigure:
+    """A figure of the expert, and the most that the plan allows."""
+
+    name: str
+    estimate: Estimate
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -18,74 +27,84 @@ class Findings:
         num_holdout: units held out that are no duplicates of training images.
         membership: the attacks on the expert.
         control: the same attacks on a copy of it that was overfitted to a few of the members, which alone count there.
-        unseen: whether an expert that learned neither side takes members and units held out for the same.
+        sides_alike: whether members and units held out look the same to an expert that learned neither.
         copies: by space, the share of samples that are near copies.
-        control_copies: by space, the share of slightly blurred training images that were found to be near copies.
+        control_copies: by space, the share of slightly blurred training images that were recognised as near copies.
     """
 
     num_holdout: int
     membership: Membership
     control: Membership
-    unseen: bool
+    sides_alike: bool
     copies: Mapping[str, Estimate]
     control_copies: Mapping[str, float]
 
 
-def judge(found: Findings, limits: Audit) -> tuple[Verdict, str]:
-    """Hold an expert against a plan's limits.
+def judge(findings: Findings, limits: Audit) -> tuple[Verdict, str]:
+    """Compare the figures of an expert with a plan's limits.
 
     It fails if a figure is above its limit, and passes if the upper end of every interval is within it and the controls
-    worked. In between, the audit cannot tell.
+    worked. In between, the audit is inconclusive.
     """
-    if short := too_few(found.num_holdout, limits):
-        return "inconclusive", short
-    if not found.unseen:
-        return (
-            "inconclusive",
-            "an expert that learned neither side tells members from held-out units: they differ",
+    too_few = too_few_units(findings.num_holdout, limits)
+    if too_few:
+        return "inconclusive", too_few
+    if not findings.sides_alike:
+        reason = (
+            "an expert that learned neither side tells members from held-out units: they differ"
         )
-    figures = _figures(found, limits)
-    for what, estimate, most in figures:
-        if estimate.value > most:
-            return "fail", f"{what} is {_in_words(estimate)}; the plan allows {most:g}"
-    seen = found.control.worst.auc
-    if seen.value <= limits.max_mia_auc:
-        return (
-            "inconclusive",
-            f"no attack sees a copy overfitted to a few images: AUC {_in_words(seen)} at most",
-        )
-    for space, share in found.control_copies.items():
-        if share < _ENOUGH_COPIES:
-            return (
-                "inconclusive",
-                f"only {share:.0%} of blurred training images count as copies in {space}",
+        return "inconclusive", reason
+
+    # A failure first: whether the controls worked does not matter where the attacks themselves did.
+    figures = _figures(findings, limits)
+    for figure in figures:
+        if figure.estimate.value > figure.limit:
+            value = _in_words(figure.estimate)
+            return "fail", f"{figure.name} is {value}; the plan allows {figure.limit:g}"
+
+    # Then the controls: an attack that misses an overfitted copy would miss a leak too.
+    control_auc = findings.control.worst.auc
+    if control_auc.value <= limits.max_mia_auc:
+        value = _in_words(control_auc)
+        reason = f"no attack sees a copy overfitted to a few images: AUC {value} at most"
+        return "inconclusive", reason
+    for space, share in findings.control_copies.items():
+        if share < _MIN_CONTROL_COPIES:
+            reason = f"only {share:.0%} of blurred training images count as copies in {space}"
+            return "inconclusive", reason
+
+    for figure in figures:
+        if figure.estimate.high > figure.limit:
+            value = _in_words(figure.estimate)
+            reason = (
+                f"{figure.name} is {value}: too few units or samples for the limit {figure.limit:g}"
             )
-    for what, estimate, most in figures:
-        if estimate.high > most:
-            return (
-                "inconclusive",
-                f"{what} is {_in_words(estimate)}: too few units or samples for the limit {most:g}",
-            )
-    return "pass", "; ".join(f"{what} {_in_words(estimate)}" for what, estimate, _ in figures)
+            return "inconclusive", reason
+    return "pass", "; ".join(f"{figure.name} {_in_words(figure.estimate)}" for figure in figures)
 
 
-def too_few(num_holdout: int, limits: Audit) -> str:
-    """Return why so few units held out cannot tell; empty if they can."""
+def too_few_units(num_holdout: int, limits: Audit) -> str:
+    """Return why so few units held out give no verdict; empty if there are enough."""
     if num_holdout >= limits.min_holdout_units:
         return ""
     return f"{num_holdout} held-out units; the plan needs {limits.min_holdout_units} to measure leakage"
 
 
-def _figures(found: Findings, limits: Audit) -> list[tuple[str, Estimate, float]]:
-    worst, sharpest = found.membership.worst, found.membership.sharpest
+def _figures(findings: Findings, limits: Audit) -> list[_LimitedFigure]:
+    worst = findings.membership.worst
+    sharpest = findings.membership.sharpest
     figures = [
-        (f"AUC of the attack {worst.name}", worst.auc, limits.max_mia_auc),
-        (f"share found at 1% false positives by {sharpest.name}", sharpest.tpr, limits.max_mia_tpr),
+        _LimitedFigure(f"AUC of the attack {worst.name}", worst.auc, limits.max_mia_auc),
+        _LimitedFigure(
+            f"share found at 1% false positives by {sharpest.name}",
+            sharpest.tpr,
+            limits.max_mia_tpr,
+        ),
     ]
-    return figures + [
-        (f"share of near copies in {space}", share, limits.max_near_copy_rate)
-        for space, share in found.copies.items()
-    ]
+    for space, share in findings.copies.items():
+        name = f"share of near copies in {space}"
+        figures.append(_LimitedFigure(name, share, limits.max_near_copy_rate))
+    return figures
 
 
 def _in_words(estimate: Estimate) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from support.plan import small_plan
 
-from ddm.audit.attacks import Target
+from ddm.audit.attacks import AttackedExpert
 from ddm.audit.effort import effort_of
 from ddm.audit.running import draw_samples, score_images
 from ddm.diffusion.path import path_named
@@ -40,7 +40,7 @@ def main() -> None:
     images = torch.from_numpy(
         np.random.default_rng(0).standard_normal((3000, *plan.expert_shape), dtype=np.float32)
     )
-    effort = effort_of(plan.expert.training, HELD + MEMBERS, 10_000, reference=True)
+    effort = effort_of(plan.expert.training, HELD + MEMBERS, 10_000, trains_reference=True)
     path, seconds = path_named(plan.objective.path), {}
 
     def trained(name: str, num_steps: int, learned: torch.Tensor) -> torch.nn.Module:
@@ -73,11 +73,11 @@ def main() -> None:
     ]
     started = time.monotonic()
     for expert in experts:
-        target = Target(expert, path, "velocity", device)
+        target = AttackedExpert(expert, path, "velocity", device)
         rows = torch.arange(HELD + MEMBERS).repeat_interleave(effort.images_per_unit)
         score_images(target, images, rows, None, 0, lambda num: None)
     seconds["attacks"], started = time.monotonic() - started, time.monotonic()
-    target = Target(experts[0], path, "velocity", device)
+    target = AttackedExpert(experts[0], path, "velocity", device)
     for _ in draw_samples(
         target, path, plan.expert_shape, None, effort.num_samples, 0, lambda num: None
     ):

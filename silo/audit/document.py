@@ -43,7 +43,7 @@ class ExpertAudit(Model):
         tpr: share of members that each attack finds at 1% false positives.
         copies: share of samples that are near copies, by space.
         control: the largest AUC on the overfitted copy.
-        unseen: whether an expert that learned neither side takes them for the same.
+        unseen: whether members and units held out look the same to an expert that learned neither.
         num_samples: drawn.
     """
 
@@ -61,12 +61,12 @@ class ExpertAudit(Model):
 
 
 class AuditReport(Document):
-    """The measurement and its verdict. Stays on the site; only its digest leaves, which `salt` makes a blank number.
+    """The measurement and its verdict. It stays on the site; only its digest leaves, which the salt makes meaningless.
 
     Attributes:
         num_holdout_units: of the site.
         salt: random, so that nobody can try reports against the digest.
-        experts: each expert's audit, where there was one.
+        experts: the audit of each expert, where there was one.
     """
 
     format: Literal["archipelago/audit/1"] = "archipelago/audit/1"

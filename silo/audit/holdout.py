@@ -1,7 +1,7 @@
-"""Draws the units that no expert of this site learns, so that the audit has somebody to compare members with.
+"""Draws the units that no expert of this site learns, so that the audit can compare members with others.
 
 A unit's rank follows from the secret beside the ledger and from the patient's identifier (of images without patients,
-from their place in the data), so that every plan of the same data leaves out the same units and nobody else can tell
+from their place in the data), so that every plan of the same data leaves out the same units and nobody else can know
 which. How many they are follows from the number of units, which is public, and from policy.toml alone.
 """
 
@@ -14,24 +14,23 @@ from silo.data.cohort import Cohort
 # Shape legend: N images, U units.
 
 
-def num_held_out(num_units: int, policy: Policy) -> int:
+def num_holdout_units(num_units: int, policy: Policy) -> int:
     """Return how many units are held out: a share of them, or none where that is too few to measure anything.
 
     A site also holds nothing out where fewer units than `training.min_images` would be left to learn from.
     """
-    terms = policy.audit
-    num = min(int(terms.holdout_share * num_units), terms.max_holdout_units)
-    return (
-        num
-        if num >= terms.min_holdout_units and num_units - num >= policy.training.min_images
-        else 0
-    )
+    audit = policy.audit
+    num_holdout = min(int(audit.holdout_share * num_units), audit.max_holdout_units)
+    num_learned = num_units - num_holdout
+    if num_holdout < audit.min_holdout_units or num_learned < policy.training.min_images:
+        return 0
+    return num_holdout
 
 
-def held_out(cohort: Cohort, policy: Policy) -> Tensor:
+def holdout_mask(cohort: Cohort, policy: Policy) -> Tensor:
     """Return which images belong to units held out, boolean (N,)."""
-    held_U = torch.zeros(cohort.num_units, dtype=torch.bool)
-    held_U[torch.argsort(cohort.rank_U, stable=True)[: num_held_out(cohort.num_units, policy)]] = (
-        True
-    )
-    return held_U[cohort.unit_N]
+    num_holdout = num_holdout_units(cohort.num_units, policy)
+    lowest_ranks = torch.argsort(cohort.rank_U, stable=True)[:num_holdout]
+    is_held_U = torch.zeros(cohort.num_units, dtype=torch.bool)
+    is_held_U[lowest_ranks] = True
+    return is_held_U[cohort.unit_N]

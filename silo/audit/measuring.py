@@ -1,20 +1,21 @@
 """Audits one expert: trains a reference and an overfitted copy, attacks all three, and looks for copies in samples.
 
-Every part is on disk once it is done; what was killed goes on behind the last one, and a training at its last
+Every measurement is on disk once it is taken; a killed audit continues behind the last one, and a training at its last
 checkpoint. Memory holds one block of images, the thumbnails of samples, and up to three experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddm.audit.attacks import CALLS, Target
-from ddm.audit.copies import NEIGHBOURS, Scale, duplicates, share_of_copies
-from ddm.audit.effort import SAMPLE_STEPS
-from ddm.audit.membership import Scored, membership, unseen
+from ddm.audit.attacks import CALLS
+from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
+from ddm.audit.effort import SAMPLE_STEPS, TRAINING_CALLS
+from ddm.audit.membership import UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
 from ddm.audit.verdict import Findings
 from ddm.diffusion.path import path_named
@@ -25,279 +26,321 @@ from ddm.protocol.base import File
 from ddm.training.job import discard_job
 from ddm.training.jobs import train_job
 from ddm.training.loop import Progress
+from ddm.training.planned import BaseExpert
 from silo.audit.document import ExpertAudit
-from silo.audit.parts import CHUNK, Parts
-from silo.audit.report import cannot_judge, expert_audit
-from silo.audit.subject import Side, Subject
-from silo.audit.worst import keep_worst
+from silo.audit.parts import CHUNK, MeasurementStore
+from silo.audit.report import expert_audit, inconclusive_audit
+from silo.audit.subject import AuditedExpert
+from silo.audit.worst import write_worst
 
-# Shape legend: N images learned, H held out, S samples, B of a block, K neighbours.
+# Shape legend: I images of one side, H images held out, S samples, B of a block, Q queries, K neighbours, U units.
 
-BLURRED, _BLUR = 128, 0.01  # of the range
+MAX_BLURRED = 128
+_BLUR = 0.01  # the standard deviation of the noise, as a share of the range
 _SPACES = ("pixels", "features")
+_QUERY_SETS = ("held", "blurred", "samples")
 
 
 @dataclass
-class _Meter:
-    """Counts evaluations of the expert; stops the work where `tell` raises."""
+class _EvaluationCounter:
+    """Counts evaluations of the expert; stops the work where `on_progress` raises."""
 
-    tell: Callable[[int, int], None]
+    on_progress: Callable[[int, int], None]
     total: int
-    done: int = field(default=0)
+    num_evaluations: int = 0
 
     def add(self, num: int) -> None:
-        self.done = min(self.done + num, self.total)
-        self.tell(self.done, self.total)
+        self.num_evaluations = min(self.num_evaluations + num, self.total)
+        self.on_progress(self.num_evaluations, self.total)
+
+
+@dataclass(frozen=True)
+class _Audit:
+    """An audit at work.
+
+    Attributes:
+        expert: the audited expert.
+        store: of its measurements.
+        counter: of evaluations.
+        should_stop: a True stops a training after a checkpoint.
+    """
+
+    expert: AuditedExpert
+    store: MeasurementStore
+    counter: _EvaluationCounter
+    should_stop: Callable[[], bool]
 
 
 def audit_expert(
-    subject: Subject, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
+    expert: AuditedExpert,
+    on_progress: Callable[[int, int], None],
+    should_stop: Callable[[], bool],
 ) -> ExpertAudit:
     """Measure what an expert remembers, and judge it.
 
     Args:
-        subject: the expert, and whom it is tested on.
-        tell: called with evaluations done and in all; what it raises stops the work.
-        should_stop: its yes stops a training after a checkpoint.
+        expert: the expert, and the units that it is tested on.
+        on_progress: called with evaluations so far and in all; what it raises stops the work.
+        should_stop: a True stops a training after a checkpoint.
 
     Raises:
-        KeyboardInterrupt: `should_stop` said yes, or `tell` raised it.
+        KeyboardInterrupt: `should_stop` returned True, or `on_progress` raised it.
     """
-    limits = subject.plan.audit
-    if subject.num_held < max(limits.min_holdout_units, 2) or subject.members.num_units < 2:
-        return cannot_judge(subject.expert_id, subject.num_held, limits)
-    parts, effort = Parts.open(subject.folder / "parts", subject.digest), subject.effort
-    num_images = len(subject.members.image_I) + len(subject.held.image_I)
-    steps = (
-        3
-        * (effort.reference_steps + effort.control_steps)
-        * subject.plan.expert.training.batch_size
-    )
-    meter = _Meter(
-        tell,
-        steps + 3 * CALLS * num_images + SAMPLE_STEPS * effort.num_samples + len(subject.learned_N),
-    )
-    trained = _Trained(subject, parts, meter, should_stop)
-    of_expert = _scores(subject, parts, "expert", subject.base.file, meter)
-    of_reference = _scores(subject, parts, "reference", trained.reference(), meter)
-    overfitted = _control_units(subject.members, effort.control_units)
-    of_control = _scores(subject, parts, "control", trained.control(overfitted), meter)
-    near = _neighbours(subject, parts, meter)
+    limits = expert.plan.audit
+    min_units = max(limits.min_holdout_units, 2)
+    if expert.num_held < min_units or expert.members.num_units < 2:
+        return inconclusive_audit(expert.expert_id, expert.num_held, limits)
+    store = MeasurementStore.open(expert.folder / "parts", expert.digest)
+    counter = _EvaluationCounter(on_progress, _num_evaluations(expert))
+    audit = _Audit(expert, store, counter, should_stop)
 
-    kept_H = ~duplicates(near["pixels of held"])
-    kept_U = torch.ones(subject.held.num_units, dtype=torch.bool)
-    kept_U[subject.held.unit_I[~kept_H]] = False
-    num_kept = int(kept_U.sum())
-    if num_kept < max(limits.min_holdout_units, 2):
-        return cannot_judge(subject.expert_id, num_kept, limits)
-    every_U = torch.ones(subject.members.num_units, dtype=torch.bool)
-    only_U = torch.arange(subject.members.num_units) < effort.control_units
-    expert, reference = (
-        _scored(subject, each, every_U, kept_U) for each in (of_expert, of_reference)
-    )
-    control, beside = (
-        _scored(subject, each, only_U, kept_U) for each in (of_control, of_reference)
-    )
-    held_H = kept_U[subject.held.unit_I]
-    scales = {
-        space: Scale.of(near[f"{space} of held"][held_H], floor=space == "pixels")
-        for space in _SPACES
-    }
-    found = Findings(
-        num_holdout=num_kept,
-        membership=membership(expert, reference),
-        control=membership(control, beside),
-        unseen=subject.public is not None or unseen(reference),
+    scores = _attack(audit, "expert", expert.base)
+    reference_scores = _attack(audit, "reference", _reference(audit))
+    control_scores = _attack(audit, "control", _overfitted_copy(audit))
+    neighbours = _measure_neighbours(audit)
+
+    # A unit held out whose image the expert learned from another unit is no test of anything.
+    is_duplicate_H = duplicates(neighbours["pixels of held"])
+    is_tested_U = torch.ones(expert.held.num_units, dtype=torch.bool)
+    is_tested_U[expert.held.unit_I[is_duplicate_H]] = False
+    num_tested = int(is_tested_U.sum())
+    if num_tested < min_units:
+        return inconclusive_audit(expert.expert_id, num_tested, limits)
+
+    member_U = torch.arange(expert.members.num_units)
+    every_member_U = torch.ones_like(member_U, dtype=torch.bool)
+    overfitted_U = member_U < expert.effort.control_units
+    reference = _unit_scores(expert, reference_scores, every_member_U, is_tested_U)
+    is_tested_H = is_tested_U[expert.held.unit_I]
+    scales = {}
+    for space in _SPACES:
+        holdout_HK = neighbours[f"{space} of held"][is_tested_H]
+        scales[space] = CopyScale.of(holdout_HK, has_floor=space == "pixels")
+    findings = Findings(
+        num_holdout=num_tested,
+        membership=measure_membership(
+            _unit_scores(expert, scores, every_member_U, is_tested_U), reference
+        ),
+        control=measure_membership(
+            _unit_scores(expert, control_scores, overfitted_U, is_tested_U),
+            _unit_scores(expert, reference_scores, overfitted_U, is_tested_U),
+        ),
+        # A public expert may have learned units of either side, so that nothing follows from what it knows.
+        sides_alike=expert.public is not None or sides_alike(reference),
         copies={
-            space: share_of_copies(scales[space], near[f"{space} of samples"]) for space in _SPACES
+            space: share_of_copies(scale, neighbours[f"{space} of samples"])
+            for space, scale in scales.items()
         },
         control_copies={
-            space: float(scales[space].near_copies(near[f"{space} of blurred"]).double().mean())
-            for space in _SPACES
+            space: _share(scale.near_copies(neighbours[f"{space} of blurred"]))
+            for space, scale in scales.items()
         },
     )
-    keep_worst(subject, parts, found.membership, near, scales["pixels"])
-    return expert_audit(subject.expert_id, found, limits, effort.num_samples)
+    write_worst(expert, store, findings.membership, neighbours, scales["pixels"])
+    return expert_audit(expert.expert_id, findings, limits, expert.effort.num_samples)
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """The two experts that an audit trains itself."""
-
-    subject: Subject
-    parts: Parts
-    meter: _Meter
-    should_stop: Callable[[], bool]
-
-    def reference(self) -> File:
-        """Return the public expert, or one that is trained on what the expert learned without the members' units."""
-        public = self.subject.public
-        if public is not None:
-            return public.file
-        return self._train(
-            "reference", self.subject.others_N, self.subject.effort.reference_steps, again=False
-        )
-
-    def control(self, overfitted: Side) -> File:
-        """Return a copy of the expert that went on with a few members alone."""
-        chosen = torch.sort(overfitted.image_I).values
-        return self._train("control", chosen, self.subject.effort.control_steps, again=True)
-
-    def _train(self, name: str, chosen: Tensor, num_steps: int, *, again: bool) -> File:
-        subject, path = self.subject, self.parts.folder / f"{name}.safetensors"
-        size, before = subject.plan.expert.training.batch_size, [0]
-
-        def watch(progress: Progress) -> None:
-            self.meter.add(3 * size * (progress.step - before[0]))
-            before[0] = progress.step
-
-        if not path.exists():
-            folder = subject.job(name)
-            expert = subject.planned(subject.base if again else None, num_steps, quick=again)
-            wanted = subject.wanted(expert, chosen, folder)
-            settings = subject.settings
-            train_job(
-                wanted, folder, settings, path, on_progress=watch, should_stop=self.should_stop
-            )
-            discard_job(folder)
-        else:
-            self.meter.add(3 * size * num_steps)
-        return File.of(path.name, path)
+def _share(mask: Tensor) -> float:
+    return float(mask.double().mean())
 
 
-def _control_units(members: Side, num: int) -> Side:
-    return members.only(torch.arange(members.num_units) < num)
+def _num_evaluations(expert: AuditedExpert) -> int:
+    effort = expert.effort
+    num_steps = effort.reference_steps + effort.control_steps
+    num_attacked = len(expert.members.image_I) + len(expert.held.image_I)
+    training = TRAINING_CALLS * num_steps * expert.plan.expert.training.batch_size
+    attacks = 3 * CALLS * num_attacked
+    samples = SAMPLE_STEPS * effort.num_samples
+    # The search for neighbours encodes each learned image once.
+    return training + attacks + samples + len(expert.learned_N)
 
 
-def _scores(
-    subject: Subject, parts: Parts, name: str, file: File, meter: _Meter
-) -> Mapping[str, Tensor]:
+def _reference(audit: _Audit) -> BaseExpert:
+    """Return the public expert, or one that is trained on what the expert learned without the members' units."""
+    expert = audit.expert
+    if expert.public is not None:
+        return expert.public
+    num_steps = expert.effort.reference_steps
+    return _train(audit, "reference", expert.others_N, num_steps, overfits=False)
+
+
+def _overfitted_copy(audit: _Audit) -> BaseExpert:
+    """Return a copy of the expert that was trained further on a few members alone."""
+    members = audit.expert.members
+    effort = audit.expert.effort
+    chosen_units = members.select(torch.arange(members.num_units) < effort.control_units)
+    image_I = torch.sort(chosen_units.image_I).values
+    return _train(audit, "control", image_I, effort.control_steps, overfits=True)
+
+
+def _train(
+    audit: _Audit, name: str, image_I: Tensor, num_steps: int, *, overfits: bool
+) -> BaseExpert:
+    expert = audit.expert
+    step_evaluations = TRAINING_CALLS * expert.plan.expert.training.batch_size
+    path = audit.store.folder / f"{name}.safetensors"
+    if path.exists():
+        audit.counter.add(step_evaluations * num_steps)
+        return BaseExpert(path.parent, File.of(path.name, path))
+    last_step = 0
+
+    def count(progress: Progress) -> None:
+        nonlocal last_step
+        audit.counter.add(step_evaluations * (progress.step - last_step))
+        last_step = progress.step
+
+    folder = expert.job_folder(name)
+    base = expert.base if overfits else None
+    planned = expert.planned(base, num_steps, overfits=overfits)
+    train_job(
+        expert.make_task(planned, image_I, folder),
+        folder,
+        expert.settings,
+        path,
+        on_progress=count,
+        should_stop=audit.should_stop,
+    )
+    discard_job(folder)
+    return BaseExpert(path.parent, File.of(path.name, path))
+
+
+def _attack(audit: _Audit, name: str, weights: BaseExpert) -> Mapping[str, Tensor]:
     """Attack one expert, members first; the same noise for each expert."""
-    sides = {"members": subject.members, "held": subject.held}
+    expert = audit.expert
+    num_attacked = 0
 
-    def make() -> Mapping[str, Tensor]:
-        target = _target(subject, parts, name, file)
+    def count(num: int) -> None:
+        nonlocal num_attacked
+        num_attacked += num
+        audit.counter.add(CALLS * num)
+
+    def measure() -> Mapping[str, Tensor]:
+        attacked = expert.open_for_attack(weights)
+
+        def score(image_I: Tensor, seed: int) -> Tensor:
+            images = expert.inputs.images
+            return score_images(attacked, images, image_I, expert.condition_N, seed, count)
+
         return {
-            side: score_images(
-                target,
-                subject.inputs.images,
-                each.image_I,
-                subject.condition_N,
-                subject.seed + number,
-                add,
-            )
-            for number, (side, each) in enumerate(sides.items())
+            "members": score(expert.members.image_I, expert.seed),
+            "held": score(expert.held.image_I, expert.seed + 1),
         }
 
-    counted = [0]
-
-    def add(num: int) -> None:
-        counted[0] += num
-        meter.add(CALLS * num)
-
-    found = parts.once(f"scores-{name}", make)
-    meter.add(CALLS * (sum(len(each.image_I) for each in sides.values()) - counted[0]))
-    return found
+    scores = audit.store.load_or_measure(f"scores-{name}", measure)
+    # Scores that were read from a file count too.
+    num_images = len(expert.members.image_I) + len(expert.held.image_I)
+    audit.counter.add(CALLS * (num_images - num_attacked))
+    return scores
 
 
-def _target(subject: Subject, parts: Parts, name: str, file: File) -> Target:
-    if name == "expert":
-        return subject.target(subject.base.folder, file)
-    public = subject.public if name == "reference" else None
-    return subject.target(public.folder if public else parts.folder, file)
-
-
-def _scored(
-    subject: Subject, found: Mapping[str, Tensor], member_U: Tensor, other_U: Tensor
-) -> Scored:
+def _unit_scores(
+    expert: AuditedExpert, scores: Mapping[str, Tensor], member_U: Tensor, held_U: Tensor
+) -> UnitScores:
     """Take the scores of some of the units of either side."""
-    members, held = subject.members, subject.held
-    return Scored(
-        found["members"][member_U[members.unit_I]],
-        found["held"][other_U[held.unit_I]],
-        members.only(member_U).unit_I,
-        held.only(other_U).unit_I,
+    members = expert.members
+    held = expert.held
+    return UnitScores(
+        member_IA=scores["members"][member_U[members.unit_I]],
+        other_IA=scores["held"][held_U[held.unit_I]],
+        member_I=members.select(member_U).unit_I,
+        other_I=held.select(held_U).unit_I,
     )
 
 
-def _samples(subject: Subject, parts: Parts, meter: _Meter) -> Iterator[Mapping[str, Tensor]]:
+def _samples(audit: _Audit) -> Iterator[Mapping[str, Tensor]]:
     """Yield the thumbnails and features of samples, chunk by chunk, each drawn under an image's own condition."""
-    plan, random = subject.plan, np.random.default_rng(subject.seed + 2)
-    picked_S = torch.from_numpy(
-        random.integers(len(subject.learned_N), size=subject.effort.num_samples)
+    expert = audit.expert
+    random = np.random.default_rng(expert.seed + 2)
+    choice_S = random.integers(len(expert.learned_N), size=expert.effort.num_samples)
+    image_S = expert.learned_N[torch.from_numpy(choice_S)]
+    for start in range(0, len(image_S), CHUNK):
+        draw = partial(_draw_chunk, audit, start, image_S[start : start + CHUNK])
+        yield audit.store.load_or_measure(f"samples-{start}", draw)
+
+
+def _draw_chunk(audit: _Audit, start: int, image_S: Tensor) -> Mapping[str, Tensor]:
+    expert = audit.expert
+    plan = expert.plan
+    condition_S = None
+    if expert.condition_N is not None:
+        condition_S = expert.condition_N[image_S]
+    latent_blocks = draw_samples(
+        expert.open_for_attack(expert.base),
+        path_named(plan.objective.ensemble_path),
+        plan.expert_shape,
+        condition_S,
+        len(image_S),
+        expert.seed + start,
+        lambda num: audit.counter.add(SAMPLE_STEPS * num),
     )
     low, high = plan.data.range
-    for start in range(0, len(picked_S), CHUNK):
-        chosen = subject.learned_N[picked_S[start : start + CHUNK]]
-
-        def make(start: int = start, chosen: Tensor = chosen) -> Mapping[str, Tensor]:
-            target = subject.target(subject.base.folder, subject.base.file)
-            condition = None if subject.condition_N is None else subject.condition_N[chosen]
-            path, shape, seed = (
-                path_named(plan.objective.ensemble_path),
-                plan.expert_shape,
-                subject.seed + start,
-            )
-            thumbs, features = [], []
-            for drawn in draw_samples(
-                target, path, shape, condition, len(chosen), seed, lambda num: None
-            ):
-                meter.add(SAMPLE_STEPS * len(drawn))
-                images = (
-                    subject.files.latent.decode(drawn, lost=0.0).clamp(low, high).nan_to_num(0.0)
-                )
-                thumbs.append(pixel_rows(images))
-                features.append(subject.files.encoder.encode(images, lost=0.0))
-            return {"pixels": torch.cat(thumbs), "features": torch.cat(features)}
-
-        yield parts.once(f"samples-{start}", make)
+    rows = []
+    for latents in latent_blocks:
+        images = expert.files.latent.decode(latents, lost=0.0)
+        rows.append(_rows_in_spaces(expert, images.clamp(low, high).nan_to_num(0.0)))
+    return {space: torch.cat([block[space] for block in rows]) for space in _SPACES}
 
 
-def _neighbours(subject: Subject, parts: Parts, meter: _Meter) -> Mapping[str, Tensor]:
-    """Find the nearest learned images of those held out, of samples, and of learned images with a little noise."""
+def _rows_in_spaces(expert: AuditedExpert, images: Tensor) -> dict[str, Tensor]:
+    """Return images as rows of values, by space."""
+    return {
+        "pixels": pixel_rows(images),
+        "features": expert.files.encoder.encode(images, lost=0.0),
+    }
 
-    def make() -> Mapping[str, Tensor]:
-        images, encoder, plan = subject.pixels, subject.files.encoder, subject.plan
-        random = torch.Generator().manual_seed(subject.seed + 3)
-        picked = torch.randperm(len(subject.learned_N), generator=random)[:BLURRED]
-        blurred = images[torch.sort(subject.learned_N[picked]).values]
-        low, high = plan.data.range
-        blurred = blurred + _BLUR * (high - low) * torch.randn(blurred.shape, generator=random)
-        sampled = list(_samples(subject, parts, meter))
-        held = [images[rows] for rows in torch.split(subject.held.image_I, CHUNK)]
-        asked = {
-            "pixels": [
-                *map(pixel_rows, held),
-                pixel_rows(blurred),
-                *(each["pixels"] for each in sampled),
-            ],
-            "features": [
-                *(encoder.encode(each, lost=0.0) for each in held),
-                encoder.encode(blurred, lost=0.0),
-                *(each["features"] for each in sampled),
-            ],
-        }
-        found, learned = {}, Selected(images, subject.learned_N)
-        sizes = [len(subject.held.image_I), len(blurred), subject.effort.num_samples]
-        for space, rows in asked.items():
 
-            def near(space: str = space) -> Iterator[tuple[int, Tensor]]:
-                for start, block in blocks(learned):
-                    meter.add(len(block) if space == "features" else 0)
-                    yield (
-                        start,
-                        pixel_rows(block) if space == "pixels" else encoder.encode(block, lost=0.0),
-                    )
+def _measure_neighbours(audit: _Audit) -> Mapping[str, Tensor]:
+    """Find the nearest learned images of those held out, of samples, and of learned images with a little noise.
 
-            apart_QK, which_QK = nearest_in_blocks(torch.cat(rows), near(), NEIGHBOURS)
-            for name, each, which in zip(
-                ("held", "blurred", "samples"),
-                torch.split(apart_QK, sizes),
-                torch.split(which_QK[:, 0], sizes),
-                strict=True,
-            ):
-                found[f"{space} of {name}"] = each.clone()
-                found[f"{space} near {name}"] = which.clone()
-        return found
+    Returns:
+        For each space and set of queries, squared distances (Q, K), as `pixels of samples`, and the place of the
+        nearest image among those learned (Q,), as `pixels near samples`.
+    """
+    return audit.store.load_or_measure("neighbours", partial(_search_neighbours, audit))
 
-    return parts.once("neighbours", make)
+
+def _search_neighbours(audit: _Audit) -> Mapping[str, Tensor]:
+    expert = audit.expert
+    blurred = _blurred_images(expert)
+    queries: list[Mapping[str, Tensor]] = []
+    for image_B in torch.split(expert.held.image_I, CHUNK):
+        queries.append(_rows_in_spaces(expert, expert.pixels[image_B]))
+    queries.append(_rows_in_spaces(expert, blurred))
+    queries.extend(_samples(audit))
+    sizes = [len(expert.held.image_I), len(blurred), expert.effort.num_samples]
+
+    neighbours = {}
+    for space in _SPACES:
+        row_Q = torch.cat([rows[space] for rows in queries])
+        learned_rows = _learned_rows(audit, space)
+        distance_QK, image_QK = nearest_in_blocks(row_Q, learned_rows, NEIGHBOURS)
+        distances = torch.split(distance_QK, sizes)
+        nearest_images = torch.split(image_QK[:, 0], sizes)
+        for index, name in enumerate(_QUERY_SETS):
+            neighbours[f"{space} of {name}"] = distances[index].clone()
+            neighbours[f"{space} near {name}"] = nearest_images[index].clone()
+    return neighbours
+
+
+def _blurred_images(expert: AuditedExpert) -> Tensor:
+    """Return some learned images with a little noise: the control, which a search for copies must recognise."""
+    random = torch.Generator().manual_seed(expert.seed + 3)
+    order = torch.randperm(len(expert.learned_N), generator=random)
+    image_B = torch.sort(expert.learned_N[order[:MAX_BLURRED]]).values
+    images = expert.pixels[image_B]
+    low, high = expert.plan.data.range
+    noise = torch.randn(images.shape, generator=random)
+    return images + _BLUR * (high - low) * noise
+
+
+def _learned_rows(audit: _Audit, space: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield the learned images as rows, block by block, each with the place of its first."""
+    expert = audit.expert
+    for start, images in blocks(Selected(expert.pixels, expert.learned_N)):
+        if space == "features":
+            audit.counter.add(len(images))
+            yield start, expert.files.encoder.encode(images, lost=0.0)
+        else:
+            # Every pass reports, so that it can be stopped.
+            audit.counter.add(0)
+            yield start, pixel_rows(images)

@@ -1,4 +1,4 @@
-"""What an audit has measured by now, a file each, so that one that was killed goes on where it stopped."""
+"""Keeps the measurements of an unfinished audit, a file each, so that a killed audit continues where it stopped."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,13 +11,13 @@ from ddm.errors import TensorFileError
 from ddm.io.tensors import load_tensors, save_tensors
 
 CHUNK = 512
-"""Samples in one part."""
+"""Samples in one file."""
 _MAX_BYTES = 1 << 36
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The folder of one expert's audit.
+class MeasurementStore:
+    """The measurements of one expert's audit, in a folder.
 
     Args:
         folder: private to the worker; named by a digest of everything that the measurement depends on.
@@ -26,33 +26,38 @@ class Parts:
     folder: Path
 
     @classmethod
-    def open(cls, within: Path, digest: str) -> "Parts":
-        """Open the parts of one measurement; those of others in the same folder are removed."""
-        folder = within / digest[:32]
-        for other in within.iterdir() if within.is_dir() else ():
+    def open(cls, parent: Path, digest: str) -> "MeasurementStore":
+        """Open the store of one audit; those of other audits in the same folder are removed."""
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = parent / digest[:32]
+        for other in parent.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
         return cls(folder)
 
-    def once(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Return a part: what was written before, or what `make` returns, which is written first."""
+    def load_or_measure(
+        self, name: str, measure: Callable[[], Mapping[str, Tensor]]
+    ) -> Mapping[str, Tensor]:
+        """Return a measurement from its file; where there is none, take it and write it first."""
         path = self.folder / f"{name}.safetensors"
         if path.exists():
             try:
                 return load_tensors(path, None, max_bytes=_MAX_BYTES)
             except TensorFileError:
+                # Damaged by the disk, since files are written whole or not at all: measured again.
                 path.unlink()
-        made = {key: value.contiguous() for key, value in make().items()}
-        save_tensors(path, made)
-        return made
+        tensors = {key: value.contiguous() for key, value in measure().items()}
+        save_tensors(path, tensors)
+        return tensors
 
     def thumbnail(self, number: int) -> Tensor:
         """Return the thumbnail of one sample, as a row of values."""
-        path = self.folder / f"samples-{number - number % CHUNK}.safetensors"
-        return load_tensors(path, None, max_bytes=_MAX_BYTES)["pixels"][number % CHUNK]
+        row = number % CHUNK
+        path = self.folder / f"samples-{number - row}.safetensors"
+        return load_tensors(path, None, max_bytes=_MAX_BYTES)["pixels"][row]
 
 
-def discard_parts(within: Path) -> None:
+def discard_measurements(parent: Path) -> None:
     """Remove what is not needed once the report is written."""
-    shutil.rmtree(within, ignore_errors=True)
+    shutil.rmtree(parent, ignore_errors=True)

@@ -1,13 +1,13 @@
-"""The audit's report and gate: experts leave with a pass, a waiver where it cannot tell, or a person after a fail.
+"""The audit's report and gate.
 
-No gate stands before privately trained experts: whether they leave, and the word that leaves with them, would depend on
-the images beyond their epsilon. Their report is for the people of the site.
+Experts leave with a pass, with a waiver where the audit is inconclusive, or after a fail if a person approves them.
+There is no gate for privately trained experts: whether they leave, and the verdict that leaves with them, would depend
+on the images beyond their epsilon. Their report is for the people of the site.
 """
 
 from datetime import datetime
 
-from ddm.audit.membership import Membership
-from ddm.audit.verdict import Findings, judge, too_few
+from ddm.audit.verdict import Findings, judge, too_few_units
 from ddm.errors import AuditError
 from ddm.evaluation.intervals import Estimate
 from ddm.protocol.limits import Audit, Verdict
@@ -15,33 +15,37 @@ from ddm.protocol.submission import AuditVerdict, Waiver
 from silo.audit.document import AuditReport, ExpertAudit, Figure
 from silo.config import AuditPolicy
 
+_MAX_REASON = 400  # characters
 
-def cannot_tell(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditReport | None:
+
+def inconclusive_report(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditReport | None:
     """Return the report of a site that holds out too little for this plan; None where it can be audited."""
-    if not (reason := too_few(num_holdout_units, audit)):
+    reason = too_few_units(num_holdout_units, audit)
+    if not reason:
         return None
     return AuditReport(
         plan_id=plan_id, verdict="inconclusive", num_holdout_units=num_holdout_units, reason=reason
     )
 
 
-def could_not_measure(plan_id: str, num_holdout_units: int, error: Exception) -> AuditReport:
-    """Return the report of an audit that broke off, where that must not show."""
+def interrupted_report(plan_id: str, num_holdout_units: int, error: Exception) -> AuditReport:
+    """Return the report of an audit that failed with an error, where that must not show outside."""
+    reason = f"the audit broke off: {error or type(error).__name__}"
+    # A name of a file in the error may have characters that no document can hold.
+    reason = reason.encode("utf-8", "replace").decode()
     return AuditReport(
         plan_id=plan_id,
         verdict="inconclusive",
         num_holdout_units=num_holdout_units,
-        reason=f"the audit broke off: {error or type(error).__name__}".encode(
-            "utf-8", "replace"
-        ).decode()[:400],
+        reason=reason[:_MAX_REASON],
     )
 
 
-def cannot_judge(expert_id: str, num_holdout_units: int, audit: Audit) -> ExpertAudit:
+def inconclusive_audit(expert_id: str, num_holdout_units: int, audit: Audit) -> ExpertAudit:
     """Return the audit of one expert with too few units on either side."""
-    reason = (
-        too_few(num_holdout_units, audit) or "too few units that the expert learned to compare with"
-    )
+    reason = too_few_units(num_holdout_units, audit)
+    if not reason:
+        reason = "too few units that the expert learned to compare with"
     return ExpertAudit(
         expert_id=expert_id,
         verdict="inconclusive",
@@ -50,37 +54,42 @@ def cannot_judge(expert_id: str, num_holdout_units: int, audit: Audit) -> Expert
     )
 
 
-def whole_report(
+def join_reports(
     plan_id: str, num_holdout_units: int, experts: tuple[ExpertAudit, ...]
 ) -> AuditReport:
-    """Join the audits of all experts: one that fails fails all, else one that cannot tell decides."""
-    order: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
-    worst = min(experts, key=lambda each: order.index(each.verdict))
-    reason = worst.reason if len(experts) == 1 else f"{worst.expert_id}: {worst.reason}"
+    """Join the audits of all experts: the worst verdict decides, which is `fail`, then `inconclusive`."""
+    worst_first: tuple[Verdict, ...] = ("fail", "inconclusive", "pass")
+    worst = min(experts, key=lambda audit: worst_first.index(audit.verdict))
+    reason = worst.reason
+    if len(experts) > 1:
+        reason = f"{worst.expert_id}: {reason}"
     return AuditReport(
         plan_id=plan_id,
         verdict=worst.verdict,
         num_holdout_units=num_holdout_units,
-        reason=reason[:400],
+        reason=reason[:_MAX_REASON],
         experts=experts,
     )
 
 
-def expert_audit(expert_id: str, found: Findings, limits: Audit, num_samples: int) -> ExpertAudit:
-    """Judge one expert and write down what was found."""
-    verdict, reason = judge(found, limits)
-    attacks = found.membership.attacks
+def expert_audit(
+    expert_id: str, findings: Findings, limits: Audit, num_samples: int
+) -> ExpertAudit:
+    """Judge one expert, and return the verdict with the figures."""
+    verdict, reason = judge(findings, limits)
+    attacks = findings.membership.attacks
+    worst_on_control = findings.control.worst
     return ExpertAudit(
         expert_id=expert_id,
         verdict=verdict,
-        reason=reason[:400],
-        num_members=found.membership.num_members,
-        num_holdout_units=found.num_holdout,
-        auc=tuple(_figure(each.name, each.auc) for each in attacks),
-        tpr=tuple(_figure(each.name, each.tpr) for each in attacks),
-        copies=tuple(_figure(space, share) for space, share in found.copies.items()),
-        control=_control(found.control),
-        unseen=found.unseen,
+        reason=reason[:_MAX_REASON],
+        num_members=findings.membership.num_members,
+        num_holdout_units=findings.num_holdout,
+        auc=tuple(_figure(attack.name, attack.auc) for attack in attacks),
+        tpr=tuple(_figure(attack.name, attack.tpr) for attack in attacks),
+        copies=tuple(_figure(space, share) for space, share in findings.copies.items()),
+        control=_figure(worst_on_control.name, worst_on_control.auc),
+        unseen=findings.sides_alike,
         num_samples=num_samples,
     )
 
@@ -89,14 +98,10 @@ def _figure(name: str, estimate: Estimate) -> Figure:
     return Figure(name=name, value=estimate.value, low=estimate.low, high=estimate.high)
 
 
-def _control(control: Membership) -> Figure:
-    return _figure(control.worst.name, control.worst.auc)
-
-
 def gate(
     report: AuditReport, policy: AuditPolicy, *, plan_digest: str, now: datetime
 ) -> AuditVerdict:
-    """Return the verdict under which the experts may leave: the audit's, or the site's waiver of one that cannot tell.
+    """Return the verdict under which the experts may leave: the audit's, or the site's waiver if it is inconclusive.
 
     After a `fail` they leave only if a person approves that very draft, see `silo.worker.approval.approve`.
 
@@ -121,16 +126,15 @@ def gate(
 
 
 def check_waiver(waiver: Waiver, *, plan_digest: str, now: datetime) -> None:
-    """Refuse a waiver of another plan, or one that is over.
+    """Refuse a waiver of another plan, or one that has expired.
 
     Raises:
         AuditError: it is.
     """
     if waiver.plan_digest != plan_digest:
         expected = f"a waiver for the plan in work, {plan_digest[:16]}"
-        raise AuditError(
-            "audit.waiver.plan_digest", expected=expected, got=f"one for {waiver.plan_digest[:16]}"
-        )
+        got = f"one for {waiver.plan_digest[:16]}"
+        raise AuditError("audit.waiver.plan_digest", expected=expected, got=got)
     if waiver.expires_at <= now:
         got = f"one that expired {waiver.expires_at.isoformat()}"
         raise AuditError(

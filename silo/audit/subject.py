@@ -1,4 +1,4 @@
-"""One expert that would leave, and the units whose membership is tested on it."""
+"""One expert that would leave the site, and the units whose membership is tested on it."""
 
 import hmac
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddm.audit.attacks import Target
+from ddm.audit.attacks import AttackedExpert
 from ddm.audit.effort import Effort, effort_of
 from ddm.diffusion.path import path_named
 from ddm.images.rows import Images
@@ -30,12 +30,12 @@ from silo.data.cohort import Cohort
 
 
 @dataclass(frozen=True)
-class Side:
+class AttackedUnits:
     """Members, or units held out.
 
     Attributes:
-        image_I: the numbers of their images.
-        unit_I: each one's unit, from 0 without a gap.
+        image_I: the numbers of their images, sorted by unit.
+        unit_I: the unit of each image, from 0 without a gap.
     """
 
     image_I: Tensor
@@ -44,17 +44,20 @@ class Side:
     @property
     def num_units(self) -> int:
         """How many units there are."""
-        return int(self.unit_I.max()) + 1 if len(self.unit_I) else 0
+        if len(self.unit_I) == 0:
+            return 0
+        return int(self.unit_I.max()) + 1
 
-    def only(self, units: Tensor) -> "Side":
-        """Return some of the units, by a boolean for each."""
-        kept_I = units[self.unit_I]
-        return Side(self.image_I[kept_I], torch.unique(self.unit_I[kept_I], return_inverse=True)[1])
+    def select(self, is_selected_U: Tensor) -> "AttackedUnits":
+        """Return some of the units, by a boolean for each, numbered again without a gap."""
+        selected_I = is_selected_U[self.unit_I]
+        _, unit_I = torch.unique(self.unit_I[selected_I], return_inverse=True)
+        return AttackedUnits(self.image_I[selected_I], unit_I)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One expert that would leave.
+class AuditedExpert:
+    """One expert that would leave the site.
 
     Attributes:
         expert_id: its name.
@@ -66,12 +69,12 @@ class Subject:
         learned_N: the numbers of the images that it learned.
         held_N: the numbers of the images held out that are like its own.
         public: the public expert that it started from, which then is the reference.
-        secret: of the site; decides which units are looked at.
+        secret: of the site; decides which units are tested.
         num_samples: at most.
         settings: how this site trains.
         folder: private, of this expert's audit.
-        job: the folder in which a training of the audit works, by name.
-        wanted: says what such a training learns.
+        job_folder: returns the folder of one of the audit's trainings, by name.
+        make_task: returns the task of such a training: an expert, the images that it learns, its folder.
     """
 
     expert_id: str
@@ -87,8 +90,8 @@ class Subject:
     num_samples: int
     settings: TrainingSettings
     folder: Path
-    job: Callable[[str], JobFolder]
-    wanted: Callable[[PlannedExpert, Tensor, JobFolder], TrainingTask]
+    job_folder: Callable[[str], JobFolder]
+    make_task: Callable[[PlannedExpert, Tensor, JobFolder], TrainingTask]
 
     @property
     def plan(self) -> Plan:
@@ -103,17 +106,25 @@ class Subject:
     @cached_property
     def digest(self) -> str:
         """Names everything that the measurement depends on."""
-        rows = self.learned_N.numpy().tobytes() + self.held_N.numpy().tobytes()
-        words = (
-            f"{self.plan.digest} {self.base.file.digest} {self.inputs.digest} {self.num_samples} "
-        )
-        return sha256_hex(words.encode() + sha256_hex(rows).encode())
+        image_numbers = self.learned_N.numpy().tobytes() + self.held_N.numpy().tobytes()
+        parts = [
+            self.plan.digest,
+            self.base.file.digest,
+            self.inputs.digest,
+            str(self.num_samples),
+            sha256_hex(image_numbers),
+        ]
+        return sha256_hex(" ".join(parts).encode())
 
     @cached_property
     def seed(self) -> int:
-        """A secret number, the same after a restart."""
-        words = f"audit {self.plan.digest} {self.expert_id}"
-        return int.from_bytes(hmac.digest(self.secret, words.encode(), "sha256")[:7], "big")
+        """A secret number, the same after a restart.
+
+        Whoever signs plans knows plan and expert, and must not know which units are tested.
+        """
+        message = f"audit {self.plan.digest} {self.expert_id}"
+        digest = hmac.digest(self.secret, message.encode(), "sha256")
+        return int.from_bytes(digest[:7], "big")
 
     @cached_property
     def num_held(self) -> int:
@@ -121,32 +132,37 @@ class Subject:
         return len(torch.unique(self.inputs.unit_N[self.held_N]))
 
     @cached_property
+    def num_members(self) -> int:
+        """How many of the units that the expert learned are tested: a reference needs the others to learn from."""
+        num_learned = len(torch.unique(self.inputs.unit_N[self.learned_N]))
+        return min(self.num_held, num_learned // 2)
+
+    @cached_property
     def effort(self) -> Effort:
         """What the audit computes."""
-        members = min(self.num_held, len(torch.unique(self.inputs.unit_N[self.learned_N])) // 2)
-        trained = self.public is None
         return effort_of(
-            self.plan.expert.training, members + self.num_held, self.num_samples, reference=trained
+            self.plan.expert.training,
+            self.num_members + self.num_held,
+            self.num_samples,
+            trains_reference=self.public is None,
         )
 
     @cached_property
-    def held(self) -> Side:
+    def held(self) -> AttackedUnits:
         """The units held out."""
-        return self._side(self.held_N, self.num_held, self.seed)
+        return self._draw_units(self.held_N, self.num_held, self.seed)
 
     @cached_property
-    def members(self) -> Side:
+    def members(self) -> AttackedUnits:
         """As many units that the expert learned, drawn at random, and never more than half of them."""
-        num = min(self.num_held, len(torch.unique(self.inputs.unit_N[self.learned_N])) // 2)
-        return self._side(self.learned_N, num, self.seed + 1)
+        return self._draw_units(self.learned_N, self.num_members, self.seed + 1)
 
     @cached_property
     def others_N(self) -> Tensor:
         """The images that the expert learned, without any of the members' units: what a reference learns."""
-        of_members = torch.isin(
-            self.inputs.unit_N[self.learned_N], self.inputs.unit_N[self.members.image_I]
-        )
-        return self.learned_N[~of_members]
+        learned_unit_N = self.inputs.unit_N[self.learned_N]
+        member_units = self.inputs.unit_N[self.members.image_I]
+        return self.learned_N[~torch.isin(learned_unit_N, member_units)]
 
     @property
     def condition_N(self) -> Tensor | None:
@@ -159,11 +175,16 @@ class Subject:
             case _:
                 return self.inputs.text_NLD
 
-    def planned(self, base: BaseExpert | None, num_steps: int, *, quick: bool) -> PlannedExpert:
-        """Return a training of a few steps; `quick` forgets the average at once, for one that is to overfit."""
+    def planned(self, base: BaseExpert | None, num_steps: int, *, overfits: bool) -> PlannedExpert:
+        """Return a training of a few steps; one that overfits follows the last steps instead of their average."""
+        ema_decay = 0.9
+        warmup_steps = min(self.plan.expert.training.warmup_steps, num_steps // 5)
+        if overfits:
+            ema_decay = 0.5
+            warmup_steps = 0
         training = self.plan.expert.training.model_copy(
             update={
-                "ema_decay": 0.5 if quick else 0.9,
+                "ema_decay": ema_decay,
                 "ema_half_life": None,
                 "ema_width": None,
                 "ema_snapshots": 0,
@@ -171,51 +192,52 @@ class Subject:
                 "checkpoint_steps": max(num_steps // 4, 1),
                 "schedule": "constant",
                 "final_rate": 0.0,
-                "warmup_steps": 0
-                if quick
-                else min(self.plan.expert.training.warmup_steps, num_steps // 5),
+                "warmup_steps": warmup_steps,
                 "order": "drawn",
                 "mask_ratio": 0.0,
             }
         )
         # What it trains stays here, so that no ledger pays for it.
         expert = self.plan.expert.model_copy(update={"training": training, "privacy": None})
-        return replace(
-            self.expert, plan=self.plan.model_copy(update={"expert": expert}), base=base, paid=None
-        )
+        plan = self.plan.model_copy(update={"expert": expert})
+        return replace(self.expert, plan=plan, base=base, paid=None)
 
-    def target(self, folder: Path, file: File) -> Target:
-        """Open an expert for attacks, where this machine computes.
+    def open_for_attack(self, weights: BaseExpert) -> AttackedExpert:
+        """Open an expert of this architecture on the device of this site.
 
         Raises:
             DigestError, TensorFileError: it is not what it should be.
         """
-        objective, device = (
-            self.plan.objective.of(self.expert.silo_id),
-            device_named(self.settings.device),
-        )
-        architecture = self.plan.expert.architecture
+        objective = self.plan.objective.of(self.expert.silo_id)
+        device = device_named(self.settings.device)
         network = load_expert(
-            architecture, self.plan.expert_shape, folder, file, self.plan.condition
-        ).to(device)
-        return Target(network, path_named(objective.path), objective.prediction, device)
+            self.plan.expert.architecture,
+            self.plan.expert_shape,
+            weights.folder,
+            weights.file,
+            self.plan.condition,
+        )
+        path = path_named(objective.path)
+        return AttackedExpert(network.to(device), path, objective.prediction, device)
 
-    def _side(self, image_N: Tensor, num: int, seed: int) -> Side:
-        """Draw units, and at most so many images of each as the effort says."""
+    def _draw_units(self, image_N: Tensor, num_units: int, seed: int) -> AttackedUnits:
+        """Draw units, and at most `effort.images_per_unit` images of each."""
         random = np.random.default_rng(seed)
         shuffled_N = image_N[torch.from_numpy(random.permutation(len(image_N)))]
         unit_N = self.inputs.unit_N[shuffled_N]
         present_U = torch.unique(unit_N)
-        chosen_U = present_U[torch.from_numpy(np.sort(random.permutation(len(present_U))[:num]))]
-        place_N = torch.searchsorted(chosen_U, unit_N).clamp(max=max(len(chosen_U) - 1, 0))
-        taken_N = (
-            chosen_U[place_N] == unit_N
-            if len(chosen_U)
-            else torch.zeros(len(unit_N), dtype=torch.bool)
-        )
-        image_I, unit_I = shuffled_N[taken_N], place_N[taken_N]
+        choice = np.sort(random.permutation(len(present_U))[:num_units])
+        chosen_U = present_U[torch.from_numpy(choice)]
+
+        is_chosen_N = torch.isin(unit_N, chosen_U)
+        image_I = shuffled_N[is_chosen_N]
+        unit_I = torch.searchsorted(chosen_U, unit_N[is_chosen_N])
         order_I = torch.argsort(unit_I, stable=True)
-        image_I, unit_I = image_I[order_I], unit_I[order_I]
+        image_I = image_I[order_I]
+        unit_I = unit_I[order_I]
+
+        # Units are sorted by now: an image's rank in its unit is its distance from the unit's first image.
         first_I = torch.searchsorted(unit_I.contiguous(), unit_I)
-        kept_I = torch.arange(len(unit_I)) - first_I < self.effort.images_per_unit
-        return Side(image_I[kept_I], unit_I[kept_I])
+        rank_I = torch.arange(len(unit_I)) - first_I
+        is_tested_I = rank_I < self.effort.images_per_unit
+        return AttackedUnits(image_I[is_tested_I], unit_I[is_tested_I])

@@ -1,5 +1,7 @@
 """The pairs and the images that an operator should look at, in the private folder: nothing of this ever leaves."""
 
+# Shape legend: S samples, P pairs, T suspects.
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,83 +10,98 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ddm.audit.copies import Scale
+from ddm.audit.copies import CopyScale
 from ddm.audit.membership import Membership
 from ddm.errors import ArchipelagoError
 from ddm.evaluation.copies import pixel_rows
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.base import Document, ExpertId, NaturalInt
-from silo.audit.parts import Parts
-from silo.audit.subject import Subject
+from silo.audit.parts import MeasurementStore
+from silo.audit.subject import AuditedExpert
 
-MOST_PAIRS, MOST_SUSPECTS = 12, 24
-_MAX_BYTES, _MOST = 1 << 26, 1e30
-Distance = Annotated[float, Field(ge=0.0, le=_MOST)]
+MAX_PAIRS = 12
+MAX_SUSPECTS = 24
+_MAX_BYTES = 1 << 26
+_MAX_NUMBER = 1e30
+_Distance = Annotated[float, Field(ge=0.0, le=_MAX_NUMBER)]
+_Deviation = Annotated[float, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
 
 
-class Worst(Document):
-    """The samples nearest to images that an expert learned, and the images that attacks point at most.
+class WorstFindings(Document):
+    """The samples nearest to images that an expert learned, and the images that attacks suspect most.
 
     Attributes:
         pair_images: the number of each pair's image in the site's data, from 0.
-        pair_distances: in pixels, over the distance at which held-out images usually lie.
-        suspects: numbers of images of the units that attacks point at most, from 0.
+        pair_distances: in pixels, over the usual distance of held-out images.
+        suspects: numbers of images of the units that attacks suspect most, from 0.
         suspicion: of each, in standard deviations of the units held out.
     """
 
     format: Literal["archipelago/audit-worst/1"] = "archipelago/audit-worst/1"
     expert_id: ExpertId
-    pair_images: Annotated[tuple[NaturalInt, ...], Field(max_length=MOST_PAIRS)]
-    pair_distances: Annotated[tuple[Distance, ...], Field(max_length=MOST_PAIRS)]
-    suspects: Annotated[tuple[NaturalInt, ...], Field(max_length=MOST_SUSPECTS)]
-    suspicion: Annotated[
-        tuple[Annotated[float, Field(ge=-_MOST, le=_MOST)], ...], Field(max_length=MOST_SUSPECTS)
-    ]
+    pair_images: Annotated[tuple[NaturalInt, ...], Field(max_length=MAX_PAIRS)]
+    pair_distances: Annotated[tuple[_Distance, ...], Field(max_length=MAX_PAIRS)]
+    suspects: Annotated[tuple[NaturalInt, ...], Field(max_length=MAX_SUSPECTS)]
+    suspicion: Annotated[tuple[_Deviation, ...], Field(max_length=MAX_SUSPECTS)]
 
 
-def keep_worst(
-    subject: Subject, parts: Parts, found: Membership, near: Mapping[str, Tensor], scale: Scale
+def write_worst(
+    expert: AuditedExpert,
+    store: MeasurementStore,
+    membership: Membership,
+    neighbours: Mapping[str, Tensor],
+    scale: CopyScale,
 ) -> None:
-    """Write the worst pairs, with thumbnails, and the images of the units that attacks point at most."""
-    apart_S = near["pixels of samples"][:, 0].sqrt()
-    worst = torch.argsort(apart_S, stable=True)[:MOST_PAIRS]
-    image_P = subject.learned_N[near["pixels near samples"][worst]]
-    order = torch.argsort(found.suspicion_M, descending=True)[:MOST_SUSPECTS]
-    first_U = torch.searchsorted(subject.members.unit_I.contiguous(), order)
-    document = Worst(
-        expert_id=subject.expert_id,
+    """Write the worst pairs, with thumbnails, and the images of the units that attacks suspect most.
+
+    Args:
+        expert: the expert.
+        store: of its measurements, with thumbnails of the samples.
+        membership: the attacks on it.
+        neighbours: the nearest learned images of samples, by pixels.
+        scale: by pixels.
+    """
+    distance_S = neighbours["pixels of samples"][:, 0].sqrt()
+    sample_P = torch.argsort(distance_S, stable=True)[:MAX_PAIRS]
+    image_P = expert.learned_N[neighbours["pixels near samples"][sample_P]]
+    # The floor is a third of the usual distance of images held out.
+    usual_distance = 3 * scale.floor or 1.0
+    relative_P = (distance_S[sample_P] / usual_distance).clamp(max=_MAX_NUMBER)
+
+    unit_T = torch.argsort(membership.suspicion_M, descending=True)[:MAX_SUSPECTS]
+    suspicion_T = membership.suspicion_M[unit_T].clamp(-_MAX_NUMBER, _MAX_NUMBER)
+    # Images of members are sorted by unit: the first image of each.
+    first_image_T = torch.searchsorted(expert.members.unit_I.contiguous(), unit_T)
+    document = WorstFindings(
+        expert_id=expert.expert_id,
         pair_images=tuple(image_P.tolist()),
-        pair_distances=tuple(
-            min(each, _MOST) for each in (apart_S[worst] / (3 * scale.floor or 1.0)).tolist()
-        ),
-        suspects=tuple(subject.members.image_I[first_U].tolist()),
-        suspicion=tuple(
-            max(min(each, _MOST), -_MOST) for each in found.suspicion_M[order].tolist()
-        ),
+        pair_distances=tuple(relative_P.tolist()),
+        suspects=tuple(expert.members.image_I[first_image_T].tolist()),
+        suspicion=tuple(suspicion_T.tolist()),
     )
-    write_atomic(worst_path(subject.folder), document.encode(), mode=0o600)
-    samples = torch.stack([parts.thumbnail(int(number)) for number in worst])
-    real = pixel_rows(torch.cat([subject.pixels[number[None]] for number in image_P]))
-    save_tensors(
-        pairs_path(subject.folder), {"samples": samples.contiguous(), "images": real.contiguous()}
-    )
+    write_atomic(_worst_path(expert.folder), document.encode(), mode=0o600)
+    samples = torch.stack([store.thumbnail(int(number)) for number in sample_P])
+    images = torch.cat([expert.pixels[number[None]] for number in image_P])
+    thumbnails = {"samples": samples.contiguous(), "images": pixel_rows(images).contiguous()}
+    save_tensors(_pairs_path(expert.folder), thumbnails)
 
 
-def worst_path(folder: Path) -> Path:
-    """Return where an expert's worst findings lie."""
+def _worst_path(folder: Path) -> Path:
     return folder / "worst.json"
 
 
-def pairs_path(folder: Path) -> Path:
-    """Return where the thumbnails of its pairs lie: `samples` and `images`, as rows of values."""
+def _pairs_path(folder: Path) -> Path:
+    """Return the path of the thumbnails of pairs: `samples` and `images`, as rows of values."""
     return folder / "pairs.safetensors"
 
 
-def read_worst(folder: Path) -> tuple[Worst, Mapping[str, Tensor]] | None:
-    """Read what `keep_worst` wrote; None where there is none that can be read."""
+def read_worst(folder: Path) -> tuple[WorstFindings, Mapping[str, Tensor]] | None:
+    """Read what `write_worst` wrote; None where there is none that can be read."""
     try:
-        document = Worst.parse(read_bounded(worst_path(folder), _MAX_BYTES), subject="worst.json")
-        return document, load_tensors(pairs_path(folder), None, max_bytes=_MAX_BYTES)
+        data = read_bounded(_worst_path(folder), _MAX_BYTES)
+        document = WorstFindings.parse(data, subject="worst.json")
+        thumbnails = load_tensors(_pairs_path(folder), None, max_bytes=_MAX_BYTES)
     except (ArchipelagoError, OSError):
         return None
+    return document, thumbnails

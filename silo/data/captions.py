@@ -6,6 +6,7 @@ guessed from its vectors.
 """
 
 import logging
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -25,9 +26,10 @@ from silo.config import SiloSettings
 from silo.data.cohort import Cohort
 
 _PREFIX = "texts-"
-_SAVED_TEXTS = 1024  # encoded between two saves of the progress
+_TEXTS_BETWEEN_SAVES = 1024  # of the progress
+_FLOAT_BYTES = 4
 _log = logging.getLogger(__name__)
-_GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
+_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: silo withdraw."
 
 
 def check_encoder(plan: Plan, settings: SiloSettings) -> None:
@@ -38,10 +40,8 @@ def check_encoder(plan: Plan, settings: SiloSettings) -> None:
         MissingFileError, DigestError: the folder lacks a pinned file, or holds it with different bytes.
     """
     if isinstance(plan.condition, TextCondition):
-        from ddm.encoders.text import (  # takes seconds, and most plans do without
-            check_files,
-            pinned_of,
-        )
+        # This import takes seconds, and most plans have no texts.
+        from ddm.encoders.text import check_files, pinned_of
 
         check_files(_encoder_folder(plan.condition, settings), pinned_of(plan.condition))
 
@@ -76,20 +76,20 @@ def keep_texts(
     captions = cohort.captions or ()
     part_path = path.with_suffix(".part")
     progress_path = path.with_suffix(".done")
-    array_start, num_encoded = _continue_or_begin(
-        part_path, progress_path, _shape(cohort, plan.condition)
-    )
+    shape = _shape(cohort, plan.condition)
+    array_start, num_encoded = _continue_or_begin(part_path, progress_path, shape)
     with part_path.open("r+b") as handle:
         try:
             for first in range(num_encoded, len(captions), BLOCK):
                 vectors = encoder.encode(captions[first : first + BLOCK], lost=0.0)
                 _write_rows(handle, vectors, array_start, first)
                 num_encoded = first + len(vectors)
-                if num_encoded % _SAVED_TEXTS == 0:
+                if num_encoded % _TEXTS_BETWEEN_SAVES == 0:
                     _save_progress(handle, progress_path, num_encoded)
                 on_progress(num_encoded, len(captions))
         finally:
             _save_progress(handle, progress_path, num_encoded)
+    # A crash between the two does no harm: a file of the final name is complete.
     move_into_place(part_path, path)
     progress_path.unlink()
     num_cut = encoder.num_cut(captions)
@@ -107,25 +107,20 @@ def texts_of(cohort: Cohort, plan: Plan, folder: Path) -> Tensor | None:
     if path is None or not isinstance(plan.condition, TextCondition):
         return None
     shape = _shape(cohort, plan.condition)
+    subject = "vectors of the captions"
     try:
+        # Copy on write: torch wants writable memory, and the file must stay as it is.
         vectors = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
-        got = (
-            "no file"
-            if isinstance(error, FileNotFoundError)
-            else "a file that is not a readable array"
-        )
+        got = "a file that is not a readable array"
+        if isinstance(error, FileNotFoundError):
+            got = "no file"
         raise DataError(
-            "vectors of the captions",
-            expected="those encoded for this plan",
-            got=got,
-            remedy=_GIVE_UP,
+            subject, expected="those encoded for this plan", got=got, remedy=_RESTORE_REMEDY
         ) from error
     if vectors.shape != shape or vectors.dtype != np.float32:
         got = f"{vectors.dtype} {vectors.shape}"
-        raise DataError(
-            "vectors of the captions", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP
-        )
+        raise DataError(subject, expected=f"float32 {shape}", got=got, remedy=_RESTORE_REMEDY)
     return torch.from_numpy(vectors)
 
 
@@ -140,7 +135,8 @@ def some_texts(text_NLD: Tensor, chosen: Tensor, folder: Path) -> Tensor:
     with tempfile.TemporaryFile(dir=folder) as handle:
         for row, number in enumerate(chosen.tolist()):
             _write_rows(handle, text_NLD[number : number + 1], 0, row)
-        handle.truncate(4 * torch.Size(shape).numel())
+        # The padding of the last text was not written, see `_write_rows`.
+        handle.truncate(_FLOAT_BYTES * math.prod(shape))
         return torch.from_numpy(np.memmap(handle, np.float32, mode="c", shape=shape))
 
 
@@ -161,16 +157,15 @@ def _continue_or_begin(
     try:
         num_encoded = int(progress_path.read_bytes())
         vectors = np.lib.format.open_memmap(part_path, mode="r")
-        if (
-            vectors.shape == shape
-            and vectors.dtype == np.float32
-            and 0 <= num_encoded <= len(vectors)
-        ):
+        is_same_array = vectors.shape == shape and vectors.dtype == np.float32
+        if is_same_array and 0 <= num_encoded <= len(vectors):
             return vectors.offset, num_encoded
     except (OSError, ValueError):
         pass  # nothing that can be continued
+    # Before the new array, or an old progress would count rows that are empty.
     progress_path.unlink(missing_ok=True)
-    return np.lib.format.open_memmap(part_path, mode="w+", dtype=np.float32, shape=shape).offset, 0
+    vectors = np.lib.format.open_memmap(part_path, mode="w+", dtype=np.float32, shape=shape)
+    return vectors.offset, 0
 
 
 def _save_progress(handle: BinaryIO, progress_path: Path, num_encoded: int) -> None:
@@ -188,18 +183,21 @@ def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:
     """Return the path of the vectors, None for a plan without texts; the cohort's digest covers its captions."""
     if not isinstance(plan.condition, TextCondition):
         return None
-    inputs = f"{cohort.digest} {plan.condition.model_dump_json(exclude={'drop'})}"
-    return folder / f"{_PREFIX}{sha256_hex(inputs.encode())[:32]}.npy"
+    # Not `drop`, which only concerns training.
+    condition = plan.condition.model_dump_json(exclude={"drop"})
+    digest = sha256_hex(f"{cohort.digest} {condition}".encode())
+    return folder / f"{_PREFIX}{digest[:32]}.npy"
 
 
 def _encoder_folder(condition: TextCondition, settings: SiloSettings) -> Path:
-    if settings.text is None:
-        name = condition.encoder.name if condition.encoder else "text encoder"
-        remedy = f"Bring the folder of {name} to this machine and name it in silo.toml: [text] encoder = FOLDER."
-        raise SetupError(
-            "text encoder",
-            expected="its folder in silo.toml",
-            got="no section [text]",
-            remedy=remedy,
-        )
-    return Path(settings.text.encoder)
+    if settings.text is not None:
+        return Path(settings.text.encoder)
+    name = "text encoder"
+    if condition.encoder is not None:
+        name = condition.encoder.name
+    raise SetupError(
+        "text encoder",
+        expected="its folder in silo.toml",
+        got="no section [text]",
+        remedy=f"Bring the folder of {name} to this machine and name it in silo.toml: [text] encoder = FOLDER.",
+    )

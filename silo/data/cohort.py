@@ -92,12 +92,16 @@ class CohortRequest:
     @property
     def plan_classes(self) -> Classes | None:
         """The classes of the plan, if it needs some."""
-        return None if self.num_classes is None else Classes(self.num_classes, self.class_names)
+        if self.num_classes is None:
+            return None
+        return Classes(self.num_classes, self.class_names)
 
     @property
     def site_classes(self) -> Classes | None:
         """The classes by which the site labels its images, if the plan needs some."""
-        return None if self.plan_classes is None else self.known_classes or self.plan_classes
+        if self.plan_classes is None:
+            return None
+        return self.known_classes or self.plan_classes
 
     @property
     def required_columns(self) -> RequiredColumns:
@@ -143,37 +147,41 @@ def load_cohort(
             "data", expected="images: this plan's experts have no autoencoder", got="latents"
         )
 
-    by_patient = request.unit == "patient"
-    patient_N = read_column(arrays, "patients") if by_patient else None
-    unit_N = (
-        np.arange(num_images) if patient_N is None else numbered(patient_N, source.patient_rule)
-    )
+    # The digest covers the columns that a plan uses, so that the same images with other labels are other data.
+    digested_columns = {}
+    patient_N = None
+    unit_N = np.arange(num_images)
+    if request.unit == "patient":
+        patient_N = read_column(arrays, "patients")
+        unit_N = numbered(patient_N, source.patient_rule)
+        digested_columns["patients"] = unit_N
     num_units = int(unit_N.max()) + 1
     if num_units < 2:
         raise DataError(f"{request.unit}s", expected="at least 2", got="1")
     label_N = None
     if request.plan_classes is not None and request.site_classes is not None:
-        label_N = _labels(read_column(arrays, "labels"), request.site_classes, request.plan_classes)
-    captions = captions_of(read_column(arrays, "captions")) if request.captions else None
+        site_labels = read_column(arrays, "labels")
+        plan_labels = _labels(site_labels, request.site_classes, request.plan_classes)
+        digested_columns["labels"] = plan_labels
+        label_N = torch.from_numpy(plan_labels)
+    captions = None
+    if request.captions:
+        captions = captions_of(read_column(arrays, "captions"))
 
     if is_latent and request.latent_shape is not None:
         images = open_latents(arrays, request.latent_shape, folder)
     else:
         images = open_images(arrays, request.data, folder)
-    digested_columns = {}
-    if by_patient:
-        digested_columns["patients"] = unit_N
-    if label_N is not None:
-        digested_columns["labels"] = label_N
+    rank_U = _ranks(unit_N, patient_N, arrays, salt, source.patient_rule)
     return Cohort(
         images=images,
         digest=dataset_digest(images, salt, captions=captions or (), **digested_columns),
         unit_N=torch.from_numpy(unit_N),
         num_units=num_units,
-        label_N=None if label_N is None else torch.from_numpy(label_N),
+        label_N=label_N,
         captions=captions,
         latent=is_latent,
-        rank_U=torch.from_numpy(_ranks(unit_N, patient_N, arrays, salt, source.patient_rule)),
+        rank_U=torch.from_numpy(rank_U),
         per_picture=per_picture,
     )
 
@@ -185,16 +193,16 @@ def _open_arrays(
     data = source.find()
     spec = request.transform
     if spec is None and len(request.data.shape) == 4 and not data.looks_like_arrays:
-        spec = TransformSpec()  # volumes in files of their own have no other way into a plan
+        # Volumes in files of their own have no other way into a plan.
+        spec = TransformSpec()
     if spec is None or data.kind is DataKind.LATENTS:
         return source.arrays(data), 1
     if folder is None:
         raise TypeError("a plan with a transform needs a folder for the copy that it makes")
     transform = Transform(spec, request.data)
     ordered = source.ordered_by(order_key(salt))
-    return open_transformed(
-        ordered, transform, request.required_columns, folder, advance
-    ), transform.num
+    arrays = open_transformed(ordered, transform, request.required_columns, folder, advance)
+    return arrays, transform.num
 
 
 def _labels(label_N: NDArray[np.generic], site: Classes, plan: Classes) -> NDArray[np.int64]:
@@ -217,16 +225,19 @@ def _ranks(
     nobody's number; if the unit is the image, this holds only for units added behind the others.
     """
     if patient_N is None:
-        key = hmac.new(salt, b"order of images", hashlib.sha256).digest()
-        generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], np.uint64)))
-        return generator.random(len(unit_N))
+        digest = hmac.new(salt, b"order of images", hashlib.sha256).digest()
+        # A counter-based generator gives the n-th image the same number, however many images follow it.
+        philox = np.random.Philox(key=np.frombuffer(digest[:16], np.uint64))
+        return np.random.Generator(philox).random(len(unit_N))
     _, first_U = np.unique(unit_N, return_index=True)
     if isinstance(arrays, StoredCohort):
         # The copy knows patients by number alone, and keeps the digests that order them in a column.
         orders = [str(order) for order in read_column(arrays, ORDERS)[first_U].tolist()]
     else:
         key = order_key(salt)
-        orders = [order_of(name, key, patient_rule) or "" for name in names_of(patient_N[first_U])]
+        names = names_of(patient_N[first_U])
+        orders = [order_of(name, key, patient_rule) or "" for name in names]
+    # The first 64 bits of each digest as a number in [0, 1).
     return np.array([int(order[:16], 16) / 2**64 for order in orders])
 
 
@@ -244,5 +255,6 @@ def dataset_digest(
         digest.update(name.encode() + columns[name].astype("<i8").tobytes())
     for caption in captions:
         text = caption.encode()
+        # With its length, or two captions could give the digest of two others that are cut elsewhere.
         digest.update(b"caption %d " % len(text) + text)
     return digest.hexdigest()

@@ -24,8 +24,10 @@ def facts_of(source: ImageSource) -> DataPolicy:
     if data.arrays is None:
         return DataPolicy(kind=data.kind.value)
     dtype, shape = data.arrays.row
-    # Floating point in another range than this usual one is found when the values are read.
-    value_range = (-1.0, 1.0) if data.kind is DataKind.ARRAYS and dtype.kind == "f" else None
+    value_range = None
+    if data.kind is DataKind.ARRAYS and dtype.kind == "f":
+        # Floating point in another range than this usual one is noticed when the values are read.
+        value_range = (-1.0, 1.0)
     return DataPolicy(kind=data.kind.value, shape=shape, range=value_range)
 
 
@@ -44,10 +46,9 @@ def check_declared(source: ImageSource, policy: Policy) -> None:
     if classes is not None and classes.names:
         problem = find_naming_fault(classes.names, classes.num)
         if problem:
-            expected = "names of which each means one class, as in a plan"
             raise DataError(
                 "classes in policy.toml (data.classes)",
-                expected=expected,
+                expected="names of which each means one class, as in a plan",
                 got=problem,
                 remedy=_REMEDY,
             )

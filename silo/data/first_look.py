@@ -1,4 +1,4 @@
-"""Looks at a site's data before there is a plan: what no plan could take, all at once, and how much there is."""
+"""Looks at a site's data before there is a plan: everything that no plan could take, and how much there is."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ from silo.images.summary import Summary
 
 _COLUMNS = frozenset({"patients", "labels", "captions"})
 _REMEDY = "Correct all of these in the data file, then run the command again."
-_MAX_BYTES_LOOKED_AT = 1 << 28
+_MAX_READ_BYTES = 1 << 28
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class FirstLook:
-    """What a site's data are like.
+    """A description of a site's data.
 
     Attributes:
         summary: of the scan; None for arrays that plans without a transform take too, which need no scan.
@@ -56,7 +56,7 @@ def look_at(source: ImageSource, advance: Advance = lambda num_files: None) -> F
 
     Raises:
         MissingFileError: nothing at the path.
-        DataError: nothing that any plan could take: all that is wrong at once.
+        DataError: nothing that any plan could take; it lists everything that is wrong.
         SetupError: the decoders of these images are not installed.
     """
     data = source.find()
@@ -71,7 +71,10 @@ def look_at(source: ImageSource, advance: Advance = lambda num_files: None) -> F
     if not summary.accepted:
         _refuse_arrays(data, problems)
     summary.require_accepted()
-    return FirstLook(summary, tuple(problems) if data.looks_like_arrays else ())
+    if not data.looks_like_arrays:
+        # Pictures are no arrays, which is no problem to tell anybody about.
+        problems = []
+    return FirstLook(summary, tuple(problems))
 
 
 def _range_remarks(source: ImageSource, data: DataSet) -> list[str]:
@@ -87,16 +90,15 @@ def _range_remarks(source: ImageSource, data: DataSet) -> list[str]:
     for block in arrays.unpacked():
         counter.add_images(block)
         num_bytes += block.nbytes
-        if num_bytes > _MAX_BYTES_LOOKED_AT:
+        if num_bytes > _MAX_READ_BYTES:
             break
-    dtype = arrays.row[0].name
-    type_range = range_of_type(dtype)
-    subject = f"{dtype} values"
+    dtype, _ = arrays.row
+    subject = f"{dtype.name} values"
+    type_range = range_of_type(dtype.name)
     if type_range is not None:
         return range_remarks(counter.use(), type_range, ValueKind.WHOLE, subject=subject)
-    return range_remarks(
-        counter.use(), source.declared_range or DECLARED_AT_FIRST, ValueKind.FLOATS, subject=subject
-    )
+    declared_range = source.declared_range or DECLARED_AT_FIRST
+    return range_remarks(counter.use(), declared_range, ValueKind.FLOATS, subject=subject)
 
 
 def needs_scan(source: ImageSource) -> bool:
@@ -110,7 +112,7 @@ def needs_scan(source: ImageSource) -> bool:
 
 @dataclass(frozen=True)
 class UnitCounts:
-    """How much there is at a site.
+    """The numbers of images and patients of a site.
 
     Attributes:
         images: that are used.
@@ -126,7 +128,7 @@ class UnitCounts:
 def count_units(
     source: ImageSource, *, patients: bool, advance: Advance = lambda num_files: None
 ) -> UnitCounts:
-    """Count the images of a site, and its patients if they are asked for; after a scan, those that it accepts.
+    """Count the images of a site, and its patients if requested; after a scan, those that it accepts.
 
     Args:
         source: the site's images.
@@ -162,7 +164,7 @@ def count_units(
 
 def _count_accepted(images: ScannedImages, *, patients: bool) -> UnitCounts:
     num_images = 0
-    num_unknown = 0
+    num_without_patient = 0
     patient_ids: set[str] = set()
     unused = Counter[str]()
     for image in images:
@@ -175,17 +177,20 @@ def _count_accepted(images: ScannedImages, *, patients: bool) -> UnitCounts:
             continue
         patient = images.patient(image)
         if patient is None:
-            num_unknown += 1
+            num_without_patient += 1
         else:
             patient_ids.add(patient)
-    if num_unknown:
+    if not patients:
+        return UnitCounts(num_images, unused_parts=unused)
+    # An image without a patient could belong to one who is counted already, so that the number would be wrong.
+    if num_without_patient:
         raise DataError(
             "patients",
             expected="a patient for each image",
-            got=f"none for {num_unknown} of {num_images} images",
+            got=f"none for {num_without_patient} of {num_images} images",
             remedy="Give every image its patient, in a column patient of the images' table; or leave its row out.",
         )
-    return UnitCounts(num_images, len(patient_ids) if patients else None, unused)
+    return UnitCounts(num_images, len(patient_ids), unused)
 
 
 def _refuse_arrays(data: DataSet, problems: list[DataError]) -> None:

@@ -1,7 +1,8 @@
-"""The experts' training inputs: the images, or their latents, which are brought or encoded once and kept in `private/`.
+"""The experts' training inputs: the images, or their latents.
 
-Encoding needs memory for one block of latents, and training for what it reads. The file that keeps them is named by a
-digest of its inputs, so other images or another autoencoder never find it.
+Latents are brought by the site, or encoded once and kept in `private/`. Encoding needs memory for one block of latents,
+and training for what it reads. The file that keeps them is named by a digest of its inputs, so that it is never used
+for other images or another autoencoder.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ from silo.data.captions import texts_of
 from silo.data.cohort import Cohort
 
 _PREFIX = "latents-"
-_BLOCKS_AT_ONCE = 16  # of the autoencoder's, in memory before they are written
-_GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
+_BLOCKS_IN_MEMORY = 16  # of the autoencoder's, before they are written
+_RESTORE_REMEDY = "Restore private/ from backup, or give the plan up: silo withdraw."
 
 
 def keep_latents(
@@ -46,25 +47,33 @@ def keep_latents(
         OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
-    for other in (*folder.glob(f"{_PREFIX}*"), *folder.glob(f".{_PREFIX}*.part")):
+    finished = folder.glob(f"{_PREFIX}*")
+    unfinished = folder.glob(f".{_PREFIX}*.part")
+    for other in (*finished, *unfinished):
         if other != path:
             other.unlink()
     if path is None or path.exists() or not isinstance(latent, AutoencoderKl):
         return
     shape = (len(cohort.images), *plan.expert_shape)
     with replacing(path) as handle:
-        blocks_of_latents = _encoded(cohort.images, _for_privacy(plan, latent), on_progress)
-        write_rows(handle, shape, np.dtype("<f4"), blocks_of_latents)
+        latent_blocks = _encode(cohort.images, _for_privacy(plan, latent), on_progress)
+        write_rows(handle, shape, np.dtype("<f4"), latent_blocks)
 
 
 def _for_privacy(plan: Plan, latent: AutoencoderKl) -> AutoencoderKl:
-    """Return what encodes each image alone if training is private: in a block, images change each other's rounding."""
-    return latent.alone() if plan.expert.privacy else latent
+    """Return what encodes each image alone if training is private.
+
+    In a block, images change each other's rounding, so that one image would have an influence on the latents of others,
+    which the accounting of private training does not cover.
+    """
+    if plan.expert.privacy:
+        return latent.alone()
+    return latent
 
 
-def _encoded(images: Images, latent: AutoencoderKl, on_progress: Progress) -> Iterator[Tensor]:
-    """Yield latents in blocks; all have a multiple of the autoencoder's own block, so that they do not change them."""
-    for start, block in blocks(images, size=_BLOCKS_AT_ONCE * latent.block):
+def _encode(images: Images, latent: AutoencoderKl, on_progress: Progress) -> Iterator[Tensor]:
+    """Yield latents in blocks of a multiple of the autoencoder's own, which have the same values as one by one."""
+    for start, block in blocks(images, size=_BLOCKS_IN_MEMORY * latent.block):
         yield latent.encode(block, lost=0.0)
         on_progress(start + len(block), len(images))
 
@@ -74,10 +83,11 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
     if not cohort.latent:
         return cohort.images
     low, high = plan.data.range
-    decoder = _for_privacy(plan, latent) if isinstance(latent, AutoencoderKl) else latent
+    if isinstance(latent, AutoencoderKl):
+        latent = _for_privacy(plan, latent)
 
     def decode(z_B: Tensor) -> Tensor:
-        return decoder.decode(z_B, lost=0.0).clamp(low, high)
+        return latent.decode(z_B, lost=0.0).clamp(low, high)
 
     return Derived(_scaled(cohort.images, plan), decode, plan.data.shape)
 
@@ -100,7 +110,7 @@ def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
     latents = _open_latents(path)
     if latents.shape != shape or latents.dtype != np.float32:
         got = f"{latents.dtype} {latents.shape}"
-        raise DataError("latents", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP)
+        raise DataError("latents", expected=f"float32 {shape}", got=got, remedy=_RESTORE_REMEDY)
     return replace(cohort, images=StoredImages(latents, as_floats, shape[1:]))
 
 
@@ -108,25 +118,24 @@ def _open_latents(path: Path) -> FileArray:
     try:
         return open_npy(path)
     except (MissingFileError, DataError, OSError) as error:
-        got = (
-            "no file"
-            if isinstance(error, MissingFileError)
-            else "a file that is not a readable array"
-        )
+        got = "a file that is not a readable array"
+        if isinstance(error, MissingFileError):
+            got = "no file"
         raise DataError(
-            "latents", expected="those encoded for this plan", got=got, remedy=_GIVE_UP
+            "latents", expected="those encoded for this plan", got=got, remedy=_RESTORE_REMEDY
         ) from error
 
 
 def _scaled(images: Images, plan: Plan) -> Images:
-    """Return latents that the site brings, less the plan's shift and over its scale."""
+    """Return latents that the site brings, minus the plan's shift and divided by its scale."""
+    shift = 0.0
+    scale = 1.0
     match plan.latent:
-        case AutoencoderKlLatent(scale=scale):
-            shift = 0.0
-        case DiffusersKlLatent(scaling_factor=factor, shift_factor=shift):
-            scale = 1 / factor
-        case _:
-            shift, scale = 0.0, 1.0
+        case AutoencoderKlLatent():
+            scale = plan.latent.scale
+        case DiffusersKlLatent():
+            shift = plan.latent.shift_factor
+            scale = 1 / plan.latent.scaling_factor
     return Scaled(images, shift, scale)
 
 

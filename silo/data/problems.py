@@ -1,4 +1,4 @@
-"""Says all that is wrong with a site's data at once."""
+"""Reports all problems of a site's data in one error."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,20 @@ from ddm.errors import DataError
 
 
 def refuse_all(problems: Sequence[DataError], remedy: str | None = None) -> None:
-    """Raise what is wrong, if anything is.
+    """Raise the problems, if there are any.
 
     Args:
-        problems: in the order in which they are to be told.
-        remedy: for several of them; by default what helps against each.
+        problems: in the order in which they are listed.
+        remedy: for several of them; by default the remedies of all.
 
     Raises:
-        DataError: the only one, or one that tells all of them.
+        DataError: the only problem, or one error that lists all of them.
     """
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        each = dict.fromkeys(problem.remedy for problem in problems)
+        different_remedies = dict.fromkeys(problem.remedy for problem in problems)
         raise DataError(
-            "; ".join(str(problem) for problem in problems), remedy=remedy or " ".join(each)
+            "; ".join(str(problem) for problem in problems),
+            remedy=remedy or " ".join(different_remedies),
         )

@@ -1,14 +1,14 @@
-"""Takes the private pictures that a scan accepts through the plan's transform, once: all of them.
+"""Applies the plan's transform, once, to all private pictures that a scan accepts.
 
 A picture that the scan does not accept is left out, by the site's own rules. A picture that the plan's transform does
-not take becomes blank samples and stays: a plan chooses what it takes, and must not find out by a number or a stop
-which pictures there are.
+not take becomes blank samples and stays: the aggregator chooses what a plan takes, and must not learn from a number or
+a refusal which pictures there are.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddm.errors import DataError
@@ -29,6 +29,17 @@ NOT_TAKEN = f"{BLANK}: not taken by the plan"
 Advance = Callable[[int, int], None]
 _MAX_NAMED_CLASSES = 8  # in one message
 _MAX_REASONS = 8
+_PATIENTS_REMEDY = (
+    "Give every image its patient, in a column patient of the images' table or an array patients; an image without one "
+    "could belong to a patient who is counted already. Or leave its row out."
+)
+_LABELS_REMEDY = (
+    "Give every image its class, in a column label of the images' table; or leave its row out."
+)
+_CLASSES_REMEDY = (
+    "Write the classes by name, or by number as data.classes in policy.toml, else the plan, counts them; "
+    "`silo scan` counts the labels of this site."
+)
 _log = logging.getLogger(__name__)
 
 
@@ -94,29 +105,28 @@ def open_transformed(
         if stored is not None:
             return stored
         with replacing(source.folder / LEFT_OUT, mode=0o600) as handle:
-            making = _CohortInTheMaking(
-                images, required, transform, QuarantineFile(handle), advance
-            )
-            num_pictures = making.check()
+            left_out = QuarantineFile(handle)
+            builder = _CohortBuilder(images, required, transform, left_out, advance)
+            num_pictures = builder.check()
             _log.info("transforming %d images, once for this plan", num_pictures)
-            made = store_cohort(
+            stored = store_cohort(
                 folder,
                 inputs,
                 transform,
-                making.items(num_pictures),
+                builder.items(num_pictures),
                 max_images=num_pictures * transform.num,
                 captions=required.captions,
             )
-            making.left_out.close()
-        _log.info("%d samples of %d images%s", len(made), num_pictures, making.reasons_text)
-        if making.num_blank:
+            left_out.close()
+        _log.info("%d samples of %d images%s", len(stored), num_pictures, builder.reasons_text)
+        if builder.num_blank:
             _log.warning(
                 "%d of %d images are blank to this plan; %s says why",
-                making.num_blank,
+                builder.num_blank,
                 num_pictures,
                 LEFT_OUT,
             )
-        return made
+        return stored
 
 
 def _inputs(images: ScannedImages, required: RequiredColumns) -> list[object]:
@@ -126,14 +136,34 @@ def _inputs(images: ScannedImages, required: RequiredColumns) -> list[object]:
         classes = [required.classes.num, required.classes.names]
     inputs: list[object] = [images.digest(required.names), required.names, classes]
     if required.patients:
-        # The copy holds digests under the key of the order; this one tells keys apart without showing them.
+        # The copy holds digests under the key of the order, and is no use under another key; this digest identifies
+        # the key without revealing it.
         inputs.append(keyed(b"cohort", "", images.source.order_key))
     return inputs
 
 
 @dataclass
-class _CohortInTheMaking:
-    """One copy while it is made.
+class _MissingValues:
+    """How many accepted pictures lack what the plan needs.
+
+    Attributes:
+        patients: pictures without a patient.
+        labels: pictures without a label.
+        unknown_labels: pictures with a label that is no class.
+        long_captions: pictures whose caption is too long.
+        has_caption: whether any picture has a caption: one is enough, the others are blank.
+    """
+
+    patients: int = 0
+    labels: int = 0
+    unknown_labels: int = 0
+    long_captions: int = 0
+    has_caption: bool = False
+
+
+@dataclass
+class _CohortBuilder:
+    """Makes one copy.
 
     Attributes:
         left_out: the list of pictures that are left out or blank.
@@ -156,42 +186,45 @@ class _CohortInTheMaking:
             DataError: there are none, or what the plan needs is not known of all of them; everything that is missing.
         """
         num = 0
-        lacking = Counter[str]()
+        missing = _MissingValues()
         for image in self.images:
             if image.reason is not None:
                 self.reasons[image.reason] += 1
                 self.left_out.add(image, image.reason, image.detail)
                 continue
             num += 1
-            self._count_lacking(image, lacking)
+            self._count_missing(image, missing)
         if not num:
+            got = "no files at all"
+            if self.reasons:
+                got = f"none{self.reasons_text}"
             raise DataError(
                 "images",
                 expected="at least one that can be used",
-                got=f"none{self.reasons_text}" if self.reasons else "no files at all",
+                got=got,
                 remedy="`silo scan` says what is wrong with each file.",
             )
-        refuse_all(list(self._problems(num, lacking)))
+        refuse_all(list(self._problems(num, missing)))
         return num
 
-    def _count_lacking(self, image: ScannedImage, lacking: Counter[str]) -> None:
-        if self.required.patients and self.images.patient(image) is None:
-            lacking["patients"] += 1
-        if (
-            self.required.classes is not None
-            and self.required.classes.number(image.label or "") is None
-        ):
-            lacking["named" if image.label else "labels"] += 1
-        if self.required.captions:
+    def _count_missing(self, image: ScannedImage, missing: _MissingValues) -> None:
+        required = self.required
+        if required.patients and self.images.patient(image) is None:
+            missing.patients += 1
+        if required.classes is not None:
+            if not image.label:
+                missing.labels += 1
+            elif required.classes.number(image.label) is None:
+                missing.unknown_labels += 1
+        if required.captions:
             caption = image.caption or ""
             if len(caption) > MAX_CAPTION:
-                lacking["long"] += 1
+                missing.long_captions += 1
             if caption.strip():
-                lacking["captions"] += 1  # which is what is counted here: one is enough
+                missing.has_caption = True
 
     def items(self, num: int) -> Iterator[Item]:
-        """Decode the accepted pictures, and yield what the plan makes of each."""
-        classes = self.required.classes
+        """Decode the accepted pictures, and yield the samples and columns of each."""
         for number, (image, picture) in enumerate(self.images.decoded()):
             self.advance(min(number, num), num)
             if picture is None:
@@ -199,15 +232,18 @@ class _CohortInTheMaking:
                 self._note_blank(image, f"{BLANK}: {image.reason}", image.detail)
             else:
                 samples, problem = self.transform.apply_to_any(picture)
-                if problem is not None:  # its text is about sizes and values alone
+                if problem is not None:
+                    # The text is about sizes and values alone.
                     self._note_blank(image, NOT_TAKEN, problem)
-            yield Item(
-                samples,
-                patient=self.images.patient(image) if self.required.patients else None,
-                order=self.images.order(image) if self.required.patients else None,
-                label=classes.number(image.label or "") if classes is not None else None,
-                caption=(image.caption or "") if self.required.captions else None,
-            )
+            item = Item(samples)
+            if self.required.patients:
+                patient = self.images.patient(image)
+                item = replace(item, patient=patient, order=self.images.order(image))
+            if self.required.classes is not None:
+                item = replace(item, label=self.required.classes.number(image.label or ""))
+            if self.required.captions:
+                item = replace(item, caption=image.caption or "")
+            yield item
 
     @property
     def reasons_text(self) -> str:
@@ -221,38 +257,39 @@ class _CohortInTheMaking:
         self.num_blank += 1
         self.left_out.add(image, reason, detail)
 
-    def _problems(self, num: int, lacking: Counter[str]) -> Iterator[DataError]:
-        """Yield what is missing; no cell of a table is quoted."""
-        for name in ("patients", "labels"):
-            if lacking[name]:
-                got = f"none for {lacking[name]} of {num} images"
-                yield DataError(
-                    name, expected=f"a {name[:-1]} for each image", got=got, remedy=_REMEDIES[name]
-                )
-        if lacking["named"] and self.required.classes is not None:
+    def _problems(self, num: int, missing: _MissingValues) -> Iterator[DataError]:
+        """Yield what is missing; no cell of a table is quoted, since a cell may be about a patient."""
+        if missing.patients:
+            yield DataError(
+                "patients",
+                expected="a patient for each image",
+                got=f"none for {missing.patients} of {num} images",
+                remedy=_PATIENTS_REMEDY,
+            )
+        if missing.labels:
+            yield DataError(
+                "labels",
+                expected="a label for each image",
+                got=f"none for {missing.labels} of {num} images",
+                remedy=_LABELS_REMEDY,
+            )
+        if missing.unknown_labels and self.required.classes is not None:
             yield DataError(
                 "labels",
                 expected=f"classes of the plan, {self.required.classes.words(_MAX_NAMED_CLASSES)}",
-                got=f"others at {lacking['named']} of {num} images",
-                remedy=_REMEDIES["named"],
+                got=f"others at {missing.unknown_labels} of {num} images",
+                remedy=_CLASSES_REMEDY,
             )
-        if lacking["long"]:
-            got = f"longer ones at {lacking['long']} of {num} images"
-            yield DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=got)
-        if self.required.captions and not lacking["captions"]:
-            remedy = "Put them into a column caption of the images' table."
+        if missing.long_captions:
+            yield DataError(
+                "captions",
+                expected=f"at most {MAX_CAPTION} characters each",
+                got=f"longer ones at {missing.long_captions} of {num} images",
+            )
+        if self.required.captions and not missing.has_caption:
             yield DataError(
                 "captions",
                 expected="a text for at least one image",
                 got="blank ones alone",
-                remedy=remedy,
+                remedy="Put them into a column caption of the images' table.",
             )
-
-
-_REMEDIES = {
-    "patients": "Give every image its patient, in a column patient of the images' table or an array patients; an image "
-    "without one could belong to a patient who is counted already. Or leave its row out.",
-    "labels": "Give every image its class, in a column label of the images' table; or leave its row out.",
-    "named": "Write the classes by name, or by number as data.classes in policy.toml, else the plan, counts them; "
-    "`silo scan` counts the labels of this site.",
-}

@@ -17,11 +17,11 @@ from ddm.training.job import JobFolder
 from ddm.training.jobs import TrainingTask
 from ddm.training.planned import PlannedExpert, public_base
 from silo.audit.document import ExpertAudit, read_report
-from silo.audit.holdout import held_out, num_held_out
+from silo.audit.holdout import holdout_mask, num_holdout_units
 from silo.audit.measuring import audit_expert
-from silo.audit.parts import discard_parts
-from silo.audit.report import cannot_tell, could_not_measure, gate, whole_report
-from silo.audit.subject import Subject
+from silo.audit.parts import discard_measurements
+from silo.audit.report import gate, inconclusive_report, interrupted_report, join_reports
+from silo.audit.subject import AuditedExpert
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort
 from silo.data.latents import pixels_of, training_inputs
@@ -65,7 +65,9 @@ def check_auditable(accepted: AcceptedPlan, policy: Policy, cohort: Cohort) -> N
     plan = accepted.plan
     if plan.expert.privacy:
         return
-    report = cannot_tell(plan.plan_id, plan.audit, num_held_out(cohort.num_units, policy))
+    report = inconclusive_report(
+        plan.plan_id, plan.audit, num_holdout_units(cohort.num_units, policy)
+    )
     if report is not None:
         gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
@@ -112,7 +114,7 @@ def _held_out_once(work: Workspace, cohort: Cohort, policy: Policy) -> Tensor:
     an expert with images that it learned.
     """
     if not work.held_path.exists():
-        save_tensors(work.held_path, {"held": held_out(cohort, policy)})
+        save_tensors(work.held_path, {"held": holdout_mask(cohort, policy)})
     num_images = len(cohort.images)
     specs = {"held": TensorSpec("BOOL", (num_images,))}
     return load_tensors(work.held_path, specs, max_bytes=num_images + 4096)["held"]
@@ -141,15 +143,15 @@ def audit_experts(
         return
     num_held = len(torch.unique(inputs.cohort.unit_N[inputs.held_N]))
     try:
-        report = cannot_tell(plan.plan_id, plan.audit, num_held)
+        report = inconclusive_report(plan.plan_id, plan.audit, num_held)
         if report is None:
             audits = _audit_each_expert(inputs, on_progress, should_stop)
-            report = whole_report(plan.plan_id, num_held, audits)
+            report = join_reports(plan.plan_id, num_held, audits)
     except Exception as error:
         # Whether an audit fails may depend on the images, so that a private expert must leave in spite of it.
         if plan.expert.privacy is None:
             raise
-        report = could_not_measure(plan.plan_id, num_held, error)
+        report = interrupted_report(plan.plan_id, num_held, error)
     write_atomic(report_path, report.encode())
 
 
@@ -159,7 +161,7 @@ def _audit_each_expert(
     audits: list[ExpertAudit] = []
     for subject in _subjects(inputs):
         audits.append(audit_expert(subject, on_progress, should_stop))
-        discard_parts(subject.folder / "parts")
+        discard_measurements(subject.folder / "parts")
     return tuple(audits)
 
 
@@ -175,7 +177,7 @@ def audit_verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> Au
     return gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
-def _subjects(inputs: AuditInputs) -> list[Subject]:
+def _subjects(inputs: AuditInputs) -> list[AuditedExpert]:
     """Return the experts, each with the images that it learned and those held out that are like its own."""
     training = inputs.training
     plan = training.plan
@@ -190,7 +192,7 @@ def _subjects(inputs: AuditInputs) -> list[Subject]:
         if isinstance(plan.partition, RandomPartition):
             # Every part is a random share of all images, so that all those held out are like its own.
             like_own_N = torch.ones_like(inputs.held_N)
-        subject = Subject(
+        subject = AuditedExpert(
             expert_id=part.expert_id,
             expert=training.planned_expert(number, part.expert_id),
             file=training.work.expert_path(part.expert_id),
@@ -204,7 +206,7 @@ def _subjects(inputs: AuditInputs) -> list[Subject]:
             num_samples=training.policy.audit.num_samples,
             settings=training.settings,
             folder=training.work.audit_folder(part.expert_id),
-            job=partial(_audit_job, training.work, jobs, part.expert_id),
+            job_folder=partial(_audit_job, training.work, jobs, part.expert_id),
             wanted=partial(_audit_task, training.cohort),
         )
         subjects.append(subject)

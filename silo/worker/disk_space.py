@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ddm.audit.attacks import names
 from ddm.audit.copies import NEIGHBOURS
-from ddm.audit.effort import MOST_IMAGES, effort_of
+from ddm.audit.effort import MAX_IMAGES_PER_UNIT, effort_of
 from ddm.evaluation.copies import SIDE, VOLUME_SIDE
 from ddm.io.space import check_writable, require_free_space
 from ddm.io.tensors import stored_bytes
@@ -15,9 +15,9 @@ from ddm.protocol.learning import FullAdaptation, OwnAdaptation
 from ddm.protocol.plan import Plan, max_experts_per_silo
 from ddm.statistics.of_plan import statistics_of
 from ddm.training.checkpoints import KEPT
-from silo.audit.holdout import num_held_out
-from silo.audit.measuring import BLURRED
-from silo.audit.worst import MOST_PAIRS
+from silo.audit.holdout import num_holdout_units
+from silo.audit.measuring import MAX_BLURRED
+from silo.audit.worst import MAX_PAIRS
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort
 from silo.plan.workspace import Workspace
@@ -73,23 +73,23 @@ def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
     Two experts that it trains itself, the checkpoints of one of them, and the thumbnails, features and nearest images
     of samples and of units held out.
     """
-    num_held = num_held_out(num_units, policy)
+    num_held = num_holdout_units(num_units, policy)
     if num_held < plan.audit.min_holdout_units or not num_held:
         return 0
     effort = effort_of(
         plan.expert.training,
         num_held,
         policy.audit.num_samples,
-        reference=plan.expert.base is None,
+        trains_reference=plan.expert.base is None,
     )
     num_samples = effort.num_samples
     thumbnail_values = _thumbnail_values(plan)
     trained = 2 * _expert_bytes(plan) + (KEPT + 1) * _checkpoint_bytes(plan)
     samples = _FLOAT_BYTES * num_samples * (thumbnail_values + plan.encoder.dim)
-    neighbours = _NEIGHBOURS_BYTES * (num_samples + MOST_IMAGES * num_held + BLURRED)
+    neighbours = _NEIGHBOURS_BYTES * (num_samples + MAX_IMAGES_PER_UNIT * num_held + MAX_BLURRED)
     # Scores of the expert, its reference and the overfitted control, of members and of units held out.
-    scores = 3 * 2 * num_held * MOST_IMAGES * (_FLOAT_BYTES * len(names()) + 8)
-    worst_pairs = max_experts_per_silo(plan) * 2 * _FLOAT_BYTES * MOST_PAIRS * thumbnail_values
+    scores = 3 * 2 * num_held * MAX_IMAGES_PER_UNIT * (_FLOAT_BYTES * len(names()) + 8)
+    worst_pairs = max_experts_per_silo(plan) * 2 * _FLOAT_BYTES * MAX_PAIRS * thumbnail_values
     return trained + samples + neighbours + scores + worst_pairs + _SMALL_BYTES
 
 

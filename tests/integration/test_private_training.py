@@ -8,7 +8,7 @@ from ddm.loading.release import Release, open_release
 from ddm.privacy.accounting import total_epsilon
 from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy
 from ddm.statistics.cost import mechanisms
-from silo.audit.holdout import num_held_out
+from silo.audit.holdout import num_holdout_units
 from silo.config import Site
 from silo.privacy.holder import open_ledger
 from silo.privacy.ledger import Debit, Draw
@@ -92,7 +92,7 @@ def test_release_states_the_epsilon_of_each_expert_as_its_silo_signed_it(
     }
     assert rates == {"east": 6 / 24, "north": 6 / 36}, "of 24 and 36 patients"
     held = {
-        silo_id: num_held_out(24 if silo_id == "east" else 36, site.policy())
+        silo_id: num_holdout_units(24 if silo_id == "east" else 36, site.policy())
         for silo_id, site in sites(released)
     }
     assert held == {"east": 2, "north": 3}, (

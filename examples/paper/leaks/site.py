@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm.audit.attacks import Target
+from ddm.audit.attacks import AttackedExpert
 from ddm.audit.running import draw_samples
 from ddm.diffusion.path import path_named
 from ddm.encoders.pca import PcaEncoder
@@ -36,7 +36,7 @@ from examples.paper.leaks.choices import CHOICES, HELD_OUT, PUBLIC, Choice, plan
 from examples.paper.tables.data import Part, World
 from silo.audit.document import ExpertAudit
 from silo.audit.measuring import audit_expert
-from silo.audit.subject import Subject
+from silo.audit.subject import AuditedExpert
 from silo.data.cohort import Cohort
 from silo.worker.training import make_training_task
 
@@ -142,7 +142,7 @@ class Silo:
 
     def audit(self) -> ExpertAudit:
         """Audit the expert as its site would."""
-        subject = Subject(
+        subject = AuditedExpert(
             expert_id="north",
             expert=self.expert,
             file=self.file,
@@ -156,8 +156,8 @@ class Silo:
             num_samples=_MOST_SAMPLES,
             settings=TrainingSettings(),
             folder=self.folder / "audit",
-            job=lambda name: JobFolder(self.folder / f"job-{name}"),
-            wanted=self._wanted,
+            job_folder=lambda name: JobFolder(self.folder / f"job-{name}"),
+            make_task=self._wanted,
         )
         with progress(f"auditing {self.choice.label}, {self.num} images") as tell:
             found = audit_expert(subject, tell, lambda: False)
@@ -260,7 +260,7 @@ class Workshop:
             plan.expert.architecture, plan.expert_shape, file.parent, File.of(file.name, file)
         )
         path = path_named(plan.objective.ensemble_path)
-        target = Target(network, path, "velocity", torch.device("cpu"))
+        target = AttackedExpert(network, path, "velocity", torch.device("cpu"))
         blocks = draw_samples(
             target, path, plan.expert_shape, None, num_samples, 0, lambda num: None
         )

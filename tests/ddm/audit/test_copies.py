@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ddm.audit.copies import NEIGHBOURS, Scale, duplicates, share_of_copies
+from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
 from ddm.evaluation.neighbours import nearest, nearest_in_blocks
 
 
@@ -38,7 +38,7 @@ def test_neighbours_of_fewer_others_than_asked_for_are_at_infinity() -> None:
 
 
 def test_planted_copies_are_counted_and_fresh_samples_are_not() -> None:
-    scale = Scale.of(neighbours(normal(300, 2)))
+    scale = CopyScale.of(neighbours(normal(300, 2)))
     samples = torch.cat([TRAINED[:30] + 0.1 * normal(30, 3), normal(970, 4)])
     found = scale.near_copies(neighbours(samples))
     assert found[:30].all() and found[30:].sum() <= 3
@@ -49,9 +49,9 @@ def test_planted_copies_are_counted_and_fresh_samples_are_not() -> None:
 def test_floor_holds_where_held_out_images_are_copies_themselves_and_duplicates_are_told() -> None:
     held = torch.cat([TRAINED[:5], normal(295, 2)])
     assert duplicates(neighbours(held)).nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
-    assert Scale.of(neighbours(held)).near == 0.0
+    assert CopyScale.of(neighbours(held)).max_distance == 0.0
     assert (
-        Scale.of(neighbours(held))
+        CopyScale.of(neighbours(held))
         .near_copies(neighbours(TRAINED[10:20] + 0.1 * normal(10, 5)))
         .all()
     )
@@ -62,7 +62,7 @@ def test_smooth_sample_between_many_training_images_is_no_copy_although_it_is_ne
     trained, held = (
         torch.randn(num, 96, generator=torch.Generator().manual_seed(num)) for num in (500, 300)
     )
-    scale = Scale.of(nearest_in_blocks(held, [(0, trained)], NEIGHBOURS)[0])
+    scale = CopyScale.of(nearest_in_blocks(held, [(0, trained)], NEIGHBOURS)[0])
     middle = nearest_in_blocks(torch.zeros(1, 96), [(0, trained)], NEIGHBOURS)[0]
-    assert float(middle[0, 0].sqrt()) < scale.near
+    assert float(middle[0, 0].sqrt()) < scale.max_distance
     assert not scale.near_copies(middle).any()

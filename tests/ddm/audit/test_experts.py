@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddm.audit.attacks import CALLS, Target, names
-from ddm.audit.copies import NEIGHBOURS, Scale, duplicates, share_of_copies
+from ddm.audit.attacks import CALLS, AttackedExpert, names
+from ddm.audit.copies import NEIGHBOURS, CopyScale, duplicates, share_of_copies
 from ddm.audit.effort import SAMPLE_STEPS, SHARE, effort_of
-from ddm.audit.membership import Membership, Scored, membership, unseen
+from ddm.audit.membership import Membership, UnitScores, measure_membership, sides_alike
 from ddm.audit.running import draw_samples, score_images
 from ddm.audit.verdict import Findings, judge
 from ddm.diffusion.path import LinearPath
@@ -60,17 +60,17 @@ def normal(num: int, seed: int) -> Tensor:
     return torch.randn(num, *SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
-def scored(network: nn.Module, learned: Tensor, held: Tensor) -> Scored:
-    target = Target(network.eval(), LinearPath(), "velocity", CPU)
+def scored(network: nn.Module, learned: Tensor, held: Tensor) -> UnitScores:
+    target = AttackedExpert(network.eval(), LinearPath(), "velocity", CPU)
     sides = [
         score_images(target, side, torch.arange(len(side)), None, seed, lambda num: None)
         for seed, side in enumerate((learned, held))
     ]
-    return Scored(sides[0], sides[1], torch.arange(len(learned)), torch.arange(len(held)))
+    return UnitScores(sides[0], sides[1], torch.arange(len(learned)), torch.arange(len(held)))
 
 
 def samples(network: nn.Module, shape: tuple[int, ...], num: int) -> Tensor:
-    target = Target(network.eval(), LinearPath(), "velocity", CPU)
+    target = AttackedExpert(network.eval(), LinearPath(), "velocity", CPU)
     return torch.cat(
         list(draw_samples(target, LinearPath(), shape, None, num, 0, lambda num: None))
     )
@@ -92,18 +92,18 @@ def by_attack(found: Membership) -> Mapping[str, float]:
 
 
 def test_every_attack_sees_an_expert_that_is_its_training_images() -> None:
-    found = by_attack(membership(scored(Memoriser(LEARNED), LEARNED, HELD)))
+    found = by_attack(measure_membership(scored(Memoriser(LEARNED), LEARNED, HELD)))
     assert min(found.values()) > 0.95, found
 
 
 def test_no_attack_sees_members_in_an_expert_that_knows_the_population_alone() -> None:
     plain = scored(Population(), normal(150, 2), normal(150, 3))
-    assert unseen(plain)
-    assert membership(plain).worst.auc.value < 0.6
+    assert sides_alike(plain)
+    assert measure_membership(plain).worst.auc.value < 0.6
 
 
 def test_samples_of_the_memoriser_are_copies_and_those_of_the_population_are_not() -> None:
-    scale = Scale.of(near(HELD, LEARNED))
+    scale = CopyScale.of(near(HELD, LEARNED))
     assert (
         share_of_copies(scale, near(samples(Memoriser(LEARNED), SHAPE, 100), LEARNED)).value > 0.9
     )
@@ -117,7 +117,9 @@ def test_noise_of_an_image_does_not_depend_on_the_expert_and_so_cancels_in_the_c
     again = scored(Population(), LEARNED, HELD)
     assert torch.equal(one.member_IA, again.member_IA) and torch.equal(one.other_IA, again.other_IA)
     assert {
-        each.auc.value for each in membership(one, again).attacks if "calibrated" in each.name
+        each.auc.value
+        for each in measure_membership(one, again).attacks
+        if "calibrated" in each.name
     } == {0.5}
 
 
@@ -132,7 +134,7 @@ def test_attacks_leave_the_expert_as_it_was() -> None:
 @pytest.mark.parametrize("num_steps", [20_000, 200_000])
 def test_audit_of_a_long_training_costs_a_tenth_of_it(num_steps: int) -> None:
     recipe = settings(num_steps, batch_size=128)
-    found = effort_of(recipe, num_units=2000, most_samples=10_000, reference=True)
+    found = effort_of(recipe, num_units=2000, max_samples=10_000, trains_reference=True)
     cost = 3 * 128 * (found.reference_steps + found.control_steps)
     cost += 3 * CALLS * 2000 * found.images_per_unit + SAMPLE_STEPS * found.num_samples
     assert cost <= 1.01 * SHARE * 3 * 128 * num_steps
@@ -195,7 +197,7 @@ def audited(
 ) -> tuple[str, str]:
     """Train an expert and audit it as a site does."""
     recipe, num = settings(num_steps), min(len(held), len(learned) // 2)
-    found = effort_of(recipe, num + len(held), 10_000, reference=True)
+    found = effort_of(recipe, num + len(held), 10_000, trains_reference=True)
     expert = trained(learned, recipe, folder / "expert", private=private)
     short = settings(found.reference_steps, ema_decay=0.9, warmup_steps=found.reference_steps // 5)
     reference = trained(learned[num:], short, folder / "reference")
@@ -208,23 +210,23 @@ def audited(
     )
     beside = scored(reference, learned[:num], held)
     held_HK = near(held, learned)
-    scale = Scale.of(held_HK)
+    scale = CopyScale.of(held_HK)
     blurred = learned[:100] + 0.02 * torch.randn(
         learned[:100].shape, generator=torch.Generator().manual_seed(0)
     )
     findings = Findings(
         num_holdout=int((~duplicates(held_HK)).sum()),
-        membership=membership(scored(expert, learned[:num], held), beside),
-        control=membership(
+        membership=measure_membership(scored(expert, learned[:num], held), beside),
+        control=measure_membership(
             scored(control, few, held),
-            Scored(
+            UnitScores(
                 beside.member_IA[: len(few)],
                 beside.other_IA,
                 beside.member_I[: len(few)],
                 beside.other_I,
             ),
         ),
-        unseen=unseen(beside),
+        sides_alike=sides_alike(beside),
         copies={
             "pixels": share_of_copies(scale, near(samples(expert, learned.shape[1:], 500), learned))
         },

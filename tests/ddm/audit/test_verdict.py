@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from ddm.audit.attacks import names
-from ddm.audit.membership import Attack, Membership, Scored, by_unit, membership, unseen
+from ddm.audit.membership import (
+    Attack,
+    Membership,
+    UnitScores,
+    by_unit,
+    measure_membership,
+    sides_alike,
+)
 from ddm.audit.verdict import Findings, judge
 from ddm.evaluation.intervals import Estimate
 from ddm.protocol.limits import Audit
@@ -25,7 +32,7 @@ GOOD = Findings(
     num_holdout=300,
     membership=seen(0.51),
     control=seen(0.95),
-    unseen=True,
+    sides_alike=True,
     copies={"pixels": Estimate(0.001, 0.0, 0.005)},
     control_copies={"pixels": 1.0},
 )
@@ -49,7 +56,7 @@ def test_expert_within_all_limits_passes() -> None:
             "too few units or samples",
         ),
         ({"control": seen(0.58)}, "inconclusive", "no attack sees a copy overfitted"),
-        ({"unseen": False, "membership": seen(0.9)}, "inconclusive", "they differ"),
+        ({"sides_alike": False, "membership": seen(0.9)}, "inconclusive", "they differ"),
         (
             {"control_copies": {"pixels": 0.5}},
             "inconclusive",
@@ -65,16 +72,16 @@ def test_verdict_follows_from_what_was_found(
     assert found == verdict and reason in words
 
 
-def scored(shift: float, *, seed: int = 0, num: int = 300) -> Scored:
+def scored(shift: float, *, seed: int = 0, num: int = 300) -> UnitScores:
     random, num_attacks = torch.Generator().manual_seed(seed), len(names())
     member_IA, other_IA = (torch.randn(num, num_attacks, generator=random) for _ in range(2))
-    return Scored(member_IA + shift, other_IA, torch.arange(num), torch.arange(num))
+    return UnitScores(member_IA + shift, other_IA, torch.arange(num), torch.arange(num))
 
 
 def test_expert_that_learned_neither_side_must_not_tell_them_apart_in_either_direction() -> None:
-    assert unseen(scored(0.0))
-    assert not unseen(scored(0.5))
-    assert not unseen(scored(-0.5))
+    assert sides_alike(scored(0.0))
+    assert not sides_alike(scored(0.5))
+    assert not sides_alike(scored(-0.5))
 
 
 def test_reference_takes_away_what_makes_an_image_easy_for_any_expert() -> None:
@@ -86,8 +93,8 @@ def test_reference_takes_away_what_makes_an_image_easy_for_any_expert() -> None:
     reference = replace(
         plain, member_IA=hard_M.expand(-1, len(names())), other_IA=hard_N.expand(-1, len(names()))
     )
-    assert membership(both).worst.auc.value < 0.6
-    worst = membership(both, reference).worst
+    assert measure_membership(both).worst.auc.value < 0.6
+    worst = measure_membership(both, reference).worst
     assert worst.auc.value > 0.68 and "calibrated" in worst.name
 
 

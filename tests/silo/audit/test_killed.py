@@ -85,7 +85,14 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
         dies_at(place)
         killed.work(SILO, until="audited")
 
-    for place in (num // 8, num // 4, num // 3, "_neighbours", "keep_worst", "discard_parts"):
+    for place in (
+        num // 8,
+        num // 4,
+        num // 3,
+        "_measure_neighbours",
+        "write_worst",
+        "discard_measurements",
+    ):
         with case(place):
             assert ended(forked(lambda place=place: work(place))) == -signal.SIGKILL  # type: ignore[misc]
             assert load_state(state_path(site.private)).state == "training"

@@ -12,7 +12,7 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.limits import Verdict
 from ddm.protocol.submission import Submission, submission_path
 from silo.audit.document import read_report
-from silo.audit.holdout import held_out
+from silo.audit.holdout import holdout_mask
 from silo.config import Site
 from silo.plan.workspace import open_workspace
 from silo.review.facts import gather
@@ -68,7 +68,7 @@ def with_a_duplicate(tiny: TinyFederation) -> None:
     site = tiny.sites[SILO]
     data, shape = Path(site.settings().data), DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
     cohort = cohort_at(data, shape, min_images=1, salt=site.salt(), unit="image", num_classes=None)
-    held_N = held_out(cohort, site.policy())
+    held_N = holdout_mask(cohort, site.policy())
     assert int(held_N.sum()) == HELD
     with np.load(data) as stored:
         arrays = dict(stored)
@@ -140,7 +140,7 @@ def test_all_that_leaves_of_two_neighbours_is_the_same_but_for_what_is_drawn(
     left: tuple[Any, Any, Site],
 ) -> None:
     one, other = left[0], left[1]
-    assert one[0]["audit"] == {"verdict": "bounded", "waiver": None}
+    assert one[0]["audit"] == {"verdict": "bounded", "digest": None, "waiver": None}
     assert drawn_in_private(one[0]) == drawn_in_private(other[0])
     assert one[1:3] == other[1:3], "states, what the courier tells, names and sizes of files"
 

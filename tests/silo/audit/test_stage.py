@@ -13,7 +13,7 @@ from ddm.protocol.base import sha256_hex
 from ddm.protocol.data import DataSpec
 from ddm.protocol.submission import Submission, expert_path, submission_path
 from silo.audit.document import AuditReport
-from silo.audit.holdout import held_out, num_held_out
+from silo.audit.holdout import holdout_mask, num_holdout_units
 from silo.audit.worst import read_worst
 from silo.config import Policy
 from silo.data.cohort import Cohort
@@ -141,7 +141,7 @@ def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederati
         tiny.sites[SILO], accepted, worker.workspace(), worker.policy, images, worker.cohort_path
     )
     assert int(found.held_N.sum()) == 20
-    assert torch.equal(found.held_N, held_out(images, worker.policy))
+    assert torch.equal(found.held_N, holdout_mask(images, worker.policy))
     assert worker.workspace().record(SILO).num_images == 60
 
 
@@ -192,16 +192,16 @@ def policy(**audit: float) -> Policy:
 
 def test_holdout_is_secret_and_the_same_whenever_it_is_drawn(tmp_path: Path) -> None:
     first, again = (
-        held_out(cohort_of(tmp_path, 80), policy()),
-        held_out(cohort_of(tmp_path, 80), policy()),
+        holdout_mask(cohort_of(tmp_path, 80), policy()),
+        holdout_mask(cohort_of(tmp_path, 80), policy()),
     )
-    other = held_out(cohort_of(tmp_path, 80, salt=b"t" * 32), policy())
+    other = holdout_mask(cohort_of(tmp_path, 80, salt=b"t" * 32), policy())
     assert torch.equal(first, again) and not torch.equal(first, other) and int(first.sum()) == 20
 
 
 def test_all_images_of_a_patient_are_held_out_or_none(tmp_path: Path) -> None:
     found = cohort_of(tmp_path, 200, patients=True)
-    held_N = held_out(found, policy())
+    held_N = holdout_mask(found, policy())
     held = set(found.unit_N[held_N].tolist())
     assert not held & set(found.unit_N[~held_N].tolist()) and len(held) == found.num_units // 4
 
@@ -218,7 +218,7 @@ def test_all_images_of_a_patient_are_held_out_or_none(tmp_path: Path) -> None:
     ],
 )
 def test_small_sites_hold_nothing_out(num: int, terms: dict[str, float], expected: int) -> None:
-    assert num_held_out(num, Policy.model_validate({"audit": terms})) == expected
+    assert num_holdout_units(num, Policy.model_validate({"audit": terms})) == expected
 
 
 def test_plan_that_a_site_holds_too_little_out_for_is_refused_before_training(

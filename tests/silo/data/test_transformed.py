@@ -320,14 +320,14 @@ def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_who
 def test_files_that_change_between_scan_and_decoding_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, check = export(tmp_path / "export", [10, 20]), transformed._CohortInTheMaking.check
+    folder, check = export(tmp_path / "export", [10, 20]), transformed._CohortBuilder.check
 
-    def changing(self: transformed._CohortInTheMaking) -> int:
+    def changing(self: transformed._CohortBuilder) -> int:
         num = check(self)
         Image.fromarray(tone(99)).save(folder / "01.png")
         return num
 
-    monkeypatch.setattr(transformed._CohortInTheMaking, "check", changing)
+    monkeypatch.setattr(transformed._CohortBuilder, "check", changing)
     with pytest.raises(DataError, match="do not change while"):
         levels(folder, tmp_path / "private")
     assert not list((tmp_path / "private").glob("unpacked-*"))

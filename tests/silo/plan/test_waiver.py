@@ -13,7 +13,7 @@ from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.limits import Audit
 from ddm.protocol.submission import Responsible, Submission, Waiver, submission_path
 from silo.audit.document import AuditReport
-from silo.audit.report import cannot_tell, gate
+from silo.audit.report import gate, inconclusive_report
 from silo.config import AuditPolicy, Policy
 from silo.plan.waiver import parse_end, with_waiver, write_waiver
 from silo.worker import auditing
@@ -207,11 +207,11 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
     planned_once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditReport:
-        found = cannot_tell(plan_id, audit, num_holdout_units)
+        found = inconclusive_report(plan_id, audit, num_holdout_units)
         assert found
         return found.model_copy(update={"verdict": "fail"})
 
-    monkeypatch.setattr(auditing, "cannot_tell", failing)
+    monkeypatch.setattr(auditing, "inconclusive_report", failing)
     tiny: TinyFederation = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     # although the policy approves
