@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.images.dicom_tags import floats_of, group_of, sequence_of, text_of, value_of
-from ddm.images.heads import names_head
+from ddm.images.faces import names_head
 from ddm.images.picture import Picture, SliceLocation
 from ddm.images.reasons import ImageError, Reason
 

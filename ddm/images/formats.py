@@ -15,7 +15,7 @@ from typing import Any
 
 from ddm.errors import SetupError
 from ddm.images.content import FileContent
-from ddm.images.heads import in_a_head
+from ddm.images.faces import volume_may_show_face
 from ddm.images.idx import is_idx_head
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import Flag, ImageError, Reason
@@ -143,7 +143,9 @@ def checked(picture: DecodedPicture) -> DecodedPicture:
         is_suspected = Flag.DECLARED_TEXT not in picture.flags and suspect_text(picture.values)
         flag = Flag.SUSPECTED_TEXT
     elif picture.values.ndim == _VOLUME_AXES:
-        is_suspected = Flag.DECLARED_FACE not in picture.flags and in_a_head(picture, picture.head)
+        is_suspected = Flag.DECLARED_FACE not in picture.flags and volume_may_show_face(
+            picture, picture.head
+        )
         flag = Flag.FACE
     else:
         return picture

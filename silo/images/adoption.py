@@ -65,12 +65,14 @@ def _copy_database(source: Path, target: Path) -> None:
     """Copy a database, complete or not at all."""
     partial = target.with_name(f"{target.name}.partial")
     partial.unlink(missing_ok=True)
+    # Made here, because SQLite would make it by the umask.
     os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     reader = sqlite3.connect(source)
     try:
         writer = sqlite3.connect(partial)
         try:
-            reader.backup(writer)  # also what a journal beside it still holds
+            # Unlike a copy of the file, this includes what a journal beside it still holds.
+            reader.backup(writer)
         finally:
             writer.close()
     finally:

@@ -12,7 +12,7 @@ from ddm.errors import SetupError
 from ddm.images.table import COLUMNS, ColumnName
 from ddm.system.console import progress, say
 from silo.config import ImagesSettings, Site
-from silo.images.preview import Sheet
+from silo.images.preview import PreviewSheet
 from silo.images.report import report
 from silo.images.scan import scan
 from silo.images.scanned_image import ScannedImage
@@ -52,7 +52,7 @@ def scan_images(
         raise SetupError("silo scan", expected=expected, got="one without the other", remedy=remedy)
     sheet = None
     if preview is not None and plan is not None:
-        sheet = Sheet(plan, preview, source)
+        sheet = PreviewSheet(plan, preview, source)
 
     def observe(image: ScannedImage) -> None:
         if sheet is not None:

@@ -2,9 +2,10 @@
 
 The digest of its pixels identifies a picture. Clearing it holds for exactly the flags that the person saw: with a new
 one it waits again. Leaving it out holds whatever its flags, also for a copy of it that has none. Whether slices in
-files of their own make a head is known after all of them were record: each scan writes that here too.
+files of their own make a head is known after all of them were decoded: each scan writes that here too.
 """
 
+import errno
 import hashlib
 import os
 import sqlite3
@@ -81,29 +82,36 @@ class Decisions:
         decision = self._decision(record)
         if decision is Decision.LEAVE_OUT:
             return LEFT_OUT
-        return None if decision is Decision.CLEAR else record.verdict
+        if decision is Decision.CLEAR:
+            return None
+        return record.verdict
 
     def of(self, record: PictureRecord) -> Decision | None:
         """Return what was decided about a picture; None if it waits for a person, or needs none."""
         return self._decision(self.flagged(record))
 
     def _decision(self, record: PictureRecord) -> Decision | None:
+        # Most pictures have no flag: of a data set where nothing is left out, they need no query.
         if not record.flags and not self._any_left_out:
             return None
         query = "select flags, decision from decisions where pixels = ?"
         with _readable(self._path):
-            decision_by_flags = dict(self._database.execute(query, (record.pixels,)).fetchall())
+            rows = self._database.execute(query, (record.pixels,)).fetchall()
+        decision_by_flags = dict(rows)
         if Decision.LEAVE_OUT in decision_by_flags.values():
             return Decision.LEAVE_OUT
-        return Decision.CLEAR if _flags_text(record.flags) in decision_by_flags else None
+        # Cleared for exactly these flags: a new one was not seen by anybody.
+        if _flags_text(record.flags) in decision_by_flags:
+            return Decision.CLEAR
+        return None
 
     @property
     def any(self) -> bool:
         """Whether anything was decided."""
         with _readable(self._path):
-            return bool(
-                self._database.execute("select exists (select 1 from decisions)").fetchone()[0]
-            )
+            query = "select exists (select 1 from decisions)"
+            (exists,) = self._database.execute(query).fetchone()
+        return bool(exists)
 
     def left_out(self) -> set[str]:
         """Return the fingerprints of the pictures that a person left out."""
@@ -121,9 +129,8 @@ class Decisions:
     def digest(self) -> str:
         """Changes with any decision."""
         digest = hashlib.sha256()
-        for row in self._database.execute(
-            "select pixels, flags, decision from decisions order by pixels, flags"
-        ):
+        query = "select pixels, flags, decision from decisions order by pixels, flags"
+        for row in self._database.execute(query):
             digest.update(repr(row).encode())
         return digest.hexdigest()
 
@@ -135,13 +142,15 @@ class Decisions:
             decision: None takes back what was decided.
         """
         keys = [(record.pixels, _flags_text(self.flagged(record).flags)) for record in pictures]
+        # One transaction: a crash must not take back an old decision without writing the new one.
         with _readable(self._path), self._database:
-            forget = (
+            delete = (
                 "delete from decisions where pixels = ? and (flags = ? or decision = 'leave out')"
             )
-            self._database.executemany(forget, keys)
+            self._database.executemany(delete, keys)
             if decision is not None:
-                rows = ((*key, decision.value) for key in dict.fromkeys(keys))
+                different_keys = dict.fromkeys(keys)
+                rows = [(pixels, flags, decision.value) for pixels, flags in different_keys]
                 self._database.executemany("insert into decisions values (?, ?, ?)", rows)
         self._read_whether_any_is_left_out()
 
@@ -155,7 +164,8 @@ class Decisions:
         # A scan that was not judged yet counts as one of a head.
         if row is not None and not row[0]:
             return record
-        return record.model_copy(update={"flags": tuple(sorted((*record.flags, Flag.FACE.value)))})
+        flags = sorted((*record.flags, Flag.FACE.value))
+        return record.model_copy(update={"flags": tuple(flags)})
 
     def judge(self, series: Mapping[str, bool]) -> None:
         """Replace what is known of scans in files of their own.
@@ -170,7 +180,8 @@ class Decisions:
     def _read_whether_any_is_left_out(self) -> None:
         with _readable(self._path):
             query = "select exists (select 1 from decisions where decision = 'leave out')"
-            self._any_left_out = bool(self._database.execute(query).fetchone()[0])
+            (exists,) = self._database.execute(query).fetchone()
+        self._any_left_out = bool(exists)
 
 
 @contextmanager
@@ -179,13 +190,15 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        raise OSError(
-            5, f"decisions cannot be read or written ({type(error).__name__})", str(path)
-        ) from error
+        message = f"decisions cannot be read or written ({type(error).__name__})"
+        raise OSError(errno.EIO, message, str(path)) from error
     except sqlite3.DatabaseError as error:
-        remedy = "Restore it from backup. If you delete it, all decisions must be made again."
-        expected, got = "decisions about images", "a damaged file"
-        raise SetupError(str(path), expected=expected, got=got, remedy=remedy) from error
+        raise SetupError(
+            str(path),
+            expected="decisions about images",
+            got="a damaged file",
+            remedy="Restore it from backup. If you delete it, all decisions must be made again.",
+        ) from error
 
 
 def _flags_text(flags: Iterable[str]) -> str:

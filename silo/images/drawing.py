@@ -26,7 +26,10 @@ def drawn(picture: Picture, *, window: bool) -> bytes:
         picture: the values.
         window: draw the values of its window, or all but the lowest and highest half percent; else all of them.
     """
-    values = picture.values if picture.values.shape[0] == 3 else picture.values[:1]
+    values = picture.values
+    num_channels = values.shape[0]
+    if num_channels != 3:
+        values = values[:1]
     low, high = _bounds(picture, values, window)
     if values.ndim == 4:
         image = _drawn_volume(values, picture.spacing or (1.0, 1.0, 1.0), low, high)
@@ -54,9 +57,12 @@ def _bounds(picture: Picture, values: NDArray[np.generic], window: bool) -> tupl
 
 def _tones(image_CHW: NDArray[np.generic], low: float, high: float) -> NDArray[np.uint8]:
     """Return an image as greys (H, W) or colours (H, W, 3) of eight bits."""
-    share = (image_CHW.astype(np.float32) - low) / max(high - low, 1e-30)
-    tones = np.rint(share.clip(0, 1) * 255).astype(np.uint8)
-    return tones[0] if len(tones) == 1 else np.ascontiguousarray(np.moveaxis(tones, 0, -1))
+    share_CHW = (image_CHW.astype(np.float32) - low) / max(high - low, 1e-30)
+    tones_CHW: NDArray[np.uint8] = np.rint(share_CHW.clip(0, 1) * 255).astype(np.uint8)
+    if len(tones_CHW) == 1:
+        grey_HW: NDArray[np.uint8] = tones_CHW[0]
+        return grey_HW
+    return np.ascontiguousarray(np.moveaxis(tones_CHW, 0, -1))
 
 
 def _drawn_volume(
@@ -64,6 +70,7 @@ def _drawn_volume(
 ) -> Image.Image:
     planes = [*_middle_planes(values_CDHW), *_brightest_planes(values_CDHW)]
     depth_mm, height_mm, width_mm = spacing
+    # Axial, coronal, sagittal; once for the middle planes and once for the brightest values.
     spacings = [(height_mm, width_mm), (depth_mm, width_mm), (depth_mm, height_mm)] * 2
     side = min(MAX_SIDE // 3, max(values_CDHW.shape[1:]))
     tiles = []
@@ -95,10 +102,11 @@ def _fitted(tones: NDArray[np.uint8], spacing: tuple[float, float], side: int) -
 
 
 def _sheet(tiles: list[Image.Image], side: int) -> Image.Image:
-    """Lay six planes out in two rows."""
+    """Arrange six planes in two rows."""
     pitch = side + _GAP
     mode = tiles[0].mode
-    background = _GAP_TONE if mode == "L" else (_GAP_TONE,) * 3
+    num_bands = len(tiles[0].getbands())
+    background = (_GAP_TONE,) * num_bands
     sheet = Image.new(mode, (3 * pitch - _GAP, 2 * pitch - _GAP), background)
     for number, tile in enumerate(tiles):
         row, column = divmod(number, 3)

@@ -1,9 +1,10 @@
-"""What earlier scans found, in a private folder: a file whose content is the same is not decoded again.
+"""Keeps the results of earlier scans in a private folder: a file whose content is the same is not decoded again.
 
 A file counts as unchanged by path, size and times; if one of these differs, by the digest of its content. Results of
 other versions of the decoders, or of other limits, are forgotten.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -27,10 +28,9 @@ DATABASE = "memory.sqlite"
 KEY_BYTES = 32
 KEY_FILE = "key"
 _FORMAT = 1  # changes with the schema, and with `PictureRecord`
-_ANY_RECIPE = (
-    f"{_FORMAT} %"  # of this format; an empty recipe is that of a file which is not finished
-)
-# A change so soon before a look may bear the same time as a change after it.
+# Any recipe of this format; an empty recipe is that of a file which is not finished.
+_ANY_RECIPE = f"{_FORMAT} %"
+# A change so soon before the file was examined may have the same time as a change after it.
 _RACE_NS = 50_000_000
 _COMMIT_S = 2.0
 _MAX_PENDING_PICTURES = 256  # of one file, before they are written
@@ -128,9 +128,12 @@ class ScanMemory:
         if row is None:
             return None
         number, digest, stats, reason, detail = row
-        is_unchanged = stats == repr(file.stats)
         return RememberedFile(
-            number, digest, is_unchanged, Reason(reason) if reason else None, detail
+            number=number,
+            digest=digest,
+            unchanged=stats == repr(file.stats),
+            reason=Reason(reason) if reason else None,
+            detail=detail,
         )
 
     def pictures(self, number: int) -> Iterator[PictureRecord]:
@@ -159,9 +162,8 @@ class ScanMemory:
 
     def paths(self) -> Iterator[str]:
         """Yield the paths of all files, in their order."""
-        for (path,) in self._database.execute(
-            "select path from files where recipe like ? order by path", (_ANY_RECIPE,)
-        ):
+        query = "select path from files where recipe like ? order by path"
+        for (path,) in self._database.execute(query, (_ANY_RECIPE,)):
             yield os.fsdecode(path)
 
     def pictures_of(self, path: str) -> Iterator[tuple[int, PictureRecord]]:
@@ -176,7 +178,10 @@ class ScanMemory:
         """Return one picture of a file; None where it is not known."""
         query = "select record from pictures join files on number = file where path = ? and place = ? and recipe like ?"
         row = self._database.execute(query, (os.fsencode(path), place, _ANY_RECIPE)).fetchone()
-        return None if row is None else PictureRecord.model_validate_json(row[0])
+        if row is None:
+            return None
+        (text,) = row
+        return PictureRecord.model_validate_json(text)
 
     def with_pixels(self, pixels: Collection[str]) -> Iterator[tuple[str, int, PictureRecord]]:
         """Yield path, place and record of each picture with one of these fingerprints, in the order of the files."""
@@ -187,9 +192,9 @@ class ScanMemory:
         where recipe like ? and json_extract(record, '$.pixels') in (select value from json_each(?))
         order by path, place
         """
-        for path, place, text in self._database.execute(
-            query, (_ANY_RECIPE, json.dumps(sorted(pixels)))
-        ):
+        # As one JSON array: SQLite bounds the number of values in a query.
+        fingerprints = json.dumps(sorted(pixels))
+        for path, place, text in self._database.execute(query, (_ANY_RECIPE, fingerprints)):
             yield os.fsdecode(path), place, PictureRecord.model_validate_json(text)
 
     def confirm(self, file: ImageFile, remembered: RememberedFile) -> None:
@@ -202,16 +207,15 @@ class ScanMemory:
         """Forget what was known of a file; return the number of its new pictures, which count once it is finished."""
         path = os.fsencode(file.path)
         self._database.execute("delete from files where path = ?", (path,))
-        # An empty recipe is that of no scan.
+        # An empty recipe is that of no scan: what a crash leaves of the file is not found again.
         query = "insert into files (path, stats, digest, recipe, scan, detail) values (?, '', '', '', ?, '')"
         return int(self._database.execute(query, (path, self._scan)).lastrowid or 0)
 
     def add(self, number: int, place: int, records: Iterable[PictureRecord]) -> None:
         """Write pictures of a file, the first of them at this place."""
-        rows = (
-            (number, place_here, record.model_dump_json())
-            for place_here, record in enumerate(records, place)
-        )
+        rows = []
+        for record_place, record in enumerate(records, place):
+            rows.append((number, record_place, record.model_dump_json()))
         self._database.executemany("insert into pictures values (?, ?, ?)", rows)
 
     def finish(
@@ -229,8 +233,13 @@ class ScanMemory:
         self._database.commit()
 
     def _stats(self, file: ImageFile) -> str:
-        newest_ns = max((max(modified, changed) for _, modified, changed in file.stats), default=0)
-        return "" if newest_ns > file.stated_ns - _RACE_NS else repr(file.stats)
+        """Return size and times by which a file is recognised; empty if it changed so lately that they may deceive."""
+        newest_ns = 0
+        for _, modified_ns, changed_ns in file.stats:
+            newest_ns = max(newest_ns, modified_ns, changed_ns)
+        if newest_ns > file.stated_ns - _RACE_NS:
+            return ""
+        return repr(file.stats)
 
     def _commit_now_and_then(self) -> None:
         if time.monotonic() - self._last_commit_s > _COMMIT_S:
@@ -277,13 +286,14 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        raise OSError(
-            5, f"the scan's memory cannot be read or written ({type(error).__name__})"
-        ) from error
+        message = f"the scan's memory cannot be read or written ({type(error).__name__})"
+        raise OSError(errno.EIO, message) from error
     except sqlite3.DatabaseError as error:
-        remedy = "Delete this file: the next scan reads all images again."
         raise SetupError(
-            str(path), expected="the memory of scans", got="a damaged one", remedy=remedy
+            str(path),
+            expected="the memory of scans",
+            got="a damaged one",
+            remedy="Delete this file: the next scan reads all images again.",
         ) from error
 
 
@@ -303,6 +313,7 @@ def _key(folder: Path) -> bytes:
                     got="decisions without their key",
                     remedy="Restore it from backup. Or delete decisions.sqlite, scan, and make the decisions again.",
                 )
+        # Before the new key: after a crash between the two, old pseudonyms would be read under the new key.
         for name in (DATABASE, f"{DATABASE}-journal"):
             (folder / name).unlink(missing_ok=True)
         write_atomic(path, secrets.token_bytes(KEY_BYTES), mode=0o600)

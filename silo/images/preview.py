@@ -24,8 +24,8 @@ from silo.images.scanned_image import ScannedImage
 from silo.images.sheet_index import FILE, SheetPicture, write_index
 from silo.images.source import ImageSource
 
-_MOST = 64  # pictures
-_MOST_PLAN_BYTES = 1 << 22
+_MAX_PICTURES = 64
+_MAX_PLAN_BYTES = 1 << 22
 
 
 class PreviewPlan(Settings):
@@ -43,16 +43,13 @@ def read_preview_plan(path: Path) -> PreviewPlan:
     Raises:
         MissingFileError: there is no such file.
         FormatError: it is too long.
-        SetupError: it is neither, or these tables do not stand in it, or do not fit.
+        SetupError: it is neither, or has no such tables, or they do not fit.
     """
     require_file(path, "a recipe (TOML) or a plan (JSON)")
-    text = read_bounded(path.resolve(), _MOST_PLAN_BYTES, subject=str(path))
+    data = read_bounded(path.resolve(), _MAX_PLAN_BYTES, subject=str(path))
     try:
-        content: Any = (
-            json.loads(text)
-            if path.suffix.lower() == ".json"
-            else tomllib.loads(text.decode("utf-8"))
-        )
+        is_json = path.suffix.lower() == ".json"
+        content: Any = json.loads(data) if is_json else tomllib.loads(data.decode("utf-8"))
         plan = PreviewPlan.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise settings_error(path, error) from error
@@ -60,34 +57,38 @@ def read_preview_plan(path: Path) -> PreviewPlan:
         raise SetupError(
             str(path), expected="TOML, or JSON in a file named .json", got=str(error)[:200]
         ) from error
-    misfit_with_data = plan.transform.misfit(plan.data)
-    if misfit_with_data:
+    needed_samples = plan.transform.misfit(plan.data)
+    if needed_samples:
         got = "a transform for other samples"
-        raise SetupError(f"{path}, field transform", expected=misfit_with_data, got=got)
+        raise SetupError(f"{path}, field transform", expected=needed_samples, got=got)
     return plan
 
 
 class PreviewSelection:
-    """Up to 64 accepted pictures that differ, by their fingerprints: the same each time, of all parts of the data."""
+    """Up to 64 accepted pictures that differ, by their fingerprints: the same each time, of all parts of the data.
+
+    Fingerprints are digests, so that the smallest ones are a random choice which does not depend on the files' order.
+    """
 
     def __init__(self) -> None:
-        # of fingerprints as negative numbers, so that the largest fingerprint is on top
+        # A heap has its smallest number on top: of fingerprints as negative numbers, the largest fingerprint.
         self._heap: list[int] = []
         self._pictures: dict[int, SheetPicture] = {}
 
     def take(self, image: ScannedImage) -> None:
-        """Look at what a scan found."""
+        """Consider an image of a scan."""
         if image.reason is not None or image.record is None or image.place is None:
             return
         rank = -int(image.record.pixels, 16)
         picture = SheetPicture(image.path, image.place, image.record.pixels)
         if rank in self._pictures:
             self._pictures[rank] = min(self._pictures[rank], picture, key=_location)
-        elif len(self._heap) < _MOST or rank > self._heap[0]:
+        elif len(self._heap) < _MAX_PICTURES or rank > self._heap[0]:
             self._pictures[rank] = picture
             heapq.heappush(self._heap, rank)
-            if len(self._heap) > _MOST:
-                del self._pictures[heapq.heappop(self._heap)]
+            if len(self._heap) > _MAX_PICTURES:
+                largest_rank = heapq.heappop(self._heap)
+                del self._pictures[largest_rank]
 
     def pictures(self) -> list[SheetPicture]:
         """Return the pictures, in the order of their files' names."""
@@ -115,7 +116,7 @@ def _location(picture: SheetPicture) -> tuple[str, int]:
     return picture.path, picture.place
 
 
-class Sheet:
+class PreviewSheet:
     """The sheet of one scan, and the index of its numbers.
 
     Args:
@@ -141,14 +142,14 @@ class Sheet:
         return self._out.with_name(f"{self._out.name}.csv")
 
     def take(self, image: ScannedImage) -> None:
-        """Look at what a scan found."""
+        """Consider an image of a scan."""
         self._selection.take(image)
 
     def write(self) -> list[str]:
         """Write the sheet and its index.
 
         Returns:
-            For each picture that was not taken, its number and the reason; and how many are enlarged.
+            For each picture that the transform does not take, its number and the reason; and how many are enlarged.
 
         Raises:
             DataError: no picture.
@@ -164,7 +165,7 @@ class Sheet:
         def numbered_pictures() -> Iterator[Picture]:
             for selected, picture in self._selection.decoded(self._source.limits):
                 shown.append(selected)
-                # of a picture that the plan does not take, the sheet says so
+                # The sheet itself says so of a picture that the plan does not take.
                 with suppress(DataError):
                     enlargements.add(*transform.resampled_sides(picture))
                 yield picture

@@ -8,7 +8,7 @@ from ddm.system.console import table
 from silo.images.alike import MAX_DIFFERENT_BITS
 from silo.images.decisions import LEFT_OUT
 from silo.images.scan import QUARANTINE
-from silo.images.summary import Summary
+from silo.images.summary import Summary, counted
 
 _MAX_ROWS = 12
 
@@ -22,15 +22,14 @@ def report(summary: Summary, folder: Path, *, of_site: bool, review_command: str
         of_site: whether the images are those of a site, whose worker reads them as its configuration says.
         review_command: what to type to look at the images that wait for a person.
     """
-    images = "image" if summary.accepted == 1 else "images"
+    accepted = counted(summary.accepted, "image")
     paragraphs = [
-        f"{summary.accepted} {images} accepted, {summary.quarantined} in quarantine. {_work_done(summary)}"
+        f"{accepted} accepted, {summary.quarantined} in quarantine. {_work_text(summary)}"
     ]
     if summary.quarantined:
-        rows = [
-            (num, reason, _what_to_do(reason, of_site))
-            for reason, num in summary.reasons.most_common()
-        ]
+        rows = []
+        for reason, num in summary.reasons.most_common():
+            rows.append((num, reason, _what_to_do(reason, of_site)))
         paragraphs.append(table(rows, ("images", "quarantined because", "what to do")))
         lines = [f"Their names, only for this site: {folder / QUARANTINE}"]
         if not _DECIDED_BY_A_PERSON.isdisjoint(summary.reasons):
@@ -46,16 +45,16 @@ def report(summary: Summary, folder: Path, *, of_site: bool, review_command: str
     return "\n\n".join(paragraphs)
 
 
-def _work_done(summary: Summary) -> str:
+def _work_text(summary: Summary) -> str:
     """Return the sentence about how many files this scan opened."""
-    files = "1 file was" if summary.num_decoded == 1 else f"{summary.num_decoded} files were"
+    verb = "was" if summary.num_decoded == 1 else "were"
+    sentence = f"{counted(summary.num_decoded, 'file')} {verb} decoded now"
     num_unchanged = summary.num_read - summary.num_decoded
     if num_unchanged:
-        others = "1 other" if num_unchanged == 1 else f"{num_unchanged} others"
-        return f"{files} decoded now, {others} unchanged."
+        return f"{sentence}, {counted(num_unchanged, 'other')} unchanged."
     if summary.num_decoded or not summary.accepted:
-        return f"{files} decoded now."
-    return f"{files} decoded now: nothing changed since the last scan."
+        return f"{sentence}."
+    return f"{sentence}: nothing changed since the last scan."
 
 
 def unused_parts_text(counts: Counter[str]) -> str:

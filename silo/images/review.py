@@ -35,7 +35,9 @@ class ReviewPicture:
     @property
     def group(self) -> str:
         """Names what it belongs to: its scan, where that has slices in files of their own, else its file."""
-        return self.record.slice.series if self.record.slice else self.path
+        if self.record.slice is not None:
+            return self.record.slice.series
+        return self.path
 
 
 class Review:
@@ -148,7 +150,9 @@ class Review:
         decision = self._states[number]
         if decision is not None:
             return decision
-        return WAITING if self.pictures[number].record.flags else ACCEPTED
+        if self.pictures[number].record.flags:
+            return WAITING
+        return ACCEPTED
 
     @property
     def counts(self) -> dict[str, int]:
@@ -162,13 +166,15 @@ class Review:
 
     def listed(self, state: str, flag: str = "") -> list[int]:
         """Return the pictures in a state, and with a flag where one is given."""
-        if (state, flag) not in self._listed:
-            self._listed[state, flag] = [
-                number
-                for number, picture in enumerate(self.pictures)
-                if self.state(number) == state and (not flag or flag in picture.record.flags)
-            ]
-        return self._listed[state, flag]
+        if (state, flag) in self._listed:
+            return self._listed[state, flag]
+        numbers = []
+        for number, picture in enumerate(self.pictures):
+            has_flag = not flag or flag in picture.record.flags
+            if has_flag and self.state(number) == state:
+                numbers.append(number)
+        self._listed[state, flag] = numbers
+        return numbers
 
     def flags(self, state: str) -> dict[str, int]:
         """Count the pictures of a state by flag; one with two flags counts twice."""
@@ -185,12 +191,12 @@ class Review:
         """Return the pictures of a file, or of all files below a folder, as far as they have numbers."""
         name = os.path.realpath(path)
         within = os.path.join(name, "")  # noqa: PTH118 - names of any bytes
-        real_paths = (os.path.realpath(picture.path) for picture in self.pictures)
-        return [
-            number
-            for number, real in enumerate(real_paths)
-            if real == name or real.startswith(within)
-        ]
+        numbers = []
+        for number, picture in enumerate(self.pictures):
+            real_path = os.path.realpath(picture.path)
+            if real_path == name or real_path.startswith(within):
+                numbers.append(number)
+        return numbers
 
     def decide(self, numbers: Iterable[int], decision: Decision | None) -> None:
         """Decide about pictures; what has the same pixels may change with them.
@@ -210,10 +216,10 @@ class Review:
         if not self._undo:
             return
         before = self._undo.pop()
-        for decision in (None, *Decision):  # leaving out comes last: it holds whatever the flags
-            self._record(
-                [number for number, state in before.items() if state is decision], decision
-            )
+        # Leaving out comes last: it holds whatever the flags.
+        for decision in (None, *Decision):
+            numbers = [number for number, state in before.items() if state is decision]
+            self._record(numbers, decision)
         self._read_states(before)
 
     def _record(self, numbers: Iterable[int], decision: Decision | None) -> None:
@@ -225,11 +231,9 @@ class Review:
         self._decisions.record(records, decision)
 
     def _copies_of(self, numbers: Iterable[int]) -> list[int]:
-        copies = [
-            copy
-            for number in numbers
-            for copy in self._by_pixels[self.pictures[number].record.pixels]
-        ]
+        copies: list[int] = []
+        for number in numbers:
+            copies += self._by_pixels[self.pictures[number].record.pixels]
         return list(dict.fromkeys(copies))
 
     def _read_states(self, numbers: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from ddm.errors import MissingFileError
@@ -56,20 +57,18 @@ def review_images(
             sheet = read_index(folder)
             review = Review.of(memory, decisions, sheet)
             key = memory.key
-            # Everything is named before anything is decided: a name that is wrong changes nothing.
+            # All names are looked up before anything is decided: a name that is wrong changes nothing.
             to_clear = [_named(review, memory, sheet, name, Decision.CLEAR) for name in clear]
             to_leave_out = [
                 _named(review, memory, sheet, name, Decision.LEAVE_OUT) for name in leave_out
             ]
-            review.include_copies(
-                memory, [number for numbers in to_leave_out for number in numbers]
-            )
-        log = (
-            DecisionLog(Site(site))
-            if site is not None and data is None and private is None
-            else None
-        )
+            review.include_copies(memory, chain.from_iterable(to_leave_out))
+        log = None
+        # Other images than the site's are none of its log's business.
+        if site is not None and data is None and private is None:
+            log = DecisionLog(Site(site))
         with _logged(log, review, decisions):
+            # One decision for each name, since each can be undone by itself on the page.
             for numbers in to_clear:
                 review.decide(numbers, Decision.CLEAR)
             for numbers in to_leave_out:

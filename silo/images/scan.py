@@ -50,7 +50,7 @@ class ScannedImages:
         self.num_decoded = 0  # of these, files that were decoded
         self._memory = memory
         self._decisions = decisions
-        # for each file of the last second pass: whether a picture of it is accepted
+        # For each file of the last second pass: whether a picture of it is accepted; a byte, for there may be millions.
         self._has_accepted = bytearray()
 
     @staticmethod
@@ -91,17 +91,16 @@ class ScannedImages:
                 num_found += 1
                 if file.reason is not None:
                     continue
+                known_digest = ""
                 remembered = self._memory.find(file)
-                if (
-                    remembered is not None
-                    and remembered.unchanged
-                    and not (retry and remembered.may_pass)
-                ):
-                    self._memory.confirm(file, remembered)
-                    continue
+                if remembered is not None:
+                    is_retried = retry and remembered.may_pass
+                    if remembered.unchanged and not is_retried:
+                        self._memory.confirm(file, remembered)
+                        continue
+                    known_digest = remembered.digest
                 self.num_read += 1
                 in_work.append(file)
-                known_digest = remembered.digest if remembered is not None else ""
                 yield DecodeJob(file.path, file.files, file.num_bytes, known_digest)
 
         pending: PendingFile | None = None
@@ -111,8 +110,11 @@ class ScannedImages:
             if isinstance(answer, DecodedImage):
                 pending.add(answer.record)
                 continue
+            # The pictures of a file come before its own answer, and files are answered in the order of their jobs.
             file = in_work.popleft()
-            remembered = self._memory.find(file) if answer.unchanged else None
+            remembered = None
+            if answer.unchanged:
+                remembered = self._memory.find(file)
             if remembered is not None:
                 self._memory.confirm(file, remembered)
             else:
@@ -177,7 +179,10 @@ class ScannedImages:
     def patient(self, image: ScannedImage) -> str | None:
         """Return the pseudonym of a picture's patient; None without one."""
         both = self.pseudonyms(image)
-        return both[0] if both is not None else None
+        if both is None:
+            return None
+        patient, _ = both
+        return patient
 
     def pseudonyms(self, image: ScannedImage) -> tuple[str, str] | None:
         """Return the pseudonym of a picture's patient, and the one that similar spellings share.
@@ -188,7 +193,9 @@ class ScannedImages:
             named = pseudonyms(image.row.patient, self._memory.key, self.source.patient_rule)
             if named is not None:
                 return named
-        return image.record.patient if image.record is not None else None
+        if image.record is None:
+            return None
+        return image.record.patient
 
     def order(self, image: ScannedImage) -> str | None:
         """Return the secret rank of a picture's patient, for a picture that was decoded with values; None without one.
@@ -197,8 +204,9 @@ class ScannedImages:
         file that names a patient can no longer be read, the rank follows from the pseudonym of this scan.
         """
         order_key = self.source.order_key
-        in_table = image.row.patient if image.row is not None else None
-        rank = order_of(in_table, order_key, self.source.patient_rule)
+        rank = None
+        if image.row is not None:
+            rank = order_of(image.row.patient, order_key, self.source.patient_rule)
         return rank or image.order or order_of(self.patient(image), order_key)
 
     def decoded(self) -> Iterator[tuple[ScannedImage, Picture | None]]:
@@ -236,14 +244,11 @@ class ScannedImages:
             _, remembered = in_work.popleft()
             if answer.digest and remembered.digest and answer.digest != remembered.digest:
                 raise changed_files()
+            # Pictures that the scan accepted and the file no longer gives: their number must not change.
+            reason = answer.reason or Reason.NO_PIXELS
             for image in images:
                 if image.reason is None:
-                    yield (
-                        replace(
-                            image, reason=answer.reason or Reason.NO_PIXELS, detail=answer.detail
-                        ),
-                        None,
-                    )
+                    yield replace(image, reason=reason, detail=answer.detail), None
             images = None
 
     def _decoder_options(self, *, with_values: bool = False) -> DecoderOptions:
@@ -259,7 +264,10 @@ class ScannedImages:
     def _files(self) -> Iterator[tuple[ImageFile, RememberedFile | None]]:
         """Yield each file with what is remembered of it: None if it is not read, or came after the first pass."""
         for file in self.data.files():
-            yield file, self._memory.find(file) if file.reason is None else None
+            remembered = None
+            if file.reason is None:
+                remembered = self._memory.find(file)
+            yield file, remembered
 
     def _images_of(self, file: ImageFile, remembered: RememberedFile) -> Iterator[ScannedImage]:
         for place, record in enumerate(self._memory.pictures(remembered.number)):
@@ -268,12 +276,16 @@ class ScannedImages:
     def _judged(self, file: ImageFile, place: int, record: PictureRecord) -> ScannedImage:
         """Return a picture with the reason why it is not accepted, if there is one."""
         record = self._decisions.flagged(record)
-        in_table = file.row.split if file.row is not None else None
-        part = part_of(in_table or record.split)
+        split = record.split
+        if file.row is not None and file.row.split:
+            split = file.row.split
+        part = part_of(split)
         image = ScannedImage(file.path, file.row, place, record, part=part)
         reason = self._decisions.verdict(record)
         if reason is None:
-            return image if self.source.uses(part) else replace(image, reason=Reason.OTHER_PART)
+            if self.source.uses(part):
+                return image
+            return replace(image, reason=Reason.OTHER_PART)
         detail = record.detail
         # A single flag is the reason itself.
         if not detail and (reason != record.verdict or len(record.flags) > 1):
@@ -330,9 +342,11 @@ def _write_look_alikes(source: ImageSource, summary: Summary) -> None:
     rows.writerow(("group", "patient", "first file"))
     for number, group in enumerate(groups, 1):
         for patient, image in group:
-            identifier = image.row.patient if image.row is not None else None
-            # A file's own identifier stays in its decoder: what is listed of it is its pseudonym.
-            rows.writerow((number, identifier or patient, image.path))
+            # A file's own identifier stays in its decoder: its pseudonym is listed instead.
+            identifier = patient
+            if image.row is not None and image.row.patient:
+                identifier = image.row.patient
+            rows.writerow((number, identifier, image.path))
     write_atomic(path, text.getvalue().encode("utf-8", "surrogateescape"), mode=0o600)
 
 
@@ -346,8 +360,8 @@ class QuarantineFile:
 
     def add(self, image: ScannedImage, reason: str, detail: str) -> None:
         """Add a picture, or a file that gives none."""
-        place = "" if image.place is None else image.place
-        self._rows.writerow((image.path, place, reason, detail))
+        # None is written as an empty cell.
+        self._rows.writerow((image.path, image.place, reason, detail))
 
     def close(self) -> None:
         """Write the rest; the file stays open."""

@@ -1,8 +1,9 @@
 """Slices in files of their own that together make a volume of a head, from which a face could be drawn."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ddm.images.heads import LEAST_SIDE, as_long_as_a_head, may_show_face
+from ddm.images.faces import MIN_SIDE, could_hold_head, may_show_face
 from ddm.images.record import PictureRecord, SliceRecord
 
 _STEP_MM = 0.1  # slices closer than this are at one place
@@ -24,13 +25,10 @@ class _Stack:
 
     def add(self, shape: tuple[int, ...], location: SliceRecord) -> None:
         self.head = self.head or location.head
-        if (
-            location.head is None
-            and location.sides_mm is not None
-            and not as_long_as_a_head(location.sides_mm)
-        ):
+        # Slices that name no part of the body count only if a head fits into them.
+        if location.head is None and not _could_hold_head(location.sides_mm):
             return
-        if min(shape[1:]) < LEAST_SIDE:
+        if min(shape[1:]) < MIN_SIDE:
             return
         if location.place_mm is None:
             self.num_placeless += 1
@@ -39,13 +37,17 @@ class _Stack:
 
     def shows_face(self) -> bool:
         num_slices = len(self.places) + self.num_placeless
-        if num_slices < LEAST_SIDE:
+        if num_slices < MIN_SIDE:
             return False
         if self.num_placeless:
             return may_show_face((num_slices,), None, self.head)
         # From the middle of the first slice to that of the last there are num_slices - 1 steps.
         depth_mm = (max(self.places) - min(self.places)) * _STEP_MM * num_slices / (num_slices - 1)
         return may_show_face((num_slices,), (depth_mm,), self.head)
+
+
+def _could_hold_head(sides_mm: Sequence[float] | None) -> bool:
+    return sides_mm is None or could_hold_head(sides_mm)
 
 
 class Stacks:

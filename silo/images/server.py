@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -22,8 +23,9 @@ from silo.images.decisions import Decision
 from silo.images.review import ACCEPTED, WAITING, Review, ReviewPicture
 from silo.images.viewer import View, Viewer
 
-SHOWN = 24  # pictures at once
-_FILES = {  # of the page: where they lie, and what they are
+PAGE_SIZE = 24  # pictures at once
+# The files of the page: package, path in it, and type.
+_FILES = {
     "": ("silo", "images/page/review.html", "text/html"),
     "ask.js": ("ddm", "pages/templates/ask.js", "text/javascript"),
     "review.js": ("silo", "images/page/review.js", "text/javascript"),
@@ -33,15 +35,15 @@ _FILES = {  # of the page: where they lie, and what they are
 
 
 class DecisionRequest(Model):
-    """What the page sends.
+    """A decision that the page sends.
 
     Attributes:
         numbers: of pictures.
         decision: None takes back what was decided.
-        together: whether the others of each one's scan or file go with it, where they are in the same state.
+        together: whether it is also about the other pictures of the same scans or files that are in the same state.
     """
 
-    numbers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=SHOWN)]
+    numbers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=PAGE_SIZE)]
     decision: Literal["clear", "leave out"] | None
     together: bool = False
 
@@ -72,11 +74,15 @@ def _routes(
 
     async def picture(request: Request) -> Response:
         number = _number(request.path_params["number"])
-        view = viewer.view(review.pictures[number]) if number < len(review.pictures) else None
+        view = None
+        if number < len(review.pictures):
+            view = viewer.view(review.pictures[number])
         if view is None or view.problem:
             return PlainTextResponse("not drawn\n", status_code=404)
-        whole = "whole" in request.query_params and view.whole
-        return Response(view.whole if whole else view.window, media_type="image/png")
+        png = view.window
+        if "whole" in request.query_params and view.whole:
+            png = view.whole
+        return Response(png, media_type="image/png")
 
     async def decide(request: Request) -> Response:
         try:
@@ -87,10 +93,10 @@ def _routes(
         if any(number >= len(review.pictures) for number in numbers):
             return PlainTextResponse("no such picture\n", status_code=400)
         if decision_request.together:
-            numbers = [other for number in numbers for other in review.with_others(number)]
-        decision = (
-            None if decision_request.decision is None else Decision(decision_request.decision)
-        )
+            numbers = list(chain.from_iterable(map(review.with_others, numbers)))
+        decision = None
+        if decision_request.decision is not None:
+            decision = Decision(decision_request.decision)
         review.decide(numbers, decision)
         return json_response({})
 
@@ -107,51 +113,59 @@ def _routes(
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    """Return a number of a request; 0 for any other text, and for one of so many digits that it would take long."""
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    return 0
 
 
 def _page_state(
     review: Review, viewer: Viewer, shown: str, flag: str, start: int
 ) -> dict[str, Any]:
-    """Return what the page shows, and have it drawn, and then what comes after it."""
+    """Return the content of the page; have it drawn, and then that of the next page."""
     listed = review.listed(shown, flag)
-    start = min(start, max(0, len(listed) - 1)) // SHOWN * SHOWN
-    near = listed[start : start + 2 * SHOWN]
+    # After decisions the list may be shorter than the page's start.
+    last = max(0, len(listed) - 1)
+    start = min(start, last) // PAGE_SIZE * PAGE_SIZE
+    near = listed[start : start + 2 * PAGE_SIZE]
     viewer.request([review.pictures[number] for number in near])
+    pictures = []
+    for number in near[:PAGE_SIZE]:
+        view = viewer.view(review.pictures[number])
+        pictures.append(_picture_state(review, number, view or View()))
     return {
         "counts": review.counts,
         "accepted": len(review.listed(ACCEPTED)),
         "flags": review.flags(shown),
         "listed": len(listed),
         "start": start,
-        "shown": SHOWN,
+        "shown": PAGE_SIZE,
         "undo": review.can_undo,
-        "pictures": [
-            _described(review, number, viewer.view(review.pictures[number]))
-            for number in near[:SHOWN]
-        ],
+        "pictures": pictures,
     }
 
 
-def _described(review: Review, number: int, view: View | None) -> dict[str, Any]:
+def _picture_state(review: Review, number: int, view: View) -> dict[str, Any]:
     picture = review.pictures[number]
     folder, name = os.path.split(picture.path)
     return {
         "number": number,
         "name": escape_control(name, one_line=True),
         "folder": escape_control(folder, one_line=True),
-        "about": _about(picture),
+        "about": _description(picture),
         "flags": list(picture.record.flags),
         "together": len(review.with_others(number)),
         "of": "scan" if picture.record.slice else "file",
-        "drawn": bool(view and view.window),
-        "whole": bool(view and view.whole),
-        "problem": view.problem if view else "",
+        "drawn": bool(view.window),
+        "whole": bool(view.whole),
+        "problem": view.problem,
     }
 
 
-def _about(picture: ReviewPicture) -> str:
+def _description(picture: ReviewPicture) -> str:
     record = picture.record
     sides = " x ".join(str(side) for side in record.shape[1:])
-    place = f", image {picture.place + 1} of its file" if picture.place else ""
-    return f"{record.kind}, {sides}{place}"
+    description = f"{record.kind}, {sides}"
+    if picture.place:
+        description += f", image {picture.place + 1} of its file"
+    return description

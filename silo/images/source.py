@@ -92,12 +92,14 @@ class ImageSource:
         """
         arrays = data.require_arrays()
         is_used = np.array([self.uses(part) for part in _parts_of(arrays)], dtype=np.bool_)
+        # Also true of arrays without parts, of which the list is empty.
         if is_used.all():
             return arrays
         if not is_used.any():
-            got = "only images of other parts"
             raise DataError(
-                "images", expected="images of a part that is used (data.parts)", got=got
+                "images",
+                expected="images of a part that is used (data.parts)",
+                got="only images of other parts",
             )
         return SelectedRows(arrays, np.flatnonzero(is_used))
 
@@ -109,7 +111,7 @@ class ImageSource:
 
     @property
     def limits(self) -> Limits:
-        """The most that one file may ask for."""
+        """The most time and memory that one file may take."""
         return Limits(seconds=self.settings.seconds, memory_bytes=self.settings.memory_mib << 20)
 
     @property
@@ -121,7 +123,7 @@ class ImageSource:
     def recipe(self) -> str:
         """Names all that the result of a file depends on besides its content."""
         versions = [f"{name} {_version(name)}" for name in _DECODER_PACKAGES]
-        # a second opinion about burned-in text
+        # Tesseract gives a second opinion about burned-in text.
         reader = "absent" if reader_path() is None else "installed"
         return f"{_DECODERS_VERSION} {self.limits} {self.patient_rule} {', '.join(versions)}, tesseract {reader}"
 
@@ -136,10 +138,10 @@ class ImageSource:
 
 def _parts_of(arrays: ImageArrays) -> list[str | None]:
     """Return the part of each row; nothing of arrays without a column of parts."""
-    name = next((name for name in ("splits", "parts") if name in arrays.columns), None)
-    if name is None:
-        return []
-    return [part_of(text) for text in names_of(read_column(arrays, name))]
+    for name in ("splits", "parts"):
+        if name in arrays.columns:
+            return [part_of(text) for text in names_of(read_column(arrays, name))]
+    return []
 
 
 def default_folder(data: Path) -> Path:

@@ -159,9 +159,11 @@ class Summary:
 
     def look_alikes(self) -> list[list[tuple[str, ScannedImage]]]:
         """Return groups of patients whose identifiers look alike: the pseudonym and the first picture of each."""
-        return [
-            list(spellings.items()) for spellings in self._patients.values() if len(spellings) > 1
-        ]
+        groups = []
+        for spellings in self._patients.values():
+            if len(spellings) > 1:
+                groups.append(list(spellings.items()))
+        return groups
 
     def near_duplicates(self) -> int:
         """Count near duplicates among pictures that are not equal."""
@@ -204,8 +206,9 @@ class Summary:
         )
 
     def _skipped_text(self) -> str:
-        files = "1 other file" if self.num_skipped == 1 else f"{self.num_skipped} other files"
-        return f"{files}, such as a README or a thumbnail database"
+        return (
+            f"{counted(self.num_skipped, 'other file')}, such as a README or a thumbnail database"
+        )
 
     def as_json(self) -> dict[str, object]:
         """Return what `silo scan --json` prints."""
@@ -276,6 +279,13 @@ class Summary:
             numbers = ", ".join(map(str, sorted(self.channels)))
             remarks.append(f"Images have different numbers of channels: {numbers}.")
         return remarks
+
+
+def counted(num: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 file` and `2 files`."""
+    if num == 1:
+        return f"1 {noun}"
+    return f"{num} {noun}s"
 
 
 def _by_count(counts: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Has pictures decoded and drawn as a person comes to them, in the decoders' own processes, and keeps a few of them."""
+"""Draws pictures when a person comes to them, decoded in processes of their own, and keeps a few of them."""
 
 import threading
 from collections import OrderedDict, deque
@@ -107,10 +107,11 @@ class Viewer:
                     next_places.pop(path, None)
                     for picture in in_work.pop(path).values():
                         self._store(picture, View(problem=_problem(answer)))
-        # of any kind: otherwise a request for these pictures would wait for ever
         except Exception as error:
-            is_known = isinstance(error, ArchipelagoError | OSError)
-            problem = str(error) if is_known else f"it cannot be drawn ({type(error).__name__})"
+            # Of any kind: otherwise a request for these pictures would wait for ever.
+            problem = f"it cannot be drawn ({type(error).__name__})"
+            if isinstance(error, ArchipelagoError | OSError):
+                problem = str(error)
             with self._change:
                 unfinished = list(self._requested)
                 self._requested.clear()
@@ -135,7 +136,8 @@ class Viewer:
                 )
             in_work[path] = {picture.place: picture for picture in of_file}
             num_bytes = 0
-            with suppress(OSError):  # the decoder says what is the matter
+            # The decoder reports what is wrong with the file.
+            with suppress(OSError):
                 num_bytes = Path(path).stat().st_size
             yield DecodeJob(path, (path,), num_bytes)
 
@@ -160,8 +162,12 @@ def _view(picture: ReviewPicture, answer: DecodedImage) -> View:
         whole = drawn(answer.picture, window=False)
     except (ValueError, MemoryError) as error:
         return View(problem=f"it cannot be drawn ({type(error).__name__})")
-    return View(in_window, b"" if whole == in_window else whole)
+    if whole == in_window:
+        whole = b""
+    return View(in_window, whole)
 
 
 def _problem(answer: DecodedFile) -> str:
-    return _GONE if answer.reason is None else answer.reason.value
+    if answer.reason is None:
+        return _GONE
+    return answer.reason.value

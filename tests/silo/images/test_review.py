@@ -28,7 +28,7 @@ from silo.images.decisions import Decision, Decisions
 from silo.images.drawing import drawn
 from silo.images.memory import ScanMemory
 from silo.images.review import WAITING, Review
-from silo.images.server import SHOWN
+from silo.images.server import PAGE_SIZE
 from tests.support.browser import browser, one_browser, overflow, show_as
 from tests.support.case import case
 from tests.support.cohorts import scan_at
@@ -415,15 +415,15 @@ def until_left(page: Chrome, num: int, total: int) -> None:
 def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(
     tmp_path: Path, browser: Chrome
 ) -> None:
-    made = scanned(tmp_path, num=SHOWN + 4)
+    made = scanned(tmp_path, num=PAGE_SIZE + 4)
     (made.data / "00.dcm").rename(made.data / f"{HOSTILE.replace('/', '')}.dcm")
     made.scan()
-    total = SHOWN + 4 + 3
+    total = PAGE_SIZE + 4 + 3
     with served(made) as page:
         browser.get(page.url)
         until_left(browser, total, total)
         wait_until(
-            lambda: len(browser.find_elements(By.CSS_SELECTOR, ".tile img[src]")) == SHOWN,
+            lambda: len(browser.find_elements(By.CSS_SELECTOR, ".tile img[src]")) == PAGE_SIZE,
             "pictures",
         )
         drawn_all = (
@@ -431,7 +431,7 @@ def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(
         )
         wait_until(lambda: browser.execute_script(drawn_all), "pictures that are drawn")
         names = shown(browser)
-        assert len(names) == SHOWN and "01.dcm" in names
+        assert len(names) == PAGE_SIZE and "01.dcm" in names
         keys = ActionChains(browser)
         keys.send_keys("c", Keys.PAUSE).perform()
         until_left(browser, total - 1, total)
@@ -459,7 +459,7 @@ def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(
         assert page.process.wait(timeout=LIMIT_S) == 0
         assert "left out. The next scan uses these decisions." in page.process.stdout.read()
     found = scan_at(made.data, made.private, LIMITS)
-    assert found.accepted == SHOWN + 1 and found.reasons["left out by a person"] == 4
+    assert found.accepted == PAGE_SIZE + 1 and found.reasons["left out by a person"] == 4
 
 
 @pytest.mark.slow

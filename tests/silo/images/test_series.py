@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from ddm.images.content import FileContent
+from ddm.images.faces import names_head
 from ddm.images.formats import decode
-from ddm.images.heads import names_head
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import Flag
 from ddm.images.record import PictureRecord, SliceRecord
