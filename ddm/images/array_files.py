@@ -120,7 +120,9 @@ def open_parts(path: Path) -> Mapping[str | None, ImageArrays]:
         return {None: ArraySource(name, (npy_array(path),), {}, (path,))}
     if not path.is_file():
         raise MissingFileError(str(path), expected=KINDS, got="nothing there")
-    return _open_idx(path) if is_idx(path) else _open_npz(path)
+    if is_idx(path):
+        return _open_idx(path)
+    return _open_npz(path)
 
 
 def _whole(parts: Mapping[str | None, ImageArrays]) -> ImageArrays:

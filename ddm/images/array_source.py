@@ -66,7 +66,9 @@ class ArraySource:
         stored = tuple(part for part in parts if part is not None)
         if len(stored) != len(parts):
             return None
-        return stored[0] if len(stored) == 1 else JoinedArrays(stored)
+        if len(stored) == 1:
+            return stored[0]
+        return JoinedArrays(stored)
 
     def unpacked(self) -> Iterator[NDArray[np.generic]]:
         """Yield all rows in blocks."""
@@ -100,7 +102,9 @@ class ArraySource:
         """Return the shape of a column; labels of shape (N, 1), as MedMNIST keeps them, count as (N,)."""
         arrays = self._open_column(name)
         shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
-        return shape[:1] if shape[1:] == (1,) else shape
+        if shape[1:] == (1,):
+            return shape[:1]
+        return shape
 
     def _open_column(self, name: str) -> Sequence[EncodedArray]:
         column = find_column(name, self._columns)

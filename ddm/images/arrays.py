@@ -83,7 +83,9 @@ def _read_single(content: FileContent, limits: Limits) -> DecodedPicture:
         stream.seek(header.offset)
         data = stream.read(header.num_bytes + 1)
     if len(data) != header.num_bytes:
-        reason = Reason.TRUNCATED if len(data) < header.num_bytes else Reason.DAMAGED
+        reason = Reason.DAMAGED
+        if len(data) < header.num_bytes:
+            reason = Reason.TRUNCATED
         raise ImageError(reason, "fewer or more bytes than the header of the npy says")
     values = np.frombuffer(data, header.dtype).reshape(
         header.shape, order="F" if header.by_columns else "C"

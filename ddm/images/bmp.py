@@ -16,7 +16,8 @@ from ddm.images.reasons import ImageError, Reason
 _CORE_HEADER = 12  # OS/2's and Windows 2's; the others have BITMAPINFOHEADER's fields first
 _HEADERS = (_CORE_HEADER, 40, 52, 56, 64, 108, 124)
 _BITS_OF_GREYS = {"1": 1, "L": 8}  # by Pillow's modes
-_RGB, _BITFIELDS = 0, 3
+_RGB = 0
+_BITFIELDS = 3
 _USUAL_MASKS = (0x00FF0000, 0x0000FF00, 0x000000FF)
 _MM_PER_METRE = 1000.0
 
@@ -53,8 +54,13 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
     elif compression != _RGB:
         raise ImageError(Reason.UNSUPPORTED, "biCompression")
     limits.check(abs(height), width, 4)
-    colour_bytes = 3 if header_size == _CORE_HEADER else 4
-    palette_bytes = (num_colours or 1 << bits) * colour_bytes if bits <= 8 else 0
+    # The oldest header has a palette without the fourth, reserved byte.
+    colour_bytes = 4
+    if header_size == _CORE_HEADER:
+        colour_bytes = 3
+    palette_bytes = 0
+    if bits <= 8:
+        palette_bytes = (num_colours or 1 << bits) * colour_bytes
     if num_colours > 256 or pixels_at < 14 + header_size + palette_bytes:
         raise ImageError(Reason.DAMAGED, "bfOffBits or palette")
     if pixels_at + (width * bits + 31) // 32 * 4 * abs(height) > len(data):

@@ -62,11 +62,15 @@ def find_column(name: str, names: Collection[str]) -> str | None:
     """
     meaning = _MEANINGS.get(name.lower())
     if meaning is None:
-        return name if name in names else None
+        if name in names:
+            return name
+        return None
     matches = [candidate for candidate in names if _MEANINGS.get(candidate.lower()) == meaning]
     if len(matches) > 1:
         raise ImageError(Reason.AMBIGUOUS, f"several columns that may be the {meaning}: keep one")
-    return matches[0] if matches else None
+    if not matches:
+        return None
+    return matches[0]
 
 
 def is_known_column(name: str) -> bool:
@@ -95,7 +99,9 @@ def as_text(cell: object) -> str | None:
     else:
         text = str(cell)
     text = " ".join(visible_text(text).split())
-    return None if is_missing(text) else text
+    if is_missing(text):
+        return None
+    return text
 
 
 def _decoded(cell: bytes) -> str:
@@ -195,4 +201,6 @@ def split_of_shard(name: str, siblings: Collection[str]) -> str | None:
     shard = _SHARD.fullmatch(name)
     words = re.split(r"[-_.]", shard["prefix"].lower()) if shard else []
     splits = [word for word in words if word in SPLITS]
-    return splits[0] if len(splits) == 1 else None
+    if len(splits) == 1:
+        return splits[0]
+    return None

@@ -108,7 +108,9 @@ def read_column(source: ImageArrays, name: str) -> NDArray[np.generic]:
     Raises:
         DataError: no such array, or one of another length.
     """
-    max_bytes = _MAX_CAPTION_BYTES if name == "captions" else _MAX_CELL_BYTES
+    max_bytes = _MAX_CELL_BYTES
+    if name == "captions":
+        max_bytes = _MAX_CAPTION_BYTES
     column = source.column(name, max_bytes)
     check_length(name, column.shape, len(source))
     return column
@@ -212,7 +214,9 @@ def folded(text: str) -> str:
     """Return a text without what does not tell values apart."""
     plain = " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
     number = _WHOLE_NUMBER.fullmatch(plain)
-    return number[1] if number else plain
+    if number:
+        return number[1]
+    return plain
 
 
 def class_numbers(

@@ -62,7 +62,9 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
     """
     with _quietly(), content.open() as stream:
         # Of a file in memory, large values stay where they are: `dicom_pixels.pixel_bytes` reads them without a copy.
-        defer_size = None if content.data is None else _DEFERRED_BYTES
+        defer_size = None
+        if content.data is not None:
+            defer_size = _DEFERRED_BYTES
         tags = pydicom.dcmread(stream, force=True, defer_size=defer_size)
         _check_kind(tags)
         pixel_format = pixel_format_of(tags, _syntax(tags), limits)
@@ -173,7 +175,9 @@ def _syntax(tags: Any) -> str:
     is_implicit, is_little_endian = tags.original_encoding
     if is_implicit:
         return IMPLICIT_LITTLE_ENDIAN
-    return EXPLICIT_LITTLE_ENDIAN if is_little_endian else EXPLICIT_BIG_ENDIAN
+    if is_little_endian:
+        return EXPLICIT_LITTLE_ENDIAN
+    return EXPLICIT_BIG_ENDIAN
 
 
 def _flags(tags: Any) -> frozenset[Flag]:

@@ -148,7 +148,9 @@ def _jpeg(data: bytes) -> CodeStream:
         return CodeStream("JPEG-LS", data, shape, components, bits)
     colours: Colours = "unknown"
     if adobe_transform is not None:
-        colours = "RGB" if adobe_transform == 0 else "YBR"
+        colours = "YBR"
+        if adobe_transform == 0:
+            colours = "RGB"
     elif identifiers == b"RGB":
         colours = "RGB"
     elif process in _DCT and (has_jfif or len(sampling) > 1):
@@ -278,7 +280,9 @@ def _by_gdcm(code_stream: CodeStream) -> NDArray[np.generic]:
     if code_stream.kind == "lossless JPEG":
         syntax = gdcm.TransferSyntax.JPEGLosslessProcess14
     image.SetTransferSyntax(gdcm.TransferSyntax(syntax))
-    allocated = 8 if code_stream.bits <= 8 else 16
+    allocated = 16
+    if code_stream.bits <= 8:
+        allocated = 8
     image.SetPixelFormat(
         gdcm.PixelFormat(
             code_stream.components, allocated, code_stream.bits, code_stream.bits - 1, 0

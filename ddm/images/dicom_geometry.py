@@ -63,7 +63,9 @@ def spacing_of(tags: Any, number: int) -> tuple[float, float] | None:
     if ratio is None:
         return lengths
     if lengths is None:
-        return (ratio, 1.0) if ratio > 1 else (1.0, 1.0 / ratio)
+        if ratio > 1:
+            return (ratio, 1.0)
+        return (1.0, 1.0 / ratio)
     if abs(lengths[0] / lengths[1] / ratio - 1) > _UNEQUAL_RATIOS:
         raise ImageError(Reason.DAMAGED, "PixelAspectRatio and PixelSpacing contradict each other")
     return lengths
@@ -176,9 +178,13 @@ def is_of_head(tags: Any) -> bool | None:
     region = value_of(tags, "AnatomicRegionSequence") or value_of(
         group_of(tags, 0, "FrameAnatomySequence"), "AnatomicRegionSequence"
     )
-    coded = str(value_of(region[0], "CodeMeaning") or "") if region else ""
+    coded = ""
+    if region:
+        coded = str(value_of(region[0], "CodeMeaning") or "")
     part = (str(value_of(tags, "BodyPartExamined") or "") or coded).strip()
-    return names_head(part) if part else None
+    if not part:
+        return None
+    return names_head(part)
 
 
 def slice_of(tags: Any, number: int, picture: Picture, head: bool | None) -> SliceLocation | None:

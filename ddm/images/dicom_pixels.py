@@ -91,7 +91,9 @@ class PixelFormat:
     @property
     def row_bits(self) -> int:
         """The bits of one row of cells; of YBR_FULL_422, two pixels share their chrominance."""
-        samples = 2 if self.photometric == "YBR_FULL_422" else self.samples
+        samples = self.samples
+        if self.photometric == "YBR_FULL_422":
+            samples = 2
         return self.columns * samples * self.allocated
 
     @property
@@ -165,7 +167,9 @@ def _num_frames(tags: Any) -> int:
     texts = texts_of(tags, "NumberOfFrames")
     try:
         # Some files of a single image state 0; the length of the pixels is checked in any case.
-        return int(texts[0]) or 1 if texts else 1
+        if not texts:
+            return 1
+        return int(texts[0]) or 1
     except ValueError as error:
         raise ImageError(Reason.DAMAGED, "NumberOfFrames is not a whole number") from error
 
@@ -290,7 +294,9 @@ def pixel_bytes(tags: Any, keyword: str) -> bytes | memoryview:
         end = None if element.length == _UNDEFINED else element.value_tell + element.length
         return memoryview(buffer.getvalue())[element.value_tell : end]
     value = value_of(tags, keyword) if element.value is None else element.value
-    return value if isinstance(value, bytes) else b""
+    if not isinstance(value, bytes):
+        return b""
+    return value
 
 
 def _native_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame]:
@@ -339,7 +345,9 @@ def _cells(data: Any, pixel_format: PixelFormat, bit_offset: int = 0) -> NDArray
     """Return the cells of one frame: (H, W), or (H, W, 3)."""
     rows, columns = pixel_format.rows, pixel_format.columns
     if pixel_format.is_float:
-        order = ">" if pixel_format.syntax == EXPLICIT_BIG_ENDIAN else "<"
+        order = "<"
+        if pixel_format.syntax == EXPLICIT_BIG_ENDIAN:
+            order = ">"
         return np.frombuffer(
             data, f"{order}f{pixel_format.allocated // 8}", rows * columns
         ).reshape(rows, columns)
@@ -487,7 +495,9 @@ def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> NDArray[Any]:
                 np.left_shift(cells, 8, out=cells)
                 np.bitwise_or(cells, part, out=cells)
         planes.append(cells.view(f"<i{num_cell_bytes}") if pixel_format.signed else cells)
-    return planes[0] if pixel_format.samples == 1 else np.stack(planes, -1)
+    if pixel_format.samples == 1:
+        return planes[0]
+    return np.stack(planes, -1)
 
 
 def _unpacked_bits(segment: bytes, shape: tuple[int, int]) -> NDArray[np.uint8]:

@@ -52,7 +52,9 @@ def text_of(tags: Any, keyword: str) -> str:
 def texts_of(tags: Any, keyword: str) -> list[str]:
     """Return the parts of a text that backslashes divide; none where it is absent or empty."""
     text = text_of(tags, keyword)
-    return [part.strip(_TEXT_PADDING) for part in text.split("\\")] if text else []
+    if not text:
+        return []
+    return [part.strip(_TEXT_PADDING) for part in text.split("\\")]
 
 
 def floats_of(tags: Any, keyword: str) -> list[float]:
@@ -78,7 +80,9 @@ def float_of(tags: Any, keyword: str) -> float | None:
         ImageError: something that is not a finite number.
     """
     numbers = floats_of(tags, keyword)
-    return numbers[0] if numbers else None
+    if not numbers:
+        return None
+    return numbers[0]
 
 
 def words_of(tags: Any, keyword: str) -> list[int]:
@@ -116,7 +120,9 @@ def word_of(tags: Any, keyword: str) -> int | None:
     words = words_of(tags, keyword)
     if len(words) > 1:
         raise ImageError(Reason.DAMAGED, f"{keyword} has more than one value")
-    return words[0] if words else None
+    if not words:
+        return None
+    return words[0]
 
 
 def sequence_of(tags: Any, keyword: str) -> Any:

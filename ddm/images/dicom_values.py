@@ -50,7 +50,9 @@ class Frame:
         if self.padding is None:
             return float(self.picture.values.min())
         image = self.picture.values[0][~self.padding]
-        return float(image.min()) if image.size else None
+        if not image.size:
+            return None
+        return float(image.min())
 
     def with_background(self, background: float) -> Picture:
         """Return the picture with padding as background."""
@@ -85,11 +87,9 @@ def frame_of(tags: Any, number: int, stored: StoredFrame, pixel_format: PixelFor
 
 def _writeable(values: NDArray[np.generic], source: NDArray[Any]) -> NDArray[np.generic]:
     """Return values in memory of their own, since those of a file may not be written to."""
-    return (
-        values.copy()
-        if not values.flags.writeable or np.may_share_memory(values, source)
-        else values
-    )
+    if not values.flags.writeable or np.may_share_memory(values, source):
+        return values.copy()
+    return values
 
 
 def _grey(
@@ -117,7 +117,9 @@ def _grey(
     window = _window(tags, number, is_signed=full is not None and full[0] < 0)
     if _is_inverted(tags, pixel_format):
         # Turned within the bounds of the type; numbers without bounds change their sign.
-        turn = 0.0 if full is None else full[0] + full[1]
+        turn = 0.0
+        if full is not None:
+            turn = full[0] + full[1]
         slope = -slope
         intercept = turn - intercept
         window = None if window is None else _ascending(turn - window[1], turn - window[0])
@@ -149,17 +151,23 @@ def _padding_mask(
     if ends is None:
         return None
     values = stored.values
-    if ends[0] != ends[0]:
+    low, high = ends
+    mask: NDArray[np.bool_]
+    if np.isnan(low):
         mask = np.isnan(values)
-    elif ends[0] == ends[1]:
-        mask = values == ends[0]
+    elif low == high:
+        mask = values == low
     else:
-        mask = (values >= ends[0]) & (values <= ends[1])
-    return mask if mask.any() else None
+        mask = (values >= low) & (values <= high)
+    if not mask.any():
+        return None
+    return mask
 
 
 def _float_padding(tags: Any, pixel_format: PixelFormat) -> Bounds | None:
-    prefix = "DoubleFloat" if pixel_format.allocated == 64 else "Float"
+    prefix = "Float"
+    if pixel_format.allocated == 64:
+        prefix = "DoubleFloat"
     value = value_of(tags, f"{prefix}PixelPaddingValue")
     if value is None:
         return None
@@ -181,7 +189,9 @@ def _integer_padding(tags: Any, stored: StoredFrame) -> tuple[int, int] | None:
     # Comparison with a number that the type cannot hold is an error in NumPy; such a padding occurs nowhere.
     lowest = max(min(ends), stored.bounds[0])
     highest = min(max(ends), stored.bounds[1])
-    return (lowest, highest) if lowest <= highest else None
+    if lowest > highest:
+        return None
+    return (lowest, highest)
 
 
 def _as_stored(word: int, bounds: tuple[int, int]) -> int:
@@ -191,7 +201,9 @@ def _as_stored(word: int, bounds: tuple[int, int]) -> int:
     num_values = bounds[1] - bounds[0] + 1
     if bounds[1] < word < num_values:
         return word - num_values  # the bits of a cell whose sign was not extended
-    return word - _WORD if word >= _WORD // 2 else word
+    if word >= _WORD // 2:
+        return word - _WORD
+    return word
 
 
 def _rescaling(tags: Any, number: int) -> Bounds:

@@ -267,7 +267,9 @@ def _kind_of(arrays: ImageArrays) -> DataKind:
     dtype, shape = arrays.row
     plain_type = dtype.kind == "f" or dtype in (np.uint8, np.uint16)
     plain_shape = 1 <= len(shape) <= 4 and 0 not in shape
-    return DataKind.ARRAYS if plain_type and plain_shape else DataKind.PICTURES
+    if plain_type and plain_shape:
+        return DataKind.ARRAYS
+    return DataKind.PICTURES
 
 
 def _outside_error() -> DataError:
@@ -432,7 +434,9 @@ def _image_file(path: str, names: FolderNames, boundary: _Boundary) -> ImageFile
         try:
             status = os.stat(file)  # noqa: PTH116 - a Path takes as long as the call
         except OSError as error:
-            reason = Reason.MISSING if isinstance(error, FileNotFoundError) else Reason.FORBIDDEN
+            reason = Reason.FORBIDDEN
+            if isinstance(error, FileNotFoundError):
+                reason = Reason.MISSING
             return ImageFile(path, reason=reason, detail=os.strerror(error.errno or 0))
         if not stat.S_ISREG(status.st_mode):
             return ImageFile(path, reason=Reason.SPECIAL)

@@ -24,7 +24,9 @@ def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpe
         DataError: says what it holds.
     """
     if shape not in row_shapes(spec):
-        remedy = _CHANNELS_LAST if shape == (*spec.shape[1:], spec.shape[0]) else None
+        remedy = None
+        if shape == (*spec.shape[1:], spec.shape[0]):
+            remedy = _CHANNELS_LAST
         raise DataError("image shape", expected=str(spec.shape), got=str(shape), remedy=remedy)
     if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
         raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
@@ -44,7 +46,9 @@ def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> "Tensor":
     low, high = spec.range
     array = array.reshape(len(array), *spec.shape)
     if array.dtype in (np.uint8, np.uint16):
-        largest = 255 if array.dtype == np.uint8 else 65535
+        largest = 65535
+        if array.dtype == np.uint8:
+            largest = 255
         share = array.astype(np.float32) / largest
         return _tensor((low + (high - low) * share).astype(np.float32, copy=False))
     values = _floats(array)

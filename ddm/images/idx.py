@@ -47,7 +47,9 @@ def split_of_idx(name: str) -> str | None:
     match = _SPLIT.search(name)
     if match is None:
         return None
-    return "test" if match[1] == "t10k" else match[1]
+    if match[1] == "t10k":
+        return "test"
+    return match[1]
 
 
 def labels_beside(path: Path) -> Path:
@@ -104,7 +106,9 @@ def _is_packed(path: Path) -> bool:
 
 def _unpacked(path: Path) -> IO[bytes]:
     """Open a file, or what is packed in it."""
-    return cast(IO[bytes], gzip.open(path)) if _is_packed(path) else path.open("rb")
+    if _is_packed(path):
+        return cast(IO[bytes], gzip.open(path))
+    return path.open("rb")
 
 
 @contextmanager

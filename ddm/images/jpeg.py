@@ -22,8 +22,17 @@ from ddm.images.raster import BYTE_RANGE, Metadata, picture_of, rgb_of_inks, spa
 from ddm.images.reasons import ImageError, Reason
 
 # Markers: ITU-T T.81, table B.1.
-_SOI, _EOI, _SOS, _DNL, _DRI = 0xD8, 0xD9, 0xDA, 0xDC, 0xDD
-_APP0, _APP1, _APP2, _APP13, _APP14, _COM = 0xE0, 0xE1, 0xE2, 0xED, 0xEE, 0xFE
+_SOI = 0xD8
+_EOI = 0xD9
+_SOS = 0xDA
+_DNL = 0xDC
+_DRI = 0xDD
+_APP0 = 0xE0
+_APP1 = 0xE1
+_APP2 = 0xE2
+_APP13 = 0xED
+_APP14 = 0xEE
+_COM = 0xFE
 _FRAMES = {0xC0, 0xC1, 0xC2}  # sequential and progressive, Huffman
 _OTHER_FRAMES = {
     **dict.fromkeys((0xC3, 0xC7, 0xCB, 0xCF), "SOF: lossless JPEG"),

@@ -32,7 +32,9 @@ def check_layout(shape: tuple[int, ...]) -> bool:
     if len(shape) not in (3, 4):
         detail = f"{len(shape)} axes for an image: the first axis counts the images; save one image as (1, H, W)"
         raise ImageError(Reason.SHAPE, detail)
-    counts = _IMAGE_CHANNELS if len(shape) == 3 else _VOLUME_CHANNELS
+    counts: tuple[int, ...] = _VOLUME_CHANNELS
+    if len(shape) == 3:
+        counts = _IMAGE_CHANNELS
     is_first = shape[0] in counts
     is_last = shape[-1] in counts
     if is_first and is_last:

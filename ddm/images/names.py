@@ -161,7 +161,9 @@ class FolderNames:
         """Return the files that are read with a file."""
         if _IDX_IMAGES in name:
             labels = name.replace("images-idx3", "labels-idx1")
-            return [labels] if labels != name and labels in self._names else []
+            if labels != name and labels in self._names:
+                return [labels]
+            return []
         if self.array_files and name == self.array_files[0]:
             return [*self.array_files[1:], *self._array_columns]
         return []

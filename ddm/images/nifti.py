@@ -26,7 +26,8 @@ _HEADERS = {
 }
 _MAX_VOX_OFFSET = 1 << 28
 _SPACE_UNITS_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}  # an unknown unit counts as mm
-_SPACE_UNIT_BITS, _TIME_UNIT_BITS = 0x07, 0x38
+_SPACE_UNIT_BITS = 0x07
+_TIME_UNIT_BITS = 0x38
 _INTENTS = {
     **dict.fromkeys((1002, 1003), "intent_code: labels"),
     **dict.fromkeys((1004, 1005), "intent_code: matrices"),
@@ -52,7 +53,9 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
     header_type, least_offset = _HEADERS[kind]
     size = header_type.template_dtype.itemsize
     data = read_header(content, size)
-    order = "<" if int.from_bytes(data[:4], "little") == size else ">"
+    order = ">"
+    if int.from_bytes(data[:4], "little") == size:
+        order = "<"
     header: Any = header_type(data, endianness=order, check=False)
     shape, num_volumes = _shape(header)
     stored = _dtype(header)

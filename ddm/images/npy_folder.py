@@ -73,16 +73,17 @@ def npy_folder(names: Collection[str], images: str = "images") -> NpyFolder | No
             raise ImageError(
                 Reason.AMBIGUOUS, f"{images}.npy beside parts of it: keep one or the other"
             )
-        columns: dict[str, tuple[str, ...]] = {
-            stem: (stem + _SUFFIX,) for stem in sorted(stems) if stem != images
-        }
-        return NpyFolder((images + _SUFFIX,), columns)
+        other_stems = [stem for stem in sorted(stems) if stem != images]
+        return NpyFolder((images + _SUFFIX,), {stem: (stem + _SUFFIX,) for stem in other_stems})
     if not suffixes:
         return None
-    ordered = numeric_order(suffixes)
-    order = sorted(suffixes) if ordered is None else ordered
+    order = numeric_order(suffixes)
+    is_ordered = order is not None
+    if order is None:
+        order = sorted(suffixes)
     parts = tuple(f"{images}-{suffix}{_SUFFIX}" for suffix in order)
-    return NpyFolder(parts, _columns_of_parts(stems, order, images), ordered is not None)
+    columns = _columns_of_parts(stems, order, images)
+    return NpyFolder(parts, columns, is_ordered=is_ordered)
 
 
 def numeric_order(suffixes: Sequence[str]) -> list[str] | None:

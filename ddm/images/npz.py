@@ -116,7 +116,9 @@ class EncodedArray:
         if self.offset is None or self.header.by_columns:
             return None
         stored = FileArray(self.path, self.header.dtype, self.shape, self.offset)
-        return stored if self.header.dtype.isnative else NativeOrder(stored)
+        if self.header.dtype.isnative:
+            return stored
+        return NativeOrder(stored)
 
     def blocks(self) -> Iterator[NDArray[np.generic]]:
         """Yield the rows in blocks, in memory that does not grow with their number.
@@ -139,7 +141,9 @@ class EncodedArray:
         blocks = list(self.blocks())
         if not blocks:
             return np.empty(self.shape, self.dtype)
-        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        if len(blocks) == 1:
+            return blocks[0]
+        return np.concatenate(blocks)
 
     def _in_order(self) -> Iterator[NDArray[np.generic]]:
         row_shape = self.shape[1:]

@@ -305,7 +305,9 @@ def _parse_features(metadata: bytes | None) -> dict[str, Mapping[str, Any]]:
 def _only(names: Sequence[str], meaning: str) -> str | None:
     if len(names) > 1:
         raise ImageError(Reason.AMBIGUOUS, f"several columns that may be the {meaning}: keep one")
-    return names[0] if names else None
+    if not names:
+        return None
+    return names[0]
 
 
 def _opened(path: Path, dictionaries: Sequence[str] = ()) -> Any:
@@ -356,7 +358,9 @@ def _value_type(kind: Any) -> Any:
     """Return the type of a column's entries, also where it numbers the entries of a list."""
     import pyarrow as pa
 
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    return kind
 
 
 def _numpy_type(kind: Any) -> np.dtype[np.generic]:

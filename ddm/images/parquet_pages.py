@@ -21,7 +21,10 @@ _MAX_DEPTH = 8
 # Types of the compact protocol.
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 # Fields of `PageHeader`. Those of data pages are structures, whose first field is the number of values.
-_UNPACKED_SIZE, _PACKED_SIZE, _DATA_PAGE, _DATA_PAGE_V2 = 2, 3, 5, 8
+_UNPACKED_SIZE = 2
+_PACKED_SIZE = 3
+_DATA_PAGE = 5
+_DATA_PAGE_V2 = 8
 _NUM_VALUES = 1
 
 
@@ -102,7 +105,9 @@ class _CompactReader:
                 raise IndexError
             data_page = header[_DATA_PAGE_V2]
         sizes = (header.get(_UNPACKED_SIZE, 0), header.get(_PACKED_SIZE, 0))
-        num_values = data_page.get(_NUM_VALUES, 0) if isinstance(data_page, dict) else -1
+        num_values = -1
+        if isinstance(data_page, dict):
+            num_values = data_page.get(_NUM_VALUES, 0)
         numbers = [number if isinstance(number, int) else -1 for number in (*sizes, num_values)]
         return PageSize(*numbers)
 

@@ -57,7 +57,9 @@ def canonical(identifier: str, rule: PatientRule = "spelling") -> str:
     if rule == "digits":
         digits = "".join(character for character in plain if character.isdecimal())
         if digits:
-            return str(int(digits)) if digits.isascii() else digits
+            if digits.isascii():
+                return str(int(digits))
+            return digits
     return "".join(character for character in plain if character.isalnum()) or text
 
 

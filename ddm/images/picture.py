@@ -173,4 +173,6 @@ def _supported_integer(values: NDArray[np.generic]) -> type[np.generic]:
     bounds = np.iinfo(np.int32)
     lowest = int(values.min(initial=0))
     highest = int(values.max(initial=0))
-    return np.int32 if bounds.min <= lowest and highest <= bounds.max else np.float32
+    if bounds.min <= lowest and highest <= bounds.max:
+        return np.int32
+    return np.float32

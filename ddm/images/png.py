@@ -21,7 +21,12 @@ from ddm.images.raster import BYTE_RANGE, WORD_RANGE, Metadata, over_black, pict
 from ddm.images.reasons import ImageError, Reason
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_GREY, _RGB, _PALETTE, _GREY_ALPHA, _RGB_ALPHA = 0, 2, 3, 4, 6  # colour types: table 11.1
+# Colour types: table 11.1.
+_GREY = 0
+_RGB = 2
+_PALETTE = 3
+_GREY_ALPHA = 4
+_RGB_ALPHA = 6
 _DEPTHS = {
     _GREY: (1, 2, 4, 8, 16),
     _RGB: (8, 16),
@@ -145,7 +150,9 @@ def _samples(header: _Header, chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
         as_bytes = _Header(header.width, header.height, 8, _RGB_ALPHA, header.interlace)
         return np.ascontiguousarray(_unpacked(as_bytes, packed)).view(">u2").astype(np.uint16)
     # Pillow has 8 bits for a colour: the upper bytes come from one reading, the lower ones from another.
-    mode = "RGB" if header.colour == _RGB else "RGBA"
+    mode = "RGBA"
+    if header.colour == _RGB:
+        mode = "RGB"
     samples = _unpacked(header, packed, f"{mode};16B").astype(np.uint16)
     samples <<= 8
     samples |= _unpacked(header, packed, f"{mode};16L")

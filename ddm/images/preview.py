@@ -73,7 +73,9 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
     _write(cells, 1 + num_after, [_LEGEND, *transform.spec.words], path)
     reasons = []
     for reason, numbers in numbers_by_reason.items():
-        noun = "picture" if len(numbers) == 1 else "pictures"
+        noun = "pictures"
+        if len(numbers) == 1:
+            noun = "picture"
         reasons.append(f"{noun} {', '.join(numbers)}: {reason.removeprefix('picture: ')}")
     return reasons
 
@@ -132,7 +134,9 @@ def _numbered(cell: Floats, number: int) -> Floats:
 def _after(sample: Floats, data: DataSpec, side: int) -> Floats:
     """Return a sample enlarged by a whole factor, (3, side, side) in [-1, 1]; of a volume, its middle slice."""
     low, high = data.range
-    image = sample[:, sample.shape[1] // 2] if sample.ndim == 4 else sample
+    image = sample
+    if sample.ndim == 4:
+        image = sample[:, sample.shape[1] // 2]
     if len(image) != 3:
         image = np.repeat(image[:1], 3, 0)
     tones = ((image - low) / (high - low) * 2 - 1).astype(np.float32)

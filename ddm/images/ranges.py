@@ -91,7 +91,9 @@ class RangeCounter:
 
     def use(self) -> RangeUse | None:
         """Return what the images use; None without an image."""
-        return RangeUse.of(self._lowest, self._highest) if self._lowest else None
+        if not self._lowest:
+            return None
+        return RangeUse.of(self._lowest, self._highest)
 
 
 def range_of_type(dtype: str) -> tuple[float, float] | None:
@@ -146,7 +148,9 @@ def _range_words(value_range: tuple[float, float], kind: ValueKind) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.01 else "less than 1%"
+    if share < 0.01:
+        return "less than 1%"
+    return f"{share:.0%}"
 
 
 def _remedy(use: RangeUse, value_range: tuple[float, float], kind: ValueKind) -> str:

@@ -171,7 +171,9 @@ class Metadata:
     def flags(self, *, colours: bool) -> frozenset[Flag]:
         """Return the flags; greys are no screenshots."""
         flags = frozenset(self._flags)
-        return flags | {Flag.SCREENSHOT} if colours and self._screenshot else flags
+        if colours and self._screenshot:
+            return flags | {Flag.SCREENSHOT}
+        return flags
 
     def add_thumbnail(self) -> None:
         """Note that a smaller copy is in the file: it may show what was cut away or blackened in the picture."""

@@ -186,11 +186,9 @@ class PictureReader:
             if more > 0:
                 names += f" and {more} more"
             num = len(self.skipped)
-            files = (
-                "1 file that holds no image was"
-                if num == 1
-                else f"{num} files that hold no image were"
-            )
+            files = "1 file that holds no image was"
+            if num != 1:
+                files = f"{num} files that hold no image were"
             remarks.append(f"{files} skipped: {names}.")
         return remarks
 
@@ -233,7 +231,9 @@ class PictureReader:
             if isinstance(answer, DecodedImage):
                 record = answer.record
                 if answer.picture is None:
-                    reason = Reason(record.reason) if record.reason else Reason.DAMAGED
+                    reason = Reason.DAMAGED
+                    if record.reason:
+                        reason = Reason(record.reason)
                     self._cannot_decode(file, num_pictures, ImageError(reason, record.detail))
                 else:
                     row = file.row
@@ -274,4 +274,6 @@ class PictureReader:
 
 def _of_place(name: str, place: int) -> str:
     """Return the name of a picture: that of its file, with a number where it is not the first."""
-    return f"{name}, image {place + 1}" if place else name
+    if place:
+        return f"{name}, image {place + 1}"
+    return name

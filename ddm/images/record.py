@@ -127,7 +127,9 @@ def record_of(
 
 
 def _cut(text: str | None, max_characters: int) -> str | None:
-    return None if text is None else text[:max_characters]
+    if text is None:
+        return None
+    return text[:max_characters]
 
 
 def _slice_record(location: SliceLocation, key: bytes) -> SliceRecord:
@@ -145,7 +147,9 @@ def difference_hash(values: NDArray[np.generic]) -> str | None:
     The grid has 16 x 17 cells; a cell is the mean of at most 4 x 4 values. Of a volume the middle slice counts, of
     colours their mean. None for an image below 32 x 34 pixels, or one in which hardly any cell differs.
     """
-    image = values[:, values.shape[1] // 2] if values.ndim == 4 else values
+    image = values
+    if values.ndim == 4:
+        image = values[:, values.shape[1] // 2]
     _, height, width = image.shape
     num_columns = HASH_SIDE + 1
     if height < 2 * HASH_SIDE or width < 2 * num_columns:

@@ -287,7 +287,9 @@ def select(images: Images, chosen: "Tensor") -> Images:
 
     if len(chosen) == len(images):
         return images
-    return images[chosen] if isinstance(images, Tensor) else Selected(images, chosen)
+    if isinstance(images, Tensor):
+        return images[chosen]
+    return Selected(images, chosen)
 
 
 def blocks(images: Images, *, size: int | None = None) -> "Iterator[tuple[int, Tensor]]":
@@ -356,4 +358,6 @@ class Writable(Protocol):
 def _indices(rows: Rows) -> "slice | Tensor":
     import torch
 
-    return slice(rows.start, rows.stop) if isinstance(rows, range) else torch.from_numpy(rows)
+    if isinstance(rows, range):
+        return slice(rows.start, rows.stop)
+    return torch.from_numpy(rows)

@@ -66,7 +66,9 @@ class ImageSet:
     def __len__(self) -> int:
         if self.stored is not None:
             return len(self.stored)
-        return 0 if self.arrays is None else len(self.arrays)
+        if self.arrays is None:
+            return 0
+        return len(self.arrays)
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +126,9 @@ class ImageSet:
                 raise DataError(f"column {name}", expected=expected, got=f"shape {cells.shape}")
         else:
             cells = self._column_of_pictures(name)
-        return np.repeat(cells, self.count_P, 0) if len(self.count_P) else cells
+        if len(self.count_P):
+            return np.repeat(cells, self.count_P, 0)
+        return cells
 
     def range_remarks(self, images: Tensor) -> list[str]:
         """Return what a person should know of how these images, all or some of `read`, use their range."""

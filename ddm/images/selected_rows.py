@@ -38,7 +38,9 @@ class SelectedRows:
     def in_place(self) -> StoredArray | None:
         """Return the rows, if the other arrays can be read in place."""
         array = self._source.in_place()
-        return None if array is None else _SelectedArray(array, self._row_N)
+        if array is None:
+            return None
+        return _SelectedArray(array, self._row_N)
 
     def unpacked(self) -> Iterator[NDArray[np.generic]]:
         """Yield the rows in blocks."""
@@ -65,7 +67,9 @@ class SelectedRows:
     def column_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a column, with as many entries as there are rows."""
         shape = self._source.column_shape(name)
-        return (len(self), *shape[1:]) if shape[:1] == (len(self._source),) else shape
+        if shape[:1] == (len(self._source),):
+            return (len(self), *shape[1:])
+        return shape
 
 
 @dataclass(frozen=True)

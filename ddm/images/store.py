@@ -134,7 +134,9 @@ def find_cohort(
         transform: the plan's.
     """
     with _cohort_path(folder, inputs, transform) as path:
-        return StoredCohort(path) if path.exists() else None
+        if not path.exists():
+            return None
+        return StoredCohort(path)
 
 
 def store_cohort(

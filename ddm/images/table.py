@@ -237,7 +237,9 @@ class Table:
             raise DataError(
                 "table", expected=f"one column that means {meaning}", got=got, remedy=remedy
             )
-        return matches[0] if matches else None
+        if not matches:
+            return None
+        return matches[0]
 
 
 def is_table(path: Path, columns: Columns) -> bool:
@@ -289,9 +291,13 @@ def _cell(text: str | None, place: str) -> str | None:
             "table", expected=f"at most {MAX_CELL} characters a cell", got=f"more in {place}"
         )
     plain = text.strip()
-    return None if is_missing(visible_text(plain)) else plain
+    if is_missing(visible_text(plain)):
+        return None
+    return plain
 
 
 def _visible(cell: str | None) -> str | None:
     """Return a cell with single blanks and without invisible characters, which names of files alone may need."""
-    return None if cell is None else " ".join(visible_text(cell).split())
+    if cell is None:
+        return None
+    return " ".join(visible_text(cell).split())

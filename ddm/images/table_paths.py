@@ -57,7 +57,9 @@ class TablePaths:
             return own
         others = [cls(base, is_moved=True) for base in _other_bases(folder, paths)]
         fitting = [base for base in others if 2 * base.num_there(paths) >= len(paths)]
-        return fitting[0] if len(fitting) == 1 else own
+        if len(fitting) == 1:
+            return fitting[0]
+        return own
 
     def resolve(self, text: str) -> str:
         """Return the path of a file, which may not exist, as the file system spells it."""
@@ -78,7 +80,9 @@ class TablePaths:
         return sum(os.path.lexists(self.resolve(text)) for text in usable)
 
     def _joined(self, text: str) -> str:
-        return text if text.startswith(os.sep) else f"{self._folder}{os.sep}{text}"
+        if text.startswith(os.sep):
+            return text
+        return f"{self._folder}{os.sep}{text}"
 
     def problem(self, text: str) -> str:
         """Return why a path can lead nowhere on this machine; blank for any other."""

@@ -123,7 +123,9 @@ def _bound() -> None:
     ):
         _, limit = resource.getrlimit(kind)
         # A decoder whose own limit is lower cannot raise it.
-        bound = most if limit == resource.RLIM_INFINITY else min(most, limit)
+        bound = most
+        if limit != resource.RLIM_INFINITY:
+            bound = min(most, limit)
         resource.setrlimit(kind, (bound, bound))
 
 

@@ -31,7 +31,10 @@ from ddm.images.tiff_samples import (
     samples_of,
 )
 
-_UNSPECIFIED, _ASSOCIATED, _UNASSOCIATED = 0, 1, 2  # values of ExtraSamples
+# Values of ExtraSamples.
+_UNSPECIFIED = 0
+_ASSOCIATED = 1
+_UNASSOCIATED = 2
 _UNITS_MM = {2: 25.4, 3: 10.0}
 _MAX_TEXT_BYTES = 1 << 20  # of a block of metadata that is looked at
 _SINGLE_NUMBERS = (
@@ -395,13 +398,17 @@ def _palette(page: tifffile.TiffPage) -> NDArray[Any]:
         raise ImageError(Reason.UNSUPPORTED, "ColorMap: no value above 255")
     # Writers make 16 bits of 8 by v * 256 or by v * 257.
     is_of_8_bits = not low.any() or (low == high).all()
-    return np.asarray(high, np.uint8) if is_of_8_bits else np.asarray(colours)
+    if is_of_8_bits:
+        return np.asarray(high, np.uint8)
+    return np.asarray(colours)
 
 
 def _no_data(page: tifffile.TiffPage) -> float | None:
     """Return what GDAL says is the value of pixels without a value."""
     text = _data(page, "GDAL_NODATA").rstrip(b"\0 ")
     try:
-        return float(text) if text else None
+        if not text:
+            return None
+        return float(text)
     except ValueError as error:
         raise ImageError(Reason.DAMAGED, "GDAL_NODATA") from error

@@ -18,8 +18,16 @@ from ddm.images import jpeg
 from ddm.images.picture import Limits
 from ddm.images.reasons import ImageError, Reason
 
-NONE, LZW, JPEG, PACK_BITS = 1, 5, 7, 32773
-WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE, CMYK, YCBCR = 0, 1, 2, 3, 5, 6
+NONE = 1
+LZW = 5
+JPEG = 7
+PACK_BITS = 32773
+WHITE_IS_ZERO = 0
+BLACK_IS_ZERO = 1
+RGB = 2
+PALETTE = 3
+CMYK = 5
+YCBCR = 6
 NUM_COLOURS = {WHITE_IS_ZERO: 1, BLACK_IS_ZERO: 1, RGB: 3, PALETTE: 1, CMYK: 4, YCBCR: 3}
 _DECODERS = {
     8: imagecodecs.zlib_decode,
@@ -29,13 +37,13 @@ _DECODERS = {
 }
 # more than 4096 codes of 12 bits: one code stands for 4096 bytes at most
 _LONGEST_LZW_BYTES = 1 << 13
-_NO_PREDICTOR, _HORIZONTAL, _FLOATING_POINT = 1, 2, 3
+_NO_PREDICTOR = 1
+_HORIZONTAL = 2
+_FLOATING_POINT = 3
 # SampleFormat; 4 means undefined, which counts as unsigned (section 19)
-UNSIGNED, SIGNED, FLOATING = (
-    (1, 4),
-    2,
-    3,
-)
+UNSIGNED = (1, 4)
+SIGNED = 2
+FLOATING = 3
 _SEGMENT_TAGS = (273, 279, 324, 325)  # StripOffsets, StripByteCounts, TileOffsets, TileByteCounts
 _FULL_RANGES = (  # of ReferenceBlackWhite; the second is its default for RGB, which some writers leave there
     (0, 255, 128, 255, 128, 255),
@@ -150,7 +158,9 @@ def samples_of(page: tifffile.TiffPage) -> NDArray[Any]:
         planes = slice(place[0], place[0] + 1) if is_planar else slice(None)
         part = samples[place[2] : place[2] + shape[1], place[3] : place[3] + shape[2], planes]
         part[...] = unpacked[: part.shape[0], : part.shape[1]]
-    return samples.view(np.uint8) if samples.dtype == bool else samples
+    if samples.dtype == bool:
+        return samples.view(np.uint8)
+    return samples
 
 
 def _packed_segments(page: tifffile.TiffPage) -> Iterator[bytes]:

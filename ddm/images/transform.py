@@ -102,7 +102,9 @@ class Transform:
     @property
     def num(self) -> int:
         """How many samples every picture becomes."""
-        return self.spec.slices.count if self.spec.slices else 1
+        if not self.spec.slices:
+            return 1
+        return self.spec.slices.count
 
     @property
     def blank(self) -> list[Floats]:
@@ -198,7 +200,9 @@ class Transform:
         if values.dtype.name not in _TYPES:
             raise DataError("values", expected=" or ".join(_TYPES), got=values.dtype.name)
         num_plan_axes = len(self.data.shape)
-        allowed_axes = (3, 4) if self.spec.slices else (num_plan_axes,)
+        allowed_axes: tuple[int, ...] = (num_plan_axes,)
+        if self.spec.slices:
+            allowed_axes = (3, 4)
         if values.ndim not in allowed_axes or 0 in values.shape:
             names = {3: "an image (C, H, W)", 4: "a volume (C, D, H, W)"}
             remedy = None
@@ -245,7 +249,9 @@ class Transform:
             raise DataError("picture", expected=f"at most {max_bytes} bytes of memory", got=got)
         resampled = antialiased(values, size)
         fitted = middle(resampled, shape).clip(low, high)
-        padding = low if self.spec.padding is None else self.spec.padding
+        padding = low
+        if self.spec.padding is not None:
+            padding = self.spec.padding
         return np.ascontiguousarray(padded(fitted, shape, padding))
 
 
@@ -287,11 +293,9 @@ def with_channels(
 
 def _remedy(num_found: int, num_channels: int) -> str | None:
     conversion = {(3, 1): "grey", (1, 3): "rgb"}.get((num_found, num_channels))
-    return (
-        f'A plan takes such pictures with transform.channels = "{conversion}".'
-        if conversion
-        else None
-    )
+    if not conversion:
+        return None
+    return f'A plan takes such pictures with transform.channels = "{conversion}".'
 
 
 def bounds(

@@ -222,7 +222,9 @@ def _texts(suffix: str, archive: "_Archive", member: tarfile.TarInfo) -> dict[st
         ImageError: one that is too long, in another encoding, or that does not parse.
     """
     name = _TEXT_SUFFIXES.get(suffix)
-    max_bytes = _MAX_JSON_BYTES if name is None else MAX_CELL_BYTES[name]
+    max_bytes = _MAX_JSON_BYTES
+    if name is not None:
+        max_bytes = MAX_CELL_BYTES[name]
     if member.size > max_bytes:
         raise ImageError(Reason.TOO_LARGE, f"a {suffix} of more than {max_bytes} bytes")
     data = archive.read_exactly(member.size)
@@ -230,7 +232,9 @@ def _texts(suffix: str, archive: "_Archive", member: tarfile.TarInfo) -> dict[st
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ImageError(Reason.DAMAGED, f"a {suffix} that is not UTF-8") from None
-    return _facts_of_json(text) if name is None else {name: as_text(text)}
+    if name is None:
+        return _facts_of_json(text)
+    return {name: as_text(text)}
 
 
 def _facts_of_json(text: str) -> dict[str, str | None]:
@@ -381,7 +385,9 @@ def _check_pax_records(data: bytes) -> None:
         raise ImageError(Reason.DAMAGED, "a pax header in an archive")
     while data.rstrip(b"\0"):
         digits, _, _ = data[:20].partition(b" ")
-        length = int(digits) if digits.isdigit() else 0
+        length = 0
+        if digits.isdigit():
+            length = int(digits)
         if (
             not 0 < length <= len(data)
             or data[length - 1 : length] != b"\n"

@@ -85,7 +85,9 @@ def _answer_request(
     except SetupError as error:
         return {"end": "", "setup": error.got, "remedy": error.remedy}
     except OSError as error:
-        reason = Reason.MISSING if isinstance(error, FileNotFoundError) else Reason.FORBIDDEN
+        reason = Reason.FORBIDDEN
+        if isinstance(error, FileNotFoundError):
+            reason = Reason.MISSING
         return {"end": "", "reason": reason, "detail": os.strerror(error.errno or 0)}
     except MemoryError:
         return {"end": "", "reason": Reason.MEMORY}
@@ -116,7 +118,9 @@ def _answer_picture(
 
 
 def _write(answers: IO[bytes], data: bytes, values: memoryview | None = None) -> None:
-    num_value_bytes = 0 if values is None else values.nbytes
+    num_value_bytes = 0
+    if values is not None:
+        num_value_bytes = values.nbytes
     answers.write(HEADER.pack(len(data), num_value_bytes) + data)
     if values is not None:
         answers.write(values)

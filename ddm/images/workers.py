@@ -352,9 +352,9 @@ class _DecoderProcess:
         if len(self._buffer) < HEADER.size:
             return None
         json_bytes, value_bytes = HEADER.unpack_from(self._buffer)
-        max_value_bytes = (
-            _MAX_VALUE_BYTES * self._options.limits.values if self._options.with_values else 0
-        )
+        max_value_bytes = 0
+        if self._options.with_values:
+            max_value_bytes = _MAX_VALUE_BYTES * self._options.limits.values
         if json_bytes > _MAX_JSON_BYTES or value_bytes > max_value_bytes:
             raise ValueError("an answer that is too long")
         values_start = HEADER.size + json_bytes
@@ -493,4 +493,6 @@ def _picture(
 
 
 def _pair(numbers: list[float] | None) -> tuple[float, float] | None:
-    return (numbers[0], numbers[1]) if numbers else None
+    if not numbers:
+        return None
+    return (numbers[0], numbers[1])
