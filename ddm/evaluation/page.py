@@ -63,7 +63,7 @@ class EvaluatedSamples:
 
 
 @dataclass(frozen=True)
-class SampleSheet:
+class EvaluationSheet:
     """Images shown together, as addresses, with the index of their silo."""
 
     title: str
@@ -129,7 +129,7 @@ def write_page(
 
     reference_pictures = draw([reference_images[n] for n in dict.fromkeys(sheet_numbers)])
     sheets = [
-        SampleSheet("reference", None, reference_pictures),
+        EvaluationSheet("reference", None, reference_pictures),
         *_sample_sheets(first, silos, draw),
     ]
     pairs = {}
@@ -160,17 +160,17 @@ def write_page(
 
 def _sample_sheets(
     samples: EvaluatedSamples, silos: Sequence[str], draw: Draw
-) -> list[SampleSheet]:
+) -> list[EvaluationSheet]:
     """Return the first samples of each silo, or of all where silos are not known."""
     if samples.silo_N is None:
         pictures = draw(list(samples.images[:MAX_PICTURES]))
-        return [SampleSheet("samples", None, pictures)]
+        return [EvaluationSheet("samples", None, pictures)]
     sheets = []
     for index, silo in enumerate(silos):
         numbers = torch.nonzero(samples.silo_N == index).flatten()[:MAX_PICTURES]
         if len(numbers):
             pictures = draw(list(samples.images[numbers]))
-            sheets.append(SampleSheet(silo, index, pictures))
+            sheets.append(EvaluationSheet(silo, index, pictures))
     return sheets
 
 

@@ -18,14 +18,16 @@ from ddm.images.layout import channels_first, check_dtype, check_layout, full_ra
 from ddm.images.npz import MAX_HEADER_BYTES, parse_header
 from ddm.images.parquet import ParquetTable
 from ddm.images.parquet_pictures import read_encoded
-from ddm.images.picture import DecodedPicture, Limits, Picture
+from ddm.images.picture import DecodedPicture, DecodeLimits, Picture
 from ddm.images.reasons import ImageError, Reason
 
 _IMAGES = "images"
 _COLOURS = 3
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def read(
+    content: FileContent, kind: str, limits: DecodeLimits
+) -> Iterator[DecodedPicture | ImageError]:
     """Yield the images of one file; a row that gives no picture comes as its error, and the next ones follow.
 
     Args:
@@ -58,7 +60,9 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
         raise ImageError(Reason.NO_PIXELS, "an array or a table without an image")
 
 
-def _read_file(path: Path, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def _read_file(
+    path: Path, kind: str, limits: DecodeLimits
+) -> Iterator[DecodedPicture | ImageError]:
     if kind == "Parquet":
         table = ParquetTable((path,))
         column = table.image_column
@@ -74,7 +78,7 @@ def _read_file(path: Path, kind: str, limits: Limits) -> Iterator[DecodedPicture
         yield from _pictures(source, kind, split, limits)
 
 
-def _read_single(content: FileContent, limits: Limits) -> DecodedPicture:
+def _read_single(content: FileContent, limits: DecodeLimits) -> DecodedPicture:
     """Return the image of an npy inside another file, such as a tar archive."""
     with content.open() as stream:
         header = parse_header(stream.read(MAX_HEADER_BYTES))
@@ -112,7 +116,7 @@ def _check_many(source: ImageArrays, path: Path) -> None:
 
 
 def _pictures(
-    source: ImageArrays, kind: str, split: str | None, limits: Limits
+    source: ImageArrays, kind: str, split: str | None, limits: DecodeLimits
 ) -> Iterator[DecodedPicture | ImageError]:
     if source.name != _IMAGES:
         raise ImageError(Reason.NO_PICTURE, "latents")

@@ -30,7 +30,7 @@ from ddm.images.dicom_pixels import (
 )
 from ddm.images.dicom_tags import sequence_of, text_of, value_of
 from ddm.images.dicom_values import Frame, frame_of
-from ddm.images.picture import DecodedPicture, Limits, Picture, supported
+from ddm.images.picture import DecodedPicture, DecodeLimits, Picture, supported
 from ddm.images.reasons import Flag, ImageError, Reason
 
 _OVERLAY_GROUPS = range(0x6000, 0x6020, 2)
@@ -49,7 +49,9 @@ _IMAGES_OF_THERAPY = "1.2.840.10008.5.1.4.1.1.481.1"  # a radiograph
 _DEFERRED_BYTES = 1 << 16  # values of more bytes are left where they are until they are needed
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def read(
+    content: FileContent, kind: str, limits: DecodeLimits
+) -> Iterator[DecodedPicture | ImageError]:
     """Yield the frames of one file, or the volume that they make; a frame that is of no use comes as its error.
 
     Args:

@@ -17,7 +17,7 @@ _DESCRIPTIONS = (
     "ProtocolName",
     "PerformedProcedureStepDescription",
 )
-_MOST_MM = 1e5  # beyond which a number is no place or length in a scanner
+_MAX_MM = 1e5  # beyond which a number is no place or length in a scanner
 _SECTIONS = ("CT", "MR", "PT", "NM")  # modalities whose images are sections of the body
 _SPACINGS = ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
 _UNIT_ERROR = (
@@ -209,7 +209,7 @@ def slice_of(tags: Any, number: int, picture: Picture, head: bool | None) -> Sli
     )
     return SliceLocation(
         series,
-        along if abs(along) < _MOST_MM else None,
-        (float(height), float(width)) if max(height, width) < _MOST_MM else None,
+        along if abs(along) < _MAX_MM else None,
+        (float(height), float(width)) if max(height, width) < _MAX_MM else None,
         head,
     )

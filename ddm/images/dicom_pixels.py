@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ddm.images.dicom_codestreams import CodeStream, code_stream_of, decoded
 from ddm.images.dicom_tags import has_tag, sequence_of, tag_of, text_of, texts_of, value_of, word_of
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 
 # Transfer syntaxes (PS3.6 A).
@@ -120,7 +120,7 @@ def contradiction(*keywords: str) -> ImageError:
     return ImageError(Reason.DAMAGED, f"{' and '.join(keywords)} contradict each other")
 
 
-def pixel_format_of(tags: Any, syntax: str, limits: Limits) -> PixelFormat:
+def pixel_format_of(tags: Any, syntax: str, limits: DecodeLimits) -> PixelFormat:
     """Return what a file says about its pixels, checked against itself and within the limits.
 
     Raises:

@@ -101,7 +101,8 @@ def _grey(
     full: Bounds | None,
 ) -> Frame:
     padding = _padding_mask(tags, stored, pixel_format)
-    values, bounds = stored.values, stored.bounds
+    values = stored.values
+    bounds = stored.bounds
     slope, intercept = _rescaling(tags, number)
     tables = sequence_of(tags, "ModalityLUTSequence")
     if len(tables):
@@ -122,7 +123,8 @@ def _grey(
             turn = full[0] + full[1]
         slope = -slope
         intercept = turn - intercept
-        window = None if window is None else _ascending(turn - window[1], turn - window[0])
+        if window is not None:
+            window = _ascending(turn - window[1], turn - window[0])
     values = _rescaled(values, slope, intercept, bounds)
     if padding is not None and values.dtype.kind == "f":
         # A padding that is not a number would make the whole picture unusable.
@@ -143,11 +145,7 @@ def _padding_mask(
     tags: Any, stored: StoredFrame, pixel_format: PixelFormat
 ) -> NDArray[np.bool_] | None:
     """Return which stored values are padding: one value, or all from it to a limit (PS3.3 C.7.5.1.1.2)."""
-    ends: Bounds | None = (
-        _float_padding(tags, pixel_format)
-        if pixel_format.is_float
-        else _integer_padding(tags, stored)
-    )
+    ends = _padding_ends(tags, stored, pixel_format)
     if ends is None:
         return None
     values = stored.values
@@ -164,6 +162,12 @@ def _padding_mask(
     return mask
 
 
+def _padding_ends(tags: Any, stored: StoredFrame, pixel_format: PixelFormat) -> Bounds | None:
+    if pixel_format.is_float:
+        return _float_padding(tags, pixel_format)
+    return _integer_padding(tags, stored)
+
+
 def _float_padding(tags: Any, pixel_format: PixelFormat) -> Bounds | None:
     prefix = "Float"
     if pixel_format.allocated == 64:
@@ -172,7 +176,9 @@ def _float_padding(tags: Any, pixel_format: PixelFormat) -> Bounds | None:
     if value is None:
         return None
     limit = value_of(tags, f"{prefix}PixelPaddingRangeLimit")
-    ends = (float(value), float(value if limit is None else limit))
+    if limit is None:
+        limit = value
+    ends = (float(value), float(limit))
     return min(ends), max(ends)
 
 
@@ -185,7 +191,9 @@ def _integer_padding(tags: Any, stored: StoredFrame) -> tuple[int, int] | None:
         return None
     if stored.bounds is None:
         return None
-    ends = [_as_stored(word, stored.bounds) for word in (value, value if limit is None else limit)]
+    if limit is None:
+        limit = value
+    ends = (_as_stored(value, stored.bounds), _as_stored(limit, stored.bounds))
     # Comparison with a number that the type cannot hold is an error in NumPy; such a padding occurs nowhere.
     lowest = max(min(ends), stored.bounds[0])
     highest = min(max(ends), stored.bounds[1])
@@ -211,9 +219,11 @@ def _rescaling(tags: Any, number: int) -> Bounds:
     group = group_of(tags, number, "PixelValueTransformationSequence")
     slope = float_of(group, "RescaleSlope")
     intercept = float_of(group, "RescaleIntercept")
+    if slope is None:
+        slope = 1.0
     if slope == 0:
         raise ImageError(Reason.DAMAGED, "RescaleSlope is zero")
-    return 1.0 if slope is None else slope, intercept or 0.0
+    return slope, intercept or 0.0
 
 
 def _rescaled(
@@ -223,31 +233,40 @@ def _rescaled(
     if (slope, intercept) == (1.0, 0.0):
         return values
     is_whole = values.dtype.kind in "iu" and slope.is_integer() and intercept.is_integer()
-    if not is_whole or max(abs(slope), abs(intercept)) >= 1 << 31:
-        return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
-    whole_slope = int(slope)
-    whole_intercept = int(intercept)
-    # Most often the bounds of the stored bits tell the type; only else all values are looked at.
-    kind = (
-        None
-        if bounds is None
-        else _smallest_type(values.itemsize, bounds, whole_slope, whole_intercept)
-    )
+    if is_whole and max(abs(slope), abs(intercept)) < 1 << 31:
+        kind = _type_of_result(values, bounds, int(slope), int(intercept))
+        if kind is not None:
+            return _rescaled_whole(values, kind, int(slope), int(intercept))
+    return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
+
+
+def _type_of_result(
+    values: NDArray[Any], bounds: tuple[int, int] | None, slope: int, intercept: int
+) -> type[Any] | None:
+    """Return the smallest type that holds all results; None where 32 bits do not."""
+    kind = None
+    if bounds is not None:
+        kind = _smallest_type(values.itemsize, bounds, slope, intercept)
+    # The bounds of the stored bits mostly suffice for a small type; only otherwise all values are read for it.
     if kind in (None, np.int32):
         extremes = (int(values.min()), int(values.max()))
-        kind = _smallest_type(values.itemsize, extremes, whole_slope, whole_intercept)
-    if kind is None:
-        return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
+        kind = _smallest_type(values.itemsize, extremes, slope, intercept)
+    return kind
+
+
+def _rescaled_whole(
+    values: NDArray[Any], kind: type[Any], slope: int, intercept: int
+) -> NDArray[np.generic]:
     limits = np.iinfo(kind)
-    if abs(whole_slope) == 1 and limits.min <= whole_intercept <= limits.max:
-        # Whole numbers wrap around and back, so that they can be added in the type of the result.
-        is_alike = values.dtype.isnative and values.dtype.itemsize == np.dtype(kind).itemsize
-        same: NDArray[Any] = values.view(kind) if is_alike else values.astype(kind)
-        return np.asarray(
-            same + kind(whole_intercept) if whole_slope == 1 else kind(whole_intercept) - same
-        )
-    wide: NDArray[Any] = values.astype(np.int64)
-    return np.asarray(wide * whole_slope + whole_intercept).astype(kind)
+    if abs(slope) != 1 or not limits.min <= intercept <= limits.max:
+        wide: NDArray[Any] = values.astype(np.int64)
+        return np.asarray(wide * slope + intercept).astype(kind)
+    # Whole numbers wrap around and back, so that they can be added in the type of the result.
+    is_alike = values.dtype.isnative and values.dtype.itemsize == np.dtype(kind).itemsize
+    narrow: NDArray[Any] = values.view(kind) if is_alike else values.astype(kind)
+    if slope == 1:
+        return np.asarray(narrow + kind(intercept))
+    return np.asarray(kind(intercept) - narrow)
 
 
 def _smallest_type(
@@ -292,7 +311,9 @@ def _window_ends(centre: float, width: float, function: str) -> Bounds | None:
 
 def _ascending(low: float, high: float) -> Bounds:
     """Return the ends of a window; a window of no width, which is a threshold, gets the smallest that there is."""
-    return low, high if high > low else nextafter(low, inf)
+    if not high > low:
+        high = nextafter(low, inf)
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -353,11 +374,16 @@ def _table_of(
 def _table_entries(item: Any, keyword: str, num_entries: int, bits: int) -> NDArray[Any]:
     """Return entries in words of 16 bits, or in bytes where the length of the data shows it."""
     element = item.get_item(tag_of(keyword))
-    value = None if element is None else element.value
+    value = None
+    if element is not None:
+        value = element.value
+    # Values have an even length. Of a single entry, bytes and words have the same length: it is taken for a word.
+    num_padded = num_entries + num_entries % 2
     if (
         isinstance(value, bytes)
         and bits <= 8
-        and len(value) == num_entries + num_entries % 2 != 2 * num_entries
+        and len(value) == num_padded
+        and num_padded != 2 * num_entries
     ):
         data = value
         if not getattr(element, "is_little_endian", True):
@@ -380,7 +406,8 @@ def _through_palette(
     bits = tables[0].bits
     kind = np.uint8 if bits == 8 else np.uint16
     colours = np.stack([table.applied(values).astype(kind) for table in tables])
-    return Picture(supported(colours), spacing, None, (0.0, float((1 << bits) - 1)))
+    brightest = float((1 << bits) - 1)
+    return Picture(supported(colours), spacing, None, (0.0, brightest))
 
 
 def _palette_table(tags: Any, colour: str, is_signed: bool) -> LookupTable:
@@ -410,7 +437,8 @@ def _unsegmented(words: list[int], num_entries: int, keyword: str) -> NDArray[An
     while pending:
         position, end, num_segments = pending.pop()
         while position + 2 < end and num_segments > 0:
-            kind, length = words[position], words[position + 1]
+            kind = words[position]
+            length = words[position + 1]
             num_segments -= 1
             if kind == 0 and position + 2 + length <= len(words):
                 entries += words[position + 2 : position + 2 + length]
@@ -423,7 +451,8 @@ def _unsegmented(words: list[int], num_entries: int, keyword: str) -> NDArray[An
                 # The offset counts bytes. What it points to is discrete or linear, so that this cannot go on forever.
                 offset = (words[position + 2] | words[position + 3] << 16) // 2
                 pending.append((position + 4, end, inf))
-                position, num_segments = offset, float(length)
+                position = offset
+                num_segments = float(length)
             else:
                 raise damaged
             if len(entries) > num_entries:

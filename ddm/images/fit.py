@@ -46,18 +46,19 @@ def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> "Tensor":
     low, high = spec.range
     array = array.reshape(len(array), *spec.shape)
     if array.dtype in (np.uint8, np.uint16):
-        largest = 65535
-        if array.dtype == np.uint8:
-            largest = 255
-        share = array.astype(np.float32) / largest
-        return _tensor((low + (high - low) * share).astype(np.float32, copy=False))
-    values = _floats(array)
-    # A comparison with NaN is false, so that NaN does not pass here.
-    if not values.size or (values.min() >= low - _TOLERANCE and values.max() <= high + _TOLERANCE):
+        share = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 65535)
+        values = (low + (high - low) * share).astype(np.float32, copy=False)
         return _tensor(values)
+    values = _floats(array)
+    lowest = low - _TOLERANCE
+    highest = high + _TOLERANCE
+    # A comparison with NaN is false, so that NaN does not pass here.
+    if not values.size or (values.min() >= lowest and values.max() <= highest):
+        return _tensor(values)
+    # Which row it is costs a second pass, which only an error pays.
     _check_finite(values, rows)
     flat = values.reshape(len(values), -1)
-    is_outside_B = (flat.min(1) < low - _TOLERANCE) | (flat.max(1) > high + _TOLERANCE)
+    is_outside_B = (flat.min(1) < lowest) | (flat.max(1) > highest)
     row = _first(np.asarray(is_outside_B, dtype=np.bool_), rows)
     got = f"values outside this range in row {row}"
     raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)

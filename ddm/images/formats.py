@@ -1,7 +1,7 @@
 """Tells the format of a file by its first bytes, and decodes it: a new format is one module and one line in `FORMATS`.
 
 Decoders are libraries in C that read what strangers wrote. `ddm.images.workers` runs them in processes with bounds of
-memory and time; in this process, `Limits` alone bound what a header may ask for.
+memory and time; in this process, `DecodeLimits` alone bound what a header may ask for.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from ddm.errors import SetupError
 from ddm.images.content import FileContent
 from ddm.images.faces import volume_may_show_face
 from ddm.images.idx import is_idx_head
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from ddm.images.text import suspect_text
 
@@ -94,7 +94,7 @@ class Format:
 
 
 def decode(
-    content: FileContent, limits: Limits | None = None
+    content: FileContent, limits: DecodeLimits | None = None
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of a file, whatever its format; a picture of it that cannot be used comes as its error.
 
@@ -106,11 +106,13 @@ def decode(
         ImageError: no picture, or no more pictures, with the true reason; it never names the file.
         SetupError: the packages that decode this format are not installed.
     """
-    for picture in decode_unchecked(content, limits or Limits()):
+    for picture in decode_unchecked(content, limits or DecodeLimits()):
         yield picture if isinstance(picture, ImageError) else checked(picture)
 
 
-def decode_unchecked(content: FileContent, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def decode_unchecked(
+    content: FileContent, limits: DecodeLimits
+) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of a file inside another one, before the checks that `decode` makes of each.
 
     Args:

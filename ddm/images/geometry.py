@@ -2,7 +2,7 @@
 
 # Shape legend: C channels, D slices, H height, W width; "sides" are all axes but the first.
 from collections.abc import Iterator, Sequence
-from math import prod
+from math import inf, prod
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from ddm.protocol.transform import (
 
 Floats = NDArray[np.float32]
 Sides = tuple[int, ...]
+_FLOAT_BYTES = 4
 _AXES = {"axial": 0, "coronal": 1, "sagittal": 2}
 
 
@@ -30,12 +31,14 @@ def covering_size(extent: Sequence[float], shape: Sides) -> Sides:
 
     Args:
         extent: the length of each side, above 0.
-        shape: the fewest steps along each.
+        shape: the minimum of steps along each.
     """
-    step = min(length / fewest for length, fewest in zip(extent, shape, strict=True))
-    return tuple(
-        max(fewest, round(length / step)) for length, fewest in zip(extent, shape, strict=True)
-    )
+    step = min(length / min_steps for length, min_steps in zip(extent, shape, strict=True))
+    # Rounding alone could leave a side one step too short.
+    size = []
+    for length, min_steps in zip(extent, shape, strict=True):
+        size.append(max(min_steps, round(length / step)))
+    return tuple(size)
 
 
 def fitting_size(extent: Sequence[float], shape: Sides) -> Sides:
@@ -43,12 +46,14 @@ def fitting_size(extent: Sequence[float], shape: Sides) -> Sides:
 
     Args:
         extent: the length of each side, above 0.
-        shape: the most steps along each.
+        shape: the maximum of steps along each.
     """
-    step = max(length / most for length, most in zip(extent, shape, strict=True))
-    return tuple(
-        min(most, max(1, round(length / step))) for length, most in zip(extent, shape, strict=True)
-    )
+    step = max(length / max_steps for length, max_steps in zip(extent, shape, strict=True))
+    size = []
+    for length, max_steps in zip(extent, shape, strict=True):
+        num_steps = max(1, round(length / step))
+        size.append(min(max_steps, num_steps))
+    return tuple(size)
 
 
 def resampled_size(
@@ -69,16 +74,15 @@ def resampled_size(
         raise DataError("spacing", expected="a file that states it, in mm", got="a file without it")
     steps = spacing or (1.0,) * len(sides)
     extent = [step * side for step, side in zip(steps, sides, strict=True)]
-    if not all(0 < length < float("inf") for length in extent):
-        raise DataError(
-            "axes", expected="finite lengths above 0", got="a length that is zero or not finite"
-        )
+    if not all(0 < length < inf for length in extent):
+        got = "a length that is zero or not finite"
+        raise DataError("axes", expected="finite lengths above 0", got=got)
     try:
         return _resampled_size(spec, extent, sides, shape)
-    except ArithmeticError as error:  # lengths so unlike that their proportion is no number
-        raise DataError(
-            "axes", expected="lengths that can be compared", got="lengths that differ too much"
-        ) from error
+    except ArithmeticError as error:
+        # Lengths so different that their proportion is no number.
+        got = "lengths that differ too much"
+        raise DataError("axes", expected="lengths that can be compared", got=got) from error
 
 
 def _resampled_size(
@@ -99,7 +103,7 @@ def _resampled_size(
 def resampling_bytes(channels: int, before: Sides, after: Sides) -> int:
     """Return the bytes of a picture between its resampling along rows and columns and that along slices."""
     between = (*before[:-2], *after[-2:])
-    return 4 * channels * max(prod(after), prod(between))
+    return _FLOAT_BYTES * channels * max(prod(after), prod(between))
 
 
 def antialiased(values: Floats, size: Sides) -> Floats:
@@ -119,9 +123,10 @@ def antialiased(values: Floats, size: Sides) -> Floats:
     if len(size) == 2:
         return _plane(x[None], size)[0].numpy()
     channels, depth, *_ = x.shape
-    planes = _plane(x.flatten(0, 1)[:, None], size[1:])  # (C D, 1, h, w)
-    columns = planes.reshape(1, channels, depth, -1)
-    return _plane(columns, (size[0], columns.shape[-1])).reshape(channels, *size).numpy()
+    slices = x.flatten(0, 1)[:, None]  # (C D, 1, H, W)
+    columns = _plane(slices, size[1:]).reshape(1, channels, depth, -1)
+    resampled = _plane(columns, (size[0], columns.shape[-1]))
+    return resampled.reshape(channels, *size).numpy()
 
 
 def _plane(x: torch.Tensor, size: Sides) -> torch.Tensor:
@@ -164,15 +169,15 @@ def content_of(values: Floats, content: Content, target: tuple[float, float]) ->
         DataError: nothing is brighter.
     """
     low, high = target
-    bright = (values > np.float32(low + content.threshold * (high - low))).any(0)
-    if not bright.any():
-        raise DataError(
-            "values", expected="some above transform.content.threshold", got="a darker picture"
-        )
+    threshold = np.float32(low + content.threshold * (high - low))
+    is_bright = (values > threshold).any(0)
+    if not is_bright.any():
+        expected = "some above transform.content.threshold"
+        raise DataError("values", expected=expected, got="a darker picture")
     ranges = []
-    for axis, side in enumerate(bright.shape):
-        other_axes = tuple(other for other in range(bright.ndim) if other != axis)
-        bright_places = np.flatnonzero(np.any(bright, axis=other_axes))
+    for axis, side in enumerate(is_bright.shape):
+        other_axes = tuple(other for other in range(is_bright.ndim) if other != axis)
+        bright_places = np.flatnonzero(np.any(is_bright, axis=other_axes))
         first = int(bright_places[0])
         end = int(bright_places[-1]) + 1
         margin = round(content.margin * (end - first))
@@ -196,16 +201,22 @@ def slices_of(
     for number in slice_numbers(values.shape[1 + axis], slices):
         image = np.take(values, number, 1 + axis)
         # Rows of a coronal or sagittal slice ascend from the feet; on a screen the head is up.
-        yield image if axis == 0 else image[:, ::-1], image_spacing
+        if axis != 0:
+            image = image[:, ::-1]
+        yield image, image_spacing
 
 
 def slice_numbers(length: int, slices: Slices) -> list[int]:
     """Return which slices of an axis are taken: the middles of equal parts of its share.
 
-    There are always `count`: where the axis is shorter, slices are taken more than once, since their number may not
-    tell how deep a volume is.
+    There are always `count`: where the axis is shorter, slices are taken more than once, since their number must not
+    reveal how deep a volume is.
     """
     start = length * slices.share[0]
     end = length * slices.share[1]
     step = (end - start) / slices.count
-    return [min(length - 1, int(start + (number + 0.5) * step)) for number in range(slices.count)]
+    numbers = []
+    for number in range(slices.count):
+        middle_of_part = start + (number + 0.5) * step
+        numbers.append(min(length - 1, int(middle_of_part)))
+    return numbers

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.images.content import FileContent
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.pillow import opened
 from ddm.images.raster import BYTE_RANGE, Metadata, picture_of, rgb_of_inks, spacing_of
 from ddm.images.reasons import ImageError, Reason
@@ -76,7 +76,7 @@ class Markers:
         return len(self.sampling)
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
+def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
     """Yield the image of one file.
 
     Args:
@@ -141,8 +141,10 @@ def parse(data: bytes) -> Markers:
         if marker == _DNL:
             raise ImageError(Reason.UNSUPPORTED, "DNL: a height that follows the pixels")
         end = position + int.from_bytes(data[position : position + 2])
-        if end > len(data) or end < position + 2:
-            raise ImageError(Reason.TRUNCATED if end > len(data) else Reason.DAMAGED, "markers")
+        if end > len(data):
+            raise ImageError(Reason.TRUNCATED, "markers")
+        if end < position + 2:
+            raise ImageError(Reason.DAMAGED, "markers")
         segment = data[position + 2 : end]
         _note(markers, marker, segment)
         if marker == _SOS:
@@ -213,9 +215,8 @@ def _note_frame(markers: Markers, segment: bytes) -> None:
     markers.width = int.from_bytes(segment[3:5])
     for number, factors, _ in zip(segment[6::3], segment[7::3], segment[8::3], strict=True):
         markers.sampling[number] = (factors >> 4, factors & 15)
-    if len(markers.sampling) != segment[5] or not all(
-        all(pair) for pair in markers.sampling.values()
-    ):
+    has_zero = any(0 in factors_of_component for factors_of_component in markers.sampling.values())
+    if len(markers.sampling) != segment[5] or has_zero:
         raise ImageError(Reason.DAMAGED, "SOF: components")
 
 
@@ -249,14 +250,18 @@ def _num_coded_units(markers: Markers, scan_header: bytes) -> int:
     components = scan_header[1 : 1 + 2 * scan_header[0] : 2]
     if not components or not set(components) <= set(markers.sampling):
         raise ImageError(Reason.DAMAGED, "SOS: components")
-    most_across = max(across for across, _ in markers.sampling.values())
-    most_down = max(down for _, down in markers.sampling.values())
+    max_across = max(across for across, _ in markers.sampling.values())
+    max_down = max(down for _, down in markers.sampling.values())
     if len(components) > 1:
-        return ceil(markers.width / (8 * most_across)) * ceil(markers.height / (8 * most_down))
+        # Interleaved: a unit has blocks of 8 x 8 samples of every component.
+        columns = ceil(markers.width / (8 * max_across))
+        rows = ceil(markers.height / (8 * max_down))
+        return columns * rows
+    # A single component: a unit is one of its blocks.
     across, down = markers.sampling[components[0]]
-    columns = ceil(ceil(markers.width * across / most_across) / 8)
-    rows = ceil(ceil(markers.height * down / most_down) / 8)
-    return columns * rows
+    num_samples_across = ceil(markers.width * across / max_across)
+    num_samples_down = ceil(markers.height * down / max_down)
+    return ceil(num_samples_across / 8) * ceil(num_samples_down / 8)
 
 
 def _rgb_of_four(values: NDArray[Any], markers: Markers) -> NDArray[Any]:

@@ -13,7 +13,7 @@ not say whether the fourth is transparency, near infrared or black ink.
 import numpy as np
 from numpy.typing import NDArray
 
-from ddm.images.picture import Limits, supported
+from ddm.images.picture import DecodeLimits, supported
 from ddm.images.reasons import ImageError, Reason
 from ddm.protocol.data import DataSpec
 
@@ -58,7 +58,7 @@ def _without_channels(shape: tuple[int, ...]) -> str:
     )
 
 
-def channels_first(values: NDArray[np.generic], limits: Limits) -> NDArray[np.generic]:
+def channels_first(values: NDArray[np.generic], limits: DecodeLimits) -> NDArray[np.generic]:
     """Return one image or volume in the axes and in a type of `ddm.images.picture.Picture`.
 
     Raises:

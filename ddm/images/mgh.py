@@ -11,7 +11,7 @@ from nibabel.freesurfer.mghformat import MGHHeader
 from nibabel.spatialimages import HeaderDataError
 
 from ddm.images.content import FileContent
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.volume_files import (
     bounds_of,
@@ -25,7 +25,7 @@ _HEADER_BYTES = 90
 _VOXELS_AT = 284
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
+def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
     """Yield the volume of one file, its one slice as an image, or each volume of a series in time.
 
     Args:

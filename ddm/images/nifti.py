@@ -15,7 +15,7 @@ from nibabel.spatialimages import HeaderDataError
 from numpy.typing import NDArray
 
 from ddm.images.content import FileContent
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.volume_files import bounds_of, picture_of_volume, read_header, read_volumes
 
@@ -39,7 +39,7 @@ _INTENTS = {
 }
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
+def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
     """Yield the volume of one file, its one slice as an image, or each volume of a series in time.
 
     Args:
@@ -66,8 +66,7 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
     if not least_offset <= offset <= _MAX_VOX_OFFSET or offset != int(offset):
         raise ImageError(Reason.DAMAGED, "vox_offset")
     matrix = _matrix(header, shape)
-    window = (float(header["cal_min"]), float(header["cal_max"]))
-    has_window = bool(np.isfinite(window).all()) and window[0] < window[1]
+    window = _window(header)
     limits.check_pictures(num_volumes)
     limits.check(*shape, len(stored.names or "1"))
     for values in read_volumes(content, int(offset), shape, stored, num_volumes):
@@ -77,9 +76,16 @@ def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPic
             full = (0.0, 255.0)
         elif (slope, intercept) != (1.0, 0.0):
             values = values.astype(np.float64) * slope + intercept
-        yield picture_of_volume(
-            values, matrix, kind, window=window if has_window else None, full=full
-        )
+        yield picture_of_volume(values, matrix, kind, window=window, full=full)
+
+
+def _window(header: Any) -> tuple[float, float] | None:
+    """Return the values to show as black and white, if the file states such a window."""
+    low = float(header["cal_min"])
+    high = float(header["cal_max"])
+    if not (np.isfinite(low) and np.isfinite(high) and low < high):
+        return None
+    return low, high
 
 
 def _shape(header: Any) -> tuple[tuple[int, int, int, int], int]:
@@ -97,9 +103,8 @@ def _shape(header: Any) -> tuple[tuple[int, int, int, int], int]:
             "dim: only one axis, or more axes than a volume and its channels or times have",
         )
     units = int(header["xyzt_units"])
-    if units & _SPACE_UNIT_BITS not in _SPACE_UNITS_MM or units & ~(
-        _SPACE_UNIT_BITS | _TIME_UNIT_BITS
-    ):
+    is_known_unit = units & _SPACE_UNIT_BITS in _SPACE_UNITS_MM
+    if not is_known_unit or units & ~(_SPACE_UNIT_BITS | _TIME_UNIT_BITS):
         raise ImageError(Reason.DAMAGED, "xyzt_units")
     if units & _TIME_UNIT_BITS:
         return (sides[0], sides[1], sides[2], sides[4]), sides[3]
@@ -153,7 +158,8 @@ def _matrix(header: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
     elif not (pixdim[1:4] > 0).all():
         raise ImageError(Reason.DAMAGED, "pixdim")
     elif header["qform_code"] > 0:
-        pixdim[0] = -1 if pixdim[0] < 0 else 1  # nifti1.h: any other number than -1 counts as 1
+        # nifti1.h: any other number than -1 counts as 1.
+        pixdim[0] = -1 if pixdim[0] < 0 else 1
         try:
             matrix = header.get_qform()
         except ValueError as error:

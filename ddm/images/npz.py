@@ -22,7 +22,7 @@ _NPY = "an npy without pickled objects"
 _NPZ = "an npz without pickled objects"
 _ANY = "an npy, npz or idx file"
 MAX_HEADER_BYTES = 1 << 14
-# of a compressed array in Fortran order, no row of which is complete before the end
+# Of a compressed array in Fortran order, no row of which is complete before the end.
 _MAX_WHOLE_BYTES = 1 << 30
 _FORTRAN_BLOCK_BYTES = 1 << 26
 _HEADERS = {
@@ -78,10 +78,10 @@ def parse_header(head: bytes) -> Header:
     if dtype.itemsize < 1 or any(side < 0 for side in shape):
         raise ValueError("no array of numbers or text")
     return Header(
-        np.dtype(dtype),
-        tuple(int(side) for side in shape),
-        by_columns and len(shape) > 1,
-        handle.tell(),
+        dtype=np.dtype(dtype),
+        shape=tuple(int(side) for side in shape),
+        by_columns=by_columns and len(shape) > 1,
+        offset=handle.tell(),
     )
 
 
@@ -233,7 +233,8 @@ def npy_array(path: Path) -> EncodedArray:
         raise ImageError(Reason.TRUNCATED, "fewer bytes than the header of the npy says")
     if num_bytes > expected:
         raise ImageError(Reason.DAMAGED, "bytes after the array of an npy, such as a second array")
-    return EncodedArray(path, header, partial(_open_npy_values, path, header.offset), header.offset)
+    open_values = partial(_open_npy_values, path, header.offset)
+    return EncodedArray(path, header, open_values, header.offset)
 
 
 @contextmanager
@@ -284,9 +285,11 @@ def npz_array(path: Path, name: str) -> EncodedArray:
             header = parse_header(handle.read(MAX_HEADER_BYTES))
         if header.offset + header.num_bytes != entry.file_size:
             raise ValueError("an array longer or shorter than its entry")
-        is_stored = entry.compress_type == ZIP_STORED
-        offset = _begin(path, entry) + header.offset if is_stored else None
-    return EncodedArray(path, header, partial(_open_npz_values, path, name, header.offset), offset)
+        offset = None
+        if entry.compress_type == ZIP_STORED:
+            offset = _content_offset(path, entry) + header.offset
+    open_values = partial(_open_npz_values, path, name, header.offset)
+    return EncodedArray(path, header, open_values, offset)
 
 
 @contextmanager
@@ -296,7 +299,7 @@ def _open_npz_values(path: Path, name: str, offset: int) -> Iterator[IO[bytes]]:
         yield handle
 
 
-def _begin(path: Path, entry: ZipInfo) -> int:
+def _content_offset(path: Path, entry: ZipInfo) -> int:
     """Return where an entry's content begins, which only its local header states."""
     with path.open("rb") as file:
         file.seek(entry.header_offset)

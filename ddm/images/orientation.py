@@ -41,7 +41,10 @@ def oriented(
     if np.abs(directions.T @ directions - np.eye(3)).max() > _LARGEST_COSINE:
         raise ImageError(Reason.SHAPE, "axes that are not at right angles (shear)")
     transform = ornt_transform(io_orientation(matrix), _TARGET)
-    turned = np.moveaxis(apply_orientation(np.moveaxis(values, 0, -1), transform), -1, 0)
+    # nibabel turns the first three axes, so that channels are the last one meanwhile.
+    values_IJKC = np.moveaxis(values, 0, -1)
+    values_DHWC = apply_orientation(values_IJKC, transform)
+    turned = np.moveaxis(values_DHWC, -1, 0)
     depth, height, width = voxel_sizes(matrix @ inv_ornt_aff(transform, values.shape[1:]))
     return turned, (float(depth), float(height), float(width))
 
@@ -50,8 +53,10 @@ def flattened(
     values: NDArray[np.generic], spacing: tuple[float, float, float]
 ) -> tuple[NDArray[np.generic], tuple[float, ...]]:
     """Turn a volume of one slice, shape (C, D, H, W), into the image of a screen, on which the head is up."""
-    thin = next(axis for axis in (1, 2, 3) if values.shape[axis] == 1)
-    image = values.squeeze(thin)
-    left = tuple(side for axis, side in enumerate(spacing, 1) if axis != thin)
-    # Rows of a coronal or sagittal slice ascend to the head; on a screen they descend.
-    return (image if thin == 1 else image[:, ::-1]), left
+    thin_axis = next(axis for axis in (1, 2, 3) if values.shape[axis] == 1)
+    image = values.squeeze(thin_axis)
+    image_spacing = tuple(side for axis, side in enumerate(spacing, 1) if axis != thin_axis)
+    if thin_axis != 1:
+        # Rows of a coronal or sagittal slice ascend to the head; on a screen they descend.
+        image = image[:, ::-1]
+    return image, image_spacing

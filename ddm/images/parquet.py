@@ -23,7 +23,8 @@ MAX_COLUMN_BYTES = 1 << 30
 """The most that one column may take in memory, where each entry has the room of the longest."""
 
 _KIND = "a Parquet file"
-_MOST_ROWS = 4096  # in one batch of rows
+_MAX_BATCH_ROWS = 4096
+_CHARACTER_BYTES = 4  # in NumPy's arrays of text
 _BUFFER_BYTES = 1 << 20
 _METADATA = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 22}
 _HUGGING_FACE = b"huggingface"
@@ -54,10 +55,12 @@ class ParquetTable:
             require_file(path, _KIND)
             with decoding(_KIND), _opened(path) as file:
                 self.num_rows += int(file.metadata.num_rows)
-                columns = file.schema_arrow.names
-                if len(set(columns)) != len(columns):
+                columns = set(file.schema_arrow.names)
+                if len(columns) != len(file.schema_arrow.names):
                     raise ImageError(Reason.AMBIGUOUS, "two columns of one name")
-                names = set(columns) if names is None else names & set(columns)
+                if names is None:
+                    names = columns
+                names &= columns
         self.names = frozenset(names or ())
 
     @property
@@ -67,11 +70,12 @@ class ParquetTable:
         Raises:
             ImageError: several columns that may be it.
         """
-        named = [name for name in self.names if name.lower() in _IMAGE_NAMES]
-        if not named and not self.latent_column:
-            features = self._features()
-            named = [name for name in self.names if features.get(name, {}).get("_type") == "Image"]
-        return _only(named, "images")
+        candidates = [name for name in self.names if name.lower() in _IMAGE_NAMES]
+        if not candidates and not self.latent_column:
+            for name, feature in self._features().items():
+                if name in self.names and feature.get("_type") == "Image":
+                    candidates.append(name)
+        return _only(candidates, "images")
 
     @property
     def latent_column(self) -> str | None:
@@ -101,8 +105,10 @@ class ParquetTable:
             while _is_list(values):
                 values = values.value_type
             dtype = _numpy_type(values)
-            first = next(self._batches([name], 1), None)
-            return dtype, () if first is None else _shape_of_first(first.column(0))
+            first_batch = next(self._batches([name], 1), None)
+            if first_batch is None:
+                return dtype, ()
+            return dtype, _shape_of_first(first_batch.column(0))
 
     def pictures(self, name: str) -> Iterator[NDArray[np.generic]]:
         """Yield the pictures of one column in blocks, shape (B, ...).
@@ -135,17 +141,16 @@ class ParquetTable:
         import pyarrow as pa
 
         if self.is_text(name):
-            # Missing, which every reader of a column tells from text, becomes an empty text.
-            return _text_array(name, [text or "" for (text,) in self.texts([name], max_bytes)])
+            # A missing text becomes an empty one, which every reader of a column takes for missing.
+            texts = [text or "" for (text,) in self.texts([name], max_bytes)]
+            return _text_array(name, texts)
         kind = _value_type(self._type(name))
         classes = self.class_names(name)
-        if not (
-            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-        ):
+        if not _is_number(kind):
             raise DataError(name, expected="a column of text or numbers", got=str(kind))
         blocks: list[NDArray[np.generic]] = []
         first = 0
-        for batch in self._batches([name], _MOST_ROWS):
+        for batch in self._batches([name], _MAX_BATCH_ROWS):
             with decoding(_KIND):
                 column = batch.column(0)
                 if pa.types.is_dictionary(column.type):
@@ -153,18 +158,23 @@ class ParquetTable:
                 if pa.types.is_boolean(column.type):
                     column = column.cast(pa.int64())
                 if classes is not None:
+                    # As Hugging Face's own files number a missing class.
                     column = column.fill_null(-1)
                 elif column.null_count and pa.types.is_integer(column.type):
+                    # Missing numbers in floating point become NaN; whole numbers have none.
                     row = first + column.is_null().index(True).as_py()
                     raise DataError(
                         name, expected="a number in every row", got=f"none in row {row}"
                     )
                 blocks.append(np.asarray(column.to_numpy(zero_copy_only=False)))
             first += len(batch)
-        numbers = np.concatenate(blocks) if blocks else np.empty(0, np.int64)
+        if not blocks:
+            blocks.append(np.empty(0, np.int64))
+        numbers = np.concatenate(blocks)
         if classes is None:
             return numbers
-        return _text_array(name, [class_name(int(number), classes) or "" for number in numbers])
+        class_texts = [class_name(int(number), classes) or "" for number in numbers]
+        return _text_array(name, class_texts)
 
     def is_text(self, name: str) -> bool:
         """Whether a column holds text, as such, in bytes, or as numbers of the entries of a list of texts."""
@@ -184,7 +194,7 @@ class ParquetTable:
         """
         # As a dictionary, so that a text that many rows repeat is in memory once, until its length has been looked at.
         text_names = [name for name in names if self.is_text(name)]
-        for batch in self._batches(names, _MOST_ROWS, text_names):
+        for batch in self._batches(names, _MAX_BATCH_ROWS, text_names):
             with decoding(_KIND):
                 columns = [_texts(batch.column(name), name, max_bytes) for name in names]
             yield from zip(*columns, strict=True)
@@ -259,9 +269,9 @@ def class_name(number: int, classes: Sequence[str]) -> str | None:
 
 def _text_array(name: str, texts: Sequence[str]) -> NDArray[np.generic]:
     """Return texts as an array, in which each has the room of the longest."""
-    most = max(map(len, texts), default=0)
-    if 4 * most * len(texts) > MAX_COLUMN_BYTES:
-        got = f"{len(texts)} entries of {most} characters each"
+    max_length = max(map(len, texts), default=0)
+    if _CHARACTER_BYTES * max_length * len(texts) > MAX_COLUMN_BYTES:
+        got = f"{len(texts)} entries of {max_length} characters each"
         raise DataError(name, expected=f"at most {MAX_COLUMN_BYTES} bytes", got=got)
     return np.array(texts, dtype=np.str_)
 
@@ -281,12 +291,11 @@ def _texts(column: Any, name: str, max_bytes: int) -> list[str | None]:
             )
         # The entries that these rows name: a list of them may be much longer than a batch.
         numbers = pc.unique(column.indices).drop_null()
-        # refuses bytes that are not UTF-8
+        # The cast refuses bytes that are not UTF-8.
         entries = pc.cast(column.dictionary.take(numbers), pa.large_string())
         text_of_number = dict(zip(numbers.to_pylist(), entries.to_pylist(), strict=True))
         return [text_of_number.get(number) for number in column.indices.to_pylist()]
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    if not (is_number or pa.types.is_null(kind)):
+    if not (_is_number(kind) or pa.types.is_null(kind)):
         raise DataError(name, expected="a column of text or numbers", got=str(kind))
     return [as_text(cell) for cell in column.to_pylist()]
 
@@ -329,10 +338,12 @@ def _check_row_group(path: Path, group: Any, names: Sequence[str]) -> None:
         name = chunk.path_in_schema
         if not any(name == column or name.startswith(f"{column}.") for column in names):
             continue
-        # A cell that is no list is one value, there or missing.
         is_list = ".list." in name or ".array" in name or ".bag." in name
-        check_pages(path, chunk, None if is_list else group.num_rows)
-        if chunk.num_values > max(_MAX_VALUES, _MAX_VALUES_PER_BYTE * chunk.total_compressed_size):
+        # A cell that is no list is one value, there or missing.
+        num_values = None if is_list else group.num_rows
+        check_pages(path, chunk, num_values)
+        max_values = max(_MAX_VALUES, _MAX_VALUES_PER_BYTE * chunk.total_compressed_size)
+        if chunk.num_values > max_values:
             raise ImageError(Reason.TOO_LARGE, "lists of too many values for their compressed size")
 
 
@@ -361,6 +372,13 @@ def _value_type(kind: Any) -> Any:
     if pa.types.is_dictionary(kind):
         return kind.value_type
     return kind
+
+
+def _is_number(kind: Any) -> bool:
+    import pyarrow as pa
+
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
 def _numpy_type(kind: Any) -> np.dtype[np.generic]:
@@ -402,26 +420,37 @@ def _pictures(
         if column.type.permutation not in (None, list(range(len(shape)))):
             raise DataError("images", expected="tensors in C order", got="tensors in another order")
         column = column.storage
-    num, values = len(column), column
-    for depth, side in enumerate(shape if _is_list(column.type) else ()):
+    values = column
+    for depth, side in enumerate(shape):
         if not _is_list(values.type):
             break  # a tensor's storage is flat
-        _no_gaps(values, first, prod(shape[:depth]) or 1)
+        lists_per_row = prod(shape[:depth]) or 1
+        _no_gaps(values, first, lists_per_row)
         if not pa.types.is_fixed_size_list(values.type):
-            lengths_B = np.asarray(values.value_lengths())
-            if (wrong_B := np.flatnonzero(lengths_B != side)).size:
-                row = first + int(wrong_B[0]) // (prod(shape[:depth]) or 1)
-                got = f"a list of {int(lengths_B[wrong_B[0]])} in row {row}"
-                raise DataError("images", expected=f"lists of {side}, as in the first row", got=got)
+            _check_lengths(np.asarray(values.value_lengths()), side, first, lists_per_row)
         values = values.flatten()
     if _numpy_type(values.type) != dtype:
-        raise DataError(
-            "images", expected=f"{dtype}, as in the first row", got=f"{values.type} in row {first}"
-        )
+        expected = f"{dtype}, as in the first row"
+        raise DataError("images", expected=expected, got=f"{values.type} in row {first}")
     if values.null_count:
-        row = first + values.is_null().index(True).as_py() // (prod(shape) or 1)
+        place = values.is_null().index(True).as_py()
+        row = first + place // (prod(shape) or 1)
         raise DataError("images", expected="numbers", got=f"a missing value in row {row}")
-    return np.asarray(values.to_numpy(zero_copy_only=False), dtype).reshape(num, *shape)
+    numbers = np.asarray(values.to_numpy(zero_copy_only=False), dtype)
+    return numbers.reshape(len(column), *shape)
+
+
+def _check_lengths(
+    lengths_B: NDArray[np.integer[Any]], side: int, first: int, lists_per_row: int
+) -> None:
+    """Refuse lists of another length than in the first row, by the number of their row."""
+    wrong_B = np.flatnonzero(lengths_B != side)
+    if not wrong_B.size:
+        return
+    place = int(wrong_B[0])
+    row = first + place // lists_per_row
+    got = f"a list of {int(lengths_B[place])} in row {row}"
+    raise DataError("images", expected=f"lists of {side}, as in the first row", got=got)
 
 
 def _no_gaps(column: Any, first: int, entries_per_row: int = 1) -> None:

@@ -12,12 +12,12 @@ from ddm.images.column_names import FIELDS, MAX_CELL_BYTES, as_text, find_column
 from ddm.images.content import FileContent
 from ddm.images.formats import decode_unchecked
 from ddm.images.parquet import ParquetTable, class_name
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 
 
 def read_encoded(
-    table: ParquetTable, column: str, limits: Limits
+    table: ParquetTable, column: str, limits: DecodeLimits
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of the image files in a column, with what the other columns say of them.
 
@@ -75,7 +75,7 @@ def _text(cell: Any, field: str, classes: Sequence[str] | None) -> str | None:
     return as_text(value)
 
 
-def _content(cell: Any, folder: Path, limits: Limits) -> FileContent:
+def _content(cell: Any, folder: Path, limits: DecodeLimits) -> FileContent:
     """Return the file that a cell holds or names.
 
     Raises:
@@ -96,7 +96,7 @@ def _content(cell: Any, folder: Path, limits: Limits) -> FileContent:
     return _file_beside(name, folder, limits)
 
 
-def _file_beside(name: str, folder: Path, limits: Limits) -> FileContent:
+def _file_beside(name: str, folder: Path, limits: DecodeLimits) -> FileContent:
     """Return a file in the folder of the Parquet file, or below it, by its path relative to that.
 
     Raises:

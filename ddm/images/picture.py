@@ -12,7 +12,7 @@ from ddm.images.reasons import Flag, ImageError, Reason
 
 
 @dataclass(frozen=True)
-class Limits:
+class DecodeLimits:
     """The most that one file may ask for.
 
     Attributes:

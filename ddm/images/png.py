@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddm.images.content import FileContent
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.pillow import opened
 from ddm.images.raster import BYTE_RANGE, WORD_RANGE, Metadata, over_black, picture_of, spacing_of
 from ddm.images.reasons import ImageError, Reason
@@ -42,7 +42,7 @@ _MM_PER_METRE = 1000.0
 
 
 @dataclass(frozen=True)
-class _Header:
+class _PngHeader:
     """IHDR: section 11.2.1."""
 
     width: int
@@ -57,7 +57,7 @@ class _Header:
         return (1 << self.depth) - 1
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
+def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
     """Yield the image of one file.
 
     Args:
@@ -116,7 +116,7 @@ def _chunks(data: bytes) -> dict[bytes, list[bytes]]:
     return chunks
 
 
-def _header(chunks: dict[bytes, list[bytes]]) -> _Header:
+def _header(chunks: dict[bytes, list[bytes]]) -> _PngHeader:
     data = chunks[b"IHDR"][0]
     if len(data) != 13:
         raise ImageError(Reason.DAMAGED, "IHDR")
@@ -133,10 +133,10 @@ def _header(chunks: dict[bytes, list[bytes]]) -> _Header:
         raise ImageError(Reason.UNSUPPORTED, "acTL: an animation; save its frames as images")
     if b"IDAT" not in chunks:
         raise ImageError(Reason.NO_PIXELS, "IDAT")
-    return _Header(width, height, depth, colour, interlace)
+    return _PngHeader(width, height, depth, colour, interlace)
 
 
-def _samples(header: _Header, chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
+def _samples(header: _PngHeader, chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
     """Return the samples as they are in the file, shape (H, W, C), uint8 or uint16."""
     packed = b"".join(chunks[b"IDAT"])
     if header.depth < 16 or header.colour == _GREY:
@@ -147,7 +147,7 @@ def _samples(header: _Header, chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
         return samples
     if header.colour == _GREY_ALPHA:
         # Four bytes a pixel, filtered as four bytes: the same stream read as RGBA of 8 bits keeps every byte.
-        as_bytes = _Header(header.width, header.height, 8, _RGB_ALPHA, header.interlace)
+        as_bytes = _PngHeader(header.width, header.height, 8, _RGB_ALPHA, header.interlace)
         return np.ascontiguousarray(_unpacked(as_bytes, packed)).view(">u2").astype(np.uint16)
     # Pillow has 8 bits for a colour: the upper bytes come from one reading, the lower ones from another.
     mode = "RGBA"
@@ -159,7 +159,7 @@ def _samples(header: _Header, chunks: dict[bytes, list[bytes]]) -> NDArray[Any]:
     return samples
 
 
-def _unpacked(header: _Header, packed: bytes, raw_mode: str | None = None) -> NDArray[Any]:
+def _unpacked(header: _PngHeader, packed: bytes, raw_mode: str | None = None) -> NDArray[Any]:
     """Unpack, unfilter and deinterlace with Pillow, which also reads a raw mode other than the header's."""
     fields = (header.width, header.height, header.depth, header.colour, 0, 0, header.interlace)
     file = _SIGNATURE + _chunk(b"IHDR", struct.pack(">IIBBBBB", *fields))
@@ -187,7 +187,7 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 
 def _colours(
-    header: _Header, samples: NDArray[Any], chunks: dict[bytes, list[bytes]]
+    header: _PngHeader, samples: NDArray[Any], chunks: dict[bytes, list[bytes]]
 ) -> NDArray[Any]:
     """Return greys or RGB, transparency laid over black; 1, 2 and 4 bits are spread over 0 to 255."""
     transparency = chunks.get(b"tRNS", [None])[0]
@@ -202,16 +202,15 @@ def _colours(
         if len(transparency) != 2 * samples.shape[-1]:
             raise ImageError(Reason.DAMAGED, "tRNS")
         clear = np.frombuffer(transparency, ">u2").astype(np.uint16)
-        samples = np.where(
-            (samples == clear).all(-1, keepdims=True), samples.dtype.type(0), samples
-        )
+        is_clear = (samples == clear).all(-1, keepdims=True)
+        samples = np.where(is_clear, samples.dtype.type(0), samples)
     if header.depth < 8:
         samples = samples * np.uint8(255 // header.top)
     return samples
 
 
 def _from_palette(
-    header: _Header,
+    header: _PngHeader,
     indices: NDArray[Any],
     chunks: dict[bytes, list[bytes]],
     transparency: bytes | None,
@@ -251,7 +250,9 @@ def _inflated(name: bytes, data: bytes) -> bytes:
     if name == b"zTXt":
         packed = rest[1:]
     elif rest[:1] == b"\1":
-        packed = rest[2:].partition(b"\0")[2].partition(b"\0")[2]
+        # A flag and a method; then the language and the translated keyword, each ended by a zero.
+        _, _, after_language = rest[2:].partition(b"\0")
+        _, _, packed = after_language.partition(b"\0")
     else:
         return b""
     try:
@@ -265,4 +266,7 @@ def _spacing(chunks: dict[bytes, list[bytes]]) -> tuple[float, float] | None:
     if len(data) != 9:
         return None
     per_column, per_row, unit = struct.unpack(">IIB", data)
-    return spacing_of(per_row, per_column, _MM_PER_METRE if unit == 1 else None)
+    unit_mm = None  # a unit of 0 states only the proportion of a pixel's sides
+    if unit == 1:
+        unit_mm = _MM_PER_METRE
+    return spacing_of(per_row, per_column, unit_mm)

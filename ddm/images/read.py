@@ -16,7 +16,7 @@ from ddm.images.content import FileContent
 from ddm.images.find import DataSet, ImageFile, find_data
 from ddm.images.formats import decode
 from ddm.images.names import has_foreign_suffix
-from ddm.images.picture import DecodedPicture, Limits, Picture
+from ddm.images.picture import DecodedPicture, DecodeLimits, Picture
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.table import Columns
 from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
@@ -28,7 +28,7 @@ _KEY_BYTES = 32
 
 
 def read_pictures(
-    path: Path | str, columns: Columns | None = None, limits: Limits | None = None
+    path: Path | str, columns: Columns | None = None, limits: DecodeLimits | None = None
 ) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures at a path; what cannot be read comes as its error, and the next ones follow.
 
@@ -70,7 +70,9 @@ def find_readable(path: Path, columns: Columns | None = None) -> DataSet:
         raise DataError("data", expected="a path that can be read", got=got) from error
 
 
-def _pictures_of(file: ImageFile, limits: Limits | None) -> Iterator[DecodedPicture | ImageError]:
+def _pictures_of(
+    file: ImageFile, limits: DecodeLimits | None
+) -> Iterator[DecodedPicture | ImageError]:
     if file.reason is Reason.CLUTTER:
         return
     if file.reason is not None:
@@ -216,7 +218,7 @@ class PictureReader:
         jobs = (DecodeJob(file.path, file.files, file.num_bytes) for file in files)
         # Nobody compares these digests and pseudonyms with others, so that their key is made up.
         options = DecoderOptions(
-            Limits(),
+            DecodeLimits(),
             secrets.token_bytes(_KEY_BYTES),
             len(os.sched_getaffinity(0)),
             with_values=True,

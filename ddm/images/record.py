@@ -20,7 +20,7 @@ HASH_SIDE = 16
 MAX_CAPTION = 4096  # characters that a plan takes
 _MAX_LABEL = 256  # characters
 _CELL_SAMPLES = 4  # along each side of a cell of the difference hash
-_NUM_MEASURED = 1 << 12  # values that the mean is taken of, evenly spaced
+_NUM_SAMPLED = 1 << 12  # values that the mean is taken of, evenly spaced
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=128)]
 
@@ -103,7 +103,8 @@ def record_of(
         patient_rule: which characters of an identifier distinguish patients.
     """
     values = picture.values
-    measured = values.reshape(-1)[:: max(1, values.size // _NUM_MEASURED)]
+    step = max(1, values.size // _NUM_SAMPLED)
+    sampled = values.reshape(-1)[::step]
     layout = repr((values.shape, values.dtype.str)).encode()
     # The length of the layout comes first, so that no other layout and values give the same bytes.
     parts = (b"%d " % len(layout), layout, values.reshape(-1).view(np.uint8).data)
@@ -112,7 +113,7 @@ def record_of(
         dtype=str(values.dtype),
         low=float(values.min()),
         high=float(values.max()),
-        mean=float(measured.mean(dtype=np.float64)),
+        mean=float(sampled.mean(dtype=np.float64)),
         full=picture.full,
         flags=tuple(sorted(flag.value for flag in picture.flags)),
         kind=picture.kind,
@@ -122,7 +123,7 @@ def record_of(
         label=_cut(picture.label, _MAX_LABEL),
         split=_cut(picture.split, _MAX_LABEL),
         caption=_cut(picture.caption, MAX_CAPTION + 1),
-        slice=None if picture.slice is None else _slice_record(picture.slice, key),
+        slice=_slice_record(picture.slice, key),
     )
 
 
@@ -132,7 +133,9 @@ def _cut(text: str | None, max_characters: int) -> str | None:
     return text[:max_characters]
 
 
-def _slice_record(location: SliceLocation, key: bytes) -> SliceRecord:
+def _slice_record(location: SliceLocation | None, key: bytes) -> SliceRecord | None:
+    if location is None:
+        return None
     return SliceRecord(
         series=keyed(b"series ", location.series, key),
         place_mm=location.place_mm,
@@ -154,10 +157,12 @@ def difference_hash(values: NDArray[np.generic]) -> str | None:
     num_columns = HASH_SIDE + 1
     if height < 2 * HASH_SIDE or width < 2 * num_columns:
         return None
-    samples = image.reshape(len(image), -1).take(_cell_indices(height, width), 1).astype(np.float32)
+    flat = image.reshape(len(image), -1)
+    samples = flat.take(_cell_indices(height, width), 1).astype(np.float32)
     grey_samples = samples[0] if len(samples) == 1 else samples.mean(0)
     cells = grey_samples.sum(0).reshape(HASH_SIDE, num_columns)
     bits = cells[:, :-1] > cells[:, 1:]
+    # A picture without structure would be near every other one like it.
     num_set = np.count_nonzero(bits)
     if not HASH_SIDE <= num_set <= bits.size - HASH_SIDE:
         return None
@@ -174,13 +179,12 @@ def _cell_indices(height: int, width: int) -> NDArray[np.intp]:
     row_A = ((np.arange(num_rows) + 0.5) * height / num_rows).astype(np.intp)
     num_samples = num_columns * samples_across
     column_B = ((np.arange(num_samples) + 0.5) * width / num_samples).astype(np.intp)
-    indices = (row_A[:, None] * width + column_B).reshape(
-        HASH_SIDE, samples_down, num_columns, samples_across
-    )
-    by_cell = indices.transpose(1, 3, 0, 2).reshape(
-        samples_down * samples_across, HASH_SIDE * num_columns
-    )
-    return np.ascontiguousarray(by_cell)
+    index_AB = row_A[:, None] * width + column_B
+    indices = index_AB.reshape(HASH_SIDE, samples_down, num_columns, samples_across)
+    num_values = samples_down * samples_across
+    num_cells = HASH_SIDE * num_columns
+    indices_by_cell = indices.transpose(1, 3, 0, 2).reshape(num_values, num_cells)
+    return np.ascontiguousarray(indices_by_cell)
 
 
 def fingerprint(purpose: bytes, parts: Iterable[bytes | memoryview], key: bytes) -> str:

@@ -192,7 +192,7 @@ def _write_cohort(
     header_bytes = _write_header(handle, transform, max_images)
     num_images = 0
     columns: tuple[str, ...] | None = None
-    rows: _TableRows | None = None
+    rows: _TableWriter | None = None
     with ExitStack() as stack:
         for item in items:
             item_columns = item.columns
@@ -236,7 +236,7 @@ def _write_header(handle: BinaryIO, transform: Transform, num_images: int) -> in
 
 
 @contextmanager
-def _open_table(path: Path, columns: Sequence[str]) -> Iterator["_TableRows"]:
+def _open_table(path: Path, columns: Sequence[str]) -> Iterator["_TableWriter"]:
     """Yield what collects the rows of a table; the table gets its name when the block ends without an error."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -249,12 +249,12 @@ def _open_table(path: Path, columns: Sequence[str]) -> Iterator["_TableRows"]:
     }
     schema = pa.schema([(name, types[name]) for name in columns])
     with replacing(path, mode=0o600) as handle, pq.ParquetWriter(handle, schema) as writer:
-        rows = _TableRows(writer.write_batch, schema)
+        rows = _TableWriter(writer.write_batch, schema)
         yield rows
         rows.flush()
 
 
-class _TableRows:
+class _TableWriter:
     """Collects rows and writes them, some at a time; a patient becomes a number, by first appearance."""
 
     def __init__(self, write: Callable[[Any], None], schema: Any) -> None:

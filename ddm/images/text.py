@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ddm.images.text_reader import reads_letters
 
-_LEAST_SIDE = 48  # pixels of an image that is searched
+_MIN_SIDE = 48  # pixels of an image that is searched
 _SCALES = 5  # each half of the one before: letters of up to 160 pixels
-_LEAST_SCALED_SIDE = 20  # pixels; an image is not shrunk further
+_MIN_SCALED_SIDE = 20  # pixels; an image is not shrunk further
 _LETTER_HEIGHTS = (5, 6, 7, 8, 10)  # pixels, at one scale
 _LINE_LENGTH = 2.5  # letter heights: three or four letters
 _CELLS = 3  # equal parts of such a piece of a line
@@ -32,7 +32,7 @@ _SUSPICIOUS_EDGES = 2.05
 _SUSPICIOUS_TURNED_EDGES = (
     2.65  # of a line that is turned by a quarter, where tesseract reads nothing in it
 )
-_LEAST_LINE_EDGES = 2.0  # fewer are no line at all
+_MIN_LINE_EDGES = 2.0  # fewer are no line at all
 _CELL_SHARE = 1.6  # the emptiest cell has at least one part in this of an equal share of the edges
 _BORDER_EDGES = 0.4  # that a line has to have more where it touches the border of the image
 _SPARSE = (
@@ -44,15 +44,15 @@ _SAMPLED_ROWS = 3  # one row in three is looked at first: every line has at leas
 _SAMPLED_COLUMNS = (
     6  # one column in six, for lines that are turned: every line of 7 pixels has at least one
 )
-_LEAST_SAMPLED_EDGES = 4  # in such a row; fewer than in a mean row of the shortest line
+_MIN_SAMPLED_EDGES = 4  # in such a row; fewer than in a mean row of the shortest line
 _WINDOW_BYTES = 4  # of eight packed columns: they hold the shortest line, wherever it begins
-_LEAST_EDGES = (
+_MIN_EDGES = (
     24  # of a line of any height, in such a window of as many rows as the lowest letters have
 )
 
 
 @dataclass(frozen=True)
-class Line:
+class TextLine:
     """What may be a line of text, in pixels of the whole image.
 
     Attributes:
@@ -110,7 +110,7 @@ def suspect_text(values: NDArray[np.generic]) -> bool:
     Ribs lie above each other like the letters of a line that is turned, so that such a line is suspected only where it
     has more edges than ribs have, or where tesseract, if it is installed, reads a word in it.
     """
-    if min(values.shape[1:]) < _LEAST_SIDE:
+    if min(values.shape[1:]) < _MIN_SIDE:
         return False
     for grey_HW in _grey_views(values):
         value_range = ValueRange.of(grey_HW[::_SAMPLED_ROWS])
@@ -160,7 +160,7 @@ def strongest_line(
     value_range: ValueRange,
     enough_edges: float = _SUSPICIOUS_EDGES,
     edge_steps: Sequence[float] = _EDGE_STEPS,
-) -> Line | None:
+) -> TextLine | None:
     """Return what most looks like a line of text, or the first that has enough edges; None where nothing does.
 
     Args:
@@ -186,7 +186,9 @@ def strongest_line(
             if strongest is None or line.edges > strongest.edges:
                 top = start + (line.top << scale)
                 left = line.left << scale
-                strongest = Line(line.edges, top, left, line.height << scale, line.length << scale)
+                strongest = TextLine(
+                    line.edges, top, left, line.height << scale, line.length << scale
+                )
             if strongest.edges >= enough_edges:
                 return strongest
     return strongest
@@ -196,15 +198,15 @@ def _may_hold_turned_line(grey_HW: NDArray[np.generic], value_range: ValueRange)
     """Return whether there are about as many edges in a column as a line has that is turned by a quarter."""
     # A copy of one column in six: working along the columns of the image itself takes several times as long.
     sampled_HW = np.ascontiguousarray(grey_HW[:, ::_SAMPLED_COLUMNS])
-    least_step = _TURNED_EDGE_STEPS[0] * value_range.span
-    sharp_HW = _sharp_steps(sampled_HW, least_step, value_range, axis=0)
-    if np.count_nonzero(sharp_HW) < _LEAST_SAMPLED_EDGES:
+    min_step = _TURNED_EDGE_STEPS[0] * value_range.span
+    sharp_HW = _sharp_steps(sampled_HW, min_step, value_range, axis=0)
+    if np.count_nonzero(sharp_HW) < _MIN_SAMPLED_EDGES:
         return False
-    return int(np.count_nonzero(sharp_HW, axis=0).max()) >= _LEAST_SAMPLED_EDGES
+    return int(np.count_nonzero(sharp_HW, axis=0).max()) >= _MIN_SAMPLED_EDGES
 
 
 def _sharp_steps(
-    grey_HW: NDArray[np.generic], least_step: float, value_range: ValueRange, axis: int
+    grey_HW: NDArray[np.generic], min_step: float, value_range: ValueRange, axis: int
 ) -> NDArray[np.bool_]:
     """Return where neighbours along an axis differ by more than a step."""
     # The difference of two values must not wrap around.
@@ -212,26 +214,26 @@ def _sharp_steps(
     signed_HW: NDArray[Any] = grey_HW.astype(dtype, copy=False)
     steps_HW = signed_HW[1:] - signed_HW[:-1] if axis == 0 else signed_HW[:, 1:] - signed_HW[:, :-1]
     np.abs(steps_HW, out=steps_HW)
-    sharp_HW: NDArray[np.bool_] = steps_HW > least_step
+    sharp_HW: NDArray[np.bool_] = steps_HW > min_step
     return sharp_HW
 
 
 def _busy_rows(
-    rows_HW: NDArray[np.generic], least_step: float, value_range: ValueRange
+    rows_HW: NDArray[np.generic], min_step: float, value_range: ValueRange
 ) -> NDArray[np.intp]:
     """Return the rows with about as many edges as a line of text has; most images have none, and end here."""
-    sharp_HW = _sharp_steps(rows_HW, least_step, value_range, axis=1)
-    if np.count_nonzero(sharp_HW) < _LEAST_SAMPLED_EDGES:
+    sharp_HW = _sharp_steps(rows_HW, min_step, value_range, axis=1)
+    if np.count_nonzero(sharp_HW) < _MIN_SAMPLED_EDGES:
         return np.empty(0, np.intp)
     # Counting the bits of packed rows takes a tenth of the time of counting rows of booleans.
     counts_H = np.bitwise_count(np.packbits(sharp_HW, axis=1)).sum(1, dtype=np.int32)
-    return np.flatnonzero(counts_H >= _LEAST_SAMPLED_EDGES)
+    return np.flatnonzero(counts_H >= _MIN_SAMPLED_EDGES)
 
 
 def _scales(image_HW: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
     """Yield an image, and the same at half of its size, at a quarter and so on."""
     for _ in range(_SCALES):
-        if min(image_HW.shape) < _LEAST_SCALED_SIDE:
+        if min(image_HW.shape) < _MIN_SCALED_SIDE:
             return
         yield image_HW
         height = image_HW.shape[0] // 2 * 2
@@ -240,7 +242,9 @@ def _scales(image_HW: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
         image_HW = (pairs_of_rows[:, 0::2] + pairs_of_rows[:, 1::2]) * np.float32(0.25)
 
 
-def _lines_at_scale(image_HW: NDArray[np.float32], edge_steps: Sequence[float]) -> Iterator[Line]:
+def _lines_at_scale(
+    image_HW: NDArray[np.float32], edge_steps: Sequence[float]
+) -> Iterator[TextLine]:
     """Yield what may be lines of text, in pixels of this scale: the strongest of each part, step and height."""
     steps_HW = image_HW[:, 1:] - image_HW[:, :-1]
     for rows, columns in _crowded_parts(np.abs(steps_HW) > edge_steps[0]):
@@ -279,7 +283,7 @@ def _crowded_parts(sharp_HW: NDArray[np.bool_]) -> Iterator[tuple[slice, slice]]
     in_window_HB = in_rows_HB[:num_rows].copy()
     for offset in range(1, _LETTER_HEIGHTS[0]):
         in_window_HB += in_rows_HB[offset : offset + num_rows]
-    is_crowded_HB = in_window_HB >= _LEAST_EDGES
+    is_crowded_HB = in_window_HB >= _MIN_EDGES
     crowded_rows = np.flatnonzero(is_crowded_HB.any(1))
     if not len(crowded_rows):
         return
@@ -310,7 +314,7 @@ def _edges(steps_HW: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.abs(steps_HW) * (rises_HW | falls_HW)
 
 
-def _lines(sharp_HW: NDArray[np.bool_], by_chance: float) -> Iterator[Line]:
+def _lines(sharp_HW: NDArray[np.bool_], by_chance: float) -> Iterator[TextLine]:
     """Yield what may be a line of text, the strongest of each height.
 
     All counts of edges come from one integral image: those of any rectangle from four of its values.
@@ -332,20 +336,22 @@ def _lines(sharp_HW: NDArray[np.bool_], by_chance: float) -> Iterator[Line]:
                 yield line
 
 
-def _line_of_height(integral_HW: NDArray[np.int32], height: int, by_chance: float) -> Line | None:
+def _line_of_height(
+    integral_HW: NDArray[np.int32], height: int, by_chance: float
+) -> TextLine | None:
     """Return the strongest line of this height, where there is one that is worth a look.
 
     In a rectangle as high as letters are, the edges of each row on a stretch as long as that are its edges over its
     length: rows and height cancel out.
     """
     length = _line_length(height)
-    least_edges = _LEAST_LINE_EDGES + by_chance * height
+    min_edges = _MIN_LINE_EDGES + by_chance * height
     in_rows_HW = (
         integral_HW[_QUIET_ROWS + height : -_QUIET_ROWS]
         - integral_HW[_QUIET_ROWS : -_QUIET_ROWS - height]
     )
     in_line_HW = in_rows_HW[:, length:] - in_rows_HW[:, :-length]
-    top_N, left_N = np.nonzero(in_line_HW >= least_edges * length)
+    top_N, left_N = np.nonzero(in_line_HW >= min_edges * length)
     if not len(top_N):
         return None
 
@@ -366,9 +372,9 @@ def _line_of_height(integral_HW: NDArray[np.int32], height: int, by_chance: floa
     reaches_border_N = (top_N < _QUIET_ROWS) | (top_N >= len(in_rows_HW) - _QUIET_ROWS)
     beyond_N -= _BORDER_EDGES * reaches_border_N
     strongest = int(beyond_N.argmax())
-    if beyond_N[strongest] < _LEAST_LINE_EDGES:
+    if beyond_N[strongest] < _MIN_LINE_EDGES:
         return None
-    return Line(
+    return TextLine(
         float(beyond_N[strongest]), int(top_N[strongest]), int(left_N[strongest]), height, length
     )
 

@@ -29,12 +29,12 @@ _COMMAND = (
     "tsv",
 )
 _LETTER_HEIGHT = 32  # pixels, of what it is given: it reads smaller letters badly
-_MOST_FACTOR = 6
-_MOST_SIDE = 2000  # pixels, of what it is given
+_MAX_FACTOR = 6
+_MAX_SIDE = 2000  # pixels, of what it is given
 _SECONDS = 10
 _MEMORY_BYTES = 1 << 30
-_LEAST_CONFIDENCE = 60  # percent; anatomy gives words, too, but of less
-_LEAST_LETTERS = 3  # of one word
+_MIN_CONFIDENCE = 60  # percent; anatomy gives words, too, but of less
+_MIN_LETTERS = 3  # of one word
 _NUM_COLUMNS = 12  # of its table: the last but one is the confidence, the last the word
 
 
@@ -71,10 +71,10 @@ def _prepared(part_HW: NDArray[np.generic], letter_height: int) -> NDArray[np.ui
     part = ((part - low) / max(float(high - low), 1e-30)).clip(0, 1)
     if np.median(part) < 0.5:
         part = 1 - part
-    factor = max(1, min(_MOST_FACTOR, round(_LETTER_HEIGHT / letter_height)))
-    while factor > 1 and factor * max(part.shape) > _MOST_SIDE:
+    factor = max(1, min(_MAX_FACTOR, round(_LETTER_HEIGHT / letter_height)))
+    while factor > 1 and factor * max(part.shape) > _MAX_SIDE:
         factor -= 1
-    enlarged = _enlarged(_enlarged(part, factor, axis=0), factor, axis=1)[:_MOST_SIDE, :_MOST_SIDE]
+    enlarged = _enlarged(_enlarged(part, factor, axis=0), factor, axis=1)[:_MAX_SIDE, :_MAX_SIDE]
     tones = (enlarged * 255).astype(np.uint8)
     return np.pad(tones, 20, constant_values=int(np.median(tones)))
 
@@ -136,6 +136,4 @@ def _is_word(cells: list[str]) -> bool:
         confidence = float(cells[-2])
     except ValueError:  # the first line names the columns
         return False
-    return (
-        confidence >= _LEAST_CONFIDENCE and len(re.findall(r"[^\W_]", cells[-1])) >= _LEAST_LETTERS
-    )
+    return confidence >= _MIN_CONFIDENCE and len(re.findall(r"[^\W_]", cells[-1])) >= _MIN_LETTERS

@@ -15,7 +15,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from ddm.images.content import FileContent
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.raster import Metadata, over_black, picture_of, rgb_of_inks, spacing_of
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.tiff_samples import (
@@ -68,7 +68,9 @@ _OME_CHANNEL_COUNT = re.compile(r"""<(?:\w+:)?Channel\b[^>]*?\bSamplesPerPixel=[
 _OME_CHANNELS = re.compile(r"""<(?:\w+:)?Pixels\b[^>]*?\bSizeC=["'](\d+)["']""")
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def read(
+    content: FileContent, kind: str, limits: DecodeLimits
+) -> Iterator[DecodedPicture | ImageError]:
     """Yield the images of one file; a page that cannot be used comes as its error if there are others.
 
     Args:
@@ -252,7 +254,7 @@ def _check_stack(first: tifffile.TiffPage, num_pages: int) -> None:
 
 
 def _picture(
-    page: tifffile.TiffPage, kind: str, limits: Limits, metadata: Metadata
+    page: tifffile.TiffPage, kind: str, limits: DecodeLimits, metadata: Metadata
 ) -> DecodedPicture:
     check_page(page, limits)
     num_colours = NUM_COLOURS[page.photometric]

@@ -15,7 +15,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from ddm.images import jpeg
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 
 NONE = 1
@@ -51,7 +51,7 @@ _FULL_RANGES = (  # of ReferenceBlackWhite; the second is its default for RGB, w
 )
 
 
-def check_page(page: tifffile.TiffPage, limits: Limits) -> None:
+def check_page(page: tifffile.TiffPage, limits: DecodeLimits) -> None:
     """Refuse a page that is too large, or with a tag that contradicts another or that is not obeyed here.
 
     Raises:

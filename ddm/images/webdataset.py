@@ -20,7 +20,7 @@ from typing import IO, Any
 from ddm.images.column_names import FIELDS, MAX_CELL_BYTES, as_text, find_column
 from ddm.images.content import FileContent
 from ddm.images.formats import decode_unchecked
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 
 _SKIP_BYTES = 1 << 20
@@ -61,7 +61,9 @@ _TEXT_SUFFIXES = {
 _JSON_SUFFIX = ".json"
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def read(
+    content: FileContent, kind: str, limits: DecodeLimits
+) -> Iterator[DecodedPicture | ImageError]:
     """Yield the pictures of an archive; a sample that gives none comes as its error, and the next ones follow.
 
     Args:
@@ -111,7 +113,7 @@ class _Sample:
             self.error = ImageError(reason, detail)
 
 
-def _decode(sample: _Sample, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def _decode(sample: _Sample, limits: DecodeLimits) -> Iterator[DecodedPicture | ImageError]:
     fields: dict[str, Any] = {}
     for name, texts in sample.texts.items():
         if len(set(texts)) > 1:
@@ -129,7 +131,7 @@ def _decode(sample: _Sample, limits: Limits) -> Iterator[DecodedPicture | ImageE
         yield error
 
 
-def _samples(stream: IO[bytes] | gzip.GzipFile, limits: Limits) -> Iterator[_Sample]:
+def _samples(stream: IO[bytes] | gzip.GzipFile, limits: DecodeLimits) -> Iterator[_Sample]:
     """Yield the samples of an archive, each once its last member is read.
 
     Raises:
@@ -177,7 +179,7 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
 
 
 def _add(
-    sample: _Sample, suffix: str, archive: "_Archive", member: tarfile.TarInfo, limits: Limits
+    sample: _Sample, suffix: str, archive: "_Archive", member: tarfile.TarInfo, limits: DecodeLimits
 ) -> None:
     """Take what a member holds into its sample."""
     is_image = suffix.endswith(_IMAGE_SUFFIXES)

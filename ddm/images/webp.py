@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ddm.images.content import FileContent
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.pillow import opened
 from ddm.images.raster import BYTE_RANGE, Metadata, over_black, picture_of
 from ddm.images.reasons import ImageError, Reason
 
 
-def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
+def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[DecodedPicture]:
     """Yield the images of one file.
 
     Args:

@@ -18,7 +18,7 @@ from ddm.errors import SetupError
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.patients import PatientRule, order_of
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.record import PictureRecord, fingerprint, record_of
 from ddm.system.guard import end_with_parent
@@ -40,7 +40,7 @@ class _Secrets:
     patient_rule: PatientRule
 
 
-def set_bounds(limits: Limits) -> None:
+def set_bounds(limits: DecodeLimits) -> None:
     """Bound this process: its address space; no file written; no core dump, which would hold pixels."""
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -51,7 +51,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer requests until there are no more, or until memory ran out once: a fresh process then takes over."""
     end_with_parent()
     settings = json.loads(requests.readline())
-    limits = Limits(**settings["limits"])
+    limits = DecodeLimits(**settings["limits"])
     secrets = _Secrets(
         bytes.fromhex(settings["key"]), bytes.fromhex(settings["order"]), settings["patient_rule"]
     )
@@ -67,7 +67,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _answer_request(
-    request: Mapping[str, Any], limits: Limits, secrets: _Secrets, answers: IO[bytes]
+    request: Mapping[str, Any], limits: DecodeLimits, secrets: _Secrets, answers: IO[bytes]
 ) -> dict[str, Any]:
     """Answer with each picture of a file; return the answer about its end."""
     digest = ""

@@ -3,9 +3,9 @@
 Decoders are libraries in C that read what strangers wrote. A process that one of them crashes, hangs or fills with
 memory is replaced; the file that it had in hand then has a reason, and the other files go on.
 
-A file has `Limits.seconds`, and one second more for each of its MB. Only the time counts in which this process listens
-to the decoder. A decoder that waits for a processor or for the disk, as on a busy machine, may take `_BUSY` times as
-long.
+A file has `DecodeLimits.seconds`, and one second more for each of its MB. Only the time counts in which this process
+listens to the decoder. A decoder that waits for a processor or for the disk, as on a busy machine, may take `_BUSY`
+times as long.
 
 Several processes work ahead of the file whose turn it is. What they send meanwhile waits in buffers of bounded size.
 """
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from ddm.errors import SetupError
 from ddm.images.patients import DIGEST_CHARACTERS, PatientRule
-from ddm.images.picture import Limits, Picture
+from ddm.images.picture import DecodeLimits, Picture
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from ddm.images.worker import HEADER, READY
@@ -130,7 +130,7 @@ class DecoderOptions:
         patient_rule: which characters of an identifier distinguish patients.
     """
 
-    limits: Limits
+    limits: DecodeLimits
     key: bytes = field(repr=False)
     num_processes: int = 1
     with_values: bool = False

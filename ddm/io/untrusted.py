@@ -25,7 +25,7 @@ _WRONG_KIND_ERRNOS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 
 
 @dataclass(frozen=True)
-class FileEntry:
+class ListedFile:
     """One regular file.
 
     Attributes:
@@ -37,7 +37,7 @@ class FileEntry:
     bytes: int
 
 
-def list_files(folder: Path, *, max_entries: int = MAX_FILES) -> Mapping[str, FileEntry]:
+def list_files(folder: Path, *, max_entries: int = MAX_FILES) -> Mapping[str, ListedFile]:
     """List every file below `folder` by its relative path, sorted, before reading any of them.
 
     Raises:
@@ -46,7 +46,7 @@ def list_files(folder: Path, *, max_entries: int = MAX_FILES) -> Mapping[str, Fi
     return dict(sorted(walk(folder, max_entries=max_entries)))
 
 
-def walk(folder: Path, *, max_entries: int = MAX_FILES) -> Iterator[tuple[str, FileEntry]]:
+def walk(folder: Path, *, max_entries: int = MAX_FILES) -> Iterator[tuple[str, ListedFile]]:
     """Yield every regular file below `folder` with its relative path; the first bad entry ends the walk.
 
     Args:
@@ -69,7 +69,7 @@ def walk(folder: Path, *, max_entries: int = MAX_FILES) -> Iterator[tuple[str, F
                     got=f"more than {max_entries}",
                 )
             if stat.S_ISREG(info.st_mode):
-                yield name, FileEntry(folder / name, info.st_size)
+                yield name, ListedFile(folder / name, info.st_size)
 
 
 def _walk_entries(folder: int, prefix: str, subject: str) -> Iterator[tuple[str, os.stat_result]]:

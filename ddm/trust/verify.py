@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from ddm.errors import AbsentFileError, DigestError, RoleError, SignatureError, UnlistedFileError
 from ddm.io.files import require_folder
-from ddm.io.untrusted import FileEntry, check_digest, list_files, read_small
+from ddm.io.untrusted import ListedFile, check_digest, list_files, read_small
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.enrolment import MAX_KEY_HISTORY_BYTES, KeyHistory, KeyRotation
 from ddm.trust.key_rotation import open_chain
@@ -272,7 +272,7 @@ def _open_version_store(state: Path | None, root: bytes) -> VersionStore | None:
 
 def _verify_metadata_files(
     folder: Path,
-    entries: Mapping[str, FileEntry],
+    entries: Mapping[str, ListedFile],
     root: bytes,
     options: _VerificationOptions,
     versions: VersionStore | None,
@@ -291,7 +291,7 @@ def _verify_metadata_files(
     )
 
 
-def _read_metadata(folder: Path, entries: Mapping[str, FileEntry]) -> Mapping[str, bytes]:
+def _read_metadata(folder: Path, entries: Mapping[str, ListedFile]) -> Mapping[str, bytes]:
     """Read the files in ``metadata/``, with bounds on each and on all together; none is trusted yet.
 
     Endless data attack: a file without end, or many large ones, would fill memory before any signature is checked.
@@ -378,7 +378,7 @@ def _read_rotations(
 
 def _check_files(
     folder: Path,
-    entries: Mapping[str, FileEntry],
+    entries: Mapping[str, ListedFile],
     metadata: VerifiedMetadata,
     later: Callable[[str], bool],
 ) -> Mapping[str, VerifiedFile]:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError
 
 from ddm.errors import DataError, SetupError
-from ddm.images.picture import Limits, Picture
+from ddm.images.picture import DecodeLimits, Picture
 from ddm.images.ranges import EnlargementCounter
 from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
 from ddm.io.files import read_bounded, require_file, require_folder
@@ -94,7 +94,7 @@ class PreviewSelection:
         """Return the pictures, in the order of their files' names."""
         return sorted(self._pictures.values(), key=_location)
 
-    def decoded(self, limits: Limits) -> Iterator[tuple[SheetPicture, Picture]]:
+    def decoded(self, limits: DecodeLimits) -> Iterator[tuple[SheetPicture, Picture]]:
         """Decode the pictures again, in the same order; those that their files no longer give are left out."""
         by_path: dict[str, dict[int, SheetPicture]] = {}
         for picture in self.pictures():

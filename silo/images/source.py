@@ -15,7 +15,7 @@ from ddm.images.column_names import part_of
 from ddm.images.columns import names_of, read_column
 from ddm.images.find import DataSet, find_data
 from ddm.images.patients import PatientRule
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.images.selected_rows import SelectedRows
 from ddm.images.text_reader import reader_path
 from silo.config import ImagesSettings, Site
@@ -110,9 +110,11 @@ class ImageSource:
         )
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> DecodeLimits:
         """The most time and memory that one file may take."""
-        return Limits(seconds=self.settings.seconds, memory_bytes=self.settings.memory_mib << 20)
+        return DecodeLimits(
+            seconds=self.settings.seconds, memory_bytes=self.settings.memory_mib << 20
+        )
 
     @property
     def num_processes(self) -> int:

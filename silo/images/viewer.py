@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import ArchipelagoError
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.images.workers import DecodedFile, DecodedImage, DecodeJob, DecoderOptions, decode_files
 from silo.images.drawing import drawn
 from silo.images.review import ReviewPicture
@@ -44,7 +44,7 @@ class Viewer:
         key: of the data set's scans.
     """
 
-    def __init__(self, limits: Limits, num_processes: int, key: bytes) -> None:
+    def __init__(self, limits: DecodeLimits, num_processes: int, key: bytes) -> None:
         self._options = DecoderOptions(limits, key, num_processes, with_values=True)
         self._requested = deque[ReviewPicture]()
         self._views = OrderedDict[_Location, View]()  # the oldest first

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from silo.config import ImagesSettings
 from silo.data.cohort import Cohort, CohortRequest, load_cohort
 from silo.images.scan import scan
@@ -13,7 +13,7 @@ from silo.images.summary import Summary
 
 
 def settings_of(
-    limits: Limits, processes: int = 1, columns: Mapping[str, str] | None = None
+    limits: DecodeLimits, processes: int = 1, columns: Mapping[str, str] | None = None
 ) -> ImagesSettings:
     """Return settings with these limits, also such as no configuration may state."""
     update = {
@@ -34,7 +34,7 @@ def source_at(
 def scan_at(
     data: Path,
     folder: Path,
-    limits: Limits,
+    limits: DecodeLimits,
     *,
     columns: Mapping[str, str] | None = None,
     processes: int = 1,

@@ -22,7 +22,7 @@ from pydicom.uid import (
 from ddm.images.content import FileContent
 from ddm.images.dicom_tags import floats_of, texts_of, word_of
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.dicom_files import (
     bare,
@@ -38,7 +38,7 @@ from tests.support.dicom_files import (
 )
 
 
-def pictures(path: Path, limits: Limits | None = None) -> list[DecodedPicture]:
+def pictures(path: Path, limits: DecodeLimits | None = None) -> list[DecodedPicture]:
     found = list(decode(FileContent.of(path), limits))
     assert all(isinstance(each, DecodedPicture) for each in found)
     return [each for each in found if isinstance(each, DecodedPicture)]
@@ -49,7 +49,7 @@ def values_of(path: Path) -> np.ndarray:
     return found.values
 
 
-def reason_of(path: Path, limits: Limits | None = None) -> Reason:
+def reason_of(path: Path, limits: DecodeLimits | None = None) -> Reason:
     with pytest.raises(ImageError) as caught:
         list(decode(FileContent.of(path), limits))
     assert path.name not in str(caught.value)

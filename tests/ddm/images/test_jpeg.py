@@ -9,7 +9,7 @@ from PIL import Image
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 
@@ -55,7 +55,7 @@ def values(data: bytes) -> np.ndarray:
     return np.moveaxis(picture(data).values, 0, -1).astype(int)
 
 
-def refusal(data: bytes, limits: Limits | None = None) -> ImageError:
+def refusal(data: bytes, limits: DecodeLimits | None = None) -> ImageError:
     with pytest.raises(ImageError) as caught:
         list(decode(FileContent(None, data, "a.jpg"), limits))
     return caught.value
@@ -216,7 +216,7 @@ def test_sizes_are_bounded_and_metadata_is_not_decoded() -> None:
     frame = data.index(b"\xff\xc0")
     huge = data[: frame + 5] + b"\xff\xff\xff\xff" + data[frame + 9 :]
     assert refusal(huge).reason is Reason.TOO_LARGE
-    assert refusal(data, Limits(values=100)).reason is Reason.TOO_LARGE
+    assert refusal(data, DecodeLimits(values=100)).reason is Reason.TOO_LARGE
     none = data[: frame + 5] + b"\0\0\0\0" + data[frame + 9 :]
     assert refusal(none).reason is Reason.DAMAGED
     for number in range(30):

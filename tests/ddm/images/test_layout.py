@@ -9,7 +9,7 @@ import pytest
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.layout import channels_first
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 from tests.support.case import case
 
@@ -40,8 +40,8 @@ def test_channels_are_first_or_last_where_only_one_of_them_can_be() -> None:
         with case(shape):
             values = counted(*shape)
             expected = np.moveaxis(values, -1, 0) if is_last else values
-            assert np.array_equal(channels_first(values, Limits()), expected)
-    assert np.array_equal(channels_first(counted(6, 5), Limits()), counted(1, 6, 5))
+            assert np.array_equal(channels_first(values, DecodeLimits()), expected)
+    assert np.array_equal(channels_first(counted(6, 5), DecodeLimits()), counted(1, 6, 5))
 
 
 def test_shapes_without_a_certain_meaning_are_refused() -> None:
@@ -59,7 +59,7 @@ def test_shapes_without_a_certain_meaning_are_refused() -> None:
         *((1, 8, 6, 3), (3, 8, 6, 4), (8, 8, 8, 8), (5,), (2, 3, 4, 5, 6), ()),
     ):
         with case(shape), pytest.raises(ImageError) as caught:
-            channels_first(counted(*shape), Limits())
+            channels_first(counted(*shape), DecodeLimits())
         assert caught.value.reason in (Reason.SHAPE, Reason.DAMAGED)
 
 
@@ -144,7 +144,9 @@ def test_an_npy_inside_another_file_is_one_image(tmp_path: Path) -> None:
                 np.save(data, np.array(counted(*shape), order=order))
                 (picture,) = decode(FileContent(data=data.getvalue(), name="a.npy"))
                 assert isinstance(picture, DecodedPicture)
-                assert np.array_equal(picture.values, channels_first(counted(*shape), Limits()))
+                assert np.array_equal(
+                    picture.values, channels_first(counted(*shape), DecodeLimits())
+                )
     data = io.BytesIO()
     np.savez(data, images=counted(2, 6, 5))
     with pytest.raises(ImageError, match="inside another file"):

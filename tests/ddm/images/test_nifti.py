@@ -10,7 +10,7 @@ from nibabel.testing import data_path
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 from tests.support.dicom_files import waves
@@ -27,7 +27,7 @@ def picture(data: bytes, name: str = "a.nii") -> DecodedPicture:
     return found
 
 
-def refusal(data: bytes, name: str = "a.nii", limits: Limits | None = None) -> ImageError:
+def refusal(data: bytes, name: str = "a.nii", limits: DecodeLimits | None = None) -> ImageError:
     with pytest.raises(ImageError) as caught:
         list(decode(FileContent(None, data, name), limits))
     return caught.value
@@ -215,7 +215,7 @@ def test_the_window_is_that_of_cal_min_and_cal_max() -> None:
 
 
 def pictures(
-    data: bytes, name: str = "a.nii", limits: Limits | None = None
+    data: bytes, name: str = "a.nii", limits: DecodeLimits | None = None
 ) -> list[DecodedPicture]:
     return [
         found
@@ -266,8 +266,8 @@ def test_each_time_of_a_series_is_a_volume_and_a_broken_file_gives_none() -> Non
         with pytest.raises(ImageError) as caught:
             next(decode(content))
         assert caught.value.reason is reason
-    assert refusal(data, limits=Limits(pictures=2)).reason is Reason.TOO_LARGE
-    assert len(pictures(data, limits=Limits(values=voxels[..., 0].size))) == 3
+    assert refusal(data, limits=DecodeLimits(pictures=2)).reason is Reason.TOO_LARGE
+    assert len(pictures(data, limits=DecodeLimits(values=voxels[..., 0].size))) == 3
     slices = nifti(voxels[:, :, :1], affine=AXIAL, xyzt_units=10)
     assert [found.values.shape for found in pictures(slices)] == [(1, 5, 4)] * 3
     rgb = np.zeros((*SHAPE, 2), [("R", "u1"), ("G", "u1"), ("B", "u1")])

@@ -20,7 +20,7 @@ from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.parquet import ParquetTable
 from ddm.images.parquet_pages import check_pages
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 from tests.support.case import case
 
@@ -50,7 +50,7 @@ def write(
     return path
 
 
-def rows_of(path: Path, limits: Limits | None = None) -> list[Any]:
+def rows_of(path: Path, limits: DecodeLimits | None = None) -> list[Any]:
     """The value, split, label, patient and caption of each picture, or the reason of its error."""
     return [
         found.reason
@@ -242,7 +242,7 @@ def test_an_image_file_larger_than_the_limit_is_refused_alone(tmp_path: Path) ->
         large, "PNG"
     )
     path = write(tmp_path / "a.parquet", [png(1), large.getvalue(), png(2)], kind=pa.binary())
-    found = rows_of(path, Limits(values=4000))
+    found = rows_of(path, DecodeLimits(values=4000))
     assert [found[0][0], found[1], found[2][0]] == [1, Reason.TOO_LARGE, 2]
 
 

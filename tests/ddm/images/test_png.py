@@ -10,7 +10,7 @@ from PIL import Image
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 from tests.support.png_files import SIGNATURE, chunk, png
@@ -42,7 +42,7 @@ def values(data: bytes) -> np.ndarray:
     return np.moveaxis(picture(data).values, 0, -1)
 
 
-def refusal(data: bytes, limits: Limits | None = None) -> ImageError:
+def refusal(data: bytes, limits: DecodeLimits | None = None) -> ImageError:
     with pytest.raises(ImageError) as caught:
         list(decode(FileContent(None, data, "a.png"), limits))
     return caught.value

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.dicom_files import waves
 
@@ -26,7 +26,7 @@ def values_of(path: Path) -> np.ndarray:
     return found.values
 
 
-def reason_of(path: Path, limits: Limits | None = None) -> Reason:
+def reason_of(path: Path, limits: DecodeLimits | None = None) -> Reason:
     with pytest.raises(ImageError) as caught:
         list(decode(FileContent.of(path), limits))
     return caught.value.reason
@@ -221,6 +221,6 @@ def test_broken_and_hostile_files_have_their_true_reason(tmp_path: Path) -> None
     path.write_bytes(whole[:60] + bytes([whole[60] ^ 255]) + whole[61:])
     assert reason_of(path) in (Reason.DAMAGED, Reason.TRUNCATED)
     Image.fromarray(np.zeros((4, 4), np.uint8)).save(path)
-    assert reason_of(path, Limits(values=15)) is Reason.TOO_LARGE
+    assert reason_of(path, DecodeLimits(values=15)) is Reason.TOO_LARGE
     Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "image.tiff")
     assert reason_of(tmp_path / "image.tiff") is Reason.NOT_FINITE

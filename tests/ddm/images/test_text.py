@@ -177,11 +177,11 @@ def test_tesseract_runs_within_the_bounds_of_a_decoder(tmp_path: Path) -> None:
     program = f"""
 import resource, sys
 import numpy as np
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.images.text_reader import reads_letters
 from ddm.images.worker import set_bounds
 values = np.load({str(tmp_path / "values.npy")!r})
-set_bounds(Limits(memory_bytes=512 << 20))
+set_bounds(DecodeLimits(memory_bytes=512 << 20))
 assert resource.getrlimit(resource.RLIMIT_FSIZE) == (0, 0)
 sys.exit(0 if reads_letters(values, 205, 150, 24, 60) else 3)
 """

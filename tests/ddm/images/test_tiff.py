@@ -11,7 +11,7 @@ from PIL import Image
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 from tests.support.tiff_files import DEFLATE, JPEG, LZW, NONE, PACK_BITS, page, tiff
@@ -30,7 +30,7 @@ def noise(dtype: Any = np.uint8, channels: int = 1, high: int | None = None) -> 
     )
 
 
-def decoded(data: bytes, limits: Limits | None = None) -> list[DecodedPicture | ImageError]:
+def decoded(data: bytes, limits: DecodeLimits | None = None) -> list[DecodedPicture | ImageError]:
     return list(decode(FileContent(None, data, "a.tif"), limits))
 
 
@@ -45,7 +45,7 @@ def values(data: bytes) -> np.ndarray:
     return np.moveaxis(picture(data).values, 0, -1)
 
 
-def refusal(data: bytes, limits: Limits | None = None) -> ImageError:
+def refusal(data: bytes, limits: DecodeLimits | None = None) -> ImageError:
     with pytest.raises(ImageError) as caught:
         decoded(data, limits)
     return caught.value
@@ -397,7 +397,9 @@ def test_pages_are_images_of_their_own_whatever_their_shapes_and_a_bad_one_alone
     found = decoded(tiff(page(first), page(first, tags={274: [6, 6]}), page(first)))
     assert isinstance(found[1], ImageError) and "Orientation" in found[1].detail
     assert [isinstance(image, DecodedPicture) for image in found] == [True, False, True]
-    assert refusal(tiff(page(first), page(first)), Limits(pictures=1)).reason is Reason.TOO_LARGE
+    assert (
+        refusal(tiff(page(first), page(first)), DecodeLimits(pictures=1)).reason is Reason.TOO_LARGE
+    )
 
 
 def test_reduced_pages_and_sub_directories_are_thumbnails(tmp_path: Path) -> None:
@@ -562,4 +564,4 @@ def test_broken_files_have_their_true_reason() -> None:
     circle[-4:] = circle[4:8]
     assert "circle" in refusal(bytes(circle)).detail
     bomb = page(np.zeros((2000, 2000, 1), np.uint8), compression=DEFLATE)
-    assert refusal(tiff(bomb), Limits(values=1 << 20)).reason is Reason.TOO_LARGE
+    assert refusal(tiff(bomb), DecodeLimits(values=1 << 20)).reason is Reason.TOO_LARGE

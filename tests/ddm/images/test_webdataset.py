@@ -13,7 +13,7 @@ from PIL import Image
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 from tests.support.case import case
 
@@ -41,7 +41,7 @@ def archive(path: Path, members: list[Any], mode: str = "w", **options: Any) -> 
     return path
 
 
-def rows_of(path: Path, limits: Limits | None = None) -> list[Any]:
+def rows_of(path: Path, limits: DecodeLimits | None = None) -> list[Any]:
     """The value, label, caption, patient and split of each picture, or the reason of its error; the last may end it."""
     rows: list[Any] = []
     try:
@@ -296,7 +296,7 @@ def test_an_image_file_larger_than_the_limit_is_refused_alone(tmp_path: Path) ->
     large = ("b.png", bytes(5000))
     members = [("a.png", encoded(1)), large, ("c.png", encoded(3))]
     for mode in ("w", "w:gz"):
-        found = rows_of(archive(tmp_path / "a.tar", members, mode), Limits(values=4000))
+        found = rows_of(archive(tmp_path / "a.tar", members, mode), DecodeLimits(values=4000))
         assert [found[0][0], found[1], found[2][0]] == [1, Reason.TOO_LARGE, 3]
 
 

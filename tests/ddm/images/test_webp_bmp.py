@@ -8,7 +8,7 @@ from PIL import Image
 
 from ddm.images.content import FileContent
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag, ImageError, Reason
 from tests.support.case import case
 
@@ -18,7 +18,7 @@ RGB = RNG.integers(0, 256, (H, W, 3), np.uint8)
 RGBA = RNG.integers(0, 256, (H, W, 4), np.uint8)
 
 
-def decoded(data: bytes, limits: Limits | None = None) -> list[np.ndarray]:
+def decoded(data: bytes, limits: DecodeLimits | None = None) -> list[np.ndarray]:
     found = list(decode(FileContent(None, data, "a"), limits))
     assert all(
         isinstance(picture, DecodedPicture) and picture.full == (0, 255) for picture in found
@@ -30,7 +30,7 @@ def decoded(data: bytes, limits: Limits | None = None) -> list[np.ndarray]:
     ]
 
 
-def refusal(data: bytes, limits: Limits | None = None) -> ImageError:
+def refusal(data: bytes, limits: DecodeLimits | None = None) -> ImageError:
     with pytest.raises(ImageError) as caught:
         decoded(data, limits)
     return caught.value
@@ -72,7 +72,7 @@ def test_frames_of_webp_are_images_of_their_own() -> None:
     data = webp(RGB, save_all=True, append_images=rest, duration=100)
     for found, frame in zip(decoded(data), frames, strict=True):
         assert (found == frame).all()
-    assert refusal(data, Limits(pictures=2)).reason is Reason.TOO_LARGE
+    assert refusal(data, DecodeLimits(pictures=2)).reason is Reason.TOO_LARGE
 
 
 def test_broken_webp_has_its_true_reason() -> None:
@@ -80,7 +80,7 @@ def test_broken_webp_has_its_true_reason() -> None:
     for length in (len(data) - 1, len(data) // 2, 40):
         assert refusal(data[:length]).reason is Reason.TRUNCATED
     assert (decoded(data + b"behind the end")[0] == RGB).all()
-    assert refusal(data, Limits(values=100)).reason is Reason.TOO_LARGE
+    assert refusal(data, DecodeLimits(values=100)).reason is Reason.TOO_LARGE
     xmp = webp(RGB, xmp=b"<x:xmpmeta>xmpGImg</x:xmpmeta>")
     (found,) = decode(FileContent(None, xmp, "a"))
     assert isinstance(found, DecodedPicture) and found.flags == {Flag.THUMBNAIL}

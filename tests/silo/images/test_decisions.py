@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import SetupError
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.images.reasons import Flag, Reason
 from ddm.images.record import PictureRecord
 from silo.images.decisions import LEFT_OUT, Decision, Decisions
@@ -61,7 +61,7 @@ def test_a_scan_takes_what_was_cleared_and_counts_what_was_left_out(tmp_path: Pa
     data.mkdir()
     for number in range(3):
         write(tags_of(waves((48, 40 + number)), Modality="US"), data / f"{number}.dcm")
-    limits = Limits(memory_bytes=2 << 30)
+    limits = DecodeLimits(memory_bytes=2 << 30)
     assert scan_at(data, private, limits).reasons == {"ultrasound": 3}
     with Decisions.opened(private) as decisions:
         waiting = sorted(

@@ -12,7 +12,7 @@ import pytest
 
 from ddm.errors import SetupError
 from ddm.images import workers
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.images.reasons import Reason
 from ddm.images.record import PictureRecord
 from ddm.images.worker import HEADER, READY
@@ -57,14 +57,14 @@ def test_decoder_that_never_begins_is_given_up(
     instead(SLEEPS, tmp_path, monkeypatch)
     monkeypatch.setattr(workers, "_START_S", 0.2)
     with pytest.raises(SetupError, match="decoder"):
-        list(decode_files([job("a"), job("b")], DecoderOptions(Limits(), KEY, 2)))
+        list(decode_files([job("a"), job("b")], DecoderOptions(DecodeLimits(), KEY, 2)))
 
 
 def test_file_with_which_a_decoder_ends_as_if_all_were_well_is_not_tried_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instead(ENDS, tmp_path, monkeypatch)
-    answers = list(decode_files([job("a"), job("b")], DecoderOptions(Limits(), KEY)))
+    answers = list(decode_files([job("a"), job("b")], DecoderOptions(DecodeLimits(), KEY)))
     ends = [
         (answer.job.path, answer.reason) for answer in answers if isinstance(answer, DecodedFile)
     ]
@@ -77,7 +77,11 @@ def test_names_that_fill_a_pipe_are_not_written_before_somebody_reads(
     instead(SLEEPS, tmp_path, monkeypatch)
     monkeypatch.setattr(workers, "_START_S", 0.2)
     with pytest.raises(SetupError, match="decoder"):
-        list(decode_files([job("a" * 15_000), job("b" * 20_000)], DecoderOptions(Limits(), KEY)))
+        list(
+            decode_files(
+                [job("a" * 15_000), job("b" * 20_000)], DecoderOptions(DecodeLimits(), KEY)
+            )
+        )
 
 
 def test_viewer_ends_although_a_decoder_does_not_answer(
@@ -85,7 +89,7 @@ def test_viewer_ends_although_a_decoder_does_not_answer(
 ) -> None:
     instead(SLEEPS, tmp_path, monkeypatch)
     before = set(children(os.getpid()))
-    with Viewer(Limits(), 1, KEY) as shown:
+    with Viewer(DecodeLimits(), 1, KEY) as shown:
         shown.request([ReviewPicture("a", 0, PictureRecord())])
         wait_until(lambda: bool(set(children(os.getpid())) - before), "a decoder")
         left = time.monotonic()
@@ -100,7 +104,7 @@ def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(
 
     monkeypatch.setattr(viewer, "decode_files", broken)
     wanted = ReviewPicture("a", 0, PictureRecord())
-    with Viewer(Limits(), 1, KEY) as shown:
+    with Viewer(DecodeLimits(), 1, KEY) as shown:
         shown.request([wanted])
         wait_until(lambda: shown.view(wanted) is not None, "an answer")
         assert (

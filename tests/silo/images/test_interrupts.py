@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.system.processes import program
 from silo.images.scan import QUARANTINE
 from tests.support.cohorts import scan_at
 from tests.support.processes import alive, children
 from tests.support.waiting import LIMIT_S, wait_until
 
-LIMITS = Limits()
+LIMITS = DecodeLimits()
 NUM = 150
 _TICKS = os.sysconf("SC_CLK_TCK")
 

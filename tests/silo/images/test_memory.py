@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from ddm.errors import SetupError
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from silo.config import ImagesSettings
 from silo.images.decisions import Decision, Decisions
 from silo.images.scan import ScannedImages
@@ -20,7 +20,7 @@ from tests.support.cohorts import scan_at, source_at
 from tests.support.dicom_files import tags_of, waves, write
 
 SETTINGS = ImagesSettings(processes=1)
-LIMITS = Limits(memory_bytes=SETTINGS.memory_mib << 20)
+LIMITS = DecodeLimits(memory_bytes=SETTINGS.memory_mib << 20)
 FAILS = """
 import errno, os, signal
 from ddm.images import worker

@@ -22,7 +22,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from ddm.errors import MissingFileError, SetupError
-from ddm.images.picture import Limits, Picture
+from ddm.images.picture import DecodeLimits, Picture
 from ddm.system.processes import program
 from silo.images.decisions import Decision, Decisions
 from silo.images.drawing import drawn
@@ -39,7 +39,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 
 __all__ = ["browser", "one_browser"]
 
-LIMITS = Limits(memory_bytes=2 << 30)
+LIMITS = DecodeLimits(memory_bytes=2 << 30)
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 

@@ -16,7 +16,7 @@ from ddm.errors import DataError, SetupError
 from ddm.images import workers
 from ddm.images.find import find_data
 from ddm.images.patients import pseudonyms
-from ddm.images.picture import Limits
+from ddm.images.picture import DecodeLimits
 from ddm.images.record import difference_hash
 from ddm.images.workers import DecodedFile, DecodedImage, DecodeJob, DecoderOptions, decode_files
 from silo.images import scan as scan_module
@@ -27,7 +27,7 @@ from tests.support.commands import command
 from tests.support.dicom_files import inflating, tags_of, waves, write
 
 KEY = bytes(32)
-LIMITS = Limits(memory_bytes=2 << 30)
+LIMITS = DecodeLimits(memory_bytes=2 << 30)
 
 
 def image(path: Path, seed: int = 0) -> Path:
@@ -116,7 +116,7 @@ def test_second_scan_decodes_only_what_changed(tmp_path: Path) -> None:
     third = scan_at(data, private, LIMITS)
     assert (third.accepted, third.num_read, third.num_decoded) == (4, 3, 2)
     # by other limits
-    assert scan_at(data, private, Limits(memory_bytes=2 << 30, seconds=30.0)).num_decoded == 5
+    assert scan_at(data, private, DecodeLimits(memory_bytes=2 << 30, seconds=30.0)).num_decoded == 5
 
 
 def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_idx_is_read_with_the_labels_beside_it(tmp_path: Path) -> None:
         (tmp_path / "idx" / name).write_bytes(
             b"\0\0\x08" + bytes([array.ndim]) + sides + array.tobytes()
         )
-    found = scan_at(tmp_path / "idx", tmp_path / "private", Limits())
+    found = scan_at(tmp_path / "idx", tmp_path / "private", DecodeLimits())
     assert found.as_json()["labels"] == {"2": 2, "0": 1} and not found.quarantined
 
 
@@ -195,7 +195,7 @@ def test_hostile_files_are_bounded_and_the_others_still_read(tmp_path: Path) -> 
     for number in range(6):
         image(data / f"{number}.png", number)
     inflating(data / "bomb.dcm", 1 << 30)
-    found = scan_at(data, tmp_path / "private", Limits(memory_bytes=1 << 30), processes=2)
+    found = scan_at(data, tmp_path / "private", DecodeLimits(memory_bytes=1 << 30), processes=2)
     assert found.accepted == 6
     assert quarantined(tmp_path / "private")[f"{data}/bomb.dcm"] in (
         *("too much memory", "decoder crashed", "too much time"),
@@ -224,7 +224,7 @@ worker.main()
 
 
 def run_killer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], limits: Limits
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], limits: DecodeLimits
 ) -> dict:
     jobs = []
     for number, name in enumerate(names):
@@ -251,7 +251,7 @@ def test_file_that_kills_its_decoder_is_named_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["a", "crash", "b", "memory", "c", "write", "d", "print", "e"]
-    ends = run_killer(tmp_path, monkeypatch, names, Limits(memory_bytes=2 << 30))
+    ends = run_killer(tmp_path, monkeypatch, names, DecodeLimits(memory_bytes=2 << 30))
     assert (ends.pop("crash"), ends.pop("memory")) == ("decoder crashed", "too much memory")
     assert ends.pop("write") is not None and set(ends.values()) == {None}
     assert not (tmp_path / "written").exists() or not (tmp_path / "written").read_bytes()
@@ -260,9 +260,9 @@ def test_file_that_kills_its_decoder_is_named_and_the_others_are_read(
 def test_decoder_that_waits_for_a_busy_machine_is_waited_for_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = Limits(seconds=1, memory_bytes=2 << 30)
+    limits = DecodeLimits(seconds=1, memory_bytes=2 << 30)
     with monkeypatch.context() as starved:
-        starved.setattr(workers, "used", lambda pid: (True, 0.0))
+        starved.setattr(workers, "processor_use", lambda pid: (True, 0.0))
         assert run_killer(tmp_path, monkeypatch, ["a", "slow"], limits) == {"a": None, "slow": None}
         starved.setattr(workers, "_BUSY", 2)
         assert run_killer(tmp_path, monkeypatch, ["slow"], limits) == {"slow": "too much time"}
@@ -273,7 +273,7 @@ def test_file_that_hangs_is_given_up_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = run_killer(
-        tmp_path, monkeypatch, ["a", "hang", "b"], Limits(seconds=20, memory_bytes=2 << 30)
+        tmp_path, monkeypatch, ["a", "hang", "b"], DecodeLimits(seconds=20, memory_bytes=2 << 30)
     )
     assert ends == {"a": None, "hang": "too much time", "b": None}
 

@@ -8,7 +8,7 @@ import pytest
 from ddm.images.content import FileContent
 from ddm.images.faces import names_head
 from ddm.images.formats import decode
-from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import Flag
 from ddm.images.record import PictureRecord, SliceRecord
 from silo.images.decisions import Decision, Decisions
@@ -17,7 +17,7 @@ from silo.images.series import Stacks
 from tests.support.cohorts import scan_at
 from tests.support.dicom_files import tags_of, waves, write
 
-LIMITS = Limits(memory_bytes=2 << 30)
+LIMITS = DecodeLimits(memory_bytes=2 << 30)
 
 
 def stack(
