@@ -207,7 +207,7 @@ def _subjects(inputs: AuditInputs) -> list[AuditedExpert]:
             settings=training.settings,
             folder=training.work.audit_folder(part.expert_id),
             job_folder=partial(_audit_job, training.work, jobs, part.expert_id),
-            wanted=partial(_audit_task, training.cohort),
+            make_task=partial(_audit_task, training.cohort),
         )
         subjects.append(subject)
     return subjects
