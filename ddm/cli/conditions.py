@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ddm.encoders.text import TextEncoder
 
 
-def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
+def encode_text(text: str, folder: Path, condition: Condition) -> ConditionValue:
     """Return the token embeddings of a text, by the encoder that the release's plan pins.
 
     Args:
@@ -34,24 +34,21 @@ def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
         MissingFileError, DigestError: the folder holds another encoder.
     """
     if not isinstance(condition, TextCondition):
-        got = "experts " + (
-            "with classes" if isinstance(condition, ClassCondition) else "without conditions"
-        )
         raise SetupError(
             "--text",
             expected="experts with texts as conditions",
-            got=got,
+            got=_describe_experts(condition),
             remedy="Leave --text out.",
         )
-    encoder = encoder_of(folder, condition)
+    encoder = open_text_encoder(folder, condition)
     if encoder.num_cut([text]):
         say(f"The text is longer than {condition.max_tokens} tokens; the rest is cut off.")
     vectors = encoder.encode([text])[0]
-    if not vectors.any():  # the null condition
-        expected = "a text with at least one word that the encoder knows"
+    # All zeros is the null condition: the samples would silently have none.
+    if not vectors.any():
         raise SetupError(
             "--text",
-            expected=expected,
+            expected="a text with at least one word that the encoder knows",
             got=f"{len(text)} characters without one",
             remedy="Reword it.",
         )
@@ -65,27 +62,35 @@ def class_number(text: str, condition: Condition) -> int:
         SetupError: these experts take no classes, or have none of this name.
     """
     if not isinstance(condition, ClassCondition):
-        got = "experts " + (
-            "with texts" if isinstance(condition, TextCondition) else "without conditions"
-        )
-        remedy = "Leave --class out."
-        raise SetupError(
-            "--class", expected="experts with classes as conditions", got=got, remedy=remedy
-        )
-    if (number := condition.classes.number(text)) is None:
-        expected, got = f"a class, {condition.classes.words()}", repr(text[:40])
         raise SetupError(
             "--class",
-            expected=expected,
-            got=got,
+            expected="experts with classes as conditions",
+            got=_describe_experts(condition),
+            remedy="Leave --class out.",
+        )
+    number = condition.classes.number(text)
+    if number is None:
+        raise SetupError(
+            "--class",
+            expected=f"a class, {condition.classes.words()}",
+            got=repr(text[:40]),
             remedy="`ddm info` lists the classes of a release.",
         )
     return number
 
 
-def encoder_of(folder: Path, condition: TextCondition) -> "TextEncoder":
+def _describe_experts(condition: Condition) -> str:
+    if isinstance(condition, ClassCondition):
+        return "experts with classes"
+    if isinstance(condition, TextCondition):
+        return "experts with texts"
+    return "experts without conditions"
+
+
+def open_text_encoder(folder: Path, condition: TextCondition) -> "TextEncoder":
     """Open the encoder that the plan pins."""
-    from ddm.encoders.text import TextEncoder  # takes seconds
+    # Importing it takes seconds.
+    from ddm.encoders.text import TextEncoder
 
     return TextEncoder.open(folder, condition)
 
@@ -103,13 +108,16 @@ def condition_shares(
     """
     if condition is None:
         return declared
-    told, _ = condition_and_null(ensemble.condition, condition)
+    # Checked also where the shares are declared, so that a wrong condition is always refused.
+    expert_condition, _ = condition_and_null(ensemble.condition, condition)
     if declared is not None:
         return declared
     if isinstance(condition, int) and ensemble.class_prior:
         return list(ensemble.class_prior(condition).prior)
-    learned = router_shares(ensemble.router, told, ensemble.prior)
-    return learned if learned or isinstance(condition, int) else list(ensemble.prior)
+    learned = router_shares(ensemble.router, expert_condition, ensemble.prior)
+    if learned or isinstance(condition, int):
+        return learned
+    return list(ensemble.prior)
 
 
 def shares_of_each(
@@ -119,12 +127,19 @@ def shares_of_each(
     declared: list[float] | None,
 ) -> Tensor:
     """Return the shares that are due under the condition of all samples, (K,), or under each one's class, (N, K)."""
-    if not isinstance(condition, Tensor) or condition.dim() != 1:
-        one = condition[0] if isinstance(condition, Tensor) and condition.dim() == 3 else condition
-        return expert_shares(ensemble, target_prior, condition_shares(ensemble, one, declared))
-    labels, group_N = torch.unique(condition, return_inverse=True)
-    each = [condition_shares(ensemble, label, declared) for label in labels.tolist()]
-    return torch.stack([expert_shares(ensemble, target_prior, shares) for shares in each])[group_N]
+    if isinstance(condition, Tensor) and condition.dim() == 1:
+        # A class for each sample: the shares of each class are computed once.
+        labels, place_N = torch.unique(condition, return_inverse=True)
+        share_rows = []
+        for label in labels.tolist():
+            class_shares = condition_shares(ensemble, label, declared)
+            share_rows.append(expert_shares(ensemble, target_prior, class_shares))
+        return torch.stack(share_rows)[place_N]
+    if isinstance(condition, Tensor) and condition.dim() == 3:
+        # A text for each sample, which all have the same shares.
+        condition = condition[0]
+    shares = condition_shares(ensemble, condition, declared)
+    return expert_shares(ensemble, target_prior, shares)
 
 
 def expert_shares(

@@ -2,24 +2,28 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddm.cli.editing import interval
-from ddm.cli.evaluated_conditions import Asked, conditions_for, held_of_class
-from ddm.cli.following import FLAGS, STRATEGY_NAMES, Following, chosen_strategy, priors
+from ddm.cli.editing_options import read_interval
+from ddm.cli.evaluated_conditions import (
+    ReferenceConditionOptions,
+    SampleConditions,
+    conditions_for,
+    select_class,
+)
 from ddm.cli.options import (
     HOW,
     WHAT,
     GuidanceOption,
-    Machine,
+    MachineOptions,
     ReleaseArgument,
-    Solving,
+    SolverOptions,
     TextOption,
     Verification,
     check_null,
@@ -28,18 +32,25 @@ from ddm.cli.options import (
     warn_if_expired,
 )
 from ddm.cli.settings import DrawingSettings, read_settings, set_option
+from ddm.cli.strategy_options import (
+    FLAGS,
+    StrategyOptions,
+    choose_strategy,
+    read_priors,
+)
 from ddm.errors import SetupError
 from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.sampling.strategies import STRATEGIES
 from ddm.system.console import progress, say, table
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ddm.evaluation.features import Features
-    from ddm.evaluation.measuring import Evaluation, Yardstick
+    from ddm.evaluation.measuring import Yardstick
+    from ddm.evaluation.page import EvaluatedSamples
     from ddm.evaluation.reference import Reference
     from ddm.loading.release import Release
+    from ddm.protocol.architecture import Condition
+    from ddm.protocol.plan import Plan
     from ddm.sampling.strategies import Strategy
 
 COMPARE = "What to compare with"
@@ -47,7 +58,10 @@ COMPARE = "What to compare with"
 Num = Annotated[
     int | None,
     typer.Option(
-        "--num", min=8, help="How many samples; with --samples, the first.", rich_help_panel=WHAT
+        "--num",
+        min=8,
+        help="Number of samples; with --samples, of the first ones.",
+        rich_help_panel=WHAT,
     ),
 ]
 Given = Annotated[
@@ -55,15 +69,19 @@ Given = Annotated[
     typer.Option(
         "--samples",
         metavar="FILE",
-        help="npz that ddm sample wrote; draws nothing.",
+        help="Evaluate this npz of ddm sample instead of drawing.",
         rich_help_panel=WHAT,
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="Writes a page with pictures.", rich_help_panel=WHAT),
+    typer.Option(
+        "--out", metavar="DIR", help="Folder for a page with pictures.", rich_help_panel=WHAT
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For scripts.", rich_help_panel=WHAT)]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON, for scripts.", rich_help_panel=WHAT)
+]
 ReferenceFile = Annotated[
     Path,
     typer.Option(
@@ -78,7 +96,7 @@ Holdout = Annotated[
     typer.Option(
         "--holdout",
         metavar="PATH",
-        help="Other real images, the scale for copies.",
+        help="More real images, to which copies are compared.",
         rich_help_panel=COMPARE,
     ),
 ]
@@ -87,7 +105,7 @@ By = Annotated[
     typer.Option(
         "--by",
         metavar="NAME",
-        help="Array of the reference that groups it.",
+        help="Column of the reference that groups its images.",
         rich_help_panel=COMPARE,
     ),
 ]
@@ -105,17 +123,14 @@ Neighbours = Annotated[
         "--neighbours",
         min=1,
         max=100,
-        help="k of precision, recall and so on.",
+        help="Number of neighbours (k) in precision and recall.",
         rich_help_panel=COMPARE,
     ),
 ]
 Strategies = Annotated[
     list[str] | None,
     typer.Option(
-        "--strategy",
-        click_type=STRATEGY_NAMES,
-        help="Which expert each step follows; repeatable.",
-        rich_help_panel=HOW,
+        "--strategy", help="Which experts each step follows; repeatable.", rich_help_panel=HOW
     ),
 ]
 ClassesOption = Annotated[
@@ -132,11 +147,42 @@ EncoderOption = Annotated[
     typer.Option(
         "--text-encoder",
         metavar="FOLDER",
-        help="The plan's; without --text for the reference's captions.",
+        help="Folder of the plan's text encoder, for --text or the reference's captions.",
         rich_help_panel=WHAT,
     ),
 ]
 Set = Annotated[list[str] | None, set_option(DrawingSettings)]
+
+
+@dataclass(frozen=True)
+class EvaluationReference:
+    """What samples are compared with.
+
+    Attributes:
+        reference: real images.
+        holdout: other real images, the scale for copies; None without them.
+        features: the network that sees them.
+        neighbours: k of precision, recall and so on.
+    """
+
+    reference: "Reference"
+    holdout: "Reference | None"
+    features: "Features"
+    neighbours: int
+
+    @property
+    def num_images(self) -> int:
+        """The number of real images."""
+        if self.holdout is None:
+            return self.reference.num
+        return self.reference.num + self.holdout.num
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the real images."""
+        if self.holdout is None:
+            return self.reference.num_bytes
+        return self.reference.num_bytes + self.holdout.num_bytes
 
 
 @grouped
@@ -157,13 +203,14 @@ def evaluate(
     features: FeaturesOption = "encoder",
     neighbours: Neighbours = 5,
     strategy: Strategies = None,
-    following: Following,
-    solving: Solving,
+    following: StrategyOptions,
+    solving: SolverOptions,
     settings: Set = None,
     verification: Verification,
-    machine: Machine,
+    machine: MachineOptions,
 ) -> None:
     """Measure samples against real images: FID, KID, precision, recall, shares, copies; verifies first."""
+    # Everything that options alone can get wrong is refused before the release is read, which may take minutes.
     rare = read_settings(DrawingSettings, settings)
     if num is None and samples is None:
         raise SetupError(
@@ -171,139 +218,237 @@ def evaluate(
             expected="--num or --samples",
             got="neither a number of samples nor a file of them",
         )
-    asked, within = Asked(label, text, text_encoder), interval(rare.guidance_interval)
-    names = list(dict.fromkeys(strategy or ["lock"]))
-    wanted = following.settings(rare)
+    conditioning = ReferenceConditionOptions(label, text, text_encoder)
+    guidance_interval = read_interval(rare.guidance_interval)
+    strategy_settings = following.settings(rare)
     if samples is not None:
-        _check_nothing_is_drawn(
-            samples, {"--strategy": strategy, **{FLAGS[name]: name for name in wanted}}
-        )
-        _check_nothing_is_drawn(samples, {str(asked.flag): asked.flag, "--guidance": guidance})
-    chosen = _strategies(names, wanted)
-    if out is not None:
-        from ddm.io.pictures import prepare_output
+        drawing_options = {
+            "--strategy": strategy,
+            **{FLAGS[name]: name for name in strategy_settings},
+            str(conditioning.flag): conditioning.flag,
+            "--guidance": guidance,
+        }
+        _check_nothing_is_drawn(samples, drawing_options)
+    names = list(dict.fromkeys(strategy or ["lock"]))
+    strategies = _choose_strategies(names, strategy_settings)
+    _prepare_page_folder(out)
 
-        if out.suffix:
-            raise SetupError("--out", expected="a folder, by a name without ending", got=out.name)
-        prepare_output(out)
-
-    from ddm.cli.drawing import Computing
-    from ddm.cli.evaluated_samples import Drawing, given_samples
+    from ddm.cli.evaluated_samples import EvaluationDrawing, read_samples
+    from ddm.cli.sampling import ComputeSettings
     from ddm.evaluation.features import open_features
-    from ddm.evaluation.measuring import Yardstick
-    from ddm.evaluation.metrics import metrics_bytes
+    from ddm.evaluation.page import EvaluatedSamples
     from ddm.evaluation.reference import open_reference
-    from ddm.footprint import condition_bytes, labels_bytes
     from ddm.system.memory import memory_limit
 
-    computing = Computing(machine.device, machine.arithmetic(), rare.batch)
+    computing = ComputeSettings(machine.device, machine.arithmetic(), rare.batch)
     limit = memory_limit(read_memory(machine.memory))
     opened = verification.open(release, experts_later=True)
-    plan, manifest = opened.plan, opened.manifest
+    plan = opened.plan
+    manifest = opened.manifest
     if plan.transform:
         say("reading the images to compare with", error=True)
-    real = open_reference(reference, plan.data, by, plan.transform)
-    held = open_reference(holdout, plan.data, None, plan.transform) if holdout else None
+    holdout_images = None
+    reference_images = open_reference(reference, plan.data, by, plan.transform)
+    if holdout is not None:
+        holdout_images = open_reference(holdout, plan.data, None, plan.transform)
     network = open_features(features, plan, opened.folder)
-    weights, declared = priors(manifest, following.prior, rare.class_prior)
-    given = None if samples is None else given_samples(opened, samples, num)
-    count = num or 0 if given is None else len(given.images)
-    beside = real.num_bytes + (held.num_bytes if held else 0)
-    beside += metrics_bytes(
-        count, real.num + (held.num if held else 0), network.dim, min(plan.data.dim, 4096)
-    )
-    if given is None:
-        beside += 2 * labels_bytes(plan.condition, count) + (
-            condition_bytes(plan.condition) if text_encoder else 0
-        )
+    comparison = EvaluationReference(reference_images, holdout_images, network, neighbours)
+    weights, declared_shares = read_priors(manifest, following.prior, rare.class_prior)
+
+    given_samples = None
+    num_samples = num or 0
+    if samples is not None:
+        given_samples = read_samples(opened, samples, num)
+        num_samples = len(given_samples.images)
+    needed = _comparing_bytes(plan, comparison, num_samples)
+    if given_samples is None:
+        needed += _conditions_bytes(plan, num_samples, text_encoder)
     limit.check(
         "memory",
-        beside + 4 * count * plan.data.dim,
+        needed + 4 * num_samples * plan.data.dim,
         "Evaluate fewer images, or raise the limit with --memory.",
     )
-    if given is not None:
-        drawn, due_E, words = [given], weights, None
+
+    show_progress = partial(_show_progress, as_json=as_json)
+    condition_words = None
+    if given_samples is not None:
+        sample_sets = [given_samples]
+        due_shares = weights
     else:
+        # Each expert's share of a class is known where it was declared or counted, or where there is one expert.
         counted = (
-            declared is not None or plan.statistics.class_counts is not None or len(weights) == 1
+            declared_shares is not None
+            or plan.statistics.class_counts is not None
+            or len(weights) == 1
         )
-        under = conditions_for(asked, plan.condition, real, count, solving.seed, counted=counted)
-        _check_told(under.value is not None, rare, guidance)
+        conditions = conditions_for(
+            conditioning,
+            plan.condition,
+            comparison.reference,
+            num_samples,
+            solving.seed,
+            counted=counted,
+        )
+        _check_conditioned(conditions.value is not None, rare, guidance)
         if guidance:
             check_null(plan.condition, "--guidance", "Leave --guidance out.")
-        words = under.words
-        if (
-            under.kept is not None
-            and isinstance(under.value, int)
-            and isinstance(plan.condition, ClassCondition)
-        ):
-            real = real.select(under.kept)
-            held = held and held_of_class(under.value, plan.condition, held)
+        condition_words = conditions.words
+        comparison = _compare_with_class(comparison, conditions, plan.condition)
         how = {
             "steps": solving.steps,
             "solver": solving.solver.value,
             "prior": weights,
-            "condition": under.value,
+            "condition": conditions.value,
             "guidance": guidance or 0.0,
-            "guidance_interval": within,
+            "guidance_interval": guidance_interval,
             "router_every": rare.router_every or 1,
         }
-        drawing = Drawing(
-            opened, computing, min(machine.processes, count), solving.seed, how, declared
+        num_processes = min(machine.processes, num_samples)
+        drawing = EvaluationDrawing(
+            opened, computing, num_processes, solving.seed, how, declared_shares
         )
-        drawn, due_E = drawing.draw(chosen, count, beside, limit, partial(_told, as_json=as_json))
-    with _told(f"comparing {real.num} reference images", as_json) as advance:
-        yardstick = Yardstick.of(
-            real, network, holdout=held, k=neighbours, seed=solving.seed, on_progress=advance
+        sample_sets, due_shares = drawing.draw(
+            strategies, num_samples, limit, needed, show_progress
         )
-    owners, silos = (
-        [expert.silo_id for expert in manifest.experts],
-        [silo.silo_id for silo in manifest.silos],
-    )
-    due = [
-        sum(w for w, owner in zip(due_E, owners, strict=True) if owner == silo) for silo in silos
-    ]
+
+    owners = [expert.silo_id for expert in manifest.experts]
+    silos = [silo.silo_id for silo in manifest.silos]
+    silo_priors = dict.fromkeys(silos, 0.0)
+    for owner, share in zip(owners, due_shares, strict=True):
+        silo_priors[owner] += share
+    yardstick = _make_yardstick(comparison, solving.seed, show_progress)
     results = []
-    for each in drawn:
-        with _told(f"comparing {count} samples, {each.name}", as_json) as advance:
-            silo_N = each.silo_N(owners, silos)
-            found = yardstick.judge(
-                each.images, silo_N=silo_N, silos=silos, prior=due, on_progress=advance
+    for sample_set in sample_sets:
+        silo_N = sample_set.silo_N(owners, silos)
+        label_text = f"comparing {num_samples} samples, {sample_set.name}"
+        with show_progress(label_text) as advance:
+            evaluation = yardstick.judge(
+                sample_set.images,
+                silo_N=silo_N,
+                silos=silos,
+                prior=list(silo_priors.values()),
+                on_progress=advance,
             )
-            found = replace(found, notes=(*each.notes, *found.notes))
-        results.append((each.name, each.images, silo_N, found))
-    sampling = None if words is None else _sampling(solving, words, guidance)
-    origin = _origin(opened, real, held, network, solving.seed, neighbours, sampling, samples)
-    document = _document([(name, found) for name, _, _, found in results], origin)
+        notes = (*sample_set.notes, *evaluation.notes)
+        evaluation = replace(evaluation, notes=notes)
+        results.append(EvaluatedSamples(sample_set.name, sample_set.images, silo_N, evaluation))
+
+    sampling = None
+    if condition_words is not None:
+        sampling = {
+            "steps": solving.steps,
+            "solver": solving.solver.value,
+            "conditions": condition_words,
+            "guidance": guidance or 0.0,
+        }
+    origin = _origin(opened, comparison, solving.seed, sampling, samples)
+    document = _document(results, origin)
     if out is not None:
         _write_page(out, document, results, yardstick, silos, plan.data.range)
-    say(json.dumps(document, indent=2) if as_json else _tables(results, network))
-    if sampling and not as_json and not isinstance(plan.condition, NoCondition):
-        say(f"\nThe samples were drawn {words}, with guidance {guidance or 0:g}.")
-    if out is not None and not as_json:
-        say(f"\nThe page: {out / 'index.html'}; the figures: {out / 'evaluation.json'}.")
+    if as_json:
+        say(json.dumps(document, indent=2))
+    else:
+        say(_tables(results, network))
+        if sampling is not None and not isinstance(plan.condition, NoCondition):
+            say(f"\nThe samples were drawn {condition_words}, with guidance {guidance or 0:g}.")
+        if out is not None:
+            say(f"\nThe page: {out / 'index.html'}; the figures: {out / 'evaluation.json'}.")
     warn_if_expired(opened)
 
 
-def _check_nothing_is_drawn(samples: Path, given: dict[str, Any]) -> None:
+def _prepare_page_folder(out: Path | None) -> None:
+    """Refuse a page folder that cannot be written.
+
+    Raises:
+        SetupError: a name of a file.
+    """
+    if out is None:
+        return
+    from ddm.io.pictures import prepare_output
+
+    if out.suffix:
+        raise SetupError("--out", expected="a folder, by a name without ending", got=out.name)
+    prepare_output(out)
+
+
+def _comparing_bytes(plan: "Plan", comparison: EvaluationReference, num_samples: int) -> int:
+    """Return the bytes of the real images and of computing the figures."""
+    from ddm.evaluation.metrics import metrics_bytes
+
+    # Copies are looked for among pixels, of which large images have at most so many after averaging.
+    num_pixels = min(plan.data.dim, 4096)
+    figures = metrics_bytes(num_samples, comparison.num_images, comparison.features.dim, num_pixels)
+    return comparison.num_bytes + figures
+
+
+def _conditions_bytes(plan: "Plan", num_samples: int, text_encoder: Path | None) -> int:
+    """Return the bytes of the conditions of samples that are drawn here, and of the encoder of texts."""
+    from ddm.footprint import condition_bytes, labels_bytes
+
+    num_bytes = 2 * labels_bytes(plan.condition, num_samples)
+    if text_encoder is not None:
+        num_bytes += condition_bytes(plan.condition)
+    return num_bytes
+
+
+def _compare_with_class(
+    comparison: EvaluationReference, conditions: "SampleConditions", condition: "Condition"
+) -> EvaluationReference:
+    """Return the comparison with real images of the samples' class alone, where all samples are of one."""
+    label = conditions.value
+    if (
+        conditions.compared_images is None
+        or not isinstance(label, int)
+        or not isinstance(condition, ClassCondition)
+    ):
+        return comparison
+    holdout = comparison.holdout
+    if holdout is not None:
+        holdout = select_class(label, condition, holdout)
+    reference = comparison.reference.select(conditions.compared_images)
+    return replace(comparison, reference=reference, holdout=holdout)
+
+
+def _make_yardstick(
+    comparison: EvaluationReference,
+    seed: int,
+    show_progress: Callable[[str], AbstractContextManager[Callable[[int, int], None]]],
+) -> "Yardstick":
+    from ddm.evaluation.measuring import Yardstick
+
+    with show_progress(f"comparing {comparison.reference.num} reference images") as advance:
+        return Yardstick.of(
+            comparison.reference,
+            comparison.features,
+            holdout=comparison.holdout,
+            k=comparison.neighbours,
+            seed=seed,
+            on_progress=advance,
+        )
+
+
+def _check_nothing_is_drawn(samples: Path, options: dict[str, Any]) -> None:
     """Refuse options that say how samples are drawn."""
-    for flag, value in given.items():
+    for flag, value in options.items():
         if value is not None and value != []:
             raise SetupError(
                 flag, expected=f"either {flag} or --samples", got=f"both, with --samples {samples}"
             )
 
 
-def _check_told(told: bool, rare: DrawingSettings, guidance: float | None) -> None:
-    """Refuse what changes nothing where samples are told nothing."""
+def _check_conditioned(has_condition: bool, rare: DrawingSettings, guidance: float | None) -> None:
+    """Refuse options that change nothing where samples have no condition."""
     options = {
         "--guidance": guidance,
         "--set class-prior": None if rare.class_prior == "data" else rare.class_prior,
     }
     for flag, value in options.items():
-        if value is not None and not told:
-            got = f"{value!r} with samples that are told nothing"
-            raise SetupError(flag, expected="samples with a class or a text", got=got)
+        if value is not None and not has_condition:
+            raise SetupError(
+                flag,
+                expected="samples with a class or a text",
+                got=f"{value!r} with samples without a condition",
+            )
     if rare.guidance_interval is not None and not guidance:
         raise SetupError(
             "--set guidance-interval",
@@ -312,13 +457,8 @@ def _check_told(told: bool, rare: DrawingSettings, guidance: float | None) -> No
         )
 
 
-def _sampling(solving: Solving, words: str, guidance: float | None) -> dict[str, Any]:
-    named = {"steps": solving.steps, "solver": solving.solver.value}
-    return {**named, "conditions": words, "guidance": guidance or 0.0}
-
-
 @contextmanager
-def _told(label: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+def _show_progress(label: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
     """Show progress; beside JSON, which has standard output to itself, only a line on standard error."""
     if as_json:
         say(label, error=True)
@@ -328,26 +468,23 @@ def _told(label: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
         yield advance
 
 
-def _strategies(names: list[str], wanted: dict[str, Any]) -> "dict[str, Strategy]":
+def _choose_strategies(names: list[str], settings: dict[str, Any]) -> "dict[str, Strategy]":
     """Build each strategy with the settings that are its own; a setting that none of them has is refused."""
-    for setting, value in wanted.items():
+    for setting, value in settings.items():
         if not any(setting in STRATEGIES[name].settings for name in names):
-            chosen_strategy(names[0], {setting: value})  # refuses it
-    return {
-        name: chosen_strategy(
-            name, {s: v for s, v in wanted.items() if s in STRATEGIES[name].settings}
-        )
-        for name in names
-    }
+            # This raises the error that names the strategy with this setting.
+            choose_strategy(names[0], {setting: value})
+    strategies = {}
+    for name in names:
+        own_settings = {key: settings[key] for key in settings if key in STRATEGIES[name].settings}
+        strategies[name] = choose_strategy(name, own_settings)
+    return strategies
 
 
 def _origin(
     opened: "Release",
-    real: "Reference",
-    held: "Reference | None",
-    network: "Features",
+    comparison: EvaluationReference,
     seed: int,
-    neighbours: int,
     sampling: dict[str, Any] | None,
     samples: Path | None,
 ) -> dict[str, Any]:
@@ -356,47 +493,54 @@ def _origin(
     from ddm.protocol.base import sha256_file
 
     manifest = opened.manifest
+    features = comparison.features
+    reference = comparison.reference
+    holdout = comparison.holdout
     return {
         "release": {
             "plan_id": manifest.plan_id,
             "version": manifest.version,
-            "manifest": opened.verified.files["manifest.json"].digest,
+            "manifest": opened.manifest_digest,
         },
-        "features": {"name": network.name, "dim": network.dim, "digest": network.digest},
-        "reference": {"num": real.num, "digest": real.digest, "groups": real.group_name},
-        "holdout": held and {"num": held.num, "digest": held.digest},
+        "features": {"name": features.name, "dim": features.dim, "digest": features.digest},
+        "reference": {
+            "num": reference.num,
+            "digest": reference.digest,
+            "groups": reference.group_name,
+        },
+        "holdout": holdout and {"num": holdout.num, "digest": holdout.digest},
         "sampling": sampling,
         "samples": samples and {"digest": sha256_file(samples)},
         "seed": seed,
-        "neighbours": neighbours,
+        "neighbours": comparison.neighbours,
         "confidence": LEVEL,
     }
 
 
-def _document(results: "list[tuple[str, Evaluation]]", origin: dict[str, Any]) -> dict[str, Any]:
+def _document(results: "list[EvaluatedSamples]", origin: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of the first strategy, those of further ones under `compared`, and their origin."""
-    first, *rest = [{"strategy": name, **found.to_json()} for name, found in results]
-    return {**first, "compared": rest, **origin}
+    first, *others = [
+        {"strategy": result.name, **result.evaluation.to_json()} for result in results
+    ]
+    return {**first, "compared": others, **origin}
 
 
-def _tables(
-    results: "list[tuple[str, Tensor, Tensor | None, Evaluation]]", network: "Features"
-) -> str:
+def _tables(results: "list[EvaluatedSamples]", network: "Features") -> str:
     """Lay the figures out for a terminal."""
     from ddm.evaluation.tables import tables
 
-    return tables([(name, found) for name, _, _, found in results], network, table)
+    named = [(result.name, result.evaluation) for result in results]
+    return tables(named, network, table)
 
 
 def _write_page(
     out: Path,
     document: dict[str, Any],
-    results: "list[tuple[str, Tensor, Tensor | None, Evaluation]]",
+    results: "list[EvaluatedSamples]",
     yardstick: "Yardstick",
     silos: list[str],
     value_range: tuple[float, float],
 ) -> None:
-    from ddm.evaluation.page import EvaluatedSamples, write_page
+    from ddm.evaluation.page import write_page
 
-    shown = [EvaluatedSamples(*each) for each in results]
-    write_page(out, document, shown, yardstick.reference, silos, value_range)
+    write_page(out, document, results, yardstick.reference, silos, value_range)

@@ -1,11 +1,12 @@
 """Which conditions the samples of an evaluation are drawn under.
 
-Figures of a model that is told a class or a text are figures of a mixture over conditions. By default that mixture is
+Figures of a model with classes or texts are figures of a mixture over conditions. By default that mixture is
 the reference's own: each sample is drawn under the class, or the caption, of a reference image, each image in turn in a
 random order, so that classes are as frequent as in the reference.
 """
 
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,17 +21,17 @@ if TYPE_CHECKING:
     from ddm.sampling.guidance import ConditionValue
 
 _WAYS = ("data", "equal", "none")
-_LEAST = 8  # reference images of a class
+_MIN_CLASS_IMAGES = 8  # reference images of a class
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options.
+class ReferenceConditionOptions:
+    """The options on conditions of `ddm evaluate`.
 
     Args:
         label: data, equal, none, or a class by name or number; None for what suits the release and the reference.
         text: of all samples.
-        text_encoder: the folder of the plan's encoder; without a text, samples are told the reference's captions.
+        text_encoder: the folder of the plan's encoder; without a text, samples get the reference's captions.
 
     Raises:
         SetupError: options that do not go together, or no class.
@@ -53,39 +54,43 @@ class Asked:
     @property
     def flag(self) -> str | None:
         """The option that asks for a condition, if one does."""
-        if self.text is not None or self.text_encoder is not None:
-            return "--text" if self.text is not None else "--text-encoder"
-        return None if self.label is None else "--class"
+        if self.text is not None:
+            return "--text"
+        if self.text_encoder is not None:
+            return "--text-encoder"
+        if self.label is not None:
+            return "--class"
+        return None
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """What samples are told.
+class SampleConditions:
+    """The conditions of samples.
 
     Attributes:
         value: the condition of all samples, or of each; None for none.
         words: what it is.
-        kept: which reference images are compared with, where samples are all of one class.
+        compared_images: which reference images are compared with, where samples are all of one class.
     """
 
     value: "ConditionValue | None"
     words: str
-    kept: list[bool] | None = None
+    compared_images: list[bool] | None = None
 
 
 def conditions_for(
-    asked: Asked,
+    options: ReferenceConditionOptions,
     condition: Condition,
     reference: "Reference",
     num: int,
     seed: int,
     *,
     counted: bool,
-) -> Conditions:
-    """Return what each of `num` samples is told.
+) -> SampleConditions:
+    """Return the condition of each of `num` samples.
 
     Args:
-        asked: the options.
+        options: from the command line.
         condition: the plan's.
         reference: the images to compare with.
         num: of samples.
@@ -98,27 +103,32 @@ def conditions_for(
     """
     match condition:
         case ClassCondition():
-            if asked.flag in ("--text", "--text-encoder"):
+            if options.flag in ("--text", "--text-encoder"):
                 raise SetupError(
-                    str(asked.flag), expected="experts with texts", got="experts with classes"
+                    str(options.flag), expected="experts with texts", got="experts with classes"
                 )
-            return _classes(asked.label, condition, reference, num, seed, counted=counted)
+            return _class_conditions(
+                options.label, condition, reference, num, seed, counted=counted
+            )
         case TextCondition():
-            if asked.label not in (None, "none"):
-                got = "experts with texts"
+            if options.label not in (None, "none"):
                 raise SetupError(
-                    "--class", expected="experts with classes, or --class none", got=got
+                    "--class",
+                    expected="experts with classes, or --class none",
+                    got="experts with texts",
                 )
-            return _texts(asked, condition, reference, num, seed)
-    if asked.flag and asked.label != "none":
-        remedy = f"Leave {asked.flag} out."
+            return _text_conditions(options, condition, reference, num, seed)
+    if options.flag and options.label != "none":
         raise SetupError(
-            asked.flag, expected="experts with conditions", got="experts without", remedy=remedy
+            options.flag,
+            expected="experts with conditions",
+            got="experts without",
+            remedy=f"Leave {options.flag} out.",
         )
-    return Conditions(None, "without a condition")
+    return SampleConditions(None, "without a condition")
 
 
-def _classes(
+def _class_conditions(
     label: str | None,
     condition: ClassCondition,
     reference: "Reference",
@@ -126,49 +136,48 @@ def _classes(
     seed: int,
     *,
     counted: bool,
-) -> Conditions:
+) -> SampleConditions:
     import torch
 
     from ddm.evaluation.reference import classes_of
 
     if label not in ("equal", "none"):
-        label_M = classes_of(reference, condition.classes) if counted or label is not None else None
+        label_M = None
+        # Without shares of classes, samples under classes could not be drawn in the experts' proportions.
+        if counted or label is not None:
+            label_M = classes_of(reference, condition.classes)
         if label not in (None, "data"):
             return _one_class(str(label), condition, label_M)
         if label_M is not None:
             words = "each under the class of a reference image"
-            return Conditions(label_M[_in_turn(len(label_M), num, seed)], words)
+            return SampleConditions(label_M[_in_turn(len(label_M), num, seed)], words)
         if label == "data":
-            expected, got = (
-                "labels of the reference, in a column labels",
-                "a reference without them",
-            )
             raise SetupError(
                 "--class data",
-                expected=expected,
-                got=got,
+                expected="labels of the reference, in a column labels",
+                got="a reference without them",
                 remedy="Use --class equal or --class none.",
             )
     if label == "equal" or (label is None and counted and not condition.drop):
         classes = torch.arange(condition.num_classes)
         words = f"all {condition.num_classes} classes equally often"
-        return Conditions(classes[_in_turn(len(classes), num, seed)], words)
-    return _nothing("class", condition)
+        return SampleConditions(classes[_in_turn(len(classes), num, seed)], words)
+    return _no_condition("class", condition)
 
 
-def _one_class(text: str, condition: ClassCondition, label_M: "Tensor | None") -> Conditions:
+def _one_class(text: str, condition: ClassCondition, label_M: "Tensor | None") -> SampleConditions:
     label = condition.classes.number(text)
     if label is None:
         expected = f"{', '.join(_WAYS)}, or a class, {condition.classes.words()}"
         raise SetupError("--class", expected=expected, got=repr(text[:40]))
     name = condition.classes.name(label)
     if label_M is None:
-        return Conditions(label, f"class {name}, against all reference images")
-    kept = _of_class(label, condition, label_M, "reference")
-    return Conditions(label, f"class {name}, against reference images of it", kept)
+        return SampleConditions(label, f"class {name}, against all reference images")
+    of_class = _images_of_class(label, condition, label_M, "reference")
+    return SampleConditions(label, f"class {name}, against reference images of it", of_class)
 
 
-def held_of_class(label: int, condition: ClassCondition, holdout: "Reference") -> "Reference":
+def select_class(label: int, condition: ClassCondition, holdout: "Reference") -> "Reference":
     """Return the held-out images of a class, of which alone the samples and the reference are.
 
     Raises:
@@ -177,62 +186,79 @@ def held_of_class(label: int, condition: ClassCondition, holdout: "Reference") -
     """
     from ddm.evaluation.reference import classes_of
 
-    if (label_M := classes_of(holdout, condition.classes)) is None:
-        expected, got = (
-            "labels of the held-out images, as of the reference",
-            "held-out images without labels",
-        )
+    label_M = classes_of(holdout, condition.classes)
+    if label_M is None:
         raise SetupError(
-            "--holdout", expected=expected, got=got, remedy="Leave --holdout or --class out."
+            "--holdout",
+            expected="labels of the held-out images, as of the reference",
+            got="held-out images without labels",
+            remedy="Leave --holdout or --class out.",
         )
-    return holdout.select(_of_class(label, condition, label_M, "holdout"))
+    return holdout.select(_images_of_class(label, condition, label_M, "holdout"))
 
 
-def _of_class(label: int, condition: ClassCondition, label_M: "Tensor", what: str) -> list[bool]:
-    kept: list[bool] = (label_M == label).tolist()
-    if sum(kept) < _LEAST:
-        expected = f"at least {_LEAST} images of class {condition.classes.name(label)}"
-        raise DataError(f"labels of the {what}", expected=expected, got=str(sum(kept)))
-    return kept
+def _images_of_class(
+    label: int, condition: ClassCondition, label_M: "Tensor", subject: str
+) -> list[bool]:
+    of_class: list[bool] = (label_M == label).tolist()
+    num_images = sum(of_class)
+    if num_images < _MIN_CLASS_IMAGES:
+        name = condition.classes.name(label)
+        raise DataError(
+            f"labels of the {subject}",
+            expected=f"at least {_MIN_CLASS_IMAGES} images of class {name}",
+            got=str(num_images),
+        )
+    return of_class
 
 
-def _texts(
-    asked: Asked, condition: TextCondition, reference: "Reference", num: int, seed: int
-) -> Conditions:
-    if asked.text_encoder is None:
-        return _nothing("text", condition)
+def _text_conditions(
+    options: ReferenceConditionOptions,
+    condition: TextCondition,
+    reference: "Reference",
+    num: int,
+    seed: int,
+) -> SampleConditions:
+    if options.text_encoder is None:
+        return _no_condition("text", condition)
     import numpy as np
     import torch
 
-    from ddm.cli.conditions import encoded, encoder_of
+    from ddm.cli.conditions import encode_text, open_text_encoder
     from ddm.evaluation.reference import captions_of
 
-    if asked.text is not None:
-        return Conditions(encoded(asked.text, asked.text_encoder, condition), "one text")
+    if options.text is not None:
+        return SampleConditions(
+            encode_text(options.text, options.text_encoder, condition), "one text"
+        )
     captions = captions_of(reference)
     if captions is None:
-        expected, got = (
-            "--text, or captions of the reference, in a column captions",
-            "an encoder alone",
+        raise SetupError(
+            "--text-encoder",
+            expected="--text, or captions of the reference, in a column captions",
+            got="an encoder alone",
         )
-        raise SetupError("--text-encoder", expected=expected, got=got)
     chosen = [captions[row] for row in _in_turn(len(captions), num, seed).tolist()]
+    # Equal captions are encoded once.
     distinct, place_N = np.unique(np.array(chosen), return_inverse=True)
-    vectors = encoder_of(asked.text_encoder, condition).encode([str(text) for text in distinct])
-    return Conditions(
+    encoder = open_text_encoder(options.text_encoder, condition)
+    vectors = encoder.encode([str(caption) for caption in distinct])
+    return SampleConditions(
         vectors[torch.from_numpy(place_N)], "each under the caption of a reference image"
     )
 
 
-def _nothing(kind: str, condition: Condition) -> Conditions:
+def _no_condition(kind: str, condition: Condition) -> SampleConditions:
     """Return the null condition.
 
     Raises:
         SetupError: experts that never learned it.
     """
-    remedy = "Give --class data or --class equal." if kind == "class" else "Give --text-encoder."
+    remedy = "Give --text-encoder."
+    if kind == "class":
+        remedy = "Give --class data or --class equal."
     check_null(condition, "condition", remedy)
-    return Conditions(None, f"without a {kind}")
+    return SampleConditions(None, f"without a {kind}")
 
 
 def _in_turn(count: int, num: int, seed: int) -> "Tensor":
@@ -240,4 +266,4 @@ def _in_turn(count: int, num: int, seed: int) -> "Tensor":
     import torch
 
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    return order.repeat(-(-num // count))[:num]
+    return order.repeat(ceil(num / count))[:num]

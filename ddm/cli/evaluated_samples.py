@@ -5,10 +5,11 @@ would measure something else. Only what sampling itself adds at the ends of the 
 """
 
 # Shape legend: N samples, E experts.
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.cli.conditions import condition_shares, shares_of_each
-from ddm.cli.drawing import Advance, Computing, Job, ReleaseSource, draw
+from ddm.cli.sampling import Advance, ComputeSettings, ReleaseSource, SamplingJob, draw
+from ddm.ensemble import Ensemble
 from ddm.errors import DataError
 from ddm.footprint import sampling_bytes
 from ddm.images.fit import check_row, fit
@@ -39,7 +41,7 @@ _TOLERANCE = 1e-5  # rounding, as `ddm.images.fit.fit` forgives it
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampleSet:
     """One set of samples.
 
     Attributes:
@@ -56,16 +58,15 @@ class Sampled:
 
     def silo_N(self, owners: Sequence[str], silos: Sequence[str]) -> Tensor | None:
         """Return the index of each sample's silo, by the owner of each expert."""
-        return (
-            None
-            if self.expert_N is None
-            else torch.tensor([silos.index(owner) for owner in owners])[self.expert_N]
-        )
+        if self.expert_N is None:
+            return None
+        silo_E = torch.tensor([silos.index(owner) for owner in owners])
+        return silo_E[self.expert_N]
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How samples are drawn.
+class EvaluationDrawing:
+    """How the samples of an evaluation are drawn.
 
     Attributes:
         opened: the release.
@@ -73,63 +74,85 @@ class Drawing:
         num_processes: how many share the samples.
         seed: of all samples.
         how: arguments of `Ensemble.sample`.
-        declared: each expert's share of the condition where somebody declared it.
+        declared_shares: each expert's share of the condition where somebody declared it.
     """
 
     opened: Release
-    computing: Computing
+    computing: ComputeSettings
     num_processes: int
     seed: int
     how: Mapping[str, Any]
-    declared: list[float] | None
+    declared_shares: list[float] | None
 
     def draw(
         self,
         strategies: Mapping[str, Strategy],
         num: int,
-        beside: int,
         limit: MemoryLimit,
-        told: Callable[[str], AbstractContextManager[Advance]],
-    ) -> tuple[list[Sampled], list[float]]:
+        beside: int,
+        show_progress: Callable[[str], AbstractContextManager[Advance]],
+    ) -> tuple[list[SampleSet], list[float]]:
         """Draw samples with every strategy, from the same noise.
 
         Args:
             strategies: by name.
             num: how many samples with each.
-            beside: bytes of what is done with them.
             limit: on all memory.
-            told: shows the progress of one strategy.
+            beside: bytes of what is done with the samples.
+            show_progress: shows the progress of one strategy, by a label.
 
         Returns:
             The samples, and the share of them that is due to each expert.
         """
-        plan, manifest, processes = self.opened.plan, self.opened.manifest, self.num_processes
-        batch, steps = self.computing.batch, self.how["steps"]
-        drawing = sampling_bytes(
-            plan, len(manifest.experts), num=-(-num // processes), batch=batch, steps=steps
-        )
-        kept = 4 * num * prod(plan.data.shape) * len(strategies)
-        needed = max(drawing, -(-beside // processes)) + -(-kept // processes)
-        room = expert_memory_bytes(plan, manifest, limit.part(processes), beside=needed)
-        source = ReleaseSource(plan, manifest, self.opened.folder, room, self.computing)
-        ensemble, condition = source.ensemble(lazily=processes > 1), self.how["condition"]
-        weight_K = shares_of_each(ensemble, condition, self.how["prior"], self.declared)
-        each = per_sample(ensemble.condition, condition)
-        shares = self.declared
-        if each is None or each.dim() == 3:
-            shares = condition_shares(
-                ensemble, condition if each is None else each[0], self.declared
-            )
-        found = []
+        source = self._source(num, len(strategies), limit, beside)
+        ensemble = source.ensemble(lazily=self.num_processes > 1)
+        condition = self.how["condition"]
+        weight_K = shares_of_each(ensemble, condition, self.how["prior"], self.declared_shares)
+        how = {**self.how, "condition_prior": self._common_shares(ensemble)}
+        sample_sets = []
         for name, strategy in strategies.items():
-            with told(f"sampling {num} with {name}") as advance:
-                job = Job(source, strategy, self.seed, {**self.how, "condition_prior": shares})
-                drawn = draw(job, num, processes, weight_K, advance, ensemble)
-            found.append(Sampled(name, drawn.images.clamp(*plan.data.range), drawn.expert_N))
-        return found, weight_K.expand(num, -1).mean(0).tolist()
+            job = SamplingJob(source, strategy, self.seed, how)
+            with show_progress(f"sampling {num} with {name}") as advance:
+                drawn = draw(job, num, self.num_processes, weight_K, advance, ensemble)
+            # Pictures are clipped to the range too, so that this is what people would see.
+            images = drawn.images.clamp(*self.opened.plan.data.range)
+            sample_sets.append(SampleSet(name, images, drawn.expert_N))
+        return sample_sets, weight_K.expand(num, -1).mean(0).tolist()
+
+    def _source(
+        self, num: int, num_strategies: int, limit: MemoryLimit, beside: int
+    ) -> ReleaseSource:
+        """Return the release, with as much memory for experts as samples and figures leave in each process."""
+        plan = self.opened.plan
+        manifest = self.opened.manifest
+        drawing_bytes = sampling_bytes(
+            plan,
+            len(manifest.experts),
+            num=ceil(num / self.num_processes),
+            batch=self.computing.batch,
+            steps=self.how["steps"],
+        )
+        sample_bytes = 4 * num * prod(plan.data.shape) * num_strategies
+        # Drawing and measuring come one after the other; the samples stay for both.
+        needed = max(drawing_bytes, ceil(beside / self.num_processes))
+        needed += ceil(sample_bytes / self.num_processes)
+        expert_bytes = expert_memory_bytes(
+            plan, manifest, limit.part(self.num_processes), beside=needed
+        )
+        return ReleaseSource(plan, manifest, self.opened.folder, expert_bytes, self.computing)
+
+    def _common_shares(self, ensemble: Ensemble) -> list[float] | None:
+        """Return the experts' shares under the condition that all samples have; None where each has its own class."""
+        condition_N = per_sample(ensemble.condition, self.how["condition"])
+        if condition_N is None:
+            return condition_shares(ensemble, self.how["condition"], self.declared_shares)
+        if condition_N.dim() == 3:
+            # Texts: without declared shares, those of one text hold for all.
+            return condition_shares(ensemble, condition_N[0], self.declared_shares)
+        return self.declared_shares
 
 
-def given_samples(opened: Release, path: Path, num: int | None) -> Sampled:
+def read_samples(opened: Release, path: Path, num: int | None) -> SampleSet:
     """Read samples that were drawn before, and the expert of each if the file has it.
 
     Args:
@@ -153,10 +176,10 @@ def given_samples(opened: Release, path: Path, num: int | None) -> Sampled:
     notes: list[str] = []
     if array.dtype.kind == "f":
         low, high = spec.range
-        array, share = _clipped(array, spec.range)
-        if share:
+        array, clipped_share = _clipped(array, spec.range)
+        if clipped_share > 0:
             notes.append(
-                f"{share:.2%} of the samples' values were beyond {low:g} to {high:g} and were clipped."
+                f"{clipped_share:.2%} of the samples' values were beyond {low:g} to {high:g} and were clipped."
             )
     counter = RangeCounter()
     counter.add_images(array)
@@ -165,8 +188,8 @@ def given_samples(opened: Release, path: Path, num: int | None) -> Sampled:
         counter.use(), value_range, ValueKind.SAMPLES, subject="The samples' values"
     )
     images = fit(array, range(len(array)), spec=spec)
-    expert_N = _given_experts(path, len(images), num, len(opened.manifest.experts))
-    return Sampled(path.name, images, expert_N, tuple(notes))
+    expert_N = _read_experts(path, len(images), num, len(opened.manifest.experts))
+    return SampleSet(path.name, images, expert_N, tuple(notes))
 
 
 def _clipped(array: NDArray[Any], value_range: tuple[float, float]) -> tuple[NDArray[Any], float]:
@@ -196,7 +219,7 @@ def _clipped(array: NDArray[Any], value_range: tuple[float, float]) -> tuple[NDA
     return np.where(np.isfinite(array), array.clip(low, high), array), share
 
 
-def _given_experts(path: Path, num_images: int, num: int | None, num_experts: int) -> Tensor | None:
+def _read_experts(path: Path, num_images: int, num: int | None, num_experts: int) -> Tensor | None:
     """Read the expert that each sample followed; None if the file does not say it."""
     if "expert" not in npz_names(path):
         return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ddm.trust.log.witness import Witnesses
 
 # The panels of the help.
-WHAT, HOW, TRUST, MACHINE = "What to sample", "How to sample", "Verification", "Machine"
+WHAT, HOW, TRUST, MACHINE = "What to sample", "How to sample", "Verification", "MachineOptions"
 
 ReleaseArgument = Annotated[Path, typer.Argument(metavar="RELEASE", help="The published folder.")]
 RootOption = Annotated[
@@ -41,7 +41,7 @@ StateOption = Annotated[
     typer.Option(
         "--state",
         metavar="DIR",
-        help="Keeps versions and keys seen, to notice changes.",
+        help="Folder that remembers versions and keys, to detect changes.",
         rich_help_panel=TRUST,
     ),
 ]
@@ -59,7 +59,7 @@ AcceptKeyOption = Annotated[
     typer.Option(
         "--accept-key",
         metavar="ID=FPR",
-        help="Let a silo's key take the place of the one remembered; repeatable.",
+        help="Accept a silo's new key in place of the remembered one; repeatable.",
         rich_help_panel=TRUST,
     ),
 ]
@@ -74,13 +74,17 @@ CheckpointOption = Annotated[
     typer.Option(
         "--checkpoint",
         metavar="FILE",
-        help="A checkpoint of the log that somebody else got; repeatable.",
+        help="A checkpoint of the log from somebody else; repeatable.",
         rich_help_panel=TRUST,
     ),
 ]
 DeviceOption = Annotated[
     DeviceName,
-    typer.Option("--device", help="auto: a GPU, if there is one.", rich_help_panel=MACHINE),
+    typer.Option(
+        "--device",
+        help="Device to compute on; auto: a GPU if there is one.",
+        rich_help_panel=MACHINE,
+    ),
 ]
 
 
@@ -96,13 +100,17 @@ class Dtype(StrEnum):
 DtypeOption = Annotated[
     Dtype,
     typer.Option(
-        "--dtype", help="Precision of matrix products; tf32, float16: GPU.", rich_help_panel=MACHINE
+        "--dtype",
+        help="Precision of matrix products; tf32 and float16 need a GPU.",
+        rich_help_panel=MACHINE,
     ),
 ]
 CompileOption = Annotated[
     bool,
     typer.Option(
-        "--compile", help="Compile experts: a slow start, then faster.", rich_help_panel=MACHINE
+        "--compile",
+        help="Compile the experts: slower to start, then faster.",
+        rich_help_panel=MACHINE,
     ),
 ]
 ProcessesOption = Annotated[
@@ -111,7 +119,7 @@ ProcessesOption = Annotated[
         "--processes",
         min=1,
         max=64,
-        help="Processes that share samples and threads.",
+        help="Number of processes that share the samples and threads.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -120,7 +128,7 @@ MemoryOption = Annotated[
     typer.Option(
         "--memory",
         metavar="SIZE",
-        help="Most memory, e.g. 4GiB; default: 75% of what is available.",
+        help="Maximum memory, e.g. 4GiB (default: 75% of the available).",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -132,20 +140,20 @@ IslandsArgument = Annotated[
 PassphraseOption = Annotated[
     Path | None,
     typer.Option(
-        "--passphrase-file", metavar="FILE", help="Its first line opens the owner's keys."
+        "--passphrase-file",
+        metavar="FILE",
+        help="File whose first line is the passphrase of the owner's keys.",
     ),
 ]
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-# of a grid: sides of the smallest cell, bytes of a pixel with its copies
-_CELL, _PICTURE_BYTES = (
-    68,
-    8,
-)
+# Of a grid of samples.
+_MIN_CELL_SIDE = 68
+_PIXEL_BYTES = 8  # with its copies
 
 # How images are sampled, from a release or a student.
 NumOption = Annotated[
-    int, typer.Option("--num", min=1, help="How many images.", rich_help_panel=WHAT)
+    int, typer.Option("--num", min=1, help="Number of images.", rich_help_panel=WHAT)
 ]
 ImagesOption = Annotated[
     Path,
@@ -167,7 +175,7 @@ ClassOption = Annotated[
 TextOption = Annotated[
     str | None,
     typer.Option(
-        "--text", metavar="PROMPT", help="The text that all images shall fit.", rich_help_panel=WHAT
+        "--text", metavar="PROMPT", help="The text prompt for all images.", rich_help_panel=WHAT
     ),
 ]
 TextEncoderOption = Annotated[
@@ -185,15 +193,22 @@ GuidanceOption = Annotated[
         "--guidance",
         min=0.0,
         max=1000.0,
-        help="Guidance scale g, with --class or --text; default 0.",
+        help="Guidance scale, with --class or --text (default: 0).",
         rich_help_panel=WHAT,
     ),
 ]
 StepsOption = Annotated[
-    int, typer.Option("--steps", min=1, max=10_000, help="Solver steps.", rich_help_panel=HOW)
+    int,
+    typer.Option("--steps", min=1, max=10_000, help="Number of solver steps.", rich_help_panel=HOW),
 ]
 SeedOption = Annotated[
-    int, typer.Option("--seed", min=0, help="Same seed, same images.", rich_help_panel=HOW)
+    int,
+    typer.Option(
+        "--seed",
+        min=0,
+        help="Random seed; the same seed gives the same images.",
+        rich_help_panel=HOW,
+    ),
 ]
 
 
@@ -214,29 +229,29 @@ SolverOption = Annotated[
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose groups of options are seen as the options in them, in their place and order."""
-    hints, groups, seen = (
-        get_type_hints(command, include_extras=True),
-        dict[str, Any](),
-        list[inspect.Parameter](),
-    )
-    for each in inspect.signature(command).parameters.values():
-        kind: Any = hints[each.name]
-        if is_dataclass(hints[each.name]):
-            groups[each.name] = kind
-            seen += inspect.signature(kind).parameters.values()
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {}
+    options: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        annotation: Any = hints[parameter.name]
+        if is_dataclass(annotation):
+            groups[parameter.name] = annotation
+            options += inspect.signature(annotation).parameters.values()  # type: ignore[arg-type]
         else:
-            seen.append(each.replace(annotation=kind))
+            options.append(parameter.replace(annotation=annotation))
+    options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
 
     @wraps(command)
-    def called(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        command(**given)
+    def call_with_groups(**values: Any) -> None:
+        for name, group in groups.items():
+            group_values = {field.name: values.pop(field.name) for field in fields(group)}
+            values[name] = group(**group_values)
+        command(**values)
 
-    seen = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in seen]
-    called.__signature__ = inspect.Signature(seen)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in seen}
-    return called
+    # typer reads the options from the signature and the annotations.
+    call_with_groups.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    call_with_groups.__annotations__ = {option.name: option.annotation for option in options}
+    return call_with_groups
 
 
 @dataclass(frozen=True)
@@ -280,8 +295,8 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What all samples of one command are told.
+class ConditionOptions:
+    """The condition of all samples of one command.
 
     Raises:
         SetupError: options that do not go together, or a blank text.
@@ -305,7 +320,7 @@ class Told:
         check_text(self.text, self.text_encoder)
 
     @property
-    def anything(self) -> bool:
+    def has_condition(self) -> bool:
         """Whether there is a condition."""
         return self.label is not None or self.text is not None
 
@@ -315,9 +330,9 @@ class Told:
         Raises:
             SetupError: experts that take another kind of condition, have no such class, or cannot do without one.
         """
-        from ddm.cli.conditions import class_number, encoded
+        from ddm.cli.conditions import class_number, encode_text
 
-        if not self.anything:
+        if not self.has_condition:
             check_null(condition, "condition", f"Give --{condition.kind}.")
         if self.guidance:
             check_null(condition, "--guidance", "Leave --guidance out.")
@@ -326,11 +341,11 @@ class Told:
         if self.text is None or self.text_encoder is None:
             return None
 
-        return encoded(self.text, self.text_encoder, condition)
+        return encode_text(self.text, self.text_encoder, condition)
 
 
 @dataclass(frozen=True)
-class Solving:
+class SolverOptions:
     """How samples move from noise to data."""
 
     steps: StepsOption = 25
@@ -339,7 +354,7 @@ class Solving:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineOptions:
     """What this machine gives to sampling.
 
     Raises:
@@ -364,20 +379,20 @@ class Machine:
         from ddm.models.arithmetic import Arithmetic
         from ddm.system.devices import device_named
 
-        where = device_named(self.device, setting="--device")
-        arithmetic = Arithmetic(self.dtype.value, self.compiled and _compiles(where))
-        arithmetic.check(where)
+        device = device_named(self.device, setting="--device")
+        arithmetic = Arithmetic(self.dtype.value, self.compiled and _can_compile(device))
+        arithmetic.check(device)
         return arithmetic
 
 
-def _compiles(where: "torch.device") -> bool:
+def _can_compile(device: "torch.device") -> bool:
     """Return whether torch can compile here; say so where it cannot."""
     from ddm.models.arithmetic import why_not_compiled
 
-    why = why_not_compiled(where)
-    if why is not None:
-        say(f"note: --compile is left out, since torch cannot compile here: {why}", error=True)
-    return why is None
+    problem = why_not_compiled(device)
+    if problem is not None:
+        say(f"note: --compile is left out, since torch cannot compile here: {problem}", error=True)
+    return problem is None
 
 
 def check_text(text: str | None, folder: Path | None) -> None:
@@ -400,15 +415,18 @@ def check_text(text: str | None, folder: Path | None) -> None:
 
 
 def check_null(condition: "Condition", subject: str, remedy: str) -> None:
-    """Refuse to leave the condition out, or to guide away from that, where experts were always told one.
+    """Refuse to leave the condition out, or to guide away from that, where experts always had one in training.
 
     Raises:
         SetupError: the plan's `condition.drop` is 0, so that the experts' answers without a condition are untrained.
     """
     if getattr(condition, "drop", None) == 0:
-        expected = "experts that have also learned to do without their condition"
-        got = f"experts that were always told a {condition.kind} (drop = 0)"
-        raise SetupError(subject, expected=expected, got=got, remedy=remedy)
+        raise SetupError(
+            subject,
+            expected="experts that have also learned to do without their condition",
+            got=f"experts that were always trained with a {condition.kind} (drop = 0)",
+            remedy=remedy,
+        )
 
 
 def read_memory(text: str | None) -> int | None:
@@ -427,8 +445,10 @@ def read_memory(text: str | None) -> int | None:
 
 def picture_bytes(out: Path, num: int, shape: Sequence[int]) -> int:
     """Return the bytes of a grid of samples, whose cells are enlarged to be readable; 0 for other files."""
-    side = _CELL + max(shape[-2:])
-    return _PICTURE_BYTES * num * side**2 if out.suffix == ".png" else 0
+    if out.suffix != ".png":
+        return 0
+    side = _MIN_CELL_SIDE + max(shape[-2:])
+    return _PIXEL_BYTES * num * side**2
 
 
 def pins(silo_key: list[str] | None, flag: str = "--silo-key") -> dict[str, str]:

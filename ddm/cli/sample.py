@@ -1,19 +1,26 @@
 """The command `ddm sample`: check which options go together, then draw images from a verified release."""
 
+from math import ceil
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddm.cli.editing import Editing, InitOption, InpaintOption, MaskOption, TStartOption, interval
-from ddm.cli.following import STRATEGY_NAMES, Following, chosen_strategy, priors
+from ddm.cli.editing_options import (
+    EditingOptions,
+    InitOption,
+    InpaintOption,
+    MaskOption,
+    TStartOption,
+    read_interval,
+)
 from ddm.cli.options import (
     HOW,
+    ConditionOptions,
     ImagesOption,
-    Machine,
+    MachineOptions,
     NumOption,
     ReleaseArgument,
-    Solving,
-    Told,
+    SolverOptions,
     Verification,
     grouped,
     picture_bytes,
@@ -21,6 +28,7 @@ from ddm.cli.options import (
     warn_if_expired,
 )
 from ddm.cli.settings import SampleSettings, read_settings, set_option
+from ddm.cli.strategy_options import STRATEGY_NAMES, StrategyOptions, choose_strategy, read_priors
 from ddm.errors import SetupError
 from ddm.system.console import progress, say
 
@@ -45,102 +53,141 @@ def sample(
     *,
     num: NumOption,
     out: ImagesOption,
-    told: Told,
+    conditioning: ConditionOptions,
     init: InitOption = None,
     t_start: TStartOption = None,
     inpaint: InpaintOption = None,
     mask: MaskOption = None,
     strategy: StrategyOption = None,
-    following: Following,
-    solving: Solving,
+    following: StrategyOptions,
+    solving: SolverOptions,
     settings: Set = None,
     verification: Verification,
-    machine: Machine,
+    machine: MachineOptions,
 ) -> None:
     """Sample images from a release; verifies first."""
     from ddm.io.pictures import prepare_output
 
+    # Everything that options alone can get wrong is refused before the release is read, which may take minutes.
     rare = read_settings(SampleSettings, settings)
-    editing, within = (
-        Editing(init, t_start, inpaint, mask, rare.corrections),
-        interval(rare.guidance_interval),
-    )
-    strategy = strategy or ("sample" if inpaint else "lock")
-    chosen = chosen_strategy(strategy, following.settings(rare))
-    _check_together(chosen, rare, told, editing)
+    editing = EditingOptions(init, t_start, inpaint, mask, rare.corrections)
+    guidance_interval = read_interval(rare.guidance_interval)
+    if strategy is None:
+        strategy = "sample" if inpaint else "lock"
+    chosen_strategy = choose_strategy(strategy, following.settings(rare))
+    _check_together(chosen_strategy, rare, conditioning, editing)
     prepare_output(out)
 
     from ddm.cli.conditions import condition_shares, describe_shares, expert_shares
-    from ddm.cli.drawing import Computing, Job, ReleaseSource, draw, shares_of
+    from ddm.cli.sampling import (
+        ComputeSettings,
+        ReleaseSource,
+        SamplingJob,
+        draw,
+        expert_shares_of,
+    )
     from ddm.footprint import condition_bytes, sampling_bytes
     from ddm.io.pictures import write_samples
     from ddm.loading.memory import expert_memory_bytes
     from ddm.sampling.guidance import class_names, knows_shares
     from ddm.system.memory import memory_limit
 
-    computing = Computing(machine.device, machine.arithmetic(), rare.batch)
-    processes, steps = min(machine.processes, num), solving.steps
+    computing = ComputeSettings(machine.device, machine.arithmetic(), rare.batch)
+    num_processes = min(machine.processes, num)
     opened = verification.open(release, experts_later=True)
-    plan, manifest = opened.plan, opened.manifest
+    plan = opened.plan
+    manifest = opened.manifest
     prepare_output(out, plan.data.shape)
-    moves = editing.num_moves(steps)
-    each = sampling_bytes(
-        plan, len(manifest.experts), num=-(-num // processes), batch=rare.batch, steps=moves
+
+    # The memory of each process: its samples, and its part of what this process holds for all of them.
+    process_bytes = sampling_bytes(
+        plan,
+        len(manifest.experts),
+        num=ceil(num / num_processes),
+        batch=rare.batch,
+        steps=editing.num_moves(solving.steps),
     )
-    beside = picture_bytes(out, num, plan.data.shape) + (
-        condition_bytes(plan.condition) if told.text else 0
+    shared_bytes = picture_bytes(out, num, plan.data.shape)
+    if conditioning.text:
+        shared_bytes += condition_bytes(plan.condition)
+    expert_bytes = expert_memory_bytes(
+        plan,
+        manifest,
+        memory_limit(read_memory(machine.memory)).part(num_processes),
+        beside=process_bytes + ceil(shared_bytes / num_processes),
     )
-    limit = memory_limit(read_memory(machine.memory)).part(processes)
-    room = expert_memory_bytes(plan, manifest, limit, beside=each + -(-beside // processes))
-    condition = told.value(plan.condition)
-    source = ReleaseSource(plan, manifest, opened.folder, room, computing)
-    ensemble, begin = source.ensemble(lazily=processes > 1), editing.read(plan.data, num)
-    weights, declared = priors(manifest, following.prior, rare.class_prior)
-    class_prior = condition_shares(ensemble, condition, declared)
+
+    condition = conditioning.value(plan.condition)
+    source = ReleaseSource(plan, manifest, opened.folder, expert_bytes, computing)
+    ensemble = source.ensemble(lazily=num_processes > 1)
+    begin = editing.read(plan.data, num)
+    weights, declared_shares = read_priors(manifest, following.prior, rare.class_prior)
+    class_prior = condition_shares(ensemble, condition, declared_shares)
     how = {
-        "steps": steps,
+        "steps": solving.steps,
         "solver": solving.solver.value,
         "prior": weights,
         "condition": condition,
         "condition_prior": class_prior,
-        "guidance": told.guidance or 0.0,
-        "guidance_interval": within,
+        "guidance": conditioning.guidance or 0.0,
+        "guidance_interval": guidance_interval,
         "router_every": rare.router_every or 1,
     }
-    job = Job(source, chosen, solving.seed, how, editing, begin)
+    job = SamplingJob(source, chosen_strategy, solving.seed, how, editing, begin)
     with progress(f"sampling {num} with {strategy}") as advance:
         weight_K = expert_shares(ensemble, weights, class_prior)
-        drawn = draw(job, num, processes, weight_K, advance, ensemble)
-    classes = class_names(plan.condition, condition, num)
-    owners = drawn.expert_N.tolist()
+        drawn = draw(job, num, num_processes, weight_K, advance, ensemble)
+
+    names = class_names(plan.condition, condition, num)
     written = write_samples(
-        drawn.images, owners, out, opened.manifest_digest, classes, plan.data.range
+        drawn.images,
+        drawn.expert_N.tolist(),
+        out,
+        opened.manifest_digest,
+        names,
+        plan.data.range,
     )
-    name = classes[0] if classes else None
-    shares = describe_shares(ensemble, shares_of(drawn, ensemble), weights, class_prior, name)
+    class_name = names[0] if names else None
+    shares = describe_shares(
+        ensemble, expert_shares_of(drawn, ensemble), weights, class_prior, class_name
+    )
     say(f"{num} samples in {out} ({written}). Experts: {shares}")
-    if told.text is not None and declared is None and not knows_shares(ensemble.router):
+    is_prior_of_text_unknown = declared_shares is None and not knows_shares(ensemble.router)
+    if conditioning.text is not None and is_prior_of_text_unknown:
         say(
             "No release states who holds images of this text: the prior is that of all images (or --set class-prior)."
         )
     warn_if_expired(opened)
 
 
-def _check_together(chosen: "Strategy", rare: SampleSettings, told: Told, editing: Editing) -> None:
+def _check_together(
+    strategy: "Strategy",
+    rare: SampleSettings,
+    conditioning: ConditionOptions,
+    editing: EditingOptions,
+) -> None:
     """Refuse options that change nothing beside the others."""
-    if rare.guidance_interval is not None and not told.guidance:
+    if rare.guidance_interval is not None and not conditioning.guidance:
         raise SetupError(
             "--set guidance-interval",
             expected="--guidance as well",
             got="an interval without guidance",
         )
-    if rare.router_every is not None and not chosen.needs_router:
-        expected = "a strategy that asks the router"
-        got = f"{rare.router_every} with --strategy lock --tau 1, which asks no router"
-        raise SetupError("--set router-every", expected=expected, got=got)
+    if rare.router_every is not None and not strategy.needs_router:
+        raise SetupError(
+            "--set router-every",
+            expected="a strategy that asks the router",
+            got=f"{rare.router_every} with --strategy lock --tau 1, which asks no router",
+        )
     if editing.inpaint and rare.router_every not in (None, 1):
-        expected = "1 with --inpaint, which asks the router at every step"
-        raise SetupError("--set router-every", expected=expected, got=str(rare.router_every))
-    if rare.class_prior != "data" and not told.anything:
-        got = f"{rare.class_prior!r} without a condition"
-        raise SetupError("--set class-prior", expected="--class or --text as well", got=got)
+        raise SetupError(
+            "--set router-every",
+            expected="1 with --inpaint, which asks the router at every step",
+            got=str(rare.router_every),
+        )
+    if rare.class_prior != "data" and not conditioning.has_condition:
+        raise SetupError(
+            "--set class-prior",
+            expected="--class or --text as well",
+            got=f"{rare.class_prior!r} without a condition",
+        )

@@ -1,16 +1,17 @@
 """The command `ddm sample-student`: draw images from a distilled student, by the record beside it."""
 
+from math import ceil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ddm.cli.options import (
+    ConditionOptions,
     ImagesOption,
-    Machine,
+    MachineOptions,
     NumOption,
-    Solving,
-    Told,
+    SolverOptions,
     grouped,
     picture_bytes,
     read_memory,
@@ -27,10 +28,10 @@ def sample_student(
     *,
     num: NumOption,
     out: ImagesOption,
-    told: Told,
-    solving: Solving,
+    conditioning: ConditionOptions,
+    solving: SolverOptions,
     settings: Annotated[list[str] | None, set_option(SampleStudentSettings)] = None,
-    machine: Machine,
+    machine: MachineOptions,
 ) -> None:
     """Sample images from a student; nobody signed it, its record says what it was made of."""
     from ddm.io.pictures import prepare_output
@@ -40,7 +41,7 @@ def sample_student(
 
     import torch
 
-    from ddm.cli.drawing import Computing, Job, StudentSource, draw
+    from ddm.cli.sampling import ComputeSettings, SamplingJob, StudentSource, draw
     from ddm.distillation.student import read_record
     from ddm.footprint import condition_bytes
     from ddm.io.pictures import write_samples
@@ -48,30 +49,43 @@ def sample_student(
     from ddm.sampling.strategies import Lock
     from ddm.system.memory import memory_limit
 
-    computing = Computing(machine.device, machine.arithmetic(), rare.batch)
-    processes, record = min(machine.processes, num), read_record(student)
+    computing = ComputeSettings(machine.device, machine.arithmetic(), rare.batch)
+    num_processes = min(machine.processes, num)
+    record = read_record(student)
     prepare_output(out, record.data.shape)
-    needed = record.sampling_bytes(num=-(-num // processes), batch=rare.batch, steps=solving.steps)
-    beside = picture_bytes(out, num, record.data.shape) + (
-        condition_bytes(record.condition) if told.text else 0
+
+    process_bytes = record.sampling_bytes(
+        num=ceil(num / num_processes), batch=rare.batch, steps=solving.steps
     )
-    limit = memory_limit(read_memory(machine.memory)).part(processes)
-    limit.check("memory", needed + -(-beside // processes))
-    condition = told.value(record.condition)
+    shared_bytes = picture_bytes(out, num, record.data.shape)
+    if conditioning.text:
+        shared_bytes += condition_bytes(record.condition)
+    limit = memory_limit(read_memory(machine.memory)).part(num_processes)
+    limit.check("memory", process_bytes + ceil(shared_bytes / num_processes))
+
+    condition = conditioning.value(record.condition)
     how = {
         "steps": solving.steps,
         "solver": solving.solver.value,
         "condition": condition,
         "condition_prior": None,
-        "guidance": told.guidance or 0.0,
+        "guidance": conditioning.guidance or 0.0,
     }
-    job = Job(StudentSource(record, student, computing), Lock(), solving.seed, how)
+    source = StudentSource(record, student, computing)
+    job = SamplingJob(source, Lock(), solving.seed, how)
     with progress(f"sampling {num}") as advance:
-        drawn = draw(job, num, processes, torch.ones(1), advance)
-    classes = class_names(record.condition, condition, num)
-    source, owners = record.source, drawn.expert_N.tolist()
-    written = write_samples(drawn.images, owners, out, source.manifest, classes, record.data.range)
+        drawn = draw(job, num, num_processes, torch.ones(1), advance)
+
+    origin = record.source
+    written = write_samples(
+        drawn.images,
+        drawn.expert_N.tolist(),
+        out,
+        origin.manifest,
+        class_names(record.condition, condition, num),
+        record.data.range,
+    )
     say(
-        f"{num} samples in {out} ({written}). The student names as its source {source.plan_id}, version "
-        f"{source.version}, manifest {source.manifest}; nobody signed that."
+        f"{num} samples in {out} ({written}). The student names as its source {origin.plan_id}, version "
+        f"{origin.version}, manifest {origin.manifest}; nobody signed that."
     )

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ddm.cli.drawing import Computing, Job, ReleaseSource, draw_together
-from ddm.cli.evaluated_conditions import Asked, conditions_for
-from ddm.cli.options import Told, check_null
+from ddm.cli.evaluated_conditions import ReferenceConditionOptions, conditions_for
+from ddm.cli.options import ConditionOptions, check_null
+from ddm.cli.sampling import ComputeSettings, ReleaseSource, SamplingJob, draw_together
 from ddm.distillation.student import load_student
 from ddm.errors import DataError, SetupError
 from ddm.evaluation.reference import Reference, open_reference
@@ -138,7 +138,7 @@ def test_order_of_conditions_takes_every_image_in_turn(tmp_path: Path) -> None:
     np.savez(tmp_path / "real.npz", images=np.zeros((7, 1, 8, 8), np.float32), labels=label_M)
 
     def told(num: int, seed: int, label: str | None = None) -> torch.Tensor:
-        asked = Asked(label, None, None)
+        asked = ReferenceConditionOptions(label, None, None)
         found = conditions_for(
             asked, CLASSES, real(tmp_path / "real.npz"), num, seed, counted=True
         ).value
@@ -154,7 +154,12 @@ def test_order_of_conditions_takes_every_image_in_turn(tmp_path: Path) -> None:
     assert not torch.equal(told(70, 5), told(70, 6))
     assert torch.bincount(told(30, 0, "equal")).tolist() == [3] * 10
     uncounted = conditions_for(
-        Asked(None, None, None), CLASSES, real(tmp_path / "real.npz"), 7, 0, counted=False
+        ReferenceConditionOptions(None, None, None),
+        CLASSES,
+        real(tmp_path / "real.npz"),
+        7,
+        0,
+        counted=False,
     )
     assert uncounted.value is None  # whose expert a class belongs to is not known
 
@@ -182,26 +187,43 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
     ]:
         with case(asked=asked, reference=reference), pytest.raises(kind) as caught:
             conditions_for(
-                Asked(*asked), condition, real(tmp_path / f"{reference}.npz"), 8, 0, counted=True
+                ReferenceConditionOptions(*asked),
+                condition,
+                real(tmp_path / f"{reference}.npz"),
+                8,
+                0,
+                counted=True,
             )
         assert said in f"{caught.value} {caught.value.remedy}"
     for words in (("3", "a cat", folder), (None, "a cat", None), (None, " ", folder)):
         with case(words=words), pytest.raises(SetupError):
-            Asked(*words)
+            ReferenceConditionOptions(*words)
     found = conditions_for(
-        Asked(None, None, None), undropped, real(tmp_path / "bare.npz"), 10, 0, counted=True
+        ReferenceConditionOptions(None, None, None),
+        undropped,
+        real(tmp_path / "bare.npz"),
+        10,
+        0,
+        counted=True,
     )
     assert found.words == "all 10 classes equally often"  # experts that never learned to do without
 
 
 def test_experts_that_were_always_told_a_class_are_not_asked_without_one() -> None:
     undropped = ClassCondition(num_classes=10, drop=0.0)
-    for told, subject in ((Told(), "condition"), (Told("3", guidance=2.0), "--guidance")):
+    for told, subject in (
+        (ConditionOptions(), "condition"),
+        (ConditionOptions("3", guidance=2.0), "--guidance"),
+    ):
         with case(told=told), pytest.raises(SetupError, match="drop = 0") as refused:
             told.value(undropped)
         assert refused.value.subject == subject
         told.value(CLASSES)
-    assert Told("3").value(undropped) == Told("3", guidance=2.0).value(CLASSES) == 3
+    assert (
+        ConditionOptions("3").value(undropped)
+        == ConditionOptions("3", guidance=2.0).value(CLASSES)
+        == 3
+    )
     with pytest.raises(SetupError, match="drop = 0"):
         check_null(undropped, "--unconditional", "")
     check_null(NoCondition(), "--unconditional", "")
@@ -232,18 +254,22 @@ def test_processes_share_samples_with_classes_of_their_own(
 ) -> None:
     """Each process's part is run here; with one sample at a time not a byte may differ."""
 
-    def in_turn(work: Job, num: int, *, on_report: Any, **_: Any) -> None:
+    def in_turn(work: SamplingJob, num: int, *, on_report: Any, **_: Any) -> None:
         for rank in range(num):
             work(rank, num, on_report)
 
-    monkeypatch.setattr("ddm.cli.drawing.run_parts", in_turn)
+    monkeypatch.setattr("ddm.cli.sampling.run_parts", in_turn)
     release = opened(owner)
     source = ReleaseSource(
-        release.plan, release.manifest, release.folder, None, Computing("cpu", Arithmetic(), 1)
+        release.plan,
+        release.manifest,
+        release.folder,
+        None,
+        ComputeSettings("cpu", Arithmetic(), 1),
     )
     told_N = torch.arange(11) % 10
     how = {"steps": 2, "condition": told_N, "condition_prior": None, "guidance": 0.5}
-    job, quiet = Job(source, strategy_named("lock"), 0, how), lambda done, total: None
+    job, quiet = SamplingJob(source, strategy_named("lock"), 0, how), lambda done, total: None
     one = job.draw(source.ensemble(), range(11), quiet)
     weight_NK = torch.from_numpy(shares_KC(owner).T)[told_N]
     drawn = draw_together(job, 11, 3, weight_NK, quiet)

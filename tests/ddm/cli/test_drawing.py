@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddm.cli.drawing import Computing, Drawn, Job, ReleaseSource, draw_together
+from ddm.cli.sampling import (
+    ComputeSettings,
+    DrawnSamples,
+    ReleaseSource,
+    SamplingJob,
+    draw_together,
+)
 from ddm.ensemble import SamplingOptions
 from ddm.errors import SetupError
 from ddm.loading.ensemble import load_ensemble
@@ -31,13 +37,17 @@ NUM, SEED = 11, 3
 STRATEGIES = ("lock", "sample", "full")
 
 
-def job_of(published: Published, strategy: str = "lock", steps: int = 3, **how: Any) -> Job:
+def job_of(published: Published, strategy: str = "lock", steps: int = 3, **how: Any) -> SamplingJob:
     release = opened(published, published.release)
     source = ReleaseSource(
-        release.plan, release.manifest, release.folder, None, Computing("cpu", Arithmetic(), 1)
+        release.plan,
+        release.manifest,
+        release.folder,
+        None,
+        ComputeSettings("cpu", Arithmetic(), 1),
     )
     prior = [expert.prior for expert in release.manifest.experts]
-    return Job(
+    return SamplingJob(
         source,
         strategy_named(strategy),
         SEED,
@@ -45,11 +55,11 @@ def job_of(published: Published, strategy: str = "lock", steps: int = 3, **how: 
     )
 
 
-def shares_of(job: Job) -> Tensor:
+def shares_of(job: SamplingJob) -> Tensor:
     return torch.tensor(job.how["prior"], dtype=torch.float64)
 
 
-def alone(job: Job) -> Drawn:
+def alone(job: SamplingJob) -> DrawnSamples:
     return job.draw(job.source.ensemble(), range(NUM), lambda done, total: None)
 
 
@@ -58,11 +68,11 @@ def test_processes_draw_what_one_would(
 ) -> None:
     """Each process's part is run here, one after the other; with one sample at a time not a byte may differ."""
 
-    def in_turn(work: Job, num: int, *, on_report: Any, **_: Any) -> None:
+    def in_turn(work: SamplingJob, num: int, *, on_report: Any, **_: Any) -> None:
         for rank in range(num):
             work(rank, num, on_report)
 
-    monkeypatch.setattr("ddm.cli.drawing.run_parts", in_turn)
+    monkeypatch.setattr("ddm.cli.sampling.run_parts", in_turn)
     for strategy in STRATEGIES:
         for num_processes in (2, 3):
             with case(strategy=strategy, num_processes=num_processes):
@@ -83,9 +93,9 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
     loaded: dict[str, set[int]] = {}
     experts_of = {rank: set[int]() for rank in ("0", "1")}
 
-    def in_turn(work: Job, num: int, *, on_report: Any, **_: Any) -> None:
+    def in_turn(work: SamplingJob, num: int, *, on_report: Any, **_: Any) -> None:
         one = alone(job).expert_N
-        for rank, part in enumerate(torch.tensor(work.dealt).tensor_split(num)):
+        for rank, part in enumerate(torch.tensor(work.order).tensor_split(num)):
             experts_of[str(rank)] = set(one[part].tolist())
             built = job.source.ensemble(rank, lazily=True)
             monkeypatch.setattr(ReleaseSource, "ensemble", lambda *_, built=built, **__: built)
@@ -95,7 +105,7 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
             monkeypatch.undo()
 
     with monkeypatch.context() as patched:
-        patched.setattr("ddm.cli.drawing.run_parts", in_turn)
+        patched.setattr("ddm.cli.sampling.run_parts", in_turn)
         draw_together(job, NUM, 2, shares_of(job), lambda done, total: None)
     assert loaded == experts_of
     assert sum(map(len, loaded.values())) <= len(job.how["prior"]) + 1

@@ -9,9 +9,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from ddm.cli.conditions import condition_shares, describe_shares
-from ddm.cli.following import expert_weights
 from ddm.cli.main import app
 from ddm.cli.options import read_memory
+from ddm.cli.strategy_options import expert_weights
 from ddm.ensemble import ClassPrior, Ensemble
 from ddm.errors import MathError, MemoryLimitError, SetupError
 from ddm.protocol.architecture import ClassCondition, TextCondition

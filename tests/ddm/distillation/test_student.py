@@ -191,7 +191,7 @@ def test_file_that_cannot_hold_the_samples_is_refused_before_any_is_drawn(
     def draw(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ddm.cli.drawing.draw", draw)
+    monkeypatch.setattr("ddm.cli.sampling.draw", draw)
     release = (tiny.path / "release", "--root", tiny.root, "--state", tmp_path / "state")
     for words in (("sample", *release), ("sample-student", student)):
         codes = [

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, normalizers, processors
 
-from ddm.cli.conditions import encoded
+from ddm.cli.conditions import encode_text
 from ddm.encoders.text import TextEncoder, check_files, pin
 from ddm.errors import DigestError, MissingFileError, SetupError, ShapeError, TensorFileError
 from ddm.protocol.architecture import TextCondition
@@ -311,9 +311,11 @@ def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_w
     tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     tokenizer.save(str(mine / "tokenizer.json"))
     condition = pin(mine, max_tokens=L, drop=0.0)
-    assert isinstance(found := encoded("~bright", mine, condition), torch.Tensor) and found.any()
+    assert (
+        isinstance(found := encode_text("~bright", mine, condition), torch.Tensor) and found.any()
+    )
     with pytest.raises(SetupError, match="at least one word that the encoder knows"):
-        encoded("~~", mine, condition)
+        encode_text("~~", mine, condition)
 
 
 def test_plan_without_an_encoder_keeps_its_bytes_and_one_with_it_is_read_back(

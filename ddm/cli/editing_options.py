@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ddm.protocol.data import DataSpec
     from ddm.sampling.samples import Samples
 
+DEFAULT_CORRECTIONS = 9  # as `Ensemble.inpaint` has it
+
 InitOption = Annotated[
     Path | None,
     typer.Option(
@@ -56,15 +58,15 @@ MaskOption = Annotated[
 
 
 @dataclass(frozen=True)
-class Editing:
-    """What a user says about images to begin from; everything None for samples from noise.
+class EditingOptions:
+    """Images to begin from; everything None for samples from noise.
 
     Args:
         init: the file of images to vary.
         t_start: how far they are noised.
         inpaint: the file of images to complete.
         mask: the file that says where.
-        corrections: after each step of an inpainting; None for the default.
+        corrections: how many after each step of an inpainting; None for the default.
 
     Raises:
         SetupError: options that do not go together.
@@ -83,10 +85,11 @@ class Editing:
             ("--init", self.init, "--t-start", self.t_start),
             ("--inpaint", self.inpaint, "--mask", self.mask),
         )
-        for one, given, other, also in pairs:
-            if (given is None) != (also is None):
-                there, missing = (one, other) if also is None else (other, one)
-                raise SetupError(there, expected=f"{missing} as well", got=f"{there} alone")
+        for first_flag, first, second_flag, second in pairs:
+            if first is not None and second is None:
+                raise _needs(first_flag, second_flag)
+            if first is None and second is not None:
+                raise _needs(second_flag, first_flag)
         if self.t_start == 0:
             raise SetupError(
                 "--t-start", expected="above 0", got="0, at which the images stay as they are"
@@ -100,11 +103,13 @@ class Editing:
 
     def num_moves(self, steps: int) -> int:
         """Return how often each sample moves."""
-        return steps + (
-            (steps - 1) * (9 if self.corrections is None else self.corrections)
-            if self.inpaint
-            else 0
-        )
+        if not self.inpaint:
+            return steps
+        corrections = self.corrections
+        if corrections is None:
+            corrections = DEFAULT_CORRECTIONS
+        # There is nothing to correct after the last step.
+        return steps + (steps - 1) * corrections
 
     def read(self, spec: "DataSpec", num: int) -> "tuple[Tensor, Tensor | None] | None":
         """Read the images, one for each of `num` samples, and the mask of an inpainting, true where images are known.
@@ -128,18 +133,24 @@ class Editing:
                 got=f"{len(images)} images",
             )
         images = images.expand(num, *images.shape[1:])
-        return images, None if self.mask is None else ~read_mask(self.mask, spec)
+        if self.mask is None:
+            return images, None
+        return images, ~read_mask(self.mask, spec)
 
     def draw(
-        self, ensemble: "Ensemble", num: int, read: "tuple[Tensor, Tensor | None] | None", how: Any
+        self,
+        ensemble: "Ensemble",
+        num: int,
+        begin: "tuple[Tensor, Tensor | None] | None",
+        how: dict[str, Any],
     ) -> "Samples":
-        """Draw samples, from noise or from what was read."""
+        """Draw samples, from noise or from images that `read` returned."""
         from ddm.sampling.options import sampling_keywords
 
         how = sampling_keywords(how)
-        if read is None:
+        if begin is None:
             return ensemble.sample(num, **how)
-        images, known = read
+        images, known = begin
         if known is None:
             return ensemble.image_to_image(images, self.t_start or 1.0, **how)
         if self.corrections is not None:
@@ -147,10 +158,14 @@ class Editing:
         return ensemble.inpaint(images, known, **how)
 
 
-FROM_NOISE = Editing(None, None, None, None, None)
+def _needs(flag: str, missing_flag: str) -> SetupError:
+    return SetupError(flag, expected=f"{missing_flag} as well", got=f"{flag} alone")
 
 
-def interval(text: str | None) -> tuple[float, float]:
+FROM_NOISE = EditingOptions(init=None, t_start=None, inpaint=None, mask=None, corrections=None)
+
+
+def read_interval(text: str | None) -> tuple[float, float]:
     """Read the value of --set guidance-interval.
 
     Raises:
@@ -160,9 +175,16 @@ def interval(text: str | None) -> tuple[float, float]:
         return (0.0, 1.0)
     try:
         low, high = (float(part) for part in text.split(","))
-    except ValueError:
-        low, high = 1.0, 0.0
+    except ValueError as error:
+        raise _no_interval(text) from error
     if not 0 <= low < high <= 1:
-        expected = "LOW,HIGH, two times with 0 <= LOW < HIGH <= 1"
-        raise SetupError("--set guidance-interval", expected=expected, got=repr(text[:40]))
+        raise _no_interval(text)
     return low, high
+
+
+def _no_interval(text: str) -> SetupError:
+    return SetupError(
+        "--set guidance-interval",
+        expected="LOW,HIGH, two times with 0 <= LOW < HIGH <= 1",
+        got=repr(text[:40]),
+    )

@@ -1,4 +1,4 @@
-"""Which experts samples follow: the strategies, their settings, and the weights of silos."""
+"""The options on which experts samples follow: strategies, their settings, and the weights of silos."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,8 +65,8 @@ PriorOption = Annotated[
 
 
 @dataclass(frozen=True)
-class Following:
-    """The settings of strategies, and whom samples are drawn from."""
+class StrategyOptions:
+    """The settings of strategies, and the weights of silos."""
 
     tau: TauOption = None
     prefix: PrefixOption = None
@@ -75,46 +75,45 @@ class Following:
 
     def settings(self, rare: DrawingSettings) -> dict[str, Any]:
         """Return the settings that were given, by their names in `ddm.sampling.strategies`."""
-        prefix = self.prefix and Prefix(self.prefix).value
-        wanted = {
+        settings = {
             "tau": self.tau,
-            "prefix": prefix,
+            "prefix": self.prefix and Prefix(self.prefix).value,
             "k": self.top_k,
             "mass": rare.mass,
             "least": rare.least,
         }
-        return {name: value for name, value in wanted.items() if value is not None}
+        return {name: value for name, value in settings.items() if value is not None}
 
 
-def chosen_strategy(name: str, wanted: dict[str, Any]) -> "Strategy":
+def choose_strategy(name: str, settings: dict[str, Any]) -> "Strategy":
     """Return the strategy, and refuse settings that mean nothing to it."""
-    for setting, value in wanted.items():
+    for setting, value in settings.items():
         if setting not in STRATEGIES[name].settings:
-            owner = next(other for other, kind in STRATEGIES.items() if setting in kind.settings)
-            got = f"{value} with --strategy {name}"
-            raise SetupError(FLAGS[setting], expected=f"--strategy {owner}", got=got)
-    if wanted.get("prefix") and wanted.get("tau", 1.0) == 1.0:
-        got = (
-            "--tau 1, where lock draws its experts from the prior at once and nothing comes before"
+            owners = [other for other, kind in STRATEGIES.items() if setting in kind.settings]
+            raise SetupError(
+                FLAGS[setting],
+                expected=f"--strategy {owners[0]}",
+                got=f"{value} with --strategy {name}",
+            )
+    if settings.get("prefix") and settings.get("tau", 1.0) == 1.0:
+        raise SetupError(
+            "--prefix",
+            expected="--tau below 1",
+            got="--tau 1, where lock draws its experts from the prior at once and nothing comes before",
         )
-        raise SetupError("--prefix", expected="--tau below 1", got=got)
-    return strategy_named(name, **wanted)
+    return strategy_named(name, **settings)
 
 
-def priors(
+def read_priors(
     manifest: "Manifest", prior: str, class_prior: str
 ) -> tuple[list[float], list[float] | None]:
     """Return each expert's weight, and its share of the class or text if one was declared."""
-    silo_ids, own = (
-        [expert.silo_id for expert in manifest.experts],
-        [expert.prior for expert in manifest.experts],
-    )
-    declared = (
-        None
-        if class_prior == "data"
-        else expert_weights("--set class-prior", class_prior, silo_ids, own)
-    )
-    return expert_weights("--prior", prior, silo_ids, own), declared
+    silo_ids = [expert.silo_id for expert in manifest.experts]
+    data_prior = [expert.prior for expert in manifest.experts]
+    weights = expert_weights("--prior", prior, silo_ids, data_prior)
+    if class_prior == "data":
+        return weights, None
+    return weights, expert_weights("--set class-prior", class_prior, silo_ids, data_prior)
 
 
 def expert_weights(
@@ -123,32 +122,42 @@ def expert_weights(
     """Return a weight for each expert; a silo's goes to its experts in proportion to their data, if it has any."""
     if text == "data":
         return data_prior
-    shares = dict.fromkeys(silo_ids, 0.0)
+    silo_shares = dict.fromkeys(silo_ids, 0.0)
     for silo_id, prior in zip(silo_ids, data_prior, strict=True):
-        shares[silo_id] += prior
-    present = [silo_id for silo_id, share in shares.items() if share > 0]
-    weights = dict.fromkeys(present, 1.0) if text == "equal" else _silo_weights(flag, text, present)
-    total = sum(weights.values())
-    return [
-        weights[silo_id] / total * prior / shares[silo_id] if weights.get(silo_id) else 0.0
-        for silo_id, prior in zip(silo_ids, data_prior, strict=True)
-    ]
+        silo_shares[silo_id] += prior
+    silos_with_data = [silo_id for silo_id, share in silo_shares.items() if share > 0]
+    if text == "equal":
+        silo_weights = dict.fromkeys(silos_with_data, 1.0)
+    else:
+        silo_weights = _read_silo_weights(flag, text, silos_with_data)
+
+    total = sum(silo_weights.values())
+    weights = []
+    for silo_id, prior in zip(silo_ids, data_prior, strict=True):
+        silo_weight = silo_weights.get(silo_id, 0.0)
+        if silo_weight == 0.0:
+            weights.append(0.0)
+        else:
+            weights.append(silo_weight / total * prior / silo_shares[silo_id])
+    return weights
 
 
-def _silo_weights(flag: str, text: str, silo_ids: list[str]) -> dict[str, float]:
-    weights = dict.fromkeys(silo_ids, 0.0)
-    seen: set[str] = set()
+def _read_silo_weights(flag: str, text: str, silo_ids: list[str]) -> dict[str, float]:
+    """Read ID=WEIGHT,...; silos that are not named have the weight 0."""
+    weights: dict[str, float] = {}
     for part in text.split(","):
         silo_id, _, number = part.strip().partition("=")
         try:
             weight = float(number)
         except ValueError:
             weight = -1.0
-        if silo_id not in weights or silo_id in seen or not 0.0 <= weight < float("inf"):
-            wanted = f"data, equal, or ID=WEIGHT,... with each ID once, among {', '.join(silo_ids)}"
-            raise SetupError(flag, expected=wanted, got=repr(part[:60]))
-        seen.add(silo_id)
+        if silo_id not in silo_ids or silo_id in weights or not 0.0 <= weight < float("inf"):
+            raise SetupError(
+                flag,
+                expected=f"data, equal, or ID=WEIGHT,... with each ID once, among {', '.join(silo_ids)}",
+                got=repr(part[:60]),
+            )
         weights[silo_id] = weight
     if sum(weights.values()) <= 0:
         raise SetupError(flag, expected="at least one weight above 0", got=repr(text[:60]))
-    return weights
+    return dict.fromkeys(silo_ids, 0.0) | weights

@@ -1,12 +1,13 @@
 """Draws the samples of one command, in this process or in several that each draw some of them.
 
-Sample i has a random stream of its own, so who draws it changes no more than rounding. Processes do not talk with each
-other: each opens the files that this process verified, holds them to the same digests, and sends its samples up its
-pipe. Where an expert is drawn once for each sample, at t = 1, samples are dealt by their experts, so that each process
-loads its share of the experts and evaluates them in full batches.
+Sample i has a random stream of its own, so that which process draws it changes no more than rounding. Processes do not
+communicate with each other: each opens the files that this process verified, checks the same digests, and sends its
+samples through its pipe. Where an expert is drawn once for each sample, at t = 1, samples are ordered by their experts,
+so that each process loads its share of the experts and evaluates them in full batches.
 """
 
 # Shape legend: K experts, N samples.
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddm.cli.editing import FROM_NOISE, Editing
+from ddm.cli.editing_options import FROM_NOISE, EditingOptions
 from ddm.distillation.student import Student, build_student
 from ddm.ensemble import Ensemble
 from ddm.loading.ensemble import build_ensemble
@@ -38,12 +39,12 @@ Advance = Callable[[int, int], None]
 SAMPLING = PartDescription(
     "sampling process", "nothing was written", "a lower --processes, --set batch or --num"
 )
-_REPORT_S = 0.2  # between two words of a process about its progress
+_REPORT_S = 0.2  # between two progress reports of a process
 _PIECE_BYTES = 1 << 26  # of images that are sent at once
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnSamples:
     """Samples in the order of their numbers.
 
     Args:
@@ -55,8 +56,8 @@ class Drawn:
     expert_N: Tensor
 
 
-class Source(Protocol):
-    """What samples are drawn from, in words that travel to another process."""
+class SampleSource(Protocol):
+    """What samples are drawn from; it can be sent to another process, unlike networks on a GPU."""
 
     @property
     def data(self) -> DataSpec:
@@ -74,7 +75,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Computing:
+class ComputeSettings:
     """How experts compute.
 
     Args:
@@ -91,11 +92,10 @@ class Computing:
         """Return the device of one process, and set what torch keeps for the whole process."""
         self.arithmetic.configure_torch()
         device = device_named(self.device, setting="--device")
-        return (
-            torch.device("cuda", rank % torch.cuda.device_count())
-            if device.type == "cuda"
-            else device
-        )
+        if device.type != "cuda":
+            return device
+        # Processes take the GPUs in turn.
+        return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,15 @@ class ReleaseSource:
         plan: of the release.
         manifest: of the release.
         folder: of the release.
-        room: most bytes of experts in memory at once, in each process.
+        expert_bytes: the maximum of experts in memory at once, in each process; None for all of them.
         computing: how its experts compute.
     """
 
     plan: Plan
     manifest: Manifest
     folder: Path
-    room: int | None
-    computing: Computing
+    expert_bytes: int | None
+    computing: ComputeSettings
 
     @property
     def data(self) -> DataSpec:
@@ -128,21 +128,19 @@ class ReleaseSource:
 
     def ensemble(self, rank: int = 0, *, lazily: bool = False) -> Ensemble:
         """Build the ensemble; lazily, experts are loaded on first use even where all of them fit."""
-        where, arithmetic = self.computing.place(rank), self.computing.arithmetic
-        room = (
-            sum(expert.file.bytes for expert in self.manifest.experts)
-            if lazily and self.room is None
-            else self.room
-        )
-        built = build_ensemble(
+        memory_bytes = self.expert_bytes
+        if lazily and memory_bytes is None:
+            # A limit that all of them fit in, so that each is loaded when it is first needed.
+            memory_bytes = sum(expert.file.bytes for expert in self.manifest.experts)
+        ensemble = build_ensemble(
             self.plan,
             self.manifest,
             self.folder,
-            memory_bytes=room,
-            device=where,
-            arithmetic=arithmetic,
+            memory_bytes=memory_bytes,
+            device=self.computing.place(rank),
+            arithmetic=self.computing.arithmetic,
         )
-        return replace(built, chunk_size=self.computing.batch)
+        return replace(ensemble, chunk_size=self.computing.batch)
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class StudentSource:
 
     record: Student
     weights: Path
-    computing: Computing
+    computing: ComputeSettings
 
     @property
     def data(self) -> DataSpec:
@@ -171,13 +169,17 @@ class StudentSource:
 
     def ensemble(self, rank: int = 0, *, lazily: bool = False) -> Ensemble:
         """Load the student as an ensemble of one."""
-        where, arithmetic = self.computing.place(rank), self.computing.arithmetic
-        alone = build_student(self.record, self.weights, device=where, arithmetic=arithmetic)
-        return replace(alone, chunk_size=self.computing.batch)
+        ensemble = build_student(
+            self.record,
+            self.weights,
+            device=self.computing.place(rank),
+            arithmetic=self.computing.arithmetic,
+        )
+        return replace(ensemble, chunk_size=self.computing.batch)
 
 
 @dataclass(frozen=True)
-class Job:
+class SamplingJob:
     """What one command draws.
 
     Args:
@@ -187,69 +189,69 @@ class Job:
         how: further arguments of `Ensemble.sample`, `steps` and `condition` among them.
         editing: what becomes of images that samples begin with.
         begin: those images, one for each sample, and where they are known; None for samples from noise.
-        dealt: the numbers of the samples in the order in which several processes take equal shares of them.
+        order: the numbers of the samples in the order in which several processes take equal shares of them.
     """
 
-    source: Source
+    source: SampleSource
     strategy: Strategy
     seed: int
     how: Mapping[str, Any]
-    editing: Editing = FROM_NOISE
+    editing: EditingOptions = FROM_NOISE
     begin: tuple[Any, Any] | None = None
-    dealt: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def num_moves(self) -> int:
         """How often each sample moves."""
         return self.editing.num_moves(self.how["steps"])
 
-    def draw(self, ensemble: Ensemble, numbers: Sequence[int], advance: Advance) -> Drawn:
+    def draw(self, ensemble: Ensemble, numbers: Sequence[int], advance: Advance) -> DrawnSamples:
         """Draw the samples of these numbers, in this process."""
+        rows = list(numbers)
         how = {name: _as_tensor(value) for name, value in self.how.items()}
-        how |= {
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "numbers": numbers,
-            "on_progress": advance,
-        }
-        told_N = per_sample(ensemble.condition, how["condition"])
-        if told_N is not None:
-            how["condition"] = told_N[list(numbers)]
+        how["strategy"] = self.strategy
+        how["seed"] = self.seed
+        how["numbers"] = numbers
+        how["on_progress"] = advance
+        condition_N = per_sample(ensemble.condition, how["condition"])
+        if condition_N is not None:
+            how["condition"] = condition_N[rows]
         begin = None
-        if self.begin:
-            images, known = (_as_tensor(each) for each in self.begin)
-            begin = images[list(numbers)], known
-        drawn = self.editing.draw(ensemble, len(numbers), begin, how)
-        return Drawn(drawn.images, drawn.expert_N)
+        if self.begin is not None:
+            images, known = self.begin
+            begin = _as_tensor(images)[rows], _as_tensor(known)
+        samples = self.editing.draw(ensemble, len(rows), begin, how)
+        return DrawnSamples(samples.images, samples.expert_N)
 
     def __call__(self, rank: int, num: int, report: Callable[[Any], None]) -> None:
         """Draw this process's samples, as one of several."""
-        numbers = torch.as_tensor(self.dealt).tensor_split(num)[rank].tolist()
-        last = 0.0
-
-        def advance(done: int, total: int) -> None:
-            nonlocal last
-            if done == total or time.monotonic() - last > _REPORT_S:
-                last = time.monotonic()
-                report((rank, done))
-
+        numbers = torch.as_tensor(self.order).tensor_split(num)[rank].tolist()
         if not numbers:
             return
-        drawn = self.draw(self.source.ensemble(rank, lazily=True), numbers, advance)
-        piece = max(1, _PIECE_BYTES // (4 * drawn.images[0].numel()))
-        for first in range(0, len(numbers), piece):
-            part = slice(first, first + piece)
-            report((numbers[part], drawn.images[part].numpy(), drawn.expert_N[part].numpy()))
+        last_report = 0.0
+
+        def report_progress(num_done: int, num_steps: int) -> None:
+            nonlocal last_report
+            if num_done == num_steps or time.monotonic() - last_report > _REPORT_S:
+                last_report = time.monotonic()
+                report((rank, num_done))
+
+        drawn = self.draw(self.source.ensemble(rank, lazily=True), numbers, report_progress)
+        # Sent in pieces, since the receiver unpacks a message as a whole beside the array that it fills.
+        piece_images = max(1, _PIECE_BYTES // (4 * drawn.images[0].numel()))
+        for first in range(0, len(numbers), piece_images):
+            piece = slice(first, first + piece_images)
+            report((numbers[piece], drawn.images[piece].numpy(), drawn.expert_N[piece].numpy()))
 
 
 def draw(
-    job: Job,
+    job: SamplingJob,
     num: int,
     num_processes: int,
     weight_K: Tensor,
     advance: Advance,
     ensemble: Ensemble | None = None,
-) -> Drawn:
+) -> DrawnSamples:
     """Draw samples 0 to num - 1, here, from the ensemble if it is built already, or as `draw_together` does."""
     if num_processes == 1:
         return job.draw(ensemble or job.source.ensemble(), range(num), advance)
@@ -257,8 +259,8 @@ def draw(
 
 
 def draw_together(
-    job: Job, num: int, num_processes: int, weight_K: Tensor, advance: Advance
-) -> Drawn:
+    job: SamplingJob, num: int, num_processes: int, weight_K: Tensor, advance: Advance
+) -> DrawnSamples:
     """Draw samples 0 to num - 1 in several processes; the threads of this one are divided among them.
 
     Args:
@@ -274,32 +276,54 @@ def draw_together(
     """
     images = np.empty((num, *job.source.data.shape), np.float32)
     expert_N = np.empty(num, np.int64)
-    done = [0] * num_processes
+    num_done_by_rank = [0] * num_processes
 
-    def hear(
-        told: tuple[int, int] | tuple[list[int], NDArray[np.float32], NDArray[np.int64]],
+    def receive(
+        message: tuple[int, int] | tuple[list[int], NDArray[np.float32], NDArray[np.int64]],
     ) -> None:
-        if len(told) == 2:
-            done[told[0]] = told[1]
-            advance(sum(done), num * job.num_moves)
+        if len(message) == 2:
+            rank, num_done = message
+            num_done_by_rank[rank] = num_done
+            advance(sum(num_done_by_rank), num * job.num_moves)
             return
-        numbers, drawn, experts = told
-        images[numbers], expert_N[numbers] = drawn, experts
+        numbers, piece_images, piece_expert_N = message
+        images[numbers] = piece_images
+        expert_N[numbers] = piece_expert_N
 
     # As arrays, here and back, since torch would put tensors into shared memory, which many containers have little of.
     how = {name: _as_array(value) for name, value in job.how.items()}
-    begin = job.begin and (_as_array(job.begin[0]), _as_array(job.begin[1]))
+    begin = None
+    if job.begin is not None:
+        begin = _as_array(job.begin[0]), _as_array(job.begin[1])
+    order = tuple(sample_order(job, num, weight_K).tolist())
     run_parts(
-        replace(job, how=how, begin=begin, dealt=tuple(dealt(job, num, weight_K).tolist())),
+        replace(job, how=how, begin=begin, order=order),
         num_processes,
         threads=max(1, torch.get_num_threads() // num_processes),
-        on_report=hear,
+        on_report=receive,
         description=SAMPLING,
     )
-    return Drawn(torch.from_numpy(images), torch.from_numpy(expert_N))
+    return DrawnSamples(torch.from_numpy(images), torch.from_numpy(expert_N))
 
 
-def shares_of(drawn: Drawn, ensemble: Ensemble) -> tuple[float, ...]:
+def sample_order(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
+    """Return the numbers of all samples in the order in which processes take equal shares of them.
+
+    Under lock at t = 1 that is the order of their experts, which are drawn here as they will be there.
+    """
+    numbers = torch.arange(num)
+    if not job.strategy.keeps_first_expert:
+        return numbers
+    shape = job.source.expert_shape
+    uniforms = []
+    for number in range(num):
+        _, uniform_11 = draw_noise([number], shape, job.seed, 1)
+        uniforms.append(uniform_11[:, 0])
+    expert_N = draw_expert(weight_K.expand(num, -1), torch.cat(uniforms))
+    return expert_N.argsort(stable=True)
+
+
+def expert_shares_of(drawn: DrawnSamples, ensemble: Ensemble) -> tuple[float, ...]:
     """Return the share of the samples that each expert accounts for."""
     counts_K = torch.bincount(drawn.expert_N, minlength=len(ensemble.experts)).double()
     return tuple((counts_K / counts_K.sum()).tolist())
@@ -311,16 +335,3 @@ def _as_array(value: Any) -> Any:
 
 def _as_tensor(value: Any) -> Any:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
-def dealt(job: Job, num: int, weight_K: Tensor) -> Tensor:
-    """Return the numbers of all samples in the order in which processes take equal shares of them.
-
-    Under lock at t = 1 that is the order of their experts, which are drawn here as they will be there.
-    """
-    numbers = torch.arange(num)
-    if not job.strategy.keeps_first_expert:
-        return numbers
-    shape = job.source.expert_shape
-    uniform_N = torch.cat([draw_noise([i], shape, job.seed, 1)[1][:, 0] for i in range(num)])
-    return draw_expert(weight_K.expand(num, -1), uniform_N).argsort(stable=True)
