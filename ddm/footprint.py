@@ -21,7 +21,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES
 from ddm.protocol.encoder import HogEncoder, PcaEncoder, TimmEncoder
 from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
 from ddm.protocol.plan import Plan
-from ddm.protocol.routers import LearnedRouter, SamplesRouter
+from ddm.protocol.routers import LearnedSettings, SamplesSettings
 
 # The largest header of a file of tensors.
 HEADER_BYTES = 1 << 20
@@ -93,7 +93,7 @@ def autoencoder_size(latent: Autoencoder, shape: tuple[int, ...]) -> NetworkSize
 
 @lru_cache(maxsize=32)
 def token_router_size(
-    router: SamplesRouter,
+    router: SamplesSettings,
     shape: tuple[int, ...],
     num_experts: int,
     condition: Condition = NoCondition(),
@@ -108,7 +108,7 @@ def token_router_size(
     """
     sizes = Dit(patch=router.patch, hidden=router.hidden, depth=router.depth, heads=router.heads)
     with torch.device("meta"):
-        network = TokenRouter(sizes, shape, num_experts, router.told(condition))
+        network = TokenRouter(sizes, shape, num_experts, router.router_condition(condition))
     return size_of(network)
 
 
@@ -124,7 +124,7 @@ def widest_layer(plan: Plan) -> tuple[str, int]:
     if isinstance(plan.latent, Autoencoder):
         size = autoencoder_size(plan.latent, plan.data.shape)
         widths["autoencoder"] = size.activations.widest
-    if isinstance(plan.router, SamplesRouter):
+    if isinstance(plan.router, SamplesSettings):
         widths["router (samples)"] = _token_router_size(plan, plan.router, 1).activations.widest
     if isinstance(plan.encoder, TimmEncoder):
         widths["encoder (timm)"] = _timm_values(plan.encoder, plan.data.shape)
@@ -236,18 +236,18 @@ def router_bytes(plan: Plan, num_experts: int) -> int:
         max_units = max(agreed.units(plan.statistics.unit) for agreed in plan.agreed.values())
         num_possible = ceil(min(2 * _NOISE_REACH / class_counts.epsilon, max_units)) + 3
         total += 8 * _DOUBLE_BYTES * max(_ROUTED_VALUES, num_possible)
-    if isinstance(plan.router, LearnedRouter):
+    if isinstance(plan.router, LearnedSettings):
         num_weights = perceptron_parameters(
             rank + _TIME_FEATURES, plan.router.hidden, plan.router.depth, num_experts
         )
         total += 2 * FLOAT_BYTES * num_weights
-    if isinstance(plan.router, SamplesRouter):
+    if isinstance(plan.router, SamplesSettings):
         size = _token_router_size(plan, plan.router, num_experts)
         total += 2 * size.bytes + size.forward_bytes(0)
     return total
 
 
-def _token_router_size(plan: Plan, router: SamplesRouter, num_experts: int) -> NetworkSize:
+def _token_router_size(plan: Plan, router: SamplesSettings, num_experts: int) -> NetworkSize:
     return token_router_size(router, plan.expert_shape, num_experts, plan.condition)
 
 
@@ -273,7 +273,7 @@ def sampling_bytes(plan: Plan, num_experts: int, num: int, batch: int, steps: in
     total = drawing_bytes(
         expert_size(plan), plan.latent, plan.data.shape, num=num, batch=batch, steps=steps
     )
-    if isinstance(plan.router, SamplesRouter):
+    if isinstance(plan.router, SamplesSettings):
         size = _token_router_size(plan, plan.router, num_experts)
         total += FLOAT_BYTES * in_flight * size.activations.forward
     # The log densities of every group; in between, and for every expert, blocks of bounded size.

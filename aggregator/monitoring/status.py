@@ -31,9 +31,10 @@ from ddm.protocol.base import (
     Time,
     check_json,
 )
-from ddm.protocol.manifest import Manifest, RouterFamily
+from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.router_report import RouterReport
+from ddm.protocol.routers import RouterKind
 from ddm.publishing.folder import MAX_TUF_BYTES
 from ddm.publishing.versions import manifest_path, newest_version
 
@@ -43,7 +44,7 @@ _MAX_RELEASES = 20
 class RouterStatus(Model):
     """The trained router, and the silos on whose submissions it was trained."""
 
-    family: RouterFamily
+    family: RouterKind
     silos: tuple[SiloId, ...]
 
 
@@ -56,7 +57,7 @@ class ReleaseStatus(Model):
     silos: tuple[SiloId, ...]
     missing_silos: tuple[SiloId, ...]
     withdrawn_silos: tuple[SiloId, ...]
-    router: RouterFamily
+    router: RouterKind
 
 
 class Expiry(Model):

@@ -15,13 +15,13 @@ from ddm.images.columns import class_numbers
 from ddm.images.samples import ImageSet
 from ddm.planning.recipe import TextRecipe
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 
 
 def names_needed(recipe: Recipe) -> dict[str, str]:
     """Return which columns the recipe's router learns from: what they are, and what the file calls them."""
     router = recipe.router
-    if not isinstance(router, SamplesRouter):
+    if not isinstance(router, SamplesSettings):
         return {}
     names = {}
     if router.labels == "silo":

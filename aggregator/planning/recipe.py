@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from ddm.planning.recipe import SharedRecipe
 from ddm.protocol.plan import PlanTerms
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 
 
 class Recipe(SharedRecipe, PlanTerms):
@@ -50,7 +50,7 @@ class Recipe(SharedRecipe, PlanTerms):
     def _router_is_labelled(self) -> "Recipe":
         router = self.router
         if (
-            isinstance(router, SamplesRouter)
+            isinstance(router, SamplesSettings)
             and router.labels == "class"
             and self.statistics.class_counts is None
         ):

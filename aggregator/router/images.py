@@ -1,6 +1,6 @@
 """The images that a samples router is trained on: labelled public ones, or those that the accepted experts draw."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,11 +10,13 @@ from aggregator.config import Federation
 from aggregator.intake.examination import public_images
 from aggregator.intake.inventory import Inventory
 from aggregator.intake.public_columns import CAPTIONS, CLASSES, SILOS, TEXTS, kept_columns
-from ddm.diffusion.path import Experts, path_named
+from ddm.diffusion.path import Expert, path_named
 from ddm.errors import SetupError
+from ddm.loading.ensemble import on_path
+from ddm.models import load_expert
 from ddm.partition.layout import Layout
 from ddm.protocol.architecture import ClassCondition, TextCondition
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import Progress
 from ddm.routers.conditional import expected_class_counts
 from ddm.routers.counts import CountsRouter
@@ -27,126 +29,163 @@ from ddm.routers.labelled import (
     texts_of_experts,
 )
 from ddm.routers.samples import draw_from_experts
+from ddm.sampling.expert_cache import LazyExperts
 
 # Shape legend: N images, K silos, E experts, C classes, G public groups, J cells.
 
 
-def training_images(
-    federation: Federation,
-    inventory: Inventory,
-    settings: SamplesRouter,
-    counts: CountsRouter,
-    experts: Callable[[], Experts],
-    seed: int,
-    on_progress: Progress | None,
-    device: torch.device,
-) -> Labelled:
-    """Return the images that the plan's router is trained on, with the probability of every expert.
+@dataclass(frozen=True)
+class RouterImages:
+    """What an aggregator can label images from.
 
-    Args:
+    Attributes:
         federation: the operator's folder.
         inventory: what was accepted.
-        settings: the router's recipe.
         counts: the router of the silos' counts, for their shares of the groups.
-        experts: returns the accepted experts; called only where they draw the images.
-        seed: of what experts are told, and of their noise.
+        seed: of the conditions that experts draw under, and of their noise.
         on_progress: see `draw_from_experts`.
         device: where the experts compute.
-
-    Raises:
-        SetupError: the plan's public images have no such labels.
-        DataError: no image resembles those of some expert.
-        NumericalError: an expert draws images that are not finite.
     """
-    plan, layout = inventory.plan, inventory.layout()
-    if settings.labels == "experts":
-        num, told = settings.images_per_expert, _told(federation, inventory, settings, layout, seed)
-        path = path_named(plan.objective.ensemble_path)
+
+    federation: Federation
+    inventory: Inventory
+    counts: CountsRouter
+    seed: int
+    on_progress: Progress | None
+    device: torch.device
+
+    def labelled(self, settings: SamplesSettings) -> Labelled:
+        """Return the images that a samples router is trained on, with the probability of every expert.
+
+        Raises:
+            SetupError: the plan's public images have no such labels.
+            DataError: no image resembles those of some expert.
+            NumericalError: an expert draws images that are not finite.
+        """
+        if settings.labels == "experts":
+            return self._drawn_by_experts(settings)
+        images = public_images(self.federation, self._plan_id, "fitted")
+        group_N = self._public_groups()
+        condition_N = self._public_conditions() if settings.conditional else None
+        layout = self.inventory.layout()
+        num_groups = self.counts.sketch.num_groups
+        if settings.labels == "group":
+            share_EG, _ = layout.split(self.counts.log_mass_KG.exp())
+            return Labelled.of_cells(images, group_N, share_EG, condition_N)
+        if settings.labels == "class":
+            class_N = torch.from_numpy(self._column(CLASSES))
+            cell_N = class_N * num_groups + group_N
+            return Labelled.of_cells(images, cell_N, self._class_shares(layout), condition_N)
+        return self._labelled_by_silo(images, group_N, condition_N, layout)
+
+    def _labelled_by_silo(
+        self, images: Tensor, group_N: Tensor, condition_N: Tensor | None, layout: Layout
+    ) -> Labelled:
+        """Label the public images that are said to be of an accepted silo."""
+        num_groups = self.counts.sketch.num_groups
+        silo_N = numbered(self._column(SILOS).tolist(), list(self.inventory.silos))
+        is_known_N = silo_N >= 0
+        silo_N, group_N = silo_N[is_known_N], group_N[is_known_N]
+        if condition_N is not None:
+            condition_N = condition_N[is_known_N]
+        share_EJ = silo_shares(silo_N, group_N, num_groups, layout)
+        cell_N = silo_N * num_groups + group_N
+        return Labelled.of_cells(images[is_known_N], cell_N, share_EJ, condition_N)
+
+    def _drawn_by_experts(self, settings: SamplesSettings) -> Labelled:
+        plan = self.inventory.plan
+        condition_EN = self._conditions_of_experts(settings)
         drawn_EN = draw_from_experts(
-            experts(),
+            accepted_experts(self.inventory, self.device),
             plan.expert_shape,
-            num,
-            seed,
-            path,
-            on_progress,
-            device=device,
-            condition_EN=told,
+            settings.images_per_expert,
+            self.seed,
+            path_named(plan.objective.ensemble_path),
+            self.on_progress,
+            device=self.device,
+            condition_EN=condition_EN,
         )
-        return Labelled.drawn(drawn_EN, told)
-    images = public_images(federation, plan.plan_id, "fitted")
-    seen = public_images(federation, plan.plan_id, "fitted", as_latents=False)
-    group_N, num_groups = (
-        inventory.files.clusters.groups(inventory.files.encoder.encode(seen)),
-        counts.sketch.num_groups,
-    )
-    condition_N = _conditions(federation, inventory) if settings.conditional else None
-    if settings.labels == "group":
-        share_EG, _ = layout.split(counts.log_mass_KG.exp())
-        return Labelled.of_cells(images, group_N, share_EG, condition_N)
-    if settings.labels == "class":
-        class_N = torch.from_numpy(_column(federation, inventory, CLASSES))
-        return Labelled.of_cells(
-            images, class_N * num_groups + group_N, _class_shares(inventory, layout), condition_N
+        return Labelled.drawn(drawn_EN, condition_EN)
+
+    def _conditions_of_experts(self, settings: SamplesSettings) -> Tensor | None:
+        """Return the conditions under which each expert draws; None for a router that reads no condition.
+
+        Classes come by the class counts, or all equally often where the plan has none; texts are public captions.
+        """
+        plan, layout = self.inventory.plan, self.inventory.layout()
+        num_images, num_experts = settings.images_per_expert, len(layout.parts)
+        generator = torch.Generator().manual_seed(self.seed)
+        match settings.router_condition(plan.condition):
+            case ClassCondition(num_classes=num_classes):
+                if plan.statistics.class_counts is None:
+                    shape = (num_experts, num_images)
+                    return torch.randint(num_classes, shape, generator=generator)
+                shares = self._class_shares(layout)
+                return classes_of_experts(shares, num_classes, num_images, generator)
+            case TextCondition():
+                texts_NLD = self._public_conditions()
+                return texts_of_experts(texts_NLD, num_experts, num_images, generator)
+        return None
+
+    def _class_shares(self, layout: Layout) -> Tensor:
+        """Return each expert's shares of classes and groups, (E, C G), as the class counts state them."""
+        terms = self.inventory.plan.statistics.class_counts
+        if terms is None:
+            expected = "a plan with class counts"
+            raise SetupError("router.labels", expected=expected, got="a plan without them")
+        noisy_KCG = torch.stack(list(self.inventory.class_counts().values()))
+        num_units = list(self.inventory.num_units.values())
+        sketch = self.inventory.files.sketch
+        count_KCG, _ = expected_class_counts(sketch, noisy_KCG, num_units, terms.epsilon)
+        return class_shares(count_KCG, layout)
+
+    def _public_groups(self) -> Tensor:
+        """Return the group of each public image, which its pixels decide even where experts see latents."""
+        files = self.inventory.files
+        pixels = public_images(self.federation, self._plan_id, "fitted", as_latents=False)
+        return files.clusters.groups(files.encoder.encode(pixels))
+
+    def _public_conditions(self) -> Tensor:
+        """Return the class (N,) or the text (N, L, D) of each public image."""
+        if isinstance(self.inventory.plan.condition, ClassCondition):
+            return torch.from_numpy(self._column(CLASSES))
+        caption_N = self._column(CAPTIONS)
+        return torch.from_numpy(self._column(TEXTS)[caption_N])
+
+    def _column(self, name: str) -> np.ndarray:
+        """Return what was kept of the public images when the plan was made."""
+        column = kept_columns(self.federation, self._plan_id).get(name)
+        if column is None:
+            raise SetupError(
+                "public images",
+                expected="public images with what the plan's router learns from",
+                got=f"a plan without {name.removeprefix('fitted_')}",
+                remedy="Make the plan again: aggregator plan.",
+            )
+        if column.dtype.kind in "iu":
+            return column.astype(np.int64)
+        return np.asarray(column)
+
+    @property
+    def _plan_id(self) -> str:
+        return self.inventory.plan.plan_id
+
+
+def accepted_experts(inventory: Inventory, device: torch.device) -> LazyExperts:
+    """Return every accepted expert, in the manifest's order, with one in memory at a time."""
+    plan = inventory.plan
+    path = path_named(plan.objective.ensemble_path)
+    submitted = []
+    for silo_id, silo in inventory.silos.items():
+        for expert in silo.submission.experts:
+            submitted.append((silo_id, silo.folder, expert.file))
+
+    def load(number: int) -> Expert:
+        silo_id, folder, file = submitted[number]
+        expert = load_expert(
+            plan.expert.architecture, plan.expert_shape, folder, file, plan.condition
         )
-    silo_N = numbered(_column(federation, inventory, SILOS).tolist(), list(inventory.silos))
-    known = silo_N >= 0
-    own_N, group_N = silo_N[known], group_N[known]
-    share_EJ = silo_shares(own_N, group_N, num_groups, layout)
-    told_N = None if condition_N is None else condition_N[known]
-    return Labelled.of_cells(images[known], own_N * num_groups + group_N, share_EJ, told_N)
+        return on_path(expert.to(device), plan.objective.of(silo_id), path)
 
-
-def _class_shares(inventory: Inventory, layout: Layout) -> Tensor:
-    """Return each expert's shares of classes and groups, (E, C G), as the released class counts tell them."""
-    terms = inventory.plan.statistics.class_counts
-    if terms is None:
-        raise SetupError(
-            "router.labels", expected="a plan with class counts", got="a plan without them"
-        )
-    noisy_KCG, units = (
-        torch.stack(list(inventory.class_counts().values())),
-        list(inventory.num_units.values()),
-    )
-    count_KCG, _ = expected_class_counts(inventory.files.sketch, noisy_KCG, units, terms.epsilon)
-    return class_shares(count_KCG, layout)
-
-
-def _told(
-    federation: Federation, inventory: Inventory, settings: SamplesRouter, layout: Layout, seed: int
-) -> Tensor | None:
-    """Return what each expert is told of each image that it draws; None for a router that reads no condition.
-
-    Classes come by the silo's class counts, or all equally often where the plan has none; texts are public captions.
-    """
-    plan, num, num_experts = inventory.plan, settings.images_per_expert, len(layout.parts)
-    generator = torch.Generator().manual_seed(seed)
-    match settings.told(plan.condition):
-        case ClassCondition(num_classes=num_classes):
-            if plan.statistics.class_counts is None:
-                return torch.randint(num_classes, (num_experts, num), generator=generator)
-            return classes_of_experts(_class_shares(inventory, layout), num_classes, num, generator)
-        case TextCondition():
-            return texts_of_experts(_conditions(federation, inventory), num_experts, num, generator)
-    return None
-
-
-def _conditions(federation: Federation, inventory: Inventory) -> Tensor:
-    """Return the class (N,) or the text (N, L, D) of each public image."""
-    if isinstance(inventory.plan.condition, ClassCondition):
-        return torch.from_numpy(_column(federation, inventory, CLASSES))
-    number_N, texts = (_column(federation, inventory, name) for name in (CAPTIONS, TEXTS))
-    return torch.from_numpy(texts[number_N])
-
-
-def _column(federation: Federation, inventory: Inventory, name: str) -> np.ndarray:
-    found = kept_columns(federation, inventory.plan.plan_id).get(name)
-    if found is None:
-        got = f"a plan without {name.removeprefix('fitted_')}"
-        expected = "public images with what the plan's router learns from"
-        raise SetupError(
-            "public images",
-            expected=expected,
-            got=got,
-            remedy="Make the plan again: aggregator plan.",
-        )
-    return found.astype(np.int64) if found.dtype.kind in "iu" else np.asarray(found)
+    sizes = [file.bytes for _, _, file in submitted]
+    return LazyExperts(load, sizes, memory_bytes=max(sizes))

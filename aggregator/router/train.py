@@ -12,46 +12,33 @@ from aggregator.config import Federation
 from aggregator.intake.claims import refuse_overweight
 from aggregator.intake.examination import public_images, refuse_outliers
 from aggregator.intake.inventory import Inventory
-from aggregator.router.images import training_images
-from ddm.diffusion.path import Expert, path_named
+from aggregator.router.images import RouterImages
+from ddm.diffusion.path import path_named
 from ddm.errors import MissingFileError
 from ddm.io.files import write_atomic
 from ddm.io.space import check_writable, require_free_space
 from ddm.io.tensors import save_tensors
-from ddm.loading.ensemble import on_path
-from ddm.models import load_expert
-from ddm.partition.layout import Layout
 from ddm.protocol.base import File, sha256_hex
 from ddm.protocol.calibration import Interval
-from ddm.protocol.manifest import RouterFamily
 from ddm.protocol.router_report import RouterReport
-from ddm.protocol.routers import LearnedRouter as LearnedSettings
-from ddm.protocol.routers import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import RouterKind
 from ddm.publishing.contents import ROUTER_NAME
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
-from ddm.routers.comparison import (
-    Comparison,
-    HeldOut,
-    compare,
-    refuse_worse_than_prior,
-)
+from ddm.routers.comparison import Comparison, compare, refuse_worse_than_prior
 from ddm.routers.counts import CountsRouter
+from ddm.routers.families import family_of
+from ddm.routers.family import FittedRouter, RouterInputs, StorableRouter
 from ddm.routers.influence import capped_shares
-from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
-from ddm.routers.loading import knows_shares
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.residual import PublicSketches
-from ddm.routers.samples import SamplesRouter, fit_samples
-from ddm.sampling.expert_cache import LazyExperts
 from ddm.system.devices import device_named
 
 # Shape legend: K silos, E experts, G public groups.
 
-_ROUTER_BYTES = 64 * 1024**2  # the largest that a recipe describes, and its report
+# The largest that a recipe describes, and its report.
+_ROUTER_BYTES = 64 * 1024**2
 REPORT_NAME = "report.json"
-
-AnyRouter = CountsRouter | LearnedRouter | SamplesRouter
 
 
 def router_path(federation: Federation, plan_id: str) -> Path:
@@ -100,59 +87,32 @@ def train_router(
     check_writable([home])
     require_free_space({home: _ROUTER_BYTES}, "the router and its report")
     refuse_outliers(federation, inventory)
-    counted = list(inventory.counted_units.values())
     refuse_overweight(federation, inventory.counted_units, inventory.digests)
-    plan, layout = inventory.plan, inventory.layout()
-    path = path_named(plan.objective.ensemble_path)
-    noisy_KG = torch.stack(list(inventory.counts().values()))
-    num_units, epsilon = list(inventory.num_units.values()), plan.statistics.counts.epsilon
-    share_K = capped_shares(counted, federation.settings().max_influence)
-    by_silo = CountsRouter.from_counts(
-        inventory.files.sketch,
-        noisy_KG,
-        num_units,
-        epsilon,
-        path_named(plan.objective.ensemble_path),
-    )
-    public = PublicData(
-        *_public_images(federation, inventory, "holdout"),
-        evidence=Evidence(noisy_KG, num_units, epsilon, layout, share_K),
-        prior_E=_expert_priors(by_silo, share_K, layout),
-        path=path,
-        seed=seed,
-    )
-    chosen = counts = _Fitted.of("counts", by_silo.split(layout), public)
-    comparison, reason = None, "the plan asks for the counts router"
-    if plan.router.kind != "counts":
-        router, held_out = _fit(federation, inventory, by_silo, share_K, seed, on_progress)
-        candidate = _Fitted.of(plan.router.kind, router, public)
-        comparison = compare(counts.calibrated, candidate.calibrated, public, held_out)
-        fault = _fault(counts, candidate, comparison)
-        reason = fault or f"{candidate.family} is nowhere worse than counts"
-        chosen = counts if fault else candidate
-    minus_prior = refuse_worse_than_prior(chosen.family, chosen.calibrated, public)
-    target = router_path(federation, plan.plan_id)
+
+    training = _RouterTraining.of(federation, inventory, seed, on_progress)
+    judges = training.judging_images()
+    decision = _decide(training, judges)
+    minus_prior = refuse_worse_than_prior(decision.chosen.kind, decision.chosen.calibrated, judges)
+
+    target = router_path(federation, inventory.plan.plan_id)
     target.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(target, chosen.router.tensors())
-    priors = _expert_priors(by_silo, counted, layout)
-    report = _report(
-        inventory, priors, chosen, comparison, reason, minus_prior, File.of(ROUTER_NAME, target)
-    )
+    save_tensors(target, decision.chosen.router.tensors())
+    report = _report(training, decision, minus_prior, File.of(ROUTER_NAME, target))
     write_atomic(target.with_name(REPORT_NAME), report.encode())
     return report
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class _CalibratedFit:
     """A router of the plan's experts and its temperature."""
 
-    family: RouterFamily
-    router: AnyRouter
+    kind: RouterKind
+    router: StorableRouter
     calibration: Calibration
 
     @classmethod
-    def of(cls, family: RouterFamily, router: AnyRouter, public: PublicData) -> "_Fitted":
-        return cls(family, router, calibrate(router, public))
+    def of(cls, kind: RouterKind, router: StorableRouter, judges: PublicData) -> "_CalibratedFit":
+        return cls(kind, router, calibrate(router, judges))
 
     @property
     def training_prior(self) -> tuple[float, ...]:
@@ -165,165 +125,173 @@ class _Fitted:
         return self.calibration.applied(self.router)
 
 
-def _fit(
-    federation: Federation,
-    inventory: Inventory,
-    counts: CountsRouter,
-    share_K: Sequence[float],
-    seed: int,
-    on_progress: Progress | None,
-) -> tuple[AnyRouter, HeldOut | None]:
-    """Fit the plan's family; return it with the held-out sketches."""
-    plan, path, layout = (
-        inventory.plan,
-        path_named(inventory.plan.objective.ensemble_path),
-        inventory.layout(),
-    )
-    num_units, sketches, settings = (
-        list(inventory.num_units.values()),
-        inventory.sketches(),
-        plan.router,
-    )
-    t_release = inventory.t_release()
-    if isinstance(settings, LearnedSettings) and t_release is not None:
-        train, sketches = split_sketches(sketches, seed)
-        public = PublicSketches.of(
-            *_public_images(federation, inventory, "fitted"), counts.sketch, path
+@dataclass(frozen=True)
+class _Decision:
+    """Which router is published.
+
+    Attributes:
+        chosen: the router.
+        reason: why it is this one.
+        comparison: of the plan's family with counts; None where the plan asks for counts.
+    """
+
+    chosen: _CalibratedFit
+    reason: str
+    comparison: Comparison | None
+
+
+@dataclass(frozen=True)
+class _RouterTraining:
+    """What the routers of the accepted silos are fitted to.
+
+    Attributes:
+        federation: the operator's folder.
+        inventory: what was accepted.
+        counts: the counts router of the silos.
+        share_K: the weight of each silo, capped, in what is fitted to all of them together.
+        seed: of initial weights, batches and noise.
+        on_progress: called with step, number of steps and held-out loss.
+    """
+
+    federation: Federation
+    inventory: Inventory
+    counts: CountsRouter
+    share_K: tuple[float, ...]
+    seed: int
+    on_progress: Progress | None
+
+    @classmethod
+    def of(
+        cls,
+        federation: Federation,
+        inventory: Inventory,
+        seed: int,
+        on_progress: Progress | None,
+    ) -> "_RouterTraining":
+        plan = inventory.plan
+        counts = CountsRouter.from_counts(
+            inventory.files.sketch,
+            torch.stack(list(inventory.counts().values())),
+            list(inventory.num_units.values()),
+            plan.statistics.counts.epsilon,
+            path_named(plan.objective.ensemble_path),
         )
-        learned = fit_learned(
-            counts,
-            train,
-            num_units,
-            public,
-            settings,
-            seed,
-            on_progress,
-            t_release=t_release,
-            share_K=share_K,
-        )
-        router: AnyRouter = learned.split(layout)
-    elif isinstance(settings, SamplesSettings):
-        device = device_named()
-        images = training_images(
-            federation,
-            inventory,
-            settings,
-            counts,
-            lambda: _experts(inventory, device),
-            seed,
-            on_progress,
-            device,
-        )
-        knows, told = knows_shares(plan, settings), plan.condition
-        router = fit_samples(
+        counted_units = list(inventory.counted_units.values())
+        share_K = capped_shares(counted_units, federation.settings().max_influence)
+        return cls(federation, inventory, counts, share_K, seed, on_progress)
+
+    def judging_images(self) -> PublicData:
+        """Return the public images held out, on which routers are compared."""
+        plan, layout = self.inventory.plan, self.inventory.layout()
+        images, group_N = self._public_images("holdout")
+        noisy_KG = torch.stack(list(self.inventory.counts().values()))
+        num_units = list(self.inventory.num_units.values())
+        epsilon = plan.statistics.counts.epsilon
+        return PublicData(
             images,
-            settings,
-            path,
-            seed,
-            on_progress,
-            condition=told,
-            knows_shares=knows,
+            group_N,
+            evidence=Evidence(noisy_KG, num_units, epsilon, layout, self.share_K),
+            prior_E=self.expert_priors(self.share_K),
+            path=path_named(plan.objective.ensemble_path),
+            seed=self.seed,
+        )
+
+    def inputs(self) -> RouterInputs:
+        """Return what a family may be fitted to."""
+        device = device_named()
+        images = RouterImages(
+            self.federation, self.inventory, self.counts, self.seed, self.on_progress, device
+        )
+        return RouterInputs(
+            plan=self.inventory.plan,
+            counts=self.counts,
+            layout=self.inventory.layout(),
+            num_units=list(self.inventory.num_units.values()),
+            share_K=self.share_K,
+            sketches=self.inventory.sketches(),
+            t_release=self.inventory.t_release(),
+            public_sketches=self._public_sketches,
+            labelled_images=images.labelled,
+            seed=self.seed,
+            on_progress=self.on_progress,
             device=device,
         )
-    else:
-        raise TypeError(f"expected the router learned or samples, got {plan.router.kind}")
-    held_out = list(sketches.values())
-    if not held_out or t_release is None:
-        return router, None
-    return router, HeldOut(held_out, counts.sketch.head(held_out[0].shape[1]), t_release)
+
+    def expert_priors(self, weight_K: Sequence[float]) -> tuple[float, ...]:
+        """Return each expert's prior: its silo's weight times its share of the silo by the counts, normalised."""
+        layout = self.inventory.layout()
+        _, share_E = layout.split(self.counts.log_mass_KG.exp())
+        total_weight = sum(weight_K)
+        priors = [
+            weight_K[k] / total_weight * float(share)
+            for k, share in zip(layout.silo_E, share_E, strict=True)
+        ]
+        return tuple(prior / sum(priors) for prior in priors)
+
+    def _public_sketches(self) -> PublicSketches:
+        images, group_N = self._public_images("fitted")
+        path = path_named(self.inventory.plan.objective.ensemble_path)
+        return PublicSketches.of(images, group_N, self.counts.sketch, path)
+
+    def _public_images(self, part: Literal["fitted", "holdout"]) -> tuple[Tensor, Tensor]:
+        """Return the public images (or latents) that the plan was fitted on, or held out, and their groups."""
+        plan_id, files = self.inventory.plan.plan_id, self.inventory.files
+        pixels = public_images(self.federation, plan_id, part, as_latents=False)
+        group_N = files.clusters.groups(files.encoder.encode(pixels))
+        return public_images(self.federation, plan_id, part), group_N
 
 
-def _fault(counts: _Fitted, candidate: _Fitted, comparison: Comparison) -> str | None:
+def _decide(training: _RouterTraining, judges: PublicData) -> _Decision:
+    """Fit the plan's family, and choose it unless the public data show that it is worse than counts."""
+    settings = training.inventory.plan.router
+    counts_router = training.counts.split(training.inventory.layout())
+    counts = _CalibratedFit.of("counts", counts_router, judges)
+    if settings.kind == "counts":
+        return _Decision(counts, "the plan asks for the counts router", None)
+    fitted = family_of(settings).fit(training.inputs())
+    candidate = _CalibratedFit.of(settings.kind, fitted.router, judges)
+    comparison = compare(counts.calibrated, candidate.calibrated, judges, fitted.held_out)
+    fault = _fault(fitted, candidate, comparison)
+    if fault:
+        return _Decision(counts, fault, comparison)
+    return _Decision(candidate, f"{candidate.kind} is nowhere worse than counts", comparison)
+
+
+def _fault(fitted: FittedRouter, candidate: _CalibratedFit, comparison: Comparison) -> str | None:
     """Return why the candidate is not published, None if it may be."""
-    learned, baseline = candidate.router, counts.router
-    if (
-        isinstance(learned, LearnedRouter)
-        and isinstance(baseline, CountsRouter)
-        and not learned.differs(baseline)
-    ):
+    if not fitted.is_changed:
         return "training moved no weight"
     if not comparison.worse:
         return None
     num_compared = len(comparison.bands) + (comparison.sketches is not None)
-    return f"{candidate.family} is worse than counts in {len(comparison.worse)} of {num_compared} comparisons"
+    return f"{candidate.kind} is worse than counts in {len(comparison.worse)} of {num_compared} comparisons"
 
 
 def _report(
-    inventory: Inventory,
-    expert_priors: Sequence[float],
-    chosen: _Fitted,
-    comparison: Comparison | None,
-    reason: str,
-    minus_prior: Interval,
-    router: File,
+    training: _RouterTraining, decision: _Decision, minus_prior: Interval, router: File
 ) -> RouterReport:
-    plan = inventory.plan
+    inventory, chosen, comparison = training.inventory, decision.chosen, decision.comparison
+    counted_units = dict(inventory.counted_units)
+    states_t_release = chosen.kind != "counts" and family_of(inventory.plan.router).states_t_release
     return RouterReport(
-        plan_id=plan.plan_id,
+        plan_id=inventory.plan.plan_id,
         submissions=_digests(inventory),
-        units=dict(inventory.counted_units),
+        units=counted_units,
         router=router,
-        candidate=plan.router.kind,
-        published=chosen.family,
-        reason=reason,
+        candidate=inventory.plan.router.kind,
+        published=chosen.kind,
+        reason=decision.reason,
         judged_on="public_images",
-        t_release=inventory.t_release() if chosen.family == "learned" else None,
-        expert_priors=tuple(expert_priors),
+        t_release=inventory.t_release() if states_t_release else None,
+        expert_priors=training.expert_priors(list(counted_units.values())),
         training_prior=chosen.training_prior,
         temperature=chosen.calibration.temperature,
         minus_prior=minus_prior,
-        bands=comparison.bands if comparison else (),
-        sketches=comparison.sketches if comparison else None,
+        bands=() if comparison is None else comparison.bands,
+        sketches=None if comparison is None else comparison.sketches,
         calibration=chosen.calibration.errors,
     )
 
 
-def _expert_priors(
-    counts: CountsRouter, weight_K: Sequence[float], layout: Layout
-) -> tuple[float, ...]:
-    """Return each expert's prior: its silo's weight times its share of the silo by the counts, normalised."""
-    _, share_E = layout.split(counts.log_mass_KG.exp())
-    total = sum(weight_K)
-    found = [
-        weight_K[k] / total * float(share) for k, share in zip(layout.silo_E, share_E, strict=True)
-    ]
-    return tuple(share / sum(found) for share in found)
-
-
-def _experts(inventory: Inventory, device: torch.device) -> LazyExperts:
-    """Return every accepted expert, in the manifest's order, with one in memory at a time."""
-    plan = inventory.plan
-    architecture, shape, path = (
-        plan.expert.architecture,
-        plan.expert_shape,
-        path_named(plan.objective.ensemble_path),
-    )
-    sent = [
-        (silo_id, each)
-        for silo_id, silo in inventory.silos.items()
-        for each in silo.submission.experts
-    ]
-
-    def load(number: int) -> Expert:
-        silo_id, expert = sent[number]
-        folder = inventory.silos[silo_id].folder
-        loaded = load_expert(architecture, shape, folder, expert.file, plan.condition).to(device)
-        return on_path(loaded, plan.objective.of(silo_id), path)
-
-    sizes = [expert.file.bytes for _, expert in sent]
-    return LazyExperts(load, sizes, max(sizes))
-
-
 def _digests(inventory: Inventory) -> dict[str, str]:
     return {silo_id: sha256_hex(silo.document) for silo_id, silo in inventory.silos.items()}
-
-
-def _public_images(
-    federation: Federation, inventory: Inventory, part: Literal["fitted", "holdout"]
-) -> tuple[Tensor, Tensor]:
-    """Return the public images (or latents) that the plan was fitted on, or held out, and their groups."""
-    plan_id, files = inventory.plan.plan_id, inventory.files
-    images = public_images(federation, plan_id, part, as_latents=False)
-    return public_images(federation, plan_id, part), files.clusters.groups(
-        files.encoder.encode(images)
-    )

@@ -18,21 +18,18 @@ from ddm.islands.folder import Islands
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.calibration import Interval
-from ddm.protocol.manifest import RouterFamily
 from ddm.protocol.router_report import BandComparison
-from ddm.protocol.routers import LearnedRouter as LearnedSettings
-from ddm.protocol.routers import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import RouterKind, SamplesSettings
 from ddm.protocol.statistics import EXACT
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibration, calibrate
 from ddm.routers.comparison import compare, minus_prior
 from ddm.routers.counts import CountsRouter
+from ddm.routers.families import family_of
+from ddm.routers.family import RouterInputs, StorableRouter
 from ddm.routers.labelled import Labelled
-from ddm.routers.learned import LearnedRouter
-from ddm.routers.loading import knows_shares
 from ddm.routers.public import Evidence, PublicData
-from ddm.routers.residual import PublicSketches, fit_residual
-from ddm.routers.samples import SamplesRouter, fit_samples
+from ddm.routers.residual import PublicSketches
 
 # Shape legend: N images, K islands that are trained, G groups of fine centroids, C classes.
 
@@ -40,8 +37,6 @@ _MAX_COUNTS_BYTES = 2**32
 # Images times islands that a router is judged on: the bootstrap takes each 2,000 times.
 _MAX_JUDGED = 1 << 18
 _MIN_JUDGED_IMAGES = 1000
-
-IslandRouter = CountsRouter | LearnedRouter | SamplesRouter
 
 
 @dataclass(frozen=True)
@@ -57,9 +52,9 @@ class RouterFit:
         bands: the plan's family against counts; none where the plan asks for counts.
     """
 
-    family: RouterFamily
+    family: RouterKind
     reason: str
-    router: IslandRouter
+    router: StorableRouter
     calibration: Calibration
     minus_prior: Interval
     bands: tuple[BandComparison, ...]
@@ -227,30 +222,35 @@ def judging_images(training: RouterTraining) -> PublicData:
     )
 
 
-def _fit_candidate(training: RouterTraining, counts: CountsRouter) -> IslandRouter:
+def _fit_candidate(training: RouterTraining, counts: CountsRouter) -> StorableRouter:
     """Fit the plan's family on the images that encoder and clusters were fitted on."""
-    settings = training.islands.plan.router
-    if isinstance(settings, LearnedSettings):
-        return _fit_learned(training, settings, counts)
-    if isinstance(settings, SamplesSettings):
-        return _fit_samples(training, settings)
-    raise DataError("router", expected="learned, counts or samples", got=settings.kind)
+    plan = training.islands.plan
+    inputs = RouterInputs(
+        plan=plan,
+        counts=counts,
+        layout=None,
+        num_units=training.num_units,
+        share_K=training.prior_K,
+        sketches={},
+        t_release=None,
+        public_sketches=lambda: _labelled_sketches(training, counts),
+        labelled_images=lambda settings: _labelled_images(training, settings),
+        seed=training.seed,
+        on_progress=training.on_progress,
+        device=training.device,
+    )
+    return family_of(plan.router).fit(inputs).router
 
 
-def _fit_learned(
-    training: RouterTraining, settings: LearnedSettings, counts: CountsRouter
-) -> LearnedRouter:
+def _labelled_sketches(training: RouterTraining, counts: CountsRouter) -> PublicSketches:
     labelled = LabelledImages.read(training, "fitted")
     t_N = torch.zeros(len(labelled.images))
     s_NR = counts.sketch.of(labelled.images, t_N, training.path).float()
-    public = PublicSketches(s_NR, labelled.group_N, labelled.island_N)
-    prior_K = torch.tensor(training.num_units, dtype=torch.float64) / sum(training.num_units)
-    residual = fit_residual(counts, public, prior_K, settings, training.seed, training.on_progress)
-    return LearnedRouter(counts, residual)
+    return PublicSketches(s_NR, labelled.group_N, labelled.island_N)
 
 
-def _fit_samples(training: RouterTraining, settings: SamplesSettings) -> SamplesRouter:
-    plan = training.islands.plan
+def _labelled_images(training: RouterTraining, settings: SamplesSettings) -> Labelled:
+    """Return images of each island, at most as many as the settings say."""
     labelled = LabelledImages.read(training, "fitted", with_conditions=settings.conditional)
     num_islands = len(training.present)
 
@@ -265,18 +265,8 @@ def _fit_samples(training: RouterTraining, settings: SamplesSettings) -> Samples
     condition_N = None
     if labelled.condition_N is not None:
         condition_N = labelled.condition_N[rows_N]
-    images = Labelled.of_experts(
+    return Labelled.of_experts(
         labelled.images[rows_N], labelled.island_N[rows_N], num_islands, condition_N
-    )
-    return fit_samples(
-        images,
-        settings,
-        training.path,
-        training.seed,
-        training.on_progress,
-        condition=plan.condition,
-        knows_shares=knows_shares(plan, settings),
-        device=training.device,
     )
 
 

@@ -32,7 +32,7 @@ from ddm.protocol.enrolment import AgreedSize
 from ddm.protocol.limits import Audit, Limits
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.statistics import EXACT, Budget, ClassCountsStatistic, CountsStatistic, Statistics
 
 # Shape legend: N images, K islands, G groups of fine centroids, C classes.
@@ -390,7 +390,7 @@ def _write_router_inputs(islands: Islands, data: DividedData) -> None:
     _write_labelled(islands.router, "fitted", fitted_images, data.fitted_rows[fitted], data)
     _write_labelled(islands.router, "holdout", holdout_images, data.fitted_rows[holdout], data)
 
-    if isinstance(recipe.router, SamplesRouter) and recipe.router.conditional:
+    if isinstance(recipe.router, SamplesSettings) and recipe.router.conditional:
         conditions = _read_conditions(data.dataset, data.parts.condition)
         if conditions is not None:
             fitted_conditions = conditions[data.fitted_rows[fitted].numpy()]

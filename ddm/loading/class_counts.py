@@ -28,7 +28,7 @@ from ddm.routers.base import ConditionalRouter
 from ddm.routers.calibration import Calibrated
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
-from ddm.routers.loading import silo_numbers
+from ddm.routers.family import silo_numbers
 from ddm.sampling.guidance import ClassPrior, ClassPriors
 from ddm.statistics.class_counts import ClassCounts
 

@@ -9,12 +9,12 @@ from ddm.errors import ShapeError
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import Architecture, Dit, ExpertArchitecture
 from ddm.protocol.learning import Expert
-from ddm.protocol.routers import CountsRouter, LearnedRouter, SamplesRouter
+from ddm.protocol.routers import PlainSettings, SamplesSettings
 
 SizeName = Annotated[str, Field(max_length=40)]
 
 
-class SamplesRecipe(SamplesRouter):
+class SamplesRecipe(SamplesSettings):
     """A transformer on x_t, the paper's router, trained on labelled public images or on images that the experts draw.
 
     Trained on images of the experts it is as private as their weights; labels of public images cost no privacy.
@@ -30,15 +30,15 @@ class SamplesRecipe(SamplesRouter):
     def _expand_size(cls, table: Any) -> Any:
         return _expand_size(table, Dit)
 
-    def plain(self) -> SamplesRouter:
+    def plain(self) -> SamplesSettings:
         """Return what a plan says of it."""
-        return SamplesRouter.model_construct(
-            **{name: getattr(self, name) for name in SamplesRouter.model_fields}
+        return SamplesSettings.model_construct(
+            **{name: getattr(self, name) for name in SamplesSettings.model_fields}
         )
 
 
 RouterRecipe = Annotated[
-    LearnedRouter | CountsRouter | Annotated[SamplesRecipe, AfterValidator(SamplesRecipe.plain)],
+    PlainSettings | Annotated[SamplesRecipe, AfterValidator(SamplesRecipe.plain)],
     Field(discriminator="kind"),
 ]
 

@@ -24,6 +24,7 @@ from ddm.protocol.base import (
     SiloId,
     Time,
 )
+from ddm.protocol.routers import RouterKind
 from ddm.protocol.weight_privacy import DpSgdPrivacy
 
 MAX_SILOS = 1024
@@ -54,8 +55,6 @@ Flag = Literal[
 
 Standing = Literal["new", "carried", "again", "late"]
 """How a silo takes part: see `PublishedSilo.standing`."""
-
-RouterFamily = Literal["counts", "learned", "samples"]
 
 
 class PublishedSilo(Model):
@@ -122,7 +121,7 @@ class PublishedRouter(Model):
         file: its tensors.
     """
 
-    kind: RouterFamily
+    kind: RouterKind
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     training_prior: Annotated[tuple[Probability, ...], Field(max_length=MAX_EXPERTS)]
     temperature: Annotated[float, Field(gt=0.0, le=1e6)]

@@ -21,7 +21,7 @@ from ddm.protocol.partition import (
     SiloPartition,
     SketchSpec,
 )
-from ddm.protocol.routers import LearnedRouter, Router, SamplesRouter
+from ddm.protocol.routers import RouterSettings
 from ddm.protocol.statistics import Budget, Statistics
 from ddm.protocol.transform import TransformSpec
 
@@ -39,7 +39,7 @@ class ModelTerms(Model):
     objective: Objective
     t_distribution: TDistribution
     expert: Expert
-    router: Router
+    router: RouterSettings
 
 
 class PlanTerms(ModelTerms):
@@ -178,10 +178,9 @@ class Plan(PlanTerms, Document):
         misfit = architecture.misfit(self.expert_shape, self.condition)
         if misfit:
             raise ValueError(f"the architecture {architecture.kind} needs {misfit}")
-        if isinstance(self.router, SamplesRouter):
-            misfit = self.router.misfit(self.expert_shape, self.condition)
-            if misfit:
-                raise ValueError(f"the router samples needs {misfit}")
+        misfit = self.router.misfit(self.expert_shape, self.condition)
+        if misfit:
+            raise ValueError(f"the router {self.router.kind} needs {misfit}")
         misfit = self.encoder.misfit(self.data.shape)
         if misfit:
             raise ValueError(f"an encoder of the kind {self.encoder.kind} takes {misfit}")
@@ -196,9 +195,10 @@ class Plan(PlanTerms, Document):
     @model_validator(mode="after")
     def _router_has_its_statistics(self) -> "Plan":
         statistics = self.statistics
-        if isinstance(self.router, LearnedRouter) and statistics.private and not statistics.sketch:
+        missing = self.router.missing_statistic(statistics)
+        if missing:
             raise ValueError(
-                "the router learned needs the statistic sketch, which the plan does not have"
+                f"the router {self.router.kind} needs the statistic {missing}, which the plan does not have"
             )
         if statistics.sketch and statistics.sketch.rank > self.sketch.rank:
             raise ValueError(

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from ddm.protocol.base import Digest, Document, File, Model, PlanId, PositiveInt
 from ddm.protocol.calibration import CalibrationBand, Interval
-from ddm.protocol.manifest import Evaluation, PublishedRouter, RouterFamily
+from ddm.protocol.manifest import Evaluation, PublishedRouter
+from ddm.protocol.routers import RouterKind
 
 _TIE = 1e-9
 
@@ -76,8 +77,8 @@ class RouterReport(Document):
     submissions: dict[str, Digest]
     units: dict[str, PositiveInt]
     router: File
-    candidate: RouterFamily
-    published: RouterFamily
+    candidate: RouterKind
+    published: RouterKind
     reason: str
     judged_on: Literal["public_images", "held_out_images"]
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None

@@ -1,4 +1,4 @@
-"""Which router a plan asks for. No torch: sizes only."""
+"""The settings of the router that a plan requires, a document for each family; without torch."""
 
 from typing import Annotated, Literal
 
@@ -7,15 +7,31 @@ from pydantic import Field, model_validator
 from ddm.protocol.architecture import Condition, NoCondition, Probability, Shape, TransformerSize
 from ddm.protocol.base import Model, NumSteps
 from ddm.protocol.learning import Share
+from ddm.protocol.statistics import Statistics
+
+RouterKind = Literal["counts", "learned", "samples"]
+"""The families of routers, as plans and manifests name them; `ddm.routers.families` has their code."""
 
 
-class CountsRouter(Model):
+class FamilySettings(Model):
+    """What the settings of every family can say of a plan."""
+
+    def misfit(self, shape: Shape, condition: Condition) -> str | None:
+        """Return what the router needs of samples or condition that the plan does not give; None where it fits."""
+        return None
+
+    def missing_statistic(self, statistics: Statistics) -> str | None:
+        """Return the statistic that the router is fitted to and that the plan lacks; None where it has all."""
+        return None
+
+
+class CountsSettings(FamilySettings):
     """The counts router as it is: no training."""
 
     kind: Literal["counts"] = "counts"
 
 
-class LearnedRouter(Model):
+class LearnedSettings(FamilySettings):
     """A router trained on the noised sketches; published only where it is not worse than counts.
 
     Attributes:
@@ -29,11 +45,17 @@ class LearnedRouter(Model):
     depth: Annotated[int, Field(gt=0, le=32)]
     num_steps: NumSteps
 
+    def missing_statistic(self, statistics: Statistics) -> str | None:
+        """See `FamilySettings.missing_statistic`; one owner's islands need no sketches, their labels being known."""
+        if statistics.private and statistics.sketch is None:
+            return "sketch"
+        return None
+
 
 Labels = Literal["experts", "group", "class", "silo"]
 
 
-class SamplesRouter(TransformerSize):
+class SamplesSettings(FamilySettings, TransformerSize):
     """A transformer on x_t, the paper's router, trained on labelled public images or on images that the experts draw.
 
     Trained on images of the experts it is as private as their weights; labels of public images cost no privacy.
@@ -75,17 +97,19 @@ class SamplesRouter(TransformerSize):
             return (
                 "a condition to read, class or text: leave conditional out for experts without one"
             )
-        return super().misfit(shape, condition)
+        return TransformerSize.misfit(self, shape, condition)
 
-    def told(self, condition: Condition) -> Condition:
+    def router_condition(self, condition: Condition) -> Condition:
         """Return the condition that the router reads, given that of the experts."""
         return condition if self.conditional else NoCondition()
 
     @model_validator(mode="after")
-    def _only_a_falling_rate_has_an_end(self) -> "SamplesRouter":
+    def _only_a_falling_rate_has_an_end(self) -> "SamplesSettings":
         if self.final_rate and self.schedule == "constant":
             raise ValueError("final_rate needs the schedule cosine or linear")
         return self
 
 
-Router = Annotated[LearnedRouter | CountsRouter | SamplesRouter, Field(discriminator="kind")]
+# Those that a recipe writes as a plan does; a recipe of the samples router may name a published size instead.
+PlainSettings = CountsSettings | LearnedSettings
+RouterSettings = Annotated[PlainSettings | SamplesSettings, Field(discriminator="kind")]

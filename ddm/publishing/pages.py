@@ -19,7 +19,7 @@ from ddm.protocol.growth import describe_standing
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
 from ddm.protocol.plan import Plan
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.submission import Submission
 from ddm.publishing.contents import ReleaseContents
 from ddm.publishing.drawing import Drawing, Progress
@@ -221,7 +221,7 @@ def _router_source(contents: ReleaseContents, manifest: Manifest) -> str:
     plan: Plan = contents.plan
     if contents.division is not None:
         return _OWNER_SOURCE
-    if manifest.router.kind == "samples" and isinstance(plan.router, SamplesRouter):
+    if manifest.router.kind == "samples" and isinstance(plan.router, SamplesSettings):
         return _ROUTER_SOURCES[plan.router.labels]
     return _STATISTICS_SOURCE
 

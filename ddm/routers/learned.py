@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import Path
-from ddm.errors import ShapeError
+from ddm.errors import ShapeError, TensorFileError
 from ddm.io.tensors import TensorSpec
 from ddm.partition.layout import Layout
-from ddm.protocol.routers import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedSettings
 from ddm.routers.base import Progress
+from ddm.routers.comparison import HeldOut
 from ddm.routers.counts import CountsRouter, counts_router_specs
+from ddm.routers.family import FittedRouter, RouterFamily, RouterInputs, StoredRouter
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, Residual, fit_residual
 from ddm.routers.sketch import Sketch
@@ -89,7 +91,7 @@ class LearnedRouter:
         cls,
         tensors: Mapping[str, Tensor],
         sketch: Sketch,
-        settings: Settings,
+        settings: LearnedSettings,
         path: Path,
         silo_E: Sequence[int],
     ) -> "LearnedRouter":
@@ -103,7 +105,7 @@ class LearnedRouter:
 
 
 def learned_router_specs(
-    silo_E: Sequence[int], sketch: Sketch, settings: Settings, path: Path
+    silo_E: Sequence[int], sketch: Sketch, settings: LearnedSettings, path: Path
 ) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored learned router."""
     with torch.device("meta"):
@@ -145,7 +147,7 @@ def fit_learned(
     sketches: Mapping[str, Tensor],
     num_units: Sequence[int],
     public: PublicSketches,
-    settings: Settings,
+    settings: LearnedSettings,
     seed: int,
     on_progress: Progress | None = None,
     *,
@@ -181,3 +183,64 @@ def fit_learned(
     return LearnedRouter(
         mixture, fit_residual(mixture, public, prior_K, settings, seed, on_progress)
     )
+
+
+class LearnedFamily(RouterFamily):
+    """Counts, refitted on the silos' sketches and corrected by a network.
+
+    Args:
+        settings: the plan's.
+    """
+
+    states_t_release = True
+
+    def __init__(self, settings: LearnedSettings) -> None:
+        self.settings = settings
+
+    def fit(self, inputs: RouterInputs) -> FittedRouter:
+        """See `RouterFamily.fit`; an owner's counts are exact, so that nothing is refitted."""
+        if inputs.t_release is None:
+            share_K = torch.tensor(inputs.share_K, dtype=torch.float64)
+            residual = fit_residual(
+                inputs.counts,
+                inputs.public_sketches(),
+                share_K,
+                self.settings,
+                inputs.seed,
+                inputs.on_progress,
+            )
+            return self._fitted(LearnedRouter(inputs.counts, residual), inputs, held_out=None)
+        train, held_out = split_sketches(inputs.sketches, inputs.seed)
+        router = fit_learned(
+            inputs.counts,
+            train,
+            inputs.num_units,
+            inputs.public_sketches(),
+            self.settings,
+            inputs.seed,
+            inputs.on_progress,
+            t_release=inputs.t_release,
+            share_K=inputs.share_K,
+        )
+        sketches = list(held_out.values())
+        narrow_sketch = inputs.counts.sketch.head(sketches[0].shape[1])
+        compared = HeldOut(sketches, narrow_sketch, inputs.t_release)
+        return self._fitted(router, inputs, held_out=compared)
+
+    def _fitted(
+        self, router: LearnedRouter, inputs: RouterInputs, held_out: HeldOut | None
+    ) -> FittedRouter:
+        is_changed = router.differs(inputs.counts)
+        if inputs.layout is not None:
+            router = router.split(inputs.layout)
+        return FittedRouter(router, held_out, is_changed)
+
+    def load(self, stored: StoredRouter) -> LearnedRouter:
+        """See `RouterFamily.load`."""
+        if stored.t_release is None and stored.plan.statistics.private:
+            expected = "a router with the t_release of the sketches it was made from"
+            raise TensorFileError(stored.file_name, expected=expected, got="no t_release")
+        specs = learned_router_specs(stored.silo_E, stored.sketch, self.settings, stored.path)
+        return LearnedRouter.from_tensors(
+            stored.read_tensors(specs), stored.sketch, self.settings, stored.path, stored.silo_E
+        )

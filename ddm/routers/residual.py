@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
-from ddm.protocol.routers import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedSettings
 from ddm.routers.base import Progress
 from ddm.routers.counts import CountsRouter
 from ddm.routers.sketch import Sketch
@@ -111,7 +111,7 @@ def fit_residual(
     mixture: CountsRouter,
     public: PublicSketches,
     prior_K: Tensor,
-    settings: Settings,
+    settings: LearnedSettings,
     seed: int,
     on_progress: Progress | None = None,
 ) -> Residual:

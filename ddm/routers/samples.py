@@ -21,8 +21,10 @@ from ddm.errors import NumericalError
 from ddm.io.tensors import TensorSpec
 from ddm.models.token_router import TokenRouter
 from ddm.protocol.architecture import Condition, Dit, NoCondition
-from ddm.protocol.routers import SamplesRouter as Settings
+from ddm.protocol.plan import Plan
+from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import Progress
+from ddm.routers.family import FittedRouter, RouterFamily, RouterInputs, StoredRouter
 from ddm.routers.labelled import Labelled
 from ddm.system.devices import Precision, computes_in_bf16
 from ddm.training.schedule import learning_rate
@@ -82,7 +84,7 @@ class SamplesRouter:
         tensors: Mapping[str, Tensor],
         num_experts: int,
         shape: Sequence[int],
-        settings: Settings,
+        settings: SamplesSettings,
         path: Path,
         condition: Condition = NoCondition(),
         *,
@@ -114,7 +116,10 @@ class _Given:
 
 
 def samples_router_specs(
-    num_experts: int, shape: Sequence[int], settings: Settings, condition: Condition = NoCondition()
+    num_experts: int,
+    shape: Sequence[int],
+    settings: SamplesSettings,
+    condition: Condition = NoCondition(),
 ) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored samples router; `condition` is that of the experts."""
     with torch.device("meta"):
@@ -123,7 +128,10 @@ def samples_router_specs(
 
 
 def training_flops(
-    num_experts: int, shape: Sequence[int], settings: Settings, condition: Condition = NoCondition()
+    num_experts: int,
+    shape: Sequence[int],
+    settings: SamplesSettings,
+    condition: Condition = NoCondition(),
 ) -> int:
     """Return the operations of all matrix products of a router's training steps, forward and backward.
 
@@ -203,7 +211,7 @@ def draw_from_experts(
 
 def fit_samples(
     images: Labelled,
-    settings: Settings,
+    settings: SamplesSettings,
     path: Path,
     seed: int,
     on_progress: Progress | None = None,
@@ -285,7 +293,7 @@ def _train(
     net: TokenRouter,
     train: Labelled,
     check: Labelled,
-    settings: Settings,
+    settings: SamplesSettings,
     path: Path,
     generator: torch.Generator,
     on_progress: Progress | None,
@@ -343,9 +351,52 @@ def _gated(
 
 
 def _build(
-    num_experts: int, shape: Sequence[int], settings: Settings, condition: Condition
+    num_experts: int, shape: Sequence[int], settings: SamplesSettings, condition: Condition
 ) -> TokenRouter:
     sizes = Dit(
         patch=settings.patch, hidden=settings.hidden, depth=settings.depth, heads=settings.heads
     )
-    return TokenRouter(sizes, tuple(shape), num_experts, settings.told(condition))
+    return TokenRouter(sizes, tuple(shape), num_experts, settings.router_condition(condition))
+
+
+class SamplesFamily(RouterFamily):
+    """A transformer on x_t.
+
+    Args:
+        settings: the plan's.
+    """
+
+    def __init__(self, settings: SamplesSettings) -> None:
+        self.settings = settings
+
+    def fit(self, inputs: RouterInputs) -> FittedRouter:
+        """See `RouterFamily.fit`; it reads whole images, so that sketches cannot judge it."""
+        router = fit_samples(
+            inputs.labelled_images(self.settings),
+            self.settings,
+            inputs.path,
+            inputs.seed,
+            inputs.on_progress,
+            condition=inputs.plan.condition,
+            knows_shares=self._knows_shares(inputs.plan),
+            device=inputs.device,
+        )
+        return FittedRouter(router)
+
+    def load(self, stored: StoredRouter) -> SamplesRouter:
+        """See `RouterFamily.load`."""
+        plan, num_experts = stored.plan, len(stored.experts)
+        specs = samples_router_specs(num_experts, plan.expert_shape, self.settings, plan.condition)
+        return SamplesRouter.from_tensors(
+            stored.read_tensors(specs),
+            num_experts,
+            plan.expert_shape,
+            self.settings,
+            stored.path,
+            plan.condition,
+            knows_shares=self._knows_shares(plan),
+        )
+
+    def _knows_shares(self, plan: Plan) -> bool:
+        """Whether it learns from labels who holds a condition; experts draw what they are told, which says nothing."""
+        return self.settings.labels != "experts" or not plan.statistics.private

@@ -6,16 +6,16 @@ from typing import assert_never
 import numpy as np
 
 from ddm.protocol.learning import Training
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 
 
-def learning_rate(settings: Training | SamplesRouter, step: int) -> float:
+def learning_rate(settings: Training | SamplesSettings, step: int) -> float:
     """Return the learning rate of a step, counted from 0: the recipe's, warming up and falling at the same time."""
     warmup = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
     return settings.learning_rate * warmup * _left(settings, step / settings.num_steps)
 
 
-def _left(settings: Training | SamplesRouter, done: float) -> float:
+def _left(settings: Training | SamplesSettings, done: float) -> float:
     """Return the share of the learning rate that is left when a share of the run is done."""
     match settings.schedule:
         case "constant":

@@ -46,7 +46,7 @@ from ddm.models import build_expert
 from ddm.models.token_router import TokenRouter
 from ddm.protocol.architecture import Dit
 from ddm.protocol.base import File
-from ddm.protocol.routers import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.submission import ExpertTraining, expert_path
 from ddm.routers.base import Router
 from ddm.routers.counts import CountsRouter

@@ -23,7 +23,7 @@ from ddm.errors import ArchipelagoError, SetupError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.manifest import Manifest
-from ddm.protocol.routers import LearnedRouter as LearnedSettings
+from ddm.protocol.routers import LearnedSettings
 from ddm.routers.base import Router, log_prior, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import cross_entropy

@@ -34,7 +34,7 @@ from ddm.protocol.architecture import (
 from ddm.protocol.latent import AutoencoderKlLatent
 from ddm.protocol.learning import UniformT
 from ddm.protocol.plan import Plan
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.batches import Examples
 from ddm.training.config import Engine
@@ -183,7 +183,7 @@ def test_size_of_the_samples_router_is_that_of_the_real_network(
     sizes = {"patch": 2, "hidden": 24, "depth": 2, "heads": 3}
     shape = (3, 8, 4)
     reads_condition = not isinstance(condition, NoCondition)
-    router = SamplesRouter(**sizes, num_steps=1, conditional=reads_condition)
+    router = SamplesSettings(**sizes, num_steps=1, conditional=reads_condition)
     network = TokenRouter(Dit(**sizes), shape, num_experts, condition)
     size = token_router_size(router, shape, num_experts, condition)
     assert size.bytes == sum(weight.nbytes for weight in network.state_dict().values())

@@ -17,8 +17,7 @@ from ddm.privacy.accounting import gaussian_delta, gaussian_mu_within
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
-from ddm.protocol.routers import LearnedRouter as LearnedSettings
-from ddm.protocol.routers import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import LearnedSettings, SamplesSettings
 from ddm.protocol.statistics import EXACT, StatisticKind
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated, calibrate

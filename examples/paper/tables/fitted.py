@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddm.ensemble import Ensemble
 from ddm.evaluation.intervals import bootstrap_estimate
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import Router
 from ddm.routers.labelled import Labelled
 from ddm.routers.samples import draw_from_experts, fit_samples
@@ -53,7 +53,7 @@ class Routers:
     judging: Silos
     parts: PublicParts
     made: Made
-    settings: SamplesRouter
+    settings: SamplesSettings
     learned_steps: int
     seed: int
     device: torch.device

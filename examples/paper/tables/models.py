@@ -18,7 +18,7 @@ from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.protocol.base import File
 from ddm.protocol.learning import LogitNormalT, TDistribution, Training
-from ddm.protocol.routers import CountsRouter, SamplesRouter
+from ddm.protocol.routers import CountsSettings, SamplesSettings
 from ddm.routers.samples import training_flops as router_flops
 from ddm.system.console import progress
 from ddm.system.devices import device_named
@@ -113,10 +113,10 @@ class Workshop:
         extra = ceil(self.router_flops(budget, self.preset.num_islands, told) / each)
         return settings.model_copy(update={"num_steps": settings.num_steps + extra})
 
-    def router(self, budget: float, told: bool) -> CountsRouter | SamplesRouter:
+    def router(self, budget: float, told: bool) -> CountsSettings | SamplesSettings:
         """The router of ensembles, at this budget."""
         if self.preset.router == "counts" and not told:
-            return CountsRouter()
+            return CountsSettings()
         settings = self.preset.transformer
         steps = max(1, round(budget * settings.num_steps))
         return settings.model_copy(update={"num_steps": steps, "conditional": told})
@@ -126,7 +126,7 @@ class Workshop:
         settings = self.router(budget, told)
         return (
             router_flops(num, self.world.data.shape, settings)
-            if isinstance(settings, SamplesRouter)
+            if isinstance(settings, SamplesSettings)
             else 0
         )
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ddm.protocol.architecture import RATE_TIMES_WIDTH, Dit
 from ddm.protocol.base import Model
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 
 PresetName = Literal["smoke", "cpu", "gpu"]
 
@@ -56,7 +56,7 @@ class Preset(Model):
     rates: tuple[float, ...] = (RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH, 4 * RATE_TIMES_WIDTH)
     tuning: float = 0.25
     router: Literal["counts", "samples"] = "samples"
-    transformer: SamplesRouter
+    transformer: SamplesSettings
     fit_images: int = 24_000
     classifier_steps: int
     num_islands: int = 8
@@ -106,7 +106,7 @@ def _smoke(patch: int) -> Preset:
         rates=(RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH),
         tuning=0.5,
         router="counts",
-        transformer=SamplesRouter(
+        transformer=SamplesSettings(
             patch=patch,
             hidden=16,
             depth=1,
@@ -146,7 +146,7 @@ def _cpu(patch: int) -> Preset:
         num_steps=1500,
         batch_size=64,
         router="counts",
-        transformer=SamplesRouter(
+        transformer=SamplesSettings(
             patch=patch, hidden=48, depth=2, heads=4, num_steps=800, batch_size=64, precision="auto"
         ),
         classifier_steps=1500,
@@ -163,7 +163,7 @@ def _gpu(patch: int) -> Preset:
         network=Dit(patch=patch // 2, hidden=256, depth=8, heads=8),
         num_steps=20_000,
         batch_size=256,
-        transformer=SamplesRouter(
+        transformer=SamplesSettings(
             patch=patch,
             hidden=128,
             depth=4,

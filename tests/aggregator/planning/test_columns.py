@@ -19,7 +19,7 @@ from ddm.footprint import token_router_size
 from ddm.images.samples import open_image_set
 from ddm.planning.fit import divide
 from ddm.protocol.plan import Plan
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, images, recipe
 
@@ -45,7 +45,7 @@ def test_size_by_name_is_that_of_the_paper_and_the_plan_holds_numbers() -> None:
         data={"shape": [3, 32, 32], "range": [-1.0, 1.0]},
         router={"kind": "samples", "size": "B/2", "num_steps": 5},
     ).router
-    assert type(chosen) is SamplesRouter
+    assert type(chosen) is SamplesSettings
     assert (chosen.patch, chosen.hidden, chosen.depth, chosen.heads) == (2, 768, 12, 12)
     # docs/explanation/architectures.md
     assert token_router_size(chosen, (4, 32, 32), 8).parameters == 129_529_352
@@ -82,7 +82,7 @@ def test_plan_keeps_the_labels_of_the_images_that_it_is_fitted_on(
     plan_id = draft.plan.plan_id
     assert kept_columns(tiny.federation, plan_id)[SILOS].tolist() == silos[rows].tolist()
     parsed = Plan.parse(draft.plan.encode(), subject="plan.json")
-    assert isinstance(parsed.router, SamplesRouter) and parsed.router.labels == "silo"
+    assert isinstance(parsed.router, SamplesSettings) and parsed.router.labels == "silo"
 
 
 def test_public_images_without_the_labels_that_the_router_needs_are_refused(

@@ -297,7 +297,7 @@ def test_samples_router_learns_whose_public_images_are_from_their_labels(
     def none(*_: object) -> None:
         raise AssertionError("no expert is asked for images where public ones are labelled")
 
-    monkeypatch.setattr(under_test, "_experts", none)
+    monkeypatch.setattr("aggregator.router.images.accepted_experts", none)
     monkeypatch.setattr(under_test, "_fault", lambda *_: None)
     drawn = _statistics(tmp_path, f"samples by {labels}", partition, files, world)
     report = train_router(Folder(tmp_path), drawn, seed=0)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import torch
 from ddm.diffusion.path import LinearPath
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.partition import SiloPartition
-from ddm.protocol.routers import LearnedRouter
+from ddm.protocol.routers import LearnedSettings
 from ddm.protocol.statistics import EXACT
 from ddm.routers.comparison import minus_prior
 from ddm.routers.counts import CountsRouter
@@ -80,7 +80,7 @@ def _silos() -> SiloPartition:
 
 def test_network_trained_on_labels_tells_islands_apart_that_share_a_group() -> None:
     counts, images, label_N = one_group_router()
-    settings = LearnedRouter(hidden=16, depth=1, num_steps=200)
+    settings = LearnedSettings(hidden=16, depth=1, num_steps=200)
     prior_K = torch.tensor([0.7, 0.3])
     s_NR = counts.sketch.of(images, torch.zeros(len(images)), PATH).float()
     group_N = torch.zeros(len(images), dtype=torch.int64)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddm.errors import MathError
-from ddm.protocol.routers import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedSettings
 from ddm.routers.calibration import calibrate
 from ddm.routers.counts import CountsRouter
 from ddm.routers.influence import capped_shares
@@ -124,7 +124,7 @@ def test_learned_router_teaches_its_network_with_the_shares_it_is_given() -> Non
     mixture = CountsRouter(sketch, torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log(), PATH)
     lessons = PublicSketches.of(public, group, sketch, PATH)
     released = {name: torch.zeros(4, 2) for name in ("one", "two")}
-    settings = Settings(hidden=8, depth=1, num_steps=60)
+    settings = LearnedSettings(hidden=8, depth=1, num_steps=60)
 
     def network(shares: list[float] | None) -> Tensor:
         found = fit_learned(

@@ -5,7 +5,7 @@ from scipy.optimize import minimize
 
 from ddm.errors import ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.protocol.routers import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedSettings
 from ddm.routers.base import Router, SketchRouter, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import cross_entropy
@@ -16,7 +16,7 @@ from ddm.routers.sketch import Sketch
 from tests.support.router_problems import GROUPS, PATH, RANK, World, clustered, make_world
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]
-SETTINGS = Settings(hidden=16, depth=2, num_steps=60)
+SETTINGS = LearnedSettings(hidden=16, depth=2, num_steps=60)
 T_R = 0.6
 
 
@@ -111,7 +111,7 @@ def test_learned_router_answers_the_prior_at_pure_noise_after_its_file(
 ) -> None:
     loud = _with_loud_network(world)
     save_tensors(tmp_path / "router.safetensors", loud.tensors())
-    settings = Settings(hidden=8, depth=1, num_steps=1)
+    settings = LearnedSettings(hidden=8, depth=1, num_steps=1)
     specs = learned_router_specs((0, 1), loud.sketch, settings, PATH)
     tensors = load_tensors(tmp_path / "router.safetensors", specs, max_bytes=10_000)
     again = LearnedRouter.from_tensors(tensors, loud.sketch, settings, PATH, (0, 1))

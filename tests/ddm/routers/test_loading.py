@@ -12,7 +12,7 @@ from ddm.io.tensors import save_tensors
 from ddm.protocol.base import File
 from ddm.protocol.manifest import PublishedExpert, PublishedRouter
 from ddm.protocol.plan import Plan
-from ddm.protocol.routers import SamplesRouter as SamplesSettings
+from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import Router, posterior
 from ddm.routers.calibration import Calibrated
 from ddm.routers.counts import CountsRouter

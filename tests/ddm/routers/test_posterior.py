@@ -9,7 +9,7 @@ from torch import Tensor
 from ddm.ensemble import Ensemble
 from ddm.errors import MathError
 from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, TextCondition
-from ddm.protocol.routers import SamplesRouter as Settings
+from ddm.protocol.routers import SamplesSettings
 from ddm.protocol.statistics import EXACT
 from ddm.routers.calibration import Calibrated
 from ddm.routers.conditional import ConditionalPrior
@@ -41,7 +41,7 @@ def learned() -> LearnedRouter:
 
 def samples(condition: Condition, *, knows: bool) -> SamplesRouter:
     """A router with weights of chance."""
-    settings = Settings(
+    settings = SamplesSettings(
         patch=2,
         hidden=8,
         depth=1,

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from ddm.errors import ShapeError
-from ddm.protocol.routers import LearnedRouter as Settings
+from ddm.protocol.routers import LearnedSettings
 from ddm.routers.counts import CountsRouter
 from ddm.routers.residual import PublicSketches, Residual, fit_residual
 from ddm.routers.sketch import Sketch
 from tests.support.router_problems import GROUPS, PATH, make_world
 
-SETTINGS = Settings(hidden=32, depth=2, num_steps=300)
+SETTINGS = LearnedSettings(hidden=32, depth=2, num_steps=300)
 PRIOR = torch.tensor([0.5, 0.5])
 SHARES = torch.tensor([[0.9, 0.1], [0.1, 0.9]])
 LOBE = 3.0

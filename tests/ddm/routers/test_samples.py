@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddm.diffusion.path import LinearPath, Velocity
 from ddm.errors import NumericalError, ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.protocol.routers import SamplesRouter as Settings
+from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import Router, posterior
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.labelled import Labelled
@@ -24,7 +24,9 @@ from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, fo
 
 PATH = LinearPath()
 SHAPE = (2, 1, 1)
-SETTINGS = Settings(patch=1, hidden=32, depth=1, heads=2, num_steps=250, images_per_expert=300)
+SETTINGS = SamplesSettings(
+    patch=1, hidden=32, depth=1, heads=2, num_steps=250, images_per_expert=300
+)
 
 
 class AsImages:

@@ -11,7 +11,7 @@ from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble, SamplingOptions
 from ddm.errors import MathError
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
-from ddm.protocol.routers import SamplesRouter as Settings
+from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import ConditionalRouter, posterior
 from ddm.routers.calibration import Calibrated
 from ddm.routers.labelled import Labelled
@@ -19,7 +19,7 @@ from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples
 
 PATH = LinearPath()
 SHAPE = (2, 1, 1)
-SETTINGS = Settings(
+SETTINGS = SamplesSettings(
     patch=1,
     hidden=32,
     depth=1,

@@ -31,7 +31,7 @@ from ddm.protocol.architecture import (
 )
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.learning import ExpertObjective
-from ddm.protocol.routers import SamplesRouter
+from ddm.protocol.routers import SamplesSettings
 from ddm.routers.labelled import Labelled
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.system.devices import computes_in_bf16, device_named
@@ -294,7 +294,7 @@ def test_texts_are_encoded_on_a_gpu_as_on_a_cpu_up_to_bf16(tmp_path: Path) -> No
 
 
 def test_samples_router_is_trained_on_a_gpu_as_on_a_cpu() -> None:
-    sizes = SamplesRouter(patch=4, hidden=16, depth=1, heads=2, num_steps=6, images_per_expert=8)
+    sizes = SamplesSettings(patch=4, hidden=16, depth=1, heads=2, num_steps=6, images_per_expert=8)
 
     def fitted(device: str) -> dict[str, Tensor]:
         drawn_EN = draw_from_experts(

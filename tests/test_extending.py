@@ -1,0 +1,71 @@
+"""Each change that docs/explanation/extending.md shows is applied to a copy of the packages, and its example runs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "explanation" / "extending.md"
+COPIED = ("ddm", "silo", "aggregator", "tests/support")
+
+
+def sections() -> dict[str, str]:
+    """The sections of the page that show a change, by title."""
+    titled = re.split(r"^## (.+)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    texts = dict(zip(titled[::2], titled[1::2], strict=True))
+    return {title: text for title, text in texts.items() if "```diff" in text}
+
+
+def block(text: str, language: str) -> str:
+    """The one block of a section in a language."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def copy_of_the_packages(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    # Without it the folder is no package, and one of this name that is installed would be imported.
+    shutil.copy(ROOT / "tests" / "__init__.py", folder / "tests")
+    return folder
+
+
+@pytest.mark.parametrize("title", sections())
+def test_change_that_the_page_shows_applies_and_its_example_runs(
+    title: str, tmp_path: Path
+) -> None:
+    text = sections()[title]
+    copy = copy_of_the_packages(tmp_path / "copy")
+    apply = ["git", "apply", "--recount", "-"]
+    # Outside of a repository, so that git changes files of the copy and nothing else.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    applied = subprocess.run(
+        apply,
+        input=block(text, "diff"),
+        cwd=copy,
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert applied.returncode == 0, applied.stderr
+    # The example must read the copy: an installed package would come first without -P and PYTHONPATH.
+    example = f"import ddm\nassert ddm.__file__.startswith({str(copy)!r})\n{block(text, 'python')}"
+    command = [sys.executable, "-P", "-W", "ignore", "-c", example]
+    environment |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_page_counts_the_files_that_each_change_touches() -> None:
+    page = PAGE.read_text("utf-8")
+    stated = dict(re.findall(r"^\| (an? [a-z ]+) \| (\d+)", page, flags=re.MULTILINE))
+    for title, text in sections().items():
+        touched = re.findall(r"^diff --git", block(text, "diff"), flags=re.MULTILINE)
+        assert stated[title[0].lower() + title[1:]] == str(len(touched)), title
