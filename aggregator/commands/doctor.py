@@ -8,7 +8,7 @@ from aggregator.commands.options import FederationArgument
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.protocol.base import now_utc
-from ddm.system.findings import tell
+from ddm.system.findings import print_findings
 
 
 def doctor(
@@ -28,5 +28,5 @@ def doctor(
 
     reader = FederationFactsReader(Federation(fed).require(), now_utc())
     findings = examine(reader.facts(against))
-    if not tell(findings, as_json=as_json):
+    if not print_findings(findings, as_json=as_json):
         raise typer.Exit(SetupError.exit_code)

@@ -1,4 +1,4 @@
-"""How long to wait before something that failed is tried again: ever longer, and only so often an hour."""
+"""How long to wait before something that failed is tried again: longer each time, and only so often an hour."""
 
 import math
 import time
@@ -29,18 +29,21 @@ class Backoff:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num = 0
-        self._max, self._longest_s, self._clock = max_per_hour, longest_s, clock
+        self._max_per_hour = max_per_hour
+        self._longest_s = longest_s
+        self._clock = clock
         self._recent: deque[float] = deque()
 
     def allowed(self) -> bool:
         """Whether this hour has a try left."""
         self._forget()
-        return len(self._recent) < self._max
+        return len(self._recent) < self._max_per_hour
 
     def delay_s(self) -> float:
         """Return how long to wait before the next try, given how many there were in the last hour."""
         self._forget()
-        return min(_DELAYS_S[min(len(self._recent), len(_DELAYS_S) - 1)], self._longest_s)
+        num_recent = min(len(self._recent), len(_DELAYS_S) - 1)
+        return min(_DELAYS_S[num_recent], self._longest_s)
 
     def count(self) -> None:
         """Count a try."""
@@ -48,7 +51,7 @@ class Backoff:
         self._recent.append(self._clock())
 
     def reset(self) -> None:
-        """Begin anew, since it worked."""
+        """Forget all tries, since the last one worked."""
         self._recent.clear()
 
     def _forget(self) -> None:

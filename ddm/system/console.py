@@ -28,8 +28,10 @@ EXIT_TERMINATED = 143
 EXIT_OS = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-UNBROKEN = 10_000  # characters: a width that no table reaches
+# Characters: a width that no table reaches.
+UNBROKEN = 10_000
 _REDRAW_S = 0.1
+_SIGNS_OF_NUMBERS = str.maketrans("", "", ".-+e%")
 _log = logging.getLogger(__name__)
 
 VerboseOption = Annotated[
@@ -100,11 +102,13 @@ def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[in
     except Exception as error:
         # A signal in the middle of an import surfaces as whatever that module makes of it.
         signals = came()
-        return _interrupted(signals) if signals else _unexpected(error)
+        if signals:
+            return _interrupted(signals)
+        return _unexpected(error)
     # Typer turns KeyboardInterrupt into this code.
-    return (
-        _interrupted(came()) if code == EXIT_INTERRUPTED else code if isinstance(code, int) else 0
-    )
+    if code == EXIT_INTERRUPTED:
+        return _interrupted(came())
+    return code if isinstance(code, int) else 0
 
 
 def fail(error: ArchipelagoError) -> int:
@@ -146,10 +150,9 @@ def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
         typer.Abort: the answer is no.
     """
     if not sys.stdin.isatty():
-        expected = "a person to confirm, or --yes"
         raise SetupError(
             question,
-            expected=expected,
+            expected="a person to confirm, or --yes",
             got="a standard input that is no terminal",
             remedy="Add --yes.",
         )
@@ -161,13 +164,15 @@ def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
 def passphrase(
     path: Path | None, configured: str | None, prompt: str, *, confirm: bool = False
 ) -> bytes:
-    """Read a passphrase: from the file named, else from the configured file, else by asking; `-` is standard input.
+    """Read a passphrase: from the file given, else from the configured file, else by asking; `-` is standard input.
 
     Raises:
         MissingFileError: there is no such file.
         PassphraseError: nothing to read, or nobody to ask.
     """
-    source = path or (Path(configured) if configured else None)
+    source = path
+    if source is None and configured:
+        source = Path(configured)
     if source is not None and str(source) == "-":
         line = sys.stdin.readline().rstrip("\n")
         if not line:
@@ -176,11 +181,15 @@ def passphrase(
             )
         return line.encode()
     if source is not None and (source.is_dir() or not source.exists()):
-        got = "a folder" if source.is_dir() else "no such file"
-        remedy = "Name the right file with --passphrase-file" + (
-            "." if path else ", or in the configuration."
+        remedy = "Name the right file with --passphrase-file."
+        if path is None:
+            remedy = "Name the right file with --passphrase-file, or in the configuration."
+        raise MissingFileError(
+            str(source),
+            expected="a passphrase file",
+            got="a folder" if source.is_dir() else "no such file",
+            remedy=remedy,
         )
-        raise MissingFileError(str(source), expected="a passphrase file", got=got, remedy=remedy)
     return read_passphrase(source, prompt, confirm=confirm)
 
 
@@ -208,12 +217,11 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
             )
         return answer
     if not sys.stdin.isatty():
-        remedy = "Give the passphrase with --passphrase-file."
         raise PassphraseError(
             prompt,
             expected="a terminal to ask at",
             got="a standard input that is none",
-            remedy=remedy,
+            remedy="Give the passphrase with --passphrase-file.",
         )
     answer = getpass.getpass(f"{prompt}: ").encode()
     if not answer:
@@ -227,7 +235,9 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
 
 def remembered(path: Path | None) -> str | None:
     """Return --passphrase-file as a configuration file keeps it: an absolute path; None for standard input."""
-    return None if path is None or str(path) == "-" else str(path.resolve())
+    if path is None or str(path) == "-":
+        return None
+    return str(path.resolve())
 
 
 def human_bytes(count: float) -> str:
@@ -259,19 +269,19 @@ def human_seconds(seconds: float) -> str:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar from the first call of what is yielded, called with (done, in all); none where nothing is long.
+    """Show a bar from the first call of what is yielded, called with (completed, total); none where nothing is long.
 
-    Where standard output is no terminal, one line with the label takes the bar's place. A different number in all, or
-    less done than before, begins a new bar.
+    Where standard output is no terminal, one line with the label takes the bar's place. A different total, or less
+    completed than before, begins a new bar.
     """
     with ExitStack() as stack:
         bars: list[_Bar] = []
 
-        def advance(done: int, total: int) -> None:
-            if not bars or bars[-1].total != total or done < bars[-1].done:
+        def advance(completed: int, total: int) -> None:
+            if not bars or bars[-1].total != total or completed < bars[-1].completed:
                 stack.close()
                 bars.append(stack.enter_context(_Bar(label, total)))
-            bars[-1].advance(done)
+            bars[-1].advance(completed)
 
         yield advance
 
@@ -280,7 +290,7 @@ class _Bar:
     """One bar of rich's, drawn when it advances: a thread of its own would share the process with training.
 
     Args:
-        label: stands before the bar.
+        label: printed before the bar.
         total: what all of the work counts.
     """
 
@@ -293,8 +303,10 @@ class _Bar:
             TimeRemainingColumn,
         )
 
-        self.total, self.done = total, 0
-        self._label, self._drawn_at = label, 0.0
+        self.total = total
+        self.completed = 0
+        self._label = label
+        self._drawn_at = 0.0
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(30),
@@ -314,11 +326,13 @@ class _Bar:
         if self._bar.live.is_started:
             self._bar.stop()
 
-    def advance(self, done: int) -> None:
-        self.done, now = done, time.monotonic()
-        if self._bar.live.is_started and (done >= self.total or now - self._drawn_at >= _REDRAW_S):
+    def advance(self, completed: int) -> None:
+        self.completed = completed
+        now = time.monotonic()
+        is_due = completed >= self.total or now - self._drawn_at >= _REDRAW_S
+        if self._bar.live.is_started and is_due:
             self._drawn_at = now
-            self._bar.update(self._task, completed=done, refresh=True)
+            self._bar.update(self._task, completed=completed, refresh=True)
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str], *, width: int | None = None) -> str:
@@ -338,35 +352,31 @@ def table(rows: Sequence[Sequence[Any]], header: Sequence[str], *, width: int | 
     cells = [[escape_control(str(cell), one_line=True) for cell in row] for row in rows]
     if width is None and not sys.stdout.isatty():
         width = UNBROKEN
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for i, name in enumerate(header):
-        right = bool(cells) and all(_is_number(row[i]) for row in cells)
-        drawn.add_column(Text(name), justify="right" if right else "left", overflow="fold")
-    drawn.add_row(*(Rule(characters="-") for _ in header))
+    layout = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column, name in enumerate(header):
+        is_numeric = bool(cells) and all(_is_number(row[column]) for row in cells)
+        layout.add_column(Text(name), justify="right" if is_numeric else "left", overflow="fold")
+    layout.add_row(*(Rule(characters="-") for _ in header))
     for row in cells:
-        drawn.add_row(*map(Text, row))
+        # As Text, so that rich does not read square brackets in a cell as markup.
+        layout.add_row(*map(Text, row))
     page = Console(
         width=width, color_system=None, force_terminal=False, emoji=False, highlight=False
     )
     with page.capture() as captured:
-        page.print(drawn)
+        page.print(layout)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _is_number(text: str) -> bool:
-    return (
-        text.replace(".", "")
-        .replace("-", "")
-        .replace("+", "")
-        .replace("e", "")
-        .replace("%", "")
-        .isdigit()
-    )
+    return text.translate(_SIGNS_OF_NUMBERS).isdigit()
 
 
 def _interrupted(signals: set[int]) -> int:
     say("\nInterrupted. Nothing is lost; run the same command to go on.", error=True)
-    return EXIT_TERMINATED if signal.SIGTERM in signals else EXIT_INTERRUPTED
+    if signal.SIGTERM in signals:
+        return EXIT_TERMINATED
+    return EXIT_INTERRUPTED
 
 
 def _os_refused(error: OSError) -> int:

@@ -21,14 +21,17 @@ def device_named(name: DeviceName = "auto", *, setting: str = "device") -> "torc
     Raises:
         SetupError: a GPU is asked for, and torch sees none.
     """
-    import torch  # here, so that DeviceName is read without it
+    # Here, so that settings with a `DeviceName` are read without it.
+    import torch
 
-    found = torch.cuda.is_available()
-    if name == "cuda" and not found:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise SetupError(
             setting, expected="a GPU that torch sees", got="no GPU", remedy="Set it to auto or cpu."
         )
-    return torch.device("cuda" if found and name != "cpu" else "cpu")
+    if has_gpu and name != "cpu":
+        return torch.device("cuda")
+    return torch.device("cpu")
 
 
 def computes_in_bf16(precision: Precision, device: "torch.device") -> bool:

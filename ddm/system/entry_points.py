@@ -31,7 +31,8 @@ def _start(module: str) -> None:
         main = import_module(module).main
     try:
         main()
-    finally:  # what the command did is done, and Python, which takes its handlers down now, would let Ctrl-C kill it
+    finally:
+        # The command has ended. Python takes its handlers down now, and would let Ctrl-C kill the process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

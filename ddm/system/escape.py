@@ -15,5 +15,6 @@ def escape_control(text: str, *, one_line: bool = False) -> str:
     return _BREAK.sub(_escape, text) if one_line else text
 
 
-def _escape(found: re.Match[str]) -> str:
-    return ascii(found.group())[1:-1]
+def _escape(match: re.Match[str]) -> str:
+    # Without the quotes that `ascii` puts around it.
+    return ascii(match.group())[1:-1]

@@ -1,4 +1,4 @@
-"""What a look at a machine found: by check, each with what was expected, what was found and what to do."""
+"""The problems that the checks of a machine found: what was expected, what was found, and what to do."""
 
 import json
 from collections import defaultdict
@@ -55,12 +55,13 @@ class Attempts:
         except ArchipelagoError as error:
             self.note(check, error)
         except OSError as error:
-            subject, got = str(error.filename or check), str(error.strerror or error)
-            remedy = "Check as the user that this file belongs to, or restore it from backup."
-            self.note(
-                check,
-                SetupError(subject, expected="a file that can be read", got=got, remedy=remedy),
+            unreadable = SetupError(
+                str(error.filename or check),
+                expected="a file that can be read",
+                got=str(error.strerror or error),
+                remedy="Check as the user that this file belongs to, or restore it from backup.",
             )
+            self.note(check, unreadable)
         return None
 
     def note(self, check: str, error: ArchipelagoError) -> None:
@@ -79,36 +80,40 @@ def apply(
     errors: Mapping[str, Sequence[ArchipelagoError]],
 ) -> Findings:
     """Return what every rule finds in the facts, after what could not be read for it; empty where all is well."""
-    unread = {check: tuple(map(Finding.of, errors.get(check, ()))) for check in rules}
-    return {check: (*unread[check], *rule(facts)) for check, rule in rules.items()}
+    findings = {}
+    for check, rule in rules.items():
+        unread = [Finding.of(error) for error in errors.get(check, ())]
+        findings[check] = (*unread, *rule(facts))
+    return findings
 
 
 def worst(findings: tuple[Finding, ...]) -> Level | None:
     """Return the gravest level; None where nothing was found."""
     levels = {finding.level for finding in findings}
-    return "fail" if "fail" in levels else "warn" if levels else None
+    if "fail" in levels:
+        return "fail"
+    return "warn" if levels else None
 
 
-def tell(found: Findings, *, as_json: bool) -> bool:
+def print_findings(findings: Findings, *, as_json: bool) -> bool:
     """Print a line for each check with what it found, or the same for scripts.
 
     Returns:
         whether no check failed; one that only warns did not.
     """
     if as_json:
-        say(
-            json.dumps(
-                {check: [asdict(each) for each in findings] for check, findings in found.items()},
-                indent=2,
-            )
-        )
+        document = {}
+        for check, problems in findings.items():
+            document[check] = [asdict(problem) for problem in problems]
+        say(json.dumps(document, indent=2))
     else:
-        for check, findings in found.items():
-            say(f"{_MARKS[worst(findings)]} {check}")
-            for finding in findings:
-                say(f"       {finding.subject}")
-                say(f"         expected: {finding.expected}")
-                say(f"         found:    {finding.got}")
-                say(f"         to do:    {finding.remedy}")
-        say(f"{len(found)} checks, {sum(map(len, found.values())) or 'nothing'} found.")
-    return "fail" not in map(worst, found.values())
+        for check, problems in findings.items():
+            say(f"{_MARKS[worst(problems)]} {check}")
+            for problem in problems:
+                say(f"       {problem.subject}")
+                say(f"         expected: {problem.expected}")
+                say(f"         found:    {problem.got}")
+                say(f"         to do:    {problem.remedy}")
+        num_problems = sum(map(len, findings.values()))
+        say(f"{len(findings)} checks, {num_problems or 'nothing'} found.")
+    return "fail" not in map(worst, findings.values())

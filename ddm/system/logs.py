@@ -17,8 +17,10 @@ from ddm.system.escape import escape_control
 VERBOSE_VARIABLE = "ARCHIPELAGO_VERBOSE"
 JSON_VARIABLE = "ARCHIPELAGO_LOG_JSON"
 PACKAGES = ("ddm", "silo", "aggregator")
-_MOST_FRAMES = 24  # the innermost; an endless recursion has a thousand
-_OURS = "of_archipelago"  # marks a handler that a later one replaces
+# The innermost; an endless recursion has a thousand.
+_MAX_FRAMES = 24
+# Marks a handler that a later one replaces.
+_OURS = "of_archipelago"
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,15 @@ class PlainFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""
         line = escape_control(record.getMessage(), one_line=True)
-        if cause := _cause(record):
-            line += escape_control(
-                f" ({cause['error']}, in {' < '.join(cause['frames'])})", one_line=True
-            )
+        cause = _cause(record)
+        if cause:
+            text = f" ({cause['error']}, in {' < '.join(cause['frames'])})"
+            line += escape_control(text, one_line=True)
         if self._details:
             return f"{_time(record)} {record.levelname} {record.name}: {line}"
-        return f"{record.levelname.lower()}: {line}" if record.levelno >= logging.WARNING else line
+        if record.levelno >= logging.WARNING:
+            return f"{record.levelname.lower()}: {line}"
+        return line
 
 
 class JsonFormatter(logging.Formatter):
@@ -117,8 +121,10 @@ def send_logs(handler: logging.Handler, options: LogOptions) -> None:
     """Send what the packages log to one handler alone, which takes the place of an earlier one."""
     for name in PACKAGES:
         logger = logging.getLogger(name)
-        for earlier in [each for each in logger.handlers if getattr(each, _OURS, False)]:
-            logger.removeHandler(earlier)
+        # A copy of the list, since handlers are removed from it meanwhile.
+        for earlier in list(logger.handlers):
+            if getattr(earlier, _OURS, False):
+                logger.removeHandler(earlier)
         logger.addHandler(handler)
         logger.setLevel(options.level)
     setattr(handler, _OURS, True)
@@ -132,7 +138,9 @@ def replay(line: str) -> bool:
         return False
     if not isinstance(fields, dict) or not {"level", "logger", "message"} <= fields.keys():
         return False
-    name, level = str(fields["logger"]), logging.getLevelNamesMapping().get(str(fields["level"]))
+    name = str(fields["logger"])
+    level = logging.getLevelNamesMapping().get(str(fields["level"]))
+    # The line may come from a process that a submission took over: it speaks for our packages alone.
     if level is None or name.partition(".")[0] not in PACKAGES:
         return False
     logging.getLogger(name).log(level, "%s", fields["message"])
@@ -155,10 +163,11 @@ def _cause(record: logging.LogRecord) -> dict[str, Any]:
     name = type(error).__name__
     if isinstance(error, ArchipelagoError):
         name += f": {error}"
-    elif isinstance(error, OSError) and error.strerror:  # without the file that it names
+    elif isinstance(error, OSError) and error.strerror:
+        # Without the file that it names.
         name += f": {error.strerror}"
     frames = [
         f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
-        for frame in reversed(traceback.extract_tb(error.__traceback__)[-_MOST_FRAMES:])
+        for frame in reversed(traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:])
     ]
     return {"error": name, "frames": frames}

@@ -9,7 +9,8 @@ from pathlib import Path
 from ddm.errors import MemoryLimitError
 
 SHARE = 0.75
-_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,9 @@ class MemoryLimit:
 
     def part(self, num: int) -> "MemoryLimit":
         """Return what each of so many processes may take."""
-        return (
-            self
-            if num == 1
-            else MemoryLimit(self.bytes // num, f"a process's part of {num}, {self.origin}")
-        )
+        if num == 1:
+            return self
+        return MemoryLimit(self.bytes // num, f"a process's part of {num}, {self.origin}")
 
     def check(self, subject: str, needed: int, remedy: str | None = None) -> None:
         """Refuse what needs more.
@@ -39,9 +38,11 @@ class MemoryLimit:
             MemoryLimitError: names what is needed, what is allowed, and what to change.
         """
         if needed > self.bytes:
-            expected = f"at most {mebibytes(self.bytes)} of memory, {self.origin}"
             raise MemoryLimitError(
-                subject, expected=expected, got=f"{mebibytes(needed)} needed", remedy=remedy
+                subject,
+                expected=f"at most {mebibytes(self.bytes)} of memory, {self.origin}",
+                got=f"{mebibytes(needed)} needed",
+                remedy=remedy,
             )
 
 
@@ -64,7 +65,9 @@ def machine_bytes() -> int:
 
 def mebibytes(count: int) -> str:
     """Write a number of bytes as people give it to --memory."""
-    return f"{count / 2**20:,.1f} MiB" if count < 2**60 else f"{count / 2**40:.3g} TiB"
+    if count < 2**60:
+        return f"{count / 2**20:,.1f} MiB"
+    return f"{count / 2**40:.3g} TiB"
 
 
 def _machine_bytes() -> int:
@@ -90,21 +93,15 @@ def _cgroup_bytes() -> Iterator[int]:
         if not group.is_relative_to(_CGROUPS):
             return
         try:
-            limit, used = (
-                (group / "memory.max").read_text().strip(),
-                int((group / "memory.current").read_text()),
-            )
+            limit = (group / "memory.max").read_text().strip()
+            used = int((group / "memory.current").read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
         if limit != "max":
             # Files that were read count as used, but the kernel drops them where memory is needed.
-            yield (
-                int(limit)
-                - used
-                + int(stat.get("active_file", 0))
-                + int(stat.get("inactive_file", 0))
-            )
+            cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+            yield int(limit) - used + cached
 
 
 def _address_space_bytes() -> Iterator[int]:

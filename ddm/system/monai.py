@@ -12,7 +12,10 @@ _UNNEEDED = ("transformers", "jsonschema")
 
 
 def monai_networks(where: str) -> ModuleType:
-    """Return monai.networks.nets; `where` is what an error says is at fault.
+    """Return monai.networks.nets.
+
+    Args:
+        where: the subject of the error.
 
     Raises:
         SetupError: MONAI is not installed.
@@ -21,12 +24,15 @@ def monai_networks(where: str) -> ModuleType:
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type] # None: as if it were not installed
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from third-party imports
+            # From third-party imports.
+            warnings.simplefilter("ignore")
             return import_module("monai.networks.nets")
     except ImportError as error:
-        remedy = "Install it: pip install 'monai[einops,nibabel]>=1.4'."
         raise SetupError(
-            where, expected="an installed MONAI", got="no module monai", remedy=remedy
+            where,
+            expected="an installed MONAI",
+            got="no module monai",
+            remedy="Install it: pip install 'monai[einops,nibabel]>=1.4'.",
         ) from error
     finally:
         for name in absent:

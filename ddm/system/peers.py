@@ -1,8 +1,8 @@
-"""The kernel's word on who is at the other end of a TCP connection within this machine; Linux only.
+"""Which user is at the other end of a TCP connection within this machine, as the kernel lists it; Linux only.
 
 A connection within a machine has two rows in the kernel's table, one for each end, with local and remote address
-exchanged. A row names its user only while a process holds the socket: one that was closed already stands there as
-root's, whoever had it, so such a row names nobody.
+exchanged. A row names its user only while a process has the socket open: a closed one is listed as root's, whoever
+had it, so such a row names nobody.
 """
 
 import ipaddress
@@ -10,8 +10,10 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-_LISTENING = "0A"  # as the kernel writes it
+_TABLE = Path("/proc/self/net/tcp")
+_TABLE_OF_IPV6 = Path("/proc/self/net/tcp6")
+# As the kernel writes them.
+_LISTENING = "0A"
 _NO_INODE = "0"
 
 
@@ -44,24 +46,22 @@ def tcp_sockets(ends: str = "") -> list[TcpSocket]:
     Raises:
         OSError: there is no such table.
     """
-    # Without IPv6 there is no second table; without the first, reading it fails.
-    tables = [Path(table) for table in _TABLES if table == _TABLES[0] or Path(table).exists()]
-    rows = [
-        line.split()
-        for table in tables
-        for line in table.read_text().splitlines()[1:]
-        if ends in line
-    ]
-    return [
-        TcpSocket(
-            row[1],
-            row[2],
-            row[3] == _LISTENING,
-            row[9],
-            None if row[9] == _NO_INODE else int(row[7]),
-        )
-        for row in rows
-    ]
+    lines = _TABLE.read_text().splitlines()[1:]
+    # Without IPv6 there is no second table.
+    if _TABLE_OF_IPV6.exists():
+        lines += _TABLE_OF_IPV6.read_text().splitlines()[1:]
+    return [_parse(line.split()) for line in lines if ends in line]
+
+
+def _parse(row: list[str]) -> TcpSocket:
+    inode = row[9]
+    return TcpSocket(
+        local=row[1],
+        remote=row[2],
+        listening=row[3] == _LISTENING,
+        inode=inode,
+        user=None if inode == _NO_INODE else int(row[7]),
+    )
 
 
 def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:

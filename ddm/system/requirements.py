@@ -17,7 +17,7 @@ def check_packages() -> Iterator[Finding]:
     """Yield what is not as this project's own metadata requires: Python and every package that no extra is for."""
     try:
         requires = metadata.metadata(_PROJECT)["Requires-Python"] or ""
-        needed = [Requirement(each) for each in metadata.requires(_PROJECT) or ()]
+        needed = [Requirement(text) for text in metadata.requires(_PROJECT) or ()]
     except metadata.PackageNotFoundError:
         yield Finding(_PROJECT, "an installed package", "files alone", "Install it: make setup.")
         return
@@ -26,7 +26,7 @@ def check_packages() -> Iterator[Finding]:
             "Python",
             requires,
             platform.python_version(),
-            "Make the environment anew: make setup PYTHON=...",
+            "Make the environment again: make setup PYTHON=...",
         )
     for requirement in needed:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):

@@ -1,10 +1,10 @@
-"""SIGINT (Ctrl-C) and SIGTERM: what answers them, for how long, and which of them came."""
+"""SIGINT (Ctrl-C) and SIGTERM: what handles them, for how long, and which of them came."""
 
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -78,7 +78,7 @@ def stop_on_first_signal() -> Iterator[threading.Event]:
 
 @contextmanager
 def interrupted_by_sigterm() -> Iterator[Callable[[], set[int]]]:
-    """Make SIGTERM interrupt as Ctrl-C does; yield what tells which of the two came since it was asked last.
+    """Make SIGTERM interrupt as Ctrl-C does; yield a function that returns which of the two came since its last call.
 
     A wakeup descriptor notes signals also for commands that handle them in their own way.
     """
@@ -108,20 +108,23 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Let a process that is started meanwhile never hear of SIGINT or SIGTERM, however early they come.
+    """Keep SIGINT and SIGTERM from a process that is started meanwhile, however early they come.
 
     A signal that reaches another thread of this process would interrupt the start half-way, and leave a process that
-    has not been told what it is for. So the main thread answers signals when the block has ended.
+    has no task. So the main thread handles signals when the block has ended.
     """
-    came: list[int] = []
-    in_main = threading.current_thread() is threading.main_thread()
+    received: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        with handled(lambda number, _: came.append(number)) if in_main else nullcontext():
-            try:
-                yield
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    finally:
-        for number in dict.fromkeys(came):
-            signal.raise_signal(number)
+    with ExitStack() as stack:
+        # Python runs handlers in the main thread alone, whichever thread the signal reaches.
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(_raise_again, received)
+            stack.enter_context(handled(lambda number, _: received.append(number)))
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        yield
+
+
+def _raise_again(numbers: Sequence[int]) -> None:
+    """Raise signals that were only noted, each once, now that their own handlers are back."""
+    for number in dict.fromkeys(numbers):
+        signal.raise_signal(number)

@@ -129,11 +129,22 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
         TrustError: a process of another user took part.
     """
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
     patience = timedelta(seconds=patience_s)
     try:
         if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-            distributed.init_process_group(timeout=patience)
+            tcp_store, rank, num = next(rendezvous("env://", timeout=patience))
+            tcp_store.set_timeout(patience)
+            # torchrun keeps its store when it starts processes again: without a prefix of its own, a process may read
+            # where one of the dead ones listened, and wait for it.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            distributed.init_process_group(
+                store=distributed.PrefixStore(f"attempt-{attempt}", tcp_store),  # type: ignore[attr-defined]
+                rank=rank,
+                world_size=num,
+                timeout=patience,
+            )
         else:
             folder.mkdir(parents=True, exist_ok=True)
             # As a store, because of a file's URL torch makes another path where that has a space or an umlaut.

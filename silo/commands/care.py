@@ -21,11 +21,11 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check site and machine for present and coming problems, with a remedy for each; exit code 3 if a check fails."""
-    from ddm.system.findings import tell
+    from ddm.system.findings import print_findings
     from silo.check.reading import SiteFactsReader
     from silo.check.rules import examine
 
-    if not tell(examine(SiteFactsReader(Site(site).require()).facts()), as_json=as_json):
+    if not print_findings(examine(SiteFactsReader(Site(site).require()).facts()), as_json=as_json):
         raise typer.Exit(SetupError.exit_code)
 
 

@@ -130,7 +130,7 @@ class Courier:
             self._spawn,
             self._works,
             silent_s=_LOOK_EVERY_S / 2,  # so that one look decides
-            ask_every_s=_LOOK_EVERY_S,
+            check_every_s=_LOOK_EVERY_S,
             max_per_hour=math.inf,
             longest_delay_s=_LONGEST_DELAY_S,
         )

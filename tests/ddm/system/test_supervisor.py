@@ -46,7 +46,7 @@ def worker(folder: Path, silent_s: float = 1.5) -> Program:
     (folder / "work").touch()
     beat = HeartbeatFile(folder / "alive").beats
     start = starter(folder, WORKER.format(folder=str(folder)))
-    return Program("worker", start, works=beat, silent_s=silent_s, ask_every_s=0.1)
+    return Program("worker", start, works=beat, silent_s=silent_s, check_every_s=0.1)
 
 
 @contextmanager
