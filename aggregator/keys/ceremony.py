@@ -3,18 +3,21 @@
 If `keys/` holds enough holders' keys, as after `aggregator init`, all of it happens in one command. Otherwise the
 documents wait in `ceremony/`, each with a description in words; a holder answers with a small signature file beside it,
 and `aggregator complete` continues. A waiting change survives restarts, and only one can wait.
+
+Holders sign `root` and `targets` alone. Everything else (plans, releases, snapshot, timestamp, log) is signed when the
+change is applied, with the federation's own keys, and moved into place together with the holders' documents.
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation
 from aggregator.intake.quarantine import quarantined_submissions
 from aggregator.keys.silo_rotation import check_cards_unchanged
-from aggregator.membership.invitation import make_invitation
 from aggregator.membership.registry import active_cards
 from aggregator.membership.withdrawal import check_still_carried, withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
@@ -31,8 +34,9 @@ from ddm.protocol.base import (
     sha256_file,
     sha256_hex,
 )
+from ddm.protocol.enrolment import Invitation
 from ddm.publishing.keys import MODEL_PUBLIC, key_change, key_changes
-from ddm.publishing.log import TransparencyLog, stage_entries
+from ddm.publishing.log import stage_entries
 from ddm.publishing.plans import sign_plan_files
 from ddm.publishing.public_log import export_log, public_folder
 from ddm.trust.ceremony import (
@@ -50,6 +54,7 @@ from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.log.entries import FederationOpened, KeyChanged, LogEntry
 from ddm.trust.repository import Repository
+from ddm.trust.rules import trusted_log_keys
 
 HOLDER_KEYS = ("root", "targets")
 
@@ -150,13 +155,11 @@ def abandon_change(federation: Federation) -> str:
         change = Change.waiting(federation.path)
         pending = _pending(change)
         if pending.act == "found":
-            remedy = "Remove the whole folder and start over with `aggregator init`."
-            got = "the founding of the federation, without which nothing remains"
             raise PolicyError(
                 str(federation.path),
                 expected="a change of a founded federation",
-                got=got,
-                remedy=remedy,
+                got="the founding of the federation, without which nothing remains",
+                remedy="Remove the whole folder and start over with `aggregator init`.",
             )
         change.abandon()
         return pending.purpose
@@ -171,11 +174,13 @@ def sign_document(document: Path, key: SigningKey) -> Path:
     """
     answer = sign_request(read_request(document), key)
     path = _answer_path(document, key.public)
-    # A signature of a discarded document may still lie here; it does not sign this one.
+    # A signature of a discarded document may still be here; it does not sign this one.
     if path.exists() and path.read_bytes() == answer.encode():
-        remedy = "Nothing needs to be done. Another holder signs with a key of their own."
         raise BusyError(
-            path.name, expected="no signature by this key yet", got="its signature", remedy=remedy
+            path.name,
+            expected="no signature by this key yet",
+            got="its signature",
+            remedy="Nothing needs to be done. Another holder signs with a key of their own.",
         )
     write_atomic(path, answer.encode())
     return path
@@ -200,7 +205,8 @@ def check_replaceable(federation: Federation) -> None:
     try:
         plan, _ = federation.current_plan()
     except SetupError:
-        return  # no plan yet, or a plan that can no longer be published
+        # There is no plan yet, or one that can no longer be published.
+        return
     accepted = federation.accepted / plan.plan_id
     releases = [path for path in federation.releases.glob("[0-9]*") if path.name.isdigit()]
     published = {
@@ -209,9 +215,10 @@ def check_replaceable(federation: Federation) -> None:
         for path in release.glob(f"targets/{plan.plan_id}/silos/*")
     }
     remaining = active_cards(federation, plan).keys() - withdrawn_silos(federation, plan)
-    undecided = {
-        each.record.silo_id for each in quarantined_submissions(federation, plan.plan_id)
-    } & remaining
+    quarantined = {
+        entry.record.silo_id for entry in quarantined_submissions(federation, plan.plan_id)
+    }
+    undecided = quarantined & remaining
     if undecided:
         raise SetupError(
             f"plan {plan.plan_id}",
@@ -263,126 +270,153 @@ def _answers(change: Change, name: str) -> list[HolderSignature]:
 
 
 def _missing(change: Change, pending: PendingChange) -> list[str]:
-    found: list[str] = []
+    """Describe the signatures that are missing, one in a line."""
+    missing: list[str] = []
     for name in pending.documents:
         request = read_request(change.folder / name)
-        found += describe_missing_signatures(
-            request, check_answers(request, _answers(change, name))
-        )
-    # a new root that keeps its holders needs the same signatures twice
-    return list(dict.fromkeys(found))
+        signatures = check_answers(request, _answers(change, name))
+        missing += describe_missing_signatures(request, signatures)
+    # A new root that keeps its holders needs the same signatures twice.
+    return list(dict.fromkeys(missing))
+
+
+@dataclass(frozen=True)
+class _Application:
+    """A change that is being applied, with all its signatures.
+
+    Attributes:
+        federation: as it is until the change is in force.
+        change: holds what will replace its files.
+        metadata: the staged copy of the federation's metadata.
+        documents: role to the document that its holders signed.
+        passphrase: opens the federation's keys.
+    """
+
+    federation: Federation
+    change: Change
+    metadata: Path
+    documents: Mapping[str, bytes]
+    passphrase: bytes
+
+    @property
+    def repository(self) -> Repository:
+        """The repository as it will be."""
+        return Repository(self.metadata)
+
+    def key(self, name: str) -> SigningKey:
+        """Open a key of the federation: the new one where this change replaces it."""
+        path = self.change.put(f"keys/{name}.key")
+        if not path.exists():
+            path = self.federation.keys / f"{name}.key"
+        return SigningKey.load(path, self.passphrase)
+
+    def renewed_key(self, name: str) -> SigningKey | None:
+        """Open the key that this change puts in the place of one of the federation's; None where it does not."""
+        if not self.change.put(f"keys/{name}.key").exists():
+            return None
+        return self.key(name)
+
+    def log_entries(self, entries: Sequence[LogEntry]) -> None:
+        """Add entries to the log with this change, where the root names a log."""
+        log_key = log_key_of(self.repository.root())
+        if log_key is not None:
+            stage_entries(self.federation, self.change, log_key, self.key("log"), entries)
 
 
 def _apply(
     federation: Federation, change: Change, pending: PendingChange, passphrase: bytes
 ) -> None:
     """Sign the remaining metadata with the federation's own keys, on a copy, and move everything into place."""
-    signed: dict[str, bytes] = {}
+    documents: dict[str, bytes] = {}
     for name in pending.documents:
         request = read_request(change.folder / name)
-        signed[request.role] = join_signatures(
-            request, check_answers(request, _answers(change, name))
-        )
+        signatures = check_answers(request, _answers(change, name))
+        documents[request.role] = join_signatures(request, signatures)
+    # A copy, since the repository's methods write several files: a crash in between would leave a broken federation.
     metadata = change.put("tuf/metadata")
     shutil.rmtree(metadata, ignore_errors=True)
     copy_documents(federation.tuf, metadata)
 
-    def key(name: str) -> SigningKey:
-        new = change.put(f"keys/{name}.key")
-        return SigningKey.load(new if new.exists() else federation.keys / f"{name}.key", passphrase)
-
-    if pending.act == "found":
-        _found(federation, change, metadata, signed, key)
-        entries = _opening(federation, change, Repository(metadata), signed["root"])
-        _write_down(federation, change, Repository(metadata), key, entries)
-    elif pending.act == "plan":
-        _start_plan(
-            federation, change, Repository(metadata), str(pending.plan_id), signed["targets"], key
-        )
-    else:
-        renewed = {
-            name: key(name)
-            for name in ("plans", "release")
-            if change.put(f"keys/{name}.key").exists()
-        }
-        Repository(metadata).renew(
-            root=signed.get("root"),
-            targets=signed.get("targets"),
-            plans_key=renewed.get("plans"),
-            release_key=renewed.get("release"),
-            online_key=key("online"),
-            now=now_utc(),
-        )
-        entries = list(key_changes(Repository(federation.tuf), Repository(metadata)))
-        _write_down(federation, change, Repository(metadata), key, entries)
+    application = _Application(federation, change, metadata, documents, passphrase)
+    match pending.act:
+        case "found":
+            _found_federation(application)
+        case "plan":
+            _start_plan(application, str(pending.plan_id))
+        case "renew":
+            _renew(application)
     change.commit()
     export_log(federation, public_folder(federation))
 
 
-def _write_down(
-    federation: Federation,
-    change: Change,
-    repository: Repository,
-    key: Callable[[str], SigningKey],
-    entries: Sequence[LogEntry],
-) -> TransparencyLog | None:
-    """Add entries to the log with this change; return the log, None where the root names none."""
-    log_key = log_key_of(repository.root())
-    return (
-        stage_entries(federation, change, log_key, key("log"), entries)
-        if log_key is not None
-        else None
-    )
-
-
-def _opening(
-    federation: Federation, change: Change, repository: Repository, root: bytes
-) -> list[LogEntry]:
-    """Return the first entries of a log: the federation, and each of its keys."""
-    return [
-        FederationOpened(federation=federation.settings().name, root_digest=sha256_hex(root)),
-        *key_changes(None, repository),
-        key_change("receipts", PublicKey.load(change.put("keys/receipts.pub"))),
-        KeyChanged(key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),)),
-        KeyChanged(key="tls", fingerprints=(sha256_file(federation.path / "tls" / "server.pem"),)),
-    ]
-
-
-def _found(
-    federation: Federation,
-    change: Change,
-    metadata: Path,
-    signed: Mapping[str, bytes],
-    key: Callable[[str], SigningKey],
-) -> None:
-    Repository.create(
-        metadata,
-        root=signed["root"],
-        targets=signed["targets"],
-        plans_key=key("plans"),
-        release_key=key("release"),
-        online_key=key("online"),
+def _found_federation(application: _Application) -> None:
+    federation = application.federation
+    change = application.change
+    root = application.documents["root"]
+    repository = Repository.create(
+        application.metadata,
+        root=root,
+        targets=application.documents["targets"],
+        plans_key=application.key("plans"),
+        release_key=application.key("release"),
+        online_key=application.key("online"),
         now=now_utc(),
     )
-    write_atomic(
-        change.put("invitation.json"), make_invitation(federation, signed["root"]).encode()
+    write_atomic(change.put("invitation.json"), _make_invitation(federation, root).encode())
+    # The first entries of the log: the federation, and each of its keys.
+    certificate = federation.path / "tls" / "server.pem"
+    application.log_entries(
+        [
+            FederationOpened(federation=federation.settings().name, root_digest=sha256_hex(root)),
+            *key_changes(None, repository),
+            key_change("receipts", PublicKey.load(change.put("keys/receipts.pub"))),
+            KeyChanged(key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),)),
+            KeyChanged(key="tls", fingerprints=(sha256_file(certificate),)),
+        ]
     )
 
 
-def _start_plan(
-    federation: Federation,
-    change: Change,
-    repository: Repository,
-    plan_id: str,
-    targets: bytes,
-    key: Callable[[str], SigningKey],
-) -> None:
+def _make_invitation(federation: Federation, root: bytes) -> Invitation:
+    """Return what a silo needs to reach this federation: name, address, certificate authority and first root."""
+    settings = federation.settings()
+    return Invitation(
+        federation=settings.name,
+        address=f"{settings.host}:{settings.port}",
+        ca_certificate=(federation.path / "tls" / "ca.pem").read_text("ascii"),
+        root=root.decode("utf-8"),
+        root_digest=sha256_hex(root),
+        log_key=trusted_log_keys({"1.root.json": root}, root, {})[-1],
+    )
+
+
+def _renew(application: _Application) -> None:
+    """Put new keys or delegations into force."""
+    application.repository.renew(
+        root=application.documents.get("root"),
+        targets=application.documents.get("targets"),
+        plans_key=application.renewed_key("plans"),
+        release_key=application.renewed_key("release"),
+        online_key=application.key("online"),
+        now=now_utc(),
+    )
+    before = Repository(application.federation.tuf)
+    application.log_entries(list(key_changes(before, application.repository)))
+
+
+def _start_plan(application: _Application, plan_id: str) -> None:
     """Sign the list of the plan's files, and complete the bundle for the silos."""
+    federation = application.federation
+    # Checked when the plan was drafted too, but holders may have signed it days later.
     check_replaceable(federation)
-    bundle = change.put(f"plans/{plan_id}/bundle")
+    bundle = application.change.put(f"plans/{plan_id}/bundle")
     plan = sign_plan_files(
-        federation, change, repository, bundle / "targets" / plan_id, targets, key
+        federation,
+        application.change,
+        application.repository,
+        bundle / "targets" / plan_id,
+        application.documents["targets"],
+        application.key,
     )
     check_still_carried(federation, plan)
-    check_cards_unchanged(federation, plan, repository.delegates().silos)
-    repository.export_bundle(bundle)
+    check_cards_unchanged(federation, plan, application.repository.delegates().silos)
+    application.repository.export_bundle(bundle)

@@ -66,15 +66,15 @@ def remove_silo(
         repository = Repository(federation.tuf)
         delegates = repository.delegates()
         card = read_cards(federation).get(silo_id)
-        # A silo enrolled anew since an interrupted removal: the removal of its old delegation is finished first.
-        renewed = card is not None and delegates.silos.get(
-            silo_id, signing_key(card)
-        ) != signing_key(card)
-        if card is not None and not renewed:
+        delegated_key = delegates.silos.get(silo_id)
+        if card is not None and delegated_key in (None, signing_key(card)):
             _remove_card(federation, silo_id, reason)
-        elif silo_id not in delegates.silos:
-            card_of(federation, silo_id)  # raises, naming the enrolled silos
-        if silo_id not in delegates.silos:
+        elif delegated_key is None:
+            # Raises an error that names the enrolled silos.
+            card_of(federation, silo_id)
+        # Otherwise the card was removed by a call that was interrupted, and the silo may have been enrolled again with
+        # another key since: the removal of the old delegation is finished, and the new card stays.
+        if delegated_key is None:
             return RemovalOutcome(None, [])
         change = Change.begin(federation.path)
         purpose = f"remove the silo {silo_id} from plan {delegates.plan_id}"
@@ -89,22 +89,23 @@ def remove_silo(
 def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
     """Move the card: first write the record, which lets it in no more, and last delete the card.
 
-    After a crash the removal has not begun, or can only be finished: the log never says of an enrolled silo that it was
-    removed.
+    After a crash the removal has not begun, or can only be finished: the log never states the removal of a silo that is
+    still enrolled.
     """
     path = federation.registry / f"{silo_id}.json"
     card = read_bounded(path, MAX_CARD_BYTES)
-    known = {record.card for record in read_removals(federation)}
-    if card.decode() not in known:
-        rotations = rotations_of(federation).get(silo_id, ())
+    removed_cards = {record.card for record in read_removals(federation)}
+    if card.decode() not in removed_cards:
         record = RemovalRecord(
-            silo_id=silo_id, reason=reason, at=now_utc(), card=card.decode(), rotations=rotations
+            silo_id=silo_id,
+            reason=reason,
+            at=now_utc(),
+            card=card.decode(),
+            rotations=rotations_of(federation).get(silo_id, ()),
         )
         name = f"{silo_id}.{sha256_hex(card)[:16]}.json"
         write_atomic(federation.registry / "removed" / name, record.encode())
-    append_entries(
-        federation,
-        SiloRemoved(silo_id=silo_id, key_fingerprint=signing_key(read_card(card)).fingerprint),
-    )
+    fingerprint = signing_key(read_card(card)).fingerprint
+    append_entries(federation, SiloRemoved(silo_id=silo_id, key_fingerprint=fingerprint))
     forget_rotations(federation, silo_id)
     path.unlink()

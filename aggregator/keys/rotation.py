@@ -26,7 +26,8 @@ RotatedKey = Literal[
     "root", "targets", "plans", "release", "online", "receipts", "log", "model-signing", "tls"
 ]
 ROTATED_KEYS: tuple[RotatedKey, ...] = get_args(RotatedKey)
-_NEXT = "receipts-next"
+# A rotated receipts key waits under this name for the next plan, which names it.
+_NEXT_RECEIPTS = "receipts-next"
 
 
 def rotate_key(
@@ -49,28 +50,36 @@ def rotate_key(
         SetupError: holders for a key without holders, or no holders for a key that is not in this folder.
     """
     if holders is not None and name not in HOLDER_KEYS:
-        got = f"{len(holders.keys)} holders; only {' and '.join(HOLDER_KEYS)} have holders"
         raise SetupError(
-            f"key {name}", expected="no holders for a key in the federation's folder", got=got
+            f"key {name}",
+            expected="no holders for a key in the federation's folder",
+            got=f"{len(holders.keys)} holders; only {' and '.join(HOLDER_KEYS)} have holders",
         )
     with federation.signing_lock():
         # Opens an existing key first, since a mistyped passphrase would encrypt the new one.
-        load_key(federation, "online" if name == "receipts" else "receipts", passphrase)
+        existing_key = "online" if name == "receipts" else "receipts"
+        load_key(federation, existing_key, passphrase)
         change = Change.begin(federation.path)
         if name in ("receipts", "model-signing", "tls"):
-            added = _replace(federation, change, name, passphrase)
-            log_key = log_key_of(Repository(federation.tuf).root())
-            if log_key is not None:
-                stage_entries(
-                    federation, change, log_key, load_key(federation, "log", passphrase), [added]
-                )
-            change.commit()
-            export_log(federation, public_folder(federation))
+            _rotate_without_holders(federation, change, name, passphrase)
             return []
-        requests = _requests(federation, change, name, passphrase, holders)
+        requests = _draft_requests(federation, change, name, passphrase, holders)
         return conduct_ceremony(
             federation, change, requests, passphrase, act="renew", purpose=f"rotate the key {name}"
         )
+
+
+def _rotate_without_holders(
+    federation: Federation, change: Change, name: str, passphrase: bytes
+) -> None:
+    """Replace a key that TUF metadata do not list, so that nobody has to sign."""
+    entry = _replace_key(federation, change, name, passphrase)
+    log_key = log_key_of(Repository(federation.tuf).root())
+    if log_key is not None:
+        signing_key = load_key(federation, "log", passphrase)
+        stage_entries(federation, change, log_key, signing_key, [entry])
+    change.commit()
+    export_log(federation, public_folder(federation))
 
 
 def parse_key_name(text: str) -> RotatedKey:
@@ -87,21 +96,25 @@ def parse_key_name(text: str) -> RotatedKey:
 
 def next_receipts_key(federation: Federation) -> PublicKey:
     """Return the key that signs receipts from the next plan on."""
-    following = federation.keys / f"{_NEXT}.pub"
-    return PublicKey.load(following if following.exists() else federation.keys / "receipts.pub")
+    path = federation.keys / f"{_NEXT_RECEIPTS}.pub"
+    if not path.exists():
+        path = federation.keys / "receipts.pub"
+    return PublicKey.load(path)
 
 
 def use_next_receipts_key(federation: Federation, change: Change) -> None:
     """Put a rotated receipts key into use with this change, which starts a plan that names it."""
-    for kind in ("key", "pub"):
-        following = federation.keys / f"{_NEXT}.{kind}"
-        if following.exists():
+    for suffix in ("key", "pub"):
+        next_key = federation.keys / f"{_NEXT_RECEIPTS}.{suffix}"
+        if next_key.exists():
             change.put("keys").mkdir(parents=True, exist_ok=True)
-            shutil.copy2(following, change.put(f"keys/receipts.{kind}"))
-            change.drop(f"keys/{_NEXT}.{kind}")
+            shutil.copy2(next_key, change.put(f"keys/receipts.{suffix}"))
+            change.drop(f"keys/{_NEXT_RECEIPTS}.{suffix}")
 
 
-def _replace(federation: Federation, change: Change, name: str, passphrase: bytes) -> KeyChanged:
+def _replace_key(
+    federation: Federation, change: Change, name: str, passphrase: bytes
+) -> KeyChanged:
     """Make a new key of a kind that TUF metadata do not list; return the log's entry of it."""
     if name == "tls":
         renew_server(federation.path / "tls", change.put("tls"), passphrase)
@@ -115,60 +128,71 @@ def _replace(federation: Federation, change: Change, name: str, passphrase: byte
             key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),)
         )
     # A plan names its receipts key, so the new key is used from the next plan on.
-    has_plan = (federation.path / "plans" / "current.json").exists()
-    return key_change("receipts", make_key(change, _NEXT if has_plan else "receipts", passphrase))
+    name = "receipts"
+    if (federation.path / "plans" / "current.json").exists():
+        name = _NEXT_RECEIPTS
+    return key_change("receipts", make_key(change, name, passphrase))
 
 
-def _requests(
+def _draft_requests(
     federation: Federation, change: Change, name: str, passphrase: bytes, holders: Holders | None
 ) -> Sequence[SigningRequest]:
     """Draft the documents that the holders of `root` and `targets` must sign."""
-    repository, now, purpose = Repository(federation.tuf), now_utc(), f"rotate the key {name}"
-    root, targets = repository.root(), repository.targets()
+    repository = Repository(federation.tuf)
+    purpose = f"rotate the key {name}"
+    now = now_utc()
+    root = repository.root()
+    targets = repository.targets()
     if name in ("plans", "release"):
-        delegates, public = repository.delegates(), make_key(change, name, passphrase)
-        delegates = (
-            replace(delegates, plans=public)
-            if name == "plans"
-            else replace(delegates, release=public)
-        )
-        return [
-            SigningRequest.to_sign(repository.next_targets(delegates, now), purpose, targets, root)
-        ]
-    if name == "online":
-        online = Holders((make_key(change, name, passphrase),))
-        changed = {"snapshot": online, "timestamp": online}
-    elif name == "log":
+        key = make_key(change, name, passphrase)
+        if name == "plans":
+            delegates = replace(repository.delegates(), plans=key)
+        else:
+            delegates = replace(repository.delegates(), release=key)
+        new_targets = repository.next_targets(delegates, now)
+        return [SigningRequest.to_sign(new_targets, purpose, targets, root)]
+    if name == "log":
         new_root = repository.next_root(
             {}, now, _next_log_key(change, log_key_of(root), passphrase)
         )
         return [SigningRequest.to_sign(new_root, purpose, root)]
+
+    if name == "online":
+        online = Holders((make_key(change, name, passphrase),))
+        changed_holders = {"snapshot": online, "timestamp": online}
+    elif holders is not None:
+        changed_holders = {name: holders}
     else:
-        changed = {name: holders or Holders((_own(federation, change, name, passphrase),))}
-    new_root = repository.next_root(changed, now)
+        changed_holders = {name: Holders((_make_holder_key(federation, change, name, passphrase),))}
+    new_root = repository.next_root(changed_holders, now)
     requests = [SigningRequest.to_sign(new_root, purpose, root)]
     if name == "targets":
-        again = repository.next_targets(repository.delegates(), now)
-        requests.append(SigningRequest.to_sign(again, purpose, targets, new_root))
-    if holders:
-        for kind in ("key", "pub"):
-            if (federation.keys / f"{name}.{kind}").exists():
-                change.drop(f"keys/{name}.{kind}")
+        # The new holders sign the same delegations again: readers accept no signature of the old ones any more.
+        new_targets = repository.next_targets(repository.delegates(), now)
+        requests.append(SigningRequest.to_sign(new_targets, purpose, targets, new_root))
+    if holders is not None:
+        # The role moves to keys that are elsewhere, so that the key in this folder has no use any more.
+        for suffix in ("key", "pub"):
+            if (federation.keys / f"{name}.{suffix}").exists():
+                change.drop(f"keys/{name}.{suffix}")
     return requests
 
 
-def _next_log_key(change: Change, present: str | None, passphrase: bytes) -> str:
+def _next_log_key(change: Change, present_log_key: str | None, passphrase: bytes) -> str:
     """Make the log's next key; the log keeps its name, and goes on."""
-    return str(
-        replace(VerifierKey.parse(present or ""), public=make_key(change, "log", passphrase))
-    )
+    verifier_key = VerifierKey.parse(present_log_key or "")
+    return str(replace(verifier_key, public=make_key(change, "log", passphrase)))
 
 
-def _own(federation: Federation, change: Change, name: str, passphrase: bytes) -> PublicKey:
+def _make_holder_key(
+    federation: Federation, change: Change, name: str, passphrase: bytes
+) -> PublicKey:
     if not (federation.keys / f"{name}.key").exists():
-        remedy = "Name every new holder with --holder, and the number of required signatures with --threshold."
-        got = "no --holder, and the present key is not in this folder"
         raise SetupError(
-            f"key {name}", expected="the new holders' public keys", got=got, remedy=remedy
+            f"key {name}",
+            expected="the new holders' public keys",
+            got="no --holder, and the present key is not in this folder",
+            remedy="Name every new holder with --holder, "
+            "and the number of required signatures with --threshold.",
         )
     return make_key(change, name, passphrase)

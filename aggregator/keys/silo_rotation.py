@@ -56,25 +56,27 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
     card = read_card(received.card.encode())
     with federation.signing_lock():
         present = card_of(federation, card.silo_id)
-        waiting = _read(_waiting_path(federation, card.silo_id))
-        _check_leads(federation, present, card, received)
-        if waiting is not None and read_card(waiting.card.encode()).signing_key not in _keys(
-            federation, received
-        ):
-            expected = "every rotation taken in before, and those after them"
-            raise RollbackError(
-                f"rotations of {card.silo_id}", expected=expected, got="fewer rotations"
-            )
+        _check_rotations(federation, present, card, received)
+        waiting = _read_rotated(_waiting_path(federation, card.silo_id))
+        if waiting is not None:
+            waiting_key = read_card(waiting.card.encode()).signing_key
+            # An old file of the silo, sent again, must not put an older key in the place of a newer one.
+            if waiting_key not in _chain_keys(federation, received):
+                raise RollbackError(
+                    f"rotations of {card.silo_id}",
+                    expected="every rotation taken in before, and those after them",
+                    got="fewer rotations",
+                )
         check_keys_unused(federation, card)
         if card.signing_key != present.signing_key:
-            old, new = signing_key(present).fingerprint, signing_key(card).fingerprint
-            append_entries(
-                federation,
-                SiloKeyChanged(silo_id=card.silo_id, old_fingerprint=old, key_fingerprint=new),
+            entry = SiloKeyChanged(
+                silo_id=card.silo_id,
+                old_fingerprint=signing_key(present).fingerprint,
+                key_fingerprint=signing_key(card).fingerprint,
             )
-        write_atomic(
-            _waiting_path(federation, card.silo_id), _joined(federation, present, received).encode()
-        )
+            append_entries(federation, entry)
+        joined = _join_rotations(federation, present, received)
+        write_atomic(_waiting_path(federation, card.silo_id), joined.encode())
     return card
 
 
@@ -84,18 +86,20 @@ def cards_for_next_plan(federation: Federation, silos: Iterable[str]) -> Mapping
     Raises:
         MissingFileError: a silo is not enrolled.
     """
-    found = {}
+    next_cards = {}
     for silo_id in silos:
-        waiting = _read(_waiting_path(federation, silo_id))
-        present = card_of(federation, silo_id)
-        found[silo_id] = read_card(waiting.card.encode()) if waiting else present
-    return found
+        # Also where a rotated card waits: a silo that is no longer enrolled is an error.
+        next_cards[silo_id] = card_of(federation, silo_id)
+        waiting = _read_rotated(_waiting_path(federation, silo_id))
+        if waiting is not None:
+            next_cards[silo_id] = read_card(waiting.card.encode())
+    return next_cards
 
 
 def use_rotated_cards(federation: Federation, change: Change, silos: Iterable[str]) -> None:
     """Put rotated cards in force with this change, which starts a plan that names their keys."""
     for silo_id in silos:
-        waiting = _read(_waiting_path(federation, silo_id))
+        waiting = _read_rotated(_waiting_path(federation, silo_id))
         if waiting is not None:
             write_atomic(change.put(f"registry/{silo_id}.json"), waiting.card.encode())
             write_atomic(change.put(f"registry/rotations/{silo_id}.json"), waiting.encode())
@@ -115,40 +119,52 @@ def check_cards_unchanged(
         PolicyError: names the silo; the silo would refuse this plan, or is no silo of the federation any more.
     """
     enrolled = read_cards(federation)
-    following = cards_for_next_plan(federation, (name for name in plan.members if name in enrolled))
-    # A carried silo keeps the key that signed its submission: a rotated card waits for a plan in which it signs anew.
-    signing = {
-        **enrolled,
-        **{silo_id: following[silo_id] for silo_id in plan.silos if silo_id in following},
-    }
+    next_cards = cards_for_next_plan(
+        federation, [silo_id for silo_id in plan.members if silo_id in enrolled]
+    )
     for silo_id in plan.members:
-        card = following.get(silo_id)
-        if card is None or signing_key(signing[silo_id]) != keys.get(silo_id):
+        card = next_cards.get(silo_id)
+        # A carried silo keeps the key that signed its submission: a rotated card waits until the silo signs again.
+        signing_card = card if silo_id in plan.silos else enrolled.get(silo_id)
+        if card is None or signing_card is None:
             expected = f"silo {silo_id} enrolled with the key that this plan names"
-            got = "a silo enrolled with another key" if card else "a silo that is not enrolled"
+            got = "a silo that is not enrolled"
+        elif signing_key(signing_card) != keys.get(silo_id):
+            expected = f"silo {silo_id} enrolled with the key that this plan names"
+            got = "a silo enrolled with another key"
         elif card.agreed != plan.agreed[silo_id]:
             expected = f"the agreed size of {silo_id} that its present card states, {card.agreed}"
             got = f"{plan.agreed[silo_id]}"
         else:
             continue
-        remedy = "Discard this plan and sign a new one: aggregator complete --abandon, then aggregator plan."
-        raise PolicyError(f"plan {plan.plan_id}", expected=expected, got=got, remedy=remedy)
+        raise PolicyError(
+            f"plan {plan.plan_id}",
+            expected=expected,
+            got=got,
+            remedy="Discard this plan and sign a new one: "
+            "aggregator complete --abandon, then aggregator plan.",
+        )
 
 
 def collect_key_history(federation: Federation, silos: Iterable[str]) -> KeyHistory | None:
     """Return the rotations of these silos up to the keys in force, None where there are none.
 
-    Where all of them are more than readers take, those of each silo that are longest ago are left out. A reader who
-    remembers a key from before is asked.
+    If there are more of them than readers accept, the oldest ones of each silo are left out. A reader who remembers a
+    key from before these must then consent to the new one.
     """
-    kept = {silo_id: _read(_in_force_path(federation, silo_id)) for silo_id in silos}
-    found = {silo_id: card.rotations for silo_id, card in kept.items() if card is not None}
-    if not found:
+    rotations: dict[str, tuple[str, ...]] = {}
+    for silo_id in silos:
+        rotated = _read_rotated(_in_force_path(federation, silo_id))
+        if rotated is not None:
+            rotations[silo_id] = rotated.rotations
+    if not rotations:
         return None
-    num = max(map(len, found.values()))
-    while len((history := KeyHistory(silos=found)).encode()) > MAX_KEY_HISTORY_BYTES:
-        num -= 1
-        found = {silo_id: rotations[-num:] for silo_id, rotations in found.items()}
+    history = KeyHistory(silos=rotations)
+    num_newest = max(len(chain) for chain in rotations.values())
+    while len(history.encode()) > MAX_KEY_HISTORY_BYTES:
+        num_newest -= 1
+        newest = {silo_id: chain[-num_newest:] for silo_id, chain in rotations.items()}
+        history = KeyHistory(silos=newest)
     return history
 
 
@@ -158,24 +174,27 @@ def forget_rotations(federation: Federation, silo_id: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _check_leads(federation: Federation, present: Card, card: Card, received: RotatedCard) -> None:
+def _check_rotations(
+    federation: Federation, present: Card, card: Card, received: RotatedCard
+) -> None:
     """Check that the rotations lead from the enrolled key to that of the new card, which changes nothing else."""
-    keys, silo_id = _keys(federation, received), card.silo_id
+    keys = _chain_keys(federation, received)
     if keys[-1] != card.signing_key or card.node_key != present.node_key:
-        got = "a card with another key, or another node key"
         raise DocumentError(
-            f"rotated card of {silo_id}", expected="the card of its last rotation", got=got
+            f"rotated card of {card.silo_id}",
+            expected="the card of its last rotation",
+            got="a card with another key, or another node key",
         )
     if present.signing_key not in keys:
         raise BusyError(
-            f"silo {silo_id}",
+            f"silo {card.silo_id}",
             expected="rotations that begin with the enrolled key",
             got="rotations of other keys",
             remedy="Check the fingerprint with the silo. Without its old key it must be removed and enrolled again.",
         )
 
 
-def _keys(federation: Federation, received: RotatedCard) -> list[str]:
+def _chain_keys(federation: Federation, received: RotatedCard) -> list[str]:
     """Return the keys of a chain of rotations in order, after verifying it."""
     root_digest = sha256_file(federation.tuf / "1.root.json")
     silo_id = read_card(received.card.encode()).silo_id
@@ -183,13 +202,18 @@ def _keys(federation: Federation, received: RotatedCard) -> list[str]:
     return [chain[0].old_key, *(rotation.new_key for rotation in chain)]
 
 
-def _joined(federation: Federation, present: Card, received: RotatedCard) -> RotatedCard:
-    """Join the rotations kept so far, which lead to the enrolled key, with the received ones that follow."""
-    kept = _read(_in_force_path(federation, present.silo_id))
-    following = received.rotations[_keys(federation, received).index(present.signing_key) :]
-    rotations = (*(kept.rotations if kept else ()), *following)[-MAX_ROTATIONS:]
+def _join_rotations(federation: Federation, present: Card, received: RotatedCard) -> RotatedCard:
+    """Join the rotations stored so far, which lead to the enrolled key, with the received ones that follow."""
+    stored_rotations: tuple[str, ...] = ()
+    stored = _read_rotated(_in_force_path(federation, present.silo_id))
+    if stored is not None:
+        stored_rotations = stored.rotations
+    # Rotation i of a chain begins with key i.
+    num_known = _chain_keys(federation, received).index(present.signing_key)
+    rotations = (*stored_rotations, *received.rotations[num_known:])[-MAX_ROTATIONS:]
     joined = RotatedCard(card=received.card, rotations=rotations or received.rotations)
-    _keys(federation, joined)
+    # Raises unless they are one chain.
+    _chain_keys(federation, joined)
     return joined
 
 
@@ -201,7 +225,7 @@ def _in_force_path(federation: Federation, silo_id: str) -> Path:
     return federation.registry / "rotations" / f"{silo_id}.json"
 
 
-def _read(path: Path) -> RotatedCard | None:
+def _read_rotated(path: Path) -> RotatedCard | None:
     try:
         data = read_bounded(path, MAX_ROTATED_BYTES)
     except MissingFileError:

@@ -44,22 +44,21 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = N
     """
     present = [name for name in _FILES if (folder / name).exists()]
     if present:
-        remedy = "Keep these certificates, or remove tls/ to make new ones."
         raise SetupError(
             str(folder),
             expected="a folder without certificates",
             got=", ".join(present),
-            remedy=remedy,
+            remedy="Keep these certificates, or remove tls/ to make new ones.",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    ca_key, server_key = (
-        ec.generate_private_key(ec.SECP256R1()),
-        ec.generate_private_key(ec.SECP256R1()),
-    )
-    ca = _authority(ca_key)
-    server = _server(server_key, ca, ca_key, _alternative_names(hosts))
-    locked = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
-    _write_key(folder / "ca.key", ca_key, locked)
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    server_key = ec.generate_private_key(ec.SECP256R1())
+    ca = _make_authority(ca_key)
+    server = _make_server_certificate(server_key, ca, ca_key, _alternative_names(hosts))
+    ca_encryption: KeySerializationEncryption = NoEncryption()
+    if passphrase:
+        ca_encryption = BestAvailableEncryption(passphrase)
+    _write_key(folder / "ca.key", ca_key, ca_encryption)
     _write_key(folder / "server.key", server_key, NoEncryption())
     write_atomic(folder / "server.pem", server.public_bytes(Encoding.PEM))
     ca_pem = ca.public_bytes(Encoding.PEM)
@@ -87,20 +86,26 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
     try:
         ca_key = load_pem_private_key((folder / "ca.key").read_bytes(), passphrase)
     except (ValueError, TypeError) as error:
-        got = "a passphrase that does not open it"
-        raise PassphraseError("ca.key", expected="the passphrase of this key", got=got) from error
+        raise PassphraseError(
+            "ca.key",
+            expected="the passphrase of this key",
+            got="a passphrase that does not open it",
+        ) from error
     ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     old = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     names = list(old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
-        remedy = "Restore tls/ca.key from the backup of this federation."
         raise SetupError(
-            "ca.key", expected="the key of ca.pem", got="a key that does not fit it", remedy=remedy
+            "ca.key",
+            expected="the key of ca.pem",
+            got="a key that does not fit it",
+            remedy="Restore tls/ca.key from the backup of this federation.",
         )
     key = ec.generate_private_key(ec.SECP256R1())
     into.mkdir(parents=True)
     _write_key(into / "server.key", key, NoEncryption())
-    write_atomic(into / "server.pem", _server(key, ca, ca_key, names).public_bytes(Encoding.PEM))
+    certificate = _make_server_certificate(key, ca, ca_key, names)
+    write_atomic(into / "server.pem", certificate.public_bytes(Encoding.PEM))
 
 
 def _alternative_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
@@ -109,14 +114,19 @@ def _alternative_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
-            try:
-                names.append(x509.DNSName(host))
-            except ValueError as error:
-                got = ascii(host[:100])
-                raise SetupError(
-                    "host", expected="a host name in ASCII, or an IP address", got=got
-                ) from error
+            names.append(_dns_name(host))
     return names
+
+
+def _dns_name(host: str) -> x509.DNSName:
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise SetupError(
+            "host",
+            expected="a host name in ASCII, or an IP address",
+            got=ascii(host[:100]),
+        ) from error
 
 
 def _builder(name: str, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
@@ -132,7 +142,7 @@ def _builder(name: str, public_key: ec.EllipticCurvePublicKey) -> x509.Certifica
     )
 
 
-def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+def _make_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     name = "Archipelago federation"
     return (
         _builder(name, key.public_key())
@@ -143,7 +153,7 @@ def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     )
 
 
-def _server(
+def _make_server_certificate(
     key: ec.EllipticCurvePrivateKey,
     ca: x509.Certificate,
     ca_key: ec.EllipticCurvePrivateKey,

@@ -1,8 +1,15 @@
-"""Keeps the enrolment cards of silos, verified and unchanged, and the last known state of each silo's ledger."""
+"""Keeps the enrolment cards of silos, verified and unchanged, and the last known state of each silo's ledger.
+
+A card is sealed by the signing key that it names, which proves that the silo has this key and not who the silo is: the
+operator compares fingerprint and size with the silo through a second channel. Here follows what a machine can check:
+
+ * a key belongs to one silo, is spelt in one way, and never comes back after its silo was removed;
+ * a silo replaces its key only by a rotation that the old key sealed (`aggregator.keys.silo_rotation`);
+ * a ledger only grows (`check_ledger`).
+"""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -62,21 +69,28 @@ def read_card(data: bytes) -> Card:
     payload, signer = open_sealed(data, CARD_KIND, None, MAX_CARD_BYTES)
     card = Card.parse(payload, subject="enrolment card", limit=MAX_CARD_BYTES)
     if str(signer) != card.signing_key:
-        expected = f"a signature by the key that it names, {ascii(card.signing_key[:40])}"
         raise DocumentError(
-            "enrolment card", expected=expected, got=f"a signature by {ascii(str(signer)[:40])}"
+            "enrolment card",
+            expected=f"a signature by the key that it names, {ascii(card.signing_key[:40])}",
+            got=f"a signature by {ascii(str(signer)[:40])}",
         )
     try:
-        node = load_ssh_public_key(card.node_key.encode())
+        node_key = load_ssh_public_key(card.node_key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        got = f"{len(card.node_key)} characters that are no such key"
         raise DocumentError(
-            "enrolment card, node_key", expected="an OpenSSH public key", got=got
+            "enrolment card, node_key",
+            expected="an OpenSSH public key",
+            got=f"{len(card.node_key)} characters that are no such key",
         ) from error
-    # One key has one text: keys are compared as texts.
-    if node.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() != card.node_key:
-        expected, got = "an OpenSSH public key as OpenSSH writes it", "another spelling of a key"
-        raise DocumentError("enrolment card, node_key", expected=expected, got=got)
+    # One key has one text, since keys are compared as texts. The attack: a silo enrolls another silo's node key in
+    # another spelling, and takes its place in the conversation.
+    canonical_text = node_key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    if canonical_text != card.node_key:
+        raise DocumentError(
+            "enrolment card, node_key",
+            expected="an OpenSSH public key as OpenSSH writes it",
+            got="another spelling of a key",
+        )
     return card
 
 
@@ -88,9 +102,8 @@ def read_rotated_card(path: Path) -> tuple[Card, RotatedCard] | None:
         DocumentError: malformed.
         SignatureError: the card's signature does not verify.
     """
-    data = read_bounded(
-        require_file(path, "a card made by `silo enroll` or `silo rotate`"), MAX_ROTATED_BYTES
-    )
+    path = require_file(path, "a card made by `silo enroll` or `silo rotate`")
+    data = read_bounded(path, MAX_ROTATED_BYTES)
     value = check_json(data, subject="enrolment card", limit=MAX_ROTATED_BYTES)
     if not isinstance(value, dict) or value.get("format") != ROTATED_CARD_FORMAT:
         return None
@@ -122,13 +135,17 @@ def enroll_silo(
         BusyError: another process signs.
     """
     rotated = read_rotated_card(card_path)
-    data = rotated[1].card.encode() if rotated else read_bounded(card_path, MAX_CARD_BYTES)
+    if rotated is None:
+        data = read_bounded(card_path, MAX_CARD_BYTES)
+    else:
+        data = rotated[1].card.encode()
     card = read_card(data)
     check_agreed_size(card, images, patients)
     with federation.signing_lock():
         check_keys_unused(federation, card)
         _check_new(federation, card)
         _check_not_rotated(federation, card)
+        # The log first: a card that counts is always in the log, whenever this process ends.
         if card.silo_id not in read_cards(federation):
             append_entries(
                 federation,
@@ -141,14 +158,19 @@ def enroll_silo(
 def _check_new(federation: Federation, card: Card) -> None:
     """Refuse another key for an enrolled silo, and a key that another silo has."""
     for other_id, other in read_cards(federation).items():
-        same = (other.signing_key == card.signing_key, other.node_key == card.node_key)
-        if not all(same) if other_id == card.silo_id else any(same):
+        same_signing_key = other.signing_key == card.signing_key
+        same_node_key = other.node_key == card.node_key
+        if other_id == card.silo_id:
+            is_conflict = not (same_signing_key and same_node_key)
+            got = "a silo already enrolled with another key"
+        else:
+            is_conflict = same_signing_key or same_node_key
+            got = f"a key of {other_id}"
+        if is_conflict:
             raise BusyError(
                 f"silo {card.silo_id}",
                 expected="a new silo with keys of its own",
-                got="a silo already enrolled with another key"
-                if other_id == card.silo_id
-                else f"a key of {other_id}",
+                got=got,
                 remedy="Check the fingerprint with the silo. It replaces its key with `silo rotate`; if it was lost "
                 "or stolen, `aggregator remove` the silo first.",
             )
@@ -172,68 +194,78 @@ def check_keys_unused(federation: Federation, card: Card) -> None:
         PolicyError: a key belonged to a silo that was removed.
         BusyError: the signing key belongs or belonged to a silo.
     """
+    # A silo is removed because its keys may be in other hands: they must not come back under another name.
     for record in read_removals(federation):
         old = read_card(record.card.encode())
-        if old.node_key == card.node_key or card.signing_key in {
-            old.signing_key,
-            *_rotated_keys(record.rotations),
-        }:
+        old_signing_keys = {old.signing_key, *_keys_in_rotations(record.rotations)}
+        if card.node_key == old.node_key or card.signing_key in old_signing_keys:
             raise PolicyError(
                 f"silo {card.silo_id}",
                 expected="keys that never belonged to a removed silo",
                 got=f"a key of {old.silo_id}, removed {record.at:%Y-%m-%d}",
                 remedy="Ask the silo to make new keys: `silo init` in a new folder, then `silo enroll`.",
             )
-    held = {other_id: {other.signing_key} for other_id, other in read_cards(federation).items()}
+    keys_of_silo = {
+        other_id: {other.signing_key} for other_id, other in read_cards(federation).items()
+    }
     for silo_id, rotations in rotations_of(federation).items():
-        held.setdefault(silo_id, set()).update(_rotated_keys(rotations))
-    for silo_id in sorted(held):
-        if card.signing_key in held[silo_id] and silo_id != card.silo_id:
-            remedy = "Ask the silo to make a key that nobody ever had: `silo rotate`, or `silo init` in a new folder."
-            got = f"a key of {silo_id}, present or rotated"
+        keys_of_silo.setdefault(silo_id, set()).update(_keys_in_rotations(rotations))
+    for silo_id, keys in sorted(keys_of_silo.items()):
+        if silo_id != card.silo_id and card.signing_key in keys:
             raise BusyError(
-                f"silo {card.silo_id}", expected="a key of its own", got=got, remedy=remedy
+                f"silo {card.silo_id}",
+                expected="a key of its own",
+                got=f"a key of {silo_id}, present or rotated",
+                remedy="Ask the silo to make a key that nobody ever had: "
+                "`silo rotate`, or `silo init` in a new folder.",
             )
 
 
 def rotations_of(federation: Federation) -> Mapping[str, tuple[str, ...]]:
     """Return the sealed rotations of enrolled silos, those that wait for the next plan included, by silo id."""
-    found: dict[str, tuple[str, ...]] = {}
+    rotations: dict[str, tuple[str, ...]] = {}
     for folder in ("rotations", "rotated"):
         for path in sorted((federation.registry / folder).glob("*.json")):
-            kept = RotatedCard.parse(
-                read_bounded(path, MAX_REMOVED_BYTES), subject=path.name
-            ).rotations
-            found[path.stem] = tuple(dict.fromkeys((*found.get(path.stem, ()), *kept)))
-    return found
+            silo_id = path.stem
+            data = read_bounded(path, MAX_REMOVED_BYTES)
+            stored = RotatedCard.parse(data, subject=path.name).rotations
+            # A waiting card repeats the rotations that are in force already.
+            rotations[silo_id] = tuple(dict.fromkeys((*rotations.get(silo_id, ()), *stored)))
+    return rotations
 
 
-def _rotated_keys(rotations: Iterable[str]) -> set[str]:
-    opened = [open_rotation(text.encode()) for text in rotations]
-    return {key for rotation in opened for key in (rotation.old_key, rotation.new_key)}
+def _keys_in_rotations(rotations: Iterable[str]) -> set[str]:
+    """Return every key that these sealed rotations name."""
+    keys = set()
+    for text in rotations:
+        rotation = open_rotation(text.encode())
+        keys |= {rotation.old_key, rotation.new_key}
+    return keys
 
 
 def check_agreed_size(card: Card, images: int | None, patients: int | None) -> None:
     """Refuse a card that states more than the operator agrees to, or no patients where their number was agreed."""
-    for unit, most in (("images", images), ("patients", patients)):
+    # The stated size bounds the silo's prior, and with it its weight in the ensemble.
+    for unit, agreed in (("images", images), ("patients", patients)):
         stated = getattr(card.agreed, unit)
-        if most is not None and (stated is None or stated > most):
+        if agreed is not None and (stated is None or stated > agreed):
             raise PolicyError(
                 f"card of silo {card.silo_id}",
-                expected=f"at most {most} {unit}, as you agree to",
-                got=f"{'no number' if stated is None else stated}",
-                remedy=f"Ask the silo for a card with the agreed number: silo enroll --{unit} {most}.",
+                expected=f"at most {agreed} {unit}, as you agree to",
+                got="no number" if stated is None else f"{stated}",
+                remedy=f"Ask the silo for a card with the agreed number: silo enroll --{unit} {agreed}.",
             )
 
 
 def read_cards(federation: Federation) -> Mapping[str, Card]:
-    """Read every enrolled card, by silo id."""
-    paths = sorted(path for path in federation.registry.glob("*.json"))
-    found = []
-    for path in paths:
-        with suppress(MissingFileError):  # removed meanwhile
-            found.append(read_card(read_bounded(path, MAX_CARD_BYTES)))
-    return {card.silo_id: card for card in found}
+    """Read every enrolled card, by silo id, in the order of their names."""
+    cards = {}
+    for path in sorted(federation.registry.glob("*.json")):
+        # A silo may be removed while this runs.
+        with suppress(MissingFileError):
+            card = read_card(read_bounded(path, MAX_CARD_BYTES))
+            cards[card.silo_id] = card
+    return cards
 
 
 def read_removals(federation: Federation) -> list[RemovalRecord]:
@@ -251,14 +283,15 @@ def card_of(federation: Federation, silo_id: str) -> Card:
     Raises:
         MissingFileError: the silo is not enrolled.
     """
-    found = read_cards(federation)
-    if silo_id not in found:
-        got = f"a silo that is not enrolled; enrolled: {', '.join(found) or 'none'}"
-        remedy = "Check the name, or enrol the silo first: aggregator enroll."
+    cards = read_cards(federation)
+    if silo_id not in cards:
         raise MissingFileError(
-            f"silo {silo_id}", expected="an enrolled silo", got=got, remedy=remedy
+            f"silo {silo_id}",
+            expected="an enrolled silo",
+            got=f"a silo that is not enrolled; enrolled: {', '.join(cards) or 'none'}",
+            remedy="Check the name, or enrol the silo first: aggregator enroll.",
         )
-    return found[silo_id]
+    return cards[silo_id]
 
 
 def active_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
@@ -275,14 +308,15 @@ def active_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
 
 def member_cards(federation: Federation, plan: Plan) -> Mapping[str, Card]:
     """Return the cards of the silos that take part, and of those whose experts the plan carries over, sorted."""
-    delegated = federation.delegations()
-    found = read_cards(federation)
-    return {
-        silo_id: found[silo_id]
-        for silo_id in plan.members
-        if silo_id in found
-        and delegated.get(silo_role(plan.origin(silo_id), silo_id)) == found[silo_id].signing_key
-    }
+    key_of_role = federation.delegations()
+    cards = read_cards(federation)
+    members = {}
+    for silo_id in plan.members:
+        role = silo_role(plan.origin(silo_id), silo_id)
+        # A card with another key is that of a silo that was enrolled again: it has no role in this plan.
+        if silo_id in cards and key_of_role.get(role) == cards[silo_id].signing_key:
+            members[silo_id] = cards[silo_id]
+    return members
 
 
 def signing_key(card: Card) -> PublicKey:
@@ -296,20 +330,22 @@ def check_ledger(known: KnownLedger, silo_id: str, plan_id: str, chain: tuple[st
     Raises:
         LedgerError: earlier entries are gone or changed, or nothing was debited for this plan.
     """
-    grows = len(chain) > len(known.chain) or (
-        known.plan_id == plan_id and len(chain) == len(known.chain)
-    )
-    if chain[: len(known.chain)] != known.chain or not grows:
-        same = sum(
-            1
-            for _ in takewhile(
-                lambda pair: pair[0] == pair[1], zip(chain, known.chain, strict=False)
-            )
-        )
+    num_known = len(known.chain)
+    # Statistics are debited before a submission, so that a ledger of a new plan has new entries. A second submission
+    # for the same plan may be made from the same debits.
+    has_new_debits = len(chain) > num_known
+    is_same_plan = known.plan_id == plan_id and len(chain) == num_known
+    if chain[:num_known] != known.chain or not (has_new_debits or is_same_plan):
+        # The attack: a silo restores an old copy of its ledger, and spends its privacy budget a second time.
+        num_unchanged = 0
+        for entry, known_entry in zip(chain, known.chain, strict=False):
+            if entry != known_entry:
+                break
+            num_unchanged += 1
         raise LedgerError(
             f"ledger of silo {silo_id}",
-            expected=f"the {len(known.chain)} entries known before, extended by this plan's debits",
-            got=f"{len(chain)} entries, of which the first {same} are those known before",
+            expected=f"the {num_known} entries known before, extended by this plan's debits",
+            got=f"{len(chain)} entries, of which the first {num_unchanged} are those known before",
             remedy="The silo's ledger was reset, restored or edited. Ask its operator; there is no waiver for this.",
         )
 
@@ -318,9 +354,8 @@ def record_ledger(
     federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]
 ) -> None:
     """Keep the chain of an accepted submission."""
-    write_atomic(
-        _ledger_path(federation, silo_id), KnownLedger(plan_id=plan_id, chain=chain).encode()
-    )
+    known = KnownLedger(plan_id=plan_id, chain=chain)
+    write_atomic(_ledger_path(federation, silo_id), known.encode())
 
 
 def _ledger_path(federation: Federation, silo_id: str) -> Path:
@@ -330,6 +365,6 @@ def _ledger_path(federation: Federation, silo_id: str) -> Path:
 def read_known_ledger(federation: Federation, silo_id: str) -> KnownLedger:
     """Return what is known of a silo's ledger; nothing before its first accepted submission."""
     path = _ledger_path(federation, silo_id)
-    return (
-        KnownLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else KnownLedger()
-    )
+    if not path.exists():
+        return KnownLedger()
+    return KnownLedger.parse(path.read_bytes(), subject=path.name)

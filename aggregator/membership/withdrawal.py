@@ -73,10 +73,14 @@ def withdraw_silo(
     with federation.signing_lock():
         plan, plan_digest = federation.current_plan()
         if silo_id not in plan.members:
-            expected = f"a silo of plan {plan.plan_id}: {', '.join(plan.members)}"
-            raise SetupError("silo", expected=expected, got=ascii(silo_id[:40]))
-        record = _record(federation, plan, silo_id, reason)
+            raise SetupError(
+                "silo",
+                expected=f"a silo of plan {plan.plan_id}: {', '.join(plan.members)}",
+                got=ascii(silo_id[:40]),
+            )
+        record = _record_withdrawal(federation, plan, silo_id, reason)
         federation.accepted.mkdir(parents=True, exist_ok=True)
+        # If `aggregator run` holds the lock, it finds the record and does the rest.
         with suppress(BusyError), locked(federation.accepted, "intake"):
             finish_withdrawal(federation, plan.plan_id, plan_digest, silo_id, receipt_key)
         return record
@@ -87,17 +91,19 @@ def finish_withdrawal(
 ) -> None:
     """Carry out a recorded withdrawal, or what is left of it; the caller holds the lock of intake."""
     record = read_withdrawal(federation, plan_id, silo_id)
-    _notify(federation, record, plan_digest, key)
+    _notify_silo(federation, record, plan_digest, key)
     accepted = federation.accepted / (record.carried_from or plan_id) / silo_id
-    kept = _folder(federation, plan_id, silo_id) / "submission"
-    if accepted.exists() and not kept.exists():
-        move_into_place(accepted, kept)
+    withdrawn = _folder(federation, plan_id, silo_id) / "submission"
+    if accepted.exists() and not withdrawn.exists():
+        move_into_place(accepted, withdrawn)
 
 
 def withdrawn_silos(federation: Federation, plan: Plan) -> tuple[str, ...]:
     """List the silos that were withdrawn from a plan, sorted."""
     return tuple(
-        silo for silo in plan.members if _record_path(federation, plan.plan_id, silo).is_file()
+        silo_id
+        for silo_id in plan.members
+        if _record_path(federation, plan.plan_id, silo_id).is_file()
     )
 
 
@@ -109,19 +115,21 @@ def check_still_carried(federation: Federation, plan: Plan) -> None:
     """
     if not plan.carried:
         return
-    present, _ = federation.current_plan()
-    gone = withdrawn_silos(federation, present)
-    for each in plan.carried:
-        document = federation.accepted / each.plan_id / each.silo_id / submission_path(each.silo_id)
-        kept = each.silo_id not in gone and document.is_file()
-        if (
-            not kept
-            or sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES)) != each.submission_digest
-        ):
+    current_plan, _ = federation.current_plan()
+    withdrawn = withdrawn_silos(federation, current_plan)
+    for carried in plan.carried:
+        silo_id = carried.silo_id
+        document = federation.accepted / carried.plan_id / silo_id / submission_path(silo_id)
+        got = None
+        if silo_id in withdrawn:
+            got = "a silo that was withdrawn"
+        elif not document.is_file() or _digest_of(document) != carried.submission_digest:
+            got = "no such submission"
+        if got is not None:
             raise PolicyError(
-                f"plan {plan.plan_id}, {each.silo_id} carried over",
-                expected=f"its accepted submission to plan {each.plan_id}",
-                got="a silo that was withdrawn" if each.silo_id in gone else "no such submission",
+                f"plan {plan.plan_id}, {silo_id} carried over",
+                expected=f"its accepted submission to plan {carried.plan_id}",
+                got=got,
                 remedy="Draft the plan again: aggregator plan. One that waits for holders is discarded first: "
                 "aggregator complete --abandon.",
             )
@@ -145,12 +153,18 @@ def _record_path(federation: Federation, plan_id: str, silo_id: str) -> Path:
     return _folder(federation, plan_id, silo_id) / "withdrawal.json"
 
 
-def _record(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Withdrawal:
+def _digest_of(document: Path) -> str:
+    return sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES))
+
+
+def _record_withdrawal(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Withdrawal:
     path = _record_path(federation, plan.plan_id, silo_id)
     if path.is_file():
         return read_withdrawal(federation, plan.plan_id, silo_id)
     document = federation.accepted_folder(plan, silo_id) / submission_path(silo_id)
-    digest = sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES)) if document.is_file() else None
+    digest = None
+    if document.is_file():
+        digest = _digest_of(document)
     origin = plan.origin(silo_id)
     record = Withdrawal(
         plan_id=plan.plan_id,
@@ -160,22 +174,25 @@ def _record(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Wi
         at=now_utc(),
         carried_from=None if origin == plan.plan_id else origin,
     )
-    append_entries(
-        federation, SiloWithdrawn(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest)
-    )
+    # The log first: a withdrawal that counts is always in the log, whenever this process ends.
+    entry = SiloWithdrawn(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest)
+    append_entries(federation, entry)
     write_atomic(path, record.encode())
     return record
 
 
-def _notify(federation: Federation, record: Withdrawal, plan_digest: str, key: SigningKey) -> None:
-    """Mark the silo as final, then write the notice to it in the place of its next receipt."""
+def _notify_silo(
+    federation: Federation, record: Withdrawal, plan_digest: str, key: SigningKey
+) -> None:
+    """Mark the silo as final, then write the notice to it under the number of its next receipt."""
     folder = federation.receipts / record.plan_id / record.silo_id
     write_atomic(folder / "final", b"")
     answered = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]
-    if any(
-        isinstance(_answer(folder / f"{n}.json", key).verdict, WithdrawnVerdict) for n in answered
-    ):
-        return
+    for sequence in answered:
+        receipt = _read_receipt(folder / f"{sequence}.json", key)
+        # Written before a crash.
+        if isinstance(receipt.verdict, WithdrawnVerdict):
+            return
     last = max(answered, default=0)
     notice = Receipt(
         plan_id=record.plan_id,
@@ -189,8 +206,7 @@ def _notify(federation: Federation, record: Withdrawal, plan_digest: str, key: S
     write_atomic(folder / f"{last + 1}.json", seal(notice.encode(), RECEIPT_KIND, key))
 
 
-def _answer(path: Path, key: SigningKey) -> Receipt:
+def _read_receipt(path: Path, key: SigningKey) -> Receipt:
     sealed = read_bounded(path, MAX_RECORD_BYTES)
-    return Receipt.parse(
-        open_sealed(sealed, RECEIPT_KIND, key.public, MAX_RECORD_BYTES)[0], subject="receipt"
-    )
+    payload, _ = open_sealed(sealed, RECEIPT_KIND, key.public, MAX_RECORD_BYTES)
+    return Receipt.parse(payload, subject="receipt")
