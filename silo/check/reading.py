@@ -19,7 +19,7 @@ from silo.check.launcher import find_launcher
 from silo.check.rules import PathMode, SiteFacts
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
-from silo.courier.reach import proxy_for, shown, try_connection
+from silo.courier.reach import proxy_for, try_connection, without_password
 from silo.decisions import DecisionLog
 from silo.privacy.holder import open_ledger
 from silo.worker.state import State, load_state, state_path
@@ -61,7 +61,7 @@ class SiteFactsReader:
             ahead_s = seconds_ahead(settings.address)
             connection = try_connection(settings.address, site.courier / "ca.pem")
             host, _, _ = settings.address.rpartition(":")
-            proxy = shown(proxy_for(host))
+            proxy = without_password(proxy_for(host))
         num_gpus, has_gpu = _gpus()
         return SiteFacts(
             settings=settings,

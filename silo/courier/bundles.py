@@ -1,7 +1,8 @@
-"""Takes a plan's bundle into the inbox: its metadata first, and the rest only once the pinned root vouches for it.
+"""Takes a plan's bundle into the inbox: its metadata first, and the rest only once they verify from the pinned root.
 
-Before a byte of a plan's files is kept, the chain of signatures from the root to their digests has verified, and the
+Before a byte of a plan's files is stored, the chain of signatures from the root to their digests has verified, and the
 index names exactly the signed files. What verified and is complete takes the place of an earlier bundle of that plan.
+The attack is to fill the disk of a site, or to hide the plan among false ones, with the node's channel alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from ddm.transport.messages import MAX_BUNDLE_FILES, BundleProgress, IndexEntry,
 from ddm.transport.shards import PartFolder, list_folder
 from ddm.trust.rules import SignedFile
 from ddm.trust.verify import verify_bundle_metadata
-from silo.courier.inbox import MAX_METADATA_BYTES, Inbox, has_signed, remove
+from silo.courier.inbox import MAX_METADATA_BYTES, Inbox, has_verified, remove
 
 _METADATA = "metadata/"
 
@@ -32,7 +33,7 @@ _METADATA = "metadata/"
 def take_bundle(
     offer: Offer, pieces: Sequence[memoryview], inbox: Inbox, *, bundle_bytes: int, shard_bytes: int
 ) -> BundleProgress:
-    """Keep what verifies of the bytes that came, and tell what is missing.
+    """Store what verifies of the received bytes, and report what is missing.
 
     Args:
         offer: the bundle's index, and the ranges that came along.
@@ -51,8 +52,8 @@ def take_bundle(
     _check_index(files, offer.plan_id, bundle_bytes)
     with locked(inbox.site / "courier", "inbox"):
         inbox.tidy()
-        home = inbox.folder / offer.plan_id
-        if (home / "bundle").exists() and _held(home / "bundle", bundle_bytes) == files:
+        bundle = inbox.folder / offer.plan_id / "bundle"
+        if bundle.exists() and _list_bundle(bundle, bundle_bytes) == files:
             return BundleProgress(complete=True)
         return _collect(offer, files, pieces, inbox, shard_bytes)
 
@@ -64,35 +65,36 @@ def _collect(
     inbox: Inbox,
     shard_bytes: int,
 ) -> BundleProgress:
+    """Store the metadata until they are whole and verify; only then the files that they sign."""
     home = inbox.folder / offer.plan_id
     ranges = list(zip(offer.spans, pieces, strict=True))
-    # Of each index a part of its own: what a stranger offers under a plan's name takes nothing from the plan.
-    target = home / sha256_hex("".join(entry.model_dump_json() for entry in files).encode())[:16]
-    own = target.with_name(f"{target.name}.part")
-    if not own.exists():
-        metadata = [entry for entry in files if entry.path.startswith(_METADATA)]
-        inbox.make_room(
-            sum(entry.num_bytes for entry in metadata), len(files) + 8, own, signed=False
-        )
+    # Each index has a part of its own: what a stranger offers under a plan's name takes nothing from the plan.
+    encoded_index = "".join(entry.model_dump_json() for entry in files).encode()
+    target = home / sha256_hex(encoded_index)[:16]
+    own_part = target.with_name(f"{target.name}.part")
+    if not own_part.exists():
+        metadata_bytes = sum(entry.num_bytes for entry in files if _is_metadata(entry.path))
+        inbox.make_room(metadata_bytes, len(files) + 8, own_part, signed=False)
         group_folder(home, inbox.folder)
     part = PartFolder(target, files)
     try:
-        part.write((span, data) for span, data in ranges if span.path.startswith(_METADATA))
-        if lacking := tuple(
-            span for span in part.missing(shard_bytes) if span.path.startswith(_METADATA)
-        ):
-            return BundleProgress(missing=lacking)
-        signed = verify_bundle_metadata(own, inbox.root(), state=inbox.memory)
+        part.write((span, data) for span, data in ranges if _is_metadata(span.path))
+        missing = part.missing(shard_bytes)
+        missing_metadata = tuple(span for span in missing if _is_metadata(span.path))
+        if missing_metadata:
+            return BundleProgress(missing=missing_metadata)
+
+        signed = verify_bundle_metadata(own_part, inbox.root(), state=inbox.versions)
         if signed.plan_id != offer.plan_id:
             raise ReplayError(
                 "bundle", expected=f"plan {offer.plan_id}", got=f"plan {signed.plan_id}"
             )
         _check_signed(files, signed.targets)
-        if not has_signed(own):
-            inbox.make_room(
-                sum(entry.num_bytes for entry in files), 2 * len(files) + 8, own, signed=True
-            )
-        part.write((span, data) for span, data in ranges if not span.path.startswith(_METADATA))
+        # From here on nothing can be stored that the root's keys did not sign.
+        if not has_verified(own_part):
+            num_bytes = sum(entry.num_bytes for entry in files)
+            inbox.make_room(num_bytes, 2 * len(files) + 8, own_part, signed=True)
+        part.write((span, data) for span, data in ranges if not _is_metadata(span.path))
         if not part.finish():
             return BundleProgress(missing=tuple(part.missing(shard_bytes)))
     except (TrustError, FormatError):
@@ -100,13 +102,19 @@ def _collect(
         inbox.tidy()
         raise
     open_to_group(target, inbox.folder)
-    _put(target, home)
-    verify_bundle_metadata(home / "bundle", inbox.root(), state=inbox.memory, remember=True)
-    inbox.tidy()  # an earlier plan does not verify beside it
+    _put_bundle(target, home)
+    # Remembered last: a version that counts as seen is here whole.
+    verify_bundle_metadata(home / "bundle", inbox.root(), state=inbox.versions, remember=True)
+    # An earlier plan no longer verifies beside it, and goes.
+    inbox.tidy()
     return BundleProgress(complete=True)
 
 
-def _put(target: Path, home: Path) -> None:
+def _is_metadata(path: str) -> bool:
+    return path.startswith(_METADATA)
+
+
+def _put_bundle(target: Path, home: Path) -> None:
     """Give a complete bundle its name, in the place of another one unless the worker reads that just now."""
     with lock_if_unread(home) as idle:
         if not idle:
@@ -120,16 +128,26 @@ def _put(target: Path, home: Path) -> None:
 
 
 def _check_index(files: Sequence[IndexEntry], plan_id: str, bundle_bytes: int) -> None:
-    if (num_bytes := sum(entry.num_bytes for entry in files)) > bundle_bytes:
+    """Refuse an index that does not describe a bundle of this plan within the site's bounds."""
+    num_bytes = sum(entry.num_bytes for entry in files)
+    if num_bytes > bundle_bytes:
         raise PolicyError("bundle", expected=f"at most {bundle_bytes} bytes", got=f"{num_bytes}")
-    if missing := sum(entry.digest is None for entry in files):
+    num_without_digest = sum(entry.digest is None for entry in files)
+    if num_without_digest:
         raise DocumentError(
-            "bundle index", expected="a digest for every file", got=f"{missing} files without one"
+            "bundle index",
+            expected="a digest for every file",
+            got=f"{num_without_digest} files without one",
         )
-    if odd := sum(not entry.path.startswith((_METADATA, f"targets/{plan_id}/")) for entry in files):
-        expected = f"files in metadata/ and targets/{plan_id}/"
-        raise DocumentError("bundle index", expected=expected, got=f"{odd} elsewhere")
-    metadata_bytes = sum(entry.num_bytes for entry in files if entry.path.startswith(_METADATA))
+    allowed_folders = (_METADATA, f"targets/{plan_id}/")
+    num_elsewhere = sum(not entry.path.startswith(allowed_folders) for entry in files)
+    if num_elsewhere:
+        raise DocumentError(
+            "bundle index",
+            expected=f"files in metadata/ and targets/{plan_id}/",
+            got=f"{num_elsewhere} elsewhere",
+        )
+    metadata_bytes = sum(entry.num_bytes for entry in files if _is_metadata(entry.path))
     if metadata_bytes > MAX_METADATA_BYTES:
         raise PolicyError(
             "bundle metadata",
@@ -139,18 +157,22 @@ def _check_index(files: Sequence[IndexEntry], plan_id: str, bundle_bytes: int) -
 
 
 def _check_signed(files: Sequence[IndexEntry], targets: Mapping[str, SignedFile]) -> None:
+    """Require that the index lists exactly the files that the metadata sign."""
     signed = {f"targets/{path}": (target.bytes, target.digest) for path, target in targets.items()}
     offered = {
         entry.path: (entry.num_bytes, entry.digest)
         for entry in files
-        if not entry.path.startswith(_METADATA)
+        if not _is_metadata(entry.path)
     }
     if offered != signed:
-        got = f"{len(offered.items() ^ signed.items())} entries that differ"
-        raise DigestError("bundle index", expected="exactly the signed files", got=got)
+        raise DigestError(
+            "bundle index",
+            expected="exactly the signed files",
+            got=f"{len(offered.items() ^ signed.items())} entries that differ",
+        )
 
 
-def _held(bundle: Path, bundle_bytes: int) -> tuple[IndexEntry, ...]:
+def _list_bundle(bundle: Path, bundle_bytes: int) -> tuple[IndexEntry, ...]:
     """List a complete bundle with digests; nothing where it is not one that could travel."""
     try:
         return list_folder(

@@ -1,13 +1,13 @@
-"""What may lie in a site's inbox, and how much of it: the courier keeps what the root's keys signed, and little else.
+"""Bounds a site's inbox: the courier keeps what the root's keys signed, and little else.
 
     inbox/<plan>/bundle/            a whole bundle, every file signed
-    inbox/<plan>/<digest>.part/     one on its way: only its metadata until that verifies, and a few such at a time
+    inbox/<plan>/<digest>.part/     one on its way: only its metadata until they verify, and a few such at a time
     inbox/<plan>/receipts/<n>.json  signed with the receipt key of that plan; <n>.held.json while a person decides
 
-Anything else goes, and so does a bundle that no longer verifies: one that somebody put there, or an older plan. The
-plan that the worker is at stays, and a folder that it is reading. Whoever cannot sign can therefore fill no more than
-`MAX_UNVERIFIED` times the metadata of a bundle, whatever they send; a signed plan that is newer than any other makes
-itself room.
+Anything else is removed, and so is a bundle that no longer verifies: one that somebody put there, or an older plan. The
+plan that the worker works on stays, and a folder that it is reading. The attack is to fill the disk: whoever cannot
+sign can fill no more than `MAX_UNVERIFIED` times the metadata of a bundle, whatever they send. A signed plan that is
+newer than any other takes the room of older ones.
 """
 
 import os
@@ -39,11 +39,11 @@ _RECEIPT_NAME = re.compile(r"[1-9][0-9]{0,6}(\.held)?\.json")
 
 @dataclass(frozen=True)
 class Inbox:
-    """A site's inbox, as its courier looks after it.
+    """A site's inbox, as its courier keeps it in order.
 
     Attributes:
         site: the site folder.
-        max_bytes: most bytes of all that lies in it.
+        max_bytes: most bytes of all files in it.
         max_files: most files and folders.
     """
 
@@ -57,8 +57,8 @@ class Inbox:
         return self.site / "inbox"
 
     @property
-    def memory(self) -> Path:
-        """Where the courier remembers versions, to know an older plan."""
+    def versions(self) -> Path:
+        """The folder in which the courier remembers versions, to recognise an older plan."""
         return self.site / "courier" / "trust"
 
     def root(self) -> bytes:
@@ -81,93 +81,98 @@ class Inbox:
 
     def tidy(self) -> None:
         """Remove what does not belong here, what nobody finished, and bundles that no longer verify."""
-        at_work, root = plan_at_work(self.site), self.root()
-        for entry in _listed(self.folder):
-            if (
-                not entry.is_dir()
-                or entry.is_symlink()
-                or not re.fullmatch(PLAN_ID_PATTERN, entry.name)
-            ):
+        current_plan = plan_at_work(self.site)
+        root = self.root()
+        for entry in sorted(self.folder.iterdir()):
+            if not _is_folder(entry) or not re.fullmatch(PLAN_ID_PATTERN, entry.name):
                 remove(entry)
                 continue
+            # What the worker reads now stays; the next message comes soon.
             with suppress(OSError), lock_if_unread(entry) as idle:
                 if idle:
-                    self._tidy_plan(entry, root, keep=entry.name == at_work)
+                    self._tidy_plan(entry, root, keep=entry.name == current_plan)
 
     def _tidy_plan(self, plan: Path, root: bytes, *, keep: bool) -> None:
-        for entry in _listed(plan):
-            is_folder = entry.is_dir() and not entry.is_symlink()
-            if is_folder and entry.name == "receipts":
+        for entry in sorted(plan.iterdir()):
+            if not _is_folder(entry):
+                remove(entry)
+            elif entry.name == "receipts":
                 self._tidy_receipts(entry)
-            elif is_folder and entry.name == "bundle":
+            elif entry.name == "bundle":
                 if not keep and not self.verifies(plan, root):
                     remove(entry)
-            elif not (is_folder and _PART_NAME.fullmatch(entry.name) and _age_s(entry) < STALE_S):
+            elif not _PART_NAME.fullmatch(entry.name) or _age_s(entry) >= STALE_S:
                 remove(entry)
         if not keep and not (plan / "bundle").exists():
             remove(plan / "receipts")
-        with suppress(OSError):  # not empty
+        # Raises where the folder is not empty.
+        with suppress(OSError):
             plan.rmdir()
 
     def _tidy_receipts(self, folder: Path) -> None:
-        for entry in _listed(folder):
+        for entry in sorted(folder.iterdir()):
             if not _RECEIPT_NAME.fullmatch(entry.name) or entry.is_symlink() or not entry.is_file():
                 remove(entry)
 
     def verifies(self, plan: Path, root: bytes) -> bool:
         """Whether a bundle's metadata are signed, in force, of this plan and not older than the newest one seen."""
         try:
-            return (
-                verify_bundle_metadata(plan / "bundle", root, state=self.memory).plan_id
-                == plan.name
-            )
+            metadata = verify_bundle_metadata(plan / "bundle", root, state=self.versions)
         except (TrustError, FormatError, OSError):
             return False
+        return metadata.plan_id == plan.name
 
-    def make_room(self, num_bytes: int, num_files: int, own: Path, *, signed: bool) -> None:
-        """Remove what may go until so much more fits.
+    def make_room(self, num_bytes: int, num_files: int, own_part: Path, *, signed: bool) -> None:
+        """Remove what may be removed until so much more fits.
 
         Args:
-            num_bytes: what is to come.
+            num_bytes: bytes to come.
             num_files: files and folders to come.
-            own: the part folder for which room is made; it stays.
-            signed: whether its metadata verified: it is then newer than any plan here, which may go if nobody is at it.
+            own_part: the part folder for which room is made; it stays.
+            signed: whether its metadata verified: it is then newer than any plan here, and these may be removed unless
+                the worker works on them.
 
         Raises:
-            PolicyError: it does not fit, whatever goes.
+            PolicyError: it does not fit, whatever is removed.
         """
-        self._forget_oldest(own)
-        victims = self._victims(own, signed=signed)
+        self._remove_oldest_unverified(own_part)
+        removable = self._removable(own_part, signed=signed)
         while True:
-            held_bytes, held_files = usage(self.folder)
-            if (
-                held_bytes + num_bytes <= self.max_bytes
-                and held_files + num_files <= self.max_files
-            ):
+            used_bytes, used_files = usage(self.folder)
+            bytes_fit = used_bytes + num_bytes <= self.max_bytes
+            files_fit = used_files + num_files <= self.max_files
+            if bytes_fit and files_fit:
                 return
-            victim = next(victims, None)
-            if victim is None:
-                expected = f"at most {self.max_bytes} bytes in {self.max_files} files and folders"
-                got = f"{held_bytes} bytes in {held_files}, and {num_bytes} bytes in {num_files} to come"
-                remedy = "Raise max_inbox_bytes or max_inbox_files in silo.toml, then start the courier again."
-                raise PolicyError("inbox", expected=expected, got=got, remedy=remedy)
-            remove(victim)
+            path = next(removable, None)
+            if path is None:
+                raise PolicyError(
+                    "inbox",
+                    expected=f"at most {self.max_bytes} bytes in {self.max_files} files and folders",
+                    got=f"{used_bytes} bytes in {used_files}, "
+                    f"and {num_bytes} bytes in {num_files} to come",
+                    remedy="Raise max_inbox_bytes or max_inbox_files in silo.toml, "
+                    "then start the courier again.",
+                )
+            remove(path)
 
-    def _forget_oldest(self, own: Path) -> None:
-        """Leave one place free among the parts whose metadata have not verified."""
-        unsigned = [part for part in self._parts() if part != own and not has_signed(part)]
-        for part in unsigned[: max(len(unsigned) - (MAX_UNVERIFIED - 1), 0)]:
+    def _remove_oldest_unverified(self, own_part: Path) -> None:
+        """Keep at most `MAX_UNVERIFIED` parts whose metadata have not verified, this one included."""
+        unverified = [part for part in self._parts() if part != own_part and not has_verified(part)]
+        num_too_many = max(len(unverified) - (MAX_UNVERIFIED - 1), 0)
+        for part in unverified[:num_too_many]:
             remove(part)
 
-    def _victims(self, own: Path, *, signed: bool) -> Iterator[Path]:
-        parts = [part for part in self._parts() if part != own]
-        yield from (part for part in parts if not has_signed(part))
+    def _removable(self, own_part: Path, *, signed: bool) -> Iterator[Path]:
+        """Yield what may be removed for this part, what is worth least first."""
+        parts = [part for part in self._parts() if part != own_part]
+        yield from (part for part in parts if not has_verified(part))
+        # Somebody who cannot sign must not be able to remove what was signed.
         if not signed:
             return
-        yield from (part for part in parts if has_signed(part))
-        at_work = plan_at_work(self.site)
-        for plan in _listed(self.folder):
-            if plan.name not in (at_work, own.parent.name):
+        yield from (part for part in parts if has_verified(part))
+        current_plan = plan_at_work(self.site)
+        for plan in sorted(self.folder.iterdir()):
+            if plan.name not in (current_plan, own_part.parent.name):
                 with suppress(OSError), lock_if_unread(plan) as idle:
                     if idle:
                         yield plan
@@ -177,13 +182,13 @@ class Inbox:
         return sorted(self.folder.glob(f"*/*{PART}"), key=_age_s, reverse=True)
 
 
-def has_signed(part: Path) -> bool:
+def has_verified(part: Path) -> bool:
     """Whether the metadata of a part have verified: nothing else is written before."""
     return (part / "targets").exists()
 
 
 def plan_at_work(site: Path) -> str | None:
-    """Return the plan that the worker accepted last, as it says in the outbox; None when there is none.
+    """Return the plan that the worker accepted last, by its status in the outbox; None when there is none.
 
     Raises:
         DocumentError: the file is not as it must be.
@@ -197,22 +202,27 @@ def plan_at_work(site: Path) -> str | None:
         raise DocumentError(
             "status.json", expected="a valid status", got="fields that do not fit"
         ) from None
-    return None if status.state in ("waiting", "plan_refused") else status.plan_id
+    if status.state in ("waiting", "plan_refused"):
+        return None
+    return status.plan_id
 
 
 def usage(folder: Path) -> tuple[int, int]:
     """Return the bytes of all files below a folder, and the number of files and folders."""
-    num_bytes = num_files = 0
+    num_bytes = 0
+    num_files = 0
     for root, folders, names in os.walk(folder):
         num_files += len(folders) + len(names)
         for name in names:
+            # The worker may remove a file meanwhile.
             with suppress(FileNotFoundError):
                 num_bytes += Path(root, name).lstat().st_size
     return num_bytes, num_files
 
 
-def _listed(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+def _is_folder(path: Path) -> bool:
+    """Whether this is a folder itself: a link could lead the courier out of the inbox."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _age_s(path: Path) -> float:
@@ -224,7 +234,7 @@ def _age_s(path: Path) -> float:
 
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder and all below it; nothing where there is none."""
-    if path.is_dir() and not path.is_symlink():
+    if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

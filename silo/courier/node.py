@@ -2,21 +2,29 @@
 
     python -P silo/courier/node.py FOLDER PORT ARGUMENTS-OF-FLOWER-SUPERNODE...
 
-On its own, a SuperNode hands messages to whoever asks on its port of loopback, and runs whatever application the
-aggregator ships. Here the programs that it works with know a secret and its certificate, both made anew at every start;
-the kernel says whose a connection is; and the application must be the one of this package.
+On its own, a SuperNode hands messages to any program that connects to its port on loopback, and runs whatever
+application the aggregator ships. Here the programs that it works with know a secret and its certificate, both new at
+every start; the kernel says which user a connection belongs to; and the application must be the one of this package.
 """
 
+import ipaddress
 import logging
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from flwr.supercore.fab import Fab
 from flwr.supercore.run import RunNotRunningException
 from flwr.supernode import main as api
@@ -28,23 +36,27 @@ from ddm.io.files import write_atomic
 from ddm.transport.application import check_application
 from ddm.transport.own_user import OwnUserOnly
 from ddm.transport.superexec import CLIENT_APP, superexec_command
-from silo.courier.certificate import make_certificate
 from silo.courier.supernode import APPLICATION_REFUSED
 
 HOST = "127.0.0.1"
+# A SuperNode runs for weeks, and a clock may be set meanwhile.
+_VALID_BEFORE = timedelta(days=366)
+_VALID_AFTER = timedelta(days=3653)
 _log = logging.getLogger("flwr")
 
 
 def replace(module: ModuleType, name: str, value: object) -> None:
-    """Put something of ours in the place of what Flower calls by this name.
+    """Replace a function that Flower calls by this name with one of ours.
 
     Raises:
         SetupError: this version of Flower has nothing of this name, so that ours would never be called.
     """
     if not hasattr(module, name):
-        remedy = "Install the versions of constraints.txt."
         raise SetupError(
-            "flwr", expected=f"{module.__name__}.{name}", got="another version", remedy=remedy
+            "flwr",
+            expected=f"{module.__name__}.{name}",
+            got="another version",
+            remedy="Install the versions of constraints.txt.",
         )
     setattr(module, name, value)
 
@@ -84,34 +96,99 @@ def pin_application(connect: Callable[..., Any]) -> Callable[..., Any]:
     return connect_pinned
 
 
-def make_secrets(folder: Path) -> Mapping[str, Path]:
+def make_certificate(host: str) -> tuple[bytes, bytes]:
+    """Make the certificate by which a site's programs know its SuperNode; it signs itself.
+
+    Args:
+        host: the address that it is for.
+
+    Returns:
+        The certificate and its private key, PEM.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Archipelago SuperNode")])
+    now = datetime.now(UTC)
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _VALID_BEFORE)
+        .not_valid_after(now + _VALID_AFTER)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))]),
+            critical=False,
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return certificate.public_bytes(Encoding.PEM), private
+
+
+@dataclass(frozen=True)
+class SecretFiles:
+    """The files by which the SuperNode and the programs that it works with know each other.
+
+    Attributes:
+        secret: what a program that takes tasks has to know.
+        certificate: the SuperNode's.
+        private_key: of the certificate.
+    """
+
+    secret: Path
+    certificate: Path
+    private_key: Path
+
+
+def make_secrets(folder: Path) -> SecretFiles:
     """Make the secret and the certificate of one start, readable by this user only."""
-    paths = {name: folder / name for name in ("superexec.secret", "node.pem", "node.key")}
-    certificate, key = make_certificate(HOST)
-    for name, data in zip(paths, (secrets.token_bytes(32), certificate, key), strict=True):
-        write_atomic(paths[name], data, mode=0o600)
-    return paths
+    files = SecretFiles(folder / "superexec.secret", folder / "node.pem", folder / "node.key")
+    certificate, private_key = make_certificate(HOST)
+    write_atomic(files.secret, secrets.token_bytes(32), mode=0o600)
+    write_atomic(files.certificate, certificate, mode=0o600)
+    write_atomic(files.private_key, private_key, mode=0o600)
+    return files
 
 
 def main(folder: Path, port: int, arguments: list[str]) -> None:
     """Run the SuperNode, and beside it the program that takes its tasks."""
     folder.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
-    paths = make_secrets(folder)
-    secret, certificate = paths["superexec.secret"], paths["node.pem"]
+    files = make_secrets(folder)
+    # Before the server starts, so that no connection is served without these two checks.
     replace(api, "create_app", close_port(api.create_app))
     replace(node, "http_request_response", pin_application(node.http_request_response))
-    subprocess.Popen(
-        superexec_command(f"{HOST}:{port}", certificate, secret, CLIENT_APP),
-        stdin=subprocess.DEVNULL,
-    )
+    address = f"{HOST}:{port}"
+    command = superexec_command(address, files.certificate, files.secret, CLIENT_APP)
+    subprocess.Popen(command, stdin=subprocess.DEVNULL)
     sys.argv = [
         "flower-supernode",
         *arguments,
-        *("--isolation", "process", "--superexec-auth-secret-file", str(secret)),
-        *("--ssl-certfile", str(certificate), "--ssl-ca-certfile", str(certificate)),
-        *("--ssl-keyfile", str(paths["node.key"])),
-        *("--host", HOST, "--port", str(port)),
+        *("--isolation", "process"),
+        *("--superexec-auth-secret-file", str(files.secret)),
+        *("--ssl-certfile", str(files.certificate)),
+        *("--ssl-ca-certfile", str(files.certificate)),
+        *("--ssl-keyfile", str(files.private_key)),
+        *("--host", HOST),
+        *("--port", str(port)),
     ]
     flower_supernode()
 

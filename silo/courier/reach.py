@@ -26,11 +26,16 @@ _REMEDY = "Ask whether `aggregator run` is running there, and let this host and 
 
 def proxy_for(host: str) -> SplitResult | None:
     """Return the proxy for a host, from the environment; None for a direct connection."""
-    found = getproxies_environment()
-    value = found.get("https") or found.get("all")
-    if not value or any(_matches(host, each.strip()) for each in found.get("no", "").split(",")):
+    variables = getproxies_environment()
+    proxy = variables.get("https") or variables.get("all")
+    if not proxy:
         return None
-    return urlsplit(value if "://" in value else f"http://{value}")
+    for pattern in variables.get("no", "").split(","):
+        if _matches(host, pattern.strip()):
+            return None
+    if "://" not in proxy:
+        proxy = f"http://{proxy}"
+    return urlsplit(proxy)
 
 
 def _matches(host: str, pattern: str) -> bool:
@@ -38,18 +43,23 @@ def _matches(host: str, pattern: str) -> bool:
     try:
         return ipaddress.ip_address(host) == ipaddress.ip_address(pattern.strip("[]"))
     except ValueError:
-        domain = pattern.lstrip(".").lower()
-        return pattern == "*" or (
-            bool(domain) and (host.lower() == domain or host.lower().endswith(f".{domain}"))
-        )
+        pass
+    if pattern == "*":
+        return True
+    domain = pattern.lstrip(".").lower()
+    if not domain:
+        return False
+    return host.lower() == domain or host.lower().endswith(f".{domain}")
 
 
-def shown(proxy: SplitResult | None) -> str | None:
-    """Return a proxy's host and port, without user and password."""
-    return f"{proxy.hostname}:{_port(proxy)}" if proxy else None
+def without_password(proxy: SplitResult | None) -> str | None:
+    """Return a proxy's host and port, without user and password, which must not be in a log."""
+    if proxy is None:
+        return None
+    return f"{proxy.hostname}:{_port(proxy)}"
 
 
-def open_link(
+def make_connection(
     address: str, context: ssl.SSLContext, timeout_s: float = _TIMEOUT_S
 ) -> http.client.HTTPSConnection:
     """Return a connection to an aggregator that is not opened yet, directly or through the proxy.
@@ -64,11 +74,11 @@ def open_link(
     proxy = proxy_for(host)
     if not proxy or not proxy.hostname:
         return http.client.HTTPSConnection(host, int(port), timeout=timeout_s, context=context)
-    link = http.client.HTTPSConnection(
+    connection = http.client.HTTPSConnection(
         proxy.hostname, _port(proxy), timeout=timeout_s, context=context
     )
-    link.set_tunnel(host, int(port), headers=_credentials(proxy))
-    return link
+    connection.set_tunnel(host, int(port), headers=_credentials(proxy))
+    return connection
 
 
 def try_connection(address: str, ca: Path) -> str | None:
@@ -82,15 +92,16 @@ def try_connection(address: str, ca: Path) -> str | None:
         Why no connection came about; None if one did.
     """
     try:
-        link = open_link(address, ssl.create_default_context(cafile=str(ca)))
+        connection = make_connection(address, ssl.create_default_context(cafile=str(ca)))
         try:
-            link.connect()
+            connection.connect()
         finally:
-            link.close()
+            connection.close()
     except ssl.SSLCertVerificationError as error:
         return f"a certificate that does not verify: {error.verify_message}"
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return str(getattr(error, "strerror", None) or error)[:200] or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error)
+        return str(reason)[:200] or type(error).__name__
     return None
 
 
@@ -99,21 +110,22 @@ def remedy_for(reason: str, proxy: str | None) -> str:
 
     Args:
         reason: that reason.
-        proxy: through which it tried, as `shown` has it.
+        proxy: through which it tried, as `without_password` returns it.
     """
     if proxy is None:
         return f"{_REMEDY} Where the site has a proxy, name it in https_proxy."
-    found = _STATUS.search(reason)
-    if found and found[1] in _PROXY_REMEDIES:
-        return _PROXY_REMEDIES[found[1]]
-    if found:
-        return _REMEDY.replace("the site's firewall", f"the proxy {proxy}")
-    return f"Ask whether the proxy {proxy} is running, or mend or unset https_proxy."
+    match = _STATUS.search(reason)
+    if match is None:
+        return f"Ask whether the proxy {proxy} is running, or correct or unset https_proxy."
+    status = match[1]
+    if status in _PROXY_REMEDIES:
+        return _PROXY_REMEDIES[status]
+    return _REMEDY.replace("the site's firewall", f"the proxy {proxy}")
 
 
 def explain(address: str, ca: Path) -> str | None:
-    """Say in a few sentences why there is no connection, and what to do; None where there would be one now."""
-    proxy = shown(proxy_for(address.rpartition(":")[0].strip("[]")))
+    """Explain in a few sentences why there is no connection, and what to do; None where there would be one now."""
+    proxy = without_password(proxy_for(address.rpartition(":")[0].strip("[]")))
     reason = try_connection(address, ca)
     if reason is None:
         return None

@@ -1,4 +1,4 @@
-"""The courier as a service: built as the site says, kept alive, its news told. No torch: it sees no image."""
+"""The courier as a service: built from the site's settings, kept alive, its problems logged; without torch."""
 
 import logging
 import math
@@ -22,24 +22,25 @@ _log = logging.getLogger(__name__)
 
 
 class CourierWatch(threading.Thread):
-    """Looks after the courier while the worker works; what it cannot mend is raised by `raise_failure`."""
+    """Watches the courier while the worker works; an error that ends the courier is raised by `raise_failure`."""
 
     def __init__(self, courier: Courier, site: Site) -> None:
         super().__init__(daemon=True)
-        self._courier, self._site = courier, site
+        self._courier = courier
+        self._site = site
         self._ended = threading.Event()
         self._failure: ArchipelagoError | None = None
 
     def run(self) -> None:
-        """Look after the courier until the end."""
+        """Watch the courier until the end."""
         try:
-            look_after(self._courier, self._ended, self._site)
+            watch_courier(self._courier, self._ended, self._site)
         except ArchipelagoError as error:
             self._failure = error
             _log.error("courier: %s - %s", error, error.remedy)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop watching."""
         self._ended.set()
         self.join(timeout=_CLOSE_S)
 
@@ -49,13 +50,14 @@ class CourierWatch(threading.Thread):
             raise self._failure
 
 
-def look_after(courier: Courier, ended: threading.Event, site: Site) -> None:
+def watch_courier(courier: Courier, ended: threading.Event, site: Site) -> None:
     """Check once a second; log why there is no connection, each reason once, and when there is one again.
 
-    Between two plans the aggregator need not run: then that it does not answer is no reason to worry.
+    Between two plans the aggregator need not run, so that no warning is logged if it does not answer then.
     """
-    last: str | None = None
-    explained, explained_at = "", -math.inf
+    logged_problem: str | None = None
+    explanation = ""
+    explained_at = -math.inf
     while not ended.wait(1.0):
         try:
             courier.check()
@@ -63,28 +65,32 @@ def look_after(courier: Courier, ended: threading.Event, site: Site) -> None:
             if problem == UNREACHABLE and between_plans(site):
                 problem = _NOT_RUNNING
             elif problem in (UNREACHABLE, REFUSED):
+                # An explanation costs a connection of its own.
                 if time.monotonic() - explained_at > _EXPLAIN_EVERY_S:
-                    explained, explained_at = courier.why_unreachable() or problem, time.monotonic()
-                problem = explained
+                    explanation = courier.why_unreachable() or problem
+                    explained_at = time.monotonic()
+                problem = explanation
             else:
                 explained_at = -math.inf
-        except OSError as error:  # a full disk perhaps; the next second tries again
+        except OSError as error:
+            # A full disk perhaps. The next second tries again.
             problem = error.strerror or type(error).__name__
-        if problem != last:
-            level = logging.INFO if problem in (None, _NOT_RUNNING) else logging.WARNING
+        if problem != logged_problem:
+            level = logging.WARNING
+            if problem in (None, _NOT_RUNNING):
+                level = logging.INFO
             _log.log(level, "courier: %s", problem or "connected")
-            last = problem
+            logged_problem = problem
 
 
 def between_plans(site: Site) -> bool:
-    """Whether the worker has the answer to its last plan and waits for the next one, as it says in the outbox."""
+    """Whether the worker has the answer to its last plan and waits for the next one, by its status in the outbox."""
     try:
-        state = StatusFile.model_validate_json(
-            read_bounded(site.outbox / "status.json", MAX_STATUS_BYTES)
-        ).state
+        data = read_bounded(site.outbox / "status.json", MAX_STATUS_BYTES)
+        status = StatusFile.model_validate_json(data)
     except (ArchipelagoError, ValidationError):
         return False
-    return state in ("accepted", "superseded", "withdrawn")
+    return status.state in ("accepted", "superseded", "withdrawn")
 
 
 def make_courier(site: Site) -> Courier:
@@ -111,4 +117,4 @@ def run_courier(site: Site) -> None:
     """Run the courier alone until a signal ends it."""
     with make_courier(site) as courier:
         _log.info("courier of %s: %s", site.settings().silo_id, courier.info())
-        look_after(courier, threading.Event(), site)
+        watch_courier(courier, threading.Event(), site)

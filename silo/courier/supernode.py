@@ -1,12 +1,12 @@
 """A site's courier: it keeps one Flower SuperNode alive, tied to this process, and nothing more.
 
 The SuperNode connects out to the aggregator (TLS against `courier/ca.pem`, authenticated by `courier/node.key`), waits
-for as long as it takes, and has the ClientApp started for every message (`silo.courier.node`). Flower believes a
-SuperNode that was killed alive for up to a minute and does not let it connect again meanwhile; so the courier signs
-such a one off before it starts the next, and where that fails it tries again until it may.
+for as long as it takes, and has the ClientApp started for every message (`silo.courier.node`). Flower counts a
+SuperNode that was killed as connected for up to a minute, and does not let it connect again meanwhile. The courier
+therefore signs a killed one off before it starts the next, and where that fails it tries again until it is let in.
 
-On a machine that was very busy for a moment, a SuperNode answers a message twice, first with an error, and from then on
-sends with every message the answer to the one before, which comes too late. It never recovers, and is started anew.
+On a machine that was very busy for a moment, a SuperNode answers a message twice, first with an error. From then on it
+sends with every message the answer to the one before, which comes too late. It never recovers, and is started again.
 """
 
 import math
@@ -36,9 +36,9 @@ from silo.courier.reach import explain
 
 _NODE = "SuperNode"
 _PROGRAM = Path(__file__).with_name("node.py")
-_LONGEST_DELAY_S = 10.0
+_MAX_DELAY_S = 10.0
 _SETTLED_S = 30.0
-_LOOK_EVERY_S = 2.0
+_CHECK_EVERY_S = 2.0
 _SIGN_OFF_S = 15.0
 _NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
 # What `silo.courier.node` logs.
@@ -52,15 +52,18 @@ _PROBLEMS = {
     "CERTIFICATE_VERIFY_FAILED": "the aggregator's certificate is not signed by courier/ca.pem",
     "Unable to parse the private key file": "courier/node.key is not a private key that Flower can read",
     "Connection attempt failed": UNREACHABLE,
-    "Failed to initialize the connection": REFUSED,  # and no further attempt: a proxy that refuses, for one
+    # It makes no further attempt; a proxy that refuses is one reason.
+    "Failed to initialize the connection": REFUSED,
     APPLICATION_REFUSED: "the aggregator ships another application than this version of Archipelago's; it was not run",
     # Signs of a working connection.
     "SuperNode ID:": None,
     "Connection successful": None,
     "successfully": None,
 }
-_SHARD_BYTES = 128 * 1024 * 1024  # in one message, either way
-_SUBMISSION_BYTES = 1024**4  # of our own outbox; the policy bounds each expert and their number
+# In one message, either way.
+_SHARD_BYTES = 128 * 1024 * 1024
+# Of this site's own outbox; the policy bounds each expert and their number.
+_SUBMISSION_BYTES = 1024**4
 
 
 def make_node_key(path: Path) -> str:
@@ -77,20 +80,26 @@ def make_node_key(path: Path) -> str:
     try:
         write_atomic(path, data, mode=0o600, overwrite=False)
     except FileExistsError as error:
-        remedy = "Keep the node key that is there."
-        raise SetupError(str(path), expected="no file yet", got="a file", remedy=remedy) from error
-    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
+        raise SetupError(
+            str(path),
+            expected="no file yet",
+            got="a file",
+            remedy="Keep the node key that is there.",
+        ) from error
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return public.decode("ascii")
 
 
 def answers_late(log: str) -> bool:
     """Whether a SuperNode, by its log, sent its last answer before anything was started that could have made it."""
-    steps = [found[1] or found[2] for found in _STEP.finditer(log)]
+    steps = [match[1] or match[2] for match in _STEP.finditer(log)]
+    # What follows the last answer is a message that is being answered now.
     while steps and steps[-1] != "Sending":
         steps.pop()
     if "Receiving" not in steps:
         return False
-    last = len(steps) - steps[::-1].index("Receiving")
-    return "Start" not in steps[last:]
+    after_last_message = len(steps) - steps[::-1].index("Receiving")
+    return "Start" not in steps[after_last_message:]
 
 
 class Courier:
@@ -100,7 +109,7 @@ class Courier:
         site: the site folder.
         address: the aggregator, `host:port`.
         max_bundle_bytes: most bytes of one plan's bundle that this site takes.
-        max_inbox_bytes: most bytes of all that lies in the inbox; two bundles when None.
+        max_inbox_bytes: most bytes of all files in the inbox; two bundles when None.
         max_inbox_files: most files and folders in the inbox.
         max_bytes_per_s: most bytes a second that leave; 0 for as many as the line takes.
     """
@@ -115,7 +124,8 @@ class Courier:
         max_inbox_files: int = 4096,
         max_bytes_per_s: int = 0,
     ) -> None:
-        self._site, self._address = site.absolute(), address
+        self._site = site.absolute()
+        self._address = address
         self._limits = {
             "bundle_bytes": max_bundle_bytes,
             "shard_bytes": _SHARD_BYTES,
@@ -129,10 +139,11 @@ class Courier:
             _NODE,
             self._spawn,
             self._works,
-            silent_s=_LOOK_EVERY_S / 2,  # so that one look decides
-            check_every_s=_LOOK_EVERY_S,
+            # Half of it, so that one check decides.
+            silent_s=_CHECK_EVERY_S / 2,
+            check_every_s=_CHECK_EVERY_S,
             max_per_hour=math.inf,
-            longest_delay_s=_LONGEST_DELAY_S,
+            longest_delay_s=_MAX_DELAY_S,
         )
         self._supervisor = Supervisor([node])
         self._wrong_clock: str | None = None
@@ -167,19 +178,21 @@ class Courier:
 
     def node_config(self) -> str:
         """What the ClientApp learns from its SuperNode: the site folder, percent-encoded, and the limits."""
-        site = f'site="{quote(str(self._site))}"'
-        return " ".join([site, *(f"{name}={value}" for name, value in self._limits.items())])
+        entries = [f'site="{quote(str(self._site))}"']
+        entries += [f"{name}={value}" for name, value in self._limits.items()]
+        return " ".join(entries)
 
     def _sign_off(self) -> None:
-        """Best effort, once: what it cannot do, a minute does."""
-        path = self._courier / "flwr" / "node_id"
-        if not path.is_file():
+        """Sign a killed SuperNode off, once; if that fails, Flower forgets it after a minute."""
+        if not self._node_id_path.is_file():
             return
-        arguments = [self._address, path.read_text().strip(), str(self._courier)]
-        path.unlink()
+        node_id = self._node_id_path.read_text().strip()
+        self._node_id_path.unlink()
+        command = [sys.executable, "-P", "-m", "silo.client_app"]
+        command += [self._address, node_id, str(self._courier)]
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                [sys.executable, "-P", "-m", "silo.client_app", *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -191,18 +204,15 @@ class Courier:
 
     def _spawn(self) -> Child:
         if self._num_restarts:
-            # Flower ends without a word when the aggregator finds its signature too old or too new.
+            # Flower ends without a message when the aggregator finds its signature too old or too new.
             self._wrong_clock = describe(seconds_ahead(self._address))
         self._sign_off()
         home = self._courier / "flwr"
-        command = [
-            *script_command(_PROGRAM),
-            *(str(home / "local"), str(free_port())),
-            *("--superlink", self._address),
-            *("--root-certificates", str(self._courier / "ca.pem")),
-            *("--auth-supernode-private-key", str(self._courier / "node.key")),
-            *("--node-config", self.node_config()),
-        ]
+        command = [*script_command(_PROGRAM), str(home / "local"), str(free_port())]
+        command += ["--superlink", self._address]
+        command += ["--root-certificates", str(self._courier / "ca.pem")]
+        command += ["--auth-supernode-private-key", str(self._courier / "node.key")]
+        command += ["--node-config", self.node_config()]
         return spawn(
             command, log_path=home / "supernode.log", env=flower_environment(home), cwd=home
         )
@@ -212,16 +222,18 @@ class Courier:
         self._supervisor.check()
 
     def _works(self) -> bool:
-        """Note the node's number for a sign-off, and see whether a SuperNode waits for a helper which died."""
+        """Store the node's number for a sign-off, and return whether the SuperNode still works."""
         node = self._supervisor.child(_NODE)
         if node is None:
             return False
-        path = self._courier / "flwr" / "node_id"
-        if not path.exists() and (found := _NODE_ID.findall(node.log_tail())):
-            write_atomic(path, found[-1].encode())
+        if not self._node_id_path.exists():
+            node_ids = _NODE_ID.findall(node.log_tail())
+            if node_ids:
+                write_atomic(self._node_id_path, node_ids[-1].encode())
         if time.monotonic() - node.started_at <= _SETTLED_S:
             return True
         self._wrong_clock = None
+        # Without the program that takes its tasks, it would hold every message for ever.
         return node.num_descendants() != 0 and not answers_late(node.log_tail())
 
     def stop(self) -> None:
@@ -230,8 +242,13 @@ class Courier:
         self._supervisor.stop()
         if node is not None and node.returncode == 0:
             # It signed off by itself.
-            (self._courier / "flwr" / "node_id").unlink(missing_ok=True)
+            self._node_id_path.unlink(missing_ok=True)
         self._stack.close()
+
+    @property
+    def _node_id_path(self) -> Path:
+        """Where the number that Flower gave this node is stored."""
+        return self._courier / "flwr" / "node_id"
 
     @property
     def _num_restarts(self) -> int:
@@ -239,13 +256,18 @@ class Courier:
 
     @property
     def problem(self) -> str | None:
-        """Why there is no connection, in one sentence, as far as clock and log tell; None while nothing is known."""
+        """Why there is no connection, in one sentence, from clock and log; None while nothing is known."""
+        if self._wrong_clock:
+            return self._wrong_clock
         tail = self._supervisor.log_tail(_NODE)
+        # The latest of them counts: an earlier problem may be over.
         latest = max(_PROBLEMS, key=tail.rfind)
-        return self._wrong_clock or (_PROBLEMS[latest] if latest in tail else None)
+        if latest not in tail:
+            return None
+        return _PROBLEMS[latest]
 
     def why_unreachable(self) -> str | None:
-        """Try a connection as Flower does; say why it fails and what to do, None where it does not."""
+        """Try a connection as Flower does; explain why it fails and what to do, None where it does not."""
         return explain(self._address, self._courier / "ca.pem")
 
     def info(self) -> dict[str, object]:

@@ -65,14 +65,16 @@ def test_supernode_takes_the_package_s_own_application_and_no_other(
 def test_secret_and_certificate_are_new_at_every_start_and_nobody_else_reads_them(
     tmp_path: Path,
 ) -> None:
-    first = {name: path.read_bytes() for name, path in node.make_secrets(tmp_path).items()}
-    second = node.make_secrets(tmp_path)
-    for name, path in second.items():
-        assert path.read_bytes() != first[name]
+    files = node.make_secrets(tmp_path)
+    paths = (files.secret, files.certificate, files.private_key)
+    first = [path.read_bytes() for path in paths]
+    assert node.make_secrets(tmp_path) == files
+    for path, data in zip(paths, first, strict=True):
+        assert path.read_bytes() != data
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    served.load_cert_chain(second["node.pem"], second["node.key"])
-    context = ssl.create_default_context(cafile=str(second["node.pem"]))
+    served.load_cert_chain(files.certificate, files.private_key)
+    context = ssl.create_default_context(cafile=str(files.certificate))
     client, server = (ssl.MemoryBIO(), ssl.MemoryBIO()), (ssl.MemoryBIO(), ssl.MemoryBIO())
     ends = (
         context.wrap_bio(*client, server_hostname=node.HOST),

@@ -10,7 +10,7 @@ import pytest
 from ddm.errors import TransportError
 from ddm.transport.messages import SiloState
 from silo.config import Site
-from silo.courier.service import CourierWatch, look_after
+from silo.courier.service import CourierWatch, watch_courier
 from silo.courier.supernode import UNREACHABLE
 from silo.worker.state import State, write_courier_status
 
@@ -59,7 +59,7 @@ def test_reason_is_logged_once_and_a_full_disk_is_no_end(
     courier = Scripted(
         *2 * [lambda: "no way in"], full_disk, full_disk, *2 * [lambda: None], lambda: "no way in"
     )
-    look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
+    watch_courier(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
     assert caplog.messages == [
         "courier: no way in",
         "courier: No space left on device",
@@ -76,7 +76,7 @@ def test_an_aggregator_that_does_not_run_is_no_alarm_between_two_plans(
     write_courier_status(Site(tmp_path), State(state=state, plan_id="tiny-00000001"))
     caplog.set_level(logging.INFO, "silo")
     courier = Scripted(lambda: None, lambda: UNREACHABLE, lambda: UNREACHABLE)
-    look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
+    watch_courier(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
     alarms = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert alarms == (["courier: the proxy says no. Ask it."] if state == "in_outbox" else [])
 
@@ -98,7 +98,7 @@ def test_missing_connection_is_explained_once_and_again_after_the_next_success(
 ) -> None:
     caplog.set_level(logging.INFO, "silo")
     courier = Scripted(*3 * [lambda: UNREACHABLE], lambda: None, *2 * [lambda: UNREACHABLE])
-    look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
+    watch_courier(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
     assert caplog.messages == [
         "courier: the proxy says no. Ask it.",
         "courier: connected",

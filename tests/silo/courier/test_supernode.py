@@ -138,7 +138,7 @@ def test_supernode_that_was_killed_is_signed_off_and_started_again(courier, tmp_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
 def test_supernode_is_replaced_when_it_waits_for_a_helper_that_died(courier, monkeypatch):
-    monkeypatch.setattr(supernode, "_LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(supernode, "_CHECK_EVERY_S", 0.2)
     monkeypatch.setattr(Courier, "_sign_off", lambda self: None)
     with courier() as kept:
         (pid,) = found = descendants_of(kept)
