@@ -145,15 +145,17 @@ class Federation(PublisherFolder):
             MissingFileError: the folder holds no federation.toml.
         """
         if not (self.path / "federation.toml").is_file():
+            got = "a folder without it" if self.path.is_dir() else "nothing there"
             raise MissingFileError(
                 str(self.path),
                 expected="a federation folder with federation.toml",
-                got="a folder without it" if self.path.is_dir() else "nothing there",
+                got=got,
                 remedy="Make one with `aggregator init`.",
             )
         if is_unfinished(self.path):
+            # Taking the lock finishes a change that was committed before an interruption.
             with self.signing_lock():
-                pass  # finishes a change that was committed before an interruption
+                pass
         return self
 
     def current_plan(self) -> tuple[Plan, str]:
@@ -166,47 +168,54 @@ class Federation(PublisherFolder):
         """
         path = self.path / "plans" / "current.json"
         if not path.is_file():
-            remedy = "Sign one: aggregator plan."
             raise MissingFileError(
-                "plan", expected="a signed plan", got="no plans/current.json", remedy=remedy
+                "plan",
+                expected="a signed plan",
+                got="no plans/current.json",
+                remedy="Sign one: aggregator plan.",
             )
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
-        delegated = {self.delegated_plan()} if self.delegations() else set()
-        if delegated != {current.plan_id}:
+        delegated_plan = self.delegated_plan() if self.delegations() else None
+        if delegated_plan != current.plan_id:
             raise SetupError(
                 "delegations in targets.json",
                 expected=f"delegations to the silos of plan {current.plan_id}",
-                got=f"delegations for {', '.join(sorted(delegated)) or 'no silo'}",
+                got=f"delegations for {delegated_plan or 'no silo'}",
                 remedy="Silos were removed, or signing a plan was interrupted. Sign a new plan: aggregator plan.",
             )
         data = read_bounded(self.plan_targets(current.plan_id) / "plan.json", MAX_DOCUMENT_BYTES)
-        if (found := sha256_hex(data)) != current.plan_digest:
-            expected, remedy = (
-                f"the signed bytes, sha256 {current.plan_digest}",
-                "Restore plans/ from backup, or sign a new plan.",
+        digest = sha256_hex(data)
+        if digest != current.plan_digest:
+            raise DigestError(
+                "plan.json",
+                expected=f"the signed bytes, sha256 {current.plan_digest}",
+                got=f"sha256 {digest}",
+                remedy="Restore plans/ from backup, or sign a new plan.",
             )
-            raise DigestError("plan.json", expected=expected, got=f"sha256 {found}", remedy=remedy)
         return Plan.parse(data, subject="plan.json"), current.plan_digest
 
     def delegated_plan(self) -> str:
         """Read the plan whose files the newest `targets` delegates to the role `plans`; empty before the first one."""
-        paths: list[str] = next(
-            (role["paths"] for role in self._delegations()["roles"] if role["name"] == PLANS), []
-        )
-        return paths[0].split("/")[0] if paths else ""
+        for role in self._delegations()["roles"]:
+            if role["name"] == PLANS and role["paths"]:
+                path: str = role["paths"][0]
+                return path.split("/")[0]
+        return ""
 
     def delegations(self) -> dict[str, str]:
         """Read the key to which the newest `targets` delegates each silo's role."""
-        found = self._delegations()
-        return {
-            str(role["name"]): f"ed25519:{found['keys'][role['keyids'][0]]['keyval']['public']}"
-            for role in found["roles"]
-            if split_silo_role(str(role["name"]))
-        }
+        delegations = self._delegations()
+        key_by_role = {}
+        for role in delegations["roles"]:
+            name = str(role["name"])
+            if split_silo_role(name):
+                # A silo's role has one key.
+                key = delegations["keys"][role["keyids"][0]]
+                key_by_role[name] = f"ed25519:{key['keyval']['public']}"
+        return key_by_role
 
     def _delegations(self) -> dict[str, Any]:
         data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
-        found: dict[str, Any] = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)[
-            "signed"
-        ]["delegations"]
-        return found
+        targets = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)
+        delegations: dict[str, Any] = targets["signed"]["delegations"]
+        return delegations

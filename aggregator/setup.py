@@ -85,6 +85,7 @@ def _build(
     passphrase: bytes,
     holders: Mapping[str, Holders | None],
 ) -> list[str]:
+    """Make everything in a folder that nobody sees yet; return whose signatures are missing."""
     for folder in (
         federation.registry,
         federation.incoming,
@@ -97,18 +98,22 @@ def _build(
     save_settings(settings, federation.path / "federation.toml", HEADING)
     make_tls(federation.path / "tls", [settings.host], passphrase=passphrase)
     change = Change.begin(federation.path)
-    made = [name for name in KEY_NAMES if not (name in HOLDER_KEYS and holders[name])]
-    public = {name: make_key(change, name, passphrase) for name in made}
+    public_keys = {}
+    for name in KEY_NAMES:
+        if name in HOLDER_KEYS and holders[name]:
+            continue  # its holders made the keys on their own machines
+        public_keys[name] = make_key(change, name, passphrase)
     make_model_signing_key(change, passphrase)
-    online = Holders((public["online"],))
-    held = {name: holders[name] or Holders((public[name],)) for name in HOLDER_KEYS}
+
+    root_roles = {name: holders[name] or Holders((public_keys[name],)) for name in HOLDER_KEYS}
+    online = Holders((public_keys["online"],))
+    root_roles |= {"snapshot": online, "timestamp": online}
     now = now_utc()
     # A name that no other federation's log has; it stays, whatever becomes of the key.
-    log = VerifierKey(
-        f"archipelago/{settings.name}/{public['log'].fingerprint[:16]}", public["log"]
-    )
-    first_root = draft_root(1, {**held, "snapshot": online, "timestamp": online}, now, str(log))
-    first_targets = draft_targets(1, Delegates(public["plans"], public["release"]), now)
+    log_name = f"archipelago/{settings.name}/{public_keys['log'].fingerprint[:16]}"
+    log_key = VerifierKey(log_name, public_keys["log"])
+    first_root = draft_root(1, root_roles, now, str(log_key))
+    first_targets = draft_targets(1, Delegates(public_keys["plans"], public_keys["release"]), now)
     purpose = f"found the federation {settings.name}"
     requests = [
         SigningRequest.to_sign(first_root, purpose, None),

@@ -21,12 +21,12 @@ from ddm.protocol.enrolment import MAX_CARD_BYTES, AgreedSize, Card
 from ddm.protocol.submission import Waiver
 from ddm.training.config import TrainingSettings
 
-_CONTAINER = (
-    "container"  # in the environment of every container that follows systemd's container interface
-)
+# In the environment of every container that follows systemd's container interface.
+_CONTAINER_VARIABLE = "container"
 LEDGER = "ledger.jsonl"
 AUDIT_REPORT = "audit.json"
-_INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
+# Metadata of plans that do not verify yet, and receipts.
+_INBOX_SLACK_BYTES = 128 * 1024**2
 
 
 class TextSettings(Settings):
@@ -54,7 +54,7 @@ class ImagesSettings(Settings):
 
 
 class LedgerSettings(Settings):
-    """Where the privacy ledger lies.
+    """The folder of the privacy ledger, and its anchor.
 
     Attributes:
         folder: of ledger, draws and salt, which any number of sites of one data holder may name; `private` by default.
@@ -87,8 +87,10 @@ class SiloSettings(Settings):
 
     @property
     def inbox_bytes(self) -> int:
-        """Most bytes of all that lies in the inbox: by default two bundles, and what else may come."""
-        return self.max_inbox_bytes or 2 * self.max_bundle_bytes + _INBOX_SLACK_BYTES
+        """Most bytes of the whole inbox: by default two bundles and some more."""
+        if self.max_inbox_bytes is not None:
+            return self.max_inbox_bytes
+        return 2 * self.max_bundle_bytes + _INBOX_SLACK_BYTES
 
 
 class PrivacyPolicy(Settings):
@@ -102,7 +104,7 @@ class PrivacyPolicy(Settings):
 
 
 class PlansPolicy(Settings):
-    """Whether a person accepts each plan, those that bring networks, or none; the policy is checked in any case."""
+    """Whether a person accepts each plan, those that contain networks, or none; the policy is checked in any case."""
 
     accept: Literal["person", "networks", "policy"] = "networks"
 
@@ -137,11 +139,9 @@ class DataPolicy(Settings):
         """The classes, where there are some."""
         if self.classes is None:
             return None
-        return (
-            Classes(self.classes)
-            if isinstance(self.classes, int)
-            else Classes(len(self.classes), self.classes)
-        )
+        if isinstance(self.classes, int):
+            return Classes(self.classes)
+        return Classes(len(self.classes), self.classes)
 
 
 class TrainingPolicy(Settings):
@@ -174,10 +174,10 @@ class AuditPolicy(Settings):
 
     Attributes:
         required: whether a plan must require it.
-        waiver: of an audit that cannot tell; `silo waive` writes it.
+        waiver: of an inconclusive audit; `silo waive` writes it.
         holdout_share: of the units (patients or images), held out of every plan's training to compare with.
-        min_holdout_units: where the share is fewer, nothing is held out, and the audit cannot tell; a plan must need
-            as many.
+        min_holdout_units: where the share is fewer, nothing is held out, and the audit is inconclusive; a plan must
+            need as many.
         max_holdout_units: no more are held out.
         max_mia_auc: the largest that a plan may let pass, as are the next two.
         max_mia_tpr: see `ddm.protocol.limits.Audit`.
@@ -215,7 +215,7 @@ class Policy(Settings):
     approval: ApprovalPolicy = ApprovalPolicy()
 
     @property
-    def least_images(self) -> int:
+    def min_images(self) -> int:
         """How many images there are at least, as the site declares."""
         return self.data.min_images or self.training.min_images
 
@@ -270,16 +270,20 @@ class Site:
 
     @property
     def ledger_folder(self) -> Path:
-        """Where ledger, draws and salt lie: `private`, or the folder that silo.toml names."""
+        """The folder of ledger, draws and salt: `private`, or the one that silo.toml names."""
         return self.ledger_folder_in(self.settings())
 
     def ledger_folder_in(self, settings: SiloSettings) -> Path:
         """Return the same by settings that are perhaps not written yet."""
-        return self.path / settings.ledger.folder if settings.ledger.folder else self.private
+        if settings.ledger.folder is None:
+            return self.private
+        return self.path / settings.ledger.folder
 
     def anchor_path_in(self, settings: SiloSettings) -> Path | None:
         """Return the file on another disk that keeps the ledger's head, if the settings name one."""
-        return self.path / settings.ledger.anchor if settings.ledger.anchor else None
+        if settings.ledger.anchor is None:
+            return None
+        return self.path / settings.ledger.anchor
 
     @property
     def salt_path(self) -> Path:
@@ -316,18 +320,19 @@ class Site:
         """
         if self.in_container():
             return "containers"
-        apart = self.courier.stat().st_uid != self.private.stat().st_uid
-        return "users" if apart else "none"
+        if self.courier.stat().st_uid == self.private.stat().st_uid:
+            return "none"
+        return "users"
 
     def in_container(self) -> bool:
         """Whether this process is in a container that shows the worker's half of the site alone."""
-        return not self.courier.exists() and bool(os.environ.get(_CONTAINER))
+        return not self.courier.exists() and bool(os.environ.get(_CONTAINER_VARIABLE))
 
     def hides_courier(self) -> bool:
         """Whether this process, the worker's, is kept from the courier's folder, as it should be."""
-        return self.in_container() or (
-            self.courier.is_dir() and not os.access(self.courier, os.X_OK)
-        )
+        if self.in_container():
+            return True
+        return self.courier.is_dir() and not os.access(self.courier, os.X_OK)
 
     def settings(self) -> SiloSettings:
         """Read silo.toml."""
@@ -344,10 +349,11 @@ class Site:
             MissingFileError: the folder holds no silo.toml.
         """
         if not (self.path / "silo.toml").is_file():
+            got = "a folder without it" if self.path.is_dir() else "nothing there"
             raise MissingFileError(
                 str(self.path),
                 expected="a site folder with silo.toml",
-                got="a folder without it" if self.path.is_dir() else "nothing there",
+                got=got,
                 remedy="Make one with `silo init`.",
             )
         return self

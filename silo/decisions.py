@@ -29,8 +29,9 @@ from ddm.system.escape import escape_control
 from silo.config import Policy, Site
 
 MAX_RECORDS = 16384
-_MAX_NAME, _MAX_VALUE = 64, 120
-_NOT_THERE = "(none)"
+_MAX_NAME_CHARACTERS = 64
+_MAX_VALUE_CHARACTERS = 120
+_NO_VALUE = "(none)"
 
 
 class PlanAccepted(Model):
@@ -41,7 +42,7 @@ class PlanAccepted(Model):
     plan_digest: Digest
 
 
-class Approved(Model):
+class SubmissionApproved(Model):
     """A submission was approved, by a person or by the policy."""
 
     kind: Literal["approved"] = "approved"
@@ -51,7 +52,7 @@ class Approved(Model):
     approval: Literal["person", "policy"]
 
 
-class Withdrew(Model):
+class PlanWithdrawn(Model):
     """The site gave a plan up."""
 
     kind: Literal["withdrew"] = "withdrew"
@@ -59,7 +60,7 @@ class Withdrew(Model):
     state: ShortText
 
 
-class Retrained(Model):
+class RetrainingStarted(Model):
     """The site trains again for a plan, on the images as they are then."""
 
     kind: Literal["retrained"] = "retrained"
@@ -67,19 +68,19 @@ class Retrained(Model):
     state: ShortText
 
 
-class Paused(Model):
+class WorkPaused(Model):
     """The worker is to stop and to wait."""
 
     kind: Literal["paused"] = "paused"
 
 
-class Resumed(Model):
+class WorkResumed(Model):
     """The worker may go on."""
 
     kind: Literal["resumed"] = "resumed"
 
 
-class ImagesDecided(Model):
+class ImagesReviewed(Model):
     """Flagged images were cleared or left out; `decisions_digest` is that of the file with each decision."""
 
     kind: Literal["images"] = "images"
@@ -105,30 +106,34 @@ class KeyRotated(Model):
     new: Digest
 
 
-Decision = (
+SiteDecision = (
     PlanAccepted
-    | Approved
-    | Withdrew
-    | Retrained
-    | Paused
-    | Resumed
-    | ImagesDecided
+    | SubmissionApproved
+    | PlanWithdrawn
+    | RetrainingStarted
+    | WorkPaused
+    | WorkResumed
+    | ImagesReviewed
     | PolicyChanged
     | KeyRotated
 )
-# Decisions that replace each other: one that repeats the last of its subject is no new one.
+# Decisions about one subject replace each other: one that repeats the last of its subject is no new one.
 _SUBJECTS = {
-    **dict.fromkeys(("paused", "resumed"), "pause"),
-    **dict.fromkeys(("plan accepted", "approved", "withdrew", "retrained"), "plan"),
+    "paused": "pause",
+    "resumed": "pause",
+    "plan accepted": "plan",
+    "approved": "plan",
+    "withdrew": "plan",
+    "retrained": "plan",
 }
 
 
-class Decided(chain.ChainRecord):
+class DecisionRecord(chain.ChainRecord):
     """A decision, and who took it: the user of this machine whose process wrote it down."""
 
     format: Literal["archipelago/decision/1"] = "archipelago/decision/1"
     by: ShortText
-    decision: Annotated[Decision, Field(discriminator="kind")]
+    decision: Annotated[SiteDecision, Field(discriminator="kind")]
 
 
 class _Head(chain.ChainHead):
@@ -137,13 +142,13 @@ class _Head(chain.ChainHead):
 
 _FORM = chain.ChainFormat(
     name="decision log",
-    parse_record=TypeAdapter(Decided).validate_json,
+    parse_record=TypeAdapter(DecisionRecord).validate_json,
     head_model=_Head,
     genesis=sha256_hex(b"archipelago/decisions/1"),
     max_records=MAX_RECORDS,
     error=DecisionLogError,
 )
-Entry = chain.ChainEntry[Decided]
+Entry = chain.ChainEntry[DecisionRecord]
 
 
 class DecisionLog:
@@ -157,7 +162,7 @@ class DecisionLog:
         self.folder = site.private / "log"
         self._chain = chain.Chain(self.folder / "decisions.jsonl", _FORM, self.folder / "begun")
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: SiteDecision) -> None:
         """Write a decision down, durably; call it before the decision takes effect.
 
         One that this user took last about the same subject, such as a pause, is there already; to train again is a new
@@ -166,14 +171,13 @@ class DecisionLog:
         Raises:
             DecisionLogError: the log is damaged or full; the decision must not take effect.
         """
-        with self._held() as entries:
-            by, last = who(), _last_about(entries, decision.kind)
-            if (
-                isinstance(decision, Retrained)
-                or last is None
-                or (last.by, last.decision) != (by, decision)
-            ):
-                self._append(entries, by, decision)
+        with self._locked_entries() as entries:
+            last = _last_about(entries, decision.kind)
+            is_repeated = (
+                last is not None and last.by == current_user() and last.decision == decision
+            )
+            if not is_repeated or isinstance(decision, RetrainingStarted):
+                self._append(entries, decision)
 
     def notice_policy(self, policy: Policy) -> None:
         """Write down that the policy is another one than the log last saw, if it is.
@@ -181,36 +185,30 @@ class DecisionLog:
         Raises:
             DecisionLogError: the log is damaged or full.
         """
-        values = _flat(policy)
         digest = sha256_hex(policy.model_dump_json().encode())
-        with self._held() as entries:
+        with self._locked_entries() as entries:
             last = _last_about(entries, "policy")
-            known = (
-                last.decision.policy_digest
-                if last and isinstance(last.decision, PolicyChanged)
-                else None
-            )
-            if known != digest:
-                cut = {name: value[:_MAX_VALUE] for name, value in values.items()}
-                self._append(entries, who(), PolicyChanged(policy_digest=digest, values=cut))
+            if last and isinstance(last.decision, PolicyChanged):
+                if last.decision.policy_digest == digest:
+                    return
+            values = {name: value[:_MAX_VALUE_CHARACTERS] for name, value in _dotted_fields(policy)}
+            self._append(entries, PolicyChanged(policy_digest=digest, values=values))
 
-    def notice_images(self, decided: ImagesDecided) -> None:
+    def notice_images(self, review: ImagesReviewed) -> None:
         """Write down what was decided about images, unless the log knows it; also what a crash kept from it.
 
         Raises:
             DecisionLogError: the log is damaged or full.
         """
-        with self._held() as entries:
-            last = _last_about(entries, decided.kind)
-            known = (
-                last.decision.decisions_digest
-                if last and isinstance(last.decision, ImagesDecided)
-                else None
-            )
-            if known != decided.decisions_digest and (
-                known or decided.num_cleared or decided.num_left_out
-            ):
-                self._append(entries, who(), decided)
+        with self._locked_entries() as entries:
+            last = _last_about(entries, review.kind)
+            if last and isinstance(last.decision, ImagesReviewed):
+                is_new = last.decision.decisions_digest != review.decisions_digest
+            else:
+                # A first scan whose flagged images all wait is no decision yet.
+                is_new = review.num_cleared > 0 or review.num_left_out > 0
+            if is_new:
+                self._append(entries, review)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -219,7 +217,7 @@ class DecisionLog:
         Raises:
             DecisionLogError: the log is damaged.
         """
-        with self._held() as entries:
+        with self._locked_entries() as entries:
             return entries
 
     @property
@@ -229,95 +227,113 @@ class DecisionLog:
         return self._chain.last_digest(entries), len(entries)
 
     @contextmanager
-    def _held(self) -> Iterator[tuple[Entry, ...]]:
+    def _locked_entries(self) -> Iterator[tuple[Entry, ...]]:
         self._chain.create()
         with self._chain.locked_entries() as entries:
             yield entries
 
-    def _append(self, entries: tuple[Entry, ...], by: str, decision: Decision) -> None:
-        previous = self._chain.last_digest(entries)
-        self._chain.append(
-            Decided(
-                number=len(entries) + 1, previous=previous, at=now_utc(), by=by, decision=decision
-            )
+    def _append(self, entries: tuple[Entry, ...], decision: SiteDecision) -> None:
+        record = DecisionRecord(
+            number=len(entries) + 1,
+            previous=self._chain.last_digest(entries),
+            at=now_utc(),
+            by=current_user(),
+            decision=decision,
         )
+        self._chain.append(record)
 
 
-def who() -> str:
-    """Return the user whose process this is, as the machine knows them; with sudo, also who asked for it."""
-    uid, asked = os.getuid(), os.environ.get("SUDO_USER", "")
+def current_user() -> str:
+    """Return the user whose process this is, as the machine knows them; with sudo, also who called it."""
+    uid = os.getuid()
     name = f"uid {uid}"
     with suppress(KeyError):
-        name = f"{pwd.getpwuid(uid).pw_name[:_MAX_NAME]} ({name})"
-    if asked and asked != "root":
-        name += f", asked by {asked[:_MAX_NAME]}"
+        user_name = pwd.getpwuid(uid).pw_name
+        name = f"{user_name[:_MAX_NAME_CHARACTERS]} ({name})"
+    sudo_user = os.environ.get("SUDO_USER", "")
+    if sudo_user and sudo_user != "root":
+        name += f", asked by {sudo_user[:_MAX_NAME_CHARACTERS]}"
+    # The environment is text of whoever calls: an escape sequence in it could change what a terminal shows.
     return escape_control(name, one_line=True)
 
 
-def in_words(entries: tuple[Entry, ...]) -> list[tuple[str, str, str]]:
+def describe_decisions(entries: tuple[Entry, ...]) -> list[tuple[str, str, str]]:
     """Return each decision as time, user and words, oldest first."""
     rows: list[tuple[str, str, str]] = []
-    policy: dict[str, str] = {}
+    policy_values: dict[str, str] = {}
     for entry in entries:
         record = entry.record
-        match record.decision:
-            case PlanAccepted(plan_id=plan_id):
-                words = f"accepted plan {plan_id}"
-            case Approved() as each:
-                by = "" if each.approval == "person" else ", by policy"
-                words = f"approved submission {each.sequence} of {each.plan_id}, {each.submission_digest[:16]}{by}"
-            case Withdrew(plan_id=plan_id, state=state):
-                words = f"gave up plan {plan_id} in state {state}"
-            case Retrained(plan_id=plan_id, state=state):
-                words = f"trains again for plan {plan_id}, in state {state}"
-            case ImagesDecided() as each:
-                words = f"images: {each.num_cleared} cleared, {each.num_left_out} left out, {each.num_waiting} wait"
-            case PolicyChanged(values=values):
-                words, policy = _changes(policy, values), values
-            case KeyRotated() as each:
-                words = f"rotated the signing key, {each.old[:16]} to {each.new[:16]}"
-            case Paused() | Resumed() as each:
-                words = f"{each.kind} the worker"
+        words = _in_words(record.decision, policy_values)
+        if isinstance(record.decision, PolicyChanged):
+            policy_values = record.decision.values
         rows.append((f"{record.at:%Y-%m-%d %H:%M:%S}Z", record.by, words))
     return rows
 
 
-def _changes(before: dict[str, str], now: dict[str, str]) -> str:
+def _in_words(decision: SiteDecision, policy_values: dict[str, str]) -> str:
+    """Return a decision in words; `policy_values` are those of the policy until then."""
+    match decision:
+        case PlanAccepted():
+            return f"accepted plan {decision.plan_id}"
+        case SubmissionApproved():
+            submission = f"submission {decision.sequence} of {decision.plan_id}"
+            text = f"approved {submission}, {decision.submission_digest[:16]}"
+            if decision.approval == "policy":
+                text += ", by policy"
+            return text
+        case PlanWithdrawn():
+            return f"gave up plan {decision.plan_id} in state {decision.state}"
+        case RetrainingStarted():
+            return f"trains again for plan {decision.plan_id}, in state {decision.state}"
+        case ImagesReviewed():
+            return (
+                f"images: {decision.num_cleared} cleared, {decision.num_left_out} left out, "
+                f"{decision.num_waiting} wait"
+            )
+        case PolicyChanged():
+            return _policy_change_in_words(policy_values, decision.values)
+        case KeyRotated():
+            return f"rotated the signing key, {decision.old[:16]} to {decision.new[:16]}"
+        case WorkPaused() | WorkResumed():
+            return f"{decision.kind} the worker"
+
+
+def _policy_change_in_words(before: dict[str, str], now: dict[str, str]) -> str:
     if not before:
         return "policy.toml first seen"
-    changed = [
-        f"{name} {before.get(name, _NOT_THERE)} to {now.get(name, _NOT_THERE)}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
-    return "policy.toml changed: " + ("; ".join(changed) or "the end of a long text")
+    changes = []
+    for name in sorted(before.keys() | now.keys()):
+        old_value = before.get(name, _NO_VALUE)
+        new_value = now.get(name, _NO_VALUE)
+        if old_value != new_value:
+            changes.append(f"{name} {old_value} to {new_value}")
+    if not changes:
+        # The digest differs all the same, and the log keeps only the beginning of long texts.
+        changes = ["the end of a long text"]
+    return f"policy.toml changed: {'; '.join(changes)}"
 
 
-def _last_about(entries: tuple[Entry, ...], kind: str) -> Decided | None:
+def _last_about(entries: tuple[Entry, ...], kind: str) -> DecisionRecord | None:
+    """Return the last decision about the same subject as one of this kind."""
     subject = _SUBJECTS.get(kind, kind)
-    records = (entry.record for entry in reversed(entries))
-    return next(
-        (
-            each
-            for each in records
-            if _SUBJECTS.get(each.decision.kind, each.decision.kind) == subject
-        ),
-        None,
-    )
+    for entry in reversed(entries):
+        entry_kind = entry.record.decision.kind
+        if _SUBJECTS.get(entry_kind, entry_kind) == subject:
+            return entry.record
+    return None
 
 
-def _flat(policy: Policy) -> dict[str, str]:
-    """Return every field that has a value by its dotted name, as text."""
-    found: dict[str, str] = {}
-
-    def walk(prefix: str, table: dict[str, object]) -> None:
+def _dotted_fields(policy: Policy) -> Iterator[tuple[str, str]]:
+    """Yield every field that has a value by its dotted name, as text."""
+    tables: list[tuple[str, dict[str, object]]] = [
+        ("", policy.model_dump(mode="json", exclude_none=True))
+    ]
+    while tables:
+        prefix, table = tables.pop()
         for name, value in table.items():
             if isinstance(value, dict):
-                walk(f"{prefix}{name}.", value)
+                tables.append((f"{prefix}{name}.", value))
+            elif isinstance(value, list):
+                yield prefix + name, ", ".join(map(str, value))
             else:
-                found[prefix + name] = (
-                    ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-                )
-
-    walk("", policy.model_dump(mode="json", exclude_none=True))
-    return found
+                yield prefix + name, str(value)

@@ -35,7 +35,7 @@ from silo.privacy.holder import join_ledger, prepare_ledger
 POLICY_HEADING = (
     "What this site lets a plan ask for; docs/reference/policy.md explains every field."
 )
-LEAST_AGREED = 16
+MIN_AGREED = 16
 SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the federation."
 
 
@@ -49,17 +49,22 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     """
     require_file(path, "the aggregator's invitation.json")
     invitation = Invitation.parse(read_bounded(path, 1 << 20), subject=path.name)
-    found = sha256_hex(invitation.root.encode())
-    if found != invitation.root_digest or found != parse_fingerprint(root_fingerprint):
+    root = invitation.root.encode()
+    fingerprint = sha256_hex(root)
+    # The second channel decides: whoever sent the file could have replaced root and digest together.
+    expected_fingerprint = parse_fingerprint(root_fingerprint)
+    if fingerprint != expected_fingerprint or fingerprint != invitation.root_digest:
         raise RootError(
             path.name,
             expected=f"a root with fingerprint {root_fingerprint}",
-            got=f"a root with {found}",
+            got=f"a root with {fingerprint}",
         )
-    root = invitation.root.encode()
     if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):
-        expected, got = "the log key that the root names", "a different one"
-        raise RootError(f"{path.name}, log_key", expected=expected, got=got)
+        raise RootError(
+            f"{path.name}, log_key",
+            expected="the log key that the root names",
+            got="a different one",
+        )
     return invitation
 
 
@@ -120,7 +125,7 @@ def init_site(
         passphrase: encrypts the signing key.
         passphrase_file: whose path the configuration keeps.
         images: how images are found and decoded.
-        ledger: where the privacy ledger lies; one that is there is joined.
+        ledger: where the privacy ledger is; one that exists already is joined.
         looked: whether `first_look` was called already.
 
     Raises:
@@ -148,17 +153,15 @@ def init_site(
     node_key = _node_key(site.courier / "node.key")
     write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
     write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())
-    # each half verifies by a copy of its own
-    for root in (
-        site.root_path,
-        site.courier / "1.root.json",
-    ):
-        write_atomic(root, invitation.root.encode())
+    # Worker and courier each verify by a copy of their own.
+    write_atomic(site.root_path, invitation.root.encode())
+    write_atomic(site.courier / "1.root.json", invitation.root.encode())
     if not (site.path / "policy.toml").exists():
         save_settings(Policy(data=facts_of(source)), site.path / "policy.toml", POLICY_HEADING)
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
-    for name in ("policy.toml", "silo.toml"):  # the courier, another user perhaps, reads them
-        open_to_group(site.path / name, site.path)
+    # The courier, perhaps another user, reads both.
+    open_to_group(site.path / "policy.toml", site.path)
+    open_to_group(site.path / "silo.toml", site.path)
     return key
 
 
@@ -172,10 +175,9 @@ def set_anchor(site: Site, path: Path) -> None:
     with locked(site.private, "worker"):
         settings = site.settings()
         join_ledger(site, settings, anchor=path)
-        named = settings.ledger.model_copy(update={"anchor": str(path)})
-        save_settings(
-            settings.model_copy(update={"ledger": named}), site.path / "silo.toml", SETTINGS_HEADING
-        )
+        ledger = settings.ledger.model_copy(update={"anchor": str(path)})
+        settings = settings.model_copy(update={"ledger": ledger})
+        save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
         open_to_group(site.path / "silo.toml", site.path)
 
 
@@ -199,12 +201,11 @@ def _node_key(path: Path) -> str:
     try:
         public = load_ssh_private_key(path.read_bytes(), None).public_key()
     except ValueError as error:
-        remedy = "An earlier `silo init` was cut short here. Remove this file and run it again."
         raise SetupError(
             str(path),
             expected="a whole node key",
             got="a file that cannot be read as one",
-            remedy=remedy,
+            remedy="An earlier `silo init` was cut short here. Remove this file and run it again.",
         ) from error
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 
@@ -224,7 +225,7 @@ def make_card(
         site: the silo's folder.
         key: its signing key, opened.
         images: the most images that this site may bring to a plan. By default what its last card states, else what its
-            data hold, rounded up by `rounded_up`.
+            data hold, rounded up by `round_up`.
         patients: the most patients, where its policy counts them; by default in the same way.
         advance: called with the number of files that are finished, while there is a scan.
         on_count: called with what was counted, if anything had to be.
@@ -249,12 +250,14 @@ def make_card(
 
 def with_rotations(card: bytes, rotations: tuple[str, ...]) -> bytes:
     """Return what the aggregator is given: the card alone, or with the rotations that led to its key."""
-    return RotatedCard(card=card.decode(), rotations=rotations).encode() if rotations else card
+    if not rotations:
+        return card
+    return RotatedCard(card=card.decode(), rotations=rotations).encode()
 
 
-def rounded_up(num: int) -> int:
+def round_up(num: int) -> int:
     """Return the next power of two, at least 16: so a card reveals how large a cohort is to within a factor of two."""
-    return max(LEAST_AGREED, 1 << (num - 1).bit_length())
+    return max(MIN_AGREED, 1 << (num - 1).bit_length())
 
 
 def _agreed(
@@ -264,10 +267,12 @@ def _agreed(
     advance: Callable[[int], None],
     on_count: Callable[[UnitCounts], None],
 ) -> AgreedSize:
+    """Return the size to agree on: as the operator says, else as on the last card, else as counted."""
     by_patient = site.policy().privacy.unit == "patient"
-    before = site.agreed()
-    if before is not None and (not by_patient or before.patients is not None):
-        images, patients = images or before.images, patients or before.patients
+    last_card = site.agreed()
+    if last_card is not None and (not by_patient or last_card.patients is not None):
+        images = images or last_card.images
+        patients = patients or last_card.patients
     if images is None or (by_patient and patients is None):
         try:
             counts = count_units(ImageSource.of_site(site), patients=by_patient, advance=advance)
@@ -279,14 +284,19 @@ def _agreed(
                 )
             raise
         on_count(counts)
-        images = images or rounded_up(counts.images)
+        images = images or round_up(counts.images)
         if patients is None and counts.patients is not None:
-            patients = rounded_up(counts.patients)
+            patients = round_up(counts.patients)
         if patients is not None:
             patients = min(patients, images)
     try:
         return AgreedSize(images=images, patients=patients)
     except ValidationError as error:
-        got = f"{images} images" + (f" and {patients} patients" if patients is not None else "")
-        expected = "at least two images, and at most as many patients as images"
-        raise SetupError("--images, --patients", expected=expected, got=got) from error
+        got = f"{images} images"
+        if patients is not None:
+            got += f" and {patients} patients"
+        raise SetupError(
+            "--images, --patients",
+            expected="at least two images, and at most as many patients as images",
+            got=got,
+        ) from error

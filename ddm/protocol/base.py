@@ -15,7 +15,8 @@ from ddm.errors import DocumentError
 
 MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 32
-MAX_VALUES = 65_536  # a value of two bytes may cost hundreds, as an object or as an error to keep
+# A value of two bytes may cost hundreds, as a Python object or as an error that pydantic keeps.
+MAX_VALUES = 65_536
 _MAX_ERRORS = 1000
 
 SILO_ID_PATTERN = r"[a-z][a-z0-9]{0,31}"
@@ -79,12 +80,16 @@ class Document(Model):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            where, what = misfit(cls, error)
-            if where == "format":
-                remedy = "This is a document of another kind or version: name the right file, or ask for that one."
-                wanted = f"a document whose format is {', '.join(get_args(cls.model_fields['format'].annotation))}"
-                raise DocumentError(subject, expected=wanted, got=what, remedy=remedy) from error
-            raise DocumentError(f"{subject}, field {where}", got=what) from error
+            field, fault = describe_error(cls, error)
+            if field == "format":
+                formats = get_args(cls.model_fields["format"].annotation)
+                raise DocumentError(
+                    subject,
+                    expected=f"a document whose format is {', '.join(formats)}",
+                    got=fault,
+                    remedy="This is a document of another kind or version: name the right file, or ask for that one.",
+                ) from error
+            raise DocumentError(f"{subject}, field {field}", got=fault) from error
 
 
 class File(Model):
@@ -116,7 +121,7 @@ def now_utc() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
 
 
-def misfit(model: type[BaseModel], error: ValidationError) -> tuple[str, str]:
+def describe_error(model: type[BaseModel], error: ValidationError) -> tuple[str, str]:
     """Describe the first error in received data without repeating any text of the sender's.
 
     Args:
@@ -129,18 +134,23 @@ def misfit(model: type[BaseModel], error: ValidationError) -> tuple[str, str]:
     if error.error_count() > _MAX_ERRORS:
         return "document", f"more than {_MAX_ERRORS} fields that do not fit"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    known = _field_names(model)
-    where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in known)
+    # A name that the schema does not have is the sender's text: it could carry an escape sequence or a patient's name.
+    known_names = _field_names(model)
+    parts = [str(part) for part in first["loc"] if isinstance(part, int) or part in known_names]
+    field = ".".join(parts) or "document"
     # The only message of pydantic that quotes its input.
-    what = "an unknown kind" if first["type"] == "union_tag_invalid" else first["msg"]
-    return where or "document", what
+    if first["type"] == "union_tag_invalid":
+        return field, "an unknown kind"
+    return field, first["msg"]
 
 
 @cache
 def _field_names(model: type[BaseModel]) -> frozenset[str]:
     schema = model.model_json_schema()
-    parts = [schema, *schema.get("$defs", {}).values()]
-    return frozenset(name for part in parts for name in part.get("properties", {}))
+    names: set[str] = set()
+    for part in (schema, *schema.get("$defs", {}).values()):
+        names.update(part.get("properties", {}))
+    return frozenset(names)
 
 
 def check_json(data: bytes, *, subject: str, limit: int) -> Any:
@@ -157,7 +167,9 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
     _check_structure(data, subject)
     try:
         return json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_refuse_duplicates,
+            parse_constant=_refuse_constant,
         )
     except (ValueError, RecursionError) as error:
         raise DocumentError(
@@ -171,7 +183,8 @@ _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[][{},]', re.DOTALL)
 
 def _check_structure(data: bytes, subject: str) -> None:
     """Bound nesting and the number of values before a parser sees them."""
-    depth, left = 0, MAX_VALUES
+    depth = 0
+    num_values = 1
     for token in _TOKEN.finditer(data):
         match data[token.start()]:
             case 0x5B | 0x7B:  # [ {
@@ -179,27 +192,28 @@ def _check_structure(data: bytes, subject: str) -> None:
             case 0x5D | 0x7D:  # ] }
                 depth -= 1
             case 0x2C:  # ,
-                left -= 1
+                num_values += 1
         if depth > MAX_DEPTH:
             raise DocumentError(
                 subject,
                 expected=f"nesting of at most {MAX_DEPTH}",
                 got=f"nesting of {depth} or more",
             )
-        if left <= 0:
+        if num_values > MAX_VALUES:
             raise DocumentError(
                 subject, expected=f"at most {MAX_VALUES} values", got=f"{MAX_VALUES + 1} or more"
             )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object; of two values of one name, two programs might read different ones."""
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise ValueError("a field name appears twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")

@@ -9,7 +9,8 @@ from ddm.protocol.manifest import Evaluation
 Interval = tuple[float, float, float]
 """A figure with the ends of its 95% interval."""
 
-_AFTER, _BEFORE = "router_calibration_error", "router_calibration_error_at_temperature_1"
+_AFTER = "router_calibration_error"
+_BEFORE = "router_calibration_error_at_temperature_1"
 _METRIC = re.compile(
     rf"{_AFTER}(?P<before>_at_temperature_1)?_t_(?P<low>\d\.\d\d)_(?P<high>\d\.\d\d)"
 )
@@ -50,26 +51,31 @@ class CalibrationBand(Model):
 
 def calibration_bands(evaluation: Iterable[Evaluation]) -> list[CalibrationBand]:
     """Read the bands back from a manifest's evaluation, by noise level; those without both figures are left out."""
-    found: dict[tuple[float, float], dict[bool, Interval]] = {}
-    for each in evaluation:
-        if named := _METRIC.fullmatch(each.metric):
-            band = found.setdefault((float(named["low"]), float(named["high"])), {})
-            band[named["before"] is None] = (each.value, each.low, each.high)
-    return [
-        CalibrationBand(low=low, high=high, before=band[False], after=band[True])
-        for (low, high), band in sorted(found.items())
-        if len(band) == 2
-    ]
+    before: dict[tuple[float, float], Interval] = {}
+    after: dict[tuple[float, float], Interval] = {}
+    for figure in evaluation:
+        match = _METRIC.fullmatch(figure.metric)
+        if match is None:
+            continue
+        figures = after if match["before"] is None else before
+        times = (float(match["low"]), float(match["high"]))
+        figures[times] = (figure.value, figure.low, figure.high)
+    bands = []
+    for low, high in sorted(before.keys() & after.keys()):
+        times = (low, high)
+        bands.append(CalibrationBand(low=low, high=high, before=before[times], after=after[times]))
+    return bands
 
 
 def calibration_rows(bands: Sequence[CalibrationBand]) -> list[tuple[str, str, str]]:
     """Return rows to show: the band, the error as published, and at temperature 1, with 95% intervals."""
-    return [
-        (f"t {band.low:g} to {band.high:g}", _shown(band.after), _shown(band.before))
-        for band in bands
-    ]
+    rows = []
+    for band in bands:
+        times = f"t {band.low:g} to {band.high:g}"
+        rows.append((times, _interval_in_words(band.after), _interval_in_words(band.before)))
+    return rows
 
 
-def _shown(figure: Interval) -> str:
+def _interval_in_words(figure: Interval) -> str:
     value, low, high = figure
     return f"{value:.4f} [{low:.4f}, {high:.4f}]"

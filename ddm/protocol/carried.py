@@ -27,16 +27,18 @@ class CarriedSilo(Model):
 def check_carried_silos(
     plan_id: str, silos: tuple[str, ...], carried: tuple[CarriedSilo, ...]
 ) -> None:
-    """Refuse a silo that is carried twice, or trains as well, and two documents of one earlier plan.
+    """Refuse a silo that is carried twice, or that trains as well, and two documents of one earlier plan.
 
     Raises:
         ValueError: on either.
     """
-    names = [each.silo_id for each in carried]
-    if names != sorted(set(names) - set(silos)) or len(names) + len(silos) > 1024:
+    silo_ids = [silo.silo_id for silo in carried]
+    if silo_ids != sorted(set(silo_ids) - set(silos)) or len(silo_ids) + len(silos) > 1024:
         raise ValueError(
-            f"carried must be silos that do not train, sorted, distinct; these {len(names)} are not"
+            f"carried must be silos that do not train, sorted, distinct; these {len(silo_ids)} are not"
         )
-    plans = {(each.plan_id, each.plan_digest) for each in carried}
-    if len({each for each, _ in plans} - {plan_id}) != len(plans):
-        raise ValueError("carried must name earlier plans, each by one digest")
+    digest_by_plan: dict[str, str] = {}
+    for silo in carried:
+        digest = digest_by_plan.setdefault(silo.plan_id, silo.plan_digest)
+        if digest != silo.plan_digest or silo.plan_id == plan_id:
+            raise ValueError("carried must name earlier plans, each by one digest")

@@ -29,29 +29,37 @@ class Classes:
         Returns:
             None where it means none of them.
         """
-        plain = normalize_name(text)
-        match = _NUMBER.fullmatch(plain)
-        found = self._by_name.get(plain, int(match[1]) if match else self.num)
-        return found if found < self.num else None
+        name = normalize_name(text)
+        # Names come first: where classes are called by numbers, each must be called by its own.
+        if name in self._number_by_name:
+            return self._number_by_name[name]
+        match = _NUMBER.fullmatch(name)
+        if match is None or int(match[1]) >= self.num:
+            return None
+        return int(match[1])
 
     @cached_property
-    def _by_name(self) -> dict[str, int]:
+    def _number_by_name(self) -> dict[str, int]:
         return {normalize_name(name): number for number, name in enumerate(self.names)}
 
     def name(self, number: int) -> str:
         """Return what a class is called; its number where it has no name."""
-        return self.names[number] if self.names else str(number)
+        if not self.names:
+            return str(number)
+        return self.names[number]
 
-    def words(self, most: int = 8) -> str:
+    def words(self, max_names: int = 8) -> str:
         """Return the classes for a message: their names, or their numbers."""
         if not self.names:
             return f"0 to {self.num - 1}"
-        more = f" and {self.num - most} more" if self.num > most else ""
-        return ", ".join(self.names[:most]) + more
+        text = ", ".join(self.names[:max_names])
+        if self.num > max_names:
+            text += f" and {self.num - max_names} more"
+        return text
 
 
 def normalize_name(name: str) -> str:
-    """Return a name without what does not tell it from another one."""
+    """Return a name without case and superfluous blanks, which do not distinguish names."""
     return " ".join(name.split()).casefold()
 
 
@@ -64,8 +72,7 @@ def find_naming_fault(names: Sequence[str], num: int) -> str | None:
     if len({normalize_name(name) for name in names}) < num:
         return "names must differ by more than case and blanks"
     for number, name in enumerate(names):
-        if (match := _NUMBER.fullmatch(normalize_name(name))) and (
-            match[2] or int(match[1]) != number
-        ):
+        match = _NUMBER.fullmatch(normalize_name(name))
+        if match and (match[2] or int(match[1]) != number):
             return f"a name that is a number must be that of its class: {name!r} is not {number}"
     return None

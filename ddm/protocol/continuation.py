@@ -26,30 +26,28 @@ def check_continuation(old: Plan, new: Plan, silo_id: str) -> None:
     Raises:
         ReplayError: names what differs.
     """
-    before, now = _compared(old, silo_id), _compared(new, silo_id)
+    old_fields = _compared_fields(old, silo_id)
+    new_fields = _compared_fields(new, silo_id)
     if isinstance(new.partition, SiloClusterPartition):
-        now["partition"] = "silo_cluster, whose clusters are those of one plan"
-    for name, value in before.items():
-        if now[name] != value:
+        # Experts are named by clusters, and the new plan fits its own: equal names would not mean equal images.
+        new_fields["partition"] = "silo_cluster, whose clusters are those of one plan"
+    for name, value in old_fields.items():
+        if new_fields[name] != value:
             raise ReplayError(
                 f"plan {new.plan_id}, experts of {silo_id} from plan {old.plan_id}: {name}",
                 expected=f"{value}, as they were trained",
-                got=f"{now[name]}",
+                got=f"{new_fields[name]}",
                 remedy="Keep what the earlier plan states; only sizes of images, the training recipe and the public "
                 "parts may change where experts are trained on.",
             )
 
 
-def _compared(plan: Plan, silo_id: str) -> dict[str, Any]:
-    fields = plan.model_dump(mode="json", include={"expert", "condition", "partition"})
+def _compared_fields(plan: Plan, silo_id: str) -> dict[str, Any]:
+    """Return what must be the same in both plans."""
+    condition = plan.condition.model_dump(mode="json", exclude={"drop"})
+    partition = plan.partition.model_dump(mode="json", exclude={"min_images"})
+    architecture = plan.expert.architecture.model_dump(mode="json", exclude={"position_grid"})
     objective = plan.objective.of(silo_id)
-    condition = {name: value for name, value in fields["condition"].items() if name != "drop"}
-    partition = {name: value for name, value in fields["partition"].items() if name != "min_images"}
-    architecture = {
-        name: value
-        for name, value in fields["expert"]["architecture"].items()
-        if name != "position_grid"
-    }
     return {
         "expert.architecture": architecture,
         "expert.architecture.position_grid": grid_of(plan),

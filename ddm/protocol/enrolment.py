@@ -57,12 +57,14 @@ class AgreedSize(Model):
 
     def units(self, unit: Unit) -> int:
         """Return the most units of this kind; each patient has an image, so that images bound patients as well."""
-        return self.images if unit == "image" or self.patients is None else self.patients
+        if unit == "image" or self.patients is None:
+            return self.images
+        return self.patients
 
     def __str__(self) -> str:
-        return f"{self.images} images" + (
-            f" of {self.patients} patients" if self.patients is not None else ""
-        )
+        if self.patients is None:
+            return f"{self.images} images"
+        return f"{self.images} images of {self.patients} patients"
 
 
 class Card(Document):

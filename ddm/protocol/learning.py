@@ -26,14 +26,18 @@ class ExpertObjective(Model):
     @model_validator(mode="after")
     def _velocity_is_even(self) -> "ExpertObjective":
         if self.prediction == "velocity" and self.path not in ("linear", "cosine_vp"):
-            wanted = f"the path {self.path} needs the prediction eps, v or x_0"
-            raise ValueError(f"{wanted}, not velocity, whose size there changes too much with t")
+            raise ValueError(
+                f"the path {self.path} needs the prediction eps, v or x_0, not velocity, whose size there changes "
+                "too much with t"
+            )
         return self
 
     @property
     def ensemble_path(self) -> Literal["linear", "cosine_vp"]:
         """The path of an ensemble of such experts, from pure data to pure noise."""
-        return "linear" if self.path == "linear" else "cosine_vp"
+        if self.path == "linear":
+            return "linear"
+        return "cosine_vp"
 
 
 class SiloObjective(ExpertObjective):
@@ -53,7 +57,10 @@ class Objective(ExpertObjective):
 
     def of(self, silo_id: str) -> ExpertObjective:
         """Return the objective of a silo's experts."""
-        return next((other for other in self.exceptions if other.silo_id == silo_id), self)
+        for exception in self.exceptions:
+            if exception.silo_id == silo_id:
+                return exception
+        return self
 
 
 Shift = Annotated[float, Field(ge=0.01, le=100.0)]
@@ -214,11 +221,8 @@ class Training(Model):
     @property
     def averages(self) -> list[str]:
         """The names of the fields that say how weights are averaged."""
-        return [
-            name
-            for name in ("ema_decay", "ema_half_life", "ema_width")
-            if getattr(self, name) is not None
-        ]
+        names = ("ema_decay", "ema_half_life", "ema_width")
+        return [name for name in names if getattr(self, name) is not None]
 
     @model_validator(mode="after")
     def _one_average(self) -> "Training":
@@ -226,8 +230,8 @@ class Training(Model):
             raise ValueError(
                 f"one of ema_decay, ema_half_life and ema_width is needed, not {len(self.averages)}"
             )
-        others = [name for name in self.averages if name != "ema_width"]
-        if self.ema_snapshots and (others or self.ema_snapshots > self.num_steps):
+        by_other_field = self.ema_decay is not None or self.ema_half_life is not None
+        if self.ema_snapshots and (by_other_field or self.ema_snapshots > self.num_steps):
             raise ValueError("ema_snapshots needs ema_width, and at least as many steps")
         return self
 
@@ -255,8 +259,9 @@ class Expert(Model):
     @model_validator(mode="after")
     def _masked_experts_have_tokens(self) -> "Expert":
         if self.training.mask_ratio and not self.architecture.supports_masking:
-            wanted = "a mask_ratio above 0 needs the architecture dit"
-            raise ValueError(f"{wanted}, not {self.architecture.kind}")
+            raise ValueError(
+                f"a mask_ratio above 0 needs the architecture dit, not {self.architecture.kind}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -267,21 +272,23 @@ class Expert(Model):
             raise ValueError(
                 "private training cannot start from the silo's own expert, which was trained on its images"
             )
+        # The accountant assumes Poisson sampling, and one gradient of bounded norm for each unit.
         if self.training.mask_ratio or self.training.order != "drawn":
             raise ValueError(
                 'private training needs mask_ratio 0 and the order "drawn": chance alone chooses its units'
             )
-        if (most := self.privacy.images_per_unit * self.privacy.draws) > self.training.batch_size:
+        unit_images = self.privacy.images_per_unit * self.privacy.draws
+        if unit_images > self.training.batch_size:
             raise ValueError(
-                f"private training computes images_per_unit * draws = {most} at once: raise batch_size to it"
+                f"private training computes images_per_unit * draws = {unit_images} at once: raise batch_size to it"
             )
         return self
 
     @property
     def base(self) -> str | None:
         """The path of the public expert that training starts from, if there is one."""
-        return (
-            None
-            if isinstance(self.adaptation, FullAdaptation | OwnAdaptation)
-            else self.adaptation.base
-        )
+        match self.adaptation:
+            case FullAdaptation() | OwnAdaptation():
+                return None
+            case LoraAdaptation(base=base) | PartialAdaptation(base=base):
+                return base

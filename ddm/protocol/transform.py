@@ -1,4 +1,4 @@
-"""The one way in which every silo, and the aggregator, turn a decoded picture into samples. A part of the plan.
+"""How every silo, and the aggregator, turn a decoded picture into samples. A part of the plan.
 
 A picture that is not taken is an error among the aggregator's public images, and a blank sample at a silo.
 
@@ -15,7 +15,7 @@ from ddm.protocol.data import DataSpec, PixelValue
 Level = Annotated[float, Field(ge=-1e9, le=1e9)]
 Percent = Annotated[float, Field(ge=0.0, le=100.0)]
 Part = Annotated[float, Field(ge=0.0, le=1.0)]
-_LARGEST_HALF = 65504.0
+_MAX_FLOAT16 = 65504.0
 
 
 def _check_ascends(subject: str, low: float, high: float) -> None:
@@ -98,8 +98,8 @@ class Slices(Model):
     """Makes images of volumes: slices at even distances, upright as on a screen; the patients are the units.
 
     Attributes:
-        axis: across which they lie: axial from inferior to superior, coronal from anterior to posterior, sagittal from
-            the patient's right to the left.
+        axis: across which they are taken: axial from inferior to superior, coronal from anterior to posterior,
+            sagittal from the patient's right to the left.
         count: how many of each volume; one with fewer gives some more than once, and an image is taken as often.
         share: the part of the axis that they are taken from, 0 to 1.
     """
@@ -184,18 +184,20 @@ class TransformSpec(Model):
 
     def misfit(self, data: DataSpec, unit: Unit | None = None) -> str | None:
         """Return what the transform needs and `data` or the unit of noised statistics are not, if anything."""
-        channels, (low, high) = data.shape[0], data.range
-        wanted = {"grey": 1, "rgb": 3, "keep": channels, "pick": len(self.pick)}[self.channels]
-        if wanted != channels:
-            return f"{wanted} channels in data.shape, not {channels}"
+        num_channels = data.shape[0]
+        made_channels = {"grey": 1, "rgb": 3, "keep": num_channels, "pick": len(self.pick)}
+        if made_channels[self.channels] != num_channels:
+            return f"{made_channels[self.channels]} channels in data.shape, not {num_channels}"
         if self.slices and len(data.shape) != 3:
             return (
                 f"images (C, H, W) in data.shape, which slices are, not {len(data.shape)} numbers"
             )
+        # The slices of one volume show one patient: noise for one of them would hide a part of that patient only.
         if self.slices and unit == "image":
             return 'statistics.unit = "patient" for its slices, which are not records of their own'
-        if self.storage == "float16" and max(-low, high) > _LARGEST_HALF:
-            return f"data.range within {-_LARGEST_HALF:g} to {_LARGEST_HALF:g}, which float16 holds"
+        low, high = data.range
+        if self.storage == "float16" and max(-low, high) > _MAX_FLOAT16:
+            return f"data.range within {-_MAX_FLOAT16:g} to {_MAX_FLOAT16:g}, which float16 holds"
         if self.padding is not None and not low <= self.padding <= high:
             return f"padding within data.range, {low:g} to {high:g}, not {self.padding:g}"
         return None
@@ -203,26 +205,33 @@ class TransformSpec(Model):
     @property
     def words(self) -> tuple[str, ...]:
         """What it does, step by step, in words for people."""
-        steps = (
-            _channels(self),
-            _range(self.range),
-            _content(self.content),
-            _slices(self.slices),
-            _fit(self.fit),
-        )
-        padding = [f"padded with {self.padding:g}"] if self.padding is not None else []
-        return (*filter(None, steps), *padding, f"kept as {self.storage}")
+        steps = [
+            _channels_in_words(self),
+            _range_in_words(self.range),
+            _content_in_words(self.content),
+            _slices_in_words(self.slices),
+            _fit_in_words(self.fit),
+        ]
+        if self.padding is not None:
+            steps.append(f"padded with {self.padding:g}")
+        steps.append(f"kept as {self.storage}")
+        return tuple(step for step in steps if step)
 
 
-def _channels(spec: TransformSpec) -> str:
-    picked = f"channels {', '.join(map(str, spec.pick))}"
-    return {"keep": "", "grey": "grey by luminance", "rgb": "grey repeated as RGB", "pick": picked}[
-        spec.channels
-    ]
+def _channels_in_words(spec: TransformSpec) -> str:
+    match spec.channels:
+        case "keep":
+            return ""
+        case "grey":
+            return "grey by luminance"
+        case "rgb":
+            return "grey repeated as RGB"
+        case "pick":
+            return f"channels {', '.join(map(str, spec.pick))}"
 
 
-def _range(given: WindowRange | ValuesRange | PercentilesRange | FullRange) -> str:
-    match given:
+def _range_in_words(value_range: WindowRange | ValuesRange | PercentilesRange | FullRange) -> str:
+    match value_range:
         case WindowRange(fallback=fallback):
             without = {
                 "refuse": "not taken",
@@ -238,24 +247,25 @@ def _range(given: WindowRange | ValuesRange | PercentilesRange | FullRange) -> s
             return "range of the file's type"
 
 
-def _content(given: Content | None) -> str:
-    if given is None:
+def _content_in_words(content: Content | None) -> str:
+    if content is None:
         return ""
-    margin = f" and a margin of {given.margin:.0%}" if given.margin else ""
-    return f"cut to what is brighter than {given.threshold:.3g} of the range{margin}"
+    text = f"cut to what is brighter than {content.threshold:.3g} of the range"
+    if content.margin:
+        text += f" and a margin of {content.margin:.0%}"
+    return text
 
 
-def _slices(given: Slices | None) -> str:
-    if given is None:
+def _slices_in_words(slices: Slices | None) -> str:
+    if slices is None:
         return ""
-    low, high = given.share
-    return (
-        f"{given.count} {given.axis} slices of a volume, from {low:.0%} to {high:.0%} of the axis"
-    )
+    low, high = slices.share
+    part = f"from {low:.0%} to {high:.0%} of the axis"
+    return f"{slices.count} {slices.axis} slices of a volume, {part}"
 
 
-def _fit(given: CropFit | PadFit | StretchFit | CentreFit | SpacingFit) -> str:
-    match given:
+def _fit_in_words(fit: CropFit | PadFit | StretchFit | CentreFit | SpacingFit) -> str:
+    match fit:
         case CropFit():
             return "resampled in proportion until no side is too short, the middle kept"
         case PadFit():

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, create_model, model_validator
 
 from ddm.errors import DocumentError
-from ddm.protocol.base import Digest, Model, misfit
+from ddm.protocol.base import Digest, Model, describe_error
 from ddm.protocol.enrolment import LogKeyText
 
 _Hex128 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
@@ -172,7 +172,7 @@ def check_schema(value: Any, kind: str, subject: str, *, unsigned: bool = False)
     try:
         model.model_validate(value)
     except ValidationError as error:
-        where, what = misfit(model, error)
+        where, what = describe_error(model, error)
         raise DocumentError(
             subject, expected=f"{kind} metadata", got=f"field {where}: {what}"
         ) from error

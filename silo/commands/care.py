@@ -87,11 +87,11 @@ def show_log(
     as_json: JsonOption = False,
 ) -> None:
     """Show who decided what about this site, and when."""
-    from silo.decisions import in_words
+    from silo.decisions import describe_decisions
 
     entries = _decisions(site).entries
     if not as_json:
-        say(table(in_words(entries), ("when", "who", "what")))
+        say(table(describe_decisions(entries), ("when", "who", "what")))
         return
     rows = []
     for entry in entries:

@@ -100,5 +100,5 @@ def _compare_with_policy(source: "ImageSource", policy: Policy, *, quiet: bool) 
     num = check_values(source, policy)
     if not quiet:
         say(
-            f"\nThe data match the table [data] of policy.toml: {num} images, at least {policy.least_images}."
+            f"\nThe data match the table [data] of policy.toml: {num} images, at least {policy.min_images}."
         )

@@ -123,9 +123,9 @@ def _header_problems(arrays: ImageArrays, declared: DataPolicy) -> list[DataErro
 
 
 def _number_problems(num: int, policy: Policy) -> list[DataError]:
-    if num >= policy.least_images:
+    if num >= policy.min_images:
         return []
-    expected = f"at least {policy.least_images} (data.min_images, else training.min_images)"
+    expected = f"at least {policy.min_images} (data.min_images, else training.min_images)"
     return [DataError("images", expected=expected, got=f"{num}")]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ddm.errors import MissingFileError
 from ddm.system.console import say, table
 from silo.config import Site
-from silo.decisions import DecisionLog, ImagesDecided
+from silo.decisions import DecisionLog, ImagesReviewed
 from silo.images.command import image_source
 from silo.images.decisions import Decision, Decisions
 from silo.images.memory import DATABASE, ScanMemory
@@ -92,7 +92,7 @@ def _logged(log: DecisionLog | None, review: Review, decisions: Decisions) -> It
         if log is not None:
             waiting, cleared, left_out = review.counts.values()
             log.notice_images(
-                ImagesDecided(
+                ImagesReviewed(
                     num_waiting=waiting,
                     num_cleared=cleared,
                     num_left_out=left_out,

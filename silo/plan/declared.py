@@ -37,10 +37,10 @@ def declared_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:
     min_images = max(plan.partition.min_images, policy.training.min_images)
     if isinstance(plan.partition, RandomPartition):
         min_images *= plan.partition.num_parts
-    if min_images > policy.least_images:
+    if min_images > policy.min_images:
         yield BrokenRule(
             "fewest images",
-            f"at most {policy.least_images} (data.min_images in policy.toml, else training.min_images)",
+            f"at most {policy.min_images} (data.min_images in policy.toml, else training.min_images)",
             f"{min_images}",
         )
     yield from _sample_rules(plan, policy.data)

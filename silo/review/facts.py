@@ -14,7 +14,7 @@ from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
 from ddm.statistics.of_plan import statistics_of
 from silo.audit.document import AuditReport, read_report
 from silo.config import Site
-from silo.decisions import DecisionLog, in_words
+from silo.decisions import DecisionLog, describe_decisions
 from silo.plan.acceptance import AcceptedPlan, load_accepted
 from silo.plan.workspace import open_workspace
 from silo.privacy.account import Account, account
@@ -135,7 +135,7 @@ def gather(site: Site) -> Facts:
     report = None
     with suppress(ArchipelagoError):  # the verdict stands in the draft
         report = read_report(open_workspace(site, draft.plan_id).audit_path)
-    decisions = in_words(DecisionLog(site).entries)[: -MOST_DECISIONS - 1 : -1]
+    decisions = describe_decisions(DecisionLog(site).entries)[: -MOST_DECISIONS - 1 : -1]
     return Facts(
         draft=draft,
         accepted=accepted,

@@ -9,7 +9,7 @@ from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
 from ddm.protocol.submission import Approval, Responsible, Submission
 from silo.config import Site
-from silo.decisions import Approved, DecisionLog
+from silo.decisions import DecisionLog, SubmissionApproved
 from silo.plan.succession import find_successor
 from silo.worker.state import load_state, state_path
 
@@ -102,9 +102,9 @@ def _check_responsible(draft: Submission, despite_fail: Responsible | None) -> N
         )
 
 
-def approval_record(draft: Submission, by: Literal["person", "policy"]) -> Approved:
+def approval_record(draft: Submission, by: Literal["person", "policy"]) -> SubmissionApproved:
     """Return an approval of a draft as the log of decisions keeps it."""
-    return Approved(
+    return SubmissionApproved(
         plan_id=draft.plan_id, sequence=draft.sequence, submission_digest=draft.digest, approval=by
     )
 

@@ -18,7 +18,7 @@ from ddm.io.files import read_bounded, sync_folder, write_atomic
 from ddm.io.locks import is_locked, lock_file
 from ddm.protocol.base import Document, ShortText, Time, now_utc
 from silo.config import Site
-from silo.decisions import DecisionLog, Paused, Resumed, who
+from silo.decisions import DecisionLog, WorkPaused, WorkResumed, current_user
 
 HALTED = "halted"
 _MAX_BYTES = 4096
@@ -44,11 +44,11 @@ def pause(site: Site) -> Pause:
     Raises:
         DecisionLogError: the log of decisions is damaged; the work goes on.
     """
-    DecisionLog(site).add(Paused())
+    DecisionLog(site).add(WorkPaused())
     earlier = present_pause(site)
     if earlier is not None:
         return earlier
-    new = Pause(at=now_utc(), by=who())
+    new = Pause(at=now_utc(), by=current_user())
     write_atomic(_path(site), new.encode(), mode=0o600)
     return new
 
@@ -61,7 +61,7 @@ def resume(site: Site) -> bool:
     """
     if not _path(site).exists():
         return False
-    DecisionLog(site).add(Resumed())
+    DecisionLog(site).add(WorkResumed())
     _path(site).unlink(missing_ok=True)
     sync_folder(site.private)
     return True

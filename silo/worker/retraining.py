@@ -13,7 +13,7 @@ from ddm.statistics.cost import paid_mechanisms
 from ddm.transport.messages import MAX_SUBMISSIONS
 from silo.config import Site
 from silo.data.cohort import Cohort
-from silo.decisions import DecisionLog, Retrained
+from silo.decisions import DecisionLog, RetrainingStarted
 from silo.plan.acceptance import AcceptedPlan, load_accepted
 from silo.plan.succession import find_successor
 from silo.privacy.ledger import Debit, Ledger
@@ -158,7 +158,7 @@ def retrain(site: Site) -> State:
                 remedy="Nothing was changed. Restore the images that were scanned and `silo run`, which costs nothing; "
                 "or raise privacy.budget_epsilon in policy.toml knowingly; or give the plan up: silo withdraw.",
             )
-        DecisionLog(site).add(Retrained(plan_id=state.plan_id or "", state=state.state))
+        DecisionLog(site).add(RetrainingStarted(plan_id=state.plan_id or "", state=state.state))
         sequence = state.sequence
         if state.state == "refused":
             sequence += 1

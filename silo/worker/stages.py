@@ -77,7 +77,7 @@ def scan_images(
         latent_shape = plan.expert_shape
     request = CohortRequest(
         data=data_spec,
-        min_images=policy.least_images,
+        min_images=policy.min_images,
         unit=plan.statistics.unit,
         num_classes=num_classes(plan),
         class_names=class_names,

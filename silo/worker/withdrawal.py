@@ -11,7 +11,7 @@ from ddm.protocol.leave import LEAVE_NAME
 from ddm.trust.keys import SigningKey
 from ddm.trust.sealed_documents import seal_leave_notice
 from silo.config import Site
-from silo.decisions import DecisionLog, Withdrew
+from silo.decisions import DecisionLog, PlanWithdrawn
 from silo.worker.approval import approval_path, review_folder
 from silo.worker.state import State, load_state, save_state, state_path, write_courier_status
 
@@ -46,7 +46,7 @@ def withdraw_from_plan(site: Site, key: SigningKey) -> State:
         withdrawn = state
         if state.state != "withdrawn":
             withdrawn = state.after("withdraw")
-            DecisionLog(site).add(Withdrew(plan_id=state.plan_id, state=state.state))
+            DecisionLog(site).add(PlanWithdrawn(plan_id=state.plan_id, state=state.state))
         _leave_notice(site, state.plan_id, key)
         if state.state not in ("accepted", "withdrawn"):
             _empty_outbox(site, state)

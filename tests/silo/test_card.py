@@ -14,7 +14,7 @@ from ddm.trust.keys import SigningKey
 from silo.cli import app
 from silo.config import Site
 from silo.data.first_look import UnitCounts, count_units
-from silo.setup import make_card, rounded_up
+from silo.setup import make_card, round_up
 from tests.conftest import Planned
 from tests.support.cohorts import source_at
 from tests.support.federation import POLICY, TinyFederation, cohort, write_policy
@@ -53,7 +53,7 @@ def stated(site: Site, key: SigningKey, **numbers: int) -> AgreedSize:
 def test_card_states_the_next_power_of_two_so_that_it_reveals_no_number(
     num: int, most: int
 ) -> None:
-    assert rounded_up(num) == most
+    assert round_up(num) == most
 
 
 def test_card_counts_the_data_until_a_person_states_a_number_which_then_stays(

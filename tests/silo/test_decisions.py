@@ -16,16 +16,16 @@ from ddm.errors import DataError, DecisionLogError, MissingFileError
 from silo.config import Site
 from silo.decisions import (
     MAX_RECORDS,
-    Approved,
     DecisionLog,
-    ImagesDecided,
+    ImagesReviewed,
     KeyRotated,
-    Paused,
     PolicyChanged,
-    Resumed,
-    Retrained,
-    in_words,
-    who,
+    RetrainingStarted,
+    SubmissionApproved,
+    WorkPaused,
+    WorkResumed,
+    current_user,
+    describe_decisions,
 )
 from silo.images.decisions import Decisions
 from silo.worker.approval import approve
@@ -74,10 +74,10 @@ def test_every_decision_about_a_plan_is_written_down_once(tiny: TinyFederation, 
     tiny.work(SILO)  # a person's approval holds, whatever the policy says by then
     assert kinds(site) == ["policy", "plan accepted", "approved", "policy"]
     by_hand = DecisionLog(site).entries[2].record.decision
-    assert isinstance(by_hand, Approved)
+    assert isinstance(by_hand, SubmissionApproved)
     assert (by_hand.approval, by_hand.submission_digest) == ("person", digest)
-    rows = in_words(DecisionLog(site).entries)
-    assert {row[1] for row in rows} == {who()} and f"uid {os.getuid()}" in who()
+    rows = describe_decisions(DecisionLog(site).entries)
+    assert {row[1] for row in rows} == {current_user()} and f"uid {os.getuid()}" in current_user()
     assert (
         rows[3][2]
         == "policy.toml changed: approval.carry_over False to True; approval.kind person to policy"
@@ -87,7 +87,7 @@ def test_every_decision_about_a_plan_is_written_down_once(tiny: TinyFederation, 
 def test_approval_by_the_policy_is_written_down(tiny: TinyFederation, site: Site) -> None:
     tiny.work(SILO)
     last = DecisionLog(site).entries[-1].record.decision
-    assert isinstance(last, Approved) and last.approval == "policy"
+    assert isinstance(last, SubmissionApproved) and last.approval == "policy"
 
 
 def test_withdrawal_and_new_keys_are_written_down(tiny: TinyFederation, site: Site) -> None:
@@ -109,12 +109,12 @@ def test_training_again_is_written_down_each_time(tiny: TinyFederation, site: Si
 
 def test_approval_given_again_is_a_second_one_only_after_training_again(site: Site) -> None:
     log, plan = DecisionLog(site), {"plan_id": "colours-00000000"}
-    approval = Approved(**plan, sequence=1, submission_digest="0" * 64, approval="person")
+    approval = SubmissionApproved(**plan, sequence=1, submission_digest="0" * 64, approval="person")
     for decision in (
         approval,
-        Paused(),
+        WorkPaused(),
         approval,
-        Retrained(**plan, state="awaiting_approval"),
+        RetrainingStarted(**plan, state="awaiting_approval"),
         approval,
     ):
         log.add(decision)
@@ -123,9 +123,9 @@ def test_approval_given_again_is_a_second_one_only_after_training_again(site: Si
 
 def test_user_behind_sudo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUDO_USER", "ward\x1b[2J")
-    assert who().endswith("asked by ward\\x1b[2J")
+    assert current_user().endswith("asked by ward\\x1b[2J")
     monkeypatch.setenv("SUDO_USER", "root")
-    assert "asked" not in who()
+    assert "asked" not in current_user()
 
 
 def edited(old: bytes, new: bytes) -> Callable[[Path], None]:
@@ -249,18 +249,18 @@ def test_half_a_line_is_removed_and_a_full_log_is_refused(
     chain_format = log._chain.format
     monkeypatch.setattr(log._chain, "format", replace(chain_format, max_records=6))
     with pytest.raises(DecisionLogError, match="at most 6 records"):
-        log.add(Paused())
+        log.add(WorkPaused())
 
 
 def test_images_are_written_down_when_their_decisions_changed(site: Site) -> None:
     log = DecisionLog(site)
     some = {"num_waiting": 3, "num_cleared": 0, "num_left_out": 0}
-    log.notice_images(ImagesDecided(**some, decisions_digest="0" * 64))
+    log.notice_images(ImagesReviewed(**some, decisions_digest="0" * 64))
     assert log.entries == ()  # nobody decided anything yet
     for digest in ("1", "1", "2"):
-        log.notice_images(ImagesDecided(**some | {"num_cleared": 2}, decisions_digest=digest * 64))
+        log.notice_images(ImagesReviewed(**some | {"num_cleared": 2}, decisions_digest=digest * 64))
     assert kinds(site) == ["images", "images"]
-    assert in_words(log.entries)[0][2] == "images: 2 cleared, 0 left out, 3 wait"
+    assert describe_decisions(log.entries)[0][2] == "images: 2 cleared, 0 left out, 3 wait"
 
 
 def test_review_of_images_is_written_down_and_refused_with_a_broken_log(
@@ -276,7 +276,8 @@ def test_review_of_images_is_written_down_and_refused_with_a_broken_log(
     assert "0 images wait" in command("silo", "review", site.path, "--images", "--clear", data).out
     assert command("silo", "review", site.path, "--images", "--list").code == 0
     assert (
-        in_words(DecisionLog(site).entries)[0][2] == "images: 1 cleared, 0 left out, 0 wait"
+        describe_decisions(DecisionLog(site).entries)[0][2]
+        == "images: 1 cleared, 0 left out, 0 wait"
         and len(kinds(site)) == 1
     )
     edited(b'"by":"', b'"by":"not ')(site.private / "log")
@@ -301,15 +302,15 @@ def test_largest_policy_fits_a_record(site: Site) -> None:
     first, second = (entry.record.decision for entry in DecisionLog(site).entries)
     assert isinstance(first, PolicyChanged) and isinstance(second, PolicyChanged)
     assert first.policy_digest != second.policy_digest
-    assert "end of a long text" in in_words(DecisionLog(site).entries)[1][2]
+    assert "end of a long text" in describe_decisions(DecisionLog(site).entries)[1][2]
 
 
 def test_show_prints_who_and_what_and_json_holds_the_chain(decided: Site) -> None:
     shown = command("silo", "log", "show", decided.path).out
-    assert shown.count(who()) == 5 and "resumed the worker" in shown
+    assert shown.count(current_user()) == 5 and "resumed the worker" in shown
     records = json.loads(command("silo", "log", "show", decided.path, "--json").out)
     assert [each["previous"] for each in records[1:]] == [each["digest"] for each in records[:-1]]
-    assert records[1]["decision"] == Resumed().model_dump()
+    assert records[1]["decision"] == WorkResumed().model_dump()
 
 
 def test_site_without_a_decision_has_no_log(site: Site) -> None:
