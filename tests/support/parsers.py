@@ -201,6 +201,8 @@ def card_document() -> dict[str, Any]:
         "signing_key": str(KEY.public),
         "node_key": "ecdsa-sha2-nistp256 AAAAE2VjZHNh",
         "agreed": {"images": 1024, "patients": 256},
+        "max_epsilon": 8.0,
+        "unit": "patient",
         "created_at": _WHEN,
     }
 
