@@ -249,6 +249,7 @@ class Yardstick:
             raise ShapeError("samples", expected=expected, got=str(pixels_NP.shape[1]))
         sample_set = FeatureSet.of(features_ND, self.k, counter)
         metrics, both = measure(sample_set, self.feature_set, seed=self.seed, on_block=counter)
+        # As many images as there are samples, since FID depends on their number.
         floor = measure_floor(self.feature_set, len(rows), seed=self.seed)
         per_silo = {}
         if silo_N is not None:

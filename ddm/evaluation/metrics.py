@@ -120,6 +120,7 @@ def measure(
     metrics["precision"] = proportion(both.inside_N)
     metrics["recall"] = proportion(both.recalled_M)
     density_N = both.balls_N.double() / reference.neighbours.k
+    # Density is a mean over samples, so that its terms are the samples' own values; it has no upper bound.
     density = bootstrap_estimate(float(density_N.mean()), [density_N], seed=seed)
     metrics["density"] = replace(density, low=max(density.low, 0.0))
     metrics["coverage"] = proportion(both.covered_M)

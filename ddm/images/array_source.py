@@ -64,6 +64,7 @@ class ArraySource:
         """Return the arrays to be read by rows; None where one of them cannot be read in place."""
         parts = [array.in_place() for array in self._arrays]
         stored = tuple(part for part in parts if part is not None)
+        # Rows are only read in place if all of them are: a block may be of several parts.
         if len(stored) != len(parts):
             return None
         if len(stored) == 1:
@@ -88,14 +89,12 @@ class ArraySource:
         """
         arrays = self._open_column(name)
         num_bytes = sum(prod(array.shape) * array.dtype.itemsize for array in arrays)
-        most_bytes = min(len(self) * max_bytes, MAX_COLUMN_BYTES)
-        if num_bytes > most_bytes:
-            raise DataError(name, expected=f"at most {most_bytes} bytes", got=f"{num_bytes}")
-        column = (
-            arrays[0].whole()
-            if len(arrays) == 1
-            else np.concatenate([array.whole() for array in arrays])
-        )
+        column_max_bytes = min(len(self) * max_bytes, MAX_COLUMN_BYTES)
+        if num_bytes > column_max_bytes:
+            raise DataError(name, expected=f"at most {column_max_bytes} bytes", got=f"{num_bytes}")
+        parts = [array.whole() for array in arrays]
+        # A copy is only needed to join several.
+        column = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return column.reshape(self.column_shape(name))
 
     def column_shape(self, name: str) -> tuple[int, ...]:
@@ -114,6 +113,7 @@ class ArraySource:
         arrays = self._columns[column]()
         if any(not array.shape for array in arrays):
             raise DataError(name, expected="an entry for each image", got="a single value")
+        # Joined, entries of one part would otherwise come beside images of another.
         if len(arrays) > 1:
             lengths = [array.shape[0] for array in arrays]
             if lengths != [array.shape[0] for array in self._arrays]:
@@ -136,12 +136,11 @@ class ParquetSource:
     def __init__(self, files: tuple[Path, ...]) -> None:
         self._table = ParquetTable(files)
         self.files = files
-        self.name: Name = (
-            "latents"
-            if self._table.image_column is None and self._table.latent_column
-            else "images"
-        )
-        column = self._table.latent_column if self.name == "latents" else self._table.image_column
+        self.name: Name = "images"
+        column = self._table.image_column
+        if column is None and self._table.latent_column is not None:
+            self.name = "latents"
+            column = self._table.latent_column
         if column is None:
             got = f"{len(self._table.names)} columns with other names"
             raise DataError("data file", expected="a column called image", got=got)

@@ -20,7 +20,7 @@ from ddm.images.record import MAX_CAPTION
 from ddm.protocol.classes import Classes
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
-# one character more, so that `captions_of` says what is too long
+# Of four bytes a character, and one character more, so that `captions_of` reports which text is too long.
 _MAX_CAPTION_BYTES = 4 * (MAX_CAPTION + 1)
 _TEXT_KINDS = "USO"
 _NUMBER_KINDS = "biuf"
@@ -76,10 +76,20 @@ def text_column(column_N: NDArray[np.generic], name: str) -> TextColumn:
     for text in texts:
         if text is not None:
             counts.setdefault(folded(text), Counter())[text] += 1
-    spelling = {key: spellings.most_common(1)[0][0] for key, spellings in counts.items()}
-    num_joined = sum(len(spellings) - 1 for spellings in counts.values())
-    values = tuple(None if text is None else spelling[folded(text)] for text in texts)
-    return TextColumn(values, num_joined)
+    # Of several spellings, the one that is written most often stands for all.
+    usual_spelling = {}
+    num_joined = 0
+    for key, spellings in counts.items():
+        ((spelling, _),) = spellings.most_common(1)
+        usual_spelling[key] = spelling
+        num_joined += len(spellings) - 1
+    values: list[str | None] = []
+    for text in texts:
+        if text is None:
+            values.append(None)
+        else:
+            values.append(usual_spelling[folded(text)])
+    return TextColumn(tuple(values), num_joined)
 
 
 def texts_of(column_N: NDArray[np.generic], name: str) -> list[str | None]:
@@ -163,10 +173,9 @@ def numbered(patient_N: NDArray[np.generic], rule: PatientRule = "spelling") -> 
         raise DataError(
             "patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY
         )
-    numbers: dict[object, int] = {}
-    return np.array(
-        [numbers.setdefault(key, len(numbers)) for key in key_N.tolist()], dtype=np.int64
-    )
+    number_by_key: dict[object, int] = {}
+    numbers = [number_by_key.setdefault(key, len(number_by_key)) for key in key_N.tolist()]
+    return np.array(numbers, dtype=np.int64)
 
 
 def names_of(column_N: NDArray[np.generic]) -> list[str]:
@@ -189,10 +198,10 @@ def captions_of(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
             got = f"a caption of {len(text)}"
             raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=got)
         texts.append(" ".join(text.split()))
-    captions = tuple("" if is_missing(visible_text(text)) else text for text in texts)
+    captions = ["" if is_missing(visible_text(text)) else text for text in texts]
     if not any(captions):
         raise DataError("captions", expected="a text for at least one image", got="only blank ones")
-    return captions
+    return tuple(captions)
 
 
 def _caption(cell: object) -> str:
@@ -211,7 +220,7 @@ def _caption(cell: object) -> str:
 
 
 def folded(text: str) -> str:
-    """Return a text without what does not tell values apart."""
+    """Return a text without the differences in spelling that do not make another value."""
     plain = " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
     number = _WHOLE_NUMBER.fullmatch(plain)
     if number:
@@ -246,10 +255,9 @@ def class_numbers(
         texts = texts_of(label_N, subject)
         num_missing = texts.count(None)
         if num_missing:
+            expected = f"{expected}, one for each image"
             got = f"none for {num_missing} of {len(texts)} images"
-            raise DataError(
-                subject, expected=f"{expected}, one for each image", got=got, remedy=remedy
-            )
+            raise DataError(subject, expected=expected, got=got, remedy=remedy)
         number_N = _numbers_by_name([text or "" for text in texts], classes)
     num_outside = int(((number_N < 0) | (number_N >= classes.num)).sum())
     if num_outside:

@@ -21,7 +21,7 @@ _JPEG_2000_START = b"\xff\x4f\xff\x51"
 _JP2_START = b"\0\0\0\x0cjP  \r\n\x87\n"
 _END = b"\xff\xd9"  # of all three kinds of code stream
 _SYCC = 18  # enumerated colour space of JP2: YCbCr
-# start of frame: baseline, extended, progressive (ISO/IEC 10918-1 table B.1)
+# Start of frame: baseline, extended, progressive (ISO/IEC 10918-1 table B.1).
 _DCT = (
     0xC0,
     0xC1,

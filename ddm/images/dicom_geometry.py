@@ -20,9 +20,8 @@ _DESCRIPTIONS = (
 _MAX_MM = 1e5  # beyond which a number is no place or length in a scanner
 _SECTIONS = ("CT", "MR", "PT", "NM")  # modalities whose images are sections of the body
 _SPACINGS = ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
-_UNIT_ERROR = (
-    1e-3  # of the length of a direction, of a right angle, and between directions of two frames
-)
+# Of the length of a direction, of a right angle, and between directions of two frames.
+_UNIT_ERROR = 1e-3
 _UNEVEN_STEPS = 0.01  # share of a step
 _ROUNDED_MM = 1e-3  # of positions that are written as decimals
 _SHEAR = 0.1  # pixels that a slice may be beside the line through the first one, along the normal

@@ -291,9 +291,13 @@ def pixel_bytes(tags: Any, keyword: str) -> bytes | memoryview:
         return b""
     buffer = getattr(tags, "buffer", None)
     if element.value is None and isinstance(buffer, BytesIO):
-        end = None if element.length == _UNDEFINED else element.value_tell + element.length
+        end = None
+        if element.length != _UNDEFINED:
+            end = element.value_tell + element.length
         return memoryview(buffer.getvalue())[element.value_tell : end]
-    value = value_of(tags, keyword) if element.value is None else element.value
+    value = element.value
+    if value is None:
+        value = value_of(tags, keyword)
     if not isinstance(value, bytes):
         return b""
     return value
@@ -336,14 +340,16 @@ def _from_big_endian(data: Any, tags: Any, pixel_format: PixelFormat) -> Any:
         return data
     if pixel_format.allocated > 16 or representation != "OW":
         raise ImageError(Reason.UNSUPPORTED, "BitsAllocated of this size in big endian")
-    whole = np.frombuffer(data, np.uint8, len(data) // 2 * 2)
-    swapped = whole.reshape(-1, 2)[:, ::-1].reshape(-1)
-    return swapped.tobytes() + bytes(data[len(whole) :])
+    # A last byte without a partner stays where it is.
+    words = np.frombuffer(data, np.uint8, len(data) // 2 * 2)
+    swapped = words.reshape(-1, 2)[:, ::-1].reshape(-1)
+    return swapped.tobytes() + bytes(data[len(words) :])
 
 
 def _cells(data: Any, pixel_format: PixelFormat, bit_offset: int = 0) -> NDArray[Any]:
     """Return the cells of one frame: (H, W), or (H, W, 3)."""
-    rows, columns = pixel_format.rows, pixel_format.columns
+    rows = pixel_format.rows
+    columns = pixel_format.columns
     if pixel_format.is_float:
         order = "<"
         if pixel_format.syntax == EXPLICIT_BIG_ENDIAN:
@@ -468,10 +474,10 @@ def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> NDArray[Any]:
     """Return the cells of a frame whose bytes are run-length encoded, one segment for each byte of a cell (PS3.5 G)."""
     num_cell_bytes = pixel_format.allocated // 8
     num_segments = pixel_format.samples * num_cell_bytes
-    header = [
-        int.from_bytes(data[start : start + 4], "little")
-        for start in range(0, _RLE_HEADER_BYTES, 4)
-    ]
+    # The header has the number of segments, then the offset of each, as words of 32 bits.
+    header = []
+    for position in range(0, _RLE_HEADER_BYTES, 4):
+        header.append(int.from_bytes(data[position : position + 4], "little"))
     if header[0] != num_segments or num_segments > 15:
         raise ImageError(
             Reason.DAMAGED,
@@ -481,7 +487,9 @@ def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> NDArray[Any]:
     if starts[0] < _RLE_HEADER_BYTES or starts != sorted(starts):
         raise ImageError(Reason.DAMAGED, "RLE segments out of order")
     shape = (pixel_format.rows, pixel_format.columns)
-    if _has_bytes(data[starts[0] : starts[1]], (shape[0] + 1) * shape[1]):
+    # A segment of a row more than there are rows shows that the tags are wrong.
+    first_segment = data[starts[0] : starts[1]]
+    if _has_bytes(first_segment, (pixel_format.rows + 1) * pixel_format.columns):
         raise contradiction("Rows, Columns", "the length of RLE segments")
     planes = []
     for sample in range(pixel_format.samples):
@@ -494,7 +502,9 @@ def _run_length_cells(data: bytes, pixel_format: PixelFormat) -> NDArray[Any]:
             else:
                 np.left_shift(cells, 8, out=cells)
                 np.bitwise_or(cells, part, out=cells)
-        planes.append(cells.view(f"<i{num_cell_bytes}") if pixel_format.signed else cells)
+        if pixel_format.signed:
+            cells = cells.view(f"<i{num_cell_bytes}")
+        planes.append(cells)
     if pixel_format.samples == 1:
         return planes[0]
     return np.stack(planes, -1)
@@ -548,10 +558,11 @@ def _encapsulated_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[bytes
         first_fragments = [starts.index(offset) for offset in table]
     else:
         first_fragments = _first_fragments(fragments, pixel_format)
-    for number, first in enumerate(first_fragments):
-        end = first_fragments[number + 1] if number + 1 < num_frames else len(fragments)
+    ends = [*first_fragments[1:], len(fragments)]
+    for number, (first, end) in enumerate(zip(first_fragments, ends, strict=True)):
         frame = b"".join(content for _, content in fragments[first:end])
         if lengths:
+            # A frame of odd length is padded by a byte, which is no part of it.
             if not 0 <= len(frame) - lengths[number] <= 1:
                 raise contradiction("ExtendedOffsetTableLengths", "PixelData")
             frame = frame[: lengths[number]]
@@ -667,17 +678,18 @@ def _frame_of_samples(
         half = 1 << (code_stream.bits - 1)
         if int(values.min()) < 0 or int(values.max()) >= half:
             raise contradiction("PixelRepresentation", "the code stream")
-    least = int(values.min())
-    most = int(values.max())
-    if least < lowest or most > highest:
+    smallest = int(values.min())
+    largest = int(values.max())
+    if smallest < lowest or largest > highest:
         slack = 0.0
         if _last_number(pixel_format.syntax) not in _LOSSLESS_NUMBERS:
             slack = _OVERSHOOT * (highest - lowest)
-        if least < lowest - slack or most > highest + slack:
+        if smallest < lowest - slack or largest > highest + slack:
             raise contradiction("BitsStored", "the code stream")
         values = values.clip(lowest, highest)
-    kind = f"{'i' if pixel_format.signed else 'u'}{samples.dtype.itemsize}"
-    return StoredFrame(values.astype(kind, copy=False), (lowest, highest))
+    sign = "i" if pixel_format.signed else "u"
+    values = values.astype(f"{sign}{samples.dtype.itemsize}", copy=False)
+    return StoredFrame(values, (lowest, highest))
 
 
 def _with_sign(values: NDArray[Any], code_stream: CodeStream, stored: int) -> NDArray[Any]:
@@ -686,8 +698,10 @@ def _with_sign(values: NDArray[Any], code_stream: CodeStream, stored: int) -> ND
         if int(values.max()) >= 1 << (code_stream.bits - 1):
             raise contradiction("BitsStored", "the code stream")
         return values
-    unused = 32 - stored
-    signed: NDArray[Any] = np.right_shift(np.left_shift(values.astype(np.int32), unused), unused)
+    num_unused = 32 - stored
+    shifted = np.left_shift(values.astype(np.int32), num_unused)
+    # The shift back extends the sign.
+    signed: NDArray[Any] = np.right_shift(shifted, num_unused)
     # Bits above the stored ones are zero, or repeat the sign; anything else is no value of so many bits.
     above = values.astype(np.int32) >> stored
     all_above = (1 << (code_stream.bits - stored)) - 1

@@ -19,7 +19,7 @@ from ddm.images.picture import DecodedPicture, DecodeLimits
 from ddm.images.reasons import ImageError, Reason
 from ddm.images.volume_files import bounds_of, picture_of_volume, read_header, read_volumes
 
-# and the least offset of the voxels
+# By format: the type of the header, and the offset before which no voxel can be.
 _HEADERS = {
     "NIfTI": (Nifti1Header, 352),
     "NIfTI-2": (Nifti2Header, 544),
@@ -50,7 +50,7 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
     Raises:
         ImageError: a header or voxels that give no picture, with the true reason.
     """
-    header_type, least_offset = _HEADERS[kind]
+    header_type, min_offset = _HEADERS[kind]
     size = header_type.template_dtype.itemsize
     data = read_header(content, size)
     order = ">"
@@ -63,7 +63,7 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
         raise ImageError(Reason.NO_PICTURE, _INTENTS[int(header["intent_code"])])
     slope, intercept = _scaling(header, stored)
     offset = float(header["vox_offset"])
-    if not least_offset <= offset <= _MAX_VOX_OFFSET or offset != int(offset):
+    if not min_offset <= offset <= _MAX_VOX_OFFSET or offset != int(offset):
         raise ImageError(Reason.DAMAGED, "vox_offset")
     matrix = _matrix(header, shape)
     window = _window(header)

@@ -67,6 +67,7 @@ def parse_header(head: bytes) -> Header:
     if version not in _HEADERS:
         raise ValueError("another version")
     shape, by_columns, dtype = _HEADERS[version](handle)
+    # Unpickling runs whatever the file says.
     if dtype.hasobject:
         raise ImageError(
             Reason.UNSUPPORTED, "an array of pickled Python objects: save it as numbers or text"
@@ -229,6 +230,7 @@ def npy_array(path: Path) -> EncodedArray:
     header = npy_header(path)
     expected = header.offset + header.num_bytes
     num_bytes = path.stat().st_size
+    # The header alone decides how much memory is allocated: it must agree with the file first.
     if num_bytes < expected:
         raise ImageError(Reason.TRUNCATED, "fewer bytes than the header of the npy says")
     if num_bytes > expected:
@@ -283,6 +285,7 @@ def npz_array(path: Path, name: str) -> EncodedArray:
         entry = _entry(archive, name)
         with archive.open(entry) as handle:
             header = parse_header(handle.read(MAX_HEADER_BYTES))
+        # Before anything is unpacked: a small entry could announce an array of any size.
         if header.offset + header.num_bytes != entry.file_size:
             raise ValueError("an array longer or shorter than its entry")
         offset = None

@@ -19,14 +19,17 @@ from ddm.io.pictures import BACKGROUND, draw_grid
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import PadFit, Slices, TransformSpec, WindowRange
 
-MOST = 64  # pictures on one sheet
-CELL = (
-    160  # pixels along a side, fewer for a whole factor, more where the plan's samples are larger
-)
+MAX_PICTURES = 64  # on one sheet
+# Pixels along a side, fewer for a whole factor, more where the plan's samples are larger.
+CELL = 160
 _MAX_SLICES = 3  # of one volume
 _PADDING_TONE = -0.6  # of the part of a cell that a sample which is not square leaves free
 _LINE_PIXELS = 14  # of a line of text
 _NUMBER_PIXELS = 12  # of the number of a picture
+_UNTOUCHED = 128  # where no letter is drawn
+# Of the edges of cells, in `ddm.io.pictures.PALETTE`.
+_BEFORE_COLOUR = 0
+_AFTER_COLOUR = 4
 _LEGEND = (
     "orange edge: as its file shows it, with its number on this sheet; blue edge: as the plan makes it; "
     "crossed out: not taken"
@@ -45,7 +48,7 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
         path: of the PNG.
 
     Returns:
-        For each picture that was not taken, its number and the reason.
+        For each picture that the transform does not take, its number and the reason.
 
     Raises:
         DataError: no picture.
@@ -56,7 +59,7 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
     num_after = min(_MAX_SLICES, transform.num)
     cells: list[Floats] = []
     numbers_by_reason: dict[str, list[str]] = {}
-    for number, picture in enumerate(islice(pictures, MOST), 1):
+    for number, picture in enumerate(islice(pictures, MAX_PICTURES), 1):
         cells.append(_numbered(_before(picture, side), number))
         try:
             samples = transform.apply(picture)
@@ -64,18 +67,18 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
             numbers_by_reason.setdefault(str(error), []).append(str(number))
             cells += [_crossed_cell(side)] * num_after
             continue
-        indices = np.linspace(0, len(samples) - 1, min(num_after, len(samples))).round().astype(int)
-        after = [_after(samples[index], transform.data, side) for index in indices]
-        cells += after
-        cells += [_empty_cell(side)] * (num_after - len(after))
+        num_shown = min(num_after, len(samples))
+        # Of many slices, some that are evenly spread.
+        indices = np.linspace(0, len(samples) - 1, num_shown).round().astype(int)
+        for index in indices:
+            cells.append(_after(samples[index], transform.data, side))
+        cells += [_empty_cell(side)] * (num_after - num_shown)
     if not cells:
         raise DataError("preview", expected="at least one picture", got="an empty folder or array")
     _write(cells, 1 + num_after, [_LEGEND, *transform.spec.words], path)
     reasons = []
     for reason, numbers in numbers_by_reason.items():
-        noun = "pictures"
-        if len(numbers) == 1:
-            noun = "picture"
+        noun = "picture" if len(numbers) == 1 else "pictures"
         reasons.append(f"{noun} {', '.join(numbers)}: {reason.removeprefix('picture: ')}")
     return reasons
 
@@ -83,20 +86,23 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
 def _write(
     cells: Sequence[Floats], cells_of_picture: int, lines: Sequence[str], path: Path
 ) -> None:
-    """Lay the cells out, those of one picture side by side, below lines of text."""
+    """Arrange the cells in a grid below lines of text, those of one picture side by side."""
     pictures_in_row = ceil(sqrt(len(cells)) / cells_of_picture)
-    owners = [0 if number % cells_of_picture == 0 else 4 for number in range(len(cells))]
-    sheet = draw_grid(torch.from_numpy(np.stack(cells)), owners, pictures_in_row * cells_of_picture)
+    colours = []
+    for number in range(len(cells)):
+        is_before = number % cells_of_picture == 0
+        colours.append(_BEFORE_COLOUR if is_before else _AFTER_COLOUR)
+    images = torch.from_numpy(np.stack(cells))
+    grid = draw_grid(images, colours, pictures_in_row * cells_of_picture)
     text_width = 8 + 6 * max(len(line) for line in lines)
     text_height = _LINE_PIXELS * len(lines) + 8
-    whole = Image.new("RGB", (max(sheet.width, text_width), sheet.height + text_height))
-    whole.paste(BACKGROUND, (0, 0, *whole.size))
-    pen = ImageDraw.Draw(whole)
+    sheet = Image.new("RGB", (max(grid.width, text_width), grid.height + text_height), BACKGROUND)
+    pen = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
         pen.text((6, 4 + _LINE_PIXELS * number), line, fill=(220, 220, 220), font_size=11)
-    whole.paste(sheet, (0, text_height))
+    sheet.paste(grid, (0, text_height))
     encoded = BytesIO()
-    whole.save(encoded, format="PNG")
+    sheet.save(encoded, format="PNG")
     write_atomic(path, encoded.getvalue(), mode=0o600)
 
 
@@ -112,23 +118,25 @@ def _before(picture: Picture, side: int) -> Floats:
         slices=Slices(count=1),
         fit=PadFit(),
     )
+    transform = Transform(spec, DataSpec(shape=(3, side, side), range=(-1.0, 1.0)))
     try:
-        (sample,) = Transform(spec, DataSpec(shape=(3, side, side), range=(-1.0, 1.0))).apply(
-            picture
-        )
-    except DataError:  # all of its values are equal
+        (sample,) = transform.apply(picture)
+    except DataError:
+        # All of its values are equal, so that they have no range.
         return _empty_cell(side)
     return sample
 
 
 def _numbered(cell: Floats, number: int) -> Floats:
     """Return a cell with a number in its corner: letters without a box, which hide little of the picture."""
-    tones = Image.new("L", cell.shape[1:][::-1], 128)
-    ImageDraw.Draw(tones).text(
+    _, height, width = cell.shape
+    image = Image.new("L", (width, height), _UNTOUCHED)
+    ImageDraw.Draw(image).text(
         (3, 1), str(number), fill=255, stroke_fill=0, stroke_width=1, font_size=_NUMBER_PIXELS
     )
-    drawn = np.asarray(tones).astype(np.float32) / 127.5 - 1
-    return np.where(np.asarray(tones) == 128, cell, drawn[None]).astype(np.float32)
+    tones = np.asarray(image)
+    letters = tones.astype(np.float32) / 127.5 - 1
+    return np.where(tones == _UNTOUCHED, cell, letters[None]).astype(np.float32)
 
 
 def _after(sample: Floats, data: DataSpec, side: int) -> Floats:
@@ -141,7 +149,9 @@ def _after(sample: Floats, data: DataSpec, side: int) -> Floats:
         image = np.repeat(image[:1], 3, 0)
     tones = ((image - low) / (high - low) * 2 - 1).astype(np.float32)
     factor = side // max(data.shape[-2:])
-    return padded(tones.repeat(factor, 1).repeat(factor, 2), (side, side), _PADDING_TONE)
+    # Without interpolation: what an expert learns is shown pixel by pixel.
+    enlarged = tones.repeat(factor, 1).repeat(factor, 2)
+    return padded(enlarged, (side, side), _PADDING_TONE)
 
 
 def _empty_cell(side: int) -> Floats:

@@ -18,7 +18,8 @@ from ddm.images.formats import decode
 from ddm.images.names import has_foreign_suffix
 from ddm.images.picture import DecodedPicture, DecodeLimits, Picture
 from ddm.images.reasons import ImageError, Reason
-from ddm.images.table import Columns
+from ddm.images.record import PictureRecord
+from ddm.images.table import Columns, TableRow
 from ddm.images.workers import DecodedImage, DecodeJob, DecoderOptions, decode_files
 from ddm.system.escape import escape_control
 
@@ -165,11 +166,15 @@ class PictureReader:
         """
         if not self._num_failures:
             return
-        more = self._num_failures - len(self._failures)
-        got = "; ".join(self._failures) + (f"; and {more} more" if more else "")
-        remedy = "Leave these files out, or export them again; then run the command again."
+        got = "; ".join(self._failures)
+        num_more = self._num_failures - len(self._failures)
+        if num_more:
+            got += f"; and {num_more} more"
         raise DataError(
-            self.subject, expected="images that can all be used", got=got, remedy=remedy
+            self.subject,
+            expected="images that can all be used",
+            got=got,
+            remedy="Leave these files out, or export them again; then run the command again.",
         )
 
     def files(self) -> tuple[Path, ...]:
@@ -210,9 +215,8 @@ class PictureReader:
                 if isinstance(picture, ImageError):
                     self._cannot_decode(file, place, picture)
                 else:
-                    yield NamedPicture(
-                        _of_place(name, place), picture, picture.label, picture.caption
-                    )
+                    picture_name = _picture_name(name, place)
+                    yield NamedPicture(picture_name, picture, picture.label, picture.caption)
 
     def _decoded_by_processes(self, files: list[ImageFile]) -> Iterator[NamedPicture]:
         jobs = (DecodeJob(file.path, file.files, file.num_bytes) for file in files)
@@ -238,13 +242,8 @@ class PictureReader:
                         reason = Reason(record.reason)
                     self._cannot_decode(file, num_pictures, ImageError(reason, record.detail))
                 else:
-                    row = file.row
-                    yield NamedPicture(
-                        _of_place(self._name(file.path), num_pictures),
-                        answer.picture,
-                        (row.label if row is not None else None) or record.label,
-                        (row.caption if row is not None else None) or record.caption,
-                    )
+                    name = _picture_name(self._name(file.path), num_pictures)
+                    yield _named_picture(name, answer.picture, record, file.row)
                 num_pictures += 1
                 continue
             if answer.reason is not None:
@@ -255,18 +254,20 @@ class PictureReader:
 
     def _cannot_decode(self, file: ImageFile, place: int, error: ImageError) -> None:
         name = Path(file.path).name
-        # Beside pictures, anything may lie whose name does not say that it is a picture: notes, features, models.
+        # A folder of pictures may have any other files, whose names do not say that they are pictures: notes, models.
         in_folder = self.data.path.is_dir() and file.row is None and place == 0
         is_other_file = error.reason is Reason.UNKNOWN and has_foreign_suffix(name)
         is_other_array = name.lower().endswith(ARRAYS) and not self.data.looks_like_arrays
         if in_folder and (is_other_file or is_other_array):
             self.skipped.append(self._name(file.path))
         else:
-            self.refuse(_of_place(self._name(file.path), place), error)
+            self.refuse(_picture_name(self._name(file.path), place), error)
 
     def _name(self, path: str) -> str:
         """Return the name of a file below the path that was given, as a terminal may print it."""
-        root = self.data.path if self.data.path.is_dir() else self.data.path.parent
+        root = self.data.path
+        if not root.is_dir():
+            root = root.parent
         try:
             name = str(Path(path).relative_to(root))
         except ValueError:
@@ -274,7 +275,19 @@ class PictureReader:
         return escape_control(name, one_line=True)
 
 
-def _of_place(name: str, place: int) -> str:
+def _named_picture(
+    name: str, picture: Picture, record: PictureRecord, row: TableRow | None
+) -> NamedPicture:
+    """Return a picture with its label and caption; what a table says takes precedence over its file."""
+    label = record.label
+    caption = record.caption
+    if row is not None:
+        label = row.label or label
+        caption = row.caption or caption
+    return NamedPicture(name, picture, label, caption)
+
+
+def _picture_name(name: str, place: int) -> str:
     """Return the name of a picture: that of its file, with a number where it is not the first."""
     if place:
         return f"{name}, image {place + 1}"

@@ -35,6 +35,7 @@ from ddm.protocol.transform import TransformSpec
 from ddm.system.memory import machine_bytes
 
 MAX_CELL_BYTES = 16 * 1024  # of one caption or label, with room for four bytes a character
+_FLOAT_BYTES = 4
 _LABELS = ("labels", "label")
 _CAPTIONS = ("captions", "caption")
 
@@ -141,10 +142,12 @@ class ImageSet:
             return range_remarks(counter.use(), self.spec.range, ValueKind.FLOATS)
         # Whole numbers were spread over the plan's range by their type: say it in the numbers that the file holds.
         low, high = self.spec.range
-        largest = type_range[1]
-        whole = RangeCounter()
-        whole.add_images(((images.double() - low) / (high - low) * largest).round().numpy())
-        return range_remarks(whole.use(), type_range, ValueKind.WHOLE)
+        _, largest = type_range
+        share = (images.double() - low) / (high - low)
+        whole_numbers = (share * largest).round().numpy()
+        whole_counter = RangeCounter()
+        whole_counter.add_images(whole_numbers)
+        return range_remarks(whole_counter.use(), type_range, ValueKind.WHOLE)
 
     def _stored_blocks(self) -> Iterator[NDArray[np.generic]]:
         if self.stored is not None:
@@ -229,7 +232,8 @@ def _transformed(data: DataSet, transform: Transform, subject: str) -> ImageSet:
         labels.append(named.label)
         captions.append(named.caption)
         # Beside the compact type, all images are needed in float32 at one time.
-        needed_bytes = len(stored) * transform.data.dim * (4 + transform.dtype.itemsize)
+        value_bytes = _FLOAT_BYTES + transform.dtype.itemsize
+        needed_bytes = len(stored) * transform.data.dim * value_bytes
         if needed_bytes > memory_bytes:
             raise DataError(
                 subject,
@@ -239,17 +243,19 @@ def _transformed(data: DataSet, transform: Transform, subject: str) -> ImageSet:
     reader.require_all()
     if not stored:
         raise DataError(subject, expected="at least one", got="an empty folder or array")
-    # Parts of a data set, such as train_images, have columns of their own, which the pictures bear.
-    arrays = data.arrays if data.arrays is not None and len(data.arrays) == len(count_P) else None
+    # Parts of a data set, such as train_images, have columns of their own, which came with the pictures.
+    arrays = data.arrays
+    if arrays is not None and len(arrays) != len(count_P):
+        arrays = None
     return ImageSet(
-        transform.data,
-        reader.files(),
-        arrays,
-        stored,
-        count_P,
-        labels,
-        captions,
-        (*reader.remarks(), *enlargements.remarks(subject)),
+        spec=transform.data,
+        files=reader.files(),
+        arrays=arrays,
+        stored=stored,
+        count_P=count_P,
+        labels=labels,
+        captions=captions,
+        remarks=(*reader.remarks(), *enlargements.remarks(subject)),
     )
 
 

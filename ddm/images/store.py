@@ -286,6 +286,6 @@ class _TableWriter:
             raise DataError(
                 "patients", expected="a patient for each image", got="a blank one", remedy=remedy
             )
-        # A digest instead of the name: memory then does not hold names, and all keys have one size.
+        # A digest instead of the name: memory then holds no names, and all keys have one size.
         digest = blake2b(canonical(text).encode(), digest_size=16).digest()
         return self._patient_numbers.setdefault(digest, len(self._patient_numbers))

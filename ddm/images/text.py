@@ -25,30 +25,26 @@ _LETTER_HEIGHTS = (5, 6, 7, 8, 10)  # pixels, at one scale
 _LINE_LENGTH = 2.5  # letter heights: three or four letters
 _CELLS = 3  # equal parts of such a piece of a line
 _EDGE_STEPS = (0.05, 0.09, 0.16, 0.3)  # of the range of values, between neighbours; ascending
-# for lines that are turned: fewer images have to be searched twice
+# For lines that are turned: fewer images have to be searched twice.
 _TURNED_EDGE_STEPS = _EDGE_STEPS[1:]
 # Edges in each row of a line, on a stretch as long as letters are high, beyond those around the line.
 _SUSPICIOUS_EDGES = 2.05
-_SUSPICIOUS_TURNED_EDGES = (
-    2.65  # of a line that is turned by a quarter, where tesseract reads nothing in it
-)
+# Of a line that is turned by a quarter, where tesseract reads nothing in it.
+_SUSPICIOUS_TURNED_EDGES = 2.65
 _MIN_LINE_EDGES = 2.0  # fewer are no line at all
 _CELL_SHARE = 1.6  # the emptiest cell has at least one part in this of an equal share of the edges
 _BORDER_EDGES = 0.4  # that a line has to have more where it touches the border of the image
-_SPARSE = (
-    0.08  # edges a pixel; where there are more, a line has more of them beyond those around it, too
-)
+# Edges a pixel; where there are more, a line has more of them beyond those around it, too.
+_SPARSE = 0.08
 _QUIET_ROWS = 2  # above a line, and as many below it
 
 _SAMPLED_ROWS = 3  # one row in three is looked at first: every line has at least one of them
-_SAMPLED_COLUMNS = (
-    6  # one column in six, for lines that are turned: every line of 7 pixels has at least one
-)
+# One column in six, for lines that are turned: every line of 7 pixels has at least one.
+_SAMPLED_COLUMNS = 6
 _MIN_SAMPLED_EDGES = 4  # in such a row; fewer than in a mean row of the shortest line
 _WINDOW_BYTES = 4  # of eight packed columns: they hold the shortest line, wherever it begins
-_MIN_EDGES = (
-    24  # of a line of any height, in such a window of as many rows as the lowest letters have
-)
+# Of a line of any height, in such a window of as many rows as the lowest letters have.
+_MIN_EDGES = 24
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,12 @@ _SINGLE_NUMBERS = (
     ),
     *("Predictor", "TileWidth", "TileLength", "InkSet", "ImageDepth"),
 )
-# that are obeyed: ImageDepth, UIC2tag, ImageResources, GDAL_NODATA
+# Private tags that change what the pixels mean.
 _PRIVATE_TAGS = {
-    32997,
-    33629,
-    34377,
-    42113,
+    32997,  # ImageDepth
+    33629,  # UIC2tag
+    34377,  # ImageResources
+    42113,  # GDAL_NODATA
 }
 _IMAGEJ_NUMBER = re.compile(r"^(images|channels)=(\d+)\s*$", re.MULTILINE)
 _OME_CHANNEL_COUNT = re.compile(r"""<(?:\w+:)?Channel\b[^>]*?\bSamplesPerPixel=["'](\d+)["']""")
@@ -81,7 +81,7 @@ def read(
     Raises:
         ImageError: no image, with the true reason.
     """
-    # its messages quote the file; what they are about is checked here
+    # Its messages quote the file; the problems they report are checked here.
     tifffile.logger().setLevel("CRITICAL")
     with content.open() as stream:
         try:
@@ -129,7 +129,7 @@ def _meaning_of(error: Exception) -> ImageError:
     )
 
 
-def _pages(file: tifffile.TiffFile, most: int) -> Iterator[tifffile.TiffPage]:
+def _pages(file: tifffile.TiffFile, max_pages: int) -> Iterator[tifffile.TiffPage]:
     """Yield the pages; tifffile's own list ends without a word where a directory is outside of the file."""
     if not len(file.pages):
         raise ImageError(Reason.TRUNCATED, "directory: outside of the file")
@@ -138,8 +138,8 @@ def _pages(file: tifffile.TiffFile, most: int) -> Iterator[tifffile.TiffPage]:
     while offset:
         if offset in visited:
             raise ImageError(Reason.DAMAGED, "directories in a circle")
-        if len(visited) == most:
-            raise ImageError(Reason.TOO_LARGE, f"more than {most} pages")
+        if len(visited) == max_pages:
+            raise ImageError(Reason.TOO_LARGE, f"more than {max_pages} pages")
         visited.add(offset)
         page, _, offset = _page_at(file, offset)
         yield page
@@ -157,17 +157,16 @@ def _page_at(file: tifffile.TiffFile, offset: int) -> tuple[tifffile.TiffPage, l
         handle.seek(offset)
         page = tifffile.TiffPage(file, index=0)
         handle.seek(offset)
-        num_tags = struct.unpack(sizes.tagnoformat, handle.read(sizes.tagnosize))[0]
+        (num_tags,) = struct.unpack(sizes.tagnoformat, handle.read(sizes.tagnosize))
         table = handle.read(num_tags * sizes.tagsize)
-        link = struct.unpack(sizes.offsetformat, handle.read(sizes.offsetsize))[0]
+        (next_offset,) = struct.unpack(sizes.offsetformat, handle.read(sizes.offsetsize))
     except Exception as error:
         raise _meaning_of(error) from error
-    starts = range(0, len(table), sizes.tagsize)
-    return (
-        page,
-        [struct.unpack_from(sizes.byteorder + "H", table, start)[0] for start in starts],
-        link,
-    )
+    codes = []
+    for start in range(0, len(table), sizes.tagsize):
+        (code,) = struct.unpack_from(sizes.byteorder + "H", table, start)
+        codes.append(code)
+    return page, codes, next_offset
 
 
 def _check_tags(page: tifffile.TiffPage, codes: list[int]) -> None:
@@ -245,8 +244,10 @@ def _check_stack(first: tifffile.TiffPage, num_pages: int) -> None:
             Reason.UNSUPPORTED, "ImageDescription: a stack, whose planes have no directories"
         )
     elif "<OME" in description[:2000] or ":OME" in description[:2000]:
-        most = max(map(int, _OME_CHANNEL_COUNT.findall(description)), default=1)
-        if any(int(num_channels) > most for num_channels in _OME_CHANNELS.findall(description)):
+        # More channels than a pixel of any page has are in pages of their own.
+        samples_per_pixel = max(map(int, _OME_CHANNEL_COUNT.findall(description)), default=1)
+        num_channels = max(map(int, _OME_CHANNELS.findall(description)), default=0)
+        if num_channels > samples_per_pixel:
             raise ImageError(
                 Reason.UNSUPPORTED,
                 "ImageDescription: an OME stack, whose pages are channels (SizeC)",

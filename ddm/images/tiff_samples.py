@@ -35,7 +35,7 @@ _DECODERS = {
     PACK_BITS: imagecodecs.packbits_decode,
     50000: imagecodecs.zstd_decode,
 }
-# more than 4096 codes of 12 bits: one code stands for 4096 bytes at most
+# More than 4096 codes of 12 bits: one code stands for 4096 bytes at most.
 _LONGEST_LZW_BYTES = 1 << 13
 _NO_PREDICTOR = 1
 _HORIZONTAL = 2

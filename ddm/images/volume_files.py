@@ -46,7 +46,7 @@ def read_volumes(
     """
     size = prod(shape) * kind.itemsize
     if num > 1:
-        # a file that ends too early, or a wrong check sum, spoils all volumes
+        # A file that ends too early, or a wrong check sum, spoils all volumes.
         read_footer(content, start + num * size)
     with _unpacked(content) as stream:
         _skip(stream, start)

@@ -36,7 +36,7 @@ from ddm.system.process_table import processor_use
 from ddm.system.processes import start_tied
 
 _MAX_QUEUED_JOBS = 16  # requests that wait in the pipe of one decoder
-# of these requests: less than a pipe holds, so that neither end waits for the other
+# Their size in all: less than a pipe holds, so that neither end waits for the other.
 _MAX_QUEUED_BYTES = 1 << 15
 _POLL_S = 0.5
 _START_S = 120.0  # until a new process must be ready for its first file
@@ -173,7 +173,7 @@ def _decode_in_turn(
 ) -> Iterator[DecodedImage | DecodedFile]:
     if not processes:
         return
-    # the process that has each unfinished job, in the order of the jobs
+    # The process that has each unfinished job, in the order of the jobs.
     turns = deque[_DecoderProcess]()
     max_buffered_bytes = _MAX_BUFFERED_BYTES // len(processes)
     while not is_cancelled():
@@ -314,7 +314,7 @@ class _DecoderProcess:
         return True
 
     def _send(self, data: bytes) -> None:
-        # the end of its output is read next, and says what happened
+        # The end of its output is read next, and says what happened.
         with suppress(BrokenPipeError):
             assert self._process.stdin is not None  # noqa: S101 - for the type alone
             self._process.stdin.write(data)

@@ -5,7 +5,6 @@ import re
 from ddm.errors import UnsafePathError
 
 MAX_PATH_LENGTH = 512
-
 MAX_DEPTH = 8
 
 # No leading dot, no blank, no backslash, no colon, nothing outside ASCII: one spelling on every file system.

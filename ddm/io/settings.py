@@ -37,6 +37,7 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
         SetupError: it is not TOML, or a field is wrong; the message names it.
     """
     require_file(path, "a configuration file")
+    # An operator may name a link; `read_bounded` follows none.
     data = read_bounded(path.resolve(), MAX_SETTINGS_BYTES, subject=str(path))
     try:
         values = tomllib.loads(data.decode("utf-8-sig"))

@@ -53,6 +53,7 @@ def require_free_space(needed_bytes: Mapping[Path, int], purpose: str) -> None:
     Raises:
         DiskError: names folder, needed and free bytes.
     """
+    # Two folders that each fit on a disk may not fit on it together.
     by_disk: dict[int, list[Path]] = defaultdict(list)
     for folder in needed_bytes:
         by_disk[folder.stat().st_dev].append(folder)

@@ -266,6 +266,7 @@ def check_file(
         TensorFileError: anything else that does not hold, NaN and infinity included.
     """
     subject = path.name
+    # One block of memory for all: nothing of the file is kept.
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     with _open_bounded(path, max_bytes) as (handle, size):
         reader = HashingReader(handle, size, digest)

@@ -107,11 +107,13 @@ def audit_expert(
     if num_tested < min_units:
         return inconclusive_audit(expert.expert_id, num_tested, limits)
 
+    # The control knows a few members by heart, and is attacked on these alone.
     member_U = torch.arange(expert.members.num_units)
     every_member_U = torch.ones_like(member_U, dtype=torch.bool)
     overfitted_U = member_U < expert.effort.control_units
     reference = _unit_scores(expert, reference_scores, every_member_U, is_tested_U)
     is_tested_H = is_tested_U[expert.held.unit_I]
+    # The scale of copies comes from the units that are left, for the same reason.
     scales = {}
     for space in _SPACES:
         holdout_HK = neighbours[f"{space} of held"][is_tested_H]
@@ -189,6 +191,7 @@ def _train(
         audit.counter.add(step_evaluations * (progress.step - last_step))
         last_step = progress.step
 
+    # Killed before the file is written, the training continues from the checkpoint in its job's folder.
     folder = expert.job_folder(name)
     base = expert.base if overfits else None
     planned = expert.planned(base, num_steps, overfits=overfits)
@@ -221,6 +224,7 @@ def _attack(audit: _Audit, name: str, weights: BaseExpert) -> Mapping[str, Tenso
             images = expert.inputs.images
             return score_images(attacked, images, image_I, expert.condition_N, seed, count)
 
+        # The same seeds for all three experts: their scores are compared image by image.
         return {
             "members": score(expert.members.image_I, expert.seed),
             "held": score(expert.held.image_I, expert.seed + 1),
@@ -277,7 +281,9 @@ def _draw_chunk(audit: _Audit, start: int, image_S: Tensor) -> Mapping[str, Tens
     rows = []
     for latents in latent_blocks:
         images = expert.files.latent.decode(latents, lost=0.0)
-        rows.append(_rows_in_spaces(expert, images.clamp(low, high).nan_to_num(0.0)))
+        # An expert may give anything; a sample that is not a number is no copy, and must not stop the audit.
+        images = images.clamp(low, high).nan_to_num(0.0)
+        rows.append(_rows_in_spaces(expert, images))
     return {space: torch.cat([block[space] for block in rows]) for space in _SPACES}
 
 

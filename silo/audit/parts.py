@@ -30,6 +30,7 @@ class MeasurementStore:
         """Open the store of one audit; those of other audits in the same folder are removed."""
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = parent / digest[:32]
+        # Scores of other weights or images would give a wrong verdict.
         for other in parent.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)

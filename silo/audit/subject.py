@@ -197,7 +197,7 @@ class AuditedExpert:
                 "mask_ratio": 0.0,
             }
         )
-        # What it trains stays here, so that no ledger pays for it.
+        # The weights stay on this site, so that their privacy costs nothing and no ledger pays for it.
         expert = self.plan.expert.model_copy(update={"training": training, "privacy": None})
         plan = self.plan.model_copy(update={"expert": expert})
         return replace(self.expert, plan=plan, base=base, paid=None)

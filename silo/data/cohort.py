@@ -137,6 +137,7 @@ def load_cohort(
     """
     arrays, per_picture = _open_arrays(source, request, salt, folder, advance)
     num_images = len(arrays)
+    # Pictures are counted, not samples: a plan chooses how many samples a picture becomes.
     num_pictures = num_images // per_picture
     if num_pictures < request.min_images:
         expected = f"at least {request.min_images}, as plan and policy require"
@@ -156,6 +157,7 @@ def load_cohort(
         unit_N = numbered(patient_N, source.patient_rule)
         digested_columns["patients"] = unit_N
     num_units = int(unit_N.max()) + 1
+    # The statistics and clipping of a single unit would be that unit.
     if num_units < 2:
         raise DataError(f"{request.unit}s", expected="at least 2", got="1")
     label_N = None
@@ -207,6 +209,7 @@ def _open_arrays(
 
 def _labels(label_N: NDArray[np.generic], site: Classes, plan: Classes) -> NDArray[np.int64]:
     """Return the class of each image as the plan numbers it; the site wrote numbers by its own order of the names."""
+    # From the site's numbers to the plan's, by the names of the classes.
     site_names = np.array([site.name(number) for number in range(site.num)])
     plan_number_C = class_numbers(site_names, plan, "data.classes")
     return plan_number_C[class_numbers(label_N, site)]

@@ -149,6 +149,7 @@ def count_units(
         num = num_patients(read_column(arrays, "patients"), source.patient_rule)
         return UnitCounts(len(arrays), num, unused)
     with ScannedImages.opened(source) as images:
+        # A card states what a scan has accepted: only `silo scan` tries failed files again.
         images.update(advance, retry=False)
         counts = _count_accepted(images, patients=patients)
     if not counts.images:

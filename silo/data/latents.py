@@ -101,6 +101,7 @@ def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
         DataError: the latents of these images, or the vectors of these captions, are missing or do not fit the plan.
     """
     cohort = replace(cohort, text_NLD=texts_of(cohort, plan, folder))
+    # Latents that the site brings are scaled whenever they are read; those encoded here have been already.
     if cohort.latent:
         return replace(cohort, images=_scaled(cohort.images, plan))
     path = _path(cohort, plan, folder)
@@ -108,6 +109,7 @@ def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
         return cohort
     shape = (len(cohort.images), *plan.expert_shape)
     latents = _open_latents(path)
+    # The name binds the file to its inputs, not its content to the name.
     if latents.shape != shape or latents.dtype != np.float32:
         got = f"{latents.dtype} {latents.shape}"
         raise DataError("latents", expected=f"float32 {shape}", got=got, remedy=_RESTORE_REMEDY)

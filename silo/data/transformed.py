@@ -104,6 +104,7 @@ def open_transformed(
         stored = find_cohort(folder, inputs, transform)
         if stored is not None:
             return stored
+        # The list has names of files: for this site alone, and only whole if all pictures were transformed.
         with replacing(source.folder / LEFT_OUT, mode=0o600) as handle:
             left_out = QuarantineFile(handle)
             builder = _CohortBuilder(images, required, transform, left_out, advance)
@@ -227,6 +228,7 @@ class _CohortBuilder:
         """Decode the accepted pictures, and yield the samples and columns of each."""
         for number, (image, picture) in enumerate(self.images.decoded()):
             self.advance(min(number, num), num)
+            # Blank samples keep the number of images: a stop or another number would tell the aggregator something.
             if picture is None:
                 samples = self.transform.blank
                 self._note_blank(image, f"{BLANK}: {image.reason}", image.detail)
