@@ -72,8 +72,11 @@ def spacing_of(tags: Any, number: int) -> tuple[float, float] | None:
 
 def lengths_of(tags: Any, number: int) -> tuple[float, float] | None:
     """Return the mm between the rows and between the columns of a frame, from the first tag that states them."""
-    group = group_of(tags, number, "PixelMeasuresSequence")
-    for source in (tags,) if group is tags else (group, tags):
+    # What is stated of the frame comes before what is stated of all.
+    sources = [group_of(tags, number, "PixelMeasuresSequence")]
+    if sources[0] is not tags:
+        sources.append(tags)
+    for source in sources:
         for name in _SPACINGS:
             lengths = floats_of(source, name)
             if len(lengths) == 2 and min(lengths) > 0:
@@ -100,11 +103,8 @@ def volume_of(
     Returns:
         The numbers of the frames along their normal, and the matrix from (W, H, D) to mm to the right, front and top.
     """
-    if (
-        num_frames < 2
-        or samples != 1
-        or not len(sequence_of(tags, "PerFrameFunctionalGroupsSequence"))
-    ):
+    groups = sequence_of(tags, "PerFrameFunctionalGroupsSequence")
+    if num_frames < 2 or samples != 1 or not len(groups):
         return None
     first_plane = plane_of(tags, 0)
     spacing = lengths_of(tags, 0)
@@ -113,11 +113,9 @@ def volume_of(
     positions = []
     for number in range(num_frames):
         plane = plane_of(tags, number)
-        if (
-            plane is None
-            or not _faces_alike(plane, first_plane)
-            or lengths_of(tags, number) != spacing
-        ):
+        if plane is None or not _faces_alike(plane, first_plane):
+            return None
+        if lengths_of(tags, number) != spacing:
             return None
         positions.append(plane.position_3)
     position_N3 = np.array(positions)
@@ -125,12 +123,13 @@ def volume_of(
     along_N = position_N3 @ normal_3
     order = np.argsort(along_N, kind="stable")
     steps = np.diff(along_N[order])
-    if (
-        not steps.min() > _ROUNDED_MM
-        or steps.max() > (1 + _UNEVEN_STEPS) * steps.min() + _ROUNDED_MM
-    ):
+    # Two frames in one place, or a gap where a frame is missing, make no volume. NaN fails the first comparison.
+    max_step = (1 + _UNEVEN_STEPS) * steps.min() + _ROUNDED_MM
+    if not steps.min() > _ROUNDED_MM or steps.max() > max_step:
         return None
-    aside_N3 = (position_N3 - position_N3[0]) - np.outer(along_N - along_N[0], normal_3)
+    # What is left of each position beside the normal: a tilted gantry.
+    moved_N3 = position_N3 - position_N3[0]
+    aside_N3 = moved_N3 - np.outer(along_N - along_N[0], normal_3)
     if np.linalg.norm(aside_N3, axis=1).max() > _SHEAR * min(spacing):
         return None
     matrix = np.eye(4)
@@ -149,23 +148,19 @@ def _faces_alike(plane: Plane, other: Plane) -> bool:
 
 def plane_of(tags: Any, number: int) -> Plane | None:
     """Return where a frame is; None where the file does not say, or gives no two directions at a right angle."""
+    position_group = group_of(tags, number, "PlanePositionSequence")
+    orientation_group = group_of(tags, number, "PlaneOrientationSequence")
     try:
-        position = floats_of(
-            group_of(tags, number, "PlanePositionSequence"), "ImagePositionPatient"
-        )
-        directions = floats_of(
-            group_of(tags, number, "PlaneOrientationSequence"), "ImageOrientationPatient"
-        )
+        position = floats_of(position_group, "ImagePositionPatient")
+        directions = floats_of(orientation_group, "ImageOrientationPatient")
     except ImageError:  # no numbers
         return None
     if len(position) != 3 or len(directions) != 6:
         return None
     plane = Plane(np.array(position), np.array(directions[:3]), np.array(directions[3:]))
     lengths = np.linalg.norm([plane.row_3, plane.column_3], axis=1)
-    if (
-        np.abs(lengths - 1).max() > _UNIT_ERROR
-        or abs(float(plane.row_3 @ plane.column_3)) > _UNIT_ERROR
-    ):
+    cosine = float(plane.row_3 @ plane.column_3)
+    if np.abs(lengths - 1).max() > _UNIT_ERROR or abs(cosine) > _UNIT_ERROR:
         return None
     return plane
 
@@ -174,9 +169,9 @@ def is_of_head(tags: Any) -> bool | None:
     """Whether the file names a head: as the part of the body, or in a description; None where it names no part."""
     if any(names_head(str(value_of(tags, name) or "")) for name in _DESCRIPTIONS):
         return True
-    region = value_of(tags, "AnatomicRegionSequence") or value_of(
-        group_of(tags, 0, "FrameAnatomySequence"), "AnatomicRegionSequence"
-    )
+    region = value_of(tags, "AnatomicRegionSequence")
+    if not region:
+        region = value_of(group_of(tags, 0, "FrameAnatomySequence"), "AnatomicRegionSequence")
     coded = ""
     if region:
         coded = str(value_of(region[0], "CodeMeaning") or "")
@@ -202,13 +197,17 @@ def slice_of(tags: Any, number: int, picture: Picture, head: bool | None) -> Sli
         return None
     if head and not (plane is not None or is_section):
         return None
-    along = float("nan") if plane is None else float(plane.position_3 @ plane.normal_3)
-    height, width = np.multiply(
-        picture.values.shape[1:], lengths_of(tags, number) or (np.nan, np.nan)
-    )
-    return SliceLocation(
-        series,
-        along if abs(along) < _MAX_MM else None,
-        (float(height), float(width)) if max(height, width) < _MAX_MM else None,
-        head,
-    )
+    place_mm = None
+    if plane is not None:
+        along = float(plane.position_3 @ plane.normal_3)
+        if abs(along) < _MAX_MM:
+            place_mm = along
+    sides_mm = None
+    lengths = lengths_of(tags, number)
+    if lengths is not None:
+        num_rows, num_columns = picture.values.shape[1:]
+        height = num_rows * lengths[0]
+        width = num_columns * lengths[1]
+        if max(height, width) < _MAX_MM:
+            sides_mm = (height, width)
+    return SliceLocation(series, place_mm, sides_mm, head)

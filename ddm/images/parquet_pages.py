@@ -26,6 +26,7 @@ _PACKED_SIZE = 3
 _DATA_PAGE = 5
 _DATA_PAGE_V2 = 8
 _NUM_VALUES = 1
+_LONG_LIST = 15  # in place of a size that follows by itself
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,17 @@ class _CompactReader:
             raise RecursionError
         fields: dict[int, Any] = {}
         field = 0
-        while head := self._byte():
-            field = field + (head >> 4) if head >> 4 else self._signed()
+        while True:
+            head = self._byte()
+            if head == 0:
+                return fields
+            # The upper half of a byte is the step from the last field, or 0 before a number of its own.
+            step = head >> 4
+            field = field + step if step else self._signed()
             # Of a field that comes twice, another reader might take the other one.
             if field in fields:
                 raise IndexError
             fields[field] = self._value(head & 0x0F, depth)
-        return fields
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind in (_I16, _I32, _I64):
@@ -147,10 +152,13 @@ class _CompactReader:
             raise RecursionError
         head = self._byte()
         kind = head & 0x0F
-        size = head >> 4 if head >> 4 != 15 else self._unsigned()
+        if kind in (_TRUE, _FALSE):
+            kind = _BYTE  # in a list, true and false take a byte
+        size = head >> 4
+        if size == _LONG_LIST:
+            size = self._unsigned()
         for _ in range(size):
-            # In a list, true and false take a byte.
-            self._value(_BYTE if kind in (_TRUE, _FALSE) else kind, depth)
+            self._value(kind, depth)
 
     def _advance(self, num: int) -> None:
         self.position += num

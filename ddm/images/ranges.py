@@ -113,7 +113,7 @@ def range_remarks(
     Args:
         use: of the data set; None for one without images.
         value_range: the declared range of floats, the range of the type of whole numbers, or the plan's.
-        kind: how values came to lie in it.
+        kind: how values came into it.
         subject: what the values are, to begin the sentence.
     """
     if use is None:
@@ -122,18 +122,18 @@ def range_remarks(
     range_words = _range_words(value_range, kind)
     beyond = _TOLERANCE * (end - begin)
     if use.lowest < begin - beyond or use.highest > end + beyond:
-        found = f"{subject} reach from {use.lowest:g} to {use.highest:g}, beyond {range_words}"
-        return [f"{found}: they would be refused. {_remedy(use, value_range, kind)}"]
+        remark = f"{subject} reach from {use.lowest:g} to {use.highest:g}, beyond {range_words}"
+        return [f"{remark}: they would be refused. {_remedy(use, value_range, kind)}"]
     if use.low >= use.high:
         # Images of one value each say nothing about a range; other remarks count them.
         return []
     share = use.share(value_range)
     if share >= SMALL_SHARE:
         return []
-    found = f"{subject} fill {_percent(share)} of {range_words}: {use.low:g} to {use.high:g}"
+    remark = f"{subject} fill {_percent(share)} of {range_words}: {use.low:g} to {use.high:g}"
     if (use.lowest, use.highest) != (use.low, use.high):
-        found += f" in 99% of {use.num_images} images"
-    return [f"{found}. {_remedy(use, value_range, kind)}"]
+        remark += f" in 99% of {use.num_images} images"
+    return [f"{remark}. {_remedy(use, value_range, kind)}"]
 
 
 def _range_words(value_range: tuple[float, float], kind: ValueKind) -> str:

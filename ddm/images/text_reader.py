@@ -30,6 +30,7 @@ _COMMAND = (
 )
 _LETTER_HEIGHT = 32  # pixels, of what it is given: it reads smaller letters badly
 _MAX_FACTOR = 6
+_MARGIN = 20  # pixels around what it is given
 _MAX_SIDE = 2000  # pixels, of what it is given
 _SECONDS = 10
 _MEMORY_BYTES = 1 << 30
@@ -74,9 +75,9 @@ def _prepared(part_HW: NDArray[np.generic], letter_height: int) -> NDArray[np.ui
     factor = max(1, min(_MAX_FACTOR, round(_LETTER_HEIGHT / letter_height)))
     while factor > 1 and factor * max(part.shape) > _MAX_SIDE:
         factor -= 1
-    enlarged = _enlarged(_enlarged(part, factor, axis=0), factor, axis=1)[:_MAX_SIDE, :_MAX_SIDE]
-    tones = (enlarged * 255).astype(np.uint8)
-    return np.pad(tones, 20, constant_values=int(np.median(tones)))
+    enlarged = _enlarged(_enlarged(part, factor, axis=0), factor, axis=1)
+    tones = (enlarged[:_MAX_SIDE, :_MAX_SIDE] * 255).astype(np.uint8)
+    return np.pad(tones, _MARGIN, constant_values=int(np.median(tones)))
 
 
 def _enlarged(part: NDArray[Any], factor: int, axis: int) -> NDArray[Any]:
@@ -87,7 +88,8 @@ def _enlarged(part: NDArray[Any], factor: int, axis: int) -> NDArray[Any]:
     after = np.minimum(before + 1, num - 1)
     share = (places - before).astype(np.float32)
     share = share[:, None] if axis == 0 else share[None, :]
-    enlarged: NDArray[Any] = part.take(before, axis) * (1 - share) + part.take(after, axis) * share
+    nearer = part.take(before, axis) * (1 - share)
+    enlarged: NDArray[Any] = nearer + part.take(after, axis) * share
     return enlarged
 
 
@@ -97,7 +99,7 @@ def _reads_word(program: str, tones_HW: NDArray[np.uint8]) -> bool:
     # One thread: several wait for each other longer than they work on a part as small as this.
     environment = {"OMP_THREAD_LIMIT": "1", "PATH": os.defpath}
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             [program, *_COMMAND],
             input=image,
             stdout=subprocess.PIPE,
@@ -107,25 +109,26 @@ def _reads_word(program: str, tones_HW: NDArray[np.uint8]) -> bool:
             preexec_fn=_bound,
             check=False,
         )
-    except (OSError, subprocess.SubprocessError):  # the result is then as without tesseract
+    except (OSError, subprocess.SubprocessError):
+        # The result is then as without tesseract.
         return False
-    table = done.stdout.decode("utf-8", "replace")
+    table = finished.stdout.decode("utf-8", "replace")
     return any(_is_word(line.split("\t")) for line in table.splitlines())
 
 
 def _bound() -> None:
     """Bound the child: its memory and its time, no file written, no core dump."""
-    for kind, most in (
-        (resource.RLIMIT_AS, _MEMORY_BYTES),
-        (resource.RLIMIT_CPU, _SECONDS),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    bounds = {
+        resource.RLIMIT_AS: _MEMORY_BYTES,
+        resource.RLIMIT_CPU: _SECONDS,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, bound in bounds.items():
         _, limit = resource.getrlimit(kind)
-        # A decoder whose own limit is lower cannot raise it.
-        bound = most
         if limit != resource.RLIM_INFINITY:
-            bound = min(most, limit)
+            # A decoder whose own limit is lower cannot raise it.
+            bound = min(bound, limit)
         resource.setrlimit(kind, (bound, bound))
 
 

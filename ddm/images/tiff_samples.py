@@ -155,8 +155,10 @@ def samples_of(page: tifffile.TiffPage) -> NDArray[Any]:
         else:
             data = _decompressed(page, compression, data, shape)
             unpacked = np.asarray(page.decode(data, number)[0])[0]
-        planes = slice(place[0], place[0] + 1) if is_planar else slice(None)
-        part = samples[place[2] : place[2] + shape[1], place[3] : place[3] + shape[2], planes]
+        plane, _, top, left, *_ = place
+        planes = slice(plane, plane + 1) if is_planar else slice(None)
+        # The last tiles of a row or column reach beyond the image.
+        part = samples[top : top + shape[1], left : left + shape[2], planes]
         part[...] = unpacked[: part.shape[0], : part.shape[1]]
     if samples.dtype == bool:
         return samples.view(np.uint8)
@@ -197,19 +199,21 @@ def _decompressed(
 ) -> bytes:
     """Return the bytes of a strip or tile of this shape (1, H, W, S), which may be packed with more rows."""
     row_bytes = ceil(shape[2] * shape[3] * page.bitspersample / 8)
-    most = _segment(page)[0] * row_bytes
+    segment_height, _ = _segment(page)
+    max_bytes = segment_height * row_bytes
     try:
         if compression == LZW:
             # A stream ends with a code of its own. Without it, the zeros behind it give more bytes than there may be.
-            data = bytes(imagecodecs.lzw_decode(data + bytes(_LONGEST_LZW_BYTES), out=most + 1))
+            padded = data + bytes(_LONGEST_LZW_BYTES)
+            data = bytes(imagecodecs.lzw_decode(padded, out=max_bytes + 1))
         elif compression != NONE:
-            data = bytes(_DECODERS[compression](data, out=most))
+            data = bytes(_DECODERS[compression](data, out=max_bytes))
     except (ValueError, RuntimeError) as error:
         raise ImageError(
             Reason.DAMAGED, "Compression: a strip or tile that does not unpack"
         ) from error
     size = shape[1] * row_bytes
-    if len(data) < size or (compression == LZW and len(data) not in (size, most)):
+    if len(data) < size or (compression == LZW and len(data) not in (size, max_bytes)):
         raise ImageError(Reason.TRUNCATED, "a strip or tile with fewer pixels than its page says")
     return data[:size]
 
