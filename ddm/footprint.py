@@ -18,7 +18,7 @@ from ddm.models.network import FLOAT_BYTES, Activations, NetworkSize, num_parame
 from ddm.models.token_router import TokenRouter
 from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition
 from ddm.protocol.base import MAX_DOCUMENT_BYTES
-from ddm.protocol.encoder import HogEncoder, PcaEncoder, TimmEncoder
+from ddm.protocol.encoder import HogEncoderSpec, PcaEncoderSpec, TimmEncoderSpec
 from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import LearnedSettings, SamplesSettings
@@ -126,7 +126,7 @@ def widest_layer(plan: Plan) -> tuple[str, int]:
         widths["autoencoder"] = size.activations.widest
     if isinstance(plan.router, SamplesSettings):
         widths["router (samples)"] = _token_router_size(plan, plan.router, 1).activations.widest
-    if isinstance(plan.encoder, TimmEncoder):
+    if isinstance(plan.encoder, TimmEncoderSpec):
         widths["encoder (timm)"] = _timm_values(plan.encoder, plan.data.shape)
     return max(widths.items(), key=lambda item: item[1])
 
@@ -143,9 +143,9 @@ def file_bytes(plan: Plan) -> dict[str, int]:
         * (FLOAT_BYTES * features + 2 * _INTEGER_BYTES),
         plan.sketch.path: FLOAT_BYTES * sketch_values,
     }
-    if isinstance(plan.encoder, PcaEncoder):
+    if isinstance(plan.encoder, PcaEncoderSpec):
         sizes[plan.encoder.path] = FLOAT_BYTES * (1 + features) * plan.data.dim
-    elif isinstance(plan.encoder, HogEncoder):
+    elif isinstance(plan.encoder, HogEncoderSpec):
         sizes[plan.encoder.path] = FLOAT_BYTES * (1 + features) * plan.encoder.values
     else:
         sizes[plan.encoder.path] = plan.file(plan.encoder.path).bytes
@@ -163,7 +163,7 @@ def looking_bytes(plan: Plan) -> int:
     """Return the bytes of opening and checking a plan's files; its public expert is only checked, block by block."""
     sizes = file_bytes(plan)
     total = sum(size for path, size in sizes.items() if path != plan.expert.base)
-    if isinstance(plan.encoder, TimmEncoder):
+    if isinstance(plan.encoder, TimmEncoderSpec):
         # The network's own weights, and its state beside the loaded ones.
         total += 2 * sizes[plan.encoder.path]
     if isinstance(plan.latent, Autoencoder) and not _in_float32(plan.latent):
@@ -178,10 +178,10 @@ def looking_bytes(plan: Plan) -> int:
 def encoding_bytes(plan: Plan) -> int:
     """Return the bytes of encoding one block of images: features, and latents where there are any."""
     match plan.encoder:
-        case HogEncoder():
+        case HogEncoderSpec():
             gradients = _HOG_COPIES * max(_HOG_VALUES, plan.data.dim)
             features = gradients + 3 * _PCA_BATCH * plan.encoder.values
-        case TimmEncoder():
+        case TimmEncoderSpec():
             features = 4 * _TIMM_BATCH * _timm_values(plan.encoder, plan.data.shape)
         case _:
             features = 3 * _PCA_BATCH * plan.data.dim
@@ -351,7 +351,7 @@ def _in_float32(latent: Autoencoder) -> bool:
     return not isinstance(latent, DiffusersKlLatent) or latent.dtype == "float32"
 
 
-def _timm_values(encoder: TimmEncoder, shape: tuple[int, ...]) -> int:
+def _timm_values(encoder: TimmEncoderSpec, shape: tuple[int, ...]) -> int:
     """Return the values of one image in the largest step of a network of timm: resized, or in the network.
 
     An image that is much longer than wide is resized until its shorter side fits, before the centre is cut out.

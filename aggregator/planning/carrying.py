@@ -21,7 +21,7 @@ from ddm.planning.fit import PublicImages, PublicParts, condition_of, write_base
 from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, TimmRecipe
 from ddm.protocol.base import sha256_file
 from ddm.protocol.carried import CarriedSilo
-from ddm.protocol.encoder import HogEncoder, TimmEncoder
+from ddm.protocol.encoder import HogEncoderSpec, TimmEncoderSpec
 from ddm.protocol.enrolment import AgreedSize
 from ddm.protocol.growth import check_carried, check_consent
 from ddm.protocol.latent import Autoencoder, AutoencoderKlLatent, AutoencoderSize, DiffusersKlLatent
@@ -231,10 +231,10 @@ def _compared_fields(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Any, Any
             yield "encoder.dim", encoder.dim, recipe.encoder.dim
         case HogRecipe():
             yield "encoder.dim", encoder.dim, recipe.encoder.dim
-            if isinstance(encoder, HogEncoder):
+            if isinstance(encoder, HogEncoderSpec):
                 yield "encoder.cells", encoder.cells, recipe.encoder.cells
                 yield "encoder.mirrored", encoder.mirrored, recipe.encoder.mirrored
-        case TimmRecipe() if isinstance(encoder, TimmEncoder):
+        case TimmRecipe() if isinstance(encoder, TimmEncoderSpec):
             yield "encoder.model", encoder.model, recipe.encoder.model
             image_size = recipe.encoder.image_size or encoder.image_size
             yield "encoder.image_size", encoder.image_size, image_size

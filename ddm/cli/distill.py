@@ -38,7 +38,7 @@ from ddm.training.config import Engine
 
 if TYPE_CHECKING:
     from ddm.distillation.dataset import DistillationData
-    from ddm.distillation.student import GivenImages, OwnSamples, Source
+    from ddm.distillation.student import GivenImages, OwnSamples, StudentSource
     from ddm.ensemble import Ensemble
     from ddm.loading.release import Release
     from ddm.protocol.base import File
@@ -161,7 +161,7 @@ class _Wanted:
     opened: "Release"
     start: "tuple[Path, File] | None"
     ensemble: "Ensemble"
-    source: "Source"
+    source: "StudentSource"
     teacher: TeacherName
     condition: Condition
     network: Architecture
@@ -289,12 +289,12 @@ def _needed(
     return student + teachers + kept
 
 
-def _source(opened: "Release") -> "Source":
-    from ddm.distillation.student import Source
+def _source(opened: "Release") -> "StudentSource":
+    from ddm.distillation.student import StudentSource
 
     verified, manifest = opened.verified, opened.manifest
     digest = verified.files["manifest.json"].digest
-    return Source(
+    return StudentSource(
         plan_id=manifest.plan_id,
         version=manifest.version,
         manifest=digest,

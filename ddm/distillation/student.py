@@ -36,7 +36,7 @@ from ddm.sampling.guidance import ClassPrior
 RECORD_SUFFIX, AUTOENCODER_SUFFIX = ".json", ".autoencoder.safetensors"
 
 
-class Source(Model):
+class StudentSource(Model):
     """The release that a student was distilled from.
 
     Attributes:
@@ -92,7 +92,7 @@ class Student(Document):
     """
 
     format: Literal["archipelago/student/1"] = "archipelago/student/1"
-    source: Source
+    source: StudentSource
     images: Annotated[OwnSamples | GivenImages, Field(discriminator="kind")]
     teacher: Literal["label", "drawn", "mixture"]
     data: DataSpec

@@ -32,7 +32,11 @@ class Encoder(Protocol):
         ...
 
     def encode(
-        self, images: Images, on_progress: Progress | None = None, *, lost: float | None = None
+        self,
+        images: Images,
+        on_progress: Progress | None = None,
+        *,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return features, shape (N, dim), float32, of images of shape (N, C, H, W) in the plan's range.
 

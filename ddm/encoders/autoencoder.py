@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.encoders import Progress
-from ddm.encoders.lost import fill_lost
+from ddm.encoders.non_finite import replace_non_finite
 from ddm.errors import NumericalError, ShapeError
 from ddm.io.array_input import real_tensor
 from ddm.io.tensors import load_tensors, spec_of
@@ -30,7 +30,7 @@ from ddm.protocol.latent import (
     DiffusersKlLatent,
     IdentityLatent,
 )
-from ddm.protocol.latent import Latent as Spec
+from ddm.protocol.latent import Latent as LatentSpec
 from ddm.system.devices import device_named
 from ddm.system.monai import monai_networks
 
@@ -39,21 +39,30 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 8 * 1024**3
 MAX_WEIGHT = 1e4
-_BLOCK_BYTES = 1 << 26  # of the widest layer's answer to one block
-_MOST_AT_ONCE = 64
+# Bytes of the widest layer's output for one block, and most samples in it.
+_BLOCK_BYTES = 1 << 26
+_MAX_BLOCK = 64
 
 
 class Latent(Protocol):
     """Encodes samples into the experts' space, and decodes them."""
 
     def encode(
-        self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+        self,
+        samples: Tensor,
+        on_progress: Progress | None = None,
+        *,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return the latents of samples, shape (N, ...), float32 on the CPU."""
         ...
 
     def decode(
-        self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+        self,
+        latents: Tensor,
+        on_progress: Progress | None = None,
+        *,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return the samples of latents, shape (N, ...), float32 on the CPU."""
         ...
@@ -63,13 +72,21 @@ class Identity:
     """Experts work on the samples themselves."""
 
     def encode(
-        self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+        self,
+        samples: Tensor,
+        on_progress: Progress | None = None,
+        *,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return the samples, not a copy of them."""
         return samples
 
     def decode(
-        self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+        self,
+        latents: Tensor,
+        on_progress: Progress | None = None,
+        *,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return the samples, not a copy of them."""
         return latents
@@ -96,31 +113,32 @@ class AutoencoderKl:
         scale: float = 1.0,
     ) -> None:
         self.net = net.eval().requires_grad_(False)
-        self.size, self.shape, self.scale = size, shape, scale
+        self.size = size
+        self.shape = shape
+        self.scale = scale
         self.device = device_named()
-        self.block = max(
-            1,
-            min(
-                _MOST_AT_ONCE,
-                _BLOCK_BYTES // (4 * size.channels[0] * prod(size.at_once(shape)[1:])),
-            ),
-        )
+        first_layer_bytes = 4 * size.channels[0] * prod(size.at_once(shape)[1:])
+        self.block = max(1, min(_MAX_BLOCK, _BLOCK_BYTES // first_layer_bytes))
 
     def alone(self) -> "AutoencoderKl":
         """Return it for blocks of one sample, so that no bit of what it returns depends on another sample's place."""
-        found = copy(self)
-        found.block = 1
-        return found
+        alone = copy(self)
+        alone.block = 1
+        return alone
 
     def encode(
-        self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+        self,
+        samples: Tensor,
+        on_progress: Progress | None = None,
+        *,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return latents over `scale`, shape (N, latent channels, ...), float32 on the CPU.
 
         Args:
             samples: shape (N, ...), in the plan's range.
             on_progress: called with samples done and samples in all; an exception that it raises stops the encoding.
-            lost: what the latent of a sample becomes that is not finite throughout; None refuses it.
+            replacement: what the latent of a sample becomes that is not finite throughout; None refuses it.
 
         Raises:
             DataError: samples that are no real numbers.
@@ -128,9 +146,9 @@ class AutoencoderKl:
             NumericalError: latents that are not finite.
         """
         samples = real_tensor(samples, "images")
-        found = torch.empty(len(samples), *self.size.shape(self.shape))
-        self.encode_into(samples, found, on_progress, lost=lost)
-        return found
+        latents = torch.empty(len(samples), *self.size.shape(self.shape))
+        self.encode_into(samples, latents, on_progress, replacement=replacement)
+        return latents
 
     def encode_into(
         self,
@@ -138,7 +156,7 @@ class AutoencoderKl:
         target: Tensor,
         on_progress: Progress | None = None,
         *,
-        lost: float | None = None,
+        replacement: float | None = None,
     ) -> None:
         """Write latents into the caller's tensor, which may be mapped from a file; see `encode`."""
         self._blocks(
@@ -147,34 +165,38 @@ class AutoencoderKl:
             self.shape,
             target,
             on_progress,
-            lost,
+            replacement,
         )
 
     def decode(
-        self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+        self,
+        latents: Tensor,
+        on_progress: Progress | None = None,
+        *,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return samples, shape (N, ...), float32 on the CPU, about in the plan's range but not clipped to it.
 
         Args:
             latents: latents over `scale`, shape (N, latent channels, ...).
             on_progress: see `encode`.
-            lost: what a sample becomes that is not finite throughout; None refuses it.
+            replacement: what a sample becomes that is not finite throughout; None refuses it.
 
         Raises:
             ShapeError: latents of another shape.
             NumericalError: samples that are not finite.
         """
-        found = torch.empty(len(latents), *self.shape)
+        samples = torch.empty(len(latents), *self.shape)
         latent_shape = self.size.shape(self.shape)
         self._blocks(
             lambda z_B: self.net.decode(z_B * self.scale),  # type: ignore[operator]
             latents,
             latent_shape,
-            found,
+            samples,
             on_progress,
-            lost,
+            replacement,
         )
-        return found
+        return samples
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of the autoencoder."""
@@ -188,7 +210,7 @@ class AutoencoderKl:
         shape: tuple[int, ...],
         target: Tensor,
         on_progress: Progress | None,
-        lost: float | None,
+        replacement: float | None,
     ) -> None:
         if tuple(inputs.shape[1:]) != shape:
             raise ShapeError(
@@ -197,11 +219,12 @@ class AutoencoderKl:
         self.net.to(self.device)
         for start in range(0, len(inputs), self.block):
             x_B = inputs[start : start + self.block].to(self.device, torch.float32)
-            missing = self.block - len(x_B)
-            outputs = call(torch.cat([x_B, x_B[-1:].expand(missing, *shape)]) if missing else x_B)[
-                : len(x_B)
-            ]
-            target[start : start + len(x_B)] = fill_lost(outputs.float().cpu(), lost, _not_finite)
+            num = len(x_B)
+            padding = x_B[-1:].expand(self.block - num, *shape)
+            outputs = call(torch.cat([x_B, padding]))[:num]
+            target[start : start + len(x_B)] = replace_non_finite(
+                outputs.float().cpu(), replacement, _not_finite
+            )
             if on_progress:
                 on_progress(start + len(x_B), len(inputs))
 
@@ -239,7 +262,9 @@ def empty_autoencoder(latent: Autoencoder, shape: tuple[int, ...]) -> nn.Module:
         return _build(latent, shape)
 
 
-def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: Path) -> Latent:
+def open_latent(
+    spec: LatentSpec, shape: tuple[int, ...], file: File | None, folder: Path
+) -> Latent:
     """Open a plan's latent space.
 
     Args:
@@ -253,19 +278,21 @@ def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: P
         TensorFileError: the weights are not what the plan's sizes imply, or exceed `MAX_WEIGHT`.
         ShapeError, SetupError: see `build_autoencoder`.
     """
+    max_bytes = MAX_FILE_BYTES
+    digest = None
+    if file is not None:
+        max_bytes = file.bytes
+        digest = file.digest
     match spec:
         case IdentityLatent():
             return Identity()
         case AutoencoderKlLatent(path=path, scale=scale):
-            bounds = (file.bytes, file.digest) if file else (MAX_FILE_BYTES, None)
-            return _open(folder / path, spec, shape, scale, *bounds)
+            return _open(folder / path, spec, shape, scale, max_bytes, digest)
         case DiffusersKlLatent(path=path):
-            from ddm.encoders.public_autoencoder import (
-                load,  # takes seconds, and most plans do without
-            )
+            # Imported late: diffusers takes seconds, and most plans do without.
+            from ddm.encoders.public_autoencoder import load_public_autoencoder
 
-            max_bytes, digest = (file.bytes, file.digest) if file else (MAX_FILE_BYTES, None)
-            net = load(
+            net = load_public_autoencoder(
                 folder / path, spec, shape, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest
             )
             return AutoencoderKl(net, spec, shape)
@@ -288,13 +315,14 @@ def spread(latents: Tensor) -> float:
     Raises:
         NumericalError: it is 0 or not a number: all latents are equal, or there are too few.
     """
-    found = float(latents.double().std())
-    if not found > 0:
-        expected = "latents with a standard deviation above 0"
+    deviation = float(latents.double().std())
+    if not deviation > 0:
         raise NumericalError(
-            "latents", expected=expected, got=f"{found:g} over {len(latents)} samples"
+            "latents",
+            expected="latents with a standard deviation above 0",
+            got=f"{deviation:g} over {len(latents)} samples",
         )
-    return found
+    return deviation
 
 
 def _open(
@@ -316,7 +344,8 @@ def _open(
 
 
 def _build(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:
-    if misfit := size.misfit(shape):
+    misfit = size.misfit(shape)
+    if misfit:
         raise ShapeError("autoencoder", expected=misfit, got=str(shape))
     innermost = size.attention[-1]
     net: nn.Module = monai_networks("latent autoencoder_kl").AutoencoderKL(

@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddm.encoders.lost import fill_lost
+from ddm.encoders.non_finite import replace_non_finite
 from ddm.encoders.pca import PcaEncoder
 from ddm.errors import DataError, ShapeError
 from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec
-from ddm.protocol.encoder import HOG_DIRECTIONS
-from ddm.protocol.encoder import HogEncoder as HogSpec
+from ddm.protocol.encoder import HOG_DIRECTIONS, HogEncoderSpec
 
 # Shape legend: N images, B images of one block, C channels, H height, W width, A directions.
 
-_BLOCK_VALUES, _MOST = 1 << 20, 1024  # of pixels, and of images, that are looked at at once
+# Most images in a block, and most of their values.
+_MAX_BLOCK = 1024
+_BLOCK_VALUES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,8 @@ class HogEncoder:
             DataError: the histograms do not span `dim` directions.
             ShapeError: images with fewer pixels than cells along a side, or no images.
         """
-        return cls(
-            cells, mirrored, PcaEncoder.fit(histograms(images, cells, mirrored=mirrored), dim)
-        )
+        components = PcaEncoder.fit(histograms(images, cells, mirrored=mirrored), dim)
+        return cls(cells, mirrored, components)
 
     @property
     def dim(self) -> int:
@@ -68,35 +68,39 @@ class HogEncoder:
         images: Images,
         on_progress: Callable[[int, int], None] | None = None,
         *,
-        lost: float | None = None,
+        replacement: float | None = None,
     ) -> Tensor:
-        """Return features, shape (N, dim), float32, of images of shape (N, C, H, W); `lost` stands for NaN.
+        """Return features, shape (N, dim), float32.
+
+        Args:
+            images: shape (N, C, H, W).
+            on_progress: called with images done and images in all.
+            replacement: what the features of an image become that are not all finite; None leaves them.
 
         Raises:
             ShapeError: volumes, or fewer pixels than cells along a side.
         """
-        found_NR = torch.empty(len(images), self.dim)
+        features_NR = torch.empty(len(images), self.dim)
         for rows in _blocks(images.shape):
-            found_NR[rows] = self.components.encode(
-                histograms(images[rows], self.cells, mirrored=self.mirrored)
-            )
+            block = histograms(images[rows], self.cells, mirrored=self.mirrored)
+            features_NR[rows] = self.components.encode(block)
             if on_progress:
                 on_progress(min(rows.stop, len(images)), len(images))
-        return (
-            found_NR if lost is None else fill_lost(found_NR, lost, lambda: DataError("features"))
-        )
+        if replacement is None:
+            return features_NR
+        return replace_non_finite(features_NR, replacement, lambda: DataError("features"))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of this encoder."""
         return self.components.tensors()
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], spec: HogSpec) -> "HogEncoder":
+    def from_tensors(cls, tensors: Mapping[str, Tensor], spec: HogEncoderSpec) -> "HogEncoder":
         """Rebuild the encoder from tensors loaded against `hog_specs`."""
         return cls(spec.cells, spec.mirrored, PcaEncoder.from_tensors(tensors))
 
 
-def hog_specs(spec: HogSpec) -> dict[str, TensorSpec]:
+def hog_specs(spec: HogEncoderSpec) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored encoder."""
     return {
         "mean": TensorSpec("F32", (spec.values,)),
@@ -119,37 +123,45 @@ def histograms(images: Tensor, cells: int, *, mirrored: bool) -> Tensor:
         ShapeError: volumes, or fewer pixels than cells along a side.
     """
     if images.ndim != 4 or min(images.shape[2:]) < cells:
-        expected = f"images (N, C, H, W) of at least {cells} pixels a side"
-        raise ShapeError("images", expected=expected, got=f"shape {tuple(images.shape)}")
-    found = images.new_empty(len(images), HOG_DIRECTIONS, cells, cells, dtype=torch.float32)
+        raise ShapeError(
+            "images",
+            expected=f"images (N, C, H, W) of at least {cells} pixels a side",
+            got=f"shape {tuple(images.shape)}",
+        )
+    shape = (len(images), HOG_DIRECTIONS, cells, cells)
+    all_histograms = images.new_empty(shape, dtype=torch.float32)
     for rows in _blocks(images.shape):
         block = images[rows].float()
-        found[rows] = _histograms(block, cells)
+        block_histograms = _histograms(block, cells)
         if mirrored:
-            found[rows] = (found[rows] + _histograms(block.flip(3), cells)) / 2
-    return found
+            mirror_histograms = _histograms(block.flip(3), cells)
+            block_histograms = (block_histograms + mirror_histograms) / 2
+        all_histograms[rows] = block_histograms
+    return all_histograms
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     """Yield blocks of a power of two of images, at most 1024."""
-    size = max(
-        1, min(_MOST, 1 << max(0, (_BLOCK_VALUES // max(1, prod(shape[1:]))).bit_length() - 1))
-    )
-    return (slice(start, start + size) for start in range(0, shape[0], size))
+    num_affordable = max(1, _BLOCK_VALUES // max(1, prod(shape[1:])))
+    largest_power = 1 << (num_affordable.bit_length() - 1)
+    size = min(_MAX_BLOCK, largest_power)
+    for start in range(0, shape[0], size):
+        yield slice(start, start + size)
 
 
 def _histograms(images: Tensor, cells: int) -> Tensor:
+    # Central differences; at the border the edge pixel is repeated.
     padded = F.pad(images, (1, 1, 1, 1), mode="replicate")
     right = padded[:, :, 1:-1, 2:] - padded[:, :, 1:-1, :-2]
     down = padded[:, :, 2:, 1:-1] - padded[:, :, :-2, 1:-1]
-    length, place = (
-        torch.hypot(right, down),
-        (torch.atan2(down, right) % pi) * (HOG_DIRECTIONS / pi),
-    )
-    below = place.floor()
-    upper = length * (place - below)
+    length = torch.hypot(right, down)
+    # A gradient's direction in units of the histogram, over half a turn.
+    direction = (torch.atan2(down, right) % pi) * (HOG_DIRECTIONS / pi)
+    below = direction.floor()
     index = below.long() % HOG_DIRECTIONS
-    found = images.new_zeros(len(images), HOG_DIRECTIONS, *images.shape[2:])
-    found.scatter_add_(1, index, length - upper)
-    found.scatter_add_(1, (index + 1) % HOG_DIRECTIONS, upper)
-    return F.adaptive_avg_pool2d(found / images.shape[1], cells).sqrt()
+    upper_share = length * (direction - below)
+
+    by_direction = images.new_zeros(len(images), HOG_DIRECTIONS, *images.shape[2:])
+    by_direction.scatter_add_(1, index, length - upper_share)
+    by_direction.scatter_add_(1, (index + 1) % HOG_DIRECTIONS, upper_share)
+    return F.adaptive_avg_pool2d(by_direction / images.shape[1], cells).sqrt()

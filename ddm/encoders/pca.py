@@ -7,17 +7,20 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ddm.encoders.lost import fill_lost
+from ddm.encoders.non_finite import replace_non_finite
 from ddm.errors import DataError, ShapeError
 from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec
 from ddm.protocol.data import DataSpec
 
-# Shape legend: N images, D values in one image, R principal directions.
+# Shape legend: N images, B images of one block, D values in one image, R principal directions.
 
-_BLOCK = 1024  # all blocks have this size, so that features do not depend on the number of images; see `_block`
+# Images in a block, and the most values of one. All blocks have one size, so that the features of an image do not
+# depend on the number of the others.
+_BLOCK = 1024
 _BLOCK_VALUES = 1 << 25
-_FLAT = 1e-7  # a direction whose spread is below this share of the widest one is rounding, not data
+# A direction whose spread is below this share of the widest one is rounding, not data.
+_MIN_SPREAD = 1e-7
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,10 @@ class PcaEncoder:
             DataError: the images do not span `dim` directions.
         """
         mean_D, basis_RD = principal_directions(images, dim)
-        spread_R = ((images.flatten(1).double() - mean_D) @ basis_RD.T).norm(dim=0)
-        return cls(
-            mean_D=mean_D.float(),
-            basis_RD=(basis_RD * (spread_R[0] / spread_R).sqrt()[:, None]).float(),
-        )
+        centred_ND = images.flatten(1).double() - mean_D
+        spread_R = (centred_ND @ basis_RD.T).norm(dim=0)
+        length_R = (spread_R[0] / spread_R).sqrt()
+        return cls(mean_D=mean_D.float(), basis_RD=(basis_RD * length_R[:, None]).float())
 
     @property
     def dim(self) -> int:
@@ -61,9 +63,14 @@ class PcaEncoder:
         images: Images,
         on_progress: Callable[[int, int], None] | None = None,
         *,
-        lost: float | None = None,
+        replacement: float | None = None,
     ) -> Tensor:
-        """Return features, shape (N, dim), float32, of images of shape (N, C, H, W); a network refuses what is `lost`.
+        """Return features, shape (N, dim), float32.
+
+        Args:
+            images: shape (N, C, H, W).
+            on_progress: not called, since this encoder takes no time.
+            replacement: what the features of an image become that are not all finite; None leaves them.
 
         Raises:
             ShapeError: the images are of another size than those it was fitted on.
@@ -74,16 +81,18 @@ class PcaEncoder:
                 expected=f"{len(self.mean_D)} values",
                 got=f"shape {tuple(images.shape[1:])}",
             )
-        found_NR, size = torch.empty(len(images), self.dim), _block(len(self.mean_D))
+        features_NR = torch.empty(len(images), self.dim)
+        size = _block_size(len(self.mean_D))
         for start in range(0, len(images), size):
-            rows_BD = images[start : start + size].flatten(1).float()
-            block_BD = torch.cat([rows_BD, rows_BD[-1:].expand(size - len(rows_BD), -1)])
-            found_NR[start : start + size] = ((block_BD - self.mean_D) @ self.basis_RD.T)[
-                : len(rows_BD)
-            ]
-        return (
-            found_NR if lost is None else fill_lost(found_NR, lost, lambda: DataError("features"))
-        )
+            x_BD = images[start : start + size].flatten(1).float()
+            num = len(x_BD)
+            # A product rounds differently for other numbers of rows, so the last block is filled up.
+            full_BD = torch.cat([x_BD, x_BD[-1:].expand(size - num, -1)])
+            features_BR = (full_BD - self.mean_D) @ self.basis_RD.T
+            features_NR[start : start + num] = features_BR[:num]
+        if replacement is None:
+            return features_NR
+        return replace_non_finite(features_NR, replacement, lambda: DataError("features"))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of this encoder."""
@@ -100,13 +109,12 @@ def pca_specs(data: DataSpec, dim: int) -> dict[str, TensorSpec]:
     return {"mean": TensorSpec("F32", (data.dim,)), "basis": TensorSpec("F32", (dim, data.dim))}
 
 
-def _block(dim: int) -> int:
+def _block_size(dim: int) -> int:
     """Return the number of images in a block: a smaller power of two where they are large."""
-    return (
-        max(1, min(_BLOCK, 1 << ((_BLOCK_VALUES // dim).bit_length() - 1)))
-        if dim < _BLOCK_VALUES
-        else 1
-    )
+    if dim >= _BLOCK_VALUES:
+        return 1
+    largest_power = 1 << ((_BLOCK_VALUES // dim).bit_length() - 1)
+    return min(_BLOCK, largest_power)
 
 
 def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -127,12 +135,14 @@ def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     x_ND = images.flatten(1).double()
     mean_D = x_ND.mean(0)
     _, spread, basis = torch.linalg.svd(x_ND - mean_D, full_matrices=False)
-    spanned = int((spread > _FLAT * spread[0]).sum()) if len(spread) else 0
-    if spanned < dim:
+    num_spanned = 0
+    if len(spread):
+        num_spanned = int((spread > _MIN_SPREAD * spread[0]).sum())
+    if num_spanned < dim:
         raise DataError(
             "public images",
             expected=f"at least {dim} principal directions",
-            got=f"{len(images)} images that span {spanned}",
+            got=f"{len(images)} images that span {num_spanned}",
         )
     basis_RD = basis[:dim]
     peak_R = basis_RD.gather(1, basis_RD.abs().argmax(1, keepdim=True))

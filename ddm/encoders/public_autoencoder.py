@@ -23,7 +23,8 @@ from ddm.io.tensors import TensorSpec, load_tensors, read_header
 from ddm.protocol.base import Model, check_json
 from ddm.protocol.latent import DiffusersKlLatent, DiffusersKlSize
 
-CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 16
 _DTYPES: Mapping[str, Literal["float32", "float16", "bfloat16"]] = {
     "F32": "float32",
@@ -38,7 +39,7 @@ Blocks = Annotated[tuple[str, ...], Field(max_length=8)]
 Finite = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
-class Config(Model):
+class DiffusersConfig(Model):
     """What `config.json` says; defaults are those of diffusers, since older files leave newer fields out.
 
     Attributes:
@@ -82,23 +83,25 @@ class PublicAutoencoder(nn.Module):
     def __init__(self, net: nn.Module, spec: DiffusersKlLatent) -> None:
         super().__init__()
         tiled: Any = net
-        self.net, self.shift, self.factor = net, spec.shift_factor, spec.scaling_factor
+        self.net = net
+        self.shift = spec.shift_factor
+        self.factor = spec.scaling_factor
         if spec.tile:
             tiled.enable_tiling()
-            tiled.tile_sample_min_size, tiled.tile_latent_min_size = (
-                spec.tile,
-                spec.tile // spec.downsampling,
-            )
+            tiled.tile_sample_min_size = spec.tile
+            tiled.tile_latent_min_size = spec.tile // spec.downsampling
 
     def encode(self, x_B: Tensor) -> tuple[Tensor]:
         """Return the scaled mean of the posterior of images, shape (B, latent channels, H / f, W / f)."""
-        found: Tensor = self.net.encode(x_B, return_dict=False)[0].mode()  # type: ignore[operator]
-        return ((found - self.shift) * self.factor,)
+        (posterior,) = self.net.encode(x_B, return_dict=False)  # type: ignore[operator]
+        mean_B: Tensor = posterior.mode()
+        return ((mean_B - self.shift) * self.factor,)
 
     def decode(self, z_B: Tensor) -> Tensor:
         """Return the images of scaled latents, shape (B, C, H, W)."""
-        found: Tensor = self.net.decode(z_B / self.factor + self.shift, return_dict=False)[0]  # type: ignore[operator]
-        return found
+        unscaled_B = z_B / self.factor + self.shift
+        images: Tensor = self.net.decode(unscaled_B, return_dict=False)[0]  # type: ignore[operator]
+        return images
 
 
 def describe(folder: Path, shape: tuple[int, ...], tile: int) -> tuple[DiffusersKlLatent, Path]:
@@ -121,18 +124,18 @@ def describe(folder: Path, shape: tuple[int, ...], tile: int) -> tuple[Diffusers
     weights = require_file(folder / WEIGHTS, "the weights of the autoencoder")
     config = _config(path)
     if (config.in_channels, config.out_channels) != (shape[0], shape[0]):
-        expected, got = (
-            f"images of {config.in_channels} channels in the recipe's data.shape",
-            f"{shape[0]} channels",
-        )
-        raise SetupError(f"autoencoder, {CONFIG}", expected=expected, got=got)
-    dtypes = {
-        spec.dtype for spec in read_header(weights, max_bytes=weights.stat().st_size).values()
-    }
-    if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
-        expected = f"tensors of one of the types {', '.join(_DTYPES)}"
         raise SetupError(
-            f"autoencoder, {WEIGHTS}", expected=expected, got=", ".join(sorted(dtypes))
+            f"autoencoder, {CONFIG}",
+            expected=f"images of {config.in_channels} channels in the recipe's data.shape",
+            got=f"{shape[0]} channels",
+        )
+    header = read_header(weights, max_bytes=weights.stat().st_size)
+    dtypes = {spec.dtype for spec in header.values()}
+    if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
+        raise SetupError(
+            f"autoencoder, {WEIGHTS}",
+            expected=f"tensors of one of the types {', '.join(_DTYPES)}",
+            got=", ".join(sorted(dtypes)),
         )
     try:
         spec = DiffusersKlLatent(
@@ -149,11 +152,11 @@ def describe(folder: Path, shape: tuple[int, ...], tile: int) -> tuple[Diffusers
             tile=tile,
         )
     except ValidationError as error:
-        raise _odd(error) from error
+        raise _config_error(error) from error
     return spec, weights
 
 
-def load(
+def load_public_autoencoder(
     path: Path, spec: DiffusersKlLatent, shape: tuple[int, ...], **bounds: Any
 ) -> PublicAutoencoder:
     """Build a plan's autoencoder and load its weights, in float32.
@@ -171,22 +174,20 @@ def load(
     """
     with torch.device("meta"):
         net = build_public_autoencoder(spec, shape)
-    kind = _NAMES[spec.dtype]
+    dtype = _NAMES[spec.dtype]
     specs = {
-        name: TensorSpec(kind, tuple(tensor.shape)) for name, tensor in net.state_dict().items()
+        name: TensorSpec(dtype, tuple(tensor.shape)) for name, tensor in net.state_dict().items()
     }
-    now = {_old_name(name): name for name in specs}
-    # Which of the two names a file uses shows in its header; whichever it is, all of its tensors are known.
-    old = any(
-        name not in specs and name in now
-        for name in read_header(path, max_bytes=bounds["max_bytes"])
-    )
-    expected = {name: specs[new] for name, new in now.items()} if old else specs
+    new_names = {name: name for name in specs}
+    # Files of before 2023 name the tensors of attention otherwise, which their header shows.
+    by_old_name = {_old_name(name): name for name in specs}
+    header = read_header(path, max_bytes=bounds["max_bytes"])
+    if any(name in by_old_name and name not in specs for name in header):
+        new_names = by_old_name
+    expected = {name: specs[new_name] for name, new_name in new_names.items()}
     tensors = load_tensors(path, expected, **bounds)
-    net.load_state_dict(
-        {now[name] if old else name: tensor.float() for name, tensor in tensors.items()},
-        assign=True,
-    )
+    weights = {new_names[name]: tensor.float() for name, tensor in tensors.items()}
+    net.load_state_dict(weights, assign=True)
     return PublicAutoencoder(net, spec)
 
 
@@ -208,15 +209,15 @@ def build_public_autoencoder(size: DiffusersKlSize, shape: tuple[int, ...]) -> n
     import_torchvision()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from third-party imports
+            # Third-party imports warn.
+            warnings.simplefilter("ignore")
             from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     except ImportError as error:
-        remedy = "Install it: in Archipelago's repository, pip install '.[diffusers]'."
         raise SetupError(
             "latent diffusers_kl",
             expected="an installed diffusers",
             got="no module diffusers",
-            remedy=remedy,
+            remedy="Install it: in Archipelago's repository, pip install '.[diffusers]'.",
         ) from error
     net: nn.Module = AutoencoderKL(
         in_channels=shape[0],
@@ -240,44 +241,53 @@ def _old_name(name: str) -> str:
     return name
 
 
-def _config(path: Path) -> Config:
+def _config(path: Path) -> DiffusersConfig:
     """Read a configuration, bounded; fields that begin with an underscore name versions and origins only.
 
     Raises:
         SetupError: not of an AutoencoderKL that this toolkit builds.
     """
     try:
-        found = check_json(
-            read_bounded(path, _MAX_CONFIG_BYTES), subject=CONFIG, limit=_MAX_CONFIG_BYTES
-        )
+        content = read_bounded(path, _MAX_CONFIG_BYTES)
+        settings = check_json(content, subject=CONFIG, limit=_MAX_CONFIG_BYTES)
     except DocumentError as error:
         raise SetupError(
             f"autoencoder, {CONFIG}", expected=error.expected, got=error.got
         ) from error
-    if not isinstance(found, dict) or found.get("_class_name") != "AutoencoderKL":
-        got = "another kind of network, or none"
+    if not isinstance(settings, dict) or settings.get("_class_name") != "AutoencoderKL":
         raise SetupError(
-            f"autoencoder, {CONFIG}", expected='"_class_name": "AutoencoderKL"', got=got
+            f"autoencoder, {CONFIG}",
+            expected='"_class_name": "AutoencoderKL"',
+            got="another kind of network, or none",
         )
-    fields = {name: value for name, value in found.items() if not name.startswith("_")}
+    fields = {name: value for name, value in settings.items() if not name.startswith("_")}
     try:
-        config = Config.model_validate_json(json.dumps(fields))
+        config = DiffusersConfig.model_validate_json(json.dumps(fields))
     except ValidationError as error:
-        raise _odd(error) from error
+        raise _config_error(error) from error
     levels = len(config.block_out_channels)
-    types = (config.down_block_types, config.up_block_types)
-    if types != (("DownEncoderBlock2D",) * levels, ("UpDecoderBlock2D",) * levels):
-        expected = f"{levels} DownEncoderBlock2D and as many UpDecoderBlock2D, one for each of block_out_channels"
-        raise SetupError(f"autoencoder, {CONFIG}", expected=expected, got="other blocks")
+    has_usual_blocks = (
+        config.down_block_types == ("DownEncoderBlock2D",) * levels
+        and config.up_block_types == ("UpDecoderBlock2D",) * levels
+    )
+    if not has_usual_blocks:
+        raise SetupError(
+            f"autoencoder, {CONFIG}",
+            expected=f"{levels} DownEncoderBlock2D and as many UpDecoderBlock2D, one for each of "
+            "block_out_channels",
+            got="other blocks",
+        )
     return config
 
 
-def _odd(error: ValidationError) -> SetupError:
+def _config_error(error: ValidationError) -> SetupError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    expected = "the configuration of an AutoencoderKL within this toolkit's bounds"
+    field = ".".join(str(part) for part in first["loc"])
+    message = first["msg"]
+    if field:
+        message = f"{field}: {message}"
     return SetupError(
         f"autoencoder, {CONFIG}",
-        expected=expected,
-        got=f"{where}: {first['msg']}" if where else first["msg"],
+        expected="the configuration of an AutoencoderKL within this toolkit's bounds",
+        got=message,
     )

@@ -10,14 +10,14 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddm.encoders.lost import fill_lost
+from ddm.encoders.non_finite import replace_non_finite
 from ddm.encoders.timm import import_torchvision
 from ddm.errors import ArchipelagoError, DigestError, NumericalError, SetupError, ShapeError
 from ddm.io.files import read_bounded, require_file
@@ -26,10 +26,13 @@ from ddm.protocol.architecture import PinnedEncoder, TextCondition
 from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.system.devices import device_named
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-BLOCK = 64  # texts between two reports of the progress
-_MAX_SMALL_BYTES = 64 * 1024**2  # of configuration and tokenizer
-_MAX_WEIGHT_BYTES = 64 * 1024**3  # of one file
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+# Texts between two reports of the progress.
+BLOCK = 64
+# Of configuration and tokenizer, and of one file of weights.
+_MAX_SMALL_BYTES = 64 * 1024**2
+_MAX_WEIGHT_BYTES = 64 * 1024**3
 _SHARD = re.compile(r"model-[0-9]{5}-of-([0-9]{5})\.safetensors")
 
 
@@ -45,8 +48,10 @@ class TextEncoder:
     def __init__(self, net: nn.Module, tokenizer: Any, max_tokens: int) -> None:
         self.device = device_named()
         self.net = net.eval().requires_grad_(False).to(self.device)
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        self.dim = self._hidden([0] * max_tokens).shape[1]  # of as many tokens as it must take
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        # The longest text that it must take also shows whether it takes it.
+        self.dim = self._embed_tokens([0] * max_tokens).shape[1]
 
     @classmethod
     def open(cls, folder: Path | str, condition: TextCondition) -> "TextEncoder":
@@ -64,18 +69,21 @@ class TextEncoder:
             ShapeError: its embeddings have another width than the plan's.
         """
         pinned = pinned_of(condition)
-        opened = _open(Path(folder), pinned, condition.max_tokens)
-        if opened.dim != condition.dim:
-            expected, got = f"embeddings of {condition.dim} values", str(opened.dim)
-            raise ShapeError(f"text encoder {pinned.name}", expected=expected, got=got)
-        return opened
+        encoder = _open(Path(folder), pinned, condition.max_tokens)
+        if encoder.dim != condition.dim:
+            raise ShapeError(
+                f"text encoder {pinned.name}",
+                expected=f"embeddings of {condition.dim} values",
+                got=str(encoder.dim),
+            )
+        return encoder
 
     def encode(
         self,
         texts: Sequence[str],
         on_progress: Callable[[int, int], None] | None = None,
         *,
-        lost: float | None = None,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return the token embeddings of texts, shape (N, L, D), float32 on the CPU; computed in bfloat16 on a GPU.
 
@@ -86,51 +94,62 @@ class TextEncoder:
         Args:
             texts: any texts.
             on_progress: called with texts done and texts in all; an exception that it raises stops the encoding.
-            lost: what the embeddings of a text become that are not all finite; a text that the tokenizer cannot encode
-                then counts as blank. None refuses both.
+            replacement: what the embeddings of a text become that are not all finite; a text that the tokenizer cannot
+                encode then counts as blank. None refuses both.
 
         Raises:
             SetupError: a text that the tokenizer cannot encode.
             NumericalError: embeddings that are not finite.
         """
-        found = torch.zeros(len(texts), self.max_tokens, self.dim)
-        for done, text in enumerate(texts, 1):
-            if ids := self._ids(text, lost):
-                found[done - 1, : len(ids)] = fill_lost(self._hidden(ids)[None], lost, _not_finite)[
-                    0
-                ]
-            if on_progress and (done % BLOCK == 0 or done == len(texts)):
-                on_progress(done, len(texts))
-        return found
+        embeddings_NLD = torch.zeros(len(texts), self.max_tokens, self.dim)
+        for index, text in enumerate(texts):
+            token_ids = self._token_ids(text, skip_refused=replacement is not None)
+            if token_ids:
+                text_1LD = self._embed_tokens(token_ids)[None]
+                embeddings_NLD[index, : len(token_ids)] = replace_non_finite(
+                    text_1LD, replacement, _not_finite
+                )
+            num_done = index + 1
+            if on_progress and (num_done % BLOCK == 0 or num_done == len(texts)):
+                on_progress(num_done, len(texts))
+        return embeddings_NLD
 
     def num_cut(self, texts: Sequence[str]) -> int:
         """Return how many of these texts are longer than L tokens."""
-        num = 0
+        num_cut = 0
         for text in texts:
             with suppress(SetupError):
-                num += bool(self._tokens(text).overflowing)
-        return num
+                num_cut += bool(self._tokenize(text).overflowing)
+        return num_cut
 
-    def _ids(self, text: str, lost: float | None) -> Sequence[int]:
-        with nullcontext() if lost is None else suppress(SetupError):
-            return list(self._tokens(text).ids) if text.strip() else []
-        return []
+    def _token_ids(self, text: str, *, skip_refused: bool) -> Sequence[int]:
+        """Return a text's tokens; none for a blank one or, with `skip_refused`, for one that cannot be encoded."""
+        if not text.strip():
+            return []
+        try:
+            return list(self._tokenize(text).ids)
+        except SetupError:
+            if skip_refused:
+                return []
+            raise
 
-    def _tokens(self, text: str) -> Any:
+    def _tokenize(self, text: str) -> Any:
         try:
             return self.tokenizer.encode(text)
-        # the library's own, left out since its message may quote the private text
+        # The library's own error is left out, since its message may quote the private text.
         except Exception:
-            expected, got = "a text that the tokenizer can encode", "a text that it rejects"
-            raise SetupError("text", expected=expected, got=got) from None
+            raise SetupError(
+                "text",
+                expected="a text that the tokenizer can encode",
+                got="a text that it rejects",
+            ) from None
 
     @torch.no_grad()
-    def _hidden(self, ids: Sequence[int]) -> Tensor:
+    def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
         """Return the embeddings of a text of L tokens, shape (L, D)."""
-        ids_1L = torch.tensor([ids], device=self.device)
-        hidden_1LD: Tensor = self.net(
-            input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L)
-        ).last_hidden_state
+        ids_1L = torch.tensor([token_ids], device=self.device)
+        output = self.net(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L))
+        hidden_1LD: Tensor = output.last_hidden_state
         return hidden_1LD[0].float().cpu()
 
 
@@ -146,14 +165,16 @@ def pin(folder: Path, *, max_tokens: int, drop: float) -> TextCondition:
             weights, or a network that takes fewer than `max_tokens`.
     """
     names = [CONFIG, TOKENIZER, *weight_files(folder)]
+    folder_name = folder.resolve().name
     try:
-        pinned = PinnedEncoder(
-            name=folder.resolve().name, files=tuple(_pinned_file(folder, each) for each in names)
-        )
+        files = tuple(_pinned_file(folder, name) for name in names)
+        pinned = PinnedEncoder(name=folder_name, files=files)
     except ValueError as error:
-        expected = "a folder whose name has only letters, digits and . _ -"
-        got = ascii(folder.resolve().name[:80])
-        raise SetupError("text encoder", expected=expected, got=got) from error
+        raise SetupError(
+            "text encoder",
+            expected="a folder whose name has only letters, digits and . _ -",
+            got=ascii(folder_name[:80]),
+        ) from error
     dim = _open(folder, pinned, max_tokens).dim
     return TextCondition(dim=dim, max_tokens=max_tokens, drop=drop, encoder=pinned)
 
@@ -165,9 +186,12 @@ def pinned_of(condition: TextCondition) -> PinnedEncoder:
         SetupError: it pins none.
     """
     if condition.encoder is None:
-        remedy = "Pass the embeddings of a text yourself: Ensemble.sample(condition=...)."
-        got = "a plan without a text encoder"
-        raise SetupError("text encoder", expected="a plan that pins one", got=got, remedy=remedy)
+        raise SetupError(
+            "text encoder",
+            expected="a plan that pins one",
+            got="a plan without a text encoder",
+            remedy="Pass the embeddings of a text yourself: Ensemble.sample(condition=...).",
+        )
     return condition.encoder
 
 
@@ -179,9 +203,9 @@ def check_files(folder: Path, pinned: PinnedEncoder) -> None:
         DigestError: a file differs from the pinned one.
     """
     for file in pinned.files:
-        path = _required(folder, pinned, file)
-        if (found := sha256_file(path)) != file.digest:
-            raise _differs(pinned, file, f"sha256 {found[:16]}...")
+        digest = sha256_file(_pinned_path(folder, pinned, file))
+        if digest != file.digest:
+            raise _differs(pinned, file, f"sha256 {digest[:16]}...")
 
 
 def _pinned_file(folder: Path, name: str) -> File:
@@ -200,72 +224,66 @@ def weight_files(folder: Path) -> list[str]:
     shards = sorted(
         path.name for path in folder.glob("model-*.safetensors") if _SHARD.fullmatch(path.name)
     )
-    wanted = [
-        f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))
-    ]
-    if not shards or shards != wanted:
-        expected = "model.safetensors, or model-00001-of-0000N.safetensors to the last"
-        got = (
-            f"{len(shards)} shards that are not a complete set"
-            if shards
-            else "no file of these names"
+    num = len(shards)
+    complete_set = [f"model-{number:05}-of-{num:05}.safetensors" for number in range(1, num + 1)]
+    if not shards or shards != complete_set:
+        got = "no file of these names"
+        if shards:
+            got = f"{num} shards that are not a complete set"
+        raise SetupError(
+            str(folder),
+            expected="model.safetensors, or model-00001-of-0000N.safetensors to the last",
+            got=got,
+            remedy="Pickled weights are not read. Convert them: "
+            "AutoModel.from_pretrained(...).save_pretrained(folder).",
         )
-        remedy = "Pickled weights are not read. Convert them: AutoModel.from_pretrained(...).save_pretrained(folder)."
-        raise SetupError(str(folder), expected=expected, got=got, remedy=remedy)
     return shards
 
 
-def _required(folder: Path, pinned: PinnedEncoder, file: File) -> Path:
+def _pinned_path(folder: Path, pinned: PinnedEncoder, file: File) -> Path:
     """Return the path of a pinned file, links resolved, after checking its length."""
     remedy = f"Bring the folder of {pinned.name} with which the plan was made."
-    path = require_file(
-        folder / file.path, f"a file of the text encoder {pinned.name}", remedy
-    ).resolve()
-    if (size := path.stat().st_size) != file.bytes:
+    path = require_file(folder / file.path, f"a file of the text encoder {pinned.name}", remedy)
+    path = path.resolve()
+    size = path.stat().st_size
+    if size != file.bytes:
         raise _differs(pinned, file, f"{size} bytes")
     return path
 
 
 def _differs(pinned: PinnedEncoder, file: File, got: str) -> DigestError:
-    remedy = f"Bring the folder of {pinned.name} with which the plan was made: the experts know only its embeddings."
-    subject = f"text encoder {pinned.name}, {file.path}"
-    expected = f"the file that the plan pins, {file.bytes} bytes, sha256 {file.digest[:16]}..."
-    return DigestError(subject, expected=expected, got=got, remedy=remedy)
+    return DigestError(
+        f"text encoder {pinned.name}, {file.path}",
+        expected=f"the file that the plan pins, {file.bytes} bytes, sha256 {file.digest[:16]}...",
+        got=got,
+        remedy=f"Bring the folder of {pinned.name} with which the plan was made: the experts know "
+        "only its embeddings.",
+    )
 
 
 def _open(folder: Path, pinned: PinnedEncoder, max_tokens: int) -> TextEncoder:
     """Read every pinned file once, check its digest, and build the network and the tokenizer."""
-    small: dict[str, bytes] = {}
-    weights: dict[str, Tensor] = {}
-    for file in pinned.files:
-        path = _required(folder, pinned, file)
-        if file.path.endswith(".safetensors"):
-            try:
-                weights |= load_tensors(path, None, max_bytes=_MAX_WEIGHT_BYTES, digest=file.digest)
-            except DigestError as error:
-                raise _differs(pinned, file, f"a file of {error.got}") from error
-        else:
-            small[file.path] = read_bounded(path, _MAX_SMALL_BYTES)
-            if (found := sha256_hex(small[file.path])) != file.digest:
-                raise _differs(pinned, file, f"sha256 {found[:16]}...")
-    if set(small) != {CONFIG, TOKENIZER}:
-        got = ", ".join(sorted(small))[:200] or "only weights"
+    small_files, weights = _read_pinned_files(folder, pinned)
+    if set(small_files) != {CONFIG, TOKENIZER}:
         raise SetupError(
-            f"text encoder {pinned.name}", expected=f"{CONFIG} and {TOKENIZER} pinned", got=got
+            f"text encoder {pinned.name}",
+            expected=f"{CONFIG} and {TOKENIZER} pinned",
+            got=", ".join(sorted(small_files))[:200] or "only weights",
         )
     try:
         with quiet():
-            net, tokenizer = (
-                _network(json.loads(small[CONFIG]), weights),
-                _tokenizer(small[TOKENIZER], max_tokens),
-            )
-            return TextEncoder(net, tokenizer, max_tokens)
+            network = _network(json.loads(small_files[CONFIG]), weights)
+            tokenizer = _tokenizer(small_files[TOKENIZER], max_tokens)
+            return TextEncoder(network, tokenizer, max_tokens)
     except ArchipelagoError:
         raise
     except ImportError as error:
-        remedy = "Install it: in Archipelago's repository, pip install '.[text]'."
-        expected = "an installed transformers with all that this network needs"
-        raise SetupError("texts", expected=expected, got=str(error)[:200], remedy=remedy) from error
+        raise SetupError(
+            "texts",
+            expected="an installed transformers with all that this network needs",
+            got=str(error)[:200],
+            remedy="Install it: in Archipelago's repository, pip install '.[text]'.",
+        ) from error
     # transformers and torch raise all kinds of errors for settings that fit no network
     except Exception as error:
         raise SetupError(
@@ -275,26 +293,57 @@ def _open(folder: Path, pinned: PinnedEncoder, max_tokens: int) -> TextEncoder:
         ) from error
 
 
+def _read_pinned_files(
+    folder: Path, pinned: PinnedEncoder
+) -> tuple[dict[str, bytes], dict[str, Tensor]]:
+    """Return the bytes of the small files and all weights; what is hashed is what is used."""
+    small_files: dict[str, bytes] = {}
+    weights: dict[str, Tensor] = {}
+    for file in pinned.files:
+        path = _pinned_path(folder, pinned, file)
+        if file.path.endswith(".safetensors"):
+            try:
+                weights |= load_tensors(path, None, max_bytes=_MAX_WEIGHT_BYTES, digest=file.digest)
+            except DigestError as error:
+                raise _differs(pinned, file, f"a file of {error.got}") from error
+            continue
+        content = read_bounded(path, _MAX_SMALL_BYTES)
+        digest = sha256_hex(content)
+        if digest != file.digest:
+            raise _differs(pinned, file, f"sha256 {digest[:16]}...")
+        small_files[file.path] = content
+    return small_files, weights
+
+
 def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     """Build the text encoder of a network, from settings and weights only."""
-    config, kind = _tower(settings)
+    config, model_class = _text_tower(settings)
     if settings.get("quantization_config") or getattr(config, "quantization_config", None):
-        # which transformers reads with code that it would download
+        # Transformers reads them with code that it would download.
         raise ValueError("its weights are quantized")
     config.use_cache = False
-    # T5 overflows in float16
-    dtype = torch.bfloat16 if device_named().type == "cuda" else torch.float32
-    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+    dtype = torch.float32
+    if device_named().type == "cuda":
+        # Not float16, in which T5 overflows.
+        dtype = torch.bfloat16
     net: nn.Module
-    net, found = kind.from_pretrained(None, config=config, state_dict=weights, **options)
+    net, report = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
     # The pooler is not used, and many published files lack its weights.
-    missing = [name for name in found["missing_keys"] if not name.startswith("pooler.")]
-    if lost := [*missing, *found["mismatched_keys"], *found["error_msgs"]]:
-        raise ValueError(f"{len(lost)} weights are missing or of another shape")
+    missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
+    problems = [*missing, *report["mismatched_keys"], *report["error_msgs"]]
+    if problems:
+        raise ValueError(f"{len(problems)} weights are missing or of another shape")
     return net
 
 
-def _tower(settings: dict[str, Any]) -> tuple[Any, Any]:
+def _text_tower(settings: dict[str, Any]) -> tuple[Any, Any]:
     """Return the configuration and the class of the text encoder.
 
     CLIP and others have one tower per kind of input. Only the text tower is configured, since the settings of another
@@ -302,23 +351,26 @@ def _tower(settings: dict[str, Any]) -> tuple[Any, Any]:
     """
     from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING, AutoConfig
 
-    found = _config_class(settings)
-    if "text_config" in found.sub_configs:
-        settings, found = settings.get("text_config") or {}, found.sub_configs["text_config"]
-        found = _config_class(settings) if found is AutoConfig else found
-    encodes = found in MODEL_FOR_TEXT_ENCODING_MAPPING
-    kind: Any = (MODEL_FOR_TEXT_ENCODING_MAPPING if encodes else MODEL_MAPPING).get(found, None)
-    kind = kind[0] if isinstance(kind, tuple) else kind
-    if (
-        kind is None
-        or kind.main_input_name != "input_ids"
-        or AutoConfig in found.sub_configs.values()
-    ):
-        raise ValueError(f"transformers has no {found.model_type} that takes texts only")
-    config = found.from_dict(settings)
-    if config.is_encoder_decoder and not encodes:
-        raise ValueError(f"transformers has no separate encoder for {found.model_type}")
-    return config, kind
+    config_class = _config_class(settings)
+    if "text_config" in config_class.sub_configs:
+        settings = settings.get("text_config") or {}
+        config_class = config_class.sub_configs["text_config"]
+        if config_class is AutoConfig:
+            config_class = _config_class(settings)
+
+    is_text_encoder = config_class in MODEL_FOR_TEXT_ENCODING_MAPPING
+    mapping = MODEL_FOR_TEXT_ENCODING_MAPPING if is_text_encoder else MODEL_MAPPING
+    model_class: Any = mapping.get(config_class, None)
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    takes_texts = model_class is not None and model_class.main_input_name == "input_ids"
+    if not takes_texts or AutoConfig in config_class.sub_configs.values():
+        raise ValueError(f"transformers has no {config_class.model_type} that takes texts only")
+
+    config = config_class.from_dict(settings)
+    if config.is_encoder_decoder and not is_text_encoder:
+        raise ValueError(f"transformers has no separate encoder for {config_class.model_type}")
+    return config, model_class
 
 
 def _config_class(settings: dict[str, Any]) -> Any:
@@ -334,11 +386,13 @@ def _tokenizer(data: bytes, max_tokens: int) -> Any:
 
     try:
         tokenizer = Tokenizer.from_str(data.decode("utf-8"))
-    except Exception as error:  # the library's own
+    # The library raises plain exceptions.
+    except Exception as error:
         raise ValueError(f"{TOKENIZER} does not parse as a tokenizer") from error
-    if (num := tokenizer.num_special_tokens_to_add(is_pair=False)) >= max_tokens:
+    num_special = tokenizer.num_special_tokens_to_add(is_pair=False)
+    if num_special >= max_tokens:
         raise ValueError(
-            f"the tokenizer adds {num} special tokens to each text, of at most {max_tokens}"
+            f"the tokenizer adds {num_special} special tokens to each text, of at most {max_tokens}"
         )
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens)
@@ -349,16 +403,18 @@ def _tokenizer(data: bytes, max_tokens: int) -> Any:
 def quiet() -> Iterator[None]:
     """Silence the warnings and progress bars of transformers."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from third-party imports
+        # Third-party imports warn.
+        warnings.simplefilter("ignore")
         import_torchvision()
         from transformers.utils import logging
 
-        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        level = logging.get_verbosity()
+        had_bars = logging.is_progress_bar_enabled()
         logging.set_verbosity(logging.CRITICAL)
         logging.disable_progress_bar()
         try:
             yield
         finally:
             logging.set_verbosity(level)
-            if bars:
+            if had_bars:
                 logging.enable_progress_bar()

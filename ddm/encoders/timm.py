@@ -5,9 +5,10 @@ compiled operators, and its import fails; timm needs only its Python parts, for 
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddm.encoders.lost import fill_lost
+from ddm.encoders.non_finite import replace_non_finite
 from ddm.errors import DataError, SetupError, ShapeError
 from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec, load_tensors, read_header, spec_of
 from ddm.protocol.data import DataSpec
-from ddm.protocol.encoder import TimmEncoder as TimmSpec
+from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.system.devices import device_named
 
 # Shape legend: N images, B images of one block, C channels, H height, W width.
 
 MAX_FILE_BYTES = 8 * 1024**3
-_BLOCK = 64  # all blocks have this size, so that features do not depend on the number of images
-_COUNTERS = "num_batches_tracked"  # of batch norms; used in training only
+# All blocks have this size, so that features do not depend on the number of images.
+_BLOCK = 64
+# Counters of batch norms, which only training uses.
+_COUNTERS = "num_batches_tracked"
 _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _schemas: list[torch.library.Library] = []
 
@@ -39,18 +42,19 @@ def create_model(name: str, **options: Any) -> nn.Module:
         SetupError: timm has no network of this name, or none with these options.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from third-party imports
+        # Third-party imports warn.
+        warnings.simplefilter("ignore")
         import_torchvision()
         import timm
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, **options)
-    except Exception as error:  # timm has no error of its own for options that do not fit
-        remedy = "List the names: python -c 'from ddm.encoders.timm import names; print(*names())'."
+    # Timm has no error of its own for options that do not fit.
+    except Exception as error:
         raise SetupError(
             "encoder",
             expected="a network that timm has",
             got=f"{name!r}: {error}"[:200],
-            remedy=remedy,
+            remedy="List the names: python -c 'from ddm.encoders.timm import names; print(*names())'.",
         ) from error
     return model
 
@@ -72,7 +76,7 @@ class TimmEncoder:
         data: the plan's shape and range of images.
     """
 
-    def __init__(self, net: nn.Module, spec: TimmSpec, data: DataSpec) -> None:
+    def __init__(self, net: nn.Module, spec: TimmEncoderSpec, data: DataSpec) -> None:
         self.net = net.eval().requires_grad_(False)
         self.spec = spec
         self.data = data
@@ -89,14 +93,14 @@ class TimmEncoder:
         images: Images,
         on_progress: Callable[[int, int], None] | None = None,
         *,
-        lost: float | None = None,
+        replacement: float | None = None,
     ) -> Tensor:
         """Return features, shape (N, dim), float32; in half precision on a GPU.
 
         Args:
             images: shape (N, C, H, W), in the plan's range.
             on_progress: called with images done and images in all.
-            lost: what the features of an image become that are not all finite; None refuses them.
+            replacement: what the features of an image become that are not all finite; None refuses them.
 
         Raises:
             ShapeError: images of another shape than the plan's.
@@ -107,21 +111,27 @@ class TimmEncoder:
                 "image", expected=str(self.data.shape), got=str(tuple(images.shape[1:]))
             )
         self.net.to(self.device)
-        found = torch.empty(len(images), self.dim)
+        features_ND = torch.empty(len(images), self.dim)
         for start in range(0, len(images), _BLOCK):
             block = images[start : start + _BLOCK]
-            padded = torch.cat([block, block[-1:].expand(_BLOCK - len(block), -1, -1, -1)])
+            num = len(block)
+            padded = torch.cat([block, block[-1:].expand(_BLOCK - num, -1, -1, -1)])
             with torch.autocast(self.device.type, enabled=self.device.type == "cuda"):
-                features = self.net.forward_features(self.prepare(padded.to(self.device)))  # type: ignore[operator]
-                features = self.net.forward_head(features, pre_logits=True)  # type: ignore[operator]
-            found[start : start + len(block)] = features[: len(block)].float().cpu()
+                features_BD = self._features(self.prepare(padded.to(self.device)))
+            features_ND[start : start + num] = features_BD[:num].float().cpu()
             if on_progress:
-                on_progress(min(start + _BLOCK, len(images)), len(images))
-        subject = f"features of {self.spec.model}"
-        return fill_lost(
-            found,
-            lost,
-            lambda: DataError(subject, expected="finite numbers", got="NaN or infinity"),
+                on_progress(start + num, len(images))
+        return replace_non_finite(features_ND, replacement, self._not_finite_error)
+
+    def _features(self, x_BCHW: Tensor) -> Tensor:
+        """Return what timm's classifier would read."""
+        hidden = self.net.forward_features(x_BCHW)  # type: ignore[operator]
+        features: Tensor = self.net.forward_head(hidden, pre_logits=True)  # type: ignore[operator]
+        return features
+
+    def _not_finite_error(self) -> DataError:
+        return DataError(
+            f"features of {self.spec.model}", expected="finite numbers", got="NaN or infinity"
         )
 
     def prepare(self, images: Tensor) -> Tensor:
@@ -133,22 +143,23 @@ class TimmEncoder:
         low, high = self.data.range
         x_BCHW = ((images.float() - low) / (high - low)).expand(-1, len(self.spec.mean), -1, -1)
         height, width = self.spec.image_size
-        wanted = zip((height, width), x_BCHW.shape[2:], strict=True)
-        scale = max(Fraction(int(side / self.spec.crop), old) for side, old in wanted)
-        size = [int(scale * old) for old in x_BCHW.shape[2:]]
-        if size != list(x_BCHW.shape[2:]):
-            smooth = (
-                {}
-                if self.spec.interpolation == "nearest"
-                else {"antialias": True, "align_corners": False}
-            )
-            x_BCHW = F.interpolate(x_BCHW, size, mode=self.spec.interpolation, **smooth).clamp(0, 1)
-        top, left = round((x_BCHW.shape[2] - height) / 2), round((x_BCHW.shape[3] - width) / 2)
-        x_BCHW = x_BCHW[:, :, top : top + height, left : left + width]
-        mean, std = (
-            torch.tensor(part, device=x_BCHW.device)[:, None, None]
-            for part in (self.spec.mean, self.spec.std)
+        old_height, old_width = x_BCHW.shape[2:]
+        # Fractions, since a rounded scale would miss the input's side by a pixel.
+        scale = max(
+            Fraction(int(height / self.spec.crop), old_height),
+            Fraction(int(width / self.spec.crop), old_width),
         )
+        size = [int(scale * old_height), int(scale * old_width)]
+        if size != [old_height, old_width]:
+            options: dict[str, Any] = {"mode": self.spec.interpolation}
+            if self.spec.interpolation != "nearest":
+                options |= {"antialias": True, "align_corners": False}
+            x_BCHW = F.interpolate(x_BCHW, size, **options).clamp(0, 1)
+        top = round((size[0] - height) / 2)
+        left = round((size[1] - width) / 2)
+        x_BCHW = x_BCHW[:, :, top : top + height, left : left + width]
+        mean = torch.tensor(self.spec.mean, device=x_BCHW.device)[:, None, None]
+        std = torch.tensor(self.spec.std, device=x_BCHW.device)[:, None, None]
         return (x_BCHW - mean) / std
 
     def tensors(self) -> dict[str, Tensor]:
@@ -157,7 +168,7 @@ class TimmEncoder:
 
     @classmethod
     def from_tensors(
-        cls, tensors: Mapping[str, Tensor], spec: TimmSpec, data: DataSpec
+        cls, tensors: Mapping[str, Tensor], spec: TimmEncoderSpec, data: DataSpec
     ) -> "TimmEncoder":
         """Rebuild the encoder from tensors loaded against `timm_specs`."""
         net = _build(spec.model, len(spec.mean), spec.image_size)
@@ -180,25 +191,33 @@ class TimmEncoder:
             SetupError: not a safetensors file, not this network's weights, or a size that it does not take.
         """
         if weights.suffix != ".safetensors":
-            remedy = "Convert it once: load it with weights_only=True, write it with safetensors.torch.save_file."
-            got = (
-                f"a file with the ending {weights.suffix}"
-                if weights.suffix
-                else "a name without an ending"
+            got = "a name without an ending"
+            if weights.suffix:
+                got = f"a file with the ending {weights.suffix}"
+            raise SetupError(
+                str(weights),
+                expected="a .safetensors file",
+                got=got,
+                remedy="Convert it once: load it with weights_only=True, write it with "
+                "safetensors.torch.save_file.",
             )
-            raise SetupError(str(weights), expected="a .safetensors file", got=got, remedy=remedy)
-        found = read_header(weights, max_bytes=MAX_FILE_BYTES)
-        channels = _input_channels(model, found, data)
+        header = read_header(weights, max_bytes=MAX_FILE_BYTES)
+        channels = _input_channels(model, header, data)
         net = _build(model, channels, None)
-        wanted = {name: spec_of(tensor) for name, tensor in _weights(net).items()}
-        missing = sorted(name for name, spec in wanted.items() if found.get(name) != spec)
+        expected_specs = {name: spec_of(tensor) for name, tensor in _weights(net).items()}
+        missing = sorted(name for name, spec in expected_specs.items() if header.get(name) != spec)
         if missing:
-            got = f"a file in which {len(missing)} of {len(wanted)} tensors differ or are missing, first {missing[0]}"
-            raise SetupError(str(weights), expected=f"the weights of {model}", got=got)
-        loaded = load_tensors(weights, found, max_bytes=MAX_FILE_BYTES, max_abs=None)
-        net.load_state_dict(dict(net.state_dict()) | {name: loaded[name] for name in wanted})
+            raise SetupError(
+                str(weights),
+                expected=f"the weights of {model}",
+                got=f"a file in which {len(missing)} of {len(expected_specs)} tensors differ or are "
+                f"missing, first {missing[0]}",
+            )
+        tensors = load_tensors(weights, header, max_bytes=MAX_FILE_BYTES, max_abs=None)
+        own_tensors = {name: tensors[name] for name in expected_specs}
+        net.load_state_dict(dict(net.state_dict()) | own_tensors)
         own_size = _own_size(net)
-        # of a transformer: resamples its position embeddings
+        # A transformer resamples its position embeddings here.
         if image_size and hasattr(net, "set_input_size"):
             try:
                 net.set_input_size(img_size=tuple(image_size))  # type: ignore[operator]
@@ -240,23 +259,20 @@ class TimmEncoder:
             SetupError: the call fails, or gives other than `dim` features; names the field of the recipe.
         """
         if len(self.data.shape) != 3:
-            expected = (
-                "an encoder of volumes, such as pca, since networks of timm take images (C, H, W)"
-            )
             raise SetupError(
                 "recipe, encoder.kind",
-                expected=expected,
+                expected="an encoder of volumes, such as pca, since networks of timm take images "
+                "(C, H, W)",
                 got=f"timm for data.shape {self.data.shape}",
             )
         try:
             blank = torch.full((1, *self.data.shape), self.data.range[0])
-            features = self.net.forward_features(self.prepare(blank))  # type: ignore[operator]
-            features = self.net.forward_head(features, pre_logits=True)  # type: ignore[operator]
+            features = self._features(self.prepare(blank))
             if tuple(features.shape) != (1, self.dim):
                 raise ValueError(
                     f"features of shape {tuple(features.shape[1:])} in place of {self.dim} values"
                 )
-        # timm and torch raise all kinds of errors, for each network another one
+        # Timm and torch raise all kinds of errors, for each network another one.
         except Exception as error:
             if image_size is not None:
                 raise _wrong_size(self.net, self.spec.model, image_size, own_size, error) from error
@@ -268,7 +284,7 @@ class TimmEncoder:
             ) from error
 
 
-def timm_specs(spec: TimmSpec) -> dict[str, TensorSpec]:
+def timm_specs(spec: TimmEncoderSpec) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored encoder.
 
     Raises:
@@ -279,7 +295,7 @@ def timm_specs(spec: TimmSpec) -> dict[str, TensorSpec]:
     return {name: spec_of(tensor) for name, tensor in _weights(net).items()}
 
 
-def timm_bytes(spec: TimmSpec) -> int:
+def timm_bytes(spec: TimmEncoderSpec) -> int:
     """Return the bytes of everything that the network holds once it is built, weights and computed tables.
 
     Raises:
@@ -297,7 +313,8 @@ def _build(model: str, channels: int, image_size: tuple[int, int] | None) -> nn.
         return create_model(model, **options)
     try:
         return create_model(model, img_size=tuple(image_size), **options)
-    except SetupError:  # convolutions take any size
+    except SetupError:
+        # Networks of convolutions take any size, and no option for it.
         return create_model(model, **options)
 
 
@@ -321,15 +338,19 @@ def _wrong_size(
     patches = getattr(getattr(net, "patch_embed", None), "patch_size", None)
     if isinstance(patches, tuple) and len(patches) == 2:
         # A transformer divides the image into patches of this size, without a rest.
-        height, width = (
-            max(1, -(-side // patch)) * patch
-            for side, patch in zip(image_size, patches, strict=True)
-        )
         expected += f": multiples of its patch of {patches[0]} x {patches[1]} pixels"
-        if (height, width) != tuple(image_size):
-            remedy = f"Set it to [{height}, {width}], or leave it out for the network's own size, {list(own_size)}."
-    got = f"{list(image_size)}, with which it fails: {_one_line(error)}"
-    return SetupError("recipe, encoder.image_size", expected=expected, got=got, remedy=remedy)
+        fitting = [
+            max(1, ceil(side / patch)) * patch
+            for side, patch in zip(image_size, patches, strict=True)
+        ]
+        if fitting != list(image_size):
+            remedy = f"Set it to {fitting}, or leave it out for the network's own size, {list(own_size)}."
+    return SetupError(
+        "recipe, encoder.image_size",
+        expected=expected,
+        got=f"{list(image_size)}, with which it fails: {_one_line(error)}",
+        remedy=remedy,
+    )
 
 
 def _one_line(error: Exception) -> str:
@@ -338,19 +359,19 @@ def _one_line(error: Exception) -> str:
 
 def _spec(
     net: nn.Module, model: str, weights: str, image_size: tuple[int, int] | None, channels: int
-) -> TimmSpec:
+) -> TimmEncoderSpec:
     """Return timm's data config of this network as a plan states it."""
     from timm.data import resolve_model_data_config
 
     config = resolve_model_data_config(net)
     if config.get("crop_mode", "center") != "center":
-        got = f"{model} with crop mode {config['crop_mode']}"
-        raise SetupError("encoder", expected="a network with crop mode center", got=got)
-    mean, std = (tuple(float(value) for value in config[name]) for name in ("mean", "std"))
-    if len(mean) != channels:
-        mean, std = (tuple([sum(part) / len(part)] * channels) for part in (mean, std))
+        raise SetupError(
+            "encoder",
+            expected="a network with crop mode center",
+            got=f"{model} with crop mode {config['crop_mode']}",
+        )
     size = tuple(image_size or config["input_size"][1:])
-    return TimmSpec.model_validate(
+    return TimmEncoderSpec.model_validate(
         {
             "dim": int(getattr(net, "head_hidden_size", net.num_features)),  # type: ignore[arg-type]
             "model": model,
@@ -358,19 +379,30 @@ def _spec(
             "image_size": size,
             "interpolation": config["interpolation"],
             "crop": 1.0 if image_size else float(config["crop_pct"]),
-            "mean": mean,
-            "std": std,
+            "mean": _per_channel(config["mean"], channels),
+            "std": _per_channel(config["std"], channels),
         }
     )
 
 
-def _input_channels(model: str, found: Mapping[str, TensorSpec], data: DataSpec) -> int:
+def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return a value for each channel: those given, or their mean for another number of channels."""
+    if len(values) == channels:
+        return tuple(float(value) for value in values)
+    return (sum(float(value) for value in values) / len(values),) * channels
+
+
+def _input_channels(model: str, header: Mapping[str, TensorSpec], data: DataSpec) -> int:
     """Return the number of channels that the file's first layer takes, after checking the images against it."""
     net = create_model(model, num_classes=0)
-    first = net.pretrained_cfg["first_conv"]  # type: ignore[index]
-    first = first if isinstance(first, str) else next(iter(first or ()), None)
-    spec = found.get(f"{first}.weight")
-    channels = spec.shape[1] if spec and len(spec.shape) == 4 else 3
+    first_layers = net.pretrained_cfg["first_conv"]  # type: ignore[index]
+    if isinstance(first_layers, str):
+        first_layers = (first_layers,)
+    channels = 3
+    if first_layers:
+        spec = header.get(f"{first_layers[0]}.weight")
+        if spec and len(spec.shape) == 4:
+            channels = spec.shape[1]
     if data.shape[0] not in (1, channels):
         raise DataError(
             "images", expected=f"1 or {channels} channels, as {model} takes", got=str(data.shape[0])
@@ -397,5 +429,6 @@ def import_torchvision() -> None:
         library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for name in ("nms", "qnms"):
             library.define(f"{name}{_NMS}")  # type: ignore[no-untyped-call]
-        _schemas.append(library)  # a schema lives as long as its library
+        # A schema exists as long as its library.
+        _schemas.append(library)
         import_module("torchvision")

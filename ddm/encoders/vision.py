@@ -24,14 +24,13 @@ from ddm.protocol.data import DataSpec
 from ddm.system.devices import device_named
 
 PREPROCESSING = "preprocessor_config.json"
-BLOCK = 64  # all blocks have this size, so that features do not depend on the number of images
+# All blocks have this size, so that features do not depend on the number of images.
+BLOCK = 64
 _MAX_SMALL_BYTES = 1 << 20
 _MAX_WEIGHT_BYTES = 64 * 1024**3
-# of OpenAI's CLIP
-_MEAN, _STD = (
-    (0.48145466, 0.4578275, 0.40821073),
-    (0.26862954, 0.26130258, 0.27577711),
-)
+# Of OpenAI's CLIP.
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_STD = (0.26862954, 0.26130258, 0.27577711)
 _KINDS = ("clip", "clip_vision_model")
 
 
@@ -55,7 +54,10 @@ class ClipVision:
         digest: str,
     ) -> None:
         self.net = net.eval().requires_grad_(False)
-        self.mean, self.std, self.data, self.digest = mean, std, data, digest
+        self.mean = mean
+        self.std = std
+        self.data = data
+        self.digest = digest
         self.device = device_named()
 
     @classmethod
@@ -69,37 +71,44 @@ class ClipVision:
             DataError: volumes, or images with a number of channels other than 1 or 3.
         """
         if len(data.shape) != 3 or data.shape[0] not in (1, 3):
-            got = " x ".join(str(side) for side in data.shape)
-            raise DataError("images", expected="1 or 3 channels, height and width", got=got)
-        small = {
-            CONFIG: read_bounded(
-                require_file(folder / CONFIG, "a CLIP's configuration"), _MAX_SMALL_BYTES
+            raise DataError(
+                "images",
+                expected="1 or 3 channels, height and width",
+                got=" x ".join(str(side) for side in data.shape),
             )
-        }
+        config_path = require_file(folder / CONFIG, "a CLIP's configuration")
+        small_files = {CONFIG: read_bounded(config_path, _MAX_SMALL_BYTES)}
         if (folder / PREPROCESSING).is_file():
-            small[PREPROCESSING] = read_bounded(folder / PREPROCESSING, _MAX_SMALL_BYTES)
-        lines = [f"{name} {sha256_hex(content)}" for name, content in small.items()]
+            small_files[PREPROCESSING] = read_bounded(folder / PREPROCESSING, _MAX_SMALL_BYTES)
+        digest_lines = [f"{name} {sha256_hex(content)}" for name, content in small_files.items()]
         weights: dict[str, Tensor] = {}
         for name in weight_files(folder):
-            found, digest = _load(require_file(folder / name, "a CLIP's weights").resolve())
-            weights |= found
-            lines.append(f"{name} {digest}")
+            path = require_file(folder / name, "a CLIP's weights").resolve()
+            # The bytes that are hashed are those that become tensors.
+            digest = sha256_file(path)
+            weights |= load_tensors(path, None, max_bytes=_MAX_WEIGHT_BYTES, digest=digest)
+            digest_lines.append(f"{name} {digest}")
         try:
             with quiet():
-                net = _network(json.loads(small[CONFIG]), weights)
-            mean, std = _normalisation(json.loads(small.get(PREPROCESSING, b"{}")))
+                net = _network(json.loads(small_files[CONFIG]), weights)
+            mean, std = _normalisation(json.loads(small_files.get(PREPROCESSING, b"{}")))
         except ArchipelagoError:
             raise
         except ImportError as error:
-            remedy = "Install it: in Archipelago's repository, pip install '.[text]'."
             raise SetupError(
-                "CLIP", expected="an installed transformers", got=str(error)[:200], remedy=remedy
+                "CLIP",
+                expected="an installed transformers",
+                got=str(error)[:200],
+                remedy="Install it: in Archipelago's repository, pip install '.[text]'.",
             ) from error
-        except Exception as error:  # transformers and torch raise all kinds of errors for settings that fit no network
-            got = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            expected = "a CLIP of transformers, with all weights of its image tower and projection"
-            raise SetupError(f"CLIP in {folder.name}", expected=expected, got=got) from error
-        return cls(net, mean, std, data, sha256_hex("\n".join(lines).encode()))
+        # Transformers and torch raise all kinds of errors for settings that fit no network.
+        except Exception as error:
+            raise SetupError(
+                f"CLIP in {folder.name}",
+                expected="a CLIP of transformers, with all weights of its image tower and projection",
+                got=" ".join(f"{type(error).__name__}: {error}".split())[:200],
+            ) from error
+        return cls(net, mean, std, data, sha256_hex("\n".join(digest_lines).encode()))
 
     @property
     def dim(self) -> int:
@@ -119,17 +128,19 @@ class ClipVision:
         Raises:
             DataError: features that are not finite.
         """
-        net, found = self.net.to(self.device), torch.empty(len(images), self.dim)
+        net = self.net.to(self.device)
+        features_ND = torch.empty(len(images), self.dim)
         for start in range(0, len(images), BLOCK):
             block = images[start : start + BLOCK]
-            padded = torch.cat([block, block[-1:].expand(BLOCK - len(block), -1, -1, -1)])
-            answer = net(pixel_values=self.prepare(padded.to(self.device))).image_embeds
-            found[start : start + len(block)] = answer[: len(block)].float().cpu()
+            num = len(block)
+            padded = torch.cat([block, block[-1:].expand(BLOCK - num, -1, -1, -1)])
+            output = net(pixel_values=self.prepare(padded.to(self.device)))
+            features_ND[start : start + num] = output.image_embeds[:num].float().cpu()
             if on_progress:
-                on_progress(min(start + BLOCK, len(images)), len(images))
-        if not bool(found.isfinite().all()):
+                on_progress(start + num, len(images))
+        if not bool(features_ND.isfinite().all()):
             raise DataError("features of CLIP", expected="finite numbers", got="NaN or infinity")
-        return found
+        return features_ND
 
     def prepare(self, images: Tensor) -> Tensor:
         """Return the network's input: three channels, the shorter side resized, the centre cut out, normalised."""
@@ -137,24 +148,18 @@ class ClipVision:
         x_BCHW = ((images.float() - low) / (high - low)).expand(-1, 3, -1, -1)
         size = int(self.net.config.image_size)  # type: ignore[union-attr, arg-type]
         height, width = x_BCHW.shape[2:]
-        sides = [size * height // min(height, width), size * width // min(height, width)]
+        shorter = min(height, width)
+        sides = [size * height // shorter, size * width // shorter]
         if sides != [height, width]:
             x_BCHW = F.interpolate(
                 x_BCHW, sides, mode="bicubic", antialias=True, align_corners=False
             ).clamp(0, 1)
-        top, left = (sides[0] - size) // 2, (sides[1] - size) // 2
+        top = (sides[0] - size) // 2
+        left = (sides[1] - size) // 2
         x_BCHW = x_BCHW[:, :, top : top + size, left : left + size]
-        mean, std = (
-            torch.tensor(part, device=x_BCHW.device)[:, None, None]
-            for part in (self.mean, self.std)
-        )
+        mean = torch.tensor(self.mean, device=x_BCHW.device)[:, None, None]
+        std = torch.tensor(self.std, device=x_BCHW.device)[:, None, None]
         return (x_BCHW - mean) / std
-
-
-def _load(path: Path) -> tuple[dict[str, Tensor], str]:
-    """Return a file's tensors and its digest; the bytes that are hashed are those that become tensors."""
-    digest = sha256_file(path)
-    return load_tensors(path, None, max_bytes=_MAX_WEIGHT_BYTES, digest=digest), digest
 
 
 def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
@@ -164,24 +169,26 @@ def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     if settings.get("model_type") not in _KINDS:
         raise ValueError(f"its model_type is {str(settings.get('model_type'))[:40]!r}, not clip")
     if settings.get("quantization_config"):
-        # which transformers reads with code that it would download
+        # Transformers reads them with code that it would download.
         raise ValueError("its weights are quantized")
-    tower = settings
     if settings["model_type"] == "clip":
-        tower = {
-            "projection_dim": settings.get("projection_dim", 512),
-            **(settings.get("vision_config") or {}),
-        }
-    config = CLIPVisionConfig.from_dict(tower)
-    if settings["model_type"] == "clip":  # the whole network's, whatever its part says
+        config = CLIPVisionConfig.from_dict(settings.get("vision_config") or {})
+        # The whole network's, whatever its image tower says.
         config.projection_dim = settings.get("projection_dim", 512)
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    else:
+        config = CLIPVisionConfig.from_dict(settings)
     net: nn.Module
-    net, found = CLIPVisionModelWithProjection.from_pretrained(
-        None, config=config, state_dict=weights, **options
+    net, report = CLIPVisionModelWithProjection.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
     )
-    if lost := [*found["missing_keys"], *found["mismatched_keys"], *found["error_msgs"]]:
-        raise ValueError(f"{len(lost)} weights are missing or of another shape")
+    problems = [*report["missing_keys"], *report["mismatched_keys"], *report["error_msgs"]]
+    if problems:
+        raise ValueError(f"{len(problems)} weights are missing or of another shape")
     return net
 
 

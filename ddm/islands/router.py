@@ -16,7 +16,7 @@ from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.islands.arrays import map_array
 from ddm.islands.folder import Islands
 from ddm.loading.plan import PlanFiles
-from ddm.partition.layout import Layout, Part
+from ddm.partition.layout import ExpertPart, Layout
 from ddm.protocol.calibration import Interval
 from ddm.protocol.router_report import BandComparison
 from ddm.protocol.routers import RouterKind, SamplesSettings
@@ -205,7 +205,7 @@ def judging_images(training: RouterTraining) -> PublicData:
     """
     num_islands = len(training.present)
     every_group = tuple(range(num_islands))
-    parts = [[Part(f"{number}", None, every_group)] for number in range(num_islands)]
+    parts = [[ExpertPart(f"{number}", None, every_group)] for number in range(num_islands)]
     layout = Layout.of(training.islands.plan.partition, parts)
     own_KK = torch.diag(torch.tensor(training.num_units))
 

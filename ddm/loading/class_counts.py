@@ -17,7 +17,7 @@ from ddm.io.files import read_bounded
 from ddm.io.tensors import load_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.partition.clustering import Clusters
-from ddm.partition.layout import Layout, Part, known_parts
+from ddm.partition.layout import ExpertPart, Layout, known_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo
@@ -123,7 +123,7 @@ def published_layout(plan: Plan, manifest: Manifest, clusters: Clusters) -> Layo
     Raises:
         DocumentError: an expert that the plan's partition does not have.
     """
-    parts: dict[str, Part] = {}
+    parts: dict[str, ExpertPart] = {}
     for silo_id in _silos_in_order(manifest):
         silo_clusters = {expert.cluster for expert in manifest.experts if expert.silo_id == silo_id}
         valid_clusters = sorted(

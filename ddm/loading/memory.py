@@ -1,7 +1,7 @@
 """Computes from a release's documents alone how much memory its experts may take, before anything is loaded."""
 
 from ddm.footprint import opening_bytes
-from ddm.protocol.encoder import TimmEncoder
+from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.system.memory import MemoryLimit
@@ -25,7 +25,7 @@ def expert_memory_bytes(
     sizes = [expert.file.bytes for expert in manifest.experts]
     fixed = opening_bytes(plan, len(sizes)) + beside
     limit.check("memory", fixed + max(sizes), remedy)
-    if isinstance(plan.encoder, TimmEncoder):
+    if isinstance(plan.encoder, TimmEncoderSpec):
         # Counting its bytes builds its network, without memory for the weights, which takes seconds.
         from ddm.encoders.timm import timm_bytes
 

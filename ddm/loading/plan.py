@@ -9,8 +9,7 @@ from ddm.encoders import Encoder, HogEncoder, PcaEncoder, hog_specs, pca_specs
 from ddm.encoders.autoencoder import Identity, Latent, open_latent
 from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.partition.clustering import Clusters, cluster_specs
-from ddm.protocol.encoder import HogEncoder as HogSpec
-from ddm.protocol.encoder import PcaEncoder as PcaSpec
+from ddm.protocol.encoder import HogEncoderSpec, PcaEncoderSpec
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.plan import Plan
 from ddm.routers.sketch import Sketch, sketch_specs
@@ -81,10 +80,10 @@ def _load_listed(
 
 def _load_encoder(plan: Plan, folder: Path) -> Encoder:
     spec = plan.encoder
-    if isinstance(spec, PcaSpec):
+    if isinstance(spec, PcaEncoderSpec):
         shapes = pca_specs(plan.data, spec.dim)
         return PcaEncoder.from_tensors(_load_listed(plan, folder, spec.path, shapes))
-    if isinstance(spec, HogSpec):
+    if isinstance(spec, HogEncoderSpec):
         shapes = hog_specs(spec)
         return HogEncoder.from_tensors(_load_listed(plan, folder, spec.path, shapes), spec)
     # timm takes seconds to import, and most plans do not need it.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddm.errors import DataError, NumericalError, PolicyError, SetupError, ShapeError
 from ddm.io.tensors import TensorSpec
-from ddm.partition.nearest import Nearest
+from ddm.partition.nearest import NearestCentroid
 
 # Shape legend: N features, F fine centroids, G groups, C coarse clusters, D values of one feature.
 
@@ -47,9 +47,12 @@ class Clusters:
             ShapeError: features of another dimension.
         """
         if features.ndim != 2 or features.shape[1] != self.centroids_FD.shape[1]:
-            expected = f"(N, {self.centroids_FD.shape[1]})"
-            raise ShapeError("features", expected=expected, got=str(tuple(features.shape)))
-        return Nearest(self.centroids_FD).find(features)
+            raise ShapeError(
+                "features",
+                expected=f"(N, {self.centroids_FD.shape[1]})",
+                got=str(tuple(features.shape)),
+            )
+        return NearestCentroid(self.centroids_FD).find(features)
 
     def groups(self, features: Tensor) -> Tensor:
         """Return the group of each feature in the counts, shape (N,), int64."""
@@ -66,22 +69,15 @@ class Clusters:
             raise PolicyError(
                 "the plan's centroids", expected="finite numbers", got="NaN or infinity"
             )
-        for name, index_F, most in (
-            ("coarse cluster", self.coarse_F, num_coarse),
-            ("group", self.group_F, num_groups),
-        ):
-            if int(index_F.min()) < 0 or int(index_F.max()) >= most:
-                got = f"{int(index_F.min())} to {int(index_F.max())}"
-                raise PolicyError(
-                    f"the plan's {name} indices", expected=f"0 to {most - 1}", got=got
-                )
-            if (used := len(torch.unique(index_F))) != most:
-                expected, got = f"{most}, each with a fine centroid", f"only {used} with one"
-                raise PolicyError(f"the plan's {name}s", expected=expected, got=got)
+        _check_indices("coarse cluster", self.coarse_F, num_coarse)
+        _check_indices("group", self.group_F, num_groups)
         pairs = torch.unique(torch.stack([self.group_F, self.coarse_F], 1), dim=0)
         if len(pairs) > num_groups:
-            got = f"{num_groups} groups with {len(pairs)} coarse clusters between them"
-            raise PolicyError("the plan's groups", expected="each in one coarse cluster", got=got)
+            raise PolicyError(
+                "the plan's groups",
+                expected="each in one coarse cluster",
+                got=f"{num_groups} groups with {len(pairs)} coarse clusters between them",
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of these clusters."""
@@ -92,6 +88,23 @@ class Clusters:
         """Rebuild the clusters from tensors loaded against `cluster_specs`."""
         return cls(
             centroids_FD=tensors["centroids"], coarse_F=tensors["coarse"], group_F=tensors["group"]
+        )
+
+
+def _check_indices(name: str, index_F: Tensor, num: int) -> None:
+    """Refuse indices out of range, and an index that no fine centroid has."""
+    lowest = int(index_F.min())
+    highest = int(index_F.max())
+    if lowest < 0 or highest >= num:
+        raise PolicyError(
+            f"the plan's {name} indices", expected=f"0 to {num - 1}", got=f"{lowest} to {highest}"
+        )
+    num_used = len(torch.unique(index_F))
+    if num_used != num:
+        raise PolicyError(
+            f"the plan's {name}s",
+            expected=f"{num}, each with a fine centroid",
+            got=f"only {num_used} with one",
         )
 
 
@@ -128,19 +141,21 @@ def fit_clustering(
         NumericalError: features that are not finite.
     """
     if not num_coarse <= num_groups <= num_fine:
-        got = f"{num_coarse} coarse clusters, {num_groups} groups, {num_fine} fine centroids"
-        expected = "no more coarse clusters than groups, and no more groups than fine centroids"
-        raise SetupError("clustering", expected=expected, got=got)
+        raise SetupError(
+            "clustering",
+            expected="no more coarse clusters than groups, and no more groups than fine centroids",
+            got=f"{num_coarse} coarse clusters, {num_groups} groups, {num_fine} fine centroids",
+        )
     if not bool(torch.isfinite(features).all()):
         raise NumericalError(
             "features of public images", expected="finite numbers", got="NaN or infinity"
         )
-    distinct = len(torch.unique(features, dim=0))
-    if distinct < num_fine:
+    num_distinct = len(torch.unique(features, dim=0))
+    if num_distinct < num_fine:
         raise DataError(
             "public images",
             expected=f"at least {num_fine}, one per fine centroid",
-            got=f"{distinct} distinct",
+            got=f"{num_distinct} distinct",
         )
     x_ND = features.double().numpy()
     fine_N, centroids_FD = _k_means(x_ND, np.ones(len(x_ND)), num_fine, seed)
@@ -150,10 +165,14 @@ def fit_clustering(
     coarse_G, centre_CD = _k_means(centre_GD, weight_G, num_coarse, seed + 2)
     if balanced:
         coarse_G = _balance(centre_GD, weight_G, centre_CD)
-        if (used := len(np.unique(coarse_G))) < num_coarse:
-            remedy = "Plan more groups or fewer coarse clusters: a group is never split."
-            expected, got = f"{num_coarse} that are not empty", str(used)
-            raise DataError("balanced clusters", expected=expected, got=got, remedy=remedy)
+        num_used = len(np.unique(coarse_G))
+        if num_used < num_coarse:
+            raise DataError(
+                "balanced clusters",
+                expected=f"{num_coarse} that are not empty",
+                got=str(num_used),
+                remedy="Plan more groups or fewer coarse clusters: a group is never split.",
+            )
     return Clusters(
         centroids_FD=torch.from_numpy(centroids_FD).float(),
         coarse_F=torch.from_numpy(coarse_G[group_F]),
@@ -170,32 +189,35 @@ def _balance(
     fewer rows than there are clusters; a split row goes to its largest part, so that a cluster differs from its equal
     share by less than the weight of the split rows.
     """
-    num_rows, num_clusters = len(x_GD), len(centre_CD)
-    whole = sparse.kron(sparse.eye(num_rows), np.ones((1, num_clusters)))
-    load = sparse.kron(weight_G[None], sparse.eye(num_clusters))
+    num_rows = len(x_GD)
+    num_clusters = len(centre_CD)
+    # The shares of each row add up to 1, and the weights in each cluster to the same.
+    sum_of_row = sparse.kron(sparse.eye(num_rows), np.ones((1, num_clusters)))
+    weight_of_cluster = sparse.kron(weight_G[None], sparse.eye(num_clusters))
     equal_C = np.full(num_clusters, weight_G.sum() / num_clusters)
     coarse_G = np.zeros(num_rows, dtype=np.int64)
     for _ in range(_BALANCING_ROUNDS):
         cost_GC = weight_G[:, None] * ((x_GD[:, None] - centre_CD) ** 2).sum(2)
-        found = linprog(
+        solution = linprog(
             cost_GC.ravel(),
-            A_eq=sparse.vstack([whole, load]),
+            A_eq=sparse.vstack([sum_of_row, weight_of_cluster]),
             b_eq=np.r_[np.ones(num_rows), equal_C],
         )
-        if not found.success:
+        if not solution.success:
             raise NumericalError(
                 "balancing",
                 expected="a solution of the linear program",
-                got=str(found.message)[:120],
+                got=str(solution.message)[:120],
             )
-        before, coarse_G = (
-            coarse_G,
-            found.x.reshape(num_rows, num_clusters).argmax(1).astype(np.int64),
-        )
-        if np.array_equal(before, coarse_G):
+        coarse_before_G = coarse_G
+        share_GC = solution.x.reshape(num_rows, num_clusters)
+        coarse_G = share_GC.argmax(1).astype(np.int64)
+        if np.array_equal(coarse_before_G, coarse_G):
             break
-        own_GC = np.eye(num_clusters)[coarse_G] * weight_G[:, None]
-        centre_CD = (own_GC.T @ x_GD) / np.maximum(own_GC.sum(0), 1e-12)[:, None]
+        weight_GC = np.eye(num_clusters)[coarse_G] * weight_G[:, None]
+        # A cluster may be empty.
+        weight_C = np.maximum(weight_GC.sum(0), 1e-12)
+        centre_CD = (weight_GC.T @ x_GD) / weight_C[:, None]
     return coarse_G
 
 

@@ -17,7 +17,7 @@ from ddm.protocol.partition import Partition, RandomPartition, SiloClusterPartit
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpertPart:
     """One expert's part of a silo.
 
     Attributes:
@@ -33,7 +33,7 @@ class Part:
 
 def silo_parts(
     partition: Partition, silo_id: str, clusters: Clusters, noisy_G: Tensor
-) -> tuple[Part, ...]:
+) -> tuple[ExpertPart, ...]:
     """Return a silo's experts, in the order in which they are published.
 
     Args:
@@ -42,38 +42,42 @@ def silo_parts(
         clusters: the plan's; its groups lie within coarse clusters.
         noisy_G: the silo's released histogram over groups.
     """
-    by_cluster = isinstance(partition, SiloClusterPartition)
-    kept = _kept(clusters, noisy_G, partition.min_images) if by_cluster else []
-    return known_parts(partition, silo_id, clusters, kept)
+    clusters_with_expert: list[int] = []
+    if isinstance(partition, SiloClusterPartition):
+        clusters_with_expert = _clusters_with_expert(clusters, noisy_G, partition.min_images)
+    return known_parts(partition, silo_id, clusters, clusters_with_expert)
 
 
 def known_parts(
-    partition: Partition, silo_id: str, clusters: Clusters, kept: Sequence[int]
-) -> tuple[Part, ...]:
+    partition: Partition, silo_id: str, clusters: Clusters, clusters_with_expert: Sequence[int]
+) -> tuple[ExpertPart, ...]:
     """Return `silo_parts` of a silo whose clusters are known, as readers of a release know them, but not its histogram.
 
     Args:
         partition: the plan's.
         silo_id: the silo.
         clusters: the plan's.
-        kept: the coarse clusters that have an expert, where the partition has clusters; the others join the nearest.
+        clusters_with_expert: the coarse clusters that have an expert, where the partition has clusters; the others join
+            the nearest.
     """
-    every = tuple(range(int(clusters.group_F.max()) + 1))
+    all_groups = tuple(range(int(clusters.group_F.max()) + 1))
     if isinstance(partition, RandomPartition):
         return tuple(
-            Part(f"{silo_id}-{number}", None, every) for number in range(partition.num_parts)
+            ExpertPart(f"{silo_id}-{number}", None, all_groups)
+            for number in range(partition.num_parts)
         )
     if not isinstance(partition, SiloClusterPartition):
-        return (Part(silo_id, None, every),)
-    owner_G = _owners(clusters, sorted(kept))
-    found = sorted(set(owner_G.tolist()))
-    return tuple(
-        Part(f"{silo_id}-{c}", c, tuple(torch.nonzero(owner_G == c)[:, 0].tolist())) for c in found
-    )
+        return (ExpertPart(silo_id, None, all_groups),)
+    owner_G = _owning_clusters(clusters, sorted(clusters_with_expert))
+    parts = []
+    for cluster in sorted(set(owner_G.tolist())):
+        groups = torch.nonzero(owner_G == cluster)[:, 0].tolist()
+        parts.append(ExpertPart(f"{silo_id}-{cluster}", cluster, tuple(groups)))
+    return tuple(parts)
 
 
 def part_of_images(
-    partition: Partition, parts: Sequence[Part], group_N: Tensor, seed: int
+    partition: Partition, parts: Sequence[ExpertPart], group_N: Tensor, seed: int
 ) -> Tensor:
     """Return the number of the part that trains on each image, shape (N,), int64.
 
@@ -86,7 +90,8 @@ def part_of_images(
     if isinstance(partition, RandomPartition):
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(len(group_N), generator=generator) % len(parts)
-    part_G = torch.zeros(1 + max(max(part.groups) for part in parts), dtype=torch.int64)
+    num_groups = 1 + max(max(part.groups) for part in parts)
+    part_G = torch.zeros(num_groups, dtype=torch.int64)
     for number, part in enumerate(parts):
         part_G[list(part.groups)] = number
     return part_G[group_N]
@@ -103,14 +108,18 @@ class Layout:
     """
 
     silo_E: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ExpertPart, ...]
     partition: Partition
 
     @classmethod
-    def of(cls, partition: Partition, by_silo: Sequence[Sequence[Part]]) -> "Layout":
+    def of(cls, partition: Partition, by_silo: Sequence[Sequence[ExpertPart]]) -> "Layout":
         """Concatenate the parts of all silos."""
-        numbered = [(k, part) for k, parts in enumerate(by_silo) for part in parts]
-        return cls(tuple(k for k, _ in numbered), tuple(part for _, part in numbered), partition)
+        silo_E: list[int] = []
+        all_parts: list[ExpertPart] = []
+        for number, parts in enumerate(by_silo):
+            silo_E += [number] * len(parts)
+            all_parts += parts
+        return cls(tuple(silo_E), tuple(all_parts), partition)
 
     def split(self, mass_KG: Tensor) -> tuple[Tensor, Tensor]:
         """Split each silo's mixture among its experts.
@@ -121,42 +130,51 @@ class Layout:
         Returns:
             Each expert's shares of the groups (E, G), rows summing to 1, and its share of its silo (E,).
         """
-        mass_EG, share_E = [], []
-        size_K = torch.bincount(torch.tensor(self.silo_E)).tolist()
-        for k, part in zip(self.silo_E, self.parts, strict=True):
-            own_G = torch.zeros_like(mass_KG[k])
-            own_G[list(part.groups)] = mass_KG[k, list(part.groups)]
-            mass_EG.append(own_G / own_G.sum())
-            whole = isinstance(self.partition, RandomPartition)
-            share_E.append(torch.ones_like(own_G[0]) / size_K[k] if whole else own_G.sum())
+        mass_EG = []
+        share_E = []
+        num_experts_K = torch.bincount(torch.tensor(self.silo_E)).tolist()
+        for silo, part in zip(self.silo_E, self.parts, strict=True):
+            groups = list(part.groups)
+            part_G = torch.zeros_like(mass_KG[silo])
+            part_G[groups] = mass_KG[silo, groups]
+            mass_EG.append(part_G / part_G.sum())
+            if isinstance(self.partition, RandomPartition):
+                # Random parts cover all groups and have equal sizes.
+                share_E.append(torch.ones_like(part_G[0]) / num_experts_K[silo])
+            else:
+                share_E.append(part_G.sum())
         return torch.stack(mass_EG), torch.stack(share_E)
 
 
-def _coarse(clusters: Clusters) -> Tensor:
+def _coarse_of_groups(clusters: Clusters) -> Tensor:
     """Return the coarse cluster of each group, shape (G,)."""
     coarse_G = torch.zeros(int(clusters.group_F.max()) + 1, dtype=torch.int64)
     coarse_G[clusters.group_F] = clusters.coarse_F
     return coarse_G
 
 
-def _kept(clusters: Clusters, noisy_G: Tensor, min_images: int) -> list[int]:
+def _clusters_with_expert(clusters: Clusters, noisy_G: Tensor, min_images: int) -> list[int]:
     """Return the coarse clusters with enough images, by the noised histogram, and the largest one in any case."""
     num_coarse = int(clusters.coarse_F.max()) + 1
-    size_C = torch.zeros(num_coarse, dtype=noisy_G.dtype).index_add_(0, _coarse(clusters), noisy_G)
-    kept_C = size_C >= min_images
-    kept_C[size_C.argmax()] = True
-    return [int(c) for c in torch.nonzero(kept_C)[:, 0]]
+    size_C = torch.zeros(num_coarse, dtype=noisy_G.dtype)
+    size_C.index_add_(0, _coarse_of_groups(clusters), noisy_G)
+    has_expert_C = size_C >= min_images
+    # A silo has one expert at least, however few images it has.
+    has_expert_C[size_C.argmax()] = True
+    return [int(cluster) for cluster in torch.nonzero(has_expert_C)[:, 0]]
 
 
-def _owners(clusters: Clusters, kept: Sequence[int]) -> Tensor:
+def _owning_clusters(clusters: Clusters, clusters_with_expert: Sequence[int]) -> Tensor:
     """Return the coarse cluster whose expert covers each group, shape (G,)."""
     num_coarse = int(clusters.coarse_F.max()) + 1
     centroids_FD = clusters.centroids_FD.double()
-    num_C1 = torch.bincount(clusters.coarse_F, minlength=num_coarse)[:, None]
-    centre_CD = torch.zeros(num_coarse, centroids_FD.shape[1], dtype=torch.float64)
-    centre_CD = centre_CD.index_add_(0, clusters.coarse_F, centroids_FD) / num_C1
+    num_centroids_C = torch.bincount(clusters.coarse_F, minlength=num_coarse)
+    sum_CD = torch.zeros(num_coarse, centroids_FD.shape[1], dtype=torch.float64)
+    sum_CD.index_add_(0, clusters.coarse_F, centroids_FD)
+    centre_CD = sum_CD / num_centroids_C[:, None]
     # Computed from differences: a matrix product rounds differently on each machine, so that the distance of a
     # cluster from itself would not be 0.
     distance_CC = torch.cdist(centre_CD, centre_CD, compute_mode="donot_use_mm_for_euclid_dist")
-    nearest_C = torch.tensor(kept)[distance_CC[:, kept].argmin(1)]
-    return nearest_C[_coarse(clusters)]
+    nearest = distance_CC[:, clusters_with_expert].argmin(1)
+    nearest_C = torch.tensor(clusters_with_expert)[nearest]
+    return nearest_C[_coarse_of_groups(clusters)]

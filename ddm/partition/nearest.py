@@ -19,16 +19,19 @@ from ddm.system.devices import computes_in_bf16, processor_by_amd
 
 # Shape legend: B features of one block, F centroids, D values of one feature, E four more, P candidate pairs.
 
+# Features in a block.
 _BLOCK = 4096
-_MOST_PAIRS = (
-    16  # candidates per feature, on average; beyond it a product of higher precision costs less
-)
-_CHUNK = 8192  # pairs whose differences are in memory at a time
-_UNITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}  # relative rounding
+# Candidates per feature, on average; beyond it a product of higher precision costs less.
+_MAX_CANDIDATES = 16
+# Pairs whose differences are in memory at a time.
+_CHUNK = 8192
+# Relative rounding.
+_UNITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
+# Integers of the same width, to compare the bits of numbers.
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
-class _Scratch:
+class _Buffers:
     """One thread's buffers for a block, reused: allocating new pages would take as long as the product."""
 
     def __init__(self, dim: int, num: int, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -38,7 +41,7 @@ class _Scratch:
         self.mask_BF = np.empty((_BLOCK, num), dtype=bool)
 
 
-class Nearest:
+class NearestCentroid:
     """Finds the nearest of fixed centroids.
 
     Args:
@@ -47,25 +50,28 @@ class Nearest:
     """
 
     def __init__(self, centroids_FD: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
-        in_bf16 = computes_in_bf16("auto", torch.device("cpu"))
-        # whose OpenBLAS is faster there than torch's MKL, and slower elsewhere
-        self.by_numpy = processor_by_amd()
-        self.dtypes = dtypes or ((torch.bfloat16, torch.float32) if in_bf16 else (torch.float32,))
+        # On processors of AMD numpy's OpenBLAS is faster than torch's MKL, and slower elsewhere.
+        self.multiplies_by_numpy = processor_by_amd()
+        if dtypes is None:
+            dtypes = (torch.float32,)
+            if computes_in_bf16("auto", torch.device("cpu")):
+                dtypes = (torch.bfloat16, torch.float32)
+        self.dtypes = dtypes
         self.centroids_FD = centroids_FD
+        # Centred, since far from the origin |c|^2 - 2 x.c would cancel.
         self.centre_D = centroids_FD.mean(0)
-        # far from the origin, |c|^2 - 2 x.c would cancel
         self.centred_FD = centroids_FD - self.centre_D
         self.offset_F = self.centred_FD.square().sum(1) / 2
         self.longest = float(self.offset_F.max().mul(2).sqrt())
         ones_F2 = torch.ones(len(centroids_FD), 2)
-        self.tables = {
-            dtype: torch.cat(
-                [-self.centred_FD.to(dtype), ones_F2.to(dtype), _in_two(self.offset_F, dtype)], 1
-            ).T
-            for dtype in self.dtypes
-        }
+        # One product of these with (x, |x|^2 / 2, 1) gives half the squared distances.
+        self.tables = {}
+        for dtype in self.dtypes:
+            columns = [-self.centred_FD.to(dtype), ones_F2.to(dtype), _in_two(self.offset_F, dtype)]
+            self.tables[dtype] = torch.cat(columns, 1).T
 
-        with warnings.catch_warnings():  # emitted once per process; threads must not change filters
+        # Torch warns once per process. It is made to do so here, since threads must not change the filters.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
             torch.zeros(1, 1).to_sparse_csr()
 
@@ -80,71 +86,84 @@ class Nearest:
         """
         nearest_N = torch.empty(len(features), dtype=torch.int64)
 
-        threads = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
 
-        def work(number: int) -> None:
+        def find_in_blocks(number: int) -> None:
             """Process every n-th block in a thread of its own, since numpy compares candidates in one thread."""
-            scratch = _Scratch(features.shape[1], len(self.offset_F), self.dtypes)
-            for start in range(number * _BLOCK, len(features), threads * _BLOCK):
+            buffers = _Buffers(features.shape[1], len(self.offset_F), self.dtypes)
+            for start in range(number * _BLOCK, len(features), num_threads * _BLOCK):
                 block_BD = features[start : start + _BLOCK].float()
-                nearest_N[start : start + _BLOCK] = torch.from_numpy(
-                    self._settle(block_BD, scratch)
-                )
+                nearest_B = self._nearest_of_block(block_BD, buffers)
+                nearest_N[start : start + _BLOCK] = torch.from_numpy(nearest_B)
 
         try:
-            workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+            workers = ThreadPoolExecutor(
+                num_threads, initializer=torch.set_num_threads, initargs=(1,)
+            )
             with threadpool_limits(1, user_api="blas"), workers as pool:
-                list(pool.map(work, range(threads)))
+                # The list waits for all of them, and raises what any raised.
+                list(pool.map(find_in_blocks, range(num_threads)))
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(num_threads)
         return nearest_N
 
-    def _settle(self, raw_BD: Tensor, scratch: _Scratch) -> NDArray[np.int64]:
+    def _nearest_of_block(self, raw_BD: Tensor, buffers: _Buffers) -> NDArray[np.int64]:
         """Return the nearest centroid of each row of a block."""
-        x_BD = torch.sub(raw_BD, self.centre_D, out=scratch.x_BD[: len(raw_BD)])
+        x_BD = torch.sub(raw_BD, self.centre_D, out=buffers.x_BD[: len(raw_BD)])
         energy_B = torch.linalg.vector_norm(x_BD, dim=1).square() / 2
-        lost_B = ~torch.isfinite(energy_B)
-        if bool(lost_B.any()):
-            settled_B = self._settle(torch.where(lost_B[:, None], self.centre_D, raw_BD), scratch)
-            settled_B[lost_B.numpy()] = 0
-            return settled_B
+        is_broken_B = ~torch.isfinite(energy_B)
+        if bool(is_broken_B.any()):
+            # The other rows are searched as if these were the centre, so that they do not depend on them.
+            replaced_BD = torch.where(is_broken_B[:, None], self.centre_D, raw_BD)
+            nearest_B = self._nearest_of_block(replaced_BD, buffers)
+            nearest_B[is_broken_B.numpy()] = 0
+            return nearest_B
+
+        # Each step leaves fewer candidates, at a higher price for each.
         for dtype in self.dtypes:
-            row_P, column_P = self._in_question(x_BD, energy_B, dtype, scratch)
-            if len(row_P) <= _MOST_PAIRS * len(x_BD):
+            row_P, column_P = self._candidates(x_BD, energy_B, dtype, buffers)
+            if len(row_P) <= _MAX_CANDIDATES * len(x_BD):
                 break
         if len(row_P) == len(x_BD):
             return column_P
+
         score_P = self._score(x_BD, row_P, column_P)
         margin_B = 2.02 * self._rounding(energy_B, x_BD.shape[1], torch.float32)
-        kept_P = score_P <= (_least(score_P, row_P) + margin_B.double().numpy())[row_P]
-        row_P, column_P = row_P[kept_P], column_P[kept_P]
+        limit_B = _min_of_rows(score_P, row_P) + margin_B.double().numpy()
+        is_near_P = score_P <= limit_B[row_P]
+        row_P = row_P[is_near_P]
+        column_P = column_P[is_near_P]
         if len(row_P) > len(x_BD):
-            apart_P = self._apart(raw_BD, row_P, column_P)
-            kept_P = apart_P == _least(apart_P, row_P)[row_P]
-            row_P, column_P = row_P[kept_P], column_P[kept_P]
-        settled: NDArray[np.int64] = column_P[_starts(row_P)]
-        return settled
+            distance_P = self._exact_distances(raw_BD, row_P, column_P)
+            is_nearest_P = distance_P == _min_of_rows(distance_P, row_P)[row_P]
+            row_P = row_P[is_nearest_P]
+            column_P = column_P[is_nearest_P]
+        # Columns ascend in each row, so that ties go to the lowest index.
+        nearest: NDArray[np.int64] = column_P[_row_starts(row_P)]
+        return nearest
 
-    def _in_question(
-        self, x_BD: Tensor, energy_B: Tensor, dtype: torch.dtype, scratch: _Scratch
+    def _candidates(
+        self, x_BD: Tensor, energy_B: Tensor, dtype: torch.dtype, buffers: _Buffers
     ) -> tuple[NDArray[np.int64], ...]:
         """Return the rows, ascending, and columns, ascending in each row, of all candidate pairs."""
         num, dim = x_BD.shape
-        columns_BE, half_BF = scratch.columns[dtype][:num], scratch.half[dtype][:num]
+        columns_BE = buffers.columns[dtype][:num]
+        half_BF = buffers.half[dtype][:num]
         columns_BE[:, :dim] = x_BD
         columns_BE[:, dim : dim + 2] = _in_two(energy_B, dtype)
-        if dtype == torch.float32 and self.by_numpy:
+        if dtype == torch.float32 and self.multiplies_by_numpy:
             np.matmul(columns_BE.numpy(), self.tables[dtype].numpy(), out=half_BF.numpy())
         else:
             torch.mm(columns_BE, self.tables[dtype], out=half_BF)
-        # distances are not negative, so their bits have their order
+        # Distances are not negative, so their bits have their order, and integers are compared faster.
         bits_BF = half_BF.view(_BITS[dtype])
-        least_B = bits_BF.amin(1).clamp(min=0).view(dtype).float()
-        unit, error_B = _UNITS[dtype], self._rounding(energy_B, dim, dtype)
-        limit_B = (least_B + 1.01 * (2 * error_B + 2 * unit * least_B)) * (1 + 2 * unit)
+        min_B = bits_BF.amin(1).clamp(min=0).view(dtype).float()
+        unit = _UNITS[dtype]
+        error_B = self._rounding(energy_B, dim, dtype)
+        limit_B = (min_B + 1.01 * (2 * error_B + 2 * unit * min_B)) * (1 + 2 * unit)
         bits_B1 = limit_B.to(dtype).view(_BITS[dtype]).numpy()[:, None]
-        mask_BF = np.less_equal(bits_BF.numpy(), bits_B1, out=scratch.mask_BF[:num])
-        return np.divmod(_set_places(mask_BF), len(self.offset_F))
+        mask_BF = np.less_equal(bits_BF.numpy(), bits_B1, out=buffers.mask_BF[:num])
+        return np.divmod(_set_indices(mask_BF), len(self.offset_F))
 
     def _rounding(self, energy_B: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         """Return a bound on the rounding error of a row's scores before they are stored in `dtype`.
@@ -153,56 +172,62 @@ class Nearest:
         by ``D 2^-23 |x| |c|``, both norms likewise; splitting the norms in two by ``2^-16`` of them in bfloat16.
         """
         unit = _UNITS[dtype]
-        product_B, norms_B = (2 * energy_B).sqrt() * self.longest, energy_B + self.longest**2 / 2
-        return (2.01 * unit + dim * 2.0**-23) * product_B + (
-            2 * unit**2 + (dim + 4) * 2.0**-23
-        ) * norms_B
+        product_B = (2 * energy_B).sqrt() * self.longest
+        norms_B = energy_B + self.longest**2 / 2
+        of_product = 2.01 * unit + dim * 2.0**-23
+        of_norms = 2 * unit**2 + (dim + 4) * 2.0**-23
+        return of_product * product_B + of_norms * norms_B
 
     def _score(
         self, x_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Return ``|c|^2 / 2 - x.c`` of each pair, computed in float32."""
         ends_B = np.cumsum(np.bincount(row_P, minlength=len(x_BD)))
-        shape = (len(x_BD), len(self.offset_F))
-        rows, columns_P = torch.from_numpy(np.r_[0, ends_B]), torch.from_numpy(column_P)
+        columns_P = torch.from_numpy(column_P)
         pairs = torch.sparse_csr_tensor(
-            rows, columns_P, torch.zeros(len(row_P)), shape, check_invariants=False
+            torch.from_numpy(np.r_[0, ends_B]),
+            columns_P,
+            torch.zeros(len(row_P)),
+            (len(x_BD), len(self.offset_F)),
+            check_invariants=False,
         )
         product_P = torch.sparse.sampled_addmm(pairs, x_BD, self.centred_FD.T).values()
         score_P: NDArray[np.float64] = (self.offset_F[columns_P] - product_P).double().numpy()
         return score_P
 
-    def _apart(
+    def _exact_distances(
         self, raw_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Return the squared distance of each pair, float64; 0 where a row has a single pair."""
-        apart_P = np.zeros(len(row_P))
+        distance_P = np.zeros(len(row_P))
         open_P = np.flatnonzero(np.bincount(row_P)[row_P] > 1)
         for start in range(0, len(open_P), _CHUNK):
             chunk = open_P[start : start + _CHUNK]
             difference = raw_BD[row_P[chunk]].double() - self.centroids_FD[column_P[chunk]].double()
-            apart_P[chunk] = difference.square().sum(1).numpy()
-        return apart_P
+            distance_P[chunk] = difference.square().sum(1).numpy()
+        return distance_P
 
 
-def _set_places(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _set_indices(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return where a mask of few entries is set, flattened; it is searched in words of eight."""
     flat = mask.reshape(-1)
-    whole = len(flat) // 8 * 8
-    word_W = np.flatnonzero(flat[:whole].view(np.uint64))
-    at_P, byte_P = np.nonzero(flat[:whole].reshape(-1, 8)[word_W])
-    return np.concatenate([word_W[at_P] * 8 + byte_P, whole + np.flatnonzero(flat[whole:])])
+    num_in_words = len(flat) // 8 * 8
+    in_words = flat[:num_in_words]
+    word_W = np.flatnonzero(in_words.view(np.uint64))
+    position_P, byte_P = np.nonzero(in_words.reshape(-1, 8)[word_W])
+    rest_P = num_in_words + np.flatnonzero(flat[num_in_words:])
+    return np.concatenate([word_W[position_P] * 8 + byte_P, rest_P])
 
 
-def _starts(row_P: NDArray[np.int64]) -> NDArray[np.int64]:
+def _row_starts(row_P: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where each row begins."""
     return np.flatnonzero(np.diff(row_P, prepend=-1))
 
 
-def _least(value_P: NDArray[np.float64], row_P: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the least value of each row."""
-    least_B: NDArray[np.float64] = np.minimum.reduceat(value_P, _starts(row_P))
-    return least_B
+def _min_of_rows(value_P: NDArray[np.float64], row_P: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the smallest value of each row."""
+    min_B: NDArray[np.float64] = np.minimum.reduceat(value_P, _row_starts(row_P))
+    return min_B
 
 
 def _in_two(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,8 +30,7 @@ from ddm.planning.recipe import (
 )
 from ddm.protocol.architecture import Condition
 from ddm.protocol.encoder import Encoder as EncoderSpec
-from ddm.protocol.encoder import HogEncoder as HogSpec
-from ddm.protocol.encoder import PcaEncoder as PcaSpec
+from ddm.protocol.encoder import HogEncoderSpec, PcaEncoderSpec
 from ddm.protocol.latent import (
     AUTOENCODER_PATH,
     Autoencoder,
@@ -219,11 +218,11 @@ def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, Encode
     match chosen:
         case PcaRecipe():
             encoder = PcaEncoder.fit(fitted, chosen.dim)
-            return encoder, PcaSpec(path=ENCODER_PATH, dim=chosen.dim)
+            return encoder, PcaEncoderSpec(path=ENCODER_PATH, dim=chosen.dim)
         case HogRecipe():
             cells = chosen.cells
             mirrored = chosen.mirrored
-            spec = HogSpec(path=ENCODER_PATH, dim=chosen.dim, cells=cells, mirrored=mirrored)
+            spec = HogEncoderSpec(path=ENCODER_PATH, dim=chosen.dim, cells=cells, mirrored=mirrored)
             with _network_of("encoder.cells", recipe):
                 return HogEncoder.fit(fitted, chosen.dim, cells=cells, mirrored=mirrored), spec
         case TimmRecipe():

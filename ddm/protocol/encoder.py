@@ -7,7 +7,7 @@ from pydantic import Field, StringConstraints, model_validator
 from ddm.protocol.base import Model, RelativePath
 
 
-class PcaEncoder(Model):
+class PcaEncoderSpec(Model):
     """Principal components of the public images; needs no weights from elsewhere."""
 
     kind: Literal["pca"] = "pca"
@@ -22,7 +22,7 @@ class PcaEncoder(Model):
 HOG_DIRECTIONS = 8  # of a cell's histogram, over half a turn
 
 
-class HogEncoder(Model):
+class HogEncoderSpec(Model):
     """Principal components of the public images' histograms of oriented gradients; needs no weights from elsewhere."""
 
     kind: Literal["hog"] = "hog"
@@ -54,7 +54,7 @@ ChannelMean = Annotated[float, Field(ge=-1e3, le=1e3)]
 ChannelDeviation = Annotated[float, Field(ge=1e-3, le=1e3)]  # a divisor
 
 
-class TimmEncoder(Model):
+class TimmEncoderSpec(Model):
     """A frozen network of the timm library; its weights are in the plan's bundle, its preprocessing is stated here."""
 
     kind: Literal["timm"] = "timm"
@@ -69,7 +69,7 @@ class TimmEncoder(Model):
     std: Annotated[tuple[ChannelDeviation, ...], Field(min_length=1, max_length=16)]
 
     @model_validator(mode="after")
-    def _channels_agree(self) -> "TimmEncoder":
+    def _channels_agree(self) -> "TimmEncoderSpec":
         if len(self.mean) != len(self.std):
             got = f"{len(self.mean)} and {len(self.std)}"
             raise ValueError(f"mean and std must have one entry for each channel, got {got}")
@@ -80,4 +80,4 @@ class TimmEncoder(Model):
         return "" if len(shape) == 3 else _not_volumes(shape)
 
 
-Encoder = Annotated[PcaEncoder | HogEncoder | TimmEncoder, Field(discriminator="kind")]
+Encoder = Annotated[PcaEncoderSpec | HogEncoderSpec | TimmEncoderSpec, Field(discriminator="kind")]

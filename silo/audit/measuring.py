@@ -280,7 +280,7 @@ def _draw_chunk(audit: _Audit, start: int, image_S: Tensor) -> Mapping[str, Tens
     low, high = plan.data.range
     rows = []
     for latents in latent_blocks:
-        images = expert.files.latent.decode(latents, lost=0.0)
+        images = expert.files.latent.decode(latents, replacement=0.0)
         # An expert may give anything; a sample that is not a number is no copy, and must not stop the audit.
         images = images.clamp(low, high).nan_to_num(0.0)
         rows.append(_rows_in_spaces(expert, images))
@@ -291,7 +291,7 @@ def _rows_in_spaces(expert: AuditedExpert, images: Tensor) -> dict[str, Tensor]:
     """Return images as rows of values, by space."""
     return {
         "pixels": pixel_rows(images),
-        "features": expert.files.encoder.encode(images, lost=0.0),
+        "features": expert.files.encoder.encode(images, replacement=0.0),
     }
 
 
@@ -345,7 +345,7 @@ def _learned_rows(audit: _Audit, space: str) -> Iterator[tuple[int, Tensor]]:
     for start, images in blocks(Selected(expert.pixels, expert.learned_N)):
         if space == "features":
             audit.counter.add(len(images))
-            yield start, expert.files.encoder.encode(images, lost=0.0)
+            yield start, expert.files.encoder.encode(images, replacement=0.0)
         else:
             # Every pass reports, so that it can be stopped.
             audit.counter.add(0)

@@ -81,7 +81,7 @@ def keep_texts(
     with part_path.open("r+b") as handle:
         try:
             for first in range(num_encoded, len(captions), BLOCK):
-                vectors = encoder.encode(captions[first : first + BLOCK], lost=0.0)
+                vectors = encoder.encode(captions[first : first + BLOCK], replacement=0.0)
                 _write_rows(handle, vectors, array_start, first)
                 num_encoded = first + len(vectors)
                 if num_encoded % _TEXTS_BETWEEN_SAVES == 0:

@@ -74,7 +74,7 @@ def _for_privacy(plan: Plan, latent: AutoencoderKl) -> AutoencoderKl:
 def _encode(images: Images, latent: AutoencoderKl, on_progress: Progress) -> Iterator[Tensor]:
     """Yield latents in blocks of a multiple of the autoencoder's own, which have the same values as one by one."""
     for start, block in blocks(images, size=_BLOCKS_IN_MEMORY * latent.block):
-        yield latent.encode(block, lost=0.0)
+        yield latent.encode(block, replacement=0.0)
         on_progress(start + len(block), len(images))
 
 
@@ -87,7 +87,7 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
         latent = _for_privacy(plan, latent)
 
     def decode(z_B: Tensor) -> Tensor:
-        return latent.decode(z_B, lost=0.0).clamp(low, high)
+        return latent.decode(z_B, replacement=0.0).clamp(low, high)
 
     return Derived(_scaled(cohort.images, plan), decode, plan.data.shape)
 

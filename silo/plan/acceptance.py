@@ -29,7 +29,7 @@ from ddm.loading.plan import PlanFiles
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.models.adaptation import check_trained
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, File, sha256_hex
-from ddm.protocol.encoder import TimmEncoder
+from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.protocol.learning import PartialAdaptation
 from ddm.protocol.plan import Plan
 from ddm.statistics.of_plan import statistics_of
@@ -303,7 +303,7 @@ def _check_expert_bytes(plan: Plan) -> None:
 
 def _check_encoder_bytes(plan: Plan, policy: Policy) -> None:
     """Check what a network of timm holds besides the weights in its file, such as tables of positions."""
-    if not isinstance(plan.encoder, TimmEncoder):
+    if not isinstance(plan.encoder, TimmEncoderSpec):
         return
     from ddm.encoders.timm import timm_bytes  # takes seconds, and most plans do not need it
 

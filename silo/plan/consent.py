@@ -13,7 +13,7 @@ from ddm.errors import ApprovalError
 from ddm.io.files import write_atomic
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.base import Digest, Document, PlanId, ShortText
-from ddm.protocol.encoder import TimmEncoder
+from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.protocol.latent import Autoencoder
 from ddm.protocol.plan import Plan
 from silo.config import Policy, Site
@@ -42,7 +42,7 @@ class PlanConsent(Document):
 
 def networks_of(plan: Plan) -> Iterator[str]:
     """Yield, in words, the networks that a plan lets see private images before anything is noised."""
-    if isinstance(plan.encoder, TimmEncoder):
+    if isinstance(plan.encoder, TimmEncoderSpec):
         yield f"the encoder {plan.encoder.model}"
     if isinstance(plan.latent, Autoencoder):
         yield "an autoencoder"

@@ -19,7 +19,7 @@ from ddm.io.files import write_atomic
 from ddm.io.tensors import load_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.partition.clustering import Clusters
-from ddm.partition.layout import Part, part_of_images, silo_parts
+from ddm.partition.layout import ExpertPart, part_of_images, silo_parts
 from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.partition import SiloClusterPartition
@@ -73,16 +73,16 @@ class SiloTraining:
     held_N: Tensor | None = None
     paid: PaidTraining | None = None
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ExpertPart, ...]:
         """This silo's experts, from the noised histogram where it decides."""
         return find_parts(self.plan, self.files, self.work, self.silo_id)
 
-    def part_of_images(self, parts: Sequence[Part]) -> Tensor:
+    def part_of_images(self, parts: Sequence[ExpertPart]) -> Tensor:
         """The number of the expert to which each image belongs, shape (N,)."""
         group_N = self.files.clusters.group_F[self.fine_N]
         return part_of_images(self.plan.partition, parts, group_N, self.plan.expert.training.seed)
 
-    def images_of_parts(self, parts: Sequence[Part]) -> list[Tensor]:
+    def images_of_parts(self, parts: Sequence[ExpertPart]) -> list[Tensor]:
         """The images that each expert learns, as `images_of_part` chooses them, none of them held out."""
         part_N = self.part_of_images(parts)
         open_N = torch.arange(len(self.fine_N))
@@ -137,7 +137,9 @@ def counts_define_experts(plan: Plan) -> bool:
     return isinstance(plan.partition, SiloClusterPartition)
 
 
-def find_parts(plan: Plan, files: PlanFiles, work: Workspace, silo_id: str) -> tuple[Part, ...]:
+def find_parts(
+    plan: Plan, files: PlanFiles, work: Workspace, silo_id: str
+) -> tuple[ExpertPart, ...]:
     """Return this silo's experts, from the noised histogram where it decides."""
     noisy_G = torch.zeros(plan.statistics.counts.num_groups, dtype=torch.int64)
     if counts_define_experts(plan):
@@ -219,7 +221,7 @@ def train_experts(
 
 
 def images_of_part(
-    part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, min_images: int
+    part: ExpertPart, own_N: Tensor, fine_N: Tensor, clusters: Clusters, min_images: int
 ) -> Tensor:
     """Return the images that an expert learns, ascending: its own and, where they are too few, the nearest others.
 

@@ -21,12 +21,12 @@ from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from ddm.diffusion.path import path_named
 from ddm.encoders.autoencoder import build_autoencoder
-from ddm.encoders.lost import fill_lost
+from ddm.encoders.non_finite import replace_non_finite
 from ddm.errors import DataError, NumericalError
 from ddm.images.picture import Picture
 from ddm.images.transform import Transform
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.partition.nearest import Nearest
+from ddm.partition.nearest import NearestCentroid
 from ddm.protocol.base import File, Unit
 from ddm.protocol.data import DataSpec
 from ddm.protocol.latent import AutoencoderSize
@@ -181,7 +181,7 @@ def test_network_of_timm_that_overflows_for_one_person_shows_nothing(tmp_path: P
         held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
         with pytest.raises(DataError) if with_target else nullcontext():
             files.encoder.encode(held)
-        fired = ~torch.isfinite(files.encoder.encode(held, lost=torch.nan)).all(1)
+        fired = ~torch.isfinite(files.encoder.encode(held, replacement=torch.nan)).all(1)
         assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])
     assert seen[0] == seen[1]
 
@@ -246,7 +246,7 @@ def test_autoencoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path)
         held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
         with pytest.raises(NumericalError) if with_target else nullcontext():
             files.latent.encode(held)
-        fired = ~torch.isfinite(files.latent.encode(held, lost=torch.nan)).flatten(1).all(1)
+        fired = ~torch.isfinite(files.latent.encode(held, replacement=torch.nan)).flatten(1).all(1)
         assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])
     assert seen[0] == seen[1]
 
@@ -447,11 +447,11 @@ def test_data_are_held_against_the_declaration_whatever_a_plan_says(tmp_path: Pa
 def test_row_that_is_not_finite_goes_to_the_first_cell_and_moves_no_other() -> None:
     centroids = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     features = torch.randn(500, 6, generator=torch.Generator().manual_seed(1))
-    before = Nearest(centroids).find(features)
+    before = NearestCentroid(centroids).find(features)
     for value in (torch.nan, torch.inf, -torch.inf, 3e38):
         spoiled = features.clone()
         spoiled[[3, 499]] = value
-        after = Nearest(centroids).find(spoiled)
+        after = NearestCentroid(centroids).find(spoiled)
         assert after[[3, 499]].tolist() == [0, 0]
         kept = torch.ones(500, dtype=torch.bool)
         kept[[3, 499]] = False
@@ -462,10 +462,10 @@ def test_row_that_is_not_finite_goes_to_the_first_cell_and_moves_no_other() -> N
 def test_lost_rows_are_filled_alone_or_refused() -> None:
     found = torch.arange(12.0).reshape(3, 2, 2)
     found[1, 0, 1] = torch.inf
-    filled = fill_lost(found, 0.0, lambda: DataError("features"))
+    filled = replace_non_finite(found, 0.0, lambda: DataError("features"))
     assert torch.equal(filled[[0, 2]], found[[0, 2]]) and not filled[1].any()
     with pytest.raises(DataError):
-        fill_lost(found, None, lambda: DataError("features"))
+        replace_non_finite(found, None, lambda: DataError("features"))
 
 
 def test_sketch_of_an_image_that_is_not_finite_is_the_middle_of_the_ball() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import LinearPath
-from ddm.partition.layout import Layout, Part
+from ddm.partition.layout import ExpertPart, Layout
 from ddm.protocol.partition import RandomPartition, SiloClusterPartition, SiloPartition
 from ddm.routers.base import Router
 from ddm.routers.sketch import Sketch
@@ -85,7 +85,7 @@ def make_world(
 
 def one_each(num_silos: int) -> Layout:
     """One expert a silo."""
-    parts = [[Part(f"silo{k}", None, tuple(range(GROUPS)))] for k in range(num_silos)]
+    parts = [[ExpertPart(f"silo{k}", None, tuple(range(GROUPS)))] for k in range(num_silos)]
     return Layout.of(SiloPartition(min_images=1), parts)
 
 
@@ -93,7 +93,7 @@ def clustered(num_silos: int = 2) -> Layout:
     """Two experts a silo, one for the first half of the groups."""
     halves = (tuple(range(GROUPS // 2)), tuple(range(GROUPS // 2, GROUPS)))
     parts = [
-        [Part(f"silo{k}-{c}", c, groups) for c, groups in enumerate(halves)]
+        [ExpertPart(f"silo{k}-{c}", c, groups) for c, groups in enumerate(halves)]
         for k in range(num_silos)
     ]
     return Layout.of(SiloClusterPartition(min_images=1), parts)
@@ -102,7 +102,7 @@ def clustered(num_silos: int = 2) -> Layout:
 def dealt(num_silos: int = 2) -> Layout:
     """Two experts a silo, its images dealt at random."""
     parts = [
-        [Part(f"silo{k}-{c}", None, tuple(range(GROUPS))) for c in range(2)]
+        [ExpertPart(f"silo{k}-{c}", None, tuple(range(GROUPS))) for c in range(2)]
         for k in range(num_silos)
     ]
     return Layout.of(RandomPartition(min_images=1, num_parts=2), parts)

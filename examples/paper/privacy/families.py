@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddm.diffusion.path import LinearPath
 from ddm.errors import RefusedError
 from ddm.io.tensors import load_tensors
-from ddm.partition.layout import Layout, Part, silo_parts
+from ddm.partition.layout import ExpertPart, Layout, silo_parts
 from ddm.privacy.accounting import gaussian_delta, gaussian_mu_within
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.partition import SiloPartition
@@ -104,7 +104,9 @@ def fit_exact(world: World, parts: PublicParts) -> Fitted:
         best_G = counts_G + pseudo_AG[evidence_A.argmax()]
         rows.append((best_G / best_G.sum()).log())
         counted.append(counts_G.long())
-    each = [[Part(str(silo), None, tuple(range(len(weight_G))))] for silo in range(len(counted))]
+    each = [
+        [ExpertPart(str(silo), None, tuple(range(len(weight_G))))] for silo in range(len(counted))
+    ]
     layout = Layout.of(SiloPartition(min_images=1), each)
     evidence = Evidence(torch.stack(counted), world.num_units, EXACT, layout)
     return Fitted(CountsRouter(parts.sketch, torch.stack(rows), PATH), evidence)

@@ -13,7 +13,13 @@ import torch
 
 from ddm import load_student, open_ensemble
 from ddm.cli.main import app
-from ddm.distillation.student import RECORD_SUFFIX, OwnSamples, Source, Student, autoencoder_beside
+from ddm.distillation.student import (
+    RECORD_SUFFIX,
+    OwnSamples,
+    Student,
+    StudentSource,
+    autoencoder_beside,
+)
 from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.text import TextEncoder, pin
 from ddm.errors import (
@@ -212,7 +218,7 @@ def told_texts(folder: Path) -> Path:
     weights = folder / "reader.safetensors"
     save_tensors(weights, state)
     record = Student(
-        source=Source(plan_id="tiny-00000000", version=1, manifest="0" * 64, root="0" * 64),
+        source=StudentSource(plan_id="tiny-00000000", version=1, manifest="0" * 64, root="0" * 64),
         images=OwnSamples(num=1, seed=0),
         teacher="label",
         data=DataSpec(shape=PIXELS, range=(-0.5, 0.5)),

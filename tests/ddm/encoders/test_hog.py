@@ -6,8 +6,7 @@ from ddm.encoders import HogEncoder, hog_specs
 from ddm.encoders.hog import histograms
 from ddm.errors import DataError, ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.protocol.encoder import HOG_DIRECTIONS
-from ddm.protocol.encoder import HogEncoder as HogSpec
+from ddm.protocol.encoder import HOG_DIRECTIONS, HogEncoderSpec
 
 
 def _images(num: int = 60, channels: int = 1) -> torch.Tensor:
@@ -67,7 +66,7 @@ def test_features_do_not_depend_on_how_many_images_are_encoded_together(
     images = _images()
     encoder, told = HogEncoder.fit(images, 3, cells=4, mirrored=True), []
     whole = encoder.encode(images)
-    monkeypatch.setattr("ddm.encoders.hog._MOST", 8)
+    monkeypatch.setattr("ddm.encoders.hog._MAX_BLOCK", 8)
     assert torch.equal(encoder.encode(images, lambda *done: told.append(done)), whole)
     assert told[0] == (8, 60) and told[-1] == (60, 60)
 
@@ -77,7 +76,7 @@ def test_an_image_that_is_lost_is_filled_in_alone() -> None:
     encoder = HogEncoder.fit(images, 3, cells=4, mirrored=False)
     spoilt = images.clone()
     spoilt[7, 0, 3, 3] = torch.nan
-    found = encoder.encode(spoilt, lost=0.0)
+    found = encoder.encode(spoilt, replacement=0.0)
     assert not found[7].any() and torch.equal(found[:7], encoder.encode(images)[:7])
 
 
@@ -89,14 +88,14 @@ def test_images_that_have_too_few_pixels_or_no_edges_are_refused() -> None:
     with pytest.raises(DataError, match="principal directions"):
         HogEncoder.fit(torch.zeros(20, 1, 8, 8), 1, cells=2, mirrored=False)
     assert (
-        HogSpec(dim=3, cells=7, mirrored=False).misfit((1, 8, 6))
+        HogEncoderSpec(dim=3, cells=7, mirrored=False).misfit((1, 8, 6))
         == "images of at least 7 pixels a side"
     )
-    assert "pca for volumes" in HogSpec(dim=3, cells=7, mirrored=False).misfit((1, 8, 8, 8))
+    assert "pca for volumes" in HogEncoderSpec(dim=3, cells=7, mirrored=False).misfit((1, 8, 8, 8))
 
 
 def test_encoder_survives_its_file(tmp_path) -> None:
-    images, spec = _images(), HogSpec(dim=3, cells=4, mirrored=True)
+    images, spec = _images(), HogEncoderSpec(dim=3, cells=4, mirrored=True)
     encoder = HogEncoder.fit(images, spec.dim, cells=spec.cells, mirrored=spec.mirrored)
     save_tensors(tmp_path / "encoder.safetensors", encoder.tensors())
     loaded = load_tensors(tmp_path / "encoder.safetensors", hog_specs(spec), max_bytes=10_000)

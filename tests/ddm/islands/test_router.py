@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ddm.diffusion.path import LinearPath
-from ddm.partition.layout import Layout, Part
+from ddm.partition.layout import ExpertPart, Layout
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.routers import LearnedSettings
 from ddm.protocol.statistics import EXACT
@@ -44,7 +44,7 @@ def test_labelled_images_judge_a_router_as_its_cross_entropy_by_label_does() -> 
     router, _, _ = one_group_router()
     images, label_N = problem(400, 1)
     num_units = [1300, 700]
-    parts = [[Part(f"{k}", None, (0, 1))] for k in range(2)]
+    parts = [[ExpertPart(f"{k}", None, (0, 1))] for k in range(2)]
     evidence = Evidence(
         torch.diag(torch.tensor(num_units)), num_units, EXACT, Layout.of(_silos(), parts)
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddm.partition import nearest
-from ddm.partition.nearest import Nearest
+from ddm.partition.nearest import NearestCentroid
 from tests.support.case import case
 
 BFLOAT16, FLOAT32 = (torch.bfloat16,), (torch.float32,)
@@ -51,8 +51,8 @@ def test_nearest_is_that_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
             features, centroids = world(kind)
             monkeypatch.setattr(nearest, "_BLOCK", 250)
             monkeypatch.setattr(nearest, "_CHUNK", 30)
-            search = Nearest(centroids, dtypes)
-            search.by_numpy = by_numpy
+            search = NearestCentroid(centroids, dtypes)
+            search.multiplies_by_numpy = by_numpy
             assert torch.equal(search.find(features), brute(features, centroids))
 
 
@@ -70,19 +70,21 @@ def test_bound_on_rounding_is_needed_to_be_exact(
 ) -> None:
     features, centroids = world("halfway")
     monkeypatch.setattr(
-        Nearest, "_rounding", lambda self, energy_B, dim, dtype: torch.zeros_like(energy_B)
+        NearestCentroid, "_rounding", lambda self, energy_B, dim, dtype: torch.zeros_like(energy_B)
     )
-    assert not torch.equal(Nearest(centroids, dtypes).find(features), brute(features, centroids))
+    assert not torch.equal(
+        NearestCentroid(centroids, dtypes).find(features), brute(features, centroids)
+    )
 
 
 @pytest.mark.parametrize("dtypes", [BFLOAT16, FLOAT32])
 def test_equal_centroids_answer_with_the_lowest_index(dtypes: tuple[torch.dtype, ...]) -> None:
     features, centroids = world("noise")
     doubled = torch.cat([centroids, centroids.flip(0)])
-    assert torch.equal(Nearest(doubled, dtypes).find(features), brute(features, centroids))
+    assert torch.equal(NearestCentroid(doubled, dtypes).find(features), brute(features, centroids))
     same = torch.ones(50, 33)
-    assert Nearest(same, dtypes).find(features).tolist() == [0] * len(features)
+    assert NearestCentroid(same, dtypes).find(features).tolist() == [0] * len(features)
 
 
 def test_no_features_have_no_nearest() -> None:
-    assert Nearest(torch.ones(2, 3)).find(torch.zeros(0, 3)).shape == (0,)
+    assert NearestCentroid(torch.ones(2, 3)).find(torch.zeros(0, 3)).shape == (0,)

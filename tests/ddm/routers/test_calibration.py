@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddm.diffusion.path import CosinePath, LinearPath
 from ddm.errors import MathError
-from ddm.partition.layout import Layout, Part
+from ddm.partition.layout import ExpertPart, Layout
 from ddm.protocol.calibration import CalibrationBand, calibration_bands, calibration_rows
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.statistics import EXACT
@@ -115,7 +115,7 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
     # seven of ten of island 0: shares inside a bin of confidence, not between two
     label_N = torch.arange(300) % 10 // 7
     size = torch.bincount(label_N)
-    parts = [[Part(f"{k}", None, (0, 1))] for k in range(2)]
+    parts = [[ExpertPart(f"{k}", None, (0, 1))] for k in range(2)]
     layout = Layout.of(SiloPartition(min_images=1), parts)
     evidence = Evidence(torch.diag(size), size.tolist(), EXACT, layout)
     images = torch.randn(300, 1, 4, 4, generator=torch.Generator().manual_seed(0))

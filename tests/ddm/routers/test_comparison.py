@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddm.errors import RefusedError, ShapeError
-from ddm.partition.layout import Layout, Part
+from ddm.partition.layout import ExpertPart, Layout
 from ddm.privacy.noise import discrete_laplace
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.statistics import EXACT
@@ -228,7 +228,8 @@ def test_bootstrap_of_exact_counts_is_the_limit_of_that_of_noised_ones() -> None
     """Two ways to the same numbers: exact counts leave the images to resample, noise next to none hardly more."""
     size, group_N = torch.arange(10, 22), torch.arange(60) * 7 % 12
     layout = Layout.of(
-        SiloPartition(min_images=1), [[Part(f"{k}", None, tuple(range(12)))] for k in range(12)]
+        SiloPartition(min_images=1),
+        [[ExpertPart(f"{k}", None, tuple(range(12)))] for k in range(12)],
     )
     figure_MNE = np.random.default_rng(0).random((2, 60, 12))
     exact, noised = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddm.errors import DataError, ShapeError
-from ddm.partition.layout import Layout, Part
+from ddm.partition.layout import ExpertPart, Layout
 from ddm.protocol.partition import SiloClusterPartition
 from ddm.routers.labelled import Labelled, class_shares, numbered, silo_shares
 from tests.support.router_problems import clustered, dealt, one_each
@@ -93,7 +93,10 @@ def test_shares_of_silos_and_groups_are_those_of_the_images_that_are_said_to_be_
     found = silo_shares(silo_N, group_N, 4, one_each(2)).view(2, 2, 4)
     assert found[0].tolist() == [pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]), [0, 0, 0, 0]]
     assert found[1].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]]
-    parts = [[Part("a-0", 0, (0, 1)), Part("a-1", 1, (2, 3))], [Part("b", 0, (0, 1, 2, 3))]]
+    parts = [
+        [ExpertPart("a-0", 0, (0, 1)), ExpertPart("a-1", 1, (2, 3))],
+        [ExpertPart("b", 0, (0, 1, 2, 3))],
+    ]
     by_cluster = silo_shares(
         silo_N, group_N, 4, Layout.of(SiloClusterPartition(min_images=1), parts)
     ).view(3, 2, 4)

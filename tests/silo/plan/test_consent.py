@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ddm.errors import ApprovalError
-from ddm.protocol.encoder import TimmEncoder
+from ddm.protocol.encoder import TimmEncoderSpec
 from ddm.protocol.plan import Plan
 from silo.config import PlansPolicy, Policy
 from silo.plan.consent import is_accepted, may_begin, networks_of, read_waiting, record_acceptance
@@ -58,7 +58,9 @@ def test_plan_begins_without_a_person_only_where_the_policy_says_so(
 
 def test_networks_of_a_plan_are_those_that_see_private_images() -> None:
     assert list(networks_of(plan())) == []
-    encoder = TimmEncoder(dim=64, model="test_vit", image_size=(160, 160), mean=(0.5,), std=(0.5,))
+    encoder = TimmEncoderSpec(
+        dim=64, model="test_vit", image_size=(160, 160), mean=(0.5,), std=(0.5,)
+    )
     assert list(networks_of(plan().model_copy(update={"encoder": encoder}))) == [
         "the encoder test_vit"
     ]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ddm.errors import PolicyError
 from ddm.loading.plan import PlanFiles
 from ddm.partition.clustering import Clusters
-from ddm.partition.layout import Part
+from ddm.partition.layout import ExpertPart
 from ddm.protocol.plan import Plan
 from silo.config import DataPolicy, Policy, Site, TrainingPolicy
 from silo.plan.declared import declared_rules
@@ -69,7 +69,7 @@ Assigned = Callable[[str], tuple[TinyFederation, Path]]
 
 def test_expert_is_made_of_its_own_images_when_they_are_enough() -> None:
     fine_N = torch.tensor([0, 2, 1, 3, 0, 2])
-    part = Part("north-0", 0, (0,))
+    part = ExpertPart("north-0", 0, (0,))
     assert images_of_part(
         part, LINE.coarse_F[fine_N] == 0, fine_N, LINE, min_images=3
     ).tolist() == [
@@ -90,7 +90,7 @@ def test_expert_with_too_few_images_is_made_of_the_nearest_others_too(
     own_N = torch.zeros(7, dtype=torch.bool).index_fill(
         0, torch.tensor(own, dtype=torch.int64), True
     )
-    chosen = images_of_part(Part("north-1", 1, (1,)), own_N, fine_N, LINE, min_images=4)
+    chosen = images_of_part(ExpertPart("north-1", 1, (1,)), own_N, fine_N, LINE, min_images=4)
     assert chosen.tolist() == sorted(expected)
 
 
