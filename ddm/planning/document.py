@@ -10,7 +10,7 @@ from ddm.planning.fit import PublicParts
 from ddm.planning.recipe import SharedRecipe
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.partition import Clustering, SketchSpec
-from ddm.protocol.plan import Plan, PlanTerms
+from ddm.protocol.plan import Plan
 
 
 def plan_of(
@@ -24,7 +24,7 @@ def plan_of(
 ) -> Plan:
     """Return the plan that a recipe asks for, with a new id, its files pinned by digest.
 
-    The fields of `PlanTerms` that the recipe has are copied from it, unless `own` has another value.
+    The recipe's terms are copied, unless `own` has another value.
 
     Args:
         recipe: what is asked for.
@@ -35,8 +35,6 @@ def plan_of(
         own: the plan's other fields: who trains, on which terms, with which statistics.
     """
     created = now_utc()
-    shared_names = PlanTerms.model_fields.keys() & type(recipe).model_fields.keys()
-    terms = {name: getattr(recipe, name) for name in shared_names}
     return Plan(
         plan_id=f"{name}-{secrets.token_hex(4)}",
         created_at=created,
@@ -52,5 +50,5 @@ def plan_of(
         ),
         sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
         condition=fitted.condition,
-        **terms | own,
+        **recipe.terms | own,
     )

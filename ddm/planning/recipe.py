@@ -1,7 +1,7 @@
 """The part of a recipe that every plan needs, of a federation or not: data, encoder, clusters, experts, router."""
 
 from abc import abstractmethod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
@@ -12,15 +12,12 @@ from ddm.protocol.base import NaturalInt
 from ddm.protocol.encoder import Side
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
 from ddm.protocol.learning import LogitNormalT, Objective, TDistribution
-from ddm.protocol.plan import ModelTerms
+from ddm.protocol.plan import ModelTerms, PlanTerms
 
-MOST_FINE = 1024
+MAX_DEFAULT_FINE = 1024
 IMAGES_PER_FINE = 4
-# of a range of pixels (docs/adr/0067-pixels-have-the-scale-of-the-noise.md)
-HALF_WIDTHS = (
-    0.25,
-    10.0,
-)
+# Half the width of a range of pixels, at least and at most (docs/adr/0067-pixels-have-the-scale-of-the-noise.md).
+HALF_WIDTHS = (0.25, 10.0)
 
 PathText = Annotated[str, Field(max_length=4096)]
 
@@ -131,7 +128,9 @@ class ClusteringRecipe(Settings):
 
     def fine_for(self, num_images: int, num_groups: int) -> int:
         """Return the number of fine centroids: a quarter of the images at most, at least one a group."""
-        return self.num_fine or max(num_groups, min(MOST_FINE, num_images // IMAGES_PER_FINE))
+        if self.num_fine is not None:
+            return self.num_fine
+        return max(num_groups, min(MAX_DEFAULT_FINE, num_images // IMAGES_PER_FINE))
 
 
 class SketchRecipe(Settings):
@@ -185,6 +184,12 @@ class SharedRecipe(ModelTerms):
     router: RouterRecipe
 
     @property
+    def terms(self) -> dict[str, Any]:
+        """The fields that the plan repeats word for word: those of `PlanTerms` that this recipe has."""
+        shared_names = PlanTerms.model_fields.keys() & type(self).model_fields.keys()
+        return {name: getattr(self, name) for name in shared_names}
+
+    @property
     @abstractmethod
     def num_groups(self) -> int:
         """The number of groups of fine centroids that images are counted in."""
@@ -202,11 +207,14 @@ class SharedRecipe(ModelTerms):
 
     @model_validator(mode="after")
     def _pixels_have_the_scale_of_the_noise(self) -> "SharedRecipe":
-        (low, high), (least, most) = self.data.range, HALF_WIDTHS
-        if isinstance(self.latent, IdentityLatent) and not least <= (high - low) / 2 <= most:
+        if not isinstance(self.latent, IdentityLatent):
+            return self
+        low, high = self.data.range
+        min_half_width, max_half_width = HALF_WIDTHS
+        if not min_half_width <= (high - low) / 2 <= max_half_width:
             raise ValueError(
-                f"data.range must be {2 * least:g} to {2 * most:g} wide for experts on pixels, got {low:g} to "
-                f"{high:g}: let [transform] map to [-1, 1], or scale the arrays"
+                f"data.range must be {2 * min_half_width:g} to {2 * max_half_width:g} wide for experts on pixels, "
+                f"got {low:g} to {high:g}: let [transform] map to [-1, 1], or scale the arrays"
             )
         return self
 

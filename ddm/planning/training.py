@@ -42,7 +42,8 @@ class TrainingRecipe(Training):
 
     @model_validator(mode="after")
     def _reaches_a_checkpoint(self) -> "TrainingRecipe":
-        if (self.checkpoint_steps or 0) > self.num_steps:  # every silo would refuse the plan
+        # Every silo would refuse such a plan.
+        if self.checkpoint_steps is not None and self.checkpoint_steps > self.num_steps:
             raise ValueError(
                 f"checkpoint_steps must be at most num_steps, {self.num_steps}, not {self.checkpoint_steps}"
             )
