@@ -3,7 +3,7 @@
 from ddm.loading.release import Release
 from ddm.protocol.submission import Responsible, Submission
 
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 
 
 def audit_lines(opened: Release) -> list[str]:
@@ -12,58 +12,66 @@ def audit_lines(opened: Release) -> list[str]:
     for silo in opened.manifest.silos:
         submission = opened.submissions[silo.silo_id]
         if isinstance(submission, Submission):
-            lines.append(f"silo {silo.silo_id}, {_experts(submission)}: {_in_words(submission)}")
+            lines.append(
+                f"silo {silo.silo_id}, {_name_experts(submission)}: {_describe_verdict(submission)}"
+            )
     return lines
 
 
 def audits_as_json(opened: Release) -> list[dict[str, object]]:
     """Return the same for scripts; what a silo has signed of it is repeated field by field."""
-    found: list[dict[str, object]] = []
+    audits: list[dict[str, object]] = []
     for silo in opened.manifest.silos:
+        waiver = None
+        despite_fail = None
         submission = opened.submissions[silo.silo_id]
-        signed = submission if isinstance(submission, Submission) else None
-        waiver = signed.audit.waiver if signed else None
-        released = signed.approval.despite_fail if signed and signed.approval else None
-        found.append(
+        if isinstance(submission, Submission):
+            waiver = submission.audit.waiver
+            if submission.approval is not None:
+                despite_fail = submission.approval.despite_fail
+        experts = [
+            expert.expert_id for expert in opened.manifest.experts if expert.silo_id == silo.silo_id
+        ]
+        audits.append(
             {
                 "silo_id": silo.silo_id,
                 "verdict": silo.audit,
-                "experts": [
-                    each.expert_id
-                    for each in opened.manifest.experts
-                    if each.silo_id == silo.silo_id
-                ],
+                "experts": experts,
                 "waiver": waiver.model_dump(mode="json") if waiver else None,
-                "despite_fail": released.model_dump(mode="json") if released else None,
+                "despite_fail": despite_fail.model_dump(mode="json") if despite_fail else None,
             }
         )
-    return found
+    return audits
 
 
-def _experts(submission: Submission) -> str:
-    names = [each.expert_id for each in submission.experts]
+def _name_experts(submission: Submission) -> str:
+    names = [expert.expert_id for expert in submission.experts]
     if len(names) == 1:
         return f"expert {names[0]}"
-    return (
-        f"experts {', '.join(names)}" if len(names) <= _MOST_NAMED else f"all {len(names)} experts"
-    )
+    if len(names) <= _MAX_NAMED:
+        return f"experts {', '.join(names)}"
+    return f"all {len(names)} experts"
 
 
-def _in_words(submission: Submission) -> str:
+def _describe_verdict(submission: Submission) -> str:
     match submission.audit.verdict:
         case "pass":
             return "passed its leak audit"
         case "bounded":
-            return "trained privately; the epsilon stands in the place of an audit's verdict"
+            return "trained privately; the epsilon is given in place of an audit's verdict"
         case "fail":
-            person = submission.approval.despite_fail if submission.approval else None
-            return "failed its leak audit" + (f"; let go by its {_who(person)}" if person else "")
+            text = "failed its leak audit"
+            if submission.approval and submission.approval.despite_fail:
+                text += f"; let go by its {_describe_role(submission.approval.despite_fail)}"
+            return text
         case "waived":
+            text = "a leak audit that could not tell, waived for this plan"
             waiver = submission.audit.waiver
-            words = f" until {waiver.expires_at:%Y-%m-%d} by its {_who(waiver)}" if waiver else ""
-            return f"a leak audit that could not tell, waived for this plan{words}"
+            if waiver:
+                text += f" until {waiver.expires_at:%Y-%m-%d} by its {_describe_role(waiver)}"
+            return text
 
 
-def _who(answers: Responsible) -> str:
+def _describe_role(responsible: Responsible) -> str:
     """Return role and reason on one line, which a silo's words cannot end."""
-    return " ".join(f"{answers.role}: {answers.reason}".split())
+    return " ".join(f"{responsible.role}: {responsible.reason}".split())

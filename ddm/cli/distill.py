@@ -44,18 +44,21 @@ if TYPE_CHECKING:
     from ddm.protocol.base import File
     from ddm.protocol.learning import Training
     from ddm.protocol.plan import Plan
+    from ddm.system.memory import MemoryLimit
     from ddm.training.loop import FinishedTraining
 
 _DEFAULT_NUM = 4096
 _SOLVER_STEPS = 50  # of own samples
-_MOST = 2**53 - 1  # the record cannot hold a larger number
-# the panels of the help
-_STUDENT, _IMAGES, _TRAINING = (
-    "The student",
-    "Training images",
-    "Training",
-)
-_WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
+_MAX_INT = 2**53 - 1  # the record cannot hold a larger number
+
+# The panels of the help.
+_STUDENT = "The student"
+_IMAGES = "Training images"
+_TRAINING = "Training"
+
+_WORK_SUFFIX = ".work"
+_SAMPLES = "samples"
+_CHECKPOINTS = "checkpoints"
 
 
 class TeacherName(StrEnum):
@@ -92,7 +95,7 @@ ArchitectureFile = Annotated[
     typer.Option(
         "--architecture",
         metavar="FILE",
-        help="TOML; default: the experts' architecture.",
+        help="TOML file (default: the experts' architecture).",
         rich_help_panel=_STUDENT,
     ),
 ]
@@ -100,7 +103,7 @@ Unconditional = Annotated[
     bool,
     typer.Option(
         "--unconditional",
-        help="No condition, although the experts have one.",
+        help="Train without a condition, although the experts have one.",
         rich_help_panel=_STUDENT,
     ),
 ]
@@ -124,8 +127,8 @@ Num = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=_MOST,
-        help=f"How many own samples; default {_DEFAULT_NUM}.",
+        max=_MAX_INT,
+        help=f"Number of own samples (default: {_DEFAULT_NUM}).",
         rich_help_panel=_IMAGES,
     ),
 ]
@@ -143,20 +146,39 @@ Start = Annotated[
 Steps = Annotated[
     int | None,
     typer.Option(
-        min=1, max=_MOST, help="Training steps; default: as an expert.", rich_help_panel=_TRAINING
+        min=1,
+        max=_MAX_INT,
+        help="Number of training steps (default: as an expert).",
+        rich_help_panel=_TRAINING,
     ),
 ]
 Seed = Annotated[
     int,
     typer.Option(
-        min=0, max=_MOST, help="Of weights, samples and steps.", rich_help_panel=_TRAINING
+        min=0,
+        max=_MAX_INT,
+        help="Random seed of weights, samples and steps.",
+        rich_help_panel=_TRAINING,
     ),
 ]
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What to train, on which release, and from which weights: a file and the folder that it is in, or random ones."""
+class Distillation:
+    """One student's training.
+
+    Attributes:
+        opened: the release.
+        start: the weights that training starts from, as a folder and a file in it; None for random ones.
+        ensemble: the teachers.
+        source: what the record says about the release.
+        teacher: what the student learns from.
+        condition: the student's.
+        network: the student's.
+        training: how it is trained.
+        out: the student's file.
+        device: where it is trained.
+    """
 
     opened: "Release"
     start: "tuple[Path, File] | None"
@@ -194,104 +216,187 @@ def distill(
     memory: MemoryOption = None,
 ) -> None:
     """Train one dense student on an ensemble's answers; verifies first."""
-    if out.suffix != ".safetensors" or out.is_dir():
-        got = f"the folder {out.name}" if out.is_dir() else out.name
-        raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
-    if data and (num or texts):
-        flag, value = ("--num", num) if num else ("--texts", texts)
-        expected = f"either {flag}, for samples of the ensemble, or --data, for public images"
-        raise SetupError(str(flag), expected=expected, got=f"both, with --data {data}")
-    chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
+    # Everything that options alone can get wrong is refused before the release is read, which may take minutes.
+    _check_out(out)
+    _check_one_source(data, num, texts)
     memory_bytes = read_memory(memory)
-    own_network = (
-        load_settings(StudentSettings, architecture).architecture if architecture else None
-    )
+    own_architecture = None
+    if architecture is not None:
+        own_architecture = load_settings(StudentSettings, architecture).architecture
+    if teacher is None:
+        teacher = TeacherName.DRAWN if data else TeacherName.LABEL
+    num_own_samples = 0 if data else num or _DEFAULT_NUM
+
     opened = verification.open(release, experts_later=True)
     plan = opened.plan
-    network, condition = (
-        own_network or plan.expert.architecture,
-        NoCondition() if unconditional else plan.condition,
-    )
-    if unconditional:
-        check_null(plan.condition, "--unconditional", "Leave --unconditional out.")
-    if misfit := network.misfit(plan.expert_shape, condition):
-        raise SetupError(
-            "--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}"
-        )
-    found = None if start is StartName.RANDOM else initial_weights(opened, network, condition)
-    if start is StartName.EXPERT and found is None:
-        expected = (
-            "a student of an expert's architecture and condition, "
-            "and an expert of velocities on the ensemble's path"
-        )
-        remedy = "Leave the flag out, to start from random weights."
-        raise SetupError("--start expert", expected=expected, got="none of them", remedy=remedy)
-    if texts and not isinstance(condition, TextCondition):
-        raise SetupError(
-            "--texts",
-            expected="a student with texts as its condition",
-            got=f"condition {condition.kind}",
-        )
-    # No tokens are masked: the teacher answers about whole images.
-    changes = {
-        "num_steps": steps or plan.expert.training.num_steps,
-        "seed": seed,
-        "mask_ratio": 0.0,
-    }
-    training = plan.expert.training.model_copy(update=changes)
+    network = own_architecture or plan.expert.architecture
+    condition = _student_condition(plan, network, texts, unconditional=unconditional)
+    start_weights = _start_weights(opened, start, network, condition)
 
-    from ddm.loading.ensemble import build_ensemble
-    from ddm.loading.memory import expert_memory_bytes
-    from ddm.system.devices import device_named
     from ddm.system.memory import memory_limit
 
-    where = device_named(device, setting="--device")
-    beside = _needed(
-        plan, network, condition, len(opened.manifest.experts), 0 if data else num or _DEFAULT_NUM
+    ensemble = _load_teachers(
+        opened,
+        memory_limit(memory_bytes),
+        beside=_training_bytes(opened, network, condition, num_own_samples),
+        device=device,
     )
-    remedy = "Ask for fewer own samples (--num) or a smaller student (--architecture), or raise --memory."
-    limit = memory_limit(memory_bytes)
-    room = expert_memory_bytes(plan, opened.manifest, limit, beside=beside, remedy=remedy)
-    ensemble = build_ensemble(plan, opened.manifest, opened.folder, memory_bytes=room, device=where)
-    wanted = _Wanted(
-        opened, found, ensemble, _source(opened), chosen, condition, network, training, out, device
+    training_changes = {
+        "num_steps": steps or plan.expert.training.num_steps,
+        "seed": seed,
+        # No tokens are masked: the teacher answers about whole images.
+        "mask_ratio": 0.0,
+    }
+    distillation = Distillation(
+        opened=opened,
+        start=start_weights,
+        ensemble=ensemble,
+        source=_source(opened),
+        teacher=teacher,
+        condition=condition,
+        network=network,
+        training=plan.expert.training.model_copy(update=training_changes),
+        out=out,
+        device=device,
     )
-    wanted.work.mkdir(parents=True, exist_ok=True)
-    with locked(wanted.work, "distillation"):
-        dataset, images = (
-            _public_images(wanted, data)
-            if data
-            else _own_samples(wanted, num or _DEFAULT_NUM, texts)
-        )
-        trained = _trained(wanted, dataset)
-        _keep(wanted, trained, images)
+    distillation.work.mkdir(parents=True, exist_ok=True)
+    images: OwnSamples | GivenImages
+    with locked(distillation.work, "distillation"):
+        if data is not None:
+            dataset, images = _public_images(distillation, data)
+        else:
+            dataset, images = _own_samples(distillation, num_own_samples, texts)
+        trained = _train(distillation, dataset)
+        _write_student(distillation, trained, images)
+
+    source = distillation.source
     say(
-        f"Student in {out}: {len(dataset.images)} images, teacher {chosen.value}, {training.num_steps} steps in "
-        f"{human_seconds(trained.seconds)}, loss {trained.loss:.4f}. From {wanted.source.plan_id}, version "
-        f"{wanted.source.version}, manifest {wanted.source.manifest}."
+        f"Student in {out}: {len(dataset.images)} images, teacher {teacher.value}, "
+        f"{distillation.training.num_steps} steps in {human_seconds(trained.seconds)}, loss {trained.loss:.4f}. "
+        f"From {source.plan_id}, version {source.version}, manifest {source.manifest}."
     )
     say(f"Sample from it: ddm sample-student {quote(str(out))} --num 16 --out student.png")
     warn_if_expired(opened)
 
 
-def _needed(
-    plan: "Plan", network: Architecture, condition: Condition, num_experts: int, num: int
+def _check_out(out: Path) -> None:
+    if out.is_dir():
+        got = f"the folder {out.name}"
+    elif out.suffix != ".safetensors":
+        got = out.name
+    else:
+        return
+    raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
+
+
+def _check_one_source(data: Path | None, num: int | None, texts: Path | None) -> None:
+    """Refuse options on own samples beside public images."""
+    if data is None:
+        return
+    for flag, value in (("--num", num), ("--texts", texts)):
+        if value is not None:
+            raise SetupError(
+                flag,
+                expected=f"either {flag}, for samples of the ensemble, or --data, for public images",
+                got=f"both, with --data {data}",
+            )
+
+
+def _student_condition(
+    plan: "Plan", network: Architecture, texts: Path | None, *, unconditional: bool
+) -> Condition:
+    """Return what the student is conditioned on: what the experts are, or nothing.
+
+    Raises:
+        SetupError: the experts never learned to do without it, the network cannot take it, or texts for a student
+            without texts.
+    """
+    condition: Condition = plan.condition
+    if unconditional:
+        check_null(plan.condition, "--unconditional", "Leave --unconditional out.")
+        condition = NoCondition()
+    misfit = network.misfit(plan.expert_shape, condition)
+    if misfit:
+        raise SetupError(
+            "--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}"
+        )
+    if texts is not None and not isinstance(condition, TextCondition):
+        raise SetupError(
+            "--texts",
+            expected="a student with texts as its condition",
+            got=f"condition {condition.kind}",
+        )
+    return condition
+
+
+def _start_weights(
+    opened: "Release", start: StartName | None, network: Architecture, condition: Condition
+) -> "tuple[Path, File] | None":
+    """Return the expert whose weights training starts from, as a folder and a file in it; None for random weights."""
+    if start is StartName.RANDOM:
+        return None
+    weights = initial_weights(opened, network, condition)
+    if start is StartName.EXPERT and weights is None:
+        raise SetupError(
+            "--start expert",
+            expected="a student of an expert's architecture and condition, "
+            "and an expert of velocities on the ensemble's path",
+            got="none of them",
+            remedy="Leave the flag out, to start from random weights.",
+        )
+    return weights
+
+
+def _load_teachers(
+    opened: "Release", limit: "MemoryLimit", *, beside: int, device: DeviceName
+) -> "Ensemble":
+    """Build the ensemble, with as many experts in memory at once as fit beside the training."""
+    from ddm.loading.ensemble import build_ensemble
+    from ddm.loading.memory import expert_memory_bytes
+    from ddm.system.devices import device_named
+
+    # A device that does not exist is refused before sizes are.
+    torch_device = device_named(device, setting="--device")
+    expert_bytes = expert_memory_bytes(
+        opened.plan,
+        opened.manifest,
+        limit,
+        beside=beside,
+        remedy="Ask for fewer own samples (--num) or a smaller student (--architecture), or raise --memory.",
+    )
+    return build_ensemble(
+        opened.plan,
+        opened.manifest,
+        opened.folder,
+        memory_bytes=expert_bytes,
+        device=torch_device,
+    )
+
+
+def _training_bytes(
+    opened: "Release", network: Architecture, condition: Condition, num_own_samples: int
 ) -> int:
     """Return the bytes of training a student on so many own samples, beside its teachers."""
     from ddm.footprint import labels_bytes, sampling_bytes
     from ddm.models import network_size
 
+    plan = opened.plan
     batch = plan.expert.training.batch_size
     student = network_size(network, plan.expert_shape, condition).training_bytes(batch)
     # Samples are drawn in parts, and a step asks the teachers about one batch; the data stay in memory.
-    teachers = sampling_bytes(plan, num_experts, num=batch, batch=batch, steps=_SOLVER_STEPS)
-    kept = 3 * (4 * num * prod(plan.expert_shape) + labels_bytes(condition, num))
-    return student + teachers + kept
+    teachers = sampling_bytes(
+        plan, len(opened.manifest.experts), num=batch, batch=batch, steps=_SOLVER_STEPS
+    )
+    image_bytes = 4 * num_own_samples * prod(plan.expert_shape)
+    # Three copies while they are drawn, written and read back.
+    data = 3 * (image_bytes + labels_bytes(condition, num_own_samples))
+    return student + teachers + data
 
 
 def _source(opened: "Release") -> "StudentSource":
     from ddm.distillation.student import StudentSource
 
+<<<<<<< HEAD
     verified, manifest = opened.verified, opened.manifest
     digest = verified.files["manifest.json"].digest
     return StudentSource(
@@ -299,33 +404,42 @@ def _source(opened: "Release") -> "StudentSource":
         version=manifest.version,
         manifest=digest,
         root=verified.root_fingerprint,
+=======
+    return Source(
+        plan_id=opened.manifest.plan_id,
+        version=opened.manifest.version,
+        manifest=opened.manifest_digest,
+        root=opened.verified.root_fingerprint,
+>>>>>>> c47d1ef6 (The commands distill, train, split and info read as a sequence of steps; help texts name what an option is)
     )
 
 
 def _own_samples(
-    wanted: _Wanted, num: int, texts: Path | None
+    distillation: Distillation, num: int, texts: Path | None
 ) -> "tuple[DistillationData, OwnSamples]":
     """Draw the training images from the ensemble itself."""
     from ddm.distillation.dataset import own_samples, read_labels
     from ddm.distillation.student import OwnSamples
     from ddm.protocol.base import sha256_file
 
-    seed = wanted.training.seed
-    with progress(f"drawing {num} samples") as tell:
+    seed = distillation.training.seed
+    with progress(f"drawing {num} samples") as show_progress:
         drawn = own_samples(
-            wanted.ensemble,
+            distillation.ensemble,
             num,
-            wanted.work / _SAMPLES,
-            source=wanted.source.manifest,
-            condition=wanted.condition,
-            texts=read_labels(texts, wanted.condition) if texts else None,
+            distillation.work / _SAMPLES,
+            source=distillation.source.manifest,
+            condition=distillation.condition,
+            texts=read_labels(texts, distillation.condition) if texts else None,
             seed=seed,
-            on_progress=tell,
+            on_progress=show_progress,
         )
     return drawn, OwnSamples(num=num, seed=seed, texts=sha256_file(texts) if texts else None)
 
 
-def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, GivenImages]":
+def _public_images(
+    distillation: Distillation, data: Path
+) -> "tuple[DistillationData, GivenImages]":
     """Read public images, and their conditions, as training images."""
     import torch
 
@@ -336,105 +450,123 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
     from ddm.images.samples import open_image_set
     from ddm.loading.plan import PlanFiles
 
-    opened, condition = wanted.opened, wanted.condition
-    given = open_image_set(
+    opened = distillation.opened
+    condition = distillation.condition
+    image_set = open_image_set(
         data, opened.plan.data, opened.plan.transform, takes_samples=True, subject="public images"
     )
-    images = given.read()
-    expert_N = None
-    for remark in (*given.remarks, *given.range_remarks(images)):
+    images = image_set.read()
+    for remark in (*image_set.remarks, *image_set.range_remarks(images)):
         say(remark, error=True)
+
     labels = None
-    if isinstance(condition, ClassCondition) and given.arrays is None:
-        labels = torch.from_numpy(class_numbers(given.column("labels"), condition.classes))
+    if isinstance(condition, ClassCondition) and image_set.arrays is None:
+        labels = torch.from_numpy(class_numbers(image_set.column("labels"), condition.classes))
     elif not isinstance(condition, NoCondition):
         labels = read_labels(data, condition)
-        if len(given.count_P) == len(labels):
-            labels = labels.repeat_interleave(torch.tensor(given.count_P), 0)
+        # A picture from which several samples are cut gives its label to each of them.
+        if len(image_set.count_P) == len(labels):
+            labels = labels.repeat_interleave(torch.tensor(image_set.count_P), 0)
     if labels is not None and len(labels) != len(images):
         raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(labels)))
-    if wanted.teacher is TeacherName.LABEL:
+    expert_N = None
+    if distillation.teacher is TeacherName.LABEL:
+        # Each image is labelled with the expert of its cluster; images of clusters without one are left out.
         files = PlanFiles.load(opened.plan, opened.folder)
-        known_N, expert_N = by_cluster(images, files, opened.manifest.experts, wanted.training.seed)
-        images, labels = images[known_N], None if labels is None else labels[known_N]
-    with progress("encoding images") as tell:
-        encoded = wanted.ensemble.latent.encode(images, tell)
-    drop = 0.0 if isinstance(condition, NoCondition) else condition.drop
-    return DistillationData(encoded, expert_N, labels, drop), GivenImages(
-        num=len(encoded), digest=digest_of(given.files)
-    )
+        known_N, expert_N = by_cluster(
+            images, files, opened.manifest.experts, distillation.training.seed
+        )
+        images = images[known_N]
+        if labels is not None:
+            labels = labels[known_N]
+    with progress("encoding images") as show_progress:
+        encoded = distillation.ensemble.latent.encode(images, show_progress)
+    drop = 0.0
+    if not isinstance(condition, NoCondition):
+        drop = condition.drop
+    dataset = DistillationData(encoded, expert_N, labels, drop)
+    return dataset, GivenImages(num=len(encoded), digest=digest_of(image_set.files))
 
 
-def _trained(wanted: _Wanted, dataset: "DistillationData") -> "FinishedTraining":
+def _train(distillation: Distillation, dataset: "DistillationData") -> "FinishedTraining":
     import torch
 
     from ddm.distillation.distill import distill as train_student
     from ddm.models import build_expert, load_expert
 
-    plan = wanted.opened.plan
-    network, shape, condition = wanted.network, plan.expert_shape, wanted.condition
-    if wanted.start:
-        student = load_expert(network, shape, *wanted.start, condition).requires_grad_(True)
+    plan = distillation.opened.plan
+    network = distillation.network
+    shape = plan.expert_shape
+    condition = distillation.condition
+    if distillation.start is not None:
+        folder, file = distillation.start
+        student = load_expert(network, shape, folder, file, condition).requires_grad_(True)
     else:
-        student = build_expert(network, shape, condition=condition, seed=wanted.training.seed)
+        student = build_expert(network, shape, condition=condition, seed=distillation.training.seed)
     try:
-        with progress("training the student") as tell, stop_on_first_signal() as stop:
+        with progress("training the student") as show_progress, stop_on_first_signal() as stop:
             return train_student(
-                wanted.ensemble,
+                distillation.ensemble,
                 student,
                 dataset,
-                wanted.training,
-                teacher=wanted.teacher.value,
-                engine=Engine(device=wanted.device),
-                source=wanted.source.manifest,
-                checkpoint_dir=wanted.work / _CHECKPOINTS,
-                on_progress=lambda reached: tell(reached.step, reached.num_steps),
+                distillation.training,
+                teacher=distillation.teacher.value,
+                engine=Engine(device=distillation.device),
+                source=distillation.source.manifest,
+                checkpoint_dir=distillation.work / _CHECKPOINTS,
+                on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
                 should_stop=stop.is_set,
                 t_distribution=plan.t_distribution,
             )
     except SetupError as error:
         if isinstance(error.__cause__, torch.OutOfMemoryError):
-            remedy = "Ask for a smaller student (--architecture), or train without the GPU (--device cpu)."
             raise SetupError(
-                error.subject, expected=error.expected, got=error.got, remedy=remedy
+                error.subject,
+                expected=error.expected,
+                got=error.got,
+                remedy="Ask for a smaller student (--architecture), or train without the GPU (--device cpu).",
             ) from error
         if not error.subject.startswith("checkpoints"):
             raise
-        remedy = f"Give the flags of that run, or another --out, or remove {wanted.work.name}."
-        expected = "checkpoints of this release, these flags and images"
-        got = "checkpoints of a run with a different release, flags or images"
         raise SetupError(
-            f"checkpoints in {wanted.work.name}", expected=expected, got=got, remedy=remedy
+            f"checkpoints in {distillation.work.name}",
+            expected="checkpoints of this release, these flags and images",
+            got="checkpoints of a run with a different release, flags or images",
+            remedy=f"Give the flags of that run, or another --out, or remove {distillation.work.name}.",
         ) from error
 
 
-def _keep(wanted: _Wanted, trained: "FinishedTraining", images: "OwnSamples | GivenImages") -> None:
+def _write_student(
+    distillation: Distillation, trained: "FinishedTraining", images: "OwnSamples | GivenImages"
+) -> None:
     """Write the student: its autoencoder if it needs one, its weights, and last the record that names both."""
     from ddm.distillation.student import RECORD_SUFFIX, Student, autoencoder_beside
     from ddm.io.files import write_atomic
     from ddm.io.tensors import save_tensors
     from ddm.protocol.base import File
 
-    plan, out, autoencoder = wanted.opened.plan, wanted.out, None
+    plan = distillation.opened.plan
+    out = distillation.out
+    autoencoder = None
     if isinstance(plan.latent, Autoencoder):
         autoencoder = plan.file(plan.latent.path)
         write_atomic(
-            autoencoder_beside(out), (wanted.opened.folder / autoencoder.path).read_bytes()
+            autoencoder_beside(out), (distillation.opened.folder / autoencoder.path).read_bytes()
         )
     save_tensors(out, trained.ema)
     record = Student(
-        source=wanted.source,
+        source=distillation.source,
         images=images,
-        teacher=wanted.teacher.value,
+        teacher=distillation.teacher.value,
         data=plan.data,
         latent=plan.latent,
         autoencoder=autoencoder,
-        condition=wanted.condition,
-        architecture=wanted.network,
+        condition=distillation.condition,
+        architecture=distillation.network,
         path=plan.objective.ensemble_path,
         t_distribution=plan.t_distribution,
-        training=wanted.training,
-        base=wanted.start[1].digest if wanted.start else None,
+        training=distillation.training,
+        base=distillation.start[1].digest if distillation.start else None,
         loss=trained.loss,
         seconds=trained.seconds,
         file=File.of("student.safetensors", out),

@@ -31,28 +31,28 @@ def log(
     from ddm.trust.state_folder import default_state_folder
 
     witnesses = read_witnesses(witness, quorum)
-    found = read_public_log(
+    public_log = read_public_log(
         require_folder(folder, "a folder"), read_root(root), state or default_state_folder()
     )
     for path in checkpoint or []:
-        found.compare(read_bounded(path, MAX_PROOF_BYTES), path.name)
-    times = witnesses.check([found.signed]) if witnesses else {}
-    say(
-        f"Log {found.signed.checkpoint.origin}: {found.signed.size} entries, root hash {found.signed.root.hex()}"
-    )
+        public_log.compare(read_bounded(path, MAX_PROOF_BYTES), path.name)
+    times = witnesses.check([public_log.signed]) if witnesses else {}
+    signed = public_log.signed
+    say(f"Log {signed.checkpoint.origin}: {signed.size} entries, root hash {signed.root.hex()}")
     for path in checkpoint or []:
         say(f"  checkpoint {path} is of the same history")
     for name, when in times.items():
         say(f"  cosigned by {name} at {when.isoformat()}")
-    for number, entry in enumerate(found.entries):
-        say(f"{number:>6}  {in_words(entry)}")
+    for number, entry in enumerate(public_log.entries):
+        say(f"{number:>6}  {describe_entry(entry)}")
 
 
-def in_words(entry: "LogEntry") -> str:
+def describe_entry(entry: "LogEntry") -> str:
     """Return an entry on one line: its kind, then its fields in full."""
     fields = entry.model_dump(mode="json", exclude={"kind"})
-    words = [
-        f"{name}={','.join(value) if isinstance(value, list) else value}"
-        for name, value in fields.items()
-    ]
-    return " ".join([entry.kind, *words])
+    words: list[str] = [entry.kind]
+    for name, value in fields.items():
+        if isinstance(value, list):
+            value = ",".join(value)
+        words.append(f"{name}={value}")
+    return " ".join(words)

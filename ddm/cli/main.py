@@ -49,7 +49,8 @@ def verify(
     witnesses = read_witnesses(witness, quorum)
     opened = verification.open(release, checkpoints=checkpoint or (), witnesses=witnesses)
     pinned = pins(verification.silo_key)
-    verified, manifest = opened.verified, opened.manifest
+    verified = opened.verified
+    manifest = opened.manifest
     total = sum(file.bytes for file in verified.files.values())
     say(f"Verified {release}: ensemble {manifest.plan_id}, version {manifest.version}.")
     say(f"  root       {verified.root_fingerprint}")
@@ -68,12 +69,10 @@ def verify(
             f"  witnesses  {witnesses.num_required} of {len(witnesses.distinct_keys)} or more cosigned this checkpoint"
         )
     for silo_id, fingerprint in sorted(verified.silo_keys.items()):
-        by = (
-            "by the key you pinned"
-            if silo_id in pinned
-            else "by the key that targets enrolled for this silo"
-        )
-        say(f"  silo {silo_id:<9} signed {by}: {fingerprint}")
+        key_origin = "that targets enrolled for this silo"
+        if silo_id in pinned:
+            key_origin = "you pinned"
+        say(f"  silo {silo_id:<9} signed by the key {key_origin}: {fingerprint}")
     _say_lowered(opened)
     _say_audits(opened)
     warn_if_expired(opened)
@@ -84,7 +83,7 @@ def verify(
 def info(
     release: ReleaseArgument,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     verification: Verification,
 ) -> None:
     """Show what a release holds: silos, experts, privacy, router; verifies first."""
@@ -94,7 +93,8 @@ def info(
         say(json.dumps(whole, indent=2))
         warn_if_expired(opened)
         return
-    manifest, plan = opened.manifest, opened.plan
+    manifest = opened.manifest
+    plan = opened.plan
     shape = " x ".join(str(side) for side in plan.data.shape)
     say(
         f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}"
@@ -110,41 +110,10 @@ def info(
         say(
             f"  condition: one of {plan.condition.num_classes} classes, {plan.condition.classes.words(64)}"
         )
-    say(_network(plan))
+    say(_describe_network(plan))
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
-    priors: dict[str, list[float]] = {}
-    for expert in manifest.experts:
-        priors.setdefault(expert.silo_id, []).append(expert.prior)
-    rows = [
-        (
-            silo.silo_id,
-            f"{opened.submissions[silo.silo_id].num_units}",
-            f"{len(priors[silo.silo_id])}",
-            f"{sum(priors[silo.silo_id]):.3f}",
-            "none" if silo.epsilon is None else f"{silo.epsilon:g}",
-            "none" if silo.delta is None else f"{silo.delta:g}",
-            silo.audit,
-            silo.isolation,
-        )
-        for silo in manifest.silos
-    ]
-    who = "silo" if plan.statistics.private else "island"
-    say(
-        table(
-            rows,
-            (
-                who,
-                f"{plan.statistics.unit}s",
-                "experts",
-                "prior",
-                "epsilon",
-                "delta",
-                "audit",
-                "isolation",
-            ),
-        )
-    )
-    _say_grown(opened)
+    say(_silo_table(opened))
+    _say_standings(opened)
     _say_lowered(opened)
     _say_audits(opened)
     _say_calibration(opened)
@@ -160,12 +129,46 @@ def info(
     warn_if_expired(opened)
 
 
-def _network(plan: Plan) -> str:
+def _silo_table(opened: Release) -> str:
+    """List the silos, or the islands of one owner, with their shares and privacy."""
+    manifest = opened.manifest
+    statistics = opened.plan.statistics
+    priors = manifest.silo_priors()
+    rows = []
+    for silo in manifest.silos:
+        submission = opened.submissions[silo.silo_id]
+        rows.append(
+            (
+                silo.silo_id,
+                f"{submission.num_units}",
+                f"{len(submission.experts)}",
+                f"{priors[silo.silo_id]:.3f}",
+                "none" if silo.epsilon is None else f"{silo.epsilon:g}",
+                "none" if silo.delta is None else f"{silo.delta:g}",
+                silo.audit,
+                silo.isolation,
+            )
+        )
+    header = (
+        "silo" if statistics.private else "island",
+        f"{statistics.unit}s",
+        "experts",
+        "prior",
+        "epsilon",
+        "delta",
+        "audit",
+        "isolation",
+    )
+    return table(rows, header)
+
+
+def _describe_network(plan: Plan) -> str:
     """Return the size of an expert's network, and what it takes to evaluate and to train."""
     from ddm.footprint import expert_size, training_bytes
     from ddm.models import count_flops
 
-    size, batch = expert_size(plan), plan.expert.training.batch_size
+    size = expert_size(plan)
+    batch = plan.expert.training.batch_size
     forward, both = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
     memory = human_bytes(size.bytes + size.forward_bytes(1))
     return (
@@ -174,7 +177,7 @@ def _network(plan: Plan) -> str:
     )
 
 
-def _say_grown(opened: Release) -> None:
+def _say_standings(opened: Release) -> None:
     """Say what each silo is in a plan that carries experts over, and which silos of the plan are not here."""
     for silo in opened.manifest.silos:
         standing = describe_standing(silo, opened.plan)

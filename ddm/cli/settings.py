@@ -9,7 +9,7 @@ from ddm.cli.options import HOW
 from ddm.errors import SetupError
 
 Positive = Annotated[int, Field(ge=1)]
-BATCH = "most images that an expert is given at once, 1 or more; default 64"
+BATCH = "maximum number of images in one evaluation of an expert, 1 or more; default 64"
 
 
 class RareSettings(BaseModel):
@@ -72,12 +72,13 @@ def set_option(kind: type[RareSettings]) -> Any:
 
 
 def read_settings(kind: type[SettingsT], words: list[str] | None) -> SettingsT:
-    """Read what `--set` was given.
+    """Read the values of `--set`.
 
     Raises:
         SetupError: not NAME=VALUE, a name that does not exist or comes twice, or a value out of range.
     """
-    names, values = kind.names(), dict[str, str]()
+    names = kind.names()
+    values: dict[str, str] = {}
     for word in words or []:
         name, equals, value = word.partition("=")
         if not equals or name not in names:

@@ -2,31 +2,38 @@
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ddm.cli.options import OWN_KEYS, PassphraseOption
 from ddm.system.console import passphrase, progress, say, table
 
+if TYPE_CHECKING:
+    from ddm.islands.folder import Split
+
 
 def split(
     data: Annotated[
-        Path, typer.Option(metavar="FILE", help="npz of images, or idx with its labels beside it.")
+        Path, typer.Option(metavar="FILE", help="Images: an npz, or idx with its labels beside it.")
     ],
-    recipe: Annotated[Path, typer.Option(metavar="FILE", help="TOML, as for `aggregator plan`.")],
+    recipe: Annotated[
+        Path, typer.Option(metavar="FILE", help="TOML file, as for `aggregator plan`.")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
     islands: Annotated[
         int | None,
         typer.Option(
-            min=2, max=1024, help="How many; default: clustering.num_coarse, or a column's values."
+            min=2,
+            max=1024,
+            help="Number of islands (default: clustering.num_coarse, or the column's values).",
         ),
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
             metavar="WAY",
-            help="clusters of features, random, or the name of a column; default: clusters, or as the recipe says.",
+            help="clusters of features, random, or the name of a column (default: clusters, or as in the recipe).",
         ),
     ] = None,
     passphrase_file: PassphraseOption = None,
@@ -39,33 +46,42 @@ def split(
     from ddm.islands.recipe import IslandsRecipe
     from ddm.islands.split import split as divide
 
-    chosen = load_settings(IslandsRecipe, recipe)
-    way = by or ("random" if chosen.partition.kind == "random" else "clusters")
-    dataset = Dataset.read(data, chosen.data, chosen.transform)
+    islands_recipe = load_settings(IslandsRecipe, recipe)
+    if by is None:
+        by = "random" if islands_recipe.partition.kind == "random" else "clusters"
+    dataset = Dataset.read(data, islands_recipe.data, islands_recipe.transform)
     for remark in dataset.remarks():
         say(f"Data: {remark}")
     secret = passphrase(passphrase_file, None, OWN_KEYS, confirm=True)
-    num, some = len(dataset.images), min(len(dataset.images), chosen.owner.fit_images)
-    say(f"Fitting encoder and clusters on {some} of {num} images, then dividing all of them …")
+    num_images = len(dataset.images)
+    num_fitted = min(num_images, islands_recipe.owner.fit_images)
+    say(
+        f"Fitting encoder and clusters on {num_fitted} of {num_images} images, then dividing all of them …"
+    )
     try:
-        with progress("Encoding images") as tell:
-            done = divide(dataset, chosen, islands, way, out, secret, tell)
+        with progress("Encoding images") as show_progress:
+            record = divide(dataset, islands_recipe, islands, by, out, secret, show_progress)
     except ValidationError as error:
         # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
         raise settings_error(recipe, error) from error
-    rows = [
-        (island.island_id, *([island.value] if done.column else []), island.num_images)
-        for island in done.islands
-    ]
-    say(table(rows, ("island", *([done.column] if done.column else []), "images")))
-    if done.column:
-        num_joined = dataset.values(done.column).num_joined
+
+    say(_islands_table(record))
+    if record.column:
+        num_joined = dataset.values(record.column).num_joined
         if num_joined:
             say(
                 f"Spellings that differ in case or blanks alone are one island: {num_joined} were joined to another."
             )
-    if chosen.not_used:
-        say(
-            f"Not used, since one owner has all of the data: [{'], ['.join(chosen.not_used)}] of the recipe."
-        )
-    say(f"Plan {done.plan_id} in {out}. Next: ddm train {quote(str(out))}")
+    if islands_recipe.not_used:
+        tables = ", ".join(f"[{name}]" for name in islands_recipe.not_used)
+        say(f"Not used, since one owner has all of the data: {tables} of the recipe.")
+    say(f"Plan {record.plan_id} in {out}. Next: ddm train {quote(str(out))}")
+
+
+def _islands_table(record: "Split") -> str:
+    """List the islands, with the column's value of each where a column divides them."""
+    if record.column is None:
+        sizes = [(island.island_id, island.num_images) for island in record.islands]
+        return table(sizes, ("island", "images"))
+    rows = [(island.island_id, island.value, island.num_images) for island in record.islands]
+    return table(rows, ("island", record.column, "images"))

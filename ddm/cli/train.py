@@ -11,7 +11,7 @@ from ddm.system.console import human_seconds, progress, say
 from ddm.system.signals import stop_on_first_signal
 
 if TYPE_CHECKING:
-    from ddm.islands.folder import Islands, TrainedIsland
+    from ddm.islands.folder import Islands
     from ddm.training.config import TrainingSettings
 
 
@@ -19,10 +19,12 @@ def train(
     folder: IslandsArgument,
     island: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Only this one, as in a scheduler's array job."),
+        typer.Option(
+            min=0, metavar="N", help="Train only this island, as in a scheduler's array job."
+        ),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=1, max=64, help="How many share an island's work.")
+        int, typer.Option(min=1, max=64, help="Number of processes that train one island together.")
     ] = 1,
     device: DeviceOption = "auto",
 ) -> None:
@@ -32,58 +34,72 @@ def train(
     from ddm.islands.train import check_number, is_first_process
     from ddm.training.config import TrainingSettings
 
-    islands, settings = Islands(folder), TrainingSettings(device=device, processes=processes)
-    num = len(islands.split.islands)
+    islands = Islands(folder)
+    settings = TrainingSettings(device=device, processes=processes)
     if island is not None:
         check_number(islands, island)
-    wanted = missing_islands(islands) if island is None else [island]
-    elsewhere: list[int] = []
-    for place, number in enumerate(wanted):
-        try:
-            done = _train(
-                islands,
-                number,
-                settings,
-                f"{place + 1} of {len(wanted)}" if len(wanted) > 1 else None,
-            )
-        except BusyError as error:
-            if island is not None:
-                raise
-            elsewhere.append(number)
-            say(f"note: {error.subject} is being trained by another process.", error=True)
-            continue
-        if done is not None:
-            took = human_seconds(done.training.seconds)
-            left = len(wanted) - place - 1
-            more = (
-                f" About {human_seconds(left * done.training.seconds)} for the {left} left."
-                if left
-                else ""
-            )
-            say(
-                f"Island {number}: {done.steps} steps in {took}, loss {done.training.loss:.4f}.{more}"
-            )
+        _train(islands, island, settings, num_left=0)
+        busy_islands: set[int] = set()
+    else:
+        busy_islands = _train_all(islands, missing_islands(islands), settings)
     if not is_first_process():
         return
+
+    num_islands = len(islands.split.islands)
     missing = missing_islands(islands)
     if not missing:
-        say(f"All {num} islands are trained. Next: ddm assemble {quote(str(folder))} --out RELEASE")
+        say(
+            f"All {num_islands} islands are trained. Next: ddm assemble {quote(str(folder))} --out RELEASE"
+        )
     elif island is None:
-        others = len({*elsewhere} & {*missing})
-        say(f"{num - len(missing)} of {num} islands are trained; other processes train {others}.")
+        num_trained = num_islands - len(missing)
+        num_busy = len(busy_islands & {*missing})
+        say(
+            f"{num_trained} of {num_islands} islands are trained; other processes train {num_busy}."
+        )
+
+
+def _train_all(islands: "Islands", numbers: list[int], settings: "TrainingSettings") -> set[int]:
+    """Train islands one after the other; return those that another process trains meanwhile."""
+    busy_islands = set()
+    for position, number in enumerate(numbers, start=1):
+        label = f"{position} of {len(numbers)}" if len(numbers) > 1 else None
+        try:
+            _train(islands, number, settings, num_left=len(numbers) - position, label=label)
+        except BusyError as error:
+            busy_islands.add(number)
+            say(f"note: {error.subject} is being trained by another process.", error=True)
+    return busy_islands
 
 
 def _train(
-    islands: "Islands", number: int, settings: "TrainingSettings", place: str | None
-) -> "TrainedIsland | None":
+    islands: "Islands",
+    number: int,
+    settings: "TrainingSettings",
+    *,
+    num_left: int,
+    label: str | None = None,
+) -> None:
+    """Train one island, and say how it went."""
     from ddm.islands.train import train_island
 
-    label = f"island {number}" + (f" ({place})" if place else "")
-    with progress(label) as tell, stop_on_first_signal() as stop:
-        return train_island(
+    progress_label = f"island {number}" if label is None else f"island {number} ({label})"
+    with progress(progress_label) as show_progress, stop_on_first_signal() as stop:
+        record = train_island(
             islands,
             number,
             settings,
-            on_progress=lambda reached: tell(reached.step, reached.num_steps),
+            on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
             should_stop=stop.is_set,
         )
+    # Under torchrun only the first process has the record.
+    if record is None:
+        return
+    seconds = record.training.seconds
+    line = (
+        f"Island {number}: {record.steps} steps in {human_seconds(seconds)}, "
+        f"loss {record.training.loss:.4f}."
+    )
+    if num_left > 0:
+        line += f" About {human_seconds(num_left * seconds)} for the {num_left} left."
+    say(line)

@@ -15,7 +15,7 @@ WitnessOption = Annotated[
     typer.Option(
         "--witness",
         metavar="VKEY",
-        help="A witness that must have cosigned; repeatable.",
+        help="Key of a witness that must have cosigned; repeatable.",
         rich_help_panel=TRUST,
     ),
 ]
@@ -24,7 +24,7 @@ QuorumOption = Annotated[
     typer.Option(
         "--quorum",
         min=1,
-        help="How many of the witnesses must have; default: all.",
+        help="Number of witnesses that must have cosigned (default: all).",
         rich_help_panel=TRUST,
     ),
 ]
@@ -41,13 +41,18 @@ def read_witnesses(keys: list[str] | None, quorum: int | None) -> "Witnesses | N
     from ddm.trust.log.witness import Witnesses
 
     parsed = tuple(VerifierKey.parse(text) for text in keys or [])
-    most = len({key.public.raw for key in parsed})
+    # One key given twice must not count as two witnesses.
+    num_distinct = len({key.public.raw for key in parsed})
     if quorum is not None and not parsed:
         raise SetupError(
             "--quorum", expected="--witness as well", got=f"--quorum {quorum} without a witness"
         )
-    if quorum is not None and quorum > most:
+    if quorum is not None and quorum > num_distinct:
         raise SetupError(
-            "--quorum", expected=f"at most {most}, the number of --witness keys", got=str(quorum)
+            "--quorum",
+            expected=f"at most {num_distinct}, the number of --witness keys",
+            got=str(quorum),
         )
-    return Witnesses(parsed, quorum) if parsed else None
+    if not parsed:
+        return None
+    return Witnesses(parsed, quorum)

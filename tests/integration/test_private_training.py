@@ -111,7 +111,7 @@ def test_card_and_info_say_epsilon_delta_and_unit_of_each_expert(
         assert f"expert {expert}: epsilon 4, delta 5e-06 per patient, replace-one" in card
     assert "trained with differential privacy (DP-SGD)" in said.out
     assert "not the experts' weights" not in card
-    assert "silo east, expert east: trained privately; the epsilon stands in the place" in said.out
+    assert "silo east, expert east: trained privately; the epsilon is given in place of" in said.out
     assert "trained without DP-SGD" not in card
 
 
