@@ -396,21 +396,11 @@ def _training_bytes(
 def _source(opened: "Release") -> "StudentSource":
     from ddm.distillation.student import StudentSource
 
-<<<<<<< HEAD
-    verified, manifest = opened.verified, opened.manifest
-    digest = verified.files["manifest.json"].digest
     return StudentSource(
-        plan_id=manifest.plan_id,
-        version=manifest.version,
-        manifest=digest,
-        root=verified.root_fingerprint,
-=======
-    return Source(
         plan_id=opened.manifest.plan_id,
         version=opened.manifest.version,
         manifest=opened.manifest_digest,
         root=opened.verified.root_fingerprint,
->>>>>>> c47d1ef6 (The commands distill, train, split and info read as a sequence of steps; help texts name what an option is)
     )
 
 
