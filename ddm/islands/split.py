@@ -282,7 +282,16 @@ def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
         class_counts = ClassCountsStatistic(epsilon=EXACT, num_classes=condition.num_classes)
 
     expert_shape = data.parts.latent.shape(recipe.data.shape)
-    expert_size = network_size(recipe.expert.architecture, expert_shape, condition)
+    architecture = recipe.expert.architecture
+    # What experts see is known only now, where an autoencoder encodes the images.
+    misfit = architecture.misfit(expert_shape, condition)
+    if misfit:
+        raise SetupError(
+            f"recipe, expert.architecture, {architecture.kind}",
+            expected=misfit,
+            got=f"images of shape {expert_shape}, condition {condition.kind}",
+        )
+    expert_size = network_size(architecture, expert_shape, condition)
     sizes = data.division.size_K
     names = island_names(len(sizes))
     plan = plan_of(
