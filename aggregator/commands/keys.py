@@ -32,6 +32,7 @@ def holder(
     """Make a holder's key on the holder's own machine; only the `.pub` file leaves it."""
     from ddm.trust.keys import SigningKey
 
+    # Before a key is made: one that is overwritten is lost, and with it perhaps the federation's root.
     public_file = key_file.with_suffix(".pub")
     got = None
     if public_file == key_file:
@@ -71,6 +72,7 @@ def sign(
     from ddm.trust.ceremony import describe_request
     from ddm.trust.keys import SigningKey
 
+    # A holder signs what the document says, not what the operator told them: so its meaning comes from the file alone.
     say(describe_request(read_request(document)))
     if not yes:
         confirm("Sign this?", refused="Not signed.")

@@ -101,6 +101,8 @@ def enroll(
     )
 
     federation = Federation(fed).require()
+    # Of an enrolled silo, a card with rotations announces a new key, which its old key signed; of any other silo it
+    # is its first card.
     rotated = read_rotated_card(card)
     if rotated is not None and rotated[0].silo_id in read_cards(federation):
         new_card, rotations = rotated
@@ -137,6 +139,7 @@ def remove(
     say(
         f"Removed {silo_id}: its card is in registry/removed/, and nothing it sends is accepted any more."
     )
+    # A plan in force names the silo until its next version is published without it.
     if removal.plan_id is None:
         return
     if removal.missing:

@@ -34,6 +34,7 @@ def publish(
     from ddm.publishing.witnesses import ask_witnesses
 
     federation = Federation(fed).require()
+    # Both may fail, and what follows may take minutes: so they come first.
     secret = federation_passphrase(federation, passphrase_file)
     witnesses = witnesses_of(federation)
     with progress("Drawing for the report") as advance:
@@ -52,6 +53,7 @@ def announcement(publication: "Publication", out: Path) -> str:
     lines = [
         f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}: {out}"
     ]
+    # The same content is one version, however often it is published (docs/adr/0013-a-version-is-published-once.md).
     if not publication.fresh:
         lines = [
             f"Version {manifest.version} of {manifest.plan_id} holds all of this already; nothing new was published.",

@@ -39,6 +39,7 @@ def quarantine(
     waiting = _undecided(federation, quarantined_submissions(federation, plan.plan_id))
     examiner = Examiner(federation, plan)
     accepted = examiner.accepted()
+    # A silo that was accepted early is compared again with those that came later.
     outliers = examiner.outliers(accepted)
     for silo_id, reason in _overweight(federation, accepted).items():
         outliers[silo_id] = [*outliers.get(silo_id, []), reason]
@@ -129,6 +130,7 @@ def _admit_accepted(federation: Federation, silo_id: str, reason: str, units: in
         "stands_apart": examiner.outliers(accepted),
         "influence": _overweight(federation, accepted),
     }
+    # An admission covers the rules that apply now and no later ones (ADR 0068).
     rules = [rule for rule, silos in flagged_silos.items() if silo_id in silos]
     if silo_id not in accepted or not (rules or units):
         raise _nothing_waits(federation, silo_id)
@@ -248,6 +250,7 @@ def _record(
             at=now_utc(),
         )
     except ValidationError as error:
+        # Only the reason is free text; everything else comes from verified documents.
         got = f"{len(reason)} characters"
         if not reason.isprintable():
             got += ", not all of them printable"

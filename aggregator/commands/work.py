@@ -12,6 +12,7 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
     federation = Federation(fed).require()
     federation.current_plan()
     secret = federation_passphrase(federation, passphrase_file)
+    # A wrong passphrase shows now, not when the first submission arrives.
     load_key(federation, "receipts", secret)
 
     from aggregator.runtime.running import run_federation

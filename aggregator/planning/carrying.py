@@ -162,6 +162,7 @@ def reuse_public_parts(
         paths.append(plan.latent.path)
     for path in paths:
         link_or_copy(experts.folder / path, folder / path)
+    # A carried submission names the digest of its own plan: whoever verifies it needs that document.
     paths += _copy_earlier_plans(experts, folder)
 
     images = _public_images(federation, plan)
@@ -239,6 +240,7 @@ def _compared_fields(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Any, Any
             image_size = recipe.encoder.image_size or encoder.image_size
             yield "encoder.image_size", encoder.image_size, image_size
 
+    # Experts of other latents would draw noise: sizes and factors must all be the same.
     yield "latent.kind", plan.latent.kind, recipe.latent.kind
     if isinstance(plan.latent, AutoencoderKlLatent) and isinstance(recipe.latent, AutoencoderSize):
         for name in AutoencoderSize.model_fields:

@@ -93,6 +93,7 @@ def fitted_columns(
     if CLASSES in fitted:
         _check_classes(fitted[CLASSES], _num_classes(recipe, condition))
     if SILOS in fitted:
+        # A silo without images would have no class in the router's training.
         _check_every_silo(fitted[SILOS], recipe.public.silo_column, silos)
     if CAPTIONS in fitted and isinstance(condition, TextCondition):
         fitted |= _encode_captions(fitted[CAPTIONS], recipe, condition)
@@ -137,6 +138,7 @@ def _encode_captions(
 
     if not isinstance(recipe.condition, TextRecipe):
         return {}
+    # Public images often share captions; each distinct one is encoded once.
     texts, number_N = np.unique(captions, return_inverse=True)
     encoder = TextEncoder.open(Path(recipe.condition.encoder), condition)
     vectors = encoder.encode([str(text) for text in texts])

@@ -74,6 +74,7 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
     parameters = num_parameters(empty_expert(architecture, plan.expert_shape, plan.condition))
     forward_flops, training_flops = count_flops(architecture, plan.expert_shape, plan.condition)
 
+    # A few real steps are the best estimate; where they would take too long, the machine's arithmetic rate stands in.
     step_flops = training_flops * training.batch_size
     timed = step_flops * TIMED_STEPS <= MAX_TIMED_FLOPS
     if timed:
@@ -88,7 +89,7 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
     return Cost(
         t_release=sketch_noise_level(plan, sketch),
         epsilon=plan_epsilon(plan),
-        expert_bytes=4 * parameters,
+        expert_bytes=4 * parameters,  # float32
         parameters=parameters,
         forward_flops=forward_flops,
         training_flops=training_flops,
@@ -124,6 +125,7 @@ def estimate_private_step(plan: Plan) -> PrivateStep:
     terms = plan.expert.privacy
     if terms is None:
         raise ValueError("the plan does not train privately")
+    # The largest of all silos in both, so that no silo trains longer than the operator is told.
     num_units = 0
     images_per_unit = 0.0
     for agreed in plan.agreed.values():

@@ -69,6 +69,7 @@ def find_violations(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Viola
 
 def _too_few_steps(recipe: Recipe) -> Iterator[Violation]:
     """Find a training after which an expert still draws noise: one from random weights that can hardly move them."""
+    # Intake flags experts that hardly moved from their initial weights; adapted ones need not move far.
     if recipe.rehearsal or not isinstance(recipe.expert.adaptation, FullAdaptation):
         return
     training = recipe.expert.training
@@ -91,6 +92,7 @@ def _min_steps(training: Training) -> int:
     def is_enough(num_steps: int) -> bool:
         return travel(training.model_copy(update={"num_steps": num_steps})) >= MIN_TRAVEL
 
+    # The sum of rates grows with the number of steps, so that bisection finds the least.
     upper_bound = training.num_steps
     while not is_enough(upper_bound):
         upper_bound *= 2
@@ -139,6 +141,7 @@ def _images_for_patients(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[
 
 def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Violation]:
     """Find silos whose policy lets a plan spend less on router and experts together."""
+    # A silo adds up what a plan spends on router and experts (silo/plan/policy.py), and so does this rule.
     router_epsilon = recipe.statistics.total.epsilon
     field = "statistics.total.epsilon"
     epsilon = router_epsilon

@@ -35,6 +35,7 @@ def check_signable(federation: Federation) -> None:
         SetupError: submissions to the plan in force wait for a decision, or are in no release.
     """
     federation.accepted.mkdir(parents=True, exist_ok=True)
+    # Intake holds this lock while `aggregator run` is at work.
     try:
         with locked(federation.accepted, "intake"):
             pass

@@ -128,11 +128,13 @@ def fit_public_parts(
     fitted_rows, holdout_rows = divide(len(public), recipe.public)
     fitted = public[fitted_rows]
     holdout = public[holdout_rows]
+    # Files and folders that the recipe names are opened before the long part, the encoding of images.
     condition = condition_of(recipe)
     encoder, encoder_spec = _open_encoder(recipe, fitted)
     part = _encode_latents(recipe, fitted, holdout, folder, on_progress)
     images = PublicImages(fitted, holdout, part.latents)
 
+    # Clusters and sketch are public: they are fitted on public images alone, and cost no privacy.
     features = encoder.encode(fitted, on_progress)
     num_fine = recipe.clustering.fine_for(len(fitted), recipe.num_groups)
     clusters = fit_clustering(
@@ -182,6 +184,7 @@ def divide(num: int, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
     Raises:
         DataError: too few to hold out.
     """
+    # Seeded, so that the same recipe and images give the same plan files.
     order = torch.randperm(num, generator=torch.Generator().manual_seed(settings.seed))
     num_holdout = int(num * settings.holdout_share)
     if num_holdout < MIN_HELD_OUT:

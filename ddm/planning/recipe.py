@@ -207,6 +207,7 @@ class SharedRecipe(ModelTerms):
 
     @model_validator(mode="after")
     def _pixels_have_the_scale_of_the_noise(self) -> "SharedRecipe":
+        # Latents are scaled to the noise when the plan is fitted; pixels are as the recipe says.
         if not isinstance(self.latent, IdentityLatent):
             return self
         low, high = self.data.range

@@ -58,6 +58,7 @@ def init(
     from silo.images.command import files_progress, images_settings, show
     from silo.setup import first_look, init_site, new_source, read_invitation
 
+    # A forged invitation is refused before anything is made or scanned.
     invited = read_invitation(invitation, root_fingerprint)
     images = images_settings(column or [])
     new_site = Site(site)
@@ -140,6 +141,7 @@ def enroll(
     if unused_parts:
         say(unused_parts_text(unused_parts))
     write_atomic(out, with_rotations(card, published_rotations(opened_site)))
+    # Nothing in it is secret, and whoever carries it to the aggregator may be another user.
     open_to_everyone(out)
     say(
         f"Card in {out}, for at most {opened_site.agreed()}; every silo and every reader of a release sees this number."

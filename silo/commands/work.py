@@ -39,6 +39,7 @@ def run(
 ) -> None:
     """Take a plan, train, draw the statistics, wait for approval, send; ends when the receipt arrives."""
     opened_site = Site(site).require()
+    # The courier runs as a user who can read neither key nor passphrase.
     if only is Part.COURIER:
         from silo.courier.service import run_courier
 
@@ -185,6 +186,7 @@ def approve(
 
     opened_site = Site(site).require()
     responsible = _responsible(despite_fail, role, reason)
+    # People copy the digest from a page, or hear it on the telephone.
     record_approval(opened_site, digest.strip().lower(), responsible)
     num_bytes = sum(expert.file.bytes for expert in load_draft(opened_site).experts)
     say(
@@ -200,6 +202,7 @@ def _responsible(despite_fail: bool, role: str | None, reason: str | None) -> "R
         "--role": role is not None,
         "--reason": reason is not None,
     }
+    # All three or none: an approval despite a failed audit names who is responsible, and why.
     present = [name for name, is_present in options.items() if is_present]
     if not present:
         return None
@@ -320,6 +323,7 @@ def retrain(
     if changed:
         images = "are others than those scanned for this plan"
     say(f"Plan {state.plan_id}: the images {images}. Training again costs {price}.")
+    # Where the budget does not suffice, `retrain` below refuses, and there is nothing to confirm.
     if price.affordable and not yes:
         confirm("Throw away what was trained, and train again?")
     start_over(opened_site)

@@ -169,6 +169,7 @@ def receive_plan(
         _check_noise(accepted)
         read_earlier_plans(plan, partial(_read_listed, accepted.folder))
 
+        # Left by an acceptance that ended between the rename and the new state.
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
         return load_accepted(site, plan_id, accepted.digest)
@@ -353,6 +354,7 @@ def _read_plan(bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
             "plan.json", expected=f"the digest pinned on acceptance, {digest}", got=digest_found
         )
     plan = Plan.parse(data, subject="plan.json")
+    # A genuine plan in the folder of another one would be worked on under the wrong name.
     if plan.plan_id != plan_id:
         raise ReplayError("plan.json", expected=plan_id, got=plan.plan_id)
     return AcceptedPlan(plan=plan, digest=digest, folder=folder)

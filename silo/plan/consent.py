@@ -75,6 +75,7 @@ def may_begin(site: Site, policy: Policy, plan: Plan, plan_digest: str) -> bool:
             needs_person = bool(networks)
         case "policy":
             needs_person = False
+    # A person may have accepted the digest in advance, read out by the aggregator's operator.
     if not needs_person or is_accepted(site, plan_digest):
         waiting_path(site).unlink(missing_ok=True)
         return True
@@ -99,6 +100,7 @@ def record_acceptance(site: Site, plan_digest: str) -> WaitingPlan | None:
         ApprovalError: another plan waits.
     """
     waiting = read_waiting(site)
+    # Exactly the plan that a person read about: the aggregator may have signed another one meanwhile.
     if waiting and waiting.plan_digest != plan_digest:
         expected = f"the digest of the plan that waits, {waiting.plan_digest}"
         raise ApprovalError("acceptance of a plan", expected=expected, got=ascii(plan_digest[:80]))

@@ -34,6 +34,7 @@ class BrokenRule(NamedTuple):
 
 def declared_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:
     """Yield every declaration of the site that the plan does not fit."""
+    # Compared with what the site declared, never with its images: so a refusal tells nothing about them.
     min_images = max(plan.partition.min_images, policy.training.min_images)
     if isinstance(plan.partition, RandomPartition):
         min_images *= plan.partition.num_parts
@@ -119,6 +120,7 @@ def _class_rules(plan: Plan, data: DataPolicy) -> Iterator[BrokenRule]:
             plan_classes.words(),
         )
         return
+    # Every class of the site needs a number in the plan; the plan may have more classes.
     names = site_classes.names or [str(number) for number in range(site_classes.num)]
     if any(plan_classes.number(name) is None for name in names):
         yield BrokenRule(

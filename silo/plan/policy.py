@@ -96,6 +96,7 @@ def _size_rules(plan: Plan, sizes: SizePolicy, parts: int) -> Iterator[BrokenRul
         yield from _exceeds(
             "slices of one volume", num_slices, sizes.max_slices, "sizes.max_slices"
         )
+    # Estimates for the worst moment of each stage (ddm/footprint.py).
     memory_bytes = {
         "to open its files": looking_bytes(plan),
         "of what one picture becomes": picture_bytes(plan),
@@ -146,6 +147,7 @@ def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:
             "patient",
             "image; image-level statistics say nothing about a patient, who may have many images",
         )
+    # Statistics and private training together: a unit is in both.
     spends = plan.spends
     yield from _exceeds(
         "epsilon of the plan", spends.epsilon, privacy.max_epsilon, "privacy.max_epsilon"
@@ -197,6 +199,7 @@ def _audit_rules(audit: Audit, policy: AuditPolicy) -> Iterator[BrokenRule]:
     """Compare the plan's limits, which decide what passes the audit, with the loosest that this site accepts."""
     if policy.required and not audit.required:
         yield BrokenRule("leak audit", "required", "not required")
+    # With fewer units held out, the audit would pass experts that it cannot judge.
     if audit.min_holdout_units < policy.min_holdout_units:
         yield BrokenRule(
             "held-out units that the leak audit needs",
