@@ -78,7 +78,7 @@ def estimate_cost(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
     step_flops = training_flops * training.batch_size
     timed = step_flops * TIMED_STEPS <= MAX_TIMED_FLOPS
     if timed:
-        expert_s = _time_training(plan, seen)
+        expert_s = time_training(plan, seen)
     else:
         expert_s = step_flops * training.num_steps / _matrix_product_rate()
     if plan.expert.privacy:
@@ -166,7 +166,7 @@ def _matrix_product_rate() -> float:
     return 2 * side**3 / best_s
 
 
-def _time_training(plan: Plan, seen: Tensor) -> float:
+def time_training(plan: Plan, seen: Tensor) -> float:
     """Time a few real training steps here, one thread, and scale; what a silo's machine needs may differ."""
     settings = plan.expert.training.model_copy(
         update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS}

@@ -228,10 +228,10 @@ def test_decision_that_was_killed_on_its_way_is_taken_once_when_it_is_given_agai
     for where in ("in the line", "before the head", "before the effect"):
         with case(killed=where):
             before = len(kinds(site)) if (site.private / "log").exists() else 0
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-c", KILLED, str(site.path), where], check=False
             )
-            assert done.returncode == -9 and present_pause(site) is None
+            assert process.returncode == -9 and present_pause(site) is None
             pause(site)
             assert len(kinds(site)) == before + 1 and kinds(site)[-1] == "paused"
             resume(site)
@@ -309,7 +309,9 @@ def test_show_prints_who_and_what_and_json_holds_the_chain(decided: Site) -> Non
     shown = command("silo", "log", "show", decided.path).out
     assert shown.count(current_user()) == 5 and "resumed the worker" in shown
     records = json.loads(command("silo", "log", "show", decided.path, "--json").out)
-    assert [each["previous"] for each in records[1:]] == [each["digest"] for each in records[:-1]]
+    assert [record["previous"] for record in records[1:]] == [
+        record["digest"] for record in records[:-1]
+    ]
     assert records[1]["decision"] == WorkResumed().model_dump()
 
 

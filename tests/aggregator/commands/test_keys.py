@@ -21,9 +21,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
         with pytest.raises(SystemExit) as ended:
             run_app(app, [str(word) for word in words])
-        said = capsys.readouterr()
-        assert "Traceback" not in said.out + said.err
-        return ended.value.code, said.out + said.err
+        output = capsys.readouterr()
+        assert "Traceback" not in output.out + output.err
+        return ended.value.code, output.out + output.err
 
     return command
 
@@ -40,7 +40,7 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(
 ) -> None:
     fed, by = tmp_path / "fed", ("--passphrase-file", secret)
     for name in ("ada", "ben", "dan"):
-        code, said = run("holder", tmp_path / f"{name}.key", *by)
+        code, output = run("holder", tmp_path / f"{name}.key", *by)
         assert code == 0
         assert (tmp_path / f"{name}.pub").read_text().startswith("ed25519:")
     assert run("holder", tmp_path / "ada.key", *by)[0] == 3
@@ -59,31 +59,31 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(
         "--root-threshold",
         2,
     )
-    code, said = run(*words, "--targets-holder", tmp_path / "dan.pub")
+    code, output = run(*words, "--targets-holder", tmp_path / "dan.pub")
     assert code == 0
-    assert "root-1.json: 0 of 2 signatures" in said
-    assert "fingerprint" not in said
+    assert "root-1.json: 0 of 2 signatures" in output
+    assert "fingerprint" not in output
     assert run("complete", fed, *by)[0] == 3
     for name, document in (("ada", "root"), ("ben", "root"), ("dan", "targets")):
         waiting = fed / "ceremony" / f"{document}-1.json"
         # nobody to confirm
         assert run("sign", waiting, "--key", tmp_path / f"{name}.key", *by)[0] == 3
-        code, said = run("sign", waiting, "--key", tmp_path / f"{name}.key", "--yes", *by)
+        code, output = run("sign", waiting, "--key", tmp_path / f"{name}.key", "--yes", *by)
         assert code == 0
-        assert said.startswith(f"{document}, version 1 (the first version)")
-        assert waiting.with_suffix(".txt").read_text().strip() in said
+        assert output.startswith(f"{document}, version 1 (the first version)")
+        assert waiting.with_suffix(".txt").read_text().strip() in output
     assert run("sign", waiting, "--key", tmp_path / "ada.key", "--yes", *by)[0] == 11
-    code, said = run("complete", fed, *by)
+    code, output = run("complete", fed, *by)
     assert code == 0
-    assert re.search(r"root fingerprint  [0-9a-f]{64}", said)
+    assert re.search(r"root fingerprint  [0-9a-f]{64}", output)
     assert run("complete", fed, *by)[0] == 4
     assert run("rotate", fed, "root", *by)[0] == 3
     assert run("rotate", fed, "everything", *by)[0] == 3
-    code, said = run("rotate", fed, "online", *by)
-    assert (code, "root-2.json: 0 of 2 signatures" in said) == (0, True)
+    code, output = run("rotate", fed, "online", *by)
+    assert (code, "root-2.json: 0 of 2 signatures" in output) == (0, True)
     assert run("rotate", fed, "tls", *by)[0] == 6
-    code, said = run("complete", fed, "--abandon")
-    assert (code, said) == (0, "Discarded: rotate the key online.\n")
+    code, output = run("complete", fed, "--abandon")
+    assert (code, output) == (0, "Discarded: rotate the key online.\n")
     assert run("rotate", fed, "tls", *by)[0] == 0
 
 
@@ -94,10 +94,10 @@ def test_removal_says_what_follows_for_the_plan(run: Run, secret: Path, tmp_path
         keyed.enroll(silo_id)
     keyed.plan(1)
     words = ("--reason", "stolen key", "--passphrase-file", secret)
-    code, said = run("remove", keyed.federation.path, "west", *words)
-    assert (code, "plan" in said) == (0, False)
-    code, said = run("remove", keyed.federation.path, "east", *words)
+    code, output = run("remove", keyed.federation.path, "west", *words)
+    assert (code, "plan" in output) == (0, False)
+    code, output = run("remove", keyed.federation.path, "east", *words)
     assert code == 0
-    assert "had a part in plan digits-00000001" in said
-    assert f"aggregator withdraw {keyed.federation.path} east" in said
+    assert "had a part in plan digits-00000001" in output
+    assert f"aggregator withdraw {keyed.federation.path} east" in output
     assert run("remove", keyed.federation.path, "south", *words)[0] == 4

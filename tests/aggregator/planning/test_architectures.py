@@ -18,7 +18,7 @@ from tests.support.documents import plan_document, to_bytes
 from tests.support.federation import recipe
 
 
-def asked(**architecture: Any) -> Recipe:
+def recipe_with(**architecture: Any) -> Recipe:
     """The recipe of a tiny federation, with another network."""
     changed = recipe().model_dump()
     return Recipe.model_validate(
@@ -28,16 +28,16 @@ def asked(**architecture: Any) -> Recipe:
 
 def test_named_size_becomes_the_numbers_that_a_plan_holds() -> None:
     named, numbers = (
-        asked(kind="dit", size="XL/2"),
+        recipe_with(kind="dit", size="XL/2"),
         {"patch": 2, "hidden": 1152, "depth": 28, "heads": 16},
     )
     assert type(named.expert) is Expert and named.expert.architecture == Dit(**numbers)
-    assert named == asked(kind="dit", **numbers)
-    large = asked(kind="mmdit", size="3B/2").expert.architecture
+    assert named == recipe_with(kind="dit", **numbers)
+    large = recipe_with(kind="mmdit", size="3B/2").expert.architecture
     assert large == Mmdit(patch=2, hidden=2560, depth=30, heads=20, shared_depth=30)
-    gridded = asked(kind="dit", size="S/2", position_grid=(2, 2)).expert.architecture
+    gridded = recipe_with(kind="dit", size="S/2", position_grid=(2, 2)).expert.architecture
     assert gridded == Dit(patch=2, hidden=384, depth=12, heads=6, position_grid=(2, 2))
-    third = asked(kind="mmdit", size="d24/4").expert.architecture
+    third = recipe_with(kind="mmdit", size="d24/4").expert.architecture
     assert third == Mmdit(patch=4, hidden=1536, depth=24, heads=24)
 
 
@@ -58,7 +58,7 @@ def test_size_that_is_unknown_or_given_twice_is_refused(
     architecture: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValidationError, match=words):
-        asked(**architecture)
+        recipe_with(**architecture)
 
 
 def test_plan_with_the_name_of_a_size_is_refused() -> None:

@@ -48,10 +48,10 @@ def changed(table: str, **fields: Any) -> Recipe:
 
 
 def refused(chosen: Recipe) -> SetupError:
-    with pytest.raises(SetupError) as found:
+    with pytest.raises(SetupError) as raised:
         check_feasible(chosen, CARDS)
-    assert found.value.expected and found.value.got and found.value.remedy
-    return found.value
+    assert raised.value.expected and raised.value.got and raised.value.remedy
+    return raised.value
 
 
 def test_recipe_that_can_work_passes() -> None:
@@ -79,11 +79,11 @@ def test_more_images_than_a_card_allows_are_refused_with_the_silos_that_lack_the
     error = refused(recipe(partition={"kind": "silo", "min_images": 65}))
     assert "east has at most 64" in str(error.got) and "north" not in str(error.got)
     check_feasible(recipe(partition={"kind": "silo", "min_images": 64}), CARDS)
-    each = {"kind": "random", "num_parts": 4, "min_images": 17}
+    partition = {"kind": "random", "num_parts": 4, "min_images": 17}
     assert "68 images of each silo, 17 for each of 4 parts" in str(
-        refused(recipe(partition=each)).got
+        refused(recipe(partition=partition)).got
     )
-    check_feasible(recipe(partition=each | {"min_images": 16}), CARDS)
+    check_feasible(recipe(partition=partition | {"min_images": 16}), CARDS)
 
 
 def test_more_epsilon_than_a_card_lets_a_plan_spend_is_refused_with_the_silos_that_lack_it() -> (
@@ -120,9 +120,9 @@ def test_plan_of_images_is_refused_with_the_silos_whose_cards_say_that_they_prot
     assert by_image.statistics.unit == "image"
     units = {"east": "patient", "north": "image"}
     cards = {name: card(name, 64, unit=unit) for name, unit in units.items()}
-    with pytest.raises(SetupError, match="statistics.unit") as found:
+    with pytest.raises(SetupError, match="statistics.unit") as raised:
         check_feasible(by_image, cards)
-    assert "east" in str(found.value.got) and "north" not in str(found.value.got)
+    assert "east" in str(raised.value.got) and "north" not in str(raised.value.got)
     check_feasible(by_patient, cards)
     del cards["east"]
     check_feasible(by_image, cards)
@@ -141,9 +141,9 @@ def test_nothing_is_fitted_for_a_plan_that_cannot_work(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft, "fit_public_parts", lambda *_: pytest.fail("fitted"))
-    wanted = recipe(partition={"kind": "silo", "min_images": 10_000})
+    chosen = recipe(partition={"kind": "silo", "min_images": 10_000})
     with pytest.raises(SetupError, match="min_images"):
-        draft.draft_plan(published.tiny.federation, wanted, torch.zeros(240, 1, 4, 4), tmp_path)
+        draft.draft_plan(published.tiny.federation, chosen, torch.zeros(240, 1, 4, 4), tmp_path)
 
 
 def test_plan_is_not_drafted_while_the_federation_runs_or_its_plan_cannot_be_replaced(

@@ -122,18 +122,18 @@ def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
 def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
     published_once: Published, tmp_path: Path
 ) -> None:
-    asked = {
+    fields = {
         "range": {"kind": "values", "low": -160.0, "high": 240.0},
         "fit": {"kind": "pad"},
         "padding": 0.0,
     }
-    lines = shown(published_once.tiny, tmp_path, transform=asked).splitlines()
+    lines = shown(published_once.tiny, tmp_path, transform=fields).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("each picture"))
     steps = [line.removeprefix("each picture").strip() for line in lines[first : first + 4]]
-    assert steps == list(recipe(transform=asked).transform.words)
+    assert steps == list(recipe(transform=fields).transform.words)
     assert "each picture" not in shown(published_once.tiny, tmp_path / "none")
     with pytest.raises(ValidationError, match="padding within data.range"):
-        recipe(transform=asked | {"padding": 2.0})
+        recipe(transform=fields | {"padding": 2.0})
     with pytest.raises(ValidationError, match="patient"):
         recipe(transform={"slices": {"count": 3}})
 
@@ -150,12 +150,12 @@ def test_shown_costs_of_private_training_name_noise_chance_and_time_of_a_step(
         "images_per_unit": 4,
         "draws": 2,
     }
-    asked = expert | {"privacy": terms}
-    text = shown(published_once.tiny, tmp_path, expert=asked)
+    fields = expert | {"privacy": terms}
+    text = shown(published_once.tiny, tmp_path, expert=fields)
     rows = dict(
-        each
+        columns
         for line in text.splitlines()
-        if len(each := re.split(r"\s{2,}", line.strip(), maxsplit=1)) == 2
+        if len(columns := re.split(r"\s{2,}", line.strip(), maxsplit=1)) == 2
     )
     assert rows["its sampling"] == "32 of 128 a step, each by chance, with probability 0.25"
     noise = noise_multiplier_for(2.0, 1e-6, 0.25, expert["training"]["num_steps"])
@@ -226,7 +226,7 @@ def test_shown_costs_count_the_experts_and_their_training(
     partition: object,
     expected: str,
 ) -> None:
-    monkeypatch.setattr("aggregator.planning.cost._time_training", lambda plan, images: 60.0)
+    monkeypatch.setattr("aggregator.planning.cost.time_training", lambda plan, images: 60.0)
     text = shown(published_once.tiny, tmp_path, partition=partition)
     assert expected in text
     assert f"about {human_seconds(60.0 * int(expected.split()[2].rstrip(',')))} a silo" in text

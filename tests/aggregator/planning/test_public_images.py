@@ -53,17 +53,17 @@ def plan(tiny: TinyFederation, path: Path, public: Path, **changes: object) -> D
 def test_clutter_is_skipped_and_named_and_remarks_are_printed(
     tiny: TinyFederation, public: Path, tmp_path: Path
 ) -> None:
-    done = plan(tiny, tmp_path, public, transform=TRANSFORM)
-    assert done.code == 0, done.err
-    said = " ".join(done.out.split())
-    assert "2 files that hold no image were skipped: README.txt, Thumbs.db." in said
+    result = plan(tiny, tmp_path, public, transform=TRANSFORM)
+    assert result.code == 0, result.err
+    output = " ".join(result.out.split())
+    assert "2 files that hold no image were skipped: README.txt, Thumbs.db." in output
     assert (
         "1 of 100 public images are enlarged more than 2 times, up to 4 times (1 x 1 to 4 x 4)"
-        in said
+        in output
     )
-    assert "fill 4" in said
-    assert "of the plan's range -1 to 1: -1 to -0." in said
-    assert "Signed plan" in said
+    assert "fill 4" in output
+    assert "of the plan's range -1 to 1: -1 to -0." in output
+    assert "Signed plan" in output
 
 
 def test_bad_public_image_is_named_with_its_reason(
@@ -74,10 +74,10 @@ def test_bad_public_image_is_named_with_its_reason(
     for file in public.iterdir():
         (bad / file.name).write_bytes(file.read_bytes())
     (bad / "p017.png").write_bytes(b"<html>not found</html>")
-    done = plan(tiny, tmp_path, bad, transform=TRANSFORM)
-    assert done.code == 7
-    assert "p017.png: not an image" in " ".join(done.err.split())
-    assert "Signed" not in done.out
+    result = plan(tiny, tmp_path, bad, transform=TRANSFORM)
+    assert result.code == 7
+    assert "p017.png: not an image" in " ".join(result.err.split())
+    assert "Signed" not in result.out
 
 
 def test_arrays_that_use_half_of_the_declared_range_are_remarked(
@@ -86,6 +86,6 @@ def test_arrays_that_use_half_of_the_declared_range_are_remarked(
     array = (images(100, 0.0, seed=4) + 1) / 2
     array[:, 0, 0, 0], array[:, 0, 0, 1] = 0.0, 1.0
     np.savez(tmp_path / "public.npz", images=array)
-    done = plan(tiny, tmp_path, tmp_path / "public.npz")
-    assert done.code == 0, done.err
-    assert "fill 50% of the declared range -1 to 1: 0 to 1" in " ".join(done.out.split())
+    result = plan(tiny, tmp_path, tmp_path / "public.npz")
+    assert result.code == 0, result.err
+    assert "fill 50% of the declared range -1 to 1: 0 to 1" in " ".join(result.out.split())

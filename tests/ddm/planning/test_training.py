@@ -15,8 +15,8 @@ DIT = {"kind": "dit", "patch": 2, "hidden": 64, "depth": 2, "heads": 4}
 
 def expert(architecture: Mapping[str, object] = DIT, **training: object) -> Expert:
     """The expert of a plan whose recipe says this, read as from a TOML file."""
-    said = {"architecture": architecture, "training": LEAST | training}
-    return ExpertRecipe.model_validate_json(json.dumps(said)).plain()
+    stated = {"architecture": architecture, "training": LEAST | training}
+    return ExpertRecipe.model_validate_json(json.dumps(stated)).plain()
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_unet_needs_a_rate() -> None:
 
 
 def test_what_a_recipe_says_stands() -> None:
-    said = {
+    stated = {
         "learning_rate": 0.003,
         "schedule": "constant",
         "weight_decay": 0.0,
         "precision": "fp32",
     }
-    training = expert(**said, checkpoint_steps=7, ema_decay=0.9, betas=(0.8, 0.9)).training
-    assert {name: getattr(training, name) for name in said} == said
+    training = expert(**stated, checkpoint_steps=7, ema_decay=0.9, betas=(0.8, 0.9)).training
+    assert {name: getattr(training, name) for name in stated} == stated
     assert (training.checkpoint_steps, training.ema_decay, training.ema_width) == (7, 0.9, None)
     assert training.betas == (0.8, 0.9)
 

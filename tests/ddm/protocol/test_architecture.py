@@ -69,7 +69,7 @@ def test_every_architecture_survives_encoding() -> None:
 
 
 def test_architecture_that_cannot_be_built_is_refused_in_the_plan() -> None:
-    for architecture, condition, shape, told in [
+    for architecture, condition, shape, message in [
         (DIT, NONE, VOLUME, "unet"),
         (MMDIT, TEXT, VOLUME, "unet"),
         (DIT, NONE, [1, 7, 8], "divides"),
@@ -90,12 +90,12 @@ def test_architecture_that_cannot_be_built_is_refused_in_the_plan() -> None:
         (DIT, TEXT | {"dim": 0}, [1, 8, 8], "dim"),
         (DIT, TEXT | {"max_tokens": 10**6}, [1, 8, 8], "max_tokens"),
     ]:
-        with case(architecture, condition, shape), pytest.raises(DocumentError, match=told):
+        with case(architecture, condition, shape), pytest.raises(DocumentError, match=message):
             parse(architecture, condition, shape)
 
 
 def test_routers_and_encoders_that_see_images_alone_are_refused_for_volumes() -> None:
-    for more, told in (({"router": SAMPLES}, "samples"), ({"encoder": TIMM}, "timm")):
+    for more, message in (({"router": SAMPLES}, "samples"), ({"encoder": TIMM}, "timm")):
         assert parse(UNET, NONE, [1, 8, 8], **more)
-        with pytest.raises(DocumentError, match=told):
+        with pytest.raises(DocumentError, match=message):
             parse(UNET, NONE, VOLUME, **more)

@@ -60,7 +60,7 @@ def test_architecture_is_held_to_the_latents_and_not_to_the_pixels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"path": "plan/other.safetensors"}, "must be listed"),
         ({"channels": [32, 48, 64]}, "norm_groups"),
@@ -73,7 +73,7 @@ def test_architecture_is_held_to_the_latents_and_not_to_the_pixels() -> None:
     ids=["file not listed", "groups", "levels", "scale", "channels", "kind", "too many levels"],
 )
 def test_latents_that_no_autoencoder_could_have_are_refused(
-    changes: dict[str, Any], told: str
+    changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DocumentError, match=told):
+    with pytest.raises(DocumentError, match=message):
         parse(AUTOENCODER | changes)

@@ -79,16 +79,16 @@ def test_plan_whose_audit_would_let_more_pass_than_this_site_does_is_refused() -
         "min_holdout_units": 299,
     }.items():
         with case(name):
-            asked = plan(audit=usual.model_dump(mode="json") | {name: loose})
-            ((allowed, got),) = rules_broken_by(asked).values()
+            required_plan = plan(audit=usual.model_dump(mode="json") | {name: loose})
+            ((allowed, got),) = rules_broken_by(required_plan).values()
             assert (
                 f"{getattr(usual, name):g} (audit.{name} in policy.toml)" in allowed
                 and got == f"{loose:g}"
             )
-            with pytest.raises(PolicyError, match=f"plan {asked.plan_id}: .*leak audit"):
-                check_plan(asked, ALLOWED, silo_id="north", now=now_utc())
+            with pytest.raises(PolicyError, match=f"plan {required_plan.plan_id}: .*leak audit"):
+                check_plan(required_plan, ALLOWED, silo_id="north", now=now_utc())
             assert not rules_broken_by(
-                asked, ordinary(Policy.model_validate({"audit": {name: loose}}))
+                required_plan, ordinary(Policy.model_validate({"audit": {name: loose}}))
             )
     strict = {
         "required": True,
@@ -103,13 +103,13 @@ def test_plan_whose_audit_would_let_more_pass_than_this_site_does_is_refused() -
 
 
 def test_every_example_asks_for_an_audit_that_the_default_policy_takes() -> None:
-    found = 0
+    num_audits = 0
     for path in sorted(PAGE.parents[2].joinpath("examples").rglob("*.toml")):
         if audit := tomllib.loads(path.read_text("utf-8")).get("audit"):
             with case(path.name):
                 assert not rules_broken_by(plan(audit=audit))
-            found += 1
-    assert found > 5
+            num_audits += 1
+    assert num_audits > 5
 
 
 def test_plan_with_an_unknown_architecture_does_not_parse() -> None:
@@ -126,35 +126,37 @@ def test_plan_with_an_unknown_field_does_not_parse() -> None:
         Plan.parse(to_bytes(document), subject="plan.json")
 
 
-def asking(**statistics: object) -> Plan:
+def plan_with_statistics(**statistics: object) -> Plan:
     document = plan_document()
     document["statistics"] |= statistics
     return Plan.parse(to_bytes(document), subject="plan.json")
 
 
-def rules_broken_by(asked: Plan, policy: Policy = ALLOWED) -> dict[str, tuple[str, str]]:
-    found = broken_rules(asked, policy, silo_id="north", now=now_utc())
+def rules_broken_by(required_plan: Plan, policy: Policy = ALLOWED) -> dict[str, tuple[str, str]]:
+    found = broken_rules(required_plan, policy, silo_id="north", now=now_utc())
     return {subject: (allowed, got) for subject, allowed, got in found}
 
 
 def test_policy_that_protects_patients_refuses_a_plan_that_protects_images() -> None:
     by_patient = ordinary(Policy.model_validate({"privacy": {"unit": "patient"}}))
     assert "say nothing about a patient" in rules_broken_by(plan(), by_patient)["privacy unit"][1]
-    assert not rules_broken_by(asking(unit="patient"), by_patient)
+    assert not rules_broken_by(plan_with_statistics(unit="patient"), by_patient)
     # what protects patients protects their images
-    assert not rules_broken_by(asking(unit="patient"))
+    assert not rules_broken_by(plan_with_statistics(unit="patient"))
 
 
 def test_plan_whose_releases_cost_more_than_it_states_is_refused_with_both_figures() -> None:
     stated = {"epsilon": 7.5, "delta": 1e-5}
-    (allowed, got) = rules_broken_by(asking(total=stated))["privacy of all statistics together"]
+    (allowed, got) = rules_broken_by(plan_with_statistics(total=stated))[
+        "privacy of all statistics together"
+    ]
     assert "7.5" in allowed
     assert 7.6 < float(got) < 7.75
-    assert not rules_broken_by(asking(total={"epsilon": 7.9, "delta": 1e-5}))
+    assert not rules_broken_by(plan_with_statistics(total={"epsilon": 7.9, "delta": 1e-5}))
 
 
 def test_plan_that_asks_for_noise_alone_is_refused() -> None:
-    found = rules_broken_by(asking(counts={"epsilon": 1e-9, "num_groups": 32}))
+    found = rules_broken_by(plan_with_statistics(counts={"epsilon": 1e-9, "num_groups": 32}))
     assert "noise alone" in found["privacy of all statistics together"][0]
 
 
@@ -169,17 +171,19 @@ def test_plan_that_asks_for_noise_alone_is_refused() -> None:
 def test_policy_bounds_the_experts_of_a_silo_and_their_steps_together(
     partition: dict[str, object], most: int, num: int
 ) -> None:
-    asked = plan(partition=partition)
+    required_plan = plan(partition=partition)
     enough = {"max_experts": most, "max_steps": 1500 * num}
-    assert not rules_broken_by(asked, ordinary(Policy.model_validate({"training": enough})))
+    assert not rules_broken_by(required_plan, ordinary(Policy.model_validate({"training": enough})))
     fewer_steps = ordinary(
         Policy.model_validate({"training": enough | {"max_steps": 1500 * num - 1}})
     )
-    assert set(rules_broken_by(asked, fewer_steps)) == {"training steps of all its experts"}
+    assert set(rules_broken_by(required_plan, fewer_steps)) == {"training steps of all its experts"}
     if most > 1:
         fewer = ordinary(Policy.model_validate({"training": enough | {"max_experts": most - 1}}))
         allowed = f"at most {most - 1} (training.max_experts in policy.toml)"
-        assert rules_broken_by(asked, fewer) == {"experts of one silo": (allowed, str(most))}
+        assert rules_broken_by(required_plan, fewer) == {
+            "experts of one silo": (allowed, str(most))
+        }
 
 
 def test_class_counts_larger_than_the_plans_own_limit_are_refused() -> None:

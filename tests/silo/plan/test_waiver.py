@@ -46,8 +46,8 @@ def report(verdict: Any = "inconclusive") -> AuditReport:
 
 
 def test_waiver_of_this_plan_and_time_lets_an_inconclusive_audit_pass() -> None:
-    found = gate(report(), AuditPolicy(waiver=waiver()), plan_digest=PLAN, now=NOW)
-    assert found.verdict == "waived" and found.waiver == waiver()
+    gated = gate(report(), AuditPolicy(waiver=waiver()), plan_digest=PLAN, now=NOW)
+    assert gated.verdict == "waived" and gated.waiver == waiver()
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_command_waives_for_the_plan_in_work_and_the_worker_goes_on(
         tiny.work(SILO)
     assert site.ledger_path.read_bytes() == b""
     assert command(*say, "2020-01-01").code == 3
-    done = command(*say, "2099-01-01")
-    assert done.code == 0, done.err
+    result = command(*say, "2099-01-01")
+    assert result.code == 0, result.err
     tiny.work(SILO)
     (path,) = site.outbox.glob(f"*/1/{submission_path(SILO)}")
     sent = Submission.parse(path.read_bytes(), subject="submission.json")
@@ -207,9 +207,9 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
     planned_once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditReport:
-        found = inconclusive_report(plan_id, audit, num_holdout_units)
-        assert found
-        return found.model_copy(update={"verdict": "fail"})
+        gated = inconclusive_report(plan_id, audit, num_holdout_units)
+        assert gated
+        return gated.model_copy(update={"verdict": "fail"})
 
     monkeypatch.setattr(auditing, "inconclusive_report", failing)
     tiny: TinyFederation = planned_once[0].copy(tmp_path / "copy")
@@ -221,9 +221,9 @@ def test_failed_audit_leaves_only_with_a_person_for_that_draft(
     with pytest.raises(ApprovalError, match="the leak audit failed"):
         approve(site, digest)
     assert command("silo", "approve", site.path, "--digest", digest, "--role", "head").code == 3
-    done = command("silo", "approve", site.path, "--digest", digest, "--despite-fail", "--role", WHO.role,
+    result = command("silo", "approve", site.path, "--digest", digest, "--despite-fail", "--role", WHO.role,
                    "--reason", WHO.reason)  # fmt: skip
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     tiny.work(SILO)
     plan_id = planned_once[1]
     tiny.collect(SILO, plan_id)
