@@ -29,7 +29,7 @@ from ddm.trust.model_signature import (
     check_model_signature,
 )
 from ddm.trust.paths import CONSISTENCY_NAME, MANIFEST_PROOF_NAME
-from ddm.trust.verify import VerifiedRelease, verify_release
+from ddm.trust.verify import KnownSiloKeys, VerifiedRelease, verify_release
 
 MAX_ROOT_BYTES = 1 << 20
 _NO_CHECKPOINTS: Mapping[str, bytes] = MappingProxyType({})
@@ -147,8 +147,7 @@ def open_release(
         folder,
         root_bytes,
         state=state,
-        silo_keys=silo_keys or {},
-        accepted_keys=accepted_keys or {},
+        known_keys=KnownSiloKeys(silo_keys or {}, accepted_keys or {}),
         archived=archived,
         later=lambda name: experts_later and is_expert_path(name),
         before_recording=read_documents,

@@ -19,6 +19,7 @@ from ddm.trust.drafts import Holders, delegated_roles, holders_of, log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import attach, parse_payload, payload_of, public_key
 
+# A payload is text inside JSON, so that a holder can read the request with any editor.
 _Payload = Annotated[str, Field(max_length=2_000_000)]
 MAX_REQUEST_BYTES = 8_000_000
 MAX_SIGNATURE_BYTES = 4096
@@ -78,6 +79,8 @@ class SigningRequest(Document):
 
     def holders(self) -> Sequence[Holders]:
         """List who must sign; a new root needs the holders of the old one and its own."""
+        # Holders of `targets` are named by the root. It travels with the request, since a holder's machine has no
+        # federation; a wrong root gets signatures that the repository refuses.
         if self.role == "targets":
             root = parse_payload((self.root or "").encode(), Root, "the root of this request")
             return [holders_of(root)["targets"]]
@@ -112,6 +115,7 @@ def sign_request(request: SigningRequest, key: SigningKey) -> HolderSignature:
         SignatureError: the key is not a holder's.
         DocumentError: the request does not parse.
     """
+    # Before signing: a signature by another key would only be found out in the end, by whoever completes the ceremony.
     _check_holder(request, key.public)
     payload = request.payload.encode()
     return HolderSignature(
@@ -145,6 +149,7 @@ def check_answers(
                 got=f"a signature over sha256 {answer.payload_digest[:16]}...",
             )
         _check_holder(request, key)
+        # Two files by one holder would look like two holders to a person who counts files.
         if key in signatures:
             raise SignatureError(
                 subject, expected="one signature per holder", got="two signatures by this holder"
@@ -184,6 +189,7 @@ def describe_request(request: SigningRequest) -> str:
     old_roles: Mapping[str, _RoleTerms] = {}
     if before is not None:
         old_roles = _role_terms(before)
+    # Fixed lines first, the sender's purpose marked as such, then everything that is computed from the bytes.
     lines = [
         f"{request.role}, version {document.version} ({replaces}), valid until {document.expires:%Y-%m-%d}",
         f"sha256 of the bytes to sign: {sha256_hex(request.payload.encode())}",
@@ -197,7 +203,9 @@ def describe_request(request: SigningRequest) -> str:
 
 def _on_one_line(text: str) -> str:
     """Return a text that cannot imitate other lines of the description, or move the cursor of a terminal."""
-    return text if text.isprintable() else ascii(text)
+    if text.isprintable():
+        return text
+    return ascii(text)
 
 
 @dataclass(frozen=True)
@@ -227,6 +235,7 @@ def _describe_roles(
     roles: Mapping[str, _RoleTerms], old_roles: Mapping[str, _RoleTerms]
 ) -> Iterator[str]:
     """Yield lines on every role, old and new: a change that is not shown could be approved unseen."""
+    # New roles in their order, then those that are gone.
     removed = [name for name in old_roles if name not in roles]
     for name in (*roles, *removed):
         terms = roles.get(name, _RoleTerms(0, (), ()))
@@ -255,10 +264,17 @@ def _marked_changes(new: Sequence[T], old: Sequence[T]) -> Iterator[tuple[str, T
 
 
 def _describe_log_key(document: Root | Targets, before: Root | Targets | None) -> list[str]:
-    log_key = log_key_of(document) if isinstance(document, Root) else None
-    old_log_key = log_key_of(before) if isinstance(before, Root) else None
+    """Describe the key of the log, which only a root names."""
+    if not isinstance(document, Root):
+        return []
+    log_key = log_key_of(document)
+    old_log_key = None
+    if isinstance(before, Root):
+        old_log_key = log_key_of(before)
+    if log_key is None and old_log_key is None:
+        return []
     if log_key is None:
-        return [f"log: LEAVES, {old_log_key}"] if old_log_key else []
+        return [f"log: LEAVES, {old_log_key}"]
     if before is None or log_key == old_log_key:
         return [f"log: {log_key}"]
     return [f"log: {log_key} (was {old_log_key})"]

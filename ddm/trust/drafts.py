@@ -21,6 +21,7 @@ from ddm.trust.paths import (
 )
 from ddm.trust.silo_role import silo_delegation
 
+# A field of the root that only this package reads; TUF clients keep fields that they do not know.
 LOG_KEY_FIELD = "log_key"
 TOP_ROLES = ("root", "targets", "snapshot", "timestamp")
 
@@ -177,6 +178,7 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
     if plan_id is not None:
         _check_ids(plan_id, delegates)
     num_keys = len(set(delegates.silos.values()))
+    # Whoever has the key of two silos could answer for both.
     if num_keys != len(delegates.silos):
         raise RoleError(
             str(plan_id),
@@ -185,6 +187,8 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
         )
     keys: dict[str, Key] = {}
     roles: dict[str, DelegatedRole] = {}
+    # `plans` and `release` exist from the start, without a path: a role that appears later would need readers who
+    # expect it.
     for name, public in ((PLANS, delegates.plans), (RELEASE, delegates.release)):
         key = public.tuf_key()
         keys[key.keyid] = key

@@ -160,6 +160,7 @@ class SigningKey:
             raise PassphraseError(path.name, expected="a passphrase", got="an empty passphrase")
         encryption = BestAvailableEncryption(passphrase)
         data = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+        # Overwriting a key would make everything that only it can sign impossible for ever.
         try:
             write_atomic(path, data, mode=0o600, overwrite=False)
         except FileExistsError as error:

@@ -50,6 +50,7 @@ def sign_model(name: str, digests: Mapping[str, str], key: ec.EllipticCurvePriva
         "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
         "verificationMaterial": {
             "publicKey": {"hint": hashlib.sha256(pem).hexdigest()},
+            # No entry in a public log of sigstore: the federation has a log of its own.
             "tlogEntries": [],
         },
         "dsseEnvelope": {
@@ -93,6 +94,7 @@ def check_model_signature(data: bytes, name: str, digests: Mapping[str, str]) ->
 
 def _statement(name: str, digests: Mapping[str, str]) -> bytes:
     """Return the canonical in-toto statement; the subject's digest covers the files' digests, sorted by path parts."""
+    # As `model_signing` orders them: by path parts, so that `a/b` comes before `a.b`.
     ordered = sorted(digests.items(), key=lambda item: PurePosixPath(item[0]))
     all_digests = b"".join(bytes.fromhex(digest) for _, digest in ordered)
     subject_digest = hashlib.sha256(all_digests).hexdigest()

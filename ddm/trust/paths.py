@@ -21,6 +21,7 @@ PLAN_PROOF_NAME = "plan/plan.tlog-proof"
 PLAN_CONSISTENCY_NAME = "plan/log-consistency.json"
 PLAN_LOG_NAMES = (PLAN_PROOF_NAME, PLAN_CONSISTENCY_NAME)
 LOG_NAMES = (MANIFEST_PROOF_NAME, CONSISTENCY_NAME)
+# Exact names in place of a pattern: a release cannot list a file that no reader knows.
 RELEASE_NAMES = (
     "manifest.json",
     "router.safetensors",
@@ -30,6 +31,7 @@ RELEASE_NAMES = (
     "model.sig",
     KEY_HISTORY,
 )
+# Folders below a silo's: `experts/<expert>/<file>`.
 SILO_DEPTH = 3
 
 _SILO_ROLE = re.compile(rf"({PLAN_ID_PATTERN})\.({SILO_ID_PATTERN})")

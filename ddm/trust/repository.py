@@ -93,6 +93,7 @@ class Repository:
                 got="an existing federation",
                 remedy="A federation is created once. Choose another folder.",
             )
+        # In the order in which each document is checked with the one before it.
         repository._install_root(root)
         repository._install_targets(targets)
         expires = expiry(now, METADATA_LIFE)
@@ -153,6 +154,7 @@ class Repository:
             SignatureError: `targets` is not signed by its holders, or a key is not its role's.
             RollbackError: `targets` does not follow the current version.
         """
+        # All of the input before the first write.
         _check_owner(plan_files, plan_id, PLANS)
         delegates = Delegates.from_targets(parse_metadata(targets, Targets, "targets.json").signed)
         if delegates.plan_id != plan_id or not delegates.silos:
@@ -259,6 +261,7 @@ class Repository:
         self._export(dest, [f"{role}.json" for role in self._present_roles()])
 
     def _export(self, dest: Path, names: Sequence[str]) -> None:
+        # Every root: a reader follows them one by one from the first.
         roots = [path.name for path in self.folder.glob("*.root.json")]
         for name in [*roots, "timestamp.json", "snapshot.json", *names]:
             write_atomic(dest / "metadata" / name, self._read_file(name))
@@ -312,6 +315,7 @@ class Repository:
         if self._exists("targets.json"):
             version = self.targets().version + 1
         metadata = parse_metadata(data, Targets, "targets.json")
+        # A ceremony takes days. Meanwhile another one may have replaced the targets, whose changes would be undone.
         if metadata.signed.version != version:
             raise RollbackError(
                 "targets.json",
@@ -361,6 +365,7 @@ class Repository:
         timestamp_version = 1
         if self._exists("timestamp.json"):
             timestamp_version = self._read("timestamp", Timestamp).version + 1
+        # Last of all: until the timestamp is written, readers see the state before.
         listed = MetaFile.from_data(version, self._read_file("snapshot.json"), ["sha256"])
         timestamp = Timestamp(timestamp_version, None, expiry(now, TIMESTAMP_LIFE), listed)
         self._write("timestamp", timestamp, online_key)

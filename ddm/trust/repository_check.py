@@ -84,10 +84,12 @@ class _RepositoryCheck:
             data = read_bounded(self._folder / name, LIMITS[kind.type])
             metadata = parse_metadata(data, kind, name)
             signed = metadata.signed
+            # Known before the checks, so that a problem does not hide when the file expires.
             if report_expiry:
                 expires = signed.expires
             self._check_listed(name, data)
             check_signatures(metadata, role, self._delegators(signed, role), name)
+            # Only what is valid is used to check the files after it.
             self._keep_valid(signed, role)
         except ArchipelagoError as error:
             return MetadataStatus(name, expires=expires, problem=error)

@@ -138,6 +138,7 @@ def verify_metadata(
         for role in _roles_to_verify(targets, snapshot, kind)
     }
 
+    # All of them at one time, the caller's: a clock that moves during verification decides nothing.
     signed = {"timestamp": timestamp, "snapshot": snapshot, "targets": targets, **delegated}
     for role, content in signed.items():
         # A freeze attack shows an old state for ever; an archived release is one whose reader knows that it is old.
@@ -486,6 +487,7 @@ def _merge_listings(
                 )
             listing[path] = SignedFile(file.length, file.hashes["sha256"], role)
 
+    # A silo's role that lists nothing would count as a silo that took part.
     required = [f"{plan_id}/plan.json"]
     if kind is FolderKind.RELEASE:
         required.append(f"{plan_id}/manifest.json")

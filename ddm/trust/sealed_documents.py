@@ -53,9 +53,11 @@ def open_receipt(sealed: bytes, key: str, binding: ReceiptBinding) -> Receipt:
         DocumentError: it is too large, malformed, or no receipt.
         ReplayError: it answers another plan, silo or submission.
     """
+    # The plan names the key, so that a stolen receipts key is of no use for the plans after its rotation.
     payload, _ = open_sealed(sealed, RECEIPT_KIND, PublicKey.parse(key), MAX_RECEIPT_BYTES)
     receipt = Receipt.parse(payload, subject="receipt")
     actual = ReceiptBinding(receipt.plan_id, receipt.plan_digest, receipt.silo_id, receipt.sequence)
+    # The attack: the aggregator's receipt for an earlier submission, or for another silo, is sent again.
     if actual != binding:
         raise ReplayError("receipt", expected=str(binding), got=str(actual))
     return receipt
@@ -81,6 +83,7 @@ def open_leave_notice(sealed: bytes, key: PublicKey, plan_id: str, silo_id: str)
         DocumentError: it is too large, malformed, or of another kind.
         ReplayError: it names another plan or silo.
     """
+    # The silo's own key: neither its courier nor the aggregator can say in its name that it left.
     payload, _ = open_sealed(sealed, LEAVE_KIND, key, MAX_LEAVE_BYTES)
     notice = Leave.parse(payload, subject="leave")
     if (notice.plan_id, notice.silo_id) != (plan_id, silo_id):

@@ -83,6 +83,7 @@ def compare_silo_keys(
     for silo_id, key in sorted(claims.keys.items()):
         stored = record.silos.get(silo_id)
         if stored is None:
+            # Trust on first use, as for a host key of SSH.
             _check_first_key(silo_id, key, claims.accepted.get(silo_id))
             silos[silo_id] = _SiloKeyHistory(key=key)
             if record.silos:
@@ -138,6 +139,7 @@ def _rotations_lead_to(
     old_fingerprint: str, new_fingerprint: str, rotations: tuple[KeyRotation, ...]
 ) -> bool:
     """Whether rotations lead from one key to the other; they are a chain (`ddm.trust.key_rotation`)."""
+    # The chain may begin before the remembered key: rotations from then on count.
     old_key_seen = False
     for rotation in rotations:
         if PublicKey.parse(rotation.old_key).fingerprint == old_fingerprint:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 
 from ddm.errors import AbsentFileError, DigestError, RoleError, SignatureError, UnlistedFileError
 from ddm.io.files import require_folder
@@ -35,7 +34,6 @@ from ddm.trust.version_store import VersionStore
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 # Bundles share one scope, since an older plan after a newer one is a rollback. A release's scope is its plan.
 _BUNDLE_SCOPE = "bundle"
-_NO_PINS: Mapping[str, str] = MappingProxyType({})
 
 
 def _check_all_now(name: str) -> bool:
@@ -93,6 +91,19 @@ class VerifiedRelease:
     notices: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class KnownSiloKeys:
+    """Fingerprints of silos' keys that the reader has from the silos themselves, as people type them.
+
+    Attributes:
+        pinned: silo id to the fingerprint that its key must have; the silo must be in the release. A pin is a consent.
+        accepted: silo id to the fingerprint of a key that may take the place of the one remembered.
+    """
+
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    accepted: Mapping[str, str] = field(default_factory=dict)
+
+
 def _no_condition(verified: VerifiedRelease) -> None:
     """Accept every verified folder."""
 
@@ -116,8 +127,7 @@ def verify_release(
     root: bytes,
     *,
     state: Path | None,
-    silo_keys: Mapping[str, str] = _NO_PINS,
-    accepted_keys: Mapping[str, str] = _NO_PINS,
+    known_keys: KnownSiloKeys | None = None,
     archived: bool = False,
     later: Callable[[str], bool] = _check_all_now,
     before_recording: Callable[[VerifiedRelease], None] = _no_condition,
@@ -129,8 +139,7 @@ def verify_release(
         folder: holds ``metadata/`` and ``targets/``, and nothing else.
         root: the content of 1.root.json, known out of band.
         state: where to remember versions and the silos' keys; None detects no rollback and no changed key.
-        silo_keys: silo id to the fingerprint its key must have; this is a consent to that key as well.
-        accepted_keys: silo id to the fingerprint of a key that may take the place of the one remembered.
+        known_keys: what the reader knows of the silos' keys; nothing when None.
         archived: accept an expired timestamp (then `expired` is true), and only that.
         later: selects files, by path below ``targets/<plan_id>/``, whose digests the caller will check when it opens
             them, so that large files are read once.
@@ -142,19 +151,25 @@ def verify_release(
         TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
-    pinned = {silo_id: parse_fingerprint(text) for silo_id, text in silo_keys.items()}
-    accepted = {silo_id: parse_fingerprint(text) for silo_id, text in accepted_keys.items()}
+    known_keys = known_keys or KnownSiloKeys()
+    pinned = _parse_fingerprints(known_keys.pinned)
+    accepted = _parse_fingerprints(known_keys.accepted)
     options = _VerificationOptions(
         kind=FolderKind.RELEASE,
         state=state,
         now=now or datetime.now(UTC),
         pinned_keys=pinned,
+        # Whoever pins a key consents to it as well.
         accepted_keys=accepted | pinned,
         archived=archived,
         later=later,
         before_recording=before_recording,
     )
     return _verify_folder(folder, root, options)
+
+
+def _parse_fingerprints(fingerprints: Mapping[str, str]) -> dict[str, str]:
+    return {silo_id: parse_fingerprint(text) for silo_id, text in fingerprints.items()}
 
 
 def verify_bundle(
@@ -221,6 +236,7 @@ def verify_bundle_metadata(
 
 
 def _verify_folder(folder: Path, root: bytes, options: _VerificationOptions) -> VerifiedRelease:
+    # The operator may name a link; below the folder no link is followed.
     folder = require_folder(folder, "a folder")
     entries = list_files(folder)
     versions = _open_version_store(options.state, root)
@@ -400,6 +416,7 @@ def _check_files(
         path_in_plan = name.split("/", 2)[2]
         is_postponed = later(path_in_plan)
         if is_postponed:
+            # The length at least, so that a truncated file is found now.
             if entries[name].bytes != signed.bytes:
                 raise DigestError(
                     name, expected=f"{signed.bytes} bytes", got=f"{entries[name].bytes} bytes"

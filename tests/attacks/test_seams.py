@@ -24,7 +24,7 @@ from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import entry_subject, parse_entry
 from ddm.trust.silo_key_store import SiloKeyStore
-from ddm.trust.verify import verify_release
+from ddm.trust.verify import KnownSiloKeys, verify_release
 from ddm.trust.version_store import VersionStore
 from silo.plan.attempts import MAX_LOST_ATTEMPTS, guard_attempt
 from silo.worker.worker import Worker
@@ -207,7 +207,9 @@ def test_consent_is_remembered_or_asked_for_again_however_the_reader_is_cut_shor
     for memory in (SiloKeyStore, VersionStore):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(memory, "record", cut_short)
-            verify_release(second, keyed.root, state=state, accepted_keys={"east": new})
+            verify_release(
+                second, keyed.root, state=state, known_keys=KnownSiloKeys(accepted={"east": new})
+            )
         with case(memory=memory.__name__):
             try:
                 told = verify_release(second, keyed.root, state=state).notices

@@ -22,7 +22,7 @@ from ddm.trust.metadata import sign_metadata
 from ddm.trust.paths import KEY_HISTORY
 from ddm.trust.repository import Repository
 from ddm.trust.silo_role import read_silo_metadata, sign_silo_metadata
-from ddm.trust.verify import VerifiedRelease, verify_release
+from ddm.trust.verify import KnownSiloKeys, VerifiedRelease, verify_release
 from tests.conftest import Published
 from tests.support.case import case
 from tests.support.commands import command
@@ -190,7 +190,7 @@ def test_old_key_is_refused_after_its_rotation(keyed, read, tmp_path) -> None:
     third = keyed.publish(3, tmp_path / "third")
     with pytest.raises(SignatureError, match="silo east"):
         read(third)
-    accepted = read(third, accepted_keys={"east": stolen.public.fingerprint})
+    accepted = read(third, known_keys=KnownSiloKeys(accepted={"east": stolen.public.fingerprint}))
     assert "which you accepted" in accepted.notices[0]
 
 

@@ -187,6 +187,7 @@ def _verify_cosignature(
 def cosign(signed: SignedCheckpoint, name: str, key: SigningKey, time: int) -> SignedCheckpoint:
     """Add the cosignature of a witness, who has checked that the log only grew since the last one."""
     witness = VerifierKey(name, key.public, COSIGNATURE)
+    # The time is signed too, so that an old cosignature does not pass for a recent one.
     signature = key.sign(_cosigned_bytes(time, signed.note.text))
     cosignature = NoteSignature(name, witness.key_id, time.to_bytes(_TIME_BYTES, "big") + signature)
     note = replace(signed.note, signatures=(*signed.note.signatures, cosignature))

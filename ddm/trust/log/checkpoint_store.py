@@ -115,6 +115,7 @@ class CheckpointStore:
         with locked_state_folder(self.folder, "a second history cannot be noticed"):
             self.check(shown, subject)
             seen = self.load()
+            # A smaller checkpoint is of an older release, and would make the store forget entries.
             if seen is None or shown.signed.size > seen.signed.size:
                 checkpoint = shown.signed.encode().decode()
                 record = LogRecord(checkpoint=checkpoint, consistency=shown.proofs)

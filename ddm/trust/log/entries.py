@@ -116,11 +116,13 @@ def parse_entry(data: bytes, subject: str) -> LogEntry:
         DocumentError: too long, not JSON, of no known kind, or not in canonical form.
     """
     check_json(data, subject=subject, limit=MAX_ENTRY_BYTES)
+    # The text of the library's error is not repeated: it quotes what was received.
     try:
         entry = _ENTRY.validate_json(data)
     except ValidationError as error:
         got = f"{error.error_count()} fields that do not fit"
         raise DocumentError(subject, expected="an entry of a federation's log", got=got) from error
+    # The leaf is a hash of these bytes: with two encodings of one entry, two logs of the same content would differ.
     if encode_entry(entry) != data:
         raise DocumentError(
             subject, expected="canonical bytes", got="another encoding of the same entry"

@@ -241,6 +241,7 @@ def _parse_signature(line: str, subject: str) -> NoteSignature:
 
 
 def _check_name(name: str, subject: str) -> None:
+    # A plus sign separates the parts of a verifier key, a blank those of a signature line.
     if (
         not 1 <= len(name) <= MAX_NAME
         or "+" in name

@@ -26,6 +26,7 @@ from ddm.trust.log.note import MAX_NOTE_BYTES, VerifierKey, decode_base64
 PROOF_HEADER = "c2sp.org/tlog-proof@v1"
 MAX_PROOF_BYTES = MAX_NOTE_BYTES + 8192
 MAX_CONSISTENCY_BYTES = 2 * 1024 * 1024
+# A checkpoint is given out with each release and plan, and readers come back within the newest thousand.
 MAX_CONSISTENCY_PROOFS = 1024
 _Hash = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9+/]{43}=$")]
 
@@ -55,6 +56,7 @@ class InclusionProof:
             raise DocumentError(
                 subject, expected=f"at most {MAX_PROOF_BYTES} bytes", got=f"{len(data)} bytes"
             )
+        # The first empty line ends the proof; the checkpoint after it has an empty line of its own.
         head, separator, checkpoint = data.partition(b"\n\n")
         lines = head.split(b"\n")
         has_known_length = 2 <= len(lines) <= 2 + MAX_PROOF_HASHES
@@ -117,6 +119,7 @@ class ConsistencyProofs(Document):
 
     @model_validator(mode="after")
     def _ordered(self) -> "ConsistencyProofs":
+        # One encoding for one set of proofs, and one answer for each size.
         sizes = [proof.size for proof in self.proofs]
         if sizes != sorted(set(sizes)):
             raise ValueError("proofs must be sorted by size, each size once")
@@ -125,6 +128,7 @@ class ConsistencyProofs(Document):
     @classmethod
     def from_sizes(cls, leaves: Sequence[bytes], sizes: Sequence[int]) -> Self:
         """Prove that the log had these sizes before: at most the newest 1,024 of them."""
+        # A proof from size 0 would state nothing: every log begins with the empty one.
         possible_sizes = sorted({size for size in sizes if 1 <= size <= len(leaves)})
         proofs = []
         for size in possible_sizes[-MAX_CONSISTENCY_PROOFS:]:

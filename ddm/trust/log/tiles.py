@@ -39,6 +39,7 @@ def tiles_of(num: int) -> list[tuple[int, int]]:
 
 def layout(entries: Sequence[bytes]) -> Iterator[tuple[str, bytes]]:
     """Yield every file of a log of these entries, path and content, except the checkpoint."""
+    # The entries themselves, then the hashes, level by level.
     for index, width in tiles_of(len(entries)):
         first = index * WIDTH
         yield tile_path(None, index, width), encode_bundle(entries[first : first + width])

@@ -32,6 +32,7 @@ def encode_request(old_size: int, leaves: Sequence[bytes], signed: SignedCheckpo
     """
     if old_size > signed.size:
         raise MathError("old size", expected=f"at most {signed.size}", got=str(old_size))
+    # From the empty log, or to the same size, there is nothing to prove.
     proof: list[bytes] = []
     if 0 < old_size < signed.size:
         proof = consistency_proof(leaves, old_size)

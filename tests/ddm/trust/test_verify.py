@@ -31,7 +31,7 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.metadata import METADATA_LIFE, sign_metadata
 from ddm.trust.silo_role import sign_silo_metadata
 from ddm.trust.state_folder import default_state_folder
-from ddm.trust.verify import verify_bundle, verify_release
+from ddm.trust.verify import KnownSiloKeys, verify_bundle, verify_release
 
 PLAN = "digits-3f9a1c2e"
 EXPERT = f"{PLAN}/silos/north/experts/north/expert.safetensors"
@@ -542,14 +542,18 @@ def test_empty_and_absent_folders_are_said_so(root, tmp_path):
 def test_pinned_silo_keys_must_match_and_must_be_there(published, root, keys):
     north, east = keys["north"].public, keys["east"].public
     pins = {"north": north.fingerprint, "east": east.short.upper()}
-    assert verify_release(published, root, state=None, silo_keys=pins)
+    assert verify_release(published, root, state=None, known_keys=KnownSiloKeys(pins))
     with pytest.raises(SignatureError) as error:
-        verify_release(published, root, state=None, silo_keys={"north": east.fingerprint})
+        verify_release(
+            published, root, state=None, known_keys=KnownSiloKeys({"north": east.fingerprint})
+        )
     assert error.value.subject == f"metadata/{PLAN}.north.json"
     with pytest.raises(RoleError):
-        verify_release(published, root, state=None, silo_keys={"west": east.fingerprint})
+        verify_release(
+            published, root, state=None, known_keys=KnownSiloKeys({"west": east.fingerprint})
+        )
     with pytest.raises(SetupError):
-        verify_release(published, root, state=None, silo_keys={"north": "abc"})
+        verify_release(published, root, state=None, known_keys=KnownSiloKeys({"north": "abc"}))
 
 
 def test_oversized_metadata_is_refused_before_it_is_parsed(release, root):
