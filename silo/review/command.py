@@ -5,7 +5,7 @@ import sys
 from ddm.errors import SetupError
 from ddm.system.console import say
 from silo.config import Site
-from silo.review.facts import gather
+from silo.review.facts import read_review_facts
 from silo.review.text import review_text
 from silo.worker.state import load_state, state_path
 
@@ -30,14 +30,14 @@ def review_submission(site: Site, *, page: bool | None) -> None:
             got=f"state {state.state}",
             remedy="Keep `silo run` running; `silo status` shows how far it is.",
         )
-    facts = gather(site)
+    facts = read_review_facts(site)
     if not (sys.stdout.isatty() if page is None else page):
         say(review_text(site, facts))
         return
-    from silo.review.samples import SampleSheets
+    from silo.review.samples import ExpertSheets
     from silo.review.server import serve_approval
 
-    sheets = SampleSheets(site, facts)
+    sheets = ExpertSheets(site, facts)
 
     def announce(url: str) -> None:
         sheets.start()

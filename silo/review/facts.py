@@ -1,15 +1,15 @@
-"""Gathers what a person must know before a submission leaves: its files, its numbers, their cost, and what is new."""
+"""Reads what a person must know before a submission leaves: its files, its numbers, their cost, and what is new."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import ApprovalError, ArchipelagoError
 from ddm.io.files import read_bounded
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_file
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file
 from ddm.protocol.plan import Plan
-from ddm.protocol.submission import Submission, submission_path
+from ddm.protocol.submission import Submission, SubmittedExpert, submission_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
 from ddm.statistics.of_plan import statistics_of
 from silo.audit.document import AuditReport, read_report
@@ -22,9 +22,15 @@ from silo.worker.approval import load_draft, review_folder
 from silo.worker.stages import open_ledger
 from silo.worker.state import load_state, state_path
 
-MOST_PREVIOUS, MOST_DECISIONS = 5, 12
+MAX_PREVIOUS = 5
+MAX_DECISIONS = 12
 DRAFT = "draft.json"
 NO_DP = "no differential privacy"
+# What a value says about images.
+_PUBLIC = "public"
+_OF_PLAN = "the plan's"
+# In place of a value that one of two documents lacks.
+_ABSENT = "(none)"
 REHEARSAL = (
     "This plan only tries the federation out: its experts draw noise, and nothing of it should be published. Weights "
     "and statistics leave all the same, and what they cost is spent."
@@ -32,15 +38,15 @@ REHEARSAL = (
 
 
 @dataclass(frozen=True)
-class Leaving:
+class OutgoingFile:
     """One file that would leave.
 
     Attributes:
         path: as it is called in the outbox.
-        local: where its bytes lie now.
+        local: where its bytes are now.
         bytes: its length.
         digest: sha256.
-        what: it is, in words.
+        description: of its contents, in words.
         privacy: what protects the images in it.
     """
 
@@ -48,12 +54,12 @@ class Leaving:
     local: Path
     bytes: int
     digest: str
-    what: str
+    description: str
     privacy: str
 
 
 @dataclass(frozen=True)
-class Number:
+class DocumentValue:
     """One number or word of the document.
 
     Attributes:
@@ -75,7 +81,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseLevel:
     """How much noise a statistic holds, in words."""
 
     kind: str
@@ -85,7 +91,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReviewFacts:
     """Everything that `silo review` shows.
 
     Attributes:
@@ -102,9 +108,9 @@ class Facts:
 
     draft: Submission
     accepted: AcceptedPlan
-    files: tuple[Leaving, ...]
-    numbers: tuple[Number, ...]
-    noises: tuple[Noise, ...]
+    files: tuple[OutgoingFile, ...]
+    numbers: tuple[DocumentValue, ...]
+    noises: tuple[NoiseLevel, ...]
     budget: Account
     audit: AuditReport | None
     previous: tuple[Submission, ...]
@@ -121,7 +127,7 @@ class Facts:
         return REHEARSAL if self.plan.rehearsal else ""
 
 
-def gather(site: Site) -> Facts:
+def read_review_facts(site: Site) -> ReviewFacts:
     """Read the draft that waits and all that belongs to it, and check that its files have the digests that it lists.
 
     Raises:
@@ -129,49 +135,73 @@ def gather(site: Site) -> Facts:
         LedgerError, DecisionLogError: the ledger or the log of decisions is damaged.
         DigestError: the site's copy of the plan has changed.
     """
-    draft, state = load_draft(site), load_state(state_path(site.private))
+    draft = load_draft(site)
+    state = load_state(state_path(site.private))
     accepted = load_accepted(site, draft.plan_id, state.plan_digest or "")
-    previous = tuple(_previous(site, draft))
+    previous = _previous_submissions(site, draft)
     report = None
-    with suppress(ArchipelagoError):  # the verdict stands in the draft
+    # The draft states the verdict; the report only adds how it came about.
+    with suppress(ArchipelagoError):
         report = read_report(open_workspace(site, draft.plan_id).audit_path)
-    decisions = describe_decisions(DecisionLog(site).entries)[: -MOST_DECISIONS - 1 : -1]
-    return Facts(
+    decisions = describe_decisions(DecisionLog(site).entries)
+    newest_first = decisions[::-1]
+    return ReviewFacts(
         draft=draft,
         accepted=accepted,
-        files=tuple(_files(site, draft)),
-        numbers=tuple(_numbers(draft, previous[0] if previous else None)),
-        noises=tuple(_noises(accepted.plan)),
+        files=tuple(_outgoing_files(site, draft)),
+        numbers=tuple(_document_values(draft, previous[0] if previous else None)),
+        noises=tuple(_noise_levels(accepted.plan)),
         budget=account(open_ledger(site, site.policy())),
         audit=report,
-        previous=previous,
-        decisions=tuple(decisions),
+        previous=tuple(previous),
+        decisions=tuple(newest_first[:MAX_DECISIONS]),
     )
 
 
-def _files(site: Site, draft: Submission) -> Iterator[Leaving]:
+def _outgoing_files(site: Site, draft: Submission) -> Iterator[OutgoingFile]:
+    """Yield the files in the order in which they are shown: the document, the experts, the statistics."""
     folder = review_folder(site)
-    data = draft.encode()
-    path = submission_path(draft.silo_id)
-    what = "the document below; the approval and its time are added to it"
-    yield Leaving(path, folder / DRAFT, len(data), draft.digest, what, "see each number")
-    listed = [
-        (each.file, f"weights of expert {each.expert_id}", _weights(each.privacy))
-        for each in draft.experts
-    ]
-    listed += [
-        (each.file, f"statistic {each.kind}", _cost(each.epsilon, each.delta))
-        for each in draft.statistics
-    ]
-    for file, what, privacy in listed:
-        local = folder / file.path
-        if not local.is_file() or (found := sha256_file(local)) != file.digest:
-            got = f"sha256 {found}" if local.is_file() else "no file"
-            remedy = "Restore private/ from backup, or give the plan up: silo withdraw."
-            raise ApprovalError(
-                file.path, expected=f"the draft's, sha256 {file.digest}", got=got, remedy=remedy
-            )
-        yield Leaving(file.path, local, file.bytes, file.digest, what, privacy)
+    yield OutgoingFile(
+        path=submission_path(draft.silo_id),
+        local=folder / DRAFT,
+        bytes=len(draft.encode()),
+        digest=draft.digest,
+        description="the document below; the approval and its time are added to it",
+        privacy="see each number",
+    )
+    for expert in draft.experts:
+        description = f"weights of expert {expert.expert_id}"
+        yield _tensor_file(folder, expert.file, description, _weights(expert.privacy))
+    for statistic in draft.statistics:
+        cost = _cost(statistic.epsilon, statistic.delta)
+        yield _tensor_file(folder, statistic.file, f"statistic {statistic.kind}", cost)
+
+
+def _tensor_file(folder: Path, file: File, description: str, privacy: str) -> OutgoingFile:
+    """Describe a file that the draft lists, whose bytes must be those that it lists.
+
+    Raises:
+        ApprovalError: they are not, or the file is gone.
+    """
+    local = folder / file.path
+    actual = "no file"
+    if local.is_file():
+        actual = f"sha256 {sha256_file(local)}"
+    if actual != f"sha256 {file.digest}":
+        raise ApprovalError(
+            file.path,
+            expected=f"the draft's, sha256 {file.digest}",
+            got=actual,
+            remedy="Restore private/ from backup, or give the plan up: silo withdraw.",
+        )
+    return OutgoingFile(
+        path=file.path,
+        local=local,
+        bytes=file.bytes,
+        digest=file.digest,
+        description=description,
+        privacy=privacy,
+    )
 
 
 def _weights(privacy: NoWeightPrivacy | DpSgdPrivacy) -> str:
@@ -184,91 +214,101 @@ def _cost(epsilon: float, delta: float) -> str:
     return f"epsilon {epsilon:g}, delta {delta:g}"
 
 
-def _numbers(draft: Submission, before: Submission | None) -> Iterator[Number]:
-    """Yield every number of the document, and the word or number that stood there before."""
-    now, then = dict(_values(draft)), dict(_values(before)) if before else {}
-    for name, (value, privacy) in now.items():
-        yield Number(name, value, then.get(name, ("(none)", ""))[0] if before else None, privacy)
-    for name in then.keys() - now.keys():
-        yield Number(name, "(none)", then[name][0], then[name][1])
+def _document_values(draft: Submission, before: Submission | None) -> Iterator[DocumentValue]:
+    """Yield every value of the document, beside that of the submission before it."""
+    values = dict(_values(draft))
+    values_before = dict(_values(before)) if before is not None else {}
+    for name, (value, privacy) in values.items():
+        value_before = None
+        if before is not None:
+            value_before, _ = values_before.get(name, (_ABSENT, ""))
+        yield DocumentValue(name, value, value_before, privacy)
+    for name in values_before.keys() - values.keys():
+        value_before, privacy = values_before[name]
+        yield DocumentValue(name, _ABSENT, value_before, privacy)
 
 
 def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
-    public, spent = "public", document.spent
-    yield "plan", (document.plan_id, public)
-    yield "plan, sha256", (document.plan_digest, public)
-    yield "submission", (str(document.sequence), public)
-    yield (
-        "drafted at",
-        (f"{document.created_at:%Y-%m-%d %H:%M:%S}Z", "tells when the training ended"),
-    )
+    """Yield each value's name, the value, and what it says about images.
+
+    Whatever a document states must be here: a person approves what this list shows.
+    """
+    spent = document.spent
+    yield "plan", (document.plan_id, _PUBLIC)
+    yield "plan, sha256", (document.plan_digest, _PUBLIC)
+    yield "submission", (str(document.sequence), _PUBLIC)
+    drafted_at = f"{document.created_at:%Y-%m-%d %H:%M:%S}Z"
+    yield "drafted at", (drafted_at, "tells when the training ended")
     yield f"number of {spent.unit}s", (str(document.num_units), f"{NO_DP}: exact")
-    yield (
-        "epsilon, weights and statistics" if _private(document) else "epsilon, all statistics",
-        (f"{spent.epsilon:g} per {spent.unit}, {spent.relation}", "the plan's"),
-    )
-    yield (
-        "delta, weights and statistics" if _private(document) else "delta, all statistics",
-        (f"{spent.delta:g}", "the plan's"),
-    )
+    covered = "all statistics"
+    if _trained_privately(document):
+        covered = "weights and statistics"
+    epsilon = f"{spent.epsilon:g} per {spent.unit}, {spent.relation}"
+    yield f"epsilon, {covered}", (epsilon, _OF_PLAN)
+    yield f"delta, {covered}", (f"{spent.delta:g}", _OF_PLAN)
     for expert in document.experts:
-        name = f"expert {expert.expert_id}: "
-        if expert.cluster is not None:
-            yield f"{name}cluster", (str(expert.cluster), "by the noised counts")
-        if expert.num_images is not None:
-            yield f"{name}images", (str(expert.num_images), f"{NO_DP}: exact")
-        yield f"{name}steps", (str(expert.steps), "the plan's")
-        if expert.training.seconds is not None:
-            yield f"{name}seconds", (f"{expert.training.seconds:.6g}", NO_DP)
-        yield f"{name}operations", (f"{expert.training.flops:.6g}", "the plan's")
-        yield f"{name}bytes", (str(expert.file.bytes), "the plan's")
-    for each in document.statistics:
-        yield f"statistic {each.kind}", (_cost(each.epsilon, each.delta), "the plan's")
-    waiver = document.audit.waiver
-    words = f" by {waiver.role}: {waiver.reason}" if waiver else ""
-    yield (
-        "leak audit",
-        (document.audit.verdict + words, "published" if document.audit.digest else "the plan's"),
-    )
-    if document.audit.digest:
-        yield "audit report, sha256", (document.audit.digest, "a digest")
-    yield (
-        "ledger",
-        (
-            f"{document.ledger.num_entries} records, head {document.ledger.head_digest[:16]}",
-            "a digest of each",
-        ),
-    )
-    yield "isolation", (document.isolation, public)
-    yield (
-        "later plans",
-        ("may carry it over" if document.carry_over else "may not carry it over", public),
-    )
+        yield from _expert_values(expert)
+    for statistic in document.statistics:
+        cost = _cost(statistic.epsilon, statistic.delta)
+        yield f"statistic {statistic.kind}", (cost, _OF_PLAN)
+    yield from _audit_values(document)
+    ledger = document.ledger
+    records = f"{ledger.num_entries} records, head {ledger.head_digest[:16]}"
+    yield "ledger", (records, "a digest of each")
+    yield "isolation", (document.isolation, _PUBLIC)
+    carry_over = "may carry it over" if document.carry_over else "may not carry it over"
+    yield "later plans", (carry_over, _PUBLIC)
     for name, version in sorted(document.software.items()):
-        yield f"software {name}", (version, public)
+        yield f"software {name}", (version, _PUBLIC)
 
 
-def _private(document: Submission) -> bool:
+def _expert_values(expert: SubmittedExpert) -> Iterator[tuple[str, tuple[str, str]]]:
+    name = f"expert {expert.expert_id}: "
+    if expert.cluster is not None:
+        yield f"{name}cluster", (str(expert.cluster), "by the noised counts")
+    if expert.num_images is not None:
+        yield f"{name}images", (str(expert.num_images), f"{NO_DP}: exact")
+    yield f"{name}steps", (str(expert.steps), _OF_PLAN)
+    if expert.training.seconds is not None:
+        yield f"{name}seconds", (f"{expert.training.seconds:.6g}", NO_DP)
+    yield f"{name}operations", (f"{expert.training.flops:.6g}", _OF_PLAN)
+    yield f"{name}bytes", (str(expert.file.bytes), _OF_PLAN)
+
+
+def _audit_values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
+    audit = document.audit
+    verdict: str = audit.verdict
+    if audit.waiver is not None:
+        verdict += f" by {audit.waiver.role}: {audit.waiver.reason}"
+    if audit.digest is None:
+        yield "leak audit", (verdict, _OF_PLAN)
+    else:
+        yield "leak audit", (verdict, "published")
+        yield "audit report, sha256", (audit.digest, "a digest")
+
+
+def _trained_privately(document: Submission) -> bool:
     return any(isinstance(expert.privacy, DpSgdPrivacy) for expert in document.experts)
 
 
-def _noises(plan: Plan) -> Iterator[Noise]:
+def _noise_levels(plan: Plan) -> Iterator[NoiseLevel]:
     """Yield how much noise each statistic of a plan contains."""
     for statistic in statistics_of(plan.statistics).values():
         terms = plan.statistics.terms[statistic.kind]
-        yield Noise(statistic.kind, terms.epsilon, terms.delta, statistic.noise_in_words())
+        yield NoiseLevel(statistic.kind, terms.epsilon, terms.delta, statistic.noise_in_words())
 
 
-def _previous(site: Site, draft: Submission) -> Sequence[Submission]:
+def _previous_submissions(site: Site, draft: Submission) -> list[Submission]:
     """Read the submissions that were approved before, newest first; one that cannot be read is left out."""
-    found: list[Submission] = []
+    submissions: list[Submission] = []
     for path in site.outbox.glob(f"*/*/{submission_path(draft.silo_id)}"):
         try:
-            each = Submission.parse(
-                read_bounded(path, MAX_DOCUMENT_BYTES), subject="submission.json"
-            )
+            data = read_bounded(path, MAX_DOCUMENT_BYTES)
+            submission = Submission.parse(data, subject="submission.json")
         except (ArchipelagoError, OSError):
             continue
-        if (each.plan_id, each.sequence) != (draft.plan_id, draft.sequence):
-            found.append(each)
-    return sorted(found, key=lambda each: each.created_at, reverse=True)[:MOST_PREVIOUS]
+        is_this_one = (submission.plan_id, submission.sequence) == (draft.plan_id, draft.sequence)
+        if not is_this_one:
+            submissions.append(submission)
+    submissions.sort(key=lambda submission: submission.created_at, reverse=True)
+    return submissions[:MAX_PREVIOUS]

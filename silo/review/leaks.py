@@ -10,7 +10,7 @@ from silo.audit.document import ExpertAudit, Figure
 from silo.audit.worst import read_worst
 from silo.config import Site
 from silo.plan.workspace import open_workspace
-from silo.review.facts import Facts
+from silo.review.facts import ReviewFacts
 
 MAX_EXPERTS = 8
 MAX_ATTACKS = 5
@@ -33,7 +33,7 @@ class ExpertLeaks:
     suspects: tuple[int, ...]
 
 
-def expert_leaks(site: Site, facts: Facts) -> tuple[ExpertLeaks, ...]:
+def expert_leaks(site: Site, facts: ReviewFacts) -> tuple[ExpertLeaks, ...]:
     """Read what was found on each expert; nothing where there was no measurement."""
     if facts.audit is None:
         return ()
@@ -67,7 +67,7 @@ def figure_rows(audit: ExpertAudit) -> tuple[tuple[str, Figure], ...]:
     return tuple(rows)
 
 
-def _pictures(rows: Tensor, facts: Facts) -> tuple[str, ...]:
+def _pictures(rows: Tensor, facts: ReviewFacts) -> tuple[str, ...]:
     """Turn thumbnails back into pictures; nothing of volumes."""
     channels, *sides = facts.plan.data.shape
     if len(sides) != 2:

@@ -16,7 +16,7 @@ from ddm.pages.pictures import inline
 from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.submission import SubmittedExpert
 from silo.config import Site
-from silo.review.facts import Facts
+from silo.review.facts import ReviewFacts
 from silo.worker.approval import review_folder
 
 MAX_SAMPLES = 16
@@ -28,7 +28,7 @@ MAX_FLOPS = 4e12
 
 
 @dataclass(frozen=True)
-class SampleSheet:
+class ExpertSheet:
     """Samples of one expert.
 
     Attributes:
@@ -47,12 +47,12 @@ class SampleSheet:
 
 
 @dataclass
-class SampleSheets:
+class ExpertSheets:
     """The samples of all experts, drawn one after the other in a thread of its own, which ends with the process."""
 
     site: Site
-    facts: Facts
-    _sheets: dict[str, SampleSheet] = field(default_factory=dict)
+    facts: ReviewFacts
+    _sheets: dict[str, ExpertSheet] = field(default_factory=dict)
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class SampleSheets:
             )
         words = _condition_words(self.facts)
         for expert in self.facts.draft.experts[:MAX_EXPERTS]:
-            sheet = SampleSheet(expert.expert_id, num, words, problem=problem)
+            sheet = ExpertSheet(expert.expert_id, num, words, problem=problem)
             self._sheets[expert.expert_id] = sheet
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class SampleSheets:
         self._ended.set()
 
     @property
-    def sheets(self) -> tuple[SampleSheet, ...]:
+    def sheets(self) -> tuple[ExpertSheet, ...]:
         """What is drawn by now."""
         return tuple(self._sheets.values())
 
@@ -122,7 +122,7 @@ class SampleSheets:
         self._sheets[expert_id] = replace(sheet, pictures=pictures, problem=problem)
 
 
-def _num_affordable_samples(facts: Facts) -> int:
+def _num_affordable_samples(facts: ReviewFacts) -> int:
     """Return how many samples of each expert are drawn; 0 where one alone costs too much."""
     plan = facts.plan
     forward_flops, _ = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
@@ -131,7 +131,7 @@ def _num_affordable_samples(facts: Facts) -> int:
     return int(min(MAX_SAMPLES, MAX_FLOPS // sample_flops))
 
 
-def _condition_words(facts: Facts) -> str:
+def _condition_words(facts: ReviewFacts) -> str:
     condition = facts.plan.condition
     if isinstance(condition, ClassCondition):
         return "classes in turn"
@@ -141,7 +141,7 @@ def _condition_words(facts: Facts) -> str:
 
 
 def _load_drawer(
-    site: Site, facts: Facts, expert: SubmittedExpert
+    site: Site, facts: ReviewFacts, expert: SubmittedExpert
 ) -> Callable[[int, int], tuple[str, ...]]:
     """Load an expert; return what draws so many of its samples from a number on."""
     plan = facts.plan

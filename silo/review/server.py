@@ -21,9 +21,9 @@ from ddm.pages.render import render
 from ddm.protocol.base import Digest, Model, now_utc
 from silo.config import Site
 from silo.review.contents import as_text
-from silo.review.facts import Facts, Leaving
+from silo.review.facts import OutgoingFile, ReviewFacts
 from silo.review.leaks import expert_leaks
-from silo.review.samples import SampleSheets
+from silo.review.samples import ExpertSheets
 from silo.worker.approval import approve, find_approval
 from silo.worker.state import load_state, state_path
 
@@ -44,7 +44,7 @@ class ApprovalRequest(Model):
 
 
 def serve_approval(
-    site: Site, facts: Facts, sheets: SampleSheets, on_listening: Callable[[str], None]
+    site: Site, facts: ReviewFacts, sheets: ExpertSheets, on_listening: Callable[[str], None]
 ) -> None:
     """Serve the page until a person is done.
 
@@ -61,7 +61,7 @@ def serve_approval(
 
 
 def _handlers(
-    site: Site, facts: Facts, sheets: SampleSheets, end: Callable[[], None]
+    site: Site, facts: ReviewFacts, sheets: ExpertSheets, end: Callable[[], None]
 ) -> tuple[Sequence[Route], Mapping[str, Handler]]:
     page = render(
         "silo",
@@ -71,7 +71,7 @@ def _handlers(
         findings=expert_leaks(site, facts),
     )
 
-    def requested_file(request: Request) -> Leaving | None:
+    def requested_file(request: Request) -> OutgoingFile | None:
         number: int = request.path_params["number"]
         if number >= len(facts.files):
             return None
@@ -117,7 +117,9 @@ def _handlers(
     return routes, {"approve": approve_draft, "done": end_page}
 
 
-async def _decide(request: Request, facts: Facts, decide: Callable[[str], object]) -> Response:
+async def _decide(
+    request: Request, facts: ReviewFacts, decide: Callable[[str], object]
+) -> Response:
     """Decide about the draft that this page shows, and about no other."""
     try:
         approval = ApprovalRequest.model_validate_json(await body_of(request))
@@ -129,7 +131,7 @@ async def _decide(request: Request, facts: Facts, decide: Callable[[str], object
     return json_response({})
 
 
-def _state(site: Site, facts: Facts) -> dict[str, Any]:
+def _state(site: Site, facts: ReviewFacts) -> dict[str, Any]:
     """Describe for the page whether its draft still waits, and whether somebody approved it meanwhile."""
     state = load_state(state_path(site.private))
     is_waiting = (

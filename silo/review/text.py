@@ -4,7 +4,7 @@ from ddm.protocol.submission import Submission, SubmittedExpert
 from ddm.protocol.weight_privacy import NoWeightPrivacy
 from ddm.system.console import human_bytes, human_seconds, table
 from silo.config import Site
-from silo.review.facts import Facts, Leaving
+from silo.review.facts import OutgoingFile, ReviewFacts
 from silo.review.leaks import figure_rows
 from silo.worker.approval import review_folder
 
@@ -14,7 +14,7 @@ _CARRY_OVER = {
 }
 
 
-def review_text(site: Site, facts: Facts) -> str:
+def review_text(site: Site, facts: ReviewFacts) -> str:
     """Describe the draft that waits for approval, on one screen."""
     draft = facts.draft
     parts = [
@@ -29,7 +29,7 @@ def review_text(site: Site, facts: Facts) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _heading(facts: Facts) -> str:
+def _heading(facts: ReviewFacts) -> str:
     draft = facts.draft
     budget = facts.budget
     spent = draft.spent
@@ -69,17 +69,17 @@ def _isolation_note(isolation: str) -> str:
     return " (worker and courier run as the same user, so nothing prevents the courier from reading the data)"
 
 
-def _files(files: tuple[Leaving, ...]) -> str:
+def _files(files: tuple[OutgoingFile, ...]) -> str:
     rows = [(file.path, human_bytes(file.bytes), file.privacy, file.digest[:16]) for file in files]
     return table(rows, ("file", "size", "privacy", "sha256"))
 
 
-def _noise(facts: Facts) -> str:
+def _noise(facts: ReviewFacts) -> str:
     rows = [(noise.kind, noise.level) for noise in facts.noises]
     return table(rows, ("statistic", "noise"))
 
 
-def _news(facts: Facts) -> str:
+def _news(facts: ReviewFacts) -> str:
     if not facts.previous:
         return ""
     rows = [
@@ -105,7 +105,7 @@ def _without_dp(draft: Submission) -> str:
     return "Leaves without differential privacy:\n" + table(rows, ("what", "value"))
 
 
-def _leaks(facts: Facts) -> str:
+def _leaks(facts: ReviewFacts) -> str:
     if facts.audit is None:
         return ""
     rows = []

@@ -15,7 +15,7 @@ from silo.audit.document import read_report
 from silo.audit.holdout import holdout_mask
 from silo.config import Site
 from silo.plan.workspace import open_workspace
-from silo.review.facts import gather
+from silo.review.facts import read_review_facts
 from silo.review.text import review_text
 from silo.worker import auditing
 from silo.worker.status import read_status
@@ -152,7 +152,7 @@ def test_person_at_the_site_sees_what_the_audit_found(
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"audit": HOLDS, "approval": {"kind": "person"}})
     tiny.work(SILO, until="awaiting_approval")
-    facts = gather(site)
+    facts = read_review_facts(site)
     report = read_report(open_workspace(site, planned[1]).audit_path)
     assert facts.audit == report and report.experts
     said = review_text(site, facts)

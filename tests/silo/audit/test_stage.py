@@ -18,7 +18,7 @@ from silo.audit.worst import read_worst
 from silo.config import Policy
 from silo.data.cohort import Cohort
 from silo.plan.workspace import open_workspace
-from silo.review.facts import gather as gather_facts
+from silo.review.facts import read_review_facts as gather_facts
 from silo.review.leaks import expert_leaks
 from silo.review.text import review_text
 from silo.worker.auditing import audit_experts, gather_audit_inputs

@@ -28,8 +28,8 @@ from ddm.system.processes import program
 from silo.config import Site
 from silo.decisions import DecisionLog
 from silo.review.contents import as_text
-from silo.review.facts import gather
-from silo.review.samples import MAX_SAMPLES, SampleSheets
+from silo.review.facts import read_review_facts
+from silo.review.samples import MAX_SAMPLES, ExpertSheets
 from silo.review.text import review_text
 from silo.worker.approval import approval_path, approve
 from silo.worker.state import load_state, save_state, state_path
@@ -80,7 +80,7 @@ def site(tiny: TinyFederation) -> Site:
 def test_every_file_that_leaves_was_shown_before_byte_for_byte(
     tiny: TinyFederation, site: Site
 ) -> None:
-    facts = gather(site)
+    facts = read_review_facts(site)
     shown = {file.path: file.local.read_bytes() for file in facts.files}
     assert {file.path: file.digest for file in facts.files} == {
         name: sha256_hex(data) for name, data in shown.items()
@@ -108,7 +108,7 @@ def test_every_file_that_leaves_was_shown_before_byte_for_byte(
 def test_rehearsal_is_said_on_the_page_and_in_the_text_and_another_plan_is_called_none(
     site: Site,
 ) -> None:
-    facts = gather(site)
+    facts = read_review_facts(site)
     assert facts.plan.rehearsal
     real = facts.plan.model_copy(update={"rehearsal": False})
     for each, said in (
@@ -132,7 +132,7 @@ def leaves(value: object) -> Iterator[float]:
 
 
 def test_every_number_of_the_document_is_shown_beside_the_one_before(site: Site) -> None:
-    facts = gather(site)
+    facts = read_review_facts(site)
     now = {each.name: each for each in facts.numbers}
     assert (now["submission"].before, now["submission"].now, now["submission"].changed) == (
         "1",
@@ -157,9 +157,9 @@ def test_noise_levels_are_those_of_the_noise(site: Site) -> None:
     for epsilon in (0.2, 1.0, 5.0):
         drawn = discrete_laplace(20_000, epsilon, Seeded(0))
         assert discrete_laplace_std(epsilon) == pytest.approx(float(np.std(drawn)), rel=0.05)
-    sketch = next(each for each in gather(site).noises if each.kind == "sketch")
+    sketch = next(each for each in read_review_facts(site).noises if each.kind == "sketch")
     # (sigma_r / alpha_r) / C of the plan's own files, computed from t_release instead of mu.
-    facts = gather(site)
+    facts = read_review_facts(site)
     t_release = sketch_noise_level(facts.plan, facts.accepted.files().sketch)
     assert t_release is not None
     direct = t_release / (1 - t_release) / facts.accepted.files().sketch.scale
@@ -173,12 +173,12 @@ def test_file_that_is_not_the_drafts_is_refused_before_anything_is_shown(site: S
     path.unlink()
     path.write_bytes(data)
     with pytest.raises(ApprovalError, match="counts"):
-        gather(site)
+        read_review_facts(site)
     assert command("silo", "review", site.path).code == ApprovalError.exit_code
 
 
 def test_contents_are_shown_as_numbers_and_text(site: Site) -> None:
-    texts = {file.path: as_text(file.local) for file in gather(site).files}
+    texts = {file.path: as_text(file.local) for file in read_review_facts(site).files}
     assert '"num_units": 40' in texts[submission_path(SILO)]
     counts = texts["counts.safetensors"]
     assert (
@@ -195,7 +195,7 @@ def test_samples_are_drawn_without_a_connection(
         raise AssertionError("a connection was opened")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    sheets = SampleSheets(site, gather(site))
+    sheets = ExpertSheets(site, read_review_facts(site))
     sheets._draw()
     (sheet,) = sheets.sheets
     assert sheets.done and not sheet.problem and len(set(sheet.pictures)) == MAX_SAMPLES
@@ -203,9 +203,9 @@ def test_samples_are_drawn_without_a_connection(
 
 
 def test_broken_expert_shows_why_there_are_no_samples(site: Site) -> None:
-    facts = gather(site)
+    facts = read_review_facts(site)
     next(file.local for file in facts.files if "expert" in file.path).unlink()
-    sheets = SampleSheets(site, facts)
+    sheets = ExpertSheets(site, facts)
     sheets._draw()
     assert sheets.done and sheets.sheets[0].problem.startswith("not drawn")
 
@@ -213,7 +213,7 @@ def test_broken_expert_shows_why_there_are_no_samples(site: Site) -> None:
 def test_text_is_printed_where_nobody_sits_at_a_terminal(site: Site) -> None:
     for words in ((), ("--text",)):
         done = command("silo", "review", site.path, *words)
-        digest = gather(site).draft.digest
+        digest = read_review_facts(site).draft.digest
         assert done.code == 0 and f"--digest {digest}" in done.out and "http" not in done.out
         assert "Since the submission before" in done.out and "standard deviation" in done.out
     assert command("silo", "review", site.path, "--images", "--text").code == SetupError.exit_code
@@ -273,7 +273,7 @@ def served(site: Site) -> Iterator[Page]:
 def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(
     tiny: TinyFederation, site: Site
 ) -> None:
-    digest = gather(site).draft.digest
+    digest = read_review_facts(site).draft.digest
     with served(site) as page:
         for path in ("/", "/state", "/x/file/1", page.path[:-3] + "/"):
             status, _, answer = page.ask("GET", path)
@@ -295,7 +295,7 @@ def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(
             assert headers["content-security-policy"].startswith(
                 "default-src 'none'; script-src 'self'"
             )
-        for number, file in enumerate(gather(site).files):
+        for number, file in enumerate(read_review_facts(site).files):
             assert page.ask("GET", f"{page.path}file/{number}")[2] == file.local.read_bytes()
         assert not approval_path(site).exists()
         withdraw_from_plan(site, tiny.key(SILO))
@@ -304,7 +304,7 @@ def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(
 
 
 def test_person_reads_looks_and_approves_in_a_browser(site: Site, browser: Chrome) -> None:
-    facts = gather(site)
+    facts = read_review_facts(site)
     with served(site) as page:
         browser.get(page.url)
         wait_until(
