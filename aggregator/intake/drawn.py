@@ -1,4 +1,4 @@
-"""Draws images of an expert and holds them to the public images: finite, not too far from them, not all alike.
+"""Draws images of an expert and compares them with the public images: finite, not too far from them, not all alike.
 
 The public images set every limit: how far two of them are from each other, and how alike the most alike of them are.
 """
@@ -18,24 +18,35 @@ from ddm.diffusion.solver import integrate
 from ddm.errors import NumericalError
 from ddm.protocol.base import Model
 
-FEWEST_PUBLIC, MOST_PUBLIC, PUBLIC_BYTES = 32, 256, 64 << 20
-FEWEST_DRAWN, MOST_DRAWN = 8, 16  # without a condition
-DRAWN_TOLD, MOST_TOLD = 4, 8  # under one condition, and how many conditions
-STEPS = 16
-EPS_START = 0.8  # nearer to t = 1, eps-prediction divides an honest expert's error by almost 0
+# Public images that stay in memory, and the bytes that they may take.
+MIN_PUBLIC = 32
+MAX_PUBLIC = 256
+PUBLIC_BYTES = 64 << 20
+# Images drawn without a condition.
+MIN_DRAWN = 8
+MAX_DRAWN = 16
+# Images drawn under one condition, and how many conditions.
+DRAWN_BY_CONDITION = 4
+MAX_CONDITIONS = 8
+DRAWING_STEPS = 16
+# Nearer to t = 1, eps-prediction divides an honest expert's error by almost 0.
+EPS_START = 0.8
+# Replaces a distance where none can be measured.
 _ENDLESS = 1e30
+_MIN_DISTANCE = 1e-9
+_FLOAT_BYTES = 4
 
 
-def most_public(num_values: int) -> int:
+def num_gallery_images(num_values: int) -> int:
     """Return the number of public images that stay in memory: fewer where one has more values."""
-    return int(np.clip(PUBLIC_BYTES // (4 * num_values), FEWEST_PUBLIC, MOST_PUBLIC))
+    return int(np.clip(PUBLIC_BYTES // (_FLOAT_BYTES * num_values), MIN_PUBLIC, MAX_PUBLIC))
 
 
 class DrawnFigures(Model):
     """What the images drawn under one condition are like.
 
     Attributes:
-        told: the condition, in words.
+        condition: in words.
         num: images.
         num_broken: of them not finite.
         far: median over the images of the distance to the nearest public image, as a multiple of the median distance
@@ -44,7 +55,7 @@ class DrawnFigures(Model):
         alike: mean distance of two drawn images, as a multiple of that of the most alike public images, as many.
     """
 
-    told: str
+    condition: str
     num: int
     num_broken: int
     far: float
@@ -80,8 +91,9 @@ class PublicSet:
     def closest(self, num: int) -> float:
         """Return the mean distance of two among the `num` most alike: an image and its nearest neighbours."""
         order = self._distances.argsort(1)[:, :num]
+        num_near = order.shape[1]
         within = self._distances[order[:, :, None], order[:, None, :]]
-        return float(within.sum((1, 2)).min()) / (order.shape[1] * (order.shape[1] - 1))
+        return float(within.sum((1, 2)).min()) / (num_near * (num_near - 1))
 
     def nearest(self, points: Tensor) -> Tensor:
         """Return each point's distance to the nearest public image, shape (M,)."""
@@ -89,56 +101,76 @@ class PublicSet:
 
 
 @dataclass(frozen=True)
+class _Comparison:
+    """How drawn images compare with public ones in one space; see `DrawnFigures`."""
+
+    far: float
+    farthest: float
+    alike: float
+
+    @classmethod
+    def of(cls, public: PublicSet, points: Tensor) -> "_Comparison":
+        """Compare points of drawn images, shape (M, D), with the public set in the same space."""
+        num = len(points)
+        nearest_M = public.nearest(points)
+        alike = _ENDLESS
+        if num > 1:
+            distances = torch.cdist(points.double(), points.double())
+            mean_distance = float(distances.sum()) / (num * (num - 1))
+            alike = mean_distance / max(public.closest(num), _MIN_DISTANCE)
+        return cls(
+            far=float(nearest_M.median()) / public.typical,
+            farthest=float(nearest_M.max()) / public.widest,
+            alike=alike,
+        )
+
+
+@dataclass(frozen=True)
 class Gallery:
     """The public images in the experts' space and in the features of the plan's encoder.
 
     Attributes:
-        seen: in the experts' space.
+        samples: in the experts' space.
         features: as the encoder describes them.
         encode: from the experts' space to features.
     """
 
-    seen: PublicSet
+    samples: PublicSet
     features: PublicSet
     encode: Callable[[Tensor], Tensor]
 
-    def figures(self, told: str, images: Tensor) -> DrawnFigures:
+    def figures(self, condition: str, images: Tensor) -> DrawnFigures:
         """Describe images drawn under one condition.
 
         Args:
-            told: the condition, in words.
+            condition: in words.
             images: in the experts' space, shape (M, ...).
         """
-        whole_M = images.flatten(1).isfinite().all(1)
-        near_M = self.seen.nearest(images.flatten(1)[whole_M])
-        spaces = [(self.seen, images.flatten(1)[whole_M])]
-        # a decoder need not cope with anything else
-        inside = images[whole_M][near_M <= self.seen.widest]
-        num_broken = int((~whole_M).sum())
-        if len(inside):
+        finite_M = images.flatten(1).isfinite().all(1)
+        finite_images = images[finite_M]
+        points = finite_images.flatten(1)
+        num_broken = len(images) - len(finite_images)
+        comparisons = []
+        if len(points):
+            comparisons.append(_Comparison.of(self.samples, points))
+        # A decoder need not cope with anything else than images near the public ones.
+        near_images = finite_images[self.samples.nearest(points) <= self.samples.widest]
+        if len(near_images):
             try:
-                spaces.append((self.features, self.encode(inside)))
+                features = self.encode(near_images)
             except NumericalError:
-                num_broken += len(inside)
-        described = [_described(public, points) for public, points in spaces if len(points)]
-        far, farthest, alike = (
-            zip(*described, strict=True) if described else ((_ENDLESS,), (_ENDLESS,), (0.0,))
-        )
+                num_broken += len(near_images)
+            else:
+                comparisons.append(_Comparison.of(self.features, features))
+        # The worst of both spaces counts; without any, nothing of these images is plausible.
         return DrawnFigures(
-            told=told,
+            condition=condition,
             num=len(images),
             num_broken=num_broken,
-            far=_short(max(far)),
-            farthest=_short(max(farthest)),
-            alike=_short(min(alike)),
+            far=_short(max((space.far for space in comparisons), default=_ENDLESS)),
+            farthest=_short(max((space.farthest for space in comparisons), default=_ENDLESS)),
+            alike=_short(min((space.alike for space in comparisons), default=0.0)),
         )
-
-
-def _described(public: PublicSet, points: Tensor) -> tuple[float, float, float]:
-    nearest_M, num = public.nearest(points), len(points)
-    apart = float(torch.cdist(points.double(), points.double()).sum()) / max(num * (num - 1), 1)
-    alike = apart / max(public.closest(num), 1e-9) if num > 1 else _ENDLESS
-    return float(nearest_M.median()) / public.typical, float(nearest_M.max()) / public.widest, alike
 
 
 def _short(value: float) -> float:
@@ -147,7 +179,7 @@ def _short(value: float) -> float:
 
 def drawn_images(
     velocity: Answer,
-    told: Sequence[ExpertCondition],
+    conditions: Sequence[ExpertCondition],
     shape: Sequence[int],
     path: Path,
     rng: np.random.Generator,
@@ -159,19 +191,21 @@ def drawn_images(
 
     Args:
         velocity: the expert, on `path`.
-        told: the condition of each image; those without one come first.
+        conditions: of the images; those without one come first.
         shape: one image in the experts' space.
         path: of the ensemble.
         rng: draws noise and times.
         mean: of the public images; a sample that starts below t = 1 starts from it with noise.
         start: the t at which samples start.
     """
-    inner = (np.arange(1, STEPS) + rng.random(STEPS - 1) - 0.5) / STEPS
+    # Secret times within the steps, so that an expert cannot be honest at those of the usual solvers alone.
+    inner = (np.arange(1, DRAWING_STEPS) + rng.random(DRAWING_STEPS - 1) - 0.5) / DRAWING_STEPS
     times = [start * t for t in (1.0, *inner[::-1].tolist(), 0.0)]
-    noise = torch.from_numpy(rng.standard_normal((len(told), *shape), dtype=np.float32))
-    x_B = x_t(path, mean.expand_as(noise), noise, torch.full((len(told),), start))
+    num = len(conditions)
+    noise = torch.from_numpy(rng.standard_normal((num, *shape), dtype=np.float32))
+    x_B = x_t(path, mean.expand_as(noise), noise, torch.full((num,), start))
     return integrate(
-        lambda x_B, t_B: answer_by_condition(velocity, x_B, t_B, told),
+        lambda x_B, t_B: answer_by_condition(velocity, x_B, t_B, conditions),
         x_B,
         times,
         "dpm",

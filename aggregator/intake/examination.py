@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aggregator.config import PUBLIC_NAME, Federation
-from aggregator.intake.drawn import Gallery, PublicSet, most_public
+from aggregator.intake.drawn import Gallery, PublicSet, num_gallery_images
 from aggregator.intake.flags import Fault, remember_flags
 from aggregator.intake.inventory import Inventory
 from aggregator.intake.quarantine import is_admitted, refused_before
@@ -129,7 +129,7 @@ class Examiner:
             objective=objective,
             canonical=path_named(plan.objective.ensemble_path),
             condition=plan.condition,
-            images=images[: most_public(images[0].numel())].clone(),
+            images=images[: num_gallery_images(images[0].numel())].clone(),
             mean=public_images(self.federation, plan.plan_id, "fitted").mean(0),
             gallery=self._gallery,
             # The backward pass of a training step costs twice as much as its forward pass.
@@ -153,7 +153,7 @@ class Examiner:
             public_images(self.federation, self.plan.plan_id, part, as_latents=as_latents)
             for part in PUBLIC_PARTS
         ]
-        num_images = most_public(parts[0][0].numel())
+        num_images = num_gallery_images(parts[0][0].numel())
         return torch.cat([part[:num_images] for part in parts])[:num_images].clone()
 
     def _base_rms(self, silo_id: str, expert_id: str) -> dict[str, float]:

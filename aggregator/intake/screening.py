@@ -293,7 +293,7 @@ def _drawn_faults(
     """Describe what is implausible about the drawn images, which after few steps are noise."""
     name = figures.expert_id
     for drawn in figures.drawn:
-        images = f": of {drawn.num} images drawn{drawn.told}"
+        images = f": of {drawn.num} images drawn{drawn.condition}"
         if drawn.num_broken:
             words = f"{images} {drawn.num_broken} are not finite"
             yield Fault(expert_id=name, flag="broken_images", words=words)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from aggregator.intake.conditions import MAX_CLASSES, Answer, ExpertCondition, choose_conditions
 from aggregator.intake.drawn import (
-    DRAWN_TOLD,
+    DRAWING_STEPS,
+    DRAWN_BY_CONDITION,
     EPS_START,
-    FEWEST_DRAWN,
-    MOST_DRAWN,
-    MOST_TOLD,
-    STEPS,
+    MAX_CONDITIONS,
+    MAX_DRAWN,
+    MIN_DRAWN,
     DrawnFigures,
     Gallery,
     drawn_images,
@@ -122,13 +122,13 @@ class Trial:
         self, answer: Answer, rng: np.random.Generator
     ) -> tuple[DrawnFigures, ...]:
         """Draw images without a condition, and some under each of a few."""
-        conditions = choose_conditions(self.condition, rng, MOST_TOLD)
-        num_without = self._num_affordable(FEWEST_DRAWN, MOST_DRAWN, STEPS)
+        conditions = choose_conditions(self.condition, rng, MAX_CONDITIONS)
+        num_without = self._num_affordable(MIN_DRAWN, MAX_DRAWN, DRAWING_STEPS)
         if conditions:
-            num = self._num_affordable(1, len(conditions), STEPS * DRAWN_TOLD)
+            num = self._num_affordable(1, len(conditions), DRAWING_STEPS * DRAWN_BY_CONDITION)
             conditions = conditions[:num]
         groups = [[ExpertCondition()] * num_without]
-        groups += [[condition] * DRAWN_TOLD for condition in conditions]
+        groups += [[condition] * DRAWN_BY_CONDITION for condition in conditions]
         start = 1.0 if self.objective.prediction == "velocity" else EPS_START
         images = drawn_images(
             self._as_velocity(answer),
