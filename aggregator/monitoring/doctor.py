@@ -182,6 +182,7 @@ def _certificate(facts: FederationFacts) -> Iterator[Finding]:
     if certificate is None:
         return
     restore = "Restore tls/ and invitation.json from the same backup: silos have that invitation."
+    # The invitation names the authority and the host that silos check when they connect.
     host = facts.invited_host
     if host and host not in certificate.hosts:
         yield Finding(
@@ -231,6 +232,7 @@ def _left(facts: FederationFacts, expires: datetime) -> str:
 
 
 def _root(facts: FederationFacts) -> Iterator[Finding]:
+    # Whoever was invited pinned the fingerprint in the invitation, and accepts nothing that another root signed.
     if facts.root_digest and facts.invited_digest and facts.root_digest != facts.invited_digest:
         yield Finding(
             "tuf/metadata/1.root.json",
@@ -243,6 +245,7 @@ def _root(facts: FederationFacts) -> Iterator[Finding]:
 def _clock(facts: FederationFacts) -> Iterator[Finding]:
     remedy = "Set the clock (timedatectl set-ntp true), and sign nothing before that."
     present = f"{facts.now:%Y-%m-%d %H:%M}Z"
+    # A recorded time ahead of this clock shows that the clock was set back, or was wrong when the file was written.
     newest = max(facts.traces, key=lambda trace: trace.at, default=None)
     if newest and newest.at - facts.now > CLOCK_TOLERANCE:
         behind = human_seconds((newest.at - facts.now).total_seconds())

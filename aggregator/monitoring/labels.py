@@ -109,6 +109,7 @@ def _span(length: timedelta) -> str:
 def attention_points(status: FederationStatus) -> Iterator[str]:
     """Yield what needs the operator's attention, the most urgent first."""
     yield from status.problems
+    # While nothing runs, no silo gets an answer, and what follows may be a consequence of that.
     if not status.processes.running and any(not silo.final for silo in status.silos):
         yield "aggregator run is not running, so no silo gets an answer"
     for program in status.processes.programs:
@@ -142,6 +143,7 @@ def _still_published(status: FederationStatus) -> Iterator[str]:
     """Yield the silos that are gone but still in the newest release."""
     if not status.releases:
         return
+    # Earlier versions are not withdrawn: a researcher's copy of them stays what it was.
     newest = status.releases[0]
     if newest.plan_id != status.plan_id:
         return

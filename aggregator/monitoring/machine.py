@@ -35,6 +35,7 @@ def check_database(path: Path) -> None:
         query = "PRAGMA schema_version"
     uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
     try:
+        # Read-only, since Flower may be writing; a lock of its own is waited for.
         with closing(sqlite3.connect(uri, uri=True, timeout=2)) as connection:
             (answer,) = connection.execute(query).fetchone()
     except sqlite3.Error as error:

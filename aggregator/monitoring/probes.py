@@ -89,6 +89,7 @@ class FederationFactsReader:
         invited_host = None
         invited_digest = None
         if invitation is not None:
+            # Split at the last colon: an IPv6 address has others.
             invited_host, _, _ = invitation.address.rpartition(":")
             invited_digest = invitation.root_digest
         certificate = self._try("certificate", lambda: self._certificate(invitation))
@@ -155,6 +156,7 @@ class FederationFactsReader:
     def _modes(self, settings: FederationSettings | None) -> Iterator[tuple[str, int]]:
         folder = self._federation.path
         keys = self._federation.keys
+        # Secrets, and the folders through which others would reach them.
         private = [folder, keys, *keys.glob("*.key"), *(folder / "tls").glob("*.key")]
         private.append(folder / "flower" / "superexec.secret")
         if settings and settings.passphrase_file:
@@ -229,15 +231,20 @@ class FederationFactsReader:
         return tuple(not_enrolled), tuple(other_key)
 
     def _lost_ledgers(self, plan: Plan) -> Iterator[str]:
+        """Yield the silos with an accepted submission whose ledger was not recorded with it.
+
+        Intake records the ledger's chain when it accepts a submission, so as to notice a silo that begins a new ledger
+        with a whole budget. Where registry/ was restored from an older backup, the record is absent, or of another plan.
+        """
         for silo_id in plan.silos:
+            if not (self._federation.accepted / plan.plan_id / silo_id).exists():
+                continue
             path = self._federation.registry / "ledgers" / f"{silo_id}.json"
-            accepted = (self._federation.accepted / plan.plan_id / silo_id).exists()
             if not path.exists():
-                if accepted:
-                    yield silo_id
+                yield silo_id
                 continue
             known = self._try("ledgers", partial(_read_ledger, path))
-            if known and accepted and known.plan_id != plan.plan_id:
+            if known is not None and known.plan_id != plan.plan_id:
                 yield silo_id
 
     def _orphans(self, processes: Processes) -> Iterator[Process]:
@@ -253,6 +260,7 @@ class FederationFactsReader:
     def _leftovers(self, processes: Processes) -> Iterator[str]:
         if processes.running or is_locked(self._federation.tuf.parent, "signer"):
             return
+        # A command that runs has such files too, hence the lock above.
         for pattern in ("*.part", "releases/*.part"):
             for path in sorted(self._federation.path.glob(pattern)):
                 yield str(path)

@@ -26,6 +26,7 @@ from ddm.trust.keys import PublicKey
 
 # An idle silo answers every half minute; after this long without an answer, several requests were lost.
 SILENT_AFTER = timedelta(minutes=3)
+# Bounds on what a silo may have put there.
 _MAX_SMALL_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 16 * 1024 * 1024
 _MAX_ENTRIES = 1000
@@ -212,6 +213,7 @@ def standing(
         silent: whether it did not answer lately.
     """
     last = submissions[-1].verdict if submissions else None
+    # These are over, whatever the silo reports: its report may be older than the receipt.
     if last in ("accepted", "withdrawn"):
         return last
     if state == "withdrawn":
@@ -220,10 +222,12 @@ def standing(
         return "quarantined"
     if not answered:
         return "absent"
+    # A report of a silo that has been silent since says nothing about now.
     if silent:
         return "silent"
     if arrival is not None:
         return "sending"
+    # After a refusal, a silo that works on its next submission reports a higher number.
     if last == "arrived" or (last == "refused" and sequence <= submissions[-1].sequence):
         return last
     if state == "plan_refused":
@@ -295,6 +299,7 @@ def _arrival(folders: SiloFolders, now: datetime, earlier: EarlierArrival | None
         try:
             return _read_arrival(part, sequence, now, earlier)
         except (ArchipelagoError, ValidationError, KeyError, TypeError, ValueError, AttributeError):
+            # Being written at this moment, or not what our own code writes: a status leaves it out.
             continue
     return None
 

@@ -220,6 +220,7 @@ def _releases(federation: Federation, problems: list[str]) -> Iterator[ReleaseSt
     newest = newest_version(federation)
     for version in range(newest, max(newest - _MAX_RELEASES, 0), -1):
         path = manifest_path(federation, version)
+        # A status shows what it can read: one damaged version must not hide the others.
         if path is None:
             problems.append(f"releases/{version}: no manifest")
             continue

@@ -42,6 +42,7 @@ def find_launcher(settings: TrainingSettings) -> LauncherFacts | None:
     jobs = settings.jobs
     if jobs is None or not jobs.exists():
         return LauncherFacts(missing, jobs)
+    # Writing is tried: on a folder of other machines, permission bits alone decide nothing.
     fault = None
     try:
         check_writable([jobs])
@@ -53,6 +54,7 @@ def find_launcher(settings: TrainingSettings) -> LauncherFacts | None:
 def _programs(words: Sequence[str]) -> Iterator[str]:
     """Yield the command's program, and the one that `env NAME=VALUE ...` starts."""
     yield words[0]
+    # A launcher often sets variables: `env NAME=VALUE srun ...`. Then `env` is found, and says nothing about srun.
     if Path(words[0]).name != "env":
         return
     for word in words[1:]:

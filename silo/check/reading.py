@@ -161,6 +161,7 @@ class SiteFactsReader:
 
     def _is_running(self) -> bool:
         """Whether the process that the last run noted is alive and works on this site."""
+        # The number may have been given to another program since, hence the look at its command line.
         with suppress(ArchipelagoError, OSError, ValueError, KeyError, TypeError):
             data = read_bounded(self._site.private / "processes.json", _MAX_SMALL_BYTES)
             process_id = int(json.loads(data)["worker"])

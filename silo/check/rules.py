@@ -178,6 +178,7 @@ def _clock(facts: SiteFacts) -> Iterator[Finding]:
 
 
 def _connection(facts: SiteFacts) -> Iterator[Finding]:
+    # A warning, since the worker's user may have no network on purpose, and the courier of the same site has one.
     if facts.settings is None or facts.connection is None:
         return
     through = ""
@@ -213,6 +214,7 @@ def _permissions(facts: SiteFacts) -> Iterator[Finding]:
 
 
 def _keys(facts: SiteFacts) -> Iterator[Finding]:
+    # None, without a key, is an error of reading that is reported already.
     if facts.key_encrypted is False:
         yield Finding(
             "private/silo.key",
@@ -245,6 +247,7 @@ def _ledger(facts: SiteFacts) -> Iterator[Finding]:
     if facts.spent is None or facts.policy is None:
         return
     privacy = facts.policy.privacy
+    # Compared with the most that one plan may cost: with less left, a plan within the policy may still be refused.
     epsilon, _ = facts.spent
     left = privacy.budget_epsilon - epsilon
     if left < privacy.max_epsilon:

@@ -31,15 +31,19 @@ def review_submission(site: Site, *, page: bool | None) -> None:
             remedy="Keep `silo run` running; `silo status` shows how far it is.",
         )
     facts = read_review_facts(site)
-    if not (sys.stdout.isatty() if page is None else page):
+    if page is None:
+        page = sys.stdout.isatty()
+    if not page:
         say(review_text(site, facts))
         return
+    # Here, since they load torch and starlette, which the text does not need.
     from silo.review.samples import ExpertSheets
     from silo.review.server import serve_approval
 
     sheets = ExpertSheets(site, facts)
 
     def announce(url: str) -> None:
+        # The page answers by now, and shows each sample as soon as it is drawn.
         sheets.start()
         say(f"Open in a browser on this machine: {url}")
         say(
@@ -50,7 +54,7 @@ def review_submission(site: Site, *, page: bool | None) -> None:
         serve_approval(site, facts, sheets, announce)
     finally:
         sheets.end()
+    # Approved on the page, or by a command meanwhile: the worker may have gone on.
     state = load_state(state_path(site.private))
-    say(
-        f"The page has ended. {site.settings().silo_id}: {state.state}; what comes next: silo status {site.path}"
-    )
+    silo_id = site.settings().silo_id
+    say(f"The page has ended. {silo_id}: {state.state}; what comes next: silo status {site.path}")

@@ -300,6 +300,7 @@ def _noise_levels(plan: Plan) -> Iterator[NoiseLevel]:
 
 def _previous_submissions(site: Site, draft: Submission) -> list[Submission]:
     """Read the submissions that were approved before, newest first; one that cannot be read is left out."""
+    # The outbox keeps each plan's submissions by number, also those that were refused or withdrawn.
     submissions: list[Submission] = []
     for path in site.outbox.glob(f"*/*/{submission_path(draft.silo_id)}"):
         try:

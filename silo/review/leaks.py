@@ -42,6 +42,7 @@ def expert_leaks(site: Site, facts: ReviewFacts) -> tuple[ExpertLeaks, ...]:
     for audit in facts.audit.experts[:MAX_EXPERTS]:
         pairs: tuple[tuple[str, str, int], ...] = ()
         suspects: tuple[int, ...] = ()
+        # Pairs and suspects are kept beside the report, on this site alone.
         worst = read_worst(work.audit_folder(audit.expert_id))
         if worst is not None:
             document, thumbnails = worst
@@ -69,6 +70,7 @@ def figure_rows(audit: ExpertAudit) -> tuple[tuple[str, Figure], ...]:
 
 def _pictures(rows: Tensor, facts: ReviewFacts) -> tuple[str, ...]:
     """Turn thumbnails back into pictures; nothing of volumes."""
+    # Thumbnails of `ddm.evaluation.copies`: at most so many pixels a side.
     channels, *sides = facts.plan.data.shape
     if len(sides) != 2:
         return ()

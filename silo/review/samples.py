@@ -69,6 +69,7 @@ class ExpertSheets:
 
     def start(self) -> None:
         """Begin to draw."""
+        # A daemon: whoever ends the page need not wait for the sample that is being drawn.
         threading.Thread(target=self._draw, name="samples", daemon=True).start()
 
     def end(self) -> None:
@@ -93,6 +94,7 @@ class ExpertSheets:
             try:
                 self._draw_expert(expert)
             except (ArchipelagoError, RuntimeError, MemoryError, OSError) as error:
+                # Samples only help to judge: without them, the page still shows everything that leaves.
                 reason = type(error).__name__
                 if isinstance(error, ArchipelagoError):
                     reason = str(error)

@@ -125,8 +125,10 @@ async def _decide(
         approval = ApprovalRequest.model_validate_json(await body_of(request))
     except ValidationError:
         return PlainTextResponse("not a digest\n", status_code=400)
+    # Files may have changed since the page was made: a person approves what the page showed.
     if approval.submission_digest != facts.draft.digest:
         return PlainTextResponse("not the draft that this page shows\n", status_code=400)
+    # In a thread, since to approve writes to disk, and the page must answer meanwhile.
     await run_in_threadpool(decide, approval.submission_digest)
     return json_response({})
 

@@ -59,7 +59,7 @@ from silo.worker.state import (
 )
 
 _log = logging.getLogger(__name__)
-# Between two looks for a newer plan while the work goes on.
+# Between two looks for a newer plan while training goes on.
 _LOOK_S = 2.0
 
 BundleVersion = tuple[str, tuple[int, int] | None]
@@ -105,6 +105,7 @@ class Worker:
         # Plans that wait for a person: the digest of each, which `silo accept` names.
         self._unaccepted_plans: dict[BundleVersion, str] = {}
         self._saved_at = 0.0
+        self.look_s = _LOOK_S
         self._looked_at = 0.0
         self._looked: InspectedBundles = {}
         self._decisions = DecisionLog(site)
@@ -158,17 +159,20 @@ class Worker:
         self._decisions.notice_policy(self.policy)
         state = self.state
         if state.state == "plan_refused":
+            # A person may have changed policy.toml meanwhile: the plan is looked at as if it had just arrived.
             self._enter(State())
         elif state.state == "refused" and state.sequence < MAX_SUBMISSIONS:
             self._advance("restart", sequence=state.sequence + 1, submission_digest=None)
         else:
             if state.state in AT_WORK:
                 self.workspace()
+                # Not saved: the problem stays on disk until a step succeeds.
                 self.state = state.model_copy(update={"problem": None})
             self._announce()
 
     def step(self) -> None:
         """Perform the present state's step; a state that waits for something stays unchanged."""
+        # A receipt comes first: whatever this state would do next, the aggregator may have ended it.
         if self._apply_receipt():
             return
         steps: dict[StateName, Callable[[], None]] = {
@@ -207,7 +211,7 @@ class Worker:
             return True
         # Training asks before every step; the inbox is looked at less often.
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
+        if now - self._looked_at < self.look_s:
             return False
         self._looked_at = now
         return find_successor(self.site, self._plan_id, self._looked) is not None
@@ -271,6 +275,7 @@ class Worker:
     def _scan_images(self) -> None:
         """Read the images, and refuse now what would fail only after days of training."""
         accepted = self.accepted_plan()
+        # From the cheapest check to the most expensive one; to read the images may take hours.
         check_encoder(accepted.plan, self.settings)
         cohort = stages.scan_images(
             self.site, accepted, self.policy, self.count_images("reading images")
@@ -303,6 +308,8 @@ class Worker:
     def _begin_training(self) -> None:
         accepted = self.accepted_plan()
         plan = accepted.plan
+        # Where the noised histogram decides which experts there are, it is drawn before training, and the draw of all
+        # statistics finds it done.
         if experts.counts_define_experts(plan):
             self._draw(accepted, ("counts",))
         parts = experts.find_parts(plan, accepted.files(), self.workspace(), self.settings.silo_id)
@@ -329,6 +336,7 @@ class Worker:
             # Training stops in the same way for a newer plan as for Ctrl-C or a pause.
             self._check_in_force()
             raise
+        # Refuses an inconclusive audit without a waiver here, before the statistics cost any epsilon.
         auditing.audit_verdict(accepted, work, self.policy)
         self._advance("train", step=self.state.num_steps)
 
@@ -372,6 +380,7 @@ class Worker:
 
     def _send_when_approved(self) -> None:
         draft = load_draft(self.site)
+        # Whoever signed the waiver answered for a limited time: a later draft needs another one.
         if draft.audit.waiver and draft.audit.waiver.expires_at <= now_utc():
             self._advance("lapse", submission_digest=None)
             return
@@ -401,6 +410,7 @@ class Worker:
         problem = None
         if notice.problem is not None:
             problem = _problem_of(notice.problem)
+        # The state is on disk before the error is raised, so that a restart does not hear the same receipt again.
         self._advance(notice.event, **notice.changes, problem=problem)
         if notice.problem is not None and notice.ends_work:
             raise notice.problem

@@ -107,8 +107,8 @@ def test_training_stops_when_its_plan_is_superseded_meanwhile(
 ) -> None:
     tiny, first, second = replaced
     tiny.work(SILO, until="training")
-    monkeypatch.setattr("silo.worker.worker._LOOK_S", 0.0)
     worker = worker_of(tiny)
+    worker.look_s = 0.0
     asked, should_stop = [], worker.should_stop
 
     def watch() -> bool:
