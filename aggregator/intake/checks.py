@@ -124,6 +124,7 @@ def authenticate(folder: Path, expected: Expectation) -> SignedSubmission:
         _present(files, name)  # a signed name may lead anywhere
         check_digest(folder, name, size, digest)
 
+    # The role lists the document and the experts; the document lists the statistics, and is covered by the role.
     document = submission_path(expected.silo_id)
     if document not in signed:
         raise AbsentFileError(
@@ -157,6 +158,7 @@ def _read_role(
         key=expected.key,
         now=expected.now + MIN_VALIDITY,
     )
+    # An earlier submission, signed and genuine, could otherwise be sent again in the place of this one.
     if version != expected.sequence:
         raise ReplayError(
             role_name, expected=f"version {expected.sequence}, the submission's", got=f"{version}"
@@ -165,6 +167,7 @@ def _read_role(
 
 
 def _check_no_other_file(files: Mapping[str, Path], known_names: Set[str]) -> None:
+    # A file that nobody signed would be published beside those that the silo did sign.
     unlisted = sorted(files.keys() - known_names)
     if unlisted:
         raise UnlistedFileError(
@@ -206,6 +209,7 @@ def _present(files: Mapping[str, Path], name: str) -> Path:
 
 
 def _check_binding(submission: Submission, expected: Expectation) -> None:
+    # The silo id comes from the connection: a genuine document of another silo, plan or number is a replay.
     claims = (
         ("plan", expected.plan.plan_id, submission.plan_id),
         ("plan digest", expected.plan_digest, submission.plan_digest),
@@ -242,6 +246,7 @@ def _check_terms(submission: Submission, expected: Expectation) -> None:
     required_terms: dict[str, tuple[float, float]] = {}
     for kind, terms in plan.statistics.terms.items():
         required_terms[kind] = (terms.epsilon, terms.delta)
+    # Exactly the plan's, since the manifest states them: less noise would break its promise, more spoils the router.
     required_terms["all together"] = (plan.spends.epsilon, plan.spends.delta)
     stated_terms: dict[str, tuple[float, float]] = {}
     for statistic in submission.statistics:
@@ -267,6 +272,7 @@ def _check_terms(submission: Submission, expected: Expectation) -> None:
 
 
 def _check_sizes(submission: Submission, plan: Plan) -> None:
+    # Checked before a file is opened: the plan's limits bound what intake reads.
     limits = plan.limits
     expert_bytes = max(expert.file.bytes for expert in submission.experts)
     statistic_bytes = max(statistic.file.bytes for statistic in submission.statistics)
@@ -384,6 +390,7 @@ def check_privacy(plan: Plan, expert: SubmittedExpert, num_units: int) -> None:
             got=f"{stated}, rate {stated.rate:.6g}",
         )
     num_steps = plan.expert.training.num_steps
+    # Both sides search for the multiplier, so that a small difference is no sign of less noise.
     min_noise = noise_multiplier_for(terms.epsilon, terms.delta, stated.rate, num_steps)
     if stated.noise_multiplier < min_noise * (1 - _NOISE_TOLERANCE):
         raise PolicyError(

@@ -76,6 +76,7 @@ def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int)
         faults["units"] = (
             f"states {claimed} {unit}s, more than the {agreed} agreed at enrolment, which stand in the plan"
         )
+    # As if all others had brought what they agreed to: whoever comes first must not be judged by its being alone.
     units = {
         other: agreed_units(plan, other)
         for other in plan.members

@@ -46,6 +46,7 @@ def choose_conditions(
         case NoCondition():
             return []
         case ClassCondition(num_classes=num_classes):
+            # In a secret order: where not all classes are tested, nobody can foresee which.
             classes = rng.permutation(num_classes)[:max_conditions].tolist()
             return [ExpertCondition(f" for class {c}", torch.tensor(c)) for c in classes]
         case TextCondition():
@@ -77,6 +78,7 @@ def answer_by_condition(
         t_B: their times.
         conditions: of the samples; those without one come first.
     """
+    # Null conditions and others cannot share a batch: an expert takes either no condition or one for each sample.
     values = [condition.value for condition in conditions if condition.value is not None]
     num_null = len(conditions) - len(values)
     answers = []

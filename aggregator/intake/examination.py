@@ -114,6 +114,7 @@ class Examiner:
 
     def _objective(self, silo_id: str) -> ExpertObjective:
         """Return the training objective of a silo's experts, without the silo's name."""
+        # Silos that train on the same objective share a trial, and are compared with each other.
         objective = self.plan.objective.of(silo_id)
         return ExpertObjective(path=objective.path, prediction=objective.prediction)
 
@@ -267,10 +268,12 @@ class Examiner:
     def _examine_expert(
         self, silo_id: str, expert: SubmittedExpert, digest: str, folder: Path
     ) -> ExpertFigures:
+        # By the digest of the submission: what was measured of it holds for the plan's life, also after a restart.
         path = self.federation.screening / self.plan.plan_id / digest / f"{expert.expert_id}.json"
         if path.is_file():
             data = read_bounded(path, MAX_DOCUMENT_BYTES)
             return ExpertExamination.parse(data, subject=path.name).expert
+        # Tells the supervisor that the work goes on: one expert may take minutes.
         self.on_expert()
         figures = self.measure_expert(silo_id, folder, expert, digest)
         examination = ExpertExamination(
@@ -293,6 +296,7 @@ class Examiner:
             plan.condition,
         )
         base_rms = self._base_rms(silo_id, expert.expert_id)
+        # A weight grows from where training starts: a random draw, or the expert that it goes on from.
         excess = {}
         for name, tensor in tensors.items():
             fresh = fresh_rms(tensor.shape, has_unit_weights=architecture.has_unit_weights)

@@ -48,6 +48,7 @@ def remember_flags(
     federation: Federation, plan_id: PlanId, digest: str, faults: Iterable[Fault]
 ) -> None:
     """Add flags; earlier ones stay, since a person may have decided on them."""
+    # Never removed: the manifest of a published expert must name what the operator knew when admitting it.
     before = flags_of(federation, plan_id, digest)
     flags_of_experts = {expert_id: set(flags) for expert_id, flags in before.items()}
     for fault in faults:

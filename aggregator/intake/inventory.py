@@ -111,12 +111,13 @@ class Inventory:
 
     def layout(self) -> Layout:
         """Every silo's experts, derived from its noised histogram, in the order of the manifest and of the router."""
-        partition, clusters = self.plan.partition, self.files.clusters
-        counts = self.counts().items()
-        return Layout.of(
-            partition,
-            [silo_parts(partition, silo_id, clusters, noisy_G) for silo_id, noisy_G in counts],
-        )
+        partition = self.plan.partition
+        clusters = self.files.clusters
+        parts_of_silos = [
+            silo_parts(partition, silo_id, clusters, noisy_G)
+            for silo_id, noisy_G in self.counts().items()
+        ]
+        return Layout.of(partition, parts_of_silos)
 
     def statistic(self, kind: StatisticKind) -> Mapping[str, Mapping[str, Tensor]]:
         """Read the tensors of one statistic of each silo; empty if the plan does not require it."""
@@ -144,6 +145,7 @@ def take_inventory(federation: Federation) -> Inventory:
     plan, digest = federation.current_plan()
     withdrawn = withdrawn_silos(federation, plan)
     remaining = [silo_id for silo_id in member_cards(federation, plan) if silo_id not in withdrawn]
+    # The folder of a silo appears by a rename once intake has accepted its submission.
     present = [
         silo_id for silo_id in remaining if federation.accepted_folder(plan, silo_id).is_dir()
     ]
@@ -166,6 +168,7 @@ def take_inventory(federation: Federation) -> Inventory:
 
 def _read_silo(federation: Federation, plan: Plan, plan_digest: str, silo_id: str) -> AcceptedSilo:
     """Read a submission back and verify it: its role by the silo's key, its document by the role, plan and size."""
+    # A carried submission was signed for an earlier plan, whose digest the present plan names.
     carried = next((entry for entry in plan.carried if entry.silo_id == silo_id), None)
     if carried is not None:
         plan_digest = carried.plan_digest

@@ -7,12 +7,11 @@ from numpy.typing import NDArray
 
 from aggregator.config import PUBLIC_NAME, Federation
 
-CLASSES, SILOS, CAPTIONS, TEXTS = (
-    "fitted_classes",
-    "fitted_silos",
-    "fitted_captions",
-    "fitted_texts",
-)
+CLASSES = "fitted_classes"
+SILOS = "fitted_silos"
+CAPTIONS = "fitted_captions"
+TEXTS = "fitted_texts"
+_NAMES = (CLASSES, SILOS, CAPTIONS, TEXTS)
 
 Columns = Mapping[str, NDArray[np.generic]]
 """Columns of the public images that a plan is fitted on, one value each, by the names above. Texts are the vectors of
@@ -22,8 +21,4 @@ distinct captions, which captions number."""
 def kept_columns(federation: Federation, plan_id: str) -> Columns:
     """Return the columns that a plan keeps; empty for a plan whose router needs none."""
     with np.load(federation.plan_folder(plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
-        return {
-            name: archive[name]
-            for name in (CLASSES, SILOS, CAPTIONS, TEXTS)
-            if name in archive.files
-        }
+        return {name: archive[name] for name in _NAMES if name in archive.files}

@@ -44,6 +44,7 @@ def load_screening_secret(federation: Federation) -> bytes:
 
 def secret_stream(secret: bytes, *purpose: str) -> np.random.Generator:
     """Return random numbers that depend on the secret and on each word of their purpose, and on nothing else."""
+    # Each word goes with its length, so that no two lists of words are the same bytes.
     words = b"".join(len(word.encode()).to_bytes(8) + word.encode() for word in purpose)
     key = hmac.new(secret, words, hashlib.sha256).digest()
     return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64)))

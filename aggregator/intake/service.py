@@ -133,6 +133,7 @@ class IntakeService:
             path = self.federation.incoming / self.plan.plan_id / silo_id / LEAVE_NAME
             if not path.is_file() or path.is_symlink():
                 continue
+            # The ServerApp can write here, so only the silo's own key counts.
             try:
                 card = active_cards(self.federation, self.plan).get(silo_id)
                 if card is None:
@@ -257,7 +258,7 @@ class IntakeService:
     def _answer(self, silo_id: str, path: Path) -> None:
         """Accept, refuse or quarantine what arrived, if the silo signed it; throw away anything else."""
         sequence = int(path.name)
-        # A folder already there was left by a crash, and never answered.
+        # A folder already there was left by a crash, and never answered: an answered one is final.
         shutil.rmtree(self._accepted(silo_id), ignore_errors=True)
         digest = None
         verdict: AcceptedVerdict | RefusedVerdict
@@ -268,6 +269,7 @@ class IntakeService:
                 if signed is None:
                     return
                 digest = signed.digest
+                # From here on, whatever goes wrong is an answer to what the silo signed.
                 with self._attempt(silo_id, sequence):
                     verified = self._verify(signed, expected)
                     if self._quarantine_if_implausible(verified, sequence, part):

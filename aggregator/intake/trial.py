@@ -97,6 +97,7 @@ class Trial:
             answer: the expert's prediction.
             submission: names the submission and the expert; each meets its own times, noise and conditions.
         """
+        # Without a condition, all experts of the plan can be compared on the same images.
         error = self.probe.error(lambda x_B, t_B: answer(x_B, t_B, None))
         max_conditions = self._num_affordable(MIN_CLASSES, MAX_CLASSES, ROWS_OF_CONDITION)
         sweep = Sweep.of(
@@ -129,6 +130,7 @@ class Trial:
             conditions = conditions[:num]
         groups = [[ExpertCondition()] * num_without]
         groups += [[condition] * DRAWN_BY_CONDITION for condition in conditions]
+        # Other predictions are divided by almost 0 near t = 1, so that an honest expert would look broken there.
         start = 1.0 if self.objective.prediction == "velocity" else EPS_START
         images = drawn_images(
             self._as_velocity(answer),
@@ -157,6 +159,7 @@ class Trial:
     def _chosen_errors(self, error: Tensor) -> tuple[float, ...]:
         """Return some of the errors, the same places for every expert, by which copies are found."""
         errors = error.flatten()
+        # The places are secret, so that a copy cannot be changed at these alone.
         num_places = min(NUM_ANSWERS, len(errors))
         places = self._stream("answers").choice(len(errors), size=num_places, replace=False)
         chosen = errors[torch.from_numpy(places)]

@@ -234,7 +234,7 @@ class FederationFactsReader:
         """Yield the silos with an accepted submission whose ledger was not recorded with it.
 
         Intake records the ledger's chain when it accepts a submission, so as to notice a silo that begins a new ledger
-        with a whole budget. Where registry/ was restored from an older backup, the record is absent, or of another plan.
+        with a whole budget. Where registry/ was restored from an older backup, the record is absent or of another plan.
         """
         for silo_id in plan.silos:
             if not (self._federation.accepted / plan.plan_id / silo_id).exists():
