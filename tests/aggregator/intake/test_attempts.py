@@ -86,11 +86,11 @@ def deadly(
 
 
 def answers(tiny: TinyFederation, plan_id: str, silo_id: str) -> dict[int, Receipt]:
-    found = {}
+    receipts = {}
     for path in (tiny.federation.receipts / plan_id / silo_id).glob("[0-9]*.json"):
         data, _ = open_sealed(path.read_bytes(), RECEIPT_KIND, receipts_key(tiny).public, 65536)
-        found[int(path.stem)] = Receipt.parse(data, subject="receipt")
-    return found
+        receipts[int(path.stem)] = Receipt.parse(data, subject="receipt")
+    return receipts
 
 
 @pytest.mark.parametrize(

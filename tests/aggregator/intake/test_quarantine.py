@@ -163,7 +163,9 @@ def test_second_decision_about_the_same_submission_is_refused(poisoned: Arrival)
     answer(poisoned, "refused")
     with pytest.raises(SetupError, match="refused"):
         answer(poisoned, "admitted")
-    assert [each.verdict for each in read_decisions(poisoned.tiny.federation)] == ["refused"]
+    assert [decision.verdict for decision in read_decisions(poisoned.tiny.federation)] == [
+        "refused"
+    ]
 
 
 def killed(tiny: TinyFederation, owner: Any, name: str, *, after: bool) -> None:
@@ -237,7 +239,7 @@ def test_commands_list_and_admit_what_waits(
     poisoned.tiny.take_in()
     assert run("quarantine", fed, "--json") == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [each["silo_id"] for each in listed["waiting"]] == [SILO] and listed["waiting"][0][
+    assert [record["silo_id"] for record in listed["waiting"]] == [SILO] and listed["waiting"][0][
         "reasons"
     ]
     assert run("quarantine", fed) == 0
@@ -264,9 +266,11 @@ def _let_stand_apart(published: Published, silo_id: str, monkeypatch: pytest.Mon
     federation, real = published.tiny.federation, Examiner.examine
     accepted = take_inventory(federation).silos[silo_id]
     path = federation.screening / published.plan_id / accepted.digest / f"{silo_id}.json"
-    found = json.loads(path.read_bytes())
-    found["expert"]["losses"] = [[10 * loss for loss in row] for row in found["expert"]["losses"]]
-    path.write_text(json.dumps(found))
+    examination = json.loads(path.read_bytes())
+    examination["expert"]["losses"] = [
+        [10 * loss for loss in row] for row in examination["expert"]["losses"]
+    ]
+    path.write_text(json.dumps(examination))
 
     def twice(self: Examiner, silo: str, *arguments: Any) -> Examination:
         one = real(self, silo, *arguments)
@@ -283,8 +287,8 @@ def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
     _let_stand_apart(published, "east", monkeypatch)
     assert not take_inventory(federation).silos["east"].admitted
     assert run("router", federation.path) == RefusedError.exit_code
-    told = capsys.readouterr().err
-    assert "east: expert east" in told and "aggregator admit" in told
+    message = capsys.readouterr().err
+    assert "east: expert east" in message and "aggregator admit" in message
     assert (
         run("admit", federation.path, "north", "--reason", "not this one") == SetupError.exit_code
     )
@@ -318,7 +322,7 @@ def test_admission_covers_what_a_person_was_shown_and_nothing_else(
     assert run("router", federation.path) == RefusedError.exit_code
     assert "stands apart" in capsys.readouterr().err
     assert admit() == 0
-    assert [each.shown for each in read_decisions(federation)] == [(), ("stands_apart",)]
+    assert [decision.shown for decision in read_decisions(federation)] == [(), ("stands_apart",)]
     assert take_inventory(federation).silos["east"].admitted
     assert admit() == SetupError.exit_code, "nothing waits any more"
     assert admit("--units", units - 2) == 0

@@ -45,10 +45,10 @@ def trial() -> Trial:
 def honest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     """Experts of silos whose images are as different as the made-up ones can be."""
     folder = tmp_path_factory.mktemp("honest")
-    found = {}
+    experts = {}
     for seed, (silo, centre) in enumerate(SILOS.items()):
-        found[silo] = trained(folder / silo, torch.from_numpy(images(80, centre, seed)))
-    return found
+        experts[silo] = trained(folder / silo, torch.from_numpy(images(80, centre, seed)))
+    return experts
 
 
 def figures(weights: Weights, trial: Trial, name: str = "one", digest: str = "a") -> ExpertFigures:
@@ -93,26 +93,28 @@ ATTACKS: list[tuple[Callable[[Weights], Weights], str, str]] = [
 ]
 
 
-def told(faults: list[Fault]) -> list[str]:
+def words_of(faults: list[Fault]) -> list[str]:
     return [str(fault) for fault in faults]
 
 
 def test_experts_of_different_silos_pass_every_check(
     honest: dict[str, Weights], trial: Trial
 ) -> None:
-    found = {
+    figures_of_silos = {
         silo: figures(weights, trial, silo, "abcd"[k])
         for k, (silo, weights) in enumerate(honest.items())
     }
-    for silo, each in found.items():
-        assert absolute_faults(each, trial.probe, TRAINING) == []
+    for silo, own in figures_of_silos.items():
+        assert absolute_faults(own, trial.probe, TRAINING) == []
         assert (
             copy_faults(
-                each, {name: [other] for name, other in found.items() if name != silo}, TRAINING
+                own,
+                {name: [other] for name, other in figures_of_silos.items() if name != silo},
+                TRAINING,
             )
             == []
         )
-    assert relative_faults({silo: [each] for silo, each in found.items()}) == {}
+    assert relative_faults({silo: [own] for silo, own in figures_of_silos.items()}) == {}
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,8 @@ def test_attack_on_a_trained_expert_is_found(
     flag: str,
 ) -> None:
     assert absolute_faults(figures(honest["north"], trial), trial.probe, TRAINING) == []
-    found = absolute_faults(figures(attack(honest["north"]), trial), trial.probe, TRAINING)
-    assert any(words in str(fault) and fault.flag == flag for fault in found), found
+    faults = absolute_faults(figures(attack(honest["north"]), trial), trial.probe, TRAINING)
+    assert any(words in str(fault) and fault.flag == flag for fault in faults), faults
 
 
 def test_expert_trained_on_other_images_stands_apart_from_the_rest(
@@ -174,8 +176,8 @@ def test_weights_beyond_the_reach_of_training_are_found(
     honest: dict[str, Weights], trial: Trial
 ) -> None:
     heavy = honest["north"] | {"head.bias": honest["north"]["head.bias"] + 2 * travel(TRAINING)}
-    found = told(absolute_faults(figures(heavy, trial), trial.probe, TRAINING))
-    assert any("tensor head.bias grew by" in fault for fault in found)
+    descriptions = words_of(absolute_faults(figures(heavy, trial), trial.probe, TRAINING))
+    assert any("tensor head.bias grew by" in fault for fault in descriptions)
 
 
 def test_no_fresh_expert_has_heavier_weights_than_a_fresh_one_may() -> None:
@@ -202,12 +204,12 @@ def test_copy_is_found_byte_for_byte_and_by_its_answers(
     honest: dict[str, Weights], trial: Trial
 ) -> None:
     mine, theirs = (figures(honest["north"], trial, name) for name in ("mine", "theirs"))
-    assert "byte for byte" in told(copy_faults(mine, {"north": [theirs]}, TRAINING))[0]
+    assert "byte for byte" in words_of(copy_faults(mine, {"north": [theirs]}, TRAINING))[0]
     nearly = {name: value * (1 + 1e-5) for name, value in honest["north"].items()}
     retouched = figures(nearly, trial, "mine", "b")
-    found = copy_faults(retouched, {"north": [theirs]}, TRAINING)
-    assert told(found) == ["expert mine predicts the same as expert theirs of north"]
-    assert [(fault.expert_id, fault.flag) for fault in found] == [("mine", "copy")]
+    faults = copy_faults(retouched, {"north": [theirs]}, TRAINING)
+    assert words_of(faults) == ["expert mine predicts the same as expert theirs of north"]
+    assert [(fault.expert_id, fault.flag) for fault in faults] == [("mine", "copy")]
     assert (
         copy_faults(figures(honest["east"], trial, "mine", "b"), {"north": [theirs]}, TRAINING)
         == []

@@ -46,8 +46,8 @@ def found_in(
     federation: Federation, now: datetime | None = None, against: str | None = None
 ) -> Findings:
     """What the doctor finds, without the checks that find nothing."""
-    found = examine(FederationFactsReader(federation, now or now_utc()).facts(against))
-    return {check: findings for check, findings in found.items() if findings}
+    findings_by_check = examine(FederationFactsReader(federation, now or now_utc()).facts(against))
+    return {check: findings for check, findings in findings_by_check.items() if findings}
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -58,22 +58,22 @@ def edit(path: Path, old: str, new: str) -> None:
 
 def test_healthy_federation_has_nothing_and_the_command_says_so(fed: Federation) -> None:
     command = [str(program("aggregator")), "doctor", str(fed.path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert len(told) == 16 and not any(told.values())
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    findings = json.loads(process.stdout)
+    assert len(findings) == 16 and not any(findings.values())
 
 
 def test_command_ends_with_3_and_says_what_to_do_when_something_is_wrong(fed: Federation) -> None:
     (fed.keys / "online.key").chmod(0o644)
     command = [str(program("aggregator")), "doctor", str(fed.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 3
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 3
     assert (
-        "expected: readable by its owner alone" in done.stdout
-        and "found:    mode 644" in done.stdout
+        "expected: readable by its owner alone" in process.stdout
+        and "found:    mode 644" in process.stdout
     )
-    assert "to do:" in done.stdout and "16 checks, 1 found." in done.stdout
+    assert "to do:" in process.stdout and "16 checks, 1 found." in process.stdout
 
 
 def replace_server_certificate(fed: Federation) -> None:
@@ -182,12 +182,13 @@ def test_fault_is_found_under_its_name(
     fed: Federation, fault: Callable[[Federation], object], check: str, word: str
 ) -> None:
     fault(fed)
-    found = found_in(fed)
-    assert check in found, found
+    findings_by_check = found_in(fed)
+    assert check in findings_by_check, findings_by_check
     assert any(
-        word in f"{finding.subject} {finding.expected} {finding.got}" for finding in found[check]
+        word in f"{finding.subject} {finding.expected} {finding.got}"
+        for finding in findings_by_check[check]
     )
-    assert all(finding.remedy for findings in found.values() for finding in findings)
+    assert all(finding.remedy for findings in findings_by_check.values() for finding in findings)
 
 
 def test_taken_port_is_found(fed: Federation) -> None:
@@ -210,11 +211,11 @@ def test_metadata_and_certificate_are_found_before_they_expire(fed: Federation) 
 
 
 def test_clock_that_is_two_days_behind_shows_by_what_was_signed(fed: Federation) -> None:
-    found = found_in(fed, now_utc() - 2 * DAY)
+    findings = found_in(fed, now_utc() - 2 * DAY)
     assert (
-        set(found) == {"clock"}
-        and "47 h" in found["clock"][0].got
-        or "48 h" in found["clock"][0].got
+        set(findings) == {"clock"}
+        and "47 h" in findings["clock"][0].got
+        or "48 h" in findings["clock"][0].got
     )
 
 
@@ -309,8 +310,8 @@ def test_program_that_outlived_its_run_is_found_and_one_with_its_number_is_not(
         other = stack.enter_context(subprocess.Popen(idle, stdin=subprocess.PIPE))
         for process in (ours, other):
             stack.callback(process.send_signal, signal.SIGKILL)
-        told = {"pid": os.getpid(), "superlink_pid": ours.pid, "superexec_pid": other.pid}
-        (fed.path / "flower" / "info.json").write_text(json.dumps(told))
+        process_ids = {"pid": os.getpid(), "superlink_pid": ours.pid, "superexec_pid": other.pid}
+        (fed.path / "flower" / "info.json").write_text(json.dumps(process_ids))
         assert [one.subject for one in found_in(fed)["processes"]] == ["superlink"]
 
 
@@ -331,6 +332,6 @@ def test_host_that_does_not_resolve_is_one_finding_beside_all_other_checks(
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unresolved)
-    found = found_in(fed)
-    assert set(found) == {"port"}
-    assert "DNS" in found["port"][0].remedy
+    findings = found_in(fed)
+    assert set(findings) == {"port"}
+    assert "DNS" in findings["port"][0].remedy

@@ -159,11 +159,11 @@ def test_progress_is_told_to_those_who_do_not_see_it(live: Live, browser: Chrome
     live.stage.report("north", "training", 40)
     live.stage.arrive("east", 1, of=4)
     browser.get(f"{live.url}?paused")
-    told = {
+    meters = {
         bar.accessible_name: bar.get_attribute("value")
         for bar in browser.find_elements(By.TAG_NAME, "progress")
     }
-    assert told == {"Training": "40", "Submission 1": "25"}
+    assert meters == {"Training": "40", "Submission 1": "25"}
     assert browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
     assert (
         len(browser.find_elements(By.TAG_NAME, "main"))

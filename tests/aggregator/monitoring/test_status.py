@@ -36,9 +36,9 @@ def stage(published: Published) -> Stage:
 
 
 def look(stage: Stage, silo_id: str = "north"):  # type: ignore[no-untyped-def]
-    found = read_status(stage.federation, now_utc()).silo(silo_id)
-    assert found is not None
-    return found
+    silo = read_status(stage.federation, now_utc()).silo(silo_id)
+    assert silo is not None
+    return silo
 
 
 def long_ago(path: Path) -> None:
@@ -54,39 +54,41 @@ def ended_process() -> int:
 def test_published_federation_is_shown_with_receipts_router_and_release(
     published: Published,
 ) -> None:
-    found = read_status(published.tiny.federation, now_utc())
-    assert [(silo.silo_id, silo.standing, silo.final) for silo in found.silos] == [
+    status = read_status(published.tiny.federation, now_utc())
+    assert [(silo.silo_id, silo.standing, silo.final) for silo in status.silos] == [
         ("east", "accepted", True),
         ("north", "accepted", True),
     ]
-    assert found.router and found.router.silos == ("east", "north")
-    (release,) = found.releases
+    assert status.router and status.router.silos == ("east", "north")
+    (release,) = status.releases
     assert (release.version, release.plan_id, release.silos) == (
         1,
         published.plan_id,
         ("east", "north"),
     )
     assert {"plan", "certificate", "metadata timestamp", "metadata 1.root"} <= {
-        one.what for one in found.expiries
+        one.what for one in status.expiries
     }
-    assert not found.processes.running and not found.problems and not list(attention_points(found))
+    assert (
+        not status.processes.running and not status.problems and not list(attention_points(status))
+    )
 
 
 def test_command_prints_the_same_facts_as_json(published: Published) -> None:
     command = [str(program("aggregator")), "status", str(published.tiny.federation.path)]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    told = FederationStatus.parse(done.stdout.encode(), subject="status")
-    now = read_status(published.tiny.federation, told.at)
-    assert told.model_copy(update={"disk_free_bytes": 0}) == now.model_copy(
+    process = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    printed = FederationStatus.parse(process.stdout.encode(), subject="status")
+    now = read_status(published.tiny.federation, printed.at)
+    assert printed.model_copy(update={"disk_free_bytes": 0}) == now.model_copy(
         update={"disk_free_bytes": 0}
     )
 
 
 def test_federation_without_a_plan_is_shown(published: Published) -> None:
     (published.tiny.federation.path / "plans" / "current.json").unlink()
-    found = read_status(published.tiny.federation, now_utc())
-    assert found.plan_id is None and found.silos == ()
-    assert "plan none" in status_text(found)
+    status = read_status(published.tiny.federation, now_utc())
+    assert status.plan_id is None and status.silos == ()
+    assert "plan none" in status_text(status)
 
 
 def test_answer_without_news_counts_as_contact(stage: Stage) -> None:
@@ -149,20 +151,20 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
         federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE)
     )
     remove_silo(federation, "east", "left", PASSPHRASE)
-    found = read_status(federation, now_utc())
-    assert [(silo.standing, silo.final) for silo in found.silos] == [
+    status = read_status(federation, now_utc())
+    assert [(silo.standing, silo.final) for silo in status.silos] == [
         ("removed", True),
         ("withdrawn", True),
     ]
-    shown = status_text(found)
+    shown = status_text(status)
     assert "removed from the federation" in shown and "withdrawn from this plan" in shown
-    assert [text.split(":")[0] for text in attention_points(found)] == [
+    assert [text.split(":")[0] for text in attention_points(status)] == [
         "version 1 still contains east, which was removed since",
         "version 1 still contains north, which was withdrawn since",
     ]
-    html = render("aggregator", "live.html.jinja", refresh_s=5, paused=False, **page_values(found))
+    html = render("aggregator", "live.html.jinja", refresh_s=5, paused=False, **page_values(status))
     assert "removed from the federation" in html and "withdrawn from this plan" in html
-    assert [silo["standing"] for silo in json.loads(found.model_dump_json())["silos"]] == [
+    assert [silo["standing"] for silo in json.loads(status.model_dump_json())["silos"]] == [
         "removed",
         "withdrawn",
     ]
@@ -220,11 +222,11 @@ def test_ended_program_of_a_running_aggregator_is_named(stage: Stage) -> None:
         pid=os.getpid(), superlink_pid=dead, num_restarts=3, restarts={"superlink": 3, "nginx": 0}
     )
     with locked(stage.federation.path / "flower", "runtime"):
-        found = read_status(stage.federation, now_utc())
-    assert found.processes.running and found.processes.num_restarts == 3
-    lives = {one.name: (one.alive, one.num_restarts) for one in found.processes.programs}
+        status = read_status(stage.federation, now_utc())
+    assert status.processes.running and status.processes.num_restarts == 3
+    lives = {one.name: (one.alive, one.num_restarts) for one in status.processes.programs}
     assert lives == {"aggregator run": (True, 0), "superlink": (False, 3), "nginx": (False, 0)}
-    assert any("superlink has ended" in text for text in attention_points(found))
+    assert any("superlink has ended" in text for text in attention_points(status))
 
 
 def test_rubbish_in_the_folders_is_left_out_and_never_followed(

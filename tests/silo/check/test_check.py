@@ -112,14 +112,14 @@ class Proxy(Listener):
         super().__init__()
 
     def answer(self, link: socket.socket) -> None:
-        asked = b""
-        while not asked.endswith(b"\r\n\r\n"):
-            asked += link.recv(4096)
-        self.asked.append(asked.decode().splitlines()[0])
-        if self._expected not in asked.decode():
+        request = b""
+        while not request.endswith(b"\r\n\r\n"):
+            request += link.recv(4096)
+        self.asked.append(request.decode().splitlines()[0])
+        if self._expected not in request.decode():
             link.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
             return
-        host, _, port = asked.split()[1].decode().rpartition(":")
+        host, _, port = request.split()[1].decode().rpartition(":")
         with socket.create_connection((host, int(port))) as there:
             link.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
             back = threading.Thread(target=_pour, args=(there, link), daemon=True)
@@ -149,20 +149,21 @@ def at_port(site: Site, port: int) -> Site:
 def test_healthy_site_is_told_of_one_user_for_both_halves_and_of_nothing_else(
     site: Site, server: TlsServer
 ) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [str(program("silo")), "check", str(at_port(site, server.port).path), "--json"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {check: findings for check, findings in json.loads(done.stdout).items() if findings}
+    assert process.returncode == 0, process.stdout + process.stderr
+    by_check = json.loads(process.stdout)
+    findings = {check: of_check for check, of_check in by_check.items() if of_check}
     # one plan of epsilon 8 leaves less than 8 of the site's 10
-    assert found.pop("ledger")[0]["level"] == "warn"
-    assert [each["subject"] for each in found.pop("isolation")] == ["worker and courier"]
+    assert findings.pop("ledger")[0]["level"] == "warn"
+    assert [finding["subject"] for finding in findings.pop("isolation")] == ["worker and courier"]
     if shutil.which("tesseract") is None:
-        assert [each["level"] for each in found.pop("burned-in text")] == ["warn"]
-    assert not found
+        assert [finding["level"] for finding in findings.pop("burned-in text")] == ["warn"]
+    assert not findings
 
 
 def test_a_missing_tesseract_is_a_remark_that_says_what_to_install(
@@ -205,15 +206,18 @@ def test_each_thing_that_goes_wrong_is_found_by_its_check(site: Site, tmp_path: 
     site.ledger_path.write_bytes(records.replace(b"debit", b"tibed", 1))
     problem = Problem(code=30, message="the plan asks for more")
     save_state(state_path(site.private), State(state="plan_refused", problem=problem))
-    found = found_at(site)
-    levels = {check: {each.level for each in findings} for check, findings in found.items()}
+    findings_by_check = found_at(site)
+    levels = {
+        check: {finding.level for finding in findings}
+        for check, findings in findings_by_check.items()
+    }
     expected = {check: {"fail"} for check in ("permissions", "keys", "ledger", "data")}
     assert levels == expected | {
         check: {"warn"} for check in ("device", "connection", "isolation", "work")
     }
     assert (
-        found["keys"][0].subject.endswith("courier/node.key")
-        and found["work"][0].got == "the plan asks for more (code 30)"
+        findings_by_check["keys"][0].subject.endswith("courier/node.key")
+        and findings_by_check["work"][0].got == "the plan asks for more (code 30)"
     )
 
 
@@ -223,33 +227,38 @@ def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(
     jobs, there = tmp_path / "jobs", str(program("silo"))
     jobs.mkdir(mode=0o700)
 
-    def found(launcher: list[str], folder: Path | None = jobs) -> list[tuple[str, str, str]]:
+    def launcher_findings(
+        launcher: list[str], folder: Path | None = jobs
+    ) -> list[tuple[str, str, str]]:
         engine = TrainingSettings(launcher=(*launcher, "{folder}"), jobs=folder)
         save_settings(
             site.settings().model_copy(update={"training": engine}), site.path / "silo.toml", "test"
         )
-        return [(each.level, each.subject, each.got) for each in found_at(site).get("launcher", ())]
+        return [
+            (finding.level, finding.subject, finding.got)
+            for finding in found_at(site).get("launcher", ())
+        ]
 
-    assert (
-        found([there]) == found(["{python}", "-m", "x"], None) == found(["env", "A=b", there]) == []
-    )
+    assert launcher_findings([there]) == []
+    assert launcher_findings(["{python}", "-m", "x"], None) == []
+    assert launcher_findings(["env", "A=b", there]) == []
     for words in (
         ["srun-that-is-not-there"],
         ["env", "A=b", "srun-that-is-not-there", "--nodes=2"],
     ):
         with case(words=words):
             gone = "srun-that-is-not-there, which is not found"
-            assert found(words) == [("fail", "training.launcher", gone)]
-    ((level, subject, got),) = found([there], tmp_path / "unmounted")
+            assert launcher_findings(words) == [("fail", "training.launcher", gone)]
+    ((level, subject, got),) = launcher_findings([there], tmp_path / "unmounted")
     assert (level, subject) == ("warn", str(tmp_path / "unmounted")) and "nothing there" in got
     for folder in (Path("/proc/1"), tmp_path / "file"):  # nobody writes to the first, root neither
         with case(folder=folder):
             (tmp_path / "file").touch()
-            assert [(level, subject) for level, subject, _ in found([there], folder)] == [
-                ("fail", str(folder))
-            ]
+            assert [
+                (level, subject) for level, subject, _ in launcher_findings([there], folder)
+            ] == [("fail", str(folder))]
     jobs.chmod(0o755)
-    assert found([there]) == [("warn", str(jobs), "mode 755")]
+    assert launcher_findings([there]) == [("warn", str(jobs), "mode 755")]
     assert not list(jobs.iterdir())
 
 
@@ -257,7 +266,7 @@ def test_key_without_a_passphrase_and_a_gpu_that_is_not_there_fail(site: Site) -
     key = Ed25519PrivateKey.generate()
     site.key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     facts = SiteFactsReader(site).facts()
-    assert [each.subject for each in examine(facts)["keys"]] == ["private/silo.key"]
+    assert [finding.subject for finding in examine(facts)["keys"]] == ["private/silo.key"]
     assert facts.settings
     on_gpu = facts.settings.model_copy(
         update={"training": facts.settings.training.model_copy(update={"device": "cuda"})}
@@ -312,7 +321,7 @@ def test_proxy_with_user_and_password_is_taken_and_its_password_never_shown(
     try:
         monkeypatch.setenv("https_proxy", f"http://ward:s3cret@127.0.0.1:{proxy.port}")
         assert try_connection(address, site.courier / "ca.pem") is None
-        assert [asked.split()[1] for asked in proxy.asked] == [address]
+        assert [line.split()[1] for line in proxy.asked] == [address]
         monkeypatch.setenv("https_proxy", f"http://ward:wrong@127.0.0.1:{proxy.port}")
         (finding,) = found_at(site)["connection"]
         assert (
@@ -333,8 +342,8 @@ def test_worker_in_a_container_that_hides_the_courier_is_isolated_and_misses_no_
     monkeypatch.delenv("container", raising=False)
     assert "keys" in found_at(site), "control: elsewhere the folder is missed"
     monkeypatch.setenv("container", "podman")
-    found = found_at(site)
-    assert site.isolation == "containers" and not {"isolation", "keys"} & set(found)
+    findings = found_at(site)
+    assert site.isolation == "containers" and not {"isolation", "keys"} & set(findings)
 
 
 def test_ledger_is_shown_and_verified(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

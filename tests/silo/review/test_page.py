@@ -111,13 +111,19 @@ def test_rehearsal_is_said_on_the_page_and_in_the_text_and_another_plan_is_calle
     facts = read_review_facts(site)
     assert facts.plan.rehearsal
     real = facts.plan.model_copy(update={"rehearsal": False})
-    for each, said in (
+    for shown_facts, said in (
         (facts, True),
         (replace(facts, accepted=replace(facts.accepted, plan=real)), False),
     ):
         with case(said=said):
-            page = render("silo", "approve.html.jinja", facts=each, draft=each.draft, findings=())
-            text = review_text(site, each)
+            page = render(
+                "silo",
+                "approve.html.jinja",
+                facts=shown_facts,
+                draft=shown_facts.draft,
+                findings=(),
+            )
+            text = review_text(site, shown_facts)
             assert ('id="rehearsal"' in page) == ("experts draw noise" in page) == said
             assert ("REHEARSAL" in text) == ("experts draw noise" in text) == said
 
@@ -133,14 +139,14 @@ def leaves(value: object) -> Iterator[float]:
 
 def test_every_number_of_the_document_is_shown_beside_the_one_before(site: Site) -> None:
     facts = read_review_facts(site)
-    now = {each.name: each for each in facts.numbers}
+    now = {value.name: value for value in facts.numbers}
     assert (now["submission"].before, now["submission"].now, now["submission"].changed) == (
         "1",
         "2",
         True,
     )
     assert not now["plan"].changed and now["number of images"].now == "40"
-    shown = {word for each in facts.numbers for word in re.split("[ ,]+", each.now)} | {
+    shown = {word for value in facts.numbers for word in re.split("[ ,]+", value.now)} | {
         str(file.bytes) for file in facts.files
     }
     document = json.loads(facts.draft.encode())
@@ -157,7 +163,7 @@ def test_noise_levels_are_those_of_the_noise(site: Site) -> None:
     for epsilon in (0.2, 1.0, 5.0):
         drawn = discrete_laplace(20_000, epsilon, Seeded(0))
         assert discrete_laplace_std(epsilon) == pytest.approx(float(np.std(drawn)), rel=0.05)
-    sketch = next(each for each in read_review_facts(site).noises if each.kind == "sketch")
+    sketch = next(noise for noise in read_review_facts(site).noises if noise.kind == "sketch")
     # (sigma_r / alpha_r) / C of the plan's own files, computed from t_release instead of mu.
     facts = read_review_facts(site)
     t_release = sketch_noise_level(facts.plan, facts.accepted.files().sketch)
@@ -199,7 +205,7 @@ def test_samples_are_drawn_without_a_connection(
     sheets._draw()
     (sheet,) = sheets.sheets
     assert sheets.done and not sheet.problem and len(set(sheet.pictures)) == MAX_SAMPLES
-    assert all(each.startswith("data:image/png;base64,") for each in sheet.pictures)
+    assert all(picture.startswith("data:image/png;base64,") for picture in sheet.pictures)
 
 
 def test_broken_expert_shows_why_there_are_no_samples(site: Site) -> None:
@@ -212,10 +218,10 @@ def test_broken_expert_shows_why_there_are_no_samples(site: Site) -> None:
 
 def test_text_is_printed_where_nobody_sits_at_a_terminal(site: Site) -> None:
     for words in ((), ("--text",)):
-        done = command("silo", "review", site.path, *words)
+        result = command("silo", "review", site.path, *words)
         digest = read_review_facts(site).draft.digest
-        assert done.code == 0 and f"--digest {digest}" in done.out and "http" not in done.out
-        assert "Since the submission before" in done.out and "standard deviation" in done.out
+        assert result.code == 0 and f"--digest {digest}" in result.out and "http" not in result.out
+        assert "Since the submission before" in result.out and "standard deviation" in result.out
     assert command("silo", "review", site.path, "--images", "--text").code == SetupError.exit_code
 
 
@@ -318,7 +324,7 @@ def test_person_reads_looks_and_approves_in_a_browser(site: Site, browser: Chrom
             facts.draft.digest,
             HOSTILE,
             *(file.digest for file in facts.files),
-            *(each.level for each in facts.noises),
+            *(noise.level for noise in facts.noises),
         ):
             assert words in text
         changed = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "tr.changed")]

@@ -150,10 +150,10 @@ def test_disk_of_the_jobs_folder_is_looked_at_where_other_machines_train(
 ) -> None:
     tiny, _ = planned
     site = tiny.sites[SILO]
-    asked: list[dict[Path, int]] = []
+    needs: list[dict[Path, int]] = []
     monkeypatch.setattr(
         "silo.worker.disk_space.require_free_space",
-        lambda needed, purpose: asked.append(dict(needed)),
+        lambda needed, purpose: needs.append(dict(needed)),
     )
     tiny.copy(tiny.path.parent / "here").work(SILO, until="scanned")
     jobs = tiny.path.parent / "shared" / "jobs"
@@ -164,4 +164,4 @@ def test_disk_of_the_jobs_folder_is_looked_at_where_other_machines_train(
     )
     tiny.work(SILO, until="scanned")
     plan = load_accepted(site, planned[1], tiny.state_of(SILO).plan_digest or "").plan
-    assert jobs.parent not in asked[0] and asked[1][jobs.parent] == job_bytes(plan, 40)
+    assert jobs.parent not in needs[0] and needs[1][jobs.parent] == job_bytes(plan, 40)

@@ -109,11 +109,11 @@ def test_training_stops_when_its_plan_is_superseded_meanwhile(
     tiny.work(SILO, until="training")
     worker = worker_of(tiny)
     worker.look_s = 0.0
-    asked, should_stop = [], worker.should_stop
+    states, should_stop = [], worker.should_stop
 
     def watch() -> bool:
-        asked.append(worker.state.state)
-        if len(asked) == 3:
+        states.append(worker.state.state)
+        if len(states) == 3:
             tiny.deliver_plan(SILO, second)
         return should_stop()
 
@@ -121,7 +121,7 @@ def test_training_stops_when_its_plan_is_superseded_meanwhile(
     worker.begin()
     worker.step()
     assert (worker.state.state, worker.state.successor) == ("superseded", second)
-    assert asked == 3 * ["training"]
+    assert states == 3 * ["training"]
     assert not spent(tiny.sites[SILO])
 
 

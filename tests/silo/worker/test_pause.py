@@ -187,9 +187,12 @@ def test_loss_and_speed_stay_in_the_private_folder(
     # The same work with another loss and at another speed tells the aggregator the same, byte for byte.
     real = ProgressMeter.train
 
-    def distorted(self: ProgressMeter, plan_id: str, told: Progress, batch_size: int) -> None:
+    def distorted(self: ProgressMeter, plan_id: str, progress: Progress, batch_size: int) -> None:
         real(
-            self, plan_id, Progress(told.step, told.num_steps, 7.5, 123.0, told.seconds), batch_size
+            self,
+            plan_id,
+            Progress(progress.step, progress.num_steps, 7.5, 123.0, progress.seconds),
+            batch_size,
         )
 
     monkeypatch.setattr(ProgressMeter, "train", distorted)
@@ -210,13 +213,15 @@ def test_status_shows_step_loss_speed_and_time_left_while_a_worker_is_at_work(
     ProgressMeter(site.private).train(plan_id, Progress(3, 6, 0.512, 2.0, 1.5), batch_size=8)
     assert read_status(site).note is None  # nobody trains at present
     monkeypatch.setattr("silo.worker.status.is_locked", lambda folder, holder: holder == "worker")
-    found = read_status(site)
-    assert "3 of 6 (50%), 16 images/s, 2 s left, loss 0.512" in found.text()
-    assert "ahead    audit, statistics, approval, receipt" in found.text()
-    assert found.next_command is None
-    told = found.as_json()
-    assert told["state"] == "training" and told["plan_id"] == plan_id and told["running"] is True
-    note = told["progress"]
+    status = read_status(site)
+    assert "3 of 6 (50%), 16 images/s, 2 s left, loss 0.512" in status.text()
+    assert "ahead    audit, statistics, approval, receipt" in status.text()
+    assert status.next_command is None
+    values = status.as_json()
+    assert (
+        values["state"] == "training" and values["plan_id"] == plan_id and values["running"] is True
+    )
+    note = values["progress"]
     assert isinstance(note, dict)
     assert (note["done"], note["total"], note["images_per_s"], note["seconds_left"]) == (
         3,
@@ -264,8 +269,8 @@ def test_pause_stops_every_stage_and_resume_twice_does_no_harm(
         worker.step()
     assert worker.state.state == "scanned"
     (site.private / "paused.json").write_bytes(b"junk")
-    found = present_pause(site)
-    assert found is not None and "damaged" in found.by
+    present = present_pause(site)
+    assert present is not None and "damaged" in present.by
     assert resume(site) and not resume(site) and present_pause(site) is None
     assert command("silo", "resume", site.path).out == "This site is not paused.\n"
     words = command("silo", "log", "show", site.path).out

@@ -32,9 +32,9 @@ LISTENING, LOOPBACK = "0A", "0100007F"  # as the kernel writes them
 
 
 def ask_for_processes(site: Site, num: int) -> None:
-    asked = site.settings().training.model_copy(update={"processes": num, "device": "cpu"})
+    training = site.settings().training.model_copy(update={"processes": num, "device": "cpu"})
     save_settings(
-        site.settings().model_copy(update={"training": asked}), site.path / "silo.toml", "test"
+        site.settings().model_copy(update={"training": training}), site.path / "silo.toml", "test"
     )
 
 
@@ -46,32 +46,32 @@ def planned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[T
 
 def training_processes(pid: int) -> list[int]:
     """The processes below one that train, without their guards."""
-    found = list[int]()
-    for each in descendants(pid):
+    own_pids = list[int]()
+    for child in descendants(pid):
         with suppress(FileNotFoundError, ProcessLookupError):  # another one, which has just ended
-            if Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")[1:4] == OURS:
-                found.append(each)
-    return found
+            if Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[1:4] == OURS:
+                own_pids.append(child)
+    return own_pids
 
 
 def holds(pid: int, secret: bytes) -> bool:
     """Whether a process has something in the memory that it can write."""
-    found = False
+    is_held = False
     with Path(f"/proc/{pid}/maps").open() as maps, Path(f"/proc/{pid}/mem").open("rb", 0) as memory:
         for line in maps:
             begin, finish, rights = re.match(r"(\w+)-(\w+) (\S+)", line).groups()  # type: ignore[union-attr]
             if rights.startswith("rw") and "[v" not in line:
                 memory.seek(int(begin, 16))
                 try:
-                    found |= secret in memory.read(int(finish, 16) - int(begin, 16))
+                    is_held |= secret in memory.read(int(finish, 16) - int(begin, 16))
                 except OSError:  # mapped, but nothing is there
                     continue
-    return found
+    return is_held
 
 
 def listening(pid: int) -> Iterator[str]:
     """The addresses at which a process takes connections, as the kernel writes them."""
-    own = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    own = {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
@@ -81,11 +81,11 @@ def listening(pid: int) -> Iterator[str]:
 
 def opened(pid: int) -> set[str]:
     """What a process has open: files, and pipes and sockets by their numbers."""
-    found = set[str]()
-    for each in Path(f"/proc/{pid}/fd").iterdir():
+    names = set[str]()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # of the listing itself
-            found.add(str(each.readlink()))
-    return {each for each in found if not each.startswith(("/dev/", "anon_inode:"))}
+            names.add(str(link.readlink()))
+    return {link for link in names if not link.startswith(("/dev/", "anon_inode:"))}
 
 
 @contextmanager
@@ -95,33 +95,33 @@ def looked_into(pid: int, look: Callable[[list[int]], None]) -> Iterator[set[str
     Yields:
         The addresses at which they take connections, as they are heard of.
     """
-    done, others, addresses = threading.Event(), set(descendants(pid)), set[str]()
+    stopped, others, addresses = threading.Event(), set(descendants(pid)), set[str]()
 
     def wait_and_look() -> None:
         heard, pids = set[int](), list[int]()
         while len(heard) < 2:
-            if done.wait(0.005):
+            if stopped.wait(0.005):
                 return
             pids = training_processes(pid)
-            for each in pids:
+            for child in pids:
                 with suppress(FileNotFoundError, ProcessLookupError):
-                    if found := set(listening(each)):
-                        heard.add(each)
-                        addresses.update(found)
-        for each in pids:
-            os.kill(each, signal.SIGSTOP)
+                    if bound := set(listening(child)):
+                        heard.add(child)
+                        addresses.update(bound)
+        for child in pids:
+            os.kill(child, signal.SIGSTOP)
         try:
-            look([each for each in descendants(pid) if each not in others])
+            look([child for child in descendants(pid) if child not in others])
         finally:
-            for each in pids:
-                os.kill(each, signal.SIGCONT)
+            for child in pids:
+                os.kill(child, signal.SIGCONT)
 
     thread = threading.Thread(target=wait_and_look)
     thread.start()
     try:
         yield addresses
     finally:
-        done.set()
+        stopped.set()
         thread.join()
 
 
@@ -142,12 +142,12 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
     tiny, plan_id = planned
     alone, site, key = tiny.copy(tmp_path / "alone"), tiny.sites[SILO], tiny.key(SILO)
     ask_for_processes(site, 2)
-    secret, found = key._private.private_bytes_raw(), dict[int, bool]()
+    secret, held = key._private.private_bytes_raw(), dict[int, bool]()
     shared = dict[int, set[str]]()
 
     def look(pids: list[int]) -> None:
         for pid in pids:
-            found[pid] = holds(pid, secret)
+            held[pid] = holds(pid, secret)
             shared[pid] = opened(pid) & opened(os.getpid())
 
     worker = Worker(site, key, lambda state: None)
@@ -155,15 +155,15 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
     with looked_into(os.getpid(), look) as addresses:
         while worker.state.state != "in_outbox":
             worker.step()
-    assert list(found.values()) == [False] * 4, (
+    assert list(held.values()) == [False] * 4, (
         "two processes, the command that starts them, and its guard"
     )
-    assert [len(each - {site.settings().data}) for each in shared.values()] == [2, 0, 0, 0], (
+    assert [len(names - {site.settings().data}) for names in shared.values()] == [2, 0, 0, 0], (
         "a guard has two pipes"
     )
     assert holds(os.getpid(), secret), "the search finds a key that is there"
     assert addresses == {LOOPBACK}
-    assert not any(map(alive, found))
+    assert not any(map(alive, held))
     alone.work(SILO)
     assert 0 < float((weights(site) - weights(alone.sites[SILO])).abs().max()) < TOLERANCE
     tiny.collect(SILO, plan_id)
@@ -220,8 +220,8 @@ def test_silo_ends_with_the_same_bytes_when_it_was_killed_or_stopped_and_when_on
     assert "training process" in said and "SIGKILL" in said and "Traceback" not in said
     assert len(said.splitlines()) < 10
 
-    for each in (site, control):
-        process = run_worker(each)
-        wait_for(each, process, "in_outbox")
+    for silo_site in (site, control):
+        process = run_worker(silo_site)
+        wait_for(silo_site, process, "in_outbox")
         end(process)
     assert expert(site) == expert(control)

@@ -67,15 +67,15 @@ def planned(
 
 
 def on_slurm(site: Site, jobs: Path) -> None:
-    asked = TrainingSettings(device="cpu", processes=2, launcher=SRUN, jobs=jobs)
+    settings = TrainingSettings(device="cpu", processes=2, launcher=SRUN, jobs=jobs)
     save_settings(
-        site.settings().model_copy(update={"training": asked}), site.path / "silo.toml", "test"
+        site.settings().model_copy(update={"training": settings}), site.path / "silo.toml", "test"
     )
 
 
 def tasks(jobs: Path) -> dict[str, int]:
     """The processes of a job that train, by their nodes."""
-    found = dict[str, int]()
+    pids = dict[str, int]()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0")
@@ -88,8 +88,8 @@ def tasks(jobs: Path) -> dict[str, int]:
             and node
             and any(word.startswith(bytes(jobs)) for word in words)
         ):
-            found[node[1].decode()] = int(entry.name)
-    return found
+            pids[node[1].decode()] = int(entry.name)
+    return pids
 
 
 def launches(jobs: Path) -> list[Path]:
@@ -144,15 +144,15 @@ def test_job_goes_on_when_either_node_s_process_is_killed_and_when_the_worker_is
     before = read_document(Launch, next(jobs.glob("*/*/*/launch.json")))
     process = run_worker(site)
     wait_until(lambda: load_state(state_path(site.private)).step > 0, "progress")
-    if found := list(jobs.glob("*/*/*/launch.json")):
-        assert read_document(Launch, found[0]) == before, "the same job is followed"
+    if launches := list(jobs.glob("*/*/*/launch.json")):
+        assert read_document(Launch, launches[0]) == before, "the same job is followed"
     wait_for(site, process, "in_outbox")
     end(process)
     assert not tasks(jobs) and not list(jobs.rglob("*.npy")), "the copies of the images are gone"
 
-    asked = TrainingSettings(device="cpu", processes=2)
+    settings = TrainingSettings(device="cpu", processes=2)
     save_settings(
-        control.settings().model_copy(update={"training": asked}),
+        control.settings().model_copy(update={"training": settings}),
         control.path / "silo.toml",
         "test",
     )

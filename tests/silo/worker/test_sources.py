@@ -76,7 +76,7 @@ def test_worker_sends_the_same_expert_and_spends_on_the_same_data_set_from_every
     tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
     plan_id = tiny.sign()
     tiny.deliver_plan("north", plan_id)
-    found = {}
+    results = {}
     for make in SOURCES:
         copied = tiny.copy(tmp_path / make.__name__)
         site, folder = copied.sites["north"], tmp_path / f"{make.__name__}.data"
@@ -85,20 +85,20 @@ def test_worker_sends_the_same_expert_and_spends_on_the_same_data_set_from_every
         state = copied.work("north")
         expert = next((site.outbox / plan_id).rglob("expert.safetensors")).read_bytes()
         table = pd.read_parquet(site.private / "cohort.parquet")
-        found[make.__name__] = (state.dataset_digest, expert, table.to_numpy().tolist())
+        results[make.__name__] = (state.dataset_digest, expert, table.to_numpy().tolist())
         unpacked = len(list(site.private.glob("unpacked-*.npy")))
         assert unpacked == (make in (as_packed_npz, as_parquet))
-    for name, each in found.items():
+    for name, result in results.items():
         with case(source=name):
-            assert each == found["as_npz"]
+            assert result == results["as_npz"]
 
 
 def test_statistics_are_the_same_to_the_bit_from_files_and_from_memory(tmp_path: Path) -> None:
     in_memory = make_source()
     np.save(tmp_path / "a.npy", in_memory.images[:].numpy())
     spec = DataSpec(shape=(1, 4, 4), range=(-9.0, 9.0))
-    asked = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None}
-    from_file = cohort_at(tmp_path / "a.npy", spec, folder=tmp_path, **asked).images  # type: ignore[arg-type]
+    options = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None}
+    from_file = cohort_at(tmp_path / "a.npy", spec, folder=tmp_path, **options).images  # type: ignore[arg-type]
     drawn = [
         draw_statistic(
             "sketch",

@@ -43,18 +43,18 @@ def join(tiny: TinyFederation, silo_id: str, table: Path, policy: dict[str, obje
     """Make the site of a silo by its commands, and let the aggregator take it in."""
     site, card = Site(tiny.path / silo_id), tiny.path / f"{silo_id}.card.json"
     (tiny.path / "pass").write_bytes(PASSPHRASE + b"\n")
-    asked = ("--passphrase-file", tiny.path / "pass")
+    passphrase = ("--passphrase-file", tiny.path / "pass")
     root = sha256_hex(tiny.root.read_bytes())
     invited = ("--invitation", tiny.federation.path / "invitation.json", "--root-fingerprint", root)
     data = ("--data", table, "--column", "label=befund")
-    done = command("silo", "init", site.path, "--id", silo_id, *data, *invited, *asked)
-    assert done.code == 0, done.err
-    assert f"{NUM} images accepted, 1 in quarantine" in done.out and "Bright" in done.out
-    assert "MRN" not in done.out and "DOE" not in done.out
+    result = command("silo", "init", site.path, "--id", silo_id, *data, *invited, *passphrase)
+    assert result.code == 0, result.err
+    assert f"{NUM} images accepted, 1 in quarantine" in result.out and "Bright" in result.out
+    assert "MRN" not in result.out and "DOE" not in result.out
     assert site.settings().images == ImagesSettings(columns={"label": "befund"})
     write_policy(site, policy)
-    done = command("silo", "enroll", site.path, "--out", card, *asked)
-    assert done.code == 0, done.err
+    result = command("silo", "enroll", site.path, "--out", card, *passphrase)
+    assert result.code == 0, result.err
     enroll_silo(tiny.federation, card)
     tiny.sites[silo_id] = site
     return site
@@ -107,7 +107,7 @@ def test_names_of_classes_travel_from_a_table_to_samples(tmp_path: Path) -> None
     assert (
         "one of 2 classes, dim, bright" in command("ddm", "info", tmp_path / "release", *pinned).out
     )
-    asked = (
+    sample = (
         "ddm",
         "sample",
         tmp_path / "release",
@@ -120,17 +120,17 @@ def test_names_of_classes_travel_from_a_table_to_samples(tmp_path: Path) -> None
         "full",
     )
     shares = ("--set", "class-prior=equal")
-    assert command(*asked, *shares, "--class", " BRIGHT", "--out", tmp_path / "a.npz").code == 0
-    assert command(*asked, *shares, "--class", 1, "--out", tmp_path / "b.npz").code == 0
+    assert command(*sample, *shares, "--class", " BRIGHT", "--out", tmp_path / "a.npz").code == 0
+    assert command(*sample, *shares, "--class", 1, "--out", tmp_path / "b.npz").code == 0
     with np.load(tmp_path / "a.npz") as drawn, np.load(tmp_path / "b.npz") as same:
         assert drawn["class"].tolist() == ["bright"] * 2 and np.array_equal(
             drawn["images"], same["images"]
         )
-    assert command(*asked, *shares, "--class", "dim", "--out", tmp_path / "grid.png").code == 0
+    assert command(*sample, *shares, "--class", "dim", "--out", tmp_path / "grid.png").code == 0
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.text["Class"] == "dim"  # type: ignore[attr-defined]
-    done = command(*asked, "--class", "red", "--out", tmp_path / "c.npz")
-    assert done.code == SetupError.exit_code and "a class, dim, bright" in done.err
+    result = command(*sample, "--class", "red", "--out", tmp_path / "c.npz")
+    assert result.code == SetupError.exit_code and "a class, dim, bright" in result.err
     ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
     samples = ensemble.sample(
         2,

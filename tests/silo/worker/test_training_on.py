@@ -52,7 +52,7 @@ def training(num_steps: int) -> Training:
 def trained(
     expert: torch.nn.Module, images: Tensor, num_steps: int, folder: Path
 ) -> dict[str, Tensor]:
-    done = train(
+    result = train(
         expert,
         images,
         training(num_steps),
@@ -62,7 +62,7 @@ def trained(
         on_progress=lambda progress: None,
         should_stop=lambda: False,
     )
-    return done.ema
+    return result.ema
 
 
 @torch.no_grad()

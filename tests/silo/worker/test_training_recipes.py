@@ -57,14 +57,18 @@ def cohort(label_N: Tensor | None = None) -> Cohort:
 
 
 def trained(
-    asked: Plan, folder: Path, images: Cohort | None = None, silo_id: str = "north", **options: Any
+    the_plan: Plan,
+    folder: Path,
+    images: Cohort | None = None,
+    silo_id: str = "north",
+    **options: Any,
 ) -> dict[str, Tensor]:
     """The tensors of the one expert that `silo_id` trains."""
     files = PlanFiles(encoder=None, clusters=ONE_GROUP, sketch=None)  # type: ignore[arg-type]  # neither is used
     work, fine_N = Workspace(folder / silo_id), torch.zeros(NUM, dtype=torch.int64)
     work.expert_path(silo_id).parent.mkdir(parents=True)
     training = SiloTraining(
-        plan=asked,
+        plan=the_plan,
         files=files,
         cohort=images or cohort(),
         fine_N=fine_N,
@@ -75,7 +79,7 @@ def trained(
         **options,
     )
     train_experts(training, on_progress=lambda progress: None, should_stop=lambda: False)
-    expert = build_expert(asked.expert.architecture, SHAPE, condition=asked.condition)
+    expert = build_expert(the_plan.expert.architecture, SHAPE, condition=the_plan.condition)
     specs = {name: spec_of(value) for name, value in expert.state_dict().items()}
     return load_tensors(work.expert_path(silo_id), specs, max_bytes=1 << 24)
 
@@ -101,9 +105,11 @@ def test_silo_trains_its_own_exception_and_its_neighbours_what_all_train(tmp_pat
 
 
 def test_expert_is_told_its_images_classes(tmp_path: Path) -> None:
-    asked = plan(condition=CLASSES)
-    assert num_classes(asked) == 3
-    one, other = (trained(asked, tmp_path / str(n), cohort(torch.arange(NUM) % n)) for n in (2, 3))
+    by_class = plan(condition=CLASSES)
+    assert num_classes(by_class) == 3
+    one, other = (
+        trained(by_class, tmp_path / str(n), cohort(torch.arange(NUM) % n)) for n in (2, 3)
+    )
     assert not same(one, other)
 
 
@@ -163,11 +169,11 @@ def test_weights_that_training_takes_beyond_the_bound_end_at_it_and_stop_nothing
     (tmp_path / "bundle" / "plan").mkdir(parents=True)
     path = tmp_path / "bundle" / "plan" / "base.safetensors"
     save_tensors(path, base)
-    asked = plan(ADAPTATIONS["partial"], File.of("plan/base.safetensors", path))
-    found = trained(asked, tmp_path / "bound", bundle=tmp_path / "bundle")
+    partial = plan(ADAPTATIONS["partial"], File.of("plan/base.safetensors", path))
+    weights = trained(partial, tmp_path / "bound", bundle=tmp_path / "bundle")
     assert (
-        float(found["head.weight"].abs().max()) == MAX_WEIGHT
-        and float(found["head.weight"].min()) < MAX_WEIGHT
+        float(weights["head.weight"].abs().max()) == MAX_WEIGHT
+        and float(weights["head.weight"].min()) < MAX_WEIGHT
     )
     assert "weights were not finite or above 10000" in caplog.text
 
@@ -176,9 +182,9 @@ def test_weights_that_training_takes_beyond_the_bound_end_at_it_and_stop_nothing
         return weights
 
     monkeypatch.setattr("ddm.training.planned.merged", spoiled)
-    found = trained(asked, tmp_path / "lost", bundle=tmp_path / "bundle")
-    assert found["head.weight"][0, :3].tolist() == [0.0, 0.0, 0.0] and bool(
-        found["head.weight"][0, 3:].all()
+    weights = trained(partial, tmp_path / "lost", bundle=tmp_path / "bundle")
+    assert weights["head.weight"][0, :3].tolist() == [0.0, 0.0, 0.0] and bool(
+        weights["head.weight"][0, 3:].all()
     )
 
 

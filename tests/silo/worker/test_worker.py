@@ -159,7 +159,7 @@ def test_worker_refuses_a_plan_whose_expert_is_larger_than_it_declares(
     tables = recipe().model_dump(mode="json")
     tables["limits"]["expert_bytes"] = 1000
     # which would say so first
-    monkeypatch.setattr("aggregator.planning.draft.check_feasible", lambda *given: None)
+    monkeypatch.setattr("aggregator.planning.draft.check_feasible", lambda *arguments: None)
     plan_id = tiny.sign(type(recipe()).model_validate_json(json.dumps(tables)))
     tiny.deliver_plan(SILO, plan_id)
     problem = tiny.work(SILO, until="plan_refused").problem
