@@ -81,7 +81,7 @@ class DocumentValue:
 
 
 @dataclass(frozen=True)
-class NoiseLevel:
+class StatisticNoise:
     """How much noise a statistic holds, in words."""
 
     kind: str
@@ -110,7 +110,7 @@ class ReviewFacts:
     accepted: AcceptedPlan
     files: tuple[OutgoingFile, ...]
     numbers: tuple[DocumentValue, ...]
-    noises: tuple[NoiseLevel, ...]
+    noises: tuple[StatisticNoise, ...]
     budget: Account
     audit: AuditReport | None
     previous: tuple[Submission, ...]
@@ -150,7 +150,7 @@ def read_review_facts(site: Site) -> ReviewFacts:
         accepted=accepted,
         files=tuple(_outgoing_files(site, draft)),
         numbers=tuple(_document_values(draft, previous[0] if previous else None)),
-        noises=tuple(_noise_levels(accepted.plan)),
+        noises=tuple(_statistic_noises(accepted.plan)),
         budget=account(open_ledger(site, site.policy())),
         audit=report,
         previous=tuple(previous),
@@ -291,11 +291,11 @@ def _trained_privately(document: Submission) -> bool:
     return any(isinstance(expert.privacy, DpSgdPrivacy) for expert in document.experts)
 
 
-def _noise_levels(plan: Plan) -> Iterator[NoiseLevel]:
+def _statistic_noises(plan: Plan) -> Iterator[StatisticNoise]:
     """Yield how much noise each statistic of a plan contains."""
     for statistic in statistics_of(plan.statistics).values():
         terms = plan.statistics.terms[statistic.kind]
-        yield NoiseLevel(statistic.kind, terms.epsilon, terms.delta, statistic.noise_in_words())
+        yield StatisticNoise(statistic.kind, terms.epsilon, terms.delta, statistic.noise_in_words())
 
 
 def _previous_submissions(site: Site, draft: Submission) -> list[Submission]:
