@@ -136,14 +136,16 @@ class DecisionRecord(chain.ChainRecord):
     decision: Annotated[SiteDecision, Field(discriminator="kind")]
 
 
-class _Head(chain.ChainHead):
+class DecisionLogHead(chain.ChainHead):
+    """The last record of the log and its number, kept beside it."""
+
     format: Literal["archipelago/decisions-head/1"] = "archipelago/decisions-head/1"
 
 
 _FORM = chain.ChainFormat(
     name="decision log",
     parse_record=TypeAdapter(DecisionRecord).validate_json,
-    head_model=_Head,
+    head_model=DecisionLogHead,
     genesis=sha256_hex(b"archipelago/decisions/1"),
     max_records=MAX_RECORDS,
     error=DecisionLogError,

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import (
@@ -103,48 +103,58 @@ def first_look(
         raise
 
 
+@dataclass(frozen=True)
+class SiteSetup:
+    """What is decided about a site when it is made.
+
+    Attributes:
+        silo_id: the silo's name.
+        data: its private images.
+        passphrase_file: whose path the configuration keeps.
+        images: how images are found and decoded.
+        ledger: where the privacy ledger is; one that exists already is joined.
+    """
+
+    silo_id: str
+    data: Path
+    passphrase_file: Path | None = None
+    images: ImagesSettings = ImagesSettings()
+    ledger: LedgerSettings = LedgerSettings()
+
+
 def init_site(
     site: Site,
-    silo_id: str,
-    data: Path,
+    setup: SiteSetup,
     invitation: Invitation,
     passphrase: bytes,
-    passphrase_file: Path | None,
-    images: ImagesSettings | None = None,
     *,
-    ledger: LedgerSettings | None = None,
     looked: bool = False,
 ) -> SigningKey:
     """Make a site's folders, keys and configuration.
 
     Args:
         site: the folder.
-        silo_id: the silo's name.
-        data: its private images.
+        setup: what is decided about it.
         invitation: from the aggregator.
         passphrase: encrypts the signing key.
-        passphrase_file: whose path the configuration keeps.
-        images: how images are found and decoded.
-        ledger: where the privacy ledger is; one that exists already is joined.
         looked: whether `first_look` was called already.
 
     Raises:
         BusyError, MissingFileError, DataError: see `first_look`.
         LedgerError: the ledger or its anchor is there and does not fit.
     """
-    images = images or ImagesSettings()
-    source = new_source(site, data, images)
+    source = new_source(site, setup.data, setup.images)
     if not looked:
         first_look(site, source)
     settings = SiloSettings(
-        silo_id=silo_id,
-        data=str(data.resolve()),
+        silo_id=setup.silo_id,
+        data=str(setup.data.resolve()),
         federation=invitation.federation,
         address=invitation.address,
         root_digest=invitation.root_digest,
-        passphrase_file=remembered(passphrase_file),
-        images=images,
-        ledger=ledger or LedgerSettings(),
+        passphrase_file=remembered(setup.passphrase_file),
+        images=setup.images,
+        ledger=setup.ledger,
     )
     site.make_folders()
     key = _signing_key(site.key_path, passphrase)

@@ -8,7 +8,7 @@ from ddm.io.settings import Settings
 from ddm.planning.recipe import SharedRecipe
 from ddm.protocol.base import ShortText
 from ddm.protocol.learning import OwnAdaptation
-from ddm.protocol.limits import Audit, Limits
+from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.statistics import Statistics
 
 _DEFAULT_GROUPS = 128
@@ -47,7 +47,7 @@ class IslandsRecipe(SharedRecipe):
     valid_days: int | None = None
     statistics: Statistics | None = None
     audit: Audit | None = None
-    limits: Limits | None = None
+    limits: SubmissionLimits | None = None
 
     @property
     def num_groups(self) -> int:

@@ -29,7 +29,7 @@ from ddm.planning.fit import PublicParts, divide, fit_public_parts
 from ddm.planning.recipe import TextRecipe
 from ddm.protocol.architecture import ClassCondition, Condition, TextCondition
 from ddm.protocol.enrolment import AgreedSize
-from ddm.protocol.limits import Audit, Limits
+from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.partition import SiloPartition
 from ddm.protocol.plan import Plan
 from ddm.protocol.routers import SamplesSettings
@@ -312,7 +312,7 @@ def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
             class_counts=class_counts,
         ),
         audit=Audit(required=False, min_holdout_units=1, max_near_copy_rate=1.0, max_mia_auc=1.0),
-        limits=Limits(
+        limits=SubmissionLimits(
             expert_bytes=expert_size.bytes + _HEADER_BYTES,
             statistic_bytes=1,
             train_s=NO_LIMIT_S,

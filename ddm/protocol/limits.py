@@ -28,7 +28,7 @@ class Audit(Model):
     max_mia_tpr: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
 
 
-class Limits(Model):
+class SubmissionLimits(Model):
     """Bounds on the size of a silo's submission and on its training time.
 
     Attributes:

@@ -12,7 +12,7 @@ from ddm.protocol.encoder import Encoder
 from ddm.protocol.enrolment import AgreedSize
 from ddm.protocol.latent import Autoencoder, DiffusersKlLatent, Latent
 from ddm.protocol.learning import Expert, Objective, OwnAdaptation, TDistribution
-from ddm.protocol.limits import Audit, Limits
+from ddm.protocol.limits import Audit, SubmissionLimits
 from ddm.protocol.partition import (
     Clustering,
     Partition,
@@ -52,7 +52,7 @@ class PlanTerms(ModelTerms):
 
     statistics: Statistics
     audit: Audit
-    limits: Limits
+    limits: SubmissionLimits
     rehearsal: bool = False
 
 

@@ -44,7 +44,7 @@ from silo.data.cohort import CohortRequest, load_cohort
 from silo.images.source import FOLDER, ImageSource
 from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import draw_statistic
-from silo.setup import init_site, make_card, read_invitation
+from silo.setup import SiteSetup, init_site, make_card, read_invitation
 from silo.worker.stages import assign_images, read_assignment
 
 SHAPE, STEPS, NUM_PUBLIC = (4, 32, 32), 50, 2048
@@ -122,7 +122,7 @@ def make_plan(folder: Path, num: int) -> None:
     )
     digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
     invited = read_invitation(federation.path / "invitation.json", digest)
-    key = init_site(site, "north", folder / "data", invited, PASSPHRASE, None)
+    key = init_site(site, SiteSetup("north", folder / "data"), invited, PASSPHRASE)
     (folder / "card.json").write_bytes(make_card(site, key, images=num))
     enroll_silo(federation, folder / "card.json")
     public = torch.from_numpy(latents(np.random.default_rng(1), NUM_PUBLIC))

@@ -56,7 +56,7 @@ def init(
 ) -> None:
     """Make a site: its folders, keys, configuration and pinned root."""
     from silo.images.command import files_progress, images_settings, show
-    from silo.setup import first_look, init_site, new_source, read_invitation
+    from silo.setup import SiteSetup, first_look, init_site, new_source, read_invitation
 
     # A forged invitation is refused before anything is made or scanned.
     invited = read_invitation(invitation, root_fingerprint)
@@ -80,17 +80,14 @@ def init(
     for remark in look.remarks:
         say(f"- {remark}")
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
-    key = init_site(
-        new_site,
+    setup = SiteSetup(
         silo_id,
         data,
-        invited,
-        secret,
         passphrase_file,
         images,
-        ledger=LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor)),
-        looked=True,
+        LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor)),
     )
+    key = init_site(new_site, setup, invited, secret, looked=True)
     say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
     say(f"  signing key   {key.public.fingerprint}")
     say(f"  root          {invited.root_digest}")

@@ -32,7 +32,7 @@ from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 from silo.config import LedgerSettings, Policy, Site
 from silo.plan.waiver import write_waiver
-from silo.setup import init_site, make_card, read_invitation
+from silo.setup import SiteSetup, init_site, make_card, read_invitation
 from silo.worker.state import State, state_path
 from silo.worker.worker import Worker
 
@@ -156,7 +156,8 @@ class TinyFederation:
         root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
         site = Site(self.path / silo_id)
         invited = read_invitation(self.federation.path / "invitation.json", root_digest)
-        key = init_site(site, silo_id, data, invited, PASSPHRASE, None, ledger=ledger)
+        setup = SiteSetup(silo_id, data, ledger=ledger or LedgerSettings())
+        key = init_site(site, setup, invited, PASSPHRASE)
         write_policy(site, policy or POLICY)
         make_card(site, key)
         # The card allows every plan, because tests give sites other policies afterwards.

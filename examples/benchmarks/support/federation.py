@@ -29,7 +29,7 @@ from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
 from silo.plan.waiver import write_waiver
 from silo.plan.workspace import TrainingRecord, open_workspace
-from silo.setup import init_site, make_card, read_invitation
+from silo.setup import SiteSetup, init_site, make_card, read_invitation
 from silo.worker.worker import Worker
 
 PASSPHRASE = b"benchmark"
@@ -168,7 +168,7 @@ class MadeUp:
             site, data = Site(path / silo_id), path / f"{silo_id}.npz"
             np.savez(data, images=_images(number))
             invited = read_invitation(federation.path / "invitation.json", root_digest)
-            key = init_site(site, silo_id, data, invited, PASSPHRASE, None)
+            key = init_site(site, SiteSetup(silo_id, data), invited, PASSPHRASE)
             save_settings(Policy.model_validate(_POLICY), site.path / "policy.toml", "benchmark")
             (path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
             enroll_silo(federation, path / f"{silo_id}.card.json")

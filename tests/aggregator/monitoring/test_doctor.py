@@ -29,7 +29,7 @@ from ddm.protocol.base import now_utc
 from ddm.system.findings import Findings
 from ddm.system.processes import program
 from silo.config import Site
-from silo.setup import init_site, make_card, read_invitation
+from silo.setup import SiteSetup, init_site, make_card, read_invitation
 from tests.conftest import Published
 from tests.support.federation import POLICY, write_policy
 from tests.support.federation_midway import on_free_port
@@ -114,16 +114,10 @@ def lost_card(fed: Federation) -> None:
 
 
 def card_with_another_key(fed: Federation) -> None:
-    site, other = Site(fed.path.parent / "impostor"), fed.path / "invitation.json"
-    images = fed.path.parent / "north.npz"
-    key = init_site(
-        site,
-        "north",
-        images,
-        read_invitation(other, json.loads(other.read_text())["root_digest"]),
-        b"x",
-        None,
-    )
+    site = Site(fed.path.parent / "impostor")
+    path = fed.path / "invitation.json"
+    invitation = read_invitation(path, json.loads(path.read_text())["root_digest"])
+    key = init_site(site, SiteSetup("north", fed.path.parent / "north.npz"), invitation, b"x")
     write_policy(site, POLICY)
     (fed.registry / "north.json").write_bytes(make_card(site, key))
 
