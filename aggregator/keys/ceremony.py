@@ -111,6 +111,7 @@ def conduct_ceremony(
         )
         _sign_here(federation, change, request, passphrase)
     missing = _missing(change, pending)
+    # A crash before this leaves a staged change, which the next command discards.
     if missing:
         change.wait()
     else:
@@ -130,6 +131,7 @@ def complete_change(federation: Federation, passphrase: bytes) -> PendingChange:
         stack.enter_context(federation.signing_lock())
         change = Change.waiting(federation.path)
         pending = _pending(change)
+        # A plan replaces the present one, whose submissions intake must not touch meanwhile.
         if pending.act == "plan":
             stack.enter_context(locked(federation.accepted, "intake"))
         missing = _missing(change, pending)
@@ -209,6 +211,7 @@ def check_replaceable(federation: Federation) -> None:
         return
     accepted = federation.accepted / plan.plan_id
     releases = [path for path in federation.releases.glob("[0-9]*") if path.name.isdigit()]
+    # A submission of the present plan that is in no release cannot be published once another plan is signed.
     published = {
         path.name
         for release in releases

@@ -55,6 +55,7 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = N
     server_key = ec.generate_private_key(ec.SECP256R1())
     ca = _make_authority(ca_key)
     server = _make_server_certificate(server_key, ca, ca_key, _alternative_names(hosts))
+    # Only `rotate tls` needs the authority's key; a thief of the running server must not get it with the server's.
     ca_encryption: KeySerializationEncryption = NoEncryption()
     if passphrase:
         ca_encryption = BestAvailableEncryption(passphrase)
@@ -93,6 +94,7 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
         ) from error
     ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     old = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    # The same names, or silos would reach a server whose certificate is for another host.
     names = list(old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
         raise SetupError(
@@ -110,6 +112,7 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
 
 def _alternative_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
     names: list[x509.GeneralName] = []
+    # Each name once; an address has another kind of entry than a host name (RFC 5280, 4.2.1.6).
     for host in dict.fromkeys([*hosts, *_LOCAL_HOSTS]):
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
@@ -147,6 +150,7 @@ def _make_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     return (
         _builder(name, key.public_key())
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        # Path length 0: it signs servers, and no further authority.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(sign_certificates=True), critical=True)
         .sign(key, hashes.SHA256())

@@ -94,6 +94,7 @@ def finish_withdrawal(
     _notify_silo(federation, record, plan_digest, key)
     accepted = federation.accepted / (record.carried_from or plan_id) / silo_id
     withdrawn = _folder(federation, plan_id, silo_id) / "submission"
+    # Kept, not deleted: releases published before still name it.
     if accepted.exists() and not withdrawn.exists():
         move_into_place(accepted, withdrawn)
 
@@ -159,6 +160,7 @@ def _digest_of(document: Path) -> str:
 
 def _record_withdrawal(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Withdrawal:
     path = _record_path(federation, plan.plan_id, silo_id)
+    # The first reason stays: the silo may have been notified of it already.
     if path.is_file():
         return read_withdrawal(federation, plan.plan_id, silo_id)
     document = federation.accepted_folder(plan, silo_id) / submission_path(silo_id)
@@ -186,6 +188,7 @@ def _notify_silo(
 ) -> None:
     """Mark the silo as final, then write the notice to it under the number of its next receipt."""
     folder = federation.receipts / record.plan_id / record.silo_id
+    # Before the notice, so that no further submission is taken in after it.
     write_atomic(folder / "final", b"")
     answered = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]
     for sequence in answered:

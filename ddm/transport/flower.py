@@ -38,6 +38,7 @@ def encode(envelope: Envelope[Request | Reply]) -> RecordDict:
     Returns:
         The records of one Flower message.
     """
+    # JSON in one field: Flower's own types would accept fields that no schema of ours checks.
     records = RecordDict({_HEAD: ConfigRecord({_DOCUMENT: envelope.message.model_dump_json()})})
     if envelope.data:
         array = Array(dtype="uint8", shape=(len(envelope.data),), stype=_STYPE, data=envelope.data)

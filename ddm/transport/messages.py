@@ -22,12 +22,14 @@ from pydantic import Field, TypeAdapter, model_validator
 from ddm.protocol.base import Digest, Model, PlanId, RelativePath
 from ddm.protocol.enrolment import SealedText
 
+# Bounds on what the other side sends: each entry costs memory and a look at the disk.
 MAX_BUNDLE_FILES = 256
 MAX_SUBMISSION_FILES = 1024
 MAX_SPANS = 1024
 # Of one silo to one plan.
 MAX_SUBMISSIONS = 20
 MAX_RECEIPT_BYTES = 1024 * 1024
+# A reply may be held back for so long; the message's time to live grows by it (`aggregator.transfer.dispatcher`).
 MAX_WAIT_S = 60
 
 SiloState = Literal[
@@ -46,6 +48,7 @@ SiloState = Literal[
     "withdrawn",
     "superseded",
 ]
+# Strict bounds, since sums of these numbers are used as sizes and offsets.
 NumBytes = Annotated[int, Field(ge=0, lt=2**50)]
 Sequence = Annotated[int, Field(ge=1, le=1_000_000)]
 Code = Annotated[int, Field(ge=0, le=255)]
@@ -106,6 +109,7 @@ def check_no_collisions(files: Iterable[IndexEntry]) -> None:
         ValueError: two of them collide.
     """
     names = [entry.path.casefold() for entry in files]
+    # Every folder that some file is in, at any depth.
     folders = set()
     for name in names:
         parts = name.split("/")
@@ -228,6 +232,7 @@ class Envelope(Generic[MessageT]):
 
     def pieces(self) -> list[memoryview]:
         """The data, cut by the message's spans; nothing is copied."""
+        # A view, since a shard has up to 128 MiB.
         data = memoryview(self.data)
         pieces = []
         start = 0

@@ -113,6 +113,7 @@ class PartFolder:
     """
 
     def __init__(self, target: Path, files: Sequence[IndexEntry]) -> None:
+        # The index comes from somebody else: its files must not overwrite each other.
         check_no_collisions(files)
         self.target = target
         self.files = tuple(files)
@@ -201,6 +202,7 @@ class PartFolder:
                     expected=f"sha256 {entry.digest[:16]}...",
                     got=f"{digest[:16]}...",
                 )
+        # The target holds the files of the index and nothing else.
         (self._part / _PROGRESS).unlink()
         move_into_place(self._part, self.target)
         return True
@@ -226,6 +228,7 @@ def _merge_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sort ranges and join those that touch or overlap."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
+        # Sorted by their start, so that only the last one can touch.
         if merged and start <= merged[-1][1]:
             last_start, last_end = merged[-1]
             merged[-1] = (last_start, max(last_end, end))

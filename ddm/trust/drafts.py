@@ -187,8 +187,7 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
         )
     keys: dict[str, Key] = {}
     roles: dict[str, DelegatedRole] = {}
-    # `plans` and `release` exist from the start, without a path: a role that appears later would need readers who
-    # expect it.
+    # `plans` and `release` are there from the start, without a path before the first plan.
     for name, public in ((PLANS, delegates.plans), (RELEASE, delegates.release)):
         key = public.tuf_key()
         keys[key.keyid] = key

@@ -104,6 +104,7 @@ def answer(
 ) -> Envelope[Reply]:
     """Answer one valid request, no faster than this site lets bytes leave; a failure becomes a code."""
     reply = _answer(envelope, limits)
+    # The next message waits for this one, so that a pause here limits the rate.
     if limits.bytes_per_s and reply.data:
         pause(len(reply.data) / limits.bytes_per_s)
     return reply
@@ -133,6 +134,7 @@ def _take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits)
     from silo.courier.bundles import take_bundle
     from silo.courier.inbox import Inbox
 
+    # Every limit comes from this site's configuration; the offer cannot raise one.
     inbox = Inbox(limits.site, limits.inbox_bytes, limits.inbox_files)
     return take_bundle(
         offer, pieces, inbox, bundle_bytes=limits.bundle_bytes, shard_bytes=limits.shard_bytes

@@ -81,6 +81,7 @@ class Inbox:
 
     def tidy(self) -> None:
         """Remove what does not belong here, what nobody finished, and bundles that no longer verify."""
+        # Read before anything is removed: without a root nothing here could be verified.
         current_plan = plan_at_work(self.site)
         root = self.root()
         for entry in sorted(self.folder.iterdir()):
@@ -103,6 +104,7 @@ class Inbox:
                     remove(entry)
             elif not _PART_NAME.fullmatch(entry.name) or _age_s(entry) >= STALE_S:
                 remove(entry)
+        # Receipts are verified with the plan, and say nothing without it.
         if not keep and not (plan / "bundle").exists():
             remove(plan / "receipts")
         # Raises where the folder is not empty.

@@ -64,6 +64,7 @@ def replace(module: ModuleType, name: str, value: object) -> None:
 def close_port(create_app: Callable[..., Any]) -> Callable[..., Any]:
     """Let the server that Flower makes answer this user only."""
 
+    # Flower calls this to make its server; the middleware is in front of everything that the server does.
     def create(*arguments: object, **settings: object) -> Any:
         app = create_app(*arguments, **settings)
         app.add_middleware(OwnUserOnly)
@@ -160,6 +161,7 @@ class SecretFiles:
 
 def make_secrets(folder: Path) -> SecretFiles:
     """Make the secret and the certificate of one start, readable by this user only."""
+    # New ones at every start: what an earlier SuperNode's programs knew is of no use any more.
     files = SecretFiles(folder / "superexec.secret", folder / "node.pem", folder / "node.key")
     certificate, private_key = make_certificate(HOST)
     write_atomic(files.secret, secrets.token_bytes(32), mode=0o600)

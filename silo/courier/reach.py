@@ -26,6 +26,7 @@ _REMEDY = "Ask whether `aggregator run` is running there, and let this host and 
 
 def proxy_for(host: str) -> SplitResult | None:
     """Return the proxy for a host, from the environment; None for a direct connection."""
+    # As Flower's client reads them, or the check would test another way than the courier takes.
     variables = getproxies_environment()
     proxy = variables.get("https") or variables.get("all")
     if not proxy:
@@ -77,6 +78,7 @@ def make_connection(
     connection = http.client.HTTPSConnection(
         proxy.hostname, _port(proxy), timeout=timeout_s, context=context
     )
+    # CONNECT: the proxy sees the aggregator's address, and nothing of what is sent through it.
     connection.set_tunnel(host, int(port), headers=_credentials(proxy))
     return connection
 
@@ -135,6 +137,7 @@ def explain(address: str, ca: Path) -> str | None:
 
 def _port(proxy: SplitResult) -> int:
     try:
+        # Raises for a port that is no number.
         return proxy.port or 80
     except ValueError:
         return 80

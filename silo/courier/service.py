@@ -62,6 +62,7 @@ def watch_courier(courier: Courier, ended: threading.Event, site: Site) -> None:
         try:
             courier.check()
             problem = courier.problem
+            # No warning while nothing is expected of the aggregator.
             if problem == UNREACHABLE and between_plans(site):
                 problem = _NOT_RUNNING
             elif problem in (UNREACHABLE, REFUSED):
@@ -101,6 +102,7 @@ def make_courier(site: Site) -> Courier:
         MissingFileError: it has no root to verify plans by.
     """
     settings = site.settings()
+    # Before it starts: a courier that cannot write would fail at the first message, hours later.
     check_writable([site.courier, site.inbox])
     Inbox(site.path, settings.inbox_bytes, settings.max_inbox_files).clean()
     return Courier(
