@@ -408,20 +408,23 @@ def _own_samples(
     distillation: Distillation, num: int, texts: Path | None
 ) -> "tuple[DistillationData, OwnSamples]":
     """Draw the training images from the ensemble itself."""
-    from ddm.distillation.dataset import own_samples, read_labels
+    from ddm.distillation.dataset import SampleRecipe, own_samples, read_labels
     from ddm.distillation.student import OwnSamples
     from ddm.protocol.base import sha256_file
 
     seed = distillation.training.seed
+    recipe = SampleRecipe(
+        source=distillation.source.manifest,
+        condition=distillation.condition,
+        texts=read_labels(texts, distillation.condition) if texts else None,
+        seed=seed,
+    )
     with progress(f"drawing {num} samples") as show_progress:
         drawn = own_samples(
             distillation.ensemble,
             num,
             distillation.work / _SAMPLES,
-            source=distillation.source.manifest,
-            condition=distillation.condition,
-            texts=read_labels(texts, distillation.condition) if texts else None,
-            seed=seed,
+            recipe,
             on_progress=show_progress,
         )
     return drawn, OwnSamples(num=num, seed=seed, texts=sha256_file(texts) if texts else None)
@@ -481,6 +484,7 @@ def _public_images(
 def _train(distillation: Distillation, dataset: "DistillationData") -> "FinishedTraining":
     import torch
 
+    from ddm.distillation.distill import DistillationRun
     from ddm.distillation.distill import distill as train_student
     from ddm.models import build_expert, load_expert
 
@@ -495,17 +499,20 @@ def _train(distillation: Distillation, dataset: "DistillationData") -> "Finished
         student = build_expert(network, shape, condition=condition, seed=distillation.training.seed)
     try:
         with progress("training the student") as show_progress, stop_on_first_signal() as stop:
+            run = DistillationRun(
+                checkpoint_dir=distillation.work / _CHECKPOINTS,
+                on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
+                should_stop=stop.is_set,
+                engine=Engine(device=distillation.device),
+            )
             return train_student(
                 distillation.ensemble,
                 student,
                 dataset,
                 distillation.training,
+                run,
                 teacher=distillation.teacher.value,
-                engine=Engine(device=distillation.device),
                 source=distillation.source.manifest,
-                checkpoint_dir=distillation.work / _CHECKPOINTS,
-                on_progress=lambda reached: show_progress(reached.step, reached.num_steps),
-                should_stop=stop.is_set,
                 t_distribution=plan.t_distribution,
             )
     except SetupError as error:

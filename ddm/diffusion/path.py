@@ -145,9 +145,13 @@ def expand_time(t_B: Tensor, x_B: Tensor) -> Tensor:
         ShapeError: not one time per sample.
     """
     if t_B.shape != x_B.shape[:1]:
-        expected = f"{x_B.shape[0]} times, one per sample"
-        raise ShapeError("t", expected=expected, got=f"shape {tuple(t_B.shape)}")
-    return t_B.to(x_B).view(-1, *[1] * (x_B.dim() - 1))
+        raise ShapeError(
+            "t",
+            expected=f"{x_B.shape[0]} times, one per sample",
+            got=f"shape {tuple(t_B.shape)}",
+        )
+    num_inner = x_B.dim() - 1
+    return t_B.to(x_B).view(-1, *[1] * num_inner)
 
 
 def x_t(path: Path, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
@@ -178,9 +182,14 @@ def x_0_and_eps(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> tuple[Tensor, 
         x_0 and eps, each of the shape of `x`.
     """
     t = expand_time(t_B, x)
-    alpha, sigma, d_alpha, d_sigma = path.alpha(t), path.sigma(t), path.d_alpha(t), path.d_sigma(t)
+    alpha = path.alpha(t)
+    sigma = path.sigma(t)
+    d_alpha = path.d_alpha(t)
+    d_sigma = path.d_sigma(t)
     determinant = alpha * d_sigma - sigma * d_alpha
-    return (d_sigma * x - sigma * u) / determinant, (alpha * u - d_alpha * x) / determinant
+    x_0 = (d_sigma * x - sigma * u) / determinant
+    eps = (alpha * u - d_alpha * x) / determinant
+    return x_0, eps
 
 
 def target_of(path: Path, prediction: Prediction, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
@@ -200,7 +209,7 @@ def target_of(path: Path, prediction: Prediction, x_0: Tensor, eps: Tensor, t_B:
 
 
 def x_0_and_eps_of(
-    path: Path, prediction: Prediction, x: Tensor, answer: Tensor, t_B: Tensor
+    path: Path, prediction: Prediction, x: Tensor, predicted: Tensor, t_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Solve x_t and a prediction for data and noise.
 
@@ -209,9 +218,9 @@ def x_0_and_eps_of(
 
     Args:
         path: the path that the prediction lives on.
-        prediction: what `answer` is.
+        prediction: what `predicted` is.
         x: noised samples, shape (B, ...).
-        answer: the prediction at (x, t), same shape.
+        predicted: the prediction at (x, t), same shape.
         t_B: times in [0, 1], shape (B,).
 
     Returns:
@@ -221,17 +230,20 @@ def x_0_and_eps_of(
         Salimans and Ho 2022, appendix D, for v on variance-preserving paths.
     """
     if prediction == "velocity":
-        return x_0_and_eps(path, x, answer, t_B)
+        return x_0_and_eps(path, x, predicted, t_B)
     t = expand_time(t_B, x)
-    alpha, sigma = path.alpha(t), path.sigma(t)
+    alpha = path.alpha(t)
+    sigma = path.sigma(t)
     match prediction:
         case "eps":
-            return (x - sigma * answer) / alpha, answer
+            return (x - sigma * predicted) / alpha, predicted
         case "x_0":
-            return answer, (x - alpha * answer) / sigma
+            return predicted, (x - alpha * predicted) / sigma
         case "v":
             power = alpha.square() + sigma.square()
-            return (alpha * x - sigma * answer) / power, (sigma * x + alpha * answer) / power
+            x_0 = (alpha * x - sigma * predicted) / power
+            eps = (sigma * x + alpha * predicted) / power
+            return x_0, eps
         case _:
             assert_never(prediction)
 
@@ -239,23 +251,27 @@ def x_0_and_eps_of(
 def velocity_from_eps(path: Path, x: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
     """The velocity that `eps` implies; singular at alpha = 0, so t < 1."""
     t = expand_time(t_B, x)
-    return velocity(path, (x - path.sigma(t) * eps) / path.alpha(t), eps, t_B)
+    x_0 = (x - path.sigma(t) * eps) / path.alpha(t)
+    return velocity(path, x_0, eps, t_B)
 
 
 def velocity_from_x_0(path: Path, x: Tensor, x_0: Tensor, t_B: Tensor) -> Tensor:
     """The velocity that `x_0` implies; singular at sigma = 0, so t > 0."""
     t = expand_time(t_B, x)
-    return velocity(path, x_0, (x - path.alpha(t) * x_0) / path.sigma(t), t_B)
+    eps = (x - path.alpha(t) * x_0) / path.sigma(t)
+    return velocity(path, x_0, eps, t_B)
 
 
 def score(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> Tensor:
     """The score ``grad log p_t(x) = -eps / sigma``; singular at sigma = 0, so t > 0."""
-    return -x_0_and_eps(path, x, u, t_B)[1] / path.sigma(expand_time(t_B, x))
+    _, eps = x_0_and_eps(path, x, u, t_B)
+    return -eps / path.sigma(expand_time(t_B, x))
 
 
 def velocity_from_score(path: Path, x: Tensor, score: Tensor, t_B: Tensor) -> Tensor:
     """The velocity that `score` implies; singular at alpha = 0, so t < 1."""
-    return velocity_from_eps(path, x, -path.sigma(expand_time(t_B, x)) * score, t_B)
+    eps = -path.sigma(expand_time(t_B, x)) * score
+    return velocity_from_eps(path, x, eps, t_B)
 
 
 def as_velocity(
@@ -292,26 +308,36 @@ def as_velocity(
     Source:
         Karras et al. 2022, for the equivalence of paths up to time and scale.
     """
-    singular_at_data = prediction == "x_0" and float(path.sigma(torch.zeros(()))) == 0.0
-    lowest, highest = t_min if singular_at_data else 0.0, t_max if prediction == "eps" else 1.0
+    lowest = 0.0
+    highest = 1.0
+    begins_at_data = float(path.sigma(torch.zeros(()))) == 0.0
+    if prediction == "x_0" and begins_at_data:
+        lowest = t_min
+    if prediction == "eps":
+        highest = t_max
 
-    def on_canonical(x_B: Tensor, t_B: Tensor, *condition: Tensor) -> Tensor:
+    def canonical_velocity(x_B: Tensor, t_B: Tensor, *condition: Tensor) -> Tensor:
         t_B = t_B.to(x_B)
-        alpha_B, sigma_B = canonical.alpha(t_B), canonical.sigma(t_B)
-        other_B = path.time_of(alpha_B, sigma_B)
-        called_B = other_B.clamp(lowest, highest)
-        scale_B = torch.hypot(path.alpha(called_B), path.sigma(called_B)) / torch.hypot(
-            alpha_B, sigma_B
-        )
-        x_other = expand_time(scale_B, x_B) * x_B
-        answer = expert(x_other, called_B, *condition)
-        x_0, eps = x_0_and_eps_of(path, prediction, x_other, answer, called_B)
-        alpha, sigma = expand_time(alpha_B, x_B), expand_time(sigma_B, x_B)
-        above, below = (
-            expand_time(beyond_B, x_B) > 0 for beyond_B in (other_B - called_B, called_B - other_B)
-        )
-        kept_eps = torch.where(above, (x_B - alpha * x_0) / torch.where(above, sigma, 1.0), eps)
-        kept_x_0 = torch.where(below, (x_B - sigma * eps) / torch.where(below, alpha, 1.0), x_0)
-        return velocity(canonical, kept_x_0, kept_eps, t_B)
+        alpha_B = canonical.alpha(t_B)
+        sigma_B = canonical.sigma(t_B)
+        # The time of the same signal-to-noise ratio on the expert's path, and the nearest one that it can be called at.
+        same_ratio_B = path.time_of(alpha_B, sigma_B)
+        called_B = same_ratio_B.clamp(lowest, highest)
+        own_scale_B = torch.hypot(path.alpha(called_B), path.sigma(called_B))
+        scale_B = own_scale_B / torch.hypot(alpha_B, sigma_B)
+        x_own = expand_time(scale_B, x_B) * x_B
+        predicted = expert(x_own, called_B, *condition)
+        x_0, eps = x_0_and_eps_of(path, prediction, x_own, predicted, called_B)
 
-    return on_canonical
+        # Beyond the expert's times one of its two estimates is kept, and the other follows from x_t.
+        alpha = expand_time(alpha_B, x_B)
+        sigma = expand_time(sigma_B, x_B)
+        has_more_noise = expand_time(same_ratio_B - called_B, x_B) > 0
+        has_less_noise = expand_time(called_B - same_ratio_B, x_B) > 0
+        eps_from_x_0 = (x_B - alpha * x_0) / torch.where(has_more_noise, sigma, 1.0)
+        x_0_from_eps = (x_B - sigma * eps) / torch.where(has_less_noise, alpha, 1.0)
+        used_eps = torch.where(has_more_noise, eps_from_x_0, eps)
+        used_x_0 = torch.where(has_less_noise, x_0_from_eps, x_0)
+        return velocity(canonical, used_x_0, used_eps, t_B)
+
+    return canonical_velocity

@@ -15,7 +15,9 @@ from torch import Tensor
 
 Betas = Literal["linear", "scaled_linear", "cosine"]
 
-_COSINE_OFFSET, _MOST_BETA = 0.008, 0.999
+# Nichol and Dhariwal 2021, section 3.2.
+_COSINE_OFFSET = 0.008
+_MAX_BETA = 0.999
 
 
 class _VariancePreserving:
@@ -78,30 +80,34 @@ class DiscretePath(_VariancePreserving):
 
     def log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.log_ratio`."""
-        place, low, rise = self._segment(t)
-        return (low + (place - place.detach().floor().clamp(0, self.num_steps - 2)) * rise).to(t)
+        position, low, rise = self._segment(t)
+        step_before = position.detach().floor().clamp(0, self.num_steps - 2)
+        return (low + (position - step_before) * rise).to(t)
 
     def d_log_ratio(self, t: Tensor) -> Tensor:
         """See `_VariancePreserving.d_log_ratio`."""
-        return ((self.num_steps - 1) * self._segment(t)[2]).to(t)
+        _, _, rise = self._segment(t)
+        return ((self.num_steps - 1) * rise).to(t)
 
     def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """See `ddm.diffusion.path.Path.time_of`; below 0 or above 1 for ratios that no step has."""
-        known_S = self._known(alpha)
+        ratio_S = self._log_ratio_of_steps(alpha)
         ratio = sigma.double().log() - alpha.double().log()
-        index = (torch.searchsorted(known_S, ratio.contiguous(), right=True) - 1).clamp(
-            0, self.num_steps - 2
-        )
-        place = index + (ratio - known_S[index]) / (known_S[index + 1] - known_S[index])
-        return (place / (self.num_steps - 1)).to(alpha)
+        step_after = torch.searchsorted(ratio_S, ratio.contiguous(), right=True)
+        # Beyond the first and last step, their segments are extended.
+        index = (step_after - 1).clamp(0, self.num_steps - 2)
+        rise = ratio_S[index + 1] - ratio_S[index]
+        position = index + (ratio - ratio_S[index]) / rise
+        return (position / (self.num_steps - 1)).to(alpha)
 
     def _segment(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where t lies among the steps, the ratio at the step before, and its rise to the next; float64."""
-        known_S, place = self._known(t), (self.num_steps - 1) * t.double()
-        index = place.detach().floor().clamp(0, self.num_steps - 2).long()
-        return place, known_S[index], known_S[index + 1] - known_S[index]
+        """Return t in steps, the ratio at the step before, and its rise to the next; float64."""
+        ratio_S = self._log_ratio_of_steps(t)
+        position = (self.num_steps - 1) * t.double()
+        index = position.detach().floor().clamp(0, self.num_steps - 2).long()
+        return position, ratio_S[index], ratio_S[index + 1] - ratio_S[index]
 
-    def _known(self, like: Tensor) -> Tensor:
+    def _log_ratio_of_steps(self, like: Tensor) -> Tensor:
         return _log_ratios(self.betas, self.first, self.last, self.num_steps).to(like.device)
 
 
@@ -145,11 +151,9 @@ def _betas(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
         return torch.linspace(first, last, num_steps, dtype=torch.float64)
     if kind == "scaled_linear":
         return torch.linspace(first**0.5, last**0.5, num_steps, dtype=torch.float64).square()
-    place = (torch.arange(num_steps + 1, dtype=torch.float64) / num_steps + _COSINE_OFFSET) / (
-        1 + _COSINE_OFFSET
-    )
-    bar = torch.cos(pi / 2 * place).square()
-    return (1 - bar[1:] / bar[:-1]).clamp(max=_MOST_BETA)
+    t = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
+    alpha_bar = torch.cos(pi / 2 * ((t + _COSINE_OFFSET) / (1 + _COSINE_OFFSET))).square()
+    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=_MAX_BETA)
 
 
 @lru_cache

@@ -38,7 +38,9 @@ from ddm.sampling.strategies import draw_expert
 from ddm.sampling.trajectories import draw_noise
 from ddm.system.memory import machine_bytes
 
-_PART, _PART_BYTES = 256, 1 << 26  # most own samples that are drawn at once and kept in one file
+# Most own samples that are drawn at once and kept in one file, and most bytes of them.
+_PART = 256
+_PART_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -77,19 +79,28 @@ def check_labels(labels: Tensor, condition: Condition) -> None:
     """
     match condition:
         case NoCondition():
-            got = f"conditions of shape {tuple(labels.shape)}"
             raise ShapeError(
-                "conditions", expected="no conditions: these experts are unconditional", got=got
+                "conditions",
+                expected="no conditions: these experts are unconditional",
+                got=f"conditions of shape {tuple(labels.shape)}",
             )
         case TextCondition():
             check_text(labels, len(labels), condition)
         case ClassCondition(num_classes=num):
             if labels.dtype != torch.int64 or labels.dim() != 1:
-                got = f"{labels.dtype} {tuple(labels.shape)}"
-                raise ShapeError("classes", expected="int64 (N,)", got=got)
-            if not -1 <= int(labels.min()) <= int(labels.max()) < num:
-                got = f"{int(labels.min())} to {int(labels.max())}"
-                raise ShapeError("classes", expected=f"-1 (no class) to {num - 1}", got=got)
+                raise ShapeError(
+                    "classes",
+                    expected="int64 (N,)",
+                    got=f"{labels.dtype} {tuple(labels.shape)}",
+                )
+            lowest = int(labels.min())
+            highest = int(labels.max())
+            if not -1 <= lowest <= highest < num:
+                raise ShapeError(
+                    "classes",
+                    expected=f"-1 (no class) to {num - 1}",
+                    got=f"{lowest} to {highest}",
+                )
 
 
 def read_labels(path: Path, condition: Condition) -> Tensor:
@@ -107,30 +118,64 @@ def read_labels(path: Path, condition: Condition) -> Tensor:
     """
     require_file(path, "an npz with labels")
     array = read_array(path, "labels", max_bytes=machine_bytes())
-    kinds, kind = ("iu", np.int64) if isinstance(condition, ClassCondition) else ("f", np.float32)
-    fits = array.dtype.kind in kinds and array.size > 0 and array.ndim > 0
-    with np.errstate(over="ignore"):  # an overflow becomes infinite and is refused below
-        labels = array.astype(kind) if fits else None
-    if labels is None or not np.isfinite(labels).all():
-        got = f"{array.dtype} {array.shape}" if labels is None else "NaN or infinity"
-        raise DataError(
-            "labels", expected="whole numbers for classes, or finite numbers for texts", got=got
-        )
-    found = torch.from_numpy(labels)
-    check_labels(found, condition)
-    return found
+    accepted_kinds = "f"
+    dtype: type[np.generic] = np.float32
+    if isinstance(condition, ClassCondition):
+        accepted_kinds = "iu"
+        dtype = np.int64
+    if array.dtype.kind not in accepted_kinds or array.size == 0 or array.ndim == 0:
+        raise _wrong_labels(f"{array.dtype} {array.shape}")
+    # An overflow becomes infinite, and is refused below.
+    with np.errstate(over="ignore"):
+        numbers = array.astype(dtype)
+    if not np.isfinite(numbers).all():
+        raise _wrong_labels("NaN or infinity")
+    labels = torch.from_numpy(numbers)
+    check_labels(labels, condition)
+    return labels
+
+
+def _wrong_labels(got: str) -> DataError:
+    return DataError(
+        "labels", expected="whole numbers for classes, or finite numbers for texts", got=got
+    )
+
+
+@dataclass(frozen=True)
+class SampleRecipe:
+    """What decides which samples an ensemble gives; samples of another recipe are not taken for these.
+
+    Args:
+        source: names the ensemble.
+        condition: the student's: the same as the experts', or none.
+        texts: texts to draw from, shape (M, L, D_text).
+        steps: of the solver.
+        seed: any integer >= 0.
+    """
+
+    source: str
+    condition: Condition = NoCondition()
+    texts: Tensor | None = None
+    steps: int = 50
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """The start of the names of its files."""
+        texts_digest = None
+        if self.texts is not None:
+            texts_digest = hashlib.sha256(self.texts.contiguous().numpy().data).hexdigest()
+        condition = self.condition.model_dump(mode="json")
+        fields = [self.source, self.steps, self.seed, condition, texts_digest]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def own_samples(
     ensemble: Ensemble,
     num: int,
     folder: Path,
+    recipe: SampleRecipe,
     *,
-    source: str,
-    condition: Condition = NoCondition(),
-    texts: Tensor | None = None,
-    steps: int = 50,
-    seed: int = 0,
     on_progress: Callable[[int, int], None],
 ) -> DistillationData:
     """Draw samples from the ensemble, each labelled with its expert, and keep them on disk for a later run.
@@ -138,12 +183,8 @@ def own_samples(
     Args:
         ensemble: the teacher.
         num: number of samples.
-        folder: where they are kept, in parts; samples of another ensemble or seed there are left alone.
-        source: names the ensemble.
-        condition: the student's: the same as the experts', or none.
-        texts: texts to draw from, shape (M, L, D_text).
-        steps: of the solver.
-        seed: any integer >= 0.
+        folder: where they are kept, in parts; samples of another recipe there are left alone.
+        recipe: which samples.
         on_progress: called with the steps taken, summed over all samples, and the total to take.
 
     Raises:
@@ -152,45 +193,43 @@ def own_samples(
         ShapeError: texts that the experts do not take.
         SetupError: no texts for experts that are conditioned on texts.
     """
-    texts_digest = (
-        None if texts is None else hashlib.sha256(texts.contiguous().numpy().data).hexdigest()
-    )
-    recipe = [source, steps, seed, condition.model_dump(mode="json"), texts_digest]
-    key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    part = max(1, min(_PART, _PART_BYTES // (4 * prod(ensemble.shape))))
+    key = recipe.key
+    steps = recipe.steps
+    part_size = max(1, min(_PART, _PART_BYTES // (4 * prod(ensemble.shape))))
     specs = {
-        "images": TensorSpec("F32", (part, *ensemble.shape)),
-        "expert": TensorSpec("I64", (part,)),
+        "images": TensorSpec("F32", (part_size, *ensemble.shape)),
+        "expert": TensorSpec("I64", (part_size,)),
     }
-    images, expert_N = torch.empty(num, *ensemble.shape), torch.empty(num, dtype=torch.int64)
-    uniform_N = torch.empty(num, dtype=torch.float64)
+    images = torch.empty(num, *ensemble.shape)
+    expert_N = torch.empty(num, dtype=torch.int64)
+    label_uniform_N = torch.empty(num, dtype=torch.float64)
 
-    def report(first: int, taken: int) -> None:
-        on_progress(first * steps + taken * (min(first + part, num) - first), num * steps)
+    def report(first: int, steps_taken: int) -> None:
+        size = min(first + part_size, num) - first
+        on_progress(first * steps + steps_taken * size, num * steps)
 
-    for number, first in enumerate(range(0, num, part)):
-        path, rows = (
-            folder / f"{key}-{number:05d}.safetensors",
-            slice(first, min(first + part, num)),
-        )
-        noise, uniform_BS = draw_noise(range(first, first + part), ensemble.shape, seed, 2)
-        found = _kept(path, specs)
-        if found is None:
-            label_B = _draw_labels(condition, texts, uniform_BS[:, 1])
-            found = _drawn(
-                ensemble, noise, uniform_BS[:, 0], label_B, steps, partial(report, first)
+    # A part is always drawn whole, so that its file is the same whatever `num` is.
+    for number, first in enumerate(range(0, num, part_size)):
+        path = folder / f"{key}-{number:05d}.safetensors"
+        sample_numbers = range(first, first + part_size)
+        noise, uniform_B2 = draw_noise(sample_numbers, ensemble.shape, recipe.seed, 2)
+        expert_uniform_B, label_uniform_B = uniform_B2.unbind(1)
+        part = _stored_part(path, specs)
+        if part is None:
+            label_B = _draw_labels(recipe.condition, recipe.texts, label_uniform_B)
+            part = _draw_part(
+                ensemble, noise, expert_uniform_B, label_B, steps, partial(report, first)
             )
             folder.mkdir(parents=True, exist_ok=True)
-            save_tensors(path, found)
-        drawn = (
-            (images, found["images"]),
-            (expert_N, found["expert"]),
-            (uniform_N, uniform_BS[:, 1]),
-        )
-        for whole, some in drawn:
-            whole[rows] = some[: rows.stop - first]
+            save_tensors(path, part)
+        rows = slice(first, min(first + part_size, num))
+        size = rows.stop - first
+        images[rows] = part["images"][:size]
+        expert_N[rows] = part["expert"][:size]
+        label_uniform_N[rows] = label_uniform_B[:size]
         report(first, steps)
-    return DistillationData(images, expert_N, _draw_labels(condition, texts, uniform_N))
+    labels = _draw_labels(recipe.condition, recipe.texts, label_uniform_N)
+    return DistillationData(images, expert_N, labels)
 
 
 def _draw_labels(condition: Condition, texts: Tensor | None, uniform_B: Tensor) -> Tensor | None:
@@ -202,25 +241,24 @@ def _draw_labels(condition: Condition, texts: Tensor | None, uniform_B: Tensor) 
             choices = torch.arange(num)
         case TextCondition(drop=drop):
             if texts is None:
-                remedy = "Give texts, or images with texts, or distil without."
-                got = "experts conditioned on texts, and no texts"
                 raise SetupError(
-                    "texts", expected="texts to condition samples on", got=got, remedy=remedy
+                    "texts",
+                    expected="texts to condition samples on",
+                    got="experts conditioned on texts, and no texts",
+                    remedy="Give texts, or images with texts, or distil without.",
                 )
             check_labels(texts, condition)
             choices = texts
-    chosen_B = (
-        ((uniform_B - drop).clamp(min=0) / (1 - drop) * len(choices))
-        .long()
-        .clamp(max=len(choices) - 1)
-    )
+    # Below `drop` no condition; the rest of the interval is divided evenly among the choices.
+    share_B = (uniform_B - drop).clamp(min=0) / (1 - drop)
+    choice_B = (share_B * len(choices)).long().clamp(max=len(choices) - 1)
+    num_inner = choices.dim() - 1
+    is_dropped = (uniform_B < drop).view(-1, *[1] * num_inner)
     null = -1 if choices.dim() == 1 else 0
-    return choices[chosen_B].masked_fill_(
-        (uniform_B < drop).view(-1, *[1] * (choices.dim() - 1)), null
-    )
+    return choices[choice_B].masked_fill_(is_dropped, null)
 
 
-def _drawn(
+def _draw_part(
     ensemble: Ensemble,
     noise: Tensor,
     uniform_B: Tensor,
@@ -229,35 +267,39 @@ def _drawn(
     on_step: Callable[[int], None],
 ) -> dict[str, Tensor]:
     """Draw one sample from each noise, under its condition."""
+    # At t = 1 the posterior is each expert's share of the condition, and needs no router.
     prior_BK = Posterior.of(ensemble, label_B)(noise, torch.ones(len(noise)), label_B)
-    k_B = draw_expert(prior_BK, uniform_B)
-    w_BK = one_hot(k_B, prior_BK.shape[1]).to(ensemble.device, torch.float32)
+    expert_B = draw_expert(prior_BK, uniform_B)
+    weights_BK = one_hot(expert_B, prior_BK.shape[1]).to(ensemble.device, torch.float32)
     if label_B is not None:
         label_B = label_B.to(ensemble.device)
-    images, times = (
-        noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(())),
-        uniform_times(steps),
-    )
 
     def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
         return mix_velocity(
-            ensemble.experts, x_B, t_B, w_BK.to(x_B), label_B, chunk_size=ensemble.chunk_size
+            ensemble.experts, x_B, t_B, weights_BK.to(x_B), label_B, chunk_size=ensemble.chunk_size
         )
 
+    x_B = noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(()))
     with torch.no_grad():
-        for taken, (t, t_next) in enumerate(pairwise(times), start=1):
-            images = heun_step(velocity, images, t, t_next)
-            on_step(taken)
-    if num_broken := int((~images.flatten(1).isfinite().all(1)).sum()):
-        got = f"NaN or infinity in {num_broken} of {len(images)}"
-        raise NumericalError("the ensemble's own samples", expected="finite numbers", got=got)
-    return {"images": images.float().cpu(), "expert": k_B}
+        for steps_taken, (t, t_next) in enumerate(pairwise(uniform_times(steps)), start=1):
+            x_B = heun_step(velocity, x_B, t, t_next)
+            on_step(steps_taken)
+    num_broken = int((~x_B.flatten(1).isfinite().all(1)).sum())
+    if num_broken:
+        raise NumericalError(
+            "the ensemble's own samples",
+            expected="finite numbers",
+            got=f"NaN or infinity in {num_broken} of {len(x_B)}",
+        )
+    return {"images": x_B.float().cpu(), "expert": expert_B}
 
 
-def _kept(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] | None:
+def _stored_part(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] | None:
     """Load a part that an earlier run drew; None where it is missing or damaged."""
+    if not path.is_file():
+        return None
     try:
-        return load_tensors(path, specs, max_bytes=stored_bytes(specs)) if path.is_file() else None
+        return load_tensors(path, specs, max_bytes=stored_bytes(specs))
     except FormatError:
         return None
 
@@ -280,23 +322,25 @@ def by_cluster(
         SetupError: the experts are not of a partition by clusters.
         DataError: no image lies in a cluster that has an expert.
     """
-    weight_CK = torch.zeros(
-        int(files.clusters.coarse_F.max()) + 1, len(experts), dtype=torch.float64
-    )
-    for k, expert in enumerate(experts):
+    num_clusters = int(files.clusters.coarse_F.max()) + 1
+    weight_CK = torch.zeros(num_clusters, len(experts), dtype=torch.float64)
+    for number, expert in enumerate(experts):
         if expert.cluster is None:
-            remedy = "Choose the teacher drawn or mixture."
-            got = f"expert {expert.expert_id}, which has no cluster"
             raise SetupError(
-                "teacher label", expected="one expert per silo and cluster", got=got, remedy=remedy
+                "teacher label",
+                expected="one expert per silo and cluster",
+                got=f"expert {expert.expert_id}, which has no cluster",
+                remedy="Choose the teacher drawn or mixture.",
             )
-        weight_CK[expert.cluster, k] = expert.prior
-    weight_NK = weight_CK[
-        files.clusters.coarse_F[files.clusters.assign(files.encoder.encode(images))]
-    ]
-    known_N = weight_NK.sum(1) > 0
-    if not bool(known_N.any()):
-        got = f"{len(images)} images, all in clusters without an expert"
-        raise DataError("images", expected="images in clusters that have an expert", got=got)
-    uniform_N = torch.from_numpy(stream("by cluster", seed, 0).random(int(known_N.sum())))
-    return known_N, draw_expert(weight_NK[known_N], uniform_N)
+        weight_CK[expert.cluster, number] = expert.prior
+    fine_N = files.clusters.assign(files.encoder.encode(images))
+    weight_NK = weight_CK[files.clusters.coarse_F[fine_N]]
+    has_expert_N = weight_NK.sum(1) > 0
+    if not bool(has_expert_N.any()):
+        raise DataError(
+            "images",
+            expected="images in clusters that have an expert",
+            got=f"{len(images)} images, all in clusters without an expert",
+        )
+    uniform_N = torch.from_numpy(stream("by cluster", seed, 0).random(int(has_expert_N.sum())))
+    return has_expert_N, draw_expert(weight_NK[has_expert_N], uniform_N)

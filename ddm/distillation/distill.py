@@ -48,19 +48,33 @@ ExpertWeights = Callable[[Tensor, Batch], Tensor]
 """Called with x_t, on the CPU, and the batch; returns the weights (B, K) of the experts in the teacher's velocity."""
 
 
+@dataclass(frozen=True)
+class DistillationRun:
+    """Where a student is trained, and who follows it; see `ddm.training.loop.train`.
+
+    Args:
+        checkpoint_dir: the run's own folder.
+        on_progress: called with the progress.
+        should_stop: called before a step.
+        engine: this machine's.
+    """
+
+    checkpoint_dir: FilePath
+    on_progress: Callable[[Progress], None]
+    should_stop: Callable[[], bool]
+    engine: Engine = Engine()
+
+
 def distill(
     ensemble: Ensemble,
     student: nn.Module,
     data: DistillationData,
     settings: Training,
+    run: DistillationRun,
     *,
     teacher: Teacher,
     source: str,
-    checkpoint_dir: FilePath,
-    on_progress: Callable[[Progress], None],
-    should_stop: Callable[[], bool],
     t_distribution: TDistribution = UniformT(),
-    engine: Engine = Engine(),
 ) -> FinishedTraining:
     """Train a student on an ensemble's velocities, from the last checkpoint where there is one.
 
@@ -70,13 +84,10 @@ def distill(
             `data` has labels.
         data: images, their conditions, and for the teacher `label` the expert that each belongs to.
         settings: the recipe, as for an expert.
+        run: where it is trained.
         teacher: which experts' velocity is the target at x_t.
         source: names the ensemble; a run does not continue with another one.
-        checkpoint_dir: see `ddm.training.loop.train`, as for the rest.
-        on_progress: called with the progress.
-        should_stop: called before a step.
         t_distribution: of the training times.
-        engine: this machine's.
 
     Raises:
         KeyboardInterrupt: `should_stop` returned True; a checkpoint was written first.
@@ -91,12 +102,12 @@ def distill(
         settings,
         ensemble.path,
         t_distribution,
-        checkpoint_dir=checkpoint_dir,
-        on_progress=on_progress,
-        should_stop=should_stop,
+        checkpoint_dir=run.checkpoint_dir,
+        on_progress=run.on_progress,
+        should_stop=run.should_stop,
         labels=data.labels,
         drop=data.drop,
-        engine=engine,
+        engine=run.engine,
         teach=teaching(ensemble, data, teacher, source=source, precision=settings.precision),
     )
 
@@ -119,29 +130,33 @@ class Teaching:
 
     def __call__(self, part: Batch) -> Batch:
         """Return the part with the x_0 and eps whose velocity at the same x_t is the teacher's."""
-        ensemble, (x_0, eps, t_B, condition) = (
-            self.ensemble,
-            (part.x_0, part.eps, part.t_B, part.condition),
-        )
+        ensemble = self.ensemble
+        device = ensemble.device
+        condition_B = None
+        if part.condition is not None:
+            condition_B = part.condition.to(device)
         with torch.no_grad():
-            x_B = x_t(ensemble.path, x_0, eps, t_B)
-            inputs = (x_B, t_B, self.weights(x_B.cpu(), part).to(x_B.dtype))
-            there_B, times_B, w_BK = (each.to(ensemble.device) for each in inputs)
-            condition_B = None if condition is None else condition.to(ensemble.device)
+            x_B = x_t(ensemble.path, part.x_0, part.eps, part.t_B)
+            weights_BK = self.weights(x_B.cpu(), part).to(x_B.dtype)
             u_B = mix_velocity(
-                self._experts(), there_B, times_B, w_BK, condition_B, chunk_size=ensemble.chunk_size
+                self._experts(),
+                x_B.to(device),
+                part.t_B.to(device),
+                weights_BK.to(device),
+                condition_B,
+                chunk_size=ensemble.chunk_size,
             )
-            x_0, eps = x_0_and_eps(ensemble.path, x_B, u_B.to(x_B), t_B)
+            x_0, eps = x_0_and_eps(ensemble.path, x_B, u_B.to(x_B), part.t_B)
         return replace(part, x_0=x_0, eps=eps)
 
     def _experts(self) -> Sequence[Expert]:
-        return [self._in_precision(k) for k in range(len(self.ensemble.experts))]
+        return [self._in_precision(number) for number in range(len(self.ensemble.experts))]
 
-    def _in_precision(self, k: int) -> Expert:
+    def _in_precision(self, number: int) -> Expert:
         def velocity(x_B: Tensor, *rest_B: Tensor) -> Tensor:
             in_bf16 = computes_in_bf16(self.precision, x_B.device)
             with torch.autocast(x_B.device.type, torch.bfloat16, enabled=in_bf16):
-                return self.ensemble.experts[k](x_B, *rest_B).to(x_B)
+                return self.ensemble.experts[number](x_B, *rest_B).to(x_B)
 
         return velocity
 
@@ -176,31 +191,46 @@ def teaching(
 def _by_label(data: DistillationData, num_experts: int) -> ExpertWeights:
     expert_N = data.expert_N
     if expert_N is None:
-        remedy = "Choose the teacher drawn or mixture."
-        got = "images whose experts are unknown"
         raise MathError(
-            "teacher label", expected="the expert of each image", got=got, remedy=remedy
+            "teacher label",
+            expected="the expert of each image",
+            got="images whose experts are unknown",
+            remedy="Choose the teacher drawn or mixture.",
         )
     if not 0 <= int(expert_N.min()) <= int(expert_N.max()) < num_experts:
-        got = f"{int(expert_N.min())} to {int(expert_N.max())}"
-        raise ShapeError("labels", expected=f"experts 0 to {num_experts - 1}", got=got)
-    return lambda x_B, batch: one_hot(expert_N[torch.as_tensor(batch.chosen_B).cpu()], num_experts)
+        raise ShapeError(
+            "labels",
+            expected=f"experts 0 to {num_experts - 1}",
+            got=f"{int(expert_N.min())} to {int(expert_N.max())}",
+        )
+
+    def own_expert(x_B: Tensor, batch: Batch) -> Tensor:
+        image_B = torch.as_tensor(batch.chosen_B).cpu()
+        return one_hot(expert_N[image_B], num_experts)
+
+    return own_expert
 
 
 def _by_posterior(ensemble: Ensemble, data: DistillationData, *, drawn: bool) -> ExpertWeights:
     """Weigh experts by the posterior at x_t given each image's condition."""
     posterior = Posterior.of(ensemble, data.labels)
     if posterior.lacks_router:
-        got, remedy = "an ensemble without a router", "Choose the teacher label."
-        raise MathError("teacher's posterior", expected="a router", got=got, remedy=remedy)
-
-    def all_of_them(x_B: Tensor, batch: Batch) -> Tensor:
-        return posterior(
-            x_B, batch.t_B.cpu(), None if batch.condition is None else batch.condition.cpu()
+        raise MathError(
+            "teacher's posterior",
+            expected="a router",
+            got="an ensemble without a router",
+            remedy="Choose the teacher label.",
         )
 
-    def one(x_B: Tensor, batch: Batch) -> Tensor:
-        uniform_B = torch.as_tensor(batch.uniform_B).cpu()
-        return one_hot(draw_expert(all_of_them(x_B, batch), uniform_B), len(ensemble.experts))
+    def whole_mixture(x_B: Tensor, batch: Batch) -> Tensor:
+        condition_B = None
+        if batch.condition is not None:
+            condition_B = batch.condition.cpu()
+        return posterior(x_B, batch.t_B.cpu(), condition_B)
 
-    return one if drawn else all_of_them
+    def drawn_expert(x_B: Tensor, batch: Batch) -> Tensor:
+        uniform_B = torch.as_tensor(batch.uniform_B).cpu()
+        expert_B = draw_expert(whole_mixture(x_B, batch), uniform_B)
+        return one_hot(expert_B, len(ensemble.experts))
+
+    return drawn_expert if drawn else whole_mixture

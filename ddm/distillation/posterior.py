@@ -50,21 +50,23 @@ class Posterior:
         Raises:
             MathError: classes of which nobody knows who holds them.
         """
-        classes = torch.unique(labels).tolist() if labels is not None and labels.dim() == 1 else []
-        texts = labels if labels is not None and labels.dim() == 3 else None
-        of_class = {label: _class_branch(ensemble, label) for label in {_NO_CLASS, *classes}}
-        of_texts = (
-            None
-            if texts is None
-            else _branch(ensemble, texts, shares_known=knows_shares(ensemble.router))
-        )
+        classes = {_NO_CLASS}
+        of_texts = None
+        if labels is not None and labels.dim() == 1:
+            classes |= set(torch.unique(labels).tolist())
+        if labels is not None and labels.dim() == 3:
+            shares_known = knows_shares(ensemble.router)
+            of_texts = _branch(ensemble, labels, shares_known=shares_known)
+        of_class = {label: _class_branch(ensemble, label) for label in classes}
         return cls(of_class, of_texts, ensemble.chunk_size)
 
     @property
     def lacks_router(self) -> bool:
         """Whether a router is needed, and missing."""
-        every = [*self.of_class.values(), *([self.of_texts] if self.of_texts else [])]
-        return any(each.router is None and each.num_active > 1 for each in every)
+        branches = list(self.of_class.values())
+        if self.of_texts is not None:
+            branches.append(self.of_texts)
+        return any(branch.router is None and branch.num_active > 1 for branch in branches)
 
     def __call__(self, x_B: Tensor, t_B: Tensor, condition_B: Tensor | None) -> Tensor:
         """Return the weights (B, K), float64.

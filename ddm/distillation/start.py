@@ -23,9 +23,12 @@ def initial_weights(
         return None
     if plan.expert.base:
         return release.folder, plan.file(plan.expert.base)
-    like_student = (plan.objective.ensemble_path, "velocity")
-    learned = ((expert, plan.objective.of(expert.silo_id)) for expert in release.manifest.experts)
-    fitting = [expert for expert, its in learned if (its.path, its.prediction) == like_student]
+    fitting = []
+    for expert in release.manifest.experts:
+        objective = plan.objective.of(expert.silo_id)
+        on_ensemble_path = objective.path == plan.objective.ensemble_path
+        if on_ensemble_path and objective.prediction == "velocity":
+            fitting.append(expert)
     if not fitting:
         return None
     largest = max(fitting, key=lambda expert: expert.prior)

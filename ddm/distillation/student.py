@@ -33,7 +33,8 @@ from ddm.protocol.latent import Autoencoder, IdentityLatent, Latent
 from ddm.protocol.learning import TDistribution, Training
 from ddm.sampling.guidance import ClassPrior
 
-RECORD_SUFFIX, AUTOENCODER_SUFFIX = ".json", ".autoencoder.safetensors"
+RECORD_SUFFIX = ".json"
+AUTOENCODER_SUFFIX = ".autoencoder.safetensors"
 
 
 class StudentSource(Model):
@@ -111,11 +112,9 @@ class Student(Document):
     def sampling_bytes(self, *, num: int, batch: int, steps: int) -> int:
         """Return the bytes of loading the student and drawing samples; see `ddm.footprint.drawing_bytes`."""
         size = network_size(self.architecture, self.latent.shape(self.data.shape), self.condition)
-        loaded = (
-            self.file.bytes
-            + (self.autoencoder.bytes if self.autoencoder else 0)
-            + size.forward_bytes(0)
-        )
+        loaded = self.file.bytes + size.forward_bytes(0)
+        if self.autoencoder is not None:
+            loaded += self.autoencoder.bytes
         return loaded + drawing_bytes(
             size, self.latent, self.data.shape, num=num, batch=batch, steps=steps
         )
@@ -125,15 +124,17 @@ class Student(Document):
         if isinstance(self.latent, Autoencoder) != (self.autoencoder is not None):
             needed = "an autoencoder" if self.autoencoder is None else "no autoencoder"
             raise ValueError(f"the latent {self.latent.kind} needs {needed} beside it")
-        if misfit := self.latent.misfit(self.data.shape):
+        misfit = self.latent.misfit(self.data.shape)
+        if misfit:
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
-        if misfit := self.architecture.misfit(self.latent.shape(self.data.shape), self.condition):
+        misfit = self.architecture.misfit(self.latent.shape(self.data.shape), self.condition)
+        if misfit:
             raise ValueError(f"the architecture {self.architecture.kind} needs {misfit}")
         return self
 
 
 def autoencoder_beside(weights: Path) -> Path:
-    """Return where a student's autoencoder lies."""
+    """Return the path of a student's autoencoder."""
     return weights.with_name(weights.stem + AUTOENCODER_SUFFIX)
 
 
@@ -189,25 +190,25 @@ def build_student(
         device: where it computes.
         arithmetic: in which.
     """
-    shape, latent = record.latent.shape(record.data.shape), record.latent
+    latent = record.latent
+    shape = latent.shape(record.data.shape)
     # The files may have been renamed together with the record; the digests identify them.
     file = record.file.model_copy(update={"path": weights.name})
     if isinstance(latent, Autoencoder):
         beside = require_file(autoencoder_beside(weights), "a student's autoencoder")
         latent = latent.model_copy(update={"path": beside.name})
     try:
-        expert = load_expert(record.architecture, shape, weights.parent, file, record.condition).to(
-            device
-        )
+        network = load_expert(record.architecture, shape, weights.parent, file, record.condition)
+        expert = network.to(device)
         decoder = open_latent(latent, record.data.shape, record.autoencoder, weights.parent)
-    # these files are not from a publisher, so the error's own remedy would mislead
+    # These files are not from a publisher, so the error's own remedy would mislead.
     except DigestError as error:
-        expected = (
-            f"the file that {weights.with_suffix(RECORD_SUFFIX).name} names, {error.expected}"
-        )
-        remedy = "Bring back the files that ddm distill wrote together, or distil again."
+        record_name = weights.with_suffix(RECORD_SUFFIX).name
         raise DigestError(
-            error.subject, expected=expected, got=f"a file of {error.got}", remedy=remedy
+            error.subject,
+            expected=f"the file that {record_name} names, {error.expected}",
+            got=f"a file of {error.got}",
+            remedy="Bring back the files that ddm distill wrote together, or distil again.",
         ) from error
     return Ensemble(
         [arithmetic.prepare(expert)],

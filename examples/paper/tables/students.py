@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import nn
 
-from ddm.distillation.dataset import DistillationData, own_samples
-from ddm.distillation.distill import distill
+from ddm.distillation.dataset import DistillationData, SampleRecipe, own_samples
+from ddm.distillation.distill import DistillationRun, distill
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.models import count_flops
@@ -62,13 +62,10 @@ def student(
             model,
             data,
             settings,
+            DistillationRun(checkpoints, on_progress, should_stop, engine),
             teacher=source.teacher,
             source=teachers.ensemble.release,
-            checkpoint_dir=checkpoints,
-            on_progress=on_progress,
-            should_stop=should_stop,
             t_distribution=LogitNormalT(),
-            engine=engine,
         )
 
     shop.trained(name, False, settings, run, teaching=float(forward) * (asked + own))
@@ -103,8 +100,6 @@ def _images(
             teachers.ensemble,
             source.num_samples,
             folder,
-            source=teachers.ensemble.release,
-            steps=source.steps,
-            seed=seed,
+            SampleRecipe(source=teachers.ensemble.release, steps=source.steps, seed=seed),
             on_progress=step,
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import LinearPath, velocity, x_t
-from ddm.distillation.dataset import DistillationData, own_samples, read_labels
+from ddm.distillation.dataset import DistillationData, SampleRecipe, own_samples, read_labels
 from ddm.distillation.distill import Teacher, teaching
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, MathError, SetupError, ShapeError
@@ -148,10 +148,9 @@ def test_one_experts_answer_given_the_class_means_the_mixture_given_the_class(
 
 
 def drawn(folder: Path, num: int = 2048, **changes: object) -> DistillationData:
-    asked = {"condition": CONDITION} | changes
-    return own_samples(
-        ensemble(), num, folder, source="x", steps=16, on_progress=lambda done, of: None, **asked
-    )  # type: ignore[arg-type]
+    fields = {"source": "x", "condition": CONDITION, "steps": 16} | changes
+    recipe = SampleRecipe(**fields)  # type: ignore[arg-type]
+    return own_samples(ensemble(), num, folder, recipe, on_progress=lambda steps, total: None)
 
 
 def test_own_samples_have_the_class_they_are_told_and_those_told_none_have_the_law_of_the_whole(
@@ -187,13 +186,8 @@ def test_own_samples_of_readers_are_told_the_texts_given_or_none(tmp_path: Path)
     condition = TextCondition(dim=3, max_tokens=2, drop=0.5)
     readers = Ensemble([Reader()] * 2, None, [1.0, 3.0], shape=(2,), condition=condition)
     texts = torch.arange(1.0, 5.0)[:, None, None].expand(4, 2, 3)
-    asked = {
-        "source": "x",
-        "condition": condition,
-        "steps": 2,
-        "on_progress": lambda done, of: None,
-    }
-    lessons = own_samples(readers, 512, tmp_path, texts=texts, **asked)  # type: ignore[arg-type]
+    recipe = SampleRecipe(source="x", condition=condition, texts=texts, steps=2)
+    lessons = own_samples(readers, 512, tmp_path, recipe, on_progress=lambda steps, total: None)
     assert lessons.labels is not None and lessons.expert_N is not None
     totals, counts = np.unique(lessons.labels[:, 0, 0].numpy(), return_counts=True)
     assert totals.tolist() == [0, 1, 2, 3, 4]
@@ -205,7 +199,13 @@ def test_own_samples_of_readers_are_told_the_texts_given_or_none(tmp_path: Path)
         told.eps - told.x_0, lessons.labels.sum((1, 2))[:, None].expand(512, 2), atol=1e-4
     )
     with pytest.raises(SetupError, match="texts"):
-        own_samples(readers, 5, tmp_path, **asked)  # type: ignore[arg-type]
+        own_samples(
+            readers,
+            5,
+            tmp_path,
+            replace(recipe, texts=None),
+            on_progress=lambda steps, total: None,
+        )
 
 
 def test_classes_that_nobody_is_known_to_hold_are_refused_unless_the_teacher_needs_no_holder(
@@ -214,7 +214,11 @@ def test_classes_that_nobody_is_known_to_hold_are_refused_unless_the_teacher_nee
     unknown, lessons = replace(ensemble(), class_prior=None), data(50)
     with pytest.raises(MathError, match="classes"):
         own_samples(
-            unknown, 5, tmp_path, source="x", condition=CONDITION, on_progress=lambda done, of: None
+            unknown,
+            5,
+            tmp_path,
+            SampleRecipe(source="x", condition=CONDITION),
+            on_progress=lambda steps, total: None,
         )
     for teacher in ("drawn", "mixture"):
         with pytest.raises(MathError, match="classes"):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import LinearPath, PathName, Velocity, path_named, velocity, x_t
-from ddm.distillation.dataset import DistillationData, by_cluster, own_samples
-from ddm.distillation.distill import Teacher, distill, teaching
+from ddm.distillation.dataset import DistillationData, SampleRecipe, by_cluster, own_samples
+from ddm.distillation.distill import DistillationRun, Teacher, distill, teaching
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, MathError, NumericalError, SetupError, ShapeError
 from ddm.loading.ensemble import on_path
@@ -97,12 +97,9 @@ def taught(
         small(),
         lessons,
         settings(num_steps),
+        DistillationRun(folder, lambda progress: None, should_stop, engine),
         teacher=teacher,
         source=source,
-        checkpoint_dir=folder,
-        on_progress=lambda progress: None,
-        should_stop=should_stop,
-        engine=engine,
     )
 
 
@@ -272,8 +269,7 @@ def test_student_of_the_ensembles_own_samples_learns_the_mixture_and_one_of_a_un
         ensemble_of(),
         1024,
         tmp_path / "samples",
-        source="exact",
-        steps=20,
+        SampleRecipe(source="exact", steps=20),
         on_progress=lambda done, total: None,
     )
     right = taught(tmp_path / "right", ensemble_of(), lessons, "label", num_steps=400)
@@ -361,9 +357,7 @@ def drawn_from(
         ensemble,
         num,
         folder,
-        source=source,
-        steps=4,
-        seed=seed,
+        SampleRecipe(source=source, steps=4, seed=seed),
         on_progress=lambda done, total: None,
     )
 
@@ -402,8 +396,7 @@ def test_own_samples_tell_of_every_step_and_those_that_are_not_finite_are_not_ke
         ensemble_of(),
         300,
         tmp_path,
-        source="a",
-        steps=3,
+        SampleRecipe(source="a", steps=3),
         on_progress=lambda *pair: told.append(pair),
     )
     assert [done for done, _ in told] == [256, 512, 768, 768, 812, 856, 900, 900]
@@ -411,7 +404,11 @@ def test_own_samples_tell_of_every_step_and_those_that_are_not_finite_are_not_ke
     wild = replace(ensemble_of(), experts=[lambda x_B, t_B: x_B / 0] * 4)
     with pytest.raises(NumericalError, match="own samples"):
         own_samples(
-            wild, 5, tmp_path / "wild", source="a", steps=3, on_progress=lambda done, total: None
+            wild,
+            5,
+            tmp_path / "wild",
+            SampleRecipe(source="a", steps=3),
+            on_progress=lambda steps, total: None,
         )
     assert not (tmp_path / "wild").exists()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import LinearPath, velocity, x_t
-from ddm.distillation.dataset import DistillationData, own_samples
+from ddm.distillation.dataset import DistillationData, SampleRecipe, own_samples
 from ddm.distillation.distill import Teacher, teaching
 from ddm.ensemble import Ensemble
 from ddm.protocol.architecture import TextCondition
@@ -157,13 +157,9 @@ def test_own_samples_of_a_text_are_drawn_from_experts_that_have_it_where_the_rou
     tmp_path: Path, knows: bool
 ) -> None:
     texts = torch.tensor([1.0, 2.0])[:, None, None]
-    asked = {
-        "source": "x",
-        "condition": CONDITION,
-        "steps": 2,
-        "on_progress": lambda done, of: None,
-    }
-    drawn = own_samples(ensemble(Reading(knows_shares=knows)), 1024, tmp_path, texts=texts, **asked)  # type: ignore[arg-type]
+    readers = ensemble(Reading(knows_shares=knows))
+    recipe = SampleRecipe(source="x", condition=CONDITION, texts=texts, steps=2)
+    drawn = own_samples(readers, 1024, tmp_path, recipe, on_progress=lambda steps, total: None)
     assert drawn.labels is not None and drawn.expert_N is not None
     for text in (0, 1, 2):
         rows = read(drawn.labels) == text

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import Expert, LinearPath
-from ddm.distillation.dataset import own_samples
-from ddm.distillation.distill import distill
+from ddm.distillation.dataset import SampleRecipe, own_samples
+from ddm.distillation.distill import DistillationRun, distill
 from ddm.distillation.student import load_student
 from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
 from ddm.encoders.text import TextEncoder, pin
@@ -206,8 +206,7 @@ def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
             ensemble,
             8,
             tmp_path / name,
-            source="here",
-            steps=2,
+            SampleRecipe(source="here", steps=2),
             on_progress=lambda done, total: None,
         )
         trained = distill(
@@ -215,12 +214,14 @@ def test_student_is_drawn_taught_and_sampled_on_a_gpu_as_on_a_cpu(
             build_expert(plan.expert.architecture, plan.expert_shape),
             lessons,
             settings(num_steps=3),
+            DistillationRun(
+                checkpoint_dir=tmp_path / name / teacher,
+                on_progress=lambda progress: None,
+                should_stop=lambda: False,
+                engine=Engine(device=device),  # type: ignore[arg-type]
+            ),
             teacher=teacher,  # type: ignore[arg-type]
             source="here",
-            checkpoint_dir=tmp_path / name / teacher,
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            engine=Engine(device=device),  # type: ignore[arg-type]
         )
         return trained.ema | {"lessons": lessons.images}
 
