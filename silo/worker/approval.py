@@ -76,6 +76,7 @@ def approve(site: Site, digest: str, despite_fail: Responsible | None = None) ->
             expected = f"the digest of the draft that waits, {state.submission_digest}"
             raise ApprovalError(subject, expected=expected, got=ascii(actual_digest[:80]))
     _check_responsible(draft, despite_fail)
+    # The log first: nothing is approved that no record names.
     DecisionLog(site).add(approval_record(draft, "person"))
     write_atomic(
         approval_path(site),

@@ -184,6 +184,7 @@ def _subjects(inputs: AuditInputs) -> list[AuditedExpert]:
     parts = training.parts()
     learned_images = training.images_of_parts(parts)
     part_N = training.part_of_images(parts)
+    # Copies are found in pixels, also where experts learn latents.
     pixels = pixels_of(inputs.cohort, training.files.latent, plan)
     jobs = jobs_of(training.settings, training.silo_id)
     subjects = []

@@ -36,6 +36,7 @@ CONFIRMED = "this site takes no further part in the plan, and the aggregator lea
 
 def describe_state(state: State, site: str = "SITE") -> str:
     """Say what goes on."""
+    # Fields of the state that say more than its name.
     if state.state == "in_outbox" and state.held:
         return HELD
     if state.state == "superseded" and state.successor:

@@ -148,6 +148,7 @@ def _submitted_statistics(plan: Plan, work: Workspace) -> Iterator[SubmittedStat
 
 def stage_review(draft: Submission, work: Workspace, review: Path) -> str:
     """Lay out, byte for byte, everything that would leave, for a person to inspect; return the draft's digest."""
+    # Of an earlier draft, whose files a person must not take for those of this one.
     shutil.rmtree(review, ignore_errors=True)
     review.mkdir(parents=True)
     for path, source in payload(draft, work).items():
@@ -205,6 +206,7 @@ def send_submission(
         signed[f"{plan_id}/{expert.file.path}"] = (expert.file.bytes, expert.file.digest)
     role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
 
+    # The courier, another user, sees the whole submission or nothing of it.
     group_folder(final.parent, site.outbox)
     with staging_folder(final) as part:
         for path, source in files.items():

@@ -73,6 +73,7 @@ class ProgressMeter:
             self._stage_began_at = now
             self._first_done = done
             self._noted_at = 0.0
+        # Over the whole stage, since single images may differ much in size.
         per_s = 0.0
         if now > self._stage_began_at:
             per_s = (done - self._first_done) / (now - self._stage_began_at)

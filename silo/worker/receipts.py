@@ -165,6 +165,7 @@ def _find_answer(site: Site, state: State, plan: Plan) -> _Answer | None:
                     return _Answer("refusal", f"{reason} (code {code})")
     if state.state == "withdrawn" and state.confirmed:
         return None
+    # The aggregator numbers a notice as the next receipt, and may have sent one for a submission meanwhile.
     for sequence in (state.sequence, state.sequence + 1):
         notice = _read_receipt(site, state, plan, f"{sequence}.json", sequence)
         if notice is not None and isinstance(notice.verdict, WithdrawnVerdict):

@@ -117,6 +117,7 @@ def assess_retraining(site: Site) -> tuple[State, RetrainingCost, bool]:
 def _assess(site: Site) -> tuple[State, RetrainingCost, bool]:
     state = load_state(state_path(site.private))
     policy = site.policy()
+    # Refuses a state in which the event cannot happen, before hours are spent on reading images.
     next_state(state.state, "retrain")
     sent = (site.outbox / (state.plan_id or "") / str(state.sequence)).exists()
     if sent and state.state != "refused":  # the worker stopped between sending and recording it

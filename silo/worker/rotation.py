@@ -39,6 +39,7 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
                 got=f"state {state.state}",
                 remedy="Rotate the key after the receipt of this plan, or give the plan up first: silo withdraw.",
             )
+        # Kept under a name of its own until all is recorded: a second call goes on with the same new key.
         new_key_path = site.private / "silo-next.key"
         if not new_key_path.exists():
             SigningKey.generate().save(new_key_path, passphrase)

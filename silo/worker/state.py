@@ -112,6 +112,7 @@ def write_courier_status(site: Site, state: State) -> None:
     """Write what the aggregator may know of a state, for the courier to send; nothing before the first plan."""
     if state.plan_id is None:
         return
+    # Steps of training alone are counted in the state on disk: they are the plan's, and reveal nothing of the images.
     percent = 0
     if state.num_steps:
         percent = 100 * state.step // state.num_steps

@@ -86,6 +86,7 @@ class SiteStatus:
         folder = self.folder
         if self.pause is not None:
             return f"silo resume {folder}"
+        # Before the work goes on, a person accepts the plan, then approves its draft.
         if self.waiting:
             return f"silo accept {folder} --digest {self.waiting.plan_digest}"
         if self.state.state == "awaiting_approval" and not self.approved:
@@ -208,6 +209,7 @@ def _audit(site: Site, state: State) -> tuple[str, str] | None:
     """Read what the audit found; nothing where the plan is gone or the report cannot be read."""
     if state.plan_id is None or state.state not in _AUDITED:
         return None
+    # A status shows what can be read, also where something is damaged: it is what a person types first.
     try:
         report = read_report(site.work_folder(state.plan_id) / AUDIT_REPORT)
     except (ArchipelagoError, OSError):

@@ -101,6 +101,7 @@ class SiloTraining:
 
     def planned_expert(self, number: int, expert_id: str) -> PlannedExpert:
         """Describe an expert's training: the plan's, from this silo's own earlier expert or the public one."""
+        # An expert that this silo trained for an earlier plan goes before the one that all silos start from.
         base = self.own_experts.get(expert_id)
         if base is None:
             base = public_base(self.plan, self.bundle)
@@ -274,12 +275,14 @@ def make_training_task(
     expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: JobFolder
 ) -> TrainingTask:
     """Describe what a job trains on: the chosen images, int64, ascending, with their conditions."""
+    # The job's process may run on another machine: it gets the chosen images and nothing of the others.
     inputs: dict[str, Images] = {"images": select(cohort.images, chosen)}
     conditions = conditions_of(expert.plan, cohort, chosen, folder.path)
     if conditions is not None:
         inputs["labels"] = conditions
     if expert.plan.expert.privacy:
         inputs["units"] = torch.unique(cohort.unit_N[chosen], return_inverse=True)[1]
+    # Names exactly these images: a job that went on with others would train another expert.
     data_digest = sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes())
     return TrainingTask(expert, inputs, data_digest)
 

@@ -47,7 +47,9 @@ def withdraw_from_plan(site: Site, key: SigningKey) -> State:
         if state.state != "withdrawn":
             withdrawn = state.after("withdraw")
             DecisionLog(site).add(PlanWithdrawn(plan_id=state.plan_id, state=state.state))
+        # The notice before the state: a call that is interrupted here is finished by a second one.
         _leave_notice(site, state.plan_id, key)
+        # What was accepted has left; the outbox is the record of it.
         if state.state not in ("accepted", "withdrawn"):
             _empty_outbox(site, state)
         # A plan that was declined is not looked at again: it counts as one that this site has worked on.
