@@ -159,7 +159,7 @@ def file_bytes(plan: Plan) -> dict[str, int]:
     return file_sizes | dict.fromkeys(plan.earlier_plans, MAX_DOCUMENT_BYTES)
 
 
-def looking_bytes(plan: Plan) -> int:
+def inspection_bytes(plan: Plan) -> int:
     """Return the bytes of opening and checking a plan's files; its public expert is only checked, block by block."""
     sizes = file_bytes(plan)
     total = sum(size for path, size in sizes.items() if path != plan.expert.base)
@@ -208,6 +208,7 @@ def training_bytes(plan: Plan, parts: int = 1) -> int:
     added = num_added_parameters(
         expert.adaptation, expert.architecture, plan.expert_shape, plan.condition
     )
+    # The factors of a low-rank adaptation are trained beside the frozen weights.
     factors = NetworkSize(parameters=added, buffers=0, activations=Activations(0, 0, 0))
     batch = ceil(expert.training.batch_size / parts)
     total = size.training_bytes(batch) + factors.training_bytes(0)
@@ -255,7 +256,7 @@ def opening_bytes(plan: Plan, num_experts: int) -> int:
     """Return the bytes of opening a release: the plan's files, the router, and the experts' positions, not weights."""
     size = expert_size(plan)
     positions = num_experts * FLOAT_BYTES * size.buffers + size.forward_bytes(0)
-    return looking_bytes(plan) + router_bytes(plan, num_experts) + positions
+    return inspection_bytes(plan) + router_bytes(plan, num_experts) + positions
 
 
 def sampling_bytes(plan: Plan, num_experts: int, num: int, batch: int, steps: int) -> int:
@@ -356,6 +357,7 @@ def _timm_values(encoder: TimmEncoderSpec, shape: tuple[int, ...]) -> int:
 
     An image that is much longer than wide is resized until its shorter side fits, before the centre is cut out.
     """
+    # As timm resizes: the shorter side to the input's over the crop share.
     scale = max(
         side / encoder.crop / old for side, old in zip(encoder.image_size, shape[1:], strict=True)
     )

@@ -19,7 +19,8 @@ class PcaEncoderSpec(Model):
         return ""
 
 
-HOG_DIRECTIONS = 8  # of a cell's histogram, over half a turn
+# Of a cell's histogram, over half a turn.
+HOG_DIRECTIONS = 8
 
 
 class HogEncoderSpec(Model):
@@ -40,18 +41,20 @@ class HogEncoderSpec(Model):
         """Say what images an encoder of this kind takes if not those of this shape."""
         if len(shape) != 3:
             return _not_volumes(shape)
-        return (
-            "" if min(shape[1:]) >= self.cells else f"images of at least {self.cells} pixels a side"
-        )
+        if min(shape[1:]) < self.cells:
+            return f"images of at least {self.cells} pixels a side"
+        return ""
 
 
 def _not_volumes(shape: tuple[int, ...]) -> str:
     return f"images (C, H, W), not {len(shape)} dimensions: use pca for volumes"
 
 
-Side = Annotated[int, Field(gt=0, le=1024)]  # of an encoder's input, pixels
+# A side of an encoder's input, pixels.
+Side = Annotated[int, Field(gt=0, le=1024)]
 ChannelMean = Annotated[float, Field(ge=-1e3, le=1e3)]
-ChannelDeviation = Annotated[float, Field(ge=1e-3, le=1e3)]  # a divisor
+# A divisor, so not 0.
+ChannelDeviation = Annotated[float, Field(ge=1e-3, le=1e3)]
 
 
 class TimmEncoderSpec(Model):
@@ -71,13 +74,17 @@ class TimmEncoderSpec(Model):
     @model_validator(mode="after")
     def _channels_agree(self) -> "TimmEncoderSpec":
         if len(self.mean) != len(self.std):
-            got = f"{len(self.mean)} and {len(self.std)}"
-            raise ValueError(f"mean and std must have one entry for each channel, got {got}")
+            raise ValueError(
+                "mean and std must have one entry for each channel, "
+                f"got {len(self.mean)} and {len(self.std)}"
+            )
         return self
 
     def misfit(self, shape: tuple[int, ...]) -> str:
         """Say what images an encoder of this kind takes if not those of this shape."""
-        return "" if len(shape) == 3 else _not_volumes(shape)
+        if len(shape) != 3:
+            return _not_volumes(shape)
+        return ""
 
 
 Encoder = Annotated[PcaEncoderSpec | HogEncoderSpec | TimmEncoderSpec, Field(discriminator="kind")]

@@ -24,10 +24,11 @@ class IdentityLatent(Model):
         return shape
 
 
-class _Halving(Model):
-    """What the levels of an autoencoder make of a sample's shape: each has half the sides of the one before."""
+class _AutoencoderLevels(Model):
+    """The levels of an autoencoder, of which each has half the sides of the one before."""
 
-    if TYPE_CHECKING:  # fields of those that inherit, in the order in which each is written
+    # Those that inherit have these fields, each in its own order, which is the order in which they are written.
+    if TYPE_CHECKING:
         channels: tuple[int, ...]
         latent_channels: int
 
@@ -56,7 +57,7 @@ class _Halving(Model):
         return shape
 
 
-class AutoencoderSize(_Halving):
+class AutoencoderSize(_AutoencoderLevels):
     """The sizes of a MONAI AutoencoderKL.
 
     Attributes:
@@ -100,7 +101,7 @@ class AutoencoderKlLatent(AutoencoderSize):
     scale: Annotated[float, Field(ge=1e-6, le=1e6)]
 
 
-class DiffusersKlSize(_Halving):
+class DiffusersKlSize(_AutoencoderLevels):
     """The sizes of an AutoencoderKL of diffusers, as those of Stable Diffusion, SDXL and FLUX; for images only.
 
     Attributes:
@@ -132,7 +133,7 @@ class DiffusersKlSize(_Halving):
         return self
 
     def misfit(self, shape: Shape) -> str | None:
-        """See `_Halving.misfit`."""
+        """See `_AutoencoderLevels.misfit`."""
         if len(shape) != 3:
             return f"images (C, H, W), not {len(shape)} dimensions: use autoencoder_kl for volumes"
         return super().misfit(shape)
@@ -168,7 +169,7 @@ class DiffusersKlLatent(DiffusersKlSize):
         return self
 
     def at_once(self, shape: Shape) -> Shape:
-        """See `_Halving.at_once`."""
+        """See `_AutoencoderLevels.at_once`."""
         return (shape[0], *(min(side, self.tile or side) for side in shape[1:]))
 
 

@@ -9,7 +9,7 @@ from ddm.footprint import (
     encoding_bytes,
     expert_size,
     file_bytes,
-    looking_bytes,
+    inspection_bytes,
     picture_bytes,
     training_bytes,
     widest_layer,
@@ -98,7 +98,7 @@ def _size_rules(plan: Plan, sizes: SizePolicy, parts: int) -> Iterator[BrokenRul
         )
     # Estimates for the worst moment of each stage (ddm/footprint.py).
     memory_bytes = {
-        "to open its files": looking_bytes(plan),
+        "to open its files": inspection_bytes(plan),
         "of what one picture becomes": picture_bytes(plan),
         "to encode images": encoding_bytes(plan),
         "of a training step": training_bytes(plan, parts),

@@ -12,7 +12,7 @@ from ddm.footprint import (
     autoencoder_size,
     expert_size,
     file_bytes,
-    looking_bytes,
+    inspection_bytes,
     perceptron_parameters,
     sampling_bytes,
     token_router_size,
@@ -109,7 +109,7 @@ def plan(**changes: object) -> Plan:
 
 def test_more_of_anything_takes_more_memory() -> None:
     small, large = plan(), plan(data={"shape": [1, 64, 64], "range": [-1.0, 1.0]})
-    assert looking_bytes(small) < looking_bytes(large)
+    assert inspection_bytes(small) < inspection_bytes(large)
     assert training_bytes(small) < training_bytes(large)
     assert training_bytes(small, parts=4) < training_bytes(small)
     one = {"num_experts": 3, "num": 16, "batch": 8, "steps": 10}

@@ -9,7 +9,7 @@ from aggregator.intake.inventory import take_inventory
 from ddm import open_ensemble
 from ddm.encoders.public_autoencoder import CONFIG, WEIGHTS
 from ddm.errors import SetupError
-from ddm.footprint import encoding_bytes, file_bytes, looking_bytes
+from ddm.footprint import encoding_bytes, file_bytes, inspection_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.planning.fit import fit_public_parts
 from ddm.protocol.base import sha256_file
@@ -56,7 +56,7 @@ def test_silo_trains_on_published_latents_and_the_release_decodes_samples(tmp_pa
     listed = plan.file(AUTOENCODER_PATH)
     assert listed.digest == sha256_file(tmp_path / "vae" / WEIGHTS)
     assert listed.bytes <= file_bytes(plan)[AUTOENCODER_PATH]
-    assert min(looking_bytes(plan), encoding_bytes(plan)) > listed.bytes // 2
+    assert min(inspection_bytes(plan), encoding_bytes(plan)) > listed.bytes // 2
     files = PlanFiles.load(plan, tiny.federation.bundle(plan_id) / "targets" / plan_id)
     cohort = cohort_at(
         tiny.path / "north.npz",
