@@ -12,7 +12,7 @@ from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.courier.service import CourierWatch, make_courier
 from silo.courier.supernode import Courier
-from silo.worker.descriptions import describe_state as said
+from silo.worker.descriptions import describe_state
 from silo.worker.progress import read_note
 from silo.worker.state import State
 from silo.worker.worker import Worker
@@ -25,7 +25,9 @@ class Narrator:
     """Logs each state once, and how far training and audit are at most every few seconds."""
 
     def __init__(self, site: Site, every_s: float = 5.0) -> None:
-        self._silo_id, self._private, self._every_s = site.settings().silo_id, site.private, every_s
+        self._silo_id = site.settings().silo_id
+        self._private = site.private
+        self._every_s = every_s
         self._last_state = ""
         self._last_at = 0.0
 
@@ -33,19 +35,23 @@ class Narrator:
         """Report one change."""
         now = time.monotonic()
         in_training = state.state == "training" and state.step > 0
-        seen = f"{state.state}, held" if state.held else state.state
-        if seen == self._last_state and not (in_training and now - self._last_at >= self._every_s):
+        is_due = in_training and now - self._last_at >= self._every_s
+        name = f"{state.state}, held" if state.held else state.state
+        if name == self._last_state and not is_due:
             return
-        last, self._last_state, self._last_at = self._last_state, seen, now
-        plan = f" plan {state.plan_id}" if state.state == "plan_accepted" else ""
-        steps = f" {self._steps(state)}" if in_training else ""
-        first = (
-            "; waiting for the next plan"
-            if state.state in ("accepted", "withdrawn") and not last
-            else ""
-        )
-        told = f": {said(state)}" if state.held or state.state == "superseded" else ""
-        _log.info("[%s] %s%s%s%s%s", self._silo_id, state.state, plan, steps, told, first)
+        is_first = not self._last_state
+        self._last_state = name
+        self._last_at = now
+        text: str = state.state
+        if state.state == "plan_accepted":
+            text += f" plan {state.plan_id}"
+        if in_training:
+            text += f" {self._steps(state)}"
+        if state.held or state.state == "superseded":
+            text += f": {describe_state(state)}"
+        if is_first and state.state in ("accepted", "withdrawn"):
+            text += "; waiting for the next plan"
+        _log.info("[%s] %s", self._silo_id, text)
         if state.state == "awaiting_approval":
             _log.info(
                 "[%s] what would leave: silo review; digest %s",
@@ -56,7 +62,7 @@ class Narrator:
             _log.warning("[%s] %s - %s", self._silo_id, state.problem.message, state.problem.remedy)
 
     def _steps(self, state: State) -> str:
-        """Say how far it is; an audit counts evaluations of the experts."""
+        """Return how far it is; an audit counts evaluations of the experts."""
         note = read_note(self._private)
         if note is None or note.stage == "training":
             return f"{state.step}/{state.num_steps} steps"
@@ -72,7 +78,8 @@ def run_worker(site: Site, key: SigningKey) -> State:
 def run_both(site: Site, key: SigningKey) -> State:
     """Run worker and courier; after the receipt the courier stays a moment, so that its answer arrives."""
     with make_courier(site) as courier, stop_on_signals() as stop, ExitStack() as stack:
-        stack.callback(courier.stop)  # before signals act again: a second Ctrl-C changes nothing
+        # Before signals act again: a second Ctrl-C changes nothing.
+        stack.callback(courier.stop)
         _note_processes(site, courier)
         watch = CourierWatch(courier, site)
         watch.start()
@@ -87,6 +94,6 @@ def run_both(site: Site, key: SigningKey) -> State:
 
 
 def _note_processes(site: Site, courier: Courier) -> None:
-    """Leave the process ids where whoever looks after the machine finds them."""
+    """Write the process ids where the operator of the machine finds them."""
     note = {"worker": os.getpid(), "courier": courier.info()}
     write_atomic(site.private / "processes.json", json.dumps(note).encode())

@@ -1,7 +1,7 @@
 """Recognises a SuperLink's database that cannot be read any more, and moves it aside: Flower makes a new one.
 
-All progress lies in the federation's folders. The database remembers the nodes, which are registered anew, and the run,
-which is submitted anew; what was under way is asked for again.
+All progress is in the federation's folders. The database remembers the nodes, which are registered again, and the run,
+which is submitted again; transfers that were interrupted are requested again.
 """
 
 import logging
@@ -15,7 +15,8 @@ _HEADER_BYTES = 100
 # Journals: without their database, or beside another one, they would be played back into it.
 _COMPANIONS = ("-journal", "-wal", "-shm")
 _BUSY = ("locked", "busy")
-_KEPT = 3
+# Damaged databases that stay for an operator to look at.
+_MAX_DAMAGED = 3
 _log = logging.getLogger(__name__)
 
 
@@ -25,7 +26,8 @@ def fault_of(database: Path) -> str | None:
     One that another process holds is not at fault. A journal that a dead process left is played back by looking.
     """
     try:
-        if not database.exists() or not (size := database.stat().st_size):
+        size = database.stat().st_size if database.exists() else 0
+        if not size:
             return None
         with database.open("rb") as stream:
             header = stream.read(_HEADER_BYTES)
@@ -34,13 +36,17 @@ def fault_of(database: Path) -> str | None:
     if not header.startswith(_MAGIC) or len(header) < _HEADER_BYTES:
         return "its first bytes are not those of a database"
     try:
-        with closing(
-            sqlite3.connect(f"{database.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)
-        ) as connection:
-            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        # Opened for writing, so that a journal is played back; a database that is gone is not made again.
+        uri = f"{database.absolute().as_uri()}?mode=rw"
+        with closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.Error as error:
-        return None if any(word in str(error) for word in _BUSY) else f"{error}"
-    return None if found == "ok" else f"{found} ({size} bytes)".replace("\n", " ")[:200]
+        if any(word in str(error) for word in _BUSY):
+            return None
+        return str(error)
+    if verdict == "ok":
+        return None
+    return f"{verdict} ({size} bytes)".replace("\n", " ")[:200]
 
 
 def move_aside_if_damaged(database: Path) -> Path | None:
@@ -61,7 +67,7 @@ def move_aside_if_damaged(database: Path) -> Path | None:
         fault,
         aside,
     )
-    for old in sorted(database.parent.glob(f"{database.name}.damaged-*[0-9]"))[:-_KEPT]:
+    for old in sorted(database.parent.glob(f"{database.name}.damaged-*[0-9]"))[:-_MAX_DAMAGED]:
         for suffix in ("", *_COMPANIONS):
             old.with_name(old.name + suffix).unlink(missing_ok=True)
     return aside

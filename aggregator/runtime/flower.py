@@ -44,9 +44,9 @@ _NGINX_SILENT_S = 30.0
 _SERVER_APP_SILENT_S = 120.0
 # One run in days needs no quick look for tasks.
 _OWN = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}
-# From `flwr run` until the ServerApp holds its lock; how often to ask meanwhile; how long it may be gone.
+# From `flwr run` until the ServerApp holds its lock; how often to check meanwhile; how long it may be gone.
 _STARTING_S = 60.0
-_ASK_EVERY_S = 15.0
+_CHECK_RUN_S = 15.0
 _MISSING_S = 3.0
 _UNFINISHED = ("pending", "starting", "running")
 _LOOPBACK = "127.0.0.1"
@@ -86,9 +86,13 @@ class FlowerRuntime:
         nginx: Path | None = None,
         beside: Sequence[Program] = (),
     ) -> None:
-        self._fed, self._host, self._port, self._nginx = fed.absolute(), host, port, nginx
+        self._fed = fed.absolute()
         self._flower = self._fed / "flower"
-        self._plan_id, self._nodes = plan_id, dict(nodes)
+        self._host = host
+        self._port = port
+        self._nginx = nginx
+        self._plan_id = plan_id
+        self._nodes = dict(nodes)
         self._run_settings: dict[str, Any] = {
             "plan_id": plan_id,
             "nodes": self._nodes,
@@ -97,6 +101,7 @@ class FlowerRuntime:
             "max_submission_bytes": max_submission_bytes,
             "wait_s": wait_s,
         }
+        # An address that means all of this machine's cannot be connected to; loopback is one of them.
         self._public = ({"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host), port)
         self._superlink = self._public
         self._beside = tuple(beside)
@@ -105,7 +110,8 @@ class FlowerRuntime:
         self._runs = Backoff(MAX_PER_HOUR)
         self._run_ids: list[str] = []
         self._was_alive = False
-        self._submitted_at = self._ask_at = 0.0
+        self._submitted_at = 0.0
+        self._check_run_at = 0.0
         self._stack = ExitStack()
 
     def __enter__(self) -> "FlowerRuntime":
@@ -120,7 +126,7 @@ class FlowerRuntime:
         self.stop()
 
     def _nginx_works(self) -> bool:
-        """Whether nginx came up: later, one full of strangers' connections does not hang, and killing it helps them."""
+        """Whether nginx came up. Later, connections may fill it: it does not hang, and a restart helps the attacker."""
         return self._supervisor.ready("nginx") or answers(*self._public, self._tls("ca.pem"))
 
     def _programs(self) -> list[Program]:
@@ -236,9 +242,11 @@ class FlowerRuntime:
 
     def _submit(self) -> None:
         self._runs.count()
-        self._was_alive, self._submitted_at = False, time.monotonic()
-        self._ask_at = self._submitted_at + _ASK_EVERY_S
-        self._flwr.register(self._nodes)  # a new database knows none of them
+        self._was_alive = False
+        self._submitted_at = time.monotonic()
+        self._check_run_at = self._submitted_at + _CHECK_RUN_S
+        # A new database knows none of them.
+        self._flwr.register(self._nodes)
         self._run_ids.append(self._flwr.submit(self._plan_id))
 
     @property
@@ -258,12 +266,13 @@ class FlowerRuntime:
             self._check_run()
 
     def _check_run(self) -> None:
-        """Submit anew when no ServerApp works; a live one holds its lock, which costs nothing to see."""
+        """Submit the run again when no ServerApp works; a live one holds its lock, which costs nothing to check."""
         now = time.monotonic()
         if self._server_app_alive():
-            self._was_alive, self._ask_at = True, now + max(_MISSING_S, self._runs.delay_s())
+            self._was_alive = True
+            self._check_run_at = now + max(_MISSING_S, self._runs.delay_s())
             return
-        if now < self._ask_at or not self._supervisor.ready("superlink"):
+        if now < self._check_run_at or not self._supervisor.ready("superlink"):
             return
         # One that worked is gone, whatever the SuperLink still believes. One that never did may only be slow.
         status = "it ended"
@@ -271,9 +280,9 @@ class FlowerRuntime:
             status = self._flwr.run_status(self._run_ids[-1])
             if status.startswith(_UNFINISHED):
                 if now < self._submitted_at + _STARTING_S:
-                    self._ask_at = now + _ASK_EVERY_S
+                    self._check_run_at = now + _CHECK_RUN_S
                     return
-                # The SuperExec runs and takes nothing up.
+                # The SuperExec runs and starts nothing.
                 self._supervisor.kill("superexec")
         self._submit_again(status)
 

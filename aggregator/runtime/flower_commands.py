@@ -1,4 +1,4 @@
-"""Flower's own command, run to register nodes, to submit a run, and to ask how it stands.
+"""Flower's own command, run to register nodes, to submit a run, and to read its status.
 
 The command is a program that may hang, crash or write without end, like any other: its time and its output are bounded,
 and whatever it does becomes an answer or an error of ours.
@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 import tomli_w
@@ -24,7 +23,7 @@ from ddm.system.processes import program
 _TIMEOUT_S = 60.0
 _MAX_OUTPUT_BYTES = 1 << 20
 # Each takes a second of processor time and 100 MiB; there may be hundreds of silos.
-_AT_ONCE = 4
+_MAX_AT_ONCE = 4
 _CONNECTION = "archipelago"
 _REGISTERED = "registered.json"
 _APP = Path(__file__).parent / "flower_app"
@@ -43,7 +42,8 @@ class FlowerCommands:
     def __init__(
         self, flower: Path, environment: Mapping[str, str], *, address: str, ca_path: Path
     ) -> None:
-        self._flower, self._environment = flower, dict(environment)
+        self._flower = flower
+        self._environment = dict(environment)
         connection = {"address": address, "root-certificates": str(ca_path)}
         config = {"superlink": {"default": _CONNECTION, _CONNECTION: connection}}
         for folder in ("home", "keys"):
@@ -51,7 +51,7 @@ class FlowerCommands:
         write_atomic(flower / "home" / "config.toml", tomli_w.dumps(config).encode())
 
     def register(self, nodes: Mapping[str, str]) -> None:
-        """Tell the SuperLink every node key it does not know; a list beside its database saves the question.
+        """Register every node key that the SuperLink does not know; a list beside its database says which it does.
 
         Args:
             nodes: silo id to OpenSSH public key.
@@ -64,18 +64,20 @@ class FlowerCommands:
         if (self._flower / "superlink.db").exists() and known_path.exists():
             with suppress(ValueError, TypeError):
                 known = set(json.loads(known_path.read_text()))
-        new = iter({silo_id: key for silo_id, key in nodes.items() if key not in known})
-        while some := list(islice(new, _AT_ONCE)):
-            paths = [self._flower / "keys" / f"{silo_id}.pub" for silo_id in some]
-            for path, silo_id in zip(paths, some, strict=True):
+        new = [silo_id for silo_id, key in nodes.items() if key not in known]
+        for first in range(0, len(new), _MAX_AT_ONCE):
+            silo_ids = new[first : first + _MAX_AT_ONCE]
+            commands = []
+            for silo_id in silo_ids:
+                path = self._flower / "keys" / f"{silo_id}.pub"
                 path.write_text(nodes[silo_id] + "\n")
-            outputs = self._ask(
-                [("supernode", "register", str(path), _CONNECTION) for path in paths]
-            )
-            for silo_id, output in zip(some, outputs, strict=True):
+                commands.append(("supernode", "register", str(path), _CONNECTION))
+            outputs = self._run_all(commands)
+            for silo_id, output in zip(silo_ids, outputs, strict=True):
                 if not _parse(output).get("success") and "already" not in output:
                     raise self._failure(f"registering silo {silo_id}", "a registered node", output)
                 known.add(nodes[silo_id])
+            # After every few, so that an interruption costs only these.
             write_atomic(known_path, json.dumps(sorted(known)).encode())
 
     def forget(self) -> None:
@@ -89,23 +91,25 @@ class FlowerCommands:
             TransportError: the SuperLink does not take it.
         """
         settings = ("--run-config", f'plan-id="{plan_id}"')
-        (output,) = self._ask([("run", str(_APP), _CONNECTION, *settings)])
+        (output,) = self._run_all([("run", str(_APP), _CONNECTION, *settings)])
         run_id = _parse(output).get("run-id")
         if not run_id:
             raise self._failure("submitting the run", "a run id", output)
         return str(run_id)
 
     def run_status(self, run_id: str) -> str:
-        """Ask how a run stands, in Flower's words; what the command said when that is no answer."""
+        """Return the status of a run, in Flower's words; what the command printed when it names none."""
         try:
-            (output,) = self._ask([("list", _CONNECTION, "--run-id", run_id)])
+            (output,) = self._run_all([("list", _CONNECTION, "--run-id", run_id)])
         except TransportError as error:
             return str(error)
-        runs = _parse(output).get("runs")
-        found = runs[0] if isinstance(runs, list) and runs else None
-        return str(found.get("status", "")) if isinstance(found, dict) else output.strip()
+        match _parse(output).get("runs"):
+            case [dict() as run, *_]:
+                return str(run.get("status", ""))
+            case _:
+                return output.strip()
 
-    def _ask(self, commands: Sequence[Sequence[str]]) -> list[str]:
+    def _run_all(self, commands: Sequence[Sequence[str]]) -> list[str]:
         """Run short commands at the same time; whatever happens, nothing that they started stays.
 
         Raises:
@@ -125,21 +129,21 @@ class FlowerCommands:
 
     def _output(self, process: "subprocess.Popen[bytes]", deadline: float) -> str:
         """Read what a command writes until it ends."""
-        said = bytearray()
-        with selectors.DefaultSelector() as ready:
-            pipe = ready.register(process.stdout, selectors.EVENT_READ).fd  # type: ignore[arg-type]  # it is a pipe
-            while ready.select(max(deadline - time.monotonic(), 0.0)):
+        output = bytearray()
+        with selectors.DefaultSelector() as selector:
+            pipe = selector.register(process.stdout, selectors.EVENT_READ).fd  # type: ignore[arg-type]  # it is a pipe
+            while selector.select(max(deadline - time.monotonic(), 0.0)):
                 piece = os.read(pipe, 65536)
-                said += piece
+                output += piece
                 if not piece:
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(max(deadline - time.monotonic(), 0.0))
-                    return said.decode(errors="replace")
-                if len(said) > _MAX_OUTPUT_BYTES:
+                    return output.decode(errors="replace")
+                if len(output) > _MAX_OUTPUT_BYTES:
                     raise self._failure(
                         "flwr",
                         f"an answer of at most {_MAX_OUTPUT_BYTES} bytes",
-                        f"{len(said)} bytes",
+                        f"{len(output)} bytes",
                     )
         raise self._failure(
             "flwr", f"an answer within {_TIMEOUT_S:.0f} s", "a command still at work"
@@ -157,10 +161,12 @@ class FlowerCommands:
         )
 
     def _failure(self, subject: str, expected: str, output: str) -> TransportError:
-        said = " ".join(str(_parse(output).get("error-message") or output).split())
-        remedy = f"Nothing is lost. Read {self._flower / 'logs'}, then run the command again."
+        message = " ".join(str(_parse(output).get("error-message") or output).split())
         return TransportError(
-            subject, expected=expected, got=said[-300:] or "no answer", remedy=remedy
+            subject,
+            expected=expected,
+            got=message[-300:] or "no answer",
+            remedy=f"Nothing is lost. Read {self._flower / 'logs'}, then run the command again.",
         )
 
 
@@ -177,7 +183,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _parse(output: str) -> dict[str, object]:
     """The JSON object in a command's output, empty when there is none."""
     start = output.find("{")
-    with suppress(ValueError, RecursionError):
-        found = json.loads(output[start:]) if start >= 0 else {}
-        return found if isinstance(found, dict) else {}
-    return {}
+    if start < 0:
+        return {}
+    try:
+        document = json.loads(output[start:])
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -27,7 +27,8 @@ from ddm.system.console import new_app, run_app
 
 HEARTBEAT = "intake.alive"
 _CHECK_S = 1.0
-_BEAT_S = 5.0
+_HEARTBEAT_S = 5.0
+# After the disk, or one of our own files, refused a step.
 _REFUSED_S = 30.0
 # How long one step, or the screening of one expert, may take; a slow disk copies and hashes at this rate.
 _STEP_S = 3600.0
@@ -38,8 +39,8 @@ _log = logging.getLogger("aggregator.runtime.intake_process")  # __name__ is __m
 app = new_app("Take in a federation's submissions; the passphrase comes on standard input.")
 
 
-class Pulse(threading.Thread):
-    """Touches the heartbeat while the work gets on: a step may take long, but not for ever.
+class HeartbeatThread(threading.Thread):
+    """Touches the heartbeat while the work makes progress: a step may take long, but not for ever.
 
     Args:
         path: the heartbeat file.
@@ -48,20 +49,21 @@ class Pulse(threading.Thread):
 
     def __init__(self, path: Path, limit_s: float = _STEP_S) -> None:
         super().__init__(daemon=True)
-        self._path, self.limit_s = path, limit_s
-        self._began = time.monotonic()
+        self._path = path
+        self.limit_s = limit_s
+        self._step_began_at = time.monotonic()
 
     def step(self) -> None:
         """Note that the next step begins, or the screening of another expert."""
-        self._began = time.monotonic()
+        self._step_began_at = time.monotonic()
 
     def run(self) -> None:
         """Beat until the process ends."""
         while True:
-            if time.monotonic() - self._began < self.limit_s:
+            if time.monotonic() - self._step_began_at < self.limit_s:
                 with suppress(OSError):
                     self._path.touch()
-            time.sleep(_BEAT_S)
+            time.sleep(_HEARTBEAT_S)
 
 
 @app.command()
@@ -72,32 +74,33 @@ def take_in(
     """Answer every submission that arrives, until a signal comes: it interrupts at once, and no attempt counts."""
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
-    pulse = Pulse(federation.path / "flower" / HEARTBEAT)
-    desk = IntakeService(federation, key, _log_verdict, _log_quarantine, pulse.step)
-    if desk.plan.plan_id != plan_id:
+    heartbeat = HeartbeatThread(federation.path / "flower" / HEARTBEAT)
+    intake = IntakeService(federation, key, _log_verdict, _log_quarantine, heartbeat.step)
+    if intake.plan.plan_id != plan_id:
         raise BusyError(
-            f"plan {desk.plan.plan_id}",
+            f"plan {intake.plan.plan_id}",
             expected=f"plan {plan_id}",
             got="a plan that was signed later",
         )
-    most_bytes = submission_bytes(desk.plan) * len(desk.plan.silos)
-    with desk.locked(), suppress(KeyboardInterrupt):
-        pulse.limit_s += most_bytes / _BYTES_PER_S
-        pulse.start()
+    max_bytes = submission_bytes(intake.plan) * len(intake.plan.silos)
+    with intake.locked(), suppress(KeyboardInterrupt):
+        heartbeat.limit_s += max_bytes / _BYTES_PER_S
+        heartbeat.start()
         while True:
-            pulse.step()
-            time.sleep(_step(desk))
+            heartbeat.step()
+            time.sleep(_step(intake))
 
 
-def _step(desk: IntakeService) -> float:
+def _step(intake: IntakeService) -> float:
     """Answer what is there; return how long to wait until the next look."""
     try:
-        desk.step()
-    except OSError as error:  # a full disk: what arrived stays where it is
+        intake.step()
+    except OSError as error:
+        # A full disk: what arrived stays where it is.
         _log.warning("intake waits: %s", error.strerror or type(error).__name__)
         return _REFUSED_S
     except FederationFilesError as error:
-        _log.error("intake waits, and answers nobody, until this is mended: %s", error)
+        _log.error("intake waits, and answers nobody, until this is corrected: %s", error)
         return _REFUSED_S
     return _CHECK_S
 

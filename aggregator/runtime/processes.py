@@ -1,4 +1,4 @@
-"""Which of a federation's processes live, read from the lock of `aggregator run` and from what it wrote down."""
+"""Which of a federation's processes are alive, read from the lock of `aggregator run` and from `info.json`."""
 
 import os
 from contextlib import suppress
@@ -13,13 +13,14 @@ from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
 from ddm.io.locks import is_locked
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, Time, check_json
+from ddm.system.process_table import start_ticks
 
 _MAX_INFO_BYTES = 65536
 _PID = "_pid"
 
 
 class Process(Model):
-    """One program of the aggregator's, whether it lives, and how often it was started again."""
+    """One program of the aggregator's, whether it is alive, and how often it was started again."""
 
     name: ShortText
     pid: PositiveInt | None
@@ -33,7 +34,7 @@ class Processes(Model):
     Attributes:
         running: whether an `aggregator run` works on the folder now.
         started_at: since when it does.
-        programs: those that it told of last; those of an earlier one when none runs.
+        programs: those that it listed last; those of an earlier one when none runs.
         num_restarts: how often programs were started again, all together.
         num_runs: how often Flower's run was submitted.
     """
@@ -46,7 +47,7 @@ class Processes(Model):
 
 
 def read_processes(federation: Federation) -> Processes:
-    """Read which programs were started and look whether they live."""
+    """Read which programs were started, and check whether they are alive."""
     folder = federation.path / "flower"
     running = is_locked(folder, "runtime")
     # Written once, at the start.
@@ -64,18 +65,22 @@ def read_processes(federation: Federation) -> Processes:
 
 def _processes(running: bool, started_at: datetime | None, info: Any) -> Processes:
     restarts = info.get("restarts", {})
-    pids = {
-        name.removesuffix(_PID): pid for name, pid in info.items() if name.endswith(_PID) and pid
-    }
-    programs = [
-        Process(
+    pids = {"aggregator run": info["pid"]}
+    # A program that waits to be started again has no process now.
+    for name in restarts:
+        pids[name] = None
+    for name, pid in info.items():
+        if name.endswith(_PID) and pid:
+            pids[name.removesuffix(_PID)] = pid
+    programs = []
+    for name, pid in pids.items():
+        program = Process(
             name=name,
             pid=pid,
             alive=bool(pid and is_alive(pid)),
             num_restarts=restarts.get(name, 0),
         )
-        for name, pid in {"aggregator run": info["pid"], **dict.fromkeys(restarts), **pids}.items()
-    ]
+        programs.append(program)
     return Processes(
         running=running,
         started_at=started_at,
@@ -86,7 +91,7 @@ def _processes(running: bool, started_at: datetime | None, info: Any) -> Process
 
 
 def changed_at(path: Path) -> datetime | None:
-    """Return when a file was written last, None where there is none."""
+    """Return when a file was written last; None where there is none."""
     with suppress(OSError):
         return datetime.fromtimestamp(path.lstat().st_mtime, UTC).replace(microsecond=0)
     return None
@@ -94,10 +99,8 @@ def changed_at(path: Path) -> datetime | None:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not collected does not."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     if Path("/proc/self").exists():
-        return False
+        return start_ticks(pid) > 0
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -148,10 +148,14 @@ def render_config(host: str, port: int, upstream_port: int, limits: Limits = Lim
     Raises:
         SetupError: the host could be read as more than a host.
     """
-    if not host or not all(sign.isalnum() or sign in ".:-" for sign in host) or not host.isascii():
+    # The host is written into the configuration as it is, where a semicolon would begin another setting.
+    is_plain = host.isascii() and all(sign.isalnum() or sign in ".:-" for sign in host)
+    if not host or not is_plain:
         raise SetupError("host", expected="a name or an address", got=repr(host[:100]))
+    # An IPv6 address is written in brackets.
+    address = f"[{host}]" if ":" in host else host
     return _TEMPLATE.format(
-        listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        listen=f"{address}:{port}",
         upstream_port=upstream_port,
         limits=limits,
     )
@@ -159,8 +163,8 @@ def render_config(host: str, port: int, upstream_port: int, limits: Limits = Lim
 
 def find_nginx() -> Path | None:
     """Find nginx, also where only administrators look."""
-    found = shutil.which("nginx") or shutil.which("nginx", path=":".join(_SEARCH))
-    return Path(found) if found else None
+    path = shutil.which("nginx") or shutil.which("nginx", path=":".join(_SEARCH))
+    return Path(path) if path else None
 
 
 def choose_proxy(host: str) -> Path | None:
@@ -202,7 +206,7 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
     (flower / "nginx").mkdir(parents=True, exist_ok=True)
     write_atomic(flower / _CONFIG, text.encode())
     try:
-        done = subprocess.run(
+        test = subprocess.run(
             [*nginx_command(nginx, flower), "-t", "-q"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -215,15 +219,15 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
         raise SetupError(
             "nginx -t", expected=f"an answer within {_TEST_TIMEOUT_S:.0f} s", got="no answer"
         ) from error
-    if done.returncode:
-        said = [
-            line for line in done.stderr.splitlines() if "[emerg]" in line
-        ] or done.stderr.splitlines()
+    if test.returncode:
+        lines = test.stderr.splitlines()
+        # Warnings may come first; the line of the error has this mark.
+        errors = [line for line in lines if "[emerg]" in line] or lines
         raise SetupError(
             "nginx -t",
             expected="a configuration that nginx accepts",
-            got=said[0][:300] if said else f"exit code {done.returncode}",
-            remedy="Mend what nginx names: a port below 1024 needs a right, an old nginx a newer version.",
+            got=errors[0][:300] if errors else f"exit code {test.returncode}",
+            remedy="Correct what nginx names: a port below 1024 needs a right, an old nginx a newer version.",
         )
 
 

@@ -55,21 +55,24 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         pass
     silos_now = dict(active_cards(federation, plan))
     if not silos_now:
-        remedy = "Sign another plan: aggregator plan."
         raise SetupError(
-            f"plan {plan.plan_id}", expected="a silo in it", got="silos all removed", remedy=remedy
+            f"plan {plan.plan_id}",
+            expected="a silo in it",
+            got="silos all removed",
+            remedy="Sign another plan: aggregator plan.",
         )
     if nginx is None:
         _log.warning(
             "nginx is not installed: Flower's own server takes the address, which only this machine reaches."
         )
-    silos, intake = (
-        SiloNews(federation, plan),
-        IntakeNews(federation.path / "flower" / "logs" / "intake.log"),
-    )
-    waiting = ", ".join(plan.silos)
+    silo_news = SiloNews(federation, plan)
+    intake_news = IntakeNews(federation.path / "flower" / "logs" / "intake.log")
     _log.info(
-        "Plan %s: waiting for %s at %s:%d", plan.plan_id, waiting, settings.host, settings.port
+        "Plan %s: waiting for %s at %s:%d",
+        plan.plan_id,
+        ", ".join(plan.silos),
+        settings.host,
+        settings.port,
     )
     receipts_only = _receipts_only(federation, plan)
     runtime = FlowerRuntime(
@@ -84,30 +87,27 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
         nginx=nginx,
         beside=(intake_program(federation, plan, passphrase),),
     )
-    # while Flower starts, a signal need not wait for it
-    with (
-        runtime,
-        stop_on_signals() as stop,
-        ExitStack() as stack,
-    ):
-        stack.callback(runtime.stop)  # before signals act again: a second Ctrl-C changes nothing
-        restarts = RestartNews(runtime)
+    # Signals are handled once Flower has started: until then, one need not wait for it.
+    with runtime, stop_on_signals() as stop, ExitStack() as stack:
+        # Before signals act again: a second Ctrl-C changes nothing.
+        stack.callback(runtime.stop)
+        restart_news = RestartNews(runtime)
         while not (runtime.finished or _all_done(federation, plan)):
             if stop.wait(CHECK_S):
                 raise KeyboardInterrupt
             runtime.check()
-            with suppress(OSError):  # a full disk; the next second tries again
-                write_atomic(
-                    federation.path / "flower" / "info.json", json.dumps(runtime.info()).encode()
-                )
-            for source in (silos, intake, restarts):
-                source.tell()
-        intake.tell()
+            # On a full disk the next second tries again.
+            with suppress(OSError):
+                info = json.dumps(runtime.info()).encode()
+                write_atomic(federation.path / "flower" / "info.json", info)
+            for news in (silo_news, intake_news, restart_news):
+                news.log_new()
+        intake_news.log_new()
     return plan
 
 
 def _receipts_only(federation: Federation, plan: Plan) -> dict[str, Card]:
-    """Return the cards of silos that do not train for the plan, and have not heard what became of an earlier one."""
+    """Return the cards of silos that do not train for the plan, and do not know yet how an earlier one ended."""
     return {
         silo_id: card
         for silo_id, card in read_cards(federation).items()
@@ -131,7 +131,8 @@ def _check_disk(federation: Federation, plan: Plan) -> None:
     ]
     written.append(federation.path / "flower")
     for folder in written:
-        with suppress(OSError):  # the check names the folder that cannot be made
+        # The check names the folder that cannot be made.
+        with suppress(OSError):
             folder.mkdir(exist_ok=True)
     check_writable(written)
     half = bytes_to_come(federation, plan) // 2
@@ -157,18 +158,18 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
     ]
 
     def start() -> Child:
-        log_path, env = (
-            flower / "logs" / "intake.log",
-            {**os.environ, **_intake_logging().environment()},
+        return spawn(
+            command,
+            log_path=flower / "logs" / "intake.log",
+            env={**os.environ, **_intake_logging().environment()},
+            input_bytes=passphrase,
         )
-        return spawn(command, log_path=log_path, env=env, input_bytes=passphrase)
 
-    # Every silo may use up its own attempts, and who speaks in its name as many: all of them together do not end the
-    # others' federation.
-    most = MAX_PER_HOUR + 2 * MAX_ATTEMPTS_OF_SILO * len(plan.silos)
-    return Program(
-        "intake", start, works=HeartbeatFile(flower / "intake.alive").beats, max_per_hour=most
-    )
+    # Every silo may use up its own attempts, and whoever speaks in its name as many: all of them together do not end
+    # the others' federation.
+    max_per_hour = MAX_PER_HOUR + 2 * MAX_ATTEMPTS_OF_SILO * len(plan.silos)
+    heartbeat = HeartbeatFile(flower / "intake.alive")
+    return Program("intake", start, works=heartbeat.beats, max_per_hour=max_per_hour)
 
 
 def _intake_logging() -> LogOptions:
@@ -185,7 +186,7 @@ class SiloNews:
         self._silos = plan.silos
         self._last: dict[str, str] = {}
 
-    def tell(self) -> None:
+    def log_new(self) -> None:
         """Log what changed since the last time."""
         for silo_id in self._silos:
             news = self._read(silo_id)
@@ -200,7 +201,9 @@ class SiloNews:
         except (FileNotFoundError, DocumentError):
             return ""
         state = str(status.get("state", ""))
-        return f"{state} {status.get('progress')}%" if state == "training" else state
+        if state == "training":
+            return f"{state} {status.get('progress')}%"
+        return state
 
 
 class RestartNews:
@@ -210,7 +213,7 @@ class RestartNews:
         self._runtime = runtime
         self._last = runtime.num_restarts()
 
-    def tell(self) -> None:
+    def log_new(self) -> None:
         """Log what changed since the last time."""
         restarts = self._runtime.num_restarts()
         for name, num in restarts.items():
@@ -225,14 +228,14 @@ class IntakeNews:
     """Logs what intake adds to its own log, from now on.
 
     Args:
-        path: the log; `ddm.system.guard` lets it begin anew when it is full.
+        path: the log; `ddm.system.guard` begins a new one when it is full.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = path.stat().st_size if path.is_file() else 0
 
-    def tell(self) -> None:
+    def log_new(self) -> None:
         """Log the lines that were finished since the last time."""
         if not self._path.is_file():
             return

@@ -4,8 +4,8 @@
 
 On one port Flower serves silos, whoever submits code, and its own programs; behind nginx, strangers on the network
 reach the first only. On loopback other users would reach all three, and submitted code runs as the user of `aggregator
-run`. So this server asks the kernel whose each connection is; only silos' requests, which Flower authenticates by their
-nodes' keys, are answered whoever brings them.
+run`. So this server looks up in the kernel's tables whose each connection is; only silos' requests, which Flower
+authenticates by their nodes' keys, are answered whoever sends them.
 """
 
 import os
@@ -23,18 +23,24 @@ FLEET = r"/v1/fleet/[a-z-]{1,40}"
 
 
 def close_port() -> None:
-    """Let Flower put our check before all else that its server does.
+    """Let Flower put our check before everything else that its server does.
 
     Raises:
-        SetupError: this version of Flower does not ask for it.
+        SetupError: this version of Flower has no place for it.
     """
     if not hasattr(extensions, "get_middleware"):
-        remedy = "Install the versions of constraints.txt."
         raise SetupError(
-            "flwr", expected="extensions.get_middleware", got="another version", remedy=remedy
+            "flwr",
+            expected="extensions.get_middleware",
+            got="another version",
+            remedy="Install the versions of constraints.txt.",
         )
-    others = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(OwnUserOnly, open_to_all=FLEET), *others())
+    get_middleware = extensions.get_middleware
+
+    def get_middleware_after_ours() -> tuple[Middleware, ...]:
+        return Middleware(OwnUserOnly, open_to_all=FLEET), *get_middleware()
+
+    extensions.get_middleware = get_middleware_after_ours
 
 
 if __name__ == "__main__":

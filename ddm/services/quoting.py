@@ -26,7 +26,9 @@ class Quoted(str):
 def unit_word(value: object) -> Quoted:
     """Quote one word of a list in a unit: quotes and backslashes escaped, no specifier expanded."""
     text = _checked(value).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    return Quoted(text if _PLAIN.fullmatch(text) else f'"{text}"')
+    if _PLAIN.fullmatch(text):
+        return Quoted(text)
+    return Quoted(f'"{text}"')
 
 
 def command_word(value: object) -> Quoted:

@@ -118,8 +118,9 @@ def write_services(folder: Path, files: Mapping[str, str]) -> None:
     Raises:
         BusyError: the folder holds something else.
     """
-    existing = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    other_files = sorted(existing - files.keys())
+    other_files: list[str] = []
+    if folder.is_dir():
+        other_files = sorted({path.name for path in folder.iterdir()} - files.keys())
     if other_files:
         raise BusyError(
             str(folder),

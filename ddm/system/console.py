@@ -244,7 +244,9 @@ def human_bytes(count: float) -> str:
     """Write a number of bytes for people, e.g. ``2.7 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            # There are no parts of a byte.
+            num_digits = 0 if unit == "B" else 1
+            return f"{count:.{num_digits}f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
 

@@ -12,7 +12,9 @@ _BREAK = re.compile(r"[\t\n]")
 def escape_control(text: str, *, one_line: bool = False) -> str:
     """Return the text with control characters as escapes; with `one_line`, tabs and line breaks as well."""
     text = _CONTROL.sub(_escape, text)
-    return _BREAK.sub(_escape, text) if one_line else text
+    if one_line:
+        text = _BREAK.sub(_escape, text)
+    return text
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -157,7 +157,9 @@ class _Guard:
         """The processes that are left of the program's tree."""
         if _IS_LINUX:
             return descendants(os.getpid())
-        return [] if self._returncode is not None else [self._program.pid]
+        if self._returncode is not None:
+            return []
+        return [self._program.pid]
 
     def _signal(self, pids: list[int], number: int) -> None:
         for pid in pids:
@@ -272,7 +274,9 @@ def main(arguments: list[str]) -> int:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     log = RotatingLog(Path(settings["log_path"]), int(settings["log_bytes"]))
     try:
-        input_fd = _input_pipe() if settings["input"] else subprocess.DEVNULL
+        input_fd = subprocess.DEVNULL
+        if settings["input"]:
+            input_fd = _input_pipe()
         guard = _Guard(command, log, float(settings["grace_s"]), input_fd)
     except OSError as error:
         log.write(f"cannot start {command[0]}: {error.strerror}\n".encode())

@@ -180,8 +180,9 @@ def _watch(processes: list[_PartProcess], on_report: Callable[[Any], None]) -> N
             ends.append(message)
             if message.error is not None:
                 # Other errors may follow from a neighbour's, which is then still on its way.
-                is_cause = message.has_died or isinstance(message.error, _CLEAR_ERRORS)
-                grace_s = 0.0 if is_cause else _GRACE_S
+                grace_s = _GRACE_S
+                if message.has_died or isinstance(message.error, _CLEAR_ERRORS):
+                    grace_s = 0.0
                 deadline = min(deadline, time.monotonic() + grace_s)
     error = _cause(ends)
     if error is not None:

@@ -80,7 +80,9 @@ def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
         }
     except (OSError, ValueError):
         return None
-    return users.pop() if len(users) == 1 else None
+    if len(users) != 1:
+        return None
+    return users.pop()
 
 
 def _written(host: str, port: int) -> str:

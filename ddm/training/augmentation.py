@@ -29,13 +29,12 @@ def augmented(x_BCHW: Tensor, settings: Training, random: np.random.Generator) -
         )
     if settings.flip:
         mirrored_B = torch.from_numpy(random.random(len(x_BCHW)) < 0.5)
-        x_BCHW = torch.where(
-            mirrored_B.view(-1, *[1] * (x_BCHW.dim() - 1)), x_BCHW.flip(-1), x_BCHW
-        )
-    for axis in range(2, x_BCHW.dim()) if settings.crop else ():
-        x_BCHW = _moved(
-            x_BCHW, axis, random.integers(-settings.crop, settings.crop, len(x_BCHW), endpoint=True)
-        )
+        is_mirrored = mirrored_B.view(-1, *[1] * (x_BCHW.dim() - 1))
+        x_BCHW = torch.where(is_mirrored, x_BCHW.flip(-1), x_BCHW)
+    if settings.crop:
+        for axis in range(2, x_BCHW.dim()):
+            by_B = random.integers(-settings.crop, settings.crop, len(x_BCHW), endpoint=True)
+            x_BCHW = _moved(x_BCHW, axis, by_B)
     return x_BCHW
 
 

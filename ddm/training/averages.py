@@ -7,7 +7,7 @@ the run, and its relative width, the standard deviation of t over T, is
     width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))
 
 Averages of two widths, kept at a few steps of the run, hold nearly all that averages of other widths need: `average_of`
-finds the mean of the kept ones whose weights over the steps are closest, by least squares.
+finds the mean of the stored ones whose weights over the steps are closest, by least squares.
 
 Source:
     Karras et al. 2024, Analyzing and improving the training dynamics of diffusion models, arXiv 2312.02696, section 3.
@@ -30,7 +30,8 @@ from ddm.protocol.learning import Training
 KEPT_WIDTHS = (0.05, 0.10)
 _FOLDER = "averages"
 _MAX_HEADER_BYTES = 1 << 20
-WIDEST = sqrt(1 / 12)  # of gamma = 0, the plain mean
+# The width of gamma = 0, the plain mean.
+WIDEST = sqrt(1 / 12)
 
 
 def averaging_weight(decay: float, n: int) -> float:
@@ -85,20 +86,20 @@ class Profile:
     step: float
 
 
-def average_of(kept: Sequence[Profile], wanted: Profile) -> NDArray[np.float64]:
-    """Return the factors with which the sum of kept averages is closest to the wanted one, shape (number of kept,).
+def average_of(stored: Sequence[Profile], target: Profile) -> NDArray[np.float64]:
+    """Return the factors with which the sum of stored averages is closest to the target, one for each stored.
 
     Closest in the square of the difference of their profiles over the run, which has a closed form.
     """
-    products = np.array([[_product(a, b) for b in kept] for a in kept])
-    target = np.array([_product(a, wanted) for a in kept])
-    factors = np.linalg.lstsq(products, target, rcond=1e-12)[0]
+    products = np.array([[_product(a, b) for b in stored] for a in stored])
+    products_with_target = np.array([_product(profile, target) for profile in stored])
+    factors = np.linalg.lstsq(products, products_with_target, rcond=1e-12)[0]
     return np.asarray(factors, dtype=np.float64)
 
 
 def _product(a: Profile, b: Profile) -> float:
     """Integrate the product of two profiles, each of integral 1."""
-    first, last = (a, b) if a.step <= b.step else (b, a)
+    first, last = sorted((a, b), key=lambda profile: profile.step)
     ratio = (first.step / last.step) ** last.exponent
     return float(
         (a.exponent + 1) * (b.exponent + 1) * ratio / ((a.exponent + b.exponent + 1) * last.step)
@@ -108,7 +109,7 @@ def _product(a: Profile, b: Profile) -> float:
 def kept_steps(settings: Training) -> tuple[int, ...]:
     """Return the steps after which averages of `KEPT_WIDTHS` are kept, evenly spaced, the last of the run included."""
     num = settings.ema_snapshots
-    return tuple(settings.num_steps * (each + 1) // num for each in range(num))
+    return tuple(settings.num_steps * number // num for number in range(1, num + 1))
 
 
 def keep(folder: Path, step: int, averages: Sequence[Mapping[str, Tensor]]) -> None:
@@ -146,18 +147,23 @@ def average_of_width(
             expected="a run that kept averages",
             got="a recipe with 0 ema_snapshots",
         )
-    kept = [Profile(exponent_of(each), float(step)) for step in steps for each in KEPT_WIDTHS]
-    factors = average_of(kept, Profile(exponent_of(width), float(settings.num_steps)))
+    stored: list[Profile] = []
+    paths: list[Path] = []
+    for step in steps:
+        for number, stored_width in enumerate(KEPT_WIDTHS):
+            stored.append(Profile(exponent_of(stored_width), float(step)))
+            paths.append(_kept_path(folder, step, number))
+    factors = average_of(stored, Profile(exponent_of(width), float(settings.num_steps)))
     specs = {name: spec_of(value) for name, value in like.items()}
-    found = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in like.items()}
-    for index, factor in enumerate(factors):
-        path = _kept_path(folder, steps[index // len(KEPT_WIDTHS)], index % len(KEPT_WIDTHS))
-        for name, value in load_tensors(path, specs, max_bytes=_bytes(specs)).items():
-            found[name] += float(factor) * value.double()
-    return {name: value.to(like[name].dtype) for name, value in found.items()}
+    # Summed in float64, since the factors may be large and of both signs.
+    total = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in like.items()}
+    for path, factor in zip(paths, factors, strict=True):
+        for name, value in load_tensors(path, specs, max_bytes=_max_bytes(specs)).items():
+            total[name] += float(factor) * value.double()
+    return {name: value.to(like[name].dtype) for name, value in total.items()}
 
 
-def _bytes(specs: Mapping[str, TensorSpec]) -> int:
+def _max_bytes(specs: Mapping[str, TensorSpec]) -> int:
     return sum(spec.bytes for spec in specs.values()) + _MAX_HEADER_BYTES
 
 

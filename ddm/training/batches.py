@@ -78,7 +78,8 @@ class Batch:
             self.chosen_B,
             self.uniform_B,
         )
-        return Batch(*(None if each is None else call(each) for each in fields))  # type: ignore[arg-type]  # three never are
+        changed = [None if field is None else call(field) for field in fields]
+        return Batch(*changed)  # type: ignore[arg-type]  # the first three are never None
 
     def __len__(self) -> int:
         return len(self.t_B)
@@ -113,7 +114,8 @@ def draw_batch(
         distribution: of the times.
         num_tokens: of one image; used where the recipe masks tokens.
     """
-    random, num = stream("train", settings.seed, step), settings.batch_size
+    random = stream("train", settings.seed, step)
+    num = settings.batch_size
     if settings.order == "epochs":
         chosen = torch.from_numpy(in_epochs(settings.seed, step, num, len(examples.images)))
     else:
@@ -126,22 +128,18 @@ def draw_batch(
     if examples.labels is not None:
         hidden_B = torch.from_numpy(random.random(num) < examples.drop)
         condition = hide(rows(examples.labels, chosen), hidden_B)
-    kept_BM = (
-        draw_kept(num, num_tokens, settings.mask_ratio, random)
-        if leaves_out(settings, step)
-        else None
-    )
+    kept_BM = None
+    if leaves_out(settings, step):
+        kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random)
     uniform_B = torch.from_numpy(random.random(num))
     return Batch(augmented(x_0, settings, random), eps, t_B, condition, kept_BM, chosen, uniform_B)
 
 
 def rows(images: Images, chosen: Tensor) -> Tensor:
     """Return rows by their numbers; of a tensor through numpy, as torch would start threads in the one that draws."""
-    return (
-        torch.from_numpy(images.numpy()[chosen.numpy()])
-        if isinstance(images, Tensor)
-        else images[chosen]
-    )
+    if isinstance(images, Tensor):
+        return torch.from_numpy(images.numpy()[chosen.numpy()])
+    return images[chosen]
 
 
 def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:

@@ -116,11 +116,13 @@ class Checkpoints:
                 remedy="Give this training an empty folder, or bring back the plan and the data of the checkpoints.",
             )
         tensor_path = self._tensor_path(record.step)
-        found = sha256_file(tensor_path) if tensor_path.is_file() else None
-        if found != record.tensors:
-            expected = f"sha256 {record.tensors[:16]}..., as its record says"
-            got = f"sha256 {found[:16]}..." if found else "no such file"
-            raise DocumentError(tensor_path.name, expected=expected, got=got)
+        digest = sha256_file(tensor_path) if tensor_path.is_file() else None
+        if digest != record.tensors:
+            raise DocumentError(
+                tensor_path.name,
+                expected=f"sha256 {record.tensors[:16]}..., as its record says",
+                got=f"sha256 {digest[:16]}..." if digest else "no such file",
+            )
         size = sum(spec.bytes for spec in specs.values()) + _MAX_HEADER_BYTES
         return record, load_tensors(tensor_path, specs, max_bytes=size)
 
@@ -129,8 +131,11 @@ class Checkpoints:
 
     def _records(self) -> list[Path]:
         """Return the records of committed checkpoints, the last one first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else iter(())
-        return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
+        if not self.folder.is_dir():
+            return []
+        records = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        # The steps in the names have the same number of digits, so the order of names is theirs.
+        return sorted(records, reverse=True)
 
     def _prune(self) -> None:
         for path in self._stale():
@@ -138,8 +143,9 @@ class Checkpoints:
 
     def _stale(self) -> Iterator[Path]:
         """Yield the files of older checkpoints and of interrupted writes, records before their tensors."""
-        kept = {path.stem for path in self._records()[:KEPT]}
+        latest = {path.stem for path in self._records()[:KEPT]}
         for path in sorted(self.folder.iterdir()):
-            half_written = path.name.startswith(".step-") and path.name.endswith(".part")
-            if half_written or (path.name.startswith("step-") and path.stem not in kept):
+            is_interrupted = path.name.startswith(".step-") and path.name.endswith(".part")
+            is_older = path.name.startswith("step-") and path.stem not in latest
+            if is_interrupted or is_older:
                 yield path

@@ -69,9 +69,10 @@ class TrainingSettings(Engine):
             raise ValueError("expected a list of words, or one text that is split into words")
         if value == "local":
             return value
-        if found := _OF_A_SHELL.search(value):
+        sign = _OF_A_SHELL.search(value)
+        if sign is not None:
             raise ValueError(
-                f"no shell reads this command, so {found[0]!r} means nothing in it; give a list of words"
+                f"no shell reads this command, so {sign[0]!r} means nothing in it; give a list of words"
             )
         return tuple(shlex.split(value))
 
@@ -82,11 +83,14 @@ class TrainingSettings(Engine):
     ) -> "Literal['local'] | tuple[str, ...]":
         if value == "local":
             return value
-        used = {name for word in value for name in _PLACEHOLDER.findall(word)}
-        if unknown := sorted(name for name in used - {*PLACEHOLDERS} if name):
-            raise ValueError(
-                f"{{{unknown[0]}}} is none of {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}"
-            )
+        used = set()
+        for word in value:
+            used.update(_PLACEHOLDER.findall(word))
+        # An empty pair of braces is part of the command, as in JSON.
+        unknown = sorted(name for name in used - {*PLACEHOLDERS} if name)
+        if unknown:
+            known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise ValueError(f"{{{unknown[0]}}} is none of {known}")
         if "folder" not in used:
             raise ValueError("the command must name the job's folder: {folder}")
         return value
@@ -110,5 +114,5 @@ class TrainingSettings(Engine):
 def filled(launcher: tuple[str, ...], values: dict[str, str]) -> list[str]:
     """Return a launcher's words with every placeholder replaced; other braces stay as they are."""
     return [
-        _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word) for word in launcher
+        _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), word) for word in launcher
     ]

@@ -1,6 +1,6 @@
 """Divides a batch among processes and combines their gradients; a single process needs neither.
 
-A process that `ddm.training.launcher`, torchrun or `accelerate launch` started finds the others through accelerate:
+A process that `ddm.training.local`, torchrun or `accelerate launch` started finds the others through accelerate:
 device, process group, DDP, accumulation. Mixed precision is the loop's own in both cases; see
 docs/adr/0014-one-process-trains-without-accelerate.md.
 """
@@ -62,11 +62,12 @@ def training_process(engine: Engine) -> TrainingProcess:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return DistributedProcess(engine)
     if num_processes(engine) > 1:
-        expected, remedy = (
-            f"{num_processes(engine)} processes",
-            "Start them with ddm.training.launcher or torchrun.",
+        raise SetupError(
+            "training.processes",
+            expected=f"{num_processes(engine)} processes",
+            got="1 process",
+            remedy="Start them with ddm.training.local or torchrun.",
         )
-        raise SetupError("training.processes", expected=expected, got="1 process", remedy=remedy)
     return SingleProcess(engine)
 
 
@@ -76,22 +77,26 @@ def num_processes(engine: Engine) -> int:
     Raises:
         SetupError: more processes than GPUs.
     """
-    num_gpus = (
-        torch.cuda.device_count() if engine.device != "cpu" and torch.cuda.is_available() else 0
-    )
+    num_gpus = 0
+    if engine.device != "cpu" and torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
     if engine.processes == "auto":
         return max(1, num_gpus)
     if 0 < num_gpus < engine.processes:
-        remedy = 'Set it to "auto", or training.device to "cpu".'
-        expected, got = f"at most {num_gpus}, one per GPU", str(engine.processes)
-        raise SetupError("training.processes", expected=expected, got=got, remedy=remedy)
+        raise SetupError(
+            "training.processes",
+            expected=f"at most {num_gpus}, one per GPU",
+            got=str(engine.processes),
+            remedy='Set it to "auto", or training.device to "cpu".',
+        )
     return engine.processes
 
 
 class SingleProcess:
     """A single process on one device."""
 
-    num_processes, rank = 1, 0
+    num_processes = 1
+    rank = 0
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -141,7 +146,9 @@ class DistributedProcess:
 
     def gathering(self, *, last: bool) -> AbstractContextManager[object]:
         """See `TrainingProcess.gathering`."""
-        return nullcontext() if last or self._replica is None else self._replica.no_sync()
+        if last or self._replica is None:
+            return nullcontext()
+        return self._replica.no_sync()
 
     def total(self, value: Tensor) -> Tensor:
         """See `TrainingProcess.total`."""
@@ -151,7 +158,10 @@ class DistributedProcess:
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a network's blocks: the members of its outermost module lists."""
     for child in model.children():
-        yield from child if isinstance(child, nn.ModuleList) else blocks_of(child)
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks_of(child)
 
 
 def _saving_memory(model: nn.Module, engine: Engine) -> nn.Module:

@@ -83,10 +83,17 @@ def _reference(images: Images, folder: JobFolder, name: str) -> ReferencedImages
 
     Images may be rows chosen from scaled values of stored arrays; each of the three is one layer, and each is optional.
     """
-    selected = images if isinstance(images, Selected) else None
-    whole = selected.images if selected else images
-    scaled = whole if isinstance(whole, Scaled) else None
-    stored = scaled.images if scaled else whole
+    stored = images
+    chosen_N = None
+    if isinstance(stored, Selected):
+        chosen_N = stored.chosen_N
+        stored = stored.images
+    shift = None
+    scale = None
+    if isinstance(stored, Scaled):
+        shift = stored.shift
+        scale = stored.scale
+        stored = stored.images
     if not isinstance(stored, StoredImages):
         return None
     convert = stored.convert
@@ -103,17 +110,17 @@ def _reference(images: Images, folder: JobFolder, name: str) -> ReferencedImages
             return None
         locations.append(_location_of(part))
     chosen = None
-    if selected is not None:
+    if chosen_N is not None:
         path = folder.path / f"{name}-rows.npy"
         with replacing(path) as handle:
-            write_rows(handle, (len(selected),), np.dtype("<i8"), [selected.chosen_N.numpy()])
+            write_rows(handle, (len(chosen_N),), np.dtype("<i8"), [chosen_N.numpy()])
         chosen = _location_in_npy(path, folder)
     return ReferencedImages(
         locations=tuple(locations),
         fitted=fitted,
         chosen=chosen,
-        shift=scaled.shift if scaled else None,
-        scale=scaled.scale if scaled else None,
+        shift=shift,
+        scale=scale,
     )
 
 
@@ -138,10 +145,13 @@ def _location_in_npy(path: Path, folder: JobFolder) -> ArrayLocation:
 
 def _copy(images: Images, path: Path) -> None:
     """Write images as float32, and any other tensor as it is."""
-    values = images.detach().cpu().numpy() if isinstance(images, Tensor) else None
+    dtype = np.dtype("<f4")
+    values = None
+    if isinstance(images, Tensor):
+        values = images.detach().cpu().numpy()
+        dtype = values.dtype
     with replacing(path) as handle:
         if values is None or values.ndim != 3:
-            dtype = np.dtype("<f4") if values is None else values.dtype
             write_rows(handle, images.shape, dtype, (block for _, block in blocks(images)))
             return
         # Texts, padded with zeros to one length: the padding becomes a hole in the file, which takes no space.

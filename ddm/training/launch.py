@@ -77,8 +77,11 @@ class LaunchCommand:
     @classmethod
     def of_earlier(cls, launch: Launch) -> "LaunchCommand":
         """Find the command that an earlier process started, on this machine or on another one."""
-        is_here = launch.host == socket.gethostname()[:255]
-        return cls(launch, DetachedProgram(launch.pid, launch.started if is_here else 0))
+        ticks = launch.started
+        if launch.host != socket.gethostname()[:255]:
+            # The id is another machine's: no process of this one is taken for it.
+            ticks = 0
+        return cls(launch, DetachedProgram(launch.pid, ticks))
 
     @property
     def is_local(self) -> bool:
@@ -97,7 +100,10 @@ class LaunchCommand:
         code = self.returncode
         if code is not None:
             return "badly" if code else "well"
-        return "running" if self._program.running() else "unknown"
+        if self._program.running():
+            return "running"
+        # An earlier process started it, and nobody waited for its end.
+        return "unknown"
 
     def wait(self, timeout_s: float) -> None:
         """Wait at most so long for its end."""
@@ -147,11 +153,11 @@ def start_command(
     Raises:
         SetupError: there is no such program.
     """
-    num = "auto" if settings.processes == "auto" else str(settings.processes)
     values = {
         "folder": str(folder.path),
         "launch": launch.launch_id,
-        "processes": num,
+        # A number, or "auto".
+        "processes": str(settings.processes),
         "python": sys.executable,
     }
     program, *arguments = filled(tuple(settings.launcher), values)
@@ -205,21 +211,25 @@ def judge(status: StartStatus, settings: TrainingSettings) -> Verdict:
     if status.is_local:
         if status.condition != "running":
             return "ended"
-        return "lost" if status.is_alive and is_silent else "wait"
+        if status.is_alive and is_silent:
+            return "lost"
+        # It may still import torch, on a slow disk.
+        return "wait"
     if status.has_ended or status.condition == "badly":
         # torchrun and schedulers start again what has ended, and the connection to a scheduler may be all that failed.
         is_over = status.has_ended and status.condition in ("well", "badly")
         if is_over or not status.is_alive or status.silent_s >= STILL_S:
             return "ended"
         return "wait"
-    if status.is_alive:
-        return "lost" if is_silent else "wait"
-    if status.condition == "running":
-        # srun waits in its queue.
+    if status.is_alive and is_silent:
+        return "lost"
+    if status.is_alive or status.condition == "running":
+        # One that never gave a sign of life may be srun, which waits in its queue.
         return "wait"
-    # sbatch has returned, and its job waits in the queue; of a command that nobody saw end, less is known.
-    patience_s = settings.start_s if status.condition == "well" else settings.silence_s
-    return "lost" if status.silent_s >= patience_s else "wait"
+    if status.condition == "well":
+        # sbatch has returned, and its job waits in the queue.
+        is_silent = status.silent_s >= settings.start_s
+    return "lost" if is_silent else "wait"
 
 
 class StartFollower:
@@ -287,11 +297,17 @@ class StartFollower:
                 self._record_returncode()
                 if self._has_stopped():
                     raise KeyboardInterrupt
-                time.sleep(_LOCAL_POLL_S if self.command.is_local else _SHARED_POLL_S)
+                time.sleep(self._poll_s)
         except BaseException:
             self.request_stop()
             self.command.end()
             raise
+
+    @property
+    def _poll_s(self) -> float:
+        if self.command.is_local:
+            return _LOCAL_POLL_S
+        return _SHARED_POLL_S
 
     def request_stop(self) -> None:
         """Let the job write a checkpoint and end, wherever it runs."""
@@ -351,9 +367,10 @@ class StartFollower:
             raise error
         if self._stopped_at is not None:
             raise KeyboardInterrupt
+        if self.command.is_local and verdict == "lost":
+            raise _vanished("training processes", "no sign of life")
         if self.command.is_local:
-            got = "no answer" if verdict == "ended" else "no sign of life"
-            raise _vanished("training processes", got)
+            raise _vanished("training processes", "no answer")
 
 
 def cause(failures: Sequence[ProcessFailure], *, is_retried: bool) -> BaseException | None:
@@ -379,7 +396,9 @@ def cause(failures: Sequence[ProcessFailure], *, is_retried: bool) -> BaseExcept
 def finished(folder: JobFolder, work: str) -> TrainingResult | None:
     """Return the result of a job; None where there is none, or one of other work."""
     result = read_document(TrainingResult, folder.result)
-    return result if result is not None and result.work == work else None
+    if result is None or result.work != work:
+        return None
+    return result
 
 
 def futile_starts_error(run: RunFolder, num_starts: int) -> SetupError:

@@ -34,8 +34,6 @@ from ddm.training.private import PrivateSteps, PrivateTraining, check_engine
 from ddm.training.state import State
 
 PROGRESS_STEPS = 10
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -130,63 +128,82 @@ def train(
     """
     if isinstance(images, Tensor):
         images = images.detach().to("cpu", torch.float32).contiguous()
-    examples = Examples(
-        images, None if labels is None else labels.detach().cpu().contiguous(), drop
-    )
+    if labels is not None:
+        labels = labels.detach().cpu().contiguous()
+    examples = Examples(images, labels, drop)
     if private:
         check_engine(engine)
-    machine, num_tokens = _machine(engine, settings), tokens_of(model, settings)
-    added = [teach.digest] if teach else private.recipe if private else []
-    recipe = [settings.model_dump(), repr(path), t_distribution.model_dump(), prediction, *added]
+    process = _training_process(engine, settings)
+    num_tokens = tokens_of(model, settings)
+    recipe: list[object] = [
+        settings.model_dump(),
+        repr(path),
+        t_distribution.model_dump(),
+        prediction,
+    ]
+    num_samples = settings.batch_size
+    if teach:
+        recipe.append(teach.digest)
+    elif private:
+        recipe += private.recipe
+    if private:
+        # As the plan implies it: how many images a unit has stays hidden.
+        num_samples = private.terms.units_per_step * private.terms.draws
     checkpoints = Checkpoints(checkpoint_dir, _run_digest(recipe, examples, model))
-    # Of private training as the plan implies it: how many images a unit has stays hidden.
-    num_samples = (
-        private.terms.units_per_step * private.terms.draws if private else settings.batch_size
-    )
     flops = num_samples * _flops(model, examples, settings, num_tokens)
-    state = State(model, settings, machine, engine.accumulate, stops=stops)
+    state = State(model, settings, process, engine.accumulate, stops=stops)
     state.restore(checkpoints)
-    kept = kept_steps(settings)
-    started, first, before = time.monotonic(), state.step, state.seconds
+    steps_of_averages = kept_steps(settings)
+    started_at = time.monotonic()
+    first_step = state.step
+    seconds_before = state.seconds
 
-    steps: _Stepping = (
-        PrivateSteps(state, private, examples, path, prediction, t_distribution)
-        if private
-        else _Steps(state, examples, path, prediction, t_distribution, num_tokens, teach)
+    steps: _Steps = _BatchSteps(
+        state, examples, path, prediction, t_distribution, num_tokens, teach
     )
-    threads = drawing_threads(machine.device, machine.num_processes)
-    with drawn_ahead(steps.draw, first, settings.num_steps, threads) as next_batch:
+    if private:
+        steps = PrivateSteps(state, private, examples, path, prediction, t_distribution)
+    threads = drawing_threads(process.device, process.num_processes)
+    with drawn_ahead(steps.draw, first_step, settings.num_steps, threads) as next_batch:
         while state.step < settings.num_steps:
-            if _stopped(machine, state.step, should_stop):
-                if state.step > first:
+            if _stopped(process, state.step, should_stop):
+                if state.step > first_step:
                     state.save(checkpoints)
                 raise KeyboardInterrupt
             try:
                 steps.advance(next_batch())
             except torch.OutOfMemoryError as error:
                 raise _too_large(engine) from error
-            state.seconds = before + time.monotonic() - started
-            done = state.step == settings.num_steps
-            if done or state.step % PROGRESS_STEPS == 0:
-                rate = (state.step - first) / (time.monotonic() - started)
+            elapsed_s = time.monotonic() - started_at
+            state.seconds = seconds_before + elapsed_s
+            is_last = state.step == settings.num_steps
+            if is_last or state.step % PROGRESS_STEPS == 0:
+                # Every process takes part in the sum of the loss; the first one reports it.
                 progress = Progress(
-                    state.step, settings.num_steps, state.finite_loss(), rate, state.seconds
+                    step=state.step,
+                    num_steps=settings.num_steps,
+                    loss=state.finite_loss(),
+                    steps_per_second=(state.step - first_step) / elapsed_s,
+                    seconds=state.seconds,
                 )
-                if machine.rank == 0:
+                if process.rank == 0:
                     on_progress(progress)
-            if state.step in kept:
+            if state.step in steps_of_averages:
                 state.keep_averages(checkpoint_dir)
-            if done or state.step % settings.checkpoint_steps == 0:
+            if is_last or state.step % settings.checkpoint_steps == 0:
                 state.save(checkpoints)
 
-    if (num_lost := int(state.num_lost)) and machine.rank == 0:
+    num_lost = int(state.num_lost)
+    if num_lost and process.rank == 0:
         _log.warning(
-            "%d of %d steps had no finite gradient and took none", num_lost, state.step - first
+            "%d of %d steps had no finite gradient and took none",
+            num_lost,
+            state.step - first_step,
         )
     return FinishedTraining(state.averaged(), state.step, state.finite_loss(), state.seconds, flops)
 
 
-class _Stepping(Protocol):
+class _Steps(Protocol):
     """Draws what each step learns from, and takes it."""
 
     def draw(self, step: int) -> Any:
@@ -199,7 +216,7 @@ class _Stepping(Protocol):
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _BatchSteps:
     """Draws the batch of each step, and takes it."""
 
     state: State
@@ -214,39 +231,45 @@ class _Steps:
         batch = draw_batch(
             self.examples, self.state.settings, step, self.distribution, self.num_tokens
         )
-        return batch.pinned() if self.state.machine.device.type == "cuda" else batch
+        if self.state.process.device.type == "cuda":
+            return batch.pinned()
+        return batch
 
     def advance(self, drawn: Batch) -> None:
         self.state.advance(drawn, self.path, self.prediction, self.teach)
 
 
-def _machine(engine: Engine, settings: Training) -> TrainingProcess:
-    machine = training_process(engine)
-    if engine.accumulate * machine.num_processes > settings.batch_size:
-        expected = f"at most {settings.batch_size} parts of a batch, one per image"
-        got = f"{machine.num_processes} processes of {engine.accumulate} parts"
-        remedy = "Lower training.accumulate or training.processes."
-        raise SetupError("training.accumulate", expected=expected, got=got, remedy=remedy)
-    return machine
+def _training_process(engine: Engine, settings: Training) -> TrainingProcess:
+    process = training_process(engine)
+    if engine.accumulate * process.num_processes > settings.batch_size:
+        raise SetupError(
+            "training.accumulate",
+            expected=f"at most {settings.batch_size} parts of a batch, one per image",
+            got=f"{process.num_processes} processes of {engine.accumulate} parts",
+            remedy="Lower training.accumulate or training.processes.",
+        )
+    return process
 
 
 def _too_large(engine: Engine) -> SetupError:
+    expected = f"room for a step in {engine.accumulate} parts"
+    if engine.recompute:
+        expected += ", recomputed"
     return SetupError(
         "memory of the GPU",
-        expected=f"room for a step in {engine.accumulate} parts"
-        + (", recomputed" if engine.recompute else ""),
+        expected=expected,
         got="too little free memory",
         remedy="Raise training.accumulate, set training.recompute, or shard it over several GPUs.",
     )
 
 
-def _stopped(machine: TrainingProcess, step: int, should_stop: Callable[[], bool]) -> bool:
+def _stopped(process: TrainingProcess, step: int, should_stop: Callable[[], bool]) -> bool:
     """Whether to stop; all processes stop when one of them does, and agreeing on it costs time."""
-    if machine.num_processes == 1:
+    if process.num_processes == 1:
         return should_stop()
     if step % PROGRESS_STEPS:
         return False
-    return bool(machine.total(torch.tensor(float(should_stop()), device=machine.device)))
+    return bool(process.total(torch.tensor(float(should_stop()), device=process.device)))
 
 
 def _run_digest(recipe: Sequence[object], examples: Examples, model: nn.Module) -> str:

@@ -20,11 +20,9 @@ from ddm.protocol.learning import Training
 
 def first_whole_step(settings: Training) -> int:
     """Return the first of the last steps, which train on all tokens."""
-    return (
-        settings.num_steps - round(settings.unmasked_share * settings.num_steps)
-        if settings.mask_ratio
-        else 0
-    )
+    if not settings.mask_ratio:
+        return 0
+    return settings.num_steps - round(settings.unmasked_share * settings.num_steps)
 
 
 def leaves_out(settings: Training, step: int) -> bool:
@@ -39,8 +37,10 @@ def num_kept(num_tokens: int, ratio: float) -> int:
 
 def draw_kept(num: int, num_tokens: int, ratio: float, random: np.random.Generator) -> Tensor:
     """Draw which tokens of each image are kept, uniformly among all sets of that size, ascending, shape (B, M)."""
+    # The order of independent random numbers is a uniformly random permutation.
     order_BN = random.random((num, num_tokens)).argsort(axis=1)
-    return torch.from_numpy(np.sort(order_BN[:, : num_kept(num_tokens, ratio)], axis=1))
+    kept_BM = order_BN[:, : num_kept(num_tokens, ratio)]
+    return torch.from_numpy(np.sort(kept_BM, axis=1))
 
 
 def kept_patches(model: nn.Module, x_BCHW: Tensor, kept_BM: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which images a step trains on: drawn anew at every step, or all of them once before any comes again."""
+"""The images of a step in epochs: all of them once, in an order of the epoch's own, before any comes again."""
 
 from functools import lru_cache
 
@@ -20,11 +20,13 @@ def in_epochs(seed: int, step: int, batch_size: int, num_images: int) -> NDArray
         num_images: images there are.
     """
     position = step * batch_size + np.arange(batch_size)
-    epoch, place = np.divmod(position, num_images)
-    chosen = np.empty(batch_size, dtype=np.int64)
-    for each in np.unique(epoch):
-        chosen[epoch == each] = _order(seed, int(each), num_images)[place[epoch == each]]
-    return chosen
+    epoch_B, place_B = np.divmod(position, num_images)
+    chosen_B = np.empty(batch_size, dtype=np.int64)
+    for epoch in np.unique(epoch_B):
+        in_epoch_B = epoch_B == epoch
+        order = _order(seed, int(epoch), num_images)
+        chosen_B[in_epoch_B] = order[place_B[in_epoch_B]]
+    return chosen_B
 
 
 @lru_cache(maxsize=2)

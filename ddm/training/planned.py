@@ -44,8 +44,11 @@ def public_base(plan: Plan, bundle: Path | None) -> BaseExpert | None:
     if plan.expert.base is None:
         return None
     if bundle is None:
-        got = "no folder with the plan's files"
-        raise MissingFileError(plan.expert.base, expected="the plan's public expert", got=got)
+        raise MissingFileError(
+            plan.expert.base,
+            expected="the plan's public expert",
+            got="no folder with the plan's files",
+        )
     return BaseExpert(bundle, plan.file(plan.expert.base))
 
 
@@ -85,7 +88,9 @@ class PlannedExpert:
             MissingFileError, DigestError, TensorFileError: that expert is not the one that the documents list.
             SetupError: the adaptation names weights that the expert lacks.
         """
-        expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
+        expert = self.plan.expert
+        shape = self.plan.expert_shape
+        condition = self.plan.condition
         if self.base is None:
             return build_expert(expert.architecture, shape, condition=condition, seed=self.seed)
         base = load_expert(expert.architecture, shape, self.base.folder, self.base.file, condition)
@@ -113,11 +118,9 @@ class PlannedExpert:
             SetupError, NumericalError, DataError: see `ddm.training.loop.train`.
             MissingFileError: private training without its secret.
         """
-        plan, objective, condition = (
-            self.plan,
-            self.plan.objective.of(self.silo_id),
-            self.plan.condition,
-        )
+        plan = self.plan
+        objective = plan.objective.of(self.silo_id)
+        condition = plan.condition
         labels = tensors.get("labels")
         trained = train(
             self.start(),
@@ -138,7 +141,9 @@ class PlannedExpert:
         if not trained.ema:
             return None
         weights = merged(trained.ema, plan.expert.adaptation)
-        save_tensors(path, weights if self.stops else _bounded(weights))
+        if not self.stops:
+            weights = _bounded(weights)
+        save_tensors(path, weights)
         return trained
 
     def _private(self, unit_N: Images | None, secret: Path | None) -> PrivateTraining | None:
@@ -151,28 +156,32 @@ class PlannedExpert:
         if terms is None:
             return None
         if unit_N is None or secret is None or self.paid is None:
-            remedy = "Only a silo's worker, whose ledger pays for it, can train such an expert."
-            expected = "each image's unit, a secret and what was paid for"
             raise SetupError(
-                "private training", expected=expected, got="not all of these", remedy=remedy
+                "private training",
+                expected="each image's unit, a secret and what was paid for",
+                got="not all of these",
+                remedy="Only a silo's worker, whose ledger pays for it, can train such an expert.",
             )
+        # Of numbers that are read from a file, all rows.
         units = unit_N if isinstance(unit_N, Tensor) else unit_N[torch.arange(len(unit_N))]
         return PrivateTraining(terms, self.paid, units.long(), read_secret(secret))
 
 
 def _bounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights that every reader takes: at most `MAX_WEIGHT` in magnitude, and 0 where they are not finite."""
-    found, num = {}, 0
+    bounded = {}
+    num_changed = 0
     for name, weight in weights.items():
         if not weight.is_floating_point():
-            found[name] = weight
+            bounded[name] = weight
             continue
-        found[name] = torch.where(weight.isfinite(), weight, 0.0).clamp(-MAX_WEIGHT, MAX_WEIGHT)
-        num += int((found[name] != weight).sum())  # NaN is unlike everything
-    if num:
+        bounded[name] = torch.where(weight.isfinite(), weight, 0.0).clamp(-MAX_WEIGHT, MAX_WEIGHT)
+        # NaN differs from every number, so it is counted too.
+        num_changed += int((bounded[name] != weight).sum())
+    if num_changed:
         _log.warning(
             "%d weights were not finite or above %g, and were set to 0 or to the bound",
-            num,
+            num_changed,
             MAX_WEIGHT,
         )
-    return found
+    return bounded

@@ -2,8 +2,8 @@
 
 A batch is a function of the seed and the number of its step, so it is the same whoever draws it, and when; a run that
 is stopped or killed loses the batches drawn ahead and draws them again. Noise is drawn on the CPU even where a GPU
-trains: torch's generators answer differently on every device, and an expert would then depend on the machine by more
-than rounding. What a GPU gets lies in pinned memory, and is copied while it works.
+trains: torch's generators differ between devices, and an expert would then depend on the machine by more than
+rounding. What a GPU gets is in pinned memory, and is copied while it works.
 """
 
 import os
@@ -16,8 +16,9 @@ from typing import TypeVar
 import torch
 
 BatchT = TypeVar("BatchT")
-_MOST_THREADS = 4
-_AHEAD = 2  # batches for each thread
+_MAX_THREADS = 4
+# Batches for each thread.
+_AHEAD = 2
 
 
 def drawing_threads(device: torch.device, num_processes: int) -> int:
@@ -29,10 +30,11 @@ def drawing_threads(device: torch.device, num_processes: int) -> int:
     """
     if device.type != "cuda":
         return 0
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(1, min(_MOST_THREADS, cores // num_processes))
+    num_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        # The cores that this process may use, which a container or a scheduler may have limited.
+        num_cores = len(os.sched_getaffinity(0))
+    return max(1, min(_MAX_THREADS, num_cores // num_processes))
 
 
 @contextmanager
@@ -45,20 +47,19 @@ def drawn_ahead(
         draw: returns the batch of a step; called in other threads, where there are any.
         first: the first step.
         last: the step after the last one.
-        threads: how many draw; with 0 a batch is drawn when it is asked for.
+        threads: how many draw; with 0 a batch is drawn when it is needed.
     """
     if not threads:
         steps = iter(range(first, last))
         yield lambda: draw(next(steps))
         return
-    pool, pending, ahead = (
-        ThreadPoolExecutor(threads, "batches"),
-        deque[Future[BatchT]](),
-        iter(range(first, last)),
-    )
+    pool = ThreadPoolExecutor(threads, "batches")
+    pending = deque[Future[BatchT]]()
+    steps_to_draw = iter(range(first, last))
 
     def submit() -> None:
-        if (step := next(ahead, None)) is not None:
+        step = next(steps_to_draw, None)
+        if step is not None:
             pending.append(pool.submit(draw, step))
 
     def take() -> BatchT:

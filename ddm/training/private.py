@@ -33,8 +33,10 @@ from ddm.training.config import Engine
 from ddm.training.state import State
 from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 
-STEPS_PER_CLIP = 2**24  # of the grid: float32 holds every whole number up to it
-_ROUNDING = 1 + 2.0**-10  # scaled in float32, a clipped gradient's norm is off by 2^-22 at most
+# Steps of the grid in the clipping norm: float32 holds every whole number up to it.
+STEPS_PER_CLIP = 2**24
+# Scaled in float32, a clipped gradient's norm is off by 2^-22 at most.
+_ROUNDING = 1 + 2.0**-10
 _NOISE_BLOCK = 2**20
 
 
@@ -58,8 +60,11 @@ class PrivateTraining:
     def __post_init__(self) -> None:
         present_U = torch.unique(self.unit_N)
         if not torch.equal(present_U, torch.arange(len(present_U))):
-            got = f"{len(present_U)} different units up to {int(self.unit_N.max())}"
-            raise DataError("privacy units", expected="units 0, 1, 2, ... without a gap", got=got)
+            raise DataError(
+                "privacy units",
+                expected="units 0, 1, 2, ... without a gap",
+                got=f"{len(present_U)} different units up to {int(self.unit_N.max())}",
+            )
 
     @property
     def num_units(self) -> int:
@@ -75,7 +80,7 @@ class PrivateTraining:
 
     @property
     def recipe(self) -> list[object]:
-        """What a checkpoint must agree with: one of another secret would not be gone on with to the byte."""
+        """What a checkpoint must agree with; from one of another secret, the run would not resume to the byte."""
         return [
             self.terms.model_dump(),
             self.paid.model_dump(),
@@ -89,9 +94,8 @@ class PrivateTraining:
         threshold = int(self.paid.rate * 2.0**64)
         if threshold >= 2**64:
             return np.arange(self.num_units)
-        return np.flatnonzero(np.frombuffer(octets, dtype="<u8") < np.uint64(threshold)).astype(
-            np.int64
-        )
+        number_U = np.frombuffer(octets, dtype="<u8")
+        return np.flatnonzero(number_U < np.uint64(threshold)).astype(np.int64)
 
 
 def sensitivity(num_weights: int) -> float:
@@ -112,12 +116,15 @@ def clipped(gradient: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
     Returns:
         Whole numbers of at most `STEPS_PER_CLIP`, float32; 0 where the gradient is not finite.
     """
-    squares = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradient.values()]
-    norm = torch.linalg.vector_norm(torch.stack(squares))
+    norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in gradient.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     scale = STEPS_PER_CLIP / clip * (clip / norm).clamp(max=1.0)
-    finite, scale = torch.isfinite(norm), torch.where(norm > 0, scale, 0.0).float()
+    # A gradient of norm 0 has no direction, and its scale would be infinite.
+    scale = torch.where(norm > 0, scale, 0.0).float()
+    is_finite = torch.isfinite(norm)
     return {
-        name: torch.where(finite, each * scale, 0.0).round_() for name, each in gradient.items()
+        name: torch.where(is_finite, value * scale, 0.0).round_()
+        for name, value in gradient.items()
     }
 
 
@@ -153,14 +160,15 @@ class PrivateSteps:
         distribution: TDistribution,
     ) -> None:
         if len(private.unit_N) != len(examples.images):
-            expected = f"one unit for each of {len(examples.images)} images"
-            raise DataError("privacy units", expected=expected, got=f"{len(private.unit_N)}")
-        self._state, self._private, self._examples, self._distribution = (
-            state,
-            private,
-            examples,
-            distribution,
-        )
+            raise DataError(
+                "privacy units",
+                expected=f"one unit for each of {len(examples.images)} images",
+                got=f"{len(private.unit_N)}",
+            )
+        self._state = state
+        self._private = private
+        self._examples = examples
+        self._distribution = distribution
         self._loss = UnitLoss(state.model, state.settings, path, prediction, state.in_bf16)
         self._num_weights = sum(weight.numel() for weight in state.weights)
 
@@ -170,34 +178,35 @@ class PrivateSteps:
         A unit's number says which process computes it, not its place among those that enter: processes may have
         different devices, whose rounding differs.
         """
-        machine, entered = self._state.machine, self._private.sampled(step)
-        mine = entered[entered % machine.num_processes == machine.rank]
-        return [self._of_unit(step, int(unit)) for unit in mine]
+        process = self._state.process
+        sampled_units = self._private.sampled(step)
+        own_units = sampled_units[sampled_units % process.num_processes == process.rank]
+        return [self._draw_unit(step, int(unit)) for unit in own_units]
 
     def advance(self, drawn: Sequence[UnitSamples]) -> None:
         """Take one step."""
-        state, private = self._state, self._private
+        state = self._state
+        private = self._private
         sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in state.weights]
         losses: list[Tensor] = []
         for unit in drawn:
             gradients, loss = unit_gradient(
-                self._loss, state.named, unit.copied(state.machine.device)
+                self._loss, state.named, unit.copied(state.process.device)
             )
-            for total, each in zip(
-                sums, clipped(gradients, private.terms.clip).values(), strict=True
-            ):
-                total += each
+            clipped_gradients = clipped(gradients, private.terms.clip).values()
+            for total, gradient in zip(sums, clipped_gradients, strict=True):
+                total += gradient
             losses.append(loss)
-        flat_P = torch.cat([each.flatten() for each in sums])
-        if state.machine.rank == 0:
+        flat_P = torch.cat([total.flatten() for total in sums])
+        # One process adds the noise, once: the sum over processes has it whatever their number.
+        if state.process.rank == 0:
             std = private.paid.noise_multiplier * sensitivity(self._num_weights)
-            for start, noise in noise_of(
-                len(flat_P), std, SecretStream(private.secret, "noise", state.step)
-            ):
+            source = SecretStream(private.secret, "noise", state.step)
+            for start, noise in noise_of(len(flat_P), std, source):
                 flat_P[start : start + len(noise)] += noise.to(flat_P)
-        flat_P = state.machine.total(flat_P) * (
-            private.terms.clip / STEPS_PER_CLIP / private.terms.units_per_step
-        )
+        # The mean is over the expected number of units: the number that entered is not public.
+        step_of_grid = private.terms.clip / STEPS_PER_CLIP / private.terms.units_per_step
+        flat_P = state.process.total(flat_P) * step_of_grid
         start = 0
         for weight in state.weights:
             weight.grad = flat_P[start : start + weight.numel()].view(weight.shape).to(weight)
@@ -205,30 +214,33 @@ class PrivateSteps:
         state.take_step(self._mean(losses))
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
-        """Return this process's share of the mean loss, for this machine's own eyes; what is not finite is left out."""
-        machine = self._state.machine
-        all_U = torch.stack(losses) if losses else torch.zeros(0, device=machine.device)
-        kept_U = all_U[torch.isfinite(all_U)]
-        told = machine.total(
-            torch.stack([kept_U.sum(), torch.tensor(float(len(kept_U)), device=machine.device)])
-        )
-        if not told[1]:
+        """Return this process's share of the mean loss, which stays at this site; what is not finite is left out."""
+        process = self._state.process
+        loss_U = torch.zeros(0, device=process.device)
+        if losses:
+            loss_U = torch.stack(losses)
+        finite_U = loss_U[torch.isfinite(loss_U)]
+        num_finite = torch.tensor(float(len(finite_U)), device=process.device)
+        sums: Tensor = process.total(torch.stack([finite_U.sum(), num_finite]))
+        total, num = sums.unbind()
+        if not num:
             return self._state.loss.clone()
-        return told[0] / told[1] / machine.num_processes
+        return total / num / process.num_processes
 
-    def _of_unit(self, step: int, unit: int) -> UnitSamples:
+    def _draw_unit(self, step: int, unit: int) -> UnitSamples:
         """Draw a unit's images, times and noises at a step: a function of secret, step, unit and the unit's images."""
-        private, terms, settings = self._private, self._private.terms, self._state.settings
+        private = self._private
+        terms = private.terms
         random = secret_generator(private.secret, step, unit)
         images = private.images_of[unit]
         if len(images) > terms.images_per_unit:
             images = np.sort(random.choice(images, terms.images_per_unit, replace=False))
         chosen = torch.from_numpy(np.repeat(images, terms.draws))
-        x_0 = augmented(rows(self._examples.images, chosen), settings, random)
+        x_0 = augmented(rows(self._examples.images, chosen), self._state.settings, random)
         eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
-        t_S = draw_times(self._distribution, len(chosen), random)[
-            torch.from_numpy(random.permutation(len(chosen)))
-        ]
+        # One time in each quantile, in order; a permutation gives them to the samples at random.
+        ordered_S = draw_times(self._distribution, len(chosen), random)
+        t_S = ordered_S[torch.from_numpy(random.permutation(len(chosen)))]
         condition = None
         if self._examples.labels is not None:
             hidden_S = torch.from_numpy(random.random(len(chosen)) < self._examples.drop)

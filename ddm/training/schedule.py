@@ -11,19 +11,21 @@ from ddm.protocol.routers import SamplesSettings
 
 def learning_rate(settings: Training | SamplesSettings, step: int) -> float:
     """Return the learning rate of a step, counted from 0: the recipe's, warming up and falling at the same time."""
-    warmup = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
-    return settings.learning_rate * warmup * _left(settings, step / settings.num_steps)
+    warmup = 1.0
+    if settings.warmup_steps:
+        warmup = min(1.0, (step + 1) / settings.warmup_steps)
+    return settings.learning_rate * warmup * _remaining_share(settings, step / settings.num_steps)
 
 
-def _left(settings: Training | SamplesSettings, done: float) -> float:
-    """Return the share of the learning rate that is left when a share of the run is done."""
+def _remaining_share(settings: Training | SamplesSettings, completed: float) -> float:
+    """Return the share of the learning rate that is left when a share of the run is completed."""
     match settings.schedule:
         case "constant":
             return 1.0
         case "cosine":
-            fallen = (1 - cos(pi * done)) / 2
+            fallen = (1 - cos(pi * completed)) / 2
         case "linear":
-            fallen = done
+            fallen = completed
         case _:
             assert_never(settings.schedule)
     return 1 - (1 - settings.final_rate) * fallen

@@ -39,9 +39,9 @@ class State:
     """The weights, their average, the optimizer's moments, the smoothed loss and the number of steps.
 
     Args:
-        model: freshly built; moved to the machine's device.
+        model: freshly built; moved to the process's device.
         settings: the plan's recipe.
-        machine: this process's.
+        process: how this process takes part.
         accumulate: parts into which this process splits its share of a batch.
         stops: whether a gradient or a loss that is not finite ends the run; else the step takes a gradient of 0 in its
             place, so that nobody who watches the run learns what its images did.
@@ -51,16 +51,19 @@ class State:
         self,
         model: nn.Module,
         settings: Training,
-        machine: TrainingProcess,
+        process: TrainingProcess,
         accumulate: int,
         *,
         stops: bool = True,
     ) -> None:
-        self.model, self.settings, self.machine = model.train(), settings, machine
-        self.call = machine.prepare(model)
-        self.in_bf16 = computes_in_bf16(settings.precision, machine.device)
-        self.accumulate, self.stops = accumulate, stops
-        self.num_lost = torch.zeros((), dtype=torch.int64, device=machine.device)
+        self.model = model.train()
+        self.settings = settings
+        self.process = process
+        self.call = process.prepare(model)
+        self.in_bf16 = computes_in_bf16(settings.precision, process.device)
+        self.accumulate = accumulate
+        self.stops = stops
+        self.num_lost = torch.zeros((), dtype=torch.int64, device=process.device)
         self.named = {
             name: value for name, value in model.named_parameters() if value.requires_grad
         }
@@ -78,7 +81,7 @@ class State:
         self.kept = {
             width: [weight.detach().clone() for weight in self.weights] for width in widths
         }
-        self.loss = torch.zeros((), device=machine.device)
+        self.loss = torch.zeros((), device=process.device)
         self.step = 0
         self.seconds = 0.0
 
@@ -87,24 +90,27 @@ class State:
     ) -> None:
         """Take one step; every process gets the same batch and takes its part, with the teacher's target if any."""
         share = torch.zeros_like(self.loss)
-        num_parts = self.accumulate * self.machine.num_processes
+        num_parts = self.accumulate * self.process.num_processes
         self.optimizer.zero_grad()
         for index in range(self.accumulate):
             part = batch.part(
-                self.machine.rank * self.accumulate + index, num_parts, self.machine.device
+                self.process.rank * self.accumulate + index, num_parts, self.process.device
             )
-            with self.machine.gathering(last=index == self.accumulate - 1):
-                loss = self._loss(teach(part) if teach else part, path, prediction) * (
-                    len(part) / len(batch)
-                )
+            share_of_batch = len(part) / len(batch)
+            if teach is not None:
+                part = teach(part)
+            with self.process.gathering(last=index == self.accumulate - 1):
+                loss = self._loss(part, path, prediction) * share_of_batch
                 # Processes average their gradients, but their shares of the loss add up.
-                torch.autograd.backward(loss * self.machine.num_processes)
+                torch.autograd.backward(loss * self.process.num_processes)
             share += loss.detach()
         norm = whole(nn.utils.clip_grad_norm_(self.weights, self.settings.max_gradient_norm))
-        if not self.stops:
+        if self.stops:
+            # A gradient that is not finite makes the loss NaN for good, so checking the loss now and then is enough.
+            share = share + 0.0 * norm
+        else:
             share = self._without_lost(norm, share)
-        # A gradient that is not finite makes the loss NaN for good, so checking the loss now and then is enough.
-        self.take_step(share + (0.0 * norm if self.stops else 0.0))
+        self.take_step(share)
 
     def take_step(self, share: Tensor) -> None:
         """Move the weights along the gradients that they hold, and the averages after them.
@@ -112,7 +118,8 @@ class State:
         Args:
             share: this process's share of the step's loss.
         """
-        if not self.stops:  # the sum of finite losses, of images or processes, may overflow
+        if not self.stops:
+            # The sum of finite losses, of images or processes, may overflow.
             share = torch.where(torch.isfinite(share), share, self.loss).clamp(max=MAX_LOSS)
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.settings, self.step)
         self.optimizer.step()
@@ -130,6 +137,7 @@ class State:
         lost = ~torch.isfinite(norm)
         for weight in self.weights:
             if weight.grad is not None:
+                # Of a sharded gradient, the part that this process holds.
                 getattr(weight.grad, "_local_tensor", weight.grad).masked_fill_(lost, 0.0)
         self.num_lost += lost
         return torch.where(lost, self.loss, share)
@@ -137,19 +145,22 @@ class State:
     def _loss(self, part: Batch, path: Path, prediction: Prediction) -> Tensor:
         """Return the weighted mean squared error per value, of the kept tokens only where tokens are masked."""
         target = target_of(path, prediction, part.x_0, part.eps, part.t_B)
-        inputs = (x_t(path, part.x_0, part.eps, part.t_B), part.t_B)
-        condition = () if part.condition is None else (part.condition,)
-        kept = {} if part.kept_BM is None else {"kept_BM": part.kept_BM}
-        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.in_bf16):
-            prediction_B = self.call(*inputs, *condition, **kept)
+        inputs = [x_t(path, part.x_0, part.eps, part.t_B), part.t_B]
+        if part.condition is not None:
+            inputs.append(part.condition)
+        options = {}
+        if part.kept_BM is not None:
+            options["kept_BM"] = part.kept_BM
+        with torch.autocast(self.process.device.type, torch.bfloat16, enabled=self.in_bf16):
+            prediction_B = self.call(*inputs, **options)
         if part.kept_BM is not None:
             target = kept_patches(self.model, target, part.kept_BM)
         weights_B = loss_weights(self.settings.loss_weighting, path, prediction, part.t_B)
         return weighted_mean((prediction_B.float() - target).square(), weights_B)
 
     @property
-    def _first(self) -> bool:
-        return self.machine.rank == 0
+    def _is_first(self) -> bool:
+        return self.process.rank == 0
 
     def finite_loss(self) -> float:
         """Return the smoothed loss; all processes must call it together.
@@ -157,14 +168,13 @@ class State:
         Raises:
             NumericalError: at some step since the last call the loss or the gradient was not finite.
         """
-        loss = float(self.machine.total(self.loss))
+        loss = float(self.process.total(self.loss))
         if not np.isfinite(loss):
-            remedy = "Use a smaller learning rate or precision fp32; a silo asks the aggregator for such a plan."
             raise NumericalError(
                 f"loss at step {self.step}",
                 expected="a finite number",
                 got=str(loss),
-                remedy=remedy,
+                remedy="Use a smaller learning rate or precision fp32; a silo asks the aggregator for such a plan.",
             )
         return loss
 
@@ -176,17 +186,19 @@ class State:
         return self._with(self.ema)
 
     def _with(self, average: list[Tensor]) -> dict[str, Tensor]:
-        state, first = (
-            dict(self.model.state_dict()) | dict(zip(self.named, average, strict=True)),
-            self._first,
-        )
-        found = {name: gathered(value.detach(), keep=first) for name, value in state.items()}
-        return {name: value.to("cpu", copy=True) for name, value in found.items()} if first else {}
+        state = dict(self.model.state_dict()) | dict(zip(self.named, average, strict=True))
+        # Every process takes part in gathering sharded tensors, also those that keep nothing.
+        whole_state = {
+            name: gathered(value.detach(), keep=self._is_first) for name, value in state.items()
+        }
+        if not self._is_first:
+            return {}
+        return {name: value.to("cpu", copy=True) for name, value in whole_state.items()}
 
     def keep_averages(self, folder: FilePath) -> None:
         """Keep the averages from which others are found after the run, in the first process."""
         averages = [self._with(average) for average in self.kept.values()]
-        if self._first:
+        if self._is_first:
             keep(folder, self.step, averages)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -196,22 +208,23 @@ class State:
         ]
         parts: Mapping[str, list[Tensor]] = {
             "ema": self.ema,
-            "first_moment": [each["exp_avg"] for each in moments],
-            "second_moment": [each["exp_avg_sq"] for each in moments],
+            "first_moment": [moment["exp_avg"] for moment in moments],
+            "second_moment": [moment["exp_avg_sq"] for moment in moments],
         } | {f"average_{width:g}": average for width, average in self.kept.items()}
-        named = {f"model/{name}": value for name, value in self.model.state_dict().items()}
+        tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
         for part, values in parts.items():
-            named |= {
-                f"{part}/{name}": value for name, value in zip(self.named, values, strict=True)
-            }
-        return named
+            for name, value in zip(self.named, values, strict=True):
+                tensors[f"{part}/{name}"] = value
+        return tensors
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint in the first process; refuse to where the loss is not finite."""
-        loss, first = self.finite_loss(), self._first
+        loss = self.finite_loss()
         # Sharded tensors are gathered one at a time, and kept only in the process that writes them.
-        tensors = {name: gathered(value, keep=first) for name, value in self.tensors().items()}
-        if first:
+        tensors = {
+            name: gathered(value, keep=self._is_first) for name, value in self.tensors().items()
+        }
+        if self._is_first:
             checkpoints.save(tensors, step=self.step, loss=loss, seconds=self.seconds)
 
     def restore(self, checkpoints: Checkpoints) -> None:
@@ -220,23 +233,26 @@ class State:
         Raises:
             SetupError: it belongs to another run, or the processes did not all find the same one.
         """
-        found = checkpoints.load(self.tensors())
-        step = found[0].step if found else 0
-        total = self.machine.total(torch.tensor(float(step), device=self.machine.device))
-        if total != step * self.machine.num_processes:
-            remedy = "Give all processes the same folder of checkpoints."
-            got = f"step {step} in process {self.machine.rank + 1}, and other steps elsewhere"
+        checkpoint = checkpoints.load(self.tensors())
+        step = checkpoint[0].step if checkpoint else 0
+        total = self.process.total(torch.tensor(float(step), device=self.process.device))
+        if total != step * self.process.num_processes:
             raise SetupError(
-                "checkpoints", expected="the same step in every process", got=got, remedy=remedy
+                "checkpoints",
+                expected="the same step in every process",
+                got=f"step {step} in process {self.process.rank + 1}, and other steps elsewhere",
+                remedy="Give all processes the same folder of checkpoints.",
             )
-        if found is None:
+        if checkpoint is None:
             return
-        record, tensors = found
-        self.step, self.seconds = record.step, record.seconds
-        self.loss.fill_(record.loss / self.machine.num_processes)
+        record, tensors = checkpoint
+        self.step = record.step
+        self.seconds = record.seconds
+        # Each process holds its share of the loss; the checkpoint has their sum.
+        self.loss.fill_(record.loss / self.process.num_processes)
         for weight in self.weights:
             self.optimizer.state[weight] = _no_moments(weight) | {
-                "step": torch.tensor(float(self.step), device=self.machine.device)
+                "step": torch.tensor(float(self.step), device=self.process.device)
             }
         with torch.no_grad():
             # Copied in place, so that the memory layout is that of a run that was never interrupted.
@@ -244,7 +260,7 @@ class State:
                 if _is_sharded(value):
                     from torch.distributed.tensor import distribute_tensor
 
-                    placed = tensors[name].to(self.machine.device)
+                    placed = tensors[name].to(self.process.device)
                     value.copy_(distribute_tensor(placed, value.device_mesh, value.placements))
                 else:
                     value.copy_(tensors[name])
@@ -252,7 +268,9 @@ class State:
 
 def whole(value: Tensor) -> Tensor:
     """Return a sharded tensor whole, in every process."""
-    return value.full_tensor() if _is_sharded(value) else value
+    if _is_sharded(value):
+        return value.full_tensor()
+    return value
 
 
 def gathered(value: Tensor, *, keep: bool) -> Tensor:
@@ -260,7 +278,9 @@ def gathered(value: Tensor, *, keep: bool) -> Tensor:
     if not _is_sharded(value):
         return value
     full = value.full_tensor()
-    return full.cpu() if keep else full.new_empty(0)
+    if keep:
+        return full.cpu()
+    return full.new_empty(0)
 
 
 def _is_sharded(value: Tensor) -> "TypeIs[DTensor]":

@@ -43,11 +43,11 @@ class UnitSamples:
     def fields(self) -> tuple[Tensor, ...]:
         """Its tensors."""
         fields = (self.x_0, self.eps, self.t_S, self.condition)
-        return tuple(each for each in fields if each is not None)
+        return tuple(field for field in fields if field is not None)
 
     def copied(self, device: torch.device) -> "UnitSamples":
         """Return a copy on a device, in memory of torch's own alignment, which some kernels' rounding depends on."""
-        return UnitSamples(*(each.to(device, copy=True) for each in self.fields))
+        return UnitSamples(*(field.to(device, copy=True) for field in self.fields))
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,10 @@ class UnitLoss:
             prediction_B = functional_call(self.model, dict(weights), inputs)
         target_B = target_of(self.path, self.prediction, x_0, eps, t_B)
         loss_B: Tensor = (prediction_B.float() - target_B).square().flatten(1).mean(1)
-        at_t_B = loss_weights(self.settings.loss_weighting, self.path, self.prediction, t_B)
-        return loss_B if at_t_B is None else loss_B * at_t_B.to(loss_B)
+        weight_B = loss_weights(self.settings.loss_weighting, self.path, self.prediction, t_B)
+        if weight_B is None:
+            return loss_B
+        return loss_B * weight_B.to(loss_B)
 
 
 def unit_gradient(

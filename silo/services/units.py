@@ -51,17 +51,19 @@ class SitePaths:
         data = Path(settings.data).resolve()
         if data.suffix.lower() in _TABLES:
             data = data.parent
-        anchor = resolved.anchor_path_in(settings)
+        text_encoder = None
+        if settings.text is not None:
+            text_encoder = Path(settings.text.encoder).resolve()
         paths = cls(
             site=resolved,
             data=data,
             passphrase_file=require_passphrase_file(
                 settings.passphrase_file, str(site.path / "silo.toml")
             ),
-            text_encoder=Path(settings.text.encoder).resolve() if settings.text else None,
+            text_encoder=text_encoder,
             ledger=resolved.ledger_folder_in(settings).resolve(),
-            anchor=anchor.resolve() if anchor else None,
-            jobs=settings.training.jobs.resolve() if settings.training.jobs else None,
+            anchor=_resolved(resolved.anchor_path_in(settings)),
+            jobs=_resolved(settings.training.jobs),
         )
         paths._require_apart()
         return paths
@@ -76,7 +78,7 @@ class SitePaths:
             "images": self.data,
             "passphrase file": self.passphrase_file,
             "ledger": self.ledger,
-            "anchor": self.anchor.parent if self.anchor else None,
+            "anchor": self._anchor_folder,
             "folder of jobs": self.jobs,
         }
         folder = self.site.path
@@ -98,9 +100,16 @@ class SitePaths:
                 )
 
     @property
+    def _anchor_folder(self) -> Path | None:
+        # The file is replaced when it is written, so the worker needs its folder.
+        if self.anchor is None:
+            return None
+        return self.anchor.parent
+
+    @property
     def elsewhere(self) -> tuple[Path, ...]:
         """What the worker alone writes outside its private folder."""
-        folders = (self.ledger, self.anchor.parent if self.anchor else None, self.jobs)
+        folders = (self.ledger, self._anchor_folder, self.jobs)
         outside = [
             folder
             for folder in folders
@@ -117,15 +126,11 @@ class SitePaths:
     @property
     def worker(self) -> Access:
         """What the worker sees."""
-        text_encoder = (self.text_encoder,) if self.text_encoder else ()
+        reads = [*self._configuration, self.site.inbox, self.data, self.passphrase_file]
+        if self.text_encoder is not None:
+            reads.append(self.text_encoder)
         return Access(
-            reads=(
-                *self._configuration,
-                self.site.inbox,
-                self.data,
-                self.passphrase_file,
-                *text_encoder,
-            ),
+            reads=tuple(reads),
             writes=(self.site.private, self.site.outbox, *self.elsewhere),
             hidden=(self.site.courier,),
         )
@@ -231,6 +236,12 @@ def container_service_files(site: Site, image: str, podman: Path) -> dict[str, s
             environment=f"{name}.env" if half == "courier" else None,
         )
     return files
+
+
+def _resolved(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    return path.resolve()
 
 
 def _with_program(access: Access, folders: tuple[Path, ...]) -> Access:

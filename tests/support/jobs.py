@@ -41,7 +41,7 @@ def plan_of(kind: str = "dit", **training: object) -> Plan:
     return Plan.parse(to_bytes(document), subject="plan")
 
 
-def wanted_of(kind: str = "dit", **training: object) -> TrainingTask:
+def task_of(kind: str = "dit", **training: object) -> TrainingTask:
     """The first expert of such a plan, and its inputs in memory."""
     random = torch.Generator().manual_seed(0)
     inputs = {"images": torch.rand(NUM, *SHAPE, generator=random) * 2 - 1}
@@ -59,8 +59,8 @@ class Trial:
 
     path: Path
     settings: TrainingSettings = TrainingSettings(device="cpu")
-    wanted: TrainingTask = field(default_factory=wanted_of)
-    told: list[Progress] = field(default_factory=list)
+    task: TrainingTask = field(default_factory=task_of)
+    progress: list[Progress] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -74,16 +74,16 @@ class Trial:
         return self.path / "kept" / "expert.safetensors"
 
     def __call__(
-        self, on_progress: Callable[[Progress], None] = lambda told: None
+        self, on_progress: Callable[[Progress], None] = lambda progress: None
     ) -> TrainingResult:
         """Train to the end."""
 
         def note(progress: Progress) -> None:
-            self.told.append(progress)
+            self.progress.append(progress)
             on_progress(progress)
 
         return train_job(
-            self.wanted,
+            self.task,
             self.folder,
             self.settings,
             self.expert,

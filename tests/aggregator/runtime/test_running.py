@@ -39,14 +39,14 @@ def test_lines_of_intake_are_logged_once_and_records_under_their_own_name(
             "[north] submission 1 accepted\n" + JsonFormatter().format(record) + "\nhalf a li"
         )
     for _ in range(2):
-        news.tell()
+        news.log_new()
     assert caplog.record_tuples == [
         ("aggregator.runtime.running", logging.INFO, "[north] submission 1 accepted"),
         ("aggregator.runtime.intake_process", logging.WARNING, "[north] REFUSED"),
     ]
     with log.open("a") as lines:
         lines.write("ne\n")
-    news.tell()
+    news.log_new()
     assert caplog.messages[-1] == "half a line"
 
 
@@ -79,5 +79,5 @@ def test_state_of_a_silo_is_logged_when_it_changes(
         {"state": "sending"},
     ):
         status.write_text(json.dumps(state))
-        news.tell()
+        news.log_new()
     assert caplog.messages == [f"[{silo_id}] training 5%", f"[{silo_id}] sending"]

@@ -56,7 +56,7 @@ from ddm.training.process import train_folder
 from silo.config import SiloSettings
 from silo.worker.jobs import discard_others
 from tests.support.case import case
-from tests.support.jobs import Trial, wanted_of
+from tests.support.jobs import Trial, task_of
 from tests.support.waiting import wait_until
 
 SETTINGS = TrainingSettings(silence_s=100.0, start_s=1000.0)
@@ -249,23 +249,22 @@ def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
                 kept = write_inputs(
                     {"images": images, "labels": labels}, {}, folder, is_complete=is_complete
                 )
-                found, told = open_input(kept["images"], folder), open_input(kept["labels"], folder)
-                assert torch.equal(found[:], images[:]) and torch.equal(
-                    found[torch.tensor([2, 0])],
-                    images[[2, 0]]
-                    if isinstance(images, torch.Tensor)
-                    else images[torch.tensor([2, 0])],
-                )
-                assert torch.equal(torch.as_tensor(told), labels) and told.dtype == labels.dtype  # type: ignore[attr-defined]
+                opened = open_input(kept["images"], folder)
+                labels_again = open_input(kept["labels"], folder)
+                some_rows = torch.tensor([2, 0])
+                assert torch.equal(opened[:], images[:])
+                assert torch.equal(opened[some_rows], images[some_rows])
+                assert isinstance(labels_again, torch.Tensor)
+                assert torch.equal(labels_again, labels) and labels_again.dtype == labels.dtype
                 refers = not is_complete and isinstance(images, StoredImages | Selected)
                 assert (kept["images"].kind == "referred") == refers
 
 
 def result_of(trial: Trial, **changes: object) -> TrainingResult:
     """A result as a job would leave it, with an expert of the right names and shapes."""
-    tensors = trial.wanted.expert.start().state_dict()
+    tensors = trial.task.expert.start().state_dict()
     save_file(tensors, trial.folder.expert)
-    whole = {"steps": 100, "loss": 0.5, "seconds": 1.0, "flops": 1.0, "work": trial.wanted.work}
+    whole = {"steps": 100, "loss": 0.5, "seconds": 1.0, "flops": 1.0, "work": trial.task.work}
     whole["expert"] = File.of("expert.safetensors", trial.folder.expert)
     return TrainingResult.model_validate(whole | changes)
 
@@ -287,7 +286,7 @@ def without_one(trial: Trial) -> TrainingResult:
 def result_of_file(trial: Trial) -> TrainingResult:
     file = File.of("expert.safetensors", trial.folder.expert)
     return TrainingResult(
-        work=trial.wanted.work, steps=100, loss=0.5, seconds=1.0, flops=1.0, expert=file
+        work=trial.task.work, steps=100, loss=0.5, seconds=1.0, flops=1.0, expert=file
     )
 
 
@@ -333,21 +332,21 @@ def test_result_is_refused_that_is_no_expert_of_the_plan(
     control = Trial(tmp_path / "control")
     control.folder.path.mkdir(parents=True)
     write_document(result_of(control), control.folder.result)
-    assert control().steps == 100 and control.expert.exists() and not control.told
+    assert control().steps == 100 and control.expert.exists() and not control.progress
 
 
 def test_result_of_other_work_is_not_taken(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, wanted=wanted_of(num_steps=3, checkpoint_steps=3))
+    trial = Trial(tmp_path, task=task_of(num_steps=3, checkpoint_steps=3))
     trial.folder.path.mkdir()
     write_document(result_of(trial, work="b" * 64), trial.folder.result)
     trial()
-    assert trial.told[-1].step == 3, "it was trained"
+    assert trial.progress[-1].step == 3, "it was trained"
 
 
 def launch(**changes: object) -> Launch:
     known = {
         "launch_id": "one",
-        "work": wanted_of().work,
+        "work": task_of().work,
         "by": "command",
         "host": "h",
         "pid": 1,
@@ -370,14 +369,14 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
     def job() -> None:
         for count in range(1, 4):
             seen.wait(0.2)
-            told = {
+            fields = {
                 "step": 10 * count,
                 "num_steps": 100,
                 "loss": 0.5,
                 "steps_per_second": 1.0,
                 "seconds": 1.0,
             }
-            write_transient(Heartbeat(count=count).model_copy(update=told), run.heartbeat)
+            write_transient(Heartbeat(count=count).model_copy(update=fields), run.heartbeat)
         write_document(result_of(trial), trial.folder.result)
 
     thread = threading.Thread(target=job)
@@ -386,7 +385,7 @@ def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_tw
         trial()
     finally:
         thread.join()
-    assert trial.told and trial.told[-1].step == 30 and trial.expert.exists()
+    assert trial.progress and trial.progress[-1].step == 30 and trial.expert.exists()
     assert not marks.exists()
 
 
@@ -434,10 +433,10 @@ def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_note
 
 def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> None:
     """Slurm may begin late what was given up long ago; the start in force is another."""
-    trial = Trial(tmp_path, wanted=wanted_of(num_steps=1_000_000, checkpoint_steps=1_000_000))
+    trial = Trial(tmp_path, task=task_of(num_steps=1_000_000, checkpoint_steps=1_000_000))
     stop, codes = threading.Event(), list[int]()
     trial.folder.path.mkdir()
-    write_job(trial.wanted, trial.folder, trial.settings)
+    write_job(trial.task, trial.folder, trial.settings)
     write_document(launch(launch_id="late"), trial.folder.launch)
     thread = threading.Thread(target=lambda: codes.append(train_folder(trial.folder, "late", stop)))
     thread.start()
@@ -461,8 +460,8 @@ def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> No
 def test_job_whose_plan_was_changed_is_refused(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     trial.folder.path.mkdir()
-    write_job(trial.wanted, trial.folder, trial.settings)
-    assert trial.folder.read_job()[1] == trial.wanted.expert.plan
+    write_job(trial.task, trial.folder, trial.settings)
+    assert trial.folder.read_job()[1] == trial.task.expert.plan
     trial.folder.plan.write_bytes(trial.folder.plan.read_bytes().replace(b"0.01", b"0.02"))
     with pytest.raises(DigestError):
         trial.folder.read_job()
@@ -479,7 +478,7 @@ def test_as_many_processes_train_as_the_job_says(
         tmp_path, TrainingSettings(device="cpu", processes=2, launcher=("srun", "{folder}"))
     )
     trial.folder.path.mkdir()
-    write_job(trial.wanted, trial.folder, trial.settings)
+    write_job(trial.task, trial.folder, trial.settings)
     assert train_folder(trial.folder, None, threading.Event()) == SetupError.exit_code
     (said,) = trial.folder.run("byhand").failures()
     assert (
@@ -503,7 +502,7 @@ def test_stopped_follower_stops_the_job(tmp_path: Path) -> None:
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            follower.follow(trial.wanted.work, lambda told: None, lambda: True)
+            follower.follow(trial.task.work, lambda progress: None, lambda: True)
     finally:
         thread.join()
 
@@ -514,7 +513,7 @@ def test_job_of_a_plan_that_was_given_up_ends_and_its_images_go(tmp_path: Path) 
         for plan in ("mine-00000001", "other-00000001")
     )
     for folder in (mine, other):
-        write_inputs(wanted_of().inputs, {}, folder, is_complete=True)
+        write_inputs(task_of().inputs, {}, folder, is_complete=True)
     discard_others(tmp_path / "jobs", "mine-00000001")
     assert mine.array("images").exists() and not other.path.exists()
 

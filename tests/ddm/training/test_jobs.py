@@ -13,7 +13,7 @@ from ddm.errors import NumericalError, PolicyError, SetupError, TrustError
 from ddm.system.process_table import descendants
 from ddm.training.config import TrainingSettings
 from ddm.training.loop import Progress
-from tests.support.jobs import Trial, wanted_of
+from tests.support.jobs import Trial, task_of
 from tests.support.processes import alive
 from tests.support.waiting import wait_until
 
@@ -38,8 +38,8 @@ def running() -> list[int]:
 
 
 def test_error_of_one_process_is_raised_and_ends_the_others(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, TWO, wanted_of(num_steps=5000))
-    trial.wanted.inputs["images"].mul_(1e20)  # type: ignore[attr-defined]
+    trial = Trial(tmp_path, TWO, task_of(num_steps=5000))
+    trial.task.inputs["images"].mul_(1e20)  # type: ignore[attr-defined]
     with pytest.raises(NumericalError, match="loss"):
         trial()
     assert not running()
@@ -48,17 +48,17 @@ def test_error_of_one_process_is_raised_and_ends_the_others(tmp_path: Path) -> N
 def test_error_about_the_progress_ends_all_processes(tmp_path: Path) -> None:
     pids: list[int] = []
 
-    def refuse(told: Progress) -> None:
+    def refuse(progress: Progress) -> None:
         pids.extend(running())
         raise PolicyError("training time")
 
     with pytest.raises(PolicyError):
-        Trial(tmp_path, TWO, wanted_of(**LONG))(refuse)
+        Trial(tmp_path, TWO, task_of(**LONG))(refuse)
     assert len(pids) == 2 and not any(map(alive, pids))
 
 
 def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, TWO, wanted_of(**LONG))
+    trial = Trial(tmp_path, TWO, task_of(**LONG))
     seen, done = list[int](), threading.Event()
 
     def signal_while_they_start() -> None:
@@ -72,7 +72,7 @@ def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            trial(lambda told: trial.stop.set())
+            trial(lambda progress: trial.stop.set())
     finally:
         done.set()
         thread.join()
@@ -125,13 +125,13 @@ def test_expert_has_the_same_bytes_when_a_process_was_killed_and_when_all_were_s
     tmp_path: Path, kind: str, shard: bool
 ) -> None:
     settings = TWO.model_copy(update={"shard": shard})
-    whole = Trial(tmp_path / "whole", settings, wanted_of(kind, num_steps=300))
+    whole = Trial(tmp_path / "whole", settings, task_of(kind, num_steps=300))
     whole()
-    trial = Trial(tmp_path / "killed", settings, wanted_of(kind, num_steps=300))
+    trial = Trial(tmp_path / "killed", settings, task_of(kind, num_steps=300))
     for rank in (1, 0):
         before = _steps(trial)
 
-        def kill(told: Progress, rank: int = rank, before: int = before) -> None:
+        def kill(progress: Progress, rank: int = rank, before: int = before) -> None:
             if _steps(trial) > before and len(pids := running()) == 2:
                 os.kill(pids[rank], signal.SIGKILL)
 
@@ -142,17 +142,17 @@ def test_expert_has_the_same_bytes_when_a_process_was_killed_and_when_all_were_s
         assert not running()
     before = _steps(trial)
     with pytest.raises(KeyboardInterrupt):
-        trial(lambda told: trial.stop.set() if told.step > before + 10 else None)
+        trial(lambda progress: trial.stop.set() if progress.step > before + 10 else None)
     trial.stop.clear()
     trial()
     assert trial.expert.read_bytes() == whole.expert.read_bytes()
 
 
 def test_process_that_hangs_ends_all(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, TWO.model_copy(update={"silence_s": 10.0}), wanted_of(**LONG))
+    trial = Trial(tmp_path, TWO.model_copy(update={"silence_s": 10.0}), task_of(**LONG))
     pids: list[int] = []
 
-    def halt(told: Progress) -> None:
+    def halt(progress: Progress) -> None:
         if not pids:
             pids.extend(running())
             os.kill(pids[0], signal.SIGSTOP)
@@ -168,11 +168,11 @@ def test_torchrun_is_a_launcher_and_starts_again_by_itself_what_dies(tmp_path: P
     flags = "--local-addr=127.0.0.1 --max-restarts=2 --nproc-per-node={processes} "
     launcher = f"{torchrun}{flags} -m ddm.training {{folder}} --launch {{launch}}"
     settings = TrainingSettings(device="cpu", processes=2, launcher=launcher)  # type: ignore[arg-type]
-    whole = Trial(tmp_path / "whole", TWO, wanted_of(num_steps=400))
+    whole = Trial(tmp_path / "whole", TWO, task_of(num_steps=400))
     whole()
-    trial, killed = Trial(tmp_path / "killed", settings, wanted_of(num_steps=400)), list[int]()
+    trial, killed = Trial(tmp_path / "killed", settings, task_of(num_steps=400)), list[int]()
 
-    def kill(told: Progress) -> None:
+    def kill(progress: Progress) -> None:
         victims = [pid for pid in descendants(os.getpid()) if _rank(pid) == "1"]
         if _steps(trial) > 7 and not killed and victims:
             killed.append(victims[0])

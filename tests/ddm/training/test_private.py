@@ -69,7 +69,7 @@ def wanted(
 
 def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> Trial:
     """A run in a folder, whose secret a test knows."""
-    run = Trial(folder, wanted=wanted(**changes))  # type: ignore[arg-type]
+    run = Trial(folder, task=wanted(**changes))  # type: ignore[arg-type]
     run.folder.path.mkdir(parents=True)
     run.folder.secret.write_bytes(secret)
     return run
@@ -123,11 +123,11 @@ def test_machine_that_cannot_tell_units_apart_is_told_which_setting_to_change(
 ) -> None:
     for name in ("compile", "recompute", "shard"):
         run = trial(tmp_path / name)
-        engine = run.wanted.expert.engine.model_copy(update={name: True})
-        expert = PlannedExpert(run.wanted.expert.plan, "north", 0, None, engine, paid=PAID)
+        engine = run.task.expert.engine.model_copy(update={name: True})
+        expert = PlannedExpert(run.task.expert.plan, "north", 0, None, engine, paid=PAID)
         with case(name), pytest.raises(SetupError, match=f"training.{name}"):
             expert.train(
-                run.wanted.inputs,
+                run.task.inputs,
                 run.expert,
                 run.folder.checkpoints,
                 print,
@@ -138,9 +138,9 @@ def test_machine_that_cannot_tell_units_apart_is_told_which_setting_to_change(
 
 def test_plan_that_trains_privately_is_never_trained_without_its_noise(tmp_path: Path) -> None:
     run = trial(tmp_path)
-    expert = PlannedExpert(run.wanted.expert.plan, "north", 0, None, run.wanted.expert.engine)
+    expert = PlannedExpert(run.task.expert.plan, "north", 0, None, run.task.expert.engine)
     with pytest.raises(SetupError, match="private training"):
-        expert.train(run.wanted.inputs, run.expert, run.folder.checkpoints, print, lambda: False)
+        expert.train(run.task.inputs, run.expert, run.folder.checkpoints, print, lambda: False)
 
 
 def test_expert_is_a_function_of_secret_images_and_noise_multiplier(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_expert_is_a_function_of_secret_images_and_noise_multiplier(tmp_path: Pa
 
 
 def test_secret_is_made_for_its_owner_alone_where_there_is_none(tmp_path: Path) -> None:
-    run = Trial(tmp_path, wanted=wanted())
+    run = Trial(tmp_path, task=wanted())
     run()
     assert stat.S_IMODE(run.folder.secret.stat().st_mode) == 0o600
     assert run.folder.secret.read_bytes() not in run.expert.read_bytes()
@@ -167,7 +167,7 @@ def test_secret_is_made_for_its_owner_alone_where_there_is_none(tmp_path: Path) 
 def test_checkpoint_of_another_secret_is_not_gone_on_with(tmp_path: Path) -> None:
     run = trial(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        run(lambda told: run.stop.set())
+        run(lambda progress: run.stop.set())
     run.stop.clear()
     run.folder.secret.write_bytes(bytes(32))
     with pytest.raises(SetupError, match="another training"):
@@ -176,11 +176,11 @@ def test_checkpoint_of_another_secret_is_not_gone_on_with(tmp_path: Path) -> Non
 
 def train_until_killed(folder: str) -> None:
     """What the child process runs: it cannot finish before it is killed."""
-    run = Trial(Path(folder), wanted=wanted())
+    run = Trial(Path(folder), task=wanted())
     torch.set_num_threads(1)
 
     def wait(told: object) -> None:
-        if run.told[-1].step == 20:
+        if run.progress[-1].step == 20:
             print("now", flush=True)
             sys.stdin.read()
 
@@ -207,7 +207,7 @@ def test_training_that_was_killed_ends_in_the_same_bytes_with_no_second_draw(
         child.wait()
     secret = killed.folder.secret.read_bytes()
     killed()
-    assert killed.told[0].step > 15, "it went on from a checkpoint"
+    assert killed.progress[0].step > 15, "it went on from a checkpoint"
     assert killed.expert.read_bytes() == whole.expert.read_bytes()
     assert killed.folder.secret.read_bytes() == secret
 
@@ -345,7 +345,7 @@ def test_process_that_computes_a_unit_does_not_depend_on_who_else_enters(
             PrivateTraining, "sampled", lambda *_, entering=entering: np.array(entering)
         )
         for rank in range(3):
-            state.machine = Ranked(rank)  # type: ignore[assignment]
+            state.process = Ranked(rank)  # type: ignore[assignment]
             steps = PrivateSteps(
                 state, private(), images, path_named("linear"), "velocity", UniformT()
             )
