@@ -254,7 +254,7 @@ MISTAKES = {
     "a field misspelt": toml("threads = 1", "thread = 1", "field thread"),
     "a decimal comma": toml("poll_s = 0.5", "poll_s = 0,5", "no comma"),
     "a path with backslashes": toml(
-        'federation = "tiny"', 'federation = "C:\\Users\\x"', "single ones"
+        'federation = "tiny"', 'federation = "C:\\Users\\x"', "single quotes"
     ),
     "a number out of range": toml("threads = 1", "threads = 0", "field threads"),
     "a file saved as UTF-16": Mistake(

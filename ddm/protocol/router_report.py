@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.protocol.base import Digest, Document, File, Model, PlanId, PositiveInt
+from ddm.protocol.base import Digest, Document, File, Model, PlanId, PositiveInt, SiloId
 from ddm.protocol.calibration import CalibrationBand, Interval
 from ddm.protocol.manifest import Evaluation, PublishedRouter
 from ddm.protocol.routers import RouterKind
@@ -74,8 +74,8 @@ class RouterReport(Document):
 
     format: Literal["archipelago/router-report/1"] = "archipelago/router-report/1"
     plan_id: PlanId
-    submissions: dict[str, Digest]
-    units: dict[str, PositiveInt]
+    submissions: dict[SiloId, Digest]
+    units: dict[SiloId, PositiveInt]
     router: File
     candidate: RouterKind
     published: RouterKind

@@ -158,7 +158,7 @@ def test_measurement_sees_memory_that_was_freed_before_files_were_mapped(tmp_pat
     mapped = []
 
     def attack() -> None:
-        block = bytearray(64 * 1024**2)
+        block = bytearray(80 * 1024**2)
         block.count(1)
         time.sleep(0.2)  # the peak lasts, so that it is seen on a busy machine too
         del block
@@ -191,7 +191,8 @@ def crowded(what: str, number: int) -> bytes:
     elif what == "keys":
         value["signed"]["delegations"]["keys"] = {f"{index:064x}": KEY for index in range(number)}
     elif what == "roles":
-        value["signed"]["delegations"]["roles"] *= number
+        one_role = value["signed"]["delegations"]["roles"][:1]
+        value["signed"]["delegations"]["roles"] = one_role * number
     else:
         value["signed"]["targets"] = {
             f"{index:x}": {"hashes": {"sha256": DIGEST}, "length": 1} for index in range(number)

@@ -20,12 +20,12 @@ OWN = {
     "CheckpointRecord",
     "LogRecord",
     "RemovedRoles",
-    "_Record",
+    "_VersionRecord",
     "RouterReport",
-    "SiloKeys",
+    "SiloKeyRecord",
     "Student",
 }
-OWN |= {"Split", "TrainedIsland", "Link", "Head"}
+OWN |= {"Split", "TrainedIsland", "ChainRecord", "ChainHead"}
 quick = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 

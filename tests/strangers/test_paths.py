@@ -13,6 +13,7 @@ from tuf.api.metadata import TargetFile, Targets
 
 import ddm.transport.shards
 import ddm.trust.ceremony
+import ddm.trust.log.checkpoint_store
 import ddm.trust.version_store  # noqa: F401
 from ddm.errors import ArchipelagoError, DocumentError, TrustError
 from ddm.io.paths import check_path
@@ -112,8 +113,9 @@ FREE_TEXT = {
     ),
     *(
         "Evaluation.metric",
-        "Refused.reason",
-        "Withdrawn.reason",
+        "RouterReport.reason",
+        "RefusedVerdict.reason",
+        "WithdrawnVerdict.reason",
         "SigningRequest.purpose",
     ),
     *(
@@ -139,14 +141,14 @@ FREE_TEXT = {
     "ClassCondition.names",  # printable; compared with labels of tables, and written into files of samples
     "PartialAdaptation.trained",  # beginnings of weights' names, compared with those of the expert
     # Leads anywhere on purpose: images lie where they lie. Who writes a job's folder may have read what it may read.
-    "Place.path",
+    "ArrayLocation.path",
     "Launch.host",  # compared with this machine's name
     # printed and escaped
     *(
-        "Failure.subject",
-        "Failure.expected",
-        "Failure.got",
-        "Failure.remedy",
+        "ProcessFailure.subject",
+        "ProcessFailure.expected",
+        "ProcessFailure.got",
+        "ProcessFailure.remedy",
     ),
 }
 INSIDE = (
@@ -217,7 +219,7 @@ def test_reflection_finds_the_fields_that_name_files() -> None:
     }
     known |= {
         "SubmittedExpert.expert_id",
-        "PcaEncoder.path",
+        "PcaEncoderSpec.path",
         "Clustering.path",
         "SketchSpec.path",
         "_Progress.ranges",
