@@ -86,11 +86,13 @@ def dpm_step(
         log_snr = _log_snr(path, t)
         log_snr_next = _log_snr(path, t_next)
         log_snr_before = _log_snr(path, memory.previous.t)
+        # Without these a step at t = 1 or to t = 0 would extrapolate over an infinite distance.
         if all(isfinite(value) for value in (log_snr, log_snr_next, log_snr_before)):
             share = (log_snr_next - log_snr) / (2 * (log_snr - log_snr_before))
             share_B = memory.is_valid_B.to(x_B) * share
             held_B = x_0_B + expand_time(share_B, x_B) * (x_0_B - memory.previous.x_0_B)
 
+    # The exact solution of the linear part, over the whole step; sigma is above 0 wherever a step begins.
     alpha, sigma = _coefficients(path, t)
     alpha_next, sigma_next = _coefficients(path, t_next)
     shrink = sigma_next / sigma

@@ -150,6 +150,7 @@ def expand_time(t_B: Tensor, x_B: Tensor) -> Tensor:
             expected=f"{x_B.shape[0]} times, one per sample",
             got=f"shape {tuple(t_B.shape)}",
         )
+    # Broadcast over all data dimensions, images and volumes alike.
     num_inner = x_B.dim() - 1
     return t_B.to(x_B).view(-1, *[1] * num_inner)
 
@@ -186,6 +187,7 @@ def x_0_and_eps(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> tuple[Tensor, 
     sigma = path.sigma(t)
     d_alpha = path.d_alpha(t)
     d_sigma = path.d_sigma(t)
+    # 1 on the linear path, pi / 2 on the cosine path, and above 0 on every path from data to noise.
     determinant = alpha * d_sigma - sigma * d_alpha
     x_0 = (d_sigma * x - sigma * u) / determinant
     eps = (alpha * u - d_alpha * x) / determinant

@@ -159,5 +159,6 @@ def _betas(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
 @lru_cache
 def _log_ratios(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
     """``log(sigma / alpha)`` of every step, float64, on the CPU."""
+    # By log1p and expm1, since alpha^2 is next to 1 in the first steps.
     log_alpha_2 = torch.cumsum(torch.log1p(-_betas(kind, first, last, num_steps)), 0)
     return (torch.log(-torch.expm1(log_alpha_2)) - log_alpha_2) / 2

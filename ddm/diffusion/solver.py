@@ -81,6 +81,7 @@ def heun_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tenso
     Source:
         Karras et al. 2022, algorithm 1.
     """
+    # Euler's step is the prediction, the average its correction.
     u_here = velocity(x_B, filled(x_B, t))
     u_there = velocity(x_B + (t_next - t) * u_here, filled(x_B, t_next))
     return x_B + (t_next - t) / 2 * (u_here + u_there)

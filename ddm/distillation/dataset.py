@@ -220,6 +220,7 @@ def own_samples(
             part = _draw_part(
                 ensemble, noise, expert_uniform_B, label_B, steps, partial(report, first)
             )
+            # Written at once, so that a run that ends here goes on from the next part.
             folder.mkdir(parents=True, exist_ok=True)
             save_tensors(path, part)
         rows = slice(first, min(first + part_size, num))
@@ -335,6 +336,7 @@ def by_cluster(
         weight_CK[expert.cluster, number] = expert.prior
     fine_N = files.clusters.assign(files.encoder.encode(images))
     weight_NK = weight_CK[files.clusters.coarse_F[fine_N]]
+    # A cluster may have no expert: its images are left out, rather than given to a wrong one.
     has_expert_N = weight_NK.sum(1) > 0
     if not bool(has_expert_N.any()):
         raise DataError(

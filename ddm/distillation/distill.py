@@ -137,6 +137,7 @@ class Teaching:
             condition_B = part.condition.to(device)
         with torch.no_grad():
             x_B = x_t(ensemble.path, part.x_0, part.eps, part.t_B)
+            # Routers and labels are on the CPU, experts on the ensemble's device, the student on the engine's.
             weights_BK = self.weights(x_B.cpu(), part).to(x_B.dtype)
             u_B = mix_velocity(
                 self._experts(),
@@ -146,6 +147,7 @@ class Teaching:
                 condition_B,
                 chunk_size=ensemble.chunk_size,
             )
+            # The loop makes x_t of them again, the same, and their velocity is the teacher's.
             x_0, eps = x_0_and_eps(ensemble.path, x_B, u_B.to(x_B), part.t_B)
         return replace(part, x_0=x_0, eps=eps)
 
@@ -180,6 +182,7 @@ def teaching(
     match teacher:
         case "label":
             weights = _by_label(data, len(ensemble.experts))
+            # Checkpoints of other labels are of another run.
             digest.update(torch.as_tensor(data.expert_N).contiguous().numpy().data)
         case "mixture" | "drawn":
             weights = _by_posterior(ensemble, data, drawn=teacher == "drawn")

@@ -107,6 +107,7 @@ def _class_branch(ensemble: Ensemble, label: int) -> Branch:
 
 
 def _branch(ensemble: Ensemble, condition: ConditionValue | None, *, shares_known: bool) -> Branch:
+    # A text's shares are unknown to a release, so the experts' priors stand in where the router has not learned them.
     declared = None if shares_known else ensemble.prior
     request = ConditionRequest(condition=condition, condition_prior=declared)
     sampled = SampledEnsemble(

@@ -219,6 +219,7 @@ def build_student(
         expert_ids=[record.source.plan_id],
         device=device,
         condition=record.condition,
+        # The one expert has all of every class.
         class_prior=lambda label: ClassPrior([1.0]),
         latent=decoder,
         release=record.source.manifest,

@@ -134,6 +134,7 @@ def histograms(images: Tensor, cells: int, *, mirrored: bool) -> Tensor:
         block = images[rows].float()
         block_histograms = _histograms(block, cells)
         if mirrored:
+            # The mean of both is the same for an image and its mirror image.
             mirror_histograms = _histograms(block.flip(3), cells)
             block_histograms = (block_histograms + mirror_histograms) / 2
         all_histograms[rows] = block_histograms

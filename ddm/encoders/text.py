@@ -46,6 +46,7 @@ class TextEncoder:
     """
 
     def __init__(self, net: nn.Module, tokenizer: Any, max_tokens: int) -> None:
+        # Frozen: a plan pins its digest, and experts know only its embeddings.
         self.device = device_named()
         self.net = net.eval().requires_grad_(False).to(self.device)
         self.tokenizer = tokenizer

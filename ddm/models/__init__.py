@@ -31,6 +31,7 @@ __all__ = [
     "training_flops",
 ]
 
+# Of a received weight, either sign; honest ones are far below.
 MAX_WEIGHT = 1e4
 
 

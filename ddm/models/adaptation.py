@@ -122,6 +122,7 @@ def merged(weights: Mapping[str, Tensor], adaptation: Adaptation) -> dict[str, T
 def _add_lora(module: nn.Module, rank: int, alpha: float) -> None:
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
+            # Its frozen layer keeps its name below `.frozen`, which `merged` takes off again.
             setattr(module, name, LoraLinear(child, rank, alpha))
         else:
             _add_lora(child, rank, alpha)

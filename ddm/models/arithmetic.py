@@ -68,6 +68,7 @@ class Arithmetic:
 
     def prepare(self, network: nn.Module) -> Callable[..., Tensor]:
         """Return a network as it is sampled; its weights are converted in place."""
+        # Norms and embeddings stay in float32, as autocast computes them.
         lower = _LOWER.get(self.dtype)
         if lower is not None:
             for module in network.modules():

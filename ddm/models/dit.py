@@ -131,6 +131,7 @@ class DitNetwork(ExpertNetwork):
         """
         patches: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM))
         if kept_BM is not None:
+            # Masked training compares patches; there is no whole image.
             return patches
         return images_of(patches, self.shape, self.patch)
 
@@ -152,6 +153,7 @@ class DitNetwork(ExpertNetwork):
         if self.text is not None:
             text = self.text(c, len(t_B))
 
+        # One product for all blocks: their modulations depend on the time and the class alone.
         modulation_B1M = self.modulation(F.silu(condition_BD))[:, None]
         *block_modulations, last = torch.split(modulation_B1M, self.modulation_widths, -1)
         h_BND = self.image_tokens(x_BCHW, kept_BM)
@@ -215,6 +217,7 @@ class DitBlock(nn.Module):
         )
         h_BND = torch.addcmul(h_BND, gate_a, self._attend(modulate(h_BND, shift_a, scale_a)))
         if self.reader is not None:
+            # No gate: the reader's last layer starts at zero itself.
             h_BND = h_BND + self.reader(h_BND, text)
         widened = F.gelu(self.up(modulate(h_BND, shift_m, scale_m)))
         return torch.addcmul(h_BND, gate_m, self.down(widened))

@@ -83,6 +83,7 @@ def initialise(model: nn.Module, time: TimeEmbedding, zero_layers: Sequence[nn.L
     for module in time.mlp:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
+    # A block whose gates are zero is the identity, from which deep networks train well (Peebles and Xie 2023).
     for layer in zero_layers:
         nn.init.zeros_(layer.weight)
 
@@ -93,6 +94,7 @@ def patches_of(x_BCHW: Tensor, patch: int) -> Tensor:
     rows = height // patch
     columns = width // patch
     split = x_BCHW.reshape(-1, channels, rows, patch, columns, patch)
+    # Rows and columns of patches first, then what is within a patch: channels and pixels.
     by_place = split.permute(0, 2, 4, 1, 3, 5)
     return by_place.reshape(-1, rows * columns, channels * patch * patch)
 
@@ -127,6 +129,7 @@ def sincos_positions(rows: int, columns: int, hidden: int, grid: GridSize | None
     """
     quarter = hidden // 4
     frequencies = torch.exp(-log(10_000.0) * torch.arange(quarter) / max(quarter, 1))
+    # Places beyond the trained range would give features that the network has never seen.
     known_rows, known_columns = grid or (rows, columns)
     row_places = torch.arange(rows) * (known_rows / rows)
     column_places = torch.arange(columns) * (known_columns / columns)
@@ -180,6 +183,7 @@ def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None =
     elif k_BAND.shape[-2] <= _MAX_TOKENS_PER_VALUE * q_BAND.shape[-1]:
         scores = (q_BAND * q_BAND.shape[-1] ** -0.5) @ k_BAND.transpose(-1, -2)
         if mask is not None:
+            # Softmax gives these exactly 0.
             scores = scores.masked_fill(~mask, -inf)
         mixed = torch.softmax(scores, -1) @ v_BAND
     else:

@@ -109,6 +109,7 @@ class MmditNetwork(ExpertNetwork):
 
         block_ratio = MLP_RATIO
         if architecture.shared_depth:
+            # A shared block computes keys, values and queries in the same product as its network.
             block_ratio += 3
         num_all_tokens = self.num_tokens + condition.max_tokens
         self.widest_output = max(sum(self.modulation_widths), block_ratio * hidden * num_all_tokens)
@@ -134,6 +135,7 @@ class MmditNetwork(ExpertNetwork):
         modulations = torch.split(modulation_B1M, self.modulation_widths, -1)
         joint_modulations = modulations[: len(self.joint)]
         shared_modulations = modulations[len(self.joint) : -1]
+        # Image tokens come first, and none of them is padding.
         mask_B11T = F.pad(text.mask_B11L, (self.num_tokens, 0), value=True)
 
         h_BND = self.embed(patches_of(x_BCHW, self.patch)) + self.position_ND
@@ -278,6 +280,7 @@ def _split_and_normalise(kvq: Tensor, norms: nn.ModuleList, heads: int) -> list[
         norms: that of the keys and, if there are queries, that of the queries.
         heads: attention heads.
     """
+    # Keys come first, so that they have one place with and without queries. Values are not normalised.
     batch, tokens, _ = kvq.shape
     split = kvq.reshape(batch, tokens, 1 + len(norms), heads, -1)
     parts = list(split.permute(2, 0, 3, 1, 4))

@@ -45,6 +45,7 @@ class TokenRouter(DitNetwork):
         nn.init.normal_(self.class_token, std=_INITIAL_DEVIATION)
         self.head = nn.Linear(hidden, num_experts)
         answer_layers = [self.head]
+        # Of the condition alone, so that p(c | e) needs no image.
         self.shares = None
         if not isinstance(condition, NoCondition):
             self.shares = nn.Linear(hidden, num_experts)
@@ -62,6 +63,7 @@ class TokenRouter(DitNetwork):
         """
         if self.shares is None or c is None:
             return self.head.bias.new_zeros(num, self.num_experts)
+        # The null condition is equally probable at every expert.
         if self.classes is not None:
             vector_BD = self.classes(c, num)
             has_condition_B = c >= 0
