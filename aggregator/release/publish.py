@@ -79,6 +79,7 @@ def publish(
         TrustError: an accepted file is no longer what its silo signed; nothing was published.
     """
     with stage_version(federation, out) as version:
+        # Read under the signing lock: what is accepted or withdrawn meanwhile is in the next version.
         inventory = take_inventory(federation)
         check_quorum(inventory, quorum or federation.settings().quorum)
         router = load_report(federation, inventory)
@@ -86,6 +87,7 @@ def publish(
         version.require_space(num_bytes)
         contents = gather_contents(federation, inventory, router, version)
         draft = draft_manifest(contents, version)
+        # A version without a change would only make researchers download it again.
         if not renew:
             published = find_unchanged(federation, draft)
             if published is not None:
@@ -126,6 +128,7 @@ def link_files(
     plan = inventory.plan
     targets = version.targets(plan.plan_id)
     link_plan(plan, federation.plan_targets(plan.plan_id), targets)
+    # Linked, not copied: versions share the bytes of experts that did not change.
     for silo_id, silo in inventory.silos.items():
         _link_submission(plan, silo_id, silo, targets)
     history = collect_key_history(federation, inventory.silos)
@@ -210,8 +213,10 @@ def find_unchanged(federation: Federation, draft: Manifest) -> Manifest | None:
     """Return the newest version's manifest if it equals the draft and its timestamp stays valid for long enough."""
     newest = newest_version(federation)
     path = manifest_path(federation, newest)
+    # Metadata signed since, as by a key rotation, reach researchers only with a new version.
     if path is None or not is_current(federation, newest):
         return None
+    # Researchers refuse a release whose timestamp has expired.
     if timestamp_expiry(federation, newest) - draft.published_at < RENEWED_BEFORE:
         return None
     published = Manifest.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)

@@ -21,6 +21,7 @@ def write_rows(
         OSError: the disk is full.
     """
     with replacing(path) as handle:
+        # Written block by block: where a file is mapped, a full disk is a signal that ends the process.
         header = {
             "descr": npy.dtype_to_descr(np.dtype(dtype)),
             "fortran_order": False,

@@ -106,6 +106,7 @@ def assemble(
         DigestError: an expert is not the one that was trained.
         PassphraseError: wrong passphrase.
     """
+    # Checked before the lock is taken and the router trained, which takes minutes.
     present = _trained_islands(islands, partial=settings.partial)
     with stage_version(islands, out) as version:
         version.require_space(sum(islands.trained(number).expert.bytes for number in present))
@@ -156,6 +157,7 @@ def _sign_islands(
     """Put plan, experts and documents in place, and sign each island's part with a key of its own."""
     plan = islands.plan
     link_plan(plan, islands.bundle, version.targets(plan.plan_id))
+    # A wrong passphrase ends here, before the router is trained.
     islands_key = load_key(islands, "islands", passphrase)
     class_counts_KCG = exact_counts(islands).get("class_counts")
     members = []
@@ -208,6 +210,7 @@ def _sign_island(
     write_atomic(targets / submission_path(name), document.encode())
     submission = File.of(submission_path(name), targets / submission_path(name))
 
+    # An island has a key of its own, as TUF allows a key in one role only.
     key = island_key(islands_key, plan.plan_id, name)
     signed_files = {
         f"{plan.plan_id}/{file.path}": (file.bytes, file.digest)

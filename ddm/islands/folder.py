@@ -148,6 +148,7 @@ class Islands(PublisherFolder):
             MissingFileError: not such a folder.
             SetupError: it was made by a version with another format.
         """
+        # Written last by `ddm split`: a folder without it is none, or one that was cut short.
         if not (self.path / SPLIT_NAME).is_file():
             raise MissingFileError(
                 str(self.path),

@@ -67,6 +67,7 @@ def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) 
         "snapshot": online,
         "timestamp": online,
     }
+    # One owner holds all keys: a threshold of one for each role.
     root = sign_metadata(draft_root(1, role_holders, now, str(log_key)), [key("root")])
     delegates = Delegates(key("plans").public, key("release").public)
     repository = Repository.create(
@@ -79,6 +80,7 @@ def sign_first_plan(islands: Islands, plan: Plan, name: str, passphrase: bytes) 
         now=now,
     )
 
+    # Delegated with the plan, so that no island can sign for another one.
     island_keys = {
         island_id: island_key(key("islands"), plan.plan_id, island_id).public
         for island_id in plan.silos

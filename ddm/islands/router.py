@@ -178,6 +178,7 @@ def fit_router(training: RouterTraining) -> RouterFit:
     candidate_calibration = calibrate(candidate, judges)
     calibrated_candidate = candidate_calibration.applied(candidate)
     comparison = compare(calibrated_counts, calibrated_candidate, judges)
+    # A candidate that is worse anywhere is not published: counts need no training and cannot be overfitted.
     num_worse = len(comparison.worse)
     if num_worse > 0:
         return RouterFit(
@@ -207,6 +208,7 @@ def judging_images(training: RouterTraining) -> PublicData:
     every_group = tuple(range(num_islands))
     parts = [[ExpertPart(f"{number}", None, every_group)] for number in range(num_islands)]
     layout = Layout.of(training.islands.plan.partition, parts)
+    # Row k holds the images of island k: all of them in group k.
     own_KK = torch.diag(torch.tensor(training.num_units))
 
     held_out = LabelledImages.read(training, "holdout")
@@ -254,6 +256,7 @@ def _labelled_images(training: RouterTraining, settings: SamplesSettings) -> Lab
     labelled = LabelledImages.read(training, "fitted", with_conditions=settings.conditional)
     num_islands = len(training.present)
 
+    # The same number of images for each island, at most, drawn at random.
     generator = torch.Generator().manual_seed(training.seed)
     chosen_rows = []
     for island in range(num_islands):

@@ -143,6 +143,7 @@ def split(
     recipe = _with_islands(recipe, num_islands, by)
     with staging_folder(out.absolute()) as staged:
         islands = Islands(staged)
+        # Images and keys: nobody else on the machine may read them.
         private_folder(staged)
         fitted_rows = _choose_fitted(len(dataset.images), recipe)
         parts = fit_public_parts(recipe, dataset.images[fitted_rows], islands.bundle, on_progress)
@@ -155,9 +156,11 @@ def split(
         plan = _write_plan(data, str(public_key), islands.bundle)
         _write_islands(islands, plan, data, on_progress)
         _write_router_inputs(islands, data)
+        # The root of trust and the log begin here; every release of these islands is verified from it.
         sign_first_plan(islands, plan, recipe.owner.name, passphrase)
         record = _split_record(data, plan)
         write_atomic(staged / SPLIT_NAME, record.encode())
+        # An empty folder is allowed there, and would be in the way of the rename.
         if out.exists():
             out.rmdir()
         move_into_place(staged, out)
@@ -186,6 +189,7 @@ def _divide_by_column(dataset: Dataset, column: str, num_islands: int | None) ->
             expected = f"{num_islands} values, as many as --islands"
         raise SetupError(f"column {column}", expected=expected, got=f"{num_values}")
     number_of = {value: number for number, value in enumerate(values)}
+    # Numbered in the order of the values, so that the same column gives the same islands.
     island_N = np.array([number_of[value] for value in value_N], dtype=np.int64)
     return Division(column, torch.from_numpy(island_N), tuple(values))
 
@@ -249,6 +253,7 @@ def _check_sizes(division: Division, recipe: IslandsRecipe) -> None:
     Raises:
         DataError: names the smallest one.
     """
+    # An island's document states at least two images; the recipe may ask for more.
     min_images = max(2, recipe.partition.min_images)
     small_islands = [
         (size, number) for number, size in enumerate(division.size_K) if size < min_images
@@ -301,6 +306,7 @@ def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
         name=recipe.owner.name,
         valid_for=_PLAN_LIFE,
         silos=tuple(names),
+        # Each island counts as exactly its number of images.
         agreed={name: AgreedSize(images=size) for name, size in zip(names, sizes, strict=True)},
         receipt_key=receipt_key,
         partition=SiloPartition(min_images=recipe.partition.min_images),

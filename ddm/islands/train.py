@@ -68,6 +68,7 @@ def train_island(
     check_number(islands, number)
     folder = islands.island(number)
     with _lock_island(folder, number):
+        # The record is written last, so that an interrupted training goes on from its checkpoint.
         if not folder.is_trained:
             _train(islands, number, settings, on_progress, should_stop)
         if not is_first_process():

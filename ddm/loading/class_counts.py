@@ -60,6 +60,7 @@ def class_priors(
         return None
     path = path_named(plan.objective.ensemble_path)
     router_reads_class = isinstance(router.router, ConditionalRouter)
+    # A temperature was fitted for one family; it means nothing to a router of another one.
     temperature = 1.0
     if isinstance(router.router, CountsRouter):
         temperature = router.temperature
@@ -70,6 +71,7 @@ def class_priors(
         if router_reads_class:
             return ClassPrior(prior)
         class_router = shares.router(label, files.sketch, path)
+        # The class prior is applied when samples are drawn, so that the router itself has none.
         uniform = [1.0] * class_router.num_experts
         return ClassPrior(prior, Calibrated(class_router, temperature, uniform, path))
 
@@ -126,6 +128,7 @@ def published_layout(plan: Plan, manifest: Manifest, clusters: Clusters) -> Layo
     parts: dict[str, ExpertPart] = {}
     for silo_id in _silos_in_order(manifest):
         silo_clusters = {expert.cluster for expert in manifest.experts if expert.silo_id == silo_id}
+        # An unknown cluster is left out here, and its expert refused below.
         valid_clusters = sorted(
             cluster
             for cluster in silo_clusters

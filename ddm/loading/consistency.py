@@ -74,6 +74,7 @@ def check_documents_agree(verified: VerifiedRelease, documents: ReleaseDocuments
 
 
 def _check_plan(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
+    # The folder name comes from the metadata: documents of another plan may have been put under it (replay).
     for subject, plan_id in (("plan.json", plan.plan_id), ("manifest.json", manifest.plan_id)):
         if plan_id != verified.plan_id:
             raise ReplayError(subject, expected=f"plan {verified.plan_id}", got=plan_id)
@@ -86,6 +87,7 @@ def _check_plan(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> No
 
 def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
     """Check that each silo of the plan is published, missing or withdrawn, and that the published ones have signed."""
+    # A publisher could leave a silo out without saying so: the three lists must name each silo of the plan.
     published_keys = {silo.silo_id: silo.key_fingerprint for silo in manifest.silos}
     listed = sorted([*published_keys, *manifest.missing_silos, *manifest.withdrawn_silos])
     if listed != list(plan.members):
@@ -95,6 +97,7 @@ def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
             expected=f"each silo of the plan once, as published, missing or withdrawn: {members}",
             got=", ".join(listed)[:200] or "no silos",
         )
+    # Readers pin and compare the fingerprints in the manifest, so that they must be those of the keys that signed.
     for silo_id in sorted(published_keys.keys() | verified.silo_keys.keys()):
         signing_key = verified.silo_keys.get(silo_id, "no key")
         published_key = published_keys.get(silo_id, "no key")
@@ -110,6 +113,7 @@ def _check_submissions(verified: VerifiedRelease, documents: ReleaseDocuments) -
     """Check that each silo's document is of this silo, and of this plan or the one that it is carried from."""
     plan = documents.plan
     plan_digest = verified.files["plan.json"].digest
+    # A carried silo signed for an earlier plan; every other silo must have signed for this one.
     carried_by_silo = {carried.silo_id: carried for carried in plan.carried}
     for silo_id, submission in documents.submissions.items():
         if silo_id in carried_by_silo:
@@ -156,6 +160,7 @@ def _check_claims(silo: PublishedSilo, submission: Submission | Island) -> None:
             "audit": submission.audit.verdict,
             "isolation": submission.isolation,
         }
+    # A publisher could claim a smaller epsilon or a better audit than the silo signed.
     for name, value in signed.items():
         claimed = getattr(silo, name)
         if claimed != value:
@@ -179,6 +184,7 @@ def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission | Islan
     subject = f"manifest.json, silo {silo.silo_id}, units"
     stated = submission.num_units
     agreed = plan.agreed[silo.silo_id].units(plan.statistics.unit)
+    # A larger number of units would give the silo a larger prior, and its expert more of the samples.
     max_units = min(stated, agreed)
     if silo.units > max_units:
         raise TrustError(
@@ -186,6 +192,7 @@ def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission | Islan
             expected=f"at most {max_units}, of {stated} that the silo stated and {agreed} that were agreed",
             got=f"{silo.units}",
         )
+    # A lower number takes influence from a silo, so that readers must see why.
     is_lowered = silo.units < stated
     has_reason = silo.units_reason is not None
     if is_lowered != has_reason:
@@ -221,6 +228,7 @@ def _check_class_counts(
 def _check_experts(manifest: Manifest, silo_id: str, submission: Submission | Island) -> None:
     """Check that the manifest lists a silo's experts as the silo signed them."""
     published = [expert for expert in manifest.experts if expert.silo_id == silo_id]
+    # Only a guarantee that the silo itself signed may be published.
     signed_privacy = {
         expert.expert_id: expert.privacy
         for expert in submission.experts
@@ -235,6 +243,7 @@ def _check_experts(manifest: Manifest, silo_id: str, submission: Submission | Is
                 got=f"{expert.privacy or 'no guarantee'}",
             )
 
+    # As sets, since the order of experts is the publisher's choice: it is the router's class order.
     published_files = {(expert.expert_id, expert.cluster, expert.file) for expert in published}
     signed_files = {
         (expert.expert_id, expert.cluster, expert.file) for expert in submission.experts
@@ -258,6 +267,7 @@ def _check_priors(documents: ReleaseDocuments) -> None:
     which is not published, and is not checked. With other partitions the shares of its experts are equal.
     """
     manifest = documents.manifest
+    # The priors decide which expert a sample follows; a publisher could favour one silo.
     total_units = sum(silo.units for silo in manifest.silos)
     has_equal_shares = not isinstance(documents.plan.partition, SiloClusterPartition)
     for silo in manifest.silos:
@@ -282,6 +292,7 @@ def _check_prior(subject: str, share: float, prior: float) -> None:
 
 def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
     """Check that exactly the listed files are signed, as they are listed."""
+    # Every file is named by exactly one document, with the digest that the metadata sign.
     listed = [*plan.files, *manifest.files, manifest.router.file]
     listed += [silo.submission for silo in manifest.silos]
     listed += [expert.file for expert in manifest.experts]
@@ -306,6 +317,7 @@ def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
 
 def _check_unread_files(verified: VerifiedRelease, manifest: Manifest) -> None:
     """Check that only experts of the manifest were left unread, since only these are read and checked later."""
+    # `experts_later` leaves experts to `load_expert`, which checks their digests; no other file may escape so.
     unread = {name for name, file in verified.files.items() if not file.digest_checked}
     unread -= {expert.file.path for expert in manifest.experts}
     if unread:

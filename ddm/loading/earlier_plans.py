@@ -22,6 +22,7 @@ def read_earlier_plans(plan: Plan, read: Callable[[File], bytes]) -> Mapping[str
     """
     earlier_plans: dict[str, Plan] = {}
     for path, digest in plan.earlier_plans.items():
+        # The file may have changed since it was verified, so that the digest is checked on these bytes.
         data = read(plan.file(path))
         if sha256_hex(data) != digest:
             raise DigestError(
@@ -54,6 +55,7 @@ def check_origins(plan: Plan, origins: Mapping[str, str]) -> None:
     """
     for silo_id, plan_id in origins.items():
         expected = plan.origin(silo_id)
+        # A delegation to another plan's role would let an old signature count for this plan (replay).
         if plan_id != expected or silo_id not in plan.members:
             raise RoleError(
                 "metadata/targets.json",

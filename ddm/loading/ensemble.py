@@ -149,6 +149,7 @@ def build_ensemble(
     condition = plan.condition
     path = path_named(plan.objective.ensemble_path)
     files = PlanFiles.load(plan, folder)
+    # The router's classes are the experts in the manifest's order.
     router = load_router(
         manifest.router, folder, plan=plan, sketch=files.sketch, experts=manifest.experts
     )
@@ -180,6 +181,7 @@ def build_ensemble(
 def _experts(
     load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int | None
 ) -> Experts:
+    # With a limit, experts are loaded on first use and dropped again.
     if memory_bytes is not None:
         return LazyExperts(load, sizes, memory_bytes)
     # Reading, hashing and checking release the interpreter lock, so several experts load in parallel.
@@ -190,6 +192,7 @@ def _experts(
 def on_path(expert: Expert, learned: ExpertObjective, canonical: Path) -> Expert:
     """Return the expert as a velocity on the ensemble's path, whatever objective its silo trained it for."""
     own = path_named(learned.path)
+    # Most experts are on the path already, and need no conversion at each step.
     if own == canonical and learned.prediction == "velocity":
         return expert
     return _OnPath(expert, learned, canonical)

@@ -48,6 +48,7 @@ class LogView:
         """
         signed = open_checkpoint(checkpoint_in(other, subject), self.keys, subject)
         mine = self.view.signed
+        # This release has consistency proofs only from sizes up to its own.
         is_larger = signed.size > mine.size
         is_unproved = signed.size < mine.size and self.view.proofs.starting_at(signed.size) is None
         if is_larger or is_unproved:
@@ -106,11 +107,13 @@ def read_log(
         TrustError: the checkpoint is not signed by the log, or the entry is not in it.
         FormatError: a file does not parse, or does not fit the checkpoint's size.
     """
+    # A federation without a log could show each reader another history.
     if not log_keys:
         raise RootError(
             "root", expected="the key of the federation's log, log_key", got="a root without it"
         )
     keys = tuple(VerifierKey.parse(key) for key in log_keys)
+    # Only the newest key counts: an old one that was stolen must not sign new entries.
     signed = InclusionProof.parse(proof, subject).check(encode_entry(entry), keys[-1:], subject)
     proofs = ConsistencyProofs.parse(
         consistency, subject="log-consistency.json", limit=MAX_CONSISTENCY_BYTES

@@ -24,6 +24,7 @@ def expert_memory_bytes(
     """
     sizes = [expert.file.bytes for expert in manifest.experts]
     fixed = opening_bytes(plan, len(sizes)) + beside
+    # Sampling needs at least one expert in memory at a time.
     limit.check("memory", fixed + max(sizes), remedy)
     if isinstance(plan.encoder, TimmEncoderSpec):
         # Counting its bytes builds its network, without memory for the weights, which takes seconds.

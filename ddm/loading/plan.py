@@ -52,9 +52,11 @@ class PlanFiles:
         )
         clusters.check(plan.clustering.num_coarse, num_groups)
 
+        # Sketches are of what experts see: latents, where the plan has an autoencoder.
         expert_space = plan.data.model_copy(update={"shape": plan.expert_shape})
         sketch_shapes = sketch_specs(expert_space, plan.sketch.rank, num_groups)
         sketch = Sketch.from_tensors(_load_listed(plan, folder, plan.sketch.path, sketch_shapes))
+        # The noise of the sketches was computed for this scale; a larger one would break the stated epsilon.
         sketch.check()
         return cls(
             encoder=_load_encoder(plan, folder),

@@ -86,6 +86,7 @@ def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:
         read_small(folder, "checkpoint", MAX_NOTE_BYTES), keys[-1:], "checkpoint"
     )
     lines = _read_entries(folder, signed)
+    # Versions must follow each other without a gap; `check_history` looks at all entries together.
     entries = tuple(parse_entry(line, f"entry {number}") for number, line in enumerate(lines))
     public_log = PublicLog(signed, lines, entries, keys, CheckpointStore(memory.folder))
     remembered = public_log.memory.load()

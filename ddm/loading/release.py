@@ -31,6 +31,7 @@ from ddm.trust.model_signature import (
 from ddm.trust.paths import CONSISTENCY_NAME, MANIFEST_PROOF_NAME
 from ddm.trust.verify import KnownSiloKeys, VerifiedRelease, verify_release
 
+# A root names some keys and roles; anything larger is not one.
 MAX_ROOT_BYTES = 1 << 20
 _NO_CHECKPOINTS: Mapping[str, bytes] = MappingProxyType({})
 _log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def read_root(path: Path) -> bytes:
             got="a folder" if path.is_dir() else "nothing there",
             remedy="Ask the federation's operator for 1.root.json and compare its fingerprint by another way.",
         )
+    # The size comes first: a wrong path, such as one of an expert, would be read into memory whole.
     size = path.stat().st_size
     data = path.read_bytes() if size <= MAX_ROOT_BYTES else b""
     if not data:
@@ -169,6 +171,7 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
     plan = Plan.parse(_read(verified, "plan.json"), subject="plan.json")
     encoded_manifest = _read(verified, "manifest.json")
     manifest = Manifest.parse(encoded_manifest, subject="manifest.json")
+    # The plan says which kind of document each member signed; the manifest cannot choose.
     document_class: type[Submission | Island] = Submission if plan.statistics.private else Island
     submissions = {}
     for silo in manifest.silos:
@@ -176,6 +179,7 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
         submissions[silo.silo_id] = document_class.parse(_read(verified, path), subject=path)
     earlier_plans = read_earlier_plans(plan, lambda file: _read(verified, file.path))
 
+    # The documents are signed each by itself; only together do they say that nothing was exchanged.
     check_documents_agree(verified, ReleaseDocuments(plan, manifest, submissions, earlier_plans))
     _check_model_signature(verified)
     log = read_log(

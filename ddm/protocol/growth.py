@@ -1,9 +1,9 @@
 """Whether an expert of an earlier plan means the same in a later one; rules only, no file, no network.
 
-An expert and its silo's statistics are numbers that only the plan gives a meaning: the space of the images, the path on
-which the expert predicts, the groups that the histogram counts, the projection of the sketches, the privacy of their
-noise. A plan that carries them over must agree with theirs in all of this. What only tells how an expert was trained
-(steps, rates, times, adaptation), the router, and the audit may differ.
+The plan gives a meaning to an expert and to its silo's statistics: the space of the images, the path on which the
+expert predicts, the groups that the histogram counts, the projection of the sketches, the privacy of their noise. A
+plan that carries them over must agree with their own plan in all of this. How an expert was trained (steps, rates,
+times, adaptation), the router, and the audit may differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from ddm.protocol.manifest import PublishedSilo, Standing
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 
-_EQUAL = (
+_EQUAL_FIELDS = (
     "data",
     "latent",
     "encoder",
@@ -39,7 +39,7 @@ def differences(old: Plan, new: Plan, silo_id: str) -> list[tuple[str, str, str]
     Returns:
         The field, its value in the old plan and in the new one; empty where the expert may be carried.
     """
-    return list(_differing("", _meaning(old, silo_id), _meaning(new, silo_id)))
+    return list(_differing_fields("", _meaning(old, silo_id), _meaning(new, silo_id)))
 
 
 def check_carried(carried: CarriedSilo, old: Plan, new: Plan) -> None:
@@ -54,27 +54,28 @@ def check_carried(carried: CarriedSilo, old: Plan, new: Plan) -> None:
         ReplayError: names the field that differs, or the silo was no silo of the earlier plan.
     """
     subject = f"plan {new.plan_id}, {carried.silo_id} carried from {carried.plan_id}"
+    # A silo that was itself carried into the old plan trained for another one, which the new plan must name.
     if old.plan_id != carried.plan_id or carried.silo_id not in old.silos:
-        got = f"plan {old.plan_id} with {', '.join(old.silos)[:200]}"
         raise ReplayError(
             subject,
             expected=f"plan {carried.plan_id}, for which {carried.silo_id} trained",
-            got=got,
+            got=f"plan {old.plan_id} with {', '.join(old.silos)[:200]}",
         )
-    if found := differences(old, new, carried.silo_id):
-        field, before, now = found[0]
-        more = (
-            f" (and {len(found) - 1} more: {', '.join(name for name, _, _ in found[1:])[:200]})"
-            if found[1:]
-            else ""
-        )
-        raise ReplayError(
-            f"{subject}: {field}",
-            expected=f"{before[:120]}, as in the plan for which it was trained",
-            got=f"{now[:120]}{more}",
-            remedy="An expert goes on only into a plan in which it means the same. Give the recipe the earlier value, "
-            f"or let the silo train again: --replace {carried.silo_id}.",
-        )
+    changes = differences(old, new, carried.silo_id)
+    if not changes:
+        return
+    field, old_value, new_value = changes[0]
+    got = new_value[:120]
+    if len(changes) > 1:
+        other_fields = ", ".join(name for name, _, _ in changes[1:])
+        got += f" (and {len(changes) - 1} more: {other_fields[:200]})"
+    raise ReplayError(
+        f"{subject}: {field}",
+        expected=f"{old_value[:120]}, as in the plan for which it was trained",
+        got=got,
+        remedy="An expert is carried only into a plan in which it means the same. Give the recipe the earlier value, "
+        f"or let the silo train again: --replace {carried.silo_id}.",
+    )
 
 
 def check_consent(carried: CarriedSilo, submission: Submission) -> None:
@@ -84,13 +85,15 @@ def check_consent(carried: CarriedSilo, submission: Submission) -> None:
         ReplayError: it is of another silo or another plan, or its silo did not consent.
     """
     subject = f"submission of {carried.silo_id}, carried"
-    got = (submission.silo_id, submission.plan_id, submission.plan_digest)
-    if got != (carried.silo_id, carried.plan_id, carried.plan_digest):
-        expected = (
-            f"{carried.silo_id} for plan {carried.plan_id} of digest {carried.plan_digest[:16]}..."
+    named = (submission.silo_id, submission.plan_id, submission.plan_digest)
+    if named != (carried.silo_id, carried.plan_id, carried.plan_digest):
+        raise ReplayError(
+            subject,
+            expected=f"{carried.silo_id} for plan {carried.plan_id} "
+            f"of digest {carried.plan_digest[:16]}...",
+            got=f"{submission.silo_id} for plan {submission.plan_id} "
+            f"of digest {submission.plan_digest[:16]}...",
         )
-        found = f"{got[0]} for plan {got[1]} of digest {got[2][:16]}..."
-        raise ReplayError(subject, expected=expected, got=found)
     if not submission.carry_over:
         raise ReplayError(
             subject,
@@ -135,12 +138,13 @@ def describe_standing(silo: PublishedSilo, plan: Plan) -> str:
 def _meaning(plan: Plan, silo_id: str) -> dict[str, Any]:
     """Return what gives the numbers of a silo's expert and statistics their meaning."""
     fields = plan.model_dump(mode="json")
-    own = plan.objective.of(silo_id)
-    return {name: fields[name] for name in _EQUAL} | {
-        "expert": {name: fields["expert"][name] for name in ("architecture", "dtype")},
+    silo_objective = plan.objective.of(silo_id)
+    expert = fields["expert"]
+    return {name: fields[name] for name in _EQUAL_FIELDS} | {
+        "expert": {"architecture": expert["architecture"], "dtype": expert["dtype"]},
         "objective": {
             "path": plan.objective.ensemble_path,
-            silo_id: f"{own.path}, {own.prediction}",
+            silo_id: f"{silo_objective.path}, {silo_objective.prediction}",
         },
         "transform": fields.get("transform"),
         "files": _digests(plan),
@@ -151,18 +155,20 @@ def _meaning(plan: Plan, silo_id: str) -> dict[str, Any]:
 def _digests(plan: Plan) -> dict[str, str]:
     """Return the digests of the public files that give experts and statistics their meaning."""
     paths = [plan.encoder.path, plan.clustering.path, plan.sketch.path]
-    paths += [plan.latent.path] if isinstance(plan.latent, Autoencoder) else []
+    if isinstance(plan.latent, Autoencoder):
+        paths.append(plan.latent.path)
     return {path: plan.file(path).digest for path in paths}
 
 
-def _differing(name: str, before: Any, now: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield the innermost fields in which two values differ."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            yield from _differing(f"{name}.{key}" if name else key, before.get(key), now.get(key))
-    elif before != now:
-        yield name, _words(before), _words(now)
+def _differing_fields(name: str, old: Any, new: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the innermost fields in which two values differ, each with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            field = f"{name}.{key}" if name else key
+            yield from _differing_fields(field, old.get(key), new.get(key))
+    elif old != new:
+        yield name, _describe(old), _describe(new)
 
 
-def _words(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "nothing" if value is None else str(value)

@@ -27,6 +27,7 @@ from ddm.protocol.base import (
 from ddm.protocol.routers import RouterKind
 from ddm.protocol.weight_privacy import DpSgdPrivacy
 
+# Bounds on what a reader parses before any signature of a silo is looked at.
 MAX_SILOS = 1024
 MAX_EXPERTS = 16384
 _PRIOR_SUM_TOLERANCE = 1e-6
@@ -201,12 +202,15 @@ class Manifest(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":
+        # A name that appears twice would have two priors, or two keys.
         _check_distinct("silo_id", [silo.silo_id for silo in self.silos])
         _check_distinct("expert_id", [expert.expert_id for expert in self.experts])
         _check_distinct("expert's file", [expert.file.path for expert in self.experts])
+        # The priors are the shares of a mixture (McAllister et al. 2025).
         total = sum(expert.prior for expert in self.experts)
         if abs(total - 1.0) > _PRIOR_SUM_TOLERANCE:
             raise ValueError(f"the experts' priors must sum to 1, got {total:.6f}")
+        # One entry for each class of the router.
         if len(self.router.training_prior) != len(self.experts):
             got = f"got {len(self.router.training_prior)} for {len(self.experts)} experts"
             raise ValueError(f"training_prior needs one entry per expert, {got}")

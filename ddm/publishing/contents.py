@@ -128,6 +128,7 @@ def _published_experts(contents: ReleaseContents) -> tuple[PublishedExpert, ...]
         (member, expert) for member in contents.members for expert in member.document.experts
     ]
     published = []
+    # A wrong order would give an expert another one's prior; lengths that differ are an error.
     for (member, expert), prior in zip(signed_experts, contents.router.expert_priors, strict=True):
         privacy = expert.privacy if isinstance(expert.privacy, DpSgdPrivacy) else None
         published.append(
@@ -147,6 +148,7 @@ def _published_experts(contents: ReleaseContents) -> tuple[PublishedExpert, ...]
 def _other_files(contents: ReleaseContents, targets: Path) -> list[str]:
     """List the files that neither a silo's entry, nor an expert's, nor the router's names."""
     names = ["plan.json", *(file.path for file in contents.plan.files)]
+    # Only where a silo has rotated its key: readers who remember the old one follow it to the new one.
     if (targets / KEY_HISTORY).exists():
         names.append(KEY_HISTORY)
     for member in contents.members:

@@ -55,6 +55,7 @@ class DrawingEffort:
         return EVALUATIONS_PER_STEP * self.steps * expert_images
 
 
+# From the most to the least: a release of expensive experts gets fewer images.
 EFFORTS = (
     DrawingEffort(own=32, mixed=128, strategies=("lock", "sample", "full", "top-1")),
     DrawingEffort(own=8, mixed=32, strategies=("lock", "full")),
@@ -161,6 +162,7 @@ def draw(
 def largest_silos(prior_E: Sequence[float], silo_E: Sequence[int]) -> list[int]:
     """Return the silos whose own images are shown: all, or those with the largest shares, in their order."""
     share_K = _sum_by_silo(torch.tensor(prior_E, dtype=torch.float64), silo_E).tolist()
+    # The largest first; equal ones in the manifest's order, so that the pages do not depend on anything else.
     by_share = sorted(range(len(share_K)), key=lambda silo: (-share_K[silo], silo))
     return sorted(by_share[:MAX_SHOWN_SILOS])
 
@@ -184,6 +186,7 @@ def _posterior_along_t(
         return ()
     log_prior_E = log_prior(ensemble.prior, len(silo_E))
     rows = []
+    # Always the same noise: the curve over t is smooth, and the page repeatable.
     for t in torch.linspace(0, 1, NUM_TIMES).tolist():
         log_DNE = noised_log_likelihood(
             ensemble.router, images, (t, t), seed, ensemble.path, _NOISE_DRAWS

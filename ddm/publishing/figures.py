@@ -189,6 +189,7 @@ def inline_pictures(
     drawn: DrawnImages, num: int, value_range: tuple[float, float]
 ) -> tuple[Picture, ...]:
     """Inline the first `num` images as small PNGs; empty if they are neither grey nor colour."""
+    # Images of other channels than grey and colour have no pictures.
     sources = inline(drawn.images[:num], value_range)
     return tuple(Picture(source, silo) for source, silo in zip(sources, drawn.silo_N, strict=False))
 
@@ -231,6 +232,7 @@ def _picture_sheets(
 ) -> tuple[PictureSheet, ...]:
     """Return the images to show: first of the ensemble, then of every silo alone."""
     sheets = []
+    # Of the strategies that were drawn, pictures of these two are shown; the others appear in the shares.
     for strategy in ("lock", "full"):
         if strategy in drawing.mixed:
             title = STRATEGY_TITLES[strategy].format(word=word)

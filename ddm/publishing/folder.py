@@ -40,5 +40,6 @@ class PublisherFolder:
             BusyError: another process holds it.
         """
         with locked(self.tuf.parent, "signer"):
+            # A crash may have left a committed change that is not completely in place.
             finish_change(self.path)
             yield

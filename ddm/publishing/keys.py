@@ -36,6 +36,7 @@ def make_key(change: Change, name: str, passphrase: bytes) -> PublicKey:
 def make_model_signing_key(change: Change, passphrase: bytes) -> None:
     """Make a new P-256 key that signs `model.sig` once this change is in force."""
     key = ec.generate_private_key(ec.SECP256R1())
+    # A key that is not Ed25519, unlike the others: the OpenSSF model signature asks for it.
     encrypted = key.private_bytes(
         Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(passphrase)
     )
@@ -75,6 +76,7 @@ def load_model_signing_key(
             expected="the passphrase of this key",
             got="a passphrase that does not open it",
         ) from error
+    # Tools that verify `model.sig` expect ECDSA over P-256.
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
         raise SetupError(
             path.name,

@@ -30,8 +30,10 @@ CARD_NAME = "README.md"
 REPORT_NAME = "report.html"
 PAGE_NAMES = (CARD_NAME, REPORT_NAME)
 
+# Experts that are small stay in memory; of large ones two are needed while one is exchanged for the next.
 _MIN_MEMORY_BYTES = 2 * 1024**3
 
+# What readers of a release must know that it is not.
 _NOT_PRIVATE = (
     "The experts' weights were trained without DP-SGD: they are not private and may memorise single images. Epsilon "
     "covers only the statistics from which the router was made."
@@ -50,6 +52,7 @@ _LIMITS = (
     "A signature proves who published an expert, not that it is good.",
 )
 
+# What the rules of screening found, for the pages.
 FLAG_WORDS: Mapping[Flag, str] = {
     "alike_images": "its images are nearly one image",
     "answers_zero": "answers 0 to every input",
@@ -178,6 +181,7 @@ def render_pages(
 
 def member_sections(contents: ReleaseContents, manifest: Manifest) -> tuple[MemberSection, ...]:
     """Join the manifest's entries with what each silo or island signed, in the manifest's order."""
+    # The manifest is the order in which everything else lists the silos too.
     documents = {member.silo_id: member.document for member in contents.members}
     priors = manifest.silo_priors()
     values: Mapping[str, str] = {}

@@ -42,6 +42,7 @@ def sign_waiting(publisher: PublisherFolder, key: SigningKey) -> TransparencyLog
     """
     with publisher.signing_lock():
         log_key = require_log_key(publisher)
+        # A change that waits for holders touches other files than the log's.
         change = Change.begin(publisher.path, beside_waiting=True)
         log = stage_entries(publisher, change, log_key, key, [])
         change.commit()
@@ -55,6 +56,7 @@ def export_log(publisher: PublisherFolder, out: Path) -> None:
     Raises:
         SetupError: the copy there is of another log, or of more entries: this folder is older than it.
     """
+    # Entries that no checkpoint covers yet are not public.
     log = TransparencyLog.load(publisher)
     if log.signed is None:
         return

@@ -57,12 +57,15 @@ def complete_version(
         device=device,
         on_progress=on_progress,
     )
+    # The pages show the manifest's figures and the manifest lists the pages' digests, so that pages come first.
     manifest = _with_pages(draft, targets)
     write_atomic(targets / "manifest.json", manifest.encode())
+    # The log proves the manifest, and `model.sig` covers that proof; both are listed by the TUF metadata.
     log_digests = _enter_in_log(version, manifest, passphrase)
     _sign_for_other_tools(version, manifest, log_digests, passphrase)
     sign_tuf_metadata(version, contents, manifest, passphrase)
     check_release_opens(version.folder, root)
+    # Until here nothing is in force: a crash leaves the previous version as it was.
     version.change.commit()
     return manifest
 
@@ -136,6 +139,7 @@ def sign_tuf_metadata(
             file = File.of(name, targets / name)
             release_files[path] = (file.bytes, file.digest)
 
+    # A copy is signed; the metadata in force are replaced together with the release.
     metadata = version.change.put("tuf/metadata")
     copy_documents(publisher.tuf, metadata)
     repository = Repository(metadata)

@@ -79,6 +79,7 @@ def stage_version(publisher: PublisherFolder, out: Path) -> Iterator[StagedVersi
         BusyError: `out` exists, since releases are immutable; or another process signs.
         SetupError: `out` cannot be made, or the version signed last is lost.
     """
+    # A folder that cannot be written is refused before anything is computed.
     check_writable([publisher.path, publisher.tuf])
     with publisher.signing_lock(), reserve(out) as copy_folder:
         check_none_lost(publisher)
@@ -134,6 +135,7 @@ def _taken(out: Path, got: str) -> BusyError:
 def copy_out(release: Path, reserved: Path, out: Path) -> None:
     """Copy durably, without links: changes to the published folder must not reach the federation's own files."""
     num_bytes = sum(entry.bytes for entry in list_files(release).values())
+    # Bounded by what was listed: a file that grows meanwhile is an error.
     copy_tree_bounded(release, reserved, max_bytes=num_bytes, max_entries=MAX_FILES)
     open_to_everyone(reserved)
     move_into_place(reserved, out)

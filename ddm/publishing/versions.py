@@ -48,6 +48,7 @@ def check_none_lost(publisher: PublisherFolder) -> None:
         if name.endswith("/manifest.json")
     ]
     found = manifest_digest(publisher, newest_version(publisher))
+    # A second release with the same number would look to readers like a rollback or a split view.
     if listed and listed != [found]:
         raise SetupError(
             "releases/",
@@ -61,6 +62,7 @@ def is_current(publisher: PublisherFolder, version: int) -> bool:
     """Whether nothing was signed since a version was published: its metadata equal the federation's present ones."""
     source = release_folder(publisher, version) / "metadata"
     published = {path.name: path for path in source.glob("*.json")}
+    # A rotated root must reach readers, although the release itself is unchanged.
     roots = {path.name for path in publisher.tuf.glob("*.root.json")}
     return roots <= published.keys() and all(
         (publisher.tuf / name).is_file() and sha256_file(path) == sha256_file(publisher.tuf / name)

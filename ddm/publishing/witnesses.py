@@ -176,6 +176,7 @@ def _post(witness: Witness, body: bytes, subject: str, timeout_s: float) -> Http
         ) from error
 
 
+# A witness that is redirected could be anybody; the operator named this address.
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A checkpoint goes where the operator said."""
 
