@@ -3,6 +3,7 @@
 from ddm.loading.release import Release
 from ddm.protocol.submission import Responsible, Submission
 
+# A silo may have thousands of experts, one for each cluster.
 _MAX_NAMED = 4
 
 

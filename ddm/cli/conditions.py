@@ -41,6 +41,7 @@ def encode_text(text: str, folder: Path, condition: Condition) -> ConditionValue
             remedy="Leave --text out.",
         )
     encoder = open_text_encoder(folder, condition)
+    # Said, not refused: the first words are usually the subject.
     if encoder.num_cut([text]):
         say(f"The text is longer than {condition.max_tokens} tokens; the rest is cut off.")
     vectors = encoder.encode([text])[0]
@@ -114,6 +115,7 @@ def condition_shares(
         return declared
     if isinstance(condition, int) and ensemble.class_prior:
         return list(ensemble.class_prior(condition).prior)
+    # Neither declared nor counted: a router that reads conditions has learned the shares.
     learned = router_shares(ensemble.router, expert_condition, ensemble.prior)
     if learned or isinstance(condition, int):
         return learned
@@ -146,6 +148,7 @@ def expert_shares(
     ensemble: Ensemble, target_prior: list[float], class_prior: list[float] | None
 ) -> Tensor:
     """Return each expert's share of the samples that is due, under the prior and the condition, shape (K,)."""
+    # Without a condition the shares are the declared prior itself.
     if class_prior is None:
         weight_K = torch.tensor(target_prior, dtype=torch.float64)
         return weight_K / weight_K.sum()

@@ -231,6 +231,7 @@ def distill(
     plan = opened.plan
     network = own_architecture or plan.expert.architecture
     condition = _student_condition(plan, network, texts, unconditional=unconditional)
+    # An expert's weights are a better start than random ones where the student has the expert's form.
     start_weights = _start_weights(opened, start, network, condition)
 
     from ddm.system.memory import memory_limit
@@ -261,6 +262,7 @@ def distill(
     )
     distillation.work.mkdir(parents=True, exist_ok=True)
     images: OwnSamples | GivenImages
+    # Two processes would overwrite each other's checkpoints.
     with locked(distillation.work, "distillation"):
         if data is not None:
             dataset, images = _public_images(distillation, data)
@@ -316,6 +318,7 @@ def _student_condition(
         check_null(plan.condition, "--unconditional", "Leave --unconditional out.")
         condition = NoCondition()
     misfit = network.misfit(plan.expert_shape, condition)
+    # Before the teachers are loaded, which takes minutes.
     if misfit:
         raise SetupError(
             "--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}"
@@ -550,6 +553,7 @@ def _write_student(
         write_atomic(
             autoencoder_beside(out), (distillation.opened.folder / autoencoder.path).read_bytes()
         )
+    # The averaged weights, as experts are published too.
     save_tensors(out, trained.ema)
     record = Student(
         source=distillation.source,
@@ -568,4 +572,5 @@ def _write_student(
         seconds=trained.seconds,
         file=File.of("student.safetensors", out),
     )
+    # Last: a student with a record is complete.
     write_atomic(out.with_suffix(RECORD_SUFFIX), record.encode())

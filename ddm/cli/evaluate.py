@@ -218,6 +218,7 @@ def evaluate(
             expected="--num or --samples",
             got="neither a number of samples nor a file of them",
         )
+    # --class has other values here than in `ddm sample`: the reference may give the classes.
     conditioning = ReferenceConditionOptions(label, text, text_encoder)
     guidance_interval = read_interval(rare.guidance_interval)
     strategy_settings = following.settings(rare)
@@ -229,6 +230,7 @@ def evaluate(
             "--guidance": guidance,
         }
         _check_nothing_is_drawn(samples, drawing_options)
+    # Each strategy once, in the order in which they were given.
     names = list(dict.fromkeys(strategy or ["lock"]))
     strategies = _choose_strategies(names, strategy_settings)
     _prepare_page_folder(out)
@@ -245,6 +247,7 @@ def evaluate(
     opened = verification.open(release, experts_later=True)
     plan = opened.plan
     manifest = opened.manifest
+    # Decoding and transforming pictures takes a while, without a progress bar.
     if plan.transform:
         say("reading the images to compare with", error=True)
     holdout_images = None
@@ -313,9 +316,11 @@ def evaluate(
 
     owners = [expert.silo_id for expert in manifest.experts]
     silos = [silo.silo_id for silo in manifest.silos]
+    # Shares are compared by silo: its experts together.
     silo_priors = dict.fromkeys(silos, 0.0)
     for owner, share in zip(owners, due_shares, strict=True):
         silo_priors[owner] += share
+    # Features of the real images are computed once, for all sets of samples.
     yardstick = _make_yardstick(comparison, solving.seed, show_progress)
     results = []
     for sample_set in sample_sets:
@@ -345,6 +350,7 @@ def evaluate(
     document = _document(results, origin)
     if out is not None:
         _write_page(out, document, results, yardstick, silos, plan.data.range)
+    # Nothing but the document, which other programs parse.
     if as_json:
         say(json.dumps(document, indent=2))
     else:
@@ -429,6 +435,7 @@ def _make_yardstick(
 
 def _check_nothing_is_drawn(samples: Path, options: dict[str, Any]) -> None:
     """Refuse options that say how samples are drawn."""
+    # Options that would change nothing are an error, or their user would believe that they had.
     for flag, value in options.items():
         if value is not None and value != []:
             raise SetupError(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ddm.evaluation.reference import Reference
     from ddm.sampling.guidance import ConditionValue
 
+# Values of --class besides a class itself.
 _WAYS = ("data", "equal", "none")
 _MIN_CLASS_IMAGES = 8  # reference images of a class
 
@@ -170,6 +171,7 @@ def _one_class(text: str, condition: ClassCondition, label_M: "Tensor | None") -
     if label is None:
         expected = f"{', '.join(_WAYS)}, or a class, {condition.classes.words()}"
         raise SetupError("--class", expected=expected, got=repr(text[:40]))
+    # Samples of one class are compared with real images of that class where the reference has labels.
     name = condition.classes.name(label)
     if label_M is None:
         return SampleConditions(label, f"class {name}, against all reference images")
@@ -265,5 +267,6 @@ def _in_turn(count: int, num: int, seed: int) -> "Tensor":
     """Return `num` row numbers out of so many, each row equally often up to one, in a random order."""
     import torch
 
+    # Each row once before any comes again, so that the mixture is that of the reference.
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order.repeat(ceil(num / count))[:num]

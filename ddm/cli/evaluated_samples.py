@@ -107,6 +107,7 @@ class EvaluationDrawing:
         source = self._source(num, len(strategies), limit, beside)
         ensemble = source.ensemble(lazily=self.num_processes > 1)
         condition = self.how["condition"]
+        # The same noise and the same experts for every strategy, so that only the strategies differ.
         weight_K = shares_of_each(ensemble, condition, self.how["prior"], self.declared_shares)
         how = {**self.how, "condition_prior": self._common_shares(ensemble)}
         sample_sets = []

@@ -51,6 +51,7 @@ def verify(
     pinned = pins(verification.silo_key)
     verified = opened.verified
     manifest = opened.manifest
+    # What was hashed and signed, for a person who compares it with the folder's size.
     total = sum(file.bytes for file in verified.files.values())
     say(f"Verified {release}: ensemble {manifest.plan_id}, version {manifest.version}.")
     say(f"  root       {verified.root_fingerprint}")
@@ -88,6 +89,7 @@ def info(
 ) -> None:
     """Show what a release holds: silos, experts, privacy, router; verifies first."""
     opened = verification.open(release)
+    # The manifest as it is, so that scripts have every field that documents.md lists.
     if as_json:
         whole = opened.manifest.model_dump(mode="json") | {"audits": audits_as_json(opened)}
         say(json.dumps(whole, indent=2))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # The panels of the help.
 WHAT, HOW, TRUST, MACHINE = "What to sample", "How to sample", "Verification", "MachineOptions"
 
+# A published release and its root of trust.
 ReleaseArgument = Annotated[Path, typer.Argument(metavar="RELEASE", help="The published folder.")]
 RootOption = Annotated[
     Path,
@@ -78,6 +79,7 @@ CheckpointOption = Annotated[
         rich_help_panel=TRUST,
     ),
 ]
+# The machine.
 DeviceOption = Annotated[
     DeviceName,
     typer.Option(
@@ -274,10 +276,12 @@ class Verification:
     ) -> "Release":
         """Verify a release, read its documents, and tell what changed; see `ddm.loading.release.open_release`."""
         from ddm.io.files import read_bounded
+        from ddm.loading.log import LogRequirements
         from ddm.loading.release import open_release
         from ddm.trust.log.proof import MAX_PROOF_BYTES
         from ddm.trust.state_folder import default_state_folder
 
+        named_checkpoints = {str(path): read_bounded(path, MAX_PROOF_BYTES) for path in checkpoints}
         opened = open_release(
             release,
             root=self.root,
@@ -286,9 +290,9 @@ class Verification:
             accepted_keys=pins(self.accept_key, "--accept-key"),
             archived=self.archived,
             experts_later=experts_later,
-            checkpoints={str(path): read_bounded(path, MAX_PROOF_BYTES) for path in checkpoints},
-            witnesses=witnesses,
+            log_requirements=LogRequirements(named_checkpoints, witnesses),
         )
+        # What readers must know although everything verified, such as a rotated key.
         for news in opened.verified.notices:
             say(f"note: {news}", error=True)
         return opened
@@ -317,6 +321,7 @@ class ConditionOptions:
                 expected="either --text or --class",
                 got=f"both, with --class {self.label}",
             )
+        # A prompt without its encoder, or the reverse, would be ignored silently.
         check_text(self.text, self.text_encoder)
 
     @property
@@ -334,6 +339,7 @@ class ConditionOptions:
 
         if not self.has_condition:
             check_null(condition, "condition", f"Give --{condition.kind}.")
+        # Guidance moves away from the answer without a condition, which such experts never learned.
         if self.guidance:
             check_null(condition, "--guidance", "Leave --guidance out.")
         if self.label is not None:
@@ -368,6 +374,7 @@ class MachineOptions:
     memory: MemoryOption = None
 
     def __post_init__(self) -> None:
+        # Only checked here, so that a typing error is found before the release is read.
         read_memory(self.memory)
 
     def arithmetic(self) -> "Arithmetic":
@@ -437,6 +444,7 @@ def read_memory(text: str | None) -> int | None:
     """
     if text is None:
         return None
+    # Bounded digits, so that the number cannot overflow.
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,3})?) ?(KiB|MiB|GiB|TiB|)", text.strip())
     if not match:
         raise SetupError("--memory", expected="a size such as 2GiB or 500MiB", got=repr(text[:40]))
@@ -476,6 +484,7 @@ def warn_if_expired(release: "Release") -> None:
     Raises:
         ArchivedWarningError: the timestamp has expired.
     """
+    # The release was used all the same, because --archived allowed it.
     if release.verified.expired:
         raise ArchivedWarningError(
             "WARNING: the timestamp has expired; everything else verified",

@@ -97,6 +97,7 @@ def sample(
     opened = verification.open(release, experts_later=True)
     plan = opened.plan
     manifest = opened.manifest
+    # Now with the shape: volumes and pictures go to different files.
     prepare_output(out, plan.data.shape)
 
     # The memory of each process: its samples, and its part of what this process holds for all of them.
@@ -117,6 +118,7 @@ def sample(
         beside=process_bytes + ceil(shared_bytes / num_processes),
     )
 
+    # Encoding a text takes the encoder, whose memory was counted above.
     condition = conditioning.value(plan.condition)
     source = ReleaseSource(plan, manifest, opened.folder, expert_bytes, computing)
     ensemble = source.ensemble(lazily=num_processes > 1)
@@ -138,6 +140,7 @@ def sample(
         weight_K = expert_shares(ensemble, weights, class_prior)
         drawn = draw(job, num, num_processes, weight_K, advance, ensemble)
 
+    # Names and owners are written beside the images, so that files of samples can be evaluated later.
     names = class_names(plan.condition, condition, num)
     written = write_samples(
         drawn.images,
@@ -173,6 +176,7 @@ def _check_together(
             expected="--guidance as well",
             got="an interval without guidance",
         )
+    # Lock at t = 1 draws the experts from the prior at once.
     if rare.router_every is not None and not strategy.needs_router:
         raise SetupError(
             "--set router-every",

@@ -60,6 +60,7 @@ def sample_student(
     shared_bytes = picture_bytes(out, num, record.data.shape)
     if conditioning.text:
         shared_bytes += condition_bytes(record.condition)
+    # A student cannot be loaded in parts, unlike an ensemble.
     limit = memory_limit(read_memory(machine.memory)).part(num_processes)
     limit.check("memory", process_bytes + ceil(shared_bytes / num_processes))
 
@@ -71,6 +72,7 @@ def sample_student(
         "condition_prior": None,
         "guidance": conditioning.guidance or 0.0,
     }
+    # An ensemble of one, so that everything else is as with a release.
     source = StudentSource(record, student, computing)
     job = SamplingJob(source, Lock(), solving.seed, how)
     with progress(f"sampling {num}") as advance:

@@ -39,6 +39,7 @@ Advance = Callable[[int, int], None]
 SAMPLING = PartDescription(
     "sampling process", "nothing was written", "a lower --processes, --set batch or --num"
 )
+# Reports cost a message each, and a person reads the progress bar at most a few times a second.
 _REPORT_S = 0.2  # between two progress reports of a process
 _PIECE_BYTES = 1 << 26  # of images that are sent at once
 
@@ -213,6 +214,7 @@ class SamplingJob:
         how["seed"] = self.seed
         how["numbers"] = numbers
         how["on_progress"] = advance
+        # One condition for all samples stays as it is; one for each is reduced to this process's samples.
         condition_N = per_sample(ensemble.condition, how["condition"])
         if condition_N is not None:
             how["condition"] = condition_N[rows]
@@ -274,6 +276,7 @@ def draw_together(
         SetupError: a process died.
         ArchipelagoError: what a process raised.
     """
+    # Filled as pieces arrive, in the order of the samples' numbers, whichever process drew them.
     images = np.empty((num, *job.source.data.shape), np.float32)
     expert_N = np.empty(num, np.int64)
     num_done_by_rank = [0] * num_processes
@@ -325,6 +328,7 @@ def sample_order(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
 
 def expert_shares_of(drawn: DrawnSamples, ensemble: Ensemble) -> tuple[float, ...]:
     """Return the share of the samples that each expert accounts for."""
+    # Counted over all experts, so that one without a sample has the share 0.
     counts_K = torch.bincount(drawn.expert_N, minlength=len(ensemble.experts)).double()
     return tuple((counts_K / counts_K.sum()).tolist())
 

@@ -85,6 +85,7 @@ def read_settings(kind: type[SettingsT], words: list[str] | None) -> SettingsT:
             raise SetupError(
                 "--set", expected=f"NAME=VALUE, NAME one of {', '.join(names)}", got=repr(word[:60])
             )
+        # The later one would win silently.
         if name in values:
             raise SetupError(
                 f"--set {name}",
@@ -95,6 +96,7 @@ def read_settings(kind: type[SettingsT], words: list[str] | None) -> SettingsT:
     try:
         return kind.model_validate_strings(values)
     except ValidationError as error:
+        # The first problem is enough; its description says what is allowed.
         name = str(error.errors()[0]["loc"][0])
         raise SetupError(
             f"--set {name}", expected=names[name], got=repr(values[name][:60])

@@ -95,6 +95,7 @@ def choose_strategy(name: str, settings: dict[str, Any]) -> "Strategy":
                 expected=f"--strategy {owners[0]}",
                 got=f"{value} with --strategy {name}",
             )
+    # A prefix before t_lock = 1 would be no step at all.
     if settings.get("prefix") and settings.get("tau", 1.0) == 1.0:
         raise SetupError(
             "--prefix",
@@ -125,6 +126,7 @@ def expert_weights(
     silo_shares = dict.fromkeys(silo_ids, 0.0)
     for silo_id, prior in zip(silo_ids, data_prior, strict=True):
         silo_shares[silo_id] += prior
+    # A silo whose experts have no data has no share that could be weighed.
     silos_with_data = [silo_id for silo_id, share in silo_shares.items() if share > 0]
     if text == "equal":
         silo_weights = dict.fromkeys(silos_with_data, 1.0)
@@ -151,6 +153,7 @@ def _read_silo_weights(flag: str, text: str, silo_ids: list[str]) -> dict[str, f
             weight = float(number)
         except ValueError:
             weight = -1.0
+        # A silo named twice may be a typing error in one of the names.
         if silo_id not in silo_ids or silo_id in weights or not 0.0 <= weight < float("inf"):
             raise SetupError(
                 flag,

@@ -66,6 +66,7 @@ def _train_all(islands: "Islands", numbers: list[int], settings: "TrainingSettin
         label = f"{position} of {len(numbers)}" if len(numbers) > 1 else None
         try:
             _train(islands, number, settings, num_left=len(numbers) - position, label=label)
+        # Several processes may share the islands of one folder: each takes those that no other one trains.
         except BusyError as error:
             busy_islands.add(number)
             say(f"note: {error.subject} is being trained by another process.", error=True)

@@ -1,7 +1,7 @@
 """Checks that a published manifest, or a signed plan, is in the federation's log; compares the log with other views."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +19,20 @@ from ddm.trust.log.proof import (
 )
 from ddm.trust.log.split_view import ProvenCheckpoint, check_same_history
 from ddm.trust.log.witness import Witnesses
+
+
+@dataclass(frozen=True)
+class LogRequirements:
+    """What a reader demands of a release's log, beyond the release's own proofs.
+
+    Attributes:
+        checkpoints: checkpoints of the log that others were shown, by what to call them; the release's log must
+            continue them, or be continued by them.
+        witnesses: those who must have cosigned the release's checkpoint, on one of `checkpoints`.
+    """
+
+    checkpoints: Mapping[str, bytes] = field(default_factory=dict)
+    witnesses: Witnesses | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,13 @@ class LogView:
         else:
             CheckpointStore(state).compare(theirs, self.view, subject)
         return signed.size
+
+    def require(self, requirements: LogRequirements, state: Path | None) -> None:
+        """Check what a reader demands of the log; see `compare` and `check_witnessed`."""
+        for subject, checkpoint in requirements.checkpoints.items():
+            self.compare(checkpoint, subject, state)
+        if requirements.witnesses is not None:
+            self.check_witnessed(requirements.witnesses, requirements.checkpoints)
 
     def check_witnessed(
         self, witnesses: Witnesses, others: Mapping[str, bytes]

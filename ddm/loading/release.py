@@ -8,13 +8,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from ddm.errors import DigestError, MissingFileError, RootError
 from ddm.io.files import read_bounded
 from ddm.loading.consistency import ReleaseDocuments, check_documents_agree
 from ddm.loading.earlier_plans import read_earlier_plans
-from ddm.loading.log import LogView, entry_of, read_log
+from ddm.loading.log import LogRequirements, LogView, entry_of, read_log
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest
@@ -22,7 +21,6 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, is_expert_path
 from ddm.trust.log.checkpoint_store import CheckpointStore
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
-from ddm.trust.log.witness import Witnesses
 from ddm.trust.model_signature import (
     MAX_MODEL_SIGNATURE_BYTES,
     MODEL_SIGNATURE_NAME,
@@ -33,7 +31,6 @@ from ddm.trust.verify import KnownSiloKeys, VerifiedRelease, verify_release
 
 # A root names some keys and roles; anything larger is not one.
 MAX_ROOT_BYTES = 1 << 20
-_NO_CHECKPOINTS: Mapping[str, bytes] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 
 
@@ -98,8 +95,7 @@ def open_release(
     accepted_keys: Mapping[str, str] | None = None,
     archived: bool = False,
     experts_later: bool = False,
-    checkpoints: Mapping[str, bytes] = _NO_CHECKPOINTS,
-    witnesses: Witnesses | None = None,
+    log_requirements: LogRequirements = LogRequirements(),
 ) -> Release:
     """Verify a release and read its documents.
 
@@ -112,9 +108,8 @@ def open_release(
         accepted_keys: fingerprints that may take the place of remembered ones, by silo id.
         archived: accept an expired timestamp.
         experts_later: do not read the experts yet; `load_expert` checks each one's digest on the bytes that it loads.
-        checkpoints: checkpoints of the log that others were shown, by what to call them; nothing is remembered of a
-            release whose log is not theirs.
-        witnesses: those who must have cosigned the release's checkpoint, on one of `checkpoints`.
+        log_requirements: what the reader demands of the log; nothing is remembered of a release that does not fulfil
+            it.
 
     Raises:
         TrustError: a signature, digest, version, role or path is wrong, the manifest contradicts what a silo signed, or
@@ -139,10 +134,7 @@ def open_release(
         release = _read_documents(folder, verified)
         if log_memory is not None:
             log_memory.check(release.log.view, MANIFEST_PROOF_NAME)
-        for subject, checkpoint in checkpoints.items():
-            release.log.compare(checkpoint, subject, log_state)
-        if witnesses:
-            release.log.check_witnessed(witnesses, checkpoints)
+        release.log.require(log_requirements, log_state)
         releases.append(release)
 
     verified = verify_release(

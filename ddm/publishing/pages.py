@@ -31,7 +31,7 @@ REPORT_NAME = "report.html"
 PAGE_NAMES = (CARD_NAME, REPORT_NAME)
 
 # Experts that are small stay in memory; of large ones two are needed while one is exchanged for the next.
-_MIN_MEMORY_BYTES = 2 * 1024**3
+MIN_MEMORY_BYTES = 2 * 1024**3
 
 # What readers of a release must know that it is not.
 _NOT_PRIVATE = (
@@ -107,7 +107,7 @@ class MemberSection:
 
 def memory_for(manifest: Manifest) -> int:
     """Return the bytes of memory that a release's experts may take here: enough for two, or for all small ones."""
-    return max(_MIN_MEMORY_BYTES, 2 * max(expert.file.bytes for expert in manifest.experts))
+    return max(MIN_MEMORY_BYTES, 2 * max(expert.file.bytes for expert in manifest.experts))
 
 
 def write_pages(

@@ -291,7 +291,7 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
         return expert
 
     monkeypatch.setattr(ddm.loading.ensemble, "load_expert", load)
-    monkeypatch.setattr(ddm.publishing.pages, "_MIN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(ddm.publishing.pages, "MIN_MEMORY_BYTES", 0)
     monkeypatch.setattr(ddm.publishing.signing, "write_pages", write_pages)
     monkeypatch.setattr(
         ddm.publishing.drawing,
