@@ -38,7 +38,7 @@ from ddm.training.config import Engine
 
 if TYPE_CHECKING:
     from ddm.distillation.dataset import DistillationData
-    from ddm.distillation.student import GivenImages, OwnSamples, StudentSource
+    from ddm.distillation.student import GivenImages, OwnSamples, StudentOrigin
     from ddm.ensemble import Ensemble
     from ddm.loading.release import Release
     from ddm.protocol.base import File
@@ -183,7 +183,7 @@ class Distillation:
     opened: "Release"
     start: "tuple[Path, File] | None"
     ensemble: "Ensemble"
-    source: "StudentSource"
+    source: "StudentOrigin"
     teacher: TeacherName
     condition: Condition
     network: Architecture
@@ -396,10 +396,10 @@ def _training_bytes(
     return student + teachers + data
 
 
-def _source(opened: "Release") -> "StudentSource":
-    from ddm.distillation.student import StudentSource
+def _source(opened: "Release") -> "StudentOrigin":
+    from ddm.distillation.student import StudentOrigin
 
-    return StudentSource(
+    return StudentOrigin(
         plan_id=opened.manifest.plan_id,
         version=opened.manifest.version,
         manifest=opened.manifest_digest,

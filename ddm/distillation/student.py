@@ -37,7 +37,7 @@ RECORD_SUFFIX = ".json"
 AUTOENCODER_SUFFIX = ".autoencoder.safetensors"
 
 
-class StudentSource(Model):
+class StudentOrigin(Model):
     """The release that a student was distilled from.
 
     Attributes:
@@ -93,7 +93,7 @@ class Student(Document):
     """
 
     format: Literal["archipelago/student/1"] = "archipelago/student/1"
-    source: StudentSource
+    source: StudentOrigin
     images: Annotated[OwnSamples | GivenImages, Field(discriminator="kind")]
     teacher: Literal["label", "drawn", "mixture"]
     data: DataSpec

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import silo.plan.acceptance
 from ddm.cli.main import app
-from ddm.distillation.student import OwnSamples, Student, StudentSource
+from ddm.distillation.student import OwnSamples, Student, StudentOrigin
 from ddm.errors import ArchipelagoError, MemoryLimitError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import Release, open_release
@@ -517,7 +517,7 @@ def test_student_of_vast_sizes_is_refused_before_its_weights_are_read(
     tmp_path: Path, opened: Release
 ) -> None:
     record = Student(
-        source=StudentSource(
+        source=StudentOrigin(
             plan_id=opened.plan.plan_id, version=1, manifest="0" * 64, root="0" * 64
         ),
         images=OwnSamples(num=1, seed=0),

@@ -17,7 +17,7 @@ from ddm.distillation.student import (
     RECORD_SUFFIX,
     OwnSamples,
     Student,
-    StudentSource,
+    StudentOrigin,
     autoencoder_beside,
 )
 from ddm.encoders.autoencoder import build_autoencoder
@@ -218,7 +218,7 @@ def told_texts(folder: Path) -> Path:
     weights = folder / "reader.safetensors"
     save_tensors(weights, state)
     record = Student(
-        source=StudentSource(plan_id="tiny-00000000", version=1, manifest="0" * 64, root="0" * 64),
+        source=StudentOrigin(plan_id="tiny-00000000", version=1, manifest="0" * 64, root="0" * 64),
         images=OwnSamples(num=1, seed=0),
         teacher="label",
         data=DataSpec(shape=PIXELS, range=(-0.5, 0.5)),
