@@ -102,6 +102,14 @@ def answers_late(log: str) -> bool:
     return "Start" not in steps[after_last_message:]
 
 
+def latest_problem(log: str) -> str | None:
+    """Return the last problem in a SuperNode's log, in one sentence; None where it is over, or none is known."""
+    latest = max(_PROBLEMS, key=log.rfind)
+    if latest not in log:
+        return None
+    return _PROBLEMS[latest]
+
+
 class Courier:
     """One site's SuperNode, kept alive by calling `check` every second.
 
@@ -259,12 +267,7 @@ class Courier:
         """Why there is no connection, in one sentence, from clock and log; None while nothing is known."""
         if self._wrong_clock:
             return self._wrong_clock
-        tail = self._supervisor.log_tail(_NODE)
-        # The latest of them counts: an earlier problem may be over.
-        latest = max(_PROBLEMS, key=tail.rfind)
-        if latest not in tail:
-            return None
-        return _PROBLEMS[latest]
+        return latest_problem(self._supervisor.log_tail(_NODE))
 
     def why_unreachable(self) -> str | None:
         """Try a connection as Flower does; explain why it fails and what to do, None where it does not."""

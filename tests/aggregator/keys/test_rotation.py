@@ -35,7 +35,8 @@ def verified_versions(
 def test_releases_verify_with_the_original_root_before_and_after_a_rotation(
     keyed: KeyedFederation, name: str
 ) -> None:
-    state, old_key = keyed.path / "state", load_key(keyed.federation, name, PASSPHRASE).public
+    state = keyed.path / "state"
+    old_key = load_key(keyed.federation, name, PASSPHRASE).public
     before = verified_versions(keyed, keyed.path / "first", state)
     assert rotate_key(keyed.federation, parse_key_name(name), PASSPHRASE) == []
     assert verified_versions(keyed, keyed.path / "first") == before
@@ -65,7 +66,9 @@ def test_plan_in_progress_is_accepted_after_a_rotation_from_the_very_bundle_that
 ) -> None:
     """Made anew it would be another one to every silo that has it, and verifies nothing that the old one does not."""
     bundle = keyed.federation.bundle("digits-00000001")
-    before, late, early = files(bundle), keyed.path / "late", keyed.path / "early"
+    before = files(bundle)
+    late = keyed.path / "late"
+    early = keyed.path / "early"
     verify_bundle(bundle, keyed.root, state=early)
     for _ in range(2):
         rotate_key(keyed.federation, parse_key_name(name), PASSPHRASE)
@@ -157,7 +160,8 @@ def test_receipts_key_is_replaced_at_once_where_no_plan_names_it(tmp_path: Path)
 def test_model_signing_key_changes_and_the_old_public_half_still_verifies_what_it_signed(
     keyed: KeyedFederation,
 ) -> None:
-    federation, algorithm = keyed.federation, ec.ECDSA(hashes.SHA256())
+    federation = keyed.federation
+    algorithm = ec.ECDSA(hashes.SHA256())
     signature = load_model_signing_key(federation, PASSPHRASE).sign(b"model", algorithm)
     rotate_key(federation, "model-signing", PASSPHRASE)
     new = load_pem_public_key((federation.path / "model-signing.pub.pem").read_bytes())
@@ -291,7 +295,9 @@ def state_of(keyed: KeyedFederation) -> tuple[str, ...]:
 def test_rotation_killed_at_any_write_leaves_the_old_key_or_the_new_one_working(
     keyed: KeyedFederation, tmp_path_factory: pytest.TempPathFactory, name: str, stride: int
 ) -> None:
-    before, number, decided = state_of(keyed), 0, []
+    before = state_of(keyed)
+    number = 0
+    decided = []
     while True:
         number += stride
         broken = keyed.copy(tmp_path_factory.mktemp("broken"))

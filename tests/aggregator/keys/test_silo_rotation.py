@@ -40,11 +40,11 @@ def test_history_that_is_too_long_for_readers_loses_what_is_longest_ago(
     for silo_id in silos:
         (many / f"{silo_id}.json").write_bytes((many / "east.json").read_bytes())
     keep(keyed, "north", ROTATIONS[:2])
-    found = collect_key_history(keyed.federation, [*silos, "north"])
-    assert found is not None
-    assert found.silos["north"] == ROTATIONS[:2]
-    num = len(found.silos["silo00"])
-    assert all(found.silos[silo_id] == ROTATIONS[-num:] for silo_id in silos)
-    assert len(found.encode()) <= MAX_KEY_HISTORY_BYTES
-    one_more = KeyHistory(silos=found.silos | dict.fromkeys(silos, ROTATIONS[-num - 1 :]))
+    history = collect_key_history(keyed.federation, [*silos, "north"])
+    assert history is not None
+    assert history.silos["north"] == ROTATIONS[:2]
+    num = len(history.silos["silo00"])
+    assert all(history.silos[silo_id] == ROTATIONS[-num:] for silo_id in silos)
+    assert len(history.encode()) <= MAX_KEY_HISTORY_BYTES
+    one_more = KeyHistory(silos=history.silos | dict.fromkeys(silos, ROTATIONS[-num - 1 :]))
     assert len(one_more.encode()) > MAX_KEY_HISTORY_BYTES

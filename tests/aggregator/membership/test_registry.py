@@ -29,7 +29,8 @@ from ddm.protocol.enrolment import CARD_KIND, AgreedSize, Card
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 
-PLAN, NEXT_PLAN = "digits-00000001", "digits-00000002"
+PLAN = "digits-00000001"
+NEXT_PLAN = "digits-00000002"
 
 
 def node_key() -> str:
@@ -37,7 +38,8 @@ def node_key() -> str:
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
 
 
-NODE, OTHER_NODE = node_key(), node_key()
+NODE = node_key()
+OTHER_NODE = node_key()
 
 
 @pytest.fixture
@@ -187,7 +189,9 @@ def test_enroll_of_nothing_says_so(federation: Federation, tmp_path: Path) -> No
 
 
 def test_ledger_may_only_grow(federation: Federation) -> None:
-    one, two, three = "1" * 64, "2" * 64, "3" * 64
+    one = "1" * 64
+    two = "2" * 64
+    three = "3" * 64
     check_ledger(read_known_ledger(federation, "north"), "north", PLAN, (one,))
     record_ledger(federation, "north", PLAN, (one, two))
     for plan_id in (PLAN, NEXT_PLAN):

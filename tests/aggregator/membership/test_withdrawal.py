@@ -39,7 +39,8 @@ def take_out(published: Published) -> None:
 
 
 def test_withdrawn_silo_is_in_no_later_version(published: Published, tmp_path: Path) -> None:
-    tiny, plan_id = published.tiny, published.plan_id
+    tiny = published.tiny
+    plan_id = published.plan_id
     take_out(published)
     record = read_withdrawal(tiny.federation, plan_id, "north")
     assert record.reason == REASON
@@ -80,7 +81,8 @@ def test_files_of_a_withdrawn_silo_are_refused_where_its_host_puts_them_back(
 
 
 def test_nothing_more_is_taken_from_a_withdrawn_silo(published: Published) -> None:
-    tiny, plan_id = published.tiny, published.plan_id
+    tiny = published.tiny
+    plan_id = published.plan_id
     take_out(published)
     for sequence in (2, 3):
         shutil.copytree(
@@ -108,7 +110,8 @@ def test_silo_that_never_answered_can_be_withdrawn(
 def test_withdrawal_refuses_a_strange_silo_no_reason_and_a_busy_intake(
     published: Published,
 ) -> None:
-    federation, key = published.tiny.federation, receipts_key(published.tiny)
+    federation = published.tiny.federation
+    key = receipts_key(published.tiny)
     with pytest.raises(SetupError, match="west"):
         withdraw_silo(federation, "west", REASON, key)
     for reason in ("", "  ", "x" * 401):
@@ -122,7 +125,8 @@ def test_withdrawal_refuses_a_strange_silo_no_reason_and_a_busy_intake(
 def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
     published: Published, tmp_path: Path
 ) -> None:
-    tiny, plan_id = published.tiny, published.plan_id
+    tiny = published.tiny
+    plan_id = published.plan_id
     desk = IntakeService(tiny.federation, receipts_key(tiny), lambda receipt: None)
     folder = tiny.federation.withdrawn / plan_id / "north"
     with desk.locked():
@@ -171,7 +175,8 @@ def test_withdrawal_killed_at_any_step_and_run_again_is_complete(
 ) -> None:
     for step in range(1000):
         there = copied(published, tmp_path / str(step))
-        federation, key = there.tiny.federation, receipts_key(there.tiny)
+        federation = there.tiny.federation
+        key = receipts_key(there.tiny)
         killed = killed_at(step, partial(withdraw_silo, federation, "north", REASON, key))
         withdraw_silo(federation, "north", "another reason", key)
         folder = federation.withdrawn / there.plan_id / "north"
@@ -200,7 +205,8 @@ def receipts(published: Published) -> Iterator[Receipt]:
 
 
 def test_accepted_silo_learns_that_it_was_withdrawn(published: Published) -> None:
-    tiny, plan_id = published.tiny, published.plan_id
+    tiny = published.tiny
+    plan_id = published.plan_id
     take_out(published)
     tiny.deliver_receipt("north", plan_id, sequence=2)
     state = tiny.work("north", until="withdrawn")
@@ -222,7 +228,8 @@ def test_silo_that_waits_for_its_receipt_learns_that_it_was_withdrawn(
 
 def test_forged_notice_of_withdrawal_changes_nothing(published: Published) -> None:
     """By another key, and by the right key for another silo."""
-    tiny, plan_id = published.tiny, published.plan_id
+    tiny = published.tiny
+    plan_id = published.plan_id
     accepted = next(receipts(published))
     notice = accepted.model_copy(update={"sequence": 2, "verdict": WithdrawnVerdict(reason=REASON)})
     other = notice.model_copy(update={"silo_id": "east"})
@@ -260,9 +267,9 @@ def test_commands_say_aloud_who_is_missing_and_publish_the_same_once(
     assert "PARTIAL: 1 of the plan's 2 silos" in first
     assert "without a submission: east" in first
     assert "nothing new was published" in said("publish", fed, "--out", tmp_path / "2")
-    told = said("withdraw", fed, "east", "--reason", REASON)
-    assert REASON in told
-    assert "aggregator router" in told
+    output = said("withdraw", fed, "east", "--reason", REASON)
+    assert REASON in output
+    assert "aggregator router" in output
     second = said("publish", fed, "--out", tmp_path / "3", "--quorum", 1)
     assert "version 2" in second
     assert "withdrawn: east" in second

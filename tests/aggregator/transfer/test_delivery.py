@@ -58,8 +58,8 @@ def names(tmp_path: Path) -> set[str]:
     }
 
 
-def asked(delivery: SiloDelivery) -> int:
-    """Up to which submission the silo need not tell of any."""
+def received_in_query(delivery: SiloDelivery) -> int:
+    """Return the submission up to which the silo need not announce any."""
     delivery._bundle_complete = True
     (envelope,) = delivery.next_requests([], 3)
     assert isinstance(envelope.message, StatusQuery)
@@ -74,13 +74,13 @@ def test_submission_out_of_order_is_neither_fetched_nor_held_against_the_silo(
     now = [0.0]
     limits = TransferLimits(shard_bytes=1000, max_submission_bytes=1000, wait_s=0)
     delivery = SiloDelivery(tmp_path, PLAN, "north", index=(), limits=limits, clock=lambda: now[0])
-    assert asked(delivery) == 0
+    assert received_in_query(delivery) == 0
     announce(delivery, sequence)
     assert names(tmp_path) == set()
     assert "expected 1; not fetched" in caplog.text
-    assert asked(delivery) == sequence, "the silo need not tell of it again at once"
+    assert received_in_query(delivery) == sequence, "the silo need not announce it again at once"
     now[0] = 3600.0
-    assert asked(delivery) == 0
+    assert received_in_query(delivery) == 0
     announce(delivery, 1)
     assert names(tmp_path) == {"1"}
 
@@ -160,7 +160,8 @@ def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(
     tmp_path: Path, kill_at: int
 ) -> None:
     """Killed between any two writes of a shard: its bytes, the note that they are there, the folders."""
-    shard, size = 50_000, 1_000_000
+    shard = 50_000
+    size = 1_000_000
     outbox = tmp_path / "site" / "outbox" / PLAN / "1"
     outbox.mkdir(parents=True)
     (tmp_path / "site" / "inbox" / PLAN).mkdir(parents=True)

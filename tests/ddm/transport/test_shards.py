@@ -160,8 +160,8 @@ def test_range_on_its_way_is_not_named_again_however_it_was_cut(sent, tmp_path):
         Span(path="deep/er/a.bin", offset=300, num_bytes=200),
         Span(path="empty", offset=0, num_bytes=0),
     ]
-    found = part.missing(150, in_flight=coming)
-    assert [(span.path, span.offset, span.num_bytes) for span in found] == [
+    missing = part.missing(150, in_flight=coming)
+    assert [(span.path, span.offset, span.num_bytes) for span in missing] == [
         ("b.json", 0, 2),
         ("deep/er/a.bin", 100, 150),
         ("deep/er/a.bin", 250, 50),

@@ -82,14 +82,14 @@ def verify(
 
 
 def refused(folder: Path, word: str, *options: str) -> None:
-    done = verify(folder, None, *options)
-    assert done.returncode != 0
-    assert word in done.stdout + done.stderr
+    result = verify(folder, None, *options)
+    assert result.returncode != 0
+    assert word in result.stdout + result.stderr
 
 
 def test_public_package_accepts_our_signature(model: Path) -> None:
-    done = verify(model)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = verify(model)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_public_package_refuses_one_changed_byte(model: Path) -> None:
@@ -102,10 +102,10 @@ def test_public_package_refuses_one_changed_byte(model: Path) -> None:
 
 def test_public_package_refuses_a_removed_and_an_added_file(model: Path) -> None:
     (model / "plan.json").rename(model / "other.json")
-    done = verify(model)
-    assert done.returncode != 0
-    assert "Extra files" in done.stderr + done.stdout
-    assert "Missing files" in done.stderr + done.stdout
+    result = verify(model)
+    assert result.returncode != 0
+    assert "Extra files" in result.stderr + result.stdout
+    assert "Missing files" in result.stderr + result.stdout
 
 
 def test_public_package_looks_at_git_paths_only_when_told_to(model: Path) -> None:
@@ -161,7 +161,8 @@ def test_statement_is_the_one_that_the_public_package_makes(
         bundle["dsseEnvelope"]["signatures"][0].pop("sig")
         return bundle, payload
 
-    (ours_bundle, ours), (their_bundle, their) = opened(model / "model.sig"), opened(theirs)
+    (ours_bundle, ours) = opened(model / "model.sig")
+    (their_bundle, their) = opened(theirs)
     assert ours == their
     for bundle in (ours_bundle, their_bundle):  # what is empty may be left out
         bundle["verificationMaterial"].pop("tlogEntries", None)
@@ -177,7 +178,8 @@ def test_same_files_give_the_same_bytes(model: Path, key: ec.EllipticCurvePrivat
 
 
 def test_check_accepts_the_files_that_were_signed_and_no_others(model: Path) -> None:
-    data, files = (model / "model.sig").read_bytes(), digests(model)
+    data = (model / "model.sig").read_bytes()
+    files = digests(model)
     check_model_signature(data, NAME, files)
     changed = {**files, "plan.json": "0" * 64}
     fewer = {name: digest for name, digest in files.items() if name != "plan.json"}

@@ -64,7 +64,8 @@ def test_rotation_refused_unless_both_thresholds_are_met(federation, rotate, tmp
 
 def test_rotation_refused_when_one_key_stands_under_two_ids(federation, rotate, tmp_path):
     """Else the thief of one key would meet a threshold of two; python-tuf alone counts it twice."""
-    key, alias = federation.keys["root"].public.tuf_key(), "0" * 64
+    key = federation.keys["root"].public.tuf_key()
+    alias = "0" * 64
 
     def change(root: Root) -> None:
         root.revoke_key(federation.keys["root2"].public.tuf_key().keyid, "root")

@@ -80,7 +80,9 @@ def test_release_after_a_rotation_is_accepted_by_clients_old_and_new(
 ) -> None:
     serve(federation, www)
     client().refresh()
-    keys, repository, now = federation.keys, federation.repository, federation.now
+    keys = federation.keys
+    repository = federation.repository
+    now = federation.now
     made = SigningKey.generate()
     new = Holders((made.public,))
     if role in ("plans", "release"):

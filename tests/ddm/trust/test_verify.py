@@ -540,7 +540,8 @@ def test_empty_and_absent_folders_are_said_so(root, tmp_path):
 
 
 def test_pinned_silo_keys_must_match_and_must_be_there(published, root, keys):
-    north, east = keys["north"].public, keys["east"].public
+    north = keys["north"].public
+    east = keys["east"].public
     pins = {"north": north.fingerprint, "east": east.short.upper()}
     assert verify_release(published, root, state=None, known_keys=KnownSiloKeys(pins))
     with pytest.raises(SignatureError) as error:

@@ -53,10 +53,10 @@ def test_clock_is_compared_with_the_aggregators(tmp_path: Path, days: int) -> No
     ) as address:
         ahead = seconds_ahead(address)
     assert ahead == pytest.approx(days * 86400, abs=30)
-    told = describe(ahead)
-    assert (told is None) == (days == 0)
-    if told:
-        assert f"2.0 days {'ahead of' if days > 0 else 'behind'} the aggregator's" in told
+    description = describe(ahead)
+    assert (description is None) == (days == 0)
+    if description:
+        assert f"2.0 days {'ahead of' if days > 0 else 'behind'} the aggregator's" in description
 
 
 @pytest.mark.parametrize("date", [None, "yesterday", "Mon, 99 Nov 2026 99:00:00 GMT"])

@@ -75,7 +75,8 @@ def test_secret_and_certificate_are_new_at_every_start_and_nobody_else_reads_the
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(files.certificate, files.private_key)
     context = ssl.create_default_context(cafile=str(files.certificate))
-    client, server = (ssl.MemoryBIO(), ssl.MemoryBIO()), (ssl.MemoryBIO(), ssl.MemoryBIO())
+    client = (ssl.MemoryBIO(), ssl.MemoryBIO())
+    server = (ssl.MemoryBIO(), ssl.MemoryBIO())
     ends = (
         context.wrap_bio(*client, server_hostname=node.HOST),
         served.wrap_bio(*server, server_side=True),

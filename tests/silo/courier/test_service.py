@@ -20,7 +20,8 @@ class Scripted:
 
     def __init__(self, *steps: Callable[[], str | None]) -> None:
         self.problem: str | None = None
-        self._steps, self.ended = iter(steps), threading.Event()
+        self._steps = iter(steps)
+        self.ended = threading.Event()
         self.num_left = len(steps)
         self.num_asked = 0
 

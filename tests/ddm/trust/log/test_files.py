@@ -25,7 +25,8 @@ from ddm.trust.log.split_view import ProvenCheckpoint, check_same_history
 from ddm.trust.log.tiles import layout, parse_bundle, tile_path, tiles_of
 from tests.support.case import case
 
-ORIGIN, KEY = "archipelago/digits/0123456789abcdef", SigningKey.generate()
+ORIGIN = "archipelago/digits/0123456789abcdef"
+KEY = SigningKey.generate()
 VKEY = VerifierKey(ORIGIN, KEY.public)
 ENTRIES = [
     encode_entry(SiloEnrolled(silo_id=f"silo{number}", key_fingerprint="0" * 64))
@@ -86,7 +87,8 @@ def test_proof_of_one_entry_proves_no_other() -> None:
 
 
 def test_proof_with_extra_data_or_too_many_hashes_is_refused() -> None:
-    data, one = proof_of(5).encode(), proof_of(5).encode().split(b"\n")[2]
+    data = proof_of(5).encode()
+    one = proof_of(5).encode().split(b"\n")[2]
     for wrong in (
         data.replace(b"index 5", b"extra YWJj\nindex 5"),
         data.replace(b"index 5", b"index 5" + (b"\n" + one) * 65),
@@ -218,10 +220,8 @@ def test_paths_and_widths_of_tiles_are_those_of_the_specification() -> None:
 
 def test_every_hash_of_a_tile_is_the_root_of_its_part_of_the_tree() -> None:
     entries = [number.to_bytes(3, "big") for number in range(600)]
-    files, leaves = (
-        dict(layout(entries)),
-        [leaf_hash(number.to_bytes(3, "big")) for number in range(600)],
-    )
+    files = dict(layout(entries))
+    leaves = [leaf_hash(number.to_bytes(3, "big")) for number in range(600)]
     assert files["tile/1/000.p/2"] == root_hash(leaves[:256]) + root_hash(leaves[256:512])
     assert files["tile/0/002.p/88"] == b"".join(leaves[512:])
     read = [

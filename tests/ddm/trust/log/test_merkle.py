@@ -92,7 +92,8 @@ def test_roots_are_those_of_certificate_transparency() -> None:
 def test_every_proof_of_a_small_tree_is_that_of_the_naive_tree_and_verifies() -> None:
     for size in range(1, 35):
         data = [bytes([number]) * 3 for number in range(size)]
-        leaves, root = leaves_of(data), naive_root(data)
+        leaves = leaves_of(data)
+        root = naive_root(data)
         assert root_hash(leaves) == root
         for index in range(size):
             proof = inclusion_proof(leaves, index)
@@ -109,7 +110,8 @@ def test_every_proof_of_a_small_tree_is_that_of_the_naive_tree_and_verifies() ->
 def test_proofs_of_any_tree_are_those_of_the_naive_tree_and_verify(
     data: st.DataObject, entries: list[bytes]
 ) -> None:
-    leaves, root = leaves_of(entries), naive_root(entries)
+    leaves = leaves_of(entries)
+    root = naive_root(entries)
     index = data.draw(st.integers(0, len(entries) - 1))
     old = data.draw(st.integers(1, len(entries)))
     assert inclusion_proof(leaves, index) == naive_path(index, entries)
@@ -137,7 +139,8 @@ def altered(data: st.DataObject, proof: list[bytes]) -> list[bytes]:
             return proof[:at] + proof[at + 1 :]
     other = next(i for i in range(len(proof)) if proof[i] != proof[at])
     swapped = list(proof)
-    swapped[at], swapped[other] = swapped[other], swapped[at]
+    swapped[at] = swapped[other]
+    swapped[other] = swapped[at]
     return swapped
 
 
@@ -152,7 +155,8 @@ def test_altered_inclusion_proof_leaf_root_index_or_size_is_refused(
 ) -> None:
     leaves = [leaf_hash(bytes([number])) for number in range(size)]
     index = data.draw(st.integers(0, size - 1))
-    proof, root = inclusion_proof(leaves, index), root_hash(leaves)
+    proof = inclusion_proof(leaves, index)
+    root = root_hash(leaves)
     wrong = [
         (leaves[index], index, size, root, altered(data, proof)),
         (another(leaves[index]), index, size, root, proof),
@@ -174,11 +178,9 @@ def test_altered_inclusion_proof_leaf_root_index_or_size_is_refused(
 def test_altered_consistency_proof_or_root_is_refused(data: st.DataObject, size: int) -> None:
     leaves = [leaf_hash(bytes([number])) for number in range(size)]
     old = data.draw(st.integers(1, size - 1))
-    proof, old_root, root = (
-        consistency_proof(leaves, old),
-        root_hash(leaves[:old]),
-        root_hash(leaves),
-    )
+    proof = consistency_proof(leaves, old)
+    old_root = root_hash(leaves[:old])
+    root = root_hash(leaves)
     wrong = [
         (old, old_root, size, root, altered(data, proof)),
         (old, another(old_root), size, root, proof),

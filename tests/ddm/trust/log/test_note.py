@@ -28,7 +28,8 @@ GO_NOTE = (
     "\u2014 PeterNeumann x08go/ZJkuBS9UG/SffcvIAQxVBtiFupLLr8pAcElZInNIuGUgYN1FFYC2pZSNXgKvqfqdngotpRZb6KE6RyyBwJnAM=\n"
 )
 ORIGIN = "archipelago/digits/0123456789abcdef"
-KEY, WITNESS = SigningKey.generate(), SigningKey.generate()
+KEY = SigningKey.generate()
+WITNESS = SigningKey.generate()
 VKEY = VerifierKey(ORIGIN, KEY.public)
 WITNESS_KEY = VerifierKey("witness.example/w1", WITNESS.public, COSIGNATURE)
 CHECKPOINT = Checkpoint(ORIGIN, 20852163, b"\7" * 32)
@@ -36,13 +37,15 @@ SIGNED = sign_checkpoint(CHECKPOINT, KEY)
 
 
 def test_note_of_another_implementation_verifies_and_is_written_as_it_was() -> None:
-    note, key = SignedNote.parse(GO_NOTE.encode(), "note"), VerifierKey.parse(GO_KEY)
+    note = SignedNote.parse(GO_NOTE.encode(), "note")
+    key = VerifierKey.parse(GO_KEY)
     note.check([key], "note")
     assert (note.encode(), str(key)) == (GO_NOTE.encode(), GO_KEY)
 
 
 def test_note_with_any_changed_byte_of_its_text_or_signature_is_refused() -> None:
-    data, key = GO_NOTE.encode(), VerifierKey.parse(GO_KEY)
+    data = GO_NOTE.encode()
+    key = VerifierKey.parse(GO_KEY)
     for at in range(len(data)):
         changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with case(at=at), pytest.raises((DocumentError, SignatureError)):
