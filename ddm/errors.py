@@ -79,9 +79,14 @@ class ArchipelagoError(Exception):
         super().__init__(subject)
 
     def __str__(self) -> str:
-        parts = [f"expected {self.expected}"] if self.expected else []
-        parts += [f"got {self.got}"] if self.got else []
-        return f"{self.subject}: {', '.join(parts)}" if parts else self.subject
+        parts = []
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        if self.got:
+            parts.append(f"got {self.got}")
+        if not parts:
+            return self.subject
+        return f"{self.subject}: {', '.join(parts)}"
 
 
 class SetupError(ArchipelagoError):
@@ -163,7 +168,7 @@ class ExpiredError(TrustError):
 
 
 class UnlistedFileError(TrustError):
-    """A file that no signature covers stands among signed ones."""
+    """A file that no signature covers is among signed ones."""
 
     exit_code = 15
     default_remedy = "Remove the file, or fetch the release again into an empty folder."
@@ -290,7 +295,7 @@ class SubmissionRefusedError(RefusedError):
     """The aggregator refused what this silo sent."""
 
     exit_code = 36
-    default_remedy = "Read the refusal in inbox/, mend its cause, and submit again."
+    default_remedy = "Read the refusal in inbox/, correct its cause, and submit again."
 
 
 class MemoryLimitError(RefusedError):
