@@ -44,6 +44,7 @@ class PublicKey:
         Raises:
             DocumentError: another format.
         """
+        # One form only, since keys are compared as texts in documents.
         if not re.fullmatch(_PREFIX + "[0-9a-f]{64}", text):
             raise DocumentError(
                 "public key", expected="ed25519: and 64 lowercase hex digits", got=repr(text[:80])

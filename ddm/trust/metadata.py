@@ -59,6 +59,7 @@ def parse_metadata(
             expected="canonical metadata bytes",
             got="another encoding of the same metadata",
         )
+    # One key's signature twice could count twice towards a threshold.
     keyids = [signature["keyid"] for signature in value["signatures"]]
     if keyids != sorted(set(keyids)):
         raise DocumentError(
@@ -80,6 +81,7 @@ def parse_payload(data: bytes, kind: type[T], subject: str) -> T:
     Raises:
         DocumentError: too large, malformed, of another kind, or not in canonical form.
     """
+    # As strict as for a signed file: a holder must not sign what readers would refuse, or read in another way.
     value = check_json(data, subject=subject, limit=LIMITS[kind.type])
     check_schema(value, kind.type, subject, unsigned=True)
     try:
@@ -200,6 +202,7 @@ def expiry(now: datetime, life: timedelta) -> datetime:
     Raises:
         FormatError: `now` has no time zone.
     """
+    # A naive time would be read as local time, and metadata could expire hours early.
     if now.tzinfo is None:
         raise FormatError("time", expected="a datetime with a time zone", got="a naive datetime")
     return (now + life).astimezone(UTC).replace(microsecond=0)

@@ -74,6 +74,7 @@ def check_model_signature(data: bytes, name: str, digests: Mapping[str, str]) ->
         DocumentError: it does not parse as a signature bundle.
         DigestError: it names other files or other digests.
     """
+    # Compared as a whole with the statement that we would make: no field of it is interpreted.
     value = check_json(data, subject=MODEL_SIGNATURE_NAME, limit=MAX_MODEL_SIGNATURE_BYTES)
     try:
         payload = value["dsseEnvelope"]["payload"]

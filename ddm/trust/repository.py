@@ -235,6 +235,7 @@ class Repository:
             RollbackError: a silo's metadata older than what was published before.
             TrustError: a silo's metadata does not verify.
         """
+        # With the rule of the readers: the key of `release` cannot list a silo's files, nor a plan's.
         _check_owner(release_files, plan_id, RELEASE)
         targets = self.targets()
         carried = Delegates.from_targets(targets).carried
@@ -296,6 +297,7 @@ class Repository:
         )
 
     def _install_root(self, data: bytes) -> None:
+        # Roots are numbered without a gap, since readers fetch them one after the other.
         version = self._root_version() + 1
         name = f"{version}.root.json"
         metadata = parse_metadata(data, Root, name)

@@ -62,6 +62,7 @@ class _RepositoryCheck:
         self._listed_files: dict[str, MetaFile] = {}
 
     def check_files(self) -> Iterator[MetadataStatus]:
+        # A root that is missing in between shows as a problem of the file with its name.
         last_version = max(
             (int(path.name.split(".")[0]) for path in self._folder.glob("[1-9]*.root.json")),
             default=1,

@@ -95,6 +95,7 @@ def compare_silo_keys(
             if is_newest and key not in stored.earlier:
                 earlier = (*stored.earlier, stored.key)[-MAX_EARLIER:]
                 silos[silo_id] = _SiloKeyHistory(key=key, earlier=earlier)
+    # A federation could otherwise fill the reader's disk with new silos in each release.
     if len(silos) > MAX_SILOS:
         expected = f"at most {MAX_SILOS} in all releases of a federation"
         raise TrustError("silos", expected=expected, got=f"{len(silos)}")
@@ -156,6 +157,7 @@ def _membership_notices(record: SiloKeyRecord, latest: tuple[str, ...]) -> list[
         for silo_id in record.latest
         if silo_id not in latest
     ]
+    # Unusual, and for a person to judge: a silo may have withdrawn, and be published again against its will.
     notices += [
         f"silo {silo_id} is back; it was not in the last release"
         for silo_id in latest

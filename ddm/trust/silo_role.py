@@ -55,6 +55,7 @@ def sign_silo_metadata(
     if not (is_plan_id(plan_id) and is_silo_id(silo_id)):
         got = f"{ascii(plan_id[:60])} and {ascii(silo_id[:60])}"
         raise DocumentError("ids to sign for", expected="a plan id and a silo id", got=got)
+    # The aggregator refuses a submission with any other path, and the silo would learn of it only then.
     _check_paths(files, plan_id, silo_id, subject)
     targets = {
         path: TargetFile(size, {"sha256": digest}, path) for path, (size, digest) in files.items()

@@ -14,6 +14,7 @@ from ddm.errors import DocumentError, TrustError
 from ddm.protocol.base import Digest, Model, PlanId, PositiveInt, ShortText, SiloId, check_json
 
 MAX_ENTRY_BYTES = 8192  # an entry bundle of C2SP has room for 65,535
+# A reader checks the whole log in memory.
 MAX_ENTRIES = 65_536
 
 LoggedKey = Literal[
@@ -90,6 +91,7 @@ class VersionPublished(Model):
     supersedes_digest: Digest | None
 
 
+# The kind decides the class, so that a line is read as exactly one of them.
 LogEntry = Annotated[
     FederationOpened
     | KeyChanged
