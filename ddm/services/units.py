@@ -79,6 +79,7 @@ def installed_program(name: str) -> InstalledProgram:
     environment = path.parent.parent
     packages = Path(__file__).resolve().parents[2]
     folders = {environment, packages, Path(sys.base_prefix).resolve()}
+    # One that is inside another one is visible with it.
     outermost = [
         folder for folder in folders if not any(other in folder.parents for other in folders)
     ]

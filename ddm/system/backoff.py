@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 _HOUR_S = 3600.0
+# After no, one, two, ... tries within an hour.
 _DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0, 60.0)
 
 

@@ -133,6 +133,7 @@ def say(text: str, *, error: bool = False) -> None:
         error: print to standard error; under `--log-json` as a record of the log, so that all of it stays JSON.
     """
     if error and LogOptions.from_environment().as_json:
+        # Otherwise a program that reads standard error as JSON would meet a plain line.
         _log.error("%s", text.strip())
         return
     print(escape_control(text), file=sys.stderr if error else sys.stdout, flush=True)
@@ -394,6 +395,7 @@ def _os_refused(error: OSError) -> int:
 
 
 def _unexpected(error: Exception) -> int:
+    # The stack trace goes into a file: it may quote data, and says nothing to an operator.
     with tempfile.NamedTemporaryFile(
         "w", prefix="archipelago-", suffix=".log", delete=False
     ) as log:

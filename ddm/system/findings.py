@@ -11,6 +11,7 @@ from ddm.system.console import say
 
 Level = Literal["fail", "warn"]
 T = TypeVar("T")
+# Of the same width, so that the names of checks are in one column.
 _MARKS = {None: "ok  ", "warn": "WARN", "fail": "FAIL"}
 
 

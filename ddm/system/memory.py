@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddm.errors import MemoryLimitError
 
+# What is left serves the interpreter, the system's file cache and other programs.
 SHARE = 0.75
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -88,6 +89,7 @@ def _cgroup_bytes() -> Iterator[int]:
         )
     except (OSError, StopIteration):
         return
+    # A limit of any group above counts too.
     folder = _CGROUPS / own.lstrip("/")
     for group in (folder, *folder.parents):
         if not group.is_relative_to(_CGROUPS):

@@ -29,6 +29,7 @@ def check_packages() -> Iterator[Finding]:
             "Make the environment again: make setup PYTHON=...",
         )
     for requirement in needed:
+        # A requirement of an extra has a marker that holds only with this extra.
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield from _check(requirement)
 

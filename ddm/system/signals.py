@@ -52,6 +52,7 @@ class SignalEvent(threading.Event):
 
     def __init__(self) -> None:
         super().__init__()
+        # A reentrant lock lets the handler set the event while its own thread holds it.
         self._cond = threading.Condition(threading.RLock())
 
 
@@ -70,6 +71,7 @@ def stop_on_first_signal() -> Iterator[threading.Event]:
 
     def note(*_: object) -> None:
         stop.set()
+        # The next signal finds the handlers of before.
         restore()
 
     with handled(note) as restore:

@@ -185,6 +185,7 @@ class Supervisor:
         state.checked_at = self._clock()
 
     def _check(self, state: _ProgramState) -> None:
+        # Two steps: what died is noted with the time of its next start, and started when that has come.
         if state.child is not None:
             if self._is_well(state, state.child):
                 return

@@ -19,6 +19,7 @@ from ddm.io.files import read_bounded, write_atomic
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors, spec_of
 from ddm.protocol.base import Digest, Document, PositiveInt, sha256_file
 
+# Two, so that a damaged last one costs only the steps since the one before.
 KEPT = 2
 _MAX_RECORD_BYTES = 4096
 _MAX_HEADER_BYTES = 1 << 20
@@ -104,6 +105,7 @@ class Checkpoints:
     ) -> tuple[CheckpointRecord, dict[str, Tensor]]:
         data = read_bounded(path, _MAX_RECORD_BYTES)
         record = CheckpointRecord.parse(data, subject=path.name, limit=_MAX_RECORD_BYTES)
+        # Before the run is compared: a damaged digest of the run is no other run.
         if record != record.sealed():
             raise DocumentError(
                 path.name, expected="a seal that matches its fields", got="a seal of other fields"

@@ -14,7 +14,9 @@ from ddm.io.settings import Settings
 from ddm.system.devices import DeviceName
 
 PLACEHOLDERS = ("folder", "launch", "processes", "python")
+# Any name in braces, so that a misspelt one is refused instead of handed on.
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]*)\}")
+# Signs that would mean something to a shell; whoever writes them expects one to read the command.
 _OF_A_SHELL = re.compile(r"[|;&<>`$\n]")
 Word = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 
@@ -101,6 +103,7 @@ class TrainingSettings(Engine):
             raise ValueError("jobs is for a launcher that starts processes on other machines")
         if self.jobs is not None and not self.jobs.is_absolute():
             raise ValueError("jobs must be an absolute path, the same on every machine")
+        # With a launcher they are on many machines.
         if self.launcher == "local" and isinstance(self.processes, int) and self.processes > 64:
             raise ValueError("processes is at most 64 on one machine")
         return self

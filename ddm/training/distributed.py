@@ -58,6 +58,7 @@ def training_process(engine: Engine) -> TrainingProcess:
     Raises:
         SetupError: the device or the processes that the engine names are not there.
     """
+    # Raises where the device is not there, before anything is started on it.
     device_named(engine.device, setting="training.device")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return DistributedProcess(engine)
@@ -139,6 +140,7 @@ class DistributedProcess:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.num_processes,))
+        # Block by block, so that only one block at a time is gathered whole.
         for block in blocks_of(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

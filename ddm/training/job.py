@@ -342,6 +342,7 @@ class JobFolder:
                 got="a folder without it" if self.path.is_dir() else "nothing there",
                 remedy="Name the folder that a silo's worker or ddm train made, as every machine of the job sees it.",
             )
+        # Bounded: a job's folder may be on a disk that others can write.
         job = TrainingJob.parse(read_bounded(self.job, MAX_JOB_BYTES), subject=self.job.name)
         data = read_bounded(self.plan, MAX_JOB_BYTES)
         digest = sha256_hex(data)
@@ -365,6 +366,7 @@ def discard_job(folder: JobFolder, *, keep_checkpoints: bool = False) -> None:
     if not folder.path.is_dir():
         return
     for path in sorted(folder.path.iterdir()):
+        # A link is removed itself, never what it leads to.
         if path == folder.checkpoints and keep_checkpoints:
             continue
         if path.is_dir() and not path.is_symlink():
@@ -383,6 +385,7 @@ def write_document(document: Document, path: Path) -> None:
 def write_transient(document: Document, path: Path) -> None:
     """Write a document in one piece that will soon be written again, and so need not survive a crash of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed, so that a reader sees the old or the new one whole; not synced, which would cost a disk write each time.
     part = path.with_name(f".{path.name}.new")
     part.write_bytes(document.encode())
     part.replace(path)

@@ -102,6 +102,7 @@ def train_job(
     """
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if task.expert.plan.expert.privacy:
+        # Kept where it exists: a run that is resumed must draw the same units and the same noise.
         make_secret(folder.secret)
     run = _JobRun(task, folder, settings, on_progress, should_stop)
     result = run.train()
@@ -243,6 +244,7 @@ def write_job(task: TrainingTask, folder: JobFolder, settings: TrainingSettings)
     """
     expert = task.expert
     plan = expert.plan
+    # A result of earlier work must not end the new start.
     folder.result.unlink(missing_ok=True)
     base = None
     if expert.base is not None:

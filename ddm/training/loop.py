@@ -126,6 +126,7 @@ def train(
         DataError: no images.
         ShapeError: not one label per image, or a recipe for another kind of model.
     """
+    # Batches are drawn on the CPU, whose random numbers are the same on every machine.
     if isinstance(images, Tensor):
         images = images.detach().to("cpu", torch.float32).contiguous()
     if labels is not None:
@@ -149,6 +150,7 @@ def train(
     if private:
         # As the plan implies it: how many images a unit has stays hidden.
         num_samples = private.terms.units_per_step * private.terms.draws
+    # Before the first step: the digest covers the initial weights.
     checkpoints = Checkpoints(checkpoint_dir, _run_digest(recipe, examples, model))
     flops = num_samples * _flops(model, examples, settings, num_tokens)
     state = State(model, settings, process, engine.accumulate, stops=stops)
@@ -269,6 +271,7 @@ def _stopped(process: TrainingProcess, step: int, should_stop: Callable[[], bool
         return should_stop()
     if step % PROGRESS_STEPS:
         return False
+    # All processes reach the same sum, so that none waits in a step that another one does not take.
     return bool(process.total(torch.tensor(float(should_stop()), device=process.device)))
 
 
@@ -276,9 +279,11 @@ def _run_digest(recipe: Sequence[object], examples: Examples, model: nn.Module) 
     """Return the sha256 of everything that determines a run: recipe, data and initial weights."""
     named: dict[str, Images] = {"images": examples.images}
     if examples.labels is not None:
-        recipe, named = [*recipe, examples.drop], named | {"labels": examples.labels}
+        recipe = [*recipe, examples.drop]
+        named["labels"] = examples.labels
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
     for name, value in [*named.items(), *model.state_dict().items()]:
+        # Images that are read as they are drawn come as float32.
         dtype = value.dtype if isinstance(value, Tensor) else torch.float32
         digest.update(f"\0{name} {dtype} {tuple(value.shape)}\0".encode())
         feed(digest.update, value)
@@ -287,13 +292,14 @@ def _run_digest(recipe: Sequence[object], examples: Examples, model: nn.Module) 
 
 def _flops(model: nn.Module, examples: Examples, settings: Training, num_tokens: int) -> float:
     """Count the operations of a run of one image a step, forward and backward."""
-    masked = first_whole_step(settings)
-    total = (settings.num_steps - masked) * _flops_per_image(model, examples, None)
-    if masked:
-        kept_BM = torch.zeros(
-            1, num_kept(num_tokens, settings.mask_ratio), dtype=torch.int64, device="meta"
-        )
-        total += masked * _flops_per_image(model, examples, kept_BM)
+    num_masked_steps = first_whole_step(settings)
+    num_whole_steps = settings.num_steps - num_masked_steps
+    total = num_whole_steps * _flops_per_image(model, examples, None)
+    if num_masked_steps:
+        # Which tokens are kept does not change the number of operations.
+        shape = (1, num_kept(num_tokens, settings.mask_ratio))
+        kept_BM = torch.zeros(shape, dtype=torch.int64, device="meta")
+        total += num_masked_steps * _flops_per_image(model, examples, kept_BM)
     return float(total)
 
 
@@ -312,7 +318,10 @@ def _flops_per_image(model: nn.Module, examples: Examples, kept_BM: Tensor | Non
     ]
     if examples.labels is not None:
         inputs.append(torch.empty_like(examples.labels[:1], device="meta"))
-    kept = {} if kept_BM is None else {"kept_BM": kept_BM}
+    options = {}
+    if kept_BM is not None:
+        options["kept_BM"] = kept_BM
     with FlopCounterMode(display=False) as counter:
-        functional_call(model, parameters | buffers, tuple(inputs), kept).sum().backward()
+        prediction = functional_call(model, parameters | buffers, tuple(inputs), options)
+        prediction.sum().backward()
     return int(counter.get_total_flops())

@@ -94,6 +94,7 @@ def _train(
     job, plan = folder.read_job()
     _check_number(job, member)
     torch.set_num_threads(job.threads)
+    # torch and accelerate read from the environment which process this is.
     os.environ |= torch_environment(member, os.environ)
     expert = PlannedExpert(
         plan,
@@ -106,6 +107,7 @@ def _train(
     )
     with ExitStack() as stack:
         stack.enter_context(_scratch())
+        # The first process alone writes checkpoints and the expert.
         if member.rank == 0:
             stack.enter_context(only_one(folder))
         if member.num > 1:

@@ -12,6 +12,7 @@ from silo.config import SiloSettings, Site
 _TABLES = (".csv", ".tsv", ".parquet")
 _ENVIRONMENTS = Path("/etc/archipelago")
 _PROXY_VARIABLES = ("https_proxy", "no_proxy")
+# No image is fetched, nothing but mounts can be written, and root inside has no capability.
 _CONTAINER_OPTIONS = (
     *("--rm", "--replace", "--pull=never", "--log-driver=none", "--read-only", "--cap-drop=all"),
     *("--security-opt=no-new-privileges", "--env=HOME=/tmp"),
@@ -86,6 +87,7 @@ class SitePaths:
         for name, path in apart.items():
             if path is None:
                 continue
+            # A folder that contains the site, and one inside or around a folder that the courier is given.
             is_around = folder.is_relative_to(path)
             is_shared = any(
                 path.is_relative_to(shared) or shared.is_relative_to(path)
