@@ -83,17 +83,17 @@ def near(rows: Tensor, learned: Tensor) -> Tensor:
 LEARNED, HELD = normal(60, 0), normal(100, 1)
 
 
-def by_attack(found: Membership) -> Mapping[str, float]:
+def by_attack(membership: Membership) -> Mapping[str, float]:
     best = dict.fromkeys((name.partition(" ")[0] for name in names()), 0.0)
-    for each in found.attacks:
-        kind = each.name.partition(" ")[0]
-        best[kind] = max(best[kind], each.auc.value)
+    for attack in membership.attacks:
+        kind = attack.name.partition(" ")[0]
+        best[kind] = max(best[kind], attack.auc.value)
     return best
 
 
 def test_every_attack_sees_an_expert_that_is_its_training_images() -> None:
-    found = by_attack(measure_membership(scored(Memoriser(LEARNED), LEARNED, HELD)))
-    assert min(found.values()) > 0.95, found
+    auc_by_attack = by_attack(measure_membership(scored(Memoriser(LEARNED), LEARNED, HELD)))
+    assert min(auc_by_attack.values()) > 0.95, auc_by_attack
 
 
 def test_no_attack_sees_members_in_an_expert_that_knows_the_population_alone() -> None:
@@ -117,9 +117,9 @@ def test_noise_of_an_image_does_not_depend_on_the_expert_and_so_cancels_in_the_c
     again = scored(Population(), LEARNED, HELD)
     assert torch.equal(one.member_IA, again.member_IA) and torch.equal(one.other_IA, again.other_IA)
     assert {
-        each.auc.value
-        for each in measure_membership(one, again).attacks
-        if "calibrated" in each.name
+        attack.auc.value
+        for attack in measure_membership(one, again).attacks
+        if "calibrated" in attack.name
     } == {0.5}
 
 
@@ -134,11 +134,11 @@ def test_attacks_leave_the_expert_as_it_was() -> None:
 @pytest.mark.parametrize("num_steps", [20_000, 200_000])
 def test_audit_of_a_long_training_costs_a_tenth_of_it(num_steps: int) -> None:
     recipe = settings(num_steps, batch_size=128)
-    found = effort_of(recipe, num_units=2000, max_samples=10_000, trains_reference=True)
-    cost = 3 * 128 * (found.reference_steps + found.control_steps)
-    cost += 3 * CALLS * 2000 * found.images_per_unit + SAMPLE_STEPS * found.num_samples
+    effort = effort_of(recipe, num_units=2000, max_samples=10_000, trains_reference=True)
+    cost = 3 * 128 * (effort.reference_steps + effort.control_steps)
+    cost += 3 * CALLS * 2000 * effort.images_per_unit + SAMPLE_STEPS * effort.num_samples
     assert cost <= 1.01 * SHARE * 3 * 128 * num_steps
-    assert found.num_samples >= 500 and (num_steps < 200_000 or found.num_samples == 10_000)
+    assert effort.num_samples >= 500 and (num_steps < 200_000 or effort.num_samples == 10_000)
 
 
 def settings(num_steps: int, **changes: object) -> Training:
@@ -164,7 +164,7 @@ def trained(
     expert = build_expert(network, shape, seed=0)
     if start is not None:
         expert.load_state_dict(start.state_dict())
-    done = train(
+    result = train(
         expert.requires_grad_(True),
         images,
         recipe,
@@ -175,7 +175,7 @@ def trained(
         should_stop=lambda: False,
         private=private,
     )
-    expert.load_state_dict(done.ema)
+    expert.load_state_dict(result.ema)
     return expert.eval().requires_grad_(False)
 
 
@@ -197,14 +197,16 @@ def audited(
 ) -> tuple[str, str]:
     """Train an expert and audit it as a site does."""
     recipe, num = settings(num_steps), min(len(held), len(learned) // 2)
-    found = effort_of(recipe, num + len(held), 10_000, trains_reference=True)
+    effort = effort_of(recipe, num + len(held), 10_000, trains_reference=True)
     expert = trained(learned, recipe, folder / "expert", private=private)
-    short = settings(found.reference_steps, ema_decay=0.9, warmup_steps=found.reference_steps // 5)
+    short = settings(
+        effort.reference_steps, ema_decay=0.9, warmup_steps=effort.reference_steps // 5
+    )
     reference = trained(learned[num:], short, folder / "reference")
-    few = learned[: found.control_units]
+    few = learned[: effort.control_units]
     control = trained(
         few,
-        settings(found.control_steps, ema_decay=0.5, warmup_steps=0),
+        settings(effort.control_steps, ema_decay=0.5, warmup_steps=0),
         folder / "control",
         expert,
     )

@@ -25,33 +25,33 @@ def test_auc_of_shifted_normal_scores_is_that_of_the_closed_form_and_within_its_
         torch.randn(4000, generator=random) + 0.5,
         torch.randn(4000, generator=random),
     )
-    expected, found = NormalDist().cdf(0.5 / sqrt(2)), auc(member_M, other_N)
-    assert found.value == pytest.approx(expected, abs=0.01)
-    assert found.low < expected < found.high
+    expected, estimate = NormalDist().cdf(0.5 / sqrt(2)), auc(member_M, other_N)
+    assert estimate.value == pytest.approx(expected, abs=0.01)
+    assert estimate.low < expected < estimate.high
 
 
 def test_interval_of_the_auc_covers_the_truth_95_times_in_100() -> None:
     random, inside = torch.Generator().manual_seed(2), 0
     for _ in range(400):
-        found = auc(torch.randn(40, generator=random), torch.randn(60, generator=random))
-        inside += found.low <= 0.5 <= found.high
+        estimate = auc(torch.randn(40, generator=random), torch.randn(60, generator=random))
+        inside += estimate.low <= 0.5 <= estimate.high
     assert 0.91 <= inside / 400 <= 0.98
 
 
 def test_interval_of_separated_scores_keeps_a_width() -> None:
-    found = auc(torch.arange(10.0) + 100, torch.arange(20.0))
+    estimate = auc(torch.arange(10.0) + 100, torch.arange(20.0))
     assert (
-        found.value == 1.0
-        and found.low == pytest.approx(wilson(10, 10)[0])
-        and found.high == pytest.approx(1.0)
+        estimate.value == 1.0
+        and estimate.low == pytest.approx(wilson(10, 10)[0])
+        and estimate.high == pytest.approx(1.0)
     )
 
 
 def test_true_positives_count_members_above_all_but_one_percent_of_the_others() -> None:
     other_N = torch.arange(200.0)  # two of them may lie above: the threshold is 197
-    found = true_positives(torch.tensor([196.0, 197.0, 197.5, 300.0]), other_N)
-    assert found.value == 0.5
-    assert (found.low, found.high) == wilson(2, 4)
+    estimate = true_positives(torch.tensor([196.0, 197.0, 197.5, 300.0]), other_N)
+    assert estimate.value == 0.5
+    assert (estimate.low, estimate.high) == wilson(2, 4)
 
 
 def test_true_positives_with_few_others_allow_no_false_one() -> None:

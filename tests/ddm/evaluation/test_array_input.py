@@ -197,7 +197,7 @@ def test_interval_of_a_share_of_all_or_none_ends_exactly_there() -> None:
 
 
 def test_precision_and_coverage_of_the_reference_itself_end_at_one() -> None:
-    found = evaluate(REFERENCE, REFERENCE).metrics
+    metrics = evaluate(REFERENCE, REFERENCE).metrics
     for name in ("precision", "recall", "coverage"):
-        assert (found[name].value, found[name].high) == (1.0, 1.0), name
-    assert found["density"].low >= 0.0
+        assert (metrics[name].value, metrics[name].high) == (1.0, 1.0), name
+    assert metrics["density"].low >= 0.0

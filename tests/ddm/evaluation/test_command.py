@@ -31,29 +31,29 @@ SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Reference images that name the silo whose data they resemble, and others held out."""
-    found = tmp_path_factory.mktemp("evaluation")
+    path = tmp_path_factory.mktemp("evaluation")
     for name, seed in (("reference", 70), ("holdout", 71)):
         arrays = [images(80, centre, seed=seed) for centre in (-0.5, 0.5)]
         np.savez_compressed(
-            found / f"{name}.npz",
+            path / f"{name}.npz",
             images=np.concatenate(arrays),
             silos=["east"] * 80 + ["north"] * 80,
         )
-    return found
+    return path
 
 
 def run(published: Published, folder: Path, *words: object) -> tuple[str, BaseException | None]:
     """Run the command; return what it printed and how it ended."""
     look = (published.release, "--root", published.root, "--state", folder / "state")
-    given = ("--reference", folder / "reference.npz", *words)
-    result = CliRunner().invoke(app, ["evaluate", *map(str, (*look, *given))])
+    arguments = ("--reference", folder / "reference.npz", *words)
+    result = CliRunner().invoke(app, ["evaluate", *map(str, (*look, *arguments))])
     return result.stdout, result.exception
 
 
 def figures(printed: str) -> dict[str, Any]:
     """The document that was printed, alone."""
-    found: dict[str, Any] = json.loads(printed)
-    return found
+    document: dict[str, Any] = json.loads(printed)
+    return document
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,9 @@ def compared(published_once: Published, folder: Path) -> str:
 def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
     published_once: Published, folder: Path, compared: str
 ) -> None:
-    found = figures(compared)
-    assert found["strategy"] == "lock" and [each["strategy"] for each in found["compared"]] == [
-        "sample"
-    ]
+    printed_figures = figures(compared)
+    other_strategies = [other["strategy"] for other in printed_figures["compared"]]
+    assert printed_figures["strategy"] == "lock" and other_strategies == ["sample"]
     out = folder / "drawn.npz"
     look = (published_once.release, "--root", published_once.root, "--state", folder / "state")
     drawn = CliRunner().invoke(
@@ -107,25 +106,32 @@ def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
             prior=prior,
             holdout=held["images"],
         ).to_json()
-    for name, each in expected["metrics"].items():
-        assert found["metrics"][name] == pytest.approx(each, rel=1e-4, abs=1e-6), name
-    assert found["share_error"] == pytest.approx(expected["share_error"])
-    assert found["per_silo"]["east"]["prior"] == pytest.approx(60 / 180)
-    assert found["copies"]["pixels"]["near_copies"] == expected["copies"]["pixels"]["near_copies"]
+    for name, estimate in expected["metrics"].items():
+        assert printed_figures["metrics"][name] == pytest.approx(estimate, rel=1e-4, abs=1e-6), name
+    assert printed_figures["share_error"] == pytest.approx(expected["share_error"])
+    assert printed_figures["per_silo"]["east"]["prior"] == pytest.approx(60 / 180)
+    assert (
+        printed_figures["copies"]["pixels"]["near_copies"]
+        == expected["copies"]["pixels"]["near_copies"]
+    )
     # the silo's own reference images
-    assert {each["num_reference"] for each in found["per_silo"].values()} == {80}
-    assert set(found["recall_by"]) == {"east", "north"}
-    assert found["release"]["manifest"] == sha256_file(release.folder / "manifest.json")
-    assert found["reference"]["digest"] == sha256_file(folder / "reference.npz")
-    assert found["features"]["digest"] == release.plan.file(release.plan.encoder.path).digest
+    assert {estimate["num_reference"] for estimate in printed_figures["per_silo"].values()} == {80}
+    assert set(printed_figures["recall_by"]) == {"east", "north"}
+    assert printed_figures["release"]["manifest"] == sha256_file(release.folder / "manifest.json")
+    assert printed_figures["reference"]["digest"] == sha256_file(folder / "reference.npz")
+    assert (
+        printed_figures["features"]["digest"] == release.plan.file(release.plan.encoder.path).digest
+    )
     printed, error = run(
         published_once, folder, "--samples", out, "--json", "--holdout", folder / "holdout.npz"
     )
     assert error is None
     again = figures(printed)
-    for name, each in found["metrics"].items():
-        assert again["metrics"][name] == pytest.approx(each, rel=1e-4, abs=1e-6), name
-    assert again["sampling"] is None and again["per_silo"].keys() == found["per_silo"].keys()
+    for name, estimate in printed_figures["metrics"].items():
+        assert again["metrics"][name] == pytest.approx(estimate, rel=1e-4, abs=1e-6), name
+    assert (
+        again["sampling"] is None and again["per_silo"].keys() == printed_figures["per_silo"].keys()
+    )
 
 
 def test_page_shows_the_figures_and_reaches_nothing_outside_itself(
@@ -209,8 +215,10 @@ def test_samples_are_held_to_the_range_of_the_reference(
         np.savez(folder / "samples.npz", images=array)
         printed, error = run(published_once, folder, "--samples", folder / "samples.npz", "--json")
         assert error is None, error
-        found = figures(printed)
-        return found["metrics"], [note for note in found["notes"] if "samples' values" in note]
+        document = figures(printed)
+        return document["metrics"], [
+            note for note in document["notes"] if "samples' values" in note
+        ]
 
     expected, notes = judged(rows)
     assert notes == []
@@ -222,14 +230,16 @@ def test_samples_are_held_to_the_range_of_the_reference(
         "rounding beyond the range": rows * np.float32(1 + 5e-6),
     }.items():
         with case(name):
-            found, notes = judged(array)
+            document, notes = judged(array)
             assert notes == []
             for metric in ("fid", "kid", "precision"):
-                assert found[metric]["value"] == pytest.approx(expected[metric]["value"], abs=1e-3)
+                assert document[metric]["value"] == pytest.approx(
+                    expected[metric]["value"], abs=1e-3
+                )
 
     clipped = np.where(beyond, 1.0, rows)
-    found, notes = judged(np.where(beyond, 1.3, rows))
-    assert found["fid"]["value"] == pytest.approx(judged(clipped)[0]["fid"]["value"], abs=1e-6)
+    document, notes = judged(np.where(beyond, 1.3, rows))
+    assert document["fid"]["value"] == pytest.approx(judged(clipped)[0]["fid"]["value"], abs=1e-6)
     assert notes == [
         f"{beyond.mean():.2%} of the samples' values were beyond -1 to 1 and were clipped."
     ]
@@ -280,8 +290,8 @@ def test_other_features_are_opened_by_their_names(published_once: Published, fol
             published_once, folder, "--samples", folder / "some.npz", "--features", named, "--json"
         )
         assert error is None, error
-        found = figures(printed)
-        assert found["features"]["digest"] == sha256_file(folder / file)
-        assert dim in (None, found["features"]["dim"])
-        assert any("singular" in note for note in found["notes"])
+        document = figures(printed)
+        assert document["features"]["digest"] == sha256_file(folder / file)
+        assert dim in (None, document["features"]["dim"])
+        assert any("singular" in note for note in document["notes"])
     assert TimmEncoder.from_file("test_resnet", folder / "test_resnet.safetensors", SPEC).dim > 0

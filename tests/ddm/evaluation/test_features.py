@@ -135,13 +135,13 @@ def test_reference_is_read_in_blocks_and_by_number(
     monkeypatch.setattr("ddm.images.npz.BLOCK_BYTES", 7 * 64)
     grey = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8)
     save(tmp_path / "r.npz", images=grey, labels=np.arange(40) % 3)
-    found = open_reference(tmp_path / "r.npz", SPEC)
-    blocks = list(found.blocks())
+    reference = open_reference(tmp_path / "r.npz", SPEC)
+    blocks = list(reference.blocks())
     assert [len(block) for block in blocks] == [7] * 5 + [5]
     np.testing.assert_allclose(torch.cat(blocks).numpy()[:, 0], grey / 255.0, rtol=1e-6)
-    rows = found.rows([31, 2, 31])
+    rows = reference.rows([31, 2, 31])
     assert list(rows) == [2, 31] and torch.equal(rows[31], torch.cat(blocks)[31])
-    assert (found.group_name, found.groups[:4]) == ("labels", ["0", "1", "2", "0"])
+    assert (reference.group_name, reference.groups[:4]) == ("labels", ["0", "1", "2", "0"])
 
 
 @pytest.mark.parametrize("kind", ["npz", "npy", "folder", "parts", "parquet"])
@@ -162,21 +162,21 @@ def test_reference_may_be_any_kind_of_data(tmp_path: Path, kind: str) -> None:
         np.save(path / "labels.npy", labels)
         for number, part in enumerate(np.array_split(grey, 1 if kind == "folder" else 3)):
             np.save(path / ("images.npy" if kind == "folder" else f"images-{number}.npy"), part)
-    found = open_reference(path, SPEC)
+    reference = open_reference(path, SPEC)
     np.testing.assert_allclose(
-        torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6
+        torch.cat(list(reference.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6
     )
-    assert list(found.groups) == ([] if kind == "npy" else [str(label) for label in labels])
-    assert found.digest is not None
+    assert list(reference.groups) == ([] if kind == "npy" else [str(label) for label in labels])
+    assert reference.digest is not None
 
 
 def test_samples_that_copy_the_reference_are_found_and_shown_first() -> None:
     generator = torch.Generator().manual_seed(0)
     real, others = torch.rand(2, 300, 1, 6, 6, generator=generator)
     samples = torch.cat([others[:190], real[:10] + 1e-3])
-    found = evaluate(samples, real, holdout=others[200:])
+    evaluation = evaluate(samples, real, holdout=others[200:])
     for space in ("pixels", "features"):
-        copies = found.copies[space]
+        copies = evaluation.copies[space]
         assert sorted(copies.worst[:10]) == list(range(190, 200))
         assert [int(copies.nearest_index_N[n]) for n in range(190, 200)] == list(range(10))
         assert copies.near.low > 0.01 > 0.0 and float(copies.ratio_N.max()) > 0.9
@@ -216,17 +216,17 @@ def test_reference_may_be_idx_with_its_labels_beside(tmp_path: Path) -> None:
             side.to_bytes(4, "big") for side in array.shape
         )
         (tmp_path / name).write_bytes(header + array.tobytes())
-    found = open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC)
+    reference = open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC)
     np.testing.assert_allclose(
-        torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6
+        torch.cat(list(reference.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6
     )
-    assert (found.num, found.groups, found.group_name) == (
+    assert (reference.num, reference.groups, reference.group_name) == (
         6,
         ["0", "1", "2", "0", "1", "2"],
         "labels",
     )
-    assert found.digest == sha256_file(tmp_path / "t10k-images-idx3-ubyte")
-    classes = classes_of(found, Classes(3))
+    assert reference.digest == sha256_file(tmp_path / "t10k-images-idx3-ubyte")
+    classes = classes_of(reference, Classes(3))
     assert classes is not None and classes.tolist() == labels.tolist()
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     assert not open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC).groups

@@ -53,8 +53,8 @@ def pair() -> tuple[Tensor, Tensor]:
 
 
 def figures(samples: Tensor, reference: Tensor, k: int = K) -> dict[str, float]:
-    found, _ = measure(FeatureSet.of(samples, k), FeatureSet.of(reference, k))
-    return {name: each.value for name, each in found.items()}
+    metrics, _ = measure(FeatureSet.of(samples, k), FeatureSet.of(reference, k))
+    return {name: estimate.value for name, estimate in metrics.items()}
 
 
 def test_distance_of_two_gaussians_is_the_closed_form() -> None:
@@ -108,9 +108,9 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kid_of_one_distribution_is_zero_on_average_and_never_bounded_by_it(
     few_draws: None,
 ) -> None:
-    found = [figures(rows(60, 4, 2 * n), rows(60, 4, 2 * n + 1))["kid"] for n in range(60)]
-    assert abs(np.mean(found)) < 5 * np.std(found) / 60**0.5
-    assert min(found) < 0  # the biased estimate never is
+    kids = [figures(rows(60, 4, 2 * n), rows(60, 4, 2 * n + 1))["kid"] for n in range(60)]
+    assert abs(np.mean(kids)) < 5 * np.std(kids) / 60**0.5
+    assert min(kids) < 0  # the biased estimate never is
 
 
 @pytest.mark.parametrize("k", [1, 5])
@@ -121,13 +121,13 @@ def test_precision_recall_density_and_coverage_are_those_of_prdc(
     expected = others.prdc.compute_prdc(
         real_features=reference.numpy(), fake_features=samples.numpy(), nearest_k=k
     )
-    found = figures(samples, reference, k)
+    metrics = figures(samples, reference, k)
     for name, value in expected.items():
-        assert found[name] == pytest.approx(float(value), abs=1e-9), name
+        assert metrics[name] == pytest.approx(float(value), abs=1e-9), name
     swapped = figures(reference, samples, k)
     assert (
-        swapped["precision"] == pytest.approx(found["recall"])
-        and swapped["density"] != found["density"]
+        swapped["precision"] == pytest.approx(metrics["recall"])
+        and swapped["density"] != metrics["density"]
     )
 
 
@@ -157,11 +157,11 @@ def test_identical_sets_are_perfect_and_disjoint_ones_share_nothing(
 def test_collapse_loses_recall_and_coverage_but_no_precision() -> None:
     """The control that tells the four apart: samples of one of two modes."""
     left, right = rows(300, 4, 1), rows(300, 4, 2, shift=40.0)
-    found = figures(rows(300, 4, 3), torch.cat([left, right]))
+    metrics = figures(rows(300, 4, 3), torch.cat([left, right]))
     assert (
-        found["precision"] > 0.9
-        and 0.35 < found["recall"] < 0.55
-        and 0.35 < found["coverage"] < 0.55
+        metrics["precision"] > 0.9
+        and 0.35 < metrics["recall"] < 0.55
+        and 0.35 < metrics["coverage"] < 0.55
     )
 
 
@@ -236,13 +236,13 @@ def test_floor_is_the_reference_against_itself_with_no_more_images_than_samples(
 
 def test_share_error_and_what_chance_makes_of_it() -> None:
     silo_N = torch.tensor([0] * 700 + [1] * 200 + [2] * 100)
-    found = share_error(silo_N, [6, 3, 1])
-    assert found.error.value == pytest.approx(0.1)
-    assert found.error.low < 0.1 < found.error.high and found.error.high - found.error.low < 0.08
-    assert found.by_chance < found.error.low
+    error = share_error(silo_N, [6, 3, 1])
+    assert error.error.value == pytest.approx(0.1)
+    assert error.error.low < 0.1 < error.error.high and error.error.high - error.error.low < 0.08
+    assert error.by_chance < error.error.low
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(1000, [0.6, 0.3, 0.1], size=20_000) / 1000
-    assert found.by_chance == pytest.approx(
+    assert error.by_chance == pytest.approx(
         np.quantile(np.abs(drawn - [0.6, 0.3, 0.1]).sum(1) / 2, 0.975), rel=0.1
     )
     assert share_error(torch.zeros(50).long(), [1.0, 0.0]).error.value == 0.0
@@ -256,8 +256,8 @@ def test_interval_of_a_share_is_wilsons_and_of_a_mean_its_standard_error() -> No
         assert wilson(count, num) == pytest.approx((expected.low, expected.high), abs=1e-6)
         assert proportion(torch.arange(num) < count).value == count / num
     term_N = torch.randn(500, generator=torch.Generator().manual_seed(0))
-    found = bootstrap_estimate(2.0, [term_N], seed=0)
-    assert found.high - found.low == pytest.approx(
+    estimate = bootstrap_estimate(2.0, [term_N], seed=0)
+    assert estimate.high - estimate.low == pytest.approx(
         2 * 1.96 * float(term_N.std()) / 500**0.5, rel=0.1
     )
 
@@ -295,9 +295,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, metrics_bytes(1
 
 @pytest.mark.slow
 def test_ten_thousand_features_of_2048_values_fit_one_and_a_half_gibibytes() -> None:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
     )
-    peak, foreseen = (int(word) for word in done.stdout.split())
+    peak, foreseen = (int(word) for word in finished.stdout.split())
     assert peak < 1.5 * 2**30
     assert metrics_bytes(10_000, 10_000, 2048, 0) == foreseen < 1.5 * 2**30

@@ -36,12 +36,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     tiny = TinyFederation.create(tmp_path_factory.mktemp("transformed"), {"north": 40})
     np.savez(tiny.path / "north.npz", images=raw(40))
     declare(tiny.sites["north"])
-    asked = recipe(
+    plan_recipe = recipe(
         transform=SPEC.model_dump(mode="json", exclude_none=True), router={"kind": "counts"}
     )
     with pytest.MonkeyPatch.context() as patch:
         publish_short_pages(patch)
-        plan_id = tiny.complete(tiny.path / "release", asked)
+        plan_id = tiny.complete(tiny.path / "release", plan_recipe)
     return Published(tiny.path / "release", tiny.root, plan_id, tiny)
 
 
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def evaluated(published: Published, reference: Path, *more: object) -> dict[str, Any]:
-    given = (
+    arguments = (
         "--reference",
         reference,
         "--num",
@@ -70,10 +70,10 @@ def evaluated(published: Published, reference: Path, *more: object) -> dict[str,
         "--json",
         *more,
     )
-    done = command("ddm", "evaluate", published.release, "--root", published.root, *given)
-    assert done.code == 0, done.err
-    found: dict[str, Any] = json.loads(done.out)
-    return found
+    finished = command("ddm", "evaluate", published.release, "--root", published.root, *arguments)
+    assert finished.code == 0, finished.err
+    document: dict[str, Any] = json.loads(finished.out)
+    return document
 
 
 def test_figures_are_the_same_whether_the_reference_is_raw_or_prepared(
@@ -100,7 +100,7 @@ def test_student_is_the_same_whether_its_images_are_raw_or_prepared(
     for name in ("pictures", "prepared.npz"):
         out = folder / f"{Path(name).stem}.safetensors"
         # fmt: skip
-        done = command(
+        finished = command(
             "ddm",
             "distill",
             published.release,
@@ -115,7 +115,7 @@ def test_student_is_the_same_whether_its_images_are_raw_or_prepared(
             "--out",
             out,
         )
-        assert done.code == 0, done.err
+        assert finished.code == 0, finished.err
         assert (
             Student.parse(out.with_suffix(".json").read_bytes(), subject="record").images.num == NUM
         )
@@ -126,9 +126,9 @@ def test_student_is_the_same_whether_its_images_are_raw_or_prepared(
 def test_columns_follow_the_slices_of_a_volume(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", images=raw(3, (1, 6, 8, 8)), labels=np.array([0, 1, 1]))
     spec = SPEC.model_copy(update={"slices": Slices(count=2)})
-    found = open_reference(tmp_path / "a.npz", DATA, None, spec)
-    assert found.num == 6 and found.groups == ["0", "0", "1", "1", "1", "1"]
-    label_M = classes_of(found, Classes(2))
+    reference = open_reference(tmp_path / "a.npz", DATA, None, spec)
+    assert reference.num == 6 and reference.groups == ["0", "0", "1", "1", "1", "1"]
+    label_M = classes_of(reference, Classes(2))
     assert label_M is not None and label_M.tolist() == [0, 0, 1, 1, 1, 1]
     np.savez(
         tmp_path / "b.npz",
@@ -139,7 +139,10 @@ def test_columns_follow_the_slices_of_a_volume(tmp_path: Path) -> None:
         open_reference(tmp_path / "b.npz", DATA, None, spec), Classes(2, ("Normal", "pneumonia"))
     )
     assert label_M is not None and label_M.tolist() == [0, 0, 1, 1, 1, 1]
-    assert sum(len(block) for block in found.blocks()) == found.num and found.num_bytes == 6 * 16
+    assert (
+        sum(len(block) for block in reference.blocks()) == reference.num
+        and reference.num_bytes == 6 * 16
+    )
 
 
 def test_what_no_reader_could_compare_with_is_refused(published: Published, folder: Path) -> None:
@@ -151,8 +154,8 @@ def test_what_no_reader_could_compare_with_is_refused(published: Published, fold
     with pytest.raises(DataError, match="folder"):
         open_reference(folder / "pictures", DATA)
     look = (published.release, "--root", published.root)
-    done = command("ddm", "evaluate", *look, "--reference", folder / "pictures", "--num", 16)
-    assert done.code == DataError.exit_code and "note.png" in done.err
+    finished = command("ddm", "evaluate", *look, "--reference", folder / "pictures", "--num", 16)
+    assert finished.code == DataError.exit_code and "note.png" in finished.err
     assert (
         command("ddm", "evaluate", *look, "--reference", folder / "raw.npz").code
         == SetupError.exit_code

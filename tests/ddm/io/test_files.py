@@ -21,10 +21,10 @@ def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path: Path) 
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
         "write_atomic(Path(sys.argv[1]), b'x' * 5000)"
     )
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
     )
-    assert "OSError" in done.stderr
+    assert "OSError" in finished.stderr
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
 

@@ -18,8 +18,10 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a 
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=False)
-    if done.returncode:
+    finished = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=False
+    )
+    if finished.returncode:
         pytest.skip("no file system may be mounted here")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)

@@ -28,14 +28,17 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_at(place: int | str, told: list[int] | None = None) -> None:
+def dies_at(place: int | str, progress_calls: list[int] | None = None) -> None:
     """Let this process be killed once the audit has told its progress so often, or behind a call."""
     if isinstance(place, str):
         module: Any = measuring if hasattr(measuring, place) else auditing
         whole: Callable[..., object] = getattr(module, place)
         setattr(module, place, lambda *given: (whole(*given), kill()))
         return
-    counting, calls = Worker.count_images, told if told is not None else []
+    counting, calls = (
+        Worker.count_images,
+        progress_calls if progress_calls is not None else [],
+    )
 
     def count(self: Worker, stage: Any) -> Callable[[int, int], None]:
         tell = counting(self, stage)
@@ -52,7 +55,7 @@ def dies_at(place: int | str, told: list[int] | None = None) -> None:
     Worker.count_images = count  # type: ignore[method-assign]
 
 
-def found(tiny: TinyFederation, plan_id: str) -> dict[str, bytes]:
+def audit_results(tiny: TinyFederation, plan_id: str) -> dict[str, bytes]:
     """What an audit leaves behind: its report but for the random number in it, and the worst pairs."""
     work = open_workspace(tiny.sites[SILO], plan_id)
     report: AuditReport = read_report(work.audit_path).model_copy(update={"salt": "0" * 64})
@@ -73,12 +76,12 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
     )
     tiny.work(SILO, until="training")
     killed = tiny.copy(tmp_path / "killed")
-    told: list[int] = []
+    progress_calls: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(Worker, "count_images", Worker.count_images)
-        dies_at(-1, told)
+        dies_at(-1, progress_calls)
         tiny.work(SILO, until="audited")
-    undisturbed, num = found(tiny, plan_id), len(told)
+    undisturbed, num = audit_results(tiny, plan_id), len(progress_calls)
     site, parts = killed.sites[SILO], set()
 
     def work(place: int | str) -> None:
@@ -103,4 +106,4 @@ def test_worker_killed_wherever_in_the_audit_finds_the_same_to_the_bit(
             )
     assert len(parts) >= 5, "killed at places where other parts were done"
     killed.work(SILO, until="audited")
-    assert found(killed, plan_id) == undisturbed
+    assert audit_results(killed, plan_id) == undisturbed

@@ -86,7 +86,7 @@ def leave(
     worker.begin()
     while worker.state.state != "in_outbox":
         worker.step()
-    told = json.loads((site.outbox / "status.json").read_bytes())
+    status = json.loads((site.outbox / "status.json").read_bytes())
     folder = site.outbox / plan_id / "1"
     sizes = {
         str(each.relative_to(folder)): each.stat().st_size
@@ -99,7 +99,7 @@ def leave(
     ]
     return (
         document,
-        [*entered, str(told)],
+        [*entered, str(status)],
         sizes,
         read_report(open_workspace(site, plan_id).audit_path).verdict,
     )
@@ -107,8 +107,8 @@ def leave(
 
 def drawn_in_private(document: dict[str, Any]) -> bytes:
     """Blank what is drawn at random: the digests of weights, statistics and ledger; and the times."""
-    for each in (*document["experts"], *document["statistics"]):
-        each["file"]["digest"] = ""
+    for entry in (*document["experts"], *document["statistics"]):
+        entry["file"]["digest"] = ""
     document["ledger"] |= {"head_digest": "", "chain": [""] * len(document["ledger"]["chain"])}
     document["created_at"] = document["approval"]["at"] = ""
     return json.dumps(document).encode()
@@ -158,9 +158,9 @@ def test_person_at_the_site_sees_what_the_audit_found(
     said = review_text(site, facts)
     assert f"measured here   {report.verdict}: {report.reason}" in said and "bounded" in said
     assert report.experts[0].auc[0].name.encode() not in facts.draft.encode()
-    found = read_status(site)
-    assert found.as_json()["audit"] == {"verdict": report.verdict, "reason": report.reason}
-    assert f"leak audit: {report.verdict}" in found.text()
+    status = read_status(site)
+    assert status.as_json()["audit"] == {"verdict": report.verdict, "reason": report.reason}
+    assert f"leak audit: {report.verdict}" in status.text()
 
 
 def test_audit_that_breaks_off_stops_nothing_that_others_see(

@@ -72,9 +72,9 @@ def test_audit_leaves_the_worst_pairs_in_the_private_folder_and_no_other_trace(
     tiny, plan_id = audited
     folder = open_workspace(tiny.sites[SILO], plan_id).audit_folder(SILO)
     assert sorted(path.name for path in folder.iterdir()) == ["pairs.safetensors", "worst.json"]
-    found = read_worst(folder)
-    assert found is not None
-    assert len(found[0].pair_images) == len(found[1]["images"]) == 12
+    worst = read_worst(folder)
+    assert worst is not None
+    assert len(worst[0].pair_images) == len(worst[1]["images"]) == 12
     assert not list(
         (open_workspace(tiny.sites[SILO], plan_id).folder / "experts").glob("audit-*/*/*")
     )
@@ -87,13 +87,13 @@ def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_th
     site = tiny.sites[SILO]
     tiny.work(SILO, until="awaiting_approval")
     facts = gather_facts(site)
-    (found,) = expert_leaks(site, facts)
-    assert len(found.pairs) == 12 and all(
-        each.startswith("data:image/png") for pair in found.pairs for each in pair[:2]
+    (leaks,) = expert_leaks(site, facts)
+    assert len(leaks.pairs) == 12 and all(
+        each.startswith("data:image/png") for pair in leaks.pairs for each in pair[:2]
     )
-    page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=(found,))
-    assert page.count("data:image/png") == 24 and found.rows[0][0] in page
-    assert found.rows[0][0] in review_text(site, facts)
+    page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=(leaks,))
+    assert page.count("data:image/png") == 24 and leaks.rows[0][0] in page
+    assert leaks.rows[0][0] in review_text(site, facts)
     draft = json.loads(facts.draft.encode())
     assert draft["audit"].keys() == {"verdict", "digest", "waiver"}
     # fmt: skip
@@ -137,11 +137,11 @@ def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederati
     tiny, plan_id = audited
     worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
     accepted, images = worker.accepted_plan(), worker.read_cohort(worker.accepted_plan())
-    found = gather_audit_inputs(
+    inputs = gather_audit_inputs(
         tiny.sites[SILO], accepted, worker.workspace(), worker.policy, images, worker.cohort_path
     )
-    assert int(found.held_N.sum()) == 20
-    assert torch.equal(found.held_N, holdout_mask(images, worker.policy))
+    assert int(inputs.held_N.sum()) == 20
+    assert torch.equal(inputs.held_N, holdout_mask(images, worker.policy))
     assert worker.workspace().record(SILO).num_images == 60
 
 
@@ -200,10 +200,10 @@ def test_holdout_is_secret_and_the_same_whenever_it_is_drawn(tmp_path: Path) -> 
 
 
 def test_all_images_of_a_patient_are_held_out_or_none(tmp_path: Path) -> None:
-    found = cohort_of(tmp_path, 200, patients=True)
-    held_N = holdout_mask(found, policy())
-    held = set(found.unit_N[held_N].tolist())
-    assert not held & set(found.unit_N[~held_N].tolist()) and len(held) == found.num_units // 4
+    cohort = cohort_of(tmp_path, 200, patients=True)
+    held_N = holdout_mask(cohort, policy())
+    held = set(cohort.unit_N[held_N].tolist())
+    assert not held & set(cohort.unit_N[~held_N].tolist()) and len(held) == cohort.num_units // 4
 
 
 @pytest.mark.parametrize(
@@ -265,11 +265,11 @@ def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and
     waive(tiny.sites[SILO], sha256_hex((bundle / "targets" / plan_id / "plan.json").read_bytes()))
     tiny.work(SILO, until="audited")
     report = report_of(tiny, plan_id)
-    assert [each.expert_id for each in report.experts] == [f"{SILO}-0", f"{SILO}-1"]
-    measured = [each for each in report.experts if each.auc]
+    assert [audit.expert_id for audit in report.experts] == [f"{SILO}-0", f"{SILO}-1"]
+    measured = [audit for audit in report.experts if audit.auc]
     assert measured and all(
-        4 <= each.num_holdout_units <= report.num_holdout_units for each in measured
+        4 <= audit.num_holdout_units <= report.num_holdout_units for audit in measured
     )
     # the larger expert may meet every patient
-    fewest = min(each.num_holdout_units for each in report.experts)
+    fewest = min(audit.num_holdout_units for audit in report.experts)
     assert fewest < report.num_holdout_units

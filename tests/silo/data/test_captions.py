@@ -61,13 +61,13 @@ COUNTS = {
 def load(path: Path, captions: object, **options: Any) -> Cohort:
     arrays = {"images": IMAGES} | ({} if captions is None else {"captions": captions})
     np.savez(path / "a.npz", **arrays)  # type: ignore[arg-type]
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "min_images": 1,
         "salt": b"s" * 32,
         "unit": "image",
         "num_classes": None,
     }
-    return cohort_at(path / "a.npz", SPEC, captions=True, **(asked | options))
+    return cohort_at(path / "a.npz", SPEC, captions=True, **(request | options))
 
 
 def with_captions(path: Path, silo_ids: dict[str, int], folder: Path) -> TinyFederation:
@@ -75,8 +75,8 @@ def with_captions(path: Path, silo_ids: dict[str, int], folder: Path) -> TinyFed
     tiny = TinyFederation.create(path, silo_ids)
     for silo_id, site in tiny.sites.items():
         data = path / f"{silo_id}.npz"
-        with np.load(data) as found:
-            images, labels = found["images"], found["labels"]
+        with np.load(data) as archive:
+            images, labels = archive["images"], archive["labels"]
         captions = [PROMPTS[label] for label in labels]
         captions[:4] = ["", SECRET, "nan", f"{captions[3]} " * L]
         np.savez(data, images=images, captions=np.array(captions))
@@ -117,13 +117,13 @@ def published(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyFed
 def cohort_of(tiny: TinyFederation, silo_id: str) -> Cohort:
     """What the silo's worker reads of its data."""
     site = tiny.sites[silo_id]
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "min_images": 1,
         "salt": site.salt(),
         "unit": "image",
         "num_classes": None,
     }
-    return cohort_at(tiny.path / f"{silo_id}.npz", SPEC, captions=True, **asked)
+    return cohort_at(tiny.path / f"{silo_id}.npz", SPEC, captions=True, **request)
 
 
 def bright_left(images: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def bright_left(images: torch.Tensor) -> torch.Tensor:
 
 
 def command(tiny: TinyFederation, out: Path, *words: object) -> tuple[str, BaseException | None]:
-    given = (
+    arguments = (
         tiny.path / "release",
         "--root",
         tiny.root,
@@ -142,7 +142,7 @@ def command(tiny: TinyFederation, out: Path, *words: object) -> tuple[str, BaseE
         out,
         *words,
     )
-    result = CliRunner().invoke(app, ["sample", *map(str, given)])
+    result = CliRunner().invoke(app, ["sample", *map(str, arguments)])
     return result.output, result.exception
 
 
@@ -207,11 +207,11 @@ def test_image_that_was_asked_for_in_words_is_drawn_from_a_published_release(
     encoder = TextEncoder.open(folder, ensemble.condition)
 
     def share_of_bright_left(prompt: str | None) -> float:
-        asked = (
+        arguments = (
             {} if prompt is None else {"condition": encoder.encode([prompt])[0], "guidance": 1.0}
         )
-        asked |= {} if prompt is None else {"condition_prior": ensemble.prior}
-        images = ensemble.sample(64, strategy="full", steps=8, seed=0, **asked).images  # type: ignore[arg-type]
+        arguments |= {} if prompt is None else {"condition_prior": ensemble.prior}
+        images = ensemble.sample(64, strategy="full", steps=8, seed=0, **arguments).images  # type: ignore[arg-type]
         return float((bright_left(images) > 0).float().mean())
 
     assert share_of_bright_left("bright left") > 0.9
@@ -241,8 +241,8 @@ def test_command_draws_the_same_images_for_the_same_prompt_and_others_for_anothe
         assert ended is None, output
         assert "No release states who holds images of this text" in output
         assert ("longer than 6 tokens" in output) == (len(prompt.split()) > 5)
-        with np.load(tmp_path / "a.npz") as found:
-            return np.asarray(found["images"])
+        with np.load(tmp_path / "a.npz") as archive:
+            return np.asarray(archive["images"])
 
     one = drawn("bright left")
     assert np.array_equal(one, drawn("bright left"))
@@ -309,11 +309,11 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
         keep_texts(cohort, plan, site.settings(), tmp_path, stop_once)
     assert calls == [(64, 70), (70, 70)]
     assert caplog.messages == ["Captions cut to 6 tokens: 1"]
-    found = texts_of(cohort, plan, tmp_path)
-    assert found is not None and np.array_equal(found.numpy(), kept[0])
+    vectors = texts_of(cohort, plan, tmp_path)
+    assert vectors is not None and np.array_equal(vectors.numpy(), kept[0])
     wanted = TextEncoder.open(folder, plan.condition).encode(cohort.captions or ())
-    torch.testing.assert_close(found, wanted)
-    assert [bool(row.any()) for row in found[:4]] == [False, True, False, True], (
+    torch.testing.assert_close(vectors, wanted)
+    assert [bool(row.any()) for row in vectors[:4]] == [False, True, False, True], (
         "blank captions are no text"
     )
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
@@ -335,10 +335,10 @@ def test_texts_of_a_part_of_the_images_take_neither_memory_nor_room_for_padding(
     text_NLD[:, :2] = torch.arange(1.0, 401)[:, None, None]
     text_NLD[7] = 0.0
     chosen, before = torch.tensor([3, 7, *range(100, 399)]), anonymous()
-    found = some_texts(text_NLD, chosen, tmp_path / "new")
+    vectors = some_texts(text_NLD, chosen, tmp_path / "new")
     took = anonymous() - before
-    assert took < found.nbytes / 4
-    assert torch.equal(found, text_NLD[chosen])
+    assert took < vectors.nbytes / 4
+    assert torch.equal(vectors, text_NLD[chosen])
     assert not list((tmp_path / "new").iterdir()), "its file has no name"
 
 
@@ -386,13 +386,13 @@ def test_mmdit_learns_from_captions_as_well(
     joint = Mmdit(patch=2, hidden=16, depth=1, heads=2)
     training = plan.expert.training.model_copy(update={"num_steps": 60})
     expert = plan.expert.model_copy(update={"architecture": joint, "training": training})
-    asked = plan.model_copy(update={"expert": expert})
+    mmdit_plan = plan.model_copy(update={"expert": expert})
     work = Workspace(tmp_path)
     work.expert_path("east").parent.mkdir(parents=True)
     cohort = cohort_of(published, "east")
     files = accepted.files()
     silo_training = SiloTraining(
-        plan=asked,
+        plan=mmdit_plan,
         files=files,
         cohort=training_inputs(cohort, plan, site.private),
         fine_N=read_assignment(cohort, files, site.private / "cohort.parquet"),
@@ -438,8 +438,8 @@ def test_site_without_captions_without_the_encoder_or_with_another_refuses_befor
         scanned(None)
     with pytest.raises(DigestError, match="tiny-t5, config.json"):
         scanned(tmp_path / "other")
-    with np.load(data) as found:
-        images = found["images"]
+    with np.load(data) as archive:
+        images = archive["images"]
     np.savez(data, images=images)
     with pytest.raises(DataError, match="captions"):
         scanned(folder)

@@ -216,8 +216,8 @@ def test_a_number_among_the_labels_means_what_the_site_calls_by_it_and_not_what_
     ]:
         with case(labels=labels, own=own):
             path = save(tmp_path / "a.npz", images=IMAGES, labels=labels)
-            asked = {"min_images": 1, "salt": SALT, "unit": "image", "known_classes": own}
-            label_N = cohort_at(path, SPEC, **asked, **plan).label_N  # type: ignore[arg-type]
+            request = {"min_images": 1, "salt": SALT, "unit": "image", "known_classes": own}
+            label_N = cohort_at(path, SPEC, **request, **plan).label_N  # type: ignore[arg-type]
             assert label_N is not None and label_N.tolist() == expected
 
 

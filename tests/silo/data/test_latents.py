@@ -38,8 +38,10 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation
     tiny = TinyFederation.create(path, {"north": 60, "west": 40})
     weights = path / "autoencoder.safetensors"
     save_tensors(weights, build_autoencoder(SIZE, PIXELS).state_dict())
-    asked = {"kind": "autoencoder_kl", "weights": str(weights)} | SIZE.model_dump(mode="json")
-    plan_id = tiny.complete(path / "release", recipe(latent=asked))
+    latent_recipe = {"kind": "autoencoder_kl", "weights": str(weights)} | SIZE.model_dump(
+        mode="json"
+    )
+    plan_id = tiny.complete(path / "release", recipe(latent=latent_recipe))
     plan = take_inventory(tiny.federation).plan
     assert plan.plan_id == plan_id
     return tiny, plan, path / "release"
@@ -126,12 +128,15 @@ def test_latents_of_private_training_are_encoded_one_by_one(
         return encode(x_B)
 
     monkeypatch.setattr(latent.net, "encode", watched)
-    for asked, size in ((private, 1), (plan, latent.block)):
+    for encoded_plan, size in ((private, 1), (plan, latent.block)):
         seen.clear()
         folder = tmp_path / str(size)
         folder.mkdir()
-        keep_latents(cohort, latent, asked, folder, lambda done, total: None)
-        assert seen == {size} and training_inputs(cohort, asked, folder).images[:].isfinite().all()
+        keep_latents(cohort, latent, encoded_plan, folder, lambda done, total: None)
+        assert (
+            seen == {size}
+            and training_inputs(cohort, encoded_plan, folder).images[:].isfinite().all()
+        )
 
 
 def test_interrupted_encoding_leaves_no_latents_and_begins_anew(
@@ -192,14 +197,14 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
     expected = training_inputs(pixels, plan, tmp_path).images[:]
     (brought := tmp_path / "brought").mkdir()
     np.save(brought / "latents.npy", (expected * plan.latent.scale).numpy())
-    asked = {
+    request = {
         "min_images": 1,
         "salt": b"s" * 32,
         "unit": "image",
         "num_classes": None,
         "folder": tmp_path,
     }
-    cohort = cohort_at(brought, plan.data, latent_shape=SEEN, **asked)  # type: ignore[arg-type]
+    cohort = cohort_at(brought, plan.data, latent_shape=SEEN, **request)  # type: ignore[arg-type]
     assert cohort.latent and cohort.digest != pixels.digest
     keep_latents(cohort, files.latent, plan, tmp_path / "none", lambda done, total: None)
     assert not (tmp_path / "none").exists()
@@ -218,4 +223,4 @@ def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_
         files.clusters.assign(files.encoder.encode(shown[:])),
     )
     with pytest.raises(DataError, match="no autoencoder"):
-        cohort_at(brought, plan.data, **asked)  # type: ignore[arg-type]
+        cohort_at(brought, plan.data, **request)  # type: ignore[arg-type]

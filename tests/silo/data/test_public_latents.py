@@ -92,5 +92,5 @@ def test_silo_trains_on_published_latents_and_the_release_decodes_samples(tmp_pa
         tiny.grow(chosen=recipe(latent=asked(tmp_path / "other")))
     tiny.grow(chosen=recipe(latent=asked(tmp_path / "vae")))
     grown, _ = tiny.federation.current_plan()
-    assert [each.silo_id for each in grown.carried] == ["north", "west"]
+    assert [expert.silo_id for expert in grown.carried] == ["north", "west"]
     assert (grown.latent, grown.file(AUTOENCODER_PATH)) == (plan.latent, listed)

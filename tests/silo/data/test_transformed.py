@@ -72,9 +72,9 @@ def left_out(private: Path) -> list[tuple[str, str]]:
         return [(Path(row["path"]).name, row["reason"]) for row in csv.DictReader(handle)]
 
 
-def load(path: Path, private: Path, **asked: object) -> Cohort:
+def load(path: Path, private: Path, **request: object) -> Cohort:
     plain = {"unit": "image", "num_classes": None, "transform": SPEC, "settings": ONE}
-    return cohort_at(path, DATA, min_images=1, salt=b"s", folder=private, **(plain | asked))  # type: ignore[arg-type]
+    return cohort_at(path, DATA, min_images=1, salt=b"s", folder=private, **(plain | request))  # type: ignore[arg-type]
 
 
 def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay_in_order(
@@ -280,14 +280,14 @@ def test_what_a_scan_accepted_and_no_longer_decodes_is_blank_and_counts(
     def late(jobs: Iterable[DecodeJob], options: DecoderOptions) -> Iterator:
         """One file takes too long, after its first picture, when its values are read."""
         num = 0
-        for found in whole(jobs, options):
-            if not options.with_values or not found.job.path.endswith("01z.tif"):
-                yield found
-            elif isinstance(found, DecodedFile):
-                yield DecodedFile(found.job, reason=Reason.TIME)
+        for answer in whole(jobs, options):
+            if not options.with_values or not answer.job.path.endswith("01z.tif"):
+                yield answer
+            elif isinstance(answer, DecodedFile):
+                yield DecodedFile(answer.job, reason=Reason.TIME)
             elif not num:
                 num += 1
-                yield found
+                yield answer
 
     monkeypatch.setattr(scan_module, "decode_files", late)
     assert levels(folder, private) == [10, 20, 71, 0, 0, 30]

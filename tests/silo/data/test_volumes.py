@@ -44,13 +44,13 @@ def scan(seed: int, shape: tuple[int, ...] = (8, 8, 8)) -> np.ndarray:
     return np.random.default_rng(seed).normal(300.0, 80.0, shape).astype(np.float32)
 
 
-def load(path: Path, spec: DataSpec = SPEC, **asked: Any) -> Cohort:
-    given: dict[str, Any] = {
+def load(path: Path, spec: DataSpec = SPEC, **request: Any) -> Cohort:
+    defaults: dict[str, Any] = {
         "unit": "image",
         "num_classes": None,
         "folder": path.parent / "private",
-    } | asked
-    return cohort_at(path, spec, min_images=1, salt=b"s" * 32, **given)
+    } | request
+    return cohort_at(path, spec, min_images=1, salt=b"s" * 32, **defaults)
 
 
 def into_range(values: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -65,9 +65,9 @@ def test_volumes_of_plans_without_a_transform_go_through_its_defaults(tmp_path: 
         (((20, 24, 10), (1.0, 1.0, 2.5)), ((5, 6, 4), (2.0, 2.0, 2.0)))
     ):
         save(tmp_path / "data" / f"{number}.nii", scan(number, sides), np.diag([*spacing, 1.0]))
-    found = load(tmp_path / "data", spec).images[:]
+    images = load(tmp_path / "data", spec).images[:]
     transform = Transform(TransformSpec(), spec)
-    for volume, picture in zip(found, pictures(tmp_path / "data"), strict=True):
+    for volume, picture in zip(images, pictures(tmp_path / "data"), strict=True):
         assert np.allclose(volume.numpy(), transform.apply(picture)[0], atol=STEP)
 
 
@@ -112,8 +112,8 @@ def test_damaged_volumes_are_left_out_and_those_with_another_number_of_channels_
         save(data / f"{number}.nii", scan(number))
     save(data / "Doe_Jane.nii", np.stack([scan(0), scan(1)], -1))
     (data / "Doe_John.nii").write_bytes(b"no volume at all")
-    found = load(data).images[:]
-    assert len(found) == 3 and [bool((each == -1.0).all()) for each in found] == [
+    images = load(data).images[:]
+    assert len(images) == 3 and [bool((image == -1.0).all()) for image in images] == [
         False,
         False,
         True,
@@ -128,16 +128,16 @@ def test_damaged_volumes_are_left_out_and_those_with_another_number_of_channels_
 def test_patients_and_classes_come_from_the_table_in_whatever_order_it_lists_them(
     tmp_path: Path,
 ) -> None:
-    data, asked = tmp_path / "data", {"unit": "patient", "num_classes": 3}
+    data, request = tmp_path / "data", {"unit": "patient", "num_classes": 3}
     for number, name in enumerate(("a", "b", "c")):
         save(data / f"{name}.nii", scan(number))
     with pytest.raises(DataError, match="patient"):
-        load(data, **asked)
+        load(data, **request)
     (data / "volumes.csv").write_text("file,patient,label\nc.nii,P2,2\na.nii,P1,0\nb.nii, P2,1\n")
-    cohort = load(data, **asked)
+    cohort = load(data, **request)
     assert cohort.unit_N.tolist() == [0, 1, 1]
     assert cohort.label_N is not None and cohort.label_N.tolist() == [0, 1, 2]
-    of_table = load(data / "volumes.csv", folder=tmp_path / "private", **asked)
+    of_table = load(data / "volumes.csv", folder=tmp_path / "private", **request)
     assert of_table.unit_N.tolist() == [0, 1, 0]  # in the order of its rows
 
 
