@@ -39,14 +39,14 @@ from tests.support.dicom_files import (
 
 
 def pictures(path: Path, limits: DecodeLimits | None = None) -> list[DecodedPicture]:
-    found = list(decode(FileContent.of(path), limits))
-    assert all(isinstance(each, DecodedPicture) for each in found)
-    return [each for each in found if isinstance(each, DecodedPicture)]
+    actual = list(decode(FileContent.of(path), limits))
+    assert all(isinstance(each, DecodedPicture) for each in actual)
+    return [each for each in actual if isinstance(each, DecodedPicture)]
 
 
 def values_of(path: Path) -> np.ndarray:
-    (found,) = pictures(path)
-    return found.values
+    (picture,) = pictures(path)
+    return picture.values
 
 
 def reason_of(path: Path, limits: DecodeLimits | None = None) -> Reason:
@@ -87,12 +87,12 @@ def test_pixels_of_every_transfer_syntax_are_those_of_pydicom(name: str, tmp_pat
         tags.file_meta.TransferSyntaxUID = (
             pydicom.uid.ImplicitVRLittleEndian if implicit else pydicom.uid.ExplicitVRLittleEndian
         )
-    (found,) = pictures(path)
-    assert (found.values[0] == tags.pixel_array).all()
-    assert found.patient == "MRN0017" and "MRN0017" not in repr(found)
+    (picture,) = pictures(path)
+    assert (picture.values[0] == tags.pixel_array).all()
+    assert picture.patient == "MRN0017" and "MRN0017" not in repr(picture)
     if name != "JPEG baseline":  # which loses a little
-        assert (found.values[0] == waves()).all()
-        assert found.full == (0, 4095) and found.values.dtype == np.uint16
+        assert (picture.values[0] == waves()).all()
+        assert picture.full == (0, 4095) and picture.values.dtype == np.uint16
 
 
 def test_rescaling_and_window_follow_the_standard(tmp_path: Path) -> None:
@@ -208,8 +208,8 @@ def icon() -> Sequence:
     ],
 )
 def test_tags_flag_what_a_person_must_see(flag: Flag, changes: dict, tmp_path: Path) -> None:
-    (found,) = pictures(write(tags_of(waves(), **changes), tmp_path / "image"))
-    assert found.flags == {flag}
+    (picture,) = pictures(write(tags_of(waves(), **changes), tmp_path / "image"))
+    assert picture.flags == {flag}
 
 
 def test_overlays_and_faces_are_flagged(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_every_file_that_pydicom_brings_loads_as_pydicom_loads_it_or_is_refused(
     equal = refused = 0
     for path in sorted(folder.glob("*.dcm")):
         try:
-            found = pictures(path)
+            actual = pictures(path)
         except ImageError:
             refused += 1
             continue
@@ -289,7 +289,7 @@ def test_every_file_that_pydicom_brings_loads_as_pydicom_loads_it_or_is_refused(
         if "PerFrameFunctionalGroupsSequence" in tags or "ModalityLUTSequence" in tags:
             continue
         frames = raw if int(tags.get("NumberOfFrames") or 1) > 1 else raw[None]
-        for each, frame in zip(found, frames, strict=True):
+        for each, frame in zip(actual, frames, strict=True):
             expected = np.moveaxis(frame, -1, 0) if frame.ndim == 3 else frame[None]
             assert (each.values == expected.astype(each.values.dtype)).all(), path.name
         equal += 1
@@ -324,9 +324,9 @@ def test_uncompressed_greys_are_those_of_pydicom_whatever_stands_in_unused_bits(
             implicit_vr=syntax.is_implicit_VR,
             little_endian=True,
         )
-        found = np.stack([each.values[0] for each in pictures(path)])
-        expected = pydicom.dcmread(path).pixel_array.reshape(found.shape)
-        assert (found == expected).all() and found.dtype.kind == expected.dtype.kind
+        actual = np.stack([each.values[0] for each in pictures(path)])
+        expected = pydicom.dcmread(path).pixel_array.reshape(actual.shape)
+        assert (actual == expected).all() and actual.dtype.kind == expected.dtype.kind
 
 
 LARGE = waves((240, 200))  # more bytes than are read before they are asked for
@@ -353,11 +353,11 @@ def test_large_pixels_of_a_file_in_memory_are_those_of_pydicom(syntax: str, tmp_
         tags.compress(JPEG2000Lossless, generate_instance_uid=False)
         assert len(tags.PixelData) > 1 << 16
     write(tags, path)
-    (alone,), (found,) = pictures(path), decode(FileContent.of(path, path.read_bytes()))
-    assert isinstance(found, DecodedPicture) and found.values.flags.writeable
+    (alone,), (actual,) = pictures(path), decode(FileContent.of(path, path.read_bytes()))
+    assert isinstance(actual, DecodedPicture) and actual.values.flags.writeable
     expected = pydicom.dcmread(path).pixel_array.astype(int) - (1024 if syntax == "rescaled" else 0)
-    assert (found.values[0] == expected).all() and (alone.values == found.values).all()
-    assert (found.patient, found.flags, found.full) == (alone.patient, alone.flags, alone.full)
+    assert (actual.values[0] == expected).all() and (alone.values == actual.values).all()
+    assert (actual.patient, actual.flags, actual.full) == (alone.patient, alone.flags, alone.full)
 
 
 def test_a_file_in_memory_that_ends_within_large_pixels_is_truncated(tmp_path: Path) -> None:

@@ -106,15 +106,15 @@ def test_only_frames_at_even_steps_along_their_normal_make_a_volume(tmp_path: Pa
         ("two spacings", other_spacing, None, False),
     ):
         with case(name=name):
-            found = pictures(placed(values, tmp_path, change, steps))
-            assert len(found) == (1 if is_volume else 6)
+            actual = pictures(placed(values, tmp_path, change, steps))
+            assert len(actual) == (1 if is_volume else 6)
             if is_volume:
-                assert found[0].spacing == pytest.approx((4, 0.5, 0.75), abs=1e-3)
-                assert (found[0].values[0] == values.astype(int) * 2 - 1000).all()
+                assert actual[0].spacing == pytest.approx((4, 0.5, 0.75), abs=1e-3)
+                assert (actual[0].values[0] == values.astype(int) * 2 - 1000).all()
             else:
                 assert all(
                     (picture.values[0] == frame.astype(int) * 2 - 1000).all()
-                    for picture, frame in zip(found, values, strict=True)
+                    for picture, frame in zip(actual, values, strict=True)
                 )
 
 

@@ -70,12 +70,12 @@ def drawn(shape: tuple[int, ...], bits: int, *, signed: bool = False, seed: int 
 
 
 def pictures(content: bytes) -> list[DecodedPicture]:
-    found = []
+    actual = []
     for picture in decode(FileContent(None, content, "image.dcm")):
         if isinstance(picture, ImageError):
             raise picture
-        found.append(picture)
-    return found
+        actual.append(picture)
+    return actual
 
 
 def refusal(content: bytes) -> ImageError:
@@ -136,12 +136,12 @@ def test_greys_of_every_cell_are_those_that_were_encoded() -> None:
             tags = described(
                 values, allocated, stored, high_bit, PhotometricInterpretation=photometric
             )
-            found = pictures(native(cells, syntax, tags))
+            actual = pictures(native(cells, syntax, tags))
             low = -(1 << (stored - 1)) if signed else 0
             full = (low, low + (1 << stored) - 1)
             expected = sum(full) - values if photometric == "MONOCHROME1" else values
-            assert len(found) == num_frames
-            for picture, frame in zip(found, expected, strict=True):
+            assert len(actual) == num_frames
+            for picture, frame in zip(actual, expected, strict=True):
                 assert picture.full == full and (picture.values[0] == frame).all()
 
 
@@ -158,9 +158,9 @@ def test_colours_of_every_cell_are_those_that_were_encoded() -> None:
             # Run-length encoding has planes by definition, so that there the tag means nothing.
             if planar == 1 and syntax != RLE:
                 cells = np.ascontiguousarray(np.moveaxis(cells, -1, 1))
-            found = pictures(native(cells, syntax, tags))
-            assert len(found) == num_frames
-            for picture, frame in zip(found, values, strict=True):
+            actual = pictures(native(cells, syntax, tags))
+            assert len(actual) == num_frames
+            for picture, frame in zip(actual, values, strict=True):
                 assert (picture.values == np.moveaxis(frame, -1, 0)).all()
 
 
@@ -178,22 +178,22 @@ def test_single_bits_and_wide_cells_are_those_that_were_encoded() -> None:
             else:
                 # Frames follow each other bit by bit.
                 content = native(np.packbits(values.reshape(-1), bitorder="little"), syntax, tags)
-            found = pictures(content)
+            actual = pictures(content)
             assert all(
                 (picture.values[0] == frame).all()
-                for picture, frame in zip(found, values, strict=True)
+                for picture, frame in zip(actual, values, strict=True)
             )
-            assert found[0].full == (0, 1)
+            assert actual[0].full == (0, 1)
     for syntax, (allocated, stored), signed in product(
         (IMPLICIT, EXPLICIT, DEFLATED, RLE), ((32, 31), (32, 24), (32, 20), (64, 30)), (False, True)
     ):
         with case(syntax=syntax, allocated=allocated, stored=stored, signed=signed):
             values = drawn((2, 5, 7), stored, signed=signed)
             cells = cells_of(values, allocated, stored, stored - 1)
-            found = pictures(
+            actual = pictures(
                 native(cells, syntax, described(values, allocated, stored, stored - 1))
             )
-            assert (found[1].values[0] == values[1]).all() and found[1].values.dtype == np.int32
+            assert (actual[1].values[0] == values[1]).all() and actual[1].values.dtype == np.int32
 
 
 def forward_ybr(rgb: np.ndarray) -> np.ndarray:
@@ -215,9 +215,9 @@ def test_luminance_and_chrominance_become_the_colours_that_they_were_made_of() -
                 if planar == 1 and syntax != RLE
                 else ybr
             )
-            found = pictures(native(cells, syntax, tags))
+            actual = pictures(native(cells, syntax, tags))
             # Each of three components was rounded by at most a half, and the largest sum of their weights is 2.8.
-            assert np.abs(found[1].values - np.moveaxis(rgb[1], -1, 0).astype(int)).max() <= 2
+            assert np.abs(actual[1].values - np.moveaxis(rgb[1], -1, 0).astype(int)).max() <= 2
     pairs = rgb.copy()
     # no colour is lost where both pixels of a pair have the same one
     pairs[:, :, 1::2] = pairs[:, :, ::2]
@@ -228,8 +228,8 @@ def test_luminance_and_chrominance_become_the_colours_that_they_were_made_of() -
     for syntax in (*NATIVE, ENCAPSULATED_UNCOMPRESSED, DEFLATED_FRAMES):
         with case(syntax=syntax):
             tags = described(rgb, 8, 8, 7, PhotometricInterpretation="YBR_FULL_422")
-            found = pictures(native(quadruples, syntax, tags))
-            assert np.abs(found[1].values - np.moveaxis(pairs[1], -1, 0).astype(int)).max() <= 2
+            actual = pictures(native(quadruples, syntax, tags))
+            assert np.abs(actual[1].values - np.moveaxis(pairs[1], -1, 0).astype(int)).max() <= 2
 
 
 def test_palettes_of_every_form_give_the_colours_of_their_entries() -> None:
@@ -289,9 +289,9 @@ def test_floating_point_pixels_are_those_that_were_encoded() -> None:
             content = float_content(
                 values.astype(f"{order}f{size}").tobytes(), keyword, syntax, tags
             )
-            found = pictures(content)
+            actual = pictures(content)
             expected = -values if photometric == "MONOCHROME1" else values
-            assert (found[1].values[0] == expected[1]).all() and found[1].full is None
+            assert (actual[1].values[0] == expected[1]).all() and actual[1].full is None
 
 
 def float_content(data: bytes, keyword: str, syntax: str, tags: dict[str, Any]) -> bytes:
@@ -372,14 +372,14 @@ def test_compressed_greys_are_those_that_were_encoded(signed: bool) -> None:
                 )
                 tables = num_frames == 1 or name == "JPEG 2000"
                 frames = [bytes(encode(frame)) for frame in values]
-                found = pictures(
+                actual = pictures(
                     content_of(
                         frames, syntax, tables=tables, fragments=1 + (bits == 12) * 2, **tags
                     )
                 )
                 expected = sum(full) - values if photometric == "MONOCHROME1" else values
-                assert len(found) == num_frames
-                for picture, frame in zip(found, expected, strict=True):
+                assert len(actual) == num_frames
+                for picture, frame in zip(actual, expected, strict=True):
                     assert picture.full == full
                     assert np.abs(picture.values[0].astype(int) - frame).max() <= error
 

@@ -37,9 +37,9 @@ def items(path: Path) -> list[DecodedPicture | ImageError]:
 
 
 def picture_of(path: Path) -> DecodedPicture:
-    (found,) = items(path)
-    assert isinstance(found, DecodedPicture)
-    return found
+    (picture,) = items(path)
+    assert isinstance(picture, DecodedPicture)
+    return picture
 
 
 def refusal(path: Path) -> ImageError:
@@ -347,14 +347,14 @@ def test_fragments_make_the_frames_that_tables_and_code_streams_say(tmp_path: Pa
     ):
         with case(name=name):
             content = content_of(frames, syntax, tables=tables, fragments=fragments, **tags)
-            found = [
+            actual = [
                 picture
                 for picture in decode(FileContent(None, content, "a"))
                 if not isinstance(picture, ImageError)
             ]
             assert all(
                 (picture.values[0] == frame).all()
-                for picture, frame in zip(found, values, strict=True)
+                for picture, frame in zip(actual, values, strict=True)
             )
             short = content_of(frames[:2], syntax, tables=tables, fragments=fragments, **tags)
             with pytest.raises(ImageError) as caught:

@@ -28,10 +28,10 @@ def test_pixels_of_another_shape_or_type_are_other_pixels() -> None:
         values.reshape(1, 4, 16),
         values.view(np.uint16).reshape(1, 4, 8),
     )
-    found = [record_of(DecodedPicture.of(Picture(each)), KEY).pixels for each in shapes]
-    assert len(set(found)) == 3
+    actual = [record_of(DecodedPicture.of(Picture(each)), KEY).pixels for each in shapes]
+    assert len(set(actual)) == 3
     assert (
-        found[0]
+        actual[0]
         == record_of(
             DecodedPicture.of(Picture(values.reshape(1, 8, 8).copy()), patient="x", kind="PNG"), KEY
         ).pixels

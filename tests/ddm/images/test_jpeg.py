@@ -46,9 +46,9 @@ def without(data: bytes, code: int) -> bytes:
 
 
 def picture(data: bytes) -> DecodedPicture:
-    (found,) = decode(FileContent(None, data, "a.jpg"))
-    assert isinstance(found, DecodedPicture)
-    return found
+    (picture,) = decode(FileContent(None, data, "a.jpg"))
+    assert isinstance(picture, DecodedPicture)
+    return picture
 
 
 def values(data: bytes) -> np.ndarray:
@@ -80,9 +80,9 @@ def test_greys_and_colours_are_read_in_each_way_of_coding(tmp_path: Path) -> Non
             assert near(values(jpeg(RGB, **options)), RGB)
             assert near(values(jpeg(RGB, keep_rgb=True, **options)), RGB)
     (tmp_path / "a.jpg").write_bytes(jpeg(RGB))
-    (found,) = decode(FileContent.of(tmp_path / "a.jpg"))
-    assert isinstance(found, DecodedPicture) and found.full == (0, 255)
-    assert (found.values == picture(jpeg(RGB)).values).all()
+    (actual,) = decode(FileContent.of(tmp_path / "a.jpg"))
+    assert isinstance(actual, DecodedPicture) and actual.full == (0, 255)
+    assert (actual.values == picture(jpeg(RGB)).values).all()
     flat = np.full((40, 56, 3), (200, 40, 90), np.uint8)
     for subsampling in (0, 1, 2):
         assert near(values(jpeg(flat, subsampling=subsampling)), flat)

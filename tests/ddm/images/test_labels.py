@@ -19,8 +19,8 @@ CLASSES = Classes(3, ("normal", "Pneumonia", "effusion"))
     ],
 )
 def test_labels_are_classes_by_name_or_number(labels: np.ndarray) -> None:
-    found = class_numbers(labels, CLASSES)
-    assert found.dtype == np.int64 and found.tolist() == [2, 0, 1]
+    actual = class_numbers(labels, CLASSES)
+    assert actual.dtype == np.int64 and actual.tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize(

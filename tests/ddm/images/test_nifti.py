@@ -22,9 +22,9 @@ AXIAL = np.diag([-1.0, -1.0, 1.0, 1.0])  # in which a file's axes are W, H and D
 
 
 def picture(data: bytes, name: str = "a.nii") -> DecodedPicture:
-    (found,) = decode(FileContent(None, data, name))
-    assert isinstance(found, DecodedPicture)
-    return found
+    (picture,) = decode(FileContent(None, data, name))
+    assert isinstance(picture, DecodedPicture)
+    return picture
 
 
 def refusal(data: bytes, name: str = "a.nii", limits: DecodeLimits | None = None) -> ImageError:
@@ -70,13 +70,13 @@ def test_every_order_and_direction_of_axes_is_turned_to_the_patients() -> None:
                 length = [SHAPE[order.index(axis)] for axis in range(3)]
                 d, h, w = np.indices((length[2], length[1], length[0]))
                 expected = 100 * d + 10 * (length[1] - 1 - h) + (length[0] - 1 - w)
-                for found in (
+                for actual in (
                     picture(nifti(voxels, affine=matrix)),
                     picture(nifti(voxels, affine=matrix, version=2, order=">")),
                     picture(mgh(voxels[..., None], matrix[:3, :3] / sides, sides), "a.mgh"),
                 ):
-                    assert (found.values[0] == expected).all()
-                    assert found.spacing == tuple(sides[order.index(axis)] for axis in (2, 1, 0))
+                    assert (actual.values[0] == expected).all()
+                    assert actual.spacing == tuple(sides[order.index(axis)] for axis in (2, 1, 0))
 
 
 def test_oblique_axes_go_to_the_nearest_of_the_patient_without_resampling() -> None:
@@ -85,9 +85,9 @@ def test_oblique_axes_go_to_the_nearest_of_the_patient_without_resampling() -> N
         turn = np.eye(4)
         turn[1:3, 1:3] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
         voxels = waves(SHAPE).astype(np.int16)
-        found = picture(nifti(voxels, affine=turn @ np.diag([-1.0, -2, 3, 1])))
-        assert (found.values[0] == in_file(voxels)).all()
-        assert np.allclose(found.spacing or (), (3, 2, 1))
+        actual = picture(nifti(voxels, affine=turn @ np.diag([-1.0, -2, 3, 1])))
+        assert (actual.values[0] == in_file(voxels)).all()
+        assert np.allclose(actual.spacing or (), (3, 2, 1))
 
 
 def test_axes_that_are_not_at_right_angles_are_refused_in_every_place() -> None:
@@ -114,8 +114,8 @@ def test_sform_comes_before_qform_and_qform_before_the_sides_of_voxels() -> None
     quatern = {"qform_code": 1, "pixdim": [1.0, 2, 3, 4, 1, 1, 1, 1], "quatern": [0.0, 0.0, 1.0]}
     assert (picture(nifti(voxels, affine=matrix, **quatern)).values == right).all()
     # Half a turn about the axis through the head: x and y go to the left and to the back.
-    found = picture(nifti(voxels, **quatern))
-    assert (found.values[0] == in_file(voxels)).all() and found.spacing == (4, 3, 2)
+    actual = picture(nifti(voxels, **quatern))
+    assert (actual.values[0] == in_file(voxels)).all() and actual.spacing == (4, 3, 2)
     mirrored = picture(nifti(voxels, **(quatern | {"pixdim": [-1.0, 2, 3, 4, 1, 1, 1, 1]})))
     assert (mirrored.values[0] == in_file(voxels)[::-1]).all()
     # A quarter turn about the x axis (b = sin 45 degrees): y goes to the top, z to the back.
@@ -141,8 +141,8 @@ def test_units_of_length_are_known_and_an_unknown_one_counts_as_mm() -> None:
     voxels = waves(SHAPE).astype(np.int16)
     for units, factor in ((0, 1), (1, 1000), (2, 1), (3, 0.001), (2 | 8, 1), (3 | 16, 0.001)):
         with case(units):
-            found = picture(nifti(voxels, affine=np.diag([-1.0, -2, 3, 1]), xyzt_units=units))
-            assert np.allclose(found.spacing or (), (3 * factor, 2 * factor, factor))
+            actual = picture(nifti(voxels, affine=np.diag([-1.0, -2, 3, 1]), xyzt_units=units))
+            assert np.allclose(actual.spacing or (), (3 * factor, 2 * factor, factor))
     for units in (5, 7, 2 | 64, 128):
         assert "xyzt_units" in refusal(nifti(voxels, affine=AXIAL, xyzt_units=units)).detail
 
@@ -167,12 +167,12 @@ def test_every_type_byte_order_and_version_is_read_to_the_value(tmp_path: Path) 
                 path.write_bytes(gzip.compress(data))
                 (packed,) = decode(FileContent.of(path))
                 assert isinstance(packed, DecodedPicture)
-                for found in (picture(data), packed):
+                for actual in (picture(data), packed):
                     assert (
-                        np.allclose(found.values[0], in_file(voxels), rtol=1e-6)
-                        and found.full == full
+                        np.allclose(actual.values[0], in_file(voxels), rtol=1e-6)
+                        and actual.full == full
                     )
-                    assert found.values.dtype.isnative
+                    assert actual.values.dtype.isnative
     for code in (1, 32, 1536, 1792, 2048, 9):
         assert "datatype" in refusal(nifti(voxels, affine=AXIAL, datatype=code)).detail
     assert "bitpix" in refusal(nifti(voxels, affine=AXIAL, bitpix=8)).detail
@@ -191,14 +191,14 @@ def test_scaling_is_done_where_the_slope_says_so() -> None:
     ):
         for version in (1, 2):
             with case(slope, intercept, version):
-                found = picture(
+                actual = picture(
                     nifti(
                         voxels, affine=AXIAL, version=version, scl_slope=slope, scl_inter=intercept
                     )
                 )
-                assert (found.values[0] == in_file(voxels) * expected[0] + expected[1]).all()
+                assert (actual.values[0] == in_file(voxels) * expected[0] + expected[1]).all()
                 ends = sorted(bound * expected[0] + expected[1] for bound in (-32768, 32767))
-                assert found.full == tuple(ends)
+                assert actual.full == tuple(ends)
     assert "scl_inter" in refusal(nifti(voxels, affine=AXIAL, scl_slope=2.0, scl_inter=nan)).detail
 
 
@@ -218,9 +218,9 @@ def pictures(
     data: bytes, name: str = "a.nii", limits: DecodeLimits | None = None
 ) -> list[DecodedPicture]:
     return [
-        found
-        for found in decode(FileContent(None, data, name), limits)
-        if isinstance(found, DecodedPicture)
+        actual
+        for actual in decode(FileContent(None, data, name), limits)
+        if isinstance(actual, DecodedPicture)
     ]
 
 
@@ -233,8 +233,8 @@ def test_a_fourth_axis_holds_channels_unless_it_is_time() -> None:
         series = nifti(voxels, affine=AXIAL, xyzt_units=2 | unit, scl_slope=2.0, scl_inter=1.0)
         for data in (series, gzip.compress(series)):
             with case(unit):
-                for found, volume in zip(pictures(data), expected, strict=True):
-                    assert (found.values == 2 * volume[None] + 1).all() and found.spacing == (
+                for actual, volume in zip(pictures(data), expected, strict=True):
+                    assert (actual.values == 2 * volume[None] + 1).all() and actual.spacing == (
                         1,
                         1,
                         1,
@@ -269,7 +269,7 @@ def test_each_time_of_a_series_is_a_volume_and_a_broken_file_gives_none() -> Non
     assert refusal(data, limits=DecodeLimits(pictures=2)).reason is Reason.TOO_LARGE
     assert len(pictures(data, limits=DecodeLimits(values=voxels[..., 0].size))) == 3
     slices = nifti(voxels[:, :, :1], affine=AXIAL, xyzt_units=10)
-    assert [found.values.shape for found in pictures(slices)] == [(1, 5, 4)] * 3
+    assert [actual.values.shape for actual in pictures(slices)] == [(1, 5, 4)] * 3
     rgb = np.zeros((*SHAPE, 2), [("R", "u1"), ("G", "u1"), ("B", "u1")])
     rgb["G"][..., 1] = 7
     first, second = pictures(nifti(rgb, affine=AXIAL, datatype=128, xyzt_units=10))
@@ -286,14 +286,14 @@ def test_each_time_of_a_series_is_a_volume_and_a_broken_file_gives_none() -> Non
 def test_frames_of_mgh_hold_channels_unless_they_are_time() -> None:
     voxels = waves((*SHAPE, 3)).astype(np.float32)
     for repetition_time in (None, 0.0):
-        found = picture(mgh(voxels, AXIAL[:3, :3], repetition_time=repetition_time), "a.mgh")
-        assert (found.values == voxels.transpose(3, 2, 1, 0)).all()
+        actual = picture(mgh(voxels, AXIAL[:3, :3], repetition_time=repetition_time), "a.mgh")
+        assert (actual.values == voxels.transpose(3, 2, 1, 0)).all()
     series = mgh(voxels, AXIAL[:3, :3], repetition_time=2000.0)
     for data in (series, gzip.compress(series)):
-        for found, volume in zip(
+        for actual, volume in zip(
             pictures(data, "a.mgz"), voxels.transpose(3, 2, 1, 0), strict=True
         ):
-            assert (found.values == volume[None]).all()
+            assert (actual.values == volume[None]).all()
     assert picture(
         mgh(voxels[..., :1], AXIAL[:3, :3], repetition_time=2000.0), "a.mgh"
     ).values.shape == (1, 6, 5, 4)
@@ -305,8 +305,8 @@ def test_types_of_mgh_are_read_to_the_value_and_one_without_axes_is_refused() ->
         data = mgh(voxels, AXIAL[:3, :3], repetition_time=0.0)
         for packed in (data, gzip.compress(data)):
             with case(kind):
-                found = picture(packed, "a.mgz")
-                assert (found.values[0] == in_file(voxels[..., 0])).all()
+                actual = picture(packed, "a.mgz")
+                assert (actual.values[0] == in_file(voxels[..., 0])).all()
     assert "type" in refusal(mgh(voxels, AXIAL[:3, :3], code=7), "a.mgh").detail
     assert "goodRASFlag" in refusal(mgh(voxels, AXIAL[:3, :3], has_axes=0), "a.mgh").detail
     assert refusal(mgh(voxels, AXIAL[:3, :3])[:-9], "a.mgh").reason is Reason.TRUNCATED
@@ -351,8 +351,8 @@ def test_colours_are_channels() -> None:
         expected = np.moveaxis(colours[..., :3], -1, 0).swapaxes(1, -1)
         for code, array in ((128, rgb), (2304, rgba)):
             with case(code, shape):
-                found = picture(nifti(array, affine=AXIAL, datatype=code, scl_slope=2.0))
-                assert (found.values == expected).all() and found.full == (0, 255)
+                actual = picture(nifti(array, affine=AXIAL, datatype=code, scl_slope=2.0))
+                assert (actual.values == expected).all() and actual.full == (0, 255)
         rgba["A"][1, 2] = 254
         assert "RGBA32" in refusal(nifti(rgba, affine=AXIAL, datatype=2304)).detail
 
@@ -365,12 +365,12 @@ def test_flat_images_are_those_of_a_screen_whatever_their_third_axis_says() -> N
         {"qform_code": 1, "quatern": [0.0, 0.0, 1.0], "pixdim": [1.0, 1, 1, 0, 0, 0, 0, 0]},
     ):
         with case(fields):
-            found = picture(nifti(flat, **fields))
-            assert (found.values[0] == flat.T).all() and found.spacing == (1, 1)
+            actual = picture(nifti(flat, **fields))
+            assert (actual.values[0] == flat.T).all() and actual.spacing == (1, 1)
     sagittal = np.zeros((4, 4))
     sagittal[1, 0], sagittal[2, 1], sagittal[0, 2], sagittal[3, 3] = -2, 3, 1, 1
-    found = picture(nifti(flat[..., None], affine=sagittal))
-    assert (found.values[0] == flat.T[::-1]).all() and found.spacing == (3, 2)
+    actual = picture(nifti(flat[..., None], affine=sagittal))
+    assert (actual.values[0] == flat.T[::-1]).all() and actual.spacing == (3, 2)
 
 
 def test_places_of_the_voxels_are_obeyed_or_refused() -> None:
@@ -429,16 +429,16 @@ def test_nibabel_writes_what_is_read(tmp_path: Path) -> None:
     for kind, name in kinds:
         with case(kind, name):
             nibabel.save(kind(voxels, matrix), tmp_path / name)
-            (found,) = decode(FileContent.of(tmp_path / name))
-            assert isinstance(found, DecodedPicture)
-            assert (found.values == expected.values).all() and found.spacing == expected.spacing
+            (actual,) = decode(FileContent.of(tmp_path / name))
+            assert isinstance(actual, DecodedPicture)
+            assert (actual.values == expected.values).all() and actual.spacing == expected.spacing
     image = nibabel.Nifti1Image(voxels, None)
     image.set_qform(matrix, code=1)
     nibabel.save(image, tmp_path / "q.nii")
-    (found,) = decode(FileContent.of(tmp_path / "q.nii"))
-    assert isinstance(found, DecodedPicture)
-    assert (found.values == expected.values).all() and np.allclose(
-        found.spacing or (), expected.spacing or ()
+    (actual,) = decode(FileContent.of(tmp_path / "q.nii"))
+    assert isinstance(actual, DecodedPicture)
+    assert (actual.values == expected.values).all() and np.allclose(
+        actual.spacing or (), expected.spacing or ()
     )
 
 
@@ -448,16 +448,16 @@ def test_public_files_are_read_as_their_headers_say() -> None:
     stored = np.frombuffer(path.read_bytes(), ">i2", 33 * 41 * 25, 352).reshape(
         (33, 41, 25), order="F"
     )
-    (found,) = decode(FileContent.of(path))
-    assert isinstance(found, DecodedPicture) and found.spacing == (2, 2, 2)
-    assert (found.values[0] == stored[:, ::-1].transpose(2, 1, 0)).all()
+    (picture,) = decode(FileContent.of(path))
+    assert isinstance(picture, DecodedPicture) and picture.spacing == (2, 2, 2)
+    assert (picture.values[0] == stored[:, ::-1].transpose(2, 1, 0)).all()
     # Twenty volumes of 17 x 21 x 3 voxels, of the same directions.
     data = (Path(data_path) / "functional.nii").read_bytes()
     stored = np.frombuffer(data, "<i2", 17 * 21 * 3 * 20, 352).reshape((17, 21, 3, 20), order="F")
     slope, intercept = np.frombuffer(data, "<f4", 2, 112).astype(float)
-    for found, volume in zip(pictures(data), np.moveaxis(stored, -1, 0), strict=True):
+    for picture, volume in zip(pictures(data), np.moveaxis(stored, -1, 0), strict=True):
         scaled = volume.astype(np.float64) * slope + intercept
-        assert np.allclose(found.values[0], scaled[:, ::-1].transpose(2, 1, 0))
+        assert np.allclose(picture.values[0], scaled[:, ::-1].transpose(2, 1, 0))
 
 
 def test_volumes_that_may_show_a_face_are_flagged() -> None:

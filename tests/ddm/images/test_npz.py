@@ -38,8 +38,8 @@ def test_whole_numbers_are_spread_over_the_plans_range(tmp_path: Path, dtype: ty
     np.savez(
         tmp_path / "a.npz", images=np.array([[[0, most], [most // 3, most // 5]]], dtype=dtype)
     )
-    found = read_images(tmp_path / "a.npz", SPEC).flatten().tolist()
-    assert found == pytest.approx([-1.0, 3.0, 1 / 3, -0.2], abs=1e-6)
+    actual = read_images(tmp_path / "a.npz", SPEC).flatten().tolist()
+    assert actual == pytest.approx([-1.0, 3.0, 1 / 3, -0.2], abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint32, np.int64, bool])

@@ -53,10 +53,10 @@ def write(
 def rows_of(path: Path, limits: DecodeLimits | None = None) -> list[Any]:
     """The value, split, label, patient and caption of each picture, or the reason of its error."""
     return [
-        found.reason
-        if isinstance(found, ImageError)
-        else (int(found.values.max()), found.split, found.label, found.patient, found.caption)
-        for found in decode(FileContent.of(path), limits)
+        actual.reason
+        if isinstance(actual, ImageError)
+        else (int(actual.values.max()), actual.split, actual.label, actual.patient, actual.caption)
+        for actual in decode(FileContent.of(path), limits)
     ]
 
 
@@ -155,8 +155,8 @@ def test_a_row_that_gives_no_picture_comes_as_its_reason_and_the_next_ones_follo
     }
     cells += [cell for cell, _ in more.values()]
     expected_rows = [*wrong.values(), *(expected for _, expected in more.values())]
-    found = rows_of(write(inside / "a.parquet", cells))
-    for name, row, expected in zip((*wrong, *more), found, expected_rows, strict=True):
+    actual = rows_of(write(inside / "a.parquet", cells))
+    for name, row, expected in zip((*wrong, *more), actual, expected_rows, strict=True):
         with case(name):
             assert row == expected
 
@@ -242,8 +242,8 @@ def test_an_image_file_larger_than_the_limit_is_refused_alone(tmp_path: Path) ->
         large, "PNG"
     )
     path = write(tmp_path / "a.parquet", [png(1), large.getvalue(), png(2)], kind=pa.binary())
-    found = rows_of(path, DecodeLimits(values=4000))
-    assert [found[0][0], found[1], found[2][0]] == [1, Reason.TOO_LARGE, 2]
+    actual = rows_of(path, DecodeLimits(values=4000))
+    assert [actual[0][0], actual[1], actual[2][0]] == [1, Reason.TOO_LARGE, 2]
 
 
 BOUNDED = """
@@ -299,10 +299,10 @@ def test_a_few_kilobytes_of_parquet_never_take_gigabytes(tmp_path: Path) -> None
     command = [sys.executable, "-c", BOUNDED, *paths]
     # The default allocator reserves a gigabyte of addresses, of which it uses little.
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}
-    done = subprocess.run(
+    finished = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=True
     )
-    for name, reasons in zip(tables, done.stdout.splitlines(), strict=True):
+    for name, reasons in zip(tables, finished.stdout.splitlines(), strict=True):
         with case(name):
             assert reasons == tables[name][1]
 
@@ -353,9 +353,9 @@ def test_a_damaged_parquet_file_is_an_error_and_never_another_value(tmp_path: Pa
         path.write_bytes(damaged)
         with case(place):
             try:
-                for found in decode(FileContent.of(path)):
-                    if isinstance(found, DecodedPicture):
-                        assert (found.values == 7).all()
+                for actual in decode(FileContent.of(path)):
+                    if isinstance(actual, DecodedPicture):
+                        assert (actual.values == 7).all()
             except DataError:
                 pass
     assert ParquetTable((write(path, [png(1)], kind=pa.binary()),)).num_rows == 1

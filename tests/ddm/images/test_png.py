@@ -33,9 +33,9 @@ def exif(orientation: int, order: str = "<") -> bytes:
 
 
 def picture(data: bytes) -> DecodedPicture:
-    (found,) = decode(FileContent(None, data, "a.png"))
-    assert isinstance(found, DecodedPicture)
-    return found
+    (picture,) = decode(FileContent(None, data, "a.png"))
+    assert isinstance(picture, DecodedPicture)
+    return picture
 
 
 def values(data: bytes) -> np.ndarray:
@@ -64,13 +64,15 @@ def test_every_colour_type_depth_and_interlace_method_is_read_to_the_value(tmp_p
         for interlace in (False, True):
             with case(colour, depth, interlace):
                 path.write_bytes(png(samples, depth, colour, interlace=interlace, idat_bytes=100))
-                found = picture(path.read_bytes())
-                assert (np.moveaxis(found.values, 0, -1) == on_screen(samples, depth, colour)).all()
-                assert found.full == (0, 65535 if depth == 16 else 255)
+                actual = picture(path.read_bytes())
+                assert (
+                    np.moveaxis(actual.values, 0, -1) == on_screen(samples, depth, colour)
+                ).all()
+                assert actual.full == (0, 65535 if depth == 16 else 255)
                 (from_path,) = decode(FileContent.of(path))
                 assert (
                     isinstance(from_path, DecodedPicture)
-                    and (from_path.values == found.values).all()
+                    and (from_path.values == actual.values).all()
                 )
 
 
@@ -169,8 +171,8 @@ def test_chunks_on_colour_and_few_significant_bits_change_no_value() -> None:
     ]
     for one in chunks:
         with case(one[0]):
-            found = picture(png(samples, 8, RGB, before=[one]))
-            assert (np.moveaxis(found.values, 0, -1) == samples).all() and found.full == (0, 255)
+            actual = picture(png(samples, 8, RGB, before=[one]))
+            assert (np.moveaxis(actual.values, 0, -1) == samples).all() and actual.full == (0, 255)
     background = (b"bKGD", struct.pack(">HHH", 255, 255, 255))
     assert (
         values(png(noise(4, 8), 8, RGB_ALPHA, before=[background]))
@@ -215,11 +217,11 @@ def test_every_flipped_byte_that_matters_is_noticed() -> None:
         data = bytearray(whole)
         data[position] ^= 0x20
         try:
-            found = values(bytes(data))
+            actual = values(bytes(data))
         except ImageError:
             continue
         with case(position):
-            assert found.shape == expected.shape and (found == expected).all()
+            assert actual.shape == expected.shape and (actual == expected).all()
 
 
 def test_broken_files_have_their_true_reason() -> None:
@@ -271,8 +273,8 @@ def test_huge_texts_and_profiles_ask_for_no_memory_and_are_still_looked_at() -> 
         (b"iTXt", b"a\0\1\0\0\0" + bomb),
         (b"iCCP", b"a\0\0" + bomb),
     ]
-    found = picture(png(samples, 8, RGB, before=texts))
-    assert (np.moveaxis(found.values, 0, -1) == samples).all() and not found.flags
+    actual = picture(png(samples, 8, RGB, before=texts))
+    assert (np.moveaxis(actual.values, 0, -1) == samples).all() and not actual.flags
     for text in (
         (b"tEXt", b"Software\0Screenshot tool"),
         (b"zTXt", b"Comment\0\0" + zlib.compress(b"a screenshot")),

@@ -38,18 +38,18 @@ def remark(
 
 
 def test_zero_to_one_under_minus_one_to_one_fills_half_of_the_declared_range() -> None:
-    found = remark(images(0, 1), (-1.0, 1.0))
-    assert "fill 50% of the declared range -1 to 1: 0 to 1." in found
-    assert "Scale the arrays" in found
-    assert "data.range" in found
+    remark_text = remark(images(0, 1), (-1.0, 1.0))
+    assert "fill 50% of the declared range -1 to 1: 0 to 1." in remark_text
+    assert "Scale the arrays" in remark_text
+    assert "data.range" in remark_text
 
 
 def test_twelve_bits_in_sixteen_fill_six_percent_of_the_range_of_their_type() -> None:
     value_range = range_of_type("uint16")
     assert value_range == (0.0, 65535.0)
-    found = remark(images(0, 4095).astype(np.uint16), value_range, ValueKind.WHOLE)
-    assert "fill 6% of the range of their type, 0 to 65535: 0 to 4095." in found
-    assert "12 bits" in found
+    remark_text = remark(images(0, 4095).astype(np.uint16), value_range, ValueKind.WHOLE)
+    assert "fill 6% of the range of their type, 0 to 65535: 0 to 4095." in remark_text
+    assert "12 bits" in remark_text
 
 
 def test_share_that_is_used_decides_about_the_remark() -> None:
@@ -61,22 +61,22 @@ def test_share_that_is_used_decides_about_the_remark() -> None:
         (0, 0.001, "less than"),
     ]:
         with case((low, high)):
-            found = remark(images(low, high), (-1.0, 1.0))
-            assert bool(found) == bool(expected)
-            assert expected in found
+            remark_text = remark(images(low, high), (-1.0, 1.0))
+            assert bool(remark_text) == bool(expected)
+            assert expected in remark_text
 
 
 def test_one_image_with_an_outlier_does_not_hide_what_all_others_use() -> None:
     array = images(0, 4095)
     array[17, 0, 1, 1] = 65535
-    found = remark(array, (0.0, 65535.0), ValueKind.WHOLE)
-    assert "6%" in found
-    assert "0 to 4095 in 99% of 200 images" in found
+    remark_text = remark(array, (0.0, 65535.0), ValueKind.WHOLE)
+    assert "6%" in remark_text
+    assert "0 to 4095 in 99% of 200 images" in remark_text
 
 
 def test_values_beyond_the_range_are_said_to_be_refused() -> None:
-    found = remark(images(0, 255), (-1.0, 1.0))
-    assert "reach from 0 to 255, beyond the declared range -1 to 1" in found
+    remark_text = remark(images(0, 255), (-1.0, 1.0))
+    assert "reach from 0 to 255, beyond the declared range -1 to 1" in remark_text
     assert remark(images(-1.0005, 1.0005), (-1.0, 1.0)) == "", "rounding is no remark"
 
 
@@ -103,8 +103,8 @@ def test_images_enlarged_more_than_twice_are_counted_with_the_largest_as_example
         ((256, 256), (64, 64)),
     ]:
         counter.add(sides, resampled)
-    [found] = counter.remarks("public images")
-    assert found.startswith(
+    [remark_text] = counter.remarks("public images")
+    assert remark_text.startswith(
         "2 of 4 public images are enlarged more than 2 times, up to 3.5 times (28 x 28 to 98 x 98)"
     )
     few = EnlargementCounter()
@@ -114,6 +114,6 @@ def test_images_enlarged_more_than_twice_are_counted_with_the_largest_as_example
 
 @pytest.mark.parametrize("kind", list(ValueKind))
 def test_every_kind_of_values_says_what_to_do(kind: ValueKind) -> None:
-    found = remark(images(0, 1), (-1.0, 1.0), kind)
-    assert found.endswith(".")
-    assert len(found.split(". ")) >= 2
+    remark_text = remark(images(0, 1), (-1.0, 1.0), kind)
+    assert remark_text.endswith(".")
+    assert len(remark_text.split(". ")) >= 2

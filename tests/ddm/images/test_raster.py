@@ -21,9 +21,9 @@ def pictures(path: Path) -> list[DecodedPicture]:
 
 
 def values_of(path: Path) -> np.ndarray:
-    (found,) = pictures(path)
-    assert not found.flags
-    return found.values
+    (picture,) = pictures(path)
+    assert not picture.flags
+    return picture.values
 
 
 def reason_of(path: Path, limits: DecodeLimits | None = None) -> Reason:
@@ -121,9 +121,11 @@ def test_a_tiff_keeps_the_sign_of_its_values(tmp_path: Path) -> None:
                 photometric="minisblack",
                 byteorder=order,
             )
-            (found,) = pictures(tmp_path / "image.tiff")
-            assert (found.values[0] == values.astype(dtype).astype(found.values.dtype)).all(), dtype
-            assert found.full == {np.int8: (-128, 127), np.int16: (-32768, 32767)}.get(dtype)
+            (picture,) = pictures(tmp_path / "image.tiff")
+            assert (picture.values[0] == values.astype(dtype).astype(picture.values.dtype)).all(), (
+                dtype
+            )
+            assert picture.full == {np.int8: (-128, 127), np.int16: (-32768, 32767)}.get(dtype)
 
 
 def test_orientation_of_a_camera_is_applied(tmp_path: Path) -> None:
@@ -143,8 +145,8 @@ def test_pages_are_images_of_their_own_and_reduced_ones_thumbnails(tmp_path: Pat
     with tifffile.TiffWriter(tmp_path / "reduced.tiff") as writer:
         writer.write(GREY, photometric="minisblack")
         writer.write(GREY[::2, ::2], photometric="minisblack", subfiletype=1)
-    (found,) = pictures(tmp_path / "reduced.tiff")
-    assert found.flags == {Flag.THUMBNAIL} and found.values.shape == (1, 48, 40)
+    (picture,) = pictures(tmp_path / "reduced.tiff")
+    assert picture.flags == {Flag.THUMBNAIL} and picture.values.shape == (1, 48, 40)
 
 
 def test_thumbnails_and_screenshots_are_flagged(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def test_pictures_of_a_folder_come_in_order_and_go_on_after_a_bad_file(tmp_path:
     for clutter in ("Thumbs.db", "README.txt", ".DS_Store", "._p000.png", "LICENSE"):
         (tmp_path / clutter).write_bytes(b"clutter")
     values, errors = values_and_errors(tmp_path)
-    for found, seed in zip(values, (0, 2, 9), strict=True):
-        np.testing.assert_array_equal(found, pixels(seed)[None])
+    for actual, seed in zip(values, (0, 2, 9), strict=True):
+        np.testing.assert_array_equal(actual, pixels(seed)[None])
     assert len(errors) == 2
     assert Reason.EMPTY in errors
 
@@ -133,8 +133,8 @@ def test_what_is_no_data_set_is_an_error_and_nothing_at_a_path_is_raised(tmp_pat
             assert errors
             assert all(isinstance(error, ImageError) for error in errors), errors
     with case("a file that the operating system does not read"):
-        [found] = read_pictures("/proc/self/mem")
-        assert isinstance(found, ImageError)
+        [picture] = read_pictures("/proc/self/mem")
+        assert isinstance(picture, ImageError)
         with pytest.raises(DataError, match="can be read"):
             open_image_set(Path("/proc/self/mem"), DATA, SPEC)
     fifo = tmp_path / "fifo"
@@ -250,10 +250,10 @@ def test_range_and_enlargement_of_public_images_are_remarked(tmp_path: Path) -> 
         array[:, 0, 0, 0], array[:, 0, 0, 1] = 0, largest
         np.savez(tmp_path / "a.npz", images=array)
         images = open_image_set(tmp_path / "a.npz", DATA, None)
-        found = images.range_remarks(images.read())
+        remark_text = images.range_remarks(images.read())
         with case(np.dtype(dtype).name):
-            assert len(found) == (expected is not None)
-            assert expected is None or expected in found[0]
+            assert len(remark_text) == (expected is not None)
+            assert expected is None or expected in remark_text[0]
     dark = (rng.random((30, 8, 8)) * 4096).astype(np.uint16)
     np.savez(tmp_path / "a.npz", images=dark)
     images = open_image_set(tmp_path / "a.npz", DATA, SPEC)

@@ -35,9 +35,9 @@ def folder(path: Path) -> Path:
 def test_a_folder_of_pictures_is_read_as_a_silo_reads_it(tmp_path: Path) -> None:
     public = open_image_set(folder(tmp_path / "public"), DATA, SPEC).read()
     assert public.shape == (3, 1, 16, 16) and public.dtype == torch.float32
-    asked = {"unit": "image", "num_classes": None, "min_images": 1, "salt": b"s"}
+    request = {"unit": "image", "num_classes": None, "min_images": 1, "salt": b"s"}
     private = cohort_at(
-        tmp_path / "public", DATA, folder=tmp_path / "private", transform=SPEC, **asked
+        tmp_path / "public", DATA, folder=tmp_path / "private", transform=SPEC, **request
     )
     assert torch.equal(private.images[:], public)
     assert torch.equal(Dataset.read(tmp_path / "public", DATA, SPEC).images, public)
@@ -81,8 +81,8 @@ def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its
     np.savez(
         tmp_path / "a.npz", images=np.random.default_rng(0).random((2, 1, 8, 20, 20), np.float32)
     )
-    found = open_image_set(tmp_path / "a.npz", DATA, TransformSpec(slices=Slices(count=3))).read()
-    assert found.shape == (6, 1, 16, 16)
+    actual = open_image_set(tmp_path / "a.npz", DATA, TransformSpec(slices=Slices(count=3))).read()
+    assert actual.shape == (6, 1, 16, 16)
     with pytest.raises(DataError, match="a.npz: picture: expected an image"):
         open_image_set(tmp_path / "a.npz", DATA, TransformSpec()).read()
     with pytest.raises(MissingFileError):

@@ -32,31 +32,31 @@ def folder(name: str) -> Path:
 
 
 def read(path: Path) -> list[DecodedPicture | ImageError]:
-    found = list(read_pictures(path))
-    assert found, path.name
-    return found
+    actual = list(read_pictures(path))
+    assert actual, path.name
+    return actual
 
 
 def one(path: Path) -> DecodedPicture | ImageError:
-    [found] = read(path)
-    return found
+    [picture] = read(path)
+    return picture
 
 
 def picture(path: Path) -> DecodedPicture:
-    found = one(path)
-    assert isinstance(found, DecodedPicture), found
-    return found
+    actual = one(path)
+    assert isinstance(actual, DecodedPicture), actual
+    return actual
 
 
 def values_or_refusal(
     path: Path, expected: NDArray[np.generic], reasons: tuple[Reason, ...]
 ) -> None:
     """Either the right values, or a refusal for one of these reasons; never other values."""
-    found = one(path)
-    if isinstance(found, ImageError):
-        assert found.reason in reasons, found
+    actual = one(path)
+    if isinstance(actual, ImageError):
+        assert actual.reason in reasons, actual
     else:
-        np.testing.assert_array_equal(found.values, expected)
+        np.testing.assert_array_equal(actual.values, expected)
 
 
 def channels_first(array: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -107,8 +107,8 @@ def test_05_tilted_slices_are_no_upright_volume() -> None:
     assert straight.spacing is not None
     for name in ("tilted.dcm", "tilted.nii.gz"):
         with case(name):
-            found = read(path / name)
-            for each in found:
+            actual = read(path / name)
+            for each in actual:
                 is_image = isinstance(each, DecodedPicture) and each.values.ndim == 3
                 is_volume = (
                     isinstance(each, DecodedPicture)
@@ -141,17 +141,17 @@ def test_08_padding_is_background() -> None:
 
 
 def test_10_pixels_that_are_no_squares_have_their_aspect() -> None:
-    found = picture(folder("10-pixel-aspect") / "aspect.dcm")
-    assert found.spacing is not None
-    down, right = found.spacing
+    actual = picture(folder("10-pixel-aspect") / "aspect.dcm")
+    assert actual.spacing is not None
+    down, right = actual.spacing
     assert max(down, right) / min(down, right) == pytest.approx(2.0)
 
 
 def test_13_every_frame_has_its_own_slope() -> None:
     expected = np.load(CASES / "13-slope-by-frame" / "expected.npy")
-    found = read(folder("13-slope-by-frame") / "slopes.dcm")
-    pictures = [each for each in found if isinstance(each, DecodedPicture)]
-    assert len(pictures) == len(found)
+    actual = read(folder("13-slope-by-frame") / "slopes.dcm")
+    pictures = [each for each in actual if isinstance(each, DecodedPicture)]
+    assert len(pictures) == len(actual)
     values = np.concatenate([each.values.reshape(-1, *each.values.shape[-2:]) for each in pictures])
     # every eighth pixel is listed
     np.testing.assert_allclose(values[:, ::8, ::8], expected, rtol=1e-6)
@@ -184,9 +184,9 @@ def test_14_tables_as_offices_write_them() -> None:
     }
     for name, labels in expected.items():
         with case(name):
-            found = read(path / name)
-            assert [each.label for each in found if isinstance(each, DecodedPicture)] == labels
-            assert len(found) == len(labels)
+            actual = read(path / name)
+            assert [each.label for each in actual if isinstance(each, DecodedPicture)] == labels
+            assert len(actual) == len(labels)
     # Two columns could be the label: neither is taken in silence.
     for name, words in {
         "label_class.csv": "class and label",
@@ -208,12 +208,12 @@ def test_15_parts_of_an_array_come_in_the_order_of_their_numbers_or_are_refused(
     path = folder("15-parts-order")
     parts = [np.load(path / f"images-{number}.npy") for number in range(1, 13)]
     labels = np.load(path / "labels.npy")
-    found = read(path)
-    if any(isinstance(each, ImageError) for each in found):
+    actual = read(path)
+    if any(isinstance(each, ImageError) for each in actual):
         return
     rows = [each for part in parts for each in part]
-    assert len(found) == len(rows) == len(labels)
-    for each, row, label in zip(found, rows, labels, strict=True):
+    assert len(actual) == len(rows) == len(labels)
+    for each, row, label in zip(actual, rows, labels, strict=True):
         assert isinstance(each, DecodedPicture)
         np.testing.assert_array_equal(each.values.reshape(row.shape), row)
         assert each.label == str(label)

@@ -47,19 +47,19 @@ def never() -> Iterator[Item]:
 def test_a_cohort_is_written_once_and_read_back_with_what_belongs_to_each_row(
     tmp_path: Path,
 ) -> None:
-    found = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(5), max_images=12)
-    assert found.row == (np.dtype(np.uint8), (1, 4, 4)) and len(found) == 10
-    assert found.column("patients", 8).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
-    assert found.column("labels", 8).tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
-    assert found.column("captions", 64).tolist()[-1] == "picture 4"
-    images = open_images(found, DATA, tmp_path)
+    stored = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(5), max_images=12)
+    assert stored.row == (np.dtype(np.uint8), (1, 4, 4)) and len(stored) == 10
+    assert stored.column("patients", 8).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert stored.column("labels", 8).tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
+    assert stored.column("captions", 64).tolist()[-1] == "picture 4"
+    images = open_images(stored, DATA, tmp_path)
     wanted = np.stack([sample(number) for number in range(10)])
     assert np.abs(images[:].numpy() - wanted).max() <= 1 / 255 + 1e-6
     assert sorted(path.suffix for path in tmp_path.glob("unpacked-*")) == [".npy", ".parquet"]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
     assert np.array_equal(np.load(next(tmp_path.glob("*.npy"))), TRANSFORM.stored(wanted))
     again = store_cohort(tmp_path, ["inputs"], TRANSFORM, never(), max_images=12)
-    assert np.array_equal(again.in_place().read(range(10)), found.in_place().read(range(10)))
+    assert np.array_equal(again.in_place().read(range(10)), stored.in_place().read(range(10)))
 
 
 def test_no_identifier_of_a_patient_reaches_the_disk(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_n
     tmp_path: Path,
 ) -> None:
     one = (sample(0),)
-    for given, most, words in (
+    for cohort_items, most, words in (
         ([], 4, "at least one"),
         ([Item(())], 4, "at least one"),
         ([Item(one)] * 5, 4, "at most 4"),
@@ -102,11 +102,11 @@ def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_n
         ([Item(one, patient="a"), Item(one, patient=" NaN ")], 4, "patients"),
     ):
         with case(words=words), pytest.raises(DataError, match=words):
-            store_cohort(tmp_path, [], TRANSFORM, given, max_images=most)
+            store_cohort(tmp_path, [], TRANSFORM, cohort_items, max_images=most)
         assert [path.name for path in tmp_path.iterdir()] == [".unpacking.lock"]
-    found = store_cohort(tmp_path, [], TRANSFORM, [Item(one)], max_images=1)
+    stored = store_cohort(tmp_path, [], TRANSFORM, [Item(one)], max_images=1)
     with pytest.raises(DataError, match="patients"):
-        found.column("patients", 8)
+        stored.column("patients", 8)
 
 
 def test_room_is_looked_for_before_anything_is_decoded(
@@ -135,8 +135,8 @@ def test_a_process_killed_in_the_middle_leaves_no_cohort_and_the_next_one_is_who
     assert ended(pid) == -signal.SIGKILL
     left = {path.name for path in tmp_path.iterdir()} - {".unpacking.lock"}
     assert left and all(name.startswith(".unpacked-") and name.endswith(".part") for name in left)
-    found = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(50), max_images=100)
-    assert len(found) == 100 and len(list(tmp_path.glob("unpacked-*"))) == 2
+    stored = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(50), max_images=100)
+    assert len(stored) == 100 and len(list(tmp_path.glob("unpacked-*"))) == 2
     table = next(tmp_path.glob("*.parquet"))
     array = next(tmp_path.glob("*.npy"))
     array.unlink()  # as a crash between the two leaves it: the table alone
@@ -223,10 +223,10 @@ print(len(found), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_a_hundred_thousand_images(tmp_path: Path) -> None:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", MANY, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    num, grown_kib = map(int, done.stdout.split())
+    num, grown_kib = map(int, finished.stdout.split())
     assert num == 100_000 and next(tmp_path.glob("*.npy")).stat().st_size > 390 << 20
     # of which pyarrow takes most; all images would be 391 MiB in their compact type
     assert grown_kib < 200 << 10

@@ -35,9 +35,9 @@ def decoded(data: bytes, limits: DecodeLimits | None = None) -> list[DecodedPict
 
 
 def picture(data: bytes) -> DecodedPicture:
-    (found,) = decoded(data)
-    assert isinstance(found, DecodedPicture)
-    return found
+    (picture,) = decoded(data)
+    assert isinstance(picture, DecodedPicture)
+    return picture
 
 
 def values(data: bytes) -> np.ndarray:
@@ -55,7 +55,7 @@ def turned(array: np.ndarray, orientation: int) -> np.ndarray:
     """Place each pixel of (H, W, C) where TIFF 6.0 says that it belongs on the screen."""
     height, width = array.shape[:2]
     swapped = orientation >= 5
-    found = np.zeros((width, height, *array.shape[2:]) if swapped else array.shape, array.dtype)
+    actual = np.zeros((width, height, *array.shape[2:]) if swapped else array.shape, array.dtype)
     for row in range(height):
         for column in range(width):
             up, left = height - 1 - row, width - 1 - column
@@ -69,8 +69,8 @@ def turned(array: np.ndarray, orientation: int) -> np.ndarray:
                 7: (left, up),
                 8: (left, row),
             }[orientation]
-            found[place] = array[row, column]
-    return found
+            actual[place] = array[row, column]
+    return actual
 
 
 TYPES = (
@@ -135,9 +135,9 @@ def test_few_and_odd_bits_are_read_to_the_value_in_either_byte_order() -> None:
             ):
                 with case(bits, channels, **layout):
                     made = page(array, bits=bits, photometric=2 if channels == 3 else 1, **layout)
-                    found = picture(tiff(made, order=layout.get("order", "<")))
-                    assert (np.moveaxis(found.values, 0, -1) == array.astype(int) * spread).all()
-                    assert found.full == (0, top * spread)
+                    actual = picture(tiff(made, order=layout.get("order", "<")))
+                    assert (np.moveaxis(actual.values, 0, -1) == array.astype(int) * spread).all()
+                    assert actual.full == (0, top * spread)
 
 
 def test_orientation_is_applied_to_every_type_from_path_and_bytes(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_orientation_is_applied_to_every_type_from_path_and_bytes(tmp_path: Path
                 path.write_bytes(tiff(made))
                 expected = turned(straight, orientation)
                 assert (values(path.read_bytes()) == expected).all()
-                (found,) = decode(FileContent.of(path))
-                assert isinstance(found, DecodedPicture)
-                assert (np.moveaxis(found.values, 0, -1) == expected).all()
+                (picture,) = decode(FileContent.of(path))
+                assert isinstance(picture, DecodedPicture)
+                assert (np.moveaxis(picture.values, 0, -1) == expected).all()
 
 
 def test_orientation_is_applied_to_palettes_inks_and_transparency() -> None:
@@ -228,9 +228,9 @@ def test_white_is_zero_is_turned_for_every_type() -> None:
         else:
             expected = np.iinfo(dtype).max - array.astype(int)
         with case(dtype):
-            found = values(tiff(page(array, photometric=0)))
+            actual = values(tiff(page(array, photometric=0)))
             assert np.allclose(
-                found, expected, rtol=1e-3 if dtype == np.float16 else 1e-6, atol=1e-3
+                actual, expected, rtol=1e-3 if dtype == np.float16 else 1e-6, atol=1e-3
             )
     for bits, top in ((1, 255), (2, 255), (4, 255), (12, 4095)):
         array = noise(np.uint16 if bits > 8 else np.uint8, 1, (1 << bits) - 1)
@@ -259,9 +259,9 @@ def test_palettes_keep_eight_bits_or_sixteen_as_their_map_has_them() -> None:
                 made = page(
                     indices, bits=bits, photometric=3, tags={320: map_of_16.T.ravel().tolist()}
                 )
-                found = picture(tiff(made))
-                assert (np.moveaxis(found.values, 0, -1) == expected[indices[..., 0]]).all()
-                assert found.full == (0, full)
+                actual = picture(tiff(made))
+                assert (np.moveaxis(actual.values, 0, -1) == expected[indices[..., 0]]).all()
+                assert actual.full == (0, full)
         made = page(indices, bits=bits, photometric=3, tags={320: small.T.ravel().tolist()})
         assert "ColorMap" in refusal(tiff(made)).detail
     assert "ColorMap" in refusal(tiff(page(noise(), photometric=3, tags={320: [0] * 30}))).detail
@@ -333,10 +333,10 @@ def test_jpeg_has_the_colours_of_its_page_whatever_its_own_markers_say() -> None
                 277: num,
             }
             tags |= {322: 64, 323: 48}
-            found = values(tiff({"segments": [stream], "tags": tags}))
-            assert np.abs(found.astype(int) - expected).max() <= 3
+            actual = values(tiff({"segments": [stream], "tags": tags}))
+            assert np.abs(actual.astype(int) - expected).max() <= 3
             assert (
-                values(tiff({"segments": [stream], "tags": tags | {257: 47}})) == found[:47]
+                values(tiff({"segments": [stream], "tags": tags | {257: 47}})) == actual[:47]
             ).all()
     assert (
         refusal(tiff({"segments": [stream] * 2, "tags": tags | {322: 32}})).reason is Reason.DAMAGED
@@ -387,16 +387,16 @@ def test_pages_are_images_of_their_own_whatever_their_shapes_and_a_bad_one_alone
     first, second = noise(), noise(np.uint16, 3)[:9]
     bad = page(noise(), compression=DEFLATE)
     bad["segments"] = [b"nothing"]
-    found = decoded(
+    actual = decoded(
         tiff(page(first), bad, page(second, photometric=2, tags={274: 6}), order="<", big=True)
     )
-    assert isinstance(found[0], DecodedPicture) and (found[0].values[0] == first[..., 0]).all()
-    assert isinstance(found[1], ImageError) and found[1].reason is Reason.DAMAGED
-    assert isinstance(found[2], DecodedPicture)
-    assert (np.moveaxis(found[2].values, 0, -1) == turned(second, 6)).all()
-    found = decoded(tiff(page(first), page(first, tags={274: [6, 6]}), page(first)))
-    assert isinstance(found[1], ImageError) and "Orientation" in found[1].detail
-    assert [isinstance(image, DecodedPicture) for image in found] == [True, False, True]
+    assert isinstance(actual[0], DecodedPicture) and (actual[0].values[0] == first[..., 0]).all()
+    assert isinstance(actual[1], ImageError) and actual[1].reason is Reason.DAMAGED
+    assert isinstance(actual[2], DecodedPicture)
+    assert (np.moveaxis(actual[2].values, 0, -1) == turned(second, 6)).all()
+    actual = decoded(tiff(page(first), page(first, tags={274: [6, 6]}), page(first)))
+    assert isinstance(actual[1], ImageError) and "Orientation" in actual[1].detail
+    assert [isinstance(image, DecodedPicture) for image in actual] == [True, False, True]
     assert (
         refusal(tiff(page(first), page(first)), DecodeLimits(pictures=1)).reason is Reason.TOO_LARGE
     )
@@ -405,9 +405,9 @@ def test_pages_are_images_of_their_own_whatever_their_shapes_and_a_bad_one_alone
 def test_reduced_pages_and_sub_directories_are_thumbnails(tmp_path: Path) -> None:
     whole, small = noise(), noise()[::2, ::2]
     for tags in ({254: 1}, {255: 2}):
-        (found,) = decoded(tiff(page(whole), page(small, tags=tags)))
-        assert isinstance(found, DecodedPicture) and found.flags == {Flag.THUMBNAIL}
-        assert (found.values[0] == whole[..., 0]).all()
+        (actual,) = decoded(tiff(page(whole), page(small, tags=tags)))
+        assert isinstance(actual, DecodedPicture) and actual.flags == {Flag.THUMBNAIL}
+        assert (actual.values[0] == whole[..., 0]).all()
     path = tmp_path / "a.tif"
     for size, kind in ((2, 1), (2, 0), (1, 0)):
         with tifffile.TiffWriter(path) as writer:
@@ -465,8 +465,8 @@ def test_tifffile_and_pillow_write_what_is_read(tmp_path: Path) -> None:
                     tifffile.imwrite(
                         path, array.squeeze(), photometric=photometric, **options, **extra
                     )
-                    found = values(path.read_bytes())
-                    assert np.allclose(found, array[..., :3].astype(np.float64), rtol=1e-6)
+                    actual = values(path.read_bytes())
+                    assert np.allclose(actual, array[..., :3].astype(np.float64), rtol=1e-6)
     for compression in (None, "tiff_lzw", "tiff_adobe_deflate", "packbits"):
         for array in (
             noise(),

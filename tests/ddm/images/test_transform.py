@@ -41,10 +41,10 @@ def floats(*shape: int, seed: int = 0) -> np.ndarray:
 def through(
     spec: TransformSpec, values: np.ndarray, shape: tuple[int, ...], **known: object
 ) -> np.ndarray:
-    (found,) = Transform(spec, DataSpec(shape=shape, range=(0.0, 1.0))).apply(
+    (picture,) = Transform(spec, DataSpec(shape=shape, range=(0.0, 1.0))).apply(
         Picture(values, **known)
     )
-    return found
+    return picture
 
 
 def triangle(old: int, new: int) -> np.ndarray:
@@ -95,15 +95,15 @@ def test_a_constant_stays_and_a_ramp_stays_a_ramp_wherever_the_edge_does_not_rea
             with case(sides=sides, kind=chosen.kind):
                 spec = TransformSpec(range=AS_IT_IS, fit=chosen, padding=0.25)
                 same = np.full((1, *sides), 0.25, np.float32)
-                found = through(spec, same, (1, *shape), spacing=(1.0,) * len(sides))
-                assert found.shape == (1, *shape) and np.allclose(found, 0.25, atol=1e-6)
+                actual = through(spec, same, (1, *shape), spacing=(1.0,) * len(sides))
+                assert actual.shape == (1, *shape) and np.allclose(actual, 0.25, atol=1e-6)
     for old, new in ((60, 20), (20, 60), (33, 10)):
         ramp = np.broadcast_to(np.arange(old, dtype=np.float32)[None, None] / old, (1, 4, old))
-        found = antialiased(np.ascontiguousarray(ramp), (4, new))[0, 0]
+        actual = antialiased(np.ascontiguousarray(ramp), (4, new))[0, 0]
         wanted = ((np.arange(new) + 0.5) * old / new - 0.5) / old
         inside = slice(2, -2) if old > new else slice(new // old + 1, -(new // old) - 1)
         exact = max(old, new) % min(old, new) == 0  # else within a twentieth of a pixel, as PIL
-        assert np.abs(found[inside] - wanted[inside]).max() <= (1e-6 if exact else 0.05 / old)
+        assert np.abs(actual[inside] - wanted[inside]).max() <= (1e-6 if exact else 0.05 / old)
 
 
 def test_sizes_keep_proportions_by_spacing_and_reach_the_plans_shape_on_one_side() -> None:
@@ -141,13 +141,13 @@ def test_a_ball_is_round_after_thick_slices_and_as_large_as_its_millimetres_say(
     ball = (sum(axis**2 for axis in grid) <= 20.0**2).astype(np.float32)[None]
     for chosen, radius in ((CropFit(), 10.0), (PadFit(), 10.0), (SpacingFit(mm=2.5), 8.0)):
         with case(kind=chosen.kind):
-            found = through(
+            actual = through(
                 TransformSpec(range=AS_IT_IS, fit=chosen), ball, (1, 30, 30, 30), spacing=spacing
             )[0]
             across = [
                 float(
                     np.sqrt(
-                        (found.sum((1, 2)), found.sum((0, 2)), found.sum((0, 1)))[axis].max()
+                        (actual.sum((1, 2)), actual.sum((0, 2)), actual.sum((0, 1)))[axis].max()
                         / np.pi
                     )
                 )
@@ -167,8 +167,8 @@ def test_a_ball_is_round_after_thick_slices_and_as_large_as_its_millimetres_say(
 def test_the_middle_stays_and_what_is_odd_is_lost_or_added_at_the_end() -> None:
     values = np.arange(35, dtype=np.float32).reshape(1, 7, 5)
     spec = TransformSpec(range=ValuesRange(low=0.0, high=1e3), fit=CentreFit(), padding=0.5)
-    found = through(spec, values, (1, 4, 8))[0]
-    assert np.allclose(found[:, 1:6] * 1e3, values[0, 1:5]) and np.all(found[:, [0, 6, 7]] == 0.5)
+    actual = through(spec, values, (1, 4, 8))[0]
+    assert np.allclose(actual[:, 1:6] * 1e3, values[0, 1:5]) and np.all(actual[:, [0, 6, 7]] == 0.5)
 
 
 @pytest.mark.slow  # seconds to import MONAI
@@ -185,12 +185,12 @@ def test_cutting_padding_and_content_are_those_of_monai() -> None:
     values[0, 7:20, 11:33], values[1, 9, 5] = 0.9, 0.06
     values[0, 2, 2] = 0.04  # below the threshold
     box = CropForeground(select_fn=lambda x: x > 0.05, allow_smaller=True)(values)
-    found = through(
+    actual = through(
         TransformSpec(range=AS_IT_IS, fit=CentreFit(), content=Content(threshold=0.05)),
         values,
         tuple(box.shape),
     )
-    assert np.array_equal(found, box.numpy()) and box.shape == (2, 13, 28)
+    assert np.array_equal(actual, box.numpy()) and box.shape == (2, 13, 28)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.float32])
@@ -206,11 +206,11 @@ def test_each_range_maps_its_two_values_to_the_ends_and_clips_beyond(dtype: type
     ):
         with case(kind=chosen.kind):
             spec = TransformSpec(range=chosen, fit=CentreFit())
-            (found,) = Transform(spec, DataSpec(shape=(1, 2, 201), range=(-3.0, 5.0))).apply(
+            (picture,) = Transform(spec, DataSpec(shape=(1, 2, 201), range=(-3.0, 5.0))).apply(
                 Picture(values, **known)
             )
             wanted = -3 + 8 * ((np.arange(201) - low) / (high - low)).clip(0, 1)
-            assert np.allclose(found[0, 0], wanted, atol=1e-5)
+            assert np.allclose(picture[0, 0], wanted, atol=1e-5)
     plain = TransformSpec(range=WindowRange(fallback="full"), fit=CentreFit())
     assert np.allclose(
         through(plain, values, (1, 2, 201), full=(0.0, 250.0))[0, 0],
@@ -245,9 +245,9 @@ def test_grey_is_pils_luminance_and_channels_are_repeated_or_picked_in_order() -
     picture = {"full": (0.0, 255.0)}
     grey = TransformSpec(channels="grey", range=FullRange(), fit=CentreFit())
     wanted = np.asarray(Image.fromarray(np.moveaxis(pixels, 0, -1)).convert("L"))
-    found = through(grey, pixels, (1, 16, 16), **picture)
-    assert np.abs(found[0] * 255 - wanted).max() <= 1.0  # PIL cuts to whole numbers
-    assert np.abs(found[0] * 255 - pixels.mean(0)).max() > 10  # the control: luminance is no mean
+    actual = through(grey, pixels, (1, 16, 16), **picture)
+    assert np.abs(actual[0] * 255 - wanted).max() <= 1.0  # PIL cuts to whole numbers
+    assert np.abs(actual[0] * 255 - pixels.mean(0)).max() > 10  # the control: luminance is no mean
     one = through(
         TransformSpec(channels="rgb", range=FullRange(), fit=CentreFit()),
         pixels[:1],
@@ -284,8 +284,8 @@ def test_slices_are_upright_and_lie_where_the_share_says() -> None:
                 slices=Slices(axis=axis, count=2, share=(0.2, 0.8)),
                 fit=CentreFit(),
             )
-            found = Transform(spec, data).apply(Picture(numbers, spacing=(1.0, 1.0, 1.0)))
-            for image, slice_ in zip(found, wanted, strict=True):
+            actual = Transform(spec, data).apply(Picture(numbers, spacing=(1.0, 1.0, 1.0)))
+            for image, slice_ in zip(actual, wanted, strict=True):
                 top, left = (10 - slice_.shape[1]) // 2, (10 - slice_.shape[2]) // 2
                 inside = image[:, top : top + slice_.shape[1], left : left + slice_.shape[2]]
                 assert np.allclose(inside, slice_, rtol=1e-5)
@@ -303,8 +303,8 @@ def test_slices_of_a_volume_share_its_range_and_its_content() -> None:
     spec = TransformSpec(
         range=AS_IT_IS, content=Content(threshold=0.1), slices=Slices(count=6), fit=CentreFit()
     )
-    found = Transform(spec, DataSpec(shape=(1, 4, 4), range=(0.0, 1.0))).apply(Picture(volume))
-    assert np.allclose([image.mean() for image in found], np.linspace(0.2, 1.0, 6), atol=1e-6)
+    actual = Transform(spec, DataSpec(shape=(1, 4, 4), range=(0.0, 1.0))).apply(Picture(volume))
+    assert np.allclose([image.mean() for image in actual], np.linspace(0.2, 1.0, 6), atol=1e-6)
 
 
 @settings(max_examples=50)
@@ -313,17 +313,17 @@ def test_slices_are_as_many_as_asked_ascending_and_within_their_share(
     length: int, count: int, low: float, part: float
 ) -> None:
     share = (low, min(1.0, low + part))
-    found = slice_numbers(length, Slices(count=count, share=share))
-    assert found == sorted(found) and len(found) == count  # whatever the length
+    actual = slice_numbers(length, Slices(count=count, share=share))
+    assert actual == sorted(actual) and len(actual) == count  # whatever the length
     assert all(
         share[0] * length - 1 <= number < share[1] * length + 1 and 0 <= number < length
-        for number in found
+        for number in actual
     )
-    assert max(found.count(number) for number in found) <= max(
+    assert max(actual.count(number) for number in actual) <= max(
         1, np.ceil(count / ((share[1] - share[0]) * length)) + 1
     )
     if count <= (share[1] - share[0]) * length:
-        assert len(set(found)) == count
+        assert len(set(actual)) == count
 
 
 def test_sizes_are_refused_by_arithmetic_before_anything_is_made(

@@ -24,10 +24,10 @@ def test_parts_of_a_data_set_and_channels_at_the_end_are_understood(tmp_path: Pa
     np.savez_compressed(
         tmp_path / "a.npz", val_images=colours, val_labels=[[1], [0]], train_images=colours[:1]
     )
-    found = list(decode(FileContent.of(tmp_path / "a.npz")))
-    assert [(each.split, each.label) for each in found] == [
+    actual = list(decode(FileContent.of(tmp_path / "a.npz")))
+    assert [(each.split, each.label) for each in actual] == [
         ("train", None),
         ("val", "1"),
         ("val", "0"),
     ]
-    assert (found[2].values == np.moveaxis(colours[1], -1, 0)).all()
+    assert (actual[2].values == np.moveaxis(colours[1], -1, 0)).all()

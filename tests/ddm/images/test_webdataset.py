@@ -45,12 +45,12 @@ def rows_of(path: Path, limits: DecodeLimits | None = None) -> list[Any]:
     """The value, label, caption, patient and split of each picture, or the reason of its error; the last may end it."""
     rows: list[Any] = []
     try:
-        for found in decode(FileContent.of(path), limits):
-            if isinstance(found, DecodedPicture):
-                value = int(found.values.max())
-                rows.append((value, found.label, found.caption, found.patient, found.split))
+        for actual in decode(FileContent.of(path), limits):
+            if isinstance(actual, DecodedPicture):
+                value = int(actual.values.max())
+                rows.append((value, actual.label, actual.caption, actual.patient, actual.split))
             else:
-                rows.append(found.reason)
+                rows.append(actual.reason)
     except ImageError as error:
         rows.append(("end", error.reason))
     return rows
@@ -189,8 +189,8 @@ def archive_data() -> bytes:
 
 def test_a_key_that_comes_again_after_others_is_refused(tmp_path: Path) -> None:
     members = [("a.png", encoded(1)), ("b.png", encoded(2)), ("a.cls", b"1"), ("c.png", encoded(3))]
-    found = rows_of(archive(tmp_path / "a.tar", members))
-    assert [row[0] if isinstance(row, tuple) else row for row in found] == [
+    actual = rows_of(archive(tmp_path / "a.tar", members))
+    assert [row[0] if isinstance(row, tuple) else row for row in actual] == [
         1,
         2,
         Reason.AMBIGUOUS,
@@ -272,8 +272,8 @@ def test_pax_headers_are_bounded_and_must_parse(tmp_path: Path) -> None:
     }.items():
         with case(name):
             members = [member("pax", data, type=tarfile.XHDTYPE), ("a.png", encoded(1))]
-            found = rows_of(archive(tmp_path / "a.tar", members, format=tarfile.USTAR_FORMAT))
-            assert found[-1][1] in (Reason.DAMAGED, Reason.TOO_LARGE)
+            actual = rows_of(archive(tmp_path / "a.tar", members, format=tarfile.USTAR_FORMAT))
+            assert actual[-1][1] in (Reason.DAMAGED, Reason.TOO_LARGE)
 
 
 def test_headers_of_one_member_are_bounded_together(tmp_path: Path) -> None:
@@ -296,8 +296,8 @@ def test_an_image_file_larger_than_the_limit_is_refused_alone(tmp_path: Path) ->
     large = ("b.png", bytes(5000))
     members = [("a.png", encoded(1)), large, ("c.png", encoded(3))]
     for mode in ("w", "w:gz"):
-        found = rows_of(archive(tmp_path / "a.tar", members, mode), DecodeLimits(values=4000))
-        assert [found[0][0], found[1], found[2][0]] == [1, Reason.TOO_LARGE, 3]
+        actual = rows_of(archive(tmp_path / "a.tar", members, mode), DecodeLimits(values=4000))
+        assert [actual[0][0], actual[1], actual[2][0]] == [1, Reason.TOO_LARGE, 3]
 
 
 def test_pages_of_one_image_share_what_belongs_to_it(tmp_path: Path) -> None:

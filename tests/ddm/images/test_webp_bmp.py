@@ -19,13 +19,13 @@ RGBA = RNG.integers(0, 256, (H, W, 4), np.uint8)
 
 
 def decoded(data: bytes, limits: DecodeLimits | None = None) -> list[np.ndarray]:
-    found = list(decode(FileContent(None, data, "a"), limits))
+    actual = list(decode(FileContent(None, data, "a"), limits))
     assert all(
-        isinstance(picture, DecodedPicture) and picture.full == (0, 255) for picture in found
+        isinstance(picture, DecodedPicture) and picture.full == (0, 255) for picture in actual
     )
     return [
         np.moveaxis(picture.values, 0, -1)
-        for picture in found
+        for picture in actual
         if isinstance(picture, DecodedPicture)
     ]
 
@@ -70,8 +70,8 @@ def test_frames_of_webp_are_images_of_their_own() -> None:
     frames = [RGB, 255 - RGB, RGB[::-1]]
     rest = [Image.fromarray(frame) for frame in frames[1:]]
     data = webp(RGB, save_all=True, append_images=rest, duration=100)
-    for found, frame in zip(decoded(data), frames, strict=True):
-        assert (found == frame).all()
+    for actual, frame in zip(decoded(data), frames, strict=True):
+        assert (actual == frame).all()
     assert refusal(data, DecodeLimits(pictures=2)).reason is Reason.TOO_LARGE
 
 
@@ -82,8 +82,8 @@ def test_broken_webp_has_its_true_reason() -> None:
     assert (decoded(data + b"behind the end")[0] == RGB).all()
     assert refusal(data, DecodeLimits(values=100)).reason is Reason.TOO_LARGE
     xmp = webp(RGB, xmp=b"<x:xmpmeta>xmpGImg</x:xmpmeta>")
-    (found,) = decode(FileContent(None, xmp, "a"))
-    assert isinstance(found, DecodedPicture) and found.flags == {Flag.THUMBNAIL}
+    (picture,) = decode(FileContent(None, xmp, "a"))
+    assert isinstance(picture, DecodedPicture) and picture.flags == {Flag.THUMBNAIL}
 
 
 def bmp(
@@ -101,13 +101,13 @@ def bmp(
     pixels = (rows if fields.get("top_down") else rows[::-1]).tobytes()
     masks = fields.get("masks", b"")
     if header == 12:
-        about = struct.pack("<IHHHH", 12, width, height, 1, bits)
+        information_header = struct.pack("<IHHHH", 12, width, height, 1, bits)
     else:
         signed = -height if fields.get("top_down") else height
         num = 0 if palette is None else len(palette)
         per_column, per_row = fields.get("density", (0, 0))
         compression = fields.get("compression", 0)
-        about = struct.pack(
+        information_header = struct.pack(
             "<IiiHHIIiiII",
             header,
             width,
@@ -121,16 +121,16 @@ def bmp(
             num,
             0,
         )
-        about += masks[: header - 40].ljust(header - 40, b"\0")
+        information_header += masks[: header - 40].ljust(header - 40, b"\0")
         masks = masks[header - 40 :]
     colours = b""
     if palette is not None:
         blue_first = palette[:, ::-1].astype(np.uint8)
         colours = (blue_first if header == 12 else np.pad(blue_first, ((0, 0), (0, 1)))).tobytes()
-    start = 14 + len(about) + len(masks) + len(colours)
+    start = 14 + len(information_header) + len(masks) + len(colours)
     return (
         struct.pack("<2sIII", b"BM", start + len(pixels), 0, start)
-        + about
+        + information_header
         + masks
         + colours
         + pixels
@@ -165,8 +165,8 @@ def test_bmp_of_each_depth_and_header_is_read_to_the_value() -> None:
                     decoded(bmp(rows, W, bits, palette=palette, header=header))[0]
                     == palette[indices]
                 ).all()
-                found = decoded(bmp(rows, W, bits, palette=grey, header=header))[0]
-                assert found.shape == (H, W, 1) and (found[..., 0] == grey[indices][..., 0]).all()
+                actual = decoded(bmp(rows, W, bits, palette=grey, header=header))[0]
+                assert actual.shape == (H, W, 1) and (actual[..., 0] == grey[indices][..., 0]).all()
         short = bmp(rows, W, bits, palette=palette[:-1])
         assert "palette" in refusal(short).detail
     # Pillow takes these palettes for greys of 8 bits and of 1 bit.
@@ -184,8 +184,8 @@ def test_pillow_writes_bmp_that_is_read() -> None:
         written = io.BytesIO()
         Image.fromarray(array).save(written, "BMP")
         expected = array * np.uint8(255) if array.dtype == bool else array
-        found = decoded(written.getvalue())[0]
-        assert (found.squeeze() == expected).all()
+        actual = decoded(written.getvalue())[0]
+        assert (actual.squeeze() == expected).all()
 
 
 def test_other_encodings_of_bmp_and_gif_are_refused() -> None:
@@ -249,5 +249,5 @@ def test_images_of_formats_without_a_decoder_are_refused_by_name() -> None:
 
 def test_pixels_of_bmp_that_are_not_square_have_spacings() -> None:
     for density, spacing in (((3000, 3000), None), ((4000, 2000), (0.5, 0.25)), ((0, 0), None)):
-        (found,) = decode(FileContent(None, bmp(RGB.reshape(H, -1), W, 24, density=density), "a"))
-        assert isinstance(found, DecodedPicture) and found.spacing == spacing
+        (picture,) = decode(FileContent(None, bmp(RGB.reshape(H, -1), W, 24, density=density), "a"))
+        assert isinstance(picture, DecodedPicture) and picture.spacing == spacing

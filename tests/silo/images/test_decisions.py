@@ -69,9 +69,9 @@ def test_a_scan_takes_what_was_cleared_and_counts_what_was_left_out(tmp_path: Pa
         )
         decisions.record(waiting[:1], Decision.CLEAR)
         decisions.record(waiting[1:2], Decision.LEAVE_OUT)
-    found = scan_at(data, private, limits)
-    assert (found.accepted, found.quarantined) == (1, 2)
-    assert found.reasons == {"ultrasound": 1, LEFT_OUT: 1} and found.shapes == {"48x40": 1}
+    summary = scan_at(data, private, limits)
+    assert (summary.accepted, summary.quarantined) == (1, 2)
+    assert summary.reasons == {"ultrasound": 1, LEFT_OUT: 1} and summary.shapes == {"48x40": 1}
     rows = (private / "quarantine.csv").read_text().splitlines()
     assert f"{data}/1.dcm,0,{LEFT_OUT},ultrasound" in rows and f"{data}/2.dcm,0,ultrasound," in rows
 

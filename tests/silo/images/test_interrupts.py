@@ -106,9 +106,9 @@ def test_ctrl_c_ends_a_scan_in_one_line_and_the_next_one_goes_on(
         not [path for path in private.iterdir() if path.suffix == ".part"]
         and not (private / QUARANTINE).exists()
     )
-    found = scan_at(data, private, LIMITS, processes=2)
-    assert (found.accepted, found.quarantined) == (NUM, 0)
-    assert found.num_decoded < NUM if after_s else found.num_decoded <= NUM
+    summary = scan_at(data, private, LIMITS, processes=2)
+    assert (summary.accepted, summary.quarantined) == (NUM, 0)
+    assert summary.num_decoded < NUM if after_s else summary.num_decoded <= NUM
 
 
 def kill_in_the_middle(data: Path, private: Path) -> None:
@@ -130,7 +130,7 @@ def test_kill_9_loses_at_most_what_was_not_yet_written_and_leaves_no_decoder(
     data, private = images(tmp_path), tmp_path / "private"
     for _ in range(3):
         kill_in_the_middle(data, private)
-    found = scan_at(data, private, LIMITS, processes=2)
-    assert (found.accepted, found.quarantined) == (NUM, 0)
+    summary = scan_at(data, private, LIMITS, processes=2)
+    assert (summary.accepted, summary.quarantined) == (NUM, 0)
     again = scan_at(data, private, LIMITS)
     assert again.num_decoded == 0 and again.accepted == NUM

@@ -63,13 +63,17 @@ def test_what_the_machine_did_not_read_is_tried_again_by_the_next_scan_and_not_b
                     lambda _, **how: start([sys.executable, "-P", "-c", FAILS], **how),
                 )
                 for read in (2, 1):  # the second scan tries the one file again, once
-                    found = scan_at(data, private, LIMITS)
-                    assert (found.accepted, found.reasons, found.num_read) == (1, {reason: 1}, read)
+                    summary = scan_at(data, private, LIMITS)
+                    assert (summary.accepted, summary.reasons, summary.num_read) == (
+                        1,
+                        {reason: 1},
+                        read,
+                    )
             with ScannedImages.opened(source_at(data, private, SETTINGS)) as pictures:
                 assert [each.reason for each in pictures] == [None, reason]
             for read in (1, 0):
-                found = scan_at(data, private, LIMITS)
-                assert (found.accepted, found.quarantined, found.num_read) == (2, 0, read)
+                summary = scan_at(data, private, LIMITS)
+                assert (summary.accepted, summary.quarantined, summary.num_read) == (2, 0, read)
 
 
 def test_patient_is_one_after_the_key_was_lost_and_decisions_are_not_forgotten_with_it(
@@ -84,8 +88,8 @@ def test_patient_is_one_after_the_key_was_lost_and_decisions_are_not_forgotten_w
             tags_of(waves(high=255, dtype=np.uint8) // (1 + number), bits=8, PatientID="P1"),
             data / f"{number}.dcm",
         )
-        found = scan_at(data, private, LIMITS)
-        assert (found.accepted, found.patients) == (number + 1, 1)
+        summary = scan_at(data, private, LIMITS)
+        assert (summary.accepted, summary.patients) == (number + 1, 1)
     with (
         ScannedImages.opened(source_at(data, private, SETTINGS)) as pictures,
         Decisions.opened(private) as decisions,

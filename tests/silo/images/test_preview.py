@@ -49,10 +49,12 @@ def test_the_sheet_shows_accepted_pictures_once_each_and_says_what_is_not_taken(
 ) -> None:
     data, sheet = made(tmp_path), tmp_path / "sheet.png"
     scan = ("silo", "scan", "--data", data, "--private", tmp_path / "private")
-    done = command(*scan, "--preview", sheet, "--plan", tmp_path / "recipe.toml")
-    assert done.code == 0, done.err
+    finished = command(*scan, "--preview", sheet, "--plan", tmp_path / "recipe.toml")
+    assert finished.code == 0, finished.err
     assert (
-        str(sheet) in done.out and "1 in quarantine" in done.out and "picture 5: values" in done.out
+        str(sheet) in finished.out
+        and "1 in quarantine" in finished.out
+        and "picture 5: values" in finished.out
     )
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
     pixels = np.asarray(Image.open(sheet).convert("RGB"))
@@ -101,7 +103,7 @@ def test_no_sheet_without_a_transform_that_fits_and_a_place_for_it(tmp_path: Pat
 
 
 def test_the_same_pictures_are_chosen_whatever_their_order_and_bad_ones_never() -> None:
-    found = [
+    actual = [
         ScannedImage(
             f"{number}.png",
             None,
@@ -113,9 +115,9 @@ def test_the_same_pictures_are_chosen_whatever_their_order_and_bad_ones_never() 
         for reason in (None, "damaged")
     ]
     one, other = PreviewSelection(), PreviewSelection()
-    for each in found:
+    for each in actual:
         one.take(each)
-    for each in reversed(found):
+    for each in reversed(actual):
         other.take(each)
     one.take(ScannedImage("gone.png", None, reason="no such file"))
     assert one.pictures() == other.pictures() and len(one.pictures()) == 64

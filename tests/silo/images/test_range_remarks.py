@@ -77,7 +77,7 @@ def test_preview_says_how_many_pictures_the_plan_enlarges(
         '[data]\nshape = [1, 32, 32]\nrange = [-1.0, 1.0]\n[transform]\nrange = {kind = "full"}\n'
     )
     # fmt: skip
-    done = command(
+    finished = command(
         "silo",
         "scan",
         "--data",
@@ -89,8 +89,8 @@ def test_preview_says_how_many_pictures_the_plan_enlarges(
         "--processes",
         1,
     )
-    assert done.code == 0, done.err
+    assert finished.code == 0, finished.err
     assert (
         "2 of 3 pictures on the sheet are enlarged more than 2 times, up to 3.2 times (10 x 10 to 32 x 32)"
-        in done.out
+        in finished.out
     )

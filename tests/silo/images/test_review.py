@@ -74,8 +74,8 @@ def scanned(folder: Path, num: int = 5) -> Case:
 def reviewed(made: Case) -> Iterator[Review]:
     with Decisions.opened(made.private) as decisions:
         with ScanMemory.opened(made.private, "") as memory:
-            found = Review.of(memory, decisions)
-        yield found
+            review = Review.of(memory, decisions)
+        yield review
 
 
 def test_decisions_go_with_equal_pixels_and_whole_files_and_are_undone_one_by_one(
@@ -123,23 +123,25 @@ def test_names_on_the_command_line_hold_in_any_working_folder(
     monkeypatch.chdir(made.data)
     listed = command(*review, "--data", ".", "--list")
     assert str(made.data / "copy.dcm") in listed.out
-    done = command(*review, "--data", ".", "--clear", "deep", "--leave-out", made.data / "copy.dcm")
-    assert "3 images wait, 3 are cleared, 2 left out" in done.out
+    finished = command(
+        *review, "--data", ".", "--clear", "deep", "--leave-out", made.data / "copy.dcm"
+    )
+    assert "3 images wait, 3 are cleared, 2 left out" in finished.out
 
 
 def test_command_lists_what_waits_and_decides_by_names(tmp_path: Path) -> None:
     made = scanned(tmp_path)
-    done = command("silo", "review", "--images", *made.options, "--list")
+    finished = command("silo", "review", "--images", *made.options, "--list")
     assert (
-        done.code == 0
-        and str(made.data / "copy.dcm") in done.out
-        and "8 images wait, 0 are cleared" in done.out
+        finished.code == 0
+        and str(made.data / "copy.dcm") in finished.out
+        and "8 images wait, 0 are cleared" in finished.out
     )
-    done = command(
+    finished = command(
         *("silo", "review", "--images", *made.options, "--clear", made.data / "deep"),
         *("--leave-out", made.data / "copy.dcm"),
     )
-    assert "3 images wait, 3 are cleared, 2 left out" in done.out
+    assert "3 images wait, 3 are cleared, 2 left out" in finished.out
     assert made.scan() == {"ultrasound": 3, "left out by a person": 2}
     gone = command("silo", "review", "--images", *made.options, "--clear", made.data / "copy.dcm")
     assert gone.code == MissingFileError.exit_code and "images that wait for a person" in gone.err
@@ -179,8 +181,8 @@ def with_sheet(folder: Path) -> Case:
     write(tags_of(waves((48, 40)), Modality="US"), made.data / "us.dcm")
     (folder / "plan.toml").write_text(PLAN)
     sheet = ("--preview", folder / "sheet.png", "--plan", folder / "plan.toml")
-    done = command("silo", "scan", *made.options, *sheet)
-    assert done.code == 0 and "--leave-out NUMBER" in done.out
+    finished = command("silo", "scan", *made.options, *sheet)
+    assert finished.code == 0 and "--leave-out NUMBER" in finished.out
     return made
 
 
@@ -192,11 +194,13 @@ def test_accepted_images_are_left_out_by_number_or_name_and_taken_back(tmp_path:
     }
     assert sorted(numbers) == ["0.png", "1.png", "2.png", "3.png"]
     review = ("silo", "review", "--images", *made.options)
-    done = command(*review, "--leave-out", numbers["1.png"])
-    assert done.code == 0 and "1 images wait, 0 are cleared, 2 left out" in done.out  # and its copy
+    finished = command(*review, "--leave-out", numbers["1.png"])
+    assert (
+        finished.code == 0 and "1 images wait, 0 are cleared, 2 left out" in finished.out
+    )  # and its copy
     assert made.scan() == {"ultrasound": 1, "left out by a person": 2}
-    done = command(*review, "--leave-out", made.data / "deep")
-    assert "1 images wait, 0 are cleared, 3 left out" in done.out
+    finished = command(*review, "--leave-out", made.data / "deep")
+    assert "1 images wait, 0 are cleared, 3 left out" in finished.out
     assert made.scan() == {"ultrasound": 1, "left out by a person": 3}
     with reviewed(made) as pictures:
         left_out = pictures.listed(Decision.LEAVE_OUT)
@@ -221,20 +225,23 @@ def test_a_wrong_name_or_number_decides_nothing_and_says_what_to_do(tmp_path: Pa
     review = ("silo", "review", "--images", *made.options)
     for name in ("0", "5", "99999999999999999999", tmp_path / "none.png", made.data / "none"):
         with case(name=name):
-            done = command(*review, "--leave-out", made.data / "0.png", "--leave-out", name)
-            assert done.code == MissingFileError.exit_code and done.err
-    done = command(*review, "--clear", "1")
-    assert done.code == MissingFileError.exit_code  # nothing is the matter with it
+            finished = command(*review, "--leave-out", made.data / "0.png", "--leave-out", name)
+            assert finished.code == MissingFileError.exit_code and finished.err
+    finished = command(*review, "--clear", "1")
+    assert finished.code == MissingFileError.exit_code  # nothing is the matter with it
     Image.fromarray(waves((41, 44), high=255, dtype=np.uint8)).save(made.data / "0.png")
     assert made.scan() == {"ultrasound": 1}
-    done = command(*review, "--leave-out", "1")
-    assert done.code == MissingFileError.exit_code and "has changed or no longer exists" in done.err
+    finished = command(*review, "--leave-out", "1")
+    assert (
+        finished.code == MissingFileError.exit_code
+        and "has changed or no longer exists" in finished.err
+    )
     assert made.scan() == {"ultrasound": 1}
     (made.private / "preview.csv").write_text("number,path\n1,x\n")
     assert command(*review, "--leave-out", "1").code == SetupError.exit_code
     (made.private / "preview.csv").unlink()
-    done = command(*review, "--leave-out", "1")
-    assert done.code == MissingFileError.exit_code and "silo scan --preview" in done.err
+    finished = command(*review, "--leave-out", "1")
+    assert finished.code == MissingFileError.exit_code and "silo scan --preview" in finished.err
 
 
 def test_the_page_leaves_out_pictures_of_the_last_sheet_and_accepts_them_again(
@@ -458,8 +465,8 @@ def test_a_person_decides_by_keys_and_buttons_undoes_and_is_done(
         browser.find_element(By.ID, "done").click()
         assert page.process.wait(timeout=LIMIT_S) == 0
         assert "left out. The next scan uses these decisions." in page.process.stdout.read()
-    found = scan_at(made.data, made.private, LIMITS)
-    assert found.accepted == PAGE_SIZE + 1 and found.reasons["left out by a person"] == 4
+    summary = scan_at(made.data, made.private, LIMITS)
+    assert summary.accepted == PAGE_SIZE + 1 and summary.reasons["left out by a person"] == 4
 
 
 @pytest.mark.slow
@@ -489,8 +496,8 @@ def test_a_picture_is_drawn_in_its_window_and_whole(tmp_path: Path) -> None:
     assert [int(row) for row in whole[0, ::10]] == [0, 8, 255]
     colours = np.random.default_rng(0).integers(0, 256, (3, 20, 30), dtype=np.uint8)
     for window in (True, False):
-        found = np.asarray(Image.open(BytesIO(drawn(Picture(colours), window=window))))
-        assert (found == np.moveaxis(colours, 0, -1)).all()
+        actual = np.asarray(Image.open(BytesIO(drawn(Picture(colours), window=window))))
+        assert (actual == np.moveaxis(colours, 0, -1)).all()
 
 
 def test_text_on_any_slice_of_a_volume_is_seen_and_planes_stand_upright(tmp_path: Path) -> None:

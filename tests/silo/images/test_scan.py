@@ -57,9 +57,9 @@ def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
     image(data / "a.png"), image(data / "deep/er/b.png"), image(data / "c.png", 1)
     (data / "notes.txt").write_text("MRN0017")
     write(tags_of(waves(), Modality="US"), data / "MRN0017.dcm")
-    done = command("silo", "scan", "--data", data, "--json", "--private", tmp_path / "private")
-    assert done.code == 0, done.err
-    assert json.loads(done.out) == {
+    finished = command("silo", "scan", "--data", data, "--json", "--private", tmp_path / "private")
+    assert finished.code == 0, finished.err
+    assert json.loads(finished.out) == {
         "accepted": 3,
         "quarantined": 2,
         "reasons": {"not an image": 1, "ultrasound": 1},
@@ -71,7 +71,9 @@ def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
     }
     again = command("silo", "scan", "--data", data, "--private", tmp_path / "private")
     assert "3 images accepted, 2 in quarantine. 0 files were decoded now" in again.out
-    assert not {"DOE", "MRN0017"} & set((again.out + done.out + done.err).replace("^", " ").split())
+    assert not {"DOE", "MRN0017"} & set(
+        (again.out + finished.out + finished.err).replace("^", " ").split()
+    )
     assert quarantined(tmp_path / "private") == {
         f"{data}/notes.txt": "not an image",
         f"{data}/MRN0017.dcm": "ultrasound",
@@ -85,10 +87,10 @@ def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
 def test_command_ends_with_an_error_where_nothing_is_accepted_or_named(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/notes.txt").write_text("no image")
-    done = command(
+    finished = command(
         "silo", "scan", "--data", tmp_path / "data", "--json", "--private", tmp_path / "private"
     )
-    assert done.code == DataError.exit_code and json.loads(done.out)["reasons"] == {
+    assert finished.code == DataError.exit_code and json.loads(finished.out)["reasons"] == {
         "not an image": 1
     }
     assert command("silo", "scan").code == SetupError.exit_code
@@ -130,23 +132,23 @@ def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
     ]
     rows += ["images/3.png;cat;Ab 1;val", "images/absent.png;cat;x;val", "images/0.png;dog;x;val"]
     (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
-    found = scan_at(tmp_path / "table.csv", tmp_path / "private", LIMITS)
-    assert found.as_json()["labels"] == {"cat": 3, "dog": 1} and found.parts == {
+    summary = scan_at(tmp_path / "table.csv", tmp_path / "private", LIMITS)
+    assert summary.as_json()["labels"] == {"cat": 3, "dog": 1} and summary.parts == {
         "train": 2,
         "validation": 2,
     }
-    assert (found.patients, found.look_alike_patients, found.unknown_patients) == (3, 2, 1)
-    assert found.reasons == {"no such file": 1, "named twice in the table": 1}
+    assert (summary.patients, summary.look_alike_patients, summary.unknown_patients) == (3, 2, 1)
+    assert summary.reasons == {"no such file": 1, "named twice in the table": 1}
     table = {
         "path": ["images/0.png", "images/1.png"],
         "finding": ["x", "y"],
         "patient": [12.0, 12.0],
     }
     pq.write_table(pa.table(table), tmp_path / "table.parquet")
-    found = scan_at(
+    summary = scan_at(
         tmp_path / "table.parquet", tmp_path / "private", LIMITS, columns={"label": "finding"}
     )
-    assert found.labels == {"x": 1, "y": 1} and found.patients == 1
+    assert summary.labels == {"x": 1, "y": 1} and summary.patients == 1
     for text in ("a,b\n1,2\n", "path\n\xff\n", 'path\n"x\n', "path,label\nx\n"):
         (tmp_path / "bad.csv").write_bytes(text.encode("latin-1"))
         with pytest.raises(DataError):
@@ -163,9 +165,9 @@ def test_folders_of_any_depth_and_odd_names_are_gone_through(tmp_path: Path) -> 
     (data / "link").symlink_to(place.parent)
     (data / "loop.png").symlink_to("loop.png")
     os.mkfifo(data / "pipe")
-    found = scan_at(data, tmp_path / "private", LIMITS)
-    assert found.accepted == 2
-    assert found.reasons == {"link to a folder": 1, "cannot be read": 1, "not a regular file": 1}
+    summary = scan_at(data, tmp_path / "private", LIMITS)
+    assert summary.accepted == 2
+    assert summary.reasons == {"link to a folder": 1, "cannot be read": 1, "not a regular file": 1}
 
 
 @pytest.mark.measured
@@ -186,8 +188,8 @@ def test_idx_is_read_with_the_labels_beside_it(tmp_path: Path) -> None:
         (tmp_path / "idx" / name).write_bytes(
             b"\0\0\x08" + bytes([array.ndim]) + sides + array.tobytes()
         )
-    found = scan_at(tmp_path / "idx", tmp_path / "private", DecodeLimits())
-    assert found.as_json()["labels"] == {"2": 2, "0": 1} and not found.quarantined
+    summary = scan_at(tmp_path / "idx", tmp_path / "private", DecodeLimits())
+    assert summary.as_json()["labels"] == {"2": 2, "0": 1} and not summary.quarantined
 
 
 def test_hostile_files_are_bounded_and_the_others_still_read(tmp_path: Path) -> None:
@@ -195,8 +197,8 @@ def test_hostile_files_are_bounded_and_the_others_still_read(tmp_path: Path) -> 
     for number in range(6):
         image(data / f"{number}.png", number)
     inflating(data / "bomb.dcm", 1 << 30)
-    found = scan_at(data, tmp_path / "private", DecodeLimits(memory_bytes=1 << 30), processes=2)
-    assert found.accepted == 6
+    summary = scan_at(data, tmp_path / "private", DecodeLimits(memory_bytes=1 << 30), processes=2)
+    assert summary.accepted == 6
     assert quarantined(tmp_path / "private")[f"{data}/bomb.dcm"] in (
         *("too much memory", "decoder crashed", "too much time"),
     )
@@ -290,8 +292,8 @@ def test_pseudonyms_hide_identifiers_and_tell_spellings() -> None:
     ):
         assert pseudonyms(same, KEY) == (exact, loose)
     for other in ("42A", "42 a", "\uff14\uff12a"):
-        found = pseudonyms(other, KEY)
-        assert found[1] == loose and found[0] != exact
+        actual = pseudonyms(other, KEY)
+        assert actual[1] == loose and actual[0] != exact
     assert pseudonyms("420a", KEY)[1] != loose and pseudonyms("0042 a", b"x" * 32) != (exact, loose)
     assert pseudonyms("12.0", KEY) == pseudonyms("12", KEY) != pseudonyms("120", KEY)
     assert pseudonyms("--", KEY) != pseudonyms("..", KEY)
@@ -326,13 +328,13 @@ def test_report_names_tables_and_patients_that_are_missing_and_the_command_to_re
     image(data / "2024/0.png")
     (data / "2024/metadata.csv").write_text("file,patient\n0.png,p0\n")
     (data / "list.xlsx").write_bytes(b"PK")
-    done = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
-    assert done.code == 0 and done.out.startswith(
+    finished = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
+    assert finished.code == 0 and finished.out.startswith(
         "1 image accepted, 0 in quarantine. 1 file was decoded now."
     )
-    assert "Tables and spreadsheets among the skipped files: 2; they were not used." in done.out
-    assert "No image has a patient." in done.out and "silo review" not in done.out
-    done = command(
+    assert "Tables and spreadsheets among the skipped files: 2; they were not used." in finished.out
+    assert "No image has a patient." in finished.out and "silo review" not in finished.out
+    finished = command(
         "silo",
         "review",
         "--images",
@@ -343,10 +345,10 @@ def test_report_names_tables_and_patients_that_are_missing_and_the_command_to_re
         "--leave-out",
         data,
     )
-    assert "1 left out" in done.out
+    assert "1 left out" in finished.out
     image(data / "1.png", seed=1)
-    done = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
-    assert f"silo review --images --data '{data}' --private {tmp_path / 'scans'}" in done.out
+    finished = command("silo", "scan", "--data", data, "--private", tmp_path / "scans")
+    assert f"silo review --images --data '{data}' --private {tmp_path / 'scans'}" in finished.out
 
 
 def test_a_folder_without_images_is_refused_with_what_is_there(tmp_path: Path) -> None:

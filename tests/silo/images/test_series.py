@@ -24,15 +24,15 @@ def stack(
     num: int, step_mm: float | None = 5.0, head: bool | None = True, side_mm: float | None = 240.0
 ) -> Stacks:
     """The slices of one scan, each 64 x 64."""
-    found = Stacks()
+    stacks = Stacks()
     for number in range(num):
         place, sides = (
             (None if step_mm is None else step_mm * number),
             (side_mm and (side_mm, side_mm)),
         )
         part = SliceRecord(series="a1", place_mm=place, sides_mm=sides or None, head=head)
-        found.add(PictureRecord(shape=(1, 64, 64), pixels=f"{number:032x}", slice=part))
-    return found
+        stacks.add(PictureRecord(shape=(1, 64, 64), pixels=f"{number:032x}", slice=part))
+    return stacks
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forget
         place(data, number, "2", BodyPartExamined="CHEST")
         if number < 20:
             place(data, number, "3", BodyPartExamined="BRAIN")
-    found: list[ScannedImage] = []
-    first = scan_at(data, private, LIMITS, observe=found.append)
+    actual: list[ScannedImage] = []
+    first = scan_at(data, private, LIMITS, observe=actual.append)
     assert first.reasons == {Flag.FACE.value: 24} and first.accepted == 44
-    assert {Path(each.path).name[0] for each in found if each.reason} == {"1"}
+    assert {Path(each.path).name[0] for each in actual if each.reason} == {"1"}
     for number in range(20, 24):  # the rest of the third scan arrives
         place(data, number, "3", BodyPartExamined="BRAIN")
     with Decisions.opened(private) as decisions:
         decisions.record(
-            [each.record for each in found if each.reason and each.record], Decision.CLEAR
+            [each.record for each in actual if each.reason and each.record], Decision.CLEAR
         )
     second = scan_at(data, private, LIMITS)
     assert (
@@ -116,7 +116,7 @@ def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forget
         and second.num_decoded == 4
     )
     with Decisions.opened(private) as decisions:
-        chest = next(each.record for each in found if each.path.endswith("200.dcm"))
+        chest = next(each.record for each in actual if each.path.endswith("200.dcm"))
         unknown = chest.model_copy(update={"slice": SliceRecord(series="ff")})
         assert decisions.verdict(chest) is None and decisions.verdict(unknown) == Flag.FACE.value
 
@@ -125,13 +125,13 @@ def test_a_slice_says_which_scan_it_belongs_to_only_where_it_may_be_of_a_head(
     tmp_path: Path,
 ) -> None:
     def slice_of(**tags: Any) -> Any:
-        (found,) = decode(
+        (picture,) = decode(
             FileContent.of(
                 write(tags_of(waves(), SeriesInstanceUID="1.2.3", **tags), tmp_path / "a.dcm")
             )
         )
-        assert isinstance(found, DecodedPicture)
-        return found.slice
+        assert isinstance(picture, DecodedPicture)
+        return picture.slice
 
     lies = {"ImagePositionPatient": [1, 2, 3], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}
     assert slice_of(BodyPartExamined="HEAD").head is True and slice_of(**lies).head is None
