@@ -22,6 +22,7 @@ from ddm.loading.release import open_release
 from ddm.models import build_expert
 from ddm.protocol.architecture import Mmdit, TextCondition
 from ddm.protocol.data import DataSpec
+from ddm.sampling.options import SamplingOptions
 from silo.config import Policy, TextSettings
 from silo.data.captions import keep_texts, some_texts, texts_of
 from silo.data.cohort import Cohort, dataset_digest
@@ -207,11 +208,22 @@ def test_image_that_was_asked_for_in_words_is_drawn_from_a_published_release(
     encoder = TextEncoder.open(folder, ensemble.condition)
 
     def share_of_bright_left(prompt: str | None) -> float:
-        arguments = (
-            {} if prompt is None else {"condition": encoder.encode([prompt])[0], "guidance": 1.0}
-        )
-        arguments |= {} if prompt is None else {"condition_prior": ensemble.prior}
-        images = ensemble.sample(64, strategy="full", steps=8, seed=0, **arguments).images  # type: ignore[arg-type]
+        condition = None
+        guidance = 0.0
+        options = SamplingOptions()
+        if prompt is not None:
+            condition = encoder.encode([prompt])[0]
+            guidance = 1.0
+            options = SamplingOptions(condition_prior=ensemble.prior)
+        images = ensemble.sample(
+            64,
+            strategy="full",
+            steps=8,
+            seed=0,
+            condition=condition,
+            guidance=guidance,
+            options=options,
+        ).images
         return float((bright_left(images) > 0).float().mean())
 
     assert share_of_bright_left("bright left") > 0.9
