@@ -360,7 +360,10 @@ class Ensemble:
             seed=resolve_seed(seed, options.generator),
             num_moves=num_moves,
         )
-        chunk_size = num_samples if callback else self._samples_in_flight(num_moves)
+        chunk_size = self._samples_in_flight(num_moves)
+        if callback is not None:
+            # It sees all samples after each step.
+            chunk_size = num_samples
         latent_chunks = []
         expert_chunks = []
         with torch.inference_mode():

@@ -66,7 +66,9 @@ class RouterImages:
             return self._drawn_by_experts(settings)
         images = public_images(self.federation, self._plan_id, "fitted")
         group_N = self._public_groups()
-        condition_N = self._public_conditions() if settings.conditional else None
+        condition_N = None
+        if settings.conditional:
+            condition_N = self._public_conditions()
         layout = self.inventory.layout()
         num_groups = self.counts.sketch.num_groups
         if settings.labels == "group":
@@ -85,7 +87,8 @@ class RouterImages:
         num_groups = self.counts.sketch.num_groups
         silo_N = numbered(self._column(SILOS).tolist(), list(self.inventory.silos))
         is_known_N = silo_N >= 0
-        silo_N, group_N = silo_N[is_known_N], group_N[is_known_N]
+        silo_N = silo_N[is_known_N]
+        group_N = group_N[is_known_N]
         if condition_N is not None:
             condition_N = condition_N[is_known_N]
         share_EJ = silo_shares(silo_N, group_N, num_groups, layout)
@@ -112,8 +115,10 @@ class RouterImages:
 
         Classes come by the class counts, or all equally often where the plan has none; texts are public captions.
         """
-        plan, layout = self.inventory.plan, self.inventory.layout()
-        num_images, num_experts = settings.images_per_expert, len(layout.parts)
+        plan = self.inventory.plan
+        layout = self.inventory.layout()
+        num_images = settings.images_per_expert
+        num_experts = len(layout.parts)
         generator = torch.Generator().manual_seed(self.seed)
         match settings.router_condition(plan.condition):
             case ClassCondition(num_classes=num_classes):
@@ -175,6 +180,7 @@ def accepted_experts(inventory: Inventory, device: torch.device) -> LazyExperts:
     """Return every accepted expert, in the manifest's order, with one in memory at a time."""
     plan = inventory.plan
     path = path_named(plan.objective.ensemble_path)
+    # In this order the experts are the classes of the router.
     submitted = []
     for silo_id, silo in inventory.silos.items():
         for expert in silo.submission.experts:

@@ -89,6 +89,7 @@ def train_router(
     refuse_outliers(federation, inventory)
     refuse_overweight(federation, inventory.counted_units, inventory.digests)
 
+    # Only now, since a silo that is refused above must not shape the router of the others.
     training = _RouterTraining.of(federation, inventory, seed, on_progress)
     judges = training.judging_images()
     decision = _decide(training, judges)
@@ -177,12 +178,14 @@ class _RouterTraining:
             path_named(plan.objective.ensemble_path),
         )
         counted_units = list(inventory.counted_units.values())
+        # A silo states its own number of units, so that its weight in what all share is capped.
         share_K = capped_shares(counted_units, federation.settings().max_influence)
         return cls(federation, inventory, counts, share_K, seed, on_progress)
 
     def judging_images(self) -> PublicData:
         """Return the public images held out, on which routers are compared."""
-        plan, layout = self.inventory.plan, self.inventory.layout()
+        plan = self.inventory.plan
+        layout = self.inventory.layout()
         images, group_N = self._public_images("holdout")
         noisy_KG = torch.stack(list(self.inventory.counts().values()))
         num_units = list(self.inventory.num_units.values())
@@ -235,7 +238,8 @@ class _RouterTraining:
 
     def _public_images(self, part: Literal["fitted", "holdout"]) -> tuple[Tensor, Tensor]:
         """Return the public images (or latents) that the plan was fitted on, or held out, and their groups."""
-        plan_id, files = self.inventory.plan.plan_id, self.inventory.files
+        plan_id = self.inventory.plan.plan_id
+        files = self.inventory.files
         pixels = public_images(self.federation, plan_id, part, as_latents=False)
         group_N = files.clusters.groups(files.encoder.encode(pixels))
         return public_images(self.federation, plan_id, part), group_N
@@ -270,7 +274,9 @@ def _fault(fitted: FittedRouter, candidate: _CalibratedFit, comparison: Comparis
 def _report(
     training: _RouterTraining, decision: _Decision, minus_prior: Interval, router: File
 ) -> RouterReport:
-    inventory, chosen, comparison = training.inventory, decision.chosen, decision.comparison
+    inventory = training.inventory
+    chosen = decision.chosen
+    comparison = decision.comparison
     counted_units = dict(inventory.counted_units)
     states_t_release = chosen.kind != "counts" and family_of(inventory.plan.router).states_t_release
     return RouterReport(

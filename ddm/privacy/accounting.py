@@ -21,15 +21,20 @@ if TYPE_CHECKING:
     from ddm.diffusion.path import Path
 
 GRID = 2.0**-16
-COUNTS_SENSITIVITY = 2  # replacing a unit takes one from a cell and adds one to another
-_MIN_MU, _MAX_MU = 1e-9, 200.0
-_CELLS = 20_000  # a privacy loss distribution's cells up to about its epsilon; finer than 1e-4 is never needed
-_MAX_COMPOSED = (
-    300.0  # beyond it exp(epsilon) leaves the range of floating point within dp-accounting
-)
-_COARSE = 0.01  # a step's privacy loss has about the standard deviation of the rate over the noise multiplier
-_LEAST_NOISE, _NOISE_GRID = 0.25, 1024
-# a public grid for t_release, so that a decimal in a document represents it exactly
+# Replacing a unit takes one from a cell and adds one to another.
+COUNTS_SENSITIVITY = 2
+_MIN_MU = 1e-9
+_MAX_MU = 200.0
+# A privacy loss distribution's cells up to about its epsilon; finer than 1e-4 is never needed.
+_CELLS = 20_000
+_FINEST_CELL = 1e-4
+# Beyond it exp(epsilon) leaves the range of floating point within dp-accounting.
+_MAX_COMPOSED = 300.0
+# A step's privacy loss has about the standard deviation of the rate over the noise multiplier.
+_COARSE = 0.01
+_MIN_NOISE = 0.25
+_NOISE_GRID = 1024
+# A public grid for t_release, so that a decimal in a document represents it exactly.
 _T_STEP = 2.0**-20
 
 
@@ -106,30 +111,31 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
     listed = list(mechanisms)
     laplace = sorted(m.epsilon for m in listed if isinstance(m, DiscreteLaplaceMechanism))
     mu = math.sqrt(math.fsum(m.mu**2 for m in listed if isinstance(m, GaussianMechanism)))
-    trained = sorted(
-        (m for m in listed if isinstance(m, DpSgdMechanism)), key=lambda m: m.model_dump_json()
-    )
-    num_shares = max(1, (mu > 0) + len(trained))  # of delta, which histograms do not need
+    trained = [m for m in listed if isinstance(m, DpSgdMechanism)]
+    trained.sort(key=lambda mechanism: mechanism.model_dump_json())
+    # Of delta, which histograms do not need.
+    num_shares = max(1, (mu > 0) + len(trained))
 
     def basic(delta: float) -> float:
         share = delta / num_shares
-        return math.fsum(
-            [
-                *laplace,
-                _gaussian_epsilon(mu, share),
-                *(_dp_sgd_epsilon(each, share) for each in trained),
-            ]
-        )
+        epsilons = [*laplace, _gaussian_epsilon(mu, share)]
+        epsilons += [_dp_sgd_epsilon(mechanism, share) for mechanism in trained]
+        return math.fsum(epsilons)
 
-    too_much = math.fsum(laplace) > _MAX_COMPOSED or (trained and _mean_loss(mu) > _MAX_COMPOSED)
-    if len(laplace) + (mu > 0) + len(trained) <= 1 or too_much:
+    is_single = len(laplace) + (mu > 0) + len(trained) <= 1
+    exceeds_range = math.fsum(laplace) > _MAX_COMPOSED
+    if trained and _mean_loss(mu) > _MAX_COMPOSED:
+        exceeds_range = True
+    if is_single or exceeds_range:
         return basic
     composed = _composed_loss(tuple(laplace), mu, tuple(trained))
-    return lambda delta: (
-        min(basic(delta), float(composed.get_epsilon_for_delta(delta)))
-        if delta > 0
-        else basic(delta)
-    )
+
+    def curve(delta: float) -> float:
+        if delta <= 0:
+            return basic(delta)
+        return min(basic(delta), float(composed.get_epsilon_for_delta(delta)))
+
+    return curve
 
 
 def adaptive_epsilon(steps: Iterable[Sequence[Mechanism]], delta: float) -> float:
@@ -154,9 +160,12 @@ def adaptive_epsilon(steps: Iterable[Sequence[Mechanism]], delta: float) -> floa
 def filter_epsilon(curves: Sequence[Curve], delta: float) -> float:
     """Add up the steps' epsilons, step j at the share ``1 / (j (j + 1))`` of delta, the last one at ``1 / j``."""
     last = len(curves)
-    return math.fsum(
-        curve(delta / (j * (j + 1) if j < last else j)) for j, curve in enumerate(curves, start=1)
-    )
+    epsilons = []
+    for j, curve in enumerate(curves, start=1):
+        # The shares of all steps sum to delta: 1 / (j (j + 1)) = 1 / j - 1 / (j + 1), and the last one takes the rest.
+        divisor = j * (j + 1) if j < last else j
+        epsilons.append(curve(delta / divisor))
+    return math.fsum(epsilons)
 
 
 def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float) -> float:
@@ -171,20 +180,21 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
         return privacy_curve([counts, GaussianMechanism(mu=mu)])(delta) - total_epsilon
 
     if over(_MIN_MU) > 0:
-        expected, got = (
-            f"a total epsilon above {counts_epsilon:g}, which the counts cost",
-            f"{total_epsilon:g}",
-        )
-        raise NumericalError("Gaussian mechanism", expected=expected, got=got)
+        expected = f"a total epsilon above {counts_epsilon:g}, which the counts cost"
+        raise NumericalError("Gaussian mechanism", expected=expected, got=f"{total_epsilon:g}")
     high = gaussian_mu(total_epsilon, delta)
     low = _MIN_MU
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if over(middle) > 0 else (middle, high)
+        if over(middle) > 0:
+            high = middle
+        else:
+            low = middle
     return low
 
 
-@lru_cache(maxsize=8)  # a silo weighs the same plan before every draw
+# A silo computes the cost of the same plan before every draw.
+@lru_cache(maxsize=8)
 def _composed_loss(
     laplace: tuple[float, ...], mu: float, trained: tuple[DpSgdMechanism, ...] = ()
 ) -> "PrivacyLossDistribution":
@@ -194,13 +204,13 @@ def _composed_loss(
     cells is independent, and that of a rise is distributed as that of a fall: so a histogram is two mechanisms of
     sensitivity 1, which compose to less than one of sensitivity 2.
     """
-    from dp_accounting.pld import (
-        privacy_loss_distribution as pld,  # takes seconds, and sampling does not need it
-    )
+    # It takes seconds to import, and sampling does not need it.
+    from dp_accounting.pld import privacy_loss_distribution as pld
 
-    step = max(1e-4, (math.fsum(laplace) + _mean_loss(mu)) / _CELLS)
-    if trained:  # its steps add up their discretisation errors
-        step = min(_dp_sgd_interval(each) for each in trained)
+    step = max(_FINEST_CELL, (math.fsum(laplace) + _mean_loss(mu)) / _CELLS)
+    if trained:
+        # Its steps add up their discretisation errors.
+        step = min(_dp_sgd_interval(mechanism) for mechanism in trained)
     parts = []
     for epsilon in sorted(set(laplace)):
         one = pld.from_discrete_laplace_mechanism(
@@ -212,7 +222,7 @@ def _composed_loss(
         parts.append(one.self_compose(2 * laplace.count(epsilon)))
     if mu > 0:
         parts.append(pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=step))
-    parts += [_dp_sgd_loss(each, step) for each in trained]
+    parts += [_dp_sgd_loss(mechanism, step) for mechanism in trained]
     return reduce(lambda left, right: left.compose(right), parts)
 
 
@@ -253,8 +263,10 @@ def _dp_sgd_interval(mechanism: DpSgdMechanism) -> float:
 
 
 def _dp_sgd_epsilon(mechanism: DpSgdMechanism, delta: float) -> float:
+    if delta <= 0:
+        return math.inf
     loss = _dp_sgd_loss(mechanism, _dp_sgd_interval(mechanism))
-    return float(loss.get_epsilon_for_delta(delta)) if delta > 0 else math.inf
+    return float(loss.get_epsilon_for_delta(delta))
 
 
 @lru_cache(maxsize=64)
@@ -266,19 +278,23 @@ def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) 
     """
 
     def over(multiplier: float, *, coarse: bool = True) -> float:
+        """Return how far the epsilon of this noise is above the wanted one, on a logarithmic scale."""
+        # About its mean loss, of which a distribution would fill the memory.
         if 2 * steps * (rate / multiplier) ** 2 > _MAX_COMPOSED + 4 * epsilon:
-            return math.inf  # about its mean loss, of which a distribution would fill the memory
-        tried = DpSgdMechanism(noise_multiplier=multiplier, rate=rate, steps=steps)
-        loss = _dp_sgd_loss(tried, 1e-3 if coarse else _dp_sgd_interval(tried))
-        return math.log(min(float(loss.get_epsilon_for_delta(delta)), 1e6) + 1e-9) - math.log(
-            epsilon
-        )
+            return math.inf
+        mechanism = DpSgdMechanism(noise_multiplier=multiplier, rate=rate, steps=steps)
+        interval = 1e-3 if coarse else _dp_sgd_interval(mechanism)
+        cost = float(_dp_sgd_loss(mechanism, interval).get_epsilon_for_delta(delta))
+        return math.log(min(cost, 1e6) + 1e-9) - math.log(epsilon)
 
+    # Bracket the root by doubling and halving, since each evaluation takes long.
     low = high = 1.0
-    while over(low) <= 0 and low > _LEAST_NOISE:
-        low, high = low / 2, low
+    while over(low) <= 0 and low > _MIN_NOISE:
+        high = low
+        low = low / 2
     while over(high) > 0:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
         if high > MAX_NOISE_MULTIPLIER:
             expected = (
                 f"an epsilon that a noise multiplier of at most {MAX_NOISE_MULTIPLIER:g} reaches"
@@ -286,15 +302,21 @@ def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) 
             got = f"epsilon {epsilon:g} and delta {delta:g} for {steps} steps at rate {rate:.4g}"
             remedy = "Ask for fewer steps, fewer units per step, or a higher epsilon."
             raise NumericalError("private training", expected=expected, got=got, remedy=remedy)
+    # The root finder needs finite values at both ends.
     while over(low) == math.inf and high - low > 1 / _NOISE_GRID:
-        low, high = (
-            (low, (low + high) / 2) if over((low + high) / 2) <= 0 else ((low + high) / 2, high)
-        )
-    found = low if over(low) <= 0 else high
-    if 0 < over(low) < math.inf:
-        found = _root(over, low, high, xtol=5e-4, rtol=1e-4)
-    cells = math.ceil(found * _NOISE_GRID)
-    while over(cells / _NOISE_GRID, coarse=False) > 0:  # the root may be below by its tolerance
+        middle = (low + high) / 2
+        if over(middle) <= 0:
+            high = middle
+        else:
+            low = middle
+    multiplier = high
+    if over(low) <= 0:
+        multiplier = low
+    elif over(low) < math.inf:
+        multiplier = _root(over, low, high, xtol=5e-4, rtol=1e-4)
+    cells = math.ceil(multiplier * _NOISE_GRID)
+    # The root may be below by its tolerance, and the coarse distribution states another epsilon than the fine one.
+    while over(cells / _NOISE_GRID, coarse=False) > 0:
         cells += 1
     return cells / _NOISE_GRID
 
@@ -344,8 +366,7 @@ def t_release(mu: float, scale_C: float, path: "Path", rank: int) -> float:
 
     def ratio(t: float) -> float:
         at = torch.tensor(t, dtype=torch.float64)
-        found: float = (path.alpha(at) / path.sigma(at)).item()
-        return found
+        return float(path.alpha(at) / path.sigma(at))
 
     target = mu / (sketch_sensitivity(rank) * scale_C)
     t = _root(lambda u: ratio(u) - target, 1e-12, 1.0, xtol=1e-14)

@@ -63,8 +63,9 @@ def discrete_laplace(num: int, epsilon: float, noise: Noise = OS_NOISE) -> NDArr
 
 
 def _geometric(rate: Fraction, noise: Noise) -> int:
-    """Draw from P(n) ~ exp(-rate n), n >= 0."""
-    s, t = rate.numerator, rate.denominator
+    """Draw from P(n) ~ exp(-rate n), n >= 0, in integers alone: the names are those of Algorithm 2."""
+    s = rate.numerator
+    t = rate.denominator
     u = noise.below(t)
     while not _bernoulli_exp(u, t, noise):
         u = noise.below(t)

@@ -48,7 +48,9 @@ def read_secret(path: Path) -> bytes:
     Raises:
         MissingFileError: there is none, or not a whole one.
     """
-    secret = path.read_bytes() if path.is_file() else b""
+    secret = b""
+    if path.is_file():
+        secret = path.read_bytes()
     if len(secret) != SECRET_BYTES:
         raise MissingFileError(
             path.name,

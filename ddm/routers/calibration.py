@@ -23,8 +23,10 @@ from ddm.routers.public import PublicData, PublicWeights, spread
 # Shape legend: N images, E experts, D draws of noise and time, B batch, Z bins.
 
 TEMPERATURES = (0.05, 20.0)
-_BINS, _LEAST_SHARE = 15, 0.01
-_MIN_GAIN = 1e-3  # nats that a temperature other than 1 must gain
+_BINS = 15
+_MIN_SHARE = 0.01
+# Nats that a temperature other than 1 must gain.
+_MIN_GAIN = 1e-3
 
 OnSketches = Callable[[Tensor, Tensor], Tensor]
 """Called as ``log_likelihood(s_BR, t_B)``; returns (B, E)."""
@@ -79,8 +81,9 @@ class Calibrated:
         """Return the router under each sample's condition; this one, where it reads none."""
         if not isinstance(self.router, ConditionalRouter):
             return self
-        given, training_prior_E = self.router.given(condition_B), self.log_training_prior_E.exp()
-        return Calibrated(given, self.temperature, training_prior_E.tolist(), self.path)
+        router = self.router.given(condition_B)
+        training_prior_E = self.log_training_prior_E.exp()
+        return Calibrated(router, self.temperature, training_prior_E.tolist(), self.path)
 
     def log_shares(self, condition_B: Tensor) -> Tensor:
         """Return ``log p(c | e)`` up to a term common to all e, which no temperature changes; 0 where nobody knows."""
@@ -136,37 +139,46 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
         bands: bands of t, equally weighted.
     """
     log_prior_E = log_prior(public.prior_E, router.num_experts)
-    found = [public.log_likelihoods(router, band, index) for index, band in enumerate(bands)]
+    # Each band's answers of the router are computed once; temperatures only scale them.
+    log_likelihoods = [
+        public.log_likelihoods(router, band, index) for index, band in enumerate(bands)
+    ]
     times = [public.times(band, index).double() for index, band in enumerate(bands)]
     fit_N, judge_N = halves(public.group_N, public.seed)
-    weight_NE = torch.from_numpy(
-        public.evidence.weights(public.group_N[fit_N], public.seed).weight_NE
-    )
+    fit_weights = public.evidence.weights(public.group_N[fit_N], public.seed)
+    fit_weight_NE = torch.from_numpy(fit_weights.weight_NE)
 
     def joint(band: int, temperature: float, rows: Tensor) -> Tensor:
         temperature_DN = temperature_at(temperature, times[band][:, rows], public.path)
-        return found[band][:, rows] / temperature_DN[..., None] + log_prior_E
+        return log_likelihoods[band][:, rows] / temperature_DN[..., None] + log_prior_E
 
     def losses(temperature: float, rows: Tensor) -> Tensor:
-        by_band = [
-            joint(band, temperature, rows).log_softmax(2).mean(0) for band in range(len(bands))
-        ]
-        return -torch.stack(by_band).mean(0)
+        log_posteriors = []
+        for band in range(len(bands)):
+            log_w_DNE = joint(band, temperature, rows).log_softmax(2)
+            log_posteriors.append(log_w_DNE.mean(0))
+        return -torch.stack(log_posteriors).mean(0)
+
+    def fit_loss(log_temperature: float) -> float:
+        loss_NE = losses(float(np.exp(log_temperature)), fit_N)
+        return float((fit_weight_NE * loss_NE).sum())
 
     best = minimize_scalar(
-        lambda log_t: float((weight_NE * losses(float(np.exp(log_t)), fit_N)).sum()),
+        fit_loss,
         bounds=tuple(np.log(TEMPERATURES)),
         method="bounded",
         options={"xatol": 1e-3},
     )
     fitted = float(np.exp(best.x))
     weights = public.evidence.weights(public.group_N[judge_N], public.seed)
-    gain_1NE = (losses(fitted, judge_N) - losses(1.0, judge_N)).numpy()[None]
-    chosen = fitted if weights.intervals(gain_1NE)[0, 1] < -_MIN_GAIN else 1.0
+    # The change of the loss: a temperature that helps has a negative one.
+    change_1NE = (losses(fitted, judge_N) - losses(1.0, judge_N)).numpy()[None]
+    helps_clearly = weights.intervals(change_1NE)[0, 1] < -_MIN_GAIN
+    chosen = fitted if helps_clearly else 1.0
     errors = []
     for band, (low, high) in enumerate(bands):
-        posteriors = [joint(band, temperature, judge_N).softmax(2) for temperature in (1.0, chosen)]
-        (before, _), (after, bins) = (reliability(weights, w_DNE) for w_DNE in posteriors)
+        before, _ = reliability(weights, joint(band, 1.0, judge_N).softmax(2))
+        after, bins = reliability(weights, joint(band, chosen, judge_N).softmax(2))
         errors.append(CalibrationBand(low=low, high=high, before=before, after=after, bins=bins))
     return Calibration(temperature=chosen, errors=tuple(errors), path=public.path)
 
@@ -186,31 +198,36 @@ def reliability(
         w_DNE: posteriors, for each draw of time and noise.
     """
     num_draws, num_images, num_experts = w_DNE.shape
-    confidence_DN, top_DN = (part.numpy() for part in w_DNE.max(2))
+    most_probable = w_DNE.max(2)
+    confidence_DN = most_probable.values.numpy()
+    top_DN = most_probable.indices.numpy()
     bin_DN = np.minimum((confidence_DN * _BINS).astype(np.int64), _BINS - 1)
     gap_ZNE = np.zeros((_BINS, num_images, num_experts))
-    share_Z, claimed_Z = np.zeros(_BINS), np.zeros(_BINS)
-    rows, weight_N = np.arange(num_images), weights.weight_NE.sum(1)
+    share_Z = np.zeros(_BINS)
+    confidence_Z = np.zeros(_BINS)
+    rows = np.arange(num_images)
+    weight_N = weights.weight_NE.sum(1)
     for bin_N, confidence_N, top_N in zip(bin_DN, confidence_DN, top_DN, strict=True):
         gap_ZNE[bin_N, rows] += confidence_N[:, None] / num_draws
         gap_ZNE[bin_N, rows, top_N] -= 1 / num_draws
         share_Z += np.bincount(bin_N, weight_N / num_draws, _BINS)
-        claimed_Z += np.bincount(bin_N, weight_N * confidence_N / num_draws, _BINS)
-    gap_Z, drawn_SZ = weights.means(gap_ZNE), weights.bootstrap(gap_ZNE)
+        confidence_Z += np.bincount(bin_N, weight_N * confidence_N / num_draws, _BINS)
+    gap_Z = weights.means(gap_ZNE)
+    drawn_SZ = weights.bootstrap(gap_ZNE)
     value = np.abs(gap_Z).sum(keepdims=True)
     low, high = spread(value, np.abs(drawn_SZ).sum(1, keepdims=True))[0]
     bins = []
-    for z in np.nonzero(share_Z >= _LEAST_SHARE)[0]:
-        # a gap below the mean is an accuracy above it
-        gaps = (
-            gap_Z[z],
-            *spread(gap_Z, drawn_SZ)[z, ::-1],
+    for z in np.nonzero(share_Z >= _MIN_SHARE)[0]:
+        low_gap, high_gap = spread(gap_Z, drawn_SZ)[z]
+        # A gap is confidence less accuracy, so that the highest gap is the lowest accuracy.
+        gaps = np.array([gap_Z[z], high_gap, low_gap])
+        value_low_high = np.clip((confidence_Z[z] - gaps) / share_Z[z], 0, 1)
+        reliability_bin = ReliabilityBin(
+            share=float(share_Z[z]),
+            confidence=float(confidence_Z[z] / share_Z[z]),
+            accuracy=tuple(value_low_high.tolist()),
         )
-        right, least, most = (
-            float(np.clip((claimed_Z[z] - gap) / share_Z[z], 0, 1)) for gap in gaps
-        )
-        share, claimed = float(share_Z[z]), float(claimed_Z[z] / share_Z[z])
-        bins.append(ReliabilityBin(share=share, confidence=claimed, accuracy=(right, least, most)))
+        bins.append(reliability_bin)
     return (float(value[0]), max(float(low), 0.0), float(high)), tuple(bins)
 
 

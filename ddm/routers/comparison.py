@@ -86,33 +86,33 @@ def compare(
     if not counts.num_experts == candidate.num_experts == num_experts:
         got = f"{counts.num_experts} and {candidate.num_experts}"
         raise ShapeError("routers", expected=f"{num_experts} experts each", got=got)
-    routers = (
-        [router.on_sketches(held_out.sketch.rank) for router in (counts, candidate)]
-        if held_out
-        else []
-    )
-    sketch_routers = [router for router in routers if router]
-    on_sketches = held_out if len(sketch_routers) == 2 else None
-    num_looks = len(bands) + (on_sketches is not None)
+    sketch_routers: list[OnSketches] = []
+    if held_out is not None:
+        for router in (counts, candidate):
+            on_sketches = router.on_sketches(held_out.sketch.rank)
+            if on_sketches is not None:
+                sketch_routers.append(on_sketches)
+    # Sketches can judge a candidate only if it reads them, as counts does.
+    compares_sketches = len(sketch_routers) == 2
+    num_looks = len(bands) + compares_sketches
+
     weights = public.weights
-    prior_NE = np.broadcast_to(
-        -log_prior(public.prior_E, num_experts).numpy(), weights.weight_NE.shape
-    )
-    counts_MNE, candidate_MNE = (
-        np.stack(public.losses(router, bands)) for router in (counts, candidate)
-    )
-    intervals = weights.intervals(candidate_MNE - counts_MNE, num_looks)
+    prior_loss_E = -log_prior(public.prior_E, num_experts).numpy()
+    prior_NE = np.broadcast_to(prior_loss_E, weights.weight_NE.shape)
     prior = float(weights.means(prior_NE[None])[0])
-    values = zip(
-        bands, weights.means(counts_MNE), weights.means(candidate_MNE), intervals, strict=True
-    )
-    found = tuple(
-        _band(band, prior, float(a), float(b), interval) for band, a, b, interval in values
-    )
-    sketches = (
-        _compare_sketches(on_sketches, sketch_routers, public, num_looks) if on_sketches else None
-    )
-    return Comparison(bands=found, sketches=sketches)
+    counts_MNE = np.stack(public.losses(counts, bands))
+    candidate_MNE = np.stack(public.losses(candidate, bands))
+    intervals = weights.intervals(candidate_MNE - counts_MNE, num_looks)
+    means = zip(weights.means(counts_MNE), weights.means(candidate_MNE), strict=True)
+    compared_bands = []
+    for band, (counts_mean, candidate_mean), interval in zip(bands, means, intervals, strict=True):
+        compared = _band(band, prior, float(counts_mean), float(candidate_mean), interval)
+        compared_bands.append(compared)
+
+    sketches = None
+    if held_out is not None and compares_sketches:
+        sketches = _compare_sketches(held_out, sketch_routers, public, num_looks)
+    return Comparison(bands=tuple(compared_bands), sketches=sketches)
 
 
 def minus_prior(router: Router, public: PublicData) -> tuple[float, float, float]:
@@ -125,10 +125,8 @@ def minus_prior(router: Router, public: PublicData) -> tuple[float, float, float
     prior_E = log_prior(public.prior_E, router.num_experts).numpy()
     excess_1NE = (np.mean(public.losses(router), axis=0) + prior_E)[None]
     weights = public.weights
-    (value,), ((low, high),) = (
-        weights.means(excess_1NE).tolist(),
-        weights.intervals(excess_1NE).tolist(),
-    )
+    value = float(weights.means(excess_1NE)[0])
+    low, high = weights.intervals(excess_1NE)[0].tolist()
     return value, low, high
 
 
@@ -148,9 +146,8 @@ def refuse_worse_than_prior(
     value, low, high = minus_prior(router, public)
     if low > 0:
         got = f"{value:.4f} nats worse, 95% interval {low:.4f} to {high:.4f}"
-        raise RefusedError(
-            f"{name} router on public data", expected="at least as good as the prior", got=got
-        )
+        subject = f"{name} router on public data"
+        raise RefusedError(subject, expected="at least as good as the prior", got=got)
     return value, low, high
 
 
@@ -179,12 +176,12 @@ def _compare_sketches(
 ) -> BandComparison:
     """Compare on sketches re-noised to t in [t_release, 1); the interval is normal, stratified by silo."""
     generator = torch.Generator().manual_seed(public.seed)
-    t_r, silo_E = held_out.t_release, torch.tensor(public.evidence.layout.silo_E)
+    t_r = held_out.t_release
+    silo_E = torch.tensor(public.evidence.layout.silo_E)
     num_silos = int(silo_E.max()) + 1
     if len(held_out.sketches) != num_silos:
-        raise ShapeError(
-            "held-out sketches", expected=f"{num_silos} silos", got=str(len(held_out.sketches))
-        )
+        got = str(len(held_out.sketches))
+        raise ShapeError("held-out sketches", expected=f"{num_silos} silos", got=got)
     log_prior_E = log_prior(public.prior_E, len(silo_E))
     prior_K = torch.zeros(num_silos, dtype=torch.float64).index_add_(0, silo_E, log_prior_E.exp())
 
@@ -193,7 +190,8 @@ def _compare_sketches(
         log_BE = (router(s_BR, t_B).double() + log_prior_E).log_softmax(1)
         return -log_BE[:, silo_E == k].logsumexp(1).view(_DRAWS, -1).mean(0)
 
-    means, variance = torch.zeros(2, dtype=torch.float64), 0.0
+    means = torch.zeros(2, dtype=torch.float64)
+    variance = 0.0
     for k, s_NR in enumerate(held_out.sketches):
         s_BR = s_NR.double().repeat(_DRAWS, 1)
         t_B = t_r + (1 - t_r) * torch.rand(len(s_BR), generator=generator, dtype=torch.float64)

@@ -62,21 +62,24 @@ class ConditionalPrior:
         """
         num_classes = noisy_KCG.shape[1]
         count_KCG, error_KCG = expected_class_counts(sketch, noisy_KCG, num_units, epsilon)
-        counted_K = num_units if counted_K is None else counted_K
-        scale_K = torch.tensor(counted_K, dtype=torch.float64) / torch.tensor(
-            num_units, dtype=torch.float64
-        )
-        count_KCG, error_KCG = (value * scale_K[:, None, None] for value in (count_KCG, error_KCG))
-        prior_K = torch.tensor(counted_K, dtype=torch.float64) / sum(counted_K)
+        units_K = torch.tensor(num_units, dtype=torch.float64)
+        if counted_K is not None:
+            scale_K = torch.tensor(counted_K, dtype=torch.float64) / units_K
+            count_KCG = count_KCG * scale_K[:, None, None]
+            error_KCG = error_KCG * scale_K[:, None, None]
+            units_K = torch.tensor(counted_K, dtype=torch.float64)
+        prior_K = units_K / units_K.sum()
         unknown_C = error_KCG.square().sum((0, 2)).sqrt()
         count_KC = count_KCG.sum(2)
         prior_KC = (count_KC + prior_K[:, None] * unknown_C) / (count_KC.sum(0) + unknown_C)
-        silo_E, mass, prior = list(layout.silo_E), [], []
+        silo_E = list(layout.silo_E)
+        masses = []
+        priors = []
         for c in range(num_classes):
             mass_EG, share_E = layout.split(count_KCG[:, c] / count_KC[:, c, None])
-            mass.append(mass_EG)
-            prior.append(prior_KC[silo_E, c] * share_E)
-        return cls(torch.stack(prior), torch.stack(mass, 1))
+            masses.append(mass_EG)
+            priors.append(prior_KC[silo_E, c] * share_E)
+        return cls(torch.stack(priors), torch.stack(masses, 1))
 
     def log_prior(self, label: int) -> Tensor:
         """Return the log of each expert's share of a class, shape (E,), float64.
@@ -110,8 +113,6 @@ def expected_class_counts(
         expected_counts(noisy.flatten().numpy(), n, epsilon, weight_CG.flatten().numpy())
         for noisy, n in zip(noisy_KCG, num_units, strict=True)
     ]
-    count_KCG, error_KCG = (
-        torch.stack([torch.from_numpy(part) for part in parts]).view(noisy_KCG.shape)
-        for parts in ([cell.mean_G for cell in cells], [cell.deviation_G for cell in cells])
-    )
-    return count_KCG, error_KCG
+    count_KCG = torch.stack([torch.from_numpy(cell.mean_G) for cell in cells])
+    error_KCG = torch.stack([torch.from_numpy(cell.deviation_G) for cell in cells])
+    return count_KCG.view(noisy_KCG.shape), error_KCG.view(noisy_KCG.shape)

@@ -69,15 +69,17 @@ class CountsRouter:
             epsilon: of the statistic.
             path: the probability path.
         """
-        found = expected_by_likeness(
+        estimates = expected_by_likeness(
             noisy_KG.numpy(),
             num_units,
             epsilon,
             sketch.group_weight_G.double().numpy(),
             sketch.group_mean_GR.double(),
         )
-        mean_KG = torch.stack([torch.from_numpy(each.mean_G) for each in found])
-        deviation_KG = torch.stack([torch.from_numpy(each.deviation_G) for each in found])
+        mean_KG = torch.stack([torch.from_numpy(estimate.mean_G) for estimate in estimates])
+        deviation_KG = torch.stack(
+            [torch.from_numpy(estimate.deviation_G) for estimate in estimates]
+        )
         n_K1 = torch.tensor(num_units, dtype=torch.float64)[:, None]
         return cls(sketch, (mean_KG / n_K1).log(), path, deviation_KG / n_K1)
 
@@ -105,10 +107,11 @@ class CountsRouter:
         """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, K)."""
         log_BG = self.group_log_density(s_BR, t_B)
         log_mass_KG = self.log_mass_KG.to(log_BG)
-        parts = (
-            log_BG[rows, None] + log_mass_KG for rows in blocks(len(log_BG), log_mass_KG.numel())
-        )
-        return torch.cat([part_BKG.logsumexp(2) for part_BKG in parts])
+        chunks = []
+        for rows in blocks(len(log_BG), log_mass_KG.numel()):
+            joint_BKG = log_BG[rows, None] + log_mass_KG
+            chunks.append(joint_BKG.logsumexp(2))
+        return torch.cat(chunks)
 
     def group_log_density(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log N(s; alpha m_c, alpha^2 S_c + (sigma / C)^2 I)`` up to a common constant, shape (B, G)."""

@@ -72,7 +72,8 @@ def cross_entropy(
     for index, (low, high) in enumerate(times):
         log_DNK = noised_log_likelihood(router, x_N, (low, high), seed + index, path)
         log_NK = (log_DNK + log_prior_K).log_softmax(2).mean(0)
-        value, variance = 0.0, 0.0
+        value = 0.0
+        variance = 0.0
         for k in torch.nonzero(prior_K)[:, 0].tolist():
             loss_n = -log_NK[label_N == k, k]
             value += float(prior_K[k] * loss_n.mean())
@@ -97,12 +98,15 @@ def noised_log_likelihood(
     The same seed gives two routers the same times and noise. The ends of a band may be equal.
     """
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    draws_of_images = []
     for t_N in times_of(len(x_N), band, generator, draws):
-        noised = x_t(path or LinearPath(), x_N, torch.randn(x_N.shape, generator=generator), t_N)
-        parts = zip(torch.split(noised, _BLOCK), torch.split(t_N, _BLOCK), strict=True)
-        found.append(torch.cat([router.log_likelihood(*part).double() for part in parts]))
-    return torch.stack(found)
+        noise = torch.randn(x_N.shape, generator=generator)
+        noised = x_t(path or LinearPath(), x_N, noise, t_N)
+        chunks = []
+        for x_B, t_B in zip(torch.split(noised, _BLOCK), torch.split(t_N, _BLOCK), strict=True):
+            chunks.append(router.log_likelihood(x_B, t_B).double())
+        draws_of_images.append(torch.cat(chunks))
+    return torch.stack(draws_of_images)
 
 
 def times_of(num: int, band: Band, generator: torch.Generator, draws: int = _DRAWS) -> Tensor:

@@ -13,7 +13,8 @@ from ddm.errors import NumericalError, ShapeError
 
 # Shape legend: G Gaussians, B batch, R sketch dimensions, Q = G R.
 
-_BLOCK = 1 << 19  # values of one intermediate tensor, small enough for a processor's cache
+# Values of one intermediate tensor, small enough for a processor's cache.
+_BLOCK = 1 << 19
 
 
 class NoisedGaussians:
@@ -59,14 +60,15 @@ class NoisedGaussians:
         axes_RQ, mean_Q, spread_Q = (
             part.to(s_BR) for part in (self._axes_RQ, self._mean_Q, self._spread_Q)
         )
-        alpha_B1, noise_B1 = alpha_B.to(s_BR)[:, None], noise_B.to(s_BR)[:, None]
-        found = []
+        alpha_B1 = alpha_B.to(s_BR)[:, None]
+        noise_B1 = noise_B.to(s_BR)[:, None]
+        chunks = []
         for rows in blocks(len(s_BR), len(spread_Q)):
             along_BQ = s_BR[rows] @ axes_RQ - alpha_B1[rows] * mean_Q
             variance_BQ = alpha_B1[rows].square() * spread_Q + noise_B1[rows].square()
             terms_BQ = along_BQ.square() / variance_BQ + variance_BQ.log()
-            found.append(-0.5 * terms_BQ.view(len(terms_BQ), self._num, -1).sum(2))
-        return torch.cat(found)
+            chunks.append(-0.5 * terms_BQ.view(len(terms_BQ), self._num, -1).sum(2))
+        return torch.cat(chunks)
 
 
 def blocks(num_rows: int, width: int) -> Iterator[slice]:

@@ -63,8 +63,9 @@ def expected_by_likeness(
     for like_GG in _likenesses(mean_GR, weight_G):
         for k, (noisy_G, num) in enumerate(rows):
             share_G = weight_G * (like_GG @ (plain[k].mean_G / (num * weight_G))) + _FLOOR
-            found = expected_counts(noisy_G, num, epsilon, share_G / share_G.sum())
-            best[k] = max(best[k], found, key=lambda each: each.log_evidence)
+            estimate = expected_counts(noisy_G, num, epsilon, share_G / share_G.sum())
+            if estimate.log_evidence > best[k].log_evidence:
+                best[k] = estimate
     return best
 
 
@@ -101,17 +102,23 @@ def expected_counts(
     evidence_A = np.zeros(len(_CONCENTRATIONS))
     for rows in blocks(len(noisy_G), num_likely):
         cells = _Cells.of(noisy_G[rows], num_units, epsilon, weight_G[rows], num_likely)
-        evidence_A += [logsumexp(cells.log_joint(each), axis=1).sum() for each in _CONCENTRATIONS]
+        for a, concentration in enumerate(_CONCENTRATIONS):
+            evidence_A[a] += logsumexp(cells.log_joint(concentration), axis=1).sum()
     if not bool(np.isfinite(evidence_A.max())):
         got = "NaN or infinity for every concentration"
         raise NumericalError("noisy counts", expected="a finite likelihood", got=got)
-    best, found = float(_CONCENTRATIONS[evidence_A.argmax()]), []
+    best_concentration = float(_CONCENTRATIONS[evidence_A.argmax()])
+    means = []
+    deviations = []
     for rows in blocks(len(noisy_G), num_likely):
         cells = _Cells.of(noisy_G[rows], num_units, epsilon, weight_G[rows], num_likely)
-        posterior_GN = softmax(cells.log_joint(best), axis=1)
+        posterior_GN = softmax(cells.log_joint(best_concentration), axis=1)
         mean_G = (posterior_GN * cells.n_GN).sum(1) + _FLOOR * num_units
-        found.append((mean_G, np.sqrt((posterior_GN * (cells.n_GN - mean_G[:, None]) ** 2).sum(1))))
-    mean_G, deviation_G = (np.concatenate(part) for part in zip(*found, strict=True))
+        variance_G = (posterior_GN * (cells.n_GN - mean_G[:, None]) ** 2).sum(1)
+        means.append(mean_G)
+        deviations.append(np.sqrt(variance_G))
+    mean_G = np.concatenate(means)
+    deviation_G = np.concatenate(deviations)
     return Estimate(mean_G * (num_units / mean_G.sum()), deviation_G, float(evidence_A.max()))
 
 

@@ -33,10 +33,16 @@ def capped_shares(num_units: Sequence[int], cap: float) -> tuple[float, ...]:
             "shares of influence", expected="a cap in (0, 1] and units above 0", got=got
         )
     units_K = np.asarray(num_units, dtype=np.float64)
-    share_K, cap = units_K / units_K.sum(), max(cap, 1.0 / len(units_K))
-    cut_K = np.zeros(len(units_K), dtype=bool)
-    while bool((over_K := share_K > cap * (1.0 + 1e-12)).any()):
-        cut_K |= over_K
-        left = 1.0 - cap * cut_K.sum()
-        share_K = np.where(cut_K, cap, units_K / max(units_K[~cut_K].sum(), 1.0) * left)
+    share_K = units_K / units_K.sum()
+    cap = max(cap, 1.0 / len(units_K))
+    is_capped_K = np.zeros(len(units_K), dtype=bool)
+    # Dividing the excess may lift another silo above the cap, so this is repeated until none is.
+    while True:
+        is_over_K = share_K > cap * (1.0 + 1e-12)
+        if not bool(is_over_K.any()):
+            break
+        is_capped_K |= is_over_K
+        left = 1.0 - cap * is_capped_K.sum()
+        free_units = max(units_K[~is_capped_K].sum(), 1.0)
+        share_K = np.where(is_capped_K, cap, units_K / free_units * left)
     return tuple((share_K / share_K.sum()).tolist())

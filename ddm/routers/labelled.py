@@ -70,22 +70,29 @@ class Labelled:
             got = f"{len(cell_N)} for {len(images)} images"
             raise ShapeError("labels", expected="one label for each image", got=got)
         size_J = torch.bincount(cell_N, minlength=num_cells)
-        share_EJ, known_J = share_EJ.double(), size_J > 0
-        if num_without := int((share_EJ[:, known_J].sum(1) <= 0).sum()):
-            expected = f"images like those of each of {num_experts} experts"
-            remedy = "Label public images of every silo, or train the router on images that the experts draw."
+        share_EJ = share_EJ.double()
+        has_images_J = size_J > 0
+        num_without = int((share_EJ[:, has_images_J].sum(1) <= 0).sum())
+        if num_without:
             raise DataError(
                 "labelled images",
-                expected=expected,
+                expected=f"images like those of each of {num_experts} experts",
                 got=f"none for {num_without} of them",
-                remedy=remedy,
+                remedy="Label public images of every silo, or train the router on images that the experts draw.",
             )
         weight_J = share_EJ.sum(0) / num_experts
         target_JE = (share_EJ / share_EJ.sum(0).clamp(min=1e-300)).T.float()
         weight_N = (weight_J / size_J.clamp(min=1))[cell_N]
-        kept = weight_N > 0
-        told = None if condition_N is None else condition_N[kept]
-        return cls(images[kept], cell_N[kept], target_JE, weight_N[kept], told)
+        has_weight_N = weight_N > 0
+        if condition_N is not None:
+            condition_N = condition_N[has_weight_N]
+        return cls(
+            images=images[has_weight_N],
+            cell_N=cell_N[has_weight_N],
+            target_JE=target_JE,
+            weight_N=weight_N[has_weight_N],
+            condition_N=condition_N,
+        )
 
     @classmethod
     def of_experts(
@@ -99,8 +106,10 @@ class Labelled:
         """Label equally many images of each expert, shape (E, N, ...)."""
         num_experts, num = drawn_EN.shape[:2]
         expert_N = torch.arange(num_experts).repeat_interleave(num)
-        told = None if condition_EN is None else condition_EN.flatten(0, 1)
-        return cls.of_experts(drawn_EN.flatten(0, 1), expert_N, num_experts, told)
+        condition_N = None
+        if condition_EN is not None:
+            condition_N = condition_EN.flatten(0, 1)
+        return cls.of_experts(drawn_EN.flatten(0, 1), expert_N, num_experts, condition_N)
 
     def draw(self, num: int, generator: torch.Generator) -> Tensor:
         """Return the numbers of images drawn by weight."""
@@ -119,30 +128,30 @@ class Labelled:
         order_N = order_N[self.cell_N[order_N].argsort(stable=True)]
         size_J = torch.bincount(self.cell_N, minlength=len(self.target_JE))
         if bool(((size_J == 1) & (self.target_JE.amax(1) == 1)).any()):
-            raise ShapeError(
-                "labelled images", expected="at least 2 of each expert", got="1 of some"
-            )
+            expected = "at least 2 of each expert"
+            raise ShapeError("labelled images", expected=expected, got="1 of some")
         first_J = size_J.cumsum(0) - size_J
         sorted_J = self.cell_N[order_N]
         place_N = torch.arange(len(self)) - first_J[sorted_J]
         num_check_J = (_HELD_OUT_SHARE * size_J).round().clamp(min=1).where(size_J > 1, 0)
         checked_N = place_N < num_check_J[sorted_J]
         if not bool(checked_N.any()):
-            raise ShapeError(
-                "labelled images", expected="several in some cell", got=f"{len(self)}, each alone"
-            )
-        return self._of(order_N[~checked_N].sort().values), self._of(
-            order_N[checked_N].sort().values
-        )
+            got = f"{len(self)}, each alone"
+            raise ShapeError("labelled images", expected="several in some cell", got=got)
+        train_rows = order_N[~checked_N].sort().values
+        check_rows = order_N[checked_N].sort().values
+        return self._of(train_rows), self._of(check_rows)
 
     def _of(self, rows: Tensor) -> "Labelled":
-        told = None if self.condition_N is None else self.condition_N[rows]
+        condition_N = None
+        if self.condition_N is not None:
+            condition_N = self.condition_N[rows]
         return replace(
             self,
             images=self.images[rows],
             cell_N=self.cell_N[rows],
             weight_N=self.weight_N[rows],
-            condition_N=told,
+            condition_N=condition_N,
         )
 
 
@@ -191,7 +200,7 @@ def _covered(layout: Layout, num_groups: int) -> Tensor:
 def classes_of_experts(
     share_EJ: Tensor, num_classes: int, num: int, generator: torch.Generator
 ) -> Tensor:
-    """Draw the classes that each expert is told, by its shares of the classes, shape (E, num).
+    """Draw the classes under which each expert draws, by its shares of the classes, shape (E, num).
 
     Args:
         share_EJ: as `class_shares` returns them.
@@ -206,7 +215,7 @@ def classes_of_experts(
 def texts_of_experts(
     texts_NLD: Tensor, num_experts: int, num: int, generator: torch.Generator
 ) -> Tensor:
-    """Draw the texts that each expert is told, from public ones, shape (E, num, L, D)."""
+    """Draw the texts under which each expert draws, from public ones, shape (E, num, L, D)."""
     return texts_NLD[torch.randint(len(texts_NLD), (num_experts, num), generator=generator)]
 
 

@@ -28,6 +28,7 @@ from ddm.routers.sketch import Sketch
 # in the silos' sketches.
 
 HELD_OUT_SHARE = 0.2
+# Shares that differ by less are the same but for rounding.
 _CHANGED = 1e-6
 _PREFIX = "residual."
 
@@ -129,16 +130,17 @@ def split_sketches(
     Raises:
         ShapeError: a silo has fewer than two sketches.
     """
-    train, held_out = {}, {}
+    train: dict[str, Tensor] = {}
+    held_out: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     for silo, s_NR in sketches.items():
         if len(s_NR) < 2:
-            raise ShapeError(
-                f"sketches of {silo}", expected="at least 2 sketches", got=str(len(s_NR))
-            )
+            subject = f"sketches of {silo}"
+            raise ShapeError(subject, expected="at least 2 sketches", got=str(len(s_NR)))
         order_N = torch.randperm(len(s_NR), generator=generator)
         num = max(1, round(share * len(s_NR)))
-        held_out[silo], train[silo] = s_NR[order_N[:num]], s_NR[order_N[num:]]
+        held_out[silo] = s_NR[order_N[:num]]
+        train[silo] = s_NR[order_N[num:]]
     return train, held_out
 
 

@@ -46,13 +46,9 @@ class Evidence:
 
     def __post_init__(self) -> None:
         shares = self.num_units if self.share_K is None else self.share_K
-        if (
-            not len(self.noisy_KG)
-            == len(self.num_units)
-            == len(shares)
-            == max(self.layout.silo_E) + 1
-        ):
-            expected = f"counts, units and shares of {max(self.layout.silo_E) + 1} silos"
+        num_silos = max(self.layout.silo_E) + 1
+        if not len(self.noisy_KG) == len(self.num_units) == len(shares) == num_silos:
+            expected = f"counts, units and shares of {num_silos} silos"
             got = f"{len(self.noisy_KG)}, {len(self.num_units)} and {len(shares)}"
             raise ShapeError("statistics", expected=expected, got=got)
 
@@ -79,32 +75,34 @@ class PublicWeights:
         num_silos, num_groups = noisy_KG.shape
         whole = torch.full((num_silos, num_groups), 1.0 / num_groups, dtype=torch.float64)
         mass_EG, share_E = evidence.layout.split(whole)
-        # an expert's share of each of its silo's groups
+        # An expert's share of each of its silo's groups: that of a silo which is spread evenly over them.
         self._member_EG = (num_groups * mass_EG * share_E[:, None]).numpy()
         self._silo_E = list(evidence.layout.silo_E)
-        share_K1 = (
-            n_K1 / n_K1.sum() if evidence.share_K is None else np.asarray(evidence.share_K)[:, None]
-        )
+        share_K1 = n_K1 / n_K1.sum()
+        if evidence.share_K is not None:
+            share_K1 = np.asarray(evidence.share_K)[:, None]
         self._per_unit_K1 = share_K1 / n_K1
-        self._epsilon, self._shape, self._seed = evidence.epsilon, noisy_KG.shape, seed
+        self._epsilon = evidence.epsilon
+        self._shape = noisy_KG.shape
+        self._seed = seed
         self._group_N = group_N.numpy()
         self._size_G = np.bincount(self._group_N, minlength=num_groups)
         weight_EG = self._of_experts(_sum_to(noisy_KG, n_K1))
         covered = float(weight_EG[:, self._size_G > 0].sum())
         if covered <= 0:
-            got = (
-                f"{len(self._group_N)} images, in groups whose noised counts are 0 or less together"
-            )
-            remedy = "Hold out more public images, public images that resemble the silos', or plan a larger epsilon."
+            num_images = len(self._group_N)
             raise RefusedError(
-                "public images", expected="images in groups that silos hold", got=got, remedy=remedy
+                "public images",
+                expected="images in groups that silos hold",
+                got=f"{num_images} images, in groups whose noised counts are 0 or less together",
+                remedy="Hold out more public images, public images that resemble the silos', or plan a larger epsilon.",
             )
         self._scale_G = 1 / (covered * np.maximum(self._size_G, 1))
         self._weight_EG = weight_EG
         self.weight_NE: NDArray[np.float64] = (weight_EG * self._scale_G)[:, self._group_N].T
 
     @property
-    def _exact(self) -> bool:
+    def _is_exact(self) -> bool:
         """Whether the counts carry no noise."""
         return bool(np.expm1(-self._epsilon / 2) == -1.0)
 
@@ -121,29 +119,29 @@ class PublicWeights:
         num_images = len(self._group_N)
         # Exact counts leave the images to resample, and their figures summed over experts: of one owner's islands,
         # noise would have as many cells as islands squared.
-        own_MN = (figure_MNE * self.weight_NE).sum(2) if self._exact else None
+        own_MN = (figure_MNE * self.weight_NE).sum(2) if self._is_exact else None
         figure_MQ = figure_MNE.reshape(len(figure_MNE), -1)
-        at_once = max(1, _BLOCK // (num_images if self._exact else self.weight_NE.size))
+        at_once = max(1, _BLOCK // (num_images if self._is_exact else self.weight_NE.size))
         order_N = np.argsort(self._group_N, kind="stable")
         start_N = np.repeat(np.cumsum(self._size_G) - self._size_G, self._size_G)
         size_N = np.repeat(self._size_G, self._size_G)
-        found = []
+        draws = []
         for first in range(0, _BOOTSTRAPS, at_once):
             num = min(at_once, _BOOTSTRAPS - first)
-            pick_SN = order_N[
-                start_N + np.floor(rng.random((num, num_images)) * size_N).astype(np.int64)
-            ]
+            # Each image is replaced by one of its group, so that the groups keep their sizes.
+            offset_SN = np.floor(rng.random((num, num_images)) * size_N).astype(np.int64)
+            pick_SN = order_N[start_N + offset_SN]
             cell_SN = pick_SN + num_images * np.arange(num)[:, None]
-            times_SN = np.bincount(cell_SN.ravel(), minlength=num * num_images).reshape(
-                num, num_images
-            )
+            times_SN = np.bincount(cell_SN.ravel(), minlength=num * num_images)
+            times_SN = times_SN.reshape(num, num_images)
             if own_MN is not None:
-                found.append(times_SN @ own_MN.T)
+                draws.append(times_SN @ own_MN.T)
                 continue
-            weight_SEG = (self._weight_EG + self._of_experts(self._noise(rng, num))) * self._scale_G
+            noise_SEG = self._of_experts(self._noise(rng, num))
+            weight_SEG = (self._weight_EG + noise_SEG) * self._scale_G
             weight_SNE = times_SN[:, :, None] * weight_SEG[:, :, self._group_N].transpose(0, 2, 1)
-            found.append(weight_SNE.reshape(num, -1) @ figure_MQ.T)
-        return np.concatenate(found)
+            draws.append(weight_SNE.reshape(num, -1) @ figure_MQ.T)
+        return np.concatenate(draws)
 
     def intervals(self, figure_MNE: NDArray[np.float64], num_looks: int = 1) -> NDArray[np.float64]:
         """Return the 95% intervals of `means`, shape (M, 2); jointly 95% for `num_looks` of them (Bonferroni)."""
@@ -155,9 +153,10 @@ class PublicWeights:
 
     def _noise(self, rng: np.random.Generator, num: int) -> NDArray[np.float64]:
         # P(z) ~ q^|z| is the difference of two geometric variables. It may come from a seed here: it protects nothing.
-        stop, shape = -np.expm1(-self._epsilon / 2), (num, *self._shape)
-        noise_SKG = (rng.geometric(stop, shape) - rng.geometric(stop, shape)).astype(np.float64)
-        return _sum_to(noise_SKG, 0.0)
+        stop = -np.expm1(-self._epsilon / 2)
+        shape = (num, *self._shape)
+        noise_SKG = rng.geometric(stop, shape) - rng.geometric(stop, shape)
+        return _sum_to(noise_SKG.astype(np.float64), 0.0)
 
 
 @dataclass(frozen=True)
@@ -188,15 +187,18 @@ class PublicData:
     def losses(self, router: Router, bands: Sequence[Band] = BANDS) -> list[NDArray[np.float64]]:
         """Return ``-log w_e(x_t, t)`` for every expert e, averaged over draws, one (N, E) per band."""
         log_prior_E = log_prior(self.prior_E, router.num_experts)
-        found = (self.log_likelihoods(router, band, index) for index, band in enumerate(bands))
-        return [-(log_DNE + log_prior_E).log_softmax(2).mean(0).numpy() for log_DNE in found]
+        losses = []
+        for index, band in enumerate(bands):
+            log_DNE = self.log_likelihoods(router, band, index) + log_prior_E
+            losses.append(-log_DNE.log_softmax(2).mean(0).numpy())
+        return losses
 
     def log_likelihoods(self, router: Router, band: Band, index: int) -> Tensor:
         """Return the router's log-likelihoods of the images in the band of that index, shape (D, N, E)."""
         return noised_log_likelihood(router, self.images, band, self.seed + index, self.path)
 
     def times(self, band: Band, index: int) -> Tensor:
-        """Return the times at which `log_likelihoods` asks, shape (D, N)."""
+        """Return the times at which `log_likelihoods` evaluates the router, shape (D, N)."""
         return times_of(len(self.images), band, torch.Generator().manual_seed(self.seed + index))
 
 

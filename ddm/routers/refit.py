@@ -34,7 +34,9 @@ def refit_shares(
     ):
         at_N = torch.full((len(s_NR),), t_release, dtype=torch.float64)
         log_NG = narrow.group_log_density(s_NR.double(), at_N)
-        rows.append(_em(log_mass_G.exp(), error_G, (log_NG - log_NG.amax(1, keepdim=True)).exp()))
+        # A sketch's densities count relative to each other, so that the largest may be 1.
+        density_NG = (log_NG - log_NG.amax(1, keepdim=True)).exp()
+        rows.append(_em(log_mass_G.exp(), error_G, density_NG))
     mass_KG = torch.stack(rows)
     return CountsRouter(
         counts_router.sketch, mass_KG.log(), counts_router.path, counts_router.error_KG
@@ -44,16 +46,15 @@ def refit_shares(
 def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor) -> Tensor:
     """Maximise ``sum_i log sum_c mass_c density_ic + sum_c shape_c log mass_c - rate_c mass_c`` on the simplex."""
     error_G = error_G.clamp(min=1e-9)
-    # rate per unit of mass
-    shape_G, rate_G = (
-        (mass_G / error_G).square(),
-        mass_G / error_G.square(),
-    )
+    # Of the Gamma prior whose mean is the mass and whose deviation is its error; the rate is per unit of mass.
+    shape_G = (mass_G / error_G).square()
+    rate_G = mass_G / error_G.square()
     for _ in range(_EM_STEPS):
         joint_NG = mass_G * density_NG
         expected_G = (joint_NG / joint_NG.sum(1, keepdim=True)).sum(0) + shape_G
         new_G = _on_simplex(expected_G, rate_G)
-        change, mass_G = float((new_G - mass_G).abs().sum()), new_G
+        change = float((new_G - mass_G).abs().sum())
+        mass_G = new_G
         if change < _EM_TOLERANCE:
             break
     return mass_G
@@ -61,7 +62,8 @@ def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor) -> Tensor:
 
 def _on_simplex(expected_G: Tensor, rate_G: Tensor) -> Tensor:
     """Return ``expected / (lambda + rate)`` with the lambda that makes it sum to 1, by bisection."""
-    low = float((expected_G - rate_G).max())  # here a single entry is already at least 1
+    # At the lower end a single entry is already at least 1.
+    low = float((expected_G - rate_G).max())
     high = float(expected_G.sum() - rate_G.min())
     for _ in range(200):
         middle = (low + high) / 2

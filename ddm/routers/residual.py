@@ -22,13 +22,15 @@ from ddm.routers.sketch import Sketch
 # Shape legend: K silos, G public groups, B batch, N public images, R sketch dimensions, I network inputs.
 
 _NUM_TIME_FEATURES = 4
-_EARLIEST = 0.01  # lower bound of times in the logarithm
+# Lower bound of times in the logarithm.
+_EARLIEST = 0.01
 _BATCH = 256
 _LEARNING_RATE = 1e-3
 _WEIGHT_DECAY = 0.1
 _CHECK_SHARE = 0.25
 _CHECK_DRAWS = 8
 _NUM_CHECKS = 20
+# Standard errors that a gain must exceed, since the best of many checks is kept.
 _CLEAR = 2.0
 
 
@@ -70,10 +72,10 @@ class Residual(nn.Module):
             t_B: their times.
         """
         t_B = t_B.to(s_BR.device, torch.float32)
-        alpha_B, noise_B = self.path.alpha(t_B), self.path.sigma(t_B) / self.scale
-        variance_BR = (
-            alpha_B[:, None].square() * self._variance_R.to(s_BR.device) + noise_B[:, None].square()
-        )
+        alpha_B = self.path.alpha(t_B)
+        noise_B = self.path.sigma(t_B) / self.scale
+        data_variance_BR = alpha_B[:, None].square() * self._variance_R.to(s_BR.device)
+        variance_BR = data_variance_BR + noise_B[:, None].square()
         time_BI = torch.stack([t_B, t_B.square(), t_B.clamp(min=_EARLIEST).log(), alpha_B], 1)
         net_BK: Tensor = self.layers(torch.cat([s_BR.float() / variance_BR.sqrt(), time_BI], 1))
         return alpha_B[:, None] * net_BK
@@ -144,14 +146,14 @@ def fit_residual(
         optimizer, _LEARNING_RATE, total_steps=settings.num_steps
     )
     start_N = data.check_losses(residual)
-    best, kept = data.mean(start_N), deepcopy(residual.state_dict())
+    best_loss = data.mean(start_N)
+    best_weights = deepcopy(residual.state_dict())
     every = max(1, settings.num_steps // _NUM_CHECKS)
     for step in range(1, settings.num_steps + 1):
         loss = data.batch_loss(residual)
         if not bool(torch.isfinite(loss)):
-            raise NumericalError(
-                "router training", expected="a finite loss", got=f"{float(loss)} at step {step}"
-            )
+            got = f"{float(loss)} at step {step}"
+            raise NumericalError("router training", expected="a finite loss", got=got)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
@@ -159,11 +161,12 @@ def fit_residual(
         if step % every and step != settings.num_steps:
             continue
         now_N = data.check_losses(residual)
-        if data.mean(now_N) < best and data.gain_is_clear(start_N - now_N):
-            best, kept = data.mean(now_N), deepcopy(residual.state_dict())
+        if data.mean(now_N) < best_loss and data.gain_is_clear(start_N - now_N):
+            best_loss = data.mean(now_N)
+            best_weights = deepcopy(residual.state_dict())
         if on_progress:
             on_progress(step, settings.num_steps, data.mean(now_N))
-    residual.load_state_dict(kept)
+    residual.load_state_dict(best_weights)
     return residual.requires_grad_(False)
 
 
@@ -187,7 +190,8 @@ class _TrainingSet:
         self.public_NR = public.s_NR
         order_N = torch.randperm(len(self.public_NR), generator=self.generator)
         num_check = max(1, round(_CHECK_SHARE * len(order_N)))
-        self.check, self.train = order_N[:num_check], order_N[num_check:]
+        self.check = order_N[:num_check]
+        self.train = order_N[num_check:]
         rows = self.check.repeat(_CHECK_DRAWS)
         self.check_s, self.check_t = self._noised(self.public_NR[rows])
         self.check_base = self._base(self.check_s, self.check_t)
@@ -205,9 +209,8 @@ class _TrainingSet:
     def check_losses(self, residual: Residual) -> Tensor:
         """Return the loss of each held-out image, averaged over times and noise, shape (N,)."""
         logits_BK = self.check_base + residual(self.check_s, self.check_t)
-        return (
-            self._losses(logits_BK, self.check.repeat(_CHECK_DRAWS)).view(_CHECK_DRAWS, -1).mean(0)
-        )
+        losses = self._losses(logits_BK, self.check.repeat(_CHECK_DRAWS))
+        return losses.view(_CHECK_DRAWS, -1).mean(0)
 
     def mean(self, loss_N: Tensor) -> float:
         """Return the weighted mean over held-out images."""
@@ -218,13 +221,16 @@ class _TrainingSet:
         """Whether the weighted mean gain exceeds `_CLEAR` of its standard errors."""
         weight_N = self.weight_N[self.check] / self.weight_N[self.check].sum()
         mean = float((weight_N * gain_N).sum())
-        return mean > _CLEAR * float((weight_N * (gain_N - mean)).square().sum().sqrt())
+        standard_error = float((weight_N * (gain_N - mean)).square().sum().sqrt())
+        return mean > _CLEAR * standard_error
 
     def _noised(self, s_BR: Tensor) -> tuple[Tensor, Tensor]:
-        path, scale = self.mixture.path, self.mixture.sketch.scale
+        """Return sketches noised to uniform times, and these times."""
+        path = self.mixture.path
         t_B = torch.rand(len(s_BR), generator=self.generator)
         n_BR = torch.randn(s_BR.shape, generator=self.generator)
-        return path.alpha(t_B)[:, None] * s_BR + (path.sigma(t_B) / scale)[:, None] * n_BR, t_B
+        noise_B1 = (path.sigma(t_B) / self.mixture.sketch.scale)[:, None]
+        return path.alpha(t_B)[:, None] * s_BR + noise_B1 * n_BR, t_B
 
     @torch.no_grad()
     def _base(self, s_BR: Tensor, t_B: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ _DRAWN_TOGETHER = 256
 _CHECKED_TOGETHER = 1024
 _CHECKS = 10
 _CHECK_DRAWS = 4
-_MOST_CHECKED = 2048  # images; each is noised to several times
+_MAX_CHECKED = 2048  # images; each is noised to several times
 
 
 class SamplesRouter:
@@ -65,9 +65,11 @@ class SamplesRouter:
         self.net.to(x_B.device)
         return _gated(self.net, x_B.float(), t_B.to(x_B.device, torch.float32), None, self.path)
 
-    def given(self, condition_B: Tensor) -> "SamplesRouter | _Given":
+    def given(self, condition_B: Tensor) -> "SamplesRouter | _ConditionedRouter":
         """Return ``log p(x_t | e, c, t)`` of samples with these conditions; itself where it reads none."""
-        return _Given(self, condition_B) if self.net.shares is not None else self
+        if self.net.shares is None:
+            return self
+        return _ConditionedRouter(self, condition_B)
 
     def log_shares(self, condition_B: Tensor) -> Tensor:
         """Return ``log p(c | e)`` up to a term common to all e, shape (B, E); 0 for the null condition."""
@@ -99,7 +101,7 @@ class SamplesRouter:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ConditionedRouter:
     """The router under the conditions of B samples."""
 
     router: SamplesRouter
@@ -110,9 +112,13 @@ class _Given:
         return self.router.num_experts
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        net, told = self.router.net.to(x_B.device), self.condition_B.to(x_B.device)
-        told = told if told.dim() == 1 else told.float()
-        return _gated(net, x_B.float(), t_B.to(x_B.device, torch.float32), told, self.router.path)
+        net = self.router.net.to(x_B.device)
+        condition_B = self.condition_B.to(x_B.device)
+        is_text = condition_B.dim() > 1
+        if is_text:
+            condition_B = condition_B.float()
+        t_B = t_B.to(x_B.device, torch.float32)
+        return _gated(net, x_B.float(), t_B, condition_B, self.router.path)
 
 
 def samples_router_specs(
@@ -149,7 +155,7 @@ def training_flops(
 
 
 @dataclass(frozen=True)
-class _Told:
+class _ConditionedExpert:
     """An expert under the conditions of B samples."""
 
     expert: Expert
@@ -181,7 +187,7 @@ def draw_from_experts(
         path: the probability path.
         on_progress: called with experts done, experts in all, and nan in place of a loss.
         device: where the experts compute.
-        condition_EN: what each expert is told of each image, (E, N) or (E, N, L, D); None for nothing.
+        condition_EN: the condition of each image, (E, N) or (E, N, L, D); None for none.
 
     Returns:
         Shape (E, N, ...), float32, on the CPU.
@@ -189,19 +195,23 @@ def draw_from_experts(
     Raises:
         NumericalError: an expert generates images that are not finite.
     """
-    drawn, times = [], uniform_times(_SOLVER_STEPS)
+    drawn = []
+    times = uniform_times(_SOLVER_STEPS)
     for e in range(len(experts)):
-        noise = torch.from_numpy(
-            stream("router samples", seed, e).standard_normal((num, *shape), dtype="float32")
-        )
-        x_1, expert, parts = noise * path.sigma(torch.ones(())), experts[e], []
+        generator = stream("router samples", seed, e)
+        noise = torch.from_numpy(generator.standard_normal((num, *shape), dtype="float32"))
+        x_1 = noise * path.sigma(torch.ones(()))
+        # Looked up once for each expert, of which only some are in memory.
+        expert = experts[e]
+        chunks = []
         for rows in torch.split(torch.arange(num), _DRAWN_TOGETHER):
-            told = (
-                expert if condition_EN is None else _Told(expert, condition_EN[e, rows].to(device))
-            )
-            parts.append(integrate(told, x_1[rows].to(device), times).cpu())
-        drawn.append(torch.cat(parts))
-        if num_broken := int((~drawn[-1].flatten(1).isfinite().all(1)).sum()):
+            velocity = expert
+            if condition_EN is not None:
+                velocity = _ConditionedExpert(expert, condition_EN[e, rows].to(device))
+            chunks.append(integrate(velocity, x_1[rows].to(device), times).cpu())
+        drawn.append(torch.cat(chunks))
+        num_broken = int((~drawn[-1].flatten(1).isfinite().all(1)).sum())
+        if num_broken:
             got = f"NaN or infinity in {num_broken} of {num}"
             raise NumericalError(f"expert {e}", expected="finite images", got=got)
         if on_progress:
@@ -257,7 +267,7 @@ class _Noised:
         x_B: noised images.
         t_B: their times.
         target_BE: p(e | image).
-        condition_B: what the router is told, None for nothing.
+        condition_B: the condition that the router reads, None for none.
     """
 
     x_B: Tensor
@@ -269,8 +279,11 @@ class _Noised:
     def of(
         cls, images: Labelled, rows: Tensor, path: Path, drop: float, generator: torch.Generator
     ) -> "_Noised":
-        x_0, t_B = images.images[rows], torch.rand(len(rows), generator=generator)
-        x_B, condition = x_t(path, x_0, torch.randn(x_0.shape, generator=generator), t_B), None
+        x_0 = images.images[rows]
+        t_B = torch.rand(len(rows), generator=generator)
+        noise = torch.randn(x_0.shape, generator=generator)
+        x_B = x_t(path, x_0, noise, t_B)
+        condition = None
         if images.condition_N is not None:
             condition = images.condition_N[rows]
             hidden_B = torch.rand(len(rows), generator=generator) < drop
@@ -280,13 +293,18 @@ class _Noised:
     def losses(self, net: TokenRouter, path: Path, precision: Precision = "fp32") -> Tensor:
         """Return the cross-entropy of each image, shape (B,), float32, on the net's device."""
         device = net.class_token.device
-        x_B, t_B, target_BE = (part.to(device) for part in (self.x_B, self.t_B, self.target_BE))
-        told = None if self.condition_B is None else self.condition_B.to(device)
-        with torch.autocast(
-            device.type, torch.bfloat16, enabled=computes_in_bf16(precision, device)
-        ):
-            logits_BE, shares_BE = _gated(net, x_B, t_B, told, path), net.log_shares(told, len(x_B))
-        return cross_entropy(logits_BE.float() + shares_BE.float(), target_BE, reduction="none")
+        x_B = self.x_B.to(device)
+        t_B = self.t_B.to(device)
+        condition_B: Tensor | None = None
+        if self.condition_B is not None:
+            condition_B = self.condition_B.to(device)
+        in_bf16 = computes_in_bf16(precision, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=in_bf16):
+            logits_BE = _gated(net, x_B, t_B, condition_B, path)
+            shares_BE = net.log_shares(condition_B, len(x_B))
+        # The loss is summed in float32 whatever the arithmetic of the network.
+        joint_BE = logits_BE.float() + shares_BE.float()
+        return cross_entropy(joint_BE, self.target_BE.to(device), reduction="none")
 
 
 def _train(
@@ -301,26 +319,28 @@ def _train(
     optimizer = torch.optim.AdamW(
         net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
-    some = torch.randperm(len(check), generator=generator)[:_MOST_CHECKED]
-    rows = some.repeat(_CHECK_DRAWS)
+    checked_rows = torch.randperm(len(check), generator=generator)[:_MAX_CHECKED]
+    rows = checked_rows.repeat(_CHECK_DRAWS)
+    # The same times and noise at every check, so that the losses differ by the weights alone.
     fixed = [
         _Noised.of(check, part, path, settings.drop, generator)
         for part in torch.split(rows, _CHECKED_TOGETHER)
     ]
     weight_N = check.weight_N[rows]
-    best, kept = _checked(net, fixed, weight_N, path), deepcopy(net.state_dict())
+    best_loss = _check_loss(net, fixed, weight_N, path)
+    best_weights = deepcopy(net.state_dict())
     num_steps = settings.num_steps
     every = max(1, num_steps // _CHECKS)
     for step in range(1, num_steps + 1):
-        loss = _Noised.of(
-            train, train.draw(settings.batch_size, generator), path, settings.drop, generator
-        )
-        mean = loss.losses(net, path, settings.precision).mean()
+        batch_rows = train.draw(settings.batch_size, generator)
+        batch = _Noised.of(train, batch_rows, path, settings.drop, generator)
+        mean = batch.losses(net, path, settings.precision).mean()
         if not bool(torch.isfinite(mean)):
-            remedy = "Use a smaller router.learning_rate."
-            got = f"{float(mean)} at step {step}"
             raise NumericalError(
-                "router training", expected="a finite loss", got=got, remedy=remedy
+                "router training",
+                expected="a finite loss",
+                got=f"{float(mean)} at step {step}",
+                remedy="Use a smaller router.learning_rate.",
             )
         optimizer.param_groups[0]["lr"] = learning_rate(settings, step - 1)
         optimizer.zero_grad()
@@ -328,16 +348,17 @@ def _train(
         optimizer.step()
         if step % every and step != num_steps:
             continue
-        now = _checked(net, fixed, weight_N, path)
-        if now < best:
-            best, kept = now, deepcopy(net.state_dict())
+        loss = _check_loss(net, fixed, weight_N, path)
+        if loss < best_loss:
+            best_loss = loss
+            best_weights = deepcopy(net.state_dict())
         if on_progress:
-            on_progress(step, num_steps, now)
-    net.load_state_dict(kept)
+            on_progress(step, num_steps, loss)
+    net.load_state_dict(best_weights)
 
 
 @torch.no_grad()
-def _checked(net: TokenRouter, fixed: Sequence[_Noised], weight_N: Tensor, path: Path) -> float:
+def _check_loss(net: TokenRouter, fixed: Sequence[_Noised], weight_N: Tensor, path: Path) -> float:
     """Return the weighted mean loss of images at times that do not change."""
     losses = torch.cat([part.losses(net, path).double().cpu() for part in fixed])
     return float((losses * weight_N).sum() / weight_N.sum())
@@ -385,7 +406,8 @@ class SamplesFamily(RouterFamily):
 
     def load(self, stored: StoredRouter) -> SamplesRouter:
         """See `RouterFamily.load`."""
-        plan, num_experts = stored.plan, len(stored.experts)
+        plan = stored.plan
+        num_experts = len(stored.experts)
         specs = samples_router_specs(num_experts, plan.expert_shape, self.settings, plan.condition)
         return SamplesRouter.from_tensors(
             stored.read_tensors(specs),

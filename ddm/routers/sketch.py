@@ -19,12 +19,15 @@ from ddm.protocol.data import DataSpec
 
 # Shape legend: N images, B batch, D values in one image, R sketch dimensions, G public groups.
 
-_QUANTILE = 0.995  # C leaves half a percent of public images outside the unit ball
-_SHRINK = 1.0  # pseudo-images of the pooled covariance per group, in units of R + 1
+# C leaves half a percent of public images outside the unit ball.
+_QUANTILE = 0.995
+# Pseudo-images of the pooled covariance per group, in units of R + 1.
+_SHRINK = 1.0
 _FLOOR = (
     1e-3  # smallest variance of a group in any direction, relative to the largest pooled variance
 )
-_TOLERANCE = 1e-4  # for the orthonormality of float32 rows
+# For the orthonormality of float32 rows.
+_TOLERANCE = 1e-4
 _SCALES = (1e-6, 1e6)
 
 
@@ -115,6 +118,7 @@ class Sketch:
         Raises:
             ShapeError: images of another size.
         """
+        # Clipped, since the sensitivity of a statistic is that of the unit ball.
         raw_NR = self._centred(x_0.double(), torch.ones(len(x_0), dtype=torch.float64)) / self.scale
         lost_N1 = ~torch.isfinite(raw_NR).all(1, keepdim=True)
         return _into_unit_ball(raw_NR.masked_fill(lost_N1, 0.0))
@@ -159,10 +163,8 @@ class Sketch:
             path.sigma(t.double()).square() - (ratio_B * path.sigma(at_r)).square()
         ).clamp(min=0.0)
         n_BR = torch.randn(s_r.shape, generator=generator, dtype=s_r.dtype)
-        return (
-            ratio_B.to(s_r)[:, None] * s_r
-            + (variance_B.sqrt() / self.scale).to(s_r)[:, None] * n_BR
-        )
+        std_B1 = (variance_B.sqrt() / self.scale).to(s_r)[:, None]
+        return ratio_B.to(s_r)[:, None] * s_r + std_B1 * n_BR
 
     def check(self) -> None:
         """Refuse a received sketch under which noise or accounting would not be valid.
@@ -197,12 +199,11 @@ class Sketch:
                 "the plan's group shares", expected="shares above 0 that sum to 1", got=got
             )
         cov_GRR = self.group_cov_GRR.double()
-        asymmetry, least = (
-            float((cov_GRR - cov_GRR.mT).abs().max()),
-            float(torch.linalg.eigvalsh(cov_GRR).min()),
-        )
-        if not asymmetry <= _TOLERANCE or not least > 0:
-            got = f"a smallest eigenvalue of {least:g} and an asymmetry of {asymmetry:g}"
+        asymmetry = float((cov_GRR - cov_GRR.mT).abs().max())
+        smallest = float(torch.linalg.eigvalsh(cov_GRR).min())
+        # Written so that NaN is refused too.
+        if not asymmetry <= _TOLERANCE or not smallest > 0:
+            got = f"a smallest eigenvalue of {smallest:g} and an asymmetry of {asymmetry:g}"
             raise PolicyError(
                 "the plan's group covariances", expected="positive definite matrices", got=got
             )
@@ -237,7 +238,8 @@ class Sketch:
             raise ShapeError(
                 "image size", expected=f"{len(self.mean_D)} values", got=str(flat_BD.shape[1])
             )
-        basis_RD, mean_D = self.basis_RD.to(flat_BD), self.mean_D.to(flat_BD)
+        basis_RD = self.basis_RD.to(flat_BD)
+        mean_D = self.mean_D.to(flat_BD)
         return flat_BD @ basis_RD.T - alpha_B[:, None] * (basis_RD @ mean_D)
 
 
@@ -262,7 +264,8 @@ def _into_unit_ball(s_NR: Tensor) -> Tensor:
 
 def _group_moments(s_NR: Tensor, group_N: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
     """Return each group's mean and covariance, shrunk towards the pooled covariance and floored."""
-    num_groups, rank = len(size_G), s_NR.shape[1]
+    num_groups = len(size_G)
+    rank = s_NR.shape[1]
     mean_GR = s_NR.new_zeros(num_groups, rank).index_add_(0, group_N, s_NR) / size_G[:, None]
     residual_NR = s_NR - mean_GR[group_N]
     members = (residual_NR[group_N == group] for group in range(num_groups))

@@ -120,8 +120,7 @@ class ConditionRequest:
         Raises:
             MathError, ShapeError: the ensemble does not take the condition, or nobody knows who holds it.
         """
-        target_prior = ensemble.prior if self.prior is None else self.prior
-        target_log_prior = log_prior(target_prior, len(ensemble.prior))
+        target_log_prior = self._target_log_prior(ensemble)
         if self.condition is None:
             return Branches((Branch(target_log_prior, ensemble.router),))
 
@@ -148,14 +147,21 @@ class ConditionRequest:
             unconditional = Branch(target_log_prior, ensemble.router, null)
         return Branches(conditional, unconditional, sample_conditions)
 
+    def _target_log_prior(self, ensemble: SampledEnsemble) -> Tensor:
+        """Return the log of the prior that samples are drawn under, the ensemble's own or the caller's."""
+        target_prior = ensemble.prior
+        if self.prior is not None:
+            target_prior = self.prior
+        return log_prior(target_prior, len(ensemble.prior))
+
     def _branch(self, ensemble: SampledEnsemble, value: ConditionValue) -> Branch:
         """Return the branch of one condition."""
         router, num_experts = ensemble.router, len(ensemble.prior)
         condition, _ = condition_and_null(ensemble.condition, value)
         is_counted = ensemble.class_prior is not None and isinstance(value, int)
         if self.condition_prior is None and not is_counted and knows_shares(router):
-            target_prior = ensemble.prior if self.prior is None else self.prior
-            target_log_prior = log_prior(target_prior, num_experts)
+            # The router has learned how data of the condition are divided, so the prior of all data is the base.
+            target_log_prior = self._target_log_prior(ensemble)
             return Branch(target_log_prior, router, condition, router_shares=True)
         known = _known_shares(value, self.condition_prior, ensemble.class_prior, num_experts)
         log_prior_K = conditional_log_prior(known.prior, ensemble.prior, self.prior)
@@ -185,8 +191,9 @@ def class_names(
     if value is None or not isinstance(condition, ClassCondition):
         return ()
     value = by_number(condition, value)
-    numbers = [value] * num if isinstance(value, int) else value.tolist()
-    return tuple(condition.classes.name(number) for number in numbers)
+    if isinstance(value, int):
+        return (condition.classes.name(value),) * num
+    return tuple(condition.classes.name(number) for number in value.tolist())
 
 
 def knows_shares(router: Router | None) -> bool:
@@ -219,9 +226,10 @@ def per_sample(condition: Condition, value: ConditionValue | None) -> Tensor | N
         ShapeError: classes that are not whole numbers, or no conditions at all.
     """
     takes_classes = isinstance(condition, ClassCondition)
-    num_dims = 1 if takes_classes else 3
     if isinstance(condition, NoCondition) or not isinstance(value, Tensor):
         return None
+    # One text for all samples has two dimensions, (L, D).
+    num_dims = 1 if takes_classes else 3
     if value.dim() != num_dims:
         return None
     if not len(value) or (takes_classes and value.dtype != torch.int64):
@@ -246,10 +254,11 @@ def _known_shares(
     if declared is None and num_experts == 1:
         # The share of an only expert is 1, whoever states it.
         declared = [1.0]
-    if declared is not None:
-        return ClassPrior(declared, None if stated is None else stated.router)
     if stated is not None:
-        return stated
+        # The caller's shares count, but a router of the class stays valid whatever the shares.
+        return stated if declared is None else ClassPrior(declared, stated.router)
+    if declared is not None:
+        return ClassPrior(declared)
     got = "a text, which no release counts"
     if isinstance(condition, int):
         got = "a release without class counts"
@@ -306,7 +315,9 @@ def conditional_log_prior(
         MathError: no expert with a weight above 0 has data of the condition.
     """
     own_K = log_prior(prior, len(prior))
-    target_K = own_K if target_prior is None else log_prior(target_prior, len(prior))
+    target_K = own_K
+    if target_prior is not None:
+        target_K = log_prior(target_prior, len(prior))
     # An expert that the ensemble's own prior withdraws, and the target does not, has no share to be shifted from.
     shift_K = torch.where(own_K.isfinite(), target_K - own_K, target_K)
     prior_K = (log_prior(class_prior, len(prior)) + shift_K).softmax(0)

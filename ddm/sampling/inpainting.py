@@ -83,9 +83,7 @@ class KnownRegion:
     def of(self, samples: range) -> "KnownRegion":
         """Return the known part of some samples."""
         rows = slice(samples.start, samples.stop)
-        x_0 = self.x_0 if len(self.x_0) == 1 else self.x_0[rows]
-        mask = self.mask if len(self.mask) == 1 else self.mask[rows]
-        return replace(self, x_0=x_0, mask=mask)
+        return replace(self, x_0=_rows_of(self.x_0, rows), mask=_rows_of(self.mask, rows))
 
     def num_moves(self, steps: int) -> int:
         """Return how often each sample moves: in `steps` steps, and in the corrections after all but the last."""
@@ -95,6 +93,13 @@ class KnownRegion:
         """Return samples at time t whose known part is that of the data, noised to t by `eps_B`."""
         data_B = self.x_0.to(x_B).expand_as(x_B)
         return torch.where(self.mask.to(x_B.device), x_t(path, data_B, eps_B, filled(x_B, t)), x_B)
+
+
+def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
+    """Return some rows of a tensor; the only row of one that all samples have."""
+    if len(tensor) == 1:
+        return tensor
+    return tensor[rows]
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,9 @@ def _mix(
     for k in has_weight_BK.any(0).nonzero()[:, 0].tolist():
         rows_of_expert = has_weight_BK[:, k].nonzero()[:, 0]
         for rows in torch.split(rows_of_expert, chunk_size):
-            condition = () if condition_of_rows is None else (condition_of_rows(rows),)
+            condition = []
+            if condition_of_rows is not None:
+                condition.append(condition_of_rows(rows))
             u_rows = evaluate(experts[k], x_B[rows], t_B[rows], *condition)
             u_B.index_add_(0, rows, expand_time(w_BK[rows, k], u_rows) * u_rows)
     return u_B
@@ -156,7 +158,9 @@ class Branch:
             return None
         if condition_B is None and self.condition is not None:
             condition_B = self.condition.expand(len(x_B), *self.condition.shape)
-        return None if condition_B is None else condition_B.to(x_B.device)
+        if condition_B is None:
+            return None
+        return condition_B.to(x_B.device)
 
     def _log_prior(self, x_B: Tensor, condition_B: Tensor | None) -> Tensor:
         """Return the log-prior of each sample, (B, K)."""
@@ -238,7 +242,9 @@ class Mixture:
     @property
     def num_conditions(self) -> int | None:
         """The number of samples, where each has a condition of its own."""
-        return None if self.sample_conditions is None else len(self.sample_conditions)
+        if self.sample_conditions is None:
+            return None
+        return len(self.sample_conditions)
 
     def of(self, rows: Tensor | slice) -> "Mixture":
         """Return the mixture of some of the samples."""
@@ -249,21 +255,28 @@ class Mixture:
     def log_posterior(self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None) -> Tensor:
         """Return the log-posterior (B, K) of the experts under each sample's condition."""
         conditions = self.sample_conditions
-        if len(self.conditional) == 1 or conditions is None:
+        if conditions is None:
+            (branch,) = self.conditional
+            return branch.log_posterior(x_B, t_B, allowed_BK, chunk_size=self.chunk_size)
+        if len(self.conditional) == 1:
+            # Texts: one branch, in which each sample has a condition of its own.
             return self.conditional[0].log_posterior(
                 x_B,
                 t_B,
                 allowed_BK,
                 chunk_size=self.chunk_size,
-                condition_B=None if conditions is None else conditions.condition_B,
+                condition_B=conditions.condition_B,
             )
+        # Classes: each has a branch, since the shares of the experts differ from class to class.
         log_w_BK = x_B.new_empty(len(x_B), len(self.experts), dtype=torch.float64)
         branch_B = conditions.branch_B.to(x_B.device)
         for number, branch in enumerate(self.conditional):
             rows = (branch_B == number).nonzero()[:, 0]
             if not len(rows):
                 continue
-            allowed = None if allowed_BK is None else allowed_BK[rows]
+            allowed = allowed_BK
+            if allowed_BK is not None:
+                allowed = allowed_BK[rows]
             log_w = branch.log_posterior(x_B[rows], t_B[rows], allowed, chunk_size=self.chunk_size)
             log_w_BK[rows] = log_w.double()
         return log_w_BK
@@ -303,6 +316,7 @@ class Mixture:
         num_samples = len(x_B)
         is_guided_B = self._is_guided(t_B)
         guides = self.unconditional is not None and bool(is_guided_B.any())
+        # The unconditional branch is a second copy of the samples, so that an expert is evaluated once for both.
         copies = 2 if guides else 1
         x_R = torch.cat([x_B] * copies)
         t_R = torch.cat([t_B] * copies)
@@ -310,6 +324,7 @@ class Mixture:
         u_R = _mix(self.experts, x_R, t_R, w_RK[: len(x_R)], condition_of_rows, self.chunk_size)
         if not guides:
             return u_R
+        # Outside of the interval g is 0, which leaves the conditional velocity alone.
         g_B = expand_time(is_guided_B * self.guidance, x_B)
         return (1 + g_B) * u_R[:num_samples] - g_B * u_R[num_samples:]
 

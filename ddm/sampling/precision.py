@@ -40,7 +40,10 @@ class CastExperts:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of samples between two evaluations."""
-        return torch.float64 if self.arithmetic is torch.float64 else torch.float32
+        # Also in bfloat16: a solver that adds small steps to samples needs more than 8 bits.
+        if self.arithmetic is torch.float64:
+            return torch.float64
+        return torch.float32
 
     def __len__(self) -> int:
         return len(self.experts)
@@ -79,7 +82,9 @@ def evaluate(expert: Expert, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> 
 
 def _cast(condition: Tensor, dtype: torch.dtype) -> Tensor:
     """Return texts in a dtype, and classes, which are whole numbers, as they are."""
-    return condition.to(dtype) if condition.is_floating_point() else condition
+    if not condition.is_floating_point():
+        return condition
+    return condition.to(dtype)
 
 
 def check_dtype(dtype: torch.dtype) -> None:

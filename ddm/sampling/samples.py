@@ -41,8 +41,9 @@ class Samples:
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{share:.2f}" for share in self.shares[:8])
-        more = ", ..." if self.num_experts > 8 else ""
-        return f"Samples of shape {tuple(self.images.shape)}, shares of the experts {shares}{more}"
+        if self.num_experts > 8:
+            shares += ", ..."
+        return f"Samples of shape {tuple(self.images.shape)}, shares of the experts {shares}"
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -81,6 +82,10 @@ class Samples:
 def concatenate(parts: Sequence[Samples]) -> Samples:
     """Return samples that were drawn in parts, in the order of the parts."""
     tables = [part.provenance for part in parts if part.provenance is not None]
+    # A table of some parts alone would count its samples from the wrong number.
+    provenance = None
+    if len(tables) == len(parts):
+        provenance = join_provenance(tables)
     classes: list[str] = []
     for part in parts:
         classes.extend(part.classes)
@@ -89,7 +94,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
         expert_N=torch.cat([part.expert_N for part in parts]),
         num_experts=parts[0].num_experts,
         latents=torch.cat([part.latents for part in parts]),
-        provenance=join_provenance(tables) if len(tables) == len(parts) else None,
+        provenance=provenance,
         release=parts[0].release,
         classes=tuple(classes),
         value_range=parts[0].value_range,
@@ -112,7 +117,10 @@ def check_finite(x_0: Tensor, expert_N: Tensor, names: Sequence[str]) -> None:
     if not num_broken:
         return
     experts = sorted(set(expert_N[broken_N].tolist()))
-    words = ", ".join(str(names[expert]) if names else str(expert) for expert in experts)
+    if names:
+        words = ", ".join(names[expert] for expert in experts)
+    else:
+        words = ", ".join(str(expert) for expert in experts)
     raise NumericalError(
         "samples",
         expected="finite numbers",

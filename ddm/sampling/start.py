@@ -42,17 +42,22 @@ class InitialState:
 
     def numbers_of(self, rows: range) -> Sequence[int]:
         """Return the numbers of the samples in these rows, which name their random streams."""
-        return self.numbers[rows.start : rows.stop] if self.numbers else rows
+        if not self.numbers:
+            return rows
+        return self.numbers[rows.start : rows.stop]
 
     def at(self, rows: range, own_noise: Tensor, path: Path) -> Tensor:
         """Return where some samples begin; `own_noise` decides the dtype and the device."""
         own_rows = slice(rows.start, rows.stop)
         if self.x is not None:
             return self.x[own_rows].to(own_noise)
-        noise = own_noise if self.noise is None else self.noise[own_rows].to(own_noise)
+        noise = own_noise
+        if self.noise is not None:
+            noise = self.noise[own_rows].to(own_noise)
         if self.x_0 is not None:
             t = filled(noise, self.times[0])
             return x_t(path, self.x_0[own_rows].to(noise), noise, t)
+        # On the schedules of diffusion models sigma is not quite 1 at t = 1.
         return noise * path.sigma(torch.ones(()))
 
 
@@ -147,7 +152,9 @@ def _time_grid(options: SamplingOptions, steps: int) -> tuple[float, ...]:
     """Return the caller's times, or times that are evenly spaced between t_start, or 1, and 0."""
     if options.times is not None:
         return tuple(float(t) for t in options.times)
-    t_start = 1.0 if options.t_start is None else options.t_start
+    t_start = 1.0
+    if options.t_start is not None:
+        t_start = options.t_start
     if not 0 < t_start <= 1:
         raise MathError("t_start", expected="a time above 0, at most 1", got=str(t_start))
     return tuple(t_start * t for t in uniform_times(steps))

@@ -121,8 +121,10 @@ class Lock(Strategy):
         """See `Strategy.step_rule`."""
         if t > self.t_lock + _SAME_TIME:
             return StepRule.MIXTURE if self.prefix == "full" else StepRule.DRAW
-        is_first_locked = t_before > self.t_lock + _SAME_TIME
-        return StepRule.LOCK if is_first_locked else StepRule.KEEP
+        # The first step at or below t_lock draws; all later ones keep what it drew.
+        if t_before > self.t_lock + _SAME_TIME:
+            return StepRule.LOCK
+        return StepRule.KEEP
 
 
 @dataclass(frozen=True)
@@ -233,8 +235,9 @@ def strategy_named(name: str, **settings: Any) -> Strategy:
         if value is None:
             continue
         if setting not in strategy.settings:
-            taken = " and ".join(strategy.settings)
-            expected = f"no other settings than {taken}" if taken else "no settings"
+            expected = "no settings"
+            if strategy.settings:
+                expected = f"no other settings than {' and '.join(strategy.settings)}"
             raise MathError(f"strategy {name}", expected=expected, got=f"{setting}={value!r}")
         fields[strategy.settings[setting]] = value
     return strategy(**fields)

@@ -155,8 +155,9 @@ class Trajectories:
             changed_B = (allowed_BK != samples.allowed_BK).any(1)
             if self.log:
                 # The first entry of a sample is noted even where it follows all experts, as `start` says.
-                is_first_step = samples.num_steps == 0
-                noted_B = torch.ones_like(changed_B) if is_first_step else changed_B
+                noted_B = changed_B
+                if samples.num_steps == 0:
+                    noted_B = torch.ones_like(changed_B)
                 self.log.note(first, segment.times[0], allowed_BK, noted_B)
             # A multistep solver must not extrapolate from the velocity of another expert.
             memory = samples.solver_state.memory.forget(changed_B)

@@ -81,7 +81,8 @@ def check_statistics(statistics: Statistics, subject: str) -> None:
     """
     total = statistics.total
     composed = total_epsilon(_mechanisms(statistics, subject).values(), total.delta)
-    if composed > total.epsilon * _SLACK:
+    # Not >, so that an epsilon that is no number is refused.
+    if not composed <= total.epsilon * _SLACK:
         subject = f"{subject}: all statistics together"
         expected = f"epsilon of at most {total.epsilon:g} at delta {total.delta:g}, as it states"
         raise PolicyError(subject, expected=expected, got=f"{composed:.4g}")

@@ -14,10 +14,11 @@ def statistics_of(statistics: Statistics) -> Mapping[StatisticKind, Statistic]:
     The documents of `ddm.protocol.statistics` cannot name their implementations, which need torch. So the kind is the
     name of the module: `STATISTIC` in ``ddm/statistics/<kind>.py``. Kinds are literals of a document, never free text.
     """
-    found: dict[StatisticKind, Statistic] = {}
+    by_kind: dict[StatisticKind, Statistic] = {}
     for kind in statistics.terms:
-        found[kind] = import_module(f"ddm.statistics.{kind}").STATISTIC(statistics)
-    return found
+        module = import_module(f"ddm.statistics.{kind}")
+        by_kind[kind] = module.STATISTIC(statistics)
+    return by_kind
 
 
 def statistic_bytes(plan: Plan, num_units: int) -> Mapping[StatisticKind, int]:

@@ -2,13 +2,13 @@
 
 from dataclasses import asdict, dataclass
 
-from ddm.privacy.accounting import adaptive_epsilon
+from ddm.privacy.accounting import Mechanism, adaptive_epsilon
 from ddm.system.console import table
 from silo.privacy.ledger import Debit, Draw, Ledger
 
 
 @dataclass(frozen=True)
-class Line:
+class AccountLine:
     """One debit.
 
     Attributes:
@@ -42,7 +42,7 @@ class Account:
         head: digest of the last record.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[AccountLine, ...]
     budget_epsilon: float
     delta: float
     spent: float
@@ -59,22 +59,16 @@ class Account:
 
     def text(self) -> str:
         """Return the account as a table."""
-        rows = [
-            (
-                line.at,
-                line.plan_id,
-                line.unit,
-                ", ".join(line.mechanisms),
-                f"{line.epsilon:.4g}",
-                f"{line.total:.4g}",
-            )
-            for line in self.lines
-        ]
-        head = ("paid at", "plan", "unit", "for", "epsilon", "in all")
         spent = f"epsilon {self.spent:.4g} of {self.budget_epsilon:g} at delta {self.delta:g}; {self.left:.4g} left."
-        return "\n".join(
-            [table(rows, head) if rows else "Nothing was spent yet.", spent, f"Head: {self.head}"]
-        )
+        if not self.lines:
+            return "\n".join(["Nothing was spent yet.", spent, f"Head: {self.head}"])
+        rows = []
+        for line in self.lines:
+            paid_for = ", ".join(line.mechanisms)
+            epsilon = f"{line.epsilon:.4g}"
+            rows.append((line.at, line.plan_id, line.unit, paid_for, epsilon, f"{line.total:.4g}"))
+        heads = ("paid at", "plan", "unit", "for", "epsilon", "in all")
+        return "\n".join([table(rows, heads), spent, f"Head: {self.head}"])
 
 
 def account(ledger: Ledger) -> Account:
@@ -83,25 +77,34 @@ def account(ledger: Ledger) -> Account:
     Raises:
         LedgerError: the ledger does not verify.
     """
-    entries, delta = ledger.entries, ledger.budget.delta
-    drawn: dict[str, list[str]] = {}
+    entries = ledger.entries
+    delta = ledger.budget.delta
+    drawn_kinds: dict[str, list[str]] = {}
     for entry in entries:
         if isinstance(entry.record, Draw):
-            drawn.setdefault(entry.record.debit, []).append(entry.record.kind)
-    steps, lines = [], []
+            drawn_kinds.setdefault(entry.record.debit, []).append(entry.record.kind)
+    # A debit costs what it adds to all before it, as `adaptive_epsilon` composes them.
+    steps: list[tuple[Mechanism, ...]] = []
+    lines: list[AccountLine] = []
     for entry in entries:
-        if isinstance(debit := entry.record, Debit):
-            steps.append(tuple(debit.mechanisms.values()))
-            lines.append(
-                Line(
-                    at=f"{debit.at:%Y-%m-%d %H:%M}Z",
-                    plan_id=debit.plan_id,
-                    unit=debit.unit,
-                    mechanisms=tuple(sorted(debit.mechanisms)),
-                    drawn=tuple(sorted(drawn.get(entry.digest, ()))),
-                    epsilon=adaptive_epsilon(steps[-1:], delta),
-                    total=adaptive_epsilon(steps, delta),
-                )
-            )
-    spent = lines[-1].total if lines else 0.0
-    return Account(tuple(lines), ledger.budget.epsilon, delta, spent, ledger.head[0])
+        debit = entry.record
+        if not isinstance(debit, Debit):
+            continue
+        steps.append(tuple(debit.mechanisms.values()))
+        line = AccountLine(
+            at=f"{debit.at:%Y-%m-%d %H:%M}Z",
+            plan_id=debit.plan_id,
+            unit=debit.unit,
+            mechanisms=tuple(sorted(debit.mechanisms)),
+            drawn=tuple(sorted(drawn_kinds.get(entry.digest, ()))),
+            epsilon=adaptive_epsilon(steps[-1:], delta),
+            total=adaptive_epsilon(steps, delta),
+        )
+        lines.append(line)
+    return Account(
+        lines=tuple(lines),
+        budget_epsilon=ledger.budget.epsilon,
+        delta=delta,
+        spent=lines[-1].total if lines else 0.0,
+        head=ledger.head[0],
+    )

@@ -72,14 +72,18 @@ class Guard:
         Raises:
             LedgerError: it was put back, copied or replaced, and nothing was changed; or an anchor cannot be written.
         """
-        heads, found = (genesis, *digests), {path: _read(path) for path in self.anchors}
-        for path, anchor in found.items():
-            if len(heads) <= anchor.num_entries or heads[anchor.num_entries] != anchor.head_digest:
+        # The head after each number of records, from none on.
+        heads = (genesis, *digests)
+        anchors = {path: _read(path) for path in self.anchors}
+        for path, anchor in anchors.items():
+            is_shorter = len(heads) <= anchor.num_entries
+            if is_shorter or heads[anchor.num_entries] != anchor.head_digest:
                 _refuse(f"its anchor {path.name}", anchor.num_entries, anchor.head_digest, digests)
         for chain in self.chains:
             if tuple(digests[: len(chain)]) != chain:
                 _refuse("a submission in the outbox", len(chain), chain[-1], digests)
-        for path, anchor in found.items():
+        # Only now is anything written: a ledger that is refused must leave its anchors as they are.
+        for path, anchor in anchors.items():
             if anchor.num_entries < len(digests):
                 try:
                     _write(path, len(digests), heads[-1])
@@ -105,27 +109,25 @@ def sent_chains(outbox: Path) -> tuple[tuple[str, ...], ...]:
     chains = []
     for path in sorted(outbox.glob("*/*/silos/*/submission.json")):
         try:
-            submission = Submission.parse(
-                read_bounded(path, MAX_DOCUMENT_BYTES), subject="submission.json"
-            )
+            data = read_bounded(path, MAX_DOCUMENT_BYTES)
+            submission = Submission.parse(data, subject="submission.json")
         except (FormatError, OSError) as error:
-            got = f"one that cannot be read ({type(error).__name__})"
-            remedy = "Restore outbox/ from backup: the ledger is held against what was sent."
             raise LedgerError(
-                "submission in the outbox", expected="as it was sent", got=got, remedy=remedy
+                "submission in the outbox",
+                expected="as it was sent",
+                got=f"one that cannot be read ({type(error).__name__})",
+                remedy="Restore outbox/ from backup: the ledger is compared with what was sent.",
             ) from error
         chains.append(submission.ledger.chain)
     return tuple(chains)
 
 
 def _refuse(witness: str, num: int, last: str, digests: Sequence[str]) -> None:
-    found = (
-        f"record {num} is {digests[num - 1][:16]}"
-        if 0 < num <= len(digests)
-        else f"{len(digests)} records"
-    )
+    got = f"{len(digests)} records"
+    if 0 < num <= len(digests):
+        got = f"record {num} is {digests[num - 1][:16]}"
     expected = f"a ledger that extends {witness}: record {num} is {last[:16]}"
-    raise LedgerError("ledger", expected=expected, got=found, remedy=_PUT_BACK)
+    raise LedgerError("ledger", expected=expected, got=got, remedy=_PUT_BACK)
 
 
 def _write(path: Path, num_entries: int, head_digest: str) -> None:

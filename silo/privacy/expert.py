@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import LedgerError
+from ddm.privacy.accounting import Mechanism
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy, NoWeightPrivacy
@@ -55,7 +56,8 @@ class PaidTraining:
             LedgerError: another one was recorded.
         """
         with self.ledger.drawing():
-            if self.ledger.draw_of(self.debit, "expert") != (digest := sha256_file(expert)):
+            digest = sha256_file(expert)
+            if self.ledger.draw_of(self.debit, "expert") != digest:
                 self.ledger.record_draw(self.debit, "expert", digest)
 
 
@@ -100,8 +102,9 @@ def stated_privacy(
 
 
 def _paid(debit: Entry) -> DpSgdMechanism:
-    record = debit.record
-    mechanism = record.mechanisms.get("expert") if isinstance(record, Debit) else None
+    mechanism: Mechanism | None = None
+    if isinstance(debit.record, Debit):
+        mechanism = debit.record.mechanisms.get("expert")
     if not isinstance(mechanism, DpSgdMechanism):
         raise LedgerError(
             "private training",

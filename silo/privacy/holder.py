@@ -31,7 +31,7 @@ MADE_BY_INIT = (
 )
 
 
-class Stated(Model):
+class SiteStatement(Model):
     """What one site says of the ledger that it names.
 
     Attributes:
@@ -48,35 +48,43 @@ class Stated(Model):
     unit: Unit
     anchor: ShortText | None = None
 
+    @property
+    def name(self) -> tuple[str, str]:
+        """What identifies the site: two federations may have silos of one id."""
+        return self.silo_id, self.root_digest
+
 
 class Sites(Document):
     """Every site that ever named this ledger, with what it said last."""
 
     format: Literal["archipelago/ledger-sites/1"] = "archipelago/ledger-sites/1"
-    sites: Annotated[tuple[Stated, ...], Field(max_length=1024)] = ()
+    sites: Annotated[tuple[SiteStatement, ...], Field(max_length=1024)] = ()
 
-    def with_site(self, stated: Stated) -> "Sites":
+    def with_site(self, statement: SiteStatement) -> "Sites":
         """Return it with what one site says now in place of what it said."""
-        others = (each for each in self.sites if (each.silo_id, each.root_digest) != _name(stated))
-        return Sites(sites=(*others, stated))
+        others = [site for site in self.sites if site.name != statement.name]
+        return Sites(sites=(*others, statement))
 
     @property
     def budget(self) -> Budget:
         """The least that any site states: raising it takes all of them."""
-        budgets = [each.budget for each in self.sites]
-        return Budget(epsilon=min(b.epsilon for b in budgets), delta=min(b.delta for b in budgets))
+        return Budget(
+            epsilon=min(site.budget.epsilon for site in self.sites),
+            delta=min(site.budget.delta for site in self.sites),
+        )
 
     @property
     def unit(self) -> Unit:
         """`patient` as soon as one site counts patients."""
-        return "patient" if any(each.unit == "patient" for each in self.sites) else "image"
+        if any(site.unit == "patient" for site in self.sites):
+            return "patient"
+        return "image"
 
     @property
     def anchors(self) -> tuple[Path, ...]:
         """Every anchor that a site names, each once."""
-        return tuple(
-            Path(each) for each in dict.fromkeys(each.anchor for each in self.sites) if each
-        )
+        named = dict.fromkeys(site.anchor for site in self.sites)
+        return tuple(Path(anchor) for anchor in named if anchor)
 
 
 def prepare_ledger(folder: Path) -> None:
@@ -86,11 +94,17 @@ def prepare_ledger(folder: Path) -> None:
         LedgerError: part of them is there.
     """
     private_folder(folder)
-    salt, ledger = folder / "dataset.salt", folder / LEDGER
+    salt = folder / "dataset.salt"
+    ledger = folder / LEDGER
     if not salt.exists():
+        # With a new salt the same images would count as another data set, and be debited again.
         if ledger.exists():
-            expected, remedy = "the salt beside the ledger", "Restore dataset.salt from backup."
-            raise LedgerError("ledger", expected=expected, got="no dataset.salt", remedy=remedy)
+            raise LedgerError(
+                "ledger",
+                expected="the salt beside the ledger",
+                got="no dataset.salt",
+                remedy="Restore dataset.salt from backup.",
+            )
         write_atomic(salt, secrets.token_bytes(32), mode=0o600)
     make_ledger(ledger)
 
@@ -107,12 +121,17 @@ def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = Non
         LedgerError: it does not verify, or does not extend its anchor or what was sent.
     """
     path = site.ledger_folder_in(settings) / LEDGER
-    known = tuple(each for each in _guard(site, settings, _read(path)).anchors if each != anchor)
-    budget, guard = Budget(epsilon=1.0, delta=0.0), Guard(known, sent_chains(site.outbox))
-    # spends nothing; by image, it reads either unit
-    ledger = Ledger(path, budget=budget, unit="image", guard=guard)
+    anchors = _guard(site, settings, _read(path)).anchors
+    existing_anchors = tuple(existing for existing in anchors if existing != anchor)
+    # This ledger spends nothing, so that its budget does not matter; by image, it reads either unit.
+    ledger = Ledger(
+        path,
+        budget=Budget(epsilon=1.0, delta=0.0),
+        unit="image",
+        guard=Guard(existing_anchors, sent_chains(site.outbox)),
+    )
     head_digest, num_entries, digests = ledger.head
-    # made here, it would lie where the disk is not mounted
+    # A folder made here would be where the disk is not mounted.
     if anchor and not anchor.parent.is_dir():
         raise unwritable(anchor, FileNotFoundError(ENOENT, "no such folder"))
     if anchor and not anchor.exists():
@@ -135,9 +154,10 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
         MissingFileError: there is none.
         LedgerError: the record of its sites, or a submission in the outbox, cannot be read.
     """
-    settings, path = site.settings(), site.ledger_path
+    settings = site.settings()
+    path = site.ledger_path
     require_file(path, "this site's privacy ledger", MADE_BY_INIT)
-    sites = _read(path).with_site(_stated(site, settings, policy))
+    sites = _read(path).with_site(_statement(site, settings, policy))
     return Ledger(path, budget=sites.budget, unit=sites.unit, guard=_guard(site, settings, sites))
 
 
@@ -145,24 +165,23 @@ def note_site(site: Site, policy: Policy) -> None:
     """Write down what this site's policy says, before it spends: it binds every site of the ledger."""
     path = require_file(site.ledger_path, "this site's privacy ledger", MADE_BY_INIT)
     with lock_file(path.with_name(f"{_SITES}.lock")):
-        found = _read(path)
-        if (noted := found.with_site(_stated(site, site.settings(), policy))) != found:
-            write_atomic(path.with_name(_SITES), noted.encode(), mode=0o600)
+        sites = _read(path)
+        updated = sites.with_site(_statement(site, site.settings(), policy))
+        if updated != sites:
+            write_atomic(path.with_name(_SITES), updated.encode(), mode=0o600)
 
 
 def _guard(site: Site, settings: SiloSettings, sites: Sites) -> Guard:
-    own = site.anchor_path_in(settings)
-    anchors = dict.fromkeys([*sites.anchors, *([own] if own else [])])
+    anchors = list(sites.anchors)
+    own_anchor = site.anchor_path_in(settings)
+    if own_anchor and own_anchor not in anchors:
+        anchors.append(own_anchor)
     return Guard(tuple(anchors), sent_chains(site.outbox))
 
 
-def _name(stated: Stated) -> tuple[str, str]:
-    return stated.silo_id, stated.root_digest
-
-
-def _stated(site: Site, settings: SiloSettings, policy: Policy) -> Stated:
+def _statement(site: Site, settings: SiloSettings, policy: Policy) -> SiteStatement:
     anchor = site.anchor_path_in(settings)
-    return Stated(
+    return SiteStatement(
         silo_id=settings.silo_id,
         root_digest=settings.root_digest,
         budget=Budget(epsilon=policy.privacy.budget_epsilon, delta=policy.privacy.budget_delta),
@@ -173,4 +192,6 @@ def _stated(site: Site, settings: SiloSettings, policy: Policy) -> Stated:
 
 def _read(ledger: Path) -> Sites:
     path = ledger.with_name(_SITES)
-    return Sites.parse(read_bounded(path, _MAX_BYTES), subject=_SITES) if path.exists() else Sites()
+    if not path.exists():
+        return Sites()
+    return Sites.parse(read_bounded(path, _MAX_BYTES), subject=_SITES)

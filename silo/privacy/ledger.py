@@ -24,7 +24,7 @@ from ddm.privacy.accounting import Mechanism, adaptive_epsilon
 from ddm.protocol.base import Digest, PlanId, Unit, now_utc, sha256_hex
 from ddm.protocol.statistics import Budget, PaidKind
 from silo.privacy.anchor import Guard
-from silo.privacy.terms import alike, check_unit, in_words
+from silo.privacy.terms import are_same_mechanisms, check_unit, describe_mechanisms
 
 MAX_RECORDS = 4096  # as many as a submission's chain may hold
 _GENESIS = sha256_hex(b"archipelago/ledger/1")
@@ -121,17 +121,20 @@ class Ledger:
         """
         check_unit("plan", unit, self.unit)
         with self._locked() as entries:
-            paid = _debit_of(entries, plan_digest, dataset_digest)
-            if paid:
-                if paid[1].unit != unit or not alike(paid[1].mechanisms, mechanisms):
-                    expected = f"{in_words(paid[1].unit, paid[1].mechanisms)}, as first debited for this plan"
-                    raise LedgerError("ledger", expected=expected, got=in_words(unit, mechanisms))
-                return paid[0]
+            entry = _debit_of(entries, plan_digest, dataset_digest)
+            if entry is not None:
+                # A plan is signed, so that other terms under its digest mean a changed computation, not a new plan.
+                debit = _as_debit(entry)
+                if debit.unit != unit or not are_same_mechanisms(debit.mechanisms, mechanisms):
+                    paid = describe_mechanisms(debit.unit, debit.mechanisms)
+                    expected = f"{paid}, as first debited for this plan"
+                    got = describe_mechanisms(unit, mechanisms)
+                    raise LedgerError("ledger", expected=expected, got=got)
+                return entry
             self._check_budget(entries, mechanisms)
-            number, previous = len(entries) + 1, _last(entries)
             debit = Debit(
-                number=number,
-                previous=previous,
+                number=len(entries) + 1,
+                previous=_last_digest(entries),
                 at=now_utc(),
                 unit=unit,
                 plan_id=plan_id,
@@ -166,19 +169,17 @@ class Ledger:
             LedgerError: no debit covers it, it was drawn before, or the ledger is damaged.
         """
         with self._locked() as entries:
-            if not any(
-                entry.digest == debit.digest and kind in each.mechanisms
-                for entry, each in _debits(entries)
-            ):
+            covering = [entry for entry in _debit_entries(entries) if entry.digest == debit.digest]
+            if not covering or kind not in _as_debit(covering[0]).mechanisms:
                 expected = f"a debit of {kind} with digest {debit.digest[:16]} in this ledger"
                 raise LedgerError("draw", expected=expected, got="no such debit")
+            # Two draws of one statistic halve its noise, so that the debit would state too little.
             if _draw_of(entries, debit, kind) is not None:
-                raise LedgerError(
-                    "draw", expected=f"one draw of {kind} for one debit", got="a second draw"
-                )
+                expected = f"one draw of {kind} for one debit"
+                raise LedgerError("draw", expected=expected, got="a second draw")
             draw = Draw(
                 number=len(entries) + 1,
-                previous=_last(entries),
+                previous=_last_digest(entries),
                 at=now_utc(),
                 debit=debit.digest,
                 kind=kind,
@@ -189,8 +190,7 @@ class Ledger:
     def debit_of(self, plan_digest: str, dataset_digest: str) -> Entry | None:
         """Return the debit of a plan on a data set, None where there is none."""
         with self._locked() as entries:
-            found = _debit_of(entries, plan_digest, dataset_digest)
-        return found[0] if found else None
+            return _debit_of(entries, plan_digest, dataset_digest)
 
     def draw_of(self, debit: Entry, kind: PaidKind) -> str | None:
         """Return the digest of what was drawn of `kind` for `debit`, or None if nothing was."""
@@ -199,10 +199,7 @@ class Ledger:
 
     def has_drawn(self, draw_digest: str) -> bool:
         """Whether the ledger records a draw with this digest."""
-        return any(
-            isinstance(each.record, Draw) and each.record.draw_digest == draw_digest
-            for each in self.entries
-        )
+        return any(draw.draw_digest == draw_digest for draw in _draws(self.entries))
 
     def verify(self) -> None:
         """Check every line, the chain and the head.
@@ -217,7 +214,8 @@ class Ledger:
     def head(self) -> tuple[str, int, tuple[str, ...]]:
         """The last record's digest, the number of records, and every record's digest, oldest first."""
         with self._locked() as entries:
-            return _last(entries), len(entries), tuple(entry.digest for entry in entries)
+            digests = tuple(entry.digest for entry in entries)
+            return _last_digest(entries), len(entries), digests
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -228,9 +226,9 @@ class Ledger:
     def spent(self, plan_digest: str | None = None) -> tuple[float, float]:
         """Return the (epsilon, delta) of everything spent, or of one plan, at the budget's delta."""
         with self._locked() as entries:
-            debits = [
-                debit for _, debit in _debits(entries) if plan_digest in (None, debit.plan_digest)
-            ]
+            debits = [_as_debit(entry) for entry in _debit_entries(entries)]
+        if plan_digest is not None:
+            debits = [debit for debit in debits if debit.plan_digest == plan_digest]
         steps = [_step(debit.mechanisms) for debit in debits]
         return adaptive_epsilon(steps, self.budget.delta), self.budget.delta
 
@@ -246,7 +244,8 @@ class Ledger:
         if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
             expected = f"room for a debit and {len(mechanisms)} draws within {MAX_RECORDS} records"
             raise LedgerError("ledger", expected=expected, got=f"{len(entries)} records")
-        steps = [*(_step(debit.mechanisms) for _, debit in _debits(entries)), _step(mechanisms)]
+        steps = [_step(_as_debit(entry).mechanisms) for entry in _debit_entries(entries)]
+        steps.append(_step(mechanisms))
         epsilon = adaptive_epsilon(steps, self.budget.delta)
         if not epsilon <= self.budget.epsilon * _SLACK:
             raise BudgetError(
@@ -259,29 +258,30 @@ class Ledger:
     def _locked(self) -> Iterator[tuple[Entry, ...]]:
         """Hold the ledger for one process at a time, verified, and repaired where that is safe."""
         if not self.draws.is_dir():
-            remedy = "Restore it from backup; only `silo init` makes one, since a new one would forget what was spent."
             raise LedgerError(
                 "ledger",
                 expected="the one that `silo init` made",
                 got="no folder draws/",
-                remedy=remedy,
+                remedy="Restore it from backup; only `silo init` makes one, since a new one would forget what was "
+                "spent.",
             )
         with self._guard.locked(), self._chain.locked_entries() as entries:
-            for entry, debit in _debits(entries):
-                check_unit(f"ledger record {entry.record.number}", debit.unit, self.unit)
+            for entry in _debit_entries(entries):
+                subject = f"ledger record {entry.record.number}"
+                check_unit(subject, _as_debit(entry).unit, self.unit)
             yield entries
 
     def check(self, digests: Sequence[str]) -> None:
         """Refuse a ledger that was put back, see `silo.privacy.anchor`, and draws that no debit of it pays for."""
         self._guard.hold(_GENESIS, digests)
-        paid = set(digests)
-        if any(
-            path.name[0] != "." and path.name.split(".")[0] not in paid
-            for path in self.draws.iterdir()
-        ):
-            raise LedgerError(
-                "draws", expected="a debit in the ledger for each", got="a draw without a debit"
-            )
+        # A draw is named by its debit. One that is not in the ledger was paid for in a later copy of the ledger.
+        digests_of_records = set(digests)
+        for path in self.draws.iterdir():
+            is_unfinished = path.name.startswith(".")
+            debit_digest = path.name.split(".")[0]
+            if not is_unfinished and debit_digest not in digests_of_records:
+                expected = "a debit in the ledger for each"
+                raise LedgerError("draws", expected=expected, got="a draw without a debit")
 
     def record(self, num_entries: int, head_digest: str) -> None:
         """Note its head in every anchor."""
@@ -300,31 +300,41 @@ def make_ledger(path: Path) -> None:
     chain.Chain(path, _FORM, path.with_name("draws")).create()
 
 
-def _last(entries: tuple[Entry, ...]) -> str:
+def _last_digest(entries: tuple[Entry, ...]) -> str:
+    """Return the digest that the next record names as the one before it."""
     return entries[-1].digest if entries else _GENESIS
 
 
-def _debits(entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Debit]]:
-    return ((entry, entry.record) for entry in entries if isinstance(entry.record, Debit))
+def _debit_entries(entries: tuple[Entry, ...]) -> Iterator[Entry]:
+    return (entry for entry in entries if isinstance(entry.record, Debit))
 
 
-def _debit_of(
-    entries: tuple[Entry, ...], plan_digest: str, dataset_digest: str
-) -> tuple[Entry, Debit] | None:
-    key = (plan_digest, dataset_digest)
-    return next(
-        (pair for pair in _debits(entries) if (pair[1].plan_digest, pair[1].dataset_digest) == key),
-        None,
-    )
+def _as_debit(entry: Entry) -> Debit:
+    """Return the record of an entry that is known to be a debit."""
+    if not isinstance(entry.record, Debit):
+        raise LedgerError("ledger", expected="a debit", got=f"a {entry.record.record}")
+    return entry.record
 
 
-def _step(mechanisms: Mapping[PaidKind, Mechanism]) -> tuple[Mechanism, ...]:
-    return tuple(mechanisms[kind] for kind in sorted(mechanisms))
+def _draws(entries: tuple[Entry, ...]) -> Iterator[Draw]:
+    return (entry.record for entry in entries if isinstance(entry.record, Draw))
+
+
+def _debit_of(entries: tuple[Entry, ...], plan_digest: str, dataset_digest: str) -> Entry | None:
+    for entry in _debit_entries(entries):
+        debit = _as_debit(entry)
+        if debit.plan_digest == plan_digest and debit.dataset_digest == dataset_digest:
+            return entry
+    return None
 
 
 def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: PaidKind) -> str | None:
-    draws = (entry.record for entry in entries if isinstance(entry.record, Draw))
-    return next(
-        (draw.draw_digest for draw in draws if (draw.debit, draw.kind) == (debit.digest, kind)),
-        None,
-    )
+    for draw in _draws(entries):
+        if draw.debit == debit.digest and draw.kind == kind:
+            return draw.draw_digest
+    return None
+
+
+def _step(mechanisms: Mapping[PaidKind, Mechanism]) -> tuple[Mechanism, ...]:
+    """Return the mechanisms of one debit in an order that does not depend on the plan's."""
+    return tuple(mechanisms[kind] for kind in sorted(mechanisms))

@@ -9,10 +9,9 @@ from ddm.protocol.base import Unit
 from ddm.protocol.statistics import PaidKind
 from ddm.protocol.weight_privacy import DpSgdMechanism
 
-_SAME = 1e-9
-_SAME_NOISE = (
-    1e-2  # of a noise multiplier, which is searched for; what was paid for is what is drawn
-)
+_MU_TOLERANCE = 1e-9
+# Of a noise multiplier, which is searched for. What was paid for is what is drawn.
+_NOISE_TOLERANCE = 1e-2
 
 
 def check_unit(subject: str, unit: Unit, counted: Unit) -> None:
@@ -30,28 +29,30 @@ def check_unit(subject: str, unit: Unit, counted: Unit) -> None:
         )
 
 
-def alike(paid: Mapping[PaidKind, Mechanism], requested: Mapping[PaidKind, Mechanism]) -> bool:
+def are_same_mechanisms(
+    paid: Mapping[PaidKind, Mechanism], requested: Mapping[PaidKind, Mechanism]
+) -> bool:
     """Whether these are the same statistics; mu is computed, and machines may round it differently."""
-
-    def same(first: Mechanism, second: Mechanism) -> bool:
-        if isinstance(first, GaussianMechanism) and isinstance(second, GaussianMechanism):
-            return math.isclose(first.mu, second.mu, rel_tol=_SAME)
-        if isinstance(first, DpSgdMechanism) and isinstance(second, DpSgdMechanism):
-            near = math.isclose(
-                first.noise_multiplier, second.noise_multiplier, rel_tol=_SAME_NOISE
-            )
-            return near and (first.rate, first.steps) == (second.rate, second.steps)
-        return first == second
-
-    return paid.keys() == requested.keys() and all(
-        same(paid[kind], requested[kind]) for kind in paid
-    )
+    if paid.keys() != requested.keys():
+        return False
+    return all(_is_same_mechanism(paid[kind], requested[kind]) for kind in paid)
 
 
-def in_words(unit: Unit, mechanisms: Mapping[PaidKind, Mechanism]) -> str:
+def _is_same_mechanism(first: Mechanism, second: Mechanism) -> bool:
+    if isinstance(first, GaussianMechanism) and isinstance(second, GaussianMechanism):
+        return math.isclose(first.mu, second.mu, rel_tol=_MU_TOLERANCE)
+    if isinstance(first, DpSgdMechanism) and isinstance(second, DpSgdMechanism):
+        is_same_noise = math.isclose(
+            first.noise_multiplier, second.noise_multiplier, rel_tol=_NOISE_TOLERANCE
+        )
+        return is_same_noise and first.rate == second.rate and first.steps == second.steps
+    return first == second
+
+
+def describe_mechanisms(unit: Unit, mechanisms: Mapping[PaidKind, Mechanism]) -> str:
     """Name the statistics with their cost; only numbers of the plan, nothing of the data."""
-    costs = {kind: each.model_dump(exclude={"kind"}) for kind, each in mechanisms.items()}
-    terms = (
-        f"{kind} ({name} {value:g})" for kind, cost in costs.items() for name, value in cost.items()
-    )
+    terms = []
+    for kind, mechanism in mechanisms.items():
+        for name, value in mechanism.model_dump(exclude={"kind"}).items():
+            terms.append(f"{kind} ({name} {value:g})")
     return f"{', '.join(terms)} per {unit}"
