@@ -29,6 +29,10 @@ AUDIT_REPORT = "audit.json"
 _INBOX_SLACK_BYTES = 128 * 1024**2
 
 
+PositiveNumber = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
 class TextSettings(Settings):
     """Where this silo finds the text encoder that turns captions into vectors."""
 
@@ -76,9 +80,9 @@ class SiloSettings(Settings):
     passphrase_file: str | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     poll_s: Annotated[float, Field(gt=0, le=60)] = 0.5
-    max_bundle_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
-    max_inbox_bytes: Annotated[int, Field(gt=0)] | None = None
-    max_inbox_files: Annotated[int, Field(gt=0)] = 4096
+    max_bundle_bytes: PositiveNumber = 2 * 1024**3
+    max_inbox_bytes: PositiveNumber | None = None
+    max_inbox_files: PositiveNumber = 4096
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     training: TrainingSettings = TrainingSettings()
     images: ImagesSettings = ImagesSettings()
@@ -130,7 +134,7 @@ class DataPolicy(Settings):
     range: tuple[PixelValue, PixelValue] | None = None
     classes: Annotated[int, Field(ge=2, le=65536)] | tuple[ShortText, ...] | None = None
     captions: bool = False
-    min_images: Annotated[int, Field(gt=0)] | None = None
+    min_images: PositiveNumber | None = None
     parts: tuple[ShortText, ...] | None = None
     patients: PatientRule = "spelling"
 
@@ -147,13 +151,13 @@ class DataPolicy(Settings):
 class TrainingPolicy(Settings):
     """The most work and the largest files that one plan may require, and the fewest images of an expert."""
 
-    min_images: Annotated[int, Field(gt=0)] = 300
+    min_images: PositiveNumber = 300
     max_experts: Annotated[int, Field(gt=0, le=1000)] = 64  # the transport carries 1,024 files
-    max_steps: Annotated[int, Field(gt=0)] = 1_000_000
-    max_batch_size: Annotated[int, Field(gt=0)] = 4096
-    max_expert_bytes: Annotated[int, Field(gt=0)] = 4 * 1024**3
-    max_statistic_bytes: Annotated[int, Field(gt=0)] = 256 * 1024**2
-    max_train_s: Annotated[int, Field(gt=0)] = 7 * 24 * 3600
+    max_steps: PositiveNumber = 1_000_000
+    max_batch_size: PositiveNumber = 4096
+    max_expert_bytes: PositiveNumber = 4 * 1024**3
+    max_statistic_bytes: PositiveNumber = 256 * 1024**2
+    max_train_s: PositiveNumber = 7 * 24 * 3600
     max_gpu_hours: Annotated[float, Field(ge=0)] = 1000.0
     architectures: tuple[ArchitectureKind, ...] = ("dit",)
 
@@ -161,12 +165,12 @@ class TrainingPolicy(Settings):
 class SizePolicy(Settings):
     """The largest sizes that a plan's numbers may imply, computed from them before any of its files is opened."""
 
-    max_sample_values: Annotated[int, Field(gt=0)] = 2**26
-    max_slices: Annotated[int, Field(gt=0)] = 512
-    max_layer_values: Annotated[int, Field(gt=0)] = 2**27
-    max_parameters: Annotated[int, Field(gt=0)] = 2**30
-    max_file_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
-    max_memory_bytes: Annotated[int, Field(gt=0)] = 32 * 1024**3
+    max_sample_values: PositiveNumber = 2**26
+    max_slices: PositiveNumber = 512
+    max_layer_values: PositiveNumber = 2**27
+    max_parameters: PositiveNumber = 2**30
+    max_file_bytes: PositiveNumber = 2 * 1024**3
+    max_memory_bytes: PositiveNumber = 32 * 1024**3
 
 
 class AuditPolicy(Settings):
@@ -191,8 +195,8 @@ class AuditPolicy(Settings):
     min_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 300
     max_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 1000
     max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)] = 0.6
-    max_mia_tpr: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    max_near_copy_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    max_mia_tpr: Share = 0.1
+    max_near_copy_rate: Share = 0.01
     num_samples: Annotated[int, Field(ge=1, le=10**6)] = 10_000
 
 

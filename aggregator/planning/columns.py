@@ -55,9 +55,12 @@ def read_columns(images: ImageSet, recipe: Recipe) -> Columns:
 
 def _check_column(column: NDArray[Any], kind: str, name: str, num_images: int) -> None:
     """Refuse a column of another type, or without one value for each image."""
-    values, dtype_kinds = "text", "U"
     if kind == CLASSES:
-        values, dtype_kinds = "whole numbers", "iu"
+        values = "whole numbers"
+        dtype_kinds = "iu"
+    else:
+        values = "text"
+        dtype_kinds = "U"
     if column.shape != (num_images,) or column.dtype.kind not in dtype_kinds:
         raise DataError(
             f"column {name}",

@@ -22,6 +22,7 @@ from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.planning.document import plan_of
 from ddm.planning.fit import PublicImages, PublicParts, condition_of, divide, fit_public_parts
+from ddm.protocol.carried import CarriedSilo
 from ddm.protocol.enrolment import Card
 from ddm.protocol.plan import Plan
 
@@ -130,7 +131,9 @@ def _write_plan(
     """Write the plan: what the recipe and the cards state, and what was fitted."""
     silos = tuple(training_cards)
     agreed = {silo_id: card.agreed for silo_id, card in training_cards.items()}
+    carried_silos: tuple[CarriedSilo, ...] = ()
     if carried is not None:
+        carried_silos = carried.carried
         agreed |= carried.agreed
     expert_shape = parts.latent.shape(recipe.data.shape)
     return plan_of(
@@ -140,7 +143,7 @@ def _write_plan(
         name=federation.settings().name,
         valid_for=timedelta(days=recipe.valid_days),
         silos=silos,
-        carried=carried.carried if carried is not None else (),
+        carried=carried_silos,
         agreed=agreed,
         receipt_key=str(next_receipts_key(federation)),
         expert=complete_expert(federation, recipe, expert_shape, silos),
