@@ -400,7 +400,7 @@ def check_privacy(plan: Plan, expert: SubmittedExpert, num_units: int) -> None:
         )
     if expert.training.seconds is not None:
         raise PolicyError(
-            f"{subject}, seconds", expected="none: they tell of the images", got="a number"
+            f"{subject}, seconds", expected="none, since they depend on the images", got="a number"
         )
 
 

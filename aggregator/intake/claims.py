@@ -74,7 +74,7 @@ def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int)
     faults: dict[Rule, str] = {}
     if claimed > agreed:
         faults["units"] = (
-            f"states {claimed} {unit}s, more than the {agreed} agreed at enrolment, which stand in the plan"
+            f"states {claimed} {unit}s, more than the {agreed} agreed at enrolment, as the plan states"
         )
     # As if all others had brought what they agreed to: whoever comes first must not be judged by its being alone.
     units = {

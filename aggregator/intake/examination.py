@@ -273,7 +273,7 @@ class Examiner:
         if path.is_file():
             data = read_bounded(path, MAX_DOCUMENT_BYTES)
             return ExpertExamination.parse(data, subject=path.name).expert
-        # Tells the supervisor that the work goes on: one expert may take minutes.
+        # Shows the supervisor that the work goes on: one expert may take minutes.
         self.on_expert()
         figures = self.measure_expert(silo_id, folder, expert, digest)
         examination = ExpertExamination(

@@ -176,7 +176,7 @@ def record_decision(federation: Federation, decision: QuarantineDecision) -> Non
                 f"submission of {decision.silo_id}",
                 expected="no decision yet",
                 got=f"{first.verdict} at {first.at.isoformat()}",
-                remedy="It stands; only --units may be lowered. To take a silo out: aggregator withdraw.",
+                remedy="It is final; only --units may be lowered. To take a silo out: aggregator withdraw.",
             )
         lines = b""
         if federation.decisions.exists():

@@ -317,7 +317,7 @@ def _drawn_faults(
 def copy_faults(
     figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training
 ) -> list[Fault]:
-    """Name the experts that this one copies: byte for byte or, after enough training to tell, by its predictions."""
+    """Name the experts that this one copies: byte for byte or, after enough training, by its predictions."""
     descriptions = []
     for silo_id, experts in others.items():
         for other in experts:

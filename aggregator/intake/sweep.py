@@ -1,4 +1,4 @@
-"""Tests an expert at single times: all those at which a usual solver asks it, and some that only the aggregator knows.
+"""Tests an expert at single times: those of the usual solvers, and some that only the aggregator knows.
 
 Losses averaged over a band of t hide an expert that answers wildly at one time, such as t = 1, where every sample
 begins. Here one loss at one time decides.

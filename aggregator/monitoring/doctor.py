@@ -41,7 +41,7 @@ class ServerCertificate:
 
 @dataclass(frozen=True)
 class RecordedTime:
-    """A recorded time, which must lie in the past."""
+    """A recorded time, which must be in the past."""
 
     what: str
     at: datetime

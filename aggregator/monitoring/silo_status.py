@@ -183,7 +183,7 @@ def _last_seen(incoming: Path) -> datetime | None:
 
 
 def _is_silent(last_seen: datetime | None, processes: Processes, now: datetime) -> bool:
-    """Whether a silo that answered before has not answered for long, though it was asked."""
+    """Whether a silo that answered before has not answered for long, though requests were sent to it."""
     if last_seen is None or not processes.running:
         return False
     # Before the programs started, nothing was requested of the silo.

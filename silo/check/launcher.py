@@ -22,7 +22,7 @@ class LauncherFacts:
 
     Attributes:
         missing: the programs of its words that are not found; behind `env` comes another one.
-        jobs: the folder that every machine sees; None where jobs lie in the site's own folder.
+        jobs: the folder that every machine sees; None where jobs are in the site's own folder.
         fault: why nothing can be written there; None where it can, or where it is not there.
         mode: its permission bits; None where it is not there.
     """

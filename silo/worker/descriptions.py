@@ -59,7 +59,7 @@ def state_lines(state: State, site: str = "SITE", next_words: str | None = None)
     Args:
         state: the site's.
         site: its folder, as it was named.
-        next_words: what comes next, where the state alone does not tell.
+        next_words: what comes next, where the state alone does not determine it.
     """
     lines = [
         f"  now      {describe_state(state, site)}",

@@ -68,7 +68,7 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
 
 
 def audit_bytes(plan: Plan, num_units: int, policy: Policy) -> int:
-    """Return what the leak audit writes besides at most, of one expert at a time; 0 where it cannot tell anyway.
+    """Return what the leak audit writes besides at most, of one expert at a time; 0 where it is inconclusive anyway.
 
     Two experts that it trains itself, the checkpoints of one of them, and the thumbnails, features and nearest images
     of samples and of units held out.

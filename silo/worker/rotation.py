@@ -1,4 +1,4 @@
-"""Replaces this silo's signing key: the old key announces the new one, so that readers need not be asked.
+"""Replaces this silo's signing key: the old key announces the new one in a record that both seal.
 
 A rotation is three steps on disk: the new key beside the old one, the record sealed by both, the new key in the old
 one's place. One that was cut short is finished by the next call.

@@ -66,7 +66,7 @@ def scan_images(
     check_declared(source, policy)
     data_spec = plan.data
     if policy.data.kind == "arrays" and policy.data.range and not plan.transform:
-        # Floating point is compared with the declared range, within which the plan's is: a plan asks nothing of the
+        # Floating point is compared with the declared range, within which the plan's is: a plan learns nothing of the
         # data themselves.
         data_spec = data_spec.model_copy(update={"range": policy.data.range})
     class_names: tuple[str, ...] = ()

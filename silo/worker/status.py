@@ -97,7 +97,7 @@ class SiteStatus:
 
     @property
     def _next_words(self) -> str | None:
-        """What comes next, where the state alone does not tell."""
+        """What comes next, where the state alone does not determine it."""
         if self.pause is not None:
             return f"to go on where it stopped: silo resume {self.folder}"
         if self.approved and self.state.state == "awaiting_approval":

@@ -209,7 +209,7 @@ class Worker:
         """Whether training should stop, since somebody asked for it or the plan was superseded meanwhile."""
         if self._stop_signal.is_set():
             return True
-        # Training asks before every step; the inbox is looked at less often.
+        # Training calls this before every step; the inbox is looked at less often.
         now = time.monotonic()
         if now - self._looked_at < self.look_s:
             return False
