@@ -65,52 +65,64 @@ def read(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 def plain_mmdit(model: MmditNetwork, image: Tensor, t: Tensor, c: Tensor) -> Tensor:
     """The definition for one image and the tokens of its text alone."""
     patches = image.reshape(3, 2, 2, 3, 2).permute(1, 3, 0, 2, 4).reshape(6, 12)
-    seen = [
-        model.embed(patch) + place for patch, place in zip(patches, model.position_ND, strict=True)
+    image_tokens = [
+        model.embed(patch) + position
+        for patch, position in zip(patches, model.position_ND, strict=True)
     ]
-    words = [model.text.mlp(word) for word in c if bool(word.any())] or [model.text.null]
+    text_tokens = [model.text.mlp(vector) for vector in c if bool(vector.any())]
+    if not text_tokens:
+        text_tokens = [model.text.null]
     angle = t * model.time.frequencies
-    told = model.time.mlp(torch.cat([angle.cos(), angle.sin()])) + model.pooled(
-        torch.stack(words).mean(0)
-    )
-    parts = list(model.modulation(F.silu(told)).split(16))
+    condition = model.time.mlp(torch.cat([angle.cos(), angle.sin()]))
+    condition = condition + model.pooled(torch.stack(text_tokens).mean(0))
+    modulations = list(model.modulation(F.silu(condition)).split(16))
 
     def take(num: int) -> list[Tensor]:
-        return [parts.pop(0) for _ in range(num)]
+        return [modulations.pop(0) for _ in range(num)]
 
     for block in model.joint:
-        of_image, of_text = take(6), take(6 if block.updates_text else 2)
-        asked = [block.image.qkv(normalised(token, *of_image[:2])).split(16) for token in seen]
-        told_by = [block.text.qkv(normalised(token, *of_text[:2])).split(16) for token in words]
-        keys = [scaled(a[0], block.image.norms[0]) for a in asked] + [
-            scaled(a[0], block.text.norms[0]) for a in told_by
+        image_modulation = take(6)
+        text_modulation = take(6 if block.updates_text else 2)
+        image_kvq = [
+            block.image.qkv(normalised(token, *image_modulation[:2])).split(16)
+            for token in image_tokens
         ]
-        values = [a[1] for a in asked + told_by]
-        answers = [(block.image, seen, asked, of_image)]
+        text_kvq = [
+            block.text.qkv(normalised(token, *text_modulation[:2])).split(16)
+            for token in text_tokens
+        ]
+        keys = [scaled(kvq[0], block.image.norms[0]) for kvq in image_kvq]
+        keys += [scaled(kvq[0], block.text.norms[0]) for kvq in text_kvq]
+        values = [kvq[1] for kvq in image_kvq + text_kvq]
+        updated = [(block.image, image_tokens, image_kvq, image_modulation)]
         if block.updates_text:
-            answers.append((block.text, words, told_by, of_text))
-        for stream, tokens, queries, (_, _, gate_a, shift, scale, gate_m) in answers:
+            updated.append((block.text, text_tokens, text_kvq, text_modulation))
+        for stream, tokens, kvqs, (_, _, gate_a, shift, scale, gate_m) in updated:
             for i, token in enumerate(tokens):
-                mixed = read(scaled(queries[i][2], stream.norms[1]), keys, values)
+                mixed = read(scaled(kvqs[i][2], stream.norms[1]), keys, values)
                 token = token + gate_a * stream.project(mixed)
-                tokens[i] = token + gate_m * stream.down(
-                    F.gelu(stream.up(normalised(token, shift, scale)))
-                )
+                widened = F.gelu(stream.up(normalised(token, shift, scale)))
+                tokens[i] = token + gate_m * stream.down(widened)
     for block in model.shared:
         shift, scale, gate = take(3)
         wide = [
             block.wide(normalised(token, shift, scale)).split([16, 16, 16, 64])
-            for token in seen + words
+            for token in image_tokens + text_tokens
         ]
-        keys, values = (
-            [scaled(k, block.norms[0]) for k, _, _, _ in wide],
-            [v for _, v, _, _ in wide],
-        )
-        for i, (_, _, query, up) in enumerate(wide):
-            both = torch.cat([read(scaled(query, block.norms[1]), keys, values), F.gelu(up)])
-            owner, place = (seen, i) if i < len(seen) else (words, i - len(seen))
-            owner[place] = owner[place] + gate * block.narrow(both)
-    out = torch.stack([model.head(normalised(token, *parts)) for token in seen])
+        keys = [scaled(key, block.norms[0]) for key, _, _, _ in wide]
+        values = [value for _, value, _, _ in wide]
+        updates = []
+        for _, _, query, up in wide:
+            mixed = read(scaled(query, block.norms[1]), keys, values)
+            updates.append(gate * block.narrow(torch.cat([mixed, F.gelu(up)])))
+        num_image = len(image_tokens)
+        image_tokens = [
+            token + update for token, update in zip(image_tokens, updates[:num_image], strict=True)
+        ]
+        text_tokens = [
+            token + update for token, update in zip(text_tokens, updates[num_image:], strict=True)
+        ]
+    out = torch.stack([model.head(normalised(token, *modulations)) for token in image_tokens])
     return out.reshape(2, 3, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(SHAPE)
 
 

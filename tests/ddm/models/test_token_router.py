@@ -11,7 +11,7 @@ from ddm.protocol.architecture import ClassCondition, Dit, TextCondition
 SMALL = Dit(patch=2, hidden=16, depth=2, heads=2)
 
 
-def awake(**more: object) -> TokenRouter:
+def router_with_random_weights(**more: object) -> TokenRouter:
     router = TokenRouter(SMALL, (3, 4, 6), 4, **more).double()  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -26,11 +26,9 @@ def test_fresh_router_answers_zero_for_every_expert() -> None:
 
 
 def test_answer_is_read_of_the_class_token_and_depends_on_the_image_and_the_time() -> None:
-    router, x, t_B = (
-        awake(),
-        torch.randn(3, 3, 4, 6).double(),
-        torch.tensor([0.1, 0.5, 0.9]).double(),
-    )
+    router = router_with_random_weights()
+    x = torch.randn(3, 3, 4, 6).double()
+    t_B = torch.tensor([0.1, 0.5, 0.9]).double()
     tokens = router.tokens(x, t_B)
     assert tokens.shape == (3, 1 + 6, 16)
     assert torch.equal(router(x, t_B), router.head(tokens[:, 0]))
@@ -43,7 +41,7 @@ def test_answer_is_read_of_the_class_token_and_depends_on_the_image_and_the_time
 
 
 def test_every_weight_of_the_router_learns() -> None:
-    router = awake()
+    router = router_with_random_weights()
     router(torch.randn(3, 3, 4, 6).double(), torch.rand(3).double()).square().mean().backward()
     assert [
         name
@@ -54,7 +52,7 @@ def test_every_weight_of_the_router_learns() -> None:
 
 def test_router_takes_the_conditions_that_experts_take() -> None:
     x, t_B = torch.randn(2, 3, 4, 6).double(), torch.rand(2).double()
-    router = awake(condition=ClassCondition(num_classes=3))
+    router = router_with_random_weights(condition=ClassCondition(num_classes=3))
     assert not torch.allclose(
         router(x, t_B, torch.tensor([0, 1])), router(x, t_B, torch.tensor([1, 2])), atol=1e-2
     )
@@ -69,14 +67,14 @@ def test_shares_of_a_condition_need_no_image_and_are_none_without_one() -> None:
         (torch.tensor([0, 2, -1]), torch.tensor([-1]), ClassCondition(num_classes=3)),
         (text, torch.zeros(1, 2, 5).double(), TextCondition(dim=5, max_tokens=2)),
     ):
-        router = awake(condition=condition)
+        router = router_with_random_weights(condition=condition)
         found = router.log_shares(told, 3)
         assert found.shape == (3, 4) and torch.equal(found[2], torch.zeros(4).double())
         assert not torch.allclose(found[0], found[1], atol=1e-3)
         for none in (
             router.log_shares(null, 1),
             router.log_shares(None, 1),
-            awake().log_shares(None, 1),
+            router_with_random_weights().log_shares(None, 1),
         ):
             assert torch.equal(none, torch.zeros(1, 4).double())
         alone = told[:1, :1] if condition.kind == "text" else told[:1]  # without its padding
