@@ -130,8 +130,11 @@ def experts(architecture: Architecture, condition: Condition, device: str) -> li
 def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(
     architecture: Architecture, condition: Condition
 ) -> None:
-    told = {"condition": ASKED.get(condition.kind), "condition_prior": [0.5, 0.5], "guidance": 1.5}
-    words = {} if condition is NOTHING else told
+    options = SamplingOptions(solver="dpm")
+    words: dict[str, object] = {}
+    if condition is not NOTHING:
+        options = SamplingOptions(solver="dpm", condition_prior=[0.5, 0.5])
+        words = {"condition": ASKED.get(condition.kind), "guidance": 1.5}
 
     def drawn(device: str, strategy: str) -> Tensor:
         nets, router = experts(architecture, condition, device), UninformedRouter(2)
@@ -142,7 +145,7 @@ def test_every_expert_is_sampled_on_a_gpu_as_on_a_cpu(
             steps=2,
             seed=1,
             **words,
-            options=SamplingOptions(solver="dpm"),
+            options=options,
         ).images  # type: ignore[arg-type]
 
     for strategy in ("full", "lock"):
@@ -186,8 +189,12 @@ def test_own_samples_of_readers_are_drawn_on_a_gpu_as_on_a_cpu(tmp_path: Path) -
         teacher = Ensemble(nets, router, [1.0, 2.0], SHAPE, device=device, condition=TEXT)
         asked = {"source": "here", "condition": TEXT, "texts": texts_NLD, "steps": 2}
         return own_samples(
-            teacher, 4, tmp_path / device, on_progress=lambda done, total: None, **asked
-        ).images  # type: ignore[arg-type]
+            teacher,
+            4,
+            tmp_path / device,
+            SampleRecipe(**asked),  # type: ignore[arg-type]
+            on_progress=lambda steps, total: None,
+        ).images
 
     here = drawn("cpu")
     with pretend_gpu():
