@@ -26,6 +26,7 @@ from tests.support.dishonest_aggregator import (
     clusters_around,
     pictures,
 )
+from tests.support.errors import has_subject
 
 PATIENTS = 512  # each singled out by a centroid of its own
 PRIVATE, DECOYS = pictures(PATIENTS, 1), pictures(PATIENTS, 2)
@@ -180,7 +181,7 @@ def test_plan_under_the_id_of_an_accepted_one_is_not_looked_at_and_would_pay_aga
     assert first.plan.plan_id not in waiting_plans(aggregator.site)
     assert load_accepted(aggregator.site, first.plan.plan_id, first.digest).digest == first.digest
     second = aggregator.receive(first.plan.plan_id)  # were it taken all the same
-    with pytest.raises(DigestError, match="pinned on acceptance"):
+    with pytest.raises(DigestError, check=has_subject("plan.json")):
         load_accepted(aggregator.site, first.plan.plan_id, first.digest)
     ledger = ledger_at(tmp_path, 1.5)
     draw_statistic("counts", source_of(second, PRIVATE), ledger, tmp_path)
@@ -215,6 +216,6 @@ def test_scale_so_large_that_sketches_are_noise_alone_is_refused_before_anything
     vast = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
     vast.tensors["sketch"]["scale"] = torch.tensor([1e6])
     ledger = ledger_at(tmp_path, 10.0)
-    with pytest.raises(ArchipelagoError, match="pure noise"):
+    with pytest.raises(ArchipelagoError, check=has_subject("plan digits-")):
         draw_statistic("sketch", source_of(aggregator.offer(vast), PRIVATE), ledger, tmp_path)
     assert ledger.path.read_bytes() == b""

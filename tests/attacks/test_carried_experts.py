@@ -43,6 +43,7 @@ from ddm.trust.rules import VerifiedMetadata
 from ddm.trust.version_store import check_not_removed, load_removed, record_removed
 from tests.conftest import Published
 from tests.support.commands import command
+from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, POLICY, recipe, write_policy
 from tests.support.publishing import publish_short_pages, receipts_key
 from tests.support.web_host import client, hosted
@@ -250,16 +251,16 @@ def test_policy_decides_on_consent_and_the_review_shows_it(planned_once, tmp_pat
 
 
 def test_only_the_plan_in_force_is_carried(published: Published) -> None:
-    with pytest.raises(SetupError, match="plan in force"):
+    with pytest.raises(SetupError, check=has_subject("--carry tiny-")):
         choose_carried(published.tiny.federation, "tiny-00000000", [])
-    with pytest.raises(SetupError, match="--replace"):
+    with pytest.raises(SetupError, check=has_subject("--replace")):
         choose_carried(published.tiny.federation, published.plan_id, ["nobody"])
 
 
 def test_plan_that_carries_everybody_is_refused(published: Published, tmp_path: Path) -> None:
     tiny = published.tiny
     carrying = choose_carried(tiny.federation, published.plan_id, [])
-    with pytest.raises(SetupError, match="silo that trains"):
+    with pytest.raises(SetupError, check=has_subject("plan")):
         draft_plan(tiny.federation, recipe(), carrying, tmp_path)
 
 
@@ -399,7 +400,7 @@ def test_role_of_a_plan_that_the_plan_does_not_name_is_refused(grown_once: Publi
         {"west": plan.origin("east")},
         {"stranger": plan.origin("east")},
     ):
-        with pytest.raises(RoleError, match="targets"):
+        with pytest.raises(RoleError, check=has_subject("metadata/targets.json")):
             check_origins(plan, odd)
 
 
@@ -429,7 +430,7 @@ def test_two_roles_of_one_silo_are_refused(grown: Published) -> None:
         now=now_utc(),
     )
     repository.export_release(grown.release)
-    with pytest.raises(RoleError, match="one role for each silo"):
+    with pytest.raises(RoleError, check=has_subject("metadata/targets.json")):
         opened(grown)
 
 
@@ -546,7 +547,7 @@ def test_memory_of_removed_roles_refuses_what_a_later_plan_carries_over(tmp_path
     check_not_removed(load_removed(tmp_path), resolved(1, None))
     record_removed(tmp_path, resolved(3, 2))
     record_removed(tmp_path, resolved(3, None))
-    with pytest.raises(RollbackError, match="carries it over"):
+    with pytest.raises(RollbackError, check=has_subject("metadata/tiny-")):
         check_not_removed(load_removed(tmp_path), resolved(1, None))
     check_not_removed(load_removed(tmp_path), resolved(2, None))
     check_not_removed(load_removed(tmp_path), resolved(1, None, key="b" * 64))
@@ -568,7 +569,7 @@ def test_differences_are_those_that_change_the_meaning(grown_once: Published) ->
         ]
         spoilt = Plan.model_validate_json(json.dumps(fields | {"files": files}))
         assert [name for name, _, _ in differences(old, spoilt, "east")] == [f"files.{path}"]
-    with pytest.raises(ReplayError, match="for which west trained"):
+    with pytest.raises(ReplayError, check=has_subject("plan tiny-")):
         check_carried(carried.model_copy(update={"silo_id": "west"}), old, new.plan)
     assert standing_of(old, {}, "east") == "new"
 

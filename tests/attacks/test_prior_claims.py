@@ -30,6 +30,7 @@ from ddm.protocol.receipt import Receipt
 from ddm.system.console import run_app
 from silo.setup import make_card
 from tests.support.dishonest_silo import Inventor
+from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 from tests.support.publishing import (
     publish_changed_manifest,
@@ -210,7 +211,7 @@ def test_decision_about_an_accepted_silo_may_only_lower_its_number_and_needs_a_n
     assert admit(tiny) == SetupError.exit_code, "nothing is wrong with it"
     assert admit(tiny, "--units", AGREED) == SetupError.exit_code
     assert admit(tiny, "--units", 32) == 0
-    with pytest.raises(MissingFileError, match="other numbers of units"):
+    with pytest.raises(MissingFileError, check=has_subject("router")):
         load_report(tiny.federation, take_inventory(tiny.federation))
     assert shares(tiny) == pytest.approx([0.4, 0.4, 0.2])
     for raised in (33, 64, 32):
@@ -268,7 +269,7 @@ def test_plan_drafted_before_a_card_changed_is_not_signed(tiny: TinyFederation) 
     card = tiny.path / "west.card.json"
     card.write_bytes(make_card(tiny.sites["west"], tiny.key("west"), images=32))
     enroll_silo(tiny.federation, card)
-    with pytest.raises(SetupError, match="other ones of west, whose cards changed"):
+    with pytest.raises(SetupError, check=has_subject("plan tiny-")):
         sign_plan(tiny.federation, draft, PASSPHRASE)
 
 
@@ -277,9 +278,7 @@ def test_silo_that_outweighs_the_others_by_what_they_really_brought_waits_before
 ) -> None:
     planned(tiny, **COUNTED)
     assert len(sent(tiny, east=16, north=16, west=AGREED)) == 3, "each within what was agreed"
-    with pytest.raises(
-        RefusedError, match=r"west: 64 units, 66\.7% of the prior, above max_influence of 50\.0%"
-    ):
+    with pytest.raises(RefusedError, check=has_subject("accepted submissions")):
         train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
     assert run(aggregator_app, "quarantine", tiny.federation.path) == 0
     assert "west, accepted, but an outlier by now" in capsys.readouterr().out

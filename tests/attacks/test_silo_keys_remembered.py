@@ -26,6 +26,7 @@ from ddm.trust.verify import KnownSiloKeys, VerifiedRelease, verify_release
 from tests.conftest import Published
 from tests.support.case import case
 from tests.support.commands import command
+from tests.support.errors import has_subject
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
 from tests.support.federation_keys import KeyedFederation
 from tests.support.publishing import again, publish_short_pages
@@ -188,7 +189,7 @@ def test_old_key_is_refused_after_its_rotation(keyed, read, tmp_path) -> None:
     keyed.enroll("east", stolen)
     keyed.plan(3)
     third = keyed.publish(3, tmp_path / "third")
-    with pytest.raises(SignatureError, match="silo east"):
+    with pytest.raises(SignatureError, check=has_subject("silo east")):
         read(third)
     accepted = read(third, known_keys=KnownSiloKeys(accepted={"east": stolen.public.fingerprint}))
     assert "which you accepted" in accepted.notices[0]
@@ -310,7 +311,7 @@ def test_memory_that_is_damaged_is_not_forgotten(keyed, read, tmp_path) -> None:
     read(keyed.path / "first")
     (kept,) = (tmp_path / "reader").glob("*/silos.json")
     kept.write_bytes(kept.read_bytes()[:-5])
-    with pytest.raises(DocumentError, match=r"silos\.json"):
+    with pytest.raises(DocumentError, check=has_subject("silos.json")):
         read(keyed.path / "first")
 
 
@@ -451,7 +452,7 @@ def test_keys_of_a_removed_silo_stay_refused_also_those_that_it_rotated(
     assert command("aggregator", "remove", *words).code == 0
     assert not (keyed.federation.registry / "rotations" / "east.json").exists()
     for key in (first, keyed.silos["east"]):
-        with pytest.raises(ArchipelagoError, match="silo west"):
+        with pytest.raises(ArchipelagoError, check=has_subject("silo west")):
             keyed.enroll("west", key)
 
 
@@ -469,7 +470,7 @@ def test_plan_that_waits_for_holders_uses_no_key_of_a_silo_removed_meanwhile(
     keyed.sign("targets", "dan")
     words = (keyed.federation.path, "east", "--reason", "x", "--passphrase-file", secret(tmp_path))
     assert command("aggregator", "remove", *words).code == 0
-    with pytest.raises(ArchipelagoError, match="plan digits"):
+    with pytest.raises(ArchipelagoError, check=has_subject("plan digits-")):
         keyed.complete()
     assert not (keyed.federation.registry / "east.json").exists()
 

@@ -18,6 +18,7 @@ from ddm.transport.messages import Span
 from ddm.transport.shards import list_folder, read_spans
 from tests.support.bounded import attempt
 from tests.support.case import case
+from tests.support.errors import has_subject
 from tests.support.parsers import DIGEST
 
 CANARY = "CANARY"
@@ -198,7 +199,7 @@ def test_very_many_entries_are_not_all_listed(
             return entry
 
     monkeypatch.setattr(os, "scandir", Counting)
-    with pytest.raises(ArchipelagoError, match="at most 200"):
+    with pytest.raises(ArchipelagoError, check=has_subject("in")):
         BOUNDED[reader](folder)
     assert len(looked) <= 201
 

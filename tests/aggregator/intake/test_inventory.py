@@ -11,6 +11,7 @@ from ddm.protocol.base import now_utc
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata, verify_silo_metadata
 from tests.conftest import Published
+from tests.support.errors import has_subject
 
 pytestmark = pytest.mark.usefixtures("short_pages")
 
@@ -63,7 +64,7 @@ def test_nothing_is_published_when_an_expert_changed_after_intake(
     shutil.copyfile(expert, tmp_path / "as signed")
     flip(expert, -3)
     before = {path.name for path in published.tiny.federation.releases.iterdir()}
-    with pytest.raises(DigestError, match="expert"):
+    with pytest.raises(DigestError, check=has_subject("expert.safetensors")):
         published.tiny.publish_only(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert {

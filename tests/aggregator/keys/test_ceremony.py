@@ -25,6 +25,7 @@ from ddm.trust.drafts import Holders
 from ddm.trust.keys import SigningKey
 from ddm.trust.verify import verify_bundle, verify_release
 from silo.setup import read_invitation
+from tests.support.errors import has_subject
 from tests.support.federation_keys import PASSPHRASE, KeyedFederation
 
 ROOT = ("ada", "ben", "cem")
@@ -133,7 +134,7 @@ def test_signature_of_a_stranger_and_a_second_one_of_the_same_holder_are_refused
         sign_document(keyed.document("targets"), keyed.holders["dan"])
     (answer,) = keyed.document("targets").parent.glob("*.sig")
     shutil.copy(answer, answer.with_name(f"{keyed.document('targets').name}.copy.sig"))
-    with pytest.raises(SignatureError, match="got two"):
+    with pytest.raises(SignatureError, check=has_subject("signature on targets-2.json")):
         keyed.complete()
 
 
@@ -165,7 +166,7 @@ def test_answer_to_a_document_thrown_away_does_not_sign_another(keyed: KeyedFede
     keyed.plan(2)
     for name, data in answers.items():
         (keyed.document("targets").parent / name).write_bytes(data)
-    with pytest.raises(SignatureError, match="over sha256"):
+    with pytest.raises(SignatureError, check=has_subject("signature on targets-2.json")):
         keyed.complete()
 
 
@@ -248,7 +249,7 @@ def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refu
     payload = json.loads(document["payload"])
     payload["delegations"]["keys"].pop(keyed.silos["north"].public.tuf_key().keyid)
     path.write_text(json.dumps(document | {"payload": encode_canonical(payload)}))
-    with pytest.raises(DocumentError, match="key is absent"):
+    with pytest.raises(DocumentError, check=has_subject("targets to sign")):
         describe_request(read_request(path))
 
 

@@ -40,6 +40,7 @@ from ddm.publishing.staging import StagedVersion
 from ddm.publishing.versions import check_none_lost, is_current
 from ddm.trust.log.entries import VersionPublished
 from tests.conftest import Published
+from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation
 from tests.support.forked import ended, forked
 from tests.support.publishing import again, copied, files, killed_at, opened
@@ -138,7 +139,7 @@ def test_version_number_of_a_lost_release_is_not_used_again(
 ) -> None:
     again(published.tiny, tmp_path / "second", renew=True)
     shutil.rmtree(published.tiny.federation.releases / "2")
-    with pytest.raises(SetupError, match="releases") as refused:
+    with pytest.raises(SetupError, check=has_subject("releases/")) as refused:
         again(published.tiny, tmp_path / "third", renew=True)
     assert "backup" in refused.value.remedy
 
@@ -310,11 +311,11 @@ def test_fewer_silos_than_the_quorum_are_not_published(
     late: tuple[TinyFederation, str], tmp_path: Path
 ) -> None:
     tiny, _ = late
-    with pytest.raises(PolicyError, match="at least 2") as refused:
+    with pytest.raises(PolicyError, check=has_subject("release")) as refused:
         again(tiny, tmp_path / "out", quorum=2)
     assert "east" in str(refused.value)
     settle(tiny, quorum=2)
-    with pytest.raises(PolicyError, match="at least 2"):
+    with pytest.raises(PolicyError, check=has_subject("release")):
         again(tiny, tmp_path / "out")
     assert again(tiny, tmp_path / "out", quorum=1).manifest.missing_silos == ("east",)
 
@@ -327,7 +328,7 @@ def test_late_silo_gives_a_next_version_that_retrains_only_the_router(
     assert (first.missing_silos, first.version) == (("east",), 1)
     tiny.collect("east", plan_id)
     tiny.take_in()
-    with pytest.raises(MissingFileError, match="router"):
+    with pytest.raises(MissingFileError, check=has_subject("router")):
         again(tiny, tmp_path / "second")
     train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
     second = again(tiny, tmp_path / "second").manifest

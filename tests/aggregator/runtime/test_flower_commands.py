@@ -13,6 +13,7 @@ import pytest
 from aggregator.runtime import flower_commands
 from aggregator.runtime.flower_commands import FlowerCommands
 from ddm.errors import TransportError
+from tests.support.errors import has_subject
 from tests.support.waiting import LIMIT_S
 
 Made = Callable[[str], FlowerCommands]
@@ -99,7 +100,7 @@ def test_status_of_a_run_is_text_whatever_the_command_answers(flwr: Made) -> Non
 def test_command_that_cannot_be_started_is_an_error_of_ours(flwr: Made, tmp_path: Path) -> None:
     commands = flwr("true")
     (tmp_path / "flwr").chmod(0o644)
-    with pytest.raises(TransportError, match="Permission denied"):
+    with pytest.raises(TransportError, check=has_subject("flwr")):
         commands.submit("plan")
 
 
@@ -126,7 +127,7 @@ def test_node_that_is_not_taken_is_named_and_those_before_it_are_remembered(
 ) -> None:
     commands = flwr('case "$3" in *bad*) echo no;; *) echo \'{"success": true}\';; esac')
     nodes = {f"silo{number}": f"key{number}" for number in range(4)} | {"bad": "key"}
-    with pytest.raises(TransportError, match="registering silo bad"):
+    with pytest.raises(TransportError, check=has_subject("registering silo bad")):
         commands.register(nodes)
     assert json.loads((tmp_path / "flower" / "registered.json").read_text()) == [
         f"key{number}" for number in range(4)

@@ -17,6 +17,7 @@ from ddm.errors import MathError, MemoryLimitError, SetupError
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from tests.conftest import Published
 from tests.support.case import case
+from tests.support.errors import has_subject
 from tests.support.publishing import least_memory, opened
 
 
@@ -88,7 +89,7 @@ def test_prior_is_dealt_among_silos_that_have_data() -> None:
     )
     assert expert_weights("--prior", "data", silo_ids, own) == own
     for wrong in ("north=1", "west=1", "east=-1", "east=nan", "east=1,east=2", "east=0", "east"):
-        with pytest.raises(SetupError, match="--prior"):
+        with pytest.raises(SetupError, check=has_subject("--prior")):
             expert_weights("--prior", wrong, silo_ids, own)
 
 
@@ -211,7 +212,7 @@ def test_shares_stand_beside_the_prior_given_the_class_that_was_asked_for() -> N
         describe_shares(ensemble, (0.7, 0.3), own, None, None)
         == "east 0.70 (prior 0.25), north 0.30 (prior 0.75)"
     )
-    with pytest.raises(MathError, match="0 to 1"):
+    with pytest.raises(MathError, check=has_subject("condition")):
         condition_shares(ensemble, 2, None)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from ddm.cli.settings import SampleSettings, read_settings
 from ddm.errors import SetupError
+from tests.support.errors import has_subject
 
 
 def test_settings_are_read_by_name_and_keep_their_defaults() -> None:
@@ -55,5 +56,5 @@ def test_value_out_of_range_is_refused_with_the_range(word: str) -> None:
 
 
 def test_name_that_comes_twice_is_refused_with_both_values() -> None:
-    with pytest.raises(SetupError, match="'1' and '2'"):
+    with pytest.raises(SetupError, check=has_subject("--set batch")):
         read_settings(SampleSettings, ["batch=1", "batch=2"])

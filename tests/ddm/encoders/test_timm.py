@@ -17,6 +17,7 @@ from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.planning.recipe import TimmRecipe
 from ddm.protocol.data import DataSpec
+from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation, images, recipe
 
 COLOUR = DataSpec(shape=(3, 40, 56), range=(0.0, 1.0))
@@ -135,7 +136,7 @@ def test_weights_that_are_not_safetensors_are_refused_with_the_conversion(tmp_pa
 
 def test_weights_of_another_network_or_shape_or_not_finite_are_refused(tmp_path: Path) -> None:
     path = weights(tmp_path / "w.safetensors")
-    with pytest.raises(SetupError, match="the weights of test_resnet"):
+    with pytest.raises(SetupError, check=has_subject("w.safetensors")):
         TimmEncoder.from_file("test_resnet", path, COLOUR)
     tensors = load_tensors(path, None, max_bytes=1 << 30)
     save_tensors(path, tensors | {"norm.weight": torch.ones(3)})
@@ -150,7 +151,7 @@ def test_unknown_networks_colours_and_shapes_are_refused(tmp_path: Path) -> None
     with pytest.raises(SetupError, match="no_such_network"):
         TimmEncoder.random("no_such_network", COLOUR, 0)
     two = DataSpec(shape=(2, 40, 56), range=(0.0, 1.0))
-    with pytest.raises(DataError, match="1 or 3 channels"):
+    with pytest.raises(DataError, check=has_subject("images")):
         TimmEncoder.from_file("test_vit", weights(tmp_path / "w.safetensors"), two)
     with pytest.raises(DataError, match="channels"):
         TimmEncoder.random("test_vit", two, 0)

@@ -13,6 +13,7 @@ from ddm.evaluation import Reference, evaluate
 from ddm.evaluation.intervals import proportion, wilson
 from ddm.io.array_input import real_tensor
 from tests.support.case import case
+from tests.support.errors import has_subject
 
 RNG = np.random.default_rng(0)
 SAMPLES = RNG.normal(size=(40, 3))
@@ -93,18 +94,18 @@ def test_what_holds_no_real_numbers_is_refused_by_the_name_of_its_argument() -> 
     for name, values in REFUSED.items():
         with (
             case(f"samples: {name}"),
-            pytest.raises(DataError, match="^samples: expected an array or a tensor"),
+            pytest.raises(DataError, check=has_subject("samples")),
         ):
             evaluate(values, REFERENCE)
-        with case(f"reference: {name}"), pytest.raises(DataError, match="^reference"):
+        with case(f"reference: {name}"), pytest.raises(DataError, check=has_subject("reference")):
             Reference.of(values)
 
 
 def test_shapes_that_hold_no_rows_are_refused() -> None:
     for values in (np.float64(3), SAMPLES[:, 0], SAMPLES[:, :0]):
-        with case(np.shape(values)), pytest.raises(ShapeError, match="samples"):
+        with case(np.shape(values)), pytest.raises(ShapeError, check=has_subject("samples")):
             evaluate(values, REFERENCE)
-    with pytest.raises(MathError, match="at least 8"):
+    with pytest.raises(MathError, check=has_subject("features")):
         evaluate(SAMPLES[:0], REFERENCE)
 
 
@@ -147,7 +148,7 @@ def test_features_that_are_no_rows_are_refused() -> None:
         "texts": lambda images: ["a"] * len(images),
         "a name": "encoder",
     }.items():
-        with case(name), pytest.raises(ArchipelagoError, match="features"):
+        with case(name), pytest.raises(ArchipelagoError, check=has_subject("features")):
             evaluate(SAMPLES, REFERENCE, features=features)
 
 
@@ -181,7 +182,7 @@ def test_ensemble_takes_arrays_where_it_takes_tensors() -> None:
     }.items():
         with case(name), pytest.raises(DataError, match=f"^{name}: "):
             call()
-    with pytest.raises(ShapeError, match="^x: "):
+    with pytest.raises(ShapeError, check=has_subject("x")):
         ensemble.posterior(x[:, 0], once)
 
 

@@ -19,6 +19,7 @@ from ddm.protocol.base import sha256_file
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import DataSpec
 from tests.support.case import case
+from tests.support.errors import has_subject
 from tests.support.text_encoders import network
 
 SPEC = DataSpec(shape=(1, 8, 8), range=(0.0, 1.0))
@@ -73,7 +74,7 @@ def test_file_of_a_classifier_that_is_not_one_is_refused(tmp_path: Path) -> None
                 Classifier.load(path)
     with pytest.raises(ShapeError):
         train_classifier(images, labels[:5], SPEC)
-    with pytest.raises(DataError, match="2 to"):
+    with pytest.raises(DataError, check=has_subject("training images")):
         train_classifier(images, torch.zeros(64).long(), SPEC)
 
 
@@ -230,5 +231,5 @@ def test_reference_may_be_idx_with_its_labels_beside(tmp_path: Path) -> None:
     assert classes is not None and classes.tolist() == labels.tolist()
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     assert not open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC).groups
-    with pytest.raises(DataError, match="--by"):
+    with pytest.raises(DataError, check=has_subject("--by")):
         open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC, by="labels")

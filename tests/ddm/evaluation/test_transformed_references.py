@@ -18,6 +18,7 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import FullRange, Slices, TransformSpec
 from tests.conftest import Published
 from tests.support.commands import command
+from tests.support.errors import has_subject
 from tests.support.federation import TinyFederation, declare, recipe
 from tests.support.publishing import publish_short_pages
 
@@ -146,10 +147,10 @@ def test_columns_follow_the_slices_of_a_volume(tmp_path: Path) -> None:
 
 
 def test_what_no_reader_could_compare_with_is_refused(published: Published, folder: Path) -> None:
-    with pytest.raises(DataError, match="--by"):
+    with pytest.raises(DataError, check=has_subject("--by")):
         open_reference(folder / "pictures", DATA, "hospital", SPEC)
     (folder / "pictures" / "note.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match="note.png: not an image"):
+    with pytest.raises(DataError, check=has_subject("reference")):
         open_reference(folder / "pictures", DATA, None, SPEC)
     with pytest.raises(DataError, match="folder"):
         open_reference(folder / "pictures", DATA)

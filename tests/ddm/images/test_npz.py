@@ -16,6 +16,7 @@ from ddm.images.picture import DecodedPicture
 from ddm.images.reasons import ImageError, Reason
 from ddm.protocol.data import DataSpec
 from tests.support.case import case
+from tests.support.errors import has_subject
 
 SPEC = DataSpec(shape=(1, 2, 2), range=(-1.0, 3.0))
 
@@ -45,7 +46,7 @@ def test_whole_numbers_are_spread_over_the_plans_range(tmp_path: Path, dtype: ty
 @pytest.mark.parametrize("dtype", [np.int16, np.uint32, np.int64, bool])
 def test_other_whole_numbers_are_refused(tmp_path: Path, dtype: type) -> None:
     np.savez(tmp_path / "a.npz", images=np.ones((1, 2, 2), dtype=dtype))
-    with pytest.raises(DataError, match="uint8 or uint16"):
+    with pytest.raises(DataError, check=has_subject("image values")):
         read_images(tmp_path / "a.npz", SPEC)
 
 

@@ -18,6 +18,7 @@ from ddm.images.samples import open_image_set, read_given_images, read_mask
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import FullRange, Slices, TransformSpec
 from tests.support.case import case
+from tests.support.errors import has_subject
 
 DATA = DataSpec(shape=(1, 8, 8), range=(-1.0, 1.0))
 SPEC = TransformSpec(channels="grey", range=FullRange(), storage="uint8")
@@ -135,7 +136,7 @@ def test_what_is_no_data_set_is_an_error_and_nothing_at_a_path_is_raised(tmp_pat
     with case("a file that the operating system does not read"):
         [picture] = read_pictures("/proc/self/mem")
         assert isinstance(picture, ImageError)
-        with pytest.raises(DataError, match="can be read"):
+        with pytest.raises(DataError, check=has_subject("data")):
             open_image_set(Path("/proc/self/mem"), DATA, SPEC)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -197,7 +198,7 @@ def test_bad_public_images_are_all_named_with_their_reasons(
         assert "p006" not in str(caught.value.got)
     for number in range(12):
         (public / f"p{number:03}.png").write_bytes(b"")
-    with pytest.raises(DataError, match="and 5 more"):
+    with pytest.raises(DataError, check=has_subject("images")):
         open_image_set(public, DATA, SPEC)
 
 
@@ -230,7 +231,7 @@ def test_classes_of_a_table_follow_their_pictures_and_their_slices(tmp_path: Pat
     )
     images = open_image_set(tmp_path / "t.csv", DATA, SPEC)
     assert np.array_equal(images.read()[0], open_image_set(tmp_path / "img", DATA, SPEC).read()[2])
-    with pytest.raises(DataError, match="none for 1 of 3 images"):
+    with pytest.raises(DataError, check=has_subject("column labels")):
         images.column("labels")
     (tmp_path / "t.csv").write_text("path,label\nimg/p002.png,two\nimg/p000.png,zero\n")
     assert open_image_set(tmp_path / "t.csv", DATA, SPEC).column("labels").tolist() == [

@@ -19,6 +19,7 @@ from ddm.images.samples import open_image_set
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import FullRange, TransformSpec
 from tests.support.case import case
+from tests.support.errors import has_subject
 
 CASES = Path(__file__).parents[4] / "shared" / "cases"
 DATA = DataSpec(shape=(1, 8, 8), range=(-1.0, 1.0))
@@ -265,9 +266,7 @@ def test_34_spellings_of_a_column_are_one_value_and_blanks_are_counted() -> None
     for name in ("blank.npz", "nan.npz"):
         with (
             case(name),
-            pytest.raises(
-                DataError, match=r"a value for each image, got none for \d+ of 200 images"
-            ),
+            pytest.raises(DataError, check=has_subject("site")),
         ):
             column = text_column(open_image_set(path / name, DATA, None).column("site"), "site")
             column.require_complete("site")

@@ -9,6 +9,7 @@ import pytest
 
 from ddm.errors import AbsentFileError, UnsafePathError
 from ddm.io.untrusted import list_files, open_below
+from tests.support.errors import has_subject
 
 
 def test_scan_refuses_a_symbolic_link_however_deep(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_scan_does_not_enter_a_folder_that_became_a_link_after_it_was_listed(
         return original(path, flags, *rest, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", swap)
-    with pytest.raises(UnsafePathError, match="below: expected a folder, got a symbolic link"):
+    with pytest.raises(UnsafePathError, check=has_subject("below")):
         list_files(tmp_path / "in")
 
 

@@ -13,6 +13,7 @@ from ddm.models.layers import HeadNorm
 from ddm.models.mmdit import MmditNetwork
 from ddm.protocol.architecture import ClassCondition, Mmdit, NoCondition, TextCondition
 from tests.support.case import case
+from tests.support.errors import has_subject
 
 TEXT = TextCondition(dim=5, max_tokens=4)
 SHAPE = (3, 4, 6)
@@ -172,7 +173,7 @@ def test_mmdit_learns_in_bf16() -> None:
 
 def test_mmdit_without_a_text_or_for_volumes_is_refused_and_names_what_to_take() -> None:
     for condition in (NoCondition(), ClassCondition(num_classes=3)):
-        with pytest.raises(ShapeError, match="use the architecture dit"):
+        with pytest.raises(ShapeError, check=has_subject("architecture mmdit")):
             build_expert(small(0), SHAPE, condition=condition)
     with pytest.raises(ShapeError, match="unet"):
         build_expert(small(0), (1, 4, 4, 4), condition=TEXT)

@@ -14,6 +14,7 @@ from ddm.planning.fit import condition_of, fit_public_parts
 from ddm.protocol.data import DataSpec
 from ddm.protocol.latent import AutoencoderSize
 from tests.support.case import case
+from tests.support.errors import has_subject
 from tests.support.federation import images, recipe
 from tests.support.text_encoders import network, save
 
@@ -56,7 +57,7 @@ def test_size_is_checked_with_weights_from_a_file_too(tmp_path: Path) -> None:
     network = create_model("test_vit", in_chans=1)
     tensors = {name: value for name, value in network.state_dict().items() if value.ndim}
     save_tensors(tmp_path / "w.safetensors", tensors)
-    with pytest.raises(SetupError, match=r"encoder\.image_size"):
+    with pytest.raises(SetupError, check=has_subject("recipe, encoder.image_size")):
         TimmEncoder.from_file("test_vit", tmp_path / "w.safetensors", GREY, (30, 30))
     assert TimmEncoder.from_file("test_vit", tmp_path / "w.safetensors", GREY, (48, 32)).dim == 64
 

@@ -26,6 +26,7 @@ from ddm.privacy.secret_stream import (
 )
 from ddm.protocol.weight_privacy import DpSgdMechanism
 from tests.support.case import case
+from tests.support.errors import has_subject
 
 
 def brute_delta(
@@ -83,7 +84,7 @@ def test_least_noise_meets_the_epsilon_and_a_little_less_does_not() -> None:
 
 
 def test_noise_that_no_training_could_bear_is_refused() -> None:
-    with pytest.raises(NumericalError, match="private training"):
+    with pytest.raises(NumericalError, check=has_subject("private training")):
         noise_multiplier_for(1e-4, 1e-12, 1.0, 1000)
 
 
@@ -105,7 +106,7 @@ def test_secret_is_for_its_owner_alone_and_made_once(tmp_path: Path) -> None:
     make_secret(tmp_path / "other" / "secret")
     assert read_secret(tmp_path / "other" / "secret") != before
     path.write_bytes(before[:-1])
-    with pytest.raises(MissingFileError, match="31 bytes"):
+    with pytest.raises(MissingFileError, check=has_subject("secret")):
         read_secret(path)
 
 

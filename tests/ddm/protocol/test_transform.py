@@ -13,6 +13,7 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.transform import PercentilesRange, TransformSpec
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
+from tests.support.errors import has_subject
 
 GREY = DataSpec(shape=(1, 8, 8), range=(-1.0, 1.0))
 
@@ -87,7 +88,7 @@ def test_a_transform_that_does_not_fit_shape_range_or_unit_is_refused_in_the_pla
         with case(toml=toml):
             assert words in (spec(toml).misfit(data) or "")
     assert spec("slices = {count = 3}").misfit(GREY) is None
-    with pytest.raises(DocumentError, match="document") as caught:
+    with pytest.raises(DocumentError, check=has_subject("plan.json, field document")) as caught:
         parsed(transform={"padding": 3.0})
     assert "padding within data.range" in (caught.value.got or "")
     with pytest.raises(DocumentError) as caught:

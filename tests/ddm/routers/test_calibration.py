@@ -18,6 +18,7 @@ from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import BANDS
 from ddm.routers.public import Evidence, PublicData, PublicWeights
 from tests.support.case import case
+from tests.support.errors import has_subject
 from tests.support.router_problems import GROUPS, PATH, Sharper, World, make_world, one_each
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
@@ -237,7 +238,10 @@ def test_calibrated_router_answers_for_sketches_as_for_images(
 
 def test_manipulated_temperature_is_refused(counts: CountsRouter) -> None:
     for temperature in [0.0, -1.0, 0.04, 21.0, math.nan, math.inf]:
-        with case(temperature=temperature), pytest.raises(MathError, match="temperature"):
+        with (
+            case(temperature=temperature),
+            pytest.raises(MathError, check=has_subject("router temperature")),
+        ):
             Calibrated(counts, temperature, [1, 1], PATH)
 
 

@@ -20,6 +20,7 @@ from ddm.routers.learned import LearnedRouter
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import Residual
+from tests.support.errors import has_subject
 from tests.support.router_problems import (
     GROUPS,
     PATH,
@@ -141,7 +142,7 @@ def test_router_that_public_data_contradict_is_refused(world: World) -> None:
     counts, noisy = _counts(world)
     value, low, high = refuse_worse_than_prior("counts", counts, _public(world, noisy))
     assert low < value < high < 0
-    with pytest.raises(RefusedError, match="counts router on public data.*prior"):
+    with pytest.raises(RefusedError, check=has_subject("counts router on public data")):
         refuse_worse_than_prior("counts", counts, _public(world, noisy.flip(1)))
 
 
@@ -214,13 +215,13 @@ def test_intervals_widen_with_the_number_of_looks(world: World) -> None:
 
 def test_public_comparison_refuses_releases_of_another_number_of_experts(world: World) -> None:
     counts, noisy = _counts(world)
-    with pytest.raises(ShapeError, match="statistics"):
+    with pytest.raises(ShapeError, check=has_subject("statistics")):
         _compare(world, counts, _silent(counts), noisy[:1])
     three = CountsRouter(counts.sketch, counts.log_mass_KG[[0, 1, 1]], PATH)
-    with pytest.raises(ShapeError, match="routers"):
+    with pytest.raises(ShapeError, check=has_subject("routers")):
         _compare(world, counts, three, noisy)
     held_out = HeldOut([torch.zeros(4, RANK)], counts.sketch, T_R)
-    with pytest.raises(ShapeError, match="held-out"):
+    with pytest.raises(ShapeError, check=has_subject("held-out sketches")):
         compare(_plain(counts), _plain(counts), _public(world, noisy), held_out)
 
 

@@ -13,6 +13,7 @@ from ddm.routers.learned import LearnedRouter, fit_learned, learned_router_specs
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, Residual
 from ddm.routers.sketch import Sketch
+from tests.support.errors import has_subject
 from tests.support.router_problems import GROUPS, PATH, RANK, World, clustered, make_world
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]
@@ -177,7 +178,7 @@ def test_split_keeps_every_sketch_exactly_once_and_holds_out_a_fifth(world: Worl
         both = torch.cat([train[silo], held_out[silo]])
         assert torch.equal(both.sort(0).values, s.sort(0).values)
         assert len(held_out[silo]) == round(0.2 * len(s))
-    with pytest.raises(ShapeError, match="at least 2"):
+    with pytest.raises(ShapeError, check=has_subject("sketches of tiny")):
         split_sketches({"tiny": torch.zeros(1, RANK)}, 0)
 
 

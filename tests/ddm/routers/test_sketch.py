@@ -10,6 +10,7 @@ from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.data import DataSpec
 from ddm.routers.sketch import Sketch, sketch_specs
 from tests.support.case import case
+from tests.support.errors import has_subject
 
 RANK, GROUPS = 4, 3
 
@@ -88,7 +89,7 @@ def test_renoising_to_its_own_level_changes_nothing(sketch: Sketch) -> None:
 
 
 def test_renoising_backwards_is_refused(sketch: Sketch) -> None:
-    with pytest.raises(NumericalError, match="re-noising"):
+    with pytest.raises(NumericalError, check=has_subject("re-noising")):
         sketch.renoise(
             torch.zeros(2, RANK), 0.6, torch.tensor([0.7, 0.5]), LinearPath(), torch.Generator()
         )
@@ -117,7 +118,7 @@ def test_group_covariance_is_positive_definite_when_a_group_has_one_image() -> N
 
 def test_sketch_refuses_a_group_without_public_images() -> None:
     images, group = _public()
-    with pytest.raises(DataError, match="3 of 4 groups"):
+    with pytest.raises(DataError, check=has_subject("public images")):
         Sketch.fit(images, group, RANK, 4)
 
 
@@ -128,22 +129,25 @@ def test_sketch_refuses_images_of_another_size(sketch: Sketch) -> None:
 
 def test_malicious_plan_with_a_basis_that_is_not_orthonormal_is_refused(sketch: Sketch) -> None:
     sketch.check()
-    with pytest.raises(PolicyError, match="basis"):
+    with pytest.raises(PolicyError, check=has_subject("the plan's sketch basis")):
         replace(sketch, basis_RD=sketch.basis_RD * 1.01).check()
-    with pytest.raises(PolicyError, match="basis"):
+    with pytest.raises(PolicyError, check=has_subject("the plan's sketch basis")):
         replace(sketch, basis_RD=sketch.basis_RD[[0, 1, 2, 2]]).check()
 
 
 def test_malicious_plan_with_an_absurd_scale_is_refused(sketch: Sketch) -> None:
     for scale in [0.0, -1.0, 1e-9, 1e9, math.inf, math.nan]:
-        with case(scale=scale), pytest.raises(PolicyError, match="scale"):
+        with (
+            case(scale=scale),
+            pytest.raises(PolicyError, check=has_subject("the plan's sketch scale")),
+        ):
             replace(sketch, scale=scale).check()
 
 
 def test_malicious_plan_with_false_group_statistics_is_refused(sketch: Sketch) -> None:
-    with pytest.raises(PolicyError, match="covariances"):
+    with pytest.raises(PolicyError, check=has_subject("the plan's group covariances")):
         replace(sketch, group_cov_GRR=-sketch.group_cov_GRR).check()
-    with pytest.raises(PolicyError, match="shares"):
+    with pytest.raises(PolicyError, check=has_subject("the plan's group shares")):
         replace(sketch, group_weight_G=2 * sketch.group_weight_G).check()
     with pytest.raises(PolicyError, match="finite"):
         replace(sketch, mean_D=sketch.mean_D * math.nan).check()

@@ -29,6 +29,7 @@ from ddm.sampling.provenance import ProvenanceLog, join_provenance
 from ddm.sampling.samples import concatenate
 from ddm.sampling.trajectories import draw_noise
 from tests.support.case import case
+from tests.support.errors import has_subject
 from tests.support.gaussian_mixture import four_silos
 
 ALL = (
@@ -109,7 +110,7 @@ def test_router_is_asked_at_the_noised_image_and_not_at_the_prior() -> None:
     of_three = torch.tensor([[-3.5, 0.0]]).expand(400, 2)  # the smallest silo's only centre
     drawn = exact().image_to_image(of_three, 0.4, steps=8)
     assert drawn.shares[3] > 0.5  # its prior is 0.02
-    with pytest.raises(MathError, match="expected a router"):
+    with pytest.raises(MathError, check=has_subject("strategy Lock")):
         exact(router=None).image_to_image(of_three, 0.4)
     assert exact(router=None).image_to_image(of_three, 1.0, steps=2).images.shape == (400, 2)
 
@@ -217,7 +218,7 @@ def test_callback_sees_every_step_of_all_samples_and_may_move_them() -> None:
         exact().sample(5, steps=3, callback=lambda step, t, x, experts: torch.zeros_like(x)).images
     )
     assert not held.any()
-    with pytest.raises(ShapeError, match="callback"):
+    with pytest.raises(ShapeError, check=has_subject("what the callback returned")):
         exact().sample(5, steps=3, callback=lambda step, t, x, experts: x[:2])
 
 
@@ -251,7 +252,7 @@ def test_provenance_tells_each_change_and_is_bounded(monkeypatch: pytest.MonkeyP
     few = exact(chunk_size=16).sample(300, strategy="sample", steps=8).provenance
     assert few is not None and len(few) == 20
     assert [few[i] for i in range(20)] == [table[i] for i in range(20)]
-    with pytest.raises(MathError, match="0 to 19"):
+    with pytest.raises(MathError, check=has_subject("sample's number")):
         few[20]
     assert ProvenanceLog(torch.ones(9, dtype=torch.bool), 5, 1).num == 5
 

@@ -8,6 +8,7 @@ import pytest
 from ddm.errors import MemoryLimitError
 from ddm.system import memory
 from ddm.system.memory import SHARE, MemoryLimit, available_bytes, mebibytes, memory_limit
+from tests.support.errors import has_subject
 from tests.support.forked import ended, forked
 
 GIB = 2**30
@@ -25,9 +26,7 @@ def test_limit_is_what_was_asked_for_or_a_share_of_what_is_available(
 def test_need_above_the_limit_is_refused_with_both_figures_and_what_to_change() -> None:
     limit = MemoryLimit(2 * GIB, "as asked")
     limit.check("memory", 2 * GIB)
-    with pytest.raises(
-        MemoryLimitError, match=r"at most 2,048\.0 MiB of memory, as asked, got 3,072\.0 MiB"
-    ) as refusal:
+    with pytest.raises(MemoryLimitError, check=has_subject("memory")) as refusal:
         limit.check("memory", 3 * GIB)
     assert "--num" in refusal.value.remedy
     with pytest.raises(MemoryLimitError) as refusal:

@@ -13,6 +13,7 @@ import pytest
 from ddm.errors import TransportError
 from ddm.system.processes import Child, spawn
 from ddm.system.supervisor import HeartbeatFile, Program, Supervisor
+from tests.support.errors import has_subject
 from tests.support.processes import alive
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -132,9 +133,7 @@ def test_supervisor_gives_up_on_a_program_that_cannot_run(tmp_path: Path) -> Non
                     clock.now += 120.0
                 time.sleep(0.01)
 
-        with pytest.raises(
-            TransportError, match="broken: expected at most 3 restarts an hour, got no such thing"
-        ):
+        with pytest.raises(TransportError, check=has_subject("broken")):
             fail()
         assert supervisor.num_restarts() == {"broken": 3}
 
@@ -145,9 +144,9 @@ def test_start_is_refused_when_the_program_ends_or_never_works(tmp_path: Path) -
         "idle", starter(tmp_path, "import time; time.sleep(60)", "idle"), works=lambda: False
     )
     with kept(dying, idle) as supervisor:
-        with pytest.raises(TransportError, match="bad luck"):
+        with pytest.raises(TransportError, check=has_subject("dying")):
             supervisor.start("dying", timeout_s=LIMIT_S)
-        with pytest.raises(TransportError, match="works within 0 s"):
+        with pytest.raises(TransportError, check=has_subject("idle")):
             supervisor.start("idle", timeout_s=0.2)
         pids = supervisor.pids()
     assert not any(map(alive, pids.values()))

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ddm.errors import ShapeError
 from ddm.training.augmentation import augmented
+from tests.support.errors import has_subject
 from tests.support.recipes import training
 
 
@@ -44,5 +45,5 @@ def test_edges_are_repeated_when_an_image_moves() -> None:
 
 
 def test_samples_without_sides_are_refused() -> None:
-    with pytest.raises(ShapeError, match="augmentation"):
+    with pytest.raises(ShapeError, check=has_subject("augmentation")):
         change(torch.rand(4, 3), flip=True)

@@ -5,6 +5,7 @@ import pytest
 
 from ddm.errors import MathError
 from ddm.training.averages import Profile, average_of, exponent_of, newest_weight, power_weight
+from tests.support.errors import has_subject
 from tests.support.recipes import training
 
 VALUES = np.random.default_rng(0).normal(size=400)
@@ -44,7 +45,7 @@ def test_average_of_a_width_has_that_width(width: float) -> None:
 
 @pytest.mark.parametrize("width", [0.0, -1.0, 0.3, float("nan")])
 def test_width_that_no_average_has_is_refused(width: float) -> None:
-    with pytest.raises(MathError, match="width of an average"):
+    with pytest.raises(MathError, check=has_subject("width of an average")):
         exponent_of(width)
 
 

@@ -28,6 +28,7 @@ from tests.ddm.training.test_loop import (
     settings,
     stop_at,
 )
+from tests.support.errors import has_subject
 from tests.support.torchrun_program import fresh, texts
 
 TOLERANCE = 2e-5  # of weights of about 0.1 after 30 steps
@@ -161,13 +162,13 @@ def test_batch_in_parts_trains_the_same_expert_even_when_the_parts_differ_in_siz
 
 
 def test_process_alone_is_refused_where_several_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="training.processes"):
+    with pytest.raises(SetupError, check=has_subject("training.processes")):
         Run(tmp_path, engine=Engine(device="cpu", processes=2))()
     assert Run(tmp_path, engine=Engine(device="cpu", processes="auto"))().steps == 30
 
 
 def test_batch_in_more_parts_than_images_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="accumulate"):
+    with pytest.raises(SetupError, check=has_subject("training.accumulate")):
         Run(tmp_path, engine=Engine(device="cpu", accumulate=9))()
 
 
@@ -220,7 +221,7 @@ def test_compiled_expert_that_recomputes_blocks_and_leaves_tokens_out_trains_the
 def test_gpu_that_is_not_there_is_refused_when_asked_for_and_done_without_when_not(
     alone: Finished, tmp_path: Path
 ) -> None:
-    with pytest.raises(SetupError, match="device"):
+    with pytest.raises(SetupError, check=has_subject("training.device")):
         Run(tmp_path, engine=Engine(device="cuda"))()
     assert same_bytes(Run(tmp_path, engine=Engine())().ema, alone.ema)
 

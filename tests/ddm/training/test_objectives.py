@@ -31,6 +31,7 @@ from ddm.training.loop import FinishedTraining, train
 from ddm.training.masking import draw_kept, first_whole_step
 from tests.ddm.training.test_loop import SHAPE, SMALL, Run, images, same_bytes, settings
 from tests.support.documents import plan_document, to_bytes
+from tests.support.errors import has_subject
 from tests.support.gaussian_mixture import four_silos
 
 LEARNED = [
@@ -167,7 +168,7 @@ def test_expert_that_is_told_classes_tells_them_apart_where_noise_hides_them(
 
 
 def test_labels_of_other_images_are_refused() -> None:
-    with pytest.raises(ShapeError, match="labels"):
+    with pytest.raises(ShapeError, check=has_subject("labels")):
         Examples(images(), torch.zeros(39, dtype=torch.int64))
 
 

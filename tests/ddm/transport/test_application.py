@@ -11,6 +11,7 @@ from flwr.cli.build import build_fab_from_disk
 import aggregator.runtime
 from ddm.errors import DigestError
 from ddm.transport.application import MAX_APPLICATION_BYTES, application_digest, check_application
+from tests.support.errors import has_subject
 
 # Flower builds archives by a pattern of pathspec's that is going out of use.
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
@@ -68,7 +69,7 @@ def test_application_of_this_package_is_the_pinned_one_however_it_was_packed(
 def test_application_that_differs_is_refused(
     shipped: bytes, change: Callable[[dict[str, bytes]], dict[str, bytes]]
 ) -> None:
-    with pytest.raises(DigestError, match="application"):
+    with pytest.raises(DigestError, check=has_subject("the shipped application")):
         check_application(packed(change(files_of(shipped)), zipfile.ZIP_DEFLATED))
 
 
@@ -99,5 +100,5 @@ def test_no_flipped_byte_of_the_archive_passes_but_where_it_means_nothing(shippe
 def test_rubbish_in_place_of_an_archive_is_refused() -> None:
     for data in (b"", b"PK\x03\x04", b"x" * 1000, b"0" * (MAX_APPLICATION_BYTES + 1), packed({})):
         assert application_digest(data) is None
-        with pytest.raises(DigestError, match="no small archive|something else"):
+        with pytest.raises(DigestError, check=has_subject("the shipped application")):
             check_application(data)

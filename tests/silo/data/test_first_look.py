@@ -11,6 +11,7 @@ from silo.config import ImagesSettings
 from silo.data.first_look import UnitCounts, count_units, look_at
 from tests.support.cohorts import source_at
 from tests.support.dicom_files import tags_of, waves, write
+from tests.support.errors import has_subject
 
 IMAGES = np.linspace(-1, 1, 6 * 16, dtype=np.float32).reshape(6, 1, 4, 4)
 
@@ -60,9 +61,7 @@ def test_all_that_no_plan_could_take_is_named_at_once_and_nobody_in_it(tmp_path:
     folder.mkdir()
     np.save(folder / "images.npy", IMAGES)
     np.save(folder / "captions.npy", np.array(["secret"] * 7))
-    with pytest.raises(
-        DataError, match=r"^captions: expected shape \(6,\), one for each image, got shape \(7,\)$"
-    ):
+    with pytest.raises(DataError, check=has_subject("captions")):
         look_at(source_at(folder, tmp_path / "scans"))
     np.save(folder / "captions.npy", np.array(["secret", None], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match="pickled"):
@@ -79,7 +78,7 @@ def test_folders_tables_and_dicom_are_scanned_once_and_counted(tmp_path: Path) -
         {"not an image": 1},
     )
     assert count_units(source_at(data, scans), patients=False) == UnitCounts(4, None)
-    with pytest.raises(DataError, match="none for 3 of 4 images"):
+    with pytest.raises(DataError, check=has_subject("patients")):
         count_units(source_at(data, scans), patients=True)
     rows = "file,who,finding\n" + "".join(f"export/{n}.png,P{n // 2},x\n" for n in range(3))
     (tmp_path / "table.csv").write_text(rows)
@@ -92,9 +91,7 @@ def test_folders_tables_and_dicom_are_scanned_once_and_counted(tmp_path: Path) -
 def test_data_that_no_plan_can_use_are_refused_by_reason(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export/DOE.txt").write_text("no image")
-    with pytest.raises(
-        DataError, match=r"none accepted, 1 in quarantine \(1 not an image\)"
-    ) as caught:
+    with pytest.raises(DataError, check=has_subject("images")) as caught:
         look_at(source_at(tmp_path / "export", tmp_path / "scans"))
     assert "DOE" not in str(caught.value)
     with pytest.raises(MissingFileError):
