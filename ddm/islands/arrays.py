@@ -39,6 +39,7 @@ def map_array(path: Path) -> Tensor:
         DataError: no such file, or one that is cut short.
     """
     try:
+        # Copy-on-write, since torch warns of arrays that cannot be written to. Without pickles, which can run any code.
         return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
     except (OSError, ValueError) as error:
         is_absent = isinstance(error, FileNotFoundError)

@@ -134,6 +134,7 @@ def _trained_islands(islands: Islands, *, partial: bool) -> tuple[int, ...]:
     num_islands = len(islands.split.islands)
     missing = missing_islands(islands)
     expected = "a trained expert"
+    # Even a partial release needs one expert, so that --partial is no remedy where none is trained.
     if len(missing) < num_islands:
         if partial or not missing:
             return tuple(number for number in range(num_islands) if number not in missing)
@@ -190,6 +191,7 @@ def _sign_island(
 
     expert = SubmittedExpert(
         expert_id=name,
+        # Only where clusters divide the data is an island's number that of a coarse cluster of the plan.
         cluster=number if islands.split.by == "clusters" else None,
         num_images=record.num_images,
         steps=record.steps,

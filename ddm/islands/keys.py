@@ -37,6 +37,7 @@ def make_keys(publisher: PublisherFolder, passphrase: bytes) -> PublicKey:
 
 def island_key(islands: SigningKey, plan_id: str, island_id: str) -> SigningKey:
     """Return the key with which an island signs: a silo's role needs a key that no other role has."""
+    # One encrypted key from which the others follow: 1,024 encrypted files would protect no more (docs/adr/0028).
     return islands.derive(f"{plan_id}.{island_id}")
 
 

@@ -72,6 +72,7 @@ class IslandsRecipe(SharedRecipe):
 
     @model_validator(mode="after")
     def _no_earlier_plan(self) -> "IslandsRecipe":
+        # There is no earlier plan of islands: `ddm split` makes a new folder each time.
         if isinstance(self.expert.adaptation, OwnAdaptation):
             raise ValueError(
                 "expert.adaptation.kind own needs a federation's earlier plan: use full, lora or partial"

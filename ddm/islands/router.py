@@ -129,6 +129,8 @@ class LabelledImages:
         group_N = map_array(folder / f"{part}-groups.npy")
 
         num_islands = len(training.islands.split.islands)
+        # The class of an island is its place among those that are trained. The others keep -1, and their images drop
+        # out.
         place_of = torch.full((num_islands,), -1, dtype=torch.int64)
         place_of[list(training.present)] = torch.arange(len(training.present))
         is_present_N = place_of[island_N] >= 0
@@ -246,6 +248,7 @@ def _fit_candidate(training: RouterTraining, counts: CountsRouter) -> StorableRo
 
 def _labelled_sketches(training: RouterTraining, counts: CountsRouter) -> PublicSketches:
     labelled = LabelledImages.read(training, "fitted")
+    # At t = 0 a sketch is of the image as it is: an owner's sketches carry no noise.
     t_N = torch.zeros(len(labelled.images))
     s_NR = counts.sketch.of(labelled.images, t_N, training.path).float()
     return PublicSketches(s_NR, labelled.group_N, labelled.island_N)

@@ -41,6 +41,7 @@ MIN_ISLANDS = 2
 MAX_ISLANDS = 1024
 _PLAN_LIFE = timedelta(days=5 * 365)
 _BLOCK_IMAGES = 4096
+# Above the tensors themselves, for the header of the safetensors file with their names and shapes.
 _HEADER_BYTES = 1 << 20
 _FLOAT32_BYTES = 4
 # A plan needs limits; an owner's machine has none.
@@ -244,6 +245,7 @@ def _divide_by_recipe(
         return Division(by, parts.clusters.coarse_F[fine_N])
     generator = torch.Generator().manual_seed(recipe.public.seed)
     order_N = torch.randperm(len(fine_N), generator=generator)
+    # A random order modulo the number of islands: sizes differ by one at most.
     return Division(by, order_N % (num_islands or recipe.clustering.num_coarse))
 
 
@@ -317,6 +319,8 @@ def _write_plan(data: DividedData, receipt_key: str, folder: Path) -> Plan:
             counts=CountsStatistic(epsilon=EXACT, num_groups=recipe.num_groups),
             class_counts=class_counts,
         ),
+        # Nothing leaves an owner, so that there is no audit, and no statistic is sent; both are fields that a plan must
+        # have.
         audit=Audit(required=False, min_holdout_units=1, max_near_copy_rate=1.0, max_mia_auc=1.0),
         limits=SubmissionLimits(
             expert_bytes=expert_size.bytes + _HEADER_BYTES,
@@ -343,6 +347,7 @@ def _write_islands(
     conditions = _read_conditions(data.dataset, plan.condition)
     num_encoded = 0
 
+    # One block at a time, so that the latents of an island are never in memory as a whole.
     def encode_blocks(rows: Tensor) -> Iterator[np.ndarray]:
         nonlocal num_encoded
         for block in torch.split(rows, _BLOCK_IMAGES):
@@ -399,6 +404,7 @@ def _encode_captions(
 def _write_router_inputs(islands: Islands, data: DividedData) -> None:
     """Write what the router is made from: labelled images to fit and to judge it on, and exact counts."""
     recipe = data.recipe
+    # The same call with the same seed as in `fit_public_parts`, which thus divided these images in the same way.
     fitted, holdout = divide(len(data.fitted_rows), recipe.public)
     images = data.parts.images
     fitted_images, holdout_images = images.latents or (images.fitted, images.holdout)
@@ -429,6 +435,7 @@ def _exact_counts(data: DividedData) -> dict[str, Tensor]:
     num_islands = data.division.num_islands
     num_groups = data.recipe.num_groups
     island_N = data.division.island_N
+    # Island and group as one number, so that one `bincount` counts all pairs.
     cell_N = island_N * num_groups + data.group_N
     counts = torch.bincount(cell_N, minlength=num_islands * num_groups)
     tensors = {"counts": counts.view(num_islands, num_groups)}

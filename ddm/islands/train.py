@@ -36,6 +36,7 @@ def check_number(islands: Islands, number: int) -> None:
 
 def is_first_process() -> bool:
     """Whether this is the only process, or the first of those that torchrun has started."""
+    # torchrun sets RANK in each process that it starts.
     return int(os.environ.get("RANK", "0")) == 0
 
 

@@ -109,6 +109,7 @@ class ExpertArchitecture(Model, ABC):
         """Return what the sample's shape or the condition must be, or None where both fit."""
 
     @abstractmethod
+    # A plan is checked on machines without torch, so that networks are imported in this method only (docs/adr/0070).
     def build_network(
         self, shape: Shape, condition: Condition, device: str | None = None
     ) -> "ExpertNetwork":
@@ -364,6 +365,7 @@ class Unet(ExpertArchitecture):
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """See `ExpertArchitecture`."""
+        # Each level after the first has half the sides of the one before.
         halved = 2 ** (len(self.channels) - 1)
         if any(side % halved for side in shape[1:]):
             return f"sides that are multiples of {halved} for {len(self.channels)} levels, not {shape[1:]}"

@@ -19,11 +19,15 @@ MAX_DEPTH = 32
 MAX_VALUES = 65_536
 _MAX_ERRORS = 1000
 
+# A silo's name has no hyphen: an expert's name, SILO or SILO-NUMBER, is then never that of another silo's expert.
 SILO_ID_PATTERN = r"[a-z][a-z0-9]{0,31}"
+# The eight hex digits at the end are random (`ddm.planning.document`), so that plans of one name are told apart.
 PLAN_ID_PATTERN = r"[a-z][a-z0-9-]{0,40}-[0-9a-f]{8}"
 EXPERT_ID_PATTERN = r"[a-z][a-z0-9]{0,31}(-[0-9]{1,4})?"
+# No segment begins with a dot, so that a path that was received never climbs out of its folder with `..`.
 _SEGMENT = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"
 
+# pydantic matches with Rust's regex, whose `$` is the end of the text alone; that of Python allows a newline after it.
 SiloId = Annotated[str, StringConstraints(pattern=f"^{SILO_ID_PATTERN}$")]
 PlanId = Annotated[str, StringConstraints(pattern=f"^{PLAN_ID_PATTERN}$")]
 ExpertId = Annotated[str, StringConstraints(pattern=f"^{EXPERT_ID_PATTERN}$")]
@@ -35,6 +39,7 @@ KeyText = Annotated[str, StringConstraints(pattern="^ed25519:[0-9a-f]{64}$")]
 ShortText = Annotated[str, StringConstraints(max_length=400)]
 Time = AwareDatetime
 Unit = Literal["image", "patient"]
+# The upper bound is what an epsilon without noise reads (`ddm.protocol.statistics.EXACT`).
 Epsilon = Annotated[float, Field(gt=0.0, le=1000.0)]
 Delta = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # RFC 8785 cannot represent larger ones
@@ -76,6 +81,7 @@ class Document(Model):
         Raises:
             DocumentError: too large, not JSON, a duplicate field name, nested too deeply, or not of this schema.
         """
+        # pydantic's own parser would take the last of two values of one name without a word.
         check_json(data, subject=subject, limit=limit)
         try:
             return cls.model_validate_json(data)
@@ -131,6 +137,7 @@ def describe_error(model: type[BaseModel], error: ValidationError) -> tuple[str,
     Returns:
         The field as a dotted path, without names that `model` does not have, and what is wrong with it.
     """
+    # Each error becomes an object of Python; a document can be wrong in tens of thousands of places.
     if error.error_count() > _MAX_ERRORS:
         return "document", f"more than {_MAX_ERRORS} fields that do not fit"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]

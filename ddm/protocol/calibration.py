@@ -11,6 +11,7 @@ Interval = tuple[float, float, float]
 
 _AFTER = "router_calibration_error"
 _BEFORE = "router_calibration_error_at_temperature_1"
+# A manifest lists figures by name alone, so that the band of t is read back from the name.
 _METRIC = re.compile(
     rf"{_AFTER}(?P<before>_at_temperature_1)?_t_(?P<low>\d\.\d\d)_(?P<high>\d\.\d\d)"
 )

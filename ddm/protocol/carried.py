@@ -33,10 +33,12 @@ def check_carried_silos(
         ValueError: on either.
     """
     silo_ids = [silo.silo_id for silo in carried]
+    # 1024 is the bound of `Plan.silos`: readers list both kinds of silo together.
     if silo_ids != sorted(set(silo_ids) - set(silos)) or len(silo_ids) + len(silos) > 1024:
         raise ValueError(
             f"carried must be silos that do not train, sorted, distinct; these {len(silo_ids)} are not"
         )
+    # The file of an earlier plan is called by the plan's id alone, so that one id can have one document only.
     digest_by_plan: dict[str, str] = {}
     for silo in carried:
         digest = digest_by_plan.setdefault(silo.plan_id, silo.plan_digest)

@@ -71,6 +71,7 @@ def find_naming_fault(names: Sequence[str], num: int) -> str | None:
         return "names must be printable text without blanks around them"
     if len({normalize_name(name) for name in names}) < num:
         return "names must differ by more than case and blanks"
+    # If class 1 were called "3", the text "3" could mean class 1 by its name or class 3 by its number.
     for number, name in enumerate(names):
         match = _NUMBER.fullmatch(normalize_name(name))
         if match and (match[2] or int(match[1]) != number):

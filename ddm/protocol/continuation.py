@@ -44,13 +44,16 @@ def check_continuation(old: Plan, new: Plan, silo_id: str) -> None:
 
 def _compared_fields(plan: Plan, silo_id: str) -> dict[str, Any]:
     """Return what must be the same in both plans."""
+    # What is left out here says how an expert is trained, and not what its weights mean.
     condition = plan.condition.model_dump(mode="json", exclude={"drop"})
     partition = plan.partition.model_dump(mode="json", exclude={"min_images"})
+    # Grids are compared as they take effect: one that is named may equal one that follows from the size of the images.
     architecture = plan.expert.architecture.model_dump(mode="json", exclude={"position_grid"})
     objective = plan.objective.of(silo_id)
     return {
         "expert.architecture": architecture,
         "expert.architecture.position_grid": grid_of(plan),
+        # The sides may change; the number of channels is the width of the network's first layer.
         "channels of a sample": plan.expert_shape[0],
         "objective": f"{objective.path}, {objective.prediction}",
         "condition": condition,

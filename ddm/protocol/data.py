@@ -24,6 +24,7 @@ class DataSpec(Model):
 
     @model_validator(mode="after")
     def _range_ascends(self) -> "DataSpec":
+        # Values are divided by the width of the range when they are scaled.
         if not self.range[0] < self.range[1]:
             raise ValueError(f"range must ascend, got {self.range[0]:g} to {self.range[1]:g}")
         return self

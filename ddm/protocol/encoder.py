@@ -63,6 +63,7 @@ class TimmEncoderSpec(Model):
     kind: Literal["timm"] = "timm"
     path: RelativePath = "plan/encoder.safetensors"
     dim: Annotated[int, Field(gt=0, le=16384)]
+    # No colon and no slash: timm takes a name such as hf-hub:OWNER/NAME for a place to download from.
     model: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
     weights: Literal["file", "random"] = "file"
     image_size: tuple[Side, Side]

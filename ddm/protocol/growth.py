@@ -137,6 +137,7 @@ def describe_standing(silo: PublishedSilo, plan: Plan) -> str:
 
 def _meaning(plan: Plan, silo_id: str) -> dict[str, Any]:
     """Return what gives the numbers of a silo's expert and statistics their meaning."""
+    # The objective and the agreed size are those of this silo alone: what other silos do leaves its expert as it is.
     fields = plan.model_dump(mode="json")
     silo_objective = plan.objective.of(silo_id)
     expert = fields["expert"]
@@ -154,6 +155,7 @@ def _meaning(plan: Plan, silo_id: str) -> dict[str, Any]:
 
 def _digests(plan: Plan) -> dict[str, str]:
     """Return the digests of the public files that give experts and statistics their meaning."""
+    # Two plans use the same paths for different tensors, so that only the digests tell whether they are the same.
     paths = [plan.encoder.path, plan.clustering.path, plan.sketch.path]
     if isinstance(plan.latent, Autoencoder):
         paths.append(plan.latent.path)

@@ -30,5 +30,6 @@ class Island(Document):
     created_at: Time
     num_units: Annotated[NumImages, Field(ge=2)]
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=1)]
+    # Readers compute from these counts who holds a class, as they do from a silo's noised ones.
     class_counts: File | None = None
     software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]

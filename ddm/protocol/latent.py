@@ -162,6 +162,7 @@ class DiffusersKlLatent(DiffusersKlSize):
 
     @model_validator(mode="after")
     def _tiles_overlap_by_whole_latents(self) -> "DiffusersKlLatent":
+        # Tiles of diffusers overlap by a quarter of their side, and the overlap must be a whole number of latents.
         if self.tile % (4 * self.downsampling):
             raise ValueError(
                 f"tile must be 0 or a multiple of {4 * self.downsampling}, got {self.tile}"

@@ -193,6 +193,7 @@ class Training(Model):
         unmasked_share: share of the steps, the last ones, that mask nothing.
     """
 
+    # A recipe may name no average and gets the default one; a plan always states which one it is.
     min_averages: ClassVar[int] = 1
 
     num_steps: NumSteps
@@ -206,6 +207,7 @@ class Training(Model):
     max_gradient_norm: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
     ema_decay: Beta | None = None
     ema_half_life: Annotated[float | None, Field(gt=0.0, le=1e12)] = None
+    # A power-function average has a width of at most 0.289, at gamma = 0 (Karras et al. 2024).
     ema_width: Annotated[float | None, Field(ge=0.01, le=0.25)] = None
     ema_snapshots: Annotated[int, Field(ge=0, le=1024)] = 0
     loss_weighting: Literal["none", "sigmoid"] = "none"

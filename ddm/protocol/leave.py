@@ -14,6 +14,7 @@ class Leave(Document):
     at: Time
 
 
+# The kind is signed with the document, so that no sealed document of another kind passes for a leave.
 LEAVE_KIND = "leave"
 MAX_LEAVE_BYTES = 4096
 LEAVE_NAME = "leave.json"

@@ -22,6 +22,7 @@ class Audit(Model):
     """
 
     required: bool
+    # 300 units give an area under the curve to within 0.05, and three false positives at 1% (docs/adr/0054).
     min_holdout_units: NumImages = 300
     max_near_copy_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
     max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)] = 0.6

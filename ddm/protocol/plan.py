@@ -95,6 +95,7 @@ class Plan(PlanTerms, Document):
             raise ValueError(
                 f"files must be listed once each, got {len(listed_paths)} entries for {num_distinct} files"
             )
+        # Two parts at one path would be the same bytes, read under two sets of names and shapes.
         num_distinct = len(set(self.parts))
         if num_distinct != len(self.parts):
             raise ValueError(
@@ -132,6 +133,7 @@ class Plan(PlanTerms, Document):
 
     @model_validator(mode="after")
     def _classes_are_those_that_are_counted(self) -> "Plan":
+        # Row c of a silo's class counts says how many of its images have class c of the condition.
         class_counts = self.statistics.class_counts
         if class_counts is None or not isinstance(self.condition, ClassCondition):
             return self
@@ -151,6 +153,7 @@ class Plan(PlanTerms, Document):
         adaptation = self.expert.adaptation
         if not isinstance(adaptation, OwnAdaptation):
             return self
+        # A carried silo does not train, so that there is nothing that it could begin from.
         if not set(adaptation.submissions) <= set(self.silos):
             raise ValueError("adaptation.submissions must be of silos that train for the plan")
         return self
@@ -160,12 +163,14 @@ class Plan(PlanTerms, Document):
         misfit = self.latent.misfit(self.data.shape)
         if misfit:
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
+        # The published autoencoders were trained on this range.
         if isinstance(self.latent, DiffusersKlLatent) and self.data.range != (-1.0, 1.0):
             low, high = self.data.range
             raise ValueError(
                 f"the latent diffusers_kl needs data in the range -1 to 1, not {low:g} to {high:g}"
             )
         if self.transform:
+            # Exact counts hide nothing, so that it does not matter whose record their unit is.
             unit = self.statistics.unit if self.statistics.private else None
             misfit = self.transform.misfit(self.data, unit)
             if misfit:
@@ -229,6 +234,7 @@ class Plan(PlanTerms, Document):
         private_training = self.expert.privacy
         if private_training is None:
             return total
+        # Basic composition: epsilons and deltas of mechanisms on the same unit add up.
         return Budget(
             epsilon=total.epsilon + private_training.epsilon,
             delta=total.delta + private_training.delta,

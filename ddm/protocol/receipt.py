@@ -42,6 +42,7 @@ class Receipt(Document):
     plan_digest: Digest
     silo_id: SiloId
     sequence: PositiveInt
+    # Null in the notice of a withdrawal to a silo that has not submitted anything.
     submission_digest: Digest | None
     verdict: Annotated[
         AcceptedVerdict | RefusedVerdict | HeldVerdict | WithdrawnVerdict,

@@ -12,6 +12,7 @@ from ddm.protocol.calibration import CalibrationBand, Interval
 from ddm.protocol.manifest import Evaluation, PublishedRouter
 from ddm.protocol.routers import RouterKind
 
+# Two routers that answer the same differ by rounding, with an interval that is as narrow.
 _TIE = 1e-9
 
 

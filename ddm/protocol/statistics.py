@@ -126,6 +126,7 @@ class Statistics(Model):
     def _exact_counts_promise_nothing(self) -> "Statistics":
         if self.private:
             return self
+        # Any smaller epsilon would be a promise that nobody keeps, since these counts have no noise.
         epsilons = {terms.epsilon for terms in self.terms.values()}
         is_gaussian = any(terms.delta > 0 for terms in self.terms.values())
         if epsilons | {self.total.epsilon} != {EXACT} or is_gaussian or self.unit != "image":

@@ -180,6 +180,7 @@ class Submission(Document):
     created_at: Time
     num_units: Annotated[int, Field(ge=2, lt=2**53)]
     isolation: Literal["none", "users", "containers"]
+    # 4096 is the largest number of coarse clusters, of which each may have an expert.
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=4096)]
     statistics: Annotated[tuple[SubmittedStatistic, ...], Field(min_length=1, max_length=8)]
     spent: Spent
@@ -201,6 +202,7 @@ class Submission(Document):
             raise ValueError(
                 f"audit.waiver must be for plan_digest {self.plan_digest}, got {waiver.plan_digest}"
             )
+        # A person may approve days after the submission was made, and the waiver must still hold on that day.
         last = max(self.created_at, leaves.at) if leaves else self.created_at
         if waiver and waiver.expires_at <= last:
             expired = waiver.expires_at.isoformat()
@@ -208,6 +210,7 @@ class Submission(Document):
                 f"audit.waiver must be valid at {last.isoformat()}, got one that expired {expired}"
             )
         released = leaves.despite_fail if leaves else None
+        # A draft that nobody has approved may have failed its audit: it has not left the site.
         if leaves and (self.audit.verdict == "fail") != (released is not None):
             needed = (
                 "a fail needs approval.despite_fail"
@@ -221,6 +224,8 @@ class Submission(Document):
 
     @model_validator(mode="after")
     def _verdict_says_no_more_than_epsilon(self) -> "Submission":
+        # A verdict is computed from private images and no epsilon covers it, so that none may stand beside weights for
+        # which an epsilon speaks (docs/adr/0059).
         private = {not isinstance(expert.privacy, NoWeightPrivacy) for expert in self.experts}
         if private != {self.audit.verdict == "bounded"}:
             expected = "bounded where experts were trained privately, all of them, and only there"

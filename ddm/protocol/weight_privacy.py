@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ddm.protocol.base import Epsilon, Model, NumSteps, Unit
 
+# The search for the noise of an epsilon doubles up to here and gives up (`ddm.privacy.accounting`).
 MAX_NOISE_MULTIPLIER = 2.0**14
 NoiseMultiplier = Annotated[float, Field(gt=0.0, le=MAX_NOISE_MULTIPLIER)]
 SamplingRate = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -38,6 +39,7 @@ class DpSgd(Model):
 
     def rate(self, num_units: int) -> float:
         """Return the probability with which each of so many units enters a step."""
+        # At a site with fewer units than a step takes on average, every unit enters every step.
         return min(1.0, self.units_per_step / num_units)
 
 
