@@ -106,6 +106,7 @@ def conduct_ceremony(
     for request in requests:
         write_atomic(change.folder / request.name, request.encode())
         write_atomic(
+            # For the holders: a person must be able to read what is to be signed.
             (change.folder / request.name).with_suffix(".txt"),
             f"{describe_request(request)}\n".encode(),
         )
@@ -163,6 +164,7 @@ def abandon_change(federation: Federation) -> str:
                 got="the founding of the federation, without which nothing remains",
                 remedy="Remove the whole folder and start over with `aggregator init`.",
             )
+        # New keys of this change go with it; none of them has signed anything that is in force.
         change.abandon()
         return pending.purpose
 
@@ -217,6 +219,7 @@ def check_replaceable(federation: Federation) -> None:
         for release in releases
         for path in release.glob(f"targets/{plan.plan_id}/silos/*")
     }
+    # A silo that was removed or withdrawn is in no further release, so that nothing of it is lost.
     remaining = active_cards(federation, plan).keys() - withdrawn_silos(federation, plan)
     quarantined = {
         entry.record.silo_id for entry in quarantined_submissions(federation, plan.plan_id)
@@ -254,6 +257,7 @@ def _sign_here(
     federation: Federation, change: Change, request: SigningRequest, passphrase: bytes
 ) -> None:
     """Sign with the holders' keys that are on this machine, the present ones and those of this change."""
+    # A new root needs signatures of the holders before and after it (TUF specification, 5.3.4).
     holder_keys = {key for holders in request.holders() for key in holders.keys}
     for folder in (federation.keys, change.put("keys")):
         for name in HOLDER_KEYS:
@@ -348,6 +352,7 @@ def _apply(
             _start_plan(application, str(pending.plan_id))
         case "renew":
             _renew(application)
+    # The public copy of the log comes after the commit: an entry that readers see must be of a change in force.
     change.commit()
     export_log(federation, public_folder(federation))
 
@@ -388,6 +393,7 @@ def _make_invitation(federation: Federation, root: bytes) -> Invitation:
         ca_certificate=(federation.path / "tls" / "ca.pem").read_text("ascii"),
         root=root.decode("utf-8"),
         root_digest=sha256_hex(root),
+        # From the signed root itself, so that invitation and root cannot name two logs.
         log_key=trusted_log_keys({"1.root.json": root}, root, {})[-1],
     )
 
@@ -399,9 +405,11 @@ def _renew(application: _Application) -> None:
         targets=application.documents.get("targets"),
         plans_key=application.renewed_key("plans"),
         release_key=application.renewed_key("release"),
+        # Snapshot and timestamp name the versions of root and targets, so that they are signed again with either.
         online_key=application.key("online"),
         now=now_utc(),
     )
+    # The folder in force is unchanged until the commit: the log gets the keys that differ between the two.
     before = Repository(application.federation.tuf)
     application.log_entries(list(key_changes(before, application.repository)))
 
@@ -420,6 +428,7 @@ def _start_plan(application: _Application, plan_id: str) -> None:
         application.documents["targets"],
         application.key,
     )
+    # Days may have passed since the draft: members may have been withdrawn, removed, or given new keys.
     check_still_carried(federation, plan)
     check_cards_unchanged(federation, plan, application.repository.delegates().silos)
     application.repository.export_bundle(bundle)

@@ -94,6 +94,7 @@ def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
     """
     path = federation.registry / f"{silo_id}.json"
     card = read_bounded(path, MAX_CARD_BYTES)
+    # A call that was interrupted may have written the record already; a silo has one record for each card.
     removed_cards = {record.card for record in read_removals(federation)}
     if card.decode() not in removed_cards:
         record = RemovalRecord(

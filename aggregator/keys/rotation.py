@@ -143,6 +143,7 @@ def _draft_requests(
     now = now_utc()
     root = repository.root()
     targets = repository.targets()
+    # `targets` delegates to these two keys, so that its holders sign, and the root stays as it is.
     if name in ("plans", "release"):
         key = make_key(change, name, passphrase)
         if name == "plans":
@@ -151,12 +152,14 @@ def _draft_requests(
             delegates = replace(repository.delegates(), release=key)
         new_targets = repository.next_targets(delegates, now)
         return [SigningRequest.to_sign(new_targets, purpose, targets, root)]
+    # The root names the log's key, so that readers learn the new one from those they trust already.
     if name == "log":
         new_root = repository.next_root(
             {}, now, _next_log_key(change, log_key_of(root), passphrase)
         )
         return [SigningRequest.to_sign(new_root, purpose, root)]
 
+    # One key signs both roles: they are signed without a person, by the same process.
     if name == "online":
         online = Holders((make_key(change, name, passphrase),))
         changed_holders = {"snapshot": online, "timestamp": online}

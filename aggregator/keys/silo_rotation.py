@@ -179,6 +179,7 @@ def _check_rotations(
 ) -> None:
     """Check that the rotations lead from the enrolled key to that of the new card, which changes nothing else."""
     keys = _chain_keys(federation, received)
+    # The node key stays: it is registered with Flower, and no rotation vouches for another one.
     if keys[-1] != card.signing_key or card.node_key != present.node_key:
         raise DocumentError(
             f"rotated card of {card.silo_id}",
@@ -210,6 +211,7 @@ def _join_rotations(federation: Federation, present: Card, received: RotatedCard
         stored_rotations = stored.rotations
     # Rotation i of a chain begins with key i.
     num_known = _chain_keys(federation, received).index(present.signing_key)
+    # `silo rotate` writes all rotations that it has, of which the first ones may be known here.
     rotations = (*stored_rotations, *received.rotations[num_known:])[-MAX_ROTATIONS:]
     joined = RotatedCard(card=received.card, rotations=rotations or received.rotations)
     # Raises unless they are one chain.

@@ -103,6 +103,8 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
             got="a key that does not fit it",
             remedy="Restore tls/ca.key from the backup of this federation.",
         )
+    # Silos trust the authority, whose certificate came with their invitation, so that a new server key asks nothing
+    # of them.
     key = ec.generate_private_key(ec.SECP256R1())
     into.mkdir(parents=True)
     _write_key(into / "server.key", key, NoEncryption())
@@ -138,6 +140,7 @@ def _builder(name: str, public_key: ec.EllipticCurvePublicKey) -> x509.Certifica
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
         .public_key(public_key)
+        # Two certificates of one authority must not have the same number (RFC 5280, 4.1.2.2).
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
         .not_valid_after(now + _LIFETIME)
@@ -178,6 +181,8 @@ def _make_server_certificate(
 
 
 def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    # The server's key signs handshakes alone, for which TLS 1.3 demands digitalSignature (RFC 8446, 4.4.2.2). Keys
+    # are agreed on with others, made for one connection.
     return x509.KeyUsage(
         digital_signature=not sign_certificates,
         content_commitment=False,
@@ -195,4 +200,5 @@ def _write_key(
     path: Path, key: ec.EllipticCurvePrivateKey, encryption: KeySerializationEncryption
 ) -> None:
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+    # The authority's key cannot be made again: without it, every silo needs a new invitation.
     write_atomic(path, data, mode=0o600, overwrite=False)

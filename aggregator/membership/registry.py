@@ -67,6 +67,7 @@ def read_card(data: bytes) -> Card:
         DocumentError: not a card, signed by a key other than the one it names, or without a valid node key.
     """
     payload, signer = open_sealed(data, CARD_KIND, None, MAX_CARD_BYTES)
+    # The envelope accepts any key here, since nobody knows the silo yet: the card must name the one that sealed it.
     card = Card.parse(payload, subject="enrolment card", limit=MAX_CARD_BYTES)
     if str(signer) != card.signing_key:
         raise DocumentError(
@@ -178,6 +179,7 @@ def _check_new(federation: Federation, card: Card) -> None:
 
 def _check_not_rotated(federation: Federation, card: Card) -> None:
     """Refuse a card alone where the next plan follows one with rotations: its size would not count."""
+    # The next plan takes the waiting card, see `cards_for_next_plan`.
     if (federation.registry / "rotated" / f"{card.silo_id}.json").exists():
         raise BusyError(
             f"silo {card.silo_id}",
@@ -198,6 +200,7 @@ def check_keys_unused(federation: Federation, card: Card) -> None:
     for record in read_removals(federation):
         old = read_card(record.card.encode())
         old_signing_keys = {old.signing_key, *_keys_in_rotations(record.rotations)}
+        # The keys from before a rotation count as well, since they may be in other hands too.
         if card.node_key == old.node_key or card.signing_key in old_signing_keys:
             raise PolicyError(
                 f"silo {card.silo_id}",

@@ -72,6 +72,7 @@ def withdraw_silo(
         )
     with federation.signing_lock():
         plan, plan_digest = federation.current_plan()
+        # Also a silo that the plan only carries over: its earlier experts would be in the next release.
         if silo_id not in plan.members:
             raise SetupError(
                 "silo",
@@ -92,6 +93,7 @@ def finish_withdrawal(
     """Carry out a recorded withdrawal, or what is left of it; the caller holds the lock of intake."""
     record = read_withdrawal(federation, plan_id, silo_id)
     _notify_silo(federation, record, plan_digest, key)
+    # Carried experts lie with the plan for which they were sent.
     accepted = federation.accepted / (record.carried_from or plan_id) / silo_id
     withdrawn = _folder(federation, plan_id, silo_id) / "submission"
     # Kept, not deleted: releases published before still name it.
@@ -196,6 +198,7 @@ def _notify_silo(
         # Written before a crash.
         if isinstance(receipt.verdict, WithdrawnVerdict):
             return
+    # A silo refuses a receipt whose number is beyond the one after its last submission (`silo.courier.receipts`).
     last = max(answered, default=0)
     notice = Receipt(
         plan_id=record.plan_id,

@@ -95,6 +95,8 @@ def audit_expert(
     audit = _Audit(expert, store, counter, should_stop)
 
     scores = _attack(audit, "expert", expert.base)
+    # Calibrated attacks compare the expert with one that has not seen the members: an image that is easy for both
+    # says nothing about membership. The control shows that the attacks find what was certainly learned.
     reference_scores = _attack(audit, "reference", _reference(audit))
     control_scores = _attack(audit, "control", _overfitted_copy(audit))
     neighbours = _measure_neighbours(audit)
@@ -151,6 +153,7 @@ def _num_evaluations(expert: AuditedExpert) -> int:
     num_steps = effort.reference_steps + effort.control_steps
     num_attacked = len(expert.members.image_I) + len(expert.held.image_I)
     training = TRAINING_CALLS * num_steps * expert.plan.expert.training.batch_size
+    # Three experts are attacked: the expert, the reference, the control.
     attacks = 3 * CALLS * num_attacked
     samples = SAMPLE_STEPS * effort.num_samples
     # The search for neighbours encodes each learned image once.
@@ -170,6 +173,7 @@ def _overfitted_copy(audit: _Audit) -> BaseExpert:
     """Return a copy of the expert that was trained further on a few members alone."""
     members = audit.expert.members
     effort = audit.expert.effort
+    # Sorted, since images are read from disk in the order of their numbers.
     chosen_units = members.select(torch.arange(members.num_units) < effort.control_units)
     image_I = torch.sort(chosen_units.image_I).values
     return _train(audit, "control", image_I, effort.control_steps, overfits=True)
@@ -182,6 +186,7 @@ def _train(
     step_evaluations = TRAINING_CALLS * expert.plan.expert.training.batch_size
     path = audit.store.folder / f"{name}.safetensors"
     if path.exists():
+        # Done before a restart: the progress counts it all the same.
         audit.counter.add(step_evaluations * num_steps)
         return BaseExpert(path.parent, File.of(path.name, path))
     last_step = 0
@@ -255,6 +260,7 @@ def _samples(audit: _Audit) -> Iterator[Mapping[str, Tensor]]:
     """Yield the thumbnails and features of samples, chunk by chunk, each drawn under an image's own condition."""
     expert = audit.expert
     random = np.random.default_rng(expert.seed + 2)
+    # With the conditions of learned images: a memorised image shows most likely under its own caption or class.
     choice_S = random.integers(len(expert.learned_N), size=expert.effort.num_samples)
     image_S = expert.learned_N[torch.from_numpy(choice_S)]
     for start in range(0, len(image_S), CHUNK):
@@ -274,6 +280,7 @@ def _draw_chunk(audit: _Audit, start: int, image_S: Tensor) -> Mapping[str, Tens
         plan.expert_shape,
         condition_S,
         len(image_S),
+        # Another seed for each chunk: a chunk that is drawn after a restart is the same as it would have been.
         expert.seed + start,
         lambda num: audit.counter.add(SAMPLE_STEPS * num),
     )
@@ -311,6 +318,7 @@ def _search_neighbours(audit: _Audit) -> Mapping[str, Tensor]:
     queries: list[Mapping[str, Tensor]] = []
     for image_B in torch.split(expert.held.image_I, CHUNK):
         queries.append(_rows_in_spaces(expert, expert.pixels[image_B]))
+    # All queries in one search, since each pass reads and encodes every learned image.
     queries.append(_rows_in_spaces(expert, blurred))
     queries.extend(_samples(audit))
     sizes = [len(expert.held.image_I), len(blurred), expert.effort.num_samples]

@@ -48,6 +48,7 @@ class MeasurementStore:
             except TensorFileError:
                 # Damaged by the disk, since files are written whole or not at all: measured again.
                 path.unlink()
+        # safetensors stores only tensors that are contiguous in memory.
         tensors = {key: value.contiguous() for key, value in measure().items()}
         save_tensors(path, tensors)
         return tensors

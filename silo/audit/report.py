@@ -30,6 +30,7 @@ def inconclusive_report(plan_id: str, audit: Audit, num_holdout_units: int) -> A
 
 def interrupted_report(plan_id: str, num_holdout_units: int, error: Exception) -> AuditReport:
     """Return the report of an audit that failed with an error, where that must not show outside."""
+    # The error stays in this report: whether an audit breaks off may depend on the images.
     reason = f"the audit broke off: {error or type(error).__name__}"
     # A name of a file in the error may have characters that no document can hold.
     reason = reason.encode("utf-8", "replace").decode()

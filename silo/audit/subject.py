@@ -177,6 +177,7 @@ class AuditedExpert:
 
     def planned(self, base: BaseExpert | None, num_steps: int, *, overfits: bool) -> PlannedExpert:
         """Return a training of a few steps; one that overfits follows the last steps instead of their average."""
+        # The plan's average is made for its many steps; over these few it would still be near the start.
         ema_decay = 0.9
         warmup_steps = min(self.plan.expert.training.warmup_steps, num_steps // 5)
         if overfits:
@@ -222,6 +223,7 @@ class AuditedExpert:
 
     def _draw_units(self, image_N: Tensor, num_units: int, seed: int) -> AttackedUnits:
         """Draw units, and at most `effort.images_per_unit` images of each."""
+        # Shuffled first, so that the images of a unit that are tested are a random choice of them.
         random = np.random.default_rng(seed)
         shuffled_N = image_N[torch.from_numpy(random.permutation(len(image_N)))]
         unit_N = self.inputs.unit_N[shuffled_N]

@@ -23,6 +23,7 @@ from silo.audit.subject import AuditedExpert
 MAX_PAIRS = 12
 MAX_SUSPECTS = 24
 _MAX_BYTES = 1 << 26
+# JSON has no infinity, and a distance over a tiny scale may be one.
 _MAX_NUMBER = 1e30
 _Distance = Annotated[float, Field(ge=0.0, le=_MAX_NUMBER)]
 _Deviation = Annotated[float, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]

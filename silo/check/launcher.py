@@ -40,6 +40,7 @@ def find_launcher(settings: TrainingSettings) -> LauncherFacts | None:
     words = filled(tuple(settings.launcher), {"python": sys.executable})
     missing = tuple(word for word in _programs(words) if shutil.which(word) is None)
     jobs = settings.jobs
+    # A folder that is not there is a finding of its own, see `launcher_findings`: nothing is created by a check.
     if jobs is None or not jobs.exists():
         return LauncherFacts(missing, jobs)
     # Writing is tried: on a folder of other machines, permission bits alone decide nothing.
@@ -77,6 +78,7 @@ def launcher_findings(launcher: LauncherFacts | None) -> Iterator[Finding]:
     jobs = launcher.jobs
     if jobs is None:
         return
+    # A warning: the folder may be mounted by the time the worker needs it.
     if launcher.mode is None:
         yield Finding(
             str(jobs),

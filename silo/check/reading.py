@@ -51,6 +51,7 @@ class SiteFactsReader:
         state = self._try("work", lambda: load_state(state_path(site.private)))
         self._try("disk", self._check_writable)
         self._try("data", lambda: self._check_data(settings))
+        # Each check fails for itself, so that one report names everything that is wrong.
         self._try("decisions", self._check_decisions)
         launcher = None
         ahead_s = None
@@ -58,10 +59,13 @@ class SiteFactsReader:
         proxy = None
         if settings is not None:
             launcher = self._try("launcher", lambda: find_launcher(settings.training))
+            # Two connections: the first one accepts any certificate, since a wrong clock alone can make the right one
+            # seem expired.
             ahead_s = seconds_ahead(settings.address)
             connection = try_connection(settings.address, site.courier / "ca.pem")
             host, _, _ = settings.address.rpartition(":")
             proxy = without_password(proxy_for(host))
+        # The driver alone is no GPU for training: a torch built without CUDA finds none on a machine that has one.
         num_gpus, has_gpu = _gpus()
         return SiteFacts(
             settings=settings,
@@ -69,6 +73,7 @@ class SiteFactsReader:
             packages=tuple(check_packages()),
             num_gpus=num_gpus,
             has_gpu=has_gpu,
+            # Not `os.cpu_count()`: a container or a scheduler may allow this process only some of the cores.
             num_cores=len(os.sched_getaffinity(0)),
             launcher=launcher,
             memory_bytes=available_bytes(),
@@ -118,12 +123,14 @@ class SiteFactsReader:
             "this site's signing key",
             "Restore private/silo.key from backup. Without it the silo must be enrolled again.",
         )
+        # Where worker and courier are two users, the worker's user cannot look into the courier's folder.
         if not site.hides_courier():
             require_file(
                 site.courier / "node.key",
                 "this site's node key",
                 "Restore courier/node.key from backup.",
             )
+        # Raises where the secret is missing; its value is not needed here.
         site.salt()
         return read_bounded(key_path, _MAX_SMALL_BYTES).lstrip().startswith(_ENCRYPTED)
 
@@ -150,6 +157,7 @@ class SiteFactsReader:
             forbidden[ledger_folder / "dataset.salt"] = _NOT_OWNER
             if settings.passphrase_file:
                 forbidden[Path(settings.passphrase_file)] = _NOT_OWNER
+        # A path that is absent, or in a folder that this user may not enter, is reported by the check that needs it.
         for path, forbidden_bits in forbidden.items():
             with suppress(OSError):
                 yield PathMode(str(path), stat.S_IMODE(path.stat().st_mode), forbidden_bits)

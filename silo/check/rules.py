@@ -117,6 +117,7 @@ def _device(facts: SiteFacts) -> Iterator[Finding]:
             got="no GPU that torch sees",
             remedy="Set training.device in silo.toml to auto or cpu, or install a torch built for this GPU.",
         )
+    # Training on the CPU would go on for weeks before anybody asked why.
     elif device == "auto" and facts.has_gpu and not facts.num_gpus:
         yield Finding(
             "GPU",
@@ -155,6 +156,7 @@ def _memory(facts: SiteFacts) -> Iterator[Finding]:
 def _disk(facts: SiteFacts) -> Iterator[Finding]:
     if facts.settings is None:
         return
+    # The worker copies a plan's bundle out of the inbox before it verifies the files in it.
     needed_bytes = facts.settings.max_bundle_bytes
     if facts.disk_bytes < needed_bytes:
         yield Finding(
@@ -168,6 +170,7 @@ def _disk(facts: SiteFacts) -> Iterator[Finding]:
 
 def _clock(facts: SiteFacts) -> Iterator[Finding]:
     wrong_time = describe(facts.ahead_s)
+    # Flower refuses a node whose signed time is more than five minutes off; at four there is still time to act.
     if wrong_time:
         yield Finding(
             "clock",
@@ -223,6 +226,7 @@ def _keys(facts: SiteFacts) -> Iterator[Finding]:
             remedy="Replace it: silo rotate SITE --out card.json, with a passphrase.",
         )
     settings = facts.settings
+    # Everything is verified from this root: whoever can replace the file decides which plans this site accepts.
     if settings and facts.root_digest and facts.root_digest != settings.root_digest:
         yield Finding(
             "private/trust/1.root.json",

@@ -72,6 +72,7 @@ def keep_texts(
         return
     from ddm.encoders.text import BLOCK, TextEncoder
 
+    # Opened before the file is made: a wrong folder must leave nothing behind.
     encoder = TextEncoder.open(_encoder_folder(plan.condition, settings), plan.condition)
     captions = cohort.captions or ()
     part_path = path.with_suffix(".part")

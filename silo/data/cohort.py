@@ -211,7 +211,9 @@ def _labels(label_N: NDArray[np.generic], site: Classes, plan: Classes) -> NDArr
     """Return the class of each image as the plan numbers it; the site wrote numbers by its own order of the names."""
     # From the site's numbers to the plan's, by the names of the classes.
     site_names = np.array([site.name(number) for number in range(site.num)])
+    # The same number may mean another class to the plan, whose order of the names is its own.
     plan_number_C = class_numbers(site_names, plan, "data.classes")
+    # Indexed by the site's number: shape (C,) by (N,) gives the plan's number of each image.
     return plan_number_C[class_numbers(label_N, site)]
 
 
@@ -253,7 +255,9 @@ def dataset_digest(
     the key, anybody who knows all images but one could try candidates for the last one.
     """
     digest = hmac.new(salt, repr(tuple(images.shape)).encode(), hashlib.sha256)
+    # Block by block, since the images may be larger than memory.
     feed(digest.update, images)
+    # Sorted: the order in which a caller names columns must not change the digest.
     for name in sorted(columns):
         digest.update(name.encode() + columns[name].astype("<i8").tobytes())
     for caption in captions:

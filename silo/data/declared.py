@@ -84,6 +84,8 @@ def check_values(source: ImageSource, policy: Policy) -> int:
 
 def _check_pictures(source: ImageSource, policy: Policy) -> int:
     with ScannedImages.opened(source) as images:
+        # Files that failed before are not tried again, so that card, declaration and training count the same
+        # pictures.
         images.update(retry=False)
         labels = [image.label for image in images if image.reason is None]
     problems = _number_problems(len(labels), policy)
@@ -101,6 +103,7 @@ def _check_pictures(source: ImageSource, policy: Policy) -> int:
 
 def _with_three_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     missing = max(0, 3 - len(shape))
+    # A row (H, W) is an image of one channel, and a plan writes its shape as (C, H, W).
     return (1,) * missing + shape
 
 
@@ -111,6 +114,7 @@ def _header_problems(arrays: ImageArrays, declared: DataPolicy) -> list[DataErro
         problems.append(
             DataError("shape of a row", expected=f"{declared.shape} (data.shape)", got=f"{shape}")
         )
+    # The type of whole numbers fixes their range; of floating point only the site can say it.
     if arrays.name == "images" and (dtype.kind == "f") != (declared.range is not None):
         if declared.range is not None:
             expected = "floating point, since policy.toml has data.range"

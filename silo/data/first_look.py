@@ -94,6 +94,7 @@ def _range_remarks(source: ImageSource, data: DataSet) -> list[str]:
             break
     dtype, _ = arrays.row
     subject = f"{dtype.name} values"
+    # Whole numbers have the range of their type; floating point has the one that the site declares.
     type_range = range_of_type(dtype.name)
     if type_range is not None:
         return range_remarks(counter.use(), type_range, ValueKind.WHOLE, subject=subject)
@@ -166,6 +167,7 @@ def count_units(
 def _count_accepted(images: ScannedImages, *, patients: bool) -> UnitCounts:
     num_images = 0
     num_without_patient = 0
+    # Identifiers are held in memory while they are counted; only their number goes further.
     patient_ids: set[str] = set()
     unused = Counter[str]()
     for image in images:

@@ -49,6 +49,8 @@ def keep_latents(
     path = _path(cohort, plan, folder)
     finished = folder.glob(f"{_PREFIX}*")
     unfinished = folder.glob(f".{_PREFIX}*.part")
+    # A site works on one plan at a time, and latents of an earlier one would stay as large private files without a
+    # use.
     for other in (*finished, *unfinished):
         if other != path:
             other.unlink()
@@ -89,6 +91,7 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
     def decode(z_B: Tensor) -> Tensor:
         return latent.decode(z_B, replacement=0.0).clamp(low, high)
 
+    # Decoded whenever they are read: the pixels of all latents may be larger than memory.
     return Derived(_scaled(cohort.images, plan), decode, plan.data.shape)
 
 

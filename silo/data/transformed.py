@@ -99,6 +99,7 @@ def open_transformed(
         DiskError: too little space.
     """
     with ScannedImages.opened(source) as images:
+        # Under the lock of scans: another scan could change which pictures are accepted before they are decoded here.
         images.update(lambda num_files: advance(num_files, 0), retry=False)
         inputs = _inputs(images, required)
         stored = find_cohort(folder, inputs, transform)
@@ -133,6 +134,7 @@ def open_transformed(
 def _inputs(images: ScannedImages, required: RequiredColumns) -> list[object]:
     """Return all that the copy depends on besides the transform."""
     classes = None
+    # The order of the names counts too, since the copy stores labels as numbers.
     if required.classes is not None:
         classes = [required.classes.num, required.classes.names]
     inputs: list[object] = [images.digest(required.names), required.names, classes]

@@ -79,6 +79,7 @@ def waiting_plans(site: Site) -> list[str]:
     plan_ids = []
     for bundle in site.inbox.glob("*/bundle"):
         plan_id = bundle.parent.name
+        # The courier names the folders of the inbox, and the name becomes part of paths in `private/`.
         if re.fullmatch(PLAN_ID_PATTERN, plan_id) and not site.work_folder(plan_id).exists():
             plan_ids.append(plan_id)
     return sorted(plan_ids, key=lambda plan_id: bundle_mark(site, plan_id) or (0, 0))
@@ -90,6 +91,7 @@ def bundle_mark(site: Site, plan_id: str) -> tuple[int, int] | None:
     The courier may replace a bundle, so a plan that was refused is tried again once this has changed.
     """
     try:
+        # Of the link itself if it is one: nothing that the courier writes is followed.
         info = (site.inbox / plan_id / "bundle").lstat()
     except OSError:
         return None
@@ -127,6 +129,7 @@ def receive_plan(
         OSError: a fault of this machine, such as a full disk.
     """
     source = site.inbox / plan_id / "bundle"
+    # The root that came with the invitation, whose fingerprint a person compared; nothing in the inbox replaces it.
     root = site.root_path.read_bytes()
     with (
         _hold(source.parent),
@@ -146,14 +149,18 @@ def receive_plan(
             part,
             root,
             state=site.private / "trust",
+            # Before the versions are remembered: a bundle that the log does not have must not make the genuine one
+            # look old.
             before_recording=lambda verified: _check_log(part, verified, checkpoints),
             now=now,
         )
+        # The courier could offer a signed plan under another plan's name, and so have it worked on twice.
         if verified.plan_id != plan_id:
             raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
         accepted = _read_plan(part, plan_id, verified.files["plan.json"].digest)
         plan = accepted.plan
         _check_files_are_signed(plan, verified)
+        # Carried experts are verified by roles of earlier plans; plan and signature must agree on which plan that is.
         check_origins(plan, verified.origins)
 
         # Rules on the document's numbers come before anything of their size is allocated or opened.
@@ -224,6 +231,8 @@ def _check_own_key(
     plan_id: str, silo_id: str, key: PublicKey, silo_keys: Mapping[str, str]
 ) -> None:
     """Refuse a plan in which another key than this silo's would sign in its place."""
+    # The attack: an aggregator delegates this silo's role to a key of its own, and publishes experts in the silo's
+    # name.
     fingerprint = silo_keys.get(silo_id)
     if fingerprint == key.fingerprint:
         return
@@ -241,6 +250,7 @@ def _check_own_key(
 
 def _check_agreed(plan: Plan, site: Site, silo_id: str) -> None:
     """Check that the plan states the size that this site put on its card; another one would change its prior."""
+    # The size bounds the silo's prior, which is its weight in the ensemble.
     card_size = site.agreed()
     plan_size = plan.agreed[silo_id]
     if card_size == plan_size:
@@ -267,6 +277,7 @@ def _check_log(bundle: Path, verified: VerifiedRelease, checkpoints: CheckpointS
 
     An aggregator that shows two silos different plans would have to show them different logs, which this detects.
     """
+    # A root without a log key belongs to a federation that keeps no log.
     if not verified.log_keys:
         return
     folder = bundle / "targets" / verified.plan_id

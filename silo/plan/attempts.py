@@ -60,6 +60,7 @@ def guard_attempt(site: Site, plan_id: str) -> Iterator[None]:
     """
     # One note for each plan: with a common one, another plan would reset the count of this one.
     note_path = site.private / "attempts" / f"{plan_id}.json"
+    # A power cut loses an attempt too, so that it takes several lost ones to blame the plan.
     num_lost = _read_lost(note_path, plan_id)
     if num_lost >= MAX_LOST_ATTEMPTS:
         raise PlanFailedError(
@@ -96,6 +97,7 @@ def _read_lost(note_path: Path, plan_id: str) -> int:
     try:
         data = read_bounded(note_path, _MAX_NOTE_BYTES)
         attempt = AcceptanceAttempt.parse(data, subject=note_path.name)
+    # A damaged note must not keep a plan out for ever; the count starts again.
     except DocumentError:
         return 0
     if attempt.plan_id != plan_id:

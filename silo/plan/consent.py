@@ -71,6 +71,7 @@ def may_begin(site: Site, policy: Policy, plan: Plan, plan_digest: str) -> bool:
     match policy.plans.accept:
         case "person":
             needs_person = True
+        # A plan without networks computes only what this program contains, so that the policy alone may accept it.
         case "networks":
             needs_person = bool(networks)
         case "policy":

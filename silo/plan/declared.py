@@ -36,6 +36,7 @@ def declared_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:
     """Yield every declaration of the site that the plan does not fit."""
     # Compared with what the site declared, never with its images: so a refusal tells nothing about them.
     min_images = max(plan.partition.min_images, policy.training.min_images)
+    # A random partition divides the images, and each part must have as many as the plan demands.
     if isinstance(plan.partition, RandomPartition):
         min_images *= plan.partition.num_parts
     if min_images > policy.min_images:
@@ -56,6 +57,7 @@ def declared_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:
 
 def _sample_rules(plan: Plan, data: DataPolicy) -> Iterator[BrokenRule]:
     """Compare the kind, shape and range of the data."""
+    # Volumes in files of their own go through the default transform where a plan has none, see `silo.data.cohort`.
     takes_pictures = plan.transform is not None or len(plan.data.shape) == 4
     match data.kind:
         case None if not takes_pictures:
@@ -95,6 +97,7 @@ def _array_rules(plan: Plan, data: DataPolicy) -> Iterator[BrokenRule]:
             f"{plan.data.shape}",
         )
     plan_low, plan_high = plan.data.range
+    # Whole numbers have no declared range: their type fixes it, and they are scaled to that of the plan.
     low, high = data.range or plan.data.range
     if not plan_low <= low < high <= plan_high:
         yield BrokenRule(

@@ -33,6 +33,7 @@ def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, BaseExpert
         return {}
     submission = _own_submission(site, adaptation, silo_id)
     earlier_plan = _earlier_plan(site, submission)
+    # Weights mean nothing without architecture, shape and path: trained on under others, they would be noise.
     check_continuation(earlier_plan, plan, silo_id)
 
     folder = site.private / "checkpoints" / earlier_plan.plan_id / "experts"
@@ -76,6 +77,7 @@ def _own_submission(site: Site, adaptation: OwnAdaptation, silo_id: str) -> Subm
     outbox = site.outbox / adaptation.plan_id
     for path in sorted(outbox.glob(f"*/{submission_path(silo_id)}")):
         data = read_bounded(path, MAX_DOCUMENT_BYTES)
+        # The digest decides, whatever a path in the outbox is called.
         if sha256_hex(data) == digest:
             return Submission.parse(data, subject="own submission")
     raise MissingFileError(

@@ -36,6 +36,7 @@ def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts
         PolicyError: names the first broken rule, what the policy allows and what the plan requires.
     """
     rules = broken_rules(plan, policy, silo_id=silo_id, now=now, parts=parts)
+    # The first one is enough to refuse; `broken_rules` is lazy, so that the others are not computed.
     for rule in rules:
         raise PolicyError(
             f"plan {plan.plan_id}: {rule.subject}", expected=rule.allowed, got=rule.required
@@ -73,6 +74,7 @@ def _exceeds(subject: str, required: float, max_allowed: float, field: str) -> I
 
 def _size_rules(plan: Plan, sizes: SizePolicy, parts: int) -> Iterator[BrokenRule]:
     """Compute what the plan's numbers imply, before anything of that size is opened or allocated."""
+    # A sample is an image in one stage and a latent in another; the larger one decides.
     sample_values = max(plan.data.dim, prod(plan.expert_shape))
     yield from _exceeds(
         "values of one sample", sample_values, sizes.max_sample_values, "sizes.max_sample_values"
@@ -141,6 +143,7 @@ def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[BrokenRule]:
             "replace_one",
             "none: a plan of one owner's islands, for no silo",
         )
+    # The reverse is allowed: what hides a patient hides each image of the patient.
     if privacy.unit == "patient" and statistics.unit == "image":
         yield BrokenRule(
             "privacy unit",

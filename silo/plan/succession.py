@@ -39,9 +39,11 @@ def find_successor(
         for count, (folder, mark) in enumerate(_candidates(site, plan_id)):
             if count >= _MAX_FOLDERS:
                 break
+            # Signatures take time to verify, and this is called again and again while a training runs.
             if inspected.get(folder) == mark:
                 continue
             announced_plan = _announced_plan(site, folder, root)
+            # A folder of another name may hold the plan in work, which does not end itself.
             if announced_plan not in (None, plan_id):
                 return announced_plan
             inspected[folder] = mark
@@ -54,6 +56,7 @@ def find_successor(
 def _candidates(site: Site, plan_id: str) -> Iterator[tuple[Path, Mark]]:
     """Yield the bundles of other plans in the inbox, and the parts of bundles whose metadata are whole."""
     for plan_inbox in sorted(site.inbox.iterdir()):
+        # The courier writes here, and a link could lead anywhere, into `private/` for instance.
         if plan_inbox.name == plan_id or plan_inbox.is_symlink():
             continue
         if not re.fullmatch(PLAN_ID_PATTERN, plan_inbox.name):
@@ -68,6 +71,7 @@ def _candidates(site: Site, plan_id: str) -> Iterator[tuple[Path, Mark]]:
 def _announced_plan(site: Site, folder: Path, root: bytes) -> str | None:
     """Return the plan that the metadata in a folder announce; None where they do not verify."""
     try:
+        # Compared with the versions that this site has seen, and not remembered: only an accepted plan moves them on.
         return verify_bundle_metadata(folder, root, state=site.private / "trust").plan_id
     except ArchipelagoError:
         return None

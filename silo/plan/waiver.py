@@ -13,6 +13,7 @@ from ddm.io.settings import MAX_SETTINGS_BYTES, load_settings
 from ddm.protocol.submission import Waiver
 from silo.config import Policy, Site
 
+# The header of the table, and every line up to the next header or the end of the file.
 _TABLE = re.compile(
     r"^[ \t]*\[[ \t]*audit[ \t]*\.[ \t]*waiver[ \t]*\][^\n]*\n(?:(?![ \t]*\[)[^\n]*\n)*",
     re.MULTILINE,
@@ -29,6 +30,7 @@ def write_waiver(site: Site, waiver: Waiver) -> None:
     policy = site.policy()
     audit = policy.audit.model_copy(update={"waiver": waiver})
     expected_policy = policy.model_copy(update={"audit": audit})
+    # As text, since a TOML writer would drop the comments of whoever keeps this policy.
     data = with_waiver(path.read_text("utf-8"), waiver).encode()
     new_path = path.with_name(".policy.toml.new")
     try:
@@ -42,6 +44,8 @@ def write_waiver(site: Site, waiver: Waiver) -> None:
                 got="another form",
                 remedy="Remove audit.waiver from policy.toml by hand, then run it again.",
             )
+        # Permissions belong to the file that is replaced, and the courier's user may read the policy through its
+        # group.
         open_to_group(new_path, site.path)
         new_path.replace(path)
     finally:
@@ -67,6 +71,7 @@ def parse_end(text: str) -> datetime:
         end = None
     if end is not None and re.fullmatch(r"\d{4}-\d\d-\d\d", text):
         return datetime.combine(end.date(), time(23, 59, 59), UTC)
+    # Without a zone, an end would mean different times on different machines.
     if end is None or end.tzinfo is None:
         raise SetupError(
             "--until",

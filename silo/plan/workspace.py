@@ -42,6 +42,7 @@ class Workspace:
             expert_id: the expert.
             jobs: the folder of the site's jobs that other machines see; None for training on this machine.
         """
+        # On a shared folder the plan's name is part of the path, since other plans have experts of the same names.
         if jobs is None:
             return JobFolder(self.folder / "experts" / expert_id / "training")
         return JobFolder(jobs / self.folder.name / expert_id)

@@ -30,6 +30,7 @@ def review_submission(site: Site, *, page: bool | None) -> None:
             got=f"state {state.state}",
             remedy="Keep `silo run` running; `silo status` shows how far it is.",
         )
+    # Reading compares every file with the draft's digest: what a person is shown is what would leave.
     facts = read_review_facts(site)
     if page is None:
         page = sys.stdout.isatty()

@@ -25,6 +25,7 @@ def as_text(path: Path) -> str:
     """
     if path.suffix == ".json":
         document = json.loads(read_bounded(path, MAX_DOCUMENT_BYTES))
+        # A text in a document may come from elsewhere: escape sequences in it could rewrite what a terminal shows.
         return escape_control(json.dumps(document, indent=2, ensure_ascii=False))
     return "\n".join(_tensors(path))
 
@@ -42,8 +43,10 @@ def _tensors(path: Path) -> Iterator[str]:
     for name, tensor in load_tensors(path, header, max_bytes=size).items():
         values = tensor.double().numpy()
         yield f"{name}: {header[name]}, least {values.min():.6g}, mean {values.mean():.6g}, largest {values.max():.6g}"
+        # One tensor takes at most a quarter of the values that are shown, so that several small ones find a place.
         if values.size <= num_left and values.size <= MAX_VALUES // 4:
             num_left -= values.size
+            # Read as float64 above; counts are shown without a decimal point.
             if header[name].dtype.startswith("I"):
                 values = values.astype(np.int64)
             with np.printoptions(threshold=MAX_VALUES, linewidth=116, precision=5):

@@ -184,6 +184,8 @@ def _tensor_file(folder: Path, file: File, description: str, privacy: str) -> Ou
         ApprovalError: they are not, or the file is gone.
     """
     local = folder / file.path
+    # The approval signs the draft, which names files by their digests. A person must not inspect other bytes than
+    # these.
     actual = "no file"
     if local.is_file():
         actual = f"sha256 {sha256_file(local)}"
@@ -223,6 +225,7 @@ def _document_values(draft: Submission, before: Submission | None) -> Iterator[D
         if before is not None:
             value_before, _ = values_before.get(name, (_ABSENT, ""))
         yield DocumentValue(name, value, value_before, privacy)
+    # A value that is gone is a change too, such as an expert that this draft no longer has.
     for name in values_before.keys() - values.keys():
         value_before, privacy = values_before[name]
         yield DocumentValue(name, _ABSENT, value_before, privacy)
@@ -244,6 +247,7 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
     if _trained_privately(document):
         covered = "weights and statistics"
     epsilon = f"{spent.epsilon:g} per {spent.unit}, {spent.relation}"
+    # The plan fixes what statistics cost, and the ledger debits that much: epsilon and delta depend on no image.
     yield f"epsilon, {covered}", (epsilon, _OF_PLAN)
     yield f"delta, {covered}", (f"{spent.delta:g}", _OF_PLAN)
     for expert in document.experts:
@@ -280,6 +284,7 @@ def _audit_values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]
     verdict: str = audit.verdict
     if audit.waiver is not None:
         verdict += f" by {audit.waiver.role}: {audit.waiver.reason}"
+    # Of privately trained experts no verdict leaves, since it depends on the images beyond their epsilon (ADR 0059).
     if audit.digest is None:
         yield "leak audit", (verdict, _OF_PLAN)
     else:

@@ -74,6 +74,7 @@ class ExpertSheets:
 
     def end(self) -> None:
         """Draw no more."""
+        # The thread looks at this between two groups of samples, and then draws no further group.
         self._ended.set()
 
     @property
@@ -109,6 +110,7 @@ class ExpertSheets:
                 return
             new_pictures = draw(first, min(SAMPLES_AT_ONCE, num - first))
             pictures = (*self._sheets[expert.expert_id].pictures, *new_pictures)
+            # Only grey and colour images are drawn, and latents of several channels may decode to anything else.
             if not pictures:
                 self._update(expert.expert_id, problem="neither grey nor colour: not shown")
                 return
@@ -155,7 +157,9 @@ def _load_drawer(
         expert.file,
         plan.condition,
     )
+    # An expert may have been trained on another path than that of the ensemble; readers see it on the ensemble's.
     velocity = on_path(network, plan.objective.of(facts.draft.silo_id), path)
+    # An ensemble of this expert alone, without a router and with the whole weight.
     ensemble = Ensemble(
         [velocity],
         None,

@@ -63,6 +63,7 @@ def serve_approval(
 def _handlers(
     site: Site, facts: ReviewFacts, sheets: ExpertSheets, end: Callable[[], None]
 ) -> tuple[Sequence[Route], Mapping[str, Handler]]:
+    # Made once. What a person reads does not change until the page ends, whatever happens to the files meanwhile.
     page = render(
         "silo",
         "approve.html.jinja",
@@ -84,6 +85,7 @@ def _handlers(
         file = requested_file(request)
         if file is None:
             return PlainTextResponse("no such file\n", status_code=404)
+        # Reading large tensors takes seconds, in which the page must still answer.
         text = await run_in_threadpool(as_text, file.local)
         number = request.path_params["number"]
         html = render("silo", "contents.html.jinja", file=file, number=number, text=text)
@@ -136,6 +138,7 @@ async def _decide(
 def _state(site: Site, facts: ReviewFacts) -> dict[str, Any]:
     """Describe for the page whether its draft still waits, and whether somebody approved it meanwhile."""
     state = load_state(state_path(site.private))
+    # The same plan may have another draft by now, after a refusal for instance: this page is not about that one.
     is_waiting = (
         state.state == "awaiting_approval" and state.submission_digest == facts.draft.digest
     )

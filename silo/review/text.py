@@ -58,6 +58,7 @@ def _audit_words(draft: Submission) -> str:
         return (
             f"{audit.verdict} until {waiver.expires_at:%Y-%m-%d} by {waiver.role}: {waiver.reason}"
         )
+    # The word for privately trained experts: the measurement stays here, and epsilon speaks in its place (ADR 0059).
     if audit.verdict == "bounded":
         return f"{audit.verdict}, the epsilon of the experts, is all that leaves of it"
     return audit.verdict
@@ -128,6 +129,7 @@ def _training(expert: SubmittedExpert) -> str:
 
 def _next_step(site: Site, draft: Submission) -> str:
     command = f"silo approve {site.path} --digest {draft.digest}"
+    # Experts that failed leave only if somebody answers for them by name, which is published with them (ADR 0051).
     if draft.audit.verdict == "fail":
         command += " --despite-fail --role ROLE --reason REASON"
     return (
