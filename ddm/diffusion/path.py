@@ -131,6 +131,7 @@ def path_named(name: PathName) -> Path:
         case "ddpm_cosine":
             return DiscretePath("cosine")
         case "scaled_linear":
+            # The first and the last beta of Stable Diffusion (Rombach et al. 2022).
             return DiscretePath("scaled_linear", 0.00085, 0.012)
         case "edm":
             return KarrasPath()
@@ -312,6 +313,8 @@ def as_velocity(
     """
     lowest = 0.0
     highest = 1.0
+    # The paths of `ddm.diffusion.schedules` have noise at t = 0 already, so that an x_0-prediction is not singular
+    # there.
     begins_at_data = float(path.sigma(torch.zeros(()))) == 0.0
     if prediction == "x_0" and begins_at_data:
         lowest = t_min
@@ -336,6 +339,7 @@ def as_velocity(
         sigma = expand_time(sigma_B, x_B)
         has_more_noise = expand_time(same_ratio_B - called_B, x_B) > 0
         has_less_noise = expand_time(called_B - same_ratio_B, x_B) > 0
+        # Divided by 1 where the quotient is not used, since sigma and alpha may be 0 there.
         eps_from_x_0 = (x_B - alpha * x_0) / torch.where(has_more_noise, sigma, 1.0)
         x_0_from_eps = (x_B - sigma * eps) / torch.where(has_less_noise, alpha, 1.0)
         used_eps = torch.where(has_more_noise, eps_from_x_0, eps)

@@ -33,6 +33,7 @@ class _VariancePreserving:
 
     def alpha(self, t: Tensor) -> Tensor:
         """See `ddm.diffusion.path.Path.alpha`."""
+        # alpha^2 = 1 / (1 + (sigma / alpha)^2), where (sigma / alpha)^2 = exp(2 r).
         return torch.sigmoid(-2 * self.log_ratio(t)).sqrt()
 
     def sigma(self, t: Tensor) -> Tensor:
@@ -153,6 +154,7 @@ def _betas(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
         return torch.linspace(first**0.5, last**0.5, num_steps, dtype=torch.float64).square()
     t = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
     alpha_bar = torch.cos(pi / 2 * ((t + _COSINE_OFFSET) / (1 + _COSINE_OFFSET))).square()
+    # The last beta would be 1: no data would be left, and the logarithm of the ratio would be infinite.
     return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=_MAX_BETA)
 
 

@@ -195,6 +195,7 @@ def own_samples(
     """
     key = recipe.key
     steps = recipe.steps
+    # Four bytes for each value, float32: large samples come in smaller parts.
     part_size = max(1, min(_PART, _PART_BYTES // (4 * prod(ensemble.shape))))
     specs = {
         "images": TensorSpec("F32", (part_size, *ensemble.shape)),
@@ -213,10 +214,12 @@ def own_samples(
         path = folder / f"{key}-{number:05d}.safetensors"
         sample_numbers = range(first, first + part_size)
         noise, uniform_B2 = draw_noise(sample_numbers, ensemble.shape, recipe.seed, 2)
+        # Two numbers from each sample's own stream: the first chooses its expert, the second its condition.
         expert_uniform_B, label_uniform_B = uniform_B2.unbind(1)
         part = _stored_part(path, specs)
         if part is None:
             label_B = _draw_labels(recipe.condition, recipe.texts, label_uniform_B)
+            # Samples that are not finite raise an error here, so that a later run cannot take them from the disk.
             part = _draw_part(
                 ensemble, noise, expert_uniform_B, label_B, steps, partial(report, first)
             )
@@ -229,6 +232,7 @@ def own_samples(
         expert_N[rows] = part["expert"][:size]
         label_uniform_N[rows] = label_uniform_B[:size]
         report(first, steps)
+    # Conditions are not kept on disk: the same numbers give the same ones again.
     labels = _draw_labels(recipe.condition, recipe.texts, label_uniform_N)
     return DistillationData(images, expert_N, labels)
 
@@ -252,6 +256,7 @@ def _draw_labels(condition: Condition, texts: Tensor | None, uniform_B: Tensor) 
             choices = texts
     # Below `drop` no condition; the rest of the interval is divided evenly among the choices.
     share_B = (uniform_B - drop).clamp(min=0) / (1 - drop)
+    # The product may round up to the number of choices, though no share reaches 1.
     choice_B = (share_B * len(choices)).long().clamp(max=len(choices) - 1)
     num_inner = choices.dim() - 1
     is_dropped = (uniform_B < drop).view(-1, *[1] * num_inner)
@@ -280,6 +285,7 @@ def _draw_part(
             ensemble.experts, x_B, t_B, weights_BK.to(x_B), label_B, chunk_size=ensemble.chunk_size
         )
 
+    # x_t at t = 1 without the little data that a path of `ddm.diffusion.schedules` has left there.
     x_B = noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(()))
     with torch.no_grad():
         for steps_taken, (t, t_next) in enumerate(pairwise(uniform_times(steps)), start=1):
@@ -301,6 +307,7 @@ def _stored_part(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] 
         return None
     try:
         return load_tensors(path, specs, max_bytes=stored_bytes(specs))
+    # The part is drawn again and overwritten; its noise is the same each time.
     except FormatError:
         return None
 

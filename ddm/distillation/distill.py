@@ -208,6 +208,7 @@ def _by_label(data: DistillationData, num_experts: int) -> ExpertWeights:
         )
 
     def own_expert(x_B: Tensor, batch: Batch) -> Tensor:
+        # The batch names its images by their number in the whole training data.
         image_B = torch.as_tensor(batch.chosen_B).cpu()
         return one_hot(expert_N[image_B], num_experts)
 
@@ -232,6 +233,7 @@ def _by_posterior(ensemble: Ensemble, data: DistillationData, *, drawn: bool) ->
         return posterior(x_B, batch.t_B.cpu(), condition_B)
 
     def drawn_expert(x_B: Tensor, batch: Batch) -> Tensor:
+        # Numbers of this training step, so that a run which goes on from a checkpoint draws the same experts.
         uniform_B = torch.as_tensor(batch.uniform_B).cpu()
         expert_B = draw_expert(whole_mixture(x_B, batch), uniform_B)
         return one_hot(expert_B, len(ensemble.experts))

@@ -50,6 +50,7 @@ class Posterior:
         Raises:
             MathError: classes of which nobody knows who holds them.
         """
+        # Always with the ensemble without a class: a step may hide the condition of any image.
         classes = {_NO_CLASS}
         of_texts = None
         if labels is not None and labels.dim() == 1:
@@ -83,6 +84,7 @@ class Posterior:
             return log_w_BK.double().exp()
         label_B = torch.full((len(x_B),), _NO_CLASS) if condition_B is None else condition_B.cpu()
         labels, w_BK = torch.unique(label_B).tolist(), None
+        # Class by class, because each has its own prior of experts.
         for label in labels:
             rows = (label_B == label).nonzero()[:, 0]
             own = (

@@ -19,6 +19,7 @@ def initial_weights(
     largest prior among those that predict velocities on the ensemble's path, as students do.
     """
     plan = release.plan
+    # Weights fit only a network of the same form.
     if (network, condition) != (plan.expert.architecture, plan.condition):
         return None
     if plan.expert.base:
@@ -32,4 +33,5 @@ def initial_weights(
     if not fitting:
         return None
     largest = max(fitting, key=lambda expert: expert.prior)
+    # A carried expert is listed here, but its file is in the release of the plan that it was trained for.
     return release.folder.parent / plan.origin(largest.silo_id), largest.file

@@ -211,6 +211,7 @@ def build_student(
             remedy="Bring back the files that ddm distill wrote together, or distil again.",
         ) from error
     return Ensemble(
+        # A single expert has the weight 1 everywhere, so that there is no router.
         [arithmetic.prepare(expert)],
         None,
         [1.0],

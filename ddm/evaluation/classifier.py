@@ -124,6 +124,7 @@ class Classifier:
         Raises:
             TensorFileError: other names, shapes or dtypes, or values that are not finite.
         """
+        # The header says how large the network is; then exactly the tensors of this network are required.
         channels, num_classes = _network_size(read_header(path, max_bytes=MAX_FILE_BYTES))
         expected = _expected_tensors(channels, num_classes)
         tensors = load_tensors(path, expected, max_bytes=MAX_FILE_BYTES, max_abs=_MAX_WEIGHT)
@@ -158,6 +159,7 @@ def _network_size(header: Mapping[str, TensorSpec]) -> tuple[int, int]:
 
 
 def _expected_tensors(channels: int, num_classes: int) -> dict[str, TensorSpec]:
+    # Only shapes are needed; the meta device allocates nothing.
     with torch.device("meta"):
         weights = Network(channels, num_classes).state_dict()
     expected = {name: spec_of(weight) for name, weight in weights.items()}
@@ -204,6 +206,7 @@ def train_classifier(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=num_steps)
     order_N = torch.empty(0, dtype=torch.int64)
     for step in range(num_steps):
+        # The rest of an epoch that fills no batch is dropped.
         if len(order_N) < min(_BATCH_SIZE, len(images)):
             order_N = torch.randperm(len(images), generator=generator)
         batch_B = order_N[:_BATCH_SIZE]

@@ -44,6 +44,8 @@ class Moments:
         total_D = torch.zeros(dim, dtype=torch.float64)
         for block_BD in torch.split(features_ND, BLOCK):
             total_D += block_BD.double().sum(0)
+        # The mean first, in a pass of its own: the mean square less the squared mean would lose digits where features
+        # are far from 0.
         mean_D = total_D / num
         scatter_DD = torch.zeros(dim, dim, dtype=torch.float64)
         for block_BD in torch.split(features_ND, BLOCK):
@@ -162,7 +164,9 @@ def _distance(a: Moments, b: Moments, root_trace: Tensor) -> float:
 
 def _roots(symmetric_DD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square root of a positive matrix, and the inverse of the root on the matrix's range."""
+    # Products of three matrices are symmetric up to rounding only, and `eigh` reads one triangle.
     value_D, vector_DD = torch.linalg.eigh((symmetric_DD + symmetric_DD.T) / 2)
+    # What should be 0 in a singular covariance comes out as rounding, and its inverse would be enormous.
     in_range_D = value_D > _ROUNDING * value_D[-1].clamp(min=0)
     root_D = torch.where(in_range_D, value_D, 0.0).sqrt()
     inverse_D = torch.where(in_range_D, 1 / root_D, 0.0)

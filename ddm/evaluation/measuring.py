@@ -312,6 +312,7 @@ class Yardstick:
 
     def _reference_of(self, silo: str) -> FeatureSet:
         """Return the reference images of one silo; all where silos are not known, or the silo has too few."""
+        # Groups may also be labels, which do not say which silo an image belongs to.
         if self.reference.group_name not in SILO_COLUMNS:
             return self.feature_set
         mask_M = self._group_mask(silo)
@@ -321,6 +322,7 @@ class Yardstick:
 
     def _recall_by(self, both: CrossComparison) -> dict[str, Estimate]:
         names = set(self.reference.groups)
+        # The recall of a single group would be the recall itself.
         if not 1 < len(names) <= _MAX_GROUPS:
             return {}
         # Shorter names first, which puts numbers in their order.
@@ -483,6 +485,7 @@ def _weights(prior: Any, num_silos: int) -> list[float]:
         expected = f"{num_silos} weights, one for each silo"
         raise ShapeError("prior", expected=expected, got=f"shape {tuple(weight_S.shape)}")
     total = float(weight_S.sum())
+    # Written with `not`, so that NaN, for which every comparison is false, is refused too.
     if not bool((weight_S >= 0).all()) or not 0 < total < inf:
         raise MathError(
             "prior", expected="finite weights of at least 0, not all 0", got="other weights"
@@ -508,6 +511,8 @@ def _encode_all(
                 expected = f"shape ({len(block)}, D), a row for each image"
                 got = f"shape {tuple(features_BD.shape)}"
                 raise ShapeError("features", expected=expected, got=got)
+            # Kept in float32, because all stay in memory; sums and products over them are taken in float64, block by
+            # block.
             feature_blocks.append(features_BD.float().cpu())
             pixel_blocks.append(pixel_rows(block))
             counter(len(block))

@@ -116,6 +116,7 @@ def measure(
         on_block,
     )
     kid, kid_terms = kernel_distance(samples.neighbours, reference.neighbours, both)
+    # Not cut at 0 as FID is: the unbiased estimate itself may be below 0.
     metrics["kid"] = bootstrap_estimate(kid, kid_terms, seed=seed)
     metrics["precision"] = proportion(both.inside_N)
     metrics["recall"] = proportion(both.recalled_M)
@@ -136,6 +137,7 @@ def _frechet_metrics(samples: FeatureSet, reference: FeatureSet, seed: int) -> d
         frechet_terms(reference.features_ND, b, a, maps.map_to_a_DD),
     ]
     fid = bootstrap_estimate(maps.distance, terms, seed=seed)
+    # A distance is at least 0, but a resampled shift may be larger than the distance.
     metrics = {"fid": replace(fid, low=max(fid.low, 0.0))}
     limit = fid_infinity_of(maps.distance, samples.features_ND, reference.features_ND, seed=seed)
     if limit is not None:
@@ -162,6 +164,7 @@ def measure_floor(reference: FeatureSet, max_images: int, *, seed: int = 0) -> F
     first_M = order_M[:half][:max_images]
     second_M = order_M[half:]
     k = reference.neighbours.k
+    # With no more images than features the covariance is singular, and FID says little.
     if min(len(first_M), len(second_M)) <= max(dim, k, MIN_IMAGES):
         return None
     first = FeatureSet.of(reference.features_ND[first_M], k)

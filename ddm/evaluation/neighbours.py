@@ -130,6 +130,7 @@ def compare_sets(
     )
     for start, product_BM in _products(samples_ND, reference_MD):
         block = slice(start, start + len(product_BM))
+        # The kernel comes before the distances, which are computed in place of the products.
         kernel_BM = _kernel(product_BM, dim)
         both.kernel_N[block] = kernel_BM.sum(1)
         both.kernel_M.add_(kernel_BM.sum(0))
@@ -227,6 +228,7 @@ def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _kernel(product_BM: Tensor, dim: int) -> Tensor:
+    # The division makes the one copy, since the products are still needed.
     return (product_BM / dim).add_(1).pow_(3)
 
 
@@ -239,5 +241,6 @@ def _energy(features_ND: Tensor) -> Tensor:
 def _squared_distances(product_BM: Tensor, energy_B: Tensor, energy_M: Tensor) -> Tensor:
     """Turn inner products, in place, into squared distances; 0 where they are no more than rounding."""
     total_BM = energy_B[:, None] + energy_M
+    # Of two equal features this leaves rounding, maybe below 0: a copy must have the distance 0.
     squared_BM = product_BM.mul_(-2).add_(total_BM)
     return squared_BM.masked_fill_(squared_BM <= total_BM.mul_(_ROUNDING), 0.0)

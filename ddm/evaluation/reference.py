@@ -88,6 +88,7 @@ class Reference:
         groups: list[str] = []
         if self.groups:
             groups = list(compress(self.groups, is_selected))
+        # Without `images`, whose columns are those of the whole file.
         return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups, images=None)
 
     def column(self, names: Sequence[str]) -> NDArray[np.generic] | None:

@@ -211,6 +211,7 @@ class Chain(Generic[RecordT]):
                 expected=f"{head.num_entries} records",
                 got="no readable file",
             ) from error
+        # Every record ends with a newline: what follows the last one is nothing, or half a record.
         *lines, unfinished_line = data.split(b"\n")
         entries = self._parse(lines)
         self._check_length(len(entries), head.num_entries, bool(unfinished_line))

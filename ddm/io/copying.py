@@ -41,6 +41,7 @@ def copy_tree_bounded(
                 expected = f"at most {max_bytes} bytes in all"
                 got = f"{num_bytes} bytes up to {name}"
                 raise FormatError(source.name, expected=expected, got=got)
+            # The length comes first: what is not written below is then a hole.
             os.ftruncate(writer.fileno(), size)
             for start, end in _data_ranges(reader.fileno(), size):
                 _copy_range(reader.fileno(), writer.fileno(), start, end, name)

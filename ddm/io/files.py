@@ -72,6 +72,7 @@ def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Itera
     path.parent.mkdir(parents=True, exist_ok=True)
     # The thread's number, because two threads of a process may write the same file.
     part = path.with_name(f".{path.name}.{threading.get_native_id()}.part")
+    # A process that was killed may have left its part under the same number.
     part.unlink(missing_ok=True)
     try:
         descriptor = os.open(part, _NEW_FILE_FLAGS, mode)

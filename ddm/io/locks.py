@@ -45,6 +45,7 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
         fcntl.flock(descriptor, operation)
         yield
     finally:
+        # The lock file stays: if it were removed, two processes could each lock a different file of this name.
         os.close(descriptor)
 
 

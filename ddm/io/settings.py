@@ -40,6 +40,7 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
     # An operator may name a link; `read_bounded` follows none.
     data = read_bounded(path.resolve(), MAX_SETTINGS_BYTES, subject=str(path))
     try:
+        # Editors on Windows may begin a file with a byte order mark.
         values = tomllib.loads(data.decode("utf-8-sig"))
         # Through JSON, because strict parts of a document take JSON's arrays for tuples but not Python's lists.
         return model.model_validate_json(json.dumps(values, default=_as_json))

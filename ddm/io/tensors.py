@@ -285,6 +285,7 @@ def _read_header(
     length = _header_length(reader.read(_LENGTH_BYTES), reader.size, subject)
     offset = _LENGTH_BYTES + length
     header = _parse_header(reader.read(length), reader.size - offset, subject)
+    # Before any value is read, so that a file of other tensors costs no more than its header.
     if expected is not None:
         check_tensors(header, expected, subject)
     return header, offset

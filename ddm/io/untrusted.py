@@ -160,6 +160,7 @@ def _open_file_below(folder: Path, relative: str, subject: str, make: bool) -> i
             os.close(current)
             current = below
         access = os.O_RDWR | os.O_CREAT if make else os.O_RDONLY
+        # Without a name this opens the folder itself, which the caller refuses because it is no regular file.
         return os.open(name or ".", access | _FILE_FLAGS, 0o644, dir_fd=current)
     except FileNotFoundError as error:
         raise AbsentFileError(subject, expected="a file", got="nothing there") from error
@@ -183,6 +184,7 @@ def read_small(folder: Path, relative: str, limit: int, *, subject: str | None =
     """
     subject = subject or relative
     with open_below(folder, relative, subject) as (handle, size):
+        # One byte more shows that the file is too long, even if it grew since its length was taken.
         data = handle.read(limit + 1)
     if len(data) > limit:
         num_bytes = max(size, len(data))

@@ -38,6 +38,7 @@ def near_duplicates(hashes: Sequence[str]) -> int:
             first = first[same_band]
             second = second[same_band]
             is_close = _distance(code_N4[first], code_N4[second]) <= MAX_DIFFERENT_BITS
+            # The later one of a pair is counted, so that one picture of each group never is.
             is_near_N[np.maximum(first, second)[is_close]] = True
     return int(is_near_N.sum())
 

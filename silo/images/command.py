@@ -67,6 +67,7 @@ def scan_images(
         say(json.dumps(summary.as_json()))
     else:
         say(report(summary, source.folder, of_site=of_site, review_command=review_command))
+    # After the report, which says why nothing was accepted and what to do.
     summary.require_accepted(is_reported=not as_json)
     if sheet is not None:
         reasons = sheet.write()
@@ -134,6 +135,7 @@ def files_progress(source: ImageSource) -> Iterator[Callable[[int], None]]:
         nonlocal total
         if not total:
             total = sum(1 for _ in source.find().files())
+        # Files that are added during the scan are finished too, but were not counted.
         advance(min(num_finished, total), total)
 
     with progress("Reading images") as advance:

@@ -58,6 +58,7 @@ class Decisions:
         """
         private_folder(folder)
         path = folder / FILE
+        # Made here, because SQLite would make it by the umask.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         database = sqlite3.connect(path)
         try:
@@ -76,6 +77,7 @@ class Decisions:
         Returns:
             None if it may be used.
         """
+        # A person clears flags; what the decoder refused, nobody can clear.
         if record.reason is not None:
             return record.verdict
         record = self.flagged(record)
@@ -144,6 +146,7 @@ class Decisions:
         keys = [(record.pixels, _flags_text(self.flagged(record).flags)) for record in pictures]
         # One transaction: a crash must not take back an old decision without writing the new one.
         with _readable(self._path), self._database:
+            # Leaving out holds under all flags of a picture, so that a new decision replaces it under any of them.
             delete = (
                 "delete from decisions where pixels = ? and (flags = ? or decision = 'leave out')"
             )
@@ -173,6 +176,7 @@ class Decisions:
         Args:
             series: for the pseudonym of each, whether its slices together may show a face.
         """
+        # One transaction: a review may have the file open, and to it a slice without a row is one of a head.
         with _readable(self._path), self._database:
             self._database.execute("delete from series")
             self._database.executemany("insert into series values (?, ?)", series.items())
@@ -189,6 +193,8 @@ def _readable(path: Path) -> Iterator[None]:
     """Raise the errors of this file as those of `opened`."""
     try:
         yield
+    # This one first, since it is a DatabaseError too: a full disk or a lock is no damage, for which decisions would
+    # have to be made again.
     except sqlite3.OperationalError as error:
         message = f"decisions cannot be read or written ({type(error).__name__})"
         raise OSError(errno.EIO, message, str(path)) from error

@@ -37,6 +37,7 @@ def drawn(picture: Picture, *, window: bool) -> bytes:
         image = Image.fromarray(_tones(values, low, high))
         image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.BOX)
     encoded = BytesIO()
+    # The page is on the same machine, so that time counts here, not size.
     image.save(encoded, format="PNG", compress_level=1)
     return encoded.getvalue()
 
@@ -82,6 +83,7 @@ def _drawn_volume(
 def _middle_planes(values_CDHW: NDArray[np.generic]) -> list[NDArray[np.generic]]:
     """Return the middle planes, the top of the body up: axial, coronal, sagittal."""
     _, depth, height, width = values_CDHW.shape
+    # D points to the top of the body, but the rows of a picture go down.
     upright = values_CDHW[:, ::-1]
     return [values_CDHW[:, depth // 2], upright[:, :, height // 2], upright[..., width // 2]]
 

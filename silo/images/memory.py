@@ -32,10 +32,12 @@ _FORMAT = 1  # changes with the schema, and with `PictureRecord`
 _ANY_RECIPE = f"{_FORMAT} %"
 # A change so soon before the file was examined may have the same time as a change after it.
 _RACE_NS = 50_000_000
+# Each commit waits for the disk; what a crash costs is decoded again.
 _COMMIT_S = 2.0
 _MAX_PENDING_PICTURES = 256  # of one file, before they are written
 # Failures that may be the machine's, as long as the content of the file is not known.
 _MACHINE_FAILURES = (Reason.FORBIDDEN, Reason.MISSING, Reason.MEMORY, Reason.TIME)
+# Paths are bytes, because names in a file system need not be UTF-8.
 _SCHEMA = """
 create table if not exists files (
     number integer primary key, path blob not null unique, stats text not null, digest text not null,
@@ -104,11 +106,15 @@ class ScanMemory:
         with locked(folder, "scan"):
             key = _key(folder)
             path = folder / DATABASE
+            # Made here, because SQLite would make it by the umask.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             with _readable(path):
                 database = sqlite3.connect(path)
                 try:
+                    # Off by default: without it the pictures of a forgotten file would stay.
                     database.execute("pragma foreign_keys = on")
+                    # What a power failure may cost here, the next scan decodes again. Decisions, which nothing gives
+                    # again, are in a file of their own with SQLite's default.
                     database.execute("pragma synchronous = normal")
                     database.executescript(_SCHEMA)
                     memory = ScanMemory(folder, key, database, f"{_FORMAT} {recipe}")
@@ -285,6 +291,8 @@ class PendingFile:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
+    # This one first, since it is a DatabaseError too: a full disk or a lock is no damage, whose remedy is to delete the
+    # file.
     except sqlite3.OperationalError as error:
         message = f"the scan's memory cannot be read or written ({type(error).__name__})"
         raise OSError(errno.EIO, message) from error

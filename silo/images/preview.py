@@ -100,6 +100,7 @@ class PreviewSelection:
         for picture in self.pictures():
             by_path.setdefault(picture.path, {})[picture.place] = picture
         jobs = [DecodeJob(path, (path,), Path(path).stat().st_size) for path in by_path]
+        # Any key will do, because the fingerprints of this decoding are not used.
         options = DecoderOptions(limits, secrets.token_bytes(KEY_BYTES), with_values=True)
         place = 0
         for answer in decode_files(jobs, options):

@@ -99,7 +99,9 @@ class Review:
 
         What was computed of the pictures before this is not brought up to date: include everything first.
         """
+        # Both sides are resolved, because the person and the scan may have come to a file by different links.
         name = os.path.realpath(path)
+        # With the separator at its end, or the folder `a` would also stand for what is in `ab`.
         within = os.path.join(name, "")  # noqa: PTH118 - names of any bytes
         numbers = self.below(path)
         for file_path in memory.paths():
@@ -107,6 +109,7 @@ class Review:
             if real_path != name and not real_path.startswith(within):
                 continue
             for place, record in memory.pictures_of(file_path):
+                # Pictures that the decoder refused are not used anyway, so that there is nothing to decide.
                 if record.reason is None:
                     flagged = self._decisions.flagged(record)
                     numbers.append(self._add(ReviewPicture(file_path, place, flagged)))
@@ -206,6 +209,7 @@ class Review:
             decision: None takes back what was decided.
         """
         chosen = list(dict.fromkeys(numbers))
+        # A decision is kept by pixels and so changes copies elsewhere too; undoing must restore all of them.
         copies = self._copies_of(chosen)
         self._undo.append({number: self._states[number] for number in copies})
         self._record(chosen, decision)

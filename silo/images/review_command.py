@@ -53,6 +53,7 @@ def review_images(
             str(folder), expected="the result of a scan", got="no scan", remedy=remedy
         )
     with Decisions.opened(folder) as decisions:
+        # Closed before the page is served: it holds the lock of scans, and a person may look at images for hours.
         with ScanMemory.opened(folder, "") as memory:
             sheet = read_index(folder)
             review = Review.of(memory, decisions, sheet)

@@ -82,6 +82,8 @@ class ScannedImages:
             MissingFileError, DataError: see `ddm.images.find.find_data`.
             SetupError: the decoders of these images are not installed.
         """
+        # Jobs are taken ahead of the answers, so that several files are in work: the oldest is the one whose answer
+        # comes next.
         in_work = deque[ImageFile]()
         num_found = 0
 
@@ -126,6 +128,7 @@ class ScannedImages:
             pending = None
             advance(num_found - len(in_work))
         advance(num_found)
+        # Only at the end: a scan that is interrupted must not forget the files that it did not reach.
         self._memory.forget_others()
         self._judge_series()
 
@@ -168,6 +171,7 @@ class ScannedImages:
         for file, remembered in self._files():
             cells = [getattr(file.row, name, None) for name in ("split", *sorted(columns))]
             if remembered is not None:
+                # A file whose content could not be read has no digest; its size and times stand in for it.
                 content = (remembered.digest or file.stats, remembered.reason, cells)
             elif file.reason is not None:
                 content = (file.reason, None, cells)
@@ -222,6 +226,7 @@ class ScannedImages:
 
         def jobs() -> Iterator[DecodeJob]:
             for number, (file, remembered) in enumerate(self._files()):
+                # More files than the last second pass saw: nothing says of these which pictures were accepted.
                 if number >= len(self._has_accepted):
                     raise changed_files()
                 if remembered is not None and self._has_accepted[number]:
@@ -277,6 +282,7 @@ class ScannedImages:
         """Return a picture with the reason why it is not accepted, if there is one."""
         record = self._decisions.flagged(record)
         split = record.split
+        # The table takes precedence over what the file says, as it does for patients.
         if file.row is not None and file.row.split:
             split = file.row.split
         part = part_of(split)
@@ -366,6 +372,7 @@ class QuarantineFile:
     def close(self) -> None:
         """Write the rest; the file stays open."""
         self._text.flush()
+        # The handle is still synced and renamed by its owner, so that the wrapper must not close it.
         self._text.detach()
 
 

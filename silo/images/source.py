@@ -134,6 +134,7 @@ class ImageSource:
         if part is None:
             return True
         if self.parts is None:
+            # Unless the site names it, the test part is kept for a test: experts must not learn it.
             return part != TEST
         return part in {part_of(name) for name in self.parts}
 

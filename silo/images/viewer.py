@@ -155,6 +155,7 @@ def _location(picture: ReviewPicture) -> _Location:
 def _view(picture: ReviewPicture, answer: DecodedImage) -> View:
     if answer.record.reason is not None:
         return View(problem=answer.record.reason)
+    # A decision is kept for the pixels that the scan saw: the person must not be shown other ones.
     if answer.picture is None or answer.record.pixels != picture.record.pixels:
         return View(problem=_CHANGED)
     try:
