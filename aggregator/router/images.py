@@ -65,6 +65,7 @@ class RouterImages:
         if settings.labels == "experts":
             return self._drawn_by_experts(settings)
         images = public_images(self.federation, self._plan_id, "fitted")
+        # With a group the cells tell the experts of one silo apart, which share its classes.
         group_N = self._public_groups()
         condition_N = None
         if settings.conditional:
@@ -76,6 +77,7 @@ class RouterImages:
             return Labelled.of_cells(images, group_N, share_EG, condition_N)
         if settings.labels == "class":
             class_N = torch.from_numpy(self._column(CLASSES))
+            # Cells are numbered as `class_shares` orders its columns.
             cell_N = class_N * num_groups + group_N
             return Labelled.of_cells(images, cell_N, self._class_shares(layout), condition_N)
         return self._labelled_by_silo(images, group_N, condition_N, layout)
@@ -86,12 +88,14 @@ class RouterImages:
         """Label the public images that are said to be of an accepted silo."""
         num_groups = self.counts.sketch.num_groups
         silo_N = numbered(self._column(SILOS).tolist(), list(self.inventory.silos))
+        # Images may be said to be of silos that sent nothing or were refused. They belong to no expert of the release.
         is_known_N = silo_N >= 0
         silo_N = silo_N[is_known_N]
         group_N = group_N[is_known_N]
         if condition_N is not None:
             condition_N = condition_N[is_known_N]
         share_EJ = silo_shares(silo_N, group_N, num_groups, layout)
+        # Cells are numbered as `silo_shares` orders its columns.
         cell_N = silo_N * num_groups + group_N
         return Labelled.of_cells(images[is_known_N], cell_N, share_EJ, condition_N)
 
@@ -119,6 +123,7 @@ class RouterImages:
         layout = self.inventory.layout()
         num_images = settings.images_per_expert
         num_experts = len(layout.parts)
+        # The same seed gives the same conditions, so that a router can be trained again and compared.
         generator = torch.Generator().manual_seed(self.seed)
         match settings.router_condition(plan.condition):
             case ClassCondition(num_classes=num_classes):
@@ -147,6 +152,7 @@ class RouterImages:
     def _public_groups(self) -> Tensor:
         """Return the group of each public image, which its pixels decide even where experts see latents."""
         files = self.inventory.files
+        # Groups were made from the encoder's features of pixels, and silos assign their images by the same rule.
         pixels = public_images(self.federation, self._plan_id, "fitted", as_latents=False)
         return files.clusters.groups(files.encoder.encode(pixels))
 
@@ -154,6 +160,7 @@ class RouterImages:
         """Return the class (N,) or the text (N, L, D) of each public image."""
         if isinstance(self.inventory.plan.condition, ClassCondition):
             return torch.from_numpy(self._column(CLASSES))
+        # Many images may share a caption, whose vectors are kept once; this column numbers them.
         caption_N = self._column(CAPTIONS)
         return torch.from_numpy(self._column(TEXTS)[caption_N])
 
@@ -194,4 +201,5 @@ def accepted_experts(inventory: Inventory, device: torch.device) -> LazyExperts:
         return on_path(expert.to(device), plan.objective.of(silo_id), path)
 
     sizes = [file.bytes for _, _, file in submitted]
+    # Room for the largest expert means that each is dropped before the next is loaded, however many silos take part.
     return LazyExperts(load, sizes, memory_bytes=max(sizes))

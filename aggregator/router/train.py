@@ -59,12 +59,15 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
             "router", expected="a trained router", got="no router/report.json", remedy=remedy
         )
     report = RouterReport.parse(path.read_bytes(), subject=path.name)
+    # Since the training a silo may have sent again, been removed, or been counted as fewer units. A release with the
+    # old router would weigh experts that are not in it, or weigh them by other numbers than it states.
     if report.submissions != _digests(inventory) or report.units != inventory.counted_units:
         trained_on = ", ".join(sorted(report.submissions))
         got = f"a router trained on earlier submissions, or with other numbers of units, of {trained_on}"
         expected = f"a router trained on the accepted submissions of {', '.join(inventory.silos)}"
         raise MissingFileError("router", expected=expected, got=got, remedy=remedy)
     file = router_path(federation, inventory.plan.plan_id)
+    # A crash between the two writes of `train_router` leaves a new router beside an old report.
     if not file.is_file() or File.of(ROUTER_NAME, file) != report.router:
         got = "a file with another digest" if file.is_file() else "no file"
         raise MissingFileError(
@@ -86,6 +89,7 @@ def train_router(
     home = federation.plan_folder(inventory.plan.plan_id)
     check_writable([home])
     require_free_space({home: _ROUTER_BYTES}, "the router and its report")
+    # Both come first: training may take hours, and what they find has to be decided by a person.
     refuse_outliers(federation, inventory)
     refuse_overweight(federation, inventory.counted_units, inventory.digests)
 
@@ -99,6 +103,7 @@ def train_router(
     target.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(target, decision.chosen.router.tensors())
     report = _report(training, decision, minus_prior, File.of(ROUTER_NAME, target))
+    # The report is written last. It names the router's digest, so that a router without its report is not published.
     write_atomic(target.with_name(REPORT_NAME), report.encode())
     return report
 
@@ -113,6 +118,7 @@ class _CalibratedFit:
 
     @classmethod
     def of(cls, kind: RouterKind, router: StorableRouter, judges: PublicData) -> "_CalibratedFit":
+        # Each router gets its own temperature before the two are compared, since that is how either would be published.
         return cls(kind, router, calibrate(router, judges))
 
     @property
@@ -194,6 +200,7 @@ class _RouterTraining:
             images,
             group_N,
             evidence=Evidence(noisy_KG, num_units, epsilon, layout, self.share_K),
+            # Shares are capped here, since the choice of a router concerns all silos.
             prior_E=self.expert_priors(self.share_K),
             path=path_named(plan.objective.ensemble_path),
             seed=self.seed,
@@ -248,6 +255,7 @@ class _RouterTraining:
 def _decide(training: _RouterTraining, judges: PublicData) -> _Decision:
     """Fit the plan's family, and choose it unless the public data show that it is worse than counts."""
     settings = training.inventory.plan.router
+    # The counts router is needed in any case: it is the baseline, and it is published where the candidate is worse.
     counts_router = training.counts.split(training.inventory.layout())
     counts = _CalibratedFit.of("counts", counts_router, judges)
     if settings.kind == "counts":
@@ -263,6 +271,7 @@ def _decide(training: _RouterTraining, judges: PublicData) -> _Decision:
 
 def _fault(fitted: FittedRouter, candidate: _CalibratedFit, comparison: Comparison) -> str | None:
     """Return why the candidate is not published, None if it may be."""
+    # An unchanged candidate equals the counts router, whose file is smaller and whose family needs no network.
     if not fitted.is_changed:
         return "training moved no weight"
     if not comparison.worse:
@@ -278,6 +287,7 @@ def _report(
     chosen = decision.chosen
     comparison = decision.comparison
     counted_units = dict(inventory.counted_units)
+    # The counts router was made without sketches, whatever family the plan required.
     states_t_release = chosen.kind != "counts" and family_of(inventory.plan.router).states_t_release
     return RouterReport(
         plan_id=inventory.plan.plan_id,
@@ -289,6 +299,8 @@ def _report(
         reason=decision.reason,
         judged_on="public_images",
         t_release=inventory.t_release() if states_t_release else None,
+        # Not the capped shares: the prior decides how often samples follow an expert, and is bounded by what was agreed
+        # at enrolment instead (`ddm.routers.influence`).
         expert_priors=training.expert_priors(list(counted_units.values())),
         training_prior=chosen.training_prior,
         temperature=chosen.calibration.temperature,

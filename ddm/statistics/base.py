@@ -122,6 +122,8 @@ def checked_cells(
     Raises:
         DataError: a record without a cell, or a cell that does not exist.
     """
+    # This comes before the debit. Later, `bincount` would refuse a negative cell, or return a histogram with more cells
+    # than the plan states, whose size would then tell something of the data.
     num_outside = int(((cell_N < 0) | (cell_N >= num_cells)).sum())
     if len(cell_N) != num_records or num_outside:
         expected = f"one of 0 to {num_cells - 1} for each of {num_records} images"

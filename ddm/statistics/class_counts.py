@@ -41,6 +41,7 @@ class ClassCounts(Histogram):
         num_records = len(source.images)
         group_N = checked_cells(source.group_N, self.num_groups, num_records, "groups")
         class_N = checked_cells(source.label_N, self.num_classes, num_records, "classes")
+        # One histogram over pairs, as a unit is in one pair: classes and groups apart would cost epsilon twice.
         cell_N = class_N * self.num_groups + group_N
 
         def draw(record_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:

@@ -50,6 +50,7 @@ def paid_mechanisms(plan: Plan, num_units: int | None = None) -> Mapping[PaidKin
     if terms is None:
         return paid
     if not num_units:
+        # The noise is solved for the epsilon that the plan states, so that the number of units hardly changes the cost.
         agreed = [silo.units(plan.statistics.unit) or 1 for silo in plan.agreed.values()]
         num_units = max(agreed)
     rate = terms.rate(num_units)

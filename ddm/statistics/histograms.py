@@ -63,6 +63,8 @@ class Histogram(Statistic):
         """
         # Python's integers, since sums of hostile 64-bit counts overflow.
         counts = [int(count) for count in tensors["counts"].flatten().tolist()]
+        # A silo could otherwise claim any share of a group, and with it the odds of all samples that resemble this
+        # group.
         reach = cell_noise_bound(self.epsilon, len(counts))
         if min(counts) < -reach or max(counts) > num_units + reach:
             expected = f"counts within [{-reach}, {num_units + reach}]"

@@ -97,6 +97,7 @@ def account(ledger: Ledger) -> Account:
             unit=debit.unit,
             mechanisms=tuple(sorted(debit.mechanisms)),
             drawn=tuple(sorted(drawn_kinds.get(entry.digest, ()))),
+            # The debit alone. These do not add up to the total, since composition costs less than the sum.
             epsilon=adaptive_epsilon(steps[-1:], delta),
             total=adaptive_epsilon(steps, delta),
         )

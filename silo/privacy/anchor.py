@@ -53,6 +53,8 @@ class Guard:
         """
         with ExitStack() as stack:
             for path in self.anchors:
+                # This comes before the lock, whose file would otherwise be made in the empty folder of a disk that is
+                # not mounted.
                 _read(path)
                 try:
                     stack.enter_context(lock_file(path.with_name(f"{path.name}.lock")))
@@ -80,6 +82,7 @@ class Guard:
             if is_shorter or heads[anchor.num_entries] != anchor.head_digest:
                 _refuse(f"its anchor {path.name}", anchor.num_entries, anchor.head_digest, digests)
         for chain in self.chains:
+            # A ledger with fewer records than the submission names fails here too, since its beginning is shorter.
             if tuple(digests[: len(chain)]) != chain:
                 _refuse("a submission in the outbox", len(chain), chain[-1], digests)
         # Only now is anything written: a ledger that is refused must leave its anchors as they are.
@@ -106,6 +109,7 @@ def sent_chains(outbox: Path) -> tuple[tuple[str, ...], ...]:
     Raises:
         LedgerError: one of them cannot be read.
     """
+    # The aggregator has these submissions, so that no copy of the ledger can deny what they state.
     chains = []
     for path in sorted(outbox.glob("*/*/silos/*/submission.json")):
         try:
@@ -124,6 +128,7 @@ def sent_chains(outbox: Path) -> tuple[tuple[str, ...], ...]:
 
 def _refuse(witness: str, num: int, last: str, digests: Sequence[str]) -> None:
     got = f"{len(digests)} records"
+    # A ledger that is long enough is a fork: it has another record in this place.
     if 0 < num <= len(digests):
         got = f"record {num} is {digests[num - 1][:16]}"
     expected = f"a ledger that extends {witness}: record {num} is {last[:16]}"

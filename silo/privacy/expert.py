@@ -55,6 +55,7 @@ class PaidTraining:
         Raises:
             LedgerError: another one was recorded.
         """
+        # Where another digest is recorded already, `record_draw` refuses this one.
         with self.ledger.drawing():
             digest = sha256_file(expert)
             if self.ledger.draw_of(self.debit, "expert") != digest:
@@ -88,6 +89,8 @@ def stated_privacy(
     terms = plan.expert.privacy
     if terms is None:
         return NoWeightPrivacy()
+    # The noise multiplier comes from the debit and is not computed again: it is found by a search, which may end
+    # elsewhere on another machine, and what was paid for is what the training used.
     debit = ledger.debit_of(plan_digest, dataset_digest)
     if debit is None:
         expected = "a debit for this plan on these data"

@@ -105,6 +105,8 @@ def prepare_ledger(folder: Path) -> None:
                 got="no dataset.salt",
                 remedy="Restore dataset.salt from backup.",
             )
+        # The salt comes before the ledger: a crash between the two leaves a salt alone, with which the next call goes
+        # on.
         write_atomic(salt, secrets.token_bytes(32), mode=0o600)
     make_ledger(ledger)
 
@@ -122,6 +124,7 @@ def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = Non
     """
     path = site.ledger_folder_in(settings) / LEDGER
     anchors = _guard(site, settings, _read(path)).anchors
+    # An anchor that is still to be made would count as missing.
     existing_anchors = tuple(existing for existing in anchors if existing != anchor)
     # This ledger spends nothing, so that its budget does not matter; by image, it reads either unit.
     ledger = Ledger(
@@ -143,6 +146,7 @@ def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = Non
             )
         except OSError as error:
             raise unwritable(anchor, error) from error
+    # It exists already. It may be behind this ledger, and is then brought up to it, but must not contradict it.
     elif anchor:
         Guard((anchor,)).hold(ledger.genesis, digests)
 
@@ -157,6 +161,7 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
     settings = site.settings()
     path = site.ledger_path
     require_file(path, "this site's privacy ledger", MADE_BY_INIT)
+    # This site's own statement as its policy is now, which may be stricter than the one that was written down.
     sites = _read(path).with_site(_statement(site, settings, policy))
     return Ledger(path, budget=sites.budget, unit=sites.unit, guard=_guard(site, settings, sites))
 
@@ -164,6 +169,7 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
 def note_site(site: Site, policy: Policy) -> None:
     """Write down what this site's policy says, before it spends: it binds every site of the ledger."""
     path = require_file(site.ledger_path, "this site's privacy ledger", MADE_BY_INIT)
+    # Sites of one holder write the same file: without the lock one statement could overwrite another.
     with lock_file(path.with_name(f"{_SITES}.lock")):
         sites = _read(path)
         updated = sites.with_site(_statement(site, site.settings(), policy))

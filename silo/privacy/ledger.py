@@ -235,18 +235,22 @@ class Ledger:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Hold the right to draw: between a debit and its draw no other process may draw for it."""
+        # A lock of its own: `spend` and `record_draw` take the ledger's lock inside this block, and a process that
+        # locks one file twice, through two descriptors, waits for itself for ever.
         with lock_file(self.path.with_suffix(".drawing.lock")):
             yield
 
     def _check_budget(
         self, entries: tuple[Entry, ...], mechanisms: Mapping[PaidKind, Mechanism]
     ) -> None:
+        # A debit without room for its draws would spend epsilon for statistics that can never be recorded.
         if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
             expected = f"room for a debit and {len(mechanisms)} draws within {MAX_RECORDS} records"
             raise LedgerError("ledger", expected=expected, got=f"{len(entries)} records")
         steps = [_step(_as_debit(entry).mechanisms) for entry in _debit_entries(entries)]
         steps.append(_step(mechanisms))
         epsilon = adaptive_epsilon(steps, self.budget.delta)
+        # Not `>`, so that an epsilon that is no number is refused.
         if not epsilon <= self.budget.epsilon * _SLACK:
             raise BudgetError(
                 "privacy ledger",
@@ -265,6 +269,9 @@ class Ledger:
                 remedy="Restore it from backup; only `silo init` makes one, since a new one would forget what was "
                 "spent.",
             )
+        # The anchors are locked first. They are outside the site, so that a copy of the site, which has another ledger
+        # file to lock, waits here as well. Each entry is checked against the unit again, since the policy may have
+        # changed.
         with self._guard.locked(), self._chain.locked_entries() as entries:
             for entry in _debit_entries(entries):
                 subject = f"ledger record {entry.record.number}"
@@ -277,6 +284,7 @@ class Ledger:
         # A draw is named by its debit. One that is not in the ledger was paid for in a later copy of the ledger.
         digests_of_records = set(digests)
         for path in self.draws.iterdir():
+            # A crash while a draw is written leaves a temporary file, from which nothing was used.
             is_unfinished = path.name.startswith(".")
             debit_digest = path.name.split(".")[0]
             if not is_unfinished and debit_digest not in digests_of_records:
@@ -337,4 +345,5 @@ def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: PaidKind) -> str | 
 
 def _step(mechanisms: Mapping[PaidKind, Mechanism]) -> tuple[Mechanism, ...]:
     """Return the mechanisms of one debit in an order that does not depend on the plan's."""
+    # Sums of floating-point numbers depend on their order, and the same debit must always cost the same.
     return tuple(mechanisms[kind] for kind in sorted(mechanisms))

@@ -81,6 +81,8 @@ def _chosen_records(source: StatisticSource, num_units: int, noise: Noise) -> ND
 def _check_units(source: StatisticSource) -> int:
     """Check each record's unit; return the number of units."""
     num_records = len(source.images)
+    # Two images of one patient under two numbers would count as two units, and a number without an image would make n,
+    # which is public, too large: both would make the stated epsilon wrong.
     num_units = int(source.unit_N.max()) + 1
     present_U = torch.unique(source.unit_N)  # ascending
     has_no_gap = torch.equal(present_U, torch.arange(num_units))
@@ -102,6 +104,7 @@ def _draw_once(
 ) -> None:
     """Debit the plan, draw where nothing was drawn for this debit yet, and write the draw to `path`."""
     plan = source.plan
+    # Two workers of one site must not both find nothing drawn, draw twice, and record one of the two.
     with ledger.drawing():
         # A statistic without its draw in the ledger was drawn after the copy of the ledger that is here now.
         if path.exists() and not ledger.has_drawn(sha256_file(path)):
@@ -111,6 +114,7 @@ def _draw_once(
                 got="no such draw: the ledger is older",
                 remedy="Restore the newest ledger with its draws from backup; nothing is drawn until then.",
             )
+        # After a crash this returns the debit of the first attempt; see `Ledger.spend`.
         debit = ledger.spend(
             plan.plan_id,
             source.plan_digest,
@@ -133,4 +137,5 @@ def _draw_once(
                 got=got,
                 remedy="Restore draws/ beside the ledger. Drawing again would need a new debit, so a new plan.",
             )
+        # Only now may anybody use the draw: it is durable and recorded, so that no crash can lead to a second one.
         write_atomic(path, drawn_path.read_bytes())

@@ -42,6 +42,7 @@ def _is_same_mechanism(first: Mechanism, second: Mechanism) -> bool:
     if isinstance(first, GaussianMechanism) and isinstance(second, GaussianMechanism):
         return math.isclose(first.mu, second.mu, rel_tol=_MU_TOLERANCE)
     if isinstance(first, DpSgdMechanism) and isinstance(second, DpSgdMechanism):
+        # The rate follows from whole numbers by one division, so that it is the same on every machine.
         is_same_noise = math.isclose(
             first.noise_multiplier, second.noise_multiplier, rel_tol=_NOISE_TOLERANCE
         )
