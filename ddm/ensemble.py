@@ -155,6 +155,7 @@ class Ensemble:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
+        # For its checks: every use of the prior begins with them, and here they fail where it is written.
         log_prior(self.prior, len(self.experts))
         if self.expert_ids and len(self.expert_ids) != len(self.experts):
             got = f"{len(self.expert_ids)} names"
@@ -456,6 +457,7 @@ class Ensemble:
 
     def _samples_in_flight(self, num_moves: int) -> int:
         """Return how many samples are integrated at the same time."""
+        # A sample in float32, and one float64 that draws an expert for each move.
         sample_bytes = 4 * prod(self.shape) + 8 * num_moves
         return max(self.chunk_size, _IN_FLIGHT_BYTES // sample_bytes)
 
@@ -464,6 +466,7 @@ class Ensemble:
         trajectories = run.trajectories.of(rows)
         numbers = run.initial_state.numbers_of(rows)
         noise, uniform = draw_noise(numbers, self.shape, run.seed, run.num_moves)
+        # Drawn on the CPU, whose random numbers are the same on every machine.
         noise = noise.to(self.device, trajectories.dtype)
         uniform = uniform.to(self.device)
         x = run.initial_state.at(rows, noise, self.path)

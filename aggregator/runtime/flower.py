@@ -155,6 +155,7 @@ class FlowerRuntime:
             SetupError: nginx refuses its configuration.
             TransportError: a program does not start.
         """
+        # Everything that may be wrong is looked at before the first program starts.
         require_file(
             self._tls("server.pem"), "the server's certificate", remedy="Run `aggregator init`."
         )
@@ -173,6 +174,7 @@ class FlowerRuntime:
                 self._nginx, self._flower, render_config(self._host, self._port, self._superlink[1])
             )
         self._write_files()
+        # The SuperLink comes before nginx and the SuperExec, which both connect to it.
         for program in self._beside:
             self._supervisor.start(program.name)
         self._supervisor.start("superlink", timeout_s=_START_TIMEOUT_S)
@@ -182,6 +184,7 @@ class FlowerRuntime:
         self._submit()
 
     def _write_files(self) -> None:
+        # Left by the run before; the new ServerApp would end at once.
         (self._flower / "stop").unlink(missing_ok=True)
         write_atomic(self._flower / "run.json", json.dumps(self._run_settings).encode())
         secret = self._flower / "superexec.secret"
@@ -234,6 +237,7 @@ class FlowerRuntime:
 
     def _start_superexec(self) -> Child:
         secret_path = self._flower / "superexec.secret"
+        # The secret's file is named, not its content: arguments are visible to every user of the machine.
         command = superexec_command(self._address(), self._tls("ca.pem"), secret_path, SERVER_APP)
         return self._spawn("superexec", command)
 
@@ -312,6 +316,7 @@ class FlowerRuntime:
 
     def stop(self) -> None:
         """End everything within a few seconds; safe to call twice."""
+        # The ServerApp, which the SuperExec started, looks for this file and ends by itself.
         if self._supervisor.pids():
             with suppress(OSError):
                 (self._flower / "stop").touch()

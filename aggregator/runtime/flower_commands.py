@@ -62,6 +62,7 @@ class FlowerCommands:
         known_path = self._flower / _REGISTERED
         known: set[str] = set()
         if (self._flower / "superlink.db").exists() and known_path.exists():
+            # A list that cannot be read costs time alone: every node is then registered again.
             with suppress(ValueError, TypeError):
                 known = set(json.loads(known_path.read_text()))
         new = [silo_id for silo_id, key in nodes.items() if key not in known]
@@ -74,6 +75,8 @@ class FlowerCommands:
                 commands.append(("supernode", "register", str(path), _CONNECTION))
             outputs = self._run_all(commands)
             for silo_id, output in zip(silo_ids, outputs, strict=True):
+                # A node that is registered already is in the database and not in the list, as after a crash between the
+                # two.
                 if not _parse(output).get("success") and "already" not in output:
                     raise self._failure(f"registering silo {silo_id}", "a registered node", output)
                 known.add(nodes[silo_id])
@@ -131,6 +134,7 @@ class FlowerCommands:
         """Read what a command writes until it ends."""
         output = bytearray()
         with selectors.DefaultSelector() as selector:
+            # `Popen.communicate` would bound the time, but not what a command writes into this process's memory.
             pipe = selector.register(process.stdout, selectors.EVENT_READ).fd  # type: ignore[arg-type]  # it is a pipe
             while selector.select(max(deadline - time.monotonic(), 0.0)):
                 piece = os.read(pipe, 65536)
@@ -157,6 +161,7 @@ class FlowerCommands:
             stderr=subprocess.STDOUT,
             env=self._environment,
             cwd=self._flower / "home",
+            # Its number is then that of its group, by which `_end` reaches what the command started.
             start_new_session=True,
         )
 
@@ -182,6 +187,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _parse(output: str) -> dict[str, object]:
     """The JSON object in a command's output, empty when there is none."""
+    # Flower may print a warning before the object.
     start = output.find("{")
     if start < 0:
         return {}

@@ -73,9 +73,11 @@ def take_in(
 ) -> None:
     """Answer every submission that arrives, until a signal comes: it interrupts at once, and no attempt counts."""
     federation = Federation(fed).require()
+    # Not an argument or a variable, which other processes of the machine could read.
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
     heartbeat = HeartbeatThread(federation.path / "flower" / HEARTBEAT)
     intake = IntakeService(federation, key, _log_verdict, _log_quarantine, heartbeat.step)
+    # `aggregator run` carries one plan until it ends. Intake reads the current one, which may have been signed since.
     if intake.plan.plan_id != plan_id:
         raise BusyError(
             f"plan {intake.plan.plan_id}",
@@ -84,6 +86,7 @@ def take_in(
         )
     max_bytes = submission_bytes(intake.plan) * len(intake.plan.silos)
     with intake.locked(), suppress(KeyboardInterrupt):
+        # A single step may copy and hash all silos' submissions at once.
         heartbeat.limit_s += max_bytes / _BYTES_PER_S
         heartbeat.start()
         while True:

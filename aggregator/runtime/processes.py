@@ -59,6 +59,7 @@ def read_processes(federation: Federation) -> Processes:
             limit=_MAX_INFO_BYTES,
         )
         return _processes(running, started_at, info)
+    # `aggregator run` may be of another version, or killed before it wrote its first list.
     except (ArchipelagoError, ValidationError, AttributeError, KeyError, TypeError):
         return Processes(running=running, started_at=started_at)
 

@@ -18,6 +18,7 @@ from ddm.errors import MissingFileError, SetupError
 from ddm.io.files import write_atomic
 
 _CONFIG = "nginx.conf"
+# Debian installs nginx into sbin, which is not in the PATH of ordinary users.
 _SEARCH = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin", "/opt/homebrew/bin")
 _TEST_TIMEOUT_S = 20.0
 _TEMPLATE = """\
@@ -194,6 +195,7 @@ def is_loopback(host: str) -> bool:
 
 def nginx_command(nginx: Path, flower: Path) -> list[str]:
     """Return the command that runs nginx in the foreground; `flower` is the folder of nginx.conf."""
+    # Without -e, which is new in 1.19.5, nginx first opens the log that it was built with, which only root may write.
     return [str(nginx), "-e", "stderr", "-p", f"{flower}/", "-c", str(flower / _CONFIG)]
 
 
@@ -215,6 +217,7 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
             timeout=_TEST_TIMEOUT_S,
             check=False,
         )
+    # nginx looks up a host's name while it tests, and a name server may never answer.
     except subprocess.TimeoutExpired as error:
         raise SetupError(
             "nginx -t", expected=f"an answer within {_TEST_TIMEOUT_S:.0f} s", got="no answer"
@@ -237,6 +240,7 @@ def answers(host: str, port: int, ca_path: Path, *, timeout_s: float = 5.0) -> b
     try:
         with (
             socket.create_connection((host, port), timeout=timeout_s) as plain,
+            # The certificate names localhost whatever the federation's address is, which may be one of many interfaces.
             context.wrap_socket(plain, server_hostname="localhost") as connection,
         ):
             connection.sendall(

@@ -102,6 +102,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
                 write_atomic(federation.path / "flower" / "info.json", info)
             for news in (silo_news, intake_news, restart_news):
                 news.log_new()
+        # The last verdict is logged just before the last receipt, which ends the loop.
         intake_news.log_new()
     return plan
 
@@ -135,6 +136,7 @@ def _check_disk(federation: Federation, plan: Plan) -> None:
         with suppress(OSError):
             folder.mkdir(exist_ok=True)
     check_writable(written)
+    # One half is for what arrives, the other for the verified copy; they may be on different disks.
     half = bytes_to_come(federation, plan) // 2
     purpose = f"the submissions to plan {plan.plan_id} that are still to come"
     require_free_space({federation.incoming: half, federation.accepted: half}, purpose)
@@ -240,6 +242,7 @@ class IntakeNews:
         if not self._path.is_file():
             return
         with self._path.open("rb") as log:
+            # A new log took the place of a full one.
             if self._path.stat().st_size < self._read_bytes:
                 self._read_bytes = 0
             log.seek(self._read_bytes)

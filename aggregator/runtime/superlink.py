@@ -44,6 +44,7 @@ def close_port() -> None:
 
 
 if __name__ == "__main__":
+    # The database and what Flower keeps beside it are for this user alone.
     os.umask(0o077)
     close_port()
     sys.argv[0] = "flower-superlink"

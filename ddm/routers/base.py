@@ -125,6 +125,7 @@ def posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> 
         NumericalError: a row has no finite value to normalise.
     """
     w_BK = torch.softmax(_log_joint(router, x_B, t_B, log_prior_K), dim=-1)
+    # Where every expert with a prior above 0 has a likelihood of 0, there is nothing to normalise, and the row is NaN.
     if not bool(torch.isfinite(w_BK).all()):
         raise NumericalError("router", expected="a finite posterior", got="NaN or infinity")
     return w_BK

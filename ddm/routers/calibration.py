@@ -144,6 +144,7 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
         public.log_likelihoods(router, band, index) for index, band in enumerate(bands)
     ]
     times = [public.times(band, index).double() for index, band in enumerate(bands)]
+    # On the images that it was fitted on, the fitted temperature never does worse than 1.
     fit_N, judge_N = halves(public.group_N, public.seed)
     fit_weights = public.evidence.weights(public.group_N[fit_N], public.seed)
     fit_weight_NE = torch.from_numpy(fit_weights.weight_NE)
@@ -160,6 +161,7 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
         return -torch.stack(log_posteriors).mean(0)
 
     def fit_loss(log_temperature: float) -> float:
+        # Searched on a logarithmic scale, on which twice and half the temperature are equally far from 1.
         loss_NE = losses(float(np.exp(log_temperature)), fit_N)
         return float((fit_weight_NE * loss_NE).sum())
 
@@ -208,6 +210,7 @@ def reliability(
     rows = np.arange(num_images)
     weight_N = weights.weight_NE.sum(1)
     for bin_N, confidence_N, top_N in zip(bin_DN, confidence_DN, top_DN, strict=True):
+        # A public image has no label. It counts for every expert by its weight, and is a hit for the most probable one.
         gap_ZNE[bin_N, rows] += confidence_N[:, None] / num_draws
         gap_ZNE[bin_N, rows, top_N] -= 1 / num_draws
         share_Z += np.bincount(bin_N, weight_N / num_draws, _BINS)
@@ -228,11 +231,13 @@ def reliability(
             accuracy=tuple(value_low_high.tolist()),
         )
         bins.append(reliability_bin)
+    # The interval is shifted by the bootstrap and may reach below 0, where no sum of absolute values is.
     return (float(value[0]), max(float(low), 0.0), float(high)), tuple(bins)
 
 
 def halves(group_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Split the images of each group into two halves at random."""
     order_N = torch.randperm(len(group_N), generator=torch.Generator().manual_seed(seed))
+    # Every second image of a list that is sorted by group: both halves have the groups in the same proportions.
     order_N = order_N[group_N[order_N].argsort(stable=True)]
     return order_N[::2].sort().values, order_N[1::2].sort().values

@@ -97,6 +97,7 @@ def compare(
     num_looks = len(bands) + compares_sketches
 
     weights = public.weights
+    # The loss of a router that ignores the image, in the same weighted average as the two others.
     prior_loss_E = -log_prior(public.prior_E, num_experts).numpy()
     prior_NE = np.broadcast_to(prior_loss_E, weights.weight_NE.shape)
     prior = float(weights.means(prior_NE[None])[0])
@@ -196,10 +197,13 @@ def _compare_sketches(
         s_BR = s_NR.double().repeat(_DRAWS, 1)
         t_B = t_r + (1 - t_r) * torch.rand(len(s_BR), generator=generator, dtype=torch.float64)
         s_BR = held_out.sketch.renoise(s_BR, t_r, t_B, public.path, generator)
+        # Both routers judge the same noised sketches: the variance of their difference is far below that of either
+        # loss.
         loss_2N = torch.stack([losses(router, s_BR, t_B, k) for router in routers])
         means += prior_K[k] * loss_2N.mean(1)
         spread = float((loss_2N[1] - loss_2N[0]).var(correction=0)) / max(loss_2N.shape[1] - 1, 1)
         variance += float(prior_K[k].square()) * spread
+    # The cross-entropy of a router that always answers the prior.
     entropy = -float((prior_K * prior_K.log()).sum())
     half = -float(ndtri(0.025 / num_looks)) * variance**0.5
     counts, candidate = means.tolist()

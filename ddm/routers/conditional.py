@@ -76,6 +76,7 @@ class ConditionalPrior:
         masses = []
         priors = []
         for c in range(num_classes):
+            # Within a class a silo's experts divide its data by their groups, as they do over all classes.
             mass_EG, share_E = layout.split(count_KCG[:, c] / count_KC[:, c, None])
             masses.append(mass_EG)
             priors.append(prior_KC[silo_E, c] * share_E)
@@ -108,6 +109,7 @@ def expected_class_counts(
 ) -> tuple[Tensor, Tensor]:
     """Return `expected_counts` of histograms over classes and groups, and their deviations, both (K, C, G)."""
     num_classes = noisy_KCG.shape[1]
+    # The public shares are of groups alone, so that the prior takes all classes for equally frequent.
     weight_CG = sketch.group_weight_G.double().repeat(num_classes, 1) / num_classes
     cells = [
         expected_counts(noisy.flatten().numpy(), n, epsilon, weight_CG.flatten().numpy())

@@ -91,6 +91,7 @@ class CountsRouter:
         """Return the router of experts from this one of silos, dividing each silo's groups among its experts."""
         mass_EG, _ = layout.split(self.log_mass_KG.exp())
         silo_E = list(layout.silo_E)
+        # An expert's share of its silo's group scales the error too. Estimated shares are never 0.
         ratio_EG = mass_EG / self.log_mass_KG[silo_E].exp()
         return CountsRouter(self.sketch, mass_EG.log(), self.path, self.error_KG[silo_E] * ratio_EG)
 
@@ -108,6 +109,7 @@ class CountsRouter:
         log_BG = self.group_log_density(s_BR, t_B)
         log_mass_KG = self.log_mass_KG.to(log_BG)
         chunks = []
+        # All pairs of samples and experts over all groups, (B, K, G), need not fit in memory at once.
         for rows in blocks(len(log_BG), log_mass_KG.numel()):
             joint_BKG = log_BG[rows, None] + log_mass_KG
             chunks.append(joint_BKG.logsumexp(2))

@@ -77,6 +77,7 @@ def cross_entropy(
         for k in torch.nonzero(prior_K)[:, 0].tolist():
             loss_n = -log_NK[label_N == k, k]
             value += float(prior_K[k] * loss_n.mean())
+            # The variance of a stratified mean: the sum over experts of pi_k^2 s_k^2 / n_k.
             variance += float(prior_K[k].square() * loss_n.var(correction=0)) / max(
                 len(loss_n) - 1, 1
             )

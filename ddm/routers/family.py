@@ -21,6 +21,7 @@ from ddm.protocol.routers import SamplesSettings
 from ddm.routers.base import Progress, Router
 from ddm.routers.sketch import Sketch
 
+# These modules import this one.
 if TYPE_CHECKING:
     from ddm.routers.comparison import HeldOut
     from ddm.routers.counts import CountsRouter

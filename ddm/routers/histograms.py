@@ -15,6 +15,7 @@ from ddm.routers.gaussians import blocks
 
 # Shape legend: K silos, G public groups, R dimensions, A concentrations, N possible counts.
 
+# From 0.1, where the prior leaves a silo's shares open, to 10,000, where it nearly fixes them at the public ones.
 _CONCENTRATIONS = np.logspace(-1, 4, 21)
 _WIDTHS = (0.35, 0.5, 0.7, 1.0, 1.4)  # of likeness, in distances to the nearest group
 _NEGLIGIBLE = 40.0  # noise more than this many e-folds into its tail is left out of sums
@@ -73,11 +74,14 @@ def _likenesses(mean_GR: Tensor, weight_G: NDArray[np.float64]) -> Iterator[NDAr
     """Yield, by width, how much each group counts for the others, rows that sum to 1; nothing for a single group."""
     if len(mean_GR) < 2:
         return
+    # A group says nothing of itself: its own noise would become its own prior.
     distance_GG = torch.cdist(mean_GR, mean_GR).fill_diagonal_(torch.inf).numpy()
     nearest_G1 = distance_GG.min(1, keepdims=True)
     # groups may lie at one place
     unit = max(float(np.median(nearest_G1)), 1e-6 * float(nearest_G1.max())) or 1.0
     for width in _WIDTHS:
+        # Relative to the nearest group, so that a group far from all others does not get weights that all underflow to
+        # 0.
         log_GG = -0.5 * (distance_GG**2 - nearest_G1**2) / (width * unit) ** 2
         like_GG = weight_G * np.exp(log_GG)
         yield like_GG / like_GG.sum(1, keepdims=True)
@@ -111,6 +115,7 @@ def expected_counts(
     means = []
     deviations = []
     for rows in blocks(len(noisy_G), num_likely):
+        # Computed a second time, since those of all blocks together may not fit in memory.
         cells = _Cells.of(noisy_G[rows], num_units, epsilon, weight_G[rows], num_likely)
         posterior_GN = softmax(cells.log_joint(best_concentration), axis=1)
         mean_G = (posterior_GN * cells.n_GN).sum(1) + _FLOOR * num_units
@@ -164,6 +169,7 @@ class _Cells:
     def log_joint(self, concentration: float) -> NDArray[np.float64]:
         """Return log P(n, noisy count) where a cell's rate is Beta(concentration w, concentration (1 - w))."""
         shape_G1 = concentration * self.weight_G1
+        # A plan with one group gives it the weight 1, and a Beta distribution needs both parameters above 0.
         rest_G1 = np.maximum(concentration - shape_G1, 1e-9)
         ends_G1 = betaln(shape_G1, rest_G1) + gammaln(self.num_units + shape_G1 + rest_G1)
         rates_GN = gammaln(self.n_GN + shape_G1) + gammaln(self.num_units - self.n_GN + rest_G1)

@@ -72,6 +72,7 @@ class Labelled:
         size_J = torch.bincount(cell_N, minlength=num_cells)
         share_EJ = share_EJ.double()
         has_images_J = size_J > 0
+        # An expert whose cells have no image would be the target of none, so that no sample would ever follow it.
         num_without = int((share_EJ[:, has_images_J].sum(1) <= 0).sum())
         if num_without:
             raise DataError(
@@ -81,7 +82,10 @@ class Labelled:
                 remedy="Label public images of every silo, or train the router on images that the experts draw.",
             )
         weight_J = share_EJ.sum(0) / num_experts
+        # A cell in which nobody has data has no posterior. Its row stays 0, and its weight of 0 leaves its images out.
         target_JE = (share_EJ / share_EJ.sum(0).clamp(min=1e-300)).T.float()
+        # Images of a cell divide its weight, so that it does not matter how many of them the public data happen to
+        # have.
         weight_N = (weight_J / size_J.clamp(min=1))[cell_N]
         has_weight_N = weight_N > 0
         if condition_N is not None:
@@ -116,6 +120,7 @@ class Labelled:
         # By inversion: torch.multinomial takes at most 2^24 images.
         edge_N = self.weight_N.cumsum(0)
         at = torch.rand(num, generator=generator, dtype=torch.float64) * edge_N[-1]
+        # Rounding may move a number onto the last edge, beyond which there is no image.
         return torch.searchsorted(edge_N, at, right=True).clamp(max=len(self) - 1)
 
     def divided(self, generator: torch.Generator) -> tuple["Labelled", "Labelled"]:
@@ -125,6 +130,7 @@ class Labelled:
             ShapeError: a cell that only one expert has data in, with a single image.
         """
         order_N = torch.randperm(len(self), generator=generator)
+        # The stable sort brings the images of a cell together and leaves their random order as it is.
         order_N = order_N[self.cell_N[order_N].argsort(stable=True)]
         size_J = torch.bincount(self.cell_N, minlength=len(self.target_JE))
         if bool(((size_J == 1) & (self.target_JE.amax(1) == 1)).any()):
@@ -133,6 +139,7 @@ class Labelled:
         first_J = size_J.cumsum(0) - size_J
         sorted_J = self.cell_N[order_N]
         place_N = torch.arange(len(self)) - first_J[sorted_J]
+        # The only image of a cell is trained on, since other cells show the same experts.
         num_check_J = (_HELD_OUT_SHARE * size_J).round().clamp(min=1).where(size_J > 1, 0)
         checked_N = place_N < num_check_J[sorted_J]
         if not bool(checked_N.any()):
@@ -163,6 +170,7 @@ def class_shares(count_KCG: Tensor, layout: Layout) -> Tensor:
         layout: the experts.
     """
     own_EG = _covered(layout, count_KCG.shape[2])
+    # An expert has learned the groups of its part alone; those of the silo's other experts count as 0 for it.
     share_ECG = count_KCG[list(layout.silo_E)] * own_EG[:, None]
     return (share_ECG / share_ECG.sum((1, 2), keepdim=True)).flatten(1)
 
@@ -216,6 +224,7 @@ def texts_of_experts(
     texts_NLD: Tensor, num_experts: int, num: int, generator: torch.Generator
 ) -> Tensor:
     """Draw the texts under which each expert draws, from public ones, shape (E, num, L, D)."""
+    # Every expert draws from the same captions, since no statistic says which silo has which texts.
     return texts_NLD[torch.randint(len(texts_NLD), (num_experts, num), generator=generator)]
 
 

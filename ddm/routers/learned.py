@@ -109,6 +109,7 @@ def learned_router_specs(
     silo_E: Sequence[int], sketch: Sketch, settings: LearnedSettings, path: Path
 ) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored learned router."""
+    # Only shapes are wanted, and no memory is taken for weights.
     with torch.device("meta"):
         state = Residual(
             sketch, max(silo_E) + 1, settings.hidden, settings.depth, path
@@ -232,6 +233,7 @@ class LearnedFamily(RouterFamily):
     def _fitted(
         self, router: LearnedRouter, inputs: RouterInputs, held_out: HeldOut | None
     ) -> FittedRouter:
+        # Compared before the split, since the counts router is one of silos as well.
         is_changed = router.differs(inputs.counts)
         if inputs.layout is not None:
             router = router.split(inputs.layout)
@@ -239,6 +241,7 @@ class LearnedFamily(RouterFamily):
 
     def load(self, stored: StoredRouter) -> LearnedRouter:
         """See `RouterFamily.load`."""
+        # An owner's router is made without sketches, so that its manifest has no noise level to state.
         if stored.t_release is None and stored.plan.statistics.private:
             expected = "a router with the t_release of the sketches it was made from"
             raise TensorFileError(stored.file_name, expected=expected, got="no t_release")

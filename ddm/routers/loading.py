@@ -48,6 +48,7 @@ def load_router(
             expected=f"{len(experts)} shares",
             got=str(len(published.training_prior)),
         )
+    # The aggregator publishes counts where the plan's own family did worse.
     settings: RouterSettings = CountsSettings() if published.kind == "counts" else plan.router
     if published.kind != settings.kind:
         expected = f"a router of the kind counts or {settings.kind}, as the plan says"

@@ -87,8 +87,10 @@ class PublicWeights:
         self._seed = seed
         self._group_N = group_N.numpy()
         self._size_G = np.bincount(self._group_N, minlength=num_groups)
+        # A silo's number of units is public, so that its noise is not to change the silo's weight as a whole.
         weight_EG = self._of_experts(_sum_to(noisy_KG, n_K1))
         covered = float(weight_EG[:, self._size_G > 0].sum())
+        # Noised counts may be negative, and a sum of 0 or less cannot be scaled to 1.
         if covered <= 0:
             num_images = len(self._group_N)
             raise RefusedError(
@@ -104,6 +106,7 @@ class PublicWeights:
     @property
     def _is_exact(self) -> bool:
         """Whether the counts carry no noise."""
+        # The probability of a noise of 0 rounds to 1.
         return bool(np.expm1(-self._epsilon / 2) == -1.0)
 
     def means(self, figure_MNE: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -131,6 +134,7 @@ class PublicWeights:
             # Each image is replaced by one of its group, so that the groups keep their sizes.
             offset_SN = np.floor(rng.random((num, num_images)) * size_N).astype(np.int64)
             pick_SN = order_N[start_N + offset_SN]
+            # A range of its own for each draw lets one count over all draws say how often each image was picked.
             cell_SN = pick_SN + num_images * np.arange(num)[:, None]
             times_SN = np.bincount(cell_SN.ravel(), minlength=num * num_images)
             times_SN = times_SN.reshape(num, num_images)

@@ -45,13 +45,17 @@ def refit_shares(
 
 def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor) -> Tensor:
     """Maximise ``sum_i log sum_c mass_c density_ic + sum_c shape_c log mass_c - rate_c mass_c`` on the simplex."""
+    # Exact counts have an error of 0, which would make the prior infinitely sharp.
     error_G = error_G.clamp(min=1e-9)
     # Of the Gamma prior whose mean is the mass and whose deviation is its error; the rate is per unit of mass.
     shape_G = (mass_G / error_G).square()
     rate_G = mass_G / error_G.square()
     for _ in range(_EM_STEPS):
         joint_NG = mass_G * density_NG
+        # E step: the expected number of sketches from each group. In log space the mode of a Gamma prior adds its whole
+        # shape, not the shape less 1.
         expected_G = (joint_NG / joint_NG.sum(1, keepdim=True)).sum(0) + shape_G
+        # M step.
         new_G = _on_simplex(expected_G, rate_G)
         change = float((new_G - mass_G).abs().sum())
         mass_G = new_G
@@ -64,6 +68,7 @@ def _on_simplex(expected_G: Tensor, rate_G: Tensor) -> Tensor:
     """Return ``expected / (lambda + rate)`` with the lambda that makes it sum to 1, by bisection."""
     # At the lower end a single entry is already at least 1.
     low = float((expected_G - rate_G).max())
+    # At the upper end every denominator is at least the sum of all numerators, so that the entries sum to at most 1.
     high = float(expected_G.sum() - rate_G.min())
     for _ in range(200):
         middle = (low + high) / 2

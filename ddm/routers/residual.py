@@ -52,6 +52,7 @@ class Residual(nn.Module):
         for num_in, num_out in pairwise(widths):
             layers += [nn.Linear(num_in, num_out), nn.SiLU()]
         last = nn.Linear(hidden, num_silos)
+        # Zero at the start: training that gains nothing leaves the mixture as it is.
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.layers = nn.Sequential(*layers, last)
@@ -161,6 +162,7 @@ def fit_residual(
         if step % every and step != settings.num_steps:
             continue
         now_N = data.check_losses(residual)
+        # Better than the best so far, and clearly better than no network at all.
         if data.mean(now_N) < best_loss and data.gain_is_clear(start_N - now_N):
             best_loss = data.mean(now_N)
             best_weights = deepcopy(residual.state_dict())
@@ -183,6 +185,7 @@ class _TrainingSet:
         size_G = torch.bincount(public.group_N, minlength=joint_KG.shape[1]).clamp(min=1)
         self.target_NK = (joint_KG / joint_KG.sum(0)).T[public.group_N]
         self.weight_N = (joint_KG.sum(0) / size_G)[public.group_N]
+        # Known labels take the place of those that the mixture states.
         if public.silo_N is not None:
             size_K = torch.bincount(public.silo_N, minlength=len(prior_K)).clamp(min=1)
             self.target_NK = torch.eye(len(prior_K), dtype=torch.float64)[public.silo_N]
@@ -193,6 +196,7 @@ class _TrainingSet:
         self.check = order_N[:num_check]
         self.train = order_N[num_check:]
         rows = self.check.repeat(_CHECK_DRAWS)
+        # Drawn once: the losses of two checks then differ by the weights alone.
         self.check_s, self.check_t = self._noised(self.public_NR[rows])
         self.check_base = self._base(self.check_s, self.check_t)
 

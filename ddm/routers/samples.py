@@ -200,6 +200,7 @@ def draw_from_experts(
     for e in range(len(experts)):
         generator = stream("router samples", seed, e)
         noise = torch.from_numpy(generator.standard_normal((num, *shape), dtype="float32"))
+        # On the schedules of diffusion models sigma is not quite 1 at t = 1.
         x_1 = noise * path.sigma(torch.ones(()))
         # Looked up once for each expert, of which only some are in memory.
         expert = experts[e]
@@ -250,6 +251,7 @@ def fit_samples(
         ShapeError: too few images; see `Labelled.divided`.
         NumericalError: the training diverged.
     """
+    # Layers draw their weights from torch's global generator, which goes on for the caller as if nothing had happened.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = _build(images.num_experts, images.images.shape[1:], settings, condition)
@@ -287,6 +289,8 @@ class _Noised:
         if images.condition_N is not None:
             condition = images.condition_N[rows]
             hidden_B = torch.rand(len(rows), generator=generator) < drop
+            # The null condition, as experts receive it. A router that also learns without conditions serves the
+            # unconditional branch of guidance.
             condition[hidden_B] = -1 if condition.dim() == 1 else 0
         return cls(x_B, t_B, images.target_JE[images.cell_N[rows]], condition)
 
@@ -368,6 +372,7 @@ def _gated(
     net: TokenRouter, x_B: Tensor, t_B: Tensor, condition_B: Tensor | None, path: Path
 ) -> Tensor:
     logits_BE: Tensor = net(x_B, t_B, condition_B)
+    # alpha is 0 at t = 1, so that the posterior of pure noise is exactly the prior, whatever the network has learned.
     return expand_time(path.alpha(t_B), logits_BE) * logits_BE
 
 

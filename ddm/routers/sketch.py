@@ -72,6 +72,7 @@ class Sketch:
         Raises:
             DataError: a group without a public image, or images that do not span `rank` directions.
         """
+        # Rounded first: scale and moments must be those of the float32 projection that silos and readers get.
         mean_D, basis_RD = (part.float() for part in principal_directions(images, rank))
         raw_NR = (images.flatten(1).double() - mean_D.double()) @ basis_RD.double().T
         norm_N = raw_NR[:, :released_rank].norm(dim=1)
@@ -120,6 +121,7 @@ class Sketch:
         """
         # Clipped, since the sensitivity of a statistic is that of the unit ball.
         raw_NR = self._centred(x_0.double(), torch.ones(len(x_0), dtype=torch.float64)) / self.scale
+        # A NaN passes every comparison of the clipping, and one such row would make the whole statistic NaN.
         lost_N1 = ~torch.isfinite(raw_NR).all(1, keepdim=True)
         return _into_unit_ball(raw_NR.masked_fill(lost_N1, 0.0))
 
@@ -182,6 +184,8 @@ class Sketch:
         )
         if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise PolicyError("the plan's sketch", expected="finite numbers", got="NaN or infinity")
+        # Images are divided by it: near 0 all would overflow and count as 0, near infinity all would vanish in the
+        # noise.
         if not (math.isfinite(self.scale) and _SCALES[0] <= self.scale <= _SCALES[1]):
             expected = f"{_SCALES[0]:g} to {_SCALES[1]:g}"
             raise PolicyError("the plan's sketch scale", expected=expected, got=f"{self.scale:g}")
@@ -272,6 +276,7 @@ def _group_moments(s_NR: Tensor, group_N: Tensor, size_G: Tensor) -> tuple[Tenso
     scatter_GRR = torch.stack([residual.T @ residual for residual in members])
     pooled_RR = scatter_GRR.sum(0) / max(len(s_NR) - num_groups, 1)
     floor = _FLOOR * float(torch.linalg.eigvalsh(pooled_RR)[-1]) + 1e-12
+    # A group of fewer than R + 1 images has a singular covariance, which the pooled one fills up.
     pseudo = _SHRINK * (rank + 1)
     cov_GRR = (scatter_GRR + pseudo * pooled_RR) / (size_G + pseudo)[:, None, None]
     # for the variance of the mean of size_G images

@@ -41,6 +41,7 @@ class LazyExperts:
 
     def __getitem__(self, k: int) -> Expert:
         if k not in self._loaded:
+            # Room is made first: while an expert is loaded, it counts already.
             while self._loaded and self.loaded_bytes + self._sizes[k] > self._memory_bytes:
                 self._loaded.popitem(last=False)
             self._loaded[k] = self._load(k)

@@ -110,6 +110,7 @@ class ConditionRequest:
         if len(self.interval) != 2 or not 0 <= self.interval[0] < self.interval[1] <= 1:
             expected = "two times (low, high) with 0 <= low < high <= 1"
             raise MathError("guidance_interval", expected=expected, got=str(self.interval))
+        # Without guidance the interval would have no effect, which its caller does not expect.
         if tuple(self.interval) != (0.0, 1.0) and not self.guidance:
             expected = "guidance above 0 together with it"
             raise MathError("guidance_interval", expected=expected, got="guidance=0")
@@ -143,6 +144,7 @@ class ConditionRequest:
         conditional = tuple(self._branch(ensemble, value) for value in branch_values)
         unconditional = None
         if self.guidance:
+            # The null condition is the same for every class, and for texts it has the shape of one of them.
             _, null = condition_and_null(ensemble.condition, branch_values[0])
             unconditional = Branch(target_log_prior, ensemble.router, null)
         return Branches(conditional, unconditional, sample_conditions)

@@ -145,6 +145,7 @@ class Inpainting:
         for t, t_next in pairwise(times):
             samples = self.trajectories.move(samples, (t, t_next), uniform_BM[:, num_moves:], first)
             num_moves += 1
+            # Data have no noise that a correction could replace.
             if t_next <= 0:
                 break
             for _ in range(self.known.corrections):
@@ -166,6 +167,8 @@ class Inpainting:
         new_eps_B = RHO * eps_B + (1 - RHO**2) ** 0.5 * noise_B
         corrected_B = x_t(self.path, x_0_B, new_eps_B, filled(x_B, t))
         mask_B = self.known.mask.to(x_B.device)
+        # A correction is no step: the numbers that a callback sees, and the first entry in the log, depend on the
+        # steps.
         corrected = replace(probed, num_steps=samples.num_steps)
         return corrected.at(torch.where(mask_B, x_B, corrected_B))
 
@@ -195,6 +198,7 @@ def mask_of_latents(known: Tensor, shape: tuple[int, ...]) -> Tensor:
     """
     if tuple(known.shape[1:]) == shape:
         return known
+    # One unknown pixel makes the latent unknown that stands for it, so that the maximum over a window decides.
     unknown = (~known).any(1, keepdim=True).float()
     window = [side // small for side, small in zip(known.shape[2:], shape[1:], strict=True)]
     pool = max_pool2d if len(window) == 2 else max_pool3d

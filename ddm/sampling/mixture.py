@@ -83,6 +83,7 @@ def _mix(
             if condition_of_rows is not None:
                 condition.append(condition_of_rows(rows))
             u_rows = evaluate(experts[k], x_B[rows], t_B[rows], *condition)
+            # The sum is formed expert by expert: one velocity of each at the same time would take K times the memory.
             u_B.index_add_(0, rows, expand_time(w_BK[rows, k], u_rows) * u_rows)
     return u_B
 
@@ -138,6 +139,7 @@ class Branch:
             got = "an ensemble without a router"
             raise MathError("mixture at t < 1", expected="a router", got=got)
         chunks = []
+        # Differences of large log-likelihoods decide the posterior, and bfloat16 would round them away.
         with full_precision(x_B):
             for rows in torch.split(torch.arange(len(x_B), device=x_B.device), chunk_size):
                 router = self.router
@@ -268,6 +270,7 @@ class Mixture:
                 condition_B=conditions.condition_B,
             )
         # Classes: each has a branch, since the shares of the experts differ from class to class.
+        # In float64, as priors are, whatever the dtype of the samples.
         log_w_BK = x_B.new_empty(len(x_B), len(self.experts), dtype=torch.float64)
         branch_B = conditions.branch_B.to(x_B.device)
         for number, branch in enumerate(self.conditional):

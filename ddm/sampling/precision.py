@@ -73,6 +73,8 @@ def evaluate(expert: Expert, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> 
     if isinstance(expert, nn.Module):
         state = {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
         floating = {name: value for name, value in state.items() if value.is_floating_point()}
+        # The weights are cast for this call alone: the network is the caller's, who may use it in its own dtype
+        # meanwhile.
         if any(value.dtype != x_B.dtype for value in floating.values()):
             cast = {name: value.to(x_B.dtype) for name, value in floating.items()}
             velocity: Tensor = functional_call(expert, cast, (x_B, t_B, *condition))

@@ -101,6 +101,8 @@ class ProvenanceLog:
     def __post_init__(self) -> None:
         num_bytes_of_set = -(-len(self.active_K) // 8)
         entry_bytes = 8 + 8 + num_bytes_of_set
+        # Bounded by the most changes that there may be, before the first is known: the first samples are then kept
+        # whole.
         self.num = min(self.num, max(1, MAX_BYTES // (entry_bytes * self.max_changes)))
 
     def note(self, first: int, t: float, allowed_BK: Tensor, changed_B: Tensor) -> None:

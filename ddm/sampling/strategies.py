@@ -148,6 +148,7 @@ class TopK(Strategy):
         """See `Strategy.select`."""
         none_BK = w_BK < 0
         selected_BK = none_BK.scatter(1, _descending(w_BK)[:, : self.k], True)
+        # Where fewer than k experts have a weight, the others are not evaluated.
         return selected_BK & (w_BK > 0)
 
 
@@ -209,6 +210,7 @@ class Threshold(Strategy):
 
     def select(self, w_BK: "Tensor") -> "Tensor":
         """See `Strategy.select`."""
+        # The most probable expert stays where none reaches the threshold, since a sample must follow at least one.
         is_probable_BK = w_BK >= self.least
         return (is_probable_BK | TopK(1).select(w_BK)) & (w_BK > 0)
 
@@ -298,6 +300,7 @@ def segments(
     starts_before = [t_before, *times]
     for step, (t, t_next) in enumerate(pairwise(times)):
         rule = strategy.step_rule(t, starts_before[step])
+        # A change of the rule begins a segment, so that the step which locks always evaluates the router.
         reuses_weights = step % router_every > 0 and bool(cut) and rule is cut[-1].rule
         if cut and (rule is StepRule.KEEP or reuses_weights):
             cut[-1] = replace(cut[-1], times=(*cut[-1].times, t_next))

@@ -232,6 +232,7 @@ class Trajectories:
             followed_experts.reverse()
         for expert in followed_experts:
             rows_of_expert = allowed_BK[:, expert].nonzero()[:, 0]
+            # A chunk goes through the whole segment before the next one, so that memory is needed for one chunk alone.
             for rows in torch.split(rows_of_expert, self.mixture.chunk_size):
                 velocity = self._expert_velocity(allowed_BK[rows], self.mixture.of(rows))
                 groups.append((rows, velocity))
@@ -323,6 +324,7 @@ def draw_noise(
     uniform_BS = np.empty((len(samples), steps))
     for row, sample in enumerate(samples):
         generator = stream("sample", seed, sample)
+        # The noise comes first, so that a sample begins in the same noise whatever the number of steps.
         noise[row] = generator.standard_normal(tuple(shape), dtype=np.float32)
         uniform_BS[row] = generator.random(steps)
     return torch.from_numpy(noise), torch.from_numpy(uniform_BS)

@@ -25,6 +25,8 @@ class Quoted(str):
 
 def unit_word(value: object) -> Quoted:
     """Quote one word of a list in a unit: quotes and backslashes escaped, no specifier expanded."""
+    # Backslashes first, since the quotes' own must not be doubled. systemd reads a percent sign as a specifier even
+    # inside quotes.
     text = _checked(value).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     if _PLAIN.fullmatch(text):
         return Quoted(text)
@@ -103,6 +105,7 @@ def mount(path: Path, *, writable: bool = False) -> str:
 
 def _matching(pattern: re.Pattern[str], value: object, expected: str) -> str:
     text = str(value)
+    # Not `match`, which would accept a name with a line break and more after it.
     if not pattern.fullmatch(text):
         raise SetupError(repr(text[:64]), expected=expected, got="other signs")
     return text

@@ -77,6 +77,7 @@ def installed_program(name: str) -> InstalledProgram:
     """Find a program of ours, such as `silo`."""
     path = program(name).absolute()
     environment = path.parent.parent
+    # An editable installation has the packages elsewhere than in its environment.
     packages = Path(__file__).resolve().parents[2]
     folders = {environment, packages, Path(sys.base_prefix).resolve()}
     # One that is inside another one is visible with it.
@@ -121,6 +122,8 @@ def write_services(folder: Path, files: Mapping[str, str]) -> None:
     """
     other_files: list[str] = []
     if folder.is_dir():
+        # A folder of the operator's own, such as /etc/systemd/system, is not to be mixed with generated files by
+        # accident.
         other_files = sorted({path.name for path in folder.iterdir()} - files.keys())
     if other_files:
         raise BusyError(
@@ -130,6 +133,7 @@ def write_services(folder: Path, files: Mapping[str, str]) -> None:
             remedy="Name another folder with --out.",
         )
     for name, text in files.items():
+        # Scripts are run by a person; units must not be executable, about which systemd warns.
         mode = 0o755 if name.endswith(".sh") else 0o644
         write_atomic(folder / name, text.encode(), mode=mode)
 
@@ -163,6 +167,7 @@ def template_environment(package: str) -> Environment:
 
 def _require_quoted(value: object) -> object:
     """Refuse a value that a template would write as it is: a path could end its line and begin a setting."""
+    # An error of ours and no user's: some template names a value without its filter.
     if not isinstance(value, Quoted):
         raise ArchipelagoError(
             "template", expected="a value with a filter that quotes it", got=type(value).__name__

@@ -95,6 +95,7 @@ def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[in
         return _interrupted(came())
     except (BrokenPipeError, SystemExit):
         # The reader left, as `head` does; Typer makes a SystemExit of it.
+        # Python flushes standard output at exit, and would print an error about the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -171,6 +172,7 @@ def passphrase(
         MissingFileError: there is no such file.
         PassphraseError: nothing to read, or nobody to ask.
     """
+    # An option of the command line counts before the configuration.
     source = path
     if source is None and configured:
         source = Path(configured)

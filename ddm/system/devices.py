@@ -49,6 +49,7 @@ def computes_in_bf16(precision: Precision, device: "torch.device") -> bool:
     if precision != "auto":
         return precision == "bf16"
     if device.type == "cuda":
+        # Older GPUs emulate bfloat16, which is slower than float32.
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     has = torch.cpu.get_capabilities()
     return bool(has.get("amx_bf16") or (has.get("avx512_bf16") and processor_by_amd()))

@@ -91,6 +91,7 @@ def apply(
 def worst(findings: tuple[Finding, ...]) -> Level | None:
     """Return the gravest level; None where nothing was found."""
     levels = {finding.level for finding in findings}
+    # A failure counts before any number of warnings.
     if "fail" in levels:
         return "fail"
     return "warn" if levels else None

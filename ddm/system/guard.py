@@ -139,6 +139,7 @@ class _Guard:
         if self._returncode is None:
             self._signal([self._program.pid], signal.SIGTERM)
             self._pump_until(lambda: self._returncode is not None, timeout_s=self._grace_s)
+        # What the program left behind gets a polite signal first, then one that cannot be ignored.
         for number, timeout_s in (
             (signal.SIGTERM, self._grace_s),
             (signal.SIGKILL, _KILL_TIMEOUT_S),

@@ -138,6 +138,7 @@ def replay(line: str) -> bool:
         return False
     if not isinstance(fields, dict) or not {"level", "logger", "message"} <= fields.keys():
         return False
+    # Everything in the line is a stranger's word, as far as this process knows.
     name = str(fields["logger"])
     level = logging.getLevelNamesMapping().get(str(fields["level"]))
     # The line may come from a process that a submission took over: it speaks for our packages alone.

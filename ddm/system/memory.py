@@ -56,6 +56,7 @@ def memory_limit(asked: int | None = None) -> MemoryLimit:
 
 def available_bytes() -> int:
     """Return the bytes that this process can still take: the least of machine, cgroups and its own address space."""
+    # A container sees all of the machine's memory in /proc, and is killed at the limit of its cgroup.
     return max(0, min((_machine_bytes(), *_cgroup_bytes(), *_address_space_bytes())))
 
 
@@ -107,6 +108,7 @@ def _cgroup_bytes() -> Iterator[int]:
 
 
 def _address_space_bytes() -> Iterator[int]:
+    # Set by `ulimit -v`, and by some schedulers.
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -174,6 +174,7 @@ def _watch(processes: list[_PartProcess], on_report: Callable[[Any], None]) -> N
         for process in [process for pipe, process in running.items() if pipe in ready]:
             message = process.receive()
             if not isinstance(message, _End):
+                # What this raises leaves the loop, and `run_parts` then ends all processes.
                 on_report(message)
                 continue
             del running[process.pipe]

@@ -80,6 +80,7 @@ def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
         }
     except (OSError, ValueError):
         return None
+    # Without a row the other end is not on this machine, or is gone. With several users the addresses name no one.
     if len(users) != 1:
         return None
     return users.pop()

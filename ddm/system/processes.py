@@ -95,6 +95,8 @@ class Child:
     def kill(self) -> None:
         """Kill the tree without asking, and wait until the kernel has taken it down."""
         tree = [self.guard_pid, *descendants(self.guard_pid)]
+        # Children before parents, which could start others in their place; the guard, which comes first in the tree,
+        # last.
         for pid in reversed(tree):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -117,6 +119,7 @@ class Child:
 
     def stop_timeout_s(self) -> float:
         """Seconds after which the guard must have ended everything."""
+        # The guard waits so long for the program and again for what it left, and 2 s after SIGKILL; 2 s are to spare.
         return 2 * self._grace_s + 4.0
 
     def _close(self) -> None:
@@ -159,7 +162,10 @@ def spawn(
         }
     )
     process = subprocess.Popen(
+        # Isolated: neither the working folder nor PYTHONPATH of the caller can put another module in the guard's place.
         [sys.executable, "-I", "-m", "ddm.system.guard", settings, "--", *command],
+        # The guard takes the end of this pipe, which the kernel closes however this process ends, for the order to
+        # stop.
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -346,6 +352,7 @@ def flower_environment(home: Path) -> dict[str, str]:
     if configured := os.environ.get("no_proxy") or os.environ.get("NO_PROXY"):
         without_proxy.insert(0, configured)
     return {
+        # A setting that somebody exported for another federation would act on this one.
         **{name: value for name, value in os.environ.items() if not name.startswith("FLWR_")},
         "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", os.defpath)]),
         "no_proxy": ",".join(without_proxy),
@@ -387,6 +394,7 @@ def _is_taken(family: int, address: Any, host: str) -> bool:
         try:
             listener.bind(address)
         except OSError as error:
+            # Waiting would not help here, as it may where a port is taken.
             if error.errno == errno.EADDRNOTAVAIL:
                 raise SetupError(
                     f"host {host}",

@@ -189,6 +189,8 @@ class Supervisor:
         if state.child is not None:
             if self._is_well(state, state.child):
                 return
+            # Raised here and not at the next start, so that the message quotes the log of the failure that was one too
+            # many.
             if not state.restarts.allowed():
                 expected = f"at most {state.program.max_per_hour} restarts an hour"
                 raise self._failure(state, expected)
@@ -205,6 +207,7 @@ class Supervisor:
             return False
         every_s = state.program.check_every_s
         if not state.is_ready:
+            # A program that starts is looked at more often, since others wait for it.
             every_s = min(_STARTING_CHECK_S, every_s)
         if self._clock() - state.checked_at >= every_s:
             self._check_work(state)
@@ -225,6 +228,7 @@ class Supervisor:
 
     def _failure(self, state: _ProgramState, expected: str) -> TransportError:
         name = state.program.name
+        # The last line of a log, as of a stack trace, is the one that names the error.
         lines = [line.strip() for line in self.log_tail(name).splitlines() if line.strip()]
         remedy = None
         if state.latest_child is not None:

@@ -50,6 +50,7 @@ class SitePaths:
         """
         resolved = Site(site.path.resolve())
         data = Path(settings.data).resolve()
+        # The table alone would be visible to the service, and not the images that it names.
         if data.suffix.lower() in _TABLES:
             data = data.parent
         text_encoder = None
@@ -88,6 +89,7 @@ class SitePaths:
             if path is None:
                 continue
             # A folder that contains the site, and one inside or around a folder that the courier is given.
+            # Both directions count: a mount shows what is below it.
             is_around = folder.is_relative_to(path)
             is_shared = any(
                 path.is_relative_to(shared) or shared.is_relative_to(path)
@@ -212,6 +214,7 @@ def container_service_files(site: Site, image: str, podman: Path) -> dict[str, s
     """
     settings = site.settings()
     paths = SitePaths.of(site, settings)
+    # The half with the data has no network at all; its training processes share memory, of which podman gives 64 MiB.
     worker_options = ["--network=none", "--shm-size=1g"]
     if settings.training.device == "cuda":
         worker_options.append("--device=nvidia.com/gpu=all")
@@ -235,6 +238,7 @@ def container_service_files(site: Site, image: str, podman: Path) -> dict[str, s
             half=half,
             command=[*run, *_command("silo", paths.site, half)],
             stop=[podman, "stop", "--ignore", "--time=45", name],
+            # The proxy's address and password are for the half with the network alone.
             environment=f"{name}.env" if half == "courier" else None,
         )
     return files
