@@ -37,6 +37,7 @@ def handle(message: Message, context: Context) -> Message:
         limits = SiteLimits.from_node_config(context.node_config)
         reply = answer(decode_request(message.content, max_bytes=limits.shard_bytes), limits)
     except ArchipelagoError as error:
+        # Which reply was expected is unknown, since the request could not be read; any kind carries the code.
         reply = Envelope(BundleProgress(code=error.exit_code))
     except Exception:
         # Flower would send the exception's text, with paths of this machine, to the aggregator.
@@ -64,6 +65,7 @@ def sign_off(address: str, node_id: int, courier: Path) -> None:
     with FleetHttpClient.from_server_address(
         address, False, str(courier / "ca.pem"), interceptors=[authentication]
     ) as client:
+        # Signed with the node's key, so that nobody else can sign this node off.
         client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
 
 

@@ -176,6 +176,7 @@ class DecisionLog:
         with self._locked_entries() as entries:
             last = _last_about(entries, decision.kind)
             is_repeated = (
+                # The same decision of another person is a record of its own: the log says who took it.
                 last is not None and last.by == current_user() and last.decision == decision
             )
             if not is_repeated or isinstance(decision, RetrainingStarted):
@@ -193,6 +194,7 @@ class DecisionLog:
             if last and isinstance(last.decision, PolicyChanged):
                 if last.decision.policy_digest == digest:
                     return
+            # For people to read; the digest above decides whether the policy is another one.
             values = {name: value[:_MAX_VALUE_CHARACTERS] for name, value in _dotted_fields(policy)}
             self._append(entries, PolicyChanged(policy_digest=digest, values=values))
 

@@ -89,6 +89,7 @@ def run_both(site: Site, key: SigningKey) -> State:
             stop.wait(LINGER_S)
         finally:
             watch.close()
+        # After the worker's own end: experts that were approved are in the outbox, whatever became of the courier.
         watch.raise_failure()
     return state
 

@@ -93,6 +93,8 @@ def first_look(
     is_new = not site.path.exists()
     earlier_folder = default_folder(source.data)
     if needs_scan(source) or (earlier_folder / DECISIONS_FILE).exists():
+        # A scan remembers what it found in the private folder, so that this must be there, closed to others, before
+        # it.
         site.make_folders()
     try:
         num_adopted = adopt_decisions(earlier_folder, source.folder)
@@ -166,8 +168,10 @@ def init_site(
     # Worker and courier each verify by a copy of their own.
     write_atomic(site.root_path, invitation.root.encode())
     write_atomic(site.courier / "1.root.json", invitation.root.encode())
+    # An operator may have written the policy first, or an earlier `silo init` was interrupted after this.
     if not (site.path / "policy.toml").exists():
         save_settings(Policy(data=facts_of(source)), site.path / "policy.toml", POLICY_HEADING)
+    # Last of the files, since a folder with silo.toml counts as a site: whatever is interrupted before is done again.
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
     # The courier, perhaps another user, reads both.
     open_to_group(site.path / "policy.toml", site.path)
@@ -184,6 +188,7 @@ def set_anchor(site: Site, path: Path) -> None:
     """
     with locked(site.private, "worker"):
         settings = site.settings()
+        # Before the settings name it: the anchor must hold this ledger's head, or one that the ledger extends.
         join_ledger(site, settings, anchor=path)
         ledger = settings.ledger.model_copy(update={"anchor": str(path)})
         settings = settings.model_copy(update={"ledger": ledger})

@@ -60,6 +60,8 @@ class SubmissionAttempts:
             else:
                 self._end(path)
             raise
+        # The examination came to an end, with an answer. Any other exception ends this process, and its attempt stays
+        # counted.
         except ArchipelagoError:
             self._end(path)
             raise

@@ -219,6 +219,7 @@ def _check_binding(submission: Submission, expected: Expectation) -> None:
     for subject, required, claimed in claims:
         if required != claimed:
             raise ReplayError(f"submission, {subject}", expected=required, got=claimed)
+    # A draft has none, and is the same document otherwise: what nobody approved at the site may not be published.
     if submission.approval is None:
         raise PolicyError("submission", expected="an approval", got="no approval")
 
@@ -311,6 +312,8 @@ def _check_statistics(
         statistic = statistics[submitted.kind]
         specs = statistic.tensor_specs(submission.num_units)
         path = files[submitted.file.path]
+        # Exactly the tensors, types and shapes that the plan implies: anything else is refused before its values are
+        # read.
         tensors = load_tensors(path, specs, max_bytes=plan.limits.statistic_bytes)
         statistic.check_received(tensors, submission.num_units, plan, expected.files.sketch)
         opened[submitted.kind] = tensors
@@ -340,6 +343,7 @@ def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tenso
     for expert in submission.experts:
         _check_num_images(submission, expert, plan)
         num_steps = plan.expert.training.num_steps
+        # Fewer steps would be another training than the one that all silos agreed to, under the same plan's name.
         if expert.steps != num_steps:
             raise PolicyError(
                 "submission, training steps", expected=f"{num_steps}", got=f"{expert.steps}"

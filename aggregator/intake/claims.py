@@ -52,6 +52,7 @@ def counted_units(
         return CountedUnits(claimed)
     # The last decision is the lowest: `record_decision` lets later ones only lower the number.
     admitted_units = [decision.units for decision in admissions if decision.units is not None]
+    # Also by what was agreed: no admission lets a silo count for more.
     units = min(claimed, agreed, *admitted_units)
     if units < claimed:
         return CountedUnits(units, admissions[-1].reason)

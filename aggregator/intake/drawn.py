@@ -97,6 +97,7 @@ class PublicSet:
 
     def nearest(self, points: Tensor) -> Tensor:
         """Return each point's distance to the nearest public image, shape (M,)."""
+        # In float64: a broken expert's images may have values whose squares float32 does not hold.
         return torch.cdist(points.double(), self.points.double()).min(1).values
 
 

@@ -175,6 +175,7 @@ def _read_silo(federation: Federation, plan: Plan, plan_digest: str, silo_id: st
     plan_id = plan.origin(silo_id)
     folder = federation.accepted_folder(plan, silo_id)
     name = submission_path(silo_id)
+    # Verified again, although intake did so: a disk, a restored backup or a person may have changed what lies here.
     role = read_bounded(folder / "metadata" / f"{plan_id}.{silo_id}.json", MAX_DOCUMENT_BYTES)
     key = signing_key(card_of(federation, silo_id))
     signed = verify_silo_metadata(role, plan_id=plan_id, silo_id=silo_id, key=key, now=now_utc())

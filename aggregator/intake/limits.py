@@ -25,5 +25,6 @@ def bytes_to_come(federation: Federation, plan: Plan) -> int:
     Each silo has this much of its own, so that none can fill the disk before the others have sent.
     """
     accepted = federation.accepted / plan.plan_id
+    # One whose submission was accepted sends no further one.
     num_silos = sum(not (accepted / silo_id).exists() for silo_id in plan.silos)
     return 2 * num_silos * submission_bytes(plan)

@@ -178,6 +178,7 @@ def record_decision(federation: Federation, decision: QuarantineDecision) -> Non
                 got=f"{first.verdict} at {first.at.isoformat()}",
                 remedy="It is final; only --units may be lowered. To take a silo out: aggregator withdraw.",
             )
+        # The whole file is written anew, and takes the place of the old one in one step: a crash leaves no half line.
         lines = b""
         if federation.decisions.exists():
             lines = read_bounded(federation.decisions, MAX_DECISIONS_BYTES)
@@ -190,6 +191,7 @@ def _may_follow(decision: QuarantineDecision, earlier: Sequence[QuarantineDecisi
     """Whether a decision lowers the units of a submission admitted before, or admits it in spite of a further rule."""
     if decision.verdict != "admitted" or decision.units is None:
         return False
+    # The silo has the refusal in its hands, signed; nothing may contradict it.
     if any(other.verdict != "admitted" for other in earlier):
         return False
     earlier_units = [other.units for other in earlier if other.units is not None]

@@ -260,6 +260,7 @@ def _band_faults(expert_id: str, ratio_Z: NDArray[np.float64], probe: Probe) -> 
     if probe.holds_noise:
         limit_Z[-1] = MAX_LOSS_RATIO_AT_NOISE
     for band, ratio, limit in zip(BANDS, ratio_Z, limit_Z, strict=True):
+        # Written in this way, here and below, since a value that is not a number must be a fault too.
         if not ratio <= limit:
             words = f": {_at(band)} its loss is {ratio:.3g} times that of answering 0, above the limit {limit:g}"
             yield Fault(expert_id=expert_id, flag="high_loss", words=words)
@@ -297,6 +298,7 @@ def _drawn_faults(
         if drawn.num_broken:
             words = f"{images} {drawn.num_broken} are not finite"
             yield Fault(expert_id=name, flag="broken_images", words=words)
+        # A rehearsal trains a few steps, after which an honest expert draws noise.
         elif not has_learnt:
             continue
         elif not (drawn.far <= limits.median and drawn.farthest <= limits.largest):
@@ -345,6 +347,7 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
         for figures in figures_of_silo
     ]
     num_experts = len(experts)
+    # Of two experts that differ, nobody can tell which one stands apart.
     if num_experts < MIN_EXPERTS:
         return {}
     log_EZ = np.log(np.stack([figures.loss_Z for _, figures in experts]))
@@ -373,6 +376,8 @@ def _predict_the_same(first: ExpertFigures, second: ExpertFigures) -> bool:
     first_ZN = np.asarray(first.losses)
     second_ZN = np.asarray(second.losses)
     max_difference_ZN = MAX_DIFFERENCE_OF_COPIES * np.minimum(first_ZN, second_ZN)
+    # Other noise in the weights changes the bytes of a copy and hardly its losses; two trainings differ in some of
+    # them.
     if bool((np.abs(first_ZN - second_ZN) <= max_difference_ZN).all()):
         return True
     first_A = np.asarray(first.answers)

@@ -131,6 +131,7 @@ class IntakeService:
         withdrawn = withdrawn_silos(self.federation, self.plan)
         for silo_id in set(self.plan.silos) - set(withdrawn):
             path = self.federation.incoming / self.plan.plan_id / silo_id / LEAVE_NAME
+            # The ServerApp writes here: a link could make this process read a file that only the operator may read.
             if not path.is_file() or path.is_symlink():
                 continue
             # The ServerApp can write here, so only the silo's own key counts.
@@ -150,6 +151,7 @@ class IntakeService:
                     silo_id,
                     error,
                 )
+                # The first notice counts (`transfer.delivery`), so that a false one would keep the genuine one out.
                 path.unlink()
 
     def _finish_withdrawals(self) -> None:
@@ -223,6 +225,7 @@ class IntakeService:
         was_answered = self._receipt(record.silo_id, record.sequence).exists()
         if not was_answered:
             decision = decision_on(self.federation, record.submission_digest)
+            # A person may take days; the silo is told so, and does not take the silence for a fault.
             if decision is None:
                 self._notify_quarantined(record)
                 return False
@@ -303,6 +306,7 @@ class IntakeService:
             _log.warning(
                 "[%s] submission %d is not as the silo signed it: %s", silo_id, sequence, error
             )
+            # Fetched again later, after a wait that doubles each time: the channel may carry rubbish for ever.
             count_unsigned(self._receipts(silo_id), sequence)
             _discard(path)
             return None
@@ -441,6 +445,7 @@ def _reason(error: ArchipelagoError, sequence: int) -> str:
     suffix = ""
     if sequence >= MAX_SUBMISSIONS:
         suffix = f"; the last of {MAX_SUBMISSIONS} submissions for a plan"
+    # A receipt holds at most 400 characters of reason.
     return str(error)[: 400 - len(suffix)] + suffix
 
 

@@ -134,6 +134,7 @@ class Sweep:
             times += [1.0, *((np.arange(num_parts) + rng.random(num_parts)) / num_parts)]
             conditions += [chosen] * ROWS_OF_CONDITION
         t = torch.tensor(times, dtype=torch.float32)
+        # A secret choice: an expert that is honest about known images alone is found out.
         x_0 = images[torch.from_numpy(rng.integers(len(images), size=len(times)))]
         eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
         target = target_of(path, prediction, x_0, eps, t)

@@ -221,6 +221,7 @@ class SiloDelivery:
         match request, reply:
             case Offer(), BundleProgress():
                 self._bundle_complete = self._bundle_complete or reply.complete
+                # The silo's word on what it lacks replaces what was believed: its inbox may have lost a part.
                 self._lacking = self._check_missing(reply.missing)
             case StatusQuery(), StatusReport():
                 self._take_report(reply, answer.pieces())
@@ -390,6 +391,7 @@ class SiloDelivery:
             return
         self._discard_other_parts(report.sequence)
         part = PartFolder(self._incoming / str(report.sequence), report.files)
+        # Checked by `PartFolder` against the announced files: no path and no range outside of them is written.
         part.write(zip(report.spans, pieces, strict=True))
         self._arrival = _Arrival(report.sequence, part)
         self._finish_arrival()
@@ -460,6 +462,7 @@ def _cut(spans: Sequence[Span], max_bytes: int) -> list[Span]:
     """Cut ranges into pieces of at most so many bytes; an empty range stays one piece."""
     pieces = []
     for span in spans:
+        # An empty file has one empty range, without which the silo would never count it as received.
         for start in range(0, max(span.num_bytes, 1), max_bytes):
             num_bytes = min(max_bytes, span.num_bytes - start)
             pieces.append(Span(path=span.path, offset=span.offset + start, num_bytes=num_bytes))

@@ -167,6 +167,7 @@ class SiloChannel:
         for envelope in envelopes:
             request = envelope.message
             is_pull = isinstance(request, Pull)
+            # Only submissions are capped, since a plan and its receipts are what the aggregator itself sends.
             if is_pull and not all(limit.allows_request() for limit in self._rate_limits):
                 return
             # One SuperNode answers one message after the other, so that later ones must live longer.
@@ -188,6 +189,7 @@ class SiloChannel:
     def _drop_lost_requests(self, node: Node | None) -> None:
         """Forget requests that are too old, or that a SuperNode lost when it died; they are made again."""
         for message_id, sent in list(self._sent.items()):
+            # A SuperNode that started again knows nothing of the requests that its predecessor had taken.
             reconnected = node is not None and node.session != sent.node.session
             if reconnected or self._clock() > sent.deadline:
                 _log.info(
@@ -347,6 +349,8 @@ class Dispatcher:
                 if self._ended.wait(delay_s):
                     return
         except BaseException as error:
+            # Raised again by `run`: an error in a thread would otherwise end one silo's conversation, and nobody
+            # would notice.
             self._failure = error
             self._ended.set()
 
@@ -358,6 +362,7 @@ class Dispatcher:
         for key in nodes.keys() ^ self._nodes.keys():
             silo_id = self._channels[key].delivery.silo_id
             _log.info("silo %s is %s", silo_id, "connected" if key in nodes else "away")
+        # Replaced as a whole, since the channels read it from threads of their own.
         self._nodes = nodes
 
     def _pull_bytes(self) -> int:

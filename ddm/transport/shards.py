@@ -118,6 +118,7 @@ class PartFolder:
         self.target = target
         self.files = tuple(files)
         self._part = target.with_name(target.name + ".part")
+        # Received ranges are compared with these sizes, so that none can be written beyond its file's announced end.
         self._sizes = {entry.path: entry.num_bytes for entry in files}
         progress = self._load()
         if progress is None or progress.files != self.files:

@@ -53,6 +53,7 @@ def take_bundle(
     with locked(inbox.site / "courier", "inbox"):
         inbox.tidy()
         bundle = inbox.folder / offer.plan_id / "bundle"
+        # The aggregator offers again after a restart of either side; what is here whole is not sent twice.
         if bundle.exists() and _list_bundle(bundle, bundle_bytes) == files:
             return BundleProgress(complete=True)
         return _collect(offer, files, pieces, inbox, shard_bytes)
@@ -86,6 +87,8 @@ def _collect(
 
         signed = verify_bundle_metadata(own_part, inbox.root(), state=inbox.versions)
         if signed.plan_id != offer.plan_id:
+            # Genuine metadata of another plan would take the place of this plan's bundle, and the worker would refuse
+            # them.
             raise ReplayError(
                 "bundle", expected=f"plan {offer.plan_id}", got=f"plan {signed.plan_id}"
             )
@@ -94,6 +97,8 @@ def _collect(
         if not has_verified(own_part):
             num_bytes = sum(entry.num_bytes for entry in files)
             inbox.make_room(num_bytes, 2 * len(files) + 8, own_part, signed=True)
+        # The first of these writes makes `targets/`, which `has_verified` takes as the sign that the metadata
+        # verified.
         part.write((span, data) for span, data in ranges if not _is_metadata(span.path))
         if not part.finish():
             return BundleProgress(missing=tuple(part.missing(shard_bytes)))

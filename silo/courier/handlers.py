@@ -75,6 +75,7 @@ class SiteLimits:
     inbox_bytes: int = 1 << 62
     inbox_files: int = 1 << 31
 
+    # Flower starts a process for each message and hands it this text alone; it comes from the site's own courier.
     @classmethod
     def from_node_config(cls, node_config: Mapping[str, object]) -> "SiteLimits":
         """Read the node configuration that `silo.courier.supernode` gave the SuperNode."""
@@ -155,6 +156,7 @@ def report_status(query: StatusQuery, limits: SiteLimits) -> Envelope[StatusRepo
     """
     deadline = time.monotonic() + query.wait_s
     settled_at = min(time.monotonic() + _SETTLE_S, deadline)
+    # One message of the aggregator waits here for news, so that it need not ask again and again.
     while True:
         status = read_status(query.plan_id, limits)
         sequence = newest_sequence(query.plan_id, limits)
@@ -192,6 +194,7 @@ def read_status(plan_id: str, limits: SiteLimits) -> Status:
         raise DocumentError(
             "status.json", expected="a valid status", got="a document of another form"
         ) from None
+    # What this site does for another plan is no news of the one that was asked about.
     if status.plan_id != plan_id:
         return Status()
     return Status(state=status.state, progress=status.progress, sequence=status.sequence)
@@ -212,6 +215,7 @@ def newest_sequence(plan_id: str, limits: SiteLimits) -> int:
     """Return the number of the highest submission in the outbox, 0 when it has a receipt or there is none."""
     receipts = limits.site / "inbox" / plan_id / "receipts"
     newest = max(sequence_numbers(limits.site / "outbox" / plan_id), default=0)
+    # An answered submission is not announced again, or the aggregator would fetch it after each restart.
     if (receipts / f"{newest}.json").exists():
         return 0
     return newest

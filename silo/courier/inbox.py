@@ -100,6 +100,8 @@ class Inbox:
             elif entry.name == "receipts":
                 self._tidy_receipts(entry)
             elif entry.name == "bundle":
+                # The plan at work stays when it no longer verifies, since it may expire while its experts are
+                # trained.
                 if not keep and not self.verifies(plan, root):
                     remove(entry)
             elif not _PART_NAME.fullmatch(entry.name) or _age_s(entry) >= STALE_S:
@@ -175,6 +177,7 @@ class Inbox:
         current_plan = plan_at_work(self.site)
         for plan in sorted(self.folder.iterdir()):
             if plan.name not in (current_plan, own_part.parent.name):
+                # The worker copies a plan under the lock for reading: what it reads must not vanish below it.
                 with suppress(OSError), lock_if_unread(plan) as idle:
                     if idle:
                         yield plan
@@ -204,6 +207,7 @@ def plan_at_work(site: Path) -> str | None:
         raise DocumentError(
             "status.json", expected="a valid status", got="fields that do not fit"
         ) from None
+    # In these states the worker needs none of the plans here.
     if status.state in ("waiting", "plan_refused"):
         return None
     return status.plan_id

@@ -58,6 +58,7 @@ def replace(module: ModuleType, name: str, value: object) -> None:
             got="another version",
             remedy="Install the versions of constraints.txt.",
         )
+    # Flower has no setting for either of the two checks; `constraints.txt` pins the version that has these names.
     setattr(module, name, value)
 
 
@@ -82,7 +83,8 @@ def pin_application(connect: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def connect_pinned(*arguments: object, **settings: object) -> Iterator[tuple[object, ...]]:
         with connect(*arguments, **settings) as (node_id, receive, send, get_run, get_fab, *others):
-
+            # The attack: an aggregator ships an application that reads the files of the courier's user. Flower would
+            # run it.
             def get_checked(digest: str, run_id: int) -> Fab:
                 fab: Fab = get_fab(digest, run_id)
                 try:
@@ -128,6 +130,7 @@ def make_certificate(host: str) -> tuple[bytes, bytes]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _VALID_BEFORE)
         .not_valid_after(now + _VALID_AFTER)
+        # The programs trust it as an authority, since nobody else signs it.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(
@@ -180,7 +183,9 @@ def main(folder: Path, port: int, arguments: list[str]) -> None:
     replace(node, "http_request_response", pin_application(node.http_request_response))
     address = f"{HOST}:{port}"
     command = superexec_command(address, files.certificate, files.secret, CLIENT_APP)
+    # With `--isolation process`, Flower starts no application itself: this program does, and waits for its SuperNode.
     subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    # Flower's command reads its arguments from here.
     sys.argv = [
         "flower-supernode",
         *arguments,

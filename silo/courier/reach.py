@@ -96,6 +96,7 @@ def try_connection(address: str, ca: Path) -> str | None:
     try:
         connection = make_connection(address, ssl.create_default_context(cafile=str(ca)))
         try:
+            # A TLS handshake, and no request: an operator may run this as often as they like.
             connection.connect()
         finally:
             connection.close()

@@ -41,6 +41,7 @@ def take_receipt(delivery: ReceiptDelivery, receipt: bytes, site: Site) -> Recei
         if not _has_genuine_receipt(delivery, site):
             group_folder(path.parent, site.inbox)
             write_for_group(path, receipt)
+        # The first genuine answer counts: whoever stole the receipt key later cannot change what was answered.
         elif read_bounded(path, MAX_RECEIPT_BYTES) != receipt:
             raise ReplayError("receipt", expected="the one received before", got="other bytes")
     return ReceiptStored()
@@ -68,6 +69,7 @@ def _check_receipt(delivery: ReceiptDelivery, receipt: bytes, site: Site) -> Non
     from ddm.protocol.plan import Plan
 
     path = site.inbox / delivery.plan_id / "bundle" / "targets" / delivery.plan_id / "plan.json"
+    # Every bundle here has verified, so that the key in this document is the one that the plan's signers named.
     data = read_bounded(path, MAX_DOCUMENT_BYTES)
     binding = ReceiptBinding(
         delivery.plan_id, sha256_hex(data), site.settings().silo_id, delivery.sequence

@@ -76,6 +76,7 @@ def watch_courier(courier: Courier, ended: threading.Event, site: Site) -> None:
         except OSError as error:
             # A full disk perhaps. The next second tries again.
             problem = error.strerror or type(error).__name__
+        # The courier is looked at once a second, for weeks: only a change is worth a line.
         if problem != logged_problem:
             level = logging.WARNING
             if problem in (None, _NOT_RUNNING):

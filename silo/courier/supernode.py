@@ -179,6 +179,7 @@ class Courier:
             "the federation's certificate",
             remedy="Make the site with `silo init`.",
         )
+        # Flower lets one SuperNode of a key connect at a time: a second courier would never be let in.
         self._stack.enter_context(locked(self._courier, "courier"))
         for folder in (self._courier / "flwr", self._site / "inbox"):
             folder.mkdir(exist_ok=True)
@@ -186,6 +187,7 @@ class Courier:
 
     def node_config(self) -> str:
         """What the ClientApp learns from its SuperNode: the site folder, percent-encoded, and the limits."""
+        # A path may have spaces and quotes, which mean something in this text.
         entries = [f'site="{quote(str(self._site))}"']
         entries += [f"{name}={value}" for name, value in self._limits.items()]
         return " ".join(entries)
@@ -205,6 +207,7 @@ class Courier:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=flower_environment(self._courier / "flwr"),
+                # Away from the terminal: Ctrl-C ends the courier, and must not end the sign-off that it starts.
                 start_new_session=True,
                 timeout=_SIGN_OFF_S,
                 check=False,
@@ -236,6 +239,7 @@ class Courier:
             return False
         if not self._node_id_path.exists():
             node_ids = _NODE_ID.findall(node.log_tail())
+            # The log may name several; the last one is in force.
             if node_ids:
                 write_atomic(self._node_id_path, node_ids[-1].encode())
         if time.monotonic() - node.started_at <= _SETTLED_S:

@@ -143,6 +143,7 @@ def audit_experts(
         return
     num_held = len(torch.unique(inputs.cohort.unit_N[inputs.held_N]))
     try:
+        # By the units that are really held out, which is decided by now; `check_auditable` could only foresee them.
         report = inconclusive_report(plan.plan_id, plan.audit, num_held)
         if report is None:
             audits = _audit_each_expert(inputs, on_progress, should_stop)
@@ -189,6 +190,8 @@ def _subjects(inputs: AuditInputs) -> list[AuditedExpert]:
     jobs = jobs_of(training.settings, training.silo_id)
     subjects = []
     for number, part in enumerate(parts):
+        # An expert of one cluster is compared with images of that cluster: others would look strange to it, learned
+        # or not.
         like_own_N = part_N == number
         if isinstance(plan.partition, RandomPartition):
             # Every part is a random share of all images, so that all those held out are like its own.

@@ -135,6 +135,7 @@ def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) ->
         DiskError: says how much is needed, how much is free, and where.
     """
     settings = site.settings()
+    # Blocks of 512 bytes on every file system (stat(2)): what takes up the disk by now.
     latents = sum(path.stat().st_blocks * 512 for path in site.private.glob("latents-*"))
     in_all = plan_bytes(plan, len(cohort.images), cohort.num_units)
     in_all += audit_bytes(plan, cohort.num_units, site.policy())
@@ -145,6 +146,7 @@ def check_disk_space(site: Site, plan: Plan, cohort: Cohort, work: Workspace) ->
         needed[site.outbox] += plan.limits.expert_bytes * max_experts_per_silo(plan)
     if settings.training.launcher != "local":
         jobs = jobs_of(settings.training, settings.silo_id) or site.private
+        # The folder of a plan's jobs may not be there yet; the disk is that of its nearest parent.
         jobs_disk = next(folder for folder in (jobs, *jobs.parents) if folder.exists())
         in_jobs = job_bytes(plan, len(cohort.images)) - _written_bytes(jobs / plan.plan_id)
         needed[jobs_disk] = needed.get(jobs_disk, 0) + max(in_jobs, _SMALL_BYTES)

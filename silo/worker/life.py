@@ -67,8 +67,10 @@ _OWN_TRANSITIONS: Mapping[tuple[SiloState, Event], Transition] = {
     ("awaiting_approval", "lapse"): Transition("released"),
     ("awaiting_approval", "send"): Transition("in_outbox"),
     ("in_outbox", "receipt"): Transition("accepted"),
+    # A submission in quarantine still waits for its receipt; `State.held` tells the two waits apart.
     ("in_outbox", "hold"): Transition("in_outbox"),
     ("in_outbox", "refusal"): Transition("refused"),
+    # Experts and statistics are there and paid for: only the draft is made again.
     ("refused", "restart"): Transition("released"),
     ("plan_refused", "restart"): Transition("waiting"),
 }

@@ -152,6 +152,8 @@ def stage_review(draft: Submission, work: Workspace, review: Path) -> str:
     shutil.rmtree(review, ignore_errors=True)
     review.mkdir(parents=True)
     for path, source in payload(draft, work).items():
+        # A link takes no space for weights that may be gigabytes; a change of the original is noticed when it is
+        # sent.
         link_or_copy(source, review / path)
     write_atomic(review / "draft.json", draft.encode())
     return draft.digest
@@ -204,6 +206,7 @@ def send_submission(
     signed = {f"{plan_id}/{submission_path(silo_id)}": (len(encoded), sha256_hex(encoded))}
     for expert in submission.experts:
         signed[f"{plan_id}/{expert.file.path}"] = (expert.file.bytes, expert.file.digest)
+    # A later submission has the higher version, so that an earlier one cannot take its place.
     role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
 
     # The courier, another user, sees the whole submission or nothing of it.
@@ -223,6 +226,7 @@ def _check_unchanged(submission: Submission, files: Mapping[str, Path]) -> None:
     listed = [expert.file for expert in submission.experts]
     listed += [statistic.file for statistic in submission.statistics]
     for file in listed:
+        # Read again after the approval, which may have come days after the draft was laid out.
         digest = sha256_file(files[file.path])
         if digest != file.digest:
             expected = f"the bytes that were reviewed, sha256 {file.digest}"

@@ -44,6 +44,7 @@ def pause(site: Site) -> Pause:
     Raises:
         DecisionLogError: the log of decisions is damaged; the work goes on.
     """
+    # The log first, as with every decision: nothing takes effect that no record names.
     DecisionLog(site).add(WorkPaused())
     earlier = present_pause(site)
     if earlier is not None:
@@ -140,6 +141,7 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+    # malloc keeps what was freed for later use; a paused worker may wait for days beside other programs.
     with suppress(OSError, AttributeError):  # a C library other than GNU's
         ctypes.CDLL(None).malloc_trim(0)
 

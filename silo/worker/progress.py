@@ -127,6 +127,7 @@ def _rates(per_s: float, left: int, images: int = 1) -> _Rates:
         left: how many of these are still to do.
         images: in each step.
     """
+    # Also where it is not a number.
     if not per_s > 0:
         return {}
     rates: _Rates = {"images_per_s": min(per_s * images, _MAX_RATE)}

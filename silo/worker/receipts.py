@@ -95,6 +95,7 @@ class ReceiptReader:
         try:
             accepted = load_accepted(self.site, state.plan_id or "", state.plan_digest or "")
         except ArchipelagoError as error:
+            # Without its plan the worker cannot go on in any case, and says so.
             if state.state in AT_WORK:
                 raise
             self._report_damaged_plan(state, error)
@@ -205,6 +206,7 @@ def find_receipt(
     try:
         return _verify_receipt(path, plan, binding, submission)
     except (TrustError, FormatError):
+        # Where worker and courier are two users, the worker cannot rename in the courier's folder.
         with suppress(OSError):
             path.rename(path.with_suffix(".refused"))
         return None

@@ -58,6 +58,7 @@ def retraining_cost(
     """Return what it costs to train and draw again, for other images than before unless a digest names them."""
     delta = ledger.budget.delta
     debits = [entry.record for entry in ledger.entries if isinstance(entry.record, Debit)]
+    # Epsilons of several plans do not add up: the mechanisms of all of them are accounted for together.
     debited_steps = [tuple(debit.mechanisms.values()) for debit in debits]
     spent = adaptive_epsilon(debited_steps, delta)
     paid_before = any(
@@ -78,6 +79,7 @@ def retraining_cost(
 
 def refused_remedy(state: State, accepted: AcceptedPlan, ledger: Ledger) -> str:
     """Say what may be tried after a refusal, and what each way costs."""
+    # The aggregator fetches no further submission of this plan.
     if state.sequence >= MAX_SUBMISSIONS:
         return f"It was the last of {MAX_SUBMISSIONS} submissions to this plan. Keep `silo run` for the next plan."
     number = f"submission {state.sequence + 1} of {MAX_SUBMISSIONS}"

@@ -57,6 +57,7 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
 def _record_rotation(site: Site, old_key: SigningKey, new_key: SigningKey) -> None:
     """Write the record that both keys seal, unless an interrupted rotation wrote it already."""
     records = rotations(site)
+    # A second record for the same key would break the chain: each begins with the key that the last one ends with.
     if records and open_rotation(records[-1]).new_key == str(new_key.public):
         return
     settings = site.settings()

@@ -187,6 +187,7 @@ def _write_assignment(cohort: Cohort, files: PlanFiles, fine_N: Tensor, cohort_p
             "group": group_N.numpy(),
         }
     )
+    # Read back and compared: the file name is the same for every plan of this site.
     frame.attrs["dataset_digest"] = cohort.digest
     frame.attrs["centroids"] = _fingerprint(files)
     table = io.BytesIO()
@@ -216,6 +217,7 @@ def read_assignment(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> Tens
         for name in differing:
             got += f", another {name}"
         raise DataError("cohort.parquet", expected=expected, got=got, remedy=_RESTORE_REMEDY)
+    # torch wants writable memory, and pandas may give a view that is not.
     return torch.from_numpy(frame["fine"].to_numpy().copy())
 
 
@@ -240,6 +242,7 @@ def draw_statistics(
         LedgerError: the ledger is damaged.
     """
     work.statistics.mkdir(exist_ok=True)
+    # For all statistics, whichever are drawn now: a plan that is paid in part could never be sent.
     check_budget(accepted, cohort, ledger)
     source = StatisticSource(
         plan=accepted.plan,

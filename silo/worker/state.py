@@ -119,4 +119,5 @@ def write_courier_status(site: Site, state: State) -> None:
     status = StatusFile(
         plan_id=state.plan_id, state=state.state, progress=percent, sequence=state.sequence
     )
+    # The courier may run as another user, and reads this through the group.
     write_for_group(site.outbox / "status.json", status.model_dump_json().encode())

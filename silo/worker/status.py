@@ -41,6 +41,7 @@ _AUDITED: tuple[StateName, ...] = (
     "accepted",
     "refused",
 )
+# How many of `_STAGES` are over, or at work, in each state.
 _AHEAD: Mapping[StateName, int] = {
     "plan_accepted": 1,
     "scanned": 2,
@@ -178,6 +179,7 @@ def read_status(site: Site) -> SiteStatus:
         DocumentError: the state is damaged.
     """
     state = present_state(site)
+    # A lock says who is at work: the system releases it however a process ends, so that none is left behind.
     running = is_locked(site.private, "worker")
     return SiteStatus(
         silo_id=site.settings().silo_id,

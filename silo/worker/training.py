@@ -142,6 +142,7 @@ def find_parts(
     plan: Plan, files: PlanFiles, work: Workspace, silo_id: str
 ) -> tuple[ExpertPart, ...]:
     """Return this silo's experts, from the noised histogram where it decides."""
+    # Other partitions do not look at counts, so that these may be drawn after the training.
     noisy_G = torch.zeros(plan.statistics.counts.num_groups, dtype=torch.int64)
     if counts_define_experts(plan):
         counts = Counts(plan.statistics)
@@ -245,6 +246,7 @@ def images_of_part(
 
 
 def _check_time(plan: Plan, seconds: float) -> None:
+    # The plan's limit was compared with the policy's when the plan was accepted; here it is kept.
     if seconds > plan.limits.train_s:
         limit = f"at most {plan.limits.train_s} s for all experts of a silo"
         raise PolicyError("training time", expected=limit, got=f"{seconds:.0f} s")
@@ -309,6 +311,7 @@ def _train_expert(
         should_stop=should_stop,
     )
     if training.paid:
+        # Bound to these weights: another training for the same debit is refused from now on.
         training.paid.record(path)
     record = TrainingRecord(
         plan_id=training.plan.plan_id,

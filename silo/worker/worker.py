@@ -135,6 +135,7 @@ class Worker:
                     return self.state
                 if self.stopping.is_set():
                     raise KeyboardInterrupt
+                # Nothing happened: the worker waits for a file, from the courier or from a person.
                 if self.state == state_before:
                     self.stopping.wait(self.settings.poll_s)
 
@@ -227,6 +228,7 @@ class Worker:
             except BusyError:
                 continue  # the courier holds it for a moment
             except ArchipelagoError as error:
+                # Not tried again until the courier puts another bundle in its place, or the worker is started again.
                 self._refused_bundles.add(bundle)
                 declined = State(plan_id=plan_id).after("decline", problem=_problem_of(error))
                 self._enter(declined)
@@ -246,6 +248,7 @@ class Worker:
 
     def _receive_plan(self, plan_id: str) -> AcceptedPlan:
         engine = self.settings.training
+        # A batch in parts needs less memory at once, so that the estimate of a plan's memory depends on it.
         parts_of_batch = engine.accumulate
         if isinstance(engine.processes, int):
             parts_of_batch *= engine.processes
