@@ -51,6 +51,7 @@ class FederationSettings(Settings):
     name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")]
     host: ShortText
     port: Annotated[int, Field(gt=0, lt=65536)]
+    # A larger shard takes more memory in every process on its way (`aggregator.monitoring.probes` has the figures).
     shard_bytes: Annotated[int, Field(ge=65536, le=128 * 1024**2)] = 64 * 1024**2
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     max_silo_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
@@ -198,6 +199,7 @@ class Federation(PublisherFolder):
         """Read the plan whose files the newest `targets` delegates to the role `plans`; empty before the first one."""
         for role in self._delegations()["roles"]:
             if role["name"] == PLANS and role["paths"]:
+                # Targets are called PLAN_ID/NAME, so that the first part of any path is the plan.
                 path: str = role["paths"][0]
                 return path.split("/")[0]
         return ""

@@ -87,6 +87,7 @@ class FlowerCarrier:
         message = Message(
             encode(request), dst_node_id=node.node_id, message_type="query", ttl=ttl_s
         )
+        # The SuperLink answers with an empty id where it refuses a message.
         message_ids = list(self._grid.push_messages([message]))
         if not message_ids or not message_ids[0]:
             return None

@@ -76,6 +76,7 @@ def sign(
     say(describe_request(read_request(document)))
     if not yes:
         confirm("Sign this?", refused="Not signed.")
+    # The holder has read by now what is signed, and may still stop here.
     secret = passphrase(passphrase_file, None, f"Passphrase of {key.name}")
     signature_file = sign_document(document, SigningKey.load(key, secret))
     say(
@@ -125,6 +126,7 @@ def rotate(
     holders = holders_from(holder, threshold, "--threshold")
     secret = federation_passphrase(federation, passphrase_file)
     missing = rotate_key(federation, name, secret, holders)
+    # Holders keep their keys elsewhere: the change waits in ceremony/ and nothing of it is in force.
     if missing:
         say_missing(federation, missing)
         return
@@ -160,6 +162,7 @@ def say_founded(federation: Federation) -> None:
 
     say(f"Federation {federation.settings().name} in {federation.path}.")
     say(f"  root fingerprint  {sha256_file(federation.tuf / '1.root.json')}")
+    # Whoever can exchange the invitation on its way can exchange the fingerprint in it: hence the second channel.
     invitation = federation.path / "invitation.json"
     say(
         f"Give every silo {invitation}, and the fingerprint through a second channel (telephone, letter)."

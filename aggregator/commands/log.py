@@ -38,12 +38,14 @@ def log(
 
     federation = Federation(fed).require()
     witnesses = witnesses_of(federation)
+    # A cosigned copy is of the last checkpoint. Signing what waits would make a newer one, and the copy useless.
     if cosigned is not None:
         num_added = add_cosignatures(federation, cosigned)
         say(f"Added {num_added} signatures to the checkpoint.")
     else:
         secret = federation_passphrase(federation, passphrase_file)
         sign_waiting(federation, load_key(federation, "log", secret))
+    # Before the public copy is written, so that it has the cosignatures.
     answers = ask_witnesses(federation, witnesses)
     folder = public_folder(federation)
     if out is not None:

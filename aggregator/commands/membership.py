@@ -106,6 +106,7 @@ def enroll(
     rotated = read_rotated_card(card)
     if rotated is not None and rotated[0].silo_id in read_cards(federation):
         new_card, rotations = rotated
+        # Before the new key is taken, so that no size to which nobody agreed comes in with it.
         check_agreed_size(new_card, images, patients)
         renewed = take_rotation(federation, rotations)
         fingerprint = signing_key(renewed).fingerprint

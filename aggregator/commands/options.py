@@ -51,6 +51,7 @@ def holders_from(paths: Sequence[Path] | None, threshold: int, flag: str) -> "Ho
     if paths:
         public_keys = tuple(PublicKey.load(path) for path in paths)
         return Holders(public_keys, threshold)
+    # A threshold without holders would change nothing, and its user would believe that it had.
     if threshold != 1:
         raise SetupError(
             flag,

@@ -73,6 +73,7 @@ def plan(
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)
     _check_source_options(public, carry, replace)
+    # Fitting takes minutes, after which a plan that cannot be signed would be thrown away.
     check_signable(federation)
     source: Tensor | CarriedExperts
     columns = None
@@ -87,6 +88,7 @@ def plan(
     # A wrong passphrase shows before the minutes that fitting takes.
     secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "plans", secret)
+    # Nothing of a draft is in the federation's folder before the operator has said yes.
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with progress("Encoding public images") as on_progress:
@@ -116,6 +118,7 @@ def _check_source_options(
     Raises:
         SetupError: on these.
     """
+    # A carried expert has its meaning from the public files of its own plan, so that no others can be fitted.
     has_one_source = (public is None) != (carry is None)
     if has_one_source and (carry is not None or not replace):
         return
@@ -161,6 +164,7 @@ def _silo_rows(plan: "Plan") -> Iterator[Row]:
 
     unit = plan.statistics.unit
     units = {silo_id: plan.agreed[silo_id].units(unit) for silo_id in plan.members}
+    # What was agreed bounds what silos may state, so that these are the largest shares and not the final ones.
     total_units = sum(units.values())
     shares = [f"{silo_id} {num} ({num / total_units:.0%})" for silo_id, num in units.items()]
     yield f"agreed {unit}s", ", ".join(shares)
@@ -201,6 +205,7 @@ def _expert_rows(draft: "Draft") -> Iterator[Row]:
         "  an evaluation",
         f"{human_flops(cost.forward_flops)}, {human_bytes(cost.sampling_bytes)} of memory an image, in float32",
     )
+    # The operator must know whether the time was measured or follows from the number of operations.
     source = "a few steps" if cost.timed else "its rate of matrix products"
     yield (
         "training",

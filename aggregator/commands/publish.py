@@ -42,6 +42,7 @@ def publish(
             federation, secret, out, quorum=quorum, renew=renew, on_progress=advance
         )
     say(announcement(publication, out))
+    # The version is in force by now: a witness must never see a checkpoint that may not come into force.
     say_witnessed(ask_witnesses(federation, witnesses))
     say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
 
@@ -83,6 +84,7 @@ def withdraw(
     record = withdraw_silo(federation, silo_id, reason, key)
     say(f"Withdrew {silo_id} from plan {record.plan_id}: {record.reason}")
     say(f"Next: aggregator router {fed}, then aggregator publish {fed} --out RELEASE.")
+    # A carried silo does not take part in the present plan, so that `aggregator run` sends it nothing.
     if record.carried_from is None:
         say(f"The silo learns of it once it and `aggregator run {fed}` run at the same time.")
     else:

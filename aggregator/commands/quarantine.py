@@ -42,6 +42,7 @@ def quarantine(
     # A silo that was accepted early is compared again with those that came later.
     outliers = examiner.outliers(accepted)
     for silo_id, reason in _overweight(federation, accepted).items():
+        # A share of the prior grows when other silos withdraw or count as less.
         outliers[silo_id] = [*outliers.get(silo_id, []), reason]
     accepted_ratios = {silo_id: examiner.ratios(expert) for silo_id, expert in accepted.items()}
 
@@ -85,6 +86,7 @@ def admit(
 ) -> None:
     """Accept a quarantined submission, or lower the units of an accepted one; `aggregator run` signs the receipt."""
     federation = Federation(fed).require()
+    # Of a silo with a submission in quarantine and an accepted one, the one that waits is meant.
     waiting = _waiting(federation, silo)
     if waiting:
         _admit_quarantined(federation, waiting, reason, units)
@@ -98,6 +100,7 @@ def _admit_quarantined(
     """Admit a submission that waits, in spite of the rules that it waits by."""
     record = waiting.record
     counted_units = _counted_units(federation, record.silo_id, record.num_units, units)
+    # The decision records which rules the operator knew of: one that applies later asks again (docs/adr/0068).
     rules = _rules_shown(federation, waiting)
     _record(
         federation,
@@ -165,6 +168,7 @@ def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) ->
 def _undecided(federation: Federation, entries: list["QuarantineEntry"]) -> list["QuarantineEntry"]:
     from aggregator.intake.quarantine import read_decisions
 
+    # A decision takes effect when `aggregator run` signs the receipt; until then the entry stays in quarantine.
     decided = {decision.submission_digest for decision in read_decisions(federation)}
     return [entry for entry in entries if entry.record.submission_digest not in decided]
 
@@ -211,6 +215,7 @@ def _counted_units(
 
     plan, _ = federation.current_plan()
     agreed = agreed_units(plan, silo_id)
+    # A decision may take influence from a silo, and never give it more than it signed and was agreed.
     max_units = min(stated_units, agreed)
     if units is None:
         return max_units

@@ -21,6 +21,7 @@ def service(
     from aggregator.services.units import service_files
     from ddm.services.units import write_services
 
+    # Written for a person to read and install as root: this command has no such rights, and needs none (docs/adr/0046).
     files = service_files(Federation(fed).require(), user)
     write_services(out, files)
     say(f"Written to {out}: {', '.join(sorted(files))}.")

@@ -65,6 +65,7 @@ def _serve(federation: Federation, address: str, expose: bool) -> None:
     from aggregator.monitoring.live import serve as serve_page
 
     host, port = parse_address(address, expose=expose)
+    # Said although the operator asked for it: the page names silos and why they were refused.
     if expose:
         say(
             "WARNING: whoever reaches this port sees the silos' names, states and sizes, why submissions were refused, "

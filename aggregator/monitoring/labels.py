@@ -66,6 +66,7 @@ def labels_of(silo: SiloStatus, now: datetime) -> SiloLabels:
     percent = 0
     if silo.arrival is not None:
         arriving = _arrival_words(silo.arrival)
+        # A silo announces its files itself, and may announce empty ones.
         bytes_total = max(silo.arrival.bytes_total, 1)
         percent = min(100 * silo.arrival.bytes_here // bytes_total, 100)
     last_seen = ""
@@ -132,6 +133,7 @@ def _silo_attention(silo: SiloStatus) -> Iterator[str]:
         case "quarantined":
             yield f"{silo.silo_id} was quarantined: aggregator quarantine shows why; then aggregator admit or refuse"
         case "refused":
+            # A silo stands as refused by its last submission (`silo_status.standing`).
             yield f"{silo.silo_id}: {_answer(silo.submissions[-1])}"
         case "declined":
             yield f"{silo.silo_id} refused the plan: ask its operator, whose `silo status` says why"

@@ -94,6 +94,7 @@ def make_app(federation: Federation) -> Starlette:
         html = render("aggregator", "live.html.jinja", refresh_s=REFRESH_S, paused=paused, **values)
         headers = {}
         if not paused:
+            # The browser itself loads the page again: its policy allows no script.
             headers["Refresh"] = f"{REFRESH_S}"
         return Response(html, media_type="text/html", headers=headers)
 
@@ -128,6 +129,7 @@ class StatusReader:
 
     def read(self) -> FederationStatus:
         """Return the present status."""
+        # Starlette answers requests in threads, and two pages may be open.
         with self._lock:
             now = now_utc()
             # A clock that was set back makes an earlier status one of the future, which no rate can be taken from.

@@ -30,6 +30,7 @@ def check_database(path: Path) -> None:
     """
     if not path.exists():
         return
+    # One problem is enough to say that the database is damaged.
     query = "PRAGMA quick_check(1)"
     if path.stat().st_size > _MAX_DATABASE_BYTES:
         query = "PRAGMA schema_version"
@@ -98,6 +99,7 @@ def nginx_version() -> tuple[int, ...] | None:
     if nginx is None:
         return None
     try:
+        # nginx prints its version to standard error.
         output = subprocess.run(
             [str(nginx), "-v"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         ).stderr

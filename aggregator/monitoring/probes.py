@@ -82,6 +82,7 @@ class FederationFactsReader:
             against: URL of a web server whose clock to compare with.
         """
         federation = self._federation
+        # Each fact by itself, since a doctor is called when something is broken: the others must still be examined.
         settings = self._try("configuration", federation.settings)
         plan = self._try("configuration", self._plan)
         processes = read_processes(federation)
@@ -170,6 +171,7 @@ class FederationFactsReader:
                 )
                 self._attempts.note("permissions", error)
         for path in private:
+            # Some of these are written by the first `aggregator run`.
             with suppress(OSError):
                 yield str(path), stat.S_IMODE(path.stat().st_mode)
 
@@ -253,6 +255,7 @@ class FederationFactsReader:
             return
         folder = str(self._federation.path.absolute() / "flower").encode()
         for program in processes.programs:
+            # The process may end while it is looked at.
             with suppress(OSError):
                 if program.alive and folder in Path(f"/proc/{program.pid}/cmdline").read_bytes():
                     yield program

@@ -321,6 +321,7 @@ def _read_arrival(
         if earlier_arrival.sequence == sequence and earlier_arrival.bytes_here <= bytes_here:
             since = earlier_at
             bytes_before = earlier_arrival.bytes_here
+    # Two readings within a second would give a rate that is mostly chance.
     seconds = max((now - since).total_seconds(), 1.0)
     return Arrival(
         sequence=sequence,
@@ -333,6 +334,7 @@ def _read_arrival(
 def _first_file(part: Path, now: datetime) -> tuple[datetime, int]:
     """Return when the oldest file of a part folder was written, and its size, which no rate includes."""
     times_and_sizes = [(now.timestamp(), 0)]
+    # Names that begin with a dot are notes of our own.
     for path in islice(part.rglob("[!.]*"), _MAX_ENTRIES):
         with suppress(OSError):
             status = path.lstat()

@@ -126,6 +126,7 @@ def read_status(
     try:
         plan, _ = federation.current_plan()
     except ArchipelagoError as error:
+        # A status is called for when something is broken, so that it shows the rest.
         problems.append(_short(error))
     processes = read_processes(federation)
     silos: tuple[SiloStatus, ...] = ()
@@ -193,6 +194,7 @@ def _departures(federation: Federation, plan: Plan, problems: list[str]) -> dict
     for silo_id in withdrawn_silos(federation, plan):
         departures[silo_id] = "withdrawn"
     try:
+        # A silo that was removed and enrolled again with its old key is a member as before.
         remaining = member_cards(federation, plan)
         for record in read_removals(federation):
             if record.silo_id not in remaining:

@@ -53,6 +53,8 @@ def _accepted_submissions(
     """Return the sha256 of the accepted submission of each silo that has one to this plan."""
     digests = {}
     for silo_id in silos:
+        # A silo that was accepted has its own expert; one that was refused or never sent any starts from random
+        # weights.
         path = federation.accepted / plan_id / silo_id / submission_path(silo_id)
         if path.is_file():
             digests[silo_id] = sha256_hex(read_bounded(path, MAX_DOCUMENT_BYTES))

@@ -155,6 +155,7 @@ def _one_thread() -> Iterator[None]:
 def _matrix_product_rate() -> float:
     """Return the operations a second of a product of large matrices here, one thread, the best of a few."""
     side = 1024
+    # The values do not matter: a product of matrices takes as long whatever they hold.
     left = torch.ones(side, side)
     right = torch.ones(side, side)
     best_s = inf
@@ -169,6 +170,7 @@ def _matrix_product_rate() -> float:
 def time_training(plan: Plan, seen: Tensor) -> float:
     """Time a few real training steps here, one thread, and scale; what a silo's machine needs may differ."""
     settings = plan.expert.training.model_copy(
+        # No checkpoint before the end: writing one would be timed as well.
         update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS}
     )
     condition = plan.condition

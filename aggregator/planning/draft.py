@@ -89,6 +89,7 @@ def draft_plan(
 
     plan = _write_plan(federation, recipe, training_cards, carried, parts, folder)
     if carried is not None:
+        # Only now, since these rules compare whole plans.
         carried.check(plan)
     check_continued(federation, plan)
     cost = estimate_cost(plan, parts.sketch, parts.images.seen)
@@ -135,6 +136,7 @@ def _write_plan(
     if carried is not None:
         carried_silos = carried.carried
         agreed |= carried.agreed
+    # The latents are described by now: an expert that trains on may need another grid of positions.
     expert_shape = parts.latent.shape(recipe.data.shape)
     return plan_of(
         recipe,

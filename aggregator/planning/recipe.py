@@ -28,6 +28,7 @@ class Recipe(SharedRecipe, PlanTerms):
     @property
     def released_rank(self) -> int:
         """The dimensions of the widest sketch that leaves a silo."""
+        # Where no sketch leaves a silo, the scale is fitted in all dimensions.
         if self.statistics.sketch is None:
             return self.sketch.rank
         return self.statistics.sketch.rank

@@ -128,6 +128,7 @@ def _delegates_of(plan: Plan, in_force: Delegates, training_cards: Mapping[str, 
     carried_from = {}
     for carried in plan.carried:
         carried_from[carried.silo_id] = carried.plan_id
+        # Not the key on its present card: its signature stays the one that it made for the earlier plan.
         silo_keys[carried.silo_id] = in_force.roles[silo_role(carried.plan_id, carried.silo_id)]
     return replace(in_force, plan_id=plan.plan_id, silos=silo_keys, carried=carried_from)
 
@@ -140,6 +141,7 @@ def _write_plan_folder(draft: Draft, folder: Path) -> None:
     write_atomic(targets / "plan.json", draft.plan.encode())
 
     images = draft.images
+    # These stay here: the router is judged on the same images later, and a plan that carries experts takes them over.
     arrays: dict[str, np.ndarray] = dict(draft.columns)
     arrays["fitted"] = images.fitted.numpy()
     arrays["holdout"] = images.holdout.numpy()

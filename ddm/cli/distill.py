@@ -497,6 +497,7 @@ def _train(distillation: Distillation, dataset: "DistillationData") -> "Finished
     condition = distillation.condition
     if distillation.start is not None:
         folder, file = distillation.start
+        # Experts are loaded without gradients, which only a network that is trained needs.
         student = load_expert(network, shape, folder, file, condition).requires_grad_(True)
     else:
         student = build_expert(network, shape, condition=condition, seed=distillation.training.seed)
@@ -518,6 +519,7 @@ def _train(distillation: Distillation, dataset: "DistillationData") -> "Finished
                 source=distillation.source.manifest,
                 t_distribution=plan.t_distribution,
             )
+    # The training loop's remedies are for a silo's training; those below name options of this command.
     except SetupError as error:
         if isinstance(error.__cause__, torch.OutOfMemoryError):
             raise SetupError(

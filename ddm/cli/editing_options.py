@@ -132,9 +132,11 @@ class EditingOptions:
                 expected=f"1 image, or one for each of {num} samples",
                 got=f"{len(images)} images",
             )
+        # One image may be the beginning of all samples; `expand` repeats it without memory.
         images = images.expand(num, *images.shape[1:])
         if self.mask is None:
             return images, None
+        # The file is white where to draw, and the sampler needs the opposite: where images are known.
         return images, ~read_mask(self.mask, spec)
 
     def draw(

@@ -268,6 +268,7 @@ def evaluate(
         needed += _conditions_bytes(plan, num_samples, text_encoder)
     limit.check(
         "memory",
+        # The samples themselves are float32.
         needed + 4 * num_samples * plan.data.dim,
         "Evaluate fewer images, or raise the limit with --memory.",
     )
@@ -276,6 +277,7 @@ def evaluate(
     condition_words = None
     if given_samples is not None:
         sample_sets = [given_samples]
+        # Nobody knows how the samples of a file were drawn; they are compared with the shares of --prior.
         due_shares = weights
     else:
         # Each expert's share of a class is known where it was declared or counted, or where there is one expert.
@@ -410,6 +412,7 @@ def _compare_with_class(
         return comparison
     holdout = comparison.holdout
     if holdout is not None:
+        # Copies are judged by images of the same class as well, since other classes are further away from any sample.
         holdout = select_class(label, condition, holdout)
     reference = comparison.reference.select(conditions.compared_images)
     return replace(comparison, reference=reference, holdout=holdout)

@@ -142,6 +142,7 @@ def _class_conditions(
 
     from ddm.evaluation.reference import classes_of
 
+    # Classes of the reference come first: samples and real images are then the same mixture of classes.
     if label not in ("equal", "none"):
         label_M = None
         # Without shares of classes, samples under classes could not be drawn in the experts' proportions.
@@ -159,6 +160,7 @@ def _class_conditions(
                 got="a reference without them",
                 remedy="Use --class equal or --class none.",
             )
+    # Experts with drop = 0 never learned to do without a class, so that each sample needs one.
     if label == "equal" or (label is None and counted and not condition.drop):
         classes = torch.arange(condition.num_classes)
         words = f"all {condition.num_classes} classes equally often"

@@ -224,6 +224,7 @@ def _read_experts(path: Path, num_images: int, num: int | None, num_experts: int
     """Read the expert that each sample followed; None if the file does not say it."""
     if "expert" not in npz_names(path):
         return None
+    # 256 MiB are 33 million numbers of 8 bytes.
     expert_N = read_array(path, "expert", max_bytes=1 << 28)[:num]
     is_whole = expert_N.dtype.kind in "iu" and expert_N.shape == (num_images,)
     if not is_whole or not ((expert_N >= 0) & (expert_N < num_experts)).all():

@@ -36,6 +36,7 @@ def log(
     )
     for path in checkpoint or []:
         public_log.compare(read_bounded(path, MAX_PROOF_BYTES), path.name)
+    # Only cosignatures on the log's own checkpoint count; those that are passed with --checkpoint are compared.
     times = witnesses.check([public_log.signed]) if witnesses else {}
     signed = public_log.signed
     say(f"Log {signed.checkpoint.origin}: {signed.size} entries, root hash {signed.root.hex()}")

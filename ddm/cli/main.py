@@ -70,6 +70,8 @@ def verify(
             f"  witnesses  {witnesses.num_required} of {len(witnesses.distinct_keys)} or more cosigned this checkpoint"
         )
     for silo_id, fingerprint in sorted(verified.silo_keys.items()):
+        # A key that the reader pinned was compared by another way; for any other the word of the holders of targets
+        # stands.
         key_origin = "that targets enrolled for this silo"
         if silo_id in pinned:
             key_origin = "you pinned"
@@ -93,6 +95,7 @@ def info(
     if as_json:
         whole = opened.manifest.model_dump(mode="json") | {"audits": audits_as_json(opened)}
         say(json.dumps(whole, indent=2))
+        # Last, since it raises: scripts get the JSON as well as the exit code.
         warn_if_expired(opened)
         return
     manifest = opened.manifest
@@ -120,6 +123,7 @@ def info(
     _say_audits(opened)
     _say_calibration(opened)
     if manifest.private_experts:
+        # What a silo spent is one sum over statistics and private training (`Plan.spends`).
         covered = "a silo's epsilon covers these and the router's inputs, together"
     elif plan.statistics.private:
         covered = "epsilon covers the router's inputs only"

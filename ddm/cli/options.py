@@ -231,6 +231,7 @@ SolverOption = Annotated[
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose groups of options are seen as the options in them, in their place and order."""
+    # `include_extras` keeps `Annotated`, in which typer finds an option's name and help.
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
@@ -241,6 +242,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             options += inspect.signature(annotation).parameters.values()  # type: ignore[arg-type]
         else:
             options.append(parameter.replace(annotation=annotation))
+    # A signature refuses a parameter without a default after one with a default, unless both are keyword-only.
     options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
 
     @wraps(command)
@@ -427,6 +429,7 @@ def check_null(condition: "Condition", subject: str, remedy: str) -> None:
     Raises:
         SetupError: the plan's `condition.drop` is 0, so that the experts' answers without a condition are untrained.
     """
+    # `NoCondition` has no `drop`: such experts never had a condition to do without.
     if getattr(condition, "drop", None) == 0:
         raise SetupError(
             subject,

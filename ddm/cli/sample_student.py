@@ -37,6 +37,7 @@ def sample_student(
     from ddm.io.pictures import prepare_output
 
     rare = read_settings(SampleStudentSettings, settings)
+    # A folder that cannot be written is refused before the student is read.
     prepare_output(out)
 
     import torch
@@ -50,6 +51,7 @@ def sample_student(
     from ddm.system.memory import memory_limit
 
     computing = ComputeSettings(machine.device, machine.arithmetic(), rare.batch)
+    # A process without a sample would load the student for nothing.
     num_processes = min(machine.processes, num)
     record = read_record(student)
     prepare_output(out, record.data.shape)

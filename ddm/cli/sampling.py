@@ -227,6 +227,7 @@ class SamplingJob:
 
     def __call__(self, rank: int, num: int, report: Callable[[Any], None]) -> None:
         """Draw this process's samples, as one of several."""
+        # Neighbours in the order have the same expert, so that each process gets a run of them and loads few experts.
         numbers = torch.as_tensor(self.order).tensor_split(num)[rank].tolist()
         if not numbers:
             return
@@ -284,6 +285,7 @@ def draw_together(
     def receive(
         message: tuple[int, int] | tuple[list[int], NDArray[np.float32], NDArray[np.int64]],
     ) -> None:
+        # Progress has two parts; three parts are a piece of the samples.
         if len(message) == 2:
             rank, num_done = message
             num_done_by_rank[rank] = num_done
@@ -320,6 +322,7 @@ def sample_order(job: SamplingJob, num: int, weight_K: Tensor) -> Tensor:
     shape = job.source.expert_shape
     uniforms = []
     for number in range(num):
+        # One number at a time: each sample has a random stream of its own.
         _, uniform_11 = draw_noise([number], shape, job.seed, 1)
         uniforms.append(uniform_11[:, 0])
     expert_N = draw_expert(weight_K.expand(num, -1), torch.cat(uniforms))

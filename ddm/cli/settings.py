@@ -16,7 +16,10 @@ class RareSettings(BaseModel):
     """What `--set` of one command may name; a field's description says what its value means."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", alias_generator=lambda name: name.replace("_", "-")
+        # Names have hyphens on the command line, and underscores as fields.
+        frozen=True,
+        extra="forbid",
+        alias_generator=lambda name: name.replace("_", "-"),
     )
 
     @classmethod
@@ -94,6 +97,7 @@ def read_settings(kind: type[SettingsT], words: list[str] | None) -> SettingsT:
             )
         values[name] = value
     try:
+        # All values are text here; pydantic reads numbers from it by the fields' types.
         return kind.model_validate_strings(values)
     except ValidationError as error:
         # The first problem is enough; its description says what is allowed.

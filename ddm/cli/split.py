@@ -52,6 +52,7 @@ def split(
     dataset = Dataset.read(data, islands_recipe.data, islands_recipe.transform)
     for remark in dataset.remarks():
         say(f"Data: {remark}")
+    # Asked for before the minutes that fitting takes.
     secret = passphrase(passphrase_file, None, OWN_KEYS, confirm=True)
     num_images = len(dataset.images)
     num_fitted = min(num_images, islands_recipe.owner.fit_images)

@@ -113,6 +113,7 @@ def read_priors(
     data_prior = [expert.prior for expert in manifest.experts]
     weights = expert_weights("--prior", prior, silo_ids, data_prior)
     if class_prior == "data":
+        # None leaves it to what the silos signed: their class counts.
         return weights, None
     return weights, expert_weights("--set class-prior", class_prior, silo_ids, data_prior)
 
@@ -150,8 +151,10 @@ def _read_silo_weights(flag: str, text: str, silo_ids: list[str]) -> dict[str, f
     for part in text.split(","):
         silo_id, _, number = part.strip().partition("=")
         try:
+            # `float` also reads "nan" and "inf", which the range below refuses.
             weight = float(number)
         except ValueError:
+            # Refused below, with the same message as a weight that is out of range.
             weight = -1.0
         # A silo named twice may be a typing error in one of the names.
         if silo_id not in silo_ids or silo_id in weights or not 0.0 <= weight < float("inf"):

@@ -53,6 +53,7 @@ def train(
         )
     elif island is None:
         num_trained = num_islands - len(missing)
+        # An island that another process was training may be trained by now.
         num_busy = len(busy_islands & {*missing})
         say(
             f"{num_trained} of {num_islands} islands are trained; other processes train {num_busy}."
@@ -102,5 +103,6 @@ def _train(
         f"loss {record.training.loss:.4f}."
     )
     if num_left > 0:
+        # Every island takes the same number of steps in batches of the same size.
         line += f" About {human_seconds(num_left * seconds)} for the {num_left} left."
     say(line)

@@ -43,6 +43,7 @@ def read_witnesses(keys: list[str] | None, quorum: int | None) -> "Witnesses | N
     parsed = tuple(VerifierKey.parse(text) for text in keys or [])
     # One key given twice must not count as two witnesses.
     num_distinct = len({key.public.raw for key in parsed})
+    # A quorum without witnesses would be reached by every release.
     if quorum is not None and not parsed:
         raise SetupError(
             "--quorum", expected="--witness as well", got=f"--quorum {quorum} without a witness"

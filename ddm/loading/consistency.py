@@ -22,6 +22,7 @@ from ddm.trust.model_signature import MODEL_SIGNATURE_NAME
 from ddm.trust.paths import LOG_NAMES, PLAN_LOG_NAMES
 from ddm.trust.verify import VerifiedRelease
 
+# For the rounding of sums in another order.
 PRIOR_TOLERANCE = 1e-9
 
 

@@ -39,6 +39,7 @@ def read_earlier_plans(plan: Plan, read: Callable[[File], bytes]) -> Mapping[str
                 expected=f"the document of plan {carried.plan_id}",
                 got=f"documents of {', '.join(sorted(earlier_plans))[:200]}",
             )
+        # The aggregator checked this before it signed, and could have signed all the same: readers check it themselves.
         check_carried(carried, earlier_plans[carried.plan_id], plan)
     return earlier_plans
 

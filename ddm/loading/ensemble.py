@@ -156,6 +156,7 @@ def build_ensemble(
 
     def load(number: int) -> Expert:
         published = manifest.experts[number]
+        # A carried expert is published under the plan for which its silo signed it.
         signed_folder = folder.parent / plan.origin(published.silo_id)
         network = load_expert(
             plan.expert.architecture, shape, signed_folder, published.file, condition

@@ -147,6 +147,7 @@ def open_release(
         before_recording=read_documents,
     )
     release = replace(releases[0], verified=verified)
+    # Only now: of a release that was refused, nothing is remembered.
     if log_memory is not None:
         log_memory.record(release.log.view, MANIFEST_PROOF_NAME)
     _log.debug(

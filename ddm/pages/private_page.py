@@ -44,6 +44,7 @@ def serve_private_page(
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM.
     """
+    # 192 bits. Other users of this machine can reach the port as well, and would have to guess them.
     token = secrets.token_urlsafe(24)
     with listening(_HOST, 0) as (listener, url):
         servers: list[uvicorn.Server] = []

@@ -52,6 +52,7 @@ def _markdown(package: str) -> Environment:
 
 
 def _environment(package: str, **escaping: Any) -> Environment:
+    # A package's own templates come before those of `ddm` with the same name.
     packages = dict.fromkeys((package, "ddm"))
     loaders = [PackageLoader(name, "pages/templates") for name in packages]
     environment = Environment(

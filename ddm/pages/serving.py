@@ -21,6 +21,7 @@ from ddm.errors import BusyError
 _MAX_CONNECTIONS = 32
 CONNECTION_S = 10.0
 _MAX_HEAD_BYTES = 8192
+# No other site can frame the page, embed its answers or learn its address, and the browser stores none of them.
 _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -123,6 +124,7 @@ class HostFilter:
         self._app = app
         self._own = own or _is_address
         self._headers = {
+            # Nothing loads or runs but what is listed, even if text that a silo sent got past the template's escaping.
             "Content-Security-Policy": f"default-src 'none'; {content}; {_POLICY}",
             **_HEADERS,
         }

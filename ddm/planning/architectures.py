@@ -68,6 +68,7 @@ def _expand_size(table: Any, document: type[ExpertArchitecture]) -> Any:
         published = document.published_size(table["size"])
     except ShapeError as error:
         raise ValueError(f"size must be {error.expected}, got {error.got}") from error
+    # Only the numbers that the size sets; a table may still set the fields that it leaves at their defaults.
     numbers = published.model_dump(exclude={"kind"}, exclude_unset=True)
     repeated = [name for name in numbers if name in table]
     if repeated:

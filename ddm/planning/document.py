@@ -50,5 +50,7 @@ def plan_of(
         ),
         sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
         condition=fitted.condition,
+        # Of equal names the later one counts: islands have a partition of their own, a federation's experts an
+        # adaptation.
         **recipe.terms | own,
     )

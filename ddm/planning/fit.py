@@ -263,6 +263,7 @@ def _encode_latents(
             weights = require_file(Path(chosen.weights), "the weights of the autoencoder")
             with _network_of("latent", recipe):
                 autoencoder = open_weights(weights, chosen, recipe.data.shape)
+                # One image first, so that a network that does not fit fails before all images are encoded.
                 autoencoder.alone().encode(fitted[:1])
             fitted_latents = autoencoder.encode(fitted, on_progress)
             holdout_latents = autoencoder.encode(holdout, on_progress)
@@ -337,5 +338,6 @@ def _open_base(
 ) -> dict[str, Tensor]:
     """Load the public expert that training starts from; it must be what the recipe wants trained."""
     path = require_file(Path(weights), "the public expert that training starts from")
+    # The operator's own file: its names, shapes and values are checked, and its size needs no bound.
     specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), condition)
     return load_tensors(path, specs, max_bytes=path.stat().st_size, max_abs=MAX_WEIGHT)

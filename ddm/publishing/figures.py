@@ -212,6 +212,7 @@ def stack_areas(posterior: Sequence[Sequence[float]], first: int) -> tuple[Poste
 
 def _chart_point(index: int, probability: float, num_times: int) -> str:
     x = index / (num_times - 1) * CHART_WIDTH
+    # A sum of probabilities may be above 1 by rounding. The y axis of SVG points down.
     y = (1 - min(probability, 1.0)) * CHART_HEIGHT
     return f"{x:.1f},{y:.1f}"
 

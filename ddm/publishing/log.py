@@ -202,6 +202,7 @@ def stage_entries(
             copy.
     """
     verifier = VerifierKey.parse(log_key)
+    # Readers take the log's key from the root: a checkpoint by any other key would be refused by all of them.
     if verifier.public != key.public:
         raise SetupError(
             "keys/log.key",

@@ -26,6 +26,7 @@ from ddm.publishing.drawing import Drawing, Progress
 from ddm.publishing.figures import ReportFigures, draw_for_report
 from ddm.statistics.of_plan import statistics_of
 
+# The name under which sites that host models show a card.
 CARD_NAME = "README.md"
 REPORT_NAME = "report.html"
 PAGE_NAMES = (CARD_NAME, REPORT_NAME)

@@ -156,6 +156,7 @@ def sign_tuf_metadata(
 
 def check_release_opens(release: Path, root: bytes) -> None:
     """Open the release as researchers do, one expert after the other; what they would refuse is not published."""
+    # Without a state: a version that is not in force yet must not be remembered as seen.
     opened = open_release(release, root=root, state=None, experts_later=True)
     memory_bytes = memory_for(opened.manifest)
     ensemble = build_ensemble(

@@ -89,6 +89,7 @@ def stage_version(publisher: PublisherFolder, out: Path) -> Iterator[StagedVersi
         try:
             yield StagedVersion(publisher, number, now_utc(), change, copy_folder)
         finally:
+            # After a commit nothing is left there; without one, what was staged never takes effect.
             shutil.rmtree(change.folder, ignore_errors=True)
         export_log(publisher, public_folder(publisher))
         copy_out(release_folder(publisher, newest_version(publisher)), copy_folder, out)
@@ -103,6 +104,7 @@ def reserve(out: Path) -> Iterator[Path]:
         SetupError: no folder can be made there.
         OSError: the disk is full.
     """
+    # A link comes first: `exists` follows it, and is false for a link to nowhere.
     if out.is_symlink():
         raise _taken(out, "a link")
     if out.is_dir():

@@ -102,6 +102,7 @@ def ask_witnesses(
     signed = log.signed
     if signed is None or not witnesses:
         return []
+    # Entries after the checkpoint wait for the next one, and are no part of what is cosigned.
     leaves = log.leaves[: signed.size]
     answers = []
     for witness in witnesses:
@@ -112,6 +113,7 @@ def ask_witnesses(
             answers.append(WitnessAnswer(witness.key.name, problem))
         else:
             answers.append(WitnessAnswer(witness.key.name))
+    # Not held while witnesses are asked, so that a slow one keeps no other command waiting.
     with publisher.signing_lock():
         keep_cosignatures(publisher, signed)
     return answers

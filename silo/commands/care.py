@@ -25,6 +25,7 @@ def check(
     from silo.check.reading import SiteFactsReader
     from silo.check.rules import examine
 
+    # A finding is no error of this command. It is printed above, and the exit code tells scripts.
     if not print_findings(examine(SiteFactsReader(Site(site).require()).facts()), as_json=as_json):
         raise typer.Exit(SetupError.exit_code)
 
@@ -69,6 +70,7 @@ def anchor(
     """Keep the ledger's head in a file on another disk, so that a restored older ledger cannot be used."""
     from silo.setup import set_anchor
 
+    # silo.toml keeps the absolute path: the worker may be started in another folder.
     path = file.resolve()
     set_anchor(Site(site).require(), path)
     say(

@@ -68,6 +68,7 @@ def scan(
         "processes": processes,
     }
     source = image_source(site, data, private, scan_settings)
+    # With --data the site lends its settings alone: these are not the images that its policy declares.
     of_site = site is not None and data is None
     review_command = review_command_of(site, data, private)
     scan_images(
@@ -97,6 +98,7 @@ def _compare_with_policy(source: "ImageSource", policy: Policy, *, quiet: bool) 
             )
             say(f"For these data it could contain: {words}")
         return
+    # Raises where a declaration is wrong: plans are accepted by the declaration, before any image is read.
     num = check_values(source, policy)
     if not quiet:
         say(

@@ -40,6 +40,7 @@ def open_key(site: Site, passphrase_file: Path | None) -> "SigningKey":
     from ddm.trust.keys import SigningKey
 
     remedy = "Restore private/silo.key from backup. Without it the silo must be enrolled again, as a new site."
+    # A missing key is named before anybody types a passphrase for it.
     require_file(site.key_path, "this site's signing key", remedy)
     return SigningKey.load(site.key_path, site_passphrase(site, passphrase_file))
 

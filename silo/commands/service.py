@@ -11,6 +11,7 @@ from ddm.system.console import say
 from silo.commands.options import SiteArgument
 from silo.config import Site
 
+# A unit names its program by an absolute path.
 PODMAN = Path("/usr/bin/podman")
 
 
@@ -62,6 +63,7 @@ def service(
     opened_site = Site(site).require()
     silo_id = opened_site.settings().silo_id
     if kind is Kind.SYSTEMD:
+        # An option of the other kind would change nothing, and its user would believe that it had.
         if image:
             raise SetupError("--image", expected="--kind containers with it", got="--kind systemd")
         users = ServiceUsers(

@@ -64,6 +64,7 @@ def init(
     new_site = Site(site)
     silo_id = _checked_id(silo_id)
     source = new_source(new_site, data, images)
+    # Images that no plan could use are shown before any key is made.
     with files_progress(source) as advance:
         look = first_look(new_site, source, advance)
     if look.num_adopted:
@@ -79,6 +80,7 @@ def init(
             say("\nOnly plans with a table [transform] and plans of volumes can use these data.\n")
     for remark in look.remarks:
         say(f"- {remark}")
+    # Asked for after the look at the images, which may take long and may end in an error.
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
     setup = SiteSetup(
         silo_id,
@@ -87,6 +89,7 @@ def init(
         images,
         LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor)),
     )
+    # The images were looked at above, and are not read a second time.
     key = init_site(new_site, setup, invited, secret, looked=True)
     say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
     say(f"  signing key   {key.public.fingerprint}")
@@ -124,6 +127,7 @@ def enroll(
     from silo.worker.rotation import published_rotations
 
     opened_site = Site(site).require()
+    # The card is sealed with this key, so that nobody can enrol a key without having it.
     key = open_key(opened_site, passphrase_file)
     unused_parts = Counter[str]()
     with files_progress(ImageSource.of_site(opened_site)) as advance:
@@ -137,6 +141,7 @@ def enroll(
         )
     if unused_parts:
         say(unused_parts_text(unused_parts))
+    # All changes of the key so far go with the card, so that an aggregator that missed one can follow the chain.
     write_atomic(out, with_rotations(card, published_rotations(opened_site)))
     # Nothing in it is secret, and whoever carries it to the aggregator may be another user.
     open_to_everyone(out)
@@ -159,9 +164,11 @@ def rotate(
     from silo.worker.rotation import published_rotations, rotate_key
 
     opened_site = Site(site).require()
+    # One passphrase for both keys: it opens the old one, and encrypts the new one.
     secret = site_passphrase(opened_site, passphrase_file)
     old_key = SigningKey.load(opened_site.key_path, secret)
     key = rotate_key(opened_site, old_key, secret)
+    # The card is sealed with the new key, as proof that the site has it; the rotations beside it are sealed by both.
     card = make_card(opened_site, key)
     write_atomic(out, with_rotations(card, published_rotations(opened_site)))
     open_to_everyone(out)
@@ -172,6 +179,7 @@ def rotate(
 
 
 def _absolute(path: Path | None) -> str | None:
+    # silo.toml keeps absolute paths: a later command or a service may run in another folder.
     return str(path.resolve()) if path else None
 
 

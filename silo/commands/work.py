@@ -48,7 +48,9 @@ def run(
 
     from silo import running
 
+    # The key signs the submission at the end; a wrong passphrase must show before days of training.
     key = open_key(opened_site, passphrase_file)
+    # In two processes neither half starts the other: each is a service of its own user.
     if only is Part.WORKER:
         state = running.run_worker(opened_site, key)
     else:
@@ -79,6 +81,7 @@ def pause(site: SiteArgument) -> None:
     opened_site = Site(site).require()
     request = request_pause(opened_site)
     say(f"Paused since {request.since}.")
+    # The request is a file that the worker looks for, so that a worker which starts later obeys it as well.
     if read_status(opened_site).running:
         say("The worker stops at its next step: see `silo status`.")
     say("The courier stays connected; the aggregator sees the state alone.")
@@ -147,6 +150,7 @@ def review(
             site, data, private, clear=clear or [], leave_out=leave_out or [], listed=listed
         )
         return
+    # These options would change nothing in the review of a submission.
     if data or private or listed or clear or leave_out:
         remedy = "silo review --images with the same options; or silo review SITE for a submission."
         raise SetupError(
@@ -219,6 +223,7 @@ def _responsible(despite_fail: bool, role: str | None, reason: str | None) -> "R
 
 def _publishable_text(name: str, text: str | None) -> str:
     """Check a text that will be published."""
+    # The bound of `ShortText`, which the published document has.
     if not text or not text.strip() or len(text) > 400:
         raise SetupError(name, expected="1 to 400 characters", got=f"{len(text or '')}")
     return text.strip()
@@ -234,6 +239,7 @@ def accept(
     """Accept exactly this plan, whose networks will process private images; the worker then begins."""
     from silo.plan.consent import record_acceptance
 
+    # By digest and not by name, so that the operator accepts the very bytes that were read out.
     plan_digest = _checked_digest("--digest", digest)
     waiting = record_acceptance(Site(site).require(), plan_digest)
     accepted = "in advance"
@@ -265,6 +271,7 @@ def waive(
     from silo.plan.waiver import parse_end, write_waiver
 
     opened_site = Site(site).require()
+    # A waiver is for one plan: it must not carry over to experts that nobody had in mind (docs/adr/0051).
     waived_digest = _plan_to_waive(opened_site, plan_digest)
     expires_at = parse_end(until)
     if expires_at <= now_utc():
@@ -273,6 +280,7 @@ def waive(
         role=_publishable_text("--role", role),
         reason=_publishable_text("--reason", reason),
         plan_digest=waived_digest,
+        # The only verdict that can be waived; an audit that failed needs `silo approve --despite-fail`.
         verdict="inconclusive",
         expires_at=expires_at,
     )
@@ -318,6 +326,7 @@ def retrain(
     from silo.worker.retraining import retrain as start_over
 
     opened_site = Site(site).require()
+    # New noise for other images costs epsilon once more, so that the price is shown first.
     state, price, changed = assess_retraining(opened_site)
     images = "are those that were scanned for this plan"
     if changed:
@@ -336,7 +345,9 @@ def withdraw(site: SiteArgument, passphrase_file: PassphraseOption = None) -> No
     from silo.worker.withdrawal import describe_consequences, withdraw_from_plan
 
     opened_site = Site(site).require()
+    # The leave is signed, so that nobody else can say it in this silo's name.
     key = open_key(opened_site, passphrase_file)
+    # Read before: withdrawing replaces the state that the consequences are described from.
     state_before = load_state(opened_site.private / "state.json")
     state = withdraw_from_plan(opened_site, key)
     say(f"Gave up plan {state.plan_id}. {describe_consequences(state_before)}")
