@@ -48,6 +48,7 @@ for name, group in {"ledger": ledger, "log": log}.items():
 
 def main() -> None:
     """Entry point of the `silo` command."""
+    # Before any file is made: what this program writes is private unless a function opens it on purpose.
     keep_private()
     run_app(app)
 

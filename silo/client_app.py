@@ -34,6 +34,7 @@ def handle(message: Message, context: Context) -> Message:
     """
     follow_logging()
     try:
+        # From the courier's command line: nothing in the message has a say in what this site takes.
         limits = SiteLimits.from_node_config(context.node_config)
         reply = answer(decode_request(message.content, max_bytes=limits.shard_bytes), limits)
     except ArchipelagoError as error:
@@ -58,6 +59,7 @@ def sign_off(address: str, node_id: int, courier: Path) -> None:
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+    # Without a passphrase, since Flower's own client reads this file and cannot ask for one.
     key = load_ssh_private_key((courier / "node.key").read_bytes(), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         return

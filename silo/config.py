@@ -100,6 +100,7 @@ class SiloSettings(Settings):
 class PrivacyPolicy(Settings):
     """The privacy unit, the most that one plan may spend, and the site's budget over all plans it will ever answer."""
 
+    # A default that protects images would guarantee nothing to a patient who has several (ADR 0053).
     unit: Unit = "patient"
     max_epsilon: Epsilon = 8.0
     max_delta: Delta = 1e-5
@@ -110,6 +111,7 @@ class PrivacyPolicy(Settings):
 class PlansPolicy(Settings):
     """Whether a person accepts each plan, those that contain networks, or none; the policy is checked in any case."""
 
+    # A network that came with a plan sees private images before anything is noised (`silo.plan.consent`).
     accept: Literal["person", "networks", "policy"] = "networks"
 
 
@@ -151,7 +153,9 @@ class DataPolicy(Settings):
 class TrainingPolicy(Settings):
     """The most work and the largest files that one plan may require, and the fewest images of an expert."""
 
+    # Fewer than a few hundred images are what an expert learns by heart (ADR 0053).
     min_images: PositiveNumber = 300
+    # Each of these is compared with the plan's own numbers before anything is opened (`silo.plan.policy`).
     max_experts: Annotated[int, Field(gt=0, le=1000)] = 64  # the transport carries 1,024 files
     max_steps: PositiveNumber = 1_000_000
     max_batch_size: PositiveNumber = 4096
@@ -159,6 +163,7 @@ class TrainingPolicy(Settings):
     max_statistic_bytes: PositiveNumber = 256 * 1024**2
     max_train_s: PositiveNumber = 7 * 24 * 3600
     max_gpu_hours: Annotated[float, Field(ge=0)] = 1000.0
+    # An architecture is code that runs beside the images: each one is let in by name.
     architectures: tuple[ArchitectureKind, ...] = ("dit",)
 
 
@@ -367,6 +372,7 @@ class Site:
 
     def make_folders(self) -> None:
         """Create the site's folders: `private` and `courier` for their owner alone, the others for a group to read."""
+        # An operator may have made the folder, with a group of its own choice for the courier: that group stays.
         if self.path.exists():
             close_to_others(self.path)
         else:

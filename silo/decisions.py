@@ -146,6 +146,7 @@ _FORM = chain.ChainFormat(
     name="decision log",
     parse_record=TypeAdapter(DecisionRecord).validate_json,
     head_model=DecisionLogHead,
+    # What the first record names in the place of a record before it; the ledger's chain begins with another one.
     genesis=sha256_hex(b"archipelago/decisions/1"),
     max_records=MAX_RECORDS,
     error=DecisionLogError,
@@ -254,6 +255,7 @@ def current_user() -> str:
     with suppress(KeyError):
         user_name = pwd.getpwuid(uid).pw_name
         name = f"{user_name[:_MAX_NAME_CHARACTERS]} ({name})"
+    # A hint and no proof, since the caller sets the environment; the user id is the kernel's word.
     sudo_user = os.environ.get("SUDO_USER", "")
     if sudo_user and sudo_user != "root":
         name += f", asked by {sudo_user[:_MAX_NAME_CHARACTERS]}"

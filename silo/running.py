@@ -37,6 +37,7 @@ class Narrator:
         in_training = state.state == "training" and state.step > 0
         is_due = in_training and now - self._last_at >= self._every_s
         name = f"{state.state}, held" if state.held else state.state
+        # Training reports each step, and an audit each block: a log of weeks must stay readable.
         if name == self._last_state and not is_due:
             return
         is_first = not self._last_state
@@ -77,6 +78,7 @@ def run_worker(site: Site, key: SigningKey) -> State:
 
 def run_both(site: Site, key: SigningKey) -> State:
     """Run worker and courier; after the receipt the courier stays a moment, so that its answer arrives."""
+    # The courier comes first: it may fail for want of a key or of rights, which should show before the worker begins.
     with make_courier(site) as courier, stop_on_signals() as stop, ExitStack() as stack:
         # Before signals act again: a second Ctrl-C changes nothing.
         stack.callback(courier.stop)
@@ -86,6 +88,7 @@ def run_both(site: Site, key: SigningKey) -> State:
         try:
             # In one process tree there is no boundary, whoever owns the folders.
             state = Worker(site, key, Narrator(site), "none", stop).run()
+            # The courier may still be sending its reply to the receipt that ended the work.
             stop.wait(LINGER_S)
         finally:
             watch.close()

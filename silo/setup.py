@@ -59,6 +59,7 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
             expected=f"a root with fingerprint {root_fingerprint}",
             got=f"a root with {fingerprint}",
         )
+    # The root is verified by now and decides; an invitation that contradicts it was put together by somebody else.
     if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):
         raise RootError(
             f"{path.name}, log_key",
@@ -159,6 +160,7 @@ def init_site(
         ledger=setup.ledger,
     )
     site.make_folders()
+    # Keys before settings: an interrupted call finds them again, and makes no second ones.
     key = _signing_key(site.key_path, passphrase)
     prepare_ledger(site.ledger_folder_in(settings))
     join_ledger(site, settings, anchor=site.anchor_path_in(settings))
@@ -259,6 +261,7 @@ def make_card(
         node_key=(site.courier / "node.pub").read_text("utf-8").strip(),
         created_at=now_utc(),
     )
+    # Kept, since plans are compared with what was stated last (`Site.agreed`).
     write_atomic(site.card_path, card.encode())
     return seal(card.encode(), CARD_KIND, key)
 

@@ -130,6 +130,7 @@ class Examiner:
             objective=objective,
             canonical=path_named(plan.objective.ensemble_path),
             condition=plan.condition,
+            # A copy, or the view would keep all public images in memory.
             images=images[: num_gallery_images(images[0].numel())].clone(),
             mean=public_images(self.federation, plan.plan_id, "fitted").mean(0),
             gallery=self._gallery,
@@ -288,6 +289,7 @@ class Examiner:
         """Measure one expert: how far its weights grew, and its answers in a trial."""
         plan = self.plan
         architecture = plan.expert.architecture
+        # One layer at a time is in memory, however large an expert is (docs/explanation/transfer.md).
         tensors = stored_tensors(
             architecture,
             plan.expert_shape,
@@ -302,6 +304,7 @@ class Examiner:
             fresh = fresh_rms(tensor.shape, has_unit_weights=architecture.has_unit_weights)
             start_rms = max(fresh, base_rms.get(name, 0.0))
             excess[name] = tensor.root_mean_square() - start_rms
+        # One tensor is enough: weights that encode something else than training may be hidden in a single layer.
         largest = max(excess, key=lambda name: excess[name])
         answer = StreamedExpert(architecture, plan.expert_shape, tensors, plan.condition)
         results = self.trial(silo_id).measure(answer, silo_id, digest, expert.expert_id)

@@ -153,6 +153,7 @@ class Trial:
         def expert(x_B: Tensor, t_B: Tensor, *c_B: Tensor) -> Tensor:
             return answer(x_B, t_B, *c_B) if c_B else answer(x_B, t_B, None)
 
+        # Silos may train on different paths and predictions; readers evaluate every expert on the ensemble's path.
         velocity = on_path(expert, self.objective, self.canonical)
         return lambda x_B, t_B, c_B: velocity(x_B, t_B) if c_B is None else velocity(x_B, t_B, c_B)
 
@@ -163,6 +164,7 @@ class Trial:
         num_places = min(NUM_ANSWERS, len(errors))
         places = self._stream("answers").choice(len(errors), size=num_places, replace=False)
         chosen = errors[torch.from_numpy(places)]
+        # JSON has neither NaN nor infinity, and the mean square of these must stay finite.
         finite = torch.nan_to_num(chosen, nan=_LARGE, posinf=_LARGE, neginf=-_LARGE)
         return tuple(float(f"{value:.5g}") for value in finite.clamp(-_LARGE, _LARGE).tolist())
 

@@ -16,6 +16,8 @@ from ddm.errors import ArchipelagoError
 from ddm.system.backoff import Backoff
 from ddm.transport.messages import Envelope, Pull, Reply, Request, StatusQuery
 
+# While one is sent, the next is made and one waits: a SuperNode that finds no message sleeps for three seconds. More
+# gain nothing, since it takes one message after the other (docs/explanation/transfer.md).
 MAX_IN_FLIGHT = 3
 _TTL_S = 40.0
 _MIN_BYTES_PER_S = 250_000
@@ -342,6 +344,8 @@ class Dispatcher:
             while not self._ended.is_set():
                 try:
                     channel.step(self._nodes.get(key))
+                # The process has a limit of data: a small answer may unpack to a large one
+                # (docs/explanation/transfer.md).
                 except MemoryError:
                     # The reply to another channel takes up the memory; this channel tries again.
                     _log.warning("silo %s waits for memory", channel.delivery.silo_id)

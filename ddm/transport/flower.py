@@ -86,6 +86,7 @@ def _decode(
         data = _decode_data(records[_DATA], max_bytes)
     check_json(document.encode(), subject="message head", limit=_MAX_HEAD_BYTES)
     try:
+        # The adapter knows the kinds of one direction alone: a courier's answer is never taken for a request.
         message = adapter.validate_json(document)
     except ValidationError as error:
         # Not the library's text: it quotes what was received.

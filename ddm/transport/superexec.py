@@ -102,7 +102,9 @@ def main(address: str, ca_path: str, secret_path: str, kind: str) -> None:
     from flwr.supercore.app_utils import start_parent_process_monitor
     from flwr.supercore.utils import disable_process_dumping
 
+    # Other processes of this user could otherwise read the secret and tokens from this one's memory.
     disable_process_dumping(strict=False)
+    # The SuperNode may be killed at any time; without it, this program would ask an absent server for ever.
     start_parent_process_monitor(os.getppid())
     if kind not in (SERVER_APP, CLIENT_APP):
         raise ValueError(kind)

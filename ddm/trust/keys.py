@@ -194,6 +194,7 @@ def parse_fingerprint(text: str) -> str:
         SetupError: not 64 hex digits.
     """
     plain = re.sub(r"[\s:]", "", text).lower()
+    # All 64 digits: a beginning that fits is cheap to find for another key.
     if not re.fullmatch("[0-9a-f]{64}", plain):
         raise SetupError("fingerprint", expected="64 hex digits", got=repr(text[:80]))
     return plain

@@ -135,6 +135,7 @@ class _RepositoryCheck:
     def _check_listed(self, name: str, data: bytes) -> None:
         """Refuse a file that is not the one that timestamp or snapshot lists, where these could be read."""
         entry = self._listed_files.get(name)
+        # An entry without hashes is that of a removed role, whose file must be absent; readers check that.
         if entry is None or not entry.hashes:
             return
         listed_digest = entry.hashes.get("sha256", "")

@@ -65,6 +65,7 @@ def open_receipt(sealed: bytes, key: str, binding: ReceiptBinding) -> Receipt:
 
 def seal_leave_notice(plan_id: str, silo_id: str, key: SigningKey, now: datetime) -> bytes:
     """Sign with the silo's key that the silo left the plan."""
+    # Named inside the seal: a notice for one plan must not take the silo out of the next one.
     notice = Leave(plan_id=plan_id, silo_id=silo_id, at=now)
     return seal(notice.encode(), LEAVE_KIND, key)
 
