@@ -193,6 +193,7 @@ class Ensemble:
             MathError: a dtype that experts are not sampled in.
         """
         ensemble = self
+        # A string names a device; a dtype is an object of torch.
         for target in where:
             if isinstance(target, torch.dtype):
                 check_dtype(target)

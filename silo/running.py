@@ -17,6 +17,7 @@ from silo.worker.progress import read_note
 from silo.worker.state import State
 from silo.worker.worker import Worker
 
+# Seconds after the worker's end in which the courier still answers the aggregator, which asks every few seconds.
 LINGER_S = 8.0
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Narrator:
         # Training reports each step, and an audit each block: a log of weeks must stay readable.
         if name == self._last_state and not is_due:
             return
+        # A worker that starts with its plan finished would log one word and then nothing for days.
         is_first = not self._last_state
         self._last_state = name
         self._last_at = now

@@ -32,6 +32,7 @@ def augmented(x_BCHW: Tensor, settings: Training, random: np.random.Generator) -
         is_mirrored = mirrored_B.view(-1, *[1] * (x_BCHW.dim() - 1))
         x_BCHW = torch.where(is_mirrored, x_BCHW.flip(-1), x_BCHW)
     if settings.crop:
+        # A volume has a depth besides, which moves as well.
         for axis in range(2, x_BCHW.dim()):
             by_B = random.integers(-settings.crop, settings.crop, len(x_BCHW), endpoint=True)
             x_BCHW = _moved(x_BCHW, axis, by_B)

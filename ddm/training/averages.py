@@ -68,6 +68,7 @@ def exponent_of(width: float) -> float:
             "width of an average", expected=f"above 0 and below {WIDEST:.4f}", got=f"{width:g}"
         )
     # width^2 (g + 2)^2 (g + 3) = g + 1 has one root g > 0: the left side grows faster.
+    # (g + 2)^2 (g + 3) = g^3 + 7 g^2 + 16 g + 12, from which (g + 1) / width^2 is taken.
     of_width = 1 / width**2
     roots = np.roots([1.0, 7.0, 16.0 - of_width, 12.0 - of_width])
     return float(roots.real.max())
@@ -93,12 +94,16 @@ def average_of(stored: Sequence[Profile], target: Profile) -> NDArray[np.float64
     """
     products = np.array([[_product(a, b) for b in stored] for a in stored])
     products_with_target = np.array([_product(profile, target) for profile in stored])
+    # Averages of neighbouring steps are nearly alike, so that the matrix is nearly singular. Directions below the
+    # rounding of float64 are left out, whose factors would be huge and cancel each other.
     factors = np.linalg.lstsq(products, products_with_target, rcond=1e-12)[0]
     return np.asarray(factors, dtype=np.float64)
 
 
 def _product(a: Profile, b: Profile) -> float:
     """Integrate the product of two profiles, each of integral 1."""
+    # A profile is (gamma + 1) t^gamma / step^(gamma + 1) up to its last step and 0 afterwards, so that the product ends
+    # with the shorter one.
     first, last = sorted((a, b), key=lambda profile: profile.step)
     ratio = (first.step / last.step) ** last.exponent
     return float(

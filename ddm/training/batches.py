@@ -157,6 +157,7 @@ def draw_times(distribution: TDistribution, num: int, random: np.random.Generato
     Source:
         Kingma et al. 2021, the low-discrepancy sampler; Esser et al. 2024, section 5.3.2, the shift.
     """
+    # One random offset for all of them, so that neighbouring times are exactly 1 / num apart.
     quantile_B = torch.from_numpy((random.random() + np.arange(num) / num) % 1.0)
     match distribution:
         case UniformT():

@@ -110,6 +110,8 @@ class Checkpoints:
             raise DocumentError(
                 path.name, expected="a seal that matches its fields", got="a seal of other fields"
             )
+        # Not the warning of a damaged one: going on from another run's weights would be a silent mistake, and starting
+        # anew would throw away what somebody still wants.
         if record.run != self.run:
             raise SetupError(
                 f"checkpoints in {self.folder.name}",

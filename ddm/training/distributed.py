@@ -148,6 +148,7 @@ class DistributedProcess:
 
     def gathering(self, *, last: bool) -> AbstractContextManager[object]:
         """See `TrainingProcess.gathering`."""
+        # Sharded gradients are reduced in every backward pass: a process has no room for whole ones until the last.
         if last or self._replica is None:
             return nullcontext()
         return self._replica.no_sync()

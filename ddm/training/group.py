@@ -166,6 +166,7 @@ def join_group(member: Member, folder: Path, patience_s: float = PATIENCE_S) -> 
             remedy="On one machine, check that `ip address show lo` is up with 127.0.0.1, and that a service's rules "
             "allow AF_INET; on several, name the network between them in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
         ) from error
+    # After the group has met, since only then all connections are there to be looked at.
     if member.on_one_machine and "MASTER_ADDR" not in os.environ and has_foreign_peers():
         raise TrustError(
             member.name,

@@ -100,6 +100,7 @@ def _reference(images: Images, folder: JobFolder, name: str) -> ReferencedImages
     fitted = None
     if isinstance(convert, partial) and convert.func is fit:
         fitted = convert.keywords["spec"]
+    # Any other function cannot be named in a document, and must not be: reading it back would run a stranger's choice.
     elif convert is not as_floats:
         return None
     array = stored.array
@@ -113,6 +114,7 @@ def _reference(images: Images, folder: JobFolder, name: str) -> ReferencedImages
     if chosen_N is not None:
         path = folder.path / f"{name}-rows.npy"
         with replacing(path) as handle:
+            # The order of bytes is stated, since machines of a job may differ in it.
             write_rows(handle, (len(chosen_N),), np.dtype("<i8"), [chosen_N.numpy()])
         chosen = _location_in_npy(path, folder)
     return ReferencedImages(
@@ -126,6 +128,7 @@ def _reference(images: Images, folder: JobFolder, name: str) -> ReferencedImages
 
 def _location_of(array: FileArray) -> ArrayLocation:
     return ArrayLocation(
+        # The processes of a job have other working folders.
         path=str(array.path.resolve()),
         dtype=array.dtype.str,
         shape=array.shape,
@@ -182,5 +185,6 @@ def _map(location: ArrayLocation, folder: JobFolder) -> Tensor:
     """Map an array into memory; what is written into it stays with this process."""
     # This checks the length, since reading beyond the end of a mapping kills the process.
     array = _open_array(location, folder)
+    # Copy on write, since torch takes no read-only memory without a warning.
     mapped = np.memmap(array.path, array.dtype, mode="c", offset=array.offset, shape=array.shape)
     return torch.from_numpy(mapped)

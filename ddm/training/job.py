@@ -45,6 +45,7 @@ LAUNCH_VARIABLE = "ARCHIPELAGO_LAUNCH"
 EXIT_STOPPED = 130
 _MAX_FAILURES = 1024
 
+# It names a folder, so that it may hold no dot and no slash.
 LaunchId = Annotated[str, StringConstraints(pattern="^[a-z0-9]{1,32}$")]
 BoundedText = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 DocumentT = TypeVar("DocumentT", bound=Document)
@@ -61,6 +62,7 @@ class ArrayLocation(Model):
     """
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
+    # Numbers alone: numpy reads an array of objects as a pickle, which runs code.
     dtype: Annotated[str, StringConstraints(pattern="^[<>|=][fiu][1248]$")]
     shape: Annotated[tuple[NaturalInt, ...], Field(min_length=1, max_length=8)]
     offset: NaturalInt
@@ -261,6 +263,7 @@ class RunFolder:
     def failures(self) -> list[ProcessFailure]:
         """Read why processes ended, by their ranks; what is not whole is left out."""
         failures = []
+        # Bounded, since others may write into a folder that several machines share.
         for path in sorted(self.path.glob("failure-*.json"))[:_MAX_FAILURES]:
             failure = read_document(ProcessFailure, path)
             if failure is not None:

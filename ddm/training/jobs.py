@@ -145,6 +145,7 @@ class _JobRun:
             return None
         command = LaunchCommand.of_earlier(launch)
         follower = StartFollower(self.folder, launch, command, self.settings)
+        # Its plan or its data are not those of this task any more, and it would keep its GPUs until it has ended.
         if launch.work != self.task.work:
             follower.request_stop()
             return None
@@ -174,12 +175,15 @@ class _JobRun:
             SetupError: the last starts came no step further.
         """
         launch = self._next_launch()
+        # Processes of an earlier start that still live end when another start is in force, so the documents come first.
         write_job(self.task, self.folder, self.settings)
         self._put_in_force(launch)
         if self._is_local:
             num = num_processes(self.settings)
             command = start_local(self.folder, launch, num, torch.get_num_threads())
         else:
+            # The process id is known only now. After a crash before the next line a later process follows the signs of
+            # life alone.
             launch, command = start_command(self.settings, self.folder, launch)
             write_document(launch, self.folder.launch)
         return StartFollower(self.folder, launch, command, self.settings)
@@ -189,6 +193,7 @@ class _JobRun:
         earlier = read_document(Launch, self.folder.launch)
         step = _last_step(self.folder)
         num_futile = 0
+        # A local start that fails raises its error itself, and is not repeated.
         is_comparable = (
             earlier is not None
             and earlier.work == launch.work
@@ -248,6 +253,7 @@ def write_job(task: TrainingTask, folder: JobFolder, settings: TrainingSettings)
     folder.result.unlink(missing_ok=True)
     base = None
     if expert.base is not None:
+        # A link to the file of an earlier plan may be here, and must not be written through.
         folder.base.unlink(missing_ok=True)
         link_or_copy(expert.base.folder / expert.base.file.path, folder.base)
         base = File(
@@ -297,6 +303,7 @@ def _collect(expert: PlannedExpert, result: TrainingResult, folder: JobFolder, t
     to.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open_regular(folder.expert, name) as (reader, size), part.open("wb") as writer:
+            # The size comes before the copy, which could otherwise fill the disk.
             if size != result.expert.bytes or size > max_bytes:
                 raise TensorFileError(
                     name, expected=f"{stored_bytes(specs)} bytes and a header", got=f"{size} bytes"

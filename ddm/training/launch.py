@@ -91,6 +91,7 @@ class LaunchCommand:
     @property
     def returncode(self) -> int | None:
         """Its exit code, once it is known."""
+        # An earlier process waited for the command and wrote this down; the process itself is gone.
         if self._launch.returned is not None:
             return self._launch.returned
         return self._program.returncode
@@ -279,6 +280,8 @@ class StartFollower:
         try:
             while True:
                 self._report_progress(on_progress)
+                # Looked for before anything else: a start with a result has succeeded, however its command and
+                # processes end.
                 result = finished(self.folder, work)
                 if result is not None:
                     self._report_progress(on_progress)
@@ -345,6 +348,8 @@ class StartFollower:
         """Let a later process know that the command ended, and how."""
         code = self.command.returncode
         if not self.command.is_local and code is not None and self.launch.returned is None:
+            # A process id says nothing once its process was collected, and whoever follows next cannot ask for the exit
+            # code.
             self.launch = self.launch.model_copy(update={"returned": code})
             write_document(self.launch, self.folder.launch)
 
@@ -438,6 +443,7 @@ def _vanished(subject: str, got: str) -> SetupError:
 def _as_error(failure: ProcessFailure) -> Exception:
     if failure.kind == "system":
         return OSError(failure.code, failure.subject)
+    # The exit code is the one name of an error that is stable. A code that is unknown may be another version's.
     classes = {kind.exit_code: kind for kind in _with_subclasses(ArchipelagoError)}
     error_class = classes.get(failure.code, SetupError)
     return error_class(

@@ -102,6 +102,7 @@ def _wait_for_all(processes: "list[subprocess.Popen[bytes]]", run: RunFolder) ->
     exit_code = 0
     for rank, process in enumerate(processes):
         code = process.poll()
+        # None is one that still waits for the process that failed; `main` kills it, and it is not to blame.
         if code is None or code in _GOOD_CODES:
             continue
         exit_code = 1

@@ -136,6 +136,7 @@ def train(
         check_engine(engine)
     process = _training_process(engine, settings)
     num_tokens = tokens_of(model, settings)
+    # The engine is not among it: a run goes on with another number of processes or on another device.
     recipe: list[object] = [
         settings.model_dump(),
         repr(path),
@@ -169,6 +170,7 @@ def train(
     with drawn_ahead(steps.draw, first_step, settings.num_steps, threads) as next_batch:
         while state.step < settings.num_steps:
             if _stopped(process, state.step, should_stop):
+                # Without a step the checkpoint that the run began from is still the newest.
                 if state.step > first_step:
                     state.save(checkpoints)
                 raise KeyboardInterrupt
@@ -190,6 +192,8 @@ def train(
                 )
                 if process.rank == 0:
                     on_progress(progress)
+            # Before the checkpoint. After a crash between the two the step is taken again and the averages are written
+            # again; in the other order they would be missing for good.
             if state.step in steps_of_averages:
                 state.keep_averages(checkpoint_dir)
             if is_last or state.step % settings.checkpoint_steps == 0:
@@ -305,6 +309,7 @@ def _flops(model: nn.Module, examples: Examples, settings: Training, num_tokens:
 
 def _flops_per_image(model: nn.Module, examples: Examples, kept_BM: Tensor | None) -> int:
     """Count the operations of one image's forward and backward pass, on tensors without memory."""
+    # On the device "meta" tensors have shapes and no values, so that counting costs no memory and no time.
     parameters = {
         name: torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
         for name, value in model.named_parameters()

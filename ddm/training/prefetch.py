@@ -63,6 +63,7 @@ def drawn_ahead(
             pending.append(pool.submit(draw, step))
 
     def take() -> BatchT:
+        # The oldest first, in the order of steps, whichever thread finishes first. An error of drawing is raised here.
         batch = pending.popleft().result()
         submit()
         return batch

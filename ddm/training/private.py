@@ -74,6 +74,7 @@ class PrivateTraining:
     @cached_property
     def images_of(self) -> list[NDArray[np.int64]]:
         """Each unit's images."""
+        # The stable sort keeps a unit's images in their order, which the unit's own random numbers refer to.
         order_N = np.argsort(self.unit_N.numpy(), kind="stable")
         ends_U = np.cumsum(np.bincount(self.unit_N.numpy(), minlength=self.num_units))
         return np.split(order_N, ends_U[:-1])
@@ -91,6 +92,8 @@ class PrivateTraining:
     def sampled(self, step: int) -> NDArray[np.int64]:
         """Return the units of a step: each by itself, with the paid probability rounded down to 2^-64."""
         octets = SecretStream(self.secret, "sampling", step).octets(8 * self.num_units)
+        # Rounded down, so that no unit enters more often than was paid for. Each unit has its own 8 bytes: whether it
+        # enters says nothing about the others.
         threshold = int(self.paid.rate * 2.0**64)
         if threshold >= 2**64:
             return np.arange(self.num_units)
@@ -187,6 +190,8 @@ class PrivateSteps:
         """Take one step."""
         state = self._state
         private = self._private
+        # float64 adds whole numbers exactly up to 2^53, so 2^29 units at the clipping norm, in whatever order they
+        # come.
         sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in state.weights]
         losses: list[Tensor] = []
         for unit in drawn:
@@ -233,6 +238,8 @@ class PrivateSteps:
         terms = private.terms
         random = secret_generator(private.secret, step, unit)
         images = private.images_of[unit]
+        # The bound on a step's memory is the plan's. A unit's loss is a mean, so that its number of images does not
+        # weigh.
         if len(images) > terms.images_per_unit:
             images = np.sort(random.choice(images, terms.images_per_unit, replace=False))
         chosen = torch.from_numpy(np.repeat(images, terms.draws))

@@ -60,6 +60,7 @@ def train_folder(folder: JobFolder, launch_id: str | None, stop: threading.Event
         launch_id: the start that it belongs to; None where nobody said.
         stop: once it is set, the process writes a checkpoint and ends.
     """
+    # The operator's command need not pass {launch} on; a scheduler may also drop the environment.
     if launch_id is None:
         launch = read_document(Launch, folder.launch)
         launch_id = launch.launch_id if launch else BY_HAND
@@ -93,6 +94,7 @@ def _train(
 ) -> None:
     job, plan = folder.read_job()
     _check_number(job, member)
+    # The number of threads changes sums by rounding, so that the job states it.
     torch.set_num_threads(job.threads)
     # torch and accelerate read from the environment which process this is.
     os.environ |= torch_environment(member, os.environ)
@@ -109,6 +111,7 @@ def _train(
         stack.enter_context(_scratch())
         # The first process alone writes checkpoints and the expert.
         if member.rank == 0:
+            # The others wait for it in `join_group` meanwhile.
             stack.enter_context(only_one(folder))
         if member.num > 1:
             join_group(member, run.path)
@@ -144,6 +147,7 @@ def train_here(
     trained = expert.train(
         inputs, folder.expert, folder.checkpoints, on_progress, should_stop, secret=folder.secret
     )
+    # All processes trained; the first one gathered the weights and wrote them.
     if trained is None:
         # Another process writes the expert.
         return
@@ -256,6 +260,7 @@ class _HeartbeatThread:
         trace: TracebackType | None,
     ) -> None:
         self._is_over.set()
+        # The thread has written its last, so that nothing overwrites the sign of life that says it is the end.
         self._thread.join()
         self._write(ended=True)
 
@@ -277,6 +282,7 @@ class _HeartbeatThread:
     def _look(self) -> None:
         """Stop where the follower requests it, has begun another start, or has removed the folder."""
         launch = read_document(Launch, self._folder.launch)
+        # A process that a person started follows no launch, and none takes its place.
         is_replaced = launch is not None and self._launch_id not in (launch.launch_id, BY_HAND)
         if is_replaced or self._run.stop.exists() or not self._folder.job.exists():
             self._stop.set()

@@ -13,6 +13,7 @@ def learning_rate(settings: Training | SamplesSettings, step: int) -> float:
     """Return the learning rate of a step, counted from 0: the recipe's, warming up and falling at the same time."""
     warmup = 1.0
     if settings.warmup_steps:
+        # Counted from 1, since a first step at a rate of 0 would move nothing.
         warmup = min(1.0, (step + 1) / settings.warmup_steps)
     return settings.learning_rate * warmup * _remaining_share(settings, step / settings.num_steps)
 

@@ -59,6 +59,7 @@ class State:
         self.model = model.train()
         self.settings = settings
         self.process = process
+        # Before the weights are listed below, since sharding puts other tensors in their place.
         self.call = process.prepare(model)
         self.in_bf16 = computes_in_bf16(settings.precision, process.device)
         self.accumulate = accumulate
@@ -96,6 +97,7 @@ class State:
             part = batch.part(
                 self.process.rank * self.accumulate + index, num_parts, self.process.device
             )
+            # Parts may differ by one image, so that the mean of their losses is not the batch's.
             share_of_batch = len(part) / len(batch)
             if teach is not None:
                 part = teach(part)
