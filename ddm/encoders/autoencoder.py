@@ -117,6 +117,7 @@ class AutoencoderKl:
         self.shape = shape
         self.scale = scale
         self.device = device_named()
+        # The first layer works at full resolution, in float32: its output is the largest.
         first_layer_bytes = 4 * size.channels[0] * prod(size.at_once(shape)[1:])
         self.block = max(1, min(_MAX_BLOCK, _BLOCK_BYTES // first_layer_bytes))
 
@@ -333,12 +334,14 @@ def _open(
     max_bytes: int,
     digest: str | None,
 ) -> AutoencoderKl:
+    # Shapes alone: a file of other tensors is refused before memory for weights is taken.
     with torch.device("meta"):
         net = _build(size, shape)
     specs = {name: spec_of(tensor) for name, tensor in net.state_dict().items()}
     tensors: Mapping[str, Tensor] = load_tensors(
         path, specs, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest
     )
+    # Assigned, since the network's own tensors have no memory to copy into.
     net.load_state_dict(dict(tensors), assign=True)
     return AutoencoderKl(net, size, shape, scale)
 

@@ -87,6 +87,7 @@ class PublicAutoencoder(nn.Module):
         self.shift = spec.shift_factor
         self.factor = spec.scaling_factor
         if spec.tile:
+            # diffusers counts a tile's side twice: in pixels, and in latents.
             tiled.enable_tiling()
             tiled.tile_sample_min_size = spec.tile
             tiled.tile_latent_min_size = spec.tile // spec.downsampling
@@ -94,6 +95,7 @@ class PublicAutoencoder(nn.Module):
     def encode(self, x_B: Tensor) -> tuple[Tensor]:
         """Return the scaled mean of the posterior of images, shape (B, latent channels, H / f, W / f)."""
         (posterior,) = self.net.encode(x_B, return_dict=False)  # type: ignore[operator]
+        # The mean and not a draw, so that an image has one latent.
         mean_B: Tensor = posterior.mode()
         return ((mean_B - self.shift) * self.factor,)
 
@@ -187,6 +189,7 @@ def load_public_autoencoder(
     expected = {name: specs[new_name] for name, new_name in new_names.items()}
     tensors = load_tensors(path, expected, **bounds)
     weights = {new_names[name]: tensor.float() for name, tensor in tensors.items()}
+    # Assigned, since the network's own tensors are on the meta device and have no memory to copy into.
     net.load_state_dict(weights, assign=True)
     return PublicAutoencoder(net, spec)
 
@@ -205,6 +208,7 @@ def build_public_autoencoder(size: DiffusersKlSize, shape: tuple[int, ...]) -> n
     misfit = size.misfit(shape)
     if misfit:
         raise ShapeError("autoencoder", expected=misfit, got=str(shape))
+    # Before the import, which reads it: no server is asked for anything.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import_torchvision()
     try:

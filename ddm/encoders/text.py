@@ -149,6 +149,7 @@ class TextEncoder:
     def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
         """Return the embeddings of a text of L tokens, shape (L, D)."""
         ids_1L = torch.tensor([token_ids], device=self.device)
+        # Every token counts, because a text that is encoded alone has no padding.
         output = self.net(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L))
         hidden_1LD: Tensor = output.last_hidden_state
         return hidden_1LD[0].float().cpu()
@@ -245,6 +246,7 @@ def _pinned_path(folder: Path, pinned: PinnedEncoder, file: File) -> Path:
     """Return the path of a pinned file, links resolved, after checking its length."""
     remedy = f"Bring the folder of {pinned.name} with which the plan was made."
     path = require_file(folder / file.path, f"a file of the text encoder {pinned.name}", remedy)
+    # Hugging Face's cache holds links, which the readers of these files would refuse.
     path = path.resolve()
     size = path.stat().st_size
     if size != file.bytes:
@@ -395,6 +397,7 @@ def _tokenizer(data: bytes, max_tokens: int) -> Any:
         raise ValueError(
             f"the tokenizer adds {num_special} special tokens to each text, of at most {max_tokens}"
         )
+    # Whatever the file states: padding would be embedded as if it were part of the text.
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens)
     return tokenizer

@@ -61,6 +61,7 @@ def create_model(name: str, **options: Any) -> nn.Module:
 
 def names() -> list[str]:
     """Return the names of timm's networks."""
+    # The smallest network: building it imports timm with torchvision in working order.
     create_model("test_vit")
     import timm
 
@@ -214,6 +215,7 @@ class TimmEncoder:
                 f"missing, first {missing[0]}",
             )
         tensors = load_tensors(weights, header, max_bytes=MAX_FILE_BYTES, max_abs=None)
+        # The counters of batch norms, which files may lack, stay the network's own.
         own_tensors = {name: tensors[name] for name in expected_specs}
         net.load_state_dict(dict(net.state_dict()) | own_tensors)
         own_size = _own_size(net)

@@ -206,6 +206,7 @@ def _read_whole(source: ImageArrays, convert: Convert, shape: tuple[int, ...]) -
         rows = range(start, start + len(block))
         images[rows.start : rows.stop] = convert(block, rows)
         start = rows.stop
+    # Rows that did not come would be whatever was in this memory before.
     if start != len(source):
         raise DataError("rows", expected=f"{len(source)}, as announced", got=f"{start}")
     return images

@@ -52,6 +52,7 @@ def read(
     except ImageError:
         raise
     except DataError as error:
+        # Unlike damage, this may be the machine's fault, and a later scan tries again.
         if isinstance(error.__cause__, MemoryError):
             raise ImageError(Reason.MEMORY) from error
         raise ImageError(Reason.DAMAGED, f"{error.subject}: {error.got}") from error
@@ -71,6 +72,7 @@ def _read_file(
         if column is not None and table.is_encoded(column):
             yield from read_encoded(table, column, limits)
             return
+    # Parts and columns are found by their folder, so that the whole folder is opened.
     is_part = kind == "npy" and (path.name == "images.npy" or path.name.startswith("images-"))
     for split, source in open_parts(path.parent if is_part else path).items():
         if kind in ("npy", "npz"):
@@ -85,6 +87,7 @@ def _read_single(content: FileContent, limits: DecodeLimits) -> DecodedPicture:
         check_dtype(header.dtype)
         limits.check(*(header.shape or (0,)))
         stream.seek(header.offset)
+        # One byte more than announced shows that something follows.
         data = stream.read(header.num_bytes + 1)
     if len(data) != header.num_bytes:
         reason = Reason.DAMAGED

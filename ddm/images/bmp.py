@@ -60,6 +60,7 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
         data = stream.read()
     header = _parse_header(data)
     _check_encoding(header, data)
+    # No mode that Pillow decodes a BMP into has more than four bytes a pixel.
     limits.check(abs(header.height), header.width, 4)
     _check_lengths(header, len(data))
     with opened(BytesIO(data), "BMP") as image:

@@ -108,6 +108,7 @@ def _decoded(cell: bytes) -> str:
     try:
         return cell.decode()
     except ValueError:
+        # Latin-1 has a character for every byte, so that different cells stay different.
         return cell.decode("latin-1")
 
 
@@ -173,6 +174,7 @@ def _meaning_and_split(name: str) -> tuple[str, str] | None:
     """Return what an array of a part is, and of which part; None of any other array."""
     first, _, rest = name.lower().partition("_")
     start, _, last = name.lower().rpartition("_")
+    # `train_images`, as MedMNIST writes it, or `images_train`.
     for split, word in ((first, rest), (last, start)):
         if split not in SPLITS:
             continue

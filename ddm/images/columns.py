@@ -268,6 +268,7 @@ def class_numbers(
 
 def _numbers_by_name(texts: list[str], classes: Classes) -> NDArray[np.int64]:
     """Return the class of each text; -1 for a text that means none."""
+    # Each different text is looked up once, since there are many images and few classes.
     name_U, place_N = np.unique(texts, return_inverse=True)
     numbers = [classes.number(str(name)) for name in name_U]
     number_U = np.array([-1 if number is None else number for number in numbers], dtype=np.int64)

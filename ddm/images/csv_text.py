@@ -63,6 +63,7 @@ def csv_format(path: Path, is_header: Callable[[list[str]], bool]) -> CsvFormat:
     if separator:
         return CsvFormat(encoding, is_assumed, separator[1], has_separator_line=True)
     headers = {delimiter: _header(first_lines, delimiter) for delimiter in _DELIMITERS}
+    # Of the separators that give a header with known names, that with the most columns.
     usable = [delimiter for delimiter in _DELIMITERS if is_header(headers[delimiter])]
     delimiter = max(usable or _DELIMITERS, key=lambda candidate: len(headers[candidate]))
     return CsvFormat(encoding, is_assumed, delimiter, has_separator_line=False)
@@ -162,6 +163,7 @@ def _encoding_of(path: Path) -> tuple[str, bool]:
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return "utf-16", False
         handle.seek(0)
+        # Invalid bytes become surrogates, which can be counted; a strict decoder would stop at the first.
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         num_invalid = 0
         num_valid = 0
@@ -183,6 +185,7 @@ def _encoding_of(path: Path) -> tuple[str, bool]:
                 is_filling = is_filling and block.replace(b"\xff", b"").isascii()
     if not num_invalid:
         return "utf-8-sig", False
+    # Letters of Windows-1252 are hardly ever valid UTF-8: where many are, this was UTF-8 before it was damaged.
     if num_valid >= num_invalid:
         got = "UTF-8 with invalid bytes between valid ones"
         raise DataError("table", expected=_EXPECTED, got=got, remedy=_SAVE_AS_UTF8)

@@ -67,6 +67,7 @@ def read(
         defer_size = None
         if content.data is not None:
             defer_size = _DEFERRED_BYTES
+        # Forced, because some systems export files without the preamble of PS3.10.
         tags = pydicom.dcmread(stream, force=True, defer_size=defer_size)
         _check_kind(tags)
         pixel_format = pixel_format_of(tags, _syntax(tags), limits)
@@ -130,6 +131,7 @@ def _volume(
             padding = frames[number].padding
             if padding is not None:
                 stack[:, place, padding] = min(lowest)
+    # In the order that the matrix numbers axes: columns, rows, frames.
     values, spacing = oriented(stack.transpose(0, 3, 2, 1), matrix)
     window = _hull([picture.window for picture in pictures])
     full = _hull([picture.full for picture in pictures])

@@ -136,6 +136,7 @@ def _jpeg(data: bytes) -> CodeStream:
         elif marker == 0xE0 and content.startswith(b"JFIF\0"):
             has_jfif = True
         elif marker == 0xEE and content.startswith(b"Adobe") and len(content) >= 12:
+            # 0 for RGB, 1 for YCbCr, 2 for YCCK (Adobe's technical note 5116).
             adobe_transform = content[11]
     if len(frame) < 6 or len(frame) < 6 + 3 * frame[5]:
         raise ImageError(Reason.DAMAGED, "a code stream without the start of its frame")
@@ -191,6 +192,7 @@ def _unboxed(data: bytes) -> tuple[bytes, bool]:
                 continue
             if kind == b"colr" and data[start : start + 1] == b"\1":
                 is_ycc = is_ycc or int.from_bytes(data[start + 3 : start + 7], "big") == _SYCC
+            # At least the header of a box, or a damaged length would keep this loop in place.
             position += max(length, 8)
     raise ImageError(Reason.DAMAGED, "a JP2 file without a code stream")
 
@@ -205,6 +207,7 @@ def _jpeg_2000(data: bytes, is_ycc: bool) -> CodeStream:
         int.from_bytes(header[start : start + 4], "big") for start in (4, 8, 12, 16)
     )
     components = int.from_bytes(header[36:38], "big")
+    # Of each component its depth and how it is subsampled across and down; 1 and 1 for a component of full size.
     described = [bytes(header[start : start + 3]) for start in range(38, 38 + 3 * components, 3)]
     if any(len(component) < 3 for component in described) or not described:
         raise ImageError(Reason.DAMAGED, "a code stream that describes too few components")
@@ -298,6 +301,7 @@ def _by_charls(code_stream: CodeStream) -> NDArray[np.generic]:
 
     buffer, header = jpeg_ls.decode_pixel_data(code_stream.data)
     samples = np.frombuffer(buffer, "<u1" if code_stream.bits <= 8 else "<u2")
+    # In mode 0 each component has a scan of its own, so that whole planes follow one another.
     is_by_plane = code_stream.components > 1 and header["interleave_mode"] == 0
     if is_by_plane:
         planes = samples.reshape(code_stream.components, *code_stream.shape)

@@ -220,6 +220,7 @@ def _cell_format(tags: Any, described: PixelFormat) -> PixelFormat:
         raise contradiction("BitsStored", "BitsAllocated")
     high_bit = word_of(tags, "HighBit")
     if high_bit is None:
+        # PS3.5 8.1.1 allows no other one today.
         high_bit = described.stored - 1
     if high_bit < described.stored - 1:
         raise contradiction("HighBit", "BitsStored")
@@ -462,6 +463,7 @@ def _packed_frames(tags: Any, pixel_format: PixelFormat) -> Iterator[StoredFrame
             continue
         cells = data
         if pixel_format.syntax == _DEFLATED_CELLS:
+            # No more is ever unpacked: one byte too many may be padding, a second one shows that the tags are wrong.
             cells = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, num_bytes + 2)
         if len(cells) < num_bytes:
             raise ImageError(Reason.TRUNCATED, "fewer pixels than rows and columns")
@@ -590,6 +592,7 @@ def _fragments(data: Any) -> tuple[list[tuple[int, bytes]], list[int]]:
     if len(items) < 2:
         raise ImageError(Reason.TRUNCATED, "no pixels")
     table = items[0][1]
+    # The table counts from the first fragment, which follows the table itself (PS3.5 A.4).
     origin = items[1][0]
     fragments = [(offset - origin, content) for offset, content in items[1:]]
     return fragments, np.frombuffer(table, "<u4", len(table) // 4).tolist()

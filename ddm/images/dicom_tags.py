@@ -43,6 +43,7 @@ def text_of(tags: Any, keyword: str) -> str:
         return ""
     value = element.value
     if isinstance(value, bytes):
+        # Any byte is a character of Latin-1, and the letters of codes and UIDs are the same in it as in ASCII.
         return value.decode("latin-1").strip(_TEXT_PADDING)
     if isinstance(value, pydicom.multival.MultiValue | list | tuple):
         return "\\".join(str(part) for part in value)
@@ -108,6 +109,7 @@ def words_of(tags: Any, keyword: str) -> list[int]:
     )
     if not all(isinstance(part, int) for part in parts):
         raise ImageError(Reason.DAMAGED, f"{keyword} is not a whole number")
+    # Of a signed type pydicom gives negative numbers; this has their bits as they are in the file.
     return [part % (1 << 16) for part in parts]
 
 

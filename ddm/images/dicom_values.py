@@ -355,11 +355,13 @@ def _table_of(
     if len(descriptor) != 3:
         raise ImageError(Reason.DAMAGED, f"{descriptor_keyword} is not three numbers")
     num_entries, first, bits = descriptor
+    # 2^16 entries are stated as 0 (PS3.3 C.11.1.1).
     num_entries = num_entries or _WORD
     if not 1 <= bits <= 16:
         raise ImageError(
             Reason.DAMAGED, f"{descriptor_keyword} states a number of bits that is not supported"
         )
+    # The first stored value has the sign of the pixels, whatever type the file gives it.
     if is_signed and first >= _WORD // 2:
         first -= _WORD
     if data_keyword.startswith("Segmented"):

@@ -396,6 +396,7 @@ def _below(root: str, boundary: _Boundary) -> Iterator[ImageFile]:
                     subfolders.append(item.path)
             elif not names.belongs_to_another(item.name):
                 yield _file_in_folder(item, names, boundary)
+        # In reverse, since the last one is taken first.
         pending.extend(reversed(subfolders))
 
 
@@ -429,6 +430,7 @@ def _image_file(path: str, names: FolderNames, boundary: _Boundary) -> ImageFile
         )
     files = (path, *companions)
     stats = []
+    # Taken before the files are examined, so that a change in between looks recent to the memory of scans.
     stated_ns = time.time_ns()
     for file in files:
         try:

@@ -84,6 +84,7 @@ def _tensor(values: NDArray[np.float32]) -> "Tensor":
 def _floats(array: NDArray[np.generic]) -> NDArray[np.float32]:
     # Values too large for float32 become infinite, and are refused as such.
     with np.errstate(over="ignore"):
+        # A copy of memory that is read-only, of which torch would warn.
         return array.astype(np.float32, copy=not array.flags.writeable)
 
 

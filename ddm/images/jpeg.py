@@ -114,6 +114,7 @@ def decoded(markers: Markers, colour_space: str | None = None) -> NDArray[Any]:
     try:
         with opened(BytesIO(markers.pixels), "JPEG") as image:
             if colour_space is not None:
+                # Pillow passes the second word on to libjpeg, which otherwise decides by the markers.
                 image.tile = [image.tile[0]._replace(args=(image.mode, colour_space))]
             values: NDArray[Any] = np.asarray(image)
     except (OSError, SyntaxError) as error:
@@ -239,6 +240,7 @@ def _check_restarts(markers: Markers, scan_header: bytes, scan: bytes) -> None:
     if len(restarts) != ceil(num_units / markers.restart_interval) - 1:
         raise ImageError(Reason.DAMAGED, "number of restart markers")
     for number, restart in enumerate(restarts):
+        # Restart markers count modulo 8 (T.81, table B.1): another order means that data are missing.
         if restart[0] != 0xD0 + number % 8:
             raise ImageError(Reason.DAMAGED, "order of restart markers")
 

@@ -48,6 +48,7 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
     limits.check(width, height, depth)
     num_volumes = 1
     if num_frames > 1:
+        # The repetition time is in the footer, behind all voxels.
         end = _VOXELS_AT + width * height * depth * num_frames * stored.itemsize
         header = MGHHeader(data + read_footer(content, end), check=False)
         if header["tr"] != 0:

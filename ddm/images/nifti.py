@@ -53,6 +53,7 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
     header_type, min_offset = _HEADERS[kind]
     size = header_type.template_dtype.itemsize
     data = read_header(content, size)
+    # The first field, sizeof_hdr, is the size of the header in the byte order of the file.
     order = ">"
     if int.from_bytes(data[:4], "little") == size:
         order = "<"
@@ -151,6 +152,7 @@ def _matrix(header: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Return the matrix from voxels to mm: that of sform, else of qform, else of the sides of voxels alone."""
     pixdim = header["pixdim"]
     is_thin = np.array(shape[:3]) == 1
+    # Flat images often state no thickness, and one voxel needs none.
     pixdim[1:4][is_thin & ~(pixdim[1:4] > 0)] = 1
     if header["sform_code"] > 0:
         matrix = header.get_sform()

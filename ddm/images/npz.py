@@ -154,6 +154,7 @@ class EncodedArray:
             for rows in self._block_rows(BLOCK_BYTES):
                 data = _read(handle, len(rows) * row_bytes)
                 yield np.frombuffer(data, self.header.dtype).reshape(len(rows), *row_shape)
+            # At its end the archive also compares the checksum of the entry.
             if handle.read(1):
                 raise ValueError("bytes after the last row")
 
@@ -163,6 +164,7 @@ class EncodedArray:
             raise ImageError(Reason.TOO_LARGE, detail)
         with decoding(_ANY), self.open_values() as handle:
             values = np.frombuffer(_read(handle, self.header.num_bytes), self.header.dtype)
+        # In Fortran order the first axis changes fastest: read in C order, this is the array with its axes reversed.
         whole = values.reshape(self.shape[::-1]).T
         for rows in self._block_rows(BLOCK_BYTES):
             yield np.ascontiguousarray(whole[rows.start : rows.stop])
@@ -309,6 +311,7 @@ def _content_offset(path: Path, entry: ZipInfo) -> int:
         local = file.read(_LOCAL_HEADER_BYTES)
     if len(local) < _LOCAL_HEADER_BYTES or not local.startswith(_LOCAL_MAGIC):
         raise ValueError("no entry where the directory says")
+    # Lengths of the name and of the extra field (APPNOTE 4.3.7); those in the central directory may be others.
     name_bytes = int.from_bytes(local[26:28], "little")
     extra_bytes = int.from_bytes(local[28:30], "little")
     return entry.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes

@@ -172,6 +172,7 @@ class _CompactReader:
 
     def _unsigned(self) -> int:
         value = 0
+        # Seven bits a byte: 64 bits take ten bytes at most.
         for shift in range(0, 70, 7):
             byte = self._byte()
             value |= (byte & 0x7F) << shift
@@ -181,4 +182,5 @@ class _CompactReader:
 
     def _signed(self) -> int:
         value = self._unsigned()
+        # Zigzag: 0, -1, 1, -2 are stored as 0, 1, 2, 3.
         return (value >> 1) ^ -(value & 1)

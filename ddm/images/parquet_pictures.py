@@ -88,6 +88,7 @@ def _content(cell: Any, folder: Path, limits: DecodeLimits) -> FileContent:
         if "path" in cell.keys() and cell["path"].is_valid:  # noqa: SIM118 - a scalar of pyarrow looks for values
             name = str(cell["path"].as_py())
     if data.is_valid:
+        # A scalar of pyarrow knows its size before anything is copied.
         if data.as_buffer().size > limits.values:
             raise ImageError(Reason.TOO_LARGE, f"an image file of more than {limits.values} bytes")
         return FileContent(data=data.as_py(), name=PurePosixPath(name).name)

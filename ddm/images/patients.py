@@ -71,6 +71,7 @@ def similar(identifier: str, rule: PatientRule = "spelling") -> str:
     plain = canonical(identifier, rule).translate(_TRANSCRIBED)
     decomposed = unicodedata.normalize("NFD", plain)
     letters = "".join(character for character in decomposed if not unicodedata.combining(character))
+    # The e of ae, oe and ue goes too, so that both ways to write an umlaut become one.
     return _ZEROS.sub("", _UMLAUT.sub("", letters))
 
 

@@ -232,6 +232,7 @@ class PictureReader:
         num_pictures = 0
         for answer in decode_files(jobs, options):
             if file is None:
+                # Answers come in the order of the jobs, and the last answer of each file is its end.
                 file = next(remaining)
                 num_pictures = 0
             if isinstance(answer, DecodedImage):

@@ -195,6 +195,7 @@ class _Lazy:
             )
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"row numbers outside 0 to {len(self) - 1}")
+        # Rows that follow each other are read in one piece.
         if len(numbers) > 1 and bool((np.diff(numbers) == 1).all()):
             return self._rows(range(int(numbers[0]), int(numbers[-1]) + 1))
         return self._rows(numbers)

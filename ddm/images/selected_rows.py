@@ -46,6 +46,7 @@ class SelectedRows:
         """Yield the rows in blocks."""
         first = 0
         for block in self._source.unpacked():
+            # The numbers ascend, so that those of one block stand together.
             start, end = np.searchsorted(self._row_N, (first, first + len(block)))
             if start < end:
                 yield block[self._row_N[start:end] - first]

@@ -47,6 +47,7 @@ MAX_COLUMNS = 16_384  # as many as Excel has
 MAX_CELL = 4096  # characters
 _MAX_CELL_BYTES = 4 * MAX_CELL
 _CORRECT = "Correct that line, or export the table again."
+# How Excel writes whole numbers of more than eleven digits.
 _ROUNDED = re.compile(r"\d([.,]\d+)?[eE]\+?\d+")
 _PUNCTUATION = re.compile(r"[\W_]+")
 

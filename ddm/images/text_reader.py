@@ -70,6 +70,7 @@ def _prepared(part_HW: NDArray[np.generic], letter_height: int) -> NDArray[np.ui
     part: NDArray[Any] = part_HW.astype(np.float32)
     low, high = np.percentile(part, (1, 99))
     part = ((part - low) / max(float(high - low), 1e-30)).clip(0, 1)
+    # Letters cover less than their ground: where most of it is dark, the letters are bright.
     if np.median(part) < 0.5:
         part = 1 - part
     factor = max(1, min(_MAX_FACTOR, round(_LETTER_HEIGHT / letter_height)))

@@ -157,6 +157,7 @@ def _page_at(file: tifffile.TiffFile, offset: int) -> tuple[tifffile.TiffPage, l
         handle.seek(offset)
         page = tifffile.TiffPage(file, index=0)
         handle.seek(offset)
+        # The directory is read once more here, since tifffile does not tell which tags it left out.
         (num_tags,) = struct.unpack(sizes.tagnoformat, handle.read(sizes.tagnosize))
         table = handle.read(num_tags * sizes.tagsize)
         (next_offset,) = struct.unpack(sizes.offsetformat, handle.read(sizes.offsetsize))
@@ -179,6 +180,7 @@ def _check_tags(page: tifffile.TiffPage, codes: list[int]) -> None:
     if len(set(codes)) != len(codes):
         raise ImageError(Reason.DAMAGED, "directory with a tag twice")
     for code in codes:
+        # TIFF 6.0 leaves tags from 0x8000 on to private use: most of them say nothing about the pixels.
         if code not in page.tags and (code < 0x8000 or code in _PRIVATE_TAGS):
             name = tifffile.TIFF.TAGS.get(code, "a tag without a name")
             raise ImageError(Reason.DAMAGED, f"{name}: an unknown type, or outside of the file")

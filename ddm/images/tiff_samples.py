@@ -221,6 +221,8 @@ def _decompressed(
 def _of_jpeg(page: tifffile.TiffPage, data: bytes, shape: tuple[int, ...]) -> NDArray[Any]:
     """Return the samples of a strip or tile that is a stream of JPEG: TIFF Technical Note 2."""
     if page.jpegtables:
+        # The tables end with an end of image and the data begin with a start of image: without the two, both are one
+        # stream.
         data = page.jpegtables.removesuffix(b"\xff\xd9") + data.removeprefix(b"\xff\xd8")
     markers = jpeg.parse(data)
     if markers.num_channels != shape[3]:

@@ -139,6 +139,7 @@ def _samples(stream: IO[bytes] | gzip.GzipFile, limits: DecodeLimits) -> Iterato
     """
     archive = _Archive(stream)
     sample: _Sample | None = None
+    # Digests, so that a million keys take the same memory however long they are.
     finished: set[bytes] = set()
     for member in archive.members():
         key, suffix = _key_and_suffix(member.name)

@@ -29,6 +29,7 @@ def read(content: FileContent, kind: str, limits: DecodeLimits) -> Iterator[Deco
     with content.open() as stream:
         size = stream.seek(0, 2)
         stream.seek(0)
+        # The size in a RIFF header does not count the first eight bytes.
         if int.from_bytes(head[4:8], "little") + 8 > size:
             raise ImageError(Reason.TRUNCATED, "RIFF")
         with opened(stream, "WEBP") as image:

@@ -152,6 +152,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for name in _UNNEEDED_MODULES:
         sys.modules[name] = None  # type: ignore[assignment] # as if it were not installed
+    # Libraries in C print to descriptor 1 directly, and what they print must not come among the answers.
     answers = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

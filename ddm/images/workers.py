@@ -381,6 +381,7 @@ class _DecoderProcess:
             )
         if "end" not in answer:
             record = PictureRecord.model_validate_json(answer["record"])
+            # Through bytes, so that nothing but a digest comes from a process that a file may have taken over.
             order = bytes.fromhex(answer.get("order") or "").hex()[:DIGEST_CHARACTERS]
             picture = _picture(answer["picture"], record, values)
             if answer["spacing_in_mm"] is not True:
@@ -409,6 +410,8 @@ class _DecoderProcess:
             return
         before_s = self._clock_s
         self._clock_s += elapsed_s
+        # Only of a file that takes longer than a moment: most files are done before this would be worth a look at the
+        # process.
         if before_s <= _MAX_TICK_S < self._clock_s:
             self._processor_s = processor_use(self._process.pid)[1]
         limit_s = _START_S
@@ -456,6 +459,7 @@ class _DecoderProcess:
             self._deaths = 0
         else:
             self._deaths += 1
+        # So many files in a row hardly crash a decoder each by itself: the decoder is broken.
         if self._deaths > len(jobs) + _MAX_QUEUED_JOBS:
             raise SetupError(
                 "decoder",

@@ -51,6 +51,7 @@ class StoredTensor:
             for start in range(0, num_rows, rows_per_part):
                 rows = slice(start, min(start + rows_per_part, num_rows))
                 num_bytes = (rows.stop - start) * row_bytes
+                # A bytearray, since torch warns of memory that is read-only.
                 data = bytearray(
                     os.pread(handle.fileno(), num_bytes, self.offset + start * row_bytes)
                 )
@@ -145,6 +146,7 @@ class StreamedExpert:
         condition: Condition = NoCondition(),
     ) -> None:
         model = empty_expert(architecture, shape, condition)
+        # As a list, because modules are exchanged while it is gone through.
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
                 parent, _, attribute = name.rpartition(".")
@@ -152,6 +154,7 @@ class StreamedExpert:
                 setattr(model.get_submodule(parent), attribute, streamed)
         # What is left has no streamed form: convolutions, norms, embeddings.
         resident = {name: stored[name].load() for name in model.state_dict()}
+        # Assigned, since the model's own weights are on the meta device and have no memory.
         model.load_state_dict(resident, strict=True, assign=True)
         self.resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self.model = model.eval()
