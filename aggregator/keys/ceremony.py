@@ -428,7 +428,6 @@ def _start_plan(application: _Application, plan_id: str) -> None:
         application.documents["targets"],
         application.key,
     )
-    # Days may have passed since the draft: members may have been withdrawn, removed, or given new keys.
     check_still_carried(federation, plan)
     check_cards_unchanged(federation, plan, application.repository.delegates().silos)
     application.repository.export_bundle(bundle)

@@ -52,7 +52,6 @@ class ExpertAudit(Model):
     reason: ShortText
     num_members: NaturalInt = 0
     num_holdout_units: NaturalInt
-    # One figure for each attack.
     auc: Annotated[tuple[Figure, ...], Field(max_length=256)] = ()
     tpr: Annotated[tuple[Figure, ...], Field(max_length=256)] = ()
     copies: Annotated[tuple[Figure, ...], Field(max_length=16)] = ()

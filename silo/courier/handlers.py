@@ -215,7 +215,6 @@ def newest_sequence(plan_id: str, limits: SiteLimits) -> int:
     """Return the number of the highest submission in the outbox, 0 when it has a receipt or there is none."""
     receipts = limits.site / "inbox" / plan_id / "receipts"
     newest = max(sequence_numbers(limits.site / "outbox" / plan_id), default=0)
-    # An answered submission is not announced again, or the aggregator would fetch it after each restart.
     if (receipts / f"{newest}.json").exists():
         return 0
     return newest

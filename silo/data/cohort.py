@@ -213,7 +213,7 @@ def _labels(label_N: NDArray[np.generic], site: Classes, plan: Classes) -> NDArr
     site_names = np.array([site.name(number) for number in range(site.num)])
     # The same number may mean another class to the plan, whose order of the names is its own.
     plan_number_C = class_numbers(site_names, plan, "data.classes")
-    # Indexed by the site's number: shape (C,) by (N,) gives the plan's number of each image.
+    # Shape (C,) indexed by (N,): the plan's number of the class of each image.
     return plan_number_C[class_numbers(label_N, site)]
 
 

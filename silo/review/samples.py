@@ -110,7 +110,7 @@ class ExpertSheets:
                 return
             new_pictures = draw(first, min(SAMPLES_AT_ONCE, num - first))
             pictures = (*self._sheets[expert.expert_id].pictures, *new_pictures)
-            # Only grey and colour images are drawn, and latents of several channels may decode to anything else.
+            # Only images of one or three channels can be shown (`ddm.pages.pictures.inline`).
             if not pictures:
                 self._update(expert.expert_id, problem="neither grey nor colour: not shown")
                 return
